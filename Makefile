@@ -1,0 +1,50 @@
+# make serve   set up everything, then serve the default model on http://127.0.0.1:8000 (flags: make serve ARGS="--port 9000")
+# make test    every check that CI runs
+# make setup   .venv and the default model; the CUDA back-end where nvidia-smi answers, else the CPU one
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+# macOS has Metal in the plain wheel; on Linux a back-end must be chosen.
+BACKEND ?= $(shell if nvidia-smi >/dev/null 2>&1; then \
+	  nvidia-smi | grep -q 'CUDA Version: 12' && echo cuda12 || echo cuda13; \
+	else echo cpu; fi)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup serve test lint format clean
+
+help:
+	@sed -n 's/^# //p' $(MAKEFILE_LIST)
+
+$(VENV)/.installed-$(BACKEND): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvstrata needs Python 3.11 or newer; try: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(BACKEND)]'
+	touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-$(BACKEND) pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(BACKEND),dev]'
+	touch $@
+
+setup: $(VENV)/.installed-$(BACKEND)
+	@$(BIN)/kvstrata pull
+
+serve: setup
+	@$(BIN)/kvstrata serve $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+test: setup lint
+	$(BIN)/pytest $(ARGS)
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

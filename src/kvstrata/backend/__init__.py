@@ -1,0 +1,10 @@
+"""What the machine offers: back-end, device, cores, memory, BLAS, and the folder where kvstrata keeps files.
+
+Knows nothing of models, settings or requests. mlx.core is imported only by `device`, never when this is imported.
+"""
+
+from kvstrata.backend.blas_loader import Blas, blas
+from kvstrata.backend.folders import cache_root
+from kvstrata.backend.machine import Device, device, memory_bytes, mlx_backend, usable_cores
+
+__all__ = ["Blas", "Device", "blas", "cache_root", "device", "memory_bytes", "mlx_backend", "usable_cores"]

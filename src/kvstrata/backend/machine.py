@@ -1,0 +1,122 @@
+"""Which MLX back-end is installed, on what device, with how many cores and how much memory this process may use.
+
+Knows /proc, cgroups and MLX's device query. Knows nothing of what the memory is used for.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+MlxBackend = Literal["metal", "cuda", "cpu", "none"]
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class Device:
+    backend: MlxBackend  # what MLX computes on
+    name: str
+    memory_bytes: int  # the GPU's own, or what this process may use of the machine's
+    num_cores: int
+
+
+@functools.cache
+def mlx_backend() -> MlxBackend:
+    """The back-end that is installed, told by its distribution: importing mlx.core would settle the BLAS."""
+    spec = find_spec("mlx")
+    if spec is None:
+        return "none"
+    if sys.platform == "darwin":
+        return "metal"
+    sites = {Path(folder).parent for folder in spec.submodule_search_locations or ()}
+    has_cuda = any(next(site.glob("mlx_cuda*.dist-info"), None) for site in sites)
+    return "cuda" if has_cuda else "cpu"
+
+
+def device() -> Device:
+    """What MLX really computes on in this process. Imports mlx.core."""
+    import mlx.core as mx
+
+    facts = mx.device_info()
+    if mx.default_device() == mx.gpu:
+        backend: MlxBackend = "metal" if mx.metal.is_available() else "cuda"
+        size = facts.get("memory_size") or facts.get("total_memory") or memory_bytes()
+        return Device(backend, str(facts.get("device_name", backend)), int(size), usable_cores())
+    return Device("cpu", _cpu_name(), memory_bytes(), usable_cores())
+
+
+def usable_cores(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:
+    """Cores that this process may keep busy: its affinity, less where a cgroup grants a smaller share of time."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    shares = [share for share in _cpu_shares(cgroups, own_cgroup) if share > 0]
+    return max(1, min([cores, *(math.ceil(share) for share in shares)]))
+
+
+def memory_bytes(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:
+    """The machine's memory, or the smallest cgroup limit above this process."""
+    import psutil
+
+    # Version 1 writes "no limit" as a number near 2**63, which the minimum takes care of.
+    limits = [
+        int(text)
+        for name in (("memory", "memory.limit_in_bytes"), ("", "memory.max"))
+        for text in _cgroup_texts(cgroups, own_cgroup, *name)
+        if text.isdecimal()
+    ]
+    return min([psutil.virtual_memory().total, *limits])
+
+
+def _cpu_shares(cgroups: Path, own_cgroup: Path) -> Iterator[float]:
+    for text in _cgroup_texts(cgroups, own_cgroup, "", "cpu.max"):
+        quota, _, period = text.partition(" ")
+        if quota.isdecimal() and period.isdecimal():
+            yield int(quota) / int(period)
+    quotas = _cgroup_texts(cgroups, own_cgroup, "cpu", "cpu.cfs_quota_us")
+    periods = _cgroup_texts(cgroups, own_cgroup, "cpu", "cpu.cfs_period_us")
+    for quota, period in zip(quotas, periods, strict=False):
+        if quota.isdecimal() and period.isdecimal():
+            yield int(quota) / int(period)
+
+
+def _cgroup_texts(cgroups: Path, own_cgroup: Path, controller: str, name: str) -> Iterator[str]:
+    """The file `name` of this process's cgroup and of each above it. Controller "" is version 2."""
+    root = cgroups / controller
+    for line in _text(own_cgroup).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controller not in controllers.split(","):
+            continue
+        # Inside a container the path may be the host's: then only the root of the mount exists, which is ours.
+        folder = root / path.lstrip("/")
+        for place in (folder, *folder.parents):
+            if not place.is_relative_to(root):
+                break
+            if text := _text(place / name):
+                yield text
+
+
+def _cpu_name() -> str:
+    """`model name` is missing on ARM, where the architecture must do."""
+    for line in _text(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,169 @@
+"""`kvstrata doctor`: what this machine offers, what is slow and why, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvstrata.backend import Blas, Device, blas, cache_root
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+PACKAGES = ("kvstrata", "mlx", "mlx-lm", "numpy", "transformers", "huggingface_hub")
+ENOUGH_OF_NUMPY = 0.5  # of numpy's rate, below which MLX's products are called slow
+LOW_MEMORY_BYTES = 2 << 30
+LOW_DISK_BYTES = 5 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    what: str
+    why: str
+    next_step: str
+
+
+@dataclass(frozen=True)
+class Report:
+    device: Device
+    blas: Blas
+    mlx_gflops: float
+    numpy_gflops: float
+    memory_available_bytes: int
+    cache_folder: Path
+    disk_free_bytes: int
+    default_model: bool
+    versions: dict[str, str]
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout and nothing else.")] = False,
+) -> None:
+    """Show back-end, device, BLAS, memory and disk; what is slow, why, and the next step."""
+    report = examine()
+    findings = judge(report)
+    if as_json:
+        typer.echo(json.dumps(_plain(report, findings), indent=2))
+        return
+    from rich.console import Console
+
+    # No markup: `kvstrata[cpu]` would be taken for a style.
+    console = Console(markup=False, highlight=False)
+    console.print(_table(report))
+    for finding in findings:
+        console.print(f"{finding.what}:", style="bold yellow")
+        console.print(f"  {finding.why}\n  Next: {finding.next_step}")
+    if not findings:
+        console.print("Nothing to mend.", style="bold green")
+
+
+def examine() -> Report:
+    import psutil
+
+    from kvstrata.backend import device
+    from kvstrata.backend.speed import mlx_gflops, numpy_gflops
+    from kvstrata.models.default import default_is_whole
+
+    here = device()
+    return Report(
+        device=here,
+        blas=blas(),
+        mlx_gflops=mlx_gflops(),
+        numpy_gflops=numpy_gflops(),
+        # A cgroup's limit is often less than what the machine has free.
+        memory_available_bytes=min(psutil.virtual_memory().available, here.memory_bytes),
+        cache_folder=cache_root(),
+        disk_free_bytes=_disk_free(cache_root()),
+        default_model=default_is_whole(),
+        versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+    )
+
+
+def judge(report: Report) -> list[Finding]:
+    """Pure: facts in, findings out."""
+    return [*_judge_speed(report), *_judge_room(report), *_judge_model(report)]
+
+
+def _judge_speed(report: Report) -> list[Finding]:
+    if report.device.backend != "cpu":
+        return []
+    if report.mlx_gflops >= ENOUGH_OF_NUMPY * report.numpy_gflops:
+        return [
+            Finding(
+                "The model runs on the CPU",
+                "no GPU back-end of MLX is in use, so decoding is bound by memory bandwidth and cores",
+                "with an NVIDIA GPU: pip install 'kvstrata[cuda13]'; on Apple silicon MLX uses Metal by itself",
+            )
+        ]
+    return [
+        Finding(
+            "Matrix products are slow",
+            f"{report.mlx_gflops:.0f} GFLOP/s through MLX, {report.numpy_gflops:.0f} in numpy: "
+            f"BLAS is {report.blas.name} ({report.blas.reason})",
+            "pip install 'kvstrata[cpu]', or set KVSTRATA_BLAS to an OpenBLAS that exports cblas_sgemm",
+        )
+    ]
+
+
+def _judge_room(report: Report) -> list[Finding]:
+    findings = []
+    if report.memory_available_bytes < LOW_MEMORY_BYTES:
+        why = f"{_size(report.memory_available_bytes)} of {_size(report.device.memory_bytes)} available"
+        findings.append(Finding("Little memory", why, "end other programs, or serve a smaller model"))
+    if report.disk_free_bytes < LOW_DISK_BYTES:
+        why = f"{_size(report.disk_free_bytes)} free in {report.cache_folder}"
+        findings.append(Finding("Little disk space", why, "make room, or set KVSTRATA_HOME to another folder"))
+    return findings
+
+
+def _judge_model(report: Report) -> list[Finding]:
+    if report.default_model:
+        return []
+    return [Finding("The default model is not here", "it was never got, or its folder is damaged", "kvstrata pull")]
+
+
+def _plain(report: Report, findings: list[Finding]) -> dict[str, Any]:
+    facts = asdict(report)
+    facts["cache_folder"] = str(report.cache_folder)
+    facts["blas"]["path"] = str(report.blas.path) if report.blas.path else None
+    return {**facts, "findings": [asdict(finding) for finding in findings]}
+
+
+def _table(report: Report) -> Table:
+    from rich.table import Table
+
+    library = " ".join(word for word in (report.blas.name, report.blas.version) if word)
+    rate = f"{report.mlx_gflops:.0f} GFLOP/s through MLX, {report.numpy_gflops:.0f} in numpy on the CPU"
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_row("back-end", f"{report.device.backend} ({report.device.name}, {report.device.num_cores} cores)")
+    table.add_row("BLAS", f"{library}, {report.blas.num_threads} threads: {report.blas.reason}")
+    table.add_row("speed", f"{rate} (float32)")
+    table.add_row("memory", f"{_size(report.device.memory_bytes)}, {_size(report.memory_available_bytes)} available")
+    table.add_row("cache", f"{report.cache_folder}, {_size(report.disk_free_bytes)} free")
+    table.add_row("default model", "here" if report.default_model else "not here")
+    table.add_row("versions", ", ".join(f"{name} {number}" for name, number in report.versions.items()))
+    return table
+
+
+def _disk_free(folder: Path) -> int:
+    """Of the nearest folder that exists: the cache folder itself may not have been made yet."""
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.1f} GiB"

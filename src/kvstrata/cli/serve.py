@@ -1,0 +1,102 @@
+"""`kvstrata serve`: loads a model and answers until it is told to stop."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvstrata.cli.flags import with_settings
+
+if TYPE_CHECKING:
+    from kvstrata.backend import Device
+    from kvstrata.config import Settings
+    from kvstrata.server.service import Service
+
+
+@with_settings(without=["model"])
+def serve(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Folder or Hugging Face id of a model that mlx-lm can load.",
+            envvar="KVSTRATA_MODEL",
+            show_default="the default model, SmolLM2-135M-Instruct",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="TOML file with settings by the names below (max_running = 8). Flags win over the environment, "
+            "that over the file.",
+            envvar="KVSTRATA_CONFIG",
+            show_default="config.toml in the user's configuration folder, if there is one",
+            metavar="file",
+        ),
+    ] = None,
+    **flags: Any,
+) -> None:
+    """Serve a model to OpenAI clients.
+
+    The first Ctrl-C lets running replies finish, the second ends at once.
+    """
+    from kvstrata.config import load as load_settings
+
+    run(load_settings(config, {"model": model, **_given(flags)}))
+
+
+def run(settings: Settings) -> None:
+    from kvstrata.server.run import bind, url_of
+
+    listener = bind(settings.host, settings.port)
+    from kvstrata.backend import device
+    from kvstrata.models.load import load
+    from kvstrata.server.assemble import start_service
+    from kvstrata.server.run import Server
+
+    loaded = load(settings.model, adapter=settings.adapter)
+    machine = device()
+    service = start_service(settings, loaded, total_memory_bytes=machine.memory_bytes)
+    server = Server(
+        service,
+        drain_timeout_s=settings.drain_timeout_s,
+        log_level=settings.log_level,
+        on_ready=lambda: typer.echo("\n".join(start_lines(settings, service, machine, url_of(listener)))),
+        say=typer.echo,
+    )
+    server.run(sockets=[listener])
+
+
+def start_lines(settings: Settings, service: Service, machine: Device, url: str) -> list[str]:
+    from kvstrata.config import human_bytes
+
+    loaded, engine = service.loaded, service.engine.props()
+    limit = settings.memory_limit.of(machine.memory_bytes)
+    needs_key = " -H 'Authorization: Bearer KEY'" if service.keys else ""
+    asked = json.dumps({"model": service.name, "messages": [{"role": "user", "content": "Hello"}]})
+    return [
+        f"model     {service.name}, {loaded.dtype}, {human_bytes(loaded.weight_bytes)} of weights, "
+        f"context {service.context_tokens} tokens",
+        f"back-end  {machine.backend} ({machine.name}), attention: {engine['attention']['path']}",
+        *([f"BLAS      {_blas_line()}"] if machine.backend == "cpu" else []),
+        f"memory    at most {human_bytes(limit)} ({settings.memory_limit}) of {human_bytes(machine.memory_bytes)}, "
+        f"{human_bytes(engine['kv_budget_bytes'])} of it for KV",
+        f"serving   {url}/v1   (Ctrl-C to stop)",
+        f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{needs_key} -d '{asked}'",
+        f"or        kvstrata chat --url {url}",
+    ]
+
+
+def _blas_line() -> str:
+    from kvstrata.backend import blas
+
+    used = blas()
+    slow = "  SLOW: see kvstrata doctor" if used.name == "reference" else ""
+    return f"{used.name} {used.version} with {used.num_threads} threads ({used.reason}){slow}"
+
+
+def _given(flags: dict[str, Any]) -> dict[str, Any]:
+    """A list option that was not given is an empty list, not None."""
+    return {name: value for name, value in flags.items() if value != []}

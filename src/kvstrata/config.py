@@ -1,0 +1,276 @@
+"""Settings: defaults < TOML file < environment < flags; and sizes such as 8GiB, 500MB and 20%.
+
+Every setting is declared once, in `Settings`: its TOML key is its name, its environment variable KVSTRATA_ and the name
+in capitals, its flag the name with dashes. Knows nothing of what a setting does; whoever puts the pieces together reads
+it and hands plain values down.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings.sources import InitSettingsSource
+
+from kvstrata.errors import ConfigError
+
+ENV_PREFIX = "KVSTRATA_"
+UNITS = {"": 1, "B": 1}
+UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
+SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)")
+SIZE_EXAMPLES = "Write it like 8GiB, 500MB, 1.5GB, 1048576 or 20%"
+
+
+@dataclass(frozen=True)
+class Size:
+    """A number of bytes, or a percentage of something that is not known yet."""
+
+    num_bytes: int | None = None
+    percent: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Size:
+        match = SIZE_PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise ConfigError(f"'{text}' is not a size. {SIZE_EXAMPLES}.")
+        number, unit = float(match[1]), match[2]
+        if unit == "%":
+            return cls._of_percent(number, text)
+        if unit.upper() not in UNITS:
+            raise ConfigError(f"'{text}' is not a size: the unit '{unit}' is unknown. {SIZE_EXAMPLES}.")
+        return cls(num_bytes=int(number * UNITS[unit.upper()]))
+
+    @classmethod
+    def _of_percent(cls, number: float, text: str) -> Size:
+        if not 0 < number <= 100:
+            raise ConfigError(f"'{text}' is not a share: it must be above 0% and at most 100%, for example 20%.")
+        return cls(percent=number)
+
+    def of(self, total_bytes: int) -> int:
+        """In bytes, where a percentage is of `total_bytes`."""
+        if self.num_bytes is not None:
+            return self.num_bytes
+        return int(total_bytes * (self.percent or 0.0) / 100)
+
+    def __str__(self) -> str:
+        return f"{self.percent:g}%" if self.num_bytes is None else human_bytes(self.num_bytes)
+
+
+def human_bytes(num_bytes: int) -> str:
+    """What `Size.parse` reads again: 8GiB, 1.5MiB, 17B."""
+    for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
+        if num_bytes >= 1024**power:
+            return f"{num_bytes / 1024**power:.4g}{letter}iB"
+    return f"{num_bytes}B"
+
+
+def _size(value: object) -> object:
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        return Size.parse(value)
+    except ConfigError as error:
+        raise PydanticCustomError("size", "{reason}", {"reason": str(error)}) from None
+
+
+def _absolute_bytes(value: object) -> object:
+    size = _size(value)
+    if not isinstance(size, Size):
+        return value
+    if size.num_bytes is None:
+        raise PydanticCustomError("size", "a percentage makes no sense here. Write it like 32MiB")
+    return size.num_bytes
+
+
+def _split(value: object) -> object:
+    """`a,b` as the environment has it; a list as TOML and flags have it."""
+    if isinstance(value, str):
+        value = value.split(",")
+    return tuple(part.strip() for part in value) if isinstance(value, list | tuple) else value
+
+
+SizeSetting = Annotated[Size, BeforeValidator(_size), PlainSerializer(str)]
+ByteCount = Annotated[int, BeforeValidator(_absolute_bytes)]
+LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+
+
+def _setting(default: Any, description: str, *, panel: str, unit: str = "", **constraints: Any) -> Any:
+    """`panel` groups the flag in --help, `unit` is shown as the kind of value there."""
+    extra: dict[str, Any] = {"panel": panel, "unit": unit}
+    return Field(default, description=description, json_schema_extra=extra, **constraints)
+
+
+class Settings(BaseSettings):
+    """Everything that can be set. See `load`."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, arbitrary_types_allowed=True
+    )
+
+    model: str | None = _setting(None, "Folder or Hugging Face id; without it the default model", panel="Model")
+    adapter: Path | None = _setting(None, "LoRA adapter to put on the model", panel="Model", unit="folder")
+    served_name: str | None = _setting(None, "Another name that clients may call the model by", panel="Model")
+    context_tokens: int | None = _setting(
+        None, "Longest prompt and reply together; without it what the model was made for", panel="Model", unit="tokens",
+        ge=1,
+    )  # fmt: skip
+
+    host: str = _setting("127.0.0.1", "Address to listen on", panel="Address and keys", unit="address")
+    port: int = _setting(8000, "Port to listen on; 0 takes a free one", panel="Address and keys", unit="port",
+                         ge=0, le=65535)  # fmt: skip
+    api_key: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = _setting(
+        (), "Key that clients must send; may be repeated (environment: commas between)", panel="Address and keys",
+        unit="key", repr=False,
+    )  # fmt: skip
+    api_key_file: Path | None = _setting(
+        None, "File with one key on each line; # begins a comment", panel="Address and keys", unit="file"
+    )
+    allow_public: bool = _setting(False, "Listen on a public address without any key", panel="Address and keys")
+
+    memory_limit: SizeSetting = _setting(
+        Size(percent=75.0), "Weights, KV and scratch together; % is of the GPU's or the machine's memory",
+        panel="Engine", unit="size",
+    )  # fmt: skip
+    max_running: int = _setting(16, "Most requests in one batch", panel="Engine", unit="requests", ge=1, le=4096)
+    max_waiting: int = _setting(
+        256, "Most requests in the queue; past it 429", panel="Engine", unit="requests", ge=0, le=1_000_000
+    )
+    prefill_chunk_tokens: int | None = _setting(
+        None, "Prompt tokens computed between two decode steps; without it chosen for the back-end", panel="Engine",
+        unit="tokens", ge=1,
+    )  # fmt: skip
+    tail_step_tokens: int = _setting(
+        2048, "Tokens of reply that memory is reserved for at a time", panel="Engine", unit="tokens", ge=1
+    )
+
+    max_body_bytes: ByteCount = _setting(32 * 1024**2, "Largest request body", panel="Process", unit="size", ge=1024)
+    drain_timeout_s: float = _setting(
+        30.0, "How long the first Ctrl-C lets running replies go on", panel="Process", unit="seconds", ge=0, le=86400
+    )
+    log_level: LogLevel = _setting("warning", "Least severe message that is logged", panel="Process", unit="level")
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        del dotenv_settings, file_secret_settings
+        assert isinstance(init_settings, InitSettingsSource)
+        file_values = init_settings.init_kwargs.pop("_file", {})
+        return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=file_values)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Settings:
+        if not self.keys and not self.allow_public and not is_loopback(self.host):
+            raise PydanticCustomError(
+                "public",
+                "the address {host} can be reached from other machines and there is no key. Set one with --api-key "
+                "(KVSTRATA_API_KEY) or --api-key-file, listen on 127.0.0.1, or accept the risk with --allow-public",
+                {"host": self.host},
+            )
+        for key in self.keys:
+            if not key.isascii() or not key.isprintable() or " " in key:
+                raise PydanticCustomError("key", "an API key must be printable ASCII without spaces")
+        return self
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key, of flags and file."""
+        given = tuple(key for key in self.api_key if key)
+        return given + (read_key_file(self.api_key_file) if self.api_key_file else ())
+
+
+def load(config: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
+    """Settings from all four places. `flags` that are None were not given. Raises ConfigError with every problem."""
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    path = config or default_config_path()
+    file_values = read_toml(path) if config or path.is_file() else {}
+    try:
+        return Settings(_file=file_values, **given)  # pyright: ignore[reportCallIssue]
+    except ValidationError as error:
+        problems = [_problem(detail) for detail in error.errors(include_url=False)]
+        raise ConfigError("\n".join(problems)) from None
+
+
+def default_config_path() -> Path:
+    """Where a TOML file is looked for without --config."""
+    if path := os.environ.get(f"{ENV_PREFIX}CONFIG"):
+        return Path(path)
+    import platformdirs
+
+    return Path(platformdirs.user_config_dir("kvstrata", appauthor=False)) / "config.toml"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"There is no file {path}. Check --config (KVSTRATA_CONFIG).") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as TOML: {error}.") from None
+
+
+def read_key_file(path: Path) -> tuple[str, ...]:
+    try:
+        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--api-key-file (KVSTRATA_API_KEY_FILE): {path} cannot be read: {error}.") from None
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
+    if not keys:
+        raise ConfigError(f"--api-key-file (KVSTRATA_API_KEY_FILE): {path} has no key. Write one on each line.")
+    return keys
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name may resolve to anything
+
+
+def flag_name(setting: str) -> str:
+    return "--" + setting.replace("_", "-")
+
+
+def env_name(setting: str) -> str:
+    return ENV_PREFIX + setting.upper()
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default as --help shows it."""
+    value = field.default
+    if value is None or value == ():
+        return "none"
+    if field.annotation is int and value >= 1024**2:
+        return human_bytes(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _problem(detail: ErrorDetails) -> str:
+    """One line. The value itself is never shown: it may be a key."""
+    where = detail["loc"]
+    if not where:
+        return f"{detail['msg']}."
+    name = str(where[0])
+    if detail["type"] == "extra_forbidden":
+        return f"{name}: there is no such setting. See: kvstrata serve --help"
+    return f"{flag_name(name)} ({env_name(name)}): {detail['msg'].rstrip('.')}."

@@ -1,0 +1,224 @@
+"""The engine as other threads see it: hand in requests and cancellations, get events back through each request's sink.
+
+One thread owns MLX and runs the loop; what crosses to it goes through a queue.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.backend import device
+from kvstrata.engine.limits import EngineState, Limits
+from kvstrata.engine.loop import Loop
+from kvstrata.engine.memory import DEFAULT_SHARE, Budget, make_budget
+from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
+from kvstrata.engine.runner import Runner
+from kvstrata.engine.sequence import Sequence
+from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
+from kvstrata.layers.kinds import Layout
+from kvstrata.metrics import Metrics
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.probe import probe
+from kvstrata.text.detokenizer import Detokenizer
+from kvstrata.text.special import special_tokens
+
+log = logging.getLogger(__name__)
+
+# Ids before a plain completion that the first word of its text may depend on.
+CONTEXT_IDS = 8
+# MLX keeps freed buffers for the next allocation of that size; more than this goes back to the system.
+ALLOCATOR_CACHE_BYTES = 512 << 20
+
+
+class Engine:
+    def __init__(self, loaded: LoadedModel, limits: Limits, metrics: Metrics) -> None:
+        self._loaded = loaded
+        self._limits = limits
+        self._metrics = metrics
+        self._special = special_tokens(loaded.tokenizer)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="kvstrata-engine", daemon=True)
+        self._ready = threading.Event()
+        self._start_error: BaseException | None = None
+        self._lock = threading.Lock()  # guards the next two
+        self._open: set[str] = set()  # submitted and not ended
+        self._accepting = False
+        self._arrivals = itertools.count()
+        self._stopping = False
+        self._state = EngineState()
+        # Made by the engine's thread before start() returns.
+        self._layout: Layout
+        self._budget: Budget
+        self._loop: Loop
+
+    def start(self) -> None:
+        """Blocks until the model was probed; raises what went wrong."""
+        self._thread.start()
+        self._ready.wait()
+        if self._start_error is not None:
+            raise self._start_error
+        with self._lock:
+            self._accepting = True
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        try:
+            sequence = self._open_sequence(request, sink)
+        except RequestError as error:
+            self._metrics.refused.labels(reason=error.code or "invalid").inc()
+            raise
+        self._metrics.prompt_tokens.inc(len(request.prompt))
+        self._inbox.put(lambda: self._loop.enqueue(sequence))
+
+    def cancel(self, request_id: str) -> None:
+        self._inbox.put(lambda: self._loop.cancel(request_id))
+
+    def drain(self) -> None:
+        """Take no new requests; those that wait or run go on."""
+        with self._lock:
+            self._accepting = False
+
+    def idle(self) -> bool:
+        with self._lock:
+            return not self._open
+
+    def stop(self) -> None:
+        self.drain()
+        self._inbox.put(self._end)
+        self._thread.join()
+
+    def state(self) -> EngineState:
+        return self._state
+
+    @property
+    def context_tokens(self) -> int:
+        return min(self._limits.context_tokens or self._loaded.context_tokens, self._loaded.context_tokens)
+
+    def props(self) -> dict[str, Any]:
+        return {
+            "layers": self._layout.count_by_kind(),
+            "attention": {"path": self._layout.path, "why": self._layout.reason},
+            "kv": {"k": "raw", "v": "raw", "dtype": self._loaded.dtype},
+            "kv_bytes_per_token": self._budget.token_bytes,
+            "kv_bytes_per_sequence": self._budget.fixed_bytes,
+            "kv_budget_bytes": self._budget.total_bytes,
+            "context_tokens": self.context_tokens,
+            "max_running": self._limits.max_running,
+            "max_waiting": self._limits.max_waiting,
+        }
+
+    def _open_sequence(self, request: Request, sink: Sink) -> Sequence:
+        max_tokens = self._check(request)
+        with self._lock:
+            if not self._accepting:
+                raise Unavailable("The server is shutting down and takes no new requests.")
+            if request.id in self._open:
+                raise InvalidRequest(f"A request with the id {request.id!r} is running already.")
+            if len(self._open) >= self._limits.max_running + self._limits.max_waiting:
+                raise QueueFull(f"{self._limits.max_waiting} requests are waiting already. Try again in a moment.")
+            self._open.add(request.id)
+            return Sequence(request, self._closing(request.id, sink), max_tokens, next(self._arrivals))
+
+    def _closing(self, request_id: str, sink: Sink) -> Sink:
+        """The request's sink, with its last event seen by us first: whoever gets it may submit the next at once."""
+
+        def emit(event: Event) -> None:
+            if isinstance(event, Finished | Failed):
+                with self._lock:
+                    self._open.discard(request_id)
+            sink(event)
+
+        return emit
+
+    def _check(self, request: Request) -> int:
+        """Refuse what can never be served; tell how long the reply may get."""
+        if not request.prompt:
+            raise InvalidRequest("The prompt is empty.", param="prompt")
+        if request.max_tokens < 1:
+            raise InvalidRequest("max_tokens must be at least 1.", param="max_tokens")
+        needed = len(request.prompt) + request.max_tokens
+        if needed > self.context_tokens:
+            raise ContextTooLong(
+                f"This model's context is {self.context_tokens} tokens. The request needs {needed}: "
+                f"{len(request.prompt)} in the prompt and {request.max_tokens} for the reply. "
+                "Shorten the prompt or lower max_tokens."
+            )
+        return self._budget.reply_tokens(len(request.prompt), request.max_tokens)
+
+    # From here on: the thread that owns MLX.
+
+    def _main(self) -> None:
+        try:
+            self._set_up()
+        except BaseException as error:  # noqa: BLE001
+            self._start_error = error  # raised by the thread that waits in start()
+            return
+        finally:
+            self._ready.set()
+        while not self._stopping:
+            self._receive()
+            self._step()
+        self._receive_all()
+        self._loop.fail_all("The server was stopped.")
+        # A thread that ends with streams of its own still alive can take the process down with it.
+        mx.synchronize()
+        mx.clear_streams()
+
+    def _set_up(self) -> None:
+        mx.set_cache_limit(ALLOCATOR_CACHE_BYTES)
+        if mx.metal.is_available():
+            # Weights that macOS may page out make every step wait for the disk.
+            mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+        self._layout = probe(self._loaded.module)
+        memory_bytes = self._limits.memory_bytes or int(device().memory_bytes * DEFAULT_SHARE)
+        self._budget = make_budget(self._layout, memory_bytes=memory_bytes, weight_bytes=self._loaded.weight_bytes)
+        self._loop = self._make_loop()
+        self._state = self._loop.state()
+
+    def _make_loop(self) -> Loop:
+        runner = Runner(self._loaded.module, self._layout)
+        return Loop(
+            runner,
+            self._budget,
+            self._limits,
+            self._metrics,
+            vocab_size=self._loaded.vocab_size,
+            detokenizer=self._make_detokenizer,
+        )
+
+    def _make_detokenizer(self, request: Request) -> Detokenizer:
+        context = request.prompt[-CONTEXT_IDS:] if request.continues_prompt else ()
+        return Detokenizer(self._loaded.tokenizer, context, special=self._special)
+
+    def _receive(self) -> None:
+        """Take in what other threads asked for; wait for it if there is nothing else to do."""
+        if self._loop.idle:
+            mx.clear_cache()
+            self._state = self._loop.state()
+            self._inbox.get()()
+        self._receive_all()
+
+    def _receive_all(self) -> None:
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _end(self) -> None:
+        self._stopping = True
+
+    def _step(self) -> None:
+        if self._stopping or self._loop.idle:
+            return
+        try:
+            self._loop.step()
+        except Exception:
+            # A defect of ours or of the model: those that ran lose their reply, the server goes on with a fresh loop.
+            log.exception("a step failed")
+            self._loop.fail_all("The engine failed while it worked on this request. See the server's log.")
+            self._loop = self._make_loop()
+        self._state = self._loop.state()

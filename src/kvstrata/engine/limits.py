@@ -1,0 +1,30 @@
+"""How much the engine may take on at once. Plain values; where they come from is config's business."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_running: int = 16  # sequences that hold KV
+    max_waiting: int = 256  # requests past those; then QueueFull
+    context_tokens: int | None = None  # None: what the model was made for
+    prefill_chunk_tokens: int | None = None  # None: from the speed that is measured
+    tail_step_tokens: int = 2048  # room for the reply is added in steps of this
+    memory_bytes: int | None = None  # weights, KV and scratch; None: 75 % of the device's memory
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """A picture of the engine, taken between two steps."""
+
+    waiting: int = 0
+    prefilling: int = 0
+    running: int = 0  # those that decode, and those that prefill
+    kv_bytes: int = 0
+    kv_budget_bytes: int = 0
+    active_bytes: int = 0
+    peak_bytes: int = 0
+    decode_tokens_s: float = 0.0
+    prefill_tokens_s: float = 0.0

@@ -1,0 +1,252 @@
+"""One step after another: plan, run, postprocess. No threads, no queues: the engine's thread calls in here.
+
+Every sequence is either waiting (holds no KV) or running (prefills or decodes). Decode steps overlap: while the device
+works on one, the host reads the one before.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from kvstrata.engine.limits import EngineState, Limits
+from kvstrata.engine.memory import Budget
+from kvstrata.engine.rates import Rate
+from kvstrata.engine.request import Failed, Finished, FinishReason, Prefilled, Request
+from kvstrata.engine.runner import Launched, Row, Runner
+from kvstrata.engine.scheduler import Chunk, Plan, Running, Waiting, chunk_tokens, plan, tail_tokens
+from kvstrata.engine.sequence import Sequence
+from kvstrata.metrics import Metrics
+from kvstrata.text.detokenizer import Detokenizer
+
+# Largest prefill chunk: past these sizes a chunk gets no faster by token, only longer.
+MAX_CHUNK_CPU = 256
+MAX_CHUNK_GPU = 2048
+
+
+class Loop:
+    def __init__(
+        self,
+        runner: Runner,
+        budget: Budget,
+        limits: Limits,
+        metrics: Metrics,
+        *,
+        vocab_size: int,
+        detokenizer: Callable[[Request], Detokenizer],
+    ) -> None:
+        self._runner = runner
+        self._budget = budget
+        self._limits = limits
+        self._metrics = metrics
+        self._vocab_size = vocab_size
+        self._detokenizer = detokenizer
+        self._max_chunk = MAX_CHUNK_CPU if mx.default_device() == mx.cpu else MAX_CHUNK_GPU
+        self._waiting: list[Sequence] = []  # by arrival
+        self._running: dict[int, Sequence] = {}  # by arrival
+        self._in_flight: Launched | None = None
+        self._num_chunks = 0
+        self._last_read_s = 0.0
+        self._decode_rate = Rate()
+        self._prefill_rate = Rate()
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting and not self._running and self._in_flight is None
+
+    def state(self) -> EngineState:
+        running = self._running.values()
+        return EngineState(
+            waiting=len(self._waiting),
+            prefilling=sum(1 for s in running if s.prefill_left),
+            running=len(running),
+            kv_bytes=self._held_bytes(),
+            kv_budget_bytes=self._budget.total_bytes,
+            active_bytes=mx.get_active_memory(),
+            peak_bytes=mx.get_peak_memory(),
+            decode_tokens_s=self._decode_rate.tokens_s,
+            prefill_tokens_s=self._prefill_rate.tokens_s,
+        )
+
+    def enqueue(self, sequence: Sequence) -> None:
+        self._waiting.append(sequence)
+
+    def cancel(self, request_id: str) -> None:
+        for sequence in [*self._waiting, *self._running.values()]:
+            if sequence.request.id == request_id:
+                self._finish(sequence, "cancelled")
+
+    def fail_all(self, message: str) -> None:
+        """End everything that runs or waits, and start from nothing."""
+        self._in_flight = None
+        for sequence in [*self._waiting, *self._running.values()]:
+            self._remove(sequence)
+            self._metrics.requests.labels(outcome="failed").inc()
+            sequence.end(Failed(message))
+
+    def step(self) -> None:
+        step_plan = self._plan()
+        if self._in_flight is not None and (step_plan.set_aside or step_plan.prefill):
+            # Only decode steps overlap. For anything else first see where everyone stands, then plan again.
+            self._postprocess(self._take_in_flight(None))
+            return
+        done = self._run(step_plan)
+        self._postprocess(done)
+
+    # Plan.
+
+    def _plan(self) -> Plan:
+        return plan(
+            [Waiting(s.arrival, self._budget.bytes_for(self._first_capacity(s))) for s in self._waiting],
+            [self._as_running(s) for s in self._running.values()],
+            free_bytes=self._budget.total_bytes - self._held_bytes(),
+            max_running=self._limits.max_running,
+            chunk_tokens=self._chunk_tokens(),
+            turn=self._num_chunks,
+        )
+
+    def _chunk_tokens(self) -> int:
+        return self._limits.prefill_chunk_tokens or chunk_tokens(self._prefill_rate.tokens_s, self._max_chunk)
+
+    def _first_capacity(self, sequence: Sequence) -> int:
+        known = len(sequence.tokens) - 1
+        return known + tail_tokens(known, sequence.tokens_wanted, self._limits.tail_step_tokens)
+
+    def _next_tail(self, sequence: Sequence) -> int:
+        assert sequence.cache is not None
+        return tail_tokens(sequence.cache.capacity, sequence.tokens_wanted, self._limits.tail_step_tokens)
+
+    def _as_running(self, sequence: Sequence) -> Running:
+        assert sequence.cache is not None
+        complete = sequence.tokens_wanted == 0
+        full = not sequence.cache.free_tokens and not complete
+        return Running(
+            sequence.arrival,
+            held_bytes=self._budget.bytes_for(sequence.cache.capacity),
+            prefill_left=sequence.prefill_left,
+            grow_bytes=self._next_tail(sequence) * self._budget.token_bytes if full else 0,
+            complete=complete,
+        )
+
+    def _held_bytes(self) -> int:
+        return sum(self._budget.bytes_for(s.cache.capacity) for s in self._running.values() if s.cache is not None)
+
+    # Run.
+
+    def _run(self, step_plan: Plan) -> list[Launched]:
+        """Carry the plan out. Tells which steps are over, so that their tokens can be read."""
+        for key in step_plan.set_aside:
+            self._set_aside(self._running[key])
+        for key in step_plan.grow:
+            self._grow(self._running[key])
+        for key in step_plan.admit:
+            self._admit(next(s for s in self._waiting if s.arrival == key))
+        if step_plan.prefill is not None:
+            self._prefill(step_plan.prefill)
+        done = self._take_in_flight(self._launch(step_plan.decode))
+        if step_plan.prefill is not None:
+            done += self._take_in_flight(None)
+        return done
+
+    def _take_in_flight(self, launched: Launched | None) -> list[Launched]:
+        done, self._in_flight = self._in_flight, launched
+        return [done] if done is not None else []
+
+    def _set_aside(self, sequence: Sequence) -> None:
+        """Give its memory to an older one; it goes on when there is room, from its own text."""
+        self._runner.disband()
+        del self._running[sequence.arrival]
+        sequence.set_aside()
+        self._waiting = sorted([*self._waiting, sequence], key=lambda s: s.arrival)
+        self._metrics.set_aside.inc()
+
+    def _grow(self, sequence: Sequence) -> None:
+        assert sequence.cache is not None
+        sequence.cache.grow(self._next_tail(sequence))
+
+    def _admit(self, sequence: Sequence) -> None:
+        self._waiting.remove(sequence)
+        sequence.cache = self._runner.new_cache(self._first_capacity(sequence))
+        # Age decides who gives way, and one that was set aside is older than those admitted since.
+        running = sorted([*self._running.values(), sequence], key=lambda s: s.arrival)
+        self._running = {s.arrival: s for s in running}
+        self._report_prefill(sequence)
+
+    def _report_prefill(self, sequence: Sequence) -> None:
+        assert sequence.cache is not None
+        if not sequence.num_generated:
+            sequence.emit(Prefilled(sequence.cache.num_tokens, len(sequence.request.prompt)))
+
+    def _prefill(self, chunk: Chunk) -> None:
+        sequence = self._running[chunk.id]
+        assert sequence.cache is not None
+        start = sequence.cache.num_tokens
+        began = time.perf_counter()
+        self._runner.prefill(sequence.cache, sequence.tokens[start : start + chunk.num_tokens])
+        seconds = time.perf_counter() - began
+        self._num_chunks += 1
+        self._prefill_rate.add(chunk.num_tokens, seconds)
+        self._metrics.step_s.labels(kind="prefill").observe(seconds)
+        self._metrics.prefill_tokens.inc(chunk.num_tokens)
+        self._report_prefill(sequence)
+
+    def _launch(self, keys: tuple[int, ...]) -> Launched | None:
+        if not keys:
+            return None
+        launched = self._runner.launch([self._row(self._running[key]) for key in keys], self._in_flight)
+        for key in keys:
+            self._running[key].num_launched += 1
+        return launched
+
+    def _row(self, sequence: Sequence) -> Row:
+        assert sequence.cache is not None
+        known = sequence.num_launched == sequence.num_generated
+        token = sequence.tokens[-1] if known else None
+        return Row(sequence.arrival, sequence.cache, sequence.sampler(self._vocab_size), token)
+
+    # Postprocess.
+
+    def _postprocess(self, done: list[Launched]) -> None:
+        for step in done:
+            tokens = step.sampled.read()
+            self._count_step(step)
+            for row, key in enumerate(step.ids):
+                # Rows of sequences that have ended since were computed for nothing.
+                if key in self._running:
+                    self._accept(self._running[key], tokens[row], step, row)
+
+    def _count_step(self, step: Launched) -> None:
+        now_s = time.perf_counter()
+        # Steps overlap: what one adds is the time since the one before was read.
+        seconds = now_s - max(step.began_s, self._last_read_s)
+        self._last_read_s = now_s
+        self._decode_rate.add(len(step.ids), seconds)
+        self._metrics.step_s.labels(kind="decode").observe(seconds)
+
+    def _accept(self, sequence: Sequence, token: int, step: Launched, row: int) -> None:
+        logprobs = step.sampled.logprobs.get(row)
+        before_s = sequence.last_token_s
+        sequence.accept(token, logprobs.read(token) if logprobs else None, self._detokenizer)
+        self._metrics.generation_tokens.inc()
+        if sequence.last_token_s is not None and before_s is not None:
+            self._metrics.inter_token_s.observe(sequence.last_token_s - before_s)
+        elif sequence.last_token_s is not None:
+            self._metrics.first_token_s.observe(sequence.last_token_s - sequence.submitted_s)
+        if sequence.finish_reason is not None:
+            self._finish(sequence, sequence.finish_reason)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._remove(sequence)
+        self._metrics.requests.labels(outcome=reason).inc()
+        self._metrics.request_s.observe(time.monotonic() - sequence.submitted_s)
+        sequence.end(Finished(reason, sequence.usage))
+
+    def _remove(self, sequence: Sequence) -> None:
+        if sequence.arrival in self._running:
+            # The batch keeps the caches of its rows alive.
+            self._runner.disband()
+            del self._running[sequence.arrival]
+        else:
+            self._waiting.remove(sequence)

@@ -1,0 +1,88 @@
+"""What crosses between the server and the engine: a request one way, events the other.
+
+Knows nothing of HTTP, text or arrays. Everything here is immutable and safe to hand to another thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and reply
+    presence_penalty: float = 0.0  # over the reply
+    frequency_penalty: float = 0.0  # over the reply
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int | None = None
+    num_logprobs: int | None = None  # None: no logprobs; 0: the chosen token's only; n: and the n most likely
+
+
+@dataclass(frozen=True)
+class Request:
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()  # end the reply and are not shown (the model's end-of-sequence ids)
+    continues_prompt: bool = False  # a plain completion: the reply's text goes on where the prompt's ends
+    salt: str = ""  # requests with different salts never share cached state
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (id, logprob), most likely first
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """Progress of a prompt: `done` of `total` tokens, those found in the cache included."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text that is ready to show. `text` may be empty while a character or a stop string is incomplete."""
+
+    text: str
+    ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens that were really not computed
+    completion_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Finished:
+    reason: FinishReason
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The request ended without a result. `message` is fit for a client."""
+
+    message: str
+
+
+Event = Prefilled | Piece | Finished | Failed
+
+# Called on the engine's thread: must not block and must not raise.
+Sink = Callable[[Event], None]

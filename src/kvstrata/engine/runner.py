@@ -1,0 +1,105 @@
+"""Forward passes: a chunk of one prompt, or one token for every row of the batch.
+
+Knows the model and the sequences' caches; does not know requests. Decoding is pipelined: `launch` takes the tokens of
+the step before as they are, computed or not, so the device always has a step to work on while the host reads the last.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.engine.sampling import Sampled, Sampler, sample
+from kvstrata.layers.batch import BatchCache
+from kvstrata.layers.kinds import Layout
+from kvstrata.layers.sequence import SequenceCache
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence in a step. `token` is its next input; None: what the step in flight gives it."""
+
+    id: int
+    cache: SequenceCache
+    sampler: Sampler
+    token: int | None
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step in flight: `ids` are its rows."""
+
+    ids: tuple[int, ...]
+    sampled: Sampled
+    began_s: float
+
+
+class Runner:
+    def __init__(self, model: Any, layout: Layout) -> None:
+        self._model = model
+        self._layout = layout
+        self._batch: BatchCache | None = None
+
+    def new_cache(self, capacity: int) -> SequenceCache:
+        return SequenceCache(self._layout, self._model, capacity)
+
+    def prefill(self, cache: SequenceCache, tokens: Sequence[int]) -> None:
+        """Compute KV for `tokens`. No logits: nobody asks for them, so the output layer never runs."""
+        self._model(mx.array([tokens]), cache=cache.caches())
+        cache.end_pass(len(tokens))
+        mx.eval(cache.arrays())
+
+    def launch(self, rows: Sequence[Row], before: Launched | None) -> Launched:
+        """Start one token for every row."""
+        began_s = time.perf_counter()
+        logits = self._forward(rows, _inputs(rows, before))
+        samplers = [row.sampler for row in rows]
+        sampled = sample(logits, samplers)
+        changed = [array for row in rows for array in row.sampler.arrays()]
+        mx.async_eval(sampled.arrays(), changed, self._state_arrays(rows))
+        return Launched(tuple(row.id for row in rows), sampled, began_s)
+
+    def disband(self) -> None:
+        """Give every sequence of the batch its own state back."""
+        if self._batch is not None:
+            self._batch.release()
+            self._batch = None
+
+    def _forward(self, rows: Sequence[Row], tokens: mx.array) -> mx.array:  # tokens: [rows] -> [rows, vocab]
+        if len(rows) == 1 or self._layout.path == "rows":
+            self.disband()
+            return mx.concatenate([self._forward_alone(row, tokens[i : i + 1]) for i, row in enumerate(rows)])
+        caches = tuple(row.cache for row in rows)
+        if self._batch is None or self._batch.sequences != caches:
+            self.disband()
+            self._batch = BatchCache(caches)
+        logits = self._model(tokens[:, None], cache=self._batch.begin_step())
+        self._batch.end_step()
+        return logits[:, -1]
+
+    def _forward_alone(self, row: Row, token: mx.array) -> mx.array:
+        logits = self._model(token[None], cache=row.cache.caches())
+        row.cache.end_pass(1)
+        return logits[:, -1]
+
+    def _state_arrays(self, rows: Sequence[Row]) -> list[mx.array]:
+        """Recurrent states are not on the way to the logits: left lazy, they would pile up step by step."""
+        return self._batch.arrays() if self._batch else [array for row in rows for array in row.cache.arrays()]
+
+
+def _inputs(rows: Sequence[Row], before: Launched | None) -> mx.array:
+    if before is not None and tuple(row.id for row in rows) == before.ids and all(row.token is None for row in rows):
+        return before.sampled.tokens
+    places = {id_: place for place, id_ in enumerate(before.ids)} if before else {}
+    tokens = []
+    for row in rows:
+        if row.token is not None:
+            tokens.append(mx.array(row.token))
+        else:
+            assert before is not None
+            tokens.append(before.sampled.tokens[places[row.id]].astype(mx.int32))
+    return mx.stack([token.astype(mx.int32) for token in tokens])

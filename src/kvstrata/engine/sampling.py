@@ -1,0 +1,176 @@
+"""From logits to tokens, each row of the batch by its own rules, all on the device.
+
+The order is the usual one: bias and penalties, temperature, top-k, top-p, min-p, draw. The draw inverts the cumulative
+distribution at one uniform number for each row, and that number comes from the request's own generator on the host: so
+a seed gives the same tokens whatever else is in the batch, and nothing random lives on the device.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.engine.request import Sampling, TokenLogprob
+
+# One bit less than a float32 holds: u * total then stays below total, and a draw never runs past the last token.
+_DRAW_BITS = 23
+
+
+class Sampler:
+    """The sampling state of one request: its random numbers, and what it has seen so far."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int], vocab_size: int) -> None:
+        self.sampling = sampling
+        self._random = random.Random(sampling.seed)
+        self._bias = _dense_bias(sampling, vocab_size)
+        self._seen = _marks(prompt, vocab_size) if sampling.repetition_penalty != 1.0 else None  # [vocab]
+        counts_reply = sampling.presence_penalty or sampling.frequency_penalty
+        self._counts = mx.zeros((vocab_size,)) if counts_reply else None  # [vocab], of the reply
+
+    @property
+    def greedy(self) -> bool:
+        return self.sampling.temperature == 0
+
+    @property
+    def adjusts(self) -> bool:
+        return self._bias is not None or self._seen is not None or self._counts is not None
+
+    def draw(self) -> float:
+        return self._random.getrandbits(_DRAW_BITS) / 2**_DRAW_BITS
+
+    def adjust(self, logits: mx.array) -> mx.array:  # [vocab]
+        if self._bias is not None:
+            logits = logits + self._bias
+        if self._seen is not None:
+            penalty = self.sampling.repetition_penalty
+            logits = mx.where(self._seen, mx.where(logits > 0, logits / penalty, logits * penalty), logits)
+        if self._counts is not None:
+            logits = logits - self.sampling.frequency_penalty * self._counts
+            logits = logits - self.sampling.presence_penalty * (self._counts > 0)
+        return logits
+
+    def record(self, token: mx.array) -> None:
+        """`token`, maybe not computed yet, is part of the reply from now on."""
+        if self._seen is not None:
+            self._seen = self._seen | (mx.arange(self._seen.size) == token)
+        if self._counts is not None:
+            self._counts = self._counts + (mx.arange(self._counts.size) == token)
+
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self._seen, self._counts) if array is not None]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One step of a batch, maybe still being computed."""
+
+    tokens: mx.array  # [rows]
+    logprobs: dict[int, RowLogprobs]  # by row, where they were asked for
+
+    def read(self) -> list[int]:
+        """The tokens, once they are computed."""
+        mx.eval(self.arrays())
+        return np.asarray(self.tokens).tolist()
+
+    def arrays(self) -> list[mx.array]:
+        return [self.tokens, *(array for row in self.logprobs.values() for array in (row.chosen, row.ids, row.values))]
+
+
+@dataclass(frozen=True)
+class RowLogprobs:
+    chosen: mx.array  # []
+    ids: mx.array  # [n], not sorted
+    values: mx.array  # [n]
+
+    def read(self, token: int) -> TokenLogprob:
+        pairs = sorted(zip(_floats(self.values), _floats(self.ids), strict=True), reverse=True)
+        return TokenLogprob(token, _floats(self.chosen[None])[0], tuple((int(id_), value) for value, id_ in pairs))
+
+
+def sample(logits: mx.array, samplers: Sequence[Sampler]) -> Sampled:  # logits: [rows, vocab]
+    logits = logits.astype(mx.float32)
+    adjusted = logits
+    if any(sampler.adjusts for sampler in samplers):
+        adjusted = mx.stack([sampler.adjust(logits[row]) for row, sampler in enumerate(samplers)])
+    tokens = mx.argmax(adjusted, axis=-1)
+    if not all(sampler.greedy for sampler in samplers):
+        greedy = mx.array([sampler.greedy for sampler in samplers])
+        tokens = mx.where(greedy, tokens, _draw_tokens(adjusted, samplers))
+    for row, sampler in enumerate(samplers):
+        sampler.record(tokens[row])
+    return Sampled(tokens, _row_logprobs(logits, tokens, samplers))
+
+
+def _draw_tokens(logits: mx.array, samplers: Sequence[Sampler]) -> mx.array:
+    temperature = _column([sampler.sampling.temperature or 1.0 for sampler in samplers])
+    probabilities = mx.softmax(logits / temperature, axis=-1)
+    probabilities = _truncate(probabilities, [sampler.sampling for sampler in samplers])
+    cumulative = mx.cumsum(probabilities, axis=-1)
+    draws = _column([sampler.draw() for sampler in samplers])
+    return (cumulative <= draws * cumulative[:, -1:]).sum(axis=-1)
+
+
+def _truncate(probabilities: mx.array, rows: Sequence[Sampling]) -> mx.array:
+    """Set to zero what top-k, top-p and min-p leave out. Each comes down to a smallest probability that stays."""
+    floor = mx.zeros((len(rows), 1))
+    if any(row.top_k or row.top_p < 1 for row in rows):
+        descending = -mx.sort(-probabilities, axis=-1)
+        floor = mx.maximum(_top_k_floor(descending, rows), _top_p_floor(descending, rows))
+    if any(row.min_p for row in rows):
+        floor = mx.maximum(floor, _column([row.min_p for row in rows]) * probabilities.max(axis=-1, keepdims=True))
+    return mx.where(probabilities >= floor, probabilities, 0.0)
+
+
+def _top_k_floor(descending: mx.array, rows: Sequence[Sampling]) -> mx.array:
+    size = descending.shape[-1]
+    last = mx.array([[min(row.top_k or size, size) - 1] for row in rows])
+    return mx.take_along_axis(descending, last, axis=-1)
+
+
+def _top_p_floor(descending: mx.array, rows: Sequence[Sampling]) -> mx.array:
+    """The smallest set whose sum reaches top_p: what comes before a token must be less than top_p."""
+    before = mx.cumsum(descending, axis=-1) - descending
+    # A row without top-p keeps everything, whatever the sum was rounded to.
+    top_p = _column([row.top_p if row.top_p < 1 else 2.0 for row in rows])
+    last = mx.maximum((before < top_p).sum(axis=-1, keepdims=True), 1) - 1
+    return mx.take_along_axis(descending, last, axis=-1)
+
+
+def _row_logprobs(logits: mx.array, tokens: mx.array, samplers: Sequence[Sampler]) -> dict[int, RowLogprobs]:
+    """Of the model's own distribution, before bias, penalties and temperature."""
+    result = {}
+    for row, sampler in enumerate(samplers):
+        count = sampler.sampling.num_logprobs
+        if count is None:
+            continue
+        values = logits[row] - mx.logsumexp(logits[row])
+        ids = mx.argpartition(-values, kth=min(count, values.size - 1))[:count]
+        result[row] = RowLogprobs(values[tokens[row]], ids, values[ids])
+    return result
+
+
+def _column(values: list[float]) -> mx.array:
+    return mx.array(values, dtype=mx.float32)[:, None]
+
+
+def _floats(array: mx.array) -> list[float]:
+    """A vector on the host. (tolist() promises nothing about its type.)"""
+    return np.asarray(array.astype(mx.float32)).tolist()
+
+
+def _marks(ids: Sequence[int], vocab_size: int) -> mx.array:
+    marks = mx.zeros((vocab_size,), dtype=mx.bool_)
+    marks[mx.array(list(ids))] = True
+    return marks
+
+
+def _dense_bias(sampling: Sampling, vocab_size: int) -> mx.array | None:
+    if not sampling.logit_bias:
+        return None
+    bias = mx.zeros((vocab_size,))
+    bias[mx.array([token for token, _ in sampling.logit_bias])] = mx.array([value for _, value in sampling.logit_bias])
+    return bias

@@ -1,0 +1,120 @@
+"""Who runs next. Pure: values in, a plan out; property tests own it.
+
+Fairness: first come, first served, for memory. The oldest sequence always gets its next piece of tail, if need be from
+the youngest, so somebody always finishes. Prefill goes to the shortest rest, so that a short prompt does not wait for a
+long one, but every fourth chunk to the oldest, so that the long one ends too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+OLDEST_EVERY = 4
+
+# Streams that are running should not notice a prefill: a chunk takes about this long where the speed allows it.
+CHUNK_S = 0.5
+MIN_CHUNK_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Waiting:
+    id: int
+    admit_bytes: int  # KV to begin with
+
+
+@dataclass(frozen=True)
+class Running:
+    id: int
+    held_bytes: int
+    prefill_left: int  # 0: it decodes
+    grow_bytes: int = 0  # what its next piece of tail takes; 0: there is room for the next token
+    complete: bool = False  # everything was launched that it may still produce
+
+
+@dataclass(frozen=True)
+class Chunk:
+    id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    set_aside: tuple[int, ...] = ()
+    grow: tuple[int, ...] = ()
+    admit: tuple[int, ...] = ()
+    prefill: Chunk | None = None
+    decode: tuple[int, ...] = ()
+
+
+def plan(
+    waiting: Sequence[Waiting],  # in order of arrival
+    running: Sequence[Running],  # in order of arrival
+    *,
+    free_bytes: int,
+    max_running: int,
+    chunk_tokens: int,
+    turn: int,
+) -> Plan:
+    set_aside, grow, free_bytes = _make_room(running, free_bytes)
+    left = [sequence for sequence in running if sequence.id not in set_aside]
+    # Whoever was set aside has first call on the memory: nobody is let in over its head.
+    admit = () if set_aside else _admit(waiting, len(left), free_bytes, max_running)
+    chunk = _next_chunk(left, chunk_tokens, turn)
+    decode = tuple(s.id for s in left if _decodes(s, chunk) and (not s.grow_bytes or s.id in grow))
+    return Plan(set_aside, grow, admit, chunk, decode)
+
+
+def _make_room(running: Sequence[Running], free_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    set_aside: list[int] = []
+    grow: list[int] = []
+    youngest_first = list(reversed(running))
+    for sequence in running:
+        if not sequence.grow_bytes or sequence.id in set_aside:
+            continue
+        while sequence.grow_bytes > free_bytes and sequence.id not in set_aside:
+            victim = next(s for s in youngest_first if s.id not in set_aside)
+            set_aside.append(victim.id)
+            free_bytes += victim.held_bytes
+        if sequence.id not in set_aside:
+            grow.append(sequence.id)
+            free_bytes -= sequence.grow_bytes
+    return tuple(set_aside), tuple(grow), free_bytes
+
+
+def _admit(waiting: Sequence[Waiting], num_running: int, free_bytes: int, max_running: int) -> tuple[int, ...]:
+    admit: list[int] = []
+    for request in waiting:
+        if num_running + len(admit) >= max_running or request.admit_bytes > free_bytes:
+            break
+        admit.append(request.id)
+        free_bytes -= request.admit_bytes
+    return tuple(admit)
+
+
+def _next_chunk(running: Sequence[Running], chunk_tokens: int, turn: int) -> Chunk | None:
+    prefilling = [sequence for sequence in running if sequence.prefill_left]
+    if not prefilling:
+        return None
+    oldest = turn % OLDEST_EVERY == OLDEST_EVERY - 1
+    chosen = prefilling[0] if oldest else min(prefilling, key=lambda s: s.prefill_left)
+    return Chunk(chosen.id, min(chunk_tokens, chosen.prefill_left))
+
+
+def _decodes(sequence: Running, chunk: Chunk | None) -> bool:
+    """Its prompt is done, or this step's chunk ends it: then its first token comes in this step."""
+    ends_now = chunk is not None and chunk.id == sequence.id and chunk.num_tokens == sequence.prefill_left
+    return not sequence.complete and (not sequence.prefill_left or ends_now)
+
+
+def chunk_tokens(prefill_tokens_s: float, max_tokens: int) -> int:
+    """The size of a prefill chunk, from the speed that was measured (0: not yet)."""
+    if not prefill_tokens_s:
+        return MIN_CHUNK_TOKENS
+    wanted = int(prefill_tokens_s * CHUNK_S) // MIN_CHUNK_TOKENS * MIN_CHUNK_TOKENS
+    return max(MIN_CHUNK_TOKENS, min(wanted, max_tokens))
+
+
+def tail_tokens(capacity: int, wanted: int, step_tokens: int) -> int:
+    """How much room to add for `wanted` more tokens: in steps that grow with the sequence, so that pieces stay few."""
+    return min(wanted, max(step_tokens, capacity // 4))

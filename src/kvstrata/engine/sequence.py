@@ -1,0 +1,100 @@
+"""A request while it is being served. Mutable, and touched by the engine's thread alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvstrata.engine.request import Event, Failed, Finished, FinishReason, Piece, Request, Sink, TokenLogprob, Usage
+from kvstrata.engine.sampling import Sampler
+from kvstrata.layers.sequence import SequenceCache
+from kvstrata.text.detokenizer import Detokenizer
+from kvstrata.text.stop import StopMatcher
+
+
+class Sequence:
+    def __init__(self, request: Request, sink: Sink, max_tokens: int, arrival: int) -> None:
+        self.request = request
+        self.arrival = arrival  # its name inside the engine: never used again, unlike a request's id
+        self.max_tokens = max_tokens  # what was asked for, or less where memory does not reach so far
+        self.tokens = list(request.prompt)  # prompt and reply
+        self.cache: SequenceCache | None = None  # None: waiting
+        self.num_launched = 0  # tokens of the reply, those in flight included
+        self.cached_tokens = 0
+        self._sampler: Sampler | None = None
+        self.submitted_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.last_token_s: float | None = None
+        self.finish_reason: FinishReason | None = None
+        self._sink = sink
+        self._detokenizer: Detokenizer | None = None  # made with the first token
+        self._stop = StopMatcher(request.stop)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def prefill_left(self) -> int:
+        """Tokens to compute before it can decode: all but the last, which is the first input of the batch."""
+        assert self.cache is not None
+        return max(0, len(self.tokens) - 1 - self.cache.num_tokens)
+
+    @property
+    def tokens_wanted(self) -> int:
+        """KV still to come, at most: the last token of a reply is never fed."""
+        return self.max_tokens - self.num_launched
+
+    def sampler(self, vocab_size: int) -> Sampler:
+        """Made when it first decodes: a request that waits holds no arrays."""
+        if self._sampler is None:
+            self._sampler = Sampler(self.request.sampling, self.request.prompt, vocab_size)
+        return self._sampler
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(len(self.request.prompt), self.cached_tokens, self.num_generated)
+
+    def emit(self, event: Event) -> None:
+        self._sink(event)
+
+    def end(self, event: Finished | Failed) -> None:
+        """The last event. Nothing that the sequence held outlives it."""
+        self.cache = None
+        self._sampler = None
+        self._sink(event)
+
+    def set_aside(self) -> None:
+        """Give up the cache. What was generated stays: it is computed again as part of the prompt."""
+        self.cache = None
+        self.num_launched = self.num_generated
+
+    def accept(self, token: int, logprob: TokenLogprob | None, detokenizer: Callable[[Request], Detokenizer]) -> None:
+        """One more token of the reply: show what it makes showable, and decide whether the reply ends."""
+        self.tokens.append(token)
+        now = time.monotonic()
+        self.first_token_s = self.first_token_s or now
+        self.last_token_s = now
+        if token in self.request.stop_ids:
+            self._end("stop", self._rest())
+            return
+        if self._detokenizer is None:
+            self._detokenizer = detokenizer(self.request)
+        shown = self._stop.add(self._detokenizer.add(token))
+        self.emit(Piece(shown.text, (token,), (logprob,) if logprob else ()))
+        if shown.stopped:
+            self._end("stop", "")
+        elif self.num_generated >= self.max_tokens:
+            self._end("length", self._rest())
+
+    def _rest(self) -> str:
+        """Text that was held back for a character or a stop string that did not come."""
+        if self._detokenizer is None:
+            return ""
+        shown = self._stop.add(self._detokenizer.finish())
+        return shown.text if shown.stopped else shown.text + self._stop.finish()
+
+    def _end(self, reason: FinishReason, text: str) -> None:
+        if text:
+            self.emit(Piece(text))
+        self.finish_reason = reason

@@ -1,0 +1,94 @@
+"""Every error that kvstrata raises on purpose.
+
+    KvstrataError
+    |-- ConfigError             a setting that makes no sense
+    |-- ModelError              a model that is missing, damaged or not supported
+    `-- RequestError            a request that cannot be served; carries what an HTTP answer needs
+        |-- InvalidRequest      400: the client must change something
+        |-- ContextTooLong      400: prompt and max_tokens do not fit the context
+        |-- NeverFits           400: larger than the whole memory budget
+        |-- Unauthorized        401: no key, or not one of ours
+        |-- ModelNotFound       404: another model's name
+        |-- BodyTooLarge        413: more bytes than the server reads
+        |-- QueueFull           429: try again in a while
+        |-- ReplyFailed         500: the engine could not finish a reply
+        `-- Unavailable         503: the server is draining, or the engine has stopped
+
+Messages say what is wrong and what to do next.
+"""
+
+from __future__ import annotations
+
+
+class KvstrataError(Exception):
+    """The root of the tree."""
+
+
+class ConfigError(KvstrataError):
+    pass
+
+
+class ModelError(KvstrataError):
+    pass
+
+
+class RequestError(KvstrataError):
+    status = 400
+    type = "invalid_request_error"
+    code: str | None = None
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(RequestError):
+    pass
+
+
+class ContextTooLong(RequestError):
+    code = "context_length_exceeded"
+
+
+class NeverFits(RequestError):
+    code = "memory_limit_exceeded"
+
+
+class Unauthorized(RequestError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class ModelNotFound(RequestError):
+    status = 404
+    code = "model_not_found"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    code = "body_too_large"
+
+
+class QueueFull(RequestError):
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+    retry_after_s = 2
+
+
+class ReplyFailed(RequestError):
+    status = 500
+    type = "server_error"
+    code = "reply_failed"
+
+
+class Unavailable(RequestError):
+    status = 503
+    type = "server_error"
+    code = "unavailable"
+    retry_after_s = 5

@@ -1,0 +1,102 @@
+"""Which kinds of layer a model has, read off the caches that mlx-lm would make for it, and what each one costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+
+Kind = Literal["full", "window", "recurrent", "composite", "foreign"]
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One entry of the cache list that a model is called with."""
+
+    kind: Kind
+    max_size: int = 0  # window: tokens in the ring
+    keep: int = 0  # window: first tokens that are never overwritten
+    num_arrays: int = 0  # recurrent: entries of the state
+    children: tuple[LayerSpec, ...] = ()  # composite
+    token_bytes: int = 0  # full, foreign: for each token. window: for each of max_size tokens
+    state_bytes: int = 0  # recurrent: whatever the length
+
+    def fixed_bytes(self) -> int:
+        window = self.max_size * self.token_bytes if self.kind == "window" else 0
+        return window + self.state_bytes + sum(child.fixed_bytes() for child in self.children)
+
+    def growing_bytes(self) -> int:
+        """Bytes for each further token."""
+        own = self.token_bytes if self.kind in ("full", "foreign") else 0
+        return own + sum(child.growing_bytes() for child in self.children)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All layers of a model, and how a forward pass reads them."""
+
+    layers: tuple[LayerSpec, ...]
+    path: Literal["parts", "rows"] = "parts"  # parts: one pass for the whole batch; rows: one for each sequence
+    reason: str = ""
+
+    @property
+    def fixed_bytes(self) -> int:
+        return sum(layer.fixed_bytes() for layer in self.layers)
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(layer.growing_bytes() for layer in self.layers)
+
+    def count_by_kind(self) -> dict[str, int]:
+        return dict(Counter(layer.kind for layer in self.layers))
+
+
+def read_kinds(model: Any) -> tuple[LayerSpec, ...]:
+    return tuple(_spec_of(cache) for cache in make_prompt_cache(model))
+
+
+def make_foreign_cache(model: Any, index: int) -> Any:
+    return make_prompt_cache(model)[index]
+
+
+def _spec_of(cache: Any) -> LayerSpec:
+    # Exact types: a subclass may keep its state elsewhere.
+    if type(cache) is KVCache:
+        return LayerSpec("full")
+    if type(cache) is RotatingKVCache:
+        return LayerSpec("window", max_size=cache.max_size, keep=cache.keep)
+    if type(cache) is ArraysCache:
+        return LayerSpec("recurrent", num_arrays=len(cache.cache))
+    if type(cache) is CacheList:
+        return LayerSpec("composite", children=tuple(_spec_of(child) for child in cache.caches))
+    return LayerSpec("foreign")
+
+
+def measure(specs: Sequence[LayerSpec], caches: Sequence[Any], tokens: int) -> tuple[LayerSpec, ...]:
+    """Fill in the bytes, from caches that have seen `tokens` tokens."""
+    return tuple(_measured(spec, cache, tokens) for spec, cache in zip(specs, caches, strict=True))
+
+
+def _measured(spec: LayerSpec, cache: Any, tokens: int) -> LayerSpec:
+    if spec.kind in ("full", "window"):
+        return replace(spec, token_bytes=cache.token_bytes)
+    if spec.kind == "recurrent":
+        return replace(spec, state_bytes=cache.nbytes)
+    if spec.kind == "composite":
+        return replace(spec, children=measure(spec.children, cache.caches, tokens))
+    return replace(spec, token_bytes=-(-cache.nbytes // tokens))
+
+
+def arrays_in(value: Any) -> list[mx.array]:
+    """Every array inside an object of mlx-lm's, however it keeps them."""
+    if isinstance(value, mx.array):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [array for item in value for array in arrays_in(item)]
+    return []

@@ -1,0 +1,67 @@
+"""Layers whose state does not grow: gated delta net, Mamba, short convolutions.
+
+A sequence owns its state; while it decodes in a batch the states of all rows are gathered in one array, which happens
+when the membership changes and never at each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+
+class RecurrentLayer(ArraysCache):
+    """mlx-lm's own class, so that models which ask for it by type find it."""
+
+    def __init__(self, num_arrays: int) -> None:
+        super().__init__(num_arrays)
+        self.offset = 0
+
+    def arrays(self) -> list[mx.array]:
+        return [array for array in self.cache if array is not None]
+
+    def grow(self, tokens: int) -> None:
+        """The state has one size."""
+
+    def end_pass(self) -> None:
+        """Nothing is kept for the pass."""
+
+    def advance(self, N: int) -> None:  # noqa: N803
+        self.offset += N
+
+
+class RecurrentRows(ArraysCache):
+    """The states of several sequences, one row each."""
+
+    def __init__(self, layers: Sequence[RecurrentLayer]) -> None:
+        super().__init__(len(layers[0].cache))
+        self._layers = layers
+        self.offset = mx.array([layer.offset for layer in layers])
+        for i in range(len(self.cache)):
+            self.cache[i] = self._gather(i)
+
+    def _gather(self, i: int) -> mx.array | None:
+        states = [layer.cache[i] for layer in self._layers]
+        shaped = next((state for state in states if state is not None), None)
+        if shaped is None:
+            return None
+        # A sequence that has seen nothing yet starts from zeros, as the models do.
+        return mx.concatenate([mx.zeros_like(shaped) if state is None else state for state in states])
+
+    def advance(self, N: int) -> None:  # noqa: N803
+        for layer in self._layers:
+            layer.offset += N
+
+    def begin_step(self, offsets: mx.array) -> None:
+        self.offset = offsets
+
+    def arrays(self) -> list[mx.array]:
+        return [array for array in self.cache if array is not None]
+
+    def release(self) -> list[mx.array]:
+        """Give each sequence its row back, in memory of its own."""
+        for row, layer in enumerate(self._layers):
+            layer.cache = [None if array is None else mx.contiguous(array[row : row + 1]) for array in self.cache]
+        return [array for layer in self._layers for array in layer.arrays()]

@@ -1,0 +1,147 @@
+"""All layers of one sequence: what a model is called with when it runs alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.layers.attention import Parts
+from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, make_foreign_cache
+from kvstrata.layers.recurrent import RecurrentLayer
+from kvstrata.layers.tail import FullLayer
+from kvstrata.layers.window import WindowLayer
+
+
+class CompositeLayer:
+    """Several caches in one entry, as mlx-lm's CacheList."""
+
+    def __init__(self, caches: list[Any]) -> None:
+        self.caches = caches
+
+    def __getitem__(self, index: int) -> Any:
+        return self.caches[index]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes for cache in self.caches)
+
+    def arrays(self) -> list[mx.array]:
+        return [array for cache in self.caches for array in cache.arrays()]
+
+    def grow(self, tokens: int) -> None:
+        for cache in self.caches:
+            cache.grow(tokens)
+
+    def end_pass(self) -> None:
+        for cache in self.caches:
+            cache.end_pass()
+
+
+class ForeignLayer:
+    """A cache of mlx-lm's that we do not know: it is called as it is, one sequence at a time."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+    def arrays(self) -> list[mx.array]:
+        return arrays_in(vars(self.cache))
+
+    def grow(self, tokens: int) -> None:
+        """It grows by itself."""
+
+    def end_pass(self) -> None:
+        """Nothing is kept for the pass."""
+
+
+class DenseLayer:
+    """For models that compute on what they fetch (MLA): the layer's keys and values as plain arrays."""
+
+    def __init__(self, layer: FullLayer | WindowLayer) -> None:
+        self._layer = layer
+
+    @property
+    def offset(self) -> int:
+        return self._layer.offset
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> mx.array | str | None:
+        return self._layer.make_mask(*args, **kwargs)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return _joined(self._layer.update_and_fetch(keys, values)[0])
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        return _joined(self._layer.keys_and_values()[0])
+
+
+Layer = FullLayer | WindowLayer | RecurrentLayer | CompositeLayer | ForeignLayer
+
+
+class SequenceCache:
+    """The live cache of one sequence: room for `capacity` tokens, more with `grow`."""
+
+    def __init__(self, layout: Layout, model: Any, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_tokens = 0
+        self.layers: list[Layer] = [_make(spec, model, i, capacity) for i, spec in enumerate(layout.layers)]
+        self._path = layout.path
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def free_tokens(self) -> int:
+        return self.capacity - self.num_tokens
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that a pass has changed."""
+        return [array for layer in self.layers for array in layer.arrays()]
+
+    def grow(self, tokens: int) -> None:
+        self.capacity += tokens
+        for layer in self.layers:
+            layer.grow(tokens)
+
+    def caches(self) -> list[Any]:
+        """What the model is called with."""
+        return [_as_called(layer, self._path) for layer in self.layers]
+
+    def end_pass(self, num_tokens: int) -> None:
+        """A forward pass over `num_tokens` was built: count them, and let go of what only the pass needed."""
+        self.num_tokens += num_tokens
+        for layer in self.layers:
+            layer.end_pass()
+
+
+def _make(spec: LayerSpec, model: Any, index: int, capacity: int) -> Layer:
+    if spec.kind == "full":
+        return FullLayer(capacity)
+    if spec.kind == "window":
+        return WindowLayer(spec.max_size, spec.keep)
+    if spec.kind == "recurrent":
+        return RecurrentLayer(spec.num_arrays)
+    if spec.kind == "composite" and all(child.kind != "foreign" for child in spec.children):
+        return CompositeLayer([_make(child, model, index, capacity) for child in spec.children])
+    return ForeignLayer(make_foreign_cache(model, index))
+
+
+def _as_called(layer: Layer, path: str) -> Any:
+    if isinstance(layer, ForeignLayer):
+        return layer.cache
+    if isinstance(layer, CompositeLayer):
+        return CompositeLayer([_as_called(child, path) for child in layer.caches])
+    if path == "rows" and isinstance(layer, FullLayer | WindowLayer):
+        return DenseLayer(layer)
+    return layer
+
+
+def _joined(parts: Parts) -> tuple[mx.array, mx.array]:
+    row = parts.rows[0]
+    if len(row) == 1:
+        return row[0].k, row[0].v
+    return mx.concatenate([part.k for part in row], axis=2), mx.concatenate([part.v for part in row], axis=2)

@@ -1,0 +1,121 @@
+"""Sliding-window attention, one sequence: a ring of `max_size` tokens, allocated whole by the first write.
+
+Tokens before `keep` stay where they are; the others go round. K is stored after RoPE, so a query may read the ring in
+whatever order it lies.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.models.base import create_causal_mask
+
+from kvstrata.layers.attention import Part, Parts
+
+
+class WindowLayer:
+    def __init__(self, max_size: int, keep: int = 0) -> None:
+        self.max_size = max_size
+        self.keep = keep
+        self.offset = 0
+        self._k: mx.array | None = None  # [1, kv_heads, max_size, k_dim]
+        self._v: mx.array | None = None
+        self._chunk: Part | None = None  # what the queries of a chunk read, until the pass ends
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+    @property
+    def token_bytes(self) -> int:
+        return self.nbytes // self.max_size
+
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self._k, self._v) if array is not None]
+
+    def grow(self, tokens: int) -> None:
+        """The ring has its full size from the start."""
+
+    def write(self, k: mx.array, v: mx.array) -> None:
+        if self._k is None or self._v is None:
+            self._k = mx.zeros((1, k.shape[1], self.max_size, k.shape[3]), k.dtype)
+            self._v = mx.zeros((1, v.shape[1], self.max_size, v.shape[3]), v.dtype)
+        start, end = self.offset, self.offset + k.shape[2]
+        for first, last in self._runs(start, end):
+            slot = self._slot(first)
+            self._k[:, :, slot : slot + last - first] = k[:, :, first - start : last - start]
+            self._v[:, :, slot : slot + last - first] = v[:, :, first - start : last - start]
+        self.offset = end
+
+    def parts(self) -> tuple[Part, ...]:
+        return (self._chunk or self._held(),)
+
+    def end_pass(self) -> None:
+        self._chunk = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
+        if keys.shape[2] > 1:
+            # Early queries of a chunk see tokens that its last ones push out of the ring.
+            new = Part(keys, values)
+            self._chunk = _join(self._past(), new) if self.offset else new
+        self.write(keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Parts, Parts]:
+        parts = Parts((self.parts(),))
+        return parts, parts
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:  # noqa: N803
+        if N == 1:
+            return self._narrow_mask(window_size) if window_size and window_size < self.max_size else None
+        past = min(self.offset, self.max_size - 1)
+        window = window_size or self.max_size
+        if past + N > window or return_array:
+            return create_causal_mask(N, past, window_size=window)
+        return "causal"
+
+    def _narrow_mask(self, window_size: int) -> mx.array:
+        """One query over the ring, for a model whose window is narrower than the ring that it asked for."""
+        positions = [-1] * min(self.max_size, self.offset + 1)
+        for position in range(max(0, self.offset + 1 - self.max_size), self.offset + 1):
+            positions[self._slot(position)] = position
+        return mx.array(positions) > self.offset - window_size
+
+    def _slot(self, position: int) -> int:
+        if position < self.keep:
+            return position
+        return self.keep + (position - self.keep) % (self.max_size - self.keep)
+
+    def _runs(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The positions of [start, end) that the ring will hold, cut where their slots are not consecutive."""
+        ring = self.max_size - self.keep
+        runs = [(start, min(end, self.keep))] if start < self.keep else []
+        first = max(start, self.keep, end - ring)
+        while first < end:
+            last = min(end, first + ring - (first - self.keep) % ring)
+            runs.append((first, last))
+            first = last
+        return runs
+
+    def _held(self) -> Part:
+        assert self._k is not None
+        assert self._v is not None
+        if self.offset >= self.max_size:
+            return Part(self._k, self._v)
+        return Part(self._k[:, :, : self.offset], self._v[:, :, : self.offset])
+
+    def _past(self) -> Part:
+        """The newest max_size - 1 tokens, oldest first: all that a further token can see."""
+        held = self._held()
+        if self.offset < self.max_size:
+            return held
+        # Drop the oldest token that is not kept; the others in order of position.
+        oldest = self._slot(self.offset)
+        cut = [(0, self.keep), (oldest + 1, self.max_size), (self.keep, oldest)]
+        pieces = [Part(held.k[:, :, a:b], held.v[:, :, a:b]) for a, b in cut if a < b]
+        return _join(*pieces)
+
+
+def _join(*parts: Part) -> Part:
+    if len(parts) == 1:
+        return parts[0]
+    return Part(mx.concatenate([p.k for p in parts], axis=2), mx.concatenate([p.v for p in parts], axis=2))

@@ -1,0 +1,102 @@
+"""Every metric, declared once.
+
+Knows Prometheus and the names that dashboards expect. Does not know where a number comes from: the engine counts and
+observes as it runs, and whoever answers a scrape sets the gauges first (`set_load`).
+
+Numbers that vLLM's dashboards know go by vLLM's names; everything else is `kvstrata_*`. Prometheus adds `_total` to
+counters. Every method may be called from any thread.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
+
+# Seconds. A long prompt on a CPU takes minutes to its first token; a token on a GPU takes a few milliseconds.
+FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+INTER_TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+class Metrics:
+    """All metrics of one server, in a registry of its own, so that two servers in one process do not mix."""
+
+    def __init__(self) -> None:
+        registry = CollectorRegistry()
+        self.registry = registry
+
+        # Under the names that dashboards know.
+        self.running = Gauge("vllm:num_requests_running", "Requests in the batch", registry=registry)
+        self.waiting = Gauge("vllm:num_requests_waiting", "Requests in the queue", registry=registry)
+        self.kv_usage = Gauge("vllm:kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1", registry=registry)
+        self.prefix_queries = Counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", registry=registry
+        )
+        self.prefix_hits = Counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found there and really not computed", registry=registry
+        )
+        self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens, cached ones included", registry=registry)
+        self.generation_tokens = Counter("vllm:generation_tokens", "Tokens generated", registry=registry)
+        self.first_token_s = Histogram(
+            "vllm:time_to_first_token_seconds",
+            "From arrival to the first token",
+            buckets=FIRST_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.inter_token_s = Histogram(
+            "vllm:inter_token_latency_seconds",
+            "Between two tokens of one reply",
+            buckets=INTER_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self.request_s = Histogram(
+            "vllm:e2e_request_latency_seconds",
+            "From arrival to the end of the reply",
+            buckets=REQUEST_BUCKETS,
+            registry=registry,
+        )
+
+        # Our own.
+        self.prefill_tokens = Counter(
+            "kvstrata_prefill_tokens", "Prompt tokens really computed (again after being set aside)", registry=registry
+        )
+        self.requests = Counter(
+            "kvstrata_requests",
+            "Requests that ended, by outcome: stop, length, cancelled, failed",
+            ["outcome"],
+            registry=registry,
+        )
+        self.refused = Counter(
+            "kvstrata_requests_refused", "Requests that were never queued, by reason", ["reason"], registry=registry
+        )
+        self.set_aside = Counter(
+            "kvstrata_set_aside", "Sequences that gave up their memory to be resumed later", registry=registry
+        )
+        self.step_s = Histogram(
+            "kvstrata_step_seconds",
+            "One step of the engine, by kind: decode, prefill",
+            ["kind"],
+            buckets=STEP_BUCKETS,
+            registry=registry,
+        )
+        self.kv_bytes = Gauge("kvstrata_kv_bytes", "KV of running sequences", registry=registry)
+        self.kv_budget_bytes = Gauge("kvstrata_kv_budget_bytes", "Most that KV may take", registry=registry)
+        self.active_bytes = Gauge("kvstrata_mlx_active_bytes", "What MLX has allocated and in use", registry=registry)
+        self.peak_bytes = Gauge("kvstrata_mlx_peak_bytes", "The most that MLX had in use", registry=registry)
+
+    def set_load(
+        self, *, running: int, waiting: int, kv_bytes: int, kv_budget_bytes: int, active_bytes: int, peak_bytes: int
+    ) -> None:
+        """Set the gauges to what the engine says at this moment."""
+        self.running.set(running)
+        self.waiting.set(waiting)
+        self.kv_bytes.set(kv_bytes)
+        self.kv_budget_bytes.set(kv_budget_bytes)
+        self.kv_usage.set(kv_bytes / kv_budget_bytes if kv_budget_bytes else 0.0)
+        self.active_bytes.set(active_bytes)
+        self.peak_bytes.set(peak_bytes)
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)

@@ -1,0 +1,27 @@
+"""From what the user typed to a model folder: a path, a hub id, or nothing for the default model. Loads nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstrata.models import default
+from kvstrata.models.hub import fetch
+
+
+@dataclass(frozen=True)
+class Found:
+    name: str  # what /v1/models shows
+    folder: Path
+
+
+def find(name_or_path: str | None) -> Found:
+    """Downloads what is not here. Raises ModelError."""
+    if name_or_path is None:
+        return Found(default.NAME, default.get_default())
+    folder = Path(name_or_path).expanduser()
+    if folder.is_dir():
+        return Found(folder.resolve().name, folder.resolve())
+    if name_or_path == default.NAME:
+        return Found(default.NAME, default.get_default())
+    return Found(name_or_path, fetch(name_or_path))

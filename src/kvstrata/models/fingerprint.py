@@ -1,0 +1,83 @@
+"""The identity of a model: blake3 over the content of everything that decides what a prompt's KV is.
+
+Weights, tokenizer, chat template, config, adapter. Names and paths do not count, so a moved model stays the same and
+other weights under an old name do not.
+
+Hashing gigabytes at each start would be felt, so each file's digest is remembered under its path, size, inode and both
+times. That is safe enough: a rewrite changes mtime or, where a tool puts mtime back, ctime, which no tool can set; what
+remains is damage below the file system, against which a checksum at start does not help for long either.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from blake3 import blake3
+
+from kvstrata.backend import cache_root
+
+CONTENT_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
+# Defaults of sampling, and our own marker: neither changes what is computed for a prompt.
+OTHER_FILES = {"generation_config.json", "kvstrata.json"}
+BIG_FILE_BYTES = 1 << 20
+
+Digests = dict[str, str]
+
+
+def fingerprint(folder: Path, adapter: Path | None = None) -> str:
+    remembered = _remembered()
+    digests = dict(remembered)
+    identity = blake3(b"kvstrata model 1")
+    for place in (folder, adapter) if adapter else (folder,):
+        identity.update(b"\0folder\0")
+        for path in content_files(place):
+            identity.update(f"{path.name}\0{_digest(path, digests)}\0".encode())
+    if digests != remembered:
+        _remember(digests)
+    return identity.hexdigest()
+
+
+def content_files(folder: Path) -> list[Path]:
+    found = {path for pattern in CONTENT_PATTERNS for path in folder.glob(pattern)}
+    return sorted(path for path in found if path.is_file() and path.name not in OTHER_FILES)
+
+
+def _digest(path: Path, digests: Digests) -> str:
+    status = path.stat()
+    if status.st_size < BIG_FILE_BYTES:
+        return blake3(path.read_bytes()).hexdigest()
+    key = f"{path.resolve()}:{status.st_size}:{status.st_ino}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+    if key not in digests:
+        digests[key] = blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+    return digests[key]
+
+
+def _memory_file() -> Path:
+    return cache_root() / "fingerprints.json"
+
+
+def _remembered() -> Digests:
+    """A file that cannot be read is a cache that is empty."""
+    try:
+        value = json.loads(_memory_file().read_bytes())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(value, dict):
+        return {}
+    return {key: digest for key, digest in value.items() if isinstance(digest, str)}
+
+
+def _remember(digests: Digests) -> None:
+    """Published by rename. Of two processes the later wins; the other's files are hashed once more, no harm done."""
+    target = _memory_file()
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix="fingerprints-", delete=False) as file:
+            json.dump(digests, file)
+        os.replace(file.name, target)
+    except OSError:
+        # A read-only cache folder only makes the next start slower.
+        return

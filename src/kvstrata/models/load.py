@@ -1,0 +1,149 @@
+"""Loads a model for serving: finds its folder, checks it, lets mlx-lm build it, and says what it is.
+
+Knows mlx-lm's loader and the hub. Code that comes with a model is never run. On the CPU back-end weights become float32
+(dense.py); on Metal and CUDA dtype and quantization stay as they are.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from kvstrata.errors import ModelError
+from kvstrata.models.files import check_folder
+from kvstrata.models.find import find
+from kvstrata.models.fingerprint import fingerprint
+from kvstrata.models.loaded import LoadedModel
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions", "seq_length", "n_ctx")
+# Purely recurrent models know no limit; a budget of memory is what ends their context.
+UNLIMITED_CONTEXT_TOKENS = 1 << 20
+
+
+def load(name_or_path: str | None, *, adapter: Path | None = None) -> LoadedModel:
+    """A folder, a hub id, or None for the default model. Raises ModelError."""
+    found = find(name_or_path)
+    folder = found.folder
+    check_folder(folder)
+    module, config = _build(folder)
+    if adapter is not None:
+        _add_adapter(module, adapter)
+    _place(module, folder)
+    tokenizer = _tokenizer(folder, config)
+    return LoadedModel(
+        name=found.name,
+        path=folder,
+        module=module,
+        tokenizer=tokenizer,
+        config=config,
+        context_tokens=context_tokens(config),
+        vocab_size=_num_logits(module),
+        eos_ids=frozenset(tokenizer.eos_token_ids),
+        weight_bytes=sum(array.nbytes for array in _arrays(module)),
+        dtype=_dtype(module),
+        fingerprint=fingerprint(folder, adapter),
+    )
+
+
+def context_tokens(config: dict[str, Any]) -> int:
+    """Multimodal configs keep it one level down."""
+    for part in (config, config.get("text_config") or {}):
+        for key in CONTEXT_KEYS:
+            if isinstance(part.get(key), int) and part[key] > 0:
+                return part[key]
+    return UNLIMITED_CONTEXT_TOKENS
+
+
+def _build(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    from mlx_lm.utils import load_model
+
+    try:
+        # Lazy: what is about to be converted need not be read twice.
+        return load_model(folder, lazy=True, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RuntimeError, OSError) as error:
+        raise ModelError(_build_failed(folder, error)) from error
+
+
+def _build_failed(folder: Path, error: Exception) -> str:
+    said = str(error)
+    if "not supported" in said:
+        return f"{folder}: {said} This version of mlx-lm cannot run it. Choose another model, or a newer kvstrata"
+    if "Missing" in said or "parameters not in model" in said:
+        return f"The weights in {folder} do not fit its config.json: {_shortened(said)}. Get the model again"
+    if "custom module" in said:
+        return f"{folder} brings its own code, which kvstrata never runs. Choose a model that mlx-lm supports itself"
+    return f"mlx-lm could not load {folder}: {type(error).__name__}: {_shortened(said)}. Get the model again"
+
+
+def _add_adapter(module: nn.Module, adapter: Path) -> None:
+    from mlx_lm.utils import load_adapters
+
+    try:
+        load_adapters(module, str(adapter))
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, OSError) as error:
+        raise ModelError(
+            f"The adapter {adapter} could not be loaded: {_shortened(str(error))}. "
+            "Give a folder with adapter_config.json and adapters.safetensors that was made for this model"
+        ) from error
+    module.eval()
+
+
+def _place(module: nn.Module, folder: Path) -> None:
+    """Brings the weights into memory, in the form that the device computes best."""
+    from kvstrata.models.dense import make_dense
+
+    try:
+        if mx.default_device() == mx.cpu:
+            make_dense(module)
+        else:
+            mx.eval(module.parameters())
+    except (RuntimeError, ValueError) as error:
+        raise ModelError(f"The weights in {folder} could not be read: {error}. Get the model again") from error
+
+
+def _tokenizer(folder: Path, config: dict[str, Any]) -> TokenizerWrapper:
+    from mlx_lm.utils import load_tokenizer
+
+    try:
+        # False, not left out: transformers would ask on the terminal.
+        return load_tokenizer(folder, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id"))
+    # tokenizers raises bare Exception for a file that it cannot parse, so nothing narrower will do.
+    except Exception as error:
+        raise ModelError(
+            f"The tokenizer in {folder} could not be loaded: {_shortened(str(error))}. Get the tokenizer's files again"
+        ) from error
+
+
+def _num_logits(module: nn.Module) -> int:
+    """From the shape of a forward pass that is never evaluated: configs are not always right about it."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    return module(mx.array([[0]]), cache=make_prompt_cache(module)).shape[-1]
+
+
+def _arrays(module: nn.Module) -> list[mx.array]:
+    """Each once, also where two modules share one."""
+    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters()))
+    return list({id(array): array for _, array in parameters}.values())
+
+
+def _dtype(module: nn.Module) -> str:
+    """The floating dtype that most values have."""
+    sizes: dict[mx.Dtype, int] = {}
+    for array in _arrays(module):
+        if mx.issubdtype(array.dtype, mx.floating):
+            sizes[array.dtype] = sizes.get(array.dtype, 0) + array.size
+    largest = max(sizes, key=lambda dtype: sizes[dtype], default=mx.float32)
+    return str(largest).rpartition(".")[2]
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else f"{line[:300]}..."

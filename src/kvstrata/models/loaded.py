@@ -1,0 +1,26 @@
+"""A model that is ready to run, as one frozen value. Knows nothing of how it was found or loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    name: str  # what /v1/models shows: the hub's id, or the folder's name
+    path: Path  # the model folder
+    module: nn.Module  # mlx-lm's model
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]  # config.json
+    context_tokens: int
+    vocab_size: int  # number of logits
+    eos_ids: frozenset[int]
+    weight_bytes: int  # allocated, after load
+    dtype: str  # what the model computes in: "float32", "bfloat16"
+    fingerprint: str  # blake3 over the content of weights, tokenizer, template, config and adapter

@@ -1,0 +1,96 @@
+"""Which kinds of layer a model has, what they cost, and whether it can run a batch over parts: found by trying.
+
+mlx-lm's models differ in what they do with a cache: some compute on the arrays that they fetch (MLA), some take only
+whole-number offsets. Two short sequences, alone and together, show which path gives the same logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.errors import ModelError
+from kvstrata.layers.attention import install
+from kvstrata.layers.batch import BatchCache
+from kvstrata.layers.kinds import Layout, measure, read_kinds
+from kvstrata.layers.sequence import SequenceCache
+
+# Different lengths, so that a path which ignores offsets by row is found out.
+_PROMPTS = ((1, 2, 3, 4, 5), (6, 7, 8))
+_NUM_STEPS = 2
+_CAPACITY = 16
+
+
+def probe(model: Any) -> Layout:
+    install()
+    alone = Layout(read_kinds(model), path="rows")
+    expected, caches = _run_alone(model, alone)
+    alone = dataclasses.replace(alone, layers=measure(alone.layers, caches[0].layers, _CAPACITY))
+    if any(layer.kind == "foreign" for layer in alone.layers):
+        return dataclasses.replace(alone, reason="the model brings a cache of its own kind")
+    together = dataclasses.replace(alone, path="parts", reason="same logits in a batch as alone")
+    try:
+        reached = _run_together(model, together)
+    except Exception as error:  # noqa: BLE001
+        # Whatever a model does with objects that it does not expect.
+        return dataclasses.replace(alone, reason=f"not over parts: {type(error).__name__}: {error}"[:200])
+    distance = _distance(expected, reached)
+    if distance > _tolerance(expected):
+        return dataclasses.replace(alone, reason=f"over parts the logits differ by {distance:.2g}")
+    return together
+
+
+def _run_alone(model: Any, layout: Layout) -> tuple[list[mx.array], list[SequenceCache]]:
+    caches = [SequenceCache(layout, model, _CAPACITY) for _ in _PROMPTS]
+    logits = []
+    try:
+        for prompt, cache in zip(_PROMPTS, caches, strict=True):
+            outputs = [_pass(model, cache, tokens) for tokens in _passes(prompt)]
+            logits.append(outputs[-1][0, -1].astype(mx.float32))
+        mx.eval(logits, [cache.arrays() for cache in caches])
+    except Exception as error:
+        raise ModelError(f"The model loads but cannot run: {type(error).__name__}: {error}") from error
+    return logits, caches
+
+
+def _run_together(model: Any, layout: Layout) -> list[mx.array]:
+    caches = [SequenceCache(layout, model, _CAPACITY) for _ in _PROMPTS]
+    for prompt, cache in zip(_PROMPTS, caches, strict=True):
+        _pass(model, cache, _passes(prompt)[0])
+    batch = BatchCache(caches)
+    out = mx.zeros(())
+    for i in range(1, 1 + _NUM_STEPS):
+        tokens = mx.array([_passes(prompt)[i] for prompt in _PROMPTS])
+        out = model(tokens, cache=batch.begin_step())
+        batch.end_step()
+    mx.eval(out)
+    return [out[row, -1].astype(mx.float32) for row in range(len(_PROMPTS))]
+
+
+def _pass(model: Any, cache: SequenceCache, tokens: Sequence[int]) -> mx.array:
+    logits = model(mx.array([tokens]), cache=cache.caches())
+    cache.end_pass(len(tokens))
+    return logits
+
+
+def _passes(prompt: Sequence[int]) -> list[list[int]]:
+    """A prefill of all but the last tokens, then those one by one."""
+    return [list(prompt[:-_NUM_STEPS]), *([token] for token in prompt[-_NUM_STEPS:])]
+
+
+def _distance(a: Sequence[mx.array], b: Sequence[mx.array]) -> float:
+    return max(_number(mx.abs(x - y).max()) for x, y in zip(a, b, strict=True))
+
+
+def _tolerance(logits: Sequence[mx.array]) -> float:
+    """Rounding of 16-bit kernels stays far below a tenth of the logits' spread; a wrong path does not."""
+    return 0.1 * _number(mx.concatenate(list(logits)).std())
+
+
+def _number(scalar: mx.array) -> float:
+    value = scalar.item()
+    assert isinstance(value, float)
+    return value

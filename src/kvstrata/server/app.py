@@ -1,0 +1,48 @@
+"""Puts the endpoints together. Knows the order: keys first, then the size of the body, then the path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI
+from pydantic.json_schema import models_json_schema
+
+from kvstrata import __version__
+from kvstrata.server import errors, ops
+from kvstrata.server.auth import RequireKey
+from kvstrata.server.limits import LimitBody
+from kvstrata.server.openai import endpoints
+from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
+from kvstrata.server.service import Service
+
+
+def create_app(service: Service) -> FastAPI:
+    app = FastAPI(title="kvstrata", version=__version__, redoc_url=None)
+    app.state.service = service
+    app.include_router(endpoints.router)
+    app.include_router(ops.router)
+    errors.install(app)
+    # The one added last sees a request first.
+    app.add_middleware(LimitBody, max_bytes=service.max_body_bytes)
+    app.add_middleware(RequireKey, keys=service.keys)
+    _document_bodies(app, needs_key=bool(service.keys))
+    return app
+
+
+def _document_bodies(app: FastAPI, *, needs_key: bool) -> None:
+    """Bodies are read by hand (see endpoints.py), so FastAPI does not know their schemas."""
+    _, schemas = models_json_schema(
+        [(ChatAsked, "validation"), (CompletionAsked, "validation")], ref_template="#/components/schemas/{model}"
+    )
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        components = document.setdefault("components", {})
+        components.setdefault("schemas", {}).update(schemas["$defs"])
+        if needs_key:
+            components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+            document["security"] = [{"key": []}]
+        return document
+
+    app.openapi = openapi  # pyright: ignore[reportAttributeAccessIssue]

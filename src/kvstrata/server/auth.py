@@ -1,0 +1,76 @@
+"""Bearer keys. Knows which paths are open and which salt belongs to a key; keeps digests, not keys.
+
+Requests with different keys never share cached state: each key has a salt of its own, derived from it. A client's
+`cache_salt` divides further within one key.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from blake3 import blake3
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvstrata.errors import Unauthorized
+from kvstrata.server.errors import error_response
+
+OPEN_PATHS = frozenset({"/health"})
+DIGEST_CONTEXT = "kvstrata 2026-11 api key digest v1"
+SALT_CONTEXT = "kvstrata 2026-11 api key salt v1"
+SCOPE_KEY = "kvstrata.key_salt"
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    digest: bytes
+    salt: str
+
+    @classmethod
+    def of(cls, key: str) -> ApiKey:
+        digest = blake3(key.encode(), derive_key_context=DIGEST_CONTEXT).digest()
+        return cls(digest, blake3(key.encode(), derive_key_context=SALT_CONTEXT).hexdigest())
+
+
+def salt_of(scope: Scope, cache_salt: str | None) -> str:
+    """What separates this request's cached state from others'. Empty where neither key nor client asks for it."""
+    key_salt: str = scope.get(SCOPE_KEY, "")
+    if not cache_salt:
+        return key_salt
+    return blake3(f"{key_salt}\0{cache_salt}".encode(), derive_key_context=SALT_CONTEXT).hexdigest()
+
+
+class RequireKey:
+    """Middleware. Without keys everybody may come in."""
+
+    def __init__(self, app: ASGIApp, keys: Iterable[ApiKey]) -> None:
+        self.app = app
+        self.keys = tuple(keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not self.keys or scope["path"] in OPEN_PATHS:
+            return await self.app(scope, receive, send)
+        found = self._match(_bearer(scope))
+        if found is None:
+            error = Unauthorized("This server wants a key. Send it as: Authorization: Bearer KEY")
+            return await error_response(error)(scope, receive, send)
+        scope[SCOPE_KEY] = found.salt
+        return await self.app(scope, receive, send)
+
+    def _match(self, presented: bytes) -> ApiKey | None:
+        digest = blake3(presented, derive_key_context=DIGEST_CONTEXT).digest()
+        found = None
+        # No early end: the time must not tell which key came close.
+        for key in self.keys:
+            if hmac.compare_digest(digest, key.digest):
+                found = key
+        return found
+
+
+def _bearer(scope: Scope) -> bytes:
+    for name, value in scope["headers"]:
+        if name == b"authorization":
+            scheme, _, key = value.partition(b" ")
+            return key.strip() if scheme.lower() == b"bearer" else b""
+    return b""

@@ -1,0 +1,122 @@
+"""Between the engine's thread and asyncio: requests one way, events the other.
+
+Knows threads and tasks, nothing of HTTP or JSON. Whoever stops listening, for whatever reason, cancels in the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
+from kvstrata.errors import Unavailable
+
+
+class Submits(Protocol):
+    """The part of the engine that a reply needs."""
+
+    def submit(self, request: Request, sink: Sink) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """An event of the request at `index`."""
+
+    index: int
+    event: Event
+
+
+class Replies:
+    """The replies to requests that were made together. Leaving the `with` block cancels what has not ended."""
+
+    def __init__(self, engine: Submits, requests: Sequence[Request]) -> None:
+        self.requests = tuple(requests)
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[Arrival] = asyncio.Queue()
+        self._open: set[int] = set()
+
+    def __enter__(self) -> Replies:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.cancel()
+
+    def submit(self) -> None:
+        """All or none: raises the engine's refusal after taking back those that it had accepted."""
+        try:
+            for index, request in enumerate(self.requests):
+                self._engine.submit(request, self._sink(index))
+                self._open.add(index)
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        for index in tuple(self._open):
+            self._engine.cancel(self.requests[index].id)
+        self._open.clear()
+
+    @property
+    def ended(self) -> bool:
+        return not self._open and self._queue.empty()
+
+    async def take(self, timeout_s: float | None = None) -> list[Arrival]:
+        """At least one event and every other that is there already. Raises TimeoutError."""
+        if self._queue.empty():
+            first = await asyncio.wait_for(self._queue.get(), timeout_s)
+        else:
+            first = self._queue.get_nowait()
+        taken = [first]
+        while not self._queue.empty():
+            taken.append(self._queue.get_nowait())
+        for arrival in taken:
+            if isinstance(arrival.event, Finished | Failed):
+                self._open.discard(arrival.index)
+        return taken
+
+    def _sink(self, index: int) -> Sink:
+        def sink(event: Event) -> None:
+            # RuntimeError: the loop has closed, so nobody waits for this any more.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, Arrival(index, event))
+
+        return sink
+
+
+class Door:
+    """Who is inside, and whether others may come in. Belongs to the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._num_inside = 0
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    @property
+    def num_inside(self) -> int:
+        return self._num_inside
+
+    @contextlib.contextmanager
+    def pass_through(self) -> Iterator[None]:
+        if self.closed:
+            raise Unavailable("The server is shutting down. Try again when it is back.")
+        self._num_inside += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._num_inside -= 1
+            if self._num_inside == 0:
+                self._empty.set()
+
+    async def wait_empty(self, timeout_s: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        return self._empty.is_set()

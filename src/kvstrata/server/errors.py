@@ -1,0 +1,94 @@
+"""Every error answer, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+
+Knows status codes and headers. Does not know what can go wrong: that is kvstrata.errors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+
+from kvstrata.errors import RequestError, Unauthorized
+
+logger = logging.getLogger("kvstrata.server")
+
+UNEXPECTED = "Something went wrong inside the server; its log has the details. Please report it with the request."
+CLIENT_GONE = 499  # nobody reads the answer; the number is nginx's
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorBody
+
+
+def error_object(
+    message: str, *, kind: str = "server_error", param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: RequestError) -> JSONResponse:
+    headers = {}
+    if error.retry_after_s is not None:
+        headers["Retry-After"] = str(error.retry_after_s)
+    if isinstance(error, Unauthorized):
+        headers["WWW-Authenticate"] = "Bearer"
+    body = error_object(error.message, kind=error.type, param=error.param, code=error.code)
+    return JSONResponse(body, error.status, headers)
+
+
+def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """For the OpenAPI document."""
+    return {status: {"model": ErrorAnswer, "description": DESCRIPTIONS[status]} for status in statuses}
+
+
+DESCRIPTIONS: Mapping[int, str] = {
+    400: "The request cannot be served as it is; `param` names the field",
+    401: "No key, or a wrong one",
+    404: "No such model",
+    413: "The body is larger than the server reads",
+    429: "The queue is full; see Retry-After",
+    503: "The server is draining; see Retry-After",
+}
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(Exception, _on_unexpected)
+
+
+async def _on_request_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestError)
+    return error_response(error)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    """Starlette's own: a path or a method that does not exist."""
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}. GET /openapi.json lists what there is."
+    body = error_object(message, kind="invalid_request_error", code="not_found" if error.status_code == 404 else None)
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _on_disconnect(_request: Request, _error: Exception) -> JSONResponse:
+    return JSONResponse(error_object("The client went away."), CLIENT_GONE)
+
+
+async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return JSONResponse(error_object(UNEXPECTED, code="internal_error"), 500)

@@ -1,0 +1,132 @@
+"""What a client may ask for, in OpenAI's words.
+
+Knows types and ranges; fields that are not named here are ignored, and null means the default. Does not know what this
+model or server can do: ask.py refuses that.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_STOPS = 4
+INT64 = 2**63
+
+
+class Asked(BaseModel):
+    # strict: "5" is not a number and 1 is not true, as at OpenAI.
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(Asked):
+    include_usage: bool | None = None
+
+
+class TextPart(Asked):
+    type: Literal["text"]
+    text: str
+
+
+class RefusalPart(Asked):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class OtherPart(Asked):
+    """An image, a sound, a file: named so that the refusal can say what it was."""
+
+    type: Literal["image_url", "input_audio", "file", "video_url"]
+
+
+Part = Annotated[TextPart | RefusalPart | OtherPart, Field(discriminator="type")]
+
+
+class CalledFunction(Asked):
+    name: str = Field(min_length=1)
+    arguments: str
+
+
+class ToolCallMade(Asked):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Asked):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCallMade] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class FunctionOffered(Asked):
+    # Whatever else the client says about its function is the template's to use.
+    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, frozen=True)
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolOffered(Asked):
+    type: Literal["function"]
+    function: FunctionOffered
+
+
+class ResponseFormat(Asked):
+    type: str
+
+
+class SamplingAsked(Asked):
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=INT64, description="0 or -1: off")
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, description="Token id to what is added to its logit"
+    )
+    seed: int | None = Field(None, ge=-INT64, lt=INT64)
+    stop: (
+        Annotated[str, Field(min_length=1)]
+        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)]
+        | None
+    ) = None
+    n: int | None = Field(None, description="Only 1")
+    cache_salt: str | None = Field(None, description="Requests with different salts never share cached state")
+
+
+class ChatAsked(SamplingAsked):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: list[ToolOffered] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Handed to the chat template as they are")
+    # Known to OpenAI's API and not done here: refused rather than ignored.
+    functions: list[Any] | None = None
+    function_call: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+
+
+TokenId = Annotated[int, Field(ge=0, lt=INT64)]
+
+
+class CompletionAsked(SamplingAsked):
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: int | None = Field(None, ge=0, le=5)
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None

@@ -1,0 +1,113 @@
+"""A reply as server-sent events. Knows the format of events and comments, not what a choice looks like inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.types import Send
+
+from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, Usage
+from kvstrata.errors import ReplyFailed
+from kvstrata.server.bridge import Arrival, Replies
+from kvstrata.server.errors import error_object
+from kvstrata.server.openai.answers import json_bytes, usage_answer
+from kvstrata.server.openai.choices import Choice
+
+CANCELLED = "The server cancelled this reply. Send the request again."
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting\n\n"
+
+
+def failure(event: Event) -> str | None:
+    """Why a reply ended without a result, if it did."""
+    if isinstance(event, Failed):
+        return event.message
+    return CANCELLED if isinstance(event, Finished) and event.reason == "cancelled" else None
+
+
+class EventWriter:
+    """Turns arrivals into bytes, in order. `envelope` is what every event repeats: id, object, created, model."""
+
+    def __init__(self, envelope: dict[str, Any], choices: Sequence[Choice], include_usage: bool) -> None:
+        self._envelope = envelope
+        self._choices = choices
+        self._include_usage = include_usage
+        self._usages: list[Usage] = []
+
+    def encode(self, arrival: Arrival) -> bytes:
+        event, choice = arrival.event, self._choices[arrival.index]
+        if isinstance(event, Piece):
+            return self._events(choice.add(event))
+        if isinstance(event, Prefilled):
+            return f": prefill {event.done}/{event.total}\n\n".encode()
+        if isinstance(event, Finished):
+            self._usages.append(event.usage)
+            return self._events(choice.end(event))
+        return b""
+
+    def end(self) -> bytes:
+        if not self._include_usage:
+            return DONE
+        return _event({**self._envelope, "choices": [], "usage": usage_answer(self._usages)}) + DONE
+
+    def _events(self, choices: list[Any]) -> bytes:
+        extra = {"usage": None} if self._include_usage else {}
+        return b"".join(_event({**self._envelope, "choices": [choice], **extra}) for choice in choices)
+
+
+async def send_stream(
+    replies: Replies, writer: EventWriter, send: Send, *, headers: dict[str, str], keep_alive_s: float
+) -> None:
+    """Headers wait for the first event, which tells how much was cached; but not longer than a client might."""
+    begun = False
+    while not replies.ended:
+        arrivals = await _take(replies, keep_alive_s)
+        failed = next((reason for arrival in arrivals if (reason := failure(arrival.event))), None)
+        if not begun:
+            if failed:
+                raise ReplyFailed(failed)
+            begun = True
+            await _send_start(send, {**headers, **_cached_header(replies, arrivals)})
+        body = b"".join([writer.encode(arrival) for arrival in arrivals]) if arrivals else KEEP_ALIVE
+        if failed:
+            await _send_body(send, body + _event(error_object(failed, code="reply_failed")), more=False)
+            return
+        if body:
+            await _send_body(send, body, more=True)
+    await _send_body(send, writer.end(), more=False)
+
+
+async def _take(replies: Replies, timeout_s: float) -> list[Arrival]:
+    """Nothing, if nothing came in time."""
+    try:
+        return await replies.take(timeout_s)
+    except TimeoutError:
+        return []
+
+
+def _cached_header(replies: Replies, arrivals: list[Arrival]) -> dict[str, str]:
+    """Known where there is one prompt and its first event is about it. Otherwise the usage tells, at the end."""
+    first = arrivals[0].event if arrivals else None
+    if isinstance(first, Prefilled) and len(replies.requests) == 1:
+        return {"x-kvstrata-cached-tokens": str(first.done)}
+    return {}
+
+
+async def _send_start(send: Send, headers: dict[str, str]) -> None:
+    all_headers = {
+        "content-type": "text/event-stream; charset=utf-8",
+        "cache-control": "no-cache",
+        "x-accel-buffering": "no",  # nginx would hold the events back
+        **headers,
+    }
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in all_headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+def _event(value: Any) -> bytes:
+    return b"data: " + json_bytes(value) + b"\n\n"

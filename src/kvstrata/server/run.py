@@ -1,0 +1,125 @@
+"""The process around the app: binds early, drains on the first Ctrl-C, ends at once on the second.
+
+Knows uvicorn, sockets and signals. Draining: new requests get 503, running replies go on until they end or the time is
+up, then the engine stops and whoever is left gets an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from anyio import to_thread
+
+from kvstrata.errors import ConfigError
+from kvstrata.server.app import create_app
+from kvstrata.server.service import Service
+
+FLUSH_S = 5  # for connections to take what was written to them
+INTERRUPTED = 130
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Bound before the model is loaded, so that a port in use is known in a moment, not in a minute."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(_bind_problem(host, port, error)) from None
+    return listener
+
+
+def _bind_problem(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        other = port + 1 if port < 65535 else port - 1
+        return f"Port {port} on {host} is in use. Stop the other program, or take another port: --port {other}"
+    if error.errno == errno.EACCES:
+        return f"Port {port} needs more rights than this process has. Take one above 1023: --port 8000"
+    return f"Cannot listen on {host}, port {port}: {error.strerror or error}. Check --host and --port."
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with draining. `say` gets a line for each thing that a person should know."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        drain_timeout_s: float = 30.0,
+        log_level: str = "warning",
+        on_ready: Callable[[], None] = lambda: None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        super().__init__(_uvicorn_config(service, log_level))
+        self.service = service
+        self._drain_timeout_s = drain_timeout_s
+        self._on_ready = on_ready
+        self._say = say
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Called by uvicorn for SIGINT and SIGTERM, in the main thread."""
+        del sig, frame
+        if self._draining is not None or self._loop is None:
+            sys.stdout.flush()
+            os._exit(INTERRUPTED)  # the engine's thread may be inside a long computation; nobody shall wait for it
+        self.drain()
+
+    def drain(self) -> None:
+        """From any thread: end when the running replies have ended."""
+        assert self._loop is not None, "only a server that has started can drain"
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def end(self) -> None:
+        """From any thread: end now, without waiting for replies. Does nothing more to a server that has ended."""
+        self._drain_timeout_s = 0.0
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        door = self.service.door
+        door.closed = True
+        self.service.engine.drain()
+        deadline = asyncio.get_running_loop().time() + self._drain_timeout_s
+        while (left_s := deadline - asyncio.get_running_loop().time()) > 0 and door.num_inside:
+            self._say(f"Finishing {door.num_inside} replies, {left_s:.0f} s left. Ctrl-C again ends at once.")
+            await door.wait_empty(min(1.0, left_s))
+        await to_thread.run_sync(self.service.engine.stop)
+        self.should_exit = True
+
+
+def _uvicorn_config(service: Service, log_level: str) -> uvicorn.Config:
+    return uvicorn.Config(
+        create_app(service),
+        log_level=log_level,
+        access_log=False,
+        server_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=FLUSH_S,
+        # An agent thinks for minutes between two requests; a connection kept open saves it a round trip.
+        timeout_keep_alive=120,
+    )

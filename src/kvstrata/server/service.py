@@ -1,0 +1,35 @@
+"""What the endpoints share: the model, the engine, and the limits that they answer by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from kvstrata.engine.engine import Engine
+from kvstrata.metrics import Metrics
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.server.auth import ApiKey
+from kvstrata.server.bridge import Door
+from kvstrata.text.template import ChatTemplate
+
+
+@dataclass(frozen=True)
+class Service:
+    loaded: LoadedModel
+    engine: Engine
+    metrics: Metrics
+    template: ChatTemplate
+    name: str  # what answers call the model
+    names: frozenset[str]  # what requests may call it
+    context_tokens: int
+    max_prompts: int  # in one completions request
+    max_body_bytes: int
+    keys: tuple[ApiKey, ...] = ()
+    keep_alive_s: float = 10.0  # longest silence on a stream
+    started: int = 0  # seconds since the epoch
+    door: Door = field(default_factory=Door)
+
+
+def service_of(request: Request) -> Service:
+    return request.app.state.service

@@ -1,0 +1,130 @@
+"""Chats to token ids, by the model's own chat template.
+
+Knows templates and where their parts begin. Does not know what a reply looks like (tools.py) or how ids are cached.
+Nothing changes after the constructor, so any number of threads may render.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
+
+from kvstrata.errors import InvalidRequest
+from kvstrata.text.messages import Message, arguments_as_object, normalise
+from kvstrata.text.probe import shows_tools, wanted_arguments
+from kvstrata.text.tokens import encode_rendered, require_unicode
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+Tools = list[dict[str, Any]]
+
+# What apply_chat_template takes for itself; a client may set the template's variables only.
+_RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
+
+
+class ChatTemplate:
+    """`exists`: the model has a template. `has_tools`: it shows the model which tools there are."""
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+        # A tokenizer saved with truncation or padding loses them at its first use; that must not happen in two threads.
+        encode_rendered(tokenizer, "")
+        self.exists: bool = bool(tokenizer.has_chat_template)
+        self.has_tools = self.exists and shows_tools(self._with_generation_prompt)
+        self._shape_arguments = (
+            wanted_arguments(self._with_generation_prompt) if self.has_tools else arguments_as_object
+        )
+
+    def render(
+        self, messages: list[Message], *, tools: Tools | None = None, template_kwargs: dict[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """Token ids up to where the reply begins. Raises InvalidRequest."""
+        self._refuse(tools, template_kwargs)
+        text = self._text(normalise(messages, self._shape_arguments), tools, template_kwargs, reply=True)
+        return encode_rendered(self._tokenizer, text)
+
+    def boundaries(
+        self,
+        messages: list[Message],
+        tools: Tools | None = None,
+        *,
+        template_kwargs: dict[str, Any] | None = None,
+        prompt: tuple[int, ...] | None = None,
+    ) -> tuple[int, ...]:
+        """Positions in the rendered ids where other requests are likely to part from this one, in order: the end of the
+        system and tools block, and the start of the generation prompt. One that no token starts at is left out.
+
+        `prompt`: what `render` gave, to save tokenizing it again.
+        """
+        self._refuse(tools, template_kwargs)
+        chat = normalise(messages, self._shape_arguments)
+        text_of = partial(self._text, tools=tools, template_kwargs=template_kwargs)
+        text = text_of(chat, reply=True)
+        ids = encode_rendered(self._tokenizer, text) if prompt is None else prompt
+        found = {self._system_end(chat, text, ids, text_of), self._reply_start(chat, text, ids, text_of)}
+        return tuple(sorted(position for position in found if 0 < position < len(ids)))
+
+    def _refuse(self, tools: Tools | None, template_kwargs: dict[str, Any] | None) -> None:
+        if not self.exists:
+            raise InvalidRequest("This model has no chat template: use /v1/completions with a plain prompt.")
+        if tools and not self.has_tools:
+            raise InvalidRequest("The model's template has no tools: send the request without tools.", param="tools")
+        if reserved := _RESERVED & (template_kwargs or {}).keys():
+            message = f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}: remove it."
+            raise InvalidRequest(message, param="chat_template_kwargs")
+
+    def _with_generation_prompt(self, messages: list[Message], tools: Tools | None) -> str:
+        return self._text(messages, tools, None, reply=True)
+
+    def _text(
+        self, messages: list[Message], tools: Tools | None, template_kwargs: dict[str, Any] | None, *, reply: bool
+    ) -> str:
+        variables = dict(template_kwargs or {})
+        if tools:
+            variables["tools"] = tools
+        try:
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=reply, **variables
+            )
+        except Exception as fault:  # a template is the model's own code and may raise anything
+            message = f"The model's chat template refused the messages: {fault}"
+            raise InvalidRequest(message, param="messages") from fault
+        require_unicode(str(text), param="messages")
+        return str(text)
+
+    def _system_end(self, chat: list[Message], text: str, ids: tuple[int, ...], text_of: Callable[..., str]) -> int:
+        """How many ids every chat with this system message and these tools begins with."""
+        num_system = next((place for place, message in enumerate(chat) if message["role"] != "system"), len(chat))
+        openings = [[*chat[:num_system], {"role": "user", "content": content}] for content in ("A", "0")]
+        try:
+            others = [text_of(opening, reply=False) for opening in openings]
+        except InvalidRequest:
+            return 0
+        shared = text[: min(_num_shared(text, other) for other in others)]
+        return _num_shared(encode_rendered(self._tokenizer, shared), ids)
+
+    def _reply_start(self, chat: list[Message], text: str, ids: tuple[int, ...], text_of: Callable[..., str]) -> int:
+        try:
+            before = text_of(chat, reply=False)
+        except InvalidRequest:
+            return 0
+        if not text.startswith(before):
+            return 0
+        generation_prompt = encode_rendered(self._tokenizer, text[len(before) :])
+        # Where the generation prompt's ids stand at the end as they are, the long rest need not be tokenized again.
+        if generation_prompt and ids[-len(generation_prompt) :] == generation_prompt:
+            return len(ids) - len(generation_prompt)
+        shorter = encode_rendered(self._tokenizer, before)
+        return len(shorter) if ids[: len(shorter)] == shorter else 0
+
+
+def _num_shared(some: Sequence[object], others: Sequence[object]) -> int:
+    for place, (one, other) in enumerate(zip(some, others, strict=False)):
+        if one != other:
+            return place
+    return min(len(some), len(others))

@@ -1,0 +1,99 @@
+"""Text to token ids, and the exact bytes of one token.
+
+Knows tokenizers. Does not know chats, replies or sampling. Safe to call from any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from kvstrata.errors import InvalidRequest
+from kvstrata.text.fast import decode_slowly, fast_tokenizer, hf_tokenizer
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_START = "\u2581"  # sentencepiece writes a space like this
+
+
+def encode_text(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:
+    """The prompt of a plain completion, begun as the tokenizer begins a text (BOS), and never ended by it."""
+    require_unicode(text, param="prompt")
+    hf = hf_tokenizer(tokenizer)
+    begun = bool(hf.bos_token) and text.startswith(str(hf.bos_token))
+    ids = _encode(tokenizer, text, with_special=not begun)
+    ended = bool(ids) and ids[-1] == hf.eos_token_id and not text.endswith(str(hf.eos_token))
+    return ids[:-1] if ended else ids
+
+
+def encode_rendered(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:
+    """Text that already has its special tokens written out, as chat templates do."""
+    return _encode(tokenizer, text, with_special=False)
+
+
+def require_unicode(text: str, *, param: str) -> None:
+    """JSON can carry half a surrogate pair; no tokenizer can."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as fault:
+        near = text[max(0, fault.start - 20) : fault.start]
+        message = f"{param} is not valid Unicode: an unpaired surrogate after {near!r}. Send the whole character."
+        raise InvalidRequest(message, param=param) from fault
+
+
+def token_text(tokenizer: TokenizerWrapper, id: int) -> str:
+    """One token as text, its space kept. A part of a character shows as U+FFFD: `token_bytes` is exact."""
+    return token_bytes(tokenizer, id).decode("utf-8", "replace")
+
+
+def token_bytes(tokenizer: TokenizerWrapper, id: int) -> bytes:
+    """The bytes that a token adds to a text. Ids past the vocabulary (padded logits) add none."""
+    fast = fast_tokenizer(tokenizer)
+    if fast is None:
+        return decode_slowly(tokenizer, [id]).encode("utf-8")
+    token = fast.id_to_token(id)
+    if token is None:
+        return b""
+    return _byte_level_bytes(token) if _is_byte_level(fast.decoder) else _sentencepiece_bytes(token)
+
+
+def _encode(tokenizer: TokenizerWrapper, text: str, *, with_special: bool) -> tuple[int, ...]:
+    fast = fast_tokenizer(tokenizer)
+    if fast is None or fast.truncation is not None or fast.padding is not None:
+        return tuple(hf_tokenizer(tokenizer).encode(text, add_special_tokens=with_special))
+    # The batch call lets other threads run and leaves offsets out: half the time of `encode`, which holds the GIL.
+    return tuple(fast.encode_batch_fast([text], add_special_tokens=with_special)[0].ids)
+
+
+def _is_byte_level(decoder: Any) -> bool:
+    return decoder is not None and _names_byte_level(json.loads(decoder.__getstate__()))
+
+
+def _names_byte_level(spec: dict[str, Any]) -> bool:
+    return spec["type"] == "ByteLevel" or any(_names_byte_level(part) for part in spec.get("decoders", ()))
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    alphabet = _byte_alphabet()
+    # Added tokens are plain text, not letters of the alphabet; the decoder tells them apart in the same way.
+    if all(letter in alphabet for letter in token):
+        return bytes(alphabet[letter] for letter in token)
+    return token.encode("utf-8")
+
+
+def _sentencepiece_bytes(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace(_WORD_START, " ").encode("utf-8")
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's letters for bytes: printable Latin-1 stands for itself, the others follow from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + place): byte for place, byte in enumerate(others)}

@@ -1,0 +1,101 @@
+"""Sequences of different lengths that join and leave a batch: every row's logits are those that it has alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvstrata.layers.batch import BatchCache
+from kvstrata.layers.kinds import Layout
+from kvstrata.layers.sequence import SequenceCache
+from kvstrata.models.probe import probe
+from tests.tiny import ARCHITECTURES, VOCAB, tiny_module
+
+NUM_SEQUENCES = 8
+NUM_STEPS = 1000
+TOLERANCE = 1e-4
+
+
+class Forced:
+    """One sequence: a prompt and a reply that are given, and the step in which it joins."""
+
+    def __init__(self, rng: random.Random, index: int) -> None:
+        self.prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(2, 90))]
+        # One runs all the way; the others come and go.
+        self.join = 0 if index == 0 else rng.randrange(NUM_STEPS // 2)
+        self.num_steps = NUM_STEPS if index == 0 else rng.randint(20, NUM_STEPS - self.join)
+        self.reply = [rng.randrange(VOCAB) for _ in range(self.num_steps)]
+
+    @property
+    def ids(self) -> list[int]:
+        return self.prompt + self.reply
+
+
+def expected_logits(model: Any, sequence: Forced) -> mx.array:  # [steps, vocab]
+    """Alone, with mlx-lm's own caches."""
+    cache = make_prompt_cache(model)
+    rows = []
+    for start in range(0, len(sequence.ids), 64):
+        rows.append(model(mx.array([sequence.ids[start : start + 64]]), cache=cache)[0])
+        mx.eval(rows[-1])
+    return mx.concatenate(rows)[len(sequence.prompt) - 1 : len(sequence.prompt) - 1 + sequence.num_steps]
+
+
+def prefilled(model: Any, layout: Layout, sequence: Forced, piece: int) -> SequenceCache:
+    """A cache with all but the prompt's last token, its buffers in small pieces."""
+    cache = SequenceCache(layout, model, len(sequence.prompt) + piece)
+    tokens = sequence.prompt[:-1]
+    model(mx.array([tokens]), cache=cache.caches())
+    cache.end_pass(len(tokens))
+    mx.eval(cache.arrays())
+    return cache
+
+
+def forward(
+    model: Any, layout: Layout, batch: BatchCache | None, caches: list[SequenceCache], tokens: list[int]
+) -> Any:
+    if layout.path == "parts" and len(caches) > 1:
+        assert batch is not None
+        logits = model(mx.array(tokens)[:, None], cache=batch.begin_step())[:, -1]
+        batch.end_step()
+        mx.eval(logits, batch.arrays())
+        return logits
+    rows = []
+    for token, cache in zip(tokens, caches, strict=True):
+        rows.append(model(mx.array([[token]]), cache=cache.caches())[:, -1])
+        cache.end_pass(1)
+    logits = mx.concatenate(rows)
+    mx.eval(logits, [cache.arrays() for cache in caches])
+    return logits
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_of_eight_has_the_output_it_has_alone(architecture: str) -> None:
+    model = tiny_module(architecture)
+    layout = probe(model)
+    rng = random.Random(architecture)
+    sequences = [Forced(rng, i) for i in range(NUM_SEQUENCES)]
+    expected = [expected_logits(model, sequence) for sequence in sequences]
+    caches: dict[int, SequenceCache] = {}
+    batch: BatchCache | None = None
+    worst = 0.0
+    for step in range(NUM_STEPS):
+        active = [i for i, s in enumerate(sequences) if s.join <= step < s.join + s.num_steps]
+        if active != list(caches):
+            if batch is not None:
+                batch.release()
+            caches = {i: caches.get(i) or prefilled(model, layout, sequences[i], piece=100) for i in active}
+            batch = BatchCache(list(caches.values())) if layout.path == "parts" and len(caches) > 1 else None
+        for cache in caches.values():
+            if not cache.free_tokens:
+                cache.grow(300)
+        places = [step - sequences[i].join for i in active]
+        tokens = [sequences[i].ids[len(sequences[i].prompt) - 1 + p] for i, p in zip(active, places, strict=True)]
+        logits = forward(model, layout, batch, list(caches.values()), tokens)
+        wanted = mx.stack([expected[i][p] for i, p in zip(active, places, strict=True)])
+        worst = max(worst, mx.abs(logits - wanted).max().item())  # pyright: ignore[reportArgumentType, reportAssignmentType]
+    assert worst <= TOLERANCE

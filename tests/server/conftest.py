@@ -1,0 +1,85 @@
+"""Real servers: uvicorn in a thread on a free port, a real engine, the default model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from kvstrata.backend import memory_bytes
+from kvstrata.config import load
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.server.assemble import start_service
+from kvstrata.server.run import Server, bind, url_of
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    server: Server
+    thread: threading.Thread
+
+    @property
+    def name(self) -> str:
+        return self.server.service.name
+
+    def openai(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=120)
+
+    def ask(self, path: str, **body: Any) -> httpx.Response:
+        with self.http() as client:
+            return client.post(path, json={"model": self.name, **body})
+
+    def wait_idle(self) -> None:
+        """Until nobody is being served, which the server knows without being asked again and again."""
+        loop = self.server._loop
+        assert loop is not None
+        assert asyncio.run_coroutine_threadsafe(self.server.service.door.wait_empty(60), loop).result(61)
+
+
+@contextmanager
+def running(loaded: LoadedModel, *, keep_alive_s: float = 10.0, **flags: Any) -> Iterator[Served]:
+    settings = load(flags={"port": 0, **flags})
+    service = start_service(settings, loaded, total_memory_bytes=memory_bytes())
+    service = replace(service, keep_alive_s=keep_alive_s)
+    listener = bind(settings.host, settings.port)
+    ready = threading.Event()
+    server = Server(service, drain_timeout_s=settings.drain_timeout_s, on_ready=ready.set, say=lambda _line: None)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield Served(url_of(listener), server, thread)
+    finally:
+        server.end()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def served(default_model: LoadedModel) -> Iterator[Served]:
+    with running(default_model) as one:
+        yield one
+
+
+@pytest.fixture
+def serve(default_model: LoadedModel) -> Iterator[Callable[..., Served]]:
+    """Servers with settings of their own."""
+    with ExitStack() as stack:
+        yield lambda **flags: stack.enter_context(running(default_model, **flags))
+
+
+@pytest.fixture(scope="session")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with served.openai() as one:
+        yield one

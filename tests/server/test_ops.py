@@ -1,0 +1,73 @@
+"""/health, /metrics, /props, /v1/models and the page."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+
+from tests.server.conftest import Served
+
+DASHBOARD_NAMES = [
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:prompt_tokens_total",
+    "vllm:generation_tokens_total",
+    "vllm:time_to_first_token_seconds_count",
+    "vllm:inter_token_latency_seconds_count",
+    "vllm:e2e_request_latency_seconds_count",
+]
+
+
+def scrape(served: Served) -> dict[str, float]:
+    with served.http() as http:
+        text = http.get("/metrics").text
+    lines = (line.rpartition(" ") for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(value) for name, _, value in lines}
+
+
+def test_metrics_count_what_was_served(served: Served) -> None:
+    before = scrape(served)
+    assert [name for name in DASHBOARD_NAMES if name not in before] == []
+    usage = served.ask("/v1/completions", prompt="One two three", max_tokens=3, temperature=0).json()["usage"]
+    after = scrape(served)
+
+    def risen(name: str) -> float:
+        return after[name] - before.get(name, 0.0)
+
+    assert risen("vllm:prompt_tokens_total") == usage["prompt_tokens"]
+    assert risen("vllm:generation_tokens_total") == usage["completion_tokens"] == 3
+    assert risen("vllm:time_to_first_token_seconds_count") == 1
+    assert risen("vllm:inter_token_latency_seconds_count") == 2
+    assert risen("vllm:e2e_request_latency_seconds_count") == 1
+    assert risen('kvstrata_requests_total{outcome="length"}') == 1
+    assert after["kvstrata_mlx_active_bytes"] >= served.server.service.loaded.weight_bytes
+
+
+def test_models(client: openai.OpenAI, served: Served) -> None:
+    [model] = client.models.list().data
+    assert model.id == served.name == client.models.retrieve(served.name).id
+    assert model.model_dump()["max_model_len"] == 8192
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_props_say_what_is_served(served: Served) -> None:
+    with served.http() as http:
+        props = http.get("/props").json()
+    assert props["model"]["name"] == served.name
+    assert props["model"]["identity"] == served.server.service.loaded.fingerprint
+    assert props["kv"]["k"] == props["kv"]["v"] == "raw"
+    assert sum(props["layers"].values()) == 30
+    assert props["attention"]["why"]
+    assert props["draining"] is False
+
+
+def test_health_and_page(served: Served) -> None:
+    with served.http() as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        page = http.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "/v1" in page.text

@@ -1,0 +1,122 @@
+"""Tiny random models of the architectures that every cache test runs on. No download: random weights, real layers."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+
+VOCAB = 97
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCAB,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+}
+
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "moe_intermediate_size": 32}
+
+_DELTA_NET = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
+}
+
+_SPECIFIC: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {},
+    "qwen3_moe": {**_MOE, "mlp_only_layers": [], "norm_topk_prob": True},
+    "gemma3_text": {"sliding_window": 32, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16},
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "global_head_dim": 32,
+        "sliding_window": 32,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_next": {
+        **_MOE,
+        **_DELTA_NET,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [],
+        "partial_rotary_factor": 0.5,
+    },
+    "qwen3_5": {
+        **_DELTA_NET,
+        "rope_parameters": {"type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+    "gpt_oss": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 32,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+        },
+    },
+    "mamba2": {
+        "num_heads": 4,
+        "head_dim": 32,
+        "intermediate_size": 128,
+        "state_size": 16,
+        "layer_norm_epsilon": 1e-5,
+        "conv_kernel": 4,
+        "n_groups": 2,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_limit": (0.0, float("inf")),
+        "time_step_rank": "auto",
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
+
+ARCHITECTURES = tuple(_SPECIFIC)
+
+
+def tiny_config(architecture: str) -> dict[str, Any]:
+    return {**_COMMON, **_SPECIFIC[architecture], "model_type": architecture}
+
+
+def tiny_module(architecture: str, *, seed: int = 0) -> Any:
+    """A float32 model with random weights, the same for the same seed."""
+    arch = importlib.import_module(f"mlx_lm.models.{architecture}")
+    mx.random.seed(seed)
+    model = arch.Model(arch.ModelArgs.from_dict(tiny_config(architecture)))
+    model.update(
+        tree_map(lambda a: a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a, model.parameters())
+    )
+    mx.eval(model.parameters())
+    return model
