@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from kvstrata.layers.kinds import arrays_in
+from kvstrata.models.loaded import LoadedModel
 
 VOCAB = 97
 
@@ -120,3 +128,28 @@ def tiny_module(architecture: str, *, seed: int = 0) -> Any:
     )
     mx.eval(model.parameters())
     return model
+
+
+@functools.cache
+def tiny_loaded(architecture: str) -> LoadedModel:
+    module = tiny_module(architecture)
+    return LoadedModel(
+        name=f"tiny-{architecture}",
+        path=Path("nowhere"),
+        module=module,
+        tokenizer=tiny_tokenizer(),
+        config=tiny_config(architecture),
+        context_tokens=_COMMON["max_position_embeddings"],
+        vocab_size=VOCAB,
+        eos_ids=frozenset(),
+        weight_bytes=sum(array.nbytes for array in arrays_in(module.parameters())),
+        dtype="float32",
+        fingerprint=f"tiny-{architecture}",
+    )
+
+
+def tiny_tokenizer() -> TokenizerWrapper:
+    """One printable character for each id."""
+    tokenizer = Tokenizer(models.WordLevel({chr(32 + i): i for i in range(VOCAB)}, unk_token=" "))
+    tokenizer.decoder = decoders.Fuse()
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer))

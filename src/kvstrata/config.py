@@ -28,7 +28,7 @@ ENV_PREFIX = "KVSTRATA_"
 UNITS = {"": 1, "B": 1}
 UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
-SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*|%)")
+SIZE_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)")
 SIZE_EXAMPLES = "Write it like 8GiB, 500MB, 1.5GB, 1048576 or 20%"
 
 
@@ -102,7 +102,7 @@ def _split(value: object) -> object:
     return tuple(part.strip() for part in value) if isinstance(value, list | tuple) else value
 
 
-SizeSetting = Annotated[Size, BeforeValidator(_size), PlainSerializer(str)]
+SizeSetting = Annotated[Size, NoDecode, BeforeValidator(_size), PlainSerializer(str)]
 ByteCount = Annotated[int, BeforeValidator(_absolute_bytes)]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 

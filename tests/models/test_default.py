@@ -16,7 +16,7 @@ from kvstrata.errors import ModelError
 from kvstrata.models import default
 from kvstrata.models.convert import _unpermute, tensor_name
 from kvstrata.models.find import find
-from kvstrata.models.load import load
+from kvstrata.models.loaded import LoadedModel
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +69,10 @@ def test_config_has_what_mlx_lm_reads(whole_folder: Path) -> None:
     assert config["max_position_embeddings"] == 8192
 
 
-def test_it_knows_the_capital_of_france() -> None:
+def test_it_knows_the_capital_of_france(default_model: LoadedModel) -> None:
     from mlx_lm import generate
 
-    loaded = load(None)
+    loaded = default_model
     assert loaded.name == default.NAME
     assert (loaded.vocab_size, loaded.context_tokens, loaded.eos_ids) == (49152, 8192, frozenset({2}))
     question = [{"role": "user", "content": "What is the capital of France?"}]

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Iterator
 
 import openai
 import pytest
 
+from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import SCOPE_KEY, ApiKey, salt_of
-from tests.server.conftest import Served
+from tests.server.conftest import Served, running
 
 
-def test_keys_of_flag_and_file(serve: Callable[..., Served], tmp_path: Path) -> None:
-    file = tmp_path / "keys"
+@pytest.fixture(scope="module")
+def locked(default_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("# ours\nsecret-b\n\nsecret-c\n")
-    served = serve(api_key=["secret-a"], api_key_file=file)
-    for key in ("secret-a", "secret-b", "secret-c"):
-        assert served.openai(key).models.list().data[0].id == served.name
-    for key in ("secret", "secret-aa", "# ours"):
-        with served.http() as http:
-            response = http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
-        assert response.status_code == 401
-        assert response.headers["www-authenticate"] == "Bearer"
-        assert response.json()["error"]["code"] == "invalid_api_key"
+    with running(default_model, api_key=["secret-a"], api_key_file=file) as one:
+        yield one
+
+
+@pytest.mark.parametrize("key", ["secret-a", "secret-b", "secret-c"])
+def test_keys_of_flag_and_file(locked: Served, key: str) -> None:
+    assert locked.openai(key).models.list().data[0].id == locked.name
+
+
+@pytest.mark.parametrize("sent", ["Bearer secret", "Bearer secret-aa", "Bearer # ours", "Basic secret-a", "secret-a"])
+def test_anything_else_is_401(locked: Served, sent: str) -> None:
+    with locked.http() as http:
+        response = http.get("/v1/models", headers={"authorization": sent})
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert response.json()["error"]["code"] == "invalid_api_key"
+
+
+def test_client_sees_an_authentication_error(locked: Served) -> None:
     with pytest.raises(openai.AuthenticationError):
-        served.openai("wrong").models.list()
+        locked.openai("wrong").completions.create(model=locked.name, prompt="a")
 
 
-def test_only_health_is_open(serve: Callable[..., Served]) -> None:
-    served = serve(api_key=["secret"])
-    with served.http() as http:
+def test_only_health_is_open(locked: Served) -> None:
+    with locked.http() as http:
         assert http.get("/health").status_code == 200
         for path in ("/", "/v1/models", "/metrics", "/props", "/openapi.json", "/docs", "/nothing"):
             assert http.get(path).status_code == 401, path
-        assert http.get("/v1/models", headers={"authorization": "Basic secret"}).status_code == 401
-        assert http.get("/v1/models", headers={"authorization": "bearer secret"}).status_code == 200
 
 
 def test_each_key_has_a_salt_of_its_own() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import httpx
 import openai
 import pytest
 
-from tests.server.conftest import Served
+from kvstrata.models.loaded import LoadedModel
+from tests.server.conftest import Served, running
 from tests.server.test_ops import scrape
 
 CANCELLED = 'kvstrata_requests_total{outcome="cancelled"}'
@@ -44,29 +45,41 @@ def begin(http: httpx.Client, served: Served, *, max_tokens: int) -> httpx.Respo
     return response
 
 
-def test_full_queue_is_429(serve: Callable[..., Served]) -> None:
-    served = serve(max_running=1, max_waiting=0)
-    with served.http() as http:
-        running = begin(http, served, max_tokens=200)
+@pytest.fixture(scope="module")
+def narrow(default_model: LoadedModel) -> Iterator[Served]:
+    """One runs, two wait, and who waits is told so soon."""
+    with running(default_model, max_running=1, max_waiting=2, keep_alive_s=0.2) as one:
+        yield one
+
+
+def test_full_queue_is_429_and_leaves_nothing_behind(narrow: Served) -> None:
+    with narrow.http() as http:
+        streams = [begin(http, narrow, max_tokens=4000) for _ in range(2)]
         with pytest.raises(openai.RateLimitError) as caught:
-            served.openai().completions.create(model=served.name, prompt="a", max_tokens=1)
+            narrow.openai().completions.create(model=narrow.name, prompt=["a", "b"], max_tokens=4000)
         assert int(caught.value.response.headers["retry-after"]) > 0
         assert caught.value.code == "queue_full"
-        running.close()
-    served.wait_idle()
-    assert scrape(served)['kvstrata_requests_refused_total{reason="queue_full"}'] == 1
-
-
-def test_list_of_prompts_that_does_not_fit_leaves_nothing_behind(serve: Callable[..., Served]) -> None:
-    served = serve(max_running=1, max_waiting=2, keep_alive_s=0.2)
-    with served.http() as http:
-        streams = [begin(http, served, max_tokens=4000), begin(http, served, max_tokens=1)]
-        assert served.ask("/v1/completions", prompt=["a", "b"], max_tokens=1).status_code == 429
-        # There is room for one more, so the first of the two was taken back.
-        streams.append(begin(http, served, max_tokens=1))
         for stream in streams:
             stream.close()
-    served.wait_idle()
+    narrow.wait_idle()
+    assert scrape(narrow)['kvstrata_requests_refused_total{reason="queue_full"}'] == 1
+    # Of the list of two the first had found a place in the queue; it must not run on for nobody.
+    assert ended(narrow)
+
+
+def test_more_prompts_than_the_queue_holds_is_400(narrow: Served) -> None:
+    assert narrow.ask("/v1/completions", prompt=["a", "b", "c"], max_tokens=1).status_code == 400
+
+
+def test_silence_is_broken_by_comments(narrow: Served) -> None:
+    """A request that waits behind another hears from the server before its turn."""
+    with narrow.http() as http:
+        first, second = begin(http, narrow, max_tokens=4000), begin(http, narrow, max_tokens=1)
+        assert "x-kvstrata-cached-tokens" not in second.headers
+        lines = second.iter_lines()
+        assert next(lines) == ": waiting"
+        first.close()
+        assert "data: [DONE]" in list(lines)
 
 
 def test_client_that_leaves_a_stream_cancels(served: Served) -> None:
@@ -90,29 +103,16 @@ def test_client_that_leaves_while_it_waits_cancels(served: Served) -> None:
 
 
 def ended(served: Served) -> bool:
-    """A request that goes through comes after the cancellation in the engine's queue."""
-    served.ask("/v1/completions", prompt="a", max_tokens=1)
-    state = served.server.service.engine.state()
-    return (state.running, state.waiting, state.kv_bytes) == (0, 0, 0)
-
-
-def test_silence_is_broken_by_comments(serve: Callable[..., Served]) -> None:
-    """A request that waits behind another hears from the server before its turn."""
-    served = serve(max_running=1, keep_alive_s=0.2)
-    with served.http() as http, served.http() as other:
-        running = begin(http, served, max_tokens=4000)
-        waiting = begin(other, served, max_tokens=1)
-        assert "x-kvstrata-cached-tokens" not in waiting.headers
-        assert next(waiting.iter_lines()) == ": waiting"
-        running.close()
-        assert "data: [DONE]" in list(waiting.iter_lines())
+    """Whether nothing is left in the engine. A request that goes through comes after the cancellations in its queue."""
+    assert served.ask("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+    return served.server.service.engine.idle()
 
 
 def test_drain_finishes_what_runs_and_refuses_what_comes(serve: Callable[..., Served]) -> None:
     served = serve()
     with served.http() as http, served.http() as other:
-        running = begin(http, served, max_tokens=12)
-        lines = running.iter_lines()
+        stream = begin(http, served, max_tokens=12)
+        lines = stream.iter_lines()
         next(lines)
         assert other.get("/health").status_code == 200
         served.server.drain()
@@ -130,9 +130,9 @@ def test_drain_finishes_what_runs_and_refuses_what_comes(serve: Callable[..., Se
 def test_drain_ends_in_time_with_an_error_in_the_stream(serve: Callable[..., Served]) -> None:
     served = serve(drain_timeout_s=0.5)
     with served.http() as http:
-        running = begin(http, served, max_tokens=4000)
+        stream = begin(http, served, max_tokens=4000)
         served.server.drain()
-        events = [line for line in running.iter_lines() if line.startswith("data: ")]
+        events = [line for line in stream.iter_lines() if line.startswith("data: ")]
     assert '"error"' in events[-1]
     served.thread.join(30)
     assert not served.thread.is_alive()

@@ -6,14 +6,9 @@ import json
 from collections.abc import Callable
 
 import pytest
-from hypothesis import settings
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
-
-# Other work on the machine must not fail a property.
-settings.register_profile("without_deadline", deadline=None)
-settings.load_profile("without_deadline")
 
 LINES = [
     "The quick brown fox jumps over the lazy dog, again and again.",

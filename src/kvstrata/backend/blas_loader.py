@@ -15,12 +15,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstrata.backend.machine import mlx_backend, usable_cores
 from kvstrata.backend.renamed import UnusableBlasError, renamed_openblas
 
+SPIN = "OPENBLAS_THREAD_TIMEOUT"
 ROW_MAJOR, NO_TRANSPOSE = 101, 111
 SYSTEM_PATTERNS = (
     "/usr/lib/*/libopenblas.so*",
@@ -100,12 +102,30 @@ def _system_libraries() -> Iterator[Path]:
 
 def _load(path: Path, reason: str) -> Blas:
     """Checks the library while only we can see its symbols, then shows them to everybody."""
-    library = ctypes.CDLL(str(path), ctypes.RTLD_LOCAL)
+    with _short_spin():
+        library = ctypes.CDLL(str(path), ctypes.RTLD_LOCAL)
     _check_product(library, path)
     num_threads = _set_threads(library)
     ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
     version = _openblas_version(library)
     return Blas("openblas" if version else path.name, version, path, reason, num_threads)
+
+
+@contextmanager
+def _short_spin() -> Iterator[None]:
+    """OpenBLAS's threads spin for a while after each product, on cores that MLX's own operations need.
+
+    With the shortest spin (2**4 cycles) the default model decoded at 22.5 tokens/s instead of 19 on two quiet cores, at
+    about 12 instead of 5 on busy ones. OpenBLAS reads this once, as it is loaded; nobody else should inherit it.
+    """
+    if SPIN in os.environ:
+        yield
+        return
+    os.environ[SPIN] = "4"
+    try:
+        yield
+    finally:
+        os.environ.pop(SPIN, None)
 
 
 def _check_product(library: ctypes.CDLL, path: Path) -> None:

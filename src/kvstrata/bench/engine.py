@@ -1,7 +1,7 @@
 """The engine beside mlx-lm's BatchGenerator: the same model, the same prompts, one process, taking turns.
 
-Rates are what a user sees: tokens of all replies by the time from handing in the prompts to the last token, and for prefill
-the tokens of one prompt by the time to its first token. Medians over the rounds.
+Rates are what a user sees: tokens of all replies by the time from handing in the prompts to the last token, and for
+prefill the tokens of one prompt by the time to its first token. Medians over the rounds.
 """
 
 from __future__ import annotations

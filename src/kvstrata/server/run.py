@@ -85,15 +85,17 @@ class Server(uvicorn.Server):
         self.drain()
 
     def drain(self) -> None:
-        """From any thread: end when the running replies have ended."""
+        """From any thread, or a signal: take no new requests and end when the running replies have ended."""
         assert self._loop is not None, "only a server that has started can drain"
-        self._loop.call_soon_threadsafe(self._begin_drain)
+        # At once; but nothing here may take a lock, which the interrupted code might hold.
+        self.service.door.closed = True
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_drain)
 
     def end(self) -> None:
-        """From any thread: end now, without waiting for replies. Does nothing more to a server that has ended."""
+        """From any thread: end now, without waiting for replies. Does nothing to a server that has ended."""
         self._drain_timeout_s = 0.0
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._begin_drain)
+        self.drain()
 
     def _begin_drain(self) -> None:
         if self._draining is None:
@@ -101,11 +103,11 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         door = self.service.door
-        door.closed = True
         self.service.engine.drain()
         deadline = asyncio.get_running_loop().time() + self._drain_timeout_s
         while (left_s := deadline - asyncio.get_running_loop().time()) > 0 and door.num_inside:
-            self._say(f"Finishing {door.num_inside} replies, {left_s:.0f} s left. Ctrl-C again ends at once.")
+            replies = "1 reply" if door.num_inside == 1 else f"{door.num_inside} replies"
+            self._say(f"Finishing {replies}, {left_s:.0f} s left. Ctrl-C again ends at once.")
             await door.wait_empty(min(1.0, left_s))
         await to_thread.run_sync(self.service.engine.stop)
         self.should_exit = True

@@ -1,0 +1,70 @@
+"""`kvstrata bench`: figures about this machine, each against an honest opponent in the same run."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvstrata.bench.engine import EngineFigures
+
+app = typer.Typer(
+    help="Measure this machine. Each figure stands beside its opponent's, measured in the same run.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[
+    str | None, typer.Argument(help="Folder or Hugging Face id of a model.", show_default="the default model")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
+Rounds = Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")]
+
+
+@app.callback()
+def _bench() -> None:
+    """Keeps `engine` a sub-command while it is the only one."""
+
+
+@app.command()
+def engine(
+    model: Model = None,
+    reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 32,
+    rounds: Rounds = 5,
+    as_json: Json = False,
+) -> None:
+    """The engine beside mlx-lm's BatchGenerator: batch 1, batch 8, and the prefill of 512 tokens."""
+    from kvstrata.bench.engine import compare
+    from kvstrata.engine.engine import Engine
+    from kvstrata.engine.limits import Limits
+    from kvstrata.metrics import Metrics
+    from kvstrata.models.load import load
+
+    loaded = load(model)
+    running = Engine(loaded, Limits(), Metrics())
+    running.start()
+    try:
+        figures = compare(
+            loaded,
+            running,
+            reply_tokens=reply_tokens,
+            rounds=rounds,
+            progress=lambda what: typer.echo(f"measuring {what} ...", err=True),
+        )
+    finally:
+        running.stop()
+    typer.echo(json.dumps(figures.as_json()) if as_json else _table(figures))
+
+
+def _table(figures: EngineFigures) -> str:
+    rows = {f"decode, batch {size}": row for size, row in figures.batch.items()} | {"prefill, 512": figures.prefill}
+    lines = [f"{'tokens/s':<18}{'kvstrata':>10}{'mlx-lm':>10}{'ratio':>8}{'same tokens':>14}"]
+    for name, row in rows.items():
+        lines.append(
+            f"{name:<18}{row.ours_tokens_s:>10.1f}{row.mlx_lm_tokens_s:>10.1f}{row.ratio:>8.2f}{row.same_tokens:>13.0%}"
+        )
+    return "\n".join(lines)

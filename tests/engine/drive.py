@@ -1,0 +1,90 @@
+"""A loop without a thread, stepped by the test, and what its requests were told."""
+
+from __future__ import annotations
+
+import itertools
+
+from kvstrata.engine.limits import Limits
+from kvstrata.engine.loop import Loop
+from kvstrata.engine.memory import Budget, make_budget
+from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, Request, Sampling, TokenLogprob
+from kvstrata.engine.runner import Runner
+from kvstrata.engine.sequence import Sequence
+from kvstrata.metrics import Metrics
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.probe import probe
+from kvstrata.text.detokenizer import Detokenizer
+
+GIB = 1 << 30
+GREEDY = Sampling(temperature=0, num_logprobs=0)
+
+
+class Client:
+    """One request as its sender sees it."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.events: list[Event] = []
+
+    @property
+    def ids(self) -> list[int]:
+        return [id_ for event in self.events if isinstance(event, Piece) for id_ in event.ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events if isinstance(event, Piece))
+
+    @property
+    def logprobs(self) -> list[TokenLogprob]:
+        return [logprob for event in self.events if isinstance(event, Piece) for logprob in event.logprobs]
+
+    @property
+    def prefilled(self) -> list[int]:
+        return [event.done for event in self.events if isinstance(event, Prefilled)]
+
+    @property
+    def end(self) -> Finished | Failed | None:
+        last = self.events[-1] if self.events else None
+        return last if isinstance(last, Finished | Failed) else None
+
+    @property
+    def finished(self) -> Finished:
+        assert isinstance(self.end, Finished)
+        return self.end
+
+
+class Drive:
+    def __init__(self, loaded: LoadedModel, limits: Limits | None = None, *, kv_bytes: int | None = None) -> None:
+        limits = limits or Limits()
+        layout = probe(loaded.module)
+        self.budget = make_budget(layout, memory_bytes=4 * GIB, weight_bytes=loaded.weight_bytes)
+        if kv_bytes is not None:
+            self.budget = Budget(kv_bytes, self.budget.fixed_bytes, self.budget.token_bytes)
+        self.metrics = Metrics()
+        self.loop = Loop(
+            Runner(loaded.module, layout),
+            self.budget,
+            limits,
+            self.metrics,
+            vocab_size=loaded.vocab_size,
+            detokenizer=lambda _: Detokenizer(loaded.tokenizer),
+        )
+        self._numbers = itertools.count()
+
+    def submit(self, prompt: list[int], max_tokens: int = 8, sampling: Sampling = GREEDY, **fields: object) -> Client:
+        number = next(self._numbers)
+        request = Request(f"r{number}", tuple(prompt), max_tokens, sampling, **fields)  # pyright: ignore[reportArgumentType]
+        client = Client(request)
+        room = self.budget.reply_tokens(len(prompt), max_tokens)
+        self.loop.enqueue(Sequence(request, client.events.append, room, number))
+        return client
+
+    def run(self, most_steps: int = 5000) -> None:
+        for _ in range(most_steps):
+            if self.loop.idle:
+                return
+            self.loop.step()
+        raise AssertionError(f"not done after {most_steps} steps")
+
+    def set_aside_count(self) -> float:
+        return self.metrics.registry.get_sample_value("kvstrata_set_aside_total") or 0.0

@@ -1,0 +1,243 @@
+"""The engine from outside: threads, refusals, cancellation, failure, shutting down."""
+
+from __future__ import annotations
+
+import dataclasses
+import queue
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from kvstrata.engine.engine import Engine
+from kvstrata.engine.limits import Limits
+from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
+from kvstrata.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, NeverFits, QueueFull, Unavailable
+from kvstrata.metrics import Metrics
+from kvstrata.models.loaded import LoadedModel
+from tests.tiny import tiny_loaded, tiny_module
+
+GREEDY = Sampling(temperature=0)
+MIB = 1 << 20
+
+
+@contextmanager
+def running(loaded: LoadedModel, **limits: Any) -> Iterator[Engine]:
+    engine = Engine(loaded, Limits(**limits), Metrics())
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+class Reply:
+    """Collects one request's events; waits for its end without polling."""
+
+    def __init__(self, on_event: Callable[[Event], None] = lambda _: None) -> None:
+        self.events: list[Event] = []
+        self._on_event = on_event
+        self._ended = threading.Event()
+
+    def sink(self, event: Event) -> None:
+        self.events.append(event)
+        self._on_event(event)
+        if isinstance(event, Finished | Failed):
+            self._ended.set()
+
+    def wait(self) -> Finished | Failed:
+        assert self._ended.wait(60)
+        last = self.events[-1]
+        assert isinstance(last, Finished | Failed)
+        return last
+
+    @property
+    def ids(self) -> list[int]:
+        return [id_ for event in self.events if isinstance(event, Piece) for id_ in event.ids]
+
+
+def request(id_: str, length: int = 8, max_tokens: int = 4, **fields: Any) -> Request:
+    return Request(id_, tuple(range(length)), max_tokens, **{"sampling": GREEDY, **fields})
+
+
+def test_requests_from_many_threads_are_all_answered() -> None:
+    with running(tiny_loaded("llama")) as engine:
+        replies = [Reply() for _ in range(24)]
+        threads = [
+            threading.Thread(target=engine.submit, args=(request(f"r{i}", 5 + i), reply.sink))
+            for i, reply in enumerate(replies)
+        ]
+        for thread in threads:
+            thread.start()
+        assert all(isinstance(reply.wait(), Finished) for reply in replies)
+        assert all(len(reply.ids) == 4 for reply in replies)
+        assert engine.idle()
+
+
+def test_what_can_never_be_served_is_refused_with_the_numbers() -> None:
+    loaded = tiny_loaded("llama")
+    with running(loaded, memory_bytes=loaded.weight_bytes + 1 * MIB) as engine:
+        with pytest.raises(ContextTooLong, match=r"context is 8192 tokens.*needs 8200: 8000 in the prompt and 200"):
+            engine.submit(request("long", 8000, 200), Reply().sink)
+        with pytest.raises(NeverFits, match=r"8000 tokens need 7 MiB.*budget is 0 MiB"):
+            engine.submit(request("large", 8000, 10), Reply().sink)
+        with pytest.raises(InvalidRequest, match="empty"):
+            engine.submit(request("empty", 0), Reply().sink)
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            engine.submit(request("none", 3, 0), Reply().sink)
+
+
+def test_a_reply_longer_than_memory_ends_with_length_where_memory_ends() -> None:
+    loaded = tiny_loaded("llama")
+    with running(loaded, memory_bytes=loaded.weight_bytes + 1 * MIB, tail_step_tokens=64) as engine:
+        reply = Reply()
+        engine.submit(request("r", 100, 8000), reply.sink)
+        end = reply.wait()
+        assert isinstance(end, Finished)
+        assert end.reason == "length"
+        assert 700 < end.usage.completion_tokens < 1024
+
+
+def test_the_queue_is_bounded() -> None:
+    with running(tiny_loaded("llama"), max_running=1, max_waiting=2) as engine:
+        replies = [Reply() for _ in range(3)]
+        for i, reply in enumerate(replies):
+            engine.submit(request(f"r{i}", max_tokens=8000), reply.sink)
+        with pytest.raises(QueueFull):
+            engine.submit(request("r3"), Reply().sink)
+        with pytest.raises(InvalidRequest, match="running already"):
+            engine.submit(request("r0"), Reply().sink)
+        for i in range(3):
+            engine.cancel(f"r{i}")
+        assert [reply.wait() for reply in replies]
+        engine.submit(request("r3"), (last := Reply()).sink)
+        assert isinstance(last.wait(), Finished)
+
+
+def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
+    with running(tiny_loaded("llama")) as engine:
+        reply = Reply()
+        engine.submit(request("r", max_tokens=200), reply.sink)
+        engine.drain()
+        with pytest.raises(Unavailable):
+            engine.submit(request("late"), Reply().sink)
+        end = reply.wait()
+        assert isinstance(end, Finished)
+        assert end.usage.completion_tokens == 200
+
+
+def test_stopping_tells_those_who_wait() -> None:
+    engine = Engine(tiny_loaded("llama"), Limits(max_running=1), Metrics())
+    engine.start()
+    replies = [Reply() for _ in range(2)]
+    for i, reply in enumerate(replies):
+        engine.submit(request(f"r{i}", max_tokens=8000), reply.sink)
+    engine.stop()
+    assert all(isinstance(reply.wait(), Failed) for reply in replies)
+
+
+def test_two_hundred_clients_that_leave_at_random_moments_leave_nothing_behind() -> None:
+    rng = random.Random(3)
+    with running(tiny_loaded("qwen3_next"), max_running=8) as engine:
+        engine.submit(request("warm"), (warm := Reply()).sink)
+        warm.wait()
+        before = _settled_memory(engine)
+        replies = []
+        for i in range(200):
+            leaves_after = rng.randrange(12)
+            leaving = iter(range(leaves_after))
+
+            def leave(_: Event, i: int = i, leaving: Iterator[int] = leaving) -> None:
+                if next(leaving, None) is None:
+                    engine.cancel(f"r{i}")
+
+            replies.append(Reply(leave))
+            engine.submit(request(f"r{i}", rng.randint(1, 300), 400), replies[-1].sink)
+        assert {type(reply.wait()) for reply in replies} == {Finished}
+        assert engine.idle()
+        after = _settled_memory(engine)
+        assert engine.state().running == engine.state().waiting == 0
+    assert after <= before * 1.01
+
+
+def _settled_memory(engine: Engine) -> int:
+    """MLX's active memory once the engine has nothing in flight: asked for on its own thread, after all else."""
+    answer: queue.SimpleQueue[int] = queue.SimpleQueue()
+    engine._inbox.put(lambda: answer.put(mx.get_active_memory()))
+    return answer.get(timeout=60)
+
+
+class Brittle(nn.Module):
+    """A model with a defect: one token makes it raise."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.layers = module.layers
+
+    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+        if 77 in tokens.tolist()[0]:  # pyright: ignore[reportIndexIssue, reportOperatorIssue]
+            raise RuntimeError("defect")
+        return self.module(tokens, cache=cache)
+
+
+def test_a_step_that_fails_ends_its_requests_and_not_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    loaded = dataclasses.replace(tiny_loaded("llama"), module=Brittle(tiny_module("llama")))
+    with running(loaded) as engine:
+        engine.submit(Request("bad", (77, 1, 2), 4, GREEDY), (bad := Reply()).sink)
+        end = bad.wait()
+        assert isinstance(end, Failed)
+        assert "server's log" in end.message
+        assert "defect" in caplog.text
+        engine.submit(request("good"), (good := Reply()).sink)
+        assert isinstance(good.wait(), Finished)
+
+
+class Broken(nn.Module):
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.layers = module.layers
+
+    def __call__(self, *_: Any, **__: Any) -> mx.array:
+        raise RuntimeError("no such kernel")
+
+
+def test_a_model_that_cannot_run_is_said_at_start() -> None:
+    loaded = dataclasses.replace(tiny_loaded("llama"), module=Broken(tiny_module("llama")))
+    with pytest.raises(ModelError, match="no such kernel"):
+        Engine(loaded, Limits(), Metrics()).start()
+
+
+def test_a_memory_limit_below_the_model_is_said_at_start() -> None:
+    with pytest.raises(ConfigError, match="Raise --memory-limit"):
+        Engine(tiny_loaded("llama"), Limits(memory_bytes=1000), Metrics()).start()
+
+
+def test_the_default_model_says_the_same_in_a_batch_as_alone(default_model: LoadedModel) -> None:
+    questions = ["What is the capital of France?", "Name a colour.", "Count to three.", "What is water made of?"]
+    questions += ["Who wrote Hamlet?", "What is 2 + 2?", "Say hello.", "Name a planet."]
+    prompts = [_chat(default_model, question) for question in questions]
+    with running(default_model) as engine:
+        alone = [_replies(engine, [prompt])[0] for prompt in prompts]
+        together = _replies(engine, prompts)
+    assert [reply.ids for reply in together] == [reply.ids for reply in alone]
+    assert all(reply.ids for reply in together)
+
+
+def _chat(loaded: LoadedModel, question: str) -> tuple[int, ...]:
+    messages = [{"role": "user", "content": question}]
+    return tuple(loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
+def _replies(engine: Engine, prompts: list[tuple[int, ...]]) -> list[Reply]:
+    replies = [Reply() for _ in prompts]
+    for i, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
+        engine.submit(Request(f"q{i}", prompt, 10, GREEDY), reply.sink)
+    for reply in replies:
+        assert isinstance(reply.wait(), Finished)
+    return replies

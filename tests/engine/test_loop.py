@@ -1,0 +1,174 @@
+"""The step loop over tiny models: batching, fairness, memory, setting aside."""
+
+from __future__ import annotations
+
+import random
+
+import mlx.core as mx
+import pytest
+
+from kvstrata.engine.limits import Limits
+from kvstrata.engine.request import Sampling, Usage
+from tests.engine.drive import Client, Drive
+from tests.tiny import VOCAB, tiny_loaded
+
+MIB = 1 << 20
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def alone(architecture: str, tokens: list[int], max_tokens: int, sampling: Sampling) -> Client:
+    drive = Drive(tiny_loaded(architecture))
+    client = drive.submit(tokens, max_tokens, sampling)
+    drive.run()
+    return client
+
+
+def assert_same(client: Client, expected: Client) -> None:
+    assert client.ids == expected.ids
+    assert [row.logprob for row in client.logprobs] == pytest.approx(
+        [row.logprob for row in expected.logprobs], abs=1e-4
+    )
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
+def test_requests_that_come_and_go_get_what_they_get_alone(architecture: str) -> None:
+    drive = Drive(tiny_loaded(architecture), Limits(max_running=3, prefill_chunk_tokens=16))
+    sampling = [Sampling(temperature=1.0, seed=i, num_logprobs=0) for i in range(6)]
+    clients = []
+    for i in range(6):
+        clients.append(drive.submit(prompt(5 + 13 * i, seed=i), 10 + 3 * i, sampling[i]))
+        for _ in range(3):
+            drive.loop.step()
+    drive.run()
+    for i, client in enumerate(clients):
+        assert_same(client, alone(architecture, prompt(5 + 13 * i, seed=i), 10 + 3 * i, sampling[i]))
+
+
+def test_usage_counts_what_was_sent_and_what_came() -> None:
+    client = alone("llama", prompt(9), 5, Sampling(temperature=0))
+    assert client.finished.usage == Usage(prompt_tokens=9, cached_tokens=0, completion_tokens=5)
+    assert client.finished.reason == "length"
+    assert len(client.text) == 5
+
+
+def test_a_prompt_of_one_token() -> None:
+    assert len(alone("llama", [3], 4, Sampling(temperature=0)).ids) == 4
+
+
+def test_stop_ids_end_the_reply_and_are_not_shown() -> None:
+    drive = Drive(tiny_loaded("llama"))
+    free = alone("llama", prompt(9), 12, Sampling(temperature=1.0, seed=1))
+    end = free.ids[4]
+    client = drive.submit(prompt(9), 12, Sampling(temperature=1.0, seed=1), stop_ids=frozenset({end}))
+    drive.run()
+    assert client.finished.reason == "stop"
+    assert client.ids == free.ids[: free.ids.index(end)]
+    assert client.finished.usage.completion_tokens == len(client.ids) + 1
+
+
+def test_a_stop_string_is_never_shown() -> None:
+    free = alone("llama", prompt(9), 12, Sampling(temperature=1.0, seed=1))
+    drive = Drive(tiny_loaded("llama"))
+    client = drive.submit(prompt(9), 12, Sampling(temperature=1.0, seed=1), stop=(free.text[5:7],))
+    drive.run()
+    assert client.finished.reason == "stop"
+    assert client.text == free.text[: free.text.index(free.text[5:7])]
+
+
+def test_a_first_token_waits_for_no_more_than_two_chunks_of_a_long_prompt() -> None:
+    drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=256))
+    long = drive.submit(prompt(4096), 4)
+    while len(long.prefilled) < 4:
+        drive.loop.step()
+    before = len(long.prefilled)
+    short = drive.submit(prompt(20, seed=1), 4)
+    while not short.ids:
+        drive.loop.step()
+    assert len(long.prefilled) - before <= 2
+    assert not long.ids
+    drive.run()
+    assert long.finished.usage.completion_tokens == 4
+
+
+def test_progress_of_a_prompt_is_reported() -> None:
+    drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=256))
+    client = drive.submit(prompt(1000), 1)
+    drive.run()
+    assert client.prefilled == [0, 256, 512, 768, 999]
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
+def test_who_cannot_get_its_next_piece_is_set_aside_and_goes_on(architecture: str) -> None:
+    loaded = tiny_loaded(architecture)
+    budget = Drive(loaded).budget
+    # Room for both to begin, not for both to end.
+    drive = Drive(loaded, Limits(tail_step_tokens=16), kv_bytes=2 * budget.fixed_bytes + 150 * budget.token_bytes)
+    sampling = Sampling(temperature=1.0, seed=5, num_logprobs=0)
+    clients = [drive.submit(prompt(30, seed=i), 70, sampling) for i in range(2)]
+    drive.run()
+    assert drive.set_aside_count() >= 1
+    for i, client in enumerate(clients):
+        assert_same(client, alone(architecture, prompt(30, seed=i), 70, sampling))
+        # What was generated before is not reported as prefill of the prompt.
+        assert client.prefilled == sorted(client.prefilled)
+        assert max(client.prefilled) <= 30
+
+
+def test_held_memory_never_exceeds_the_budget() -> None:
+    loaded = tiny_loaded("llama")
+    drive = Drive(loaded, Limits(tail_step_tokens=16, max_running=8), kv_bytes=400 * Drive(loaded).budget.token_bytes)
+    clients = [drive.submit(prompt(20 + i, seed=i), 90) for i in range(8)]
+    while not drive.loop.idle:
+        drive.loop.step()
+        assert drive.loop.state().kv_bytes <= drive.budget.total_bytes
+    assert all(client.finished.usage.completion_tokens == 90 for client in clients)
+
+
+def test_joining_and_leaving_copies_nobody_elses_kv() -> None:
+    drive = Drive(tiny_loaded("llama"), Limits(tail_step_tokens=40_000))
+    big = drive.submit(prompt(300), 40_000)
+    while len(big.ids) < 3:
+        drive.loop.step()
+    held = drive.loop.state().kv_bytes
+    assert held > 38 * MIB
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for i in range(4):
+        small = drive.submit(prompt(20, seed=i), 3)
+        while small.end is None:
+            drive.loop.step()
+    assert mx.get_peak_memory() - before < held / 20
+    drive.loop.cancel(big.request.id)
+    drive.run()
+
+
+def test_nothing_is_left_after_the_last_reply() -> None:
+    drive = Drive(tiny_loaded("qwen3_next"))
+    drive.submit(prompt(50), 5)
+    drive.run()
+    before = mx.get_active_memory()
+    for i in range(5):
+        drive.submit(prompt(500 + i, seed=i), 300 + i)
+    drive.loop.cancel("r3")
+    drive.run()
+    mx.clear_cache()
+    assert mx.get_active_memory() <= before * 1.01
+    assert drive.loop.state().kv_bytes == 0
+
+
+def test_cancelling_ends_a_request_wherever_it_is() -> None:
+    drive = Drive(tiny_loaded("llama"), Limits(max_running=1))
+    running, waiting = drive.submit(prompt(10), 1000), drive.submit(prompt(10), 1000)
+    while len(running.ids) < 5:
+        drive.loop.step()
+    drive.loop.cancel(waiting.request.id)
+    drive.loop.cancel(running.request.id)
+    drive.loop.cancel("unknown")
+    drive.run()
+    assert running.finished.reason == waiting.finished.reason == "cancelled"
+    assert waiting.finished.usage.completion_tokens == 0

@@ -1,0 +1,76 @@
+"""Schemathesis against the OpenAPI document: no 5xx, no status, header or shape that it does not name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from tests.server.conftest import Served
+
+CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
+REFUSED = ("n", "tools", "tool_choice", "response_format", "functions", "function_call", "audio", "web_search_options",
+           "echo", "suffix", "best_of", "stream_options", "logit_bias")  # fmt: skip
+FEW = settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+)
+
+
+@pytest.fixture(scope="module")
+def api(served: Served) -> Any:
+    return schemathesis.openapi.from_url(f"{served.url}/openapi.json")
+
+
+def try_operation(operation: Any, change: Callable[[Any], Any] = lambda body: body) -> None:
+    modes = st.sampled_from([GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
+
+    @FEW
+    @given(case=modes.flatmap(lambda mode: operation.as_strategy(generation_mode=mode)))
+    def send(case: schemathesis.Case) -> None:
+        case.body = change(case.body)
+        case.call_and_validate(checks=list(CHECKS))
+
+    send()
+
+
+PATHS = [
+    ("/v1/chat/completions", "POST"),
+    ("/v1/completions", "POST"),
+    ("/v1/models", "GET"),
+    ("/v1/models/{model}", "GET"),
+    ("/health", "GET"),
+    ("/metrics", "GET"),
+    ("/props", "GET"),
+]
+
+
+def test_every_operation_is_tried(api: Any) -> None:
+    documented = {(path, method.upper()) for path, methods in api.raw_schema["paths"].items() for method in methods}
+    assert documented == set(PATHS)
+
+
+@pytest.mark.parametrize(("path", "method"), PATHS)
+def test_whatever_is_sent(api: Any, path: str, method: str) -> None:
+    try_operation(api[path][method])
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_whatever_is_sent_to_the_model_that_is_there(api: Any, served: Served, path: str) -> None:
+    """Random names are all 404; with the right one, a short reply and nothing that is refused it goes all the way."""
+
+    def with_model(body: Any) -> Any:
+        fixed = {"model": served.name, "max_tokens": 1, "max_completion_tokens": 1, **dict.fromkeys(REFUSED)}
+        return {**body, **fixed} if isinstance(body, dict) else body
+
+    try_operation(api[path]["POST"], with_model)

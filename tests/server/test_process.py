@@ -1,0 +1,128 @@
+"""The commands, as processes: what is printed, what is refused, and how Ctrl-C ends them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvstrata.config import Settings, env_name, flag_name
+from tests.server.conftest import Served
+
+KVSTRATA = (sys.executable, "-c", "from kvstrata.cli import main; main()")
+
+
+def kvstrata(*arguments: str, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environment}
+    return subprocess.run(
+        [*KVSTRATA, *arguments], input=stdin, capture_output=True, text=True, timeout=120, check=False, env=env
+    )
+
+
+def test_help_names_default_unit_and_environment_of_every_flag() -> None:
+    text = kvstrata("serve", "--help").stdout
+    for name in Settings.model_fields:
+        if name != "model":
+            assert flag_name(name) in text
+        assert env_name(name) in text
+    assert text.count("default:") == len(Settings.model_fields) + 1  # and --config
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys, kvstrata.cli; print([m for m in ('mlx', 'fastapi', 'pydantic', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_wrong_usage_is_2_and_wrong_settings_are_1() -> None:
+    assert kvstrata("serve", "--nope").returncode == 2
+    done = kvstrata("serve", "--port", "many", KVSTRATA_MEMORY_LIMIT="20 percents")
+    assert done.returncode == 1
+    assert "--port (KVSTRATA_PORT)" in done.stderr
+    assert "--memory-limit (KVSTRATA_MEMORY_LIMIT)" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_port_in_use_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = kvstrata("serve", "--port", str(port))
+    assert done.returncode == 1
+    assert f"Port {port} on 127.0.0.1 is in use" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_missing_model_is_told() -> None:
+    done = kvstrata("serve", "./no-such-model", "--port", "0")
+    assert done.returncode == 1
+    assert "no-such-model" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_chat_from_a_pipe(served: Served) -> None:
+    done = kvstrata("chat", "--url", served.url, "--max-tokens", "3", "--temperature", "0", stdin="Hello\n\nAgain\n")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 2
+    assert len(re.findall(r"\[0 of \d+ prompt tokens cached, first token after [\d.]+ s\]", done.stderr)) == 2
+
+
+def test_chat_without_a_server_says_what_to_do() -> None:
+    done = kvstrata("chat", "--url", "http://127.0.0.1:9", stdin="Hello\n")
+    assert done.returncode == 1
+    assert "kvstrata serve" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`kvstrata serve` and its address."""
+    log = tmp_path / "log"
+    with (
+        log.open("w") as out,
+        subprocess.Popen([*KVSTRATA, "serve", "--port", "0"], stdout=subprocess.PIPE, stderr=out, text=True) as serving,
+    ):
+        assert serving.stdout is not None
+        try:
+            lines = []
+            for line in serving.stdout:
+                lines.append(line)
+                if line.startswith("or "):
+                    break
+            start = "".join(lines)
+            address = re.search(r"http://[\d.:]+", start)
+            assert address, log.read_text()
+            for word in ("SmolLM2-135M-Instruct", "back-end", "BLAS" if sys.platform == "linux" else "metal", "memory"):
+                assert word in start
+            yield serving, address[0]
+        finally:
+            serving.kill()
+
+
+def test_ctrl_c_lets_a_reply_finish_and_again_does_not(process: tuple[subprocess.Popen[str], str]) -> None:
+    serving, url = process
+    body = {"model": "SmolLM2-135M-Instruct", "prompt": "Once", "max_tokens": 4000, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+        next(response.iter_raw())
+        serving.send_signal(signal.SIGINT)
+        assert serving.stdout is not None
+        assert "Finishing 1 reply" in serving.stdout.readline()
+        assert httpx.get(f"{url}/health").status_code == 503
+        began = time.monotonic()
+        serving.send_signal(signal.SIGINT)
+        assert serving.wait(10) == 130
+        assert time.monotonic() - began < 5
+
+
+def test_sigterm_ends_an_idle_server_with_0(process: tuple[subprocess.Popen[str], str]) -> None:
+    serving, _ = process
+    serving.send_signal(signal.SIGTERM)
+    assert serving.wait(30) == 0

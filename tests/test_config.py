@@ -1,0 +1,143 @@
+"""Settings: where they come from, which wins, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.config import Settings, Size, env_name, flag_name, human_bytes, is_loopback, load
+from kvstrata.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(env_name(name), raising=False)
+    # Whatever the person who runs this has in their own configuration folder.
+    monkeypatch.setenv("KVSTRATA_CONFIG", str(tmp_path / "none.toml"))
+
+
+def toml(folder: Path, text: str) -> Path:
+    path = folder / "config.toml"
+    path.write_text(text)
+    return path
+
+
+def test_order_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = toml(tmp_path, "port = 1\nmax_running = 2\nmax_waiting = 3\n")
+    monkeypatch.setenv("KVSTRATA_PORT", "10")
+    monkeypatch.setenv("KVSTRATA_MAX_RUNNING", "20")
+    settings = load(file, {"port": "100", "max_running": None})
+    assert (settings.port, settings.max_running, settings.max_waiting) == (100, 20, 3)
+    assert settings.tail_step_tokens == 2048
+
+
+def test_file_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTRATA_CONFIG", str(toml(tmp_path, "port = 7")))
+    assert load().port == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [
+        ("8GiB", 8 * 1024**3),
+        ("500MB", 500_000_000),
+        ("500 mb", 500_000_000),
+        ("1.5KiB", 1536),
+        ("17", 17),
+        ("17B", 17),
+        ("20%", 200),
+        ("0.5%", 5),
+        ("100%", 1000),
+    ],
+)
+def test_sizes(text: str, num_bytes: int) -> None:
+    assert Size.parse(text).of(1000) == num_bytes
+
+
+@pytest.mark.parametrize("text", ["20 percents", "", "GiB", "-1GB", "1e9", "0%", "101%", "8 GiB RAM", "nan", "٣GB"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="20%"):
+        Size.parse(text)
+
+
+@given(st.integers(0, 2**50))
+def test_printed_sizes_can_be_read(num_bytes: int) -> None:
+    assert Size.parse(human_bytes(num_bytes)).of(0) == pytest.approx(num_bytes, rel=1e-3)
+
+
+def test_size_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTRATA_MEMORY_LIMIT", "25%")
+    settings = load(flags={"max_body_bytes": "1MiB"})
+    assert settings.memory_limit.of(4000) == 1000
+    assert settings.max_body_bytes == 1024**2
+    with pytest.raises(ConfigError, match="percentage"):
+        load(flags={"max_body_bytes": "5%"})
+
+
+def test_every_problem_is_told_with_flag_and_environment() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(flags={"port": "99999", "memory_limit": "20 percents", "max_running": "0", "log_level": "loud"})
+    for name in ("port", "memory_limit", "max_running", "log_level"):
+        assert flag_name(name) in str(caught.value)
+        assert env_name(name) in str(caught.value)
+    assert "20%" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["prot = 1", "port = ", "[server]\nport = 1"])
+def test_file_that_is_wrong(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError):
+        load(toml(tmp_path, text))
+
+
+def test_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="There is no file"):
+        load(tmp_path / "missing.toml")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", ""])
+def test_public_address_needs_a_key(host: str) -> None:
+    with pytest.raises(ConfigError, match="--allow-public"):
+        load(flags={"host": host})
+    assert load(flags={"host": host, "api_key": ["k"]}).host == host
+    assert load(flags={"host": host, "allow_public": True}).host == host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_local_addresses_need_none(host: str) -> None:
+    assert is_loopback(host)
+    assert load(flags={"host": host}).keys == ()
+
+
+def test_keys_of_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# comment\n c \n\n")
+    monkeypatch.setenv("KVSTRATA_API_KEY", "a, b")
+    assert load(flags={"api_key_file": file}).keys == ("a", "b", "c")
+    assert load(toml(tmp_path, 'api_key = ["z"]')).keys == ("a", "b")
+
+
+def test_keys_are_not_printed() -> None:
+    assert "hush" not in repr(load(flags={"api_key": ["hush"]}))
+    with pytest.raises(ConfigError) as caught:
+        load(flags={"api_key": ["hush hush"]})
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [None, "", "# nothing\n"])
+def test_key_file_without_keys(tmp_path: Path, text: str | None) -> None:
+    file = tmp_path / "keys"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match="--api-key-file"):
+        load(flags={"api_key_file": file})
+
+
+def test_every_setting_says_what_it_is() -> None:
+    for name, field in Settings.model_fields.items():
+        assert field.description, name
+        assert isinstance(field.json_schema_extra, dict), name
+        assert field.json_schema_extra["panel"], name
