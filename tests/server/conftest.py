@@ -17,7 +17,8 @@ from kvstrata.backend import memory_bytes
 from kvstrata.config import load
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.assemble import start_service
-from kvstrata.server.run import Server, bind, url_of
+from kvstrata.server.listen import bind, url_of
+from kvstrata.server.run import Server
 
 
 @dataclass(frozen=True)

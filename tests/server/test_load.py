@@ -74,6 +74,7 @@ def test_more_prompts_than_the_queue_holds_is_400(narrow: Served) -> None:
 def test_silence_is_broken_by_comments(narrow: Served) -> None:
     """A request that waits behind another hears from the server before its turn."""
     with narrow.http() as http:
+        assert ended(narrow)
         first, second = begin(http, narrow, max_tokens=4000), begin(http, narrow, max_tokens=1)
         assert "x-kvstrata-cached-tokens" not in second.headers
         lines = second.iter_lines()
@@ -104,14 +105,16 @@ def test_client_that_leaves_while_it_waits_cancels(served: Served) -> None:
 
 def ended(served: Served) -> bool:
     """Whether nothing is left in the engine. A request that goes through comes after the cancellations in its queue."""
-    assert served.ask("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+    # A cancelled request holds its place until the engine's next step, so the first try may be told to come again.
+    patient = served.openai().with_options(max_retries=5)
+    patient.completions.create(model=served.name, prompt="a", max_tokens=1)
     return served.server.service.engine.idle()
 
 
 def test_drain_finishes_what_runs_and_refuses_what_comes(serve: Callable[..., Served]) -> None:
-    served = serve()
+    served = serve(drain_timeout_s=300)  # how busy the machine is must not matter
     with served.http() as http, served.http() as other:
-        stream = begin(http, served, max_tokens=12)
+        stream = begin(http, served, max_tokens=8)
         lines = stream.iter_lines()
         next(lines)
         assert other.get("/health").status_code == 200

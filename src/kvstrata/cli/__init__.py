@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, str] = {
     "chat": "Chat with a running server.",
     "pull": "Get a model, so that serving it starts at once.",
     "doctor": "Show what this machine offers, what is slow, and the next step.",
+    "bench": "Measure this machine, beside an honest opponent.",
 }
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 

@@ -48,9 +48,10 @@ def serve(
 
 
 def run(settings: Settings) -> None:
-    from kvstrata.server.run import bind, url_of
+    from kvstrata.server.listen import bind, url_of
 
     listener = bind(settings.host, settings.port)
+    # Only now what takes seconds to import.
     from kvstrata.backend import device
     from kvstrata.models.load import load
     from kvstrata.server.assemble import start_service

@@ -6,7 +6,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.layers.attention import Parts
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, make_foreign_cache
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.tail import FullLayer
@@ -72,10 +71,10 @@ class DenseLayer:
         return self._layer.make_mask(*args, **kwargs)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        return _joined(self._layer.update_and_fetch(keys, values)[0])
+        return self._layer.update_and_fetch(keys, values)[0].joined()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        return _joined(self._layer.keys_and_values()[0])
+        return self._layer.keys_and_values()[0].joined()
 
 
 Layer = FullLayer | WindowLayer | RecurrentLayer | CompositeLayer | ForeignLayer
@@ -138,10 +137,3 @@ def _as_called(layer: Layer, path: str) -> Any:
     if path == "rows" and isinstance(layer, FullLayer | WindowLayer):
         return DenseLayer(layer)
     return layer
-
-
-def _joined(parts: Parts) -> tuple[mx.array, mx.array]:
-    row = parts.rows[0]
-    if len(row) == 1:
-        return row[0].k, row[0].v
-    return mx.concatenate([part.k for part in row], axis=2), mx.concatenate([part.v for part in row], axis=2)

@@ -45,9 +45,7 @@ class Buffer:
     def part(self) -> Part:
         assert self._k is not None
         assert self._v is not None
-        if self.used == self.size:
-            return Part(self._k, self._v)
-        return Part(self._k[:, :, : self.used], self._v[:, :, : self.used])
+        return Part(self._k, self._v, self.used)
 
 
 class FullLayer:

@@ -55,7 +55,7 @@ class WindowLayer:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
         if keys.shape[2] > 1:
             # Early queries of a chunk see tokens that its last ones push out of the ring.
-            new = Part(keys, values)
+            new = Part(keys, values, keys.shape[2])
             self._chunk = _join(self._past(), new) if self.offset else new
         self.write(keys, values)
         return self.keys_and_values()
@@ -99,9 +99,7 @@ class WindowLayer:
     def _held(self) -> Part:
         assert self._k is not None
         assert self._v is not None
-        if self.offset >= self.max_size:
-            return Part(self._k, self._v)
-        return Part(self._k[:, :, : self.offset], self._v[:, :, : self.offset])
+        return Part(self._k, self._v, min(self.offset, self.max_size))
 
     def _past(self) -> Part:
         """The newest max_size - 1 tokens, oldest first: all that a further token can see."""
@@ -111,11 +109,10 @@ class WindowLayer:
         # Drop the oldest token that is not kept; the others in order of position.
         oldest = self._slot(self.offset)
         cut = [(0, self.keep), (oldest + 1, self.max_size), (self.keep, oldest)]
-        pieces = [Part(held.k[:, :, a:b], held.v[:, :, a:b]) for a, b in cut if a < b]
+        pieces = [Part(held.k[:, :, a:b], held.v[:, :, a:b], b - a) for a, b in cut if a < b]
         return _join(*pieces)
 
 
 def _join(*parts: Part) -> Part:
-    if len(parts) == 1:
-        return parts[0]
-    return Part(mx.concatenate([p.k for p in parts], axis=2), mx.concatenate([p.v for p in parts], axis=2))
+    k, v = Parts((parts,)).joined()
+    return Part(k, v, k.shape[2])

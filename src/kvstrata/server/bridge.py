@@ -69,11 +69,8 @@ class Replies:
 
     async def take(self, timeout_s: float | None = None) -> list[Arrival]:
         """At least one event and every other that is there already. Raises TimeoutError."""
-        if self._queue.empty():
-            first = await asyncio.wait_for(self._queue.get(), timeout_s)
-        else:
-            first = self._queue.get_nowait()
-        taken = [first]
+        async with asyncio.timeout(timeout_s):
+            taken = [await self._queue.get()]
         while not self._queue.empty():
             taken.append(self._queue.get_nowait())
         for arrival in taken:

@@ -1,13 +1,12 @@
-"""The process around the app: binds early, drains on the first Ctrl-C, ends at once on the second.
+"""The process around the app: drains on the first Ctrl-C, ends at once on the second.
 
-Knows uvicorn, sockets and signals. Draining: new requests get 503, running replies go on until they end or the time is
+Knows uvicorn and signals. Draining: new requests get 503, running replies go on until they end or the time is
 up, then the engine stops and whoever is left gets an error.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import socket
 import sys
@@ -17,38 +16,11 @@ from types import FrameType
 import uvicorn
 from anyio import to_thread
 
-from kvstrata.errors import ConfigError
 from kvstrata.server.app import create_app
 from kvstrata.server.service import Service
 
 FLUSH_S = 5  # for connections to take what was written to them
 INTERRUPTED = 130
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Bound before the model is loaded, so that a port in use is known in a moment, not in a minute."""
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, proto)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise ConfigError(_bind_problem(host, port, error)) from None
-    return listener
-
-
-def _bind_problem(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        other = port + 1 if port < 65535 else port - 1
-        return f"Port {port} on {host} is in use. Stop the other program, or take another port: --port {other}"
-    if error.errno == errno.EACCES:
-        return f"Port {port} needs more rights than this process has. Take one above 1023: --port 8000"
-    return f"Cannot listen on {host}, port {port}: {error.strerror or error}. Check --host and --port."
-
-
-def url_of(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class Server(uvicorn.Server):

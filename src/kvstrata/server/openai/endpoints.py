@@ -23,7 +23,9 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
 
 def _answered_by(answer: Any) -> dict[int | str, dict[str, Any]]:
-    stream = {"text/event-stream": {"schema": {"type": "string"}}}
+    # Of each event: `data` is a chunk as JSON, or [DONE].
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    stream = {"text/event-stream": {"schema": event}}
     whole = {"model": answer, "description": "The reply; with `stream` as server-sent events", "content": stream}
     return {200: whole, **answers(400, 401, 404, 413, 429, 503)}
 
