@@ -33,7 +33,7 @@ def _bench() -> None:
 @app.command()
 def engine(
     model: Model = None,
-    reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 32,
+    reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 48,
     rounds: Rounds = 5,
     as_json: Json = False,
 ) -> None:

@@ -62,6 +62,10 @@ def attend(
     mask: Any,  # an array, "causal" or None
     sinks: mx.array | None = None,
 ) -> mx.array:
+    if isinstance(keys, cpu.Step):
+        if mask is None:
+            return keys.attend(queries, scale, sinks)
+        keys = Parts(tuple(row.parts() for row in keys.settle()))
     if not isinstance(keys, Parts):
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     if queries.shape[2] == 1 and mask is None:
@@ -75,9 +79,6 @@ def attend(
 
 def _decode(queries: mx.array, keys: Parts, scale: float, sinks: mx.array | None) -> mx.array:
     """One query for each row, over all that the row holds."""
-    first = keys.rows[0][0]
-    if cpu.fits(queries, first.k_buffer, first.v_buffer):
-        return cpu.decode_rows(queries, keys.rows, scale, sinks)
     rows = mx.split(queries, len(keys.rows)) if len(keys.rows) > 1 else [queries]
     out = [_decode_row(q, parts, scale, sinks) for q, parts in zip(rows, keys.rows, strict=True)]
     return mx.concatenate(out) if len(out) > 1 else out[0]

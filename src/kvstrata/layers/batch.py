@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.layers import cpu
 from kvstrata.layers.attention import Parts
 from kvstrata.layers.recurrent import RecurrentLayer, RecurrentRows
 from kvstrata.layers.sequence import CompositeLayer, ForeignLayer, SequenceCache
@@ -24,18 +25,23 @@ class AttentionRows:
     def __init__(self, layers: Sequence[FullLayer | WindowLayer]) -> None:
         self._layers = layers
         self.offset: mx.array | int = 0  # [rows], set for each step: RoPE takes one offset for each row
+        self._step: cpu.Step | None = None
 
     def begin_step(self, offsets: mx.array) -> None:
         self.offset = offsets
+        self._step = None
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
+        if cpu.fits(keys, values):
+            self._step = cpu.Step(self._layers, keys, values)
+            return self._step, self._step
         num_rows = len(self._layers)
         for layer, k, v in zip(self._layers, mx.split(keys, num_rows), mx.split(values, num_rows), strict=True):
-            layer.write(k, v)
+            layer.append(k, v)
         return self.keys_and_values()
 
-    def keys_and_values(self) -> tuple[Parts, Parts]:
-        parts = Parts(tuple(layer.parts() for layer in self._layers))
+    def keys_and_values(self) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
+        parts = self._step or Parts(tuple(layer.parts() for layer in self._layers))
         return parts, parts
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:  # noqa: N803, ARG002

@@ -1,9 +1,10 @@
-"""Attention on a plain CPU in float32: kernels of our own over zero-copy views of MLX's arrays.
+"""Attention on a plain CPU in float32: kernels of our own on MLX's memory.
 
-MLX's `exp` is scalar and on one core there, and each of its operations costs about 10 us; a softmax here is ten times
-faster, and a decode step over one sequence is one call. Products of matrices stay with MLX, which hands them to BLAS.
+MLX's `exp` is scalar and on one core there, and each of its operations costs about 10 us. Here a softmax is ten times
+faster, and a decode step of a whole batch, in one layer, is one call that writes the new tokens and attends to all.
+Products of matrices stay with MLX, which hands them to BLAS.
 
-The kernels see evaluated memory, so attention is a point where the graph is computed: on a CPU nothing is lost by that.
+The kernels see computed memory, so attention is a point where the graph is evaluated: on a CPU nothing is lost by that.
 They need numba, which the extra `cpu` installs; without it MLX's own operations are used.
 """
 
@@ -12,27 +13,38 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 
 # Queries of one block of a causal prefill: keys that no query of the block sees are not multiplied at all.
 BLOCK = 128
-
+# Keys of a batch, over all rows and heads, from which on it pays to wake other threads.
+PARALLEL_KEYS = 4096
+# One sequence alone over fewer tokens than this: its step is faster as one graph, without stopping at each layer.
+ALONE_TOKENS = 1024
+NOWHERE = -1
 
 _NO_SINKS = np.empty(0, np.float32)
 
 
-class Run(Protocol):
-    """The first `num_tokens` of a buffer [1, kv_heads, size, dim]."""
+class Run(NamedTuple):
+    """The first tokens of a buffer [1, kv_heads, size, dim]."""
 
-    @property
-    def k_buffer(self) -> mx.array: ...
-    @property
-    def v_buffer(self) -> mx.array: ...
-    @property
-    def num_tokens(self) -> int: ...
+    k_address: int
+    v_address: int
+    size: int
+    write_at: int  # where the new token goes; NOWHERE: not into this run
+    num_tokens: int  # the new one included
+
+
+class Row(Protocol):
+    """One layer of one sequence."""
+
+    def runs_with_next(self, k: mx.array, v: mx.array) -> list[Run]: ...
+
+    def parts(self) -> Any: ...
 
 
 @cache
@@ -40,31 +52,56 @@ def available() -> bool:
     return mx.default_device() == mx.cpu and importlib.util.find_spec("numba") is not None
 
 
-def decode_rows(
-    queries: mx.array,  # [rows, heads, 1, k_dim]
-    rows: Sequence[Sequence[Run]],
-    scale: float,
-    sinks: mx.array | None,  # [heads]
-) -> mx.array:
-    """One query for each row over all that the row holds."""
-    from kvstrata.layers import cpu_kernels
+def fits(*arrays: mx.array) -> bool:
+    return available() and all(array.dtype == mx.float32 for array in arrays)
 
-    mx.eval(queries, sinks, [(run.k_buffer, run.v_buffer) for runs in rows for run in runs])
-    q = np.asarray(queries)[:, :, 0]
-    num_sinks = np.asarray(sinks) if sinks is not None else _NO_SINKS
-    out = np.zeros((*q.shape[:2], rows[0][0].v_buffer.shape[3]), np.float32)
-    for row, runs in enumerate(rows):
-        scores = np.empty((q.shape[1], sum(run.num_tokens for run in runs)), np.float32)
-        at = 0
-        for run in runs:
-            cpu_kernels.score(q[row], np.asarray(run.k_buffer), run.num_tokens, scale, scores, at)
-            at += run.num_tokens
-        cpu_kernels.softmax(scores, num_sinks)
-        at = 0
-        for run in runs:
-            cpu_kernels.mix(scores, at, np.asarray(run.v_buffer), run.num_tokens, out[row])
-            at += run.num_tokens
-    return mx.array(out[:, :, None])
+
+def pays_alone(num_tokens: int, keys: mx.array, values: mx.array) -> bool:
+    """Whether one new token of one sequence, over `num_tokens`, goes by a `Step`."""
+    return keys.shape[2] == 1 and num_tokens >= ALONE_TOKENS and fits(keys, values)
+
+
+class Step:
+    """One new token for each row, not written yet. Stands for the keys and for the values, as `Parts` does.
+
+    Writing waits until the queries are known: then the layer is evaluated once.
+    """
+
+    def __init__(self, rows: Sequence[Row], keys: mx.array, values: mx.array) -> None:
+        self._rows = rows
+        self._keys = keys  # [rows, kv_heads, 1, k_dim]
+        self._values = values
+        self._runs: np.ndarray | None = None  # [runs, 1 + fields of Run], the row first
+        self._num_keys = 0
+
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        from kvstrata.layers import cpu_kernels
+
+        mx.eval(queries, self._keys, self._values)
+        runs = self._written()
+        # The loops are compiled for arrays without gaps: only those become vector instructions.
+        q = np.ascontiguousarray(queries)
+        out = np.zeros((*q.shape[:3], self._values.shape[3]), np.float32)
+        decode = cpu_kernels.decode_parallel if self._num_keys > PARALLEL_KEYS else cpu_kernels.decode
+        decode(q, self._keys.shape[1], runs, scale, _NO_SINKS if sinks is None else np.asarray(sinks), out)
+        return mx.array(out)
+
+    def settle(self) -> Sequence[Row]:
+        """Write the new tokens; for whoever reads the rows in another way."""
+        mx.eval(self._keys, self._values)
+        self._written()
+        return self._rows
+
+    def _written(self) -> np.ndarray:
+        if self._runs is None:
+            from kvstrata.layers import cpu_kernels
+
+            rows = enumerate(self._rows)
+            runs = [(i, *run) for i, row in rows for run in row.runs_with_next(self._keys, self._values)]
+            self._num_keys = self._keys.shape[1] * sum(run[-1] for run in runs)
+            self._runs = np.array(runs, np.int64)
+            cpu_kernels.write(np.asarray(self._keys), np.asarray(self._values), self._runs)
+        return self._runs
 
 
 def prefill(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
@@ -84,7 +121,3 @@ def prefill(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         mixed = scores @ v[:, :, : past + end]
         out.append(mixed.reshape(1, heads, end - start, v.shape[3]))
     return mx.concatenate(out, axis=2) if len(out) > 1 else out[0]
-
-
-def fits(*arrays: Any) -> bool:
-    return available() and all(array.dtype == mx.float32 for array in arrays)

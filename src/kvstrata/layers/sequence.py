@@ -71,7 +71,8 @@ class DenseLayer:
         return self._layer.make_mask(*args, **kwargs)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        return self._layer.update_and_fetch(keys, values)[0].joined()
+        self._layer.append(keys, values)
+        return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         return self._layer.keys_and_values()[0].joined()

@@ -6,93 +6,91 @@ into another, so growing costs only what it adds.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from kvstrata.layers import cpu
 from kvstrata.layers.attention import Part, Parts
+from kvstrata.layers.buffers import Buffer
 
 
-class Buffer:
-    """One piece: `size` tokens of K and V, the first `used` of them written."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.used = 0
-        self._k: mx.array | None = None  # [1, kv_heads, size, k_dim], allocated by the first write
-        self._v: mx.array | None = None
+@dataclass
+class Piece:
+    buffer: Buffer
+    used: int = 0
 
     @property
     def free(self) -> int:
-        return self.size - self.used
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays())
-
-    def arrays(self) -> list[mx.array]:
-        return [array for array in (self._k, self._v) if array is not None]
-
-    def write(self, k: mx.array, v: mx.array) -> None:
-        if self._k is None or self._v is None:
-            self._k = mx.zeros((1, k.shape[1], self.size, k.shape[3]), k.dtype)
-            self._v = mx.zeros((1, v.shape[1], self.size, v.shape[3]), v.dtype)
-        end = self.used + k.shape[2]
-        # In place as long as nobody holds a view of an earlier version: views live for one forward pass only.
-        self._k[:, :, self.used : end] = k
-        self._v[:, :, self.used : end] = v
-        self.used = end
-
-    def part(self) -> Part:
-        assert self._k is not None
-        assert self._v is not None
-        return Part(self._k, self._v, self.used)
+        return self.buffer.size - self.used
 
 
 class FullLayer:
     def __init__(self, capacity: int) -> None:
         self.offset = 0
-        self._buffers = [Buffer(capacity)]
+        self._pieces = [Piece(Buffer(capacity))]
 
     @property
     def capacity(self) -> int:
-        return sum(buffer.size for buffer in self._buffers)
+        return sum(piece.buffer.size for piece in self._pieces)
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
+        return sum(piece.buffer.nbytes for piece in self._pieces)
 
     @property
     def token_bytes(self) -> int:
-        return self._buffers[0].nbytes // self._buffers[0].size
+        return self._pieces[0].buffer.token_bytes
 
     def arrays(self) -> list[mx.array]:
-        return [array for buffer in self._buffers for array in buffer.arrays()]
+        return [array for piece in self._pieces for array in piece.buffer.arrays()]
 
     def grow(self, tokens: int) -> None:
-        self._buffers.append(Buffer(tokens))
+        self._pieces.append(Piece(Buffer(tokens)))
 
-    def write(self, k: mx.array, v: mx.array) -> None:
-        """Append tokens; the caller has made sure that there is room."""
+    def append(self, k: mx.array, v: mx.array) -> None:
+        """Write tokens; the caller has made sure that there is room."""
         start, total = 0, k.shape[2]
-        for buffer in self._buffers:
-            count = min(buffer.free, total - start)
+        for piece in self._pieces:
+            count = min(piece.free, total - start)
             if count:
-                buffer.write(k[:, :, start : start + count], v[:, :, start : start + count])
+                piece.buffer.put(piece.used, k[:, :, start : start + count], v[:, :, start : start + count])
+                piece.used += count
                 start += count
-        if start != total:
-            raise IndexError(f"{total} tokens do not fit: {self.capacity} reserved, {self.offset} used")
-        self.offset += total
+        self._count(total, start)
+
+    def runs_with_next(self, k: mx.array, v: mx.array) -> list[cpu.Run]:
+        """Make room for one more token, which the caller writes where the runs say."""
+        runs, left = [], 1
+        for piece in self._pieces:
+            at = piece.used if left and piece.free else cpu.NOWHERE
+            if at != cpu.NOWHERE:
+                piece.used += 1
+                left = 0
+            if piece.used:
+                runs.append(cpu.Run(*piece.buffer.addresses(k, v), piece.buffer.size, at, piece.used))
+        self._count(1, 1 - left)
+        return runs
+
+    def _count(self, wanted: int, written: int) -> None:
+        if written != wanted:
+            raise IndexError(f"{wanted} tokens do not fit: {self.capacity} reserved, {self.offset} used")
+        self.offset += wanted
 
     def parts(self) -> tuple[Part, ...]:
-        return tuple(buffer.part() for buffer in self._buffers if buffer.used)
+        return tuple(_part(piece) for piece in self._pieces if piece.used)
 
     def end_pass(self) -> None:
         """Nothing is kept for the pass."""
 
     # What mlx-lm's models call.
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
-        self.write(keys, values)
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
+        if cpu.pays_alone(self.offset, keys, values):
+            step = cpu.Step((self,), keys, values)
+            return step, step
+        self.append(keys, values)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Parts, Parts]:
@@ -105,3 +103,9 @@ class FullLayer:
         if N == 1:
             return None
         return create_causal_mask(N, self.offset) if return_array else "causal"
+
+
+def _part(piece: Piece) -> Part:
+    assert piece.buffer.k is not None
+    assert piece.buffer.v is not None
+    return Part(piece.buffer.k, piece.buffer.v, piece.used)

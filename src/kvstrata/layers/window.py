@@ -9,7 +9,9 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from kvstrata.layers import cpu
 from kvstrata.layers.attention import Part, Parts
+from kvstrata.layers.buffers import Buffer
 
 
 class WindowLayer:
@@ -17,34 +19,39 @@ class WindowLayer:
         self.max_size = max_size
         self.keep = keep
         self.offset = 0
-        self._k: mx.array | None = None  # [1, kv_heads, max_size, k_dim]
-        self._v: mx.array | None = None
+        self._ring = Buffer(max_size)
         self._chunk: Part | None = None  # what the queries of a chunk read, until the pass ends
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays())
+        return self._ring.nbytes
 
     @property
     def token_bytes(self) -> int:
-        return self.nbytes // self.max_size
+        return self._ring.token_bytes
 
     def arrays(self) -> list[mx.array]:
-        return [array for array in (self._k, self._v) if array is not None]
+        return self._ring.arrays()
 
     def grow(self, tokens: int) -> None:
         """The ring has its full size from the start."""
 
-    def write(self, k: mx.array, v: mx.array) -> None:
-        if self._k is None or self._v is None:
-            self._k = mx.zeros((1, k.shape[1], self.max_size, k.shape[3]), k.dtype)
-            self._v = mx.zeros((1, v.shape[1], self.max_size, v.shape[3]), v.dtype)
+    def append(self, k: mx.array, v: mx.array) -> None:
+        if k.shape[2] > 1:
+            # Early queries of a chunk see tokens that its last ones push out of the ring.
+            new = Part(k, v, k.shape[2])
+            self._chunk = _join(self._past(), new) if self.offset else new
         start, end = self.offset, self.offset + k.shape[2]
         for first, last in self._runs(start, end):
-            slot = self._slot(first)
-            self._k[:, :, slot : slot + last - first] = k[:, :, first - start : last - start]
-            self._v[:, :, slot : slot + last - first] = v[:, :, first - start : last - start]
+            new = slice(first - start, last - start)
+            self._ring.put(self._slot(first), k[:, :, new], v[:, :, new])
         self.offset = end
+
+    def runs_with_next(self, k: mx.array, v: mx.array) -> list[cpu.Run]:
+        """Make room for one more token, which the caller writes where the run says."""
+        at = self._slot(self.offset)
+        self.offset += 1
+        return [cpu.Run(*self._ring.addresses(k, v), self.max_size, at, min(self.offset, self.max_size))]
 
     def parts(self) -> tuple[Part, ...]:
         return (self._chunk or self._held(),)
@@ -52,12 +59,11 @@ class WindowLayer:
     def end_pass(self) -> None:
         self._chunk = None
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts, Parts]:
-        if keys.shape[2] > 1:
-            # Early queries of a chunk see tokens that its last ones push out of the ring.
-            new = Part(keys, values, keys.shape[2])
-            self._chunk = _join(self._past(), new) if self.offset else new
-        self.write(keys, values)
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
+        if cpu.pays_alone(min(self.offset, self.max_size), keys, values):
+            step = cpu.Step((self,), keys, values)
+            return step, step
+        self.append(keys, values)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Parts, Parts]:
@@ -97,9 +103,9 @@ class WindowLayer:
         return runs
 
     def _held(self) -> Part:
-        assert self._k is not None
-        assert self._v is not None
-        return Part(self._k, self._v, min(self.offset, self.max_size))
+        assert self._ring.k is not None
+        assert self._ring.v is not None
+        return Part(self._ring.k, self._ring.v, min(self.offset, self.max_size))
 
     def _past(self) -> Part:
         """The newest max_size - 1 tokens, oldest first: all that a further token can see."""

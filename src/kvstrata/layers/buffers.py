@@ -1,0 +1,55 @@
+"""Memory that is allocated once and written in place.
+
+In place, as long as nobody holds a view of an earlier version: MLX would then copy the whole buffer. Views therefore
+live for one forward pass only, and in each layer all writes of a step come before all reads.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+
+class Buffer:
+    """K and V of up to `size` tokens of one sequence in one layer. Allocated whole by the first write."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.k: mx.array | None = None  # [1, kv_heads, size, k_dim]
+        self.v: mx.array | None = None  # [1, kv_heads, size, v_dim]
+        self._addresses: tuple[int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays())
+
+    @property
+    def token_bytes(self) -> int:
+        return self.nbytes // self.size
+
+    def arrays(self) -> list[mx.array]:
+        return [array for array in (self.k, self.v) if array is not None]
+
+    def put(self, at: int, k: mx.array, v: mx.array) -> None:  # [1, kv_heads, tokens, dim]
+        k_buffer, v_buffer = self._allocated(k, v)
+        end = at + k.shape[2]
+        k_buffer[:, :, at:end] = k
+        v_buffer[:, :, at:end] = v
+        self._addresses = None
+
+    def addresses(self, k: mx.array, v: mx.array) -> tuple[int, int]:
+        """Where K and V lie in memory, computed up to now. `k` and `v` are new tokens: they tell the shape if need be.
+
+        Good until the next `put`: nothing else moves a buffer.
+        """
+        if self._addresses is None:
+            k_buffer, v_buffer = self._allocated(k, v)
+            mx.eval(k_buffer, v_buffer)
+            self._addresses = np.asarray(k_buffer).ctypes.data, np.asarray(v_buffer).ctypes.data
+        return self._addresses
+
+    def _allocated(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        if self.k is None or self.v is None:
+            self.k = mx.zeros((1, k.shape[1], self.size, k.shape[3]), k.dtype)
+            self.v = mx.zeros((1, v.shape[1], self.size, v.shape[3]), v.dtype)
+        return self.k, self.v
