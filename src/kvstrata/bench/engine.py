@@ -50,6 +50,7 @@ def compare(
     engine: Engine,
     *,
     batches: tuple[int, ...] = (1, 8),
+    prompt_tokens: int = 64,  # of the shortest prompt
     reply_tokens: int = 48,
     rounds: int = 5,
     progress: Callable[[str], None] = lambda _: None,
@@ -58,7 +59,7 @@ def compare(
     by_batch = {}
     for size in batches:
         progress(f"batch {size}")
-        prompts = [_prompt(rng, loaded, 64 + 32 * i) for i in range(size)]
+        prompts = [_prompt(rng, loaded, prompt_tokens + 32 * i) for i in range(size)]
         by_batch[str(size)] = _compare(loaded, engine, prompts, reply_tokens, rounds, lambda run: run.decode_tokens_s)
     progress(f"prefill of {PREFILL_TOKENS} tokens")
     prompts = [_prompt(rng, loaded, PREFILL_TOKENS)]

@@ -18,6 +18,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+MAX_BATCH = 16  # what the engine runs at once by default
+
 Model = Annotated[
     str | None, typer.Argument(help="Folder or Hugging Face id of a model.", show_default="the default model")
 ]
@@ -34,23 +36,34 @@ def _bench() -> None:
 def engine(
     model: Model = None,
     reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 48,
+    prompt_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens of the shortest prompt; each further one has 32 more.")
+    ] = 64,
     rounds: Rounds = 5,
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1,8",
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="Take a Qwen3-0.6B shape with random bf16 weights instead of MODEL."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """The engine beside mlx-lm's BatchGenerator: batch 1, batch 8, and the prefill of 512 tokens."""
     from kvstrata.bench.engine import compare
+    from kvstrata.bench.random_model import random_model
     from kvstrata.engine.engine import Engine
     from kvstrata.engine.limits import Limits
     from kvstrata.metrics import Metrics
     from kvstrata.models.load import load
 
-    loaded = load(model)
+    loaded = random_model() if random_weights else load(model)
     running = Engine(loaded, Limits(), Metrics())
     running.start()
     try:
         figures = compare(
             loaded,
             running,
+            batches=_sizes(batches),
+            prompt_tokens=prompt_tokens,
             reply_tokens=reply_tokens,
             rounds=rounds,
             progress=lambda what: typer.echo(f"measuring {what} ...", err=True),
@@ -58,6 +71,13 @@ def engine(
     finally:
         running.stop()
     typer.echo(json.dumps(figures.as_json()) if as_json else _table(figures))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    sizes = [part.strip() for part in text.split(",")]
+    if not all(size.isdigit() and 0 < int(size) <= MAX_BATCH for size in sizes):
+        raise typer.BadParameter(f"'{text}' is not a list of numbers from 1 to {MAX_BATCH}, such as 1,8")
+    return tuple(int(size) for size in sizes)
 
 
 def _table(figures: EngineFigures) -> str:

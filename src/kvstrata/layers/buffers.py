@@ -14,7 +14,7 @@ class Buffer:
     """K and V of up to `size` tokens of one sequence in one layer. Allocated whole by the first write."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
+        self.size = max(size, 2)  # see _assign
         self.k: mx.array | None = None  # [1, kv_heads, size, k_dim]
         self.v: mx.array | None = None  # [1, kv_heads, size, v_dim]
         self._addresses: tuple[int, int] | None = None
@@ -32,9 +32,8 @@ class Buffer:
 
     def put(self, at: int, k: mx.array, v: mx.array) -> None:  # [1, kv_heads, tokens, dim]
         k_buffer, v_buffer = self._allocated(k, v)
-        end = at + k.shape[2]
-        k_buffer[:, :, at:end] = k
-        v_buffer[:, :, at:end] = v
+        _assign(k_buffer, at, k)
+        _assign(v_buffer, at, v)
         self._addresses = None
 
     def addresses(self, k: mx.array, v: mx.array) -> tuple[int, int]:
@@ -44,8 +43,7 @@ class Buffer:
         """
         if self._addresses is None:
             k_buffer, v_buffer = self._allocated(k, v)
-            mx.eval(k_buffer, v_buffer)
-            self._addresses = np.asarray(k_buffer).ctypes.data, np.asarray(v_buffer).ctypes.data
+            self._addresses = _address(k_buffer), _address(v_buffer)
         return self._addresses
 
     def _allocated(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
@@ -53,3 +51,21 @@ class Buffer:
             self.k = mx.zeros((1, k.shape[1], self.size, k.shape[3]), k.dtype)
             self.v = mx.zeros((1, v.shape[1], self.size, v.shape[3]), v.dtype)
         return self.k, self.v
+
+
+def _assign(buffer: mx.array, at: int, tokens: mx.array) -> None:
+    end = at + tokens.shape[2]
+    if tokens.shape[2] < buffer.shape[2]:
+        buffer[:, :, at:end] = tokens
+        return
+    # MLX takes a write of everything as a replacement: the buffer would become a view of what `tokens` is a slice of.
+    half = end // 2
+    buffer[:, :, :half] = tokens[:, :, :half]
+    buffer[:, :, half:] = tokens[:, :, half:]
+
+
+def _address(buffer: mx.array) -> int:
+    mx.eval(buffer)
+    view = np.asarray(buffer)
+    assert view.flags.c_contiguous, "kernels walk a buffer by its shape alone"
+    return view.ctypes.data

@@ -51,7 +51,7 @@ class WindowLayer:
         """Make room for one more token, which the caller writes where the run says."""
         at = self._slot(self.offset)
         self.offset += 1
-        return [cpu.Run(*self._ring.addresses(k, v), self.max_size, at, min(self.offset, self.max_size))]
+        return [cpu.Run(*self._ring.addresses(k, v), self._ring.size, at, min(self.offset, self.max_size))]
 
     def parts(self) -> tuple[Part, ...]:
         return (self._chunk or self._held(),)

@@ -1,0 +1,59 @@
+"""A model of a real shape with random weights: for speed, where no checkpoint can be had. It says nothing sensible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models import qwen3
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from kvstrata.layers.kinds import arrays_in
+from kvstrata.models.loaded import LoadedModel
+
+# Qwen3-0.6B's config.json (Apache-2.0), as far as mlx-lm reads it.
+QWEN3_0_6B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
+
+
+def random_model(config: dict[str, Any] = QWEN3_0_6B, *, seed: int = 0) -> LoadedModel:
+    mx.random.seed(seed)
+    module = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    module.update(tree_map(lambda array: array.astype(mx.bfloat16), module.parameters()))
+    mx.eval(module.parameters())
+    return LoadedModel(
+        name="random-qwen3-0.6b",
+        path=Path("random"),
+        module=module,
+        tokenizer=_tokenizer(config["vocab_size"]),
+        config=config,
+        context_tokens=config["max_position_embeddings"],
+        vocab_size=config["vocab_size"],
+        eos_ids=frozenset(),
+        weight_bytes=sum(array.nbytes for array in arrays_in(module.parameters())),
+        dtype="bfloat16",
+        fingerprint=f"random-{seed}",
+    )
+
+
+def _tokenizer(vocab_size: int) -> TokenizerWrapper:
+    """A word for each id, so that replies can be turned into text."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i} ": i for i in range(vocab_size)}, unk_token="w0 "))
+    tokenizer.decoder = decoders.Fuse()
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
