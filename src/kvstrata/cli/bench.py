@@ -27,11 +27,6 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and not
 Rounds = Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")]
 
 
-@app.callback()
-def _bench() -> None:
-    """Keeps `engine` a sub-command while it is the only one."""
-
-
 @app.command()
 def engine(
     model: Model = None,
@@ -39,7 +34,7 @@ def engine(
     prompt_tokens: Annotated[
         int, typer.Option(min=2, help="Tokens of the shortest prompt; each further one has 32 more.")
     ] = 64,
-    rounds: Rounds = 5,
+    rounds: Rounds = 3,
     batches: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1,8",
     random_weights: Annotated[
         bool,
@@ -71,6 +66,27 @@ def engine(
     finally:
         running.stop()
     typer.echo(json.dumps(figures.as_json()) if as_json else _table(figures))
+
+
+@app.command()
+def server(
+    model: Model = None,
+    streams: Annotated[int, typer.Option(min=1, max=MAX_BATCH, help="Streams at once.")] = 8,
+    reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 32,
+    rounds: Rounds = 5,
+    as_json: Json = False,
+) -> None:
+    """What HTTP costs: streams through a real server against the engine alone."""
+    from kvstrata.backend import device
+    from kvstrata.bench.server import measure
+    from kvstrata.models.load import load
+
+    figures = measure(
+        load(model), memory_bytes=device().memory_bytes, streams=streams, reply_tokens=reply_tokens, rounds=rounds
+    )
+    line = f"{figures.streams} streams: engine alone {figures.engine_tokens_s:.1f} tokens/s, over HTTP "
+    line += f"{figures.http_tokens_s:.1f}, overhead {figures.overhead:.1%}"
+    typer.echo(json.dumps(figures.as_json()) if as_json else line)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -1,0 +1,124 @@
+"""What HTTP costs: the same streams through a real server, read by another process, and through the engine alone."""
+
+from __future__ import annotations
+
+import json
+import queue
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvstrata.config import load as load_settings
+from kvstrata.engine.engine import Engine
+from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.server.assemble import start_service
+from kvstrata.server.listen import bind, url_of
+from kvstrata.server.run import Server
+
+PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class ServerFigures:
+    streams: int
+    engine_tokens_s: float
+    http_tokens_s: float
+    overhead: float  # share of time that HTTP adds: median of the rounds
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(
+    loaded: LoadedModel, *, memory_bytes: int, streams: int = 8, reply_tokens: int = 32, rounds: int = 5
+) -> ServerFigures:
+    with (
+        _served(loaded, memory_bytes) as (server, url),
+        _client(url, _bodies(server.service.name, loaded, streams, reply_tokens)) as through_http,
+    ):
+
+        def alone() -> None:
+            _through_engine(server.service.engine, loaded, streams, reply_tokens)
+
+        _seconds(alone)
+        _seconds(through_http)
+        pairs = [(_seconds(alone), _seconds(through_http)) for _ in range(rounds)]
+    num_tokens = streams * reply_tokens
+    return ServerFigures(
+        streams,
+        num_tokens / statistics.median(engine_s for engine_s, _ in pairs),
+        num_tokens / statistics.median(http_s for _, http_s in pairs),
+        statistics.median(http_s / engine_s for engine_s, http_s in pairs) - 1,
+    )
+
+
+def _seconds(run: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began
+
+
+def _through_engine(engine: Engine, loaded: LoadedModel, streams: int, reply_tokens: int) -> None:
+    ends: queue.SimpleQueue[Event] = queue.SimpleQueue()
+
+    def sink(event: Event) -> None:
+        if isinstance(event, Finished | Failed):
+            ends.put(event)
+
+    sampling = Sampling(temperature=0, logit_bias=tuple((id_, -100.0) for id_ in sorted(loaded.eos_ids)))
+    for i in range(streams):
+        engine.submit(Request(f"alone-{i}", _prompt(i), reply_tokens, sampling, stop_ids=loaded.eos_ids), sink)
+    for _ in range(streams):
+        assert isinstance(ends.get(), Finished)
+
+
+def _prompt(index: int) -> tuple[int, ...]:
+    return (index + 1,) * PROMPT_TOKENS
+
+
+@contextmanager
+def _served(loaded: LoadedModel, memory_bytes: int) -> Iterator[tuple[Server, str]]:
+    settings = load_settings(flags={"port": 0})
+    service = start_service(settings, loaded, total_memory_bytes=memory_bytes)
+    ready = threading.Event()
+    server = Server(service, on_ready=ready.set, say=lambda _: None)
+    listener = bind(settings.host, settings.port)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    ready.wait()
+    try:
+        yield server, url_of(listener)
+    finally:
+        server.end()
+        thread.join()
+
+
+def _bodies(name: str, loaded: LoadedModel, streams: int, reply_tokens: int) -> list[dict[str, Any]]:
+    """As `_through_engine` asks: a reply that never ends early."""
+    bias = {str(id_): -100 for id_ in loaded.eos_ids}
+    common = {"model": name, "max_tokens": reply_tokens, "temperature": 0, "stream": True, "logit_bias": bias}
+    return [{**common, "prompt": list(_prompt(i))} for i in range(streams)]
+
+
+@contextmanager
+def _client(url: str, bodies: list[dict[str, Any]]) -> Iterator[Callable[[], None]]:
+    command = [sys.executable, "-m", "kvstrata.bench.http_client", url, json.dumps(bodies)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        sending, receiving = process.stdin, process.stdout
+
+        def one_round() -> None:
+            sending.write("go\n")
+            sending.flush()
+            assert receiving.readline() == "done\n", "the client failed; its error is above"
+
+        yield one_round
+        sending.close()
