@@ -152,6 +152,10 @@ class Settings(BaseSettings):
         None, "Prompt tokens computed between two decode steps; without it chosen for the back-end", panel="Engine",
         unit="tokens", ge=1,
     )  # fmt: skip
+    max_kv_size: int | None = _setting(
+        None, "Most tokens that a sequence keeps in each layer, the first 4 and the newest; without it all",
+        panel="Engine", unit="tokens", ge=16,
+    )  # fmt: skip
     tail_step_tokens: int = _setting(
         2048, "Tokens of reply that memory is reserved for at a time", panel="Engine", unit="tokens", ge=1
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import Layout
@@ -99,3 +99,23 @@ def test_each_of_eight_has_the_output_it_has_alone(architecture: str) -> None:
         wanted = mx.stack([expected[i][p] for i, p in zip(active, places, strict=True)])
         worst = max(worst, mx.abs(logits - wanted).max().item())  # pyright: ignore[reportArgumentType, reportAssignmentType]
     assert worst <= TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("chunk", [1, 7, 50])
+def test_a_bounded_sequence_sees_what_mlx_lms_rotating_cache_sees(architecture: str, chunk: int) -> None:
+    model = tiny_module(architecture)
+    layout = probe(model, max_kv_size=24)
+    rng = random.Random(1)
+    ids = [rng.randrange(VOCAB) for _ in range(150)]
+    theirs = [RotatingKVCache(24, keep=4) if type(c) is KVCache else c for c in make_prompt_cache(model)]
+    # One by one: in chunks mlx-lm hides the kept tokens from all but the first query.
+    wanted = [model(mx.array([[id_]]), cache=theirs)[0, -1] for id_ in ids]
+    ours = SequenceCache(layout, model, 1)
+    for start in range(0, len(ids), chunk):
+        tokens = ids[start : start + chunk]
+        logits = model(mx.array([tokens]), cache=ours.caches())[0]
+        ours.end_pass(len(tokens))
+        mx.eval(logits, ours.arrays())
+        for place, row in enumerate(logits):
+            assert mx.abs(row - wanted[start + place]).max().item() <= TOLERANCE  # pyright: ignore[reportOperatorIssue]

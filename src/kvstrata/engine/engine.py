@@ -22,6 +22,7 @@ from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
+from kvstrata.layers import cpu
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -103,7 +104,8 @@ class Engine:
     def props(self) -> dict[str, Any]:
         return {
             "layers": self._layout.count_by_kind(),
-            "attention": {"path": self._layout.path, "why": self._layout.reason},
+            "attention": {"path": self._layout.path, "why": self._layout.reason, "kernels": cpu.kernels()},
+            "max_kv_size": self._limits.max_kv_size,
             "kv": {"k": "raw", "v": "raw", "dtype": self._loaded.dtype},
             "kv_bytes_per_token": self._budget.token_bytes,
             "kv_bytes_per_sequence": self._budget.fixed_bytes,
@@ -175,7 +177,8 @@ class Engine:
         if mx.metal.is_available():
             # Weights that macOS may page out make every step wait for the disk.
             mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
-        self._layout = probe(self._loaded.module)
+        cpu.warm_up()
+        self._layout = probe(self._loaded.module, self._limits.max_kv_size)
         memory_bytes = self._limits.memory_bytes or int(device().memory_bytes * DEFAULT_SHARE)
         self._budget = make_budget(self._layout, memory_bytes=memory_bytes, weight_bytes=self._loaded.weight_bytes)
         self._loop = self._make_loop()

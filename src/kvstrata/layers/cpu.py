@@ -56,6 +56,27 @@ def fits(*arrays: mx.array) -> bool:
     return available() and all(array.dtype == mx.float32 for array in arrays)
 
 
+def kernels() -> str:
+    """Whose loops attention runs on, for people to read."""
+    if available():
+        return "own (numba), MLX where a mask or a dtype other than float32 needs it"
+    return "MLX" if mx.default_device() != mx.cpu else "MLX, slow on a CPU: install kvstrata[cpu] for numba"
+
+
+def warm_up() -> None:
+    """Have every kernel compiled now: the first one that is not on disk yet takes seconds."""
+    if not available():
+        return
+    from kvstrata.layers import cpu_kernels
+
+    tokens, buffer = np.zeros((1, 1, 1, 4), np.float32), np.zeros((1, 1, 2, 4), np.float32)
+    runs = np.array([(0, *Run(buffer.ctypes.data, buffer.ctypes.data, 2, 0, 1))], np.int64)
+    cpu_kernels.write(tokens, tokens, runs)
+    for decode in (cpu_kernels.decode, cpu_kernels.decode_parallel):
+        decode(tokens, 1, runs, 1.0, _NO_SINKS, np.zeros_like(tokens))
+    cpu_kernels.softmax_causal(np.zeros((1, 1), np.float32), 0, 1)
+
+
 def pays_alone(num_tokens: int, keys: mx.array, values: mx.array) -> bool:
     """Whether one new token of one sequence, over `num_tokens`, goes by a `Step`."""
     return keys.shape[2] == 1 and num_tokens >= ALONE_TOKENS and fits(keys, values)

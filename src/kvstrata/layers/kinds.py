@@ -55,8 +55,20 @@ class Layout:
         return dict(Counter(layer.kind for layer in self.layers))
 
 
-def read_kinds(model: Any) -> tuple[LayerSpec, ...]:
-    return tuple(_spec_of(cache) for cache in make_prompt_cache(model))
+# First tokens that a bounded sequence never drops: attention leans on them whatever they say.
+KEPT_TOKENS = 4
+
+
+def read_kinds(model: Any, max_kv_size: int | None = None) -> tuple[LayerSpec, ...]:
+    """With `max_kv_size`, full attention becomes a ring of that many tokens, whatever caches the model would make."""
+    specs = tuple(_spec_of(cache) for cache in make_prompt_cache(model))
+    return specs if max_kv_size is None else tuple(_bounded(spec, max_kv_size) for spec in specs)
+
+
+def _bounded(spec: LayerSpec, max_kv_size: int) -> LayerSpec:
+    if spec.kind == "full":
+        return LayerSpec("window", max_size=max_kv_size, keep=KEPT_TOKENS)
+    return replace(spec, children=tuple(_bounded(child, max_kv_size) for child in spec.children))
 
 
 def make_foreign_cache(model: Any, index: int) -> Any:

@@ -7,7 +7,6 @@ whatever order it lies.
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx_lm.models.base import create_causal_mask
 
 from kvstrata.layers import cpu
 from kvstrata.layers.attention import Part, Parts
@@ -73,11 +72,19 @@ class WindowLayer:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:  # noqa: N803
         if N == 1:
             return self._narrow_mask(window_size) if window_size and window_size < self.max_size else None
+        window = min(window_size or self.max_size, self.max_size - self.keep)
+        if self.offset + N <= window and not return_array:
+            return "causal"
+        return self._chunk_mask(N, window)
+
+    def _chunk_mask(self, num_tokens: int, window: int) -> mx.array:
+        """Queries of a chunk over the past and the chunk: each sees the kept tokens and the newest `window`."""
         past = min(self.offset, self.max_size - 1)
-        window = window_size or self.max_size
-        if past + N > window or return_array:
-            return create_causal_mask(N, past, window_size=window)
-        return "causal"
+        columns = mx.arange(past + num_tokens)
+        # Kept tokens lie at their own position; the others end where the chunk ends.
+        positions = mx.where(columns < self.keep, columns, columns + (self.offset - past))
+        queries = mx.arange(self.offset, self.offset + num_tokens)[:, None]
+        return (positions <= queries) & ((positions < self.keep) | (positions > queries - window))
 
     def _narrow_mask(self, window_size: int) -> mx.array:
         """One query over the ring, for a model whose window is narrower than the ring that it asked for."""

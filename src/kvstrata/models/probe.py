@@ -24,9 +24,9 @@ _NUM_STEPS = 2
 _CAPACITY = 16
 
 
-def probe(model: Any) -> Layout:
+def probe(model: Any, max_kv_size: int | None = None) -> Layout:
     install()
-    alone = Layout(read_kinds(model), path="rows")
+    alone = Layout(read_kinds(model, max_kv_size), path="rows")
     expected, caches = _run_alone(model, alone)
     alone = dataclasses.replace(alone, layers=measure(alone.layers, caches[0].layers, _CAPACITY))
     if any(layer.kind == "foreign" for layer in alone.layers):
