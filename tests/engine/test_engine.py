@@ -84,19 +84,23 @@ def test_what_can_never_be_served_is_refused_with_the_numbers() -> None:
     with running(loaded, memory_bytes=loaded.weight_bytes + 1 * MIB) as engine:
         with pytest.raises(ContextTooLong, match=r"context is 8192 tokens.*needs 8200: 8000 in the prompt and 200"):
             engine.submit(request("long", 8000, 200), Reply().sink)
-        with pytest.raises(NeverFits, match=r"8000 tokens need 7 MiB.*budget is 0 MiB"):
+        with pytest.raises(
+            NeverFits, match=r"8000 tokens of prompt and 10 of reply need 7 MiB.*budget is 0 MiB, 921 tok"
+        ):
             engine.submit(request("large", 8000, 10), Reply().sink)
+        with pytest.raises(NeverFits, match="lower max_tokens"):
+            engine.submit(request("long reply", 100, 8000), Reply().sink)
         with pytest.raises(InvalidRequest, match="empty"):
             engine.submit(request("empty", 0), Reply().sink)
         with pytest.raises(InvalidRequest, match="max_tokens"):
             engine.submit(request("none", 3, 0), Reply().sink)
 
 
-def test_a_reply_longer_than_memory_ends_with_length_where_memory_ends() -> None:
+def test_a_reply_without_a_limit_ends_where_memory_ends() -> None:
     loaded = tiny_loaded("llama")
     with running(loaded, memory_bytes=loaded.weight_bytes + 1 * MIB, tail_step_tokens=64) as engine:
         reply = Reply()
-        engine.submit(request("r", 100, 8000), reply.sink)
+        engine.submit(request("r", 100, 8000, open_ended=True), reply.sink)
         end = reply.wait()
         assert isinstance(end, Finished)
         assert end.reason == "length"
@@ -196,6 +200,33 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_server(caplog: pytest.L
         assert "defect" in caplog.text
         engine.submit(request("good"), (good := Reply()).sink)
         assert isinstance(good.wait(), Finished)
+
+
+def test_a_sink_that_fails_costs_nobody_else_a_reply(caplog: pytest.LogCaptureFixture) -> None:
+    def sink(_: Event) -> None:
+        raise ValueError("gone")
+
+    with running(tiny_loaded("qwen3_next")) as engine:
+        engine.submit(request("good", max_tokens=30), (good := Reply()).sink)
+        engine.submit(request("bad"), sink)
+        assert isinstance(good.wait(), Finished)
+        assert engine.alive
+    assert "gone" in caplog.text
+
+
+def test_a_command_that_fails_does_not_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    with running(tiny_loaded("qwen3_next")) as engine:
+        replies = [Reply() for _ in range(2)]
+        for i, reply in enumerate(replies):
+            engine.submit(request(f"r{i}", max_tokens=8000), reply.sink)
+        engine._inbox.put(fail)
+        assert all(isinstance(reply.wait(), Failed) for reply in replies)
+        engine.submit(request("next"), (following := Reply()).sink)
+        assert isinstance(following.wait(), Finished)
+    assert "out of memory" in caplog.text
 
 
 class Broken(nn.Module):

@@ -71,20 +71,26 @@ def test_stop_ids_end_the_reply_and_are_not_shown() -> None:
 
 
 def test_a_stop_string_is_never_shown() -> None:
-    free = alone("llama", prompt(9), 12, Sampling(temperature=1.0, seed=1))
+    sampling = Sampling(temperature=1.0, seed=1, num_logprobs=0)
+    free = alone("llama", prompt(9), 12, sampling)
     drive = Drive(tiny_loaded("llama"))
-    client = drive.submit(prompt(9), 12, Sampling(temperature=1.0, seed=1), stop=(free.text[5:7],))
+    client = drive.submit(prompt(9), 12, sampling, stop=(free.text[5:7],))
     drive.run()
     assert client.finished.reason == "stop"
     assert client.text == free.text[: free.text.index(free.text[5:7])]
+    # Nor by its tokens.
+    assert client.ids == free.ids[: len(client.text)]
+    assert len(client.logprobs) == len(client.ids)
 
 
-def test_a_first_token_waits_for_no_more_than_two_chunks_of_a_long_prompt() -> None:
+@pytest.mark.parametrize("phase", range(4))
+def test_a_first_token_waits_for_no_more_than_two_chunks_of_a_long_prompt(phase: int) -> None:
     drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=256))
     long = drive.submit(prompt(4096), 4)
-    while len(long.prefilled) < 4:
+    while len(long.prefilled) < 4 + phase:
         drive.loop.step()
-    before = len(long.prefilled)
+    # It came while the last of these chunks was computed: that one counts.
+    before = len(long.prefilled) - 1
     short = drive.submit(prompt(20, seed=1), 4)
     while not short.ids:
         drive.loop.step()
@@ -92,6 +98,25 @@ def test_a_first_token_waits_for_no_more_than_two_chunks_of_a_long_prompt() -> N
     assert not long.ids
     drive.run()
     assert long.finished.usage.completion_tokens == 4
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mamba2", "qwen3_next", "gemma3_text"])
+def test_what_a_batch_holds_is_what_is_counted(architecture: str) -> None:
+    drive = Drive(tiny_loaded(architecture), Limits(tail_step_tokens=2000))
+    warm = drive.submit(prompt(5), 2)
+    drive.run()
+    assert warm.end is not None
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    clients = [drive.submit(prompt(300 + i), 1000) for i in range(8)]
+    while not all(client.ids for client in clients):
+        drive.loop.step()
+    counted = drive.loop.state().kv_bytes
+    # Beside it, a step in flight: a few vectors for each row.
+    assert counted <= mx.get_active_memory() - before <= counted * 1.02 + 200_000
+    for client in clients:
+        drive.loop.cancel(client.request.id)
+    drive.run()
 
 
 def test_progress_of_a_prompt_is_reported() -> None:

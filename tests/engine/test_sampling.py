@@ -97,6 +97,19 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(seed: int, place: int) -> Non
     assert together == expected
 
 
+@pytest.mark.parametrize("temperature", [1e-46, 1e-40, 1e-6, 2.0])
+def test_any_temperature_gives_a_token_of_the_vocabulary(temperature: float) -> None:
+    logits = np.linspace(-8, 8, VOCAB, dtype=np.float32)
+    drawn = draw_many(logits, Sampling(temperature=temperature, top_p=0.99), 16)
+    assert max(drawn) < VOCAB
+    assert temperature > 1 or set(drawn) == {VOCAB - 1}
+
+
+def test_logits_that_are_no_numbers_still_give_a_token() -> None:
+    logits = np.full(VOCAB, np.nan, dtype=np.float32)
+    assert all(0 <= token < VOCAB for token in draw_many(logits, Sampling(temperature=1.0), 4))
+
+
 def test_without_a_seed_two_requests_differ() -> None:
     flat = mx.zeros((2, VOCAB))
     samplers = [Sampler(Sampling(temperature=1.0), (), VOCAB) for _ in range(2)]

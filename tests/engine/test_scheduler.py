@@ -24,7 +24,9 @@ def situations(draw: st.DrawFn) -> tuple[list[Waiting], list[Running], int, int]
         for i in range(num_running)
     ]
     running = [r if not r.complete else Running(r.id, r.held_bytes, 0, 0, True) for r in running]
-    waiting = [Waiting(100 + i, draw(SIZES)) for i in range(draw(st.integers(0, 5)))]
+    waiting = [
+        Waiting(100 + i, draw(SIZES), draw(st.sampled_from([0, 20, 5000]))) for i in range(draw(st.integers(0, 5)))
+    ]
     return waiting, running, draw(st.integers(0, 150)), draw(st.integers(1, 8))
 
 

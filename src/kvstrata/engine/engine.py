@@ -70,12 +70,11 @@ class Engine:
 
     def submit(self, request: Request, sink: Sink) -> None:
         try:
-            sequence = self._open_sequence(request, sink)
+            self._enqueue(request, sink)
         except RequestError as error:
             self._metrics.refused.labels(reason=error.code or "invalid").inc()
             raise
         self._metrics.prompt_tokens.inc(len(request.prompt))
-        self._inbox.put(lambda: self._loop.enqueue(sequence))
 
     def cancel(self, request_id: str) -> None:
         self._inbox.put(lambda: self._loop.cancel(request_id))
@@ -88,6 +87,10 @@ class Engine:
     def idle(self) -> bool:
         with self._lock:
             return not self._open
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
 
     def stop(self) -> None:
         self.drain()
@@ -115,7 +118,7 @@ class Engine:
             "max_waiting": self._limits.max_waiting,
         }
 
-    def _open_sequence(self, request: Request, sink: Sink) -> Sequence:
+    def _enqueue(self, request: Request, sink: Sink) -> None:
         max_tokens = self._check(request)
         with self._lock:
             if not self._accepting:
@@ -123,9 +126,11 @@ class Engine:
             if request.id in self._open:
                 raise InvalidRequest(f"A request with the id {request.id!r} is running already.")
             if len(self._open) >= self._limits.max_running + self._limits.max_waiting:
-                raise QueueFull(f"{self._limits.max_waiting} requests are waiting already. Try again in a moment.")
+                raise QueueFull(f"{len(self._open)} requests are running or waiting already. Try again in a moment.")
             self._open.add(request.id)
-            return Sequence(request, self._closing(request.id, sink), max_tokens, next(self._arrivals))
+            sequence = Sequence(request, self._closing(request.id, sink), max_tokens, next(self._arrivals))
+            # Under the lock: a stop that comes now finds it.
+            self._inbox.put(lambda: self._loop.enqueue(sequence))
 
     def _closing(self, request_id: str, sink: Sink) -> Sink:
         """The request's sink, with its last event seen by us first: whoever gets it may submit the next at once."""
@@ -134,7 +139,11 @@ class Engine:
             if isinstance(event, Finished | Failed):
                 with self._lock:
                     self._open.discard(request_id)
-            sink(event)
+            try:
+                sink(event)
+            except Exception:
+                # One client's sink must not cost the others their replies.
+                log.exception("the sink of %s failed", request_id)
 
         return emit
 
@@ -151,7 +160,7 @@ class Engine:
                 f"{len(request.prompt)} in the prompt and {request.max_tokens} for the reply. "
                 "Shorten the prompt or lower max_tokens."
             )
-        return self._budget.reply_tokens(len(request.prompt), request.max_tokens)
+        return self._budget.reply_tokens(len(request.prompt), request.max_tokens, may_be_less=request.open_ended)
 
     # From here on: the thread that owns MLX.
 
@@ -164,8 +173,7 @@ class Engine:
         finally:
             self._ready.set()
         while not self._stopping:
-            self._receive()
-            self._step()
+            self._turn()
         self._receive_all()
         self._loop.fail_all("The server was stopped.")
         # A thread that ends with streams of its own still alive can take the process down with it.
@@ -214,11 +222,11 @@ class Engine:
     def _end(self) -> None:
         self._stopping = True
 
-    def _step(self) -> None:
-        if self._stopping or self._loop.idle:
-            return
+    def _turn(self) -> None:
         try:
-            self._loop.step()
+            self._receive()
+            if not self._stopping and not self._loop.idle:
+                self._loop.step()
         except Exception:
             # A defect of ours or of the model: those that ran lose their reply, the server goes on with a fresh loop.
             log.exception("a step failed")

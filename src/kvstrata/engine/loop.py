@@ -81,8 +81,10 @@ class Loop:
     def fail_all(self, message: str) -> None:
         """End everything that runs or waits, and start from nothing."""
         self._in_flight = None
-        for sequence in [*self._waiting, *self._running.values()]:
-            self._remove(sequence)
+        self._runner.abandon()
+        sequences = [*self._waiting, *self._running.values()]
+        self._waiting, self._running = [], {}
+        for sequence in sequences:
             self._metrics.requests.labels(outcome="failed").inc()
             sequence.end(Failed(message))
 
@@ -99,7 +101,7 @@ class Loop:
 
     def _plan(self) -> Plan:
         return plan(
-            [Waiting(s.arrival, self._budget.bytes_for(self._first_capacity(s))) for s in self._waiting],
+            [self._as_waiting(s) for s in self._waiting],
             [self._as_running(s) for s in self._running.values()],
             free_bytes=self._budget.total_bytes - self._held_bytes(),
             max_running=self._limits.max_running,
@@ -117,6 +119,10 @@ class Loop:
     def _next_tail(self, sequence: Sequence) -> int:
         assert sequence.cache is not None
         return tail_tokens(sequence.cache.capacity, sequence.tokens_wanted, self._limits.tail_step_tokens)
+
+    def _as_waiting(self, sequence: Sequence) -> Waiting:
+        admit_bytes = self._budget.bytes_for(self._first_capacity(sequence))
+        return Waiting(sequence.arrival, admit_bytes, prefill_left=len(sequence.tokens) - 1)
 
     def _as_running(self, sequence: Sequence) -> Running:
         assert sequence.cache is not None

@@ -22,21 +22,24 @@ class Budget:
     def bytes_for(self, num_tokens: int) -> int:
         return self.fixed_bytes + num_tokens * self.token_bytes
 
-    def most_tokens(self) -> int | None:
-        """How long a sequence can get if it is alone. None: as long as it likes (it does not grow)."""
-        return (self.total_bytes - self.fixed_bytes) // self.token_bytes if self.token_bytes else None
+    def most_tokens(self) -> int:
+        """How long a sequence that grows can get if it is alone."""
+        return (self.total_bytes - self.fixed_bytes) // self.token_bytes
 
-    def reply_tokens(self, prompt_tokens: int, wanted: int) -> int:
+    def reply_tokens(self, prompt_tokens: int, wanted: int, *, may_be_less: bool = False) -> int:
         """How much of the wanted reply memory allows if the sequence is alone."""
-        most = self.most_tokens()
-        if most is None:
+        # The last token of a reply is never fed, so it needs no room.
+        most = self.most_tokens() - prompt_tokens + 1 if self.token_bytes else wanted
+        if most >= wanted:
             return wanted
-        if prompt_tokens > most:
-            raise NeverFits(
-                f"The prompt's {prompt_tokens} tokens need {self.bytes_for(prompt_tokens) // MIB} MiB of KV cache, and "
-                f"the whole budget is {self.total_bytes // MIB} MiB. Raise --memory-limit, or send a shorter prompt."
-            )
-        return min(wanted, most - prompt_tokens + 1)
+        if most >= 1 and may_be_less:
+            return most
+        needed = prompt_tokens + wanted - 1
+        raise NeverFits(
+            f"{prompt_tokens} tokens of prompt and {wanted} of reply need {self.bytes_for(needed) // MIB} MiB of KV cache, "
+            f"and the budget is {self.total_bytes // MIB} MiB, {self.most_tokens()} tokens. Raise --memory-limit, "
+            "shorten the prompt, or lower max_tokens."
+        )
 
 
 def make_budget(layout: Layout, *, memory_bytes: int, weight_bytes: int) -> Budget:

@@ -35,6 +35,7 @@ class Request:
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()  # end the reply and are not shown (the model's end-of-sequence ids)
     continues_prompt: bool = False  # a plain completion: the reply's text goes on where the prompt's ends
+    open_ended: bool = False  # nobody named max_tokens: as much of it as memory allows will do
     salt: str = ""  # requests with different salts never share cached state
 
 

@@ -69,6 +69,10 @@ class Runner:
             self._batch.release()
             self._batch = None
 
+    def abandon(self) -> None:
+        """Forget the batch as it is: its sequences are at an end, and what it holds may not be computable."""
+        self._batch = None
+
     def _forward(self, rows: Sequence[Row], tokens: mx.array) -> mx.array:  # tokens: [rows] -> [rows, vocab]
         if len(rows) == 1 or self._layout.path == "rows":
             self.disband()

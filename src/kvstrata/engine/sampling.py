@@ -16,6 +16,8 @@ import numpy as np
 
 from kvstrata.engine.request import Sampling, TokenLogprob
 
+# Below this the largest logit is all that is left, and dividing by it would overflow.
+_GREEDY_BELOW = 1e-5
 # One bit less than a float32 holds: u * total then stays below total, and a draw never runs past the last token.
 _DRAW_BITS = 23
 
@@ -33,7 +35,7 @@ class Sampler:
 
     @property
     def greedy(self) -> bool:
-        return self.sampling.temperature == 0
+        return self.sampling.temperature < _GREEDY_BELOW
 
     @property
     def adjusts(self) -> bool:
@@ -106,12 +108,14 @@ def sample(logits: mx.array, samplers: Sequence[Sampler]) -> Sampled:  # logits:
 
 
 def _draw_tokens(logits: mx.array, samplers: Sequence[Sampler]) -> mx.array:
-    temperature = _column([sampler.sampling.temperature or 1.0 for sampler in samplers])
+    temperature = _column([1.0 if sampler.greedy else sampler.sampling.temperature for sampler in samplers])
     probabilities = mx.softmax(logits / temperature, axis=-1)
     probabilities = _truncate(probabilities, [sampler.sampling for sampler in samplers])
     cumulative = mx.cumsum(probabilities, axis=-1)
     draws = _column([sampler.draw() for sampler in samplers])
-    return (cumulative <= draws * cumulative[:, -1:]).sum(axis=-1)
+    drawn = (cumulative <= draws * cumulative[:, -1:]).sum(axis=-1)
+    # Whatever a broken model's logits do to the sums, the next step looks this id up.
+    return mx.minimum(drawn, logits.shape[-1] - 1)
 
 
 def _truncate(probabilities: mx.array, rows: Sequence[Sampling]) -> mx.array:

@@ -21,6 +21,7 @@ MIN_CHUNK_TOKENS = 128
 class Waiting:
     id: int
     admit_bytes: int  # KV to begin with
+    prefill_left: int
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class Plan:
 
 
 def plan(
-    waiting: Sequence[Waiting],  # in order of arrival
-    running: Sequence[Running],  # in order of arrival
+    waiting: Sequence[Waiting],  # in order of arrival; ids grow with it
+    running: Sequence[Running],  # likewise
     *,
     free_bytes: int,
     max_running: int,
@@ -60,6 +61,8 @@ def plan(
     left = [sequence for sequence in running if sequence.id not in set_aside]
     # Whoever was set aside has first call on the memory: nobody is let in over its head.
     admit = () if set_aside else _admit(waiting, len(left), free_bytes, max_running)
+    left += [Running(w.id, w.admit_bytes, w.prefill_left) for w in waiting if w.id in admit]
+    left.sort(key=lambda sequence: sequence.id)
     chunk = _next_chunk(left, chunk_tokens, turn)
     decode = tuple(s.id for s in left if _decodes(s, chunk) and (not s.grow_bytes or s.id in grow))
     return Plan(set_aside, grow, admit, chunk, decode)

@@ -23,12 +23,12 @@ class Sequence:
         self.cached_tokens = 0
         self._sampler: Sampler | None = None
         self.submitted_s = time.monotonic()
-        self.first_token_s: float | None = None
         self.last_token_s: float | None = None
         self.finish_reason: FinishReason | None = None
         self._sink = sink
         self._detokenizer: Detokenizer | None = None  # made with the first token
         self._stop = StopMatcher(request.stop)
+        self._unshown: list[tuple[int, TokenLogprob | None]] = []  # tokens whose text may be part of a stop string
 
     @property
     def num_generated(self) -> int:
@@ -72,19 +72,20 @@ class Sequence:
     def accept(self, token: int, logprob: TokenLogprob | None, detokenizer: Callable[[Request], Detokenizer]) -> None:
         """One more token of the reply: show what it makes showable, and decide whether the reply ends."""
         self.tokens.append(token)
-        now = time.monotonic()
-        self.first_token_s = self.first_token_s or now
-        self.last_token_s = now
+        self.last_token_s = time.monotonic()
         if token in self.request.stop_ids:
             self._end("stop", self._rest())
             return
         if self._detokenizer is None:
             self._detokenizer = detokenizer(self.request)
         shown = self._stop.add(self._detokenizer.add(token))
-        self.emit(Piece(shown.text, (token,), (logprob,) if logprob else ()))
+        self._unshown.append((token, logprob))
         if shown.stopped:
-            self._end("stop", "")
-        elif self.num_generated >= self.max_tokens:
+            # Tokens of the stop string are as little shown as its text.
+            self._end("stop", shown.text)
+            return
+        self.emit(Piece(shown.text) if self._stop.holds else self._with_tokens(shown.text))
+        if self.num_generated >= self.max_tokens:
             self._end("length", self._rest())
 
     def _rest(self) -> str:
@@ -94,7 +95,16 @@ class Sequence:
         shown = self._stop.add(self._detokenizer.finish())
         return shown.text if shown.stopped else shown.text + self._stop.finish()
 
+    def _with_tokens(self, text: str) -> Piece:
+        tokens, self._unshown = self._unshown, []
+        logprobs = tuple(logprob for _, logprob in tokens if logprob is not None)
+        return Piece(text, tuple(token for token, _ in tokens), logprobs)
+
     def _end(self, reason: FinishReason, text: str) -> None:
-        if text:
+        """`text` is the rest. Its tokens go with it, unless a stop string took them."""
+        stopped_by_text = reason == "stop" and self.tokens[-1] not in self.request.stop_ids
+        if not stopped_by_text and self._unshown:
+            self.emit(self._with_tokens(text))
+        elif text:
             self.emit(Piece(text))
         self.finish_reason = reason

@@ -8,7 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+    _BaseCache,
+    make_prompt_cache,
+)
 
 Kind = Literal["full", "window", "recurrent", "composite", "foreign"]
 
@@ -83,13 +90,14 @@ def _spec_of(cache: Any) -> LayerSpec:
         return LayerSpec("window", max_size=cache.max_size, keep=cache.keep)
     if type(cache) is ArraysCache:
         return LayerSpec("recurrent", num_arrays=len(cache.cache))
-    if type(cache) is CacheList:
-        return LayerSpec("composite", children=tuple(_spec_of(child) for child in cache.caches))
+    children = tuple(_spec_of(child) for child in cache.caches) if type(cache) is CacheList else ()
+    if children and all(child.kind != "foreign" for child in children):
+        return LayerSpec("composite", children=children)
     return LayerSpec("foreign")
 
 
 def measure(specs: Sequence[LayerSpec], caches: Sequence[Any], tokens: int) -> tuple[LayerSpec, ...]:
-    """Fill in the bytes, from caches that have seen `tokens` tokens."""
+    """Fill in the bytes, from caches that have seen at least `tokens` tokens."""
     return tuple(_measured(spec, cache, tokens) for spec, cache in zip(specs, caches, strict=True))
 
 
@@ -100,13 +108,24 @@ def _measured(spec: LayerSpec, cache: Any, tokens: int) -> LayerSpec:
         return replace(spec, state_bytes=cache.nbytes)
     if spec.kind == "composite":
         return replace(spec, children=measure(spec.children, cache.caches, tokens))
-    return replace(spec, token_bytes=-(-cache.nbytes // tokens))
+    return _measured_foreign(spec, cache.arrays(), tokens)
+
+
+def _measured_foreign(spec: LayerSpec, arrays: Sequence[mx.array], tokens: int) -> LayerSpec:
+    """What looks like [batch, heads, tokens, dim] grows with its third axis, which may be allocated ahead; the rest is
+    state."""
+    growing = [array for array in arrays if array.ndim == 4 and array.shape[2] >= tokens]
+    by_token = sum(array.nbytes // array.shape[2] for array in growing)
+    fixed = sum(array.nbytes for array in arrays) - sum(array.nbytes for array in growing)
+    return replace(spec, token_bytes=by_token, state_bytes=fixed)
 
 
 def arrays_in(value: Any) -> list[mx.array]:
     """Every array inside an object of mlx-lm's, however it keeps them."""
     if isinstance(value, mx.array):
         return [value]
+    if isinstance(value, _BaseCache):
+        value = vars(value)
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):

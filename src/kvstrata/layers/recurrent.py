@@ -39,8 +39,11 @@ class RecurrentRows(ArraysCache):
         super().__init__(len(layers[0].cache))
         self._layers = layers
         self.offset = mx.array([layer.offset for layer in layers])
-        for i in range(len(self.cache)):
-            self.cache[i] = self._gather(i)
+        self.cache = [self._gather(i) for i in range(len(self.cache))]
+        mx.eval(self.arrays())
+        # Held once: the sequences get their rows back when the batch is disbanded.
+        for layer in layers:
+            layer.cache = [None] * len(self.cache)
 
     def _gather(self, i: int) -> mx.array | None:
         states = [layer.cache[i] for layer in self._layers]

@@ -48,7 +48,7 @@ class ForeignLayer:
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        return arrays_in(vars(self.cache))
+        return arrays_in(self.cache)
 
     def grow(self, tokens: int) -> None:
         """It grows by itself."""
@@ -125,7 +125,7 @@ def _make(spec: LayerSpec, model: Any, index: int, capacity: int) -> Layer:
         return WindowLayer(spec.max_size, spec.keep)
     if spec.kind == "recurrent":
         return RecurrentLayer(spec.num_arrays)
-    if spec.kind == "composite" and all(child.kind != "foreign" for child in spec.children):
+    if spec.kind == "composite":
         return CompositeLayer([_make(child, model, index, capacity) for child in spec.children])
     return ForeignLayer(make_foreign_cache(model, index))
 

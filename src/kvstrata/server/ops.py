@@ -32,6 +32,8 @@ class Health(TypedDict):
 async def health(request: Request) -> Health:
     if service_of(request).door.closed:
         raise Unavailable("The server is shutting down.")
+    if not service_of(request).engine.alive:
+        raise Unavailable("The engine has stopped. Restart the server; its log says why.")
     return {"status": "ok"}
 
 

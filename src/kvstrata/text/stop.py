@@ -31,6 +31,11 @@ class StopMatcher:
         self._held = ""
         self._stop = ""
 
+    @property
+    def holds(self) -> bool:
+        """Whether text is held back that a stop string may begin with."""
+        return bool(self._held)
+
     def add(self, text: str) -> Stopped:
         if self._stop:
             return Stopped("", self._stop, text)

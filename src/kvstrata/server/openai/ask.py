@@ -92,6 +92,7 @@ def _requests(
             sampling=sampling,
             stop=stop,
             stop_ids=service.loaded.eos_ids,
+            open_ended=limit is None,
             continues_prompt=isinstance(asked, CompletionAsked),
             salt=salt_of(scope, asked.cache_salt),
         )
