@@ -253,11 +253,12 @@ def test_the_default_model_says_the_same_in_a_batch_as_alone(default_model: Load
     questions = ["What is the capital of France?", "Name a colour.", "Count to three.", "What is water made of?"]
     questions += ["Who wrote Hamlet?", "What is 2 + 2?", "Say hello.", "Name a planet."]
     prompts = [_chat(default_model, question) for question in questions]
+    requests = [Request(f"q{i}", prompt, 4 + 3 * i, GREEDY) for i, prompt in enumerate(prompts)]
     with running(default_model) as engine:
-        alone = [_replies(engine, [prompt])[0] for prompt in prompts]
-        together = _replies(engine, prompts)
+        alone = [_replies(engine, [request])[0] for request in requests]
+        together = _replies(engine, requests)
     assert [reply.ids for reply in together] == [reply.ids for reply in alone]
-    assert all(reply.ids for reply in together)
+    assert [len(reply.ids) for reply in together] == [request.max_tokens for request in requests]
 
 
 def _chat(loaded: LoadedModel, question: str) -> tuple[int, ...]:
@@ -265,10 +266,17 @@ def _chat(loaded: LoadedModel, question: str) -> tuple[int, ...]:
     return tuple(loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
 
 
-def _replies(engine: Engine, prompts: list[tuple[int, ...]]) -> list[Reply]:
-    replies = [Reply() for _ in prompts]
-    for i, (prompt, reply) in enumerate(zip(prompts, replies, strict=True)):
-        engine.submit(Request(f"q{i}", prompt, 10, GREEDY), reply.sink)
-    for reply in replies:
-        assert isinstance(reply.wait(), Finished)
+def _replies(engine: Engine, requests: list[Request]) -> list[Reply]:
+    """Each joins when the one before has its first token, and leaves when its own length is reached."""
+    replies: list[Reply] = []
+
+    def submit_next(event: Event | None = None) -> None:
+        began = event is None or (isinstance(event, Piece) and len(replies[-1].ids) == 1)
+        if began and len(replies) < len(requests):
+            replies.append(Reply(submit_next))
+            engine.submit(requests[len(replies) - 1], replies[-1].sink)
+
+    submit_next()
+    for i in range(len(requests)):
+        assert isinstance(replies[i].wait(), Finished)
     return replies

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import queue
+import random
 from collections.abc import Callable, Iterator
 
 import httpx
+import mlx.core as mx
 import openai
 import pytest
 
 from kvstrata.models.loaded import LoadedModel
 from tests.server.conftest import Served, running
 from tests.server.test_ops import scrape
+from tests.tiny import VOCAB, tiny_loaded
 
 CANCELLED = 'kvstrata_requests_total{outcome="cancelled"}'
 
@@ -139,3 +144,45 @@ def test_drain_ends_in_time_with_an_error_in_the_stream(serve: Callable[..., Ser
     assert '"error"' in events[-1]
     served.thread.join(30)
     assert not served.thread.is_alive()
+
+
+async def leave_early(url: str, model: str, rng: random.Random) -> None:
+    """One client: a prompt of some length, a stream that it drops after some lines, or before the first."""
+    body = {"model": model, "prompt": [rng.randrange(VOCAB) for _ in range(rng.randint(1, 400))], "max_tokens": 2000}
+    num_lines, patience_s = rng.randrange(20), rng.uniform(0.02, 2)
+    with contextlib.suppress(TimeoutError):
+        async with (
+            asyncio.timeout(patience_s),
+            httpx.AsyncClient(base_url=url, timeout=60) as client,
+            client.stream("POST", "/v1/completions", json={**body, "stream": num_lines > 5}) as response,
+        ):
+            lines = response.aiter_lines()
+            for _ in range(num_lines):
+                await anext(lines, None)
+
+
+def test_two_hundred_clients_that_hang_up_leave_nothing_behind() -> None:
+    rng = random.Random(11)
+
+    async def in_waves(served: Served) -> None:
+        for _ in range(10):
+            await asyncio.gather(*(leave_early(served.url, served.name, rng) for _ in range(20)))
+
+    with running(tiny_loaded("qwen3_next")) as served:
+        served.ask("/v1/completions", prompt=[1, 2, 3], max_tokens=2).raise_for_status()
+        served.wait_idle()
+        before = settled_bytes(served)
+        asyncio.run(in_waves(served))
+        served.wait_idle()
+        assert settled_bytes(served) <= before * 1.01
+        assert served.server.service.engine.idle()
+        cancelled = scrape(served)[CANCELLED]
+    # The others left before their request was read.
+    assert cancelled > 50
+
+
+def settled_bytes(served: Served) -> int:
+    """MLX's active memory, asked for on the engine's thread after all that came before."""
+    answer: queue.SimpleQueue[int] = queue.SimpleQueue()
+    served.server.service.engine._inbox.put(lambda: answer.put(mx.get_active_memory()))
+    return answer.get(timeout=60)

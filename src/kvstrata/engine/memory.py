@@ -36,9 +36,9 @@ class Budget:
             return most
         needed = prompt_tokens + wanted - 1
         raise NeverFits(
-            f"{prompt_tokens} tokens of prompt and {wanted} of reply need {self.bytes_for(needed) // MIB} MiB of KV cache, "
-            f"and the budget is {self.total_bytes // MIB} MiB, {self.most_tokens()} tokens. Raise --memory-limit, "
-            "shorten the prompt, or lower max_tokens."
+            f"{prompt_tokens} tokens of prompt and {wanted} of reply need {self.bytes_for(needed) // MIB} MiB of KV "
+            f"cache, and the budget is {self.total_bytes // MIB} MiB, {self.most_tokens()} tokens. Raise "
+            "--memory-limit, shorten the prompt, or lower max_tokens."
         )
 
 
