@@ -2,6 +2,8 @@
 
     KvstrataError
     |-- ConfigError             a setting that makes no sense
+    |   |-- UnsupportedCodec    codecs/: a precision that this version or this head_dim has not
+    |   `-- MismatchedPlanes    codecs/: arrays that do not belong together, or not to their codec
     |-- ModelError              a model that is missing, damaged or not supported
     `-- RequestError            a request that cannot be served; carries what an HTTP answer needs
         |-- InvalidRequest      400: the client must change something

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
     from kvstrata.bench.engine import EngineFigures
+    from kvstrata.bench.kv_cache import CodecFigures
+    from kvstrata.bench.quality import Quality
 
 app = typer.Typer(
     help="Measure this machine. Each figure stands beside its opponent's, measured in the same run.",
@@ -18,6 +21,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+SAMPLE = Path(__file__).parents[1] / "bench" / "sample.txt"
+KV_CACHE_CODECS = ("raw", "affine:8", "planes:8", "affine:4", "rotated:4", "planes:4", "planes:2")
+MIB = 1 << 20
 MAX_BATCH = 16  # what the engine runs at once by default
 
 Model = Annotated[
@@ -87,6 +93,71 @@ def server(
     line = f"{figures.streams} streams: engine alone {figures.engine_tokens_s:.1f} tokens/s, over HTTP "
     line += f"{figures.http_tokens_s:.1f}, overhead {figures.overhead:.1%}"
     typer.echo(json.dumps(figures.as_json()) if as_json else line)
+
+
+@app.command("kv-cache")
+def kv_cache(
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 32,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens.")] = 512,
+    heads: Annotated[int, typer.Option(min=1, help="Key heads of a layer.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=16, help="Values of a key.")] = 128,
+    codecs: Annotated[str, typer.Option(help="Precisions, with commas between.")] = ",".join(KV_CACHE_CODECS),
+    as_json: Json = False,
+) -> None:
+    """What each precision takes, loses and costs on given shapes (synthetic keys with outlier channels)."""
+    from kvstrata.bench.kv_cache import measure
+
+    rows = measure(layers, seq_len, heads, head_dim, [name.strip() for name in codecs.split(",")])
+    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else _kv_cache_table(rows))
+
+
+def _kv_cache_table(rows: list[CodecFigures]) -> str:
+    head = f"{'precision':<12}{'MiB':>9}{'allocated':>11}{'ratio':>7}{'bits':>7}"
+    head += f"{'value err':>11}{'score err':>11}{'encode s':>10}{'decode s':>10}"
+    lines = [head]
+    for row in rows:
+        line = f"{row.codec:<12}{row.nbytes / MIB:>9.2f}{row.allocated_bytes / MIB:>11.2f}{row.ratio:>7.2f}"
+        line += f"{row.bits_per_value:>7.2f}{row.value_error:>11.4f}{row.score_error:>11.4f}"
+        lines.append(line + f"{row.encode_s:>10.3f}{row.decode_s:>10.3f}")
+    return "\n".join([*lines, f"ratio: to 16 bits ({rows[0].full_bytes / MIB:.2f} MiB)"])
+
+
+@app.command()
+def quality(
+    model: Model = None,
+    text: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Text to measure on.", show_default="a short one")
+    ] = None,
+    full: Annotated[bool, typer.Option("--full", help="More windows, precisions and contexts; takes an hour.")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG, SVG) here.", show_default="none")] = None,
+    as_json: Json = False,
+) -> None:
+    """What each precision does to what the model says: KL to full precision, same first choice, perplexity."""
+    from kvstrata.bench import quality as figure
+    from kvstrata.models.load import load
+    from kvstrata.text.tokens import encode_text
+
+    loaded = load(model)
+    words = (text or SAMPLE).read_text(encoding="utf-8")
+    ids = encode_text(loaded.tokenizer, words)
+    options = figure.full_protocol(loaded, ids) if full else figure.FIRST_LOOK
+    rows = figure.measure(loaded, ids, options, progress=lambda what: typer.echo(f"measuring {what} ...", err=True))
+    if plot is not None:
+        from kvstrata.bench.plots import plot_quality
+
+        plot_quality(rows, plot)
+    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else _quality_table(rows))
+
+
+def _quality_table(rows: list[Quality]) -> str:
+    lines = [
+        f"{'mode':<9}{'context':>8}  {'K':<10}{'V':<10}{'bits':>6}{'KL mean':>10}{'median':>10}{'99.9 %':>10}"
+        f"{'same top-1':>12}{'perplexity':>12}"
+    ]
+    for row in rows:
+        line = f"{row.mode:<9}{row.context:>8}  {row.k:<10}{row.v:<10}{row.bits_per_value:>6.2f}{row.kl_mean:>10.5f}"
+        lines.append(line + f"{row.kl_median:>10.5f}{row.kl_p999:>10.4f}{row.top1:>12.3f}{row.ppl:>12.2f}")
+    return "\n".join(lines)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -1,0 +1,151 @@
+"""What each codec costs and loses, on given shapes: memory, error, time.
+
+Memory is compared with the 16-bit dtype of a checkpoint, never with float32, and what MLX really allocated stands
+beside it. The values are synthetic: keys as models make them, with a few channels far larger than the others and far
+from zero, and queries that point along some of the keys, as attention does.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.codecs.base import Codec, Planes
+from kvstrata.codecs.registry import parse_for
+
+CODECS = ("raw", "affine:8", "planes:8", "affine:4", "rotated:4", "planes:4", "planes:2")
+QUERIES = 8
+TIMES = 3  # the best is reported
+
+
+@dataclass(frozen=True)
+class CodecFigures:
+    codec: str
+    nbytes: int  # K and V of all layers
+    allocated_bytes: int  # by MLX, measured
+    full_bytes: int  # the same in 16 bits
+    ratio: float  # full_bytes / nbytes
+    bits_per_value: float
+    value_error: float  # root mean square, relative to the values
+    score_error: float  # of q . k / sqrt(dim), root mean square, relative to the spread over the tokens of a query
+    encode_s: float  # K and V of all layers
+    decode_s: float
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Timed:
+    planes: Planes
+    allocated_bytes: int
+    encode_s: float
+    decode_s: float
+
+
+def measure(
+    layers: int = 32,
+    seq_len: int = 512,
+    heads: int = 8,
+    head_dim: int = 128,
+    codecs: Sequence[str] = CODECS,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[CodecFigures]:
+    """One row for each codec. Keys and values of all layers cost the same: one layer's keys are measured."""
+    chosen = [parse_for(name, head_dim) for name in codecs]
+    keys = _keys(heads, seq_len, head_dim)
+    queries = _queries(keys)
+    rows = []
+    for codec in chosen:
+        progress(codec.name)
+        rows.append(_row(codec, keys, queries, 2 * layers))
+    return rows
+
+
+def _row(codec: Codec, keys: mx.array, queries: mx.array, num_arrays: int) -> CodecFigures:
+    timed = _timed(codec, keys)
+    planes = timed.planes
+    full_bytes = keys.size * 2 * num_arrays
+    nbytes = planes.nbytes * num_arrays
+    return CodecFigures(
+        codec=codec.name,
+        nbytes=nbytes,
+        allocated_bytes=timed.allocated_bytes * num_arrays,
+        full_bytes=full_bytes,
+        ratio=full_bytes / nbytes,
+        bits_per_value=planes.nbytes * 8 / planes.num_values,
+        value_error=_relative(codec.decode(planes, mx.float32), keys.astype(mx.float32), centred=False),
+        score_error=_relative(codec.scores(queries, planes), _exact_scores(queries, keys), centred=True),
+        encode_s=timed.encode_s * num_arrays,
+        decode_s=timed.decode_s * num_arrays,
+    )
+
+
+def _timed(codec: Codec, keys: mx.array) -> _Timed:
+    compute = _compute_dtype()
+    planes = codec.encode(keys)
+    mx.eval(codec.decode(planes, compute))
+    encode_s = _best_s(lambda: codec.encode(keys))
+    decode_s = _best_s(lambda: mx.eval(codec.decode(planes, compute)))
+    del planes
+    before = _allocated()
+    planes = codec.encode(keys)
+    return _Timed(planes, _allocated() - before, encode_s, decode_s)
+
+
+def _compute_dtype() -> mx.Dtype:
+    """What attention reads: MLX's CPU back-end is fast in float32 only."""
+    return mx.float32 if mx.default_device() == mx.cpu else mx.bfloat16
+
+
+def _keys(heads: int, seq_len: int, head_dim: int) -> mx.array:
+    """bfloat16 [heads, tokens, dim]: one channel in 25 is an outlier."""
+    noise, which, offset = mx.random.split(mx.random.key(0), 3)
+    outlier = mx.random.uniform(shape=(heads, 1, head_dim), key=which) < 0.04
+    spread = mx.where(outlier, 3.0, 1.0)
+    centre = mx.where(outlier, 20.0, 0.5) * mx.random.normal((heads, 1, head_dim), key=offset)
+    keys = (mx.random.normal((heads, seq_len, head_dim), key=noise) * spread + centre).astype(mx.bfloat16)
+    mx.eval(keys)
+    return keys
+
+
+def _queries(keys: mx.array) -> mx.array:
+    """float32 [heads, queries, dim]: each leans towards one key, less what all keys have in common."""
+    centred = keys.astype(mx.float32) - mx.mean(keys.astype(mx.float32), axis=-2, keepdims=True)
+    chosen = mx.random.randint(0, keys.shape[-2], (QUERIES,), key=mx.random.key(1))
+    noise = mx.random.normal((keys.shape[0], QUERIES, keys.shape[-1]), key=mx.random.key(2))
+    return 0.5 * centred[:, chosen] + noise
+
+
+def _exact_scores(queries: mx.array, keys: mx.array) -> mx.array:
+    return queries @ keys.astype(mx.float32).swapaxes(-1, -2)
+
+
+def _relative(found: mx.array, wanted: mx.array, *, centred: bool) -> float:
+    """Softmax does not see what all scores of a query have in common: `centred` leaves it out."""
+    error = found - wanted
+    if centred:
+        error = error - mx.mean(error, axis=-1, keepdims=True)
+        wanted = wanted - mx.mean(wanted, axis=-1, keepdims=True)
+    size = float(mx.linalg.norm(wanted))
+    return float(mx.linalg.norm(error)) / size if size else 0.0
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(TIMES):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def _allocated() -> int:
+    gc.collect()
+    mx.clear_cache()
+    return mx.get_active_memory()

@@ -1,0 +1,43 @@
+"""Pictures of figures. Needs matplotlib, which nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvstrata.bench.quality import Quality
+from kvstrata.errors import ConfigError
+
+COLOURS = {"planes": "#0b6e4f", "affine": "#b5651d", "rotated": "#4a5899"}
+
+
+def plot_quality(rows: Sequence[Quality], path: Path) -> None:
+    """Bits against KL, a panel for each mode and context. Low and to the left is better."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'kvstrata[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = list(dict.fromkeys((row.mode, row.context) for row in rows))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4.2), squeeze=False, sharey=True)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        _panel(axis, panel, [row for row in rows if (row.mode, row.context) == panel and row.k != "raw"])
+    axes[0][0].set_ylabel("KL to full precision, mean (nats)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _panel(axis, panel: tuple[str, int], rows: Sequence[Quality]) -> None:
+    for row in rows:
+        family = row.k.partition(":")[0]
+        axis.scatter(row.bits_per_value, row.kl_mean, color=COLOURS.get(family, "black"), s=40, zorder=3)
+        name = row.k if row.k == row.v else f"{row.k} / {row.v}"
+        axis.annotate(name, (row.bits_per_value, row.kl_mean), textcoords="offset points", xytext=(6, 5), fontsize=8)
+    axis.set_yscale("log")
+    axis.set_xlabel("bits per value, allocated")
+    axis.set_title(f"{panel[0]}, context {panel[1]}")
+    axis.margins(x=0.25, y=0.15)
+    axis.grid(True, which="major", alpha=0.3)

@@ -1,0 +1,132 @@
+"""`affine`: MLX's own format, a scale and a bias for each group of values.
+
+The baseline, and the way in and out for mlx-lm's quantized caches: `adopt` and `yield_tuple` copy nothing, and what was
+adopted keeps the dtype of its scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.codecs import paths
+from kvstrata.codecs.base import (
+    FLOATS,
+    WORDS,
+    Extent,
+    MismatchedPlanes,
+    Plane,
+    Planes,
+    UnsupportedCodec,
+    check_input,
+    check_queries,
+    cut_plain,
+    finite,
+    join_plain,
+    own,
+)
+
+BITS = (8, 6, 5, 4, 3, 2)
+GROUPS = (32, 64, 128)
+DEFAULT_GROUP = 64
+
+
+@dataclass(frozen=True)
+class AffineCodec:
+    bits: int
+    group: int = DEFAULT_GROUP
+
+    def __post_init__(self) -> None:
+        if self.bits not in BITS:
+            raise UnsupportedCodec(f"affine has {_listed(BITS)} bits, not {self.bits}.")
+        if self.group not in GROUPS:
+            raise UnsupportedCodec(f"affine has groups of {_listed(GROUPS)}, not {self.group}.")
+
+    @property
+    def name(self) -> str:
+        return f"affine:{self.bits}" + (f":g{self.group}" if self.group != DEFAULT_GROUP else "")
+
+    def spec(self) -> dict[str, Any]:
+        return {"codec": "affine", "version": 1, "bits": self.bits, "group": self.group}
+
+    def check(self, dim: int) -> None:
+        if dim < 1 or dim % self.group:
+            fitting = [group for group in GROUPS if dim > 0 and dim % group == 0]
+            ways = [f"affine:{self.bits}:g{group}" for group in fitting] or ["planes:8 or planes:4"]
+            raise UnsupportedCodec(
+                f"{self.name}: groups of {self.group} do not divide head_dim {dim}. Use {' or '.join(ways)}."
+            )
+
+    def layout(self, extent: Extent) -> dict[str, Plane]:
+        num_tokens, groups = extent.num_tokens, extent.dim // self.group
+        return {
+            "packed": Plane(num_tokens, extent.dim * self.bits // 32, WORDS),
+            "scales": Plane(num_tokens, groups, FLOATS),
+            "biases": Plane(num_tokens, groups, FLOATS),
+        }
+
+    def bits_per_value(self, dim: int) -> float:  # noqa: ARG002
+        return self.bits + 32 / self.group
+
+    def encode(self, x: mx.array, position: int = 0) -> Planes:
+        check_input(self, x, position)
+        # In float32, then rounded: a bfloat16 scale would cost more than the last two of eight bits.
+        packed, scales, biases = mx.quantize(finite(x), group_size=self.group, bits=self.bits)
+        arrays = {"packed": packed, "scales": scales.astype(mx.float16), "biases": biases.astype(mx.float16)}
+        return own(self, arrays, x, position)
+
+    def adopt(self, packed: mx.array, scales: mx.array, biases: mx.array, position: int = 0) -> Planes:
+        """A tuple of mlx-lm, as it is. The caller sees to it that the arrays are no slices of larger ones."""
+        arrays = {"packed": packed, "scales": scales, "biases": biases}
+        if any(array.ndim < 2 for array in arrays.values()):
+            raise MismatchedPlanes("Packed values, scales and biases are [..., tokens, width].")
+        return Planes(self, arrays, packed.shape[-2], position, scales.shape[-1] * self.group)
+
+    def yield_tuple(self, planes: Planes) -> tuple[mx.array, mx.array, mx.array]:
+        """As mlx-lm's QuantizedKVCache holds them."""
+        return planes.arrays["packed"], planes.arrays["scales"], planes.arrays["biases"]
+
+    def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
+        # The scales in the dtype that comes out: MLX takes four times as long with float16 on a CPU.
+        packed, scales, biases = self._read(planes, mx.float32 if paths.active() == "kernels" else dtype)
+        return mx.dequantize(packed, scales, biases, group_size=self.group, bits=self.bits).astype(dtype)
+
+    def scores(self, q: mx.array, planes: Planes) -> mx.array:
+        check_queries(q, planes, planes.dim)
+        if paths.active() == "packed":
+            return self.scores_packed(q, planes)
+        return q.astype(mx.float32) @ self.decode(planes, mx.float32).swapaxes(-1, -2)
+
+    def mix(self, p: mx.array, planes: Planes) -> mx.array:
+        check_queries(p, planes, planes.num_tokens)
+        if paths.active() == "packed":
+            return self.mix_packed(p, planes)
+        return p.astype(mx.float32) @ self.decode(planes, mx.float32)
+
+    def scores_packed(self, q: mx.array, planes: Planes) -> mx.array:
+        packed, scales, biases = self._read(planes, mx.float32)
+        return mx.quantized_matmul(
+            q.astype(mx.float32), packed, scales, biases, transpose=True, group_size=self.group, bits=self.bits
+        )
+
+    def mix_packed(self, p: mx.array, planes: Planes) -> mx.array:
+        packed, scales, biases = self._read(planes, mx.float32)
+        return mx.quantized_matmul(
+            p.astype(mx.float32), packed, scales, biases, transpose=False, group_size=self.group, bits=self.bits
+        )
+
+    def cut(self, planes: Planes, start: int, end: int) -> Planes:
+        return cut_plain(planes, start, end)
+
+    def join(self, a: Planes, b: Planes) -> Planes:
+        return join_plain(a, b)
+
+    def _read(self, planes: Planes, dtype: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
+        packed, scales, biases = self.yield_tuple(planes)
+        return packed, scales.astype(dtype), biases.astype(dtype)
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} or {numbers[-1]}"

@@ -1,0 +1,241 @@
+"""What every codec can do, and the planes that it makes.
+
+All arrays are [..., tokens, dim]; the leading axes (layers, heads) are any, and the same for queries and planes: a
+caller with grouped heads folds the group into the queries. Scores and mixes are float32, because `q . mean` of a
+centred codec can be hundreds of times larger than what distinguishes two tokens.
+
+Odd values are the same for all codecs but `raw`, which keeps every bit: NaN is stored as 0, and what float16 cannot
+hold as +-65504 (scales are float16). Only the vector that had them is coarser for it; nothing decodes to NaN or
+infinity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import mlx.core as mx
+
+from kvstrata.errors import ConfigError
+
+LARGEST = 65504.0  # of float16
+
+FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+HALF = (mx.float16,)
+WORDS = (mx.uint32,)
+
+
+class UnsupportedCodec(ConfigError):
+    """A codec, a version, a number of bits or a head_dim that this build cannot store."""
+
+
+class MismatchedPlanes(ConfigError):
+    """Arrays that do not belong together, or not to their codec."""
+
+
+class Extent(NamedTuple):
+    dim: int
+    num_tokens: int
+    num_segments: int
+
+
+class Plane(NamedTuple):
+    """What an array of a codec looks like: [..., rows, width]."""
+
+    rows: int
+    width: int
+    dtypes: tuple[mx.Dtype, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Planes:
+    """Consecutive tokens, encoded. Owns its memory."""
+
+    codec: Codec
+    arrays: Mapping[str, mx.array]  # by plane name
+    num_tokens: int
+    position: int  # of the first token, in its sequence
+    dim: int
+    segments: tuple[int, ...] = ()  # tokens under each mean, for a codec that has means
+
+    def __post_init__(self) -> None:
+        expected = self.codec.layout(Extent(self.dim, self.num_tokens, len(self.segments)))
+        if expected.keys() != self.arrays.keys():
+            raise MismatchedPlanes(
+                f"{self.name} has the planes {', '.join(expected)}, not {', '.join(self.arrays) or 'none'}."
+            )
+        for name, plane in expected.items():
+            _check_plane(f"Plane {name!r} of {self.name}", self.arrays[name], plane)
+        if len({array.shape[:-2] for array in self.arrays.values()}) > 1:
+            raise MismatchedPlanes(f"The planes of {self.name} differ in their leading axes.")
+        if self.segments and (min(self.segments) < 1 or sum(self.segments) != self.num_tokens):
+            raise MismatchedPlanes(f"Segments {self.segments} are not {self.num_tokens} tokens.")
+
+    @property
+    def name(self) -> str:
+        return self.codec.name
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        return self.codec.spec()
+
+    @property
+    def end(self) -> int:
+        return self.position + self.num_tokens
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        return next(iter(self.arrays.values())).shape[:-2]
+
+    @property
+    def num_values(self) -> int:
+        values = self.num_tokens * self.dim
+        for size in self.leading:
+            values *= size
+        return values
+
+    @property
+    def nbytes(self) -> int:
+        """Allocated: every array owns its memory and has no gaps."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def where(self) -> dict[str, Any]:
+        """JSON-able: all that the arrays and the spec do not say."""
+        return {
+            "position": self.position,
+            "num_tokens": self.num_tokens,
+            "dim": self.dim,
+            "segments": list(self.segments),
+        }
+
+
+class Codec(Protocol):
+    @property
+    def name(self) -> str:
+        """As in the settings: `planes:8`. Defaults are left out."""
+        ...
+
+    def spec(self) -> dict[str, Any]:
+        """JSON-able, with a version; `registry.from_spec` reads it."""
+        ...
+
+    def check(self, dim: int) -> None:
+        """Raise UnsupportedCodec if vectors of this size cannot be stored."""
+        ...
+
+    def layout(self, extent: Extent) -> dict[str, Plane]: ...
+
+    def bits_per_value(self, dim: int) -> float:
+        """Of long arrays, everything counted; `Planes.nbytes` says it of given ones."""
+        ...
+
+    def encode(self, x: mx.array, position: int = 0) -> Planes: ...
+
+    def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
+        """-> [..., tokens, dim]"""
+        ...
+
+    def scores(self, q: mx.array, planes: Planes) -> mx.array:
+        """q [..., queries, dim] against keys -> float32 [..., queries, tokens]"""
+        ...
+
+    def mix(self, p: mx.array, planes: Planes) -> mx.array:
+        """p [..., queries, tokens] with values -> float32 [..., queries, dim]"""
+        ...
+
+    def cut(self, planes: Planes, start: int, end: int) -> Planes:
+        """Tokens [start, end), counted from the first of `planes`. Encodes nothing anew; shares no memory."""
+        ...
+
+    def join(self, a: Planes, b: Planes) -> Planes:
+        """b follows a. Encodes nothing anew."""
+        ...
+
+
+def check_input(codec: Codec, x: mx.array, position: int) -> None:
+    if x.dtype not in FLOATS:
+        raise MismatchedPlanes(f"{codec.name} encodes float32, float16 and bfloat16, not {x.dtype}.")
+    if x.ndim < 2 or x.shape[-2] < 1:
+        raise MismatchedPlanes(f"{codec.name} encodes [..., tokens, dim] with at least one token, not {x.shape}.")
+    if position < 0:
+        raise MismatchedPlanes(f"A position is 0 or more, not {position}.")
+    codec.check(x.shape[-1])
+
+
+def check_queries(q: mx.array, planes: Planes, width: int) -> None:
+    if q.ndim < 2 or q.shape[:-2] != planes.leading or q.shape[-1] != width:
+        wanted = (*planes.leading, "any", width)
+        raise MismatchedPlanes(f"{planes.name} needs an array of shape {wanted} here, not {q.shape}.")
+
+
+def finite(x: mx.array) -> mx.array:
+    """float32, NaN as 0, within float16's range."""
+    x = x.astype(mx.float32)
+    return mx.clip(mx.where(mx.isnan(x), 0.0, x), -LARGEST, LARGEST)
+
+
+def half(x: mx.array) -> mx.array:
+    return mx.minimum(x, LARGEST).astype(mx.float16)
+
+
+def own(
+    codec: Codec, arrays: dict[str, mx.array], x: mx.array, position: int, segments: tuple[int, ...] = ()
+) -> Planes:
+    """Computed now, so that nothing keeps `x` alive."""
+    mx.eval(list(arrays.values()))
+    return Planes(codec, arrays, x.shape[-2], position, x.shape[-1], segments)
+
+
+def copy_rows(array: mx.array, start: int, end: int) -> mx.array:
+    """Rows [start, end) in memory of their own, bit for bit.
+
+    An operation on the bits, because `mx.contiguous` shares the parent's buffer where that is up to 16 KB larger.
+    """
+    bits = array.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[array.itemsize])
+    return (bits[..., start:end, :] | 0).view(array.dtype)
+
+
+def cut_rows(planes: Planes, start: int, end: int) -> dict[str, mx.array]:
+    check_range(planes, start, end)
+    return {name: copy_rows(array, start, end) for name, array in planes.arrays.items()}
+
+
+def check_range(planes: Planes, start: int, end: int) -> None:
+    if not 0 <= start < end <= planes.num_tokens:
+        raise MismatchedPlanes(f"Tokens {start} to {end} cannot be cut out of {planes.num_tokens}.")
+
+
+def cut_plain(planes: Planes, start: int, end: int) -> Planes:
+    """For codecs whose planes all have one row for each token."""
+    arrays = cut_rows(planes, start, end)
+    mx.eval(list(arrays.values()))
+    return Planes(planes.codec, arrays, end - start, planes.position + start, planes.dim)
+
+
+def check_neighbours(a: Planes, b: Planes) -> None:
+    if a.codec != b.codec:
+        raise MismatchedPlanes(f"{a.name} and {b.name} cannot be joined: step the higher one down first.")
+    if a.end != b.position:
+        raise MismatchedPlanes(f"Tokens from {b.position} on do not follow those that end at {a.end}.")
+    for name, array in a.arrays.items():
+        other = b.arrays[name]
+        if (array.shape[:-2], array.shape[-1], array.dtype) != (other.shape[:-2], other.shape[-1], other.dtype):
+            raise MismatchedPlanes(
+                f"Plane {name!r} of {a.name} cannot be joined: "
+                f"{array.shape} {array.dtype} and {other.shape} {other.dtype}."
+            )
+
+
+def join_plain(a: Planes, b: Planes) -> Planes:
+    check_neighbours(a, b)
+    arrays = {name: mx.concatenate([array, b.arrays[name]], axis=-2) for name, array in a.arrays.items()}
+    mx.eval(list(arrays.values()))
+    return Planes(a.codec, arrays, a.num_tokens + b.num_tokens, a.position, a.dim)
+
+
+def _check_plane(what: str, array: mx.array, plane: Plane) -> None:
+    if array.ndim < 2 or array.shape[-2:] != (plane.rows, plane.width):
+        raise MismatchedPlanes(f"{what} is [..., {plane.rows}, {plane.width}], not {array.shape}.")
+    if array.dtype not in plane.dtypes:
+        raise MismatchedPlanes(f"{what} is {' or '.join(map(str, plane.dtypes))}, not {array.dtype}.")

@@ -1,0 +1,119 @@
+"""Planes on a CPU: kernels of our own on MLX's memory, where MLX's quantized ones are slow.
+
+Needs numba (the extra `cpu`); `paths.active()` says whether it is there. Arrays are evaluated here: on a CPU nothing is
+lost by that. Results are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.codecs import segments as seg
+from kvstrata.codecs.rotation import block_of, rotate, rotate_back, sign_values
+
+# More queries than this (a prefill) are better served by decoding once and BLAS.
+FUSED_QUERIES = 16
+
+Codes = tuple[np.ndarray, np.ndarray, np.ndarray]  # top, next, low
+
+_NO_CRUMBS = np.empty((0, 0, 0), np.uint8)
+_NO_NIBBLES = np.empty((0, 0, 0), np.uint16)
+
+
+def encode_planes(x: mx.array, means: mx.array, segments: seg.Segments) -> tuple[dict[str, mx.array], mx.array]:
+    """float32 [..., tokens, dim] -> all three code planes, and scales"""
+    from kvstrata.codecs import cpu_kernels
+
+    mx.eval(x, means)
+    flat = _flat(np.asarray(x))
+    rows, tokens, dim = flat.shape
+    top, following = np.empty((2, rows, tokens, dim // 4), np.uint8)
+    low = np.empty((rows, tokens, dim // 4), np.uint16)
+    scales = np.empty((rows, tokens), np.float32)
+    centre = _flat(np.asarray(means).astype(np.float32))
+    cpu_kernels.encode_planes(
+        flat, centre, seg.ids(segments), sign_values(dim), block_of(dim), top, following, low, scales
+    )
+    shape = (*x.shape[:-1], -1)
+    words = {"top": top, "next": following, "low": low}
+    packed = {name: mx.array(plane.view(np.uint32).reshape(shape)) for name, plane in words.items()}
+    return packed, mx.array(scales.astype(np.float16).reshape(shape))
+
+
+def decode_planes(arrays: Mapping[str, mx.array], bits: int, segments: seg.Segments) -> mx.array:
+    """float32 [..., tokens, dim]"""
+    from kvstrata.codecs import cpu_kernels
+
+    codes, scales, means = _views(arrays, bits)
+    dim = means.shape[-1]
+    out = np.empty((*scales.shape, dim), np.float32)
+    cpu_kernels.decode_planes(*codes, scales, means, seg.ids(segments), sign_values(dim), block_of(dim), bits, out)
+    return _to_mlx(out, arrays["scales"].shape[:-1])
+
+
+def score_planes(q: mx.array, arrays: Mapping[str, mx.array], bits: int, segments: seg.Segments) -> mx.array:
+    """q [..., queries, dim] -> [..., queries, tokens]"""
+    from kvstrata.codecs import cpu_kernels
+
+    by_segment = q @ arrays["means"].astype(mx.float32).swapaxes(-1, -2)
+    # The kernels unpack four values of each word at a time: dims 0, 4, 8 ... come first, then 1, 5, 9 ...
+    permuted = mx.contiguous(rotate(q).reshape(*q.shape[:-1], -1, 4).swapaxes(-1, -2)).reshape(q.shape)
+    mx.eval(by_segment, permuted)
+    codes, scales, _ = _views(arrays, bits)
+    out = np.empty((scales.shape[0], q.shape[-2], scales.shape[1]), np.float32)
+    cpu_kernels.score_planes(
+        _flat(np.asarray(permuted)), _flat(np.asarray(by_segment)), *codes, scales, seg.ids(segments), bits, out
+    )
+    return _to_mlx(out, q.shape[:-1])
+
+
+def mix_planes(p: mx.array, arrays: Mapping[str, mx.array], bits: int, segments: seg.Segments) -> mx.array:
+    """p [..., queries, tokens] -> [..., queries, dim]"""
+    from kvstrata.codecs import cpu_kernels
+
+    mx.eval(p)
+    weights = _flat(np.ascontiguousarray(np.asarray(p)))
+    codes, scales, means = _views(arrays, bits)
+    dim = means.shape[-1]
+    chunks = -(-weights.shape[2] // cpu_kernels.CHUNK)
+    partial = np.zeros((weights.shape[0], chunks, weights.shape[1], dim), np.float32)
+    cpu_kernels.mix_planes(weights, *codes, scales, bits, partial)
+    mixed = partial.sum(axis=1).reshape(*p.shape[:-1], 4, dim // 4)
+    natural = mx.array(np.ascontiguousarray(mixed.swapaxes(-1, -2))).reshape(*p.shape[:-1], dim)
+    starts = np.cumsum((0, *segments[:-1]))
+    shares = mx.array(np.add.reduceat(weights, starts, axis=2).reshape(*p.shape[:-1], -1))
+    return rotate_back(natural) + shares @ arrays["means"].astype(mx.float32)
+
+
+def look_up(stream: mx.array, norms: mx.array, table: np.ndarray, dim: int) -> mx.array:
+    """uint8 [..., tokens, bytes], [..., tokens, 1] -> norm * table[code], float32 [..., tokens, dim]"""
+    from kvstrata.codecs import cpu_kernels
+
+    mx.eval(stream, norms)
+    octets = np.asarray(stream).reshape(-1, stream.shape[-1])
+    out = np.empty((octets.shape[0], dim), np.float32)
+    bits = len(table).bit_length() - 1
+    cpu_kernels.look_up(octets, np.asarray(norms).astype(np.float32).reshape(-1), table, bits, out)
+    return _to_mlx(out, stream.shape[:-1])
+
+
+def _views(arrays: Mapping[str, mx.array], bits: int) -> tuple[Codes, np.ndarray, np.ndarray]:
+    """(top, next, low), scales, means; all with one leading axis, planes that are not held empty."""
+    mx.eval(list(arrays.values()))
+    top = _flat(np.asarray(arrays["top"])).view(np.uint8)
+    following = _flat(np.asarray(arrays["next"])).view(np.uint8) if bits > 2 else _NO_CRUMBS
+    low = _flat(np.asarray(arrays["low"])).view(np.uint16) if bits > 4 else _NO_NIBBLES
+    scales = _flat(np.asarray(arrays["scales"]).astype(np.float32))[:, :, 0]
+    means = _flat(np.asarray(arrays["means"]).astype(np.float32))
+    return (top, following, low), np.ascontiguousarray(scales), means
+
+
+def _flat(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1, *array.shape[-2:])
+
+
+def _to_mlx(out: np.ndarray, leading: tuple[int, ...]) -> mx.array:
+    return mx.array(out.reshape(*leading, out.shape[-1]))

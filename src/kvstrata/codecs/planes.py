@@ -1,0 +1,251 @@
+"""`planes`: centred, rotated, progressive. The code of fewer bits is the upper part of the code of more.
+
+    code      8 bits = top crumb (2) | next crumb (2) | low nibble (4), each in a plane of its own
+    planes:8  top, next, low        planes:4  top, next        planes:2  top
+
+A value is (code - middle) * step * scale in the rotated basis: `scale` is the largest magnitude of the vector, the one
+float16 stored for it; `step` and `middle` follow from the bits. So each plane is also an affine array for
+`mx.quantized_matmul`, its scales and biases derived when read. Stepping down drops planes and touches no other.
+
+Vectors are centred on the mean of their segment (see segments.py), values as well as keys. A vector that is smaller,
+once centred, than float16's smallest number decodes to the mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from kvstrata.codecs import cpu, paths
+from kvstrata.codecs.base import (
+    HALF,
+    LARGEST,
+    WORDS,
+    Extent,
+    MismatchedPlanes,
+    Plane,
+    Planes,
+    UnsupportedCodec,
+    check_input,
+    check_neighbours,
+    check_queries,
+    check_range,
+    copy_rows,
+    finite,
+    half,
+    own,
+)
+from kvstrata.codecs.packing import pack, unpack
+from kvstrata.codecs.rotation import check_dim, rotate, rotate_back
+from kvstrata.codecs.segments import GROUP_TOKENS, Segments, cut_segments, means_of, segments_of, spread, sums
+
+
+class CodePlane(NamedTuple):
+    bits: int
+    scale: float  # of its affine reading, in units of the stored scale
+    bias: float
+
+
+# From the most significant on. Biases add up to what a code of that many planes needs.
+CODE_PLANES = {
+    "top": CodePlane(2, 1 / 2, -0.75),
+    "next": CodePlane(2, 1 / 8, 0.5 / 8 - 0.25),
+    "low": CodePlane(4, 1 / 128, 0.5 / 128 - 0.5 / 8),
+}
+HELD = {8: ("top", "next", "low"), 4: ("top", "next"), 2: ("top",)}
+# Groups of `mx.quantized_matmul`, the best first. None divides 80: that is decoded.
+PRODUCT_GROUPS = (128, 64, 32)
+
+
+@dataclass(frozen=True)
+class PlanesCodec:
+    bits: int
+
+    def __post_init__(self) -> None:
+        if self.bits not in HELD:
+            raise UnsupportedCodec(f"planes has 8, 4 or 2 bits, not {self.bits}.")
+
+    @property
+    def name(self) -> str:
+        return f"planes:{self.bits}"
+
+    def spec(self) -> dict[str, Any]:
+        return {"codec": "planes", "version": 1, "bits": self.bits}
+
+    def check(self, dim: int) -> None:
+        check_dim(self.name, dim)
+
+    def layout(self, extent: Extent) -> dict[str, Plane]:
+        dim, num_tokens, num_segments = extent
+        codes = {name: Plane(num_tokens, dim * CODE_PLANES[name].bits // 32, WORDS) for name in HELD[self.bits]}
+        return {**codes, "scales": Plane(num_tokens, 1, HALF), "means": Plane(num_segments, dim, HALF)}
+
+    def bits_per_value(self, dim: int) -> float:
+        return self.bits + 16 / dim + 16 / GROUP_TOKENS
+
+    def encode(self, x: mx.array, position: int = 0) -> Planes:
+        check_input(self, x, position)
+        segments = segments_of(position, x.shape[-2])
+        # A vector with something odd in it must not move the mean of the others.
+        means = means_of(mx.where(mx.abs(x) <= LARGEST, x.astype(mx.float32), 0.0), segments).astype(mx.float16)
+        if paths.active() == "kernels":
+            codes, scales = cpu.encode_planes(finite(x), means, segments)
+        else:
+            codes, scales = encode_stock(finite(x), means, segments)
+        arrays = {name: codes[name] for name in HELD[self.bits]}
+        return own(self, {**arrays, "scales": scales, "means": means}, x, position, segments)
+
+    def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
+        if paths.active() == "kernels":
+            return cpu.decode_planes(planes.arrays, self.bits, planes.segments).astype(dtype)
+        return self.decode_stock(planes).astype(dtype)
+
+    def scores(self, q: mx.array, planes: Planes) -> mx.array:
+        check_queries(q, planes, planes.dim)
+        if paths.active() == "kernels" and q.shape[-2] <= cpu.FUSED_QUERIES:
+            return cpu.score_planes(q.astype(mx.float32), planes.arrays, self.bits, planes.segments)
+        if paths.active() == "packed" and _product_group(planes.dim):
+            return self.scores_packed(q, planes)
+        return q.astype(mx.float32) @ self.decode(planes, mx.float32).swapaxes(-1, -2)
+
+    def mix(self, p: mx.array, planes: Planes) -> mx.array:
+        check_queries(p, planes, planes.num_tokens)
+        if paths.active() == "kernels" and p.shape[-2] <= cpu.FUSED_QUERIES:
+            return cpu.mix_planes(p.astype(mx.float32), planes.arrays, self.bits, planes.segments)
+        if paths.active() == "packed" and _product_group(planes.dim):
+            return self.mix_packed(p, planes)
+        return p.astype(mx.float32) @ self.decode(planes, mx.float32)
+
+    def decode_stock(self, planes: Planes) -> mx.array:
+        scales = planes.arrays["scales"].astype(mx.float32)
+        y = mx.zeros((*planes.leading, planes.num_tokens, planes.dim), mx.float32)
+        for name in HELD[self.bits]:
+            bits, scale, bias = CODE_PLANES[name]
+            y = y + unpack(planes.arrays[name], bits).astype(mx.float32) * scale + bias
+        return rotate_back(y * scales) + spread(_means(planes), planes.segments, axis=-2)
+
+    def scores_packed(self, q: mx.array, planes: Planes) -> mx.array:
+        q = q.astype(mx.float32)
+        by_segment = q @ _means(planes).swapaxes(-1, -2)
+        rotated = rotate(q)
+        products = [_product(rotated, planes, name, transpose=True) for name in HELD[self.bits]]
+        return sum(products, start=spread(by_segment, planes.segments, axis=-1))
+
+    def mix_packed(self, p: mx.array, planes: Planes) -> mx.array:
+        p = p.astype(mx.float32)
+        products = [_product(p, planes, name, transpose=False) for name in HELD[self.bits]]
+        return rotate_back(sum(products[1:], start=products[0])) + sums(p, planes.segments) @ _means(planes)
+
+    def cut(self, planes: Planes, start: int, end: int) -> Planes:
+        check_range(planes, start, end)
+        segments, first, last = cut_segments(planes.segments, start, end)
+        arrays = {
+            name: copy_rows(array, first, last) if name == "means" else copy_rows(array, start, end)
+            for name, array in planes.arrays.items()
+        }
+        mx.eval(list(arrays.values()))
+        return Planes(self, arrays, end - start, planes.position + start, planes.dim, segments)
+
+    def join(self, a: Planes, b: Planes) -> Planes:
+        check_neighbours(a, b)
+        arrays = {name: mx.concatenate([array, b.arrays[name]], axis=-2) for name, array in a.arrays.items()}
+        segments = (*a.segments, *b.segments)
+        if _one_group(a, b):
+            boundary = len(a.segments)
+            arrays["means"] = mx.concatenate([a.arrays["means"], b.arrays["means"][..., 1:, :]], axis=-2)
+            segments = (*a.segments[:-1], a.segments[-1] + b.segments[0], *segments[boundary + 1 :])
+        mx.eval(list(arrays.values()))
+        return Planes(self, arrays, a.num_tokens + b.num_tokens, a.position, a.dim, segments)
+
+
+@dataclass(frozen=True, eq=False)
+class Moved:
+    """Planes that a step down took away, to be dropped, kept elsewhere, or put back."""
+
+    bits: int  # of the codes that they were part of
+    arrays: dict[str, mx.array]
+    num_tokens: int
+    position: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays.values())
+
+
+class Stepped(NamedTuple):
+    kept: Planes
+    moved: Moved
+
+
+def step_down(planes: Planes, bits: int) -> Stepped:
+    """The arrays that stay are the same objects. They are exactly what encoding with `bits` would have made."""
+    held = _progressive(planes).bits
+    if bits not in HELD or bits >= held:
+        lower = [f"{fewer}" for fewer in HELD if fewer < held]
+        raise UnsupportedCodec(f"{planes.name} steps down to {' or '.join(lower) or 'nothing'}, not to {bits} bits.")
+    gone = {name: planes.arrays[name] for name in HELD[held] if name not in HELD[bits]}
+    stay = {name: array for name, array in planes.arrays.items() if name not in gone}
+    kept = Planes(PlanesCodec(bits), stay, planes.num_tokens, planes.position, planes.dim, planes.segments)
+    return Stepped(kept, Moved(held, gone, planes.num_tokens, planes.position))
+
+
+def restore(planes: Planes, moved: Moved) -> Planes:
+    """The reverse, bit for bit. Steps are undone in the reverse order, over the same tokens."""
+    held = _progressive(planes).bits
+    if moved.bits not in HELD or {*HELD[held], *moved.arrays} != {*HELD[moved.bits]}:
+        raise MismatchedPlanes(
+            f"{planes.name} and the planes {', '.join(moved.arrays)} do not make planes:{moved.bits}. "
+            "Put back first what was taken last."
+        )
+    if (moved.position, moved.num_tokens) != (planes.position, planes.num_tokens):
+        raise MismatchedPlanes(
+            f"Planes of tokens {moved.position} to {moved.position + moved.num_tokens} cannot be put back "
+            f"on tokens {planes.position} to {planes.end}."
+        )
+    arrays = {**planes.arrays, **moved.arrays}
+    return Planes(PlanesCodec(moved.bits), arrays, planes.num_tokens, planes.position, planes.dim, planes.segments)
+
+
+def _progressive(planes: Planes) -> PlanesCodec:
+    if not isinstance(planes.codec, PlanesCodec):
+        raise UnsupportedCodec(f"{planes.name} has no planes to drop. Decode it and encode it as planes.")
+    return planes.codec
+
+
+def encode_stock(x: mx.array, means: mx.array, segments: Segments) -> tuple[dict[str, mx.array], mx.array]:
+    y = rotate(x - spread(means.astype(mx.float32), segments, axis=-2))
+    scales = half(mx.max(mx.abs(y), axis=-1, keepdims=True))
+    # Codes belong to the scale as it is stored, so its rounding costs nothing.
+    unit = y / mx.where(scales == 0, 1.0, scales.astype(mx.float32))
+    code = mx.clip(mx.floor((unit + 1) * 128), 0, 255).astype(mx.uint32)
+    return {"top": pack(code >> 6, 2), "next": pack((code >> 4) & 3, 2), "low": pack(code & 15, 4)}, scales
+
+
+def _means(planes: Planes) -> mx.array:
+    return planes.arrays["means"].astype(mx.float32)
+
+
+def _product_group(dim: int) -> int | None:
+    return next((group for group in PRODUCT_GROUPS if dim % group == 0), None)
+
+
+def _product(x: mx.array, planes: Planes, name: str, *, transpose: bool) -> mx.array:
+    """One plane as the affine array that it is."""
+    group = _product_group(planes.dim)
+    if group is None:
+        raise UnsupportedCodec(f"MLX's quantized products need a head_dim that 32 divides, not {planes.dim}.")
+    bits, scale, bias = CODE_PLANES[name]
+    shape = (*planes.leading, planes.num_tokens, planes.dim // group)
+    scales = mx.contiguous(mx.broadcast_to(planes.arrays["scales"].astype(mx.float32), shape))
+    return mx.quantized_matmul(
+        x, planes.arrays[name], scales * scale, scales * bias, transpose=transpose, group_size=group, bits=bits
+    )
+
+
+def _one_group(a: Planes, b: Planes) -> bool:
+    """Whether the last segment of a and the first of b are pieces of one that was cut."""
+    if b.position % GROUP_TOKENS == 0:
+        return False
+    return bool(mx.array_equal(a.arrays["means"][..., -1, :], b.arrays["means"][..., 0, :]))

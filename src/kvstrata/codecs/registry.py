@@ -1,0 +1,86 @@
+"""Names of precisions, and specs, to codecs.
+
+    raw | affine:B[:gG] | rotated:B | planes:B      as in the settings; `affine:8` has groups of 64
+    f16, bf16 = raw, q8_0 = planes:8, q4_0 = planes:4      llama.cpp's words
+
+Going on disk: `codec.spec()` and `planes.where()` are JSON, `planes.arrays` the bytes; `planes_from` puts them together
+again and refuses what does not fit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.codecs.affine import DEFAULT_GROUP, AffineCodec
+from kvstrata.codecs.base import Codec, MismatchedPlanes, Planes, UnsupportedCodec
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.rotated import RotatedCodec
+
+NAMES = "raw, affine:8 (or 6, 5, 4, 3, 2; :g32 or :g128), rotated:4 (3, 2), planes:8 (4, 2)"
+LLAMA_CPP = {"f16": "raw", "bf16": "raw", "q8_0": "planes:8", "q4_0": "planes:4"}
+
+_NAME = re.compile(r"(raw|affine|rotated|planes)(?::(\d+))?(?::g(\d+))?")
+_FIELDS = {"raw": (), "affine": ("bits", "group"), "rotated": ("bits",), "planes": ("bits",)}
+_VERSION = 1
+
+
+def parse(name: str) -> Codec:
+    """For settings, before a model is known. `str(codec.name)` is the way back."""
+    family, bits, group = _parts(name)
+    if family == "raw":
+        return RawCodec()
+    if family == "affine":
+        return AffineCodec(bits, group or DEFAULT_GROUP)
+    return RotatedCodec(bits) if family == "rotated" else PlanesCodec(bits)
+
+
+def parse_for(name: str, head_dim: int) -> Codec:
+    """The codec for vectors of this size: `affine` without a group takes 64 where that divides, else 32."""
+    codec = parse(name)
+    if isinstance(codec, AffineCodec) and _parts(name)[2] is None and head_dim % codec.group:
+        codec = AffineCodec(codec.bits, 32)
+    codec.check(head_dim)
+    return codec
+
+
+def from_spec(spec: Mapping[str, Any]) -> Codec:
+    family, version = spec.get("codec"), spec.get("version")
+    if not isinstance(family, str) or family not in _FIELDS:
+        raise UnsupportedCodec(f"This version knows no codec {family!r}; it knows {', '.join(_FIELDS)}.")
+    if version != _VERSION:
+        raise UnsupportedCodec(f"This version reads {family} of version {_VERSION}, not {version!r}.")
+    fields = {name: spec.get(name) for name in _FIELDS[family]}
+    for name, value in fields.items():
+        if type(value) is not int:
+            raise UnsupportedCodec(f"A spec of {family} needs {name!r} as a whole number, not {value!r}.")
+    types = {"raw": RawCodec, "affine": AffineCodec, "rotated": RotatedCodec, "planes": PlanesCodec}
+    return types[family](**fields)
+
+
+def planes_from(spec: Mapping[str, Any], where: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Planes:
+    numbers = [where.get(name) for name in ("num_tokens", "position", "dim")]
+    segments = where.get("segments")
+    if not isinstance(segments, list) or any(type(number) is not int or number < 0 for number in [*numbers, *segments]):
+        raise MismatchedPlanes(f"Planes need num_tokens, position, dim and segments, not {dict(where)}.")
+    codec = from_spec(spec)
+    codec.check(where["dim"])
+    return Planes(codec, dict(arrays), where["num_tokens"], where["position"], where["dim"], tuple(segments))
+
+
+def _parts(name: str) -> tuple[str, int, int | None]:
+    found = _NAME.fullmatch(LLAMA_CPP.get(name, name))
+    if found is None:
+        raise UnsupportedCodec(f"Unknown precision {name!r}. Use one of: {NAMES}; or f16, bf16, q8_0, q4_0.")
+    family, bits, group = found.groups()
+    if (family == "raw") != (bits is None):
+        raise UnsupportedCodec(
+            f"{name!r}: {'raw has no bits' if bits else 'the bits are missing'}. Use one of: {NAMES}."
+        )
+    if group is not None and family != "affine":
+        raise UnsupportedCodec(f"{name!r}: only affine has groups.")
+    return family, int(bits or 0), int(group) if group else None

@@ -1,0 +1,61 @@
+"""Which tokens share a mean: groups of 256, aligned to the position in the sequence.
+
+A piece of a group keeps the group's mean, and pieces that were encoded apart keep theirs when joined, so a cut or a
+join never encodes anew. Segments are therefore counted out (tokens under each mean), not derived from the position.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+
+GROUP_TOKENS = 256
+
+Segments = tuple[int, ...]
+
+
+def segments_of(position: int, num_tokens: int) -> Segments:
+    first = min(num_tokens, GROUP_TOKENS - position % GROUP_TOKENS)
+    whole, last = divmod(num_tokens - first, GROUP_TOKENS)
+    return (first, *([GROUP_TOKENS] * whole), *([last] if last else []))
+
+
+def ids(segments: Segments) -> np.ndarray:
+    """int32 [tokens]: each token's segment."""
+    return np.repeat(np.arange(len(segments), dtype=np.int32), segments)
+
+
+def means_of(x: mx.array, segments: Segments) -> mx.array:
+    """float32 [..., tokens, dim] -> [..., segments, dim]"""
+    first, end = segments[0], sum(segments)
+    whole = (end - first) // GROUP_TOKENS * GROUP_TOKENS
+    means = [mx.mean(x[..., :first, :], axis=-2, keepdims=True)]
+    if whole:
+        groups = x[..., first : first + whole, :].reshape(*x.shape[:-2], -1, GROUP_TOKENS, x.shape[-1])
+        means.append(mx.mean(groups, axis=-2))
+    if first + whole < end:
+        means.append(mx.mean(x[..., first + whole :, :], axis=-2, keepdims=True))
+    return mx.concatenate(means, axis=-2)
+
+
+def spread(by_segment: mx.array, segments: Segments, axis: int) -> mx.array:
+    """One entry for each segment -> one for each token."""
+    if len(segments) == 1:
+        return by_segment  # broadcasts
+    return mx.take(by_segment, mx.array(ids(segments)), axis=axis)
+
+
+def sums(p: mx.array, segments: Segments) -> mx.array:
+    """[..., tokens] -> [..., segments]"""
+    starts = np.cumsum((0, *segments)).tolist()
+    return mx.stack([mx.sum(p[..., a:b], axis=-1) for a, b in pairwise(starts)], axis=-1)
+
+
+def cut_segments(segments: Segments, start: int, end: int) -> tuple[Segments, int, int]:
+    """What tokens [start, end) keep: their segments, and the range [first, last) of these among all."""
+    bounds = np.cumsum((0, *segments)).tolist()
+    kept = [(i, min(bounds[i + 1], end) - max(bounds[i], start)) for i in range(len(segments))]
+    kept = [(i, num_tokens) for i, num_tokens in kept if num_tokens > 0]
+    return tuple(num_tokens for _, num_tokens in kept), kept[0][0], kept[-1][0] + 1

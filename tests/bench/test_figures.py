@@ -1,0 +1,89 @@
+"""Every figure on a tiny model: the fields that programs rely on, and what must hold whatever the machine."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvstrata.bench import quality
+from kvstrata.bench.engine import compare
+from kvstrata.bench.plots import plot_quality
+from kvstrata.bench.server import measure as measure_server
+from kvstrata.cli.bench import app
+from kvstrata.engine.engine import Engine
+from kvstrata.engine.limits import Limits
+from kvstrata.errors import ConfigError
+from kvstrata.metrics import Metrics
+from tests.tiny import VOCAB, tiny_loaded
+
+GIB = 1 << 30
+
+
+def text(num_tokens: int) -> list[int]:
+    rng = random.Random(0)
+    return [rng.randrange(VOCAB) for _ in range(num_tokens)]
+
+
+def test_engine_figures_have_both_rates_and_the_same_tokens() -> None:
+    loaded = tiny_loaded("llama")
+    engine = Engine(loaded, Limits(), Metrics())
+    engine.start()
+    try:
+        figures = compare(loaded, engine, batches=(1, 2), reply_tokens=6, rounds=1).as_json()
+    finally:
+        engine.stop()
+    assert set(figures["batch"]) == {"1", "2"}
+    for row in (*figures["batch"].values(), figures["prefill"]):
+        assert row["ours_tokens_s"] > 0
+        assert row["mlx_lm_tokens_s"] > 0
+        assert row["ratio"] == pytest.approx(row["ours_tokens_s"] / row["mlx_lm_tokens_s"])
+        assert row["same_tokens"] == 1.0
+
+
+def test_server_figures_come_from_a_real_server() -> None:
+    figures = measure_server(tiny_loaded("llama"), memory_bytes=4 * GIB, streams=2, reply_tokens=4, rounds=1)
+    assert figures.streams == 2
+    assert figures.http_tokens_s > 0
+    assert figures.overhead == pytest.approx(figures.engine_tokens_s / figures.http_tokens_s - 1)
+
+
+def test_quality_of_full_precision_is_perfect_and_falls_with_the_bits() -> None:
+    protocol = quality.Protocol((("planes:8", "planes:8"), ("planes:2", "planes:2")), (64,), 1)
+    rows = quality.measure(tiny_loaded("llama"), text(400), protocol)
+    assert [(row.mode, row.k) for row in rows] == [
+        (mode, k) for mode in ("prefill", "decode") for k in ("raw", "planes:8", "planes:2")
+    ]
+    for raw, fine, coarse in (rows[:3], rows[3:]):
+        assert raw.kl_mean == 0
+        assert raw.top1 == 1
+        assert fine.kl_mean < coarse.kl_mean
+        assert coarse.bits_per_value < fine.bits_per_value < raw.bits_per_value
+        assert fine.ppl == pytest.approx(raw.ppl, rel=1e-2)
+
+
+def test_quality_refuses_what_it_cannot_measure() -> None:
+    with pytest.raises(ConfigError, match="longer --text"):
+        quality.measure(tiny_loaded("llama"), text(100))
+    with pytest.raises(ConfigError, match="full attention"):
+        quality.measure(tiny_loaded("gemma3_text"), text(2000))
+
+
+def test_a_plot_is_written(tmp_path: Path) -> None:
+    protocol = quality.Protocol((("planes:8", "planes:4"),), (32,), 1)
+    plot_quality(quality.measure(tiny_loaded("llama"), text(200), protocol), tmp_path / "quality.png")
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_json_is_one_value_and_nothing_else() -> None:
+    command = ["kv-cache", "--layers", "2", "--seq-len", "32", "--heads", "2", "--head-dim", "64", "--json"]
+    result = CliRunner().invoke(app, [*command, "--codecs", "raw,planes:4"])
+    assert result.exit_code == 0
+    rows = json.loads(result.stdout)
+    assert [row["codec"] for row in rows] == ["raw", "planes:4"]
+    # Against 16 bits, and as much as is really allocated.
+    assert rows[0]["full_bytes"] == 2 * 2 * 2 * 32 * 64 * 2
+    assert rows[1]["allocated_bytes"] == pytest.approx(rows[1]["nbytes"], rel=0.02)

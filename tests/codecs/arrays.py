@@ -1,0 +1,37 @@
+"""Keys as models make them: a few channels far from zero, and far larger than the others."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
+AFFINE = tuple(f"affine:{bits}{group}" for bits in (8, 6, 5, 4, 3, 2) for group in ("", ":g32", ":g128"))
+NAMES = ("raw", *AFFINE, "rotated:4", "rotated:3", "rotated:2", "planes:8", "planes:4", "planes:2")
+
+
+def keys(*shape: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> mx.array:
+    noise, channels = mx.random.split(mx.random.key(seed))
+    dim = shape[-1]
+    outlier = mx.random.uniform(shape=(dim,), key=channels) < 0.04
+    x = mx.random.normal(shape, key=noise) * mx.where(outlier, 4.0, 1.0) + mx.where(outlier, 12.0, 0.0)
+    x = x.astype(dtype)
+    mx.eval(x)
+    return x
+
+
+def relative_error(found: mx.array, wanted: mx.array) -> float:
+    wanted = wanted.astype(mx.float32)
+    return float(mx.linalg.norm(found.astype(mx.float32) - wanted) / mx.linalg.norm(wanted))
+
+
+def same_bits(a: mx.array, b: mx.array) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    words = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[a.itemsize]
+    return bool(mx.array_equal(a.view(words), b.view(words)))
+
+
+def allocated() -> int:
+    """By arrays that are alive: they go with their last reference, so there is no garbage to collect."""
+    mx.clear_cache()
+    return mx.get_active_memory()

@@ -1,0 +1,161 @@
+"""Stepping down and back, the three ways to read planes, and what centring is worth."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.codecs import cpu, paths
+from kvstrata.codecs.base import MismatchedPlanes, UnsupportedCodec, finite
+from kvstrata.codecs.planes import HELD, Moved, PlanesCodec, encode_stock, restore, step_down
+from kvstrata.codecs.registry import parse
+from kvstrata.codecs.segments import means_of, segments_of
+from tests.codecs.arrays import HEAD_DIMS, allocated, keys, relative_error, same_bits
+
+STEPS = [(8, 4), (8, 2), (4, 2)]
+
+needs_kernels = pytest.mark.skipif(paths.active() != "kernels", reason="a CPU with numba has kernels to compare")
+
+
+@pytest.mark.parametrize(("high", "low"), STEPS)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_a_step_down_leaves_what_stays_alone(high: int, low: int, dim: int) -> None:
+    planes = PlanesCodec(high).encode(keys(2, 300, dim), position=77)
+    kept, moved = step_down(planes, low)
+    assert kept.name == f"planes:{low}"
+    assert all(kept.arrays[name] is planes.arrays[name] for name in kept.arrays)
+    assert set(kept.arrays) | set(moved.arrays) == set(planes.arrays)
+    assert kept.nbytes + moved.nbytes == planes.nbytes
+    direct = PlanesCodec(low).encode(keys(2, 300, dim), position=77)
+    assert relative_error(PlanesCodec(low).decode(kept, mx.float32), PlanesCodec(low).decode(direct, mx.float32)) < 1e-6
+
+
+def test_a_step_down_frees_what_it_says() -> None:
+    planes = PlanesCodec(8).encode(keys(8, 2048, 128))
+    before = allocated()
+    expected = step_down(planes, 4).moved.nbytes
+    planes = step_down(planes, 4).kept
+    assert abs(before - allocated() - expected) <= 0.02 * expected
+
+
+@settings(max_examples=25)
+@given(num_tokens=st.integers(1, 600), position=st.integers(0, 600), direct=st.booleans())
+def test_what_was_moved_comes_back_bit_for_bit(num_tokens: int, position: int, direct: bool) -> None:
+    planes = PlanesCodec(8).encode(keys(2, num_tokens, 64), position)
+    if direct:
+        kept, moved = step_down(planes, 2)
+        back = restore(kept, moved)
+    else:
+        four, low = step_down(planes, 4)
+        two, following = step_down(four, 2)
+        back = restore(restore(two, following), low)
+    assert back.name == "planes:8"
+    assert back.where() == planes.where()
+    assert all(back.arrays[name] is array for name, array in planes.arrays.items())
+
+
+def test_planes_are_put_back_only_where_they_belong() -> None:
+    codec = PlanesCodec(8)
+    four, low = step_down(codec.encode(keys(2, 300, 64)), 4)
+    two, _ = step_down(four, 2)
+    with pytest.raises(MismatchedPlanes, match="taken last"):
+        restore(two, low)
+    with pytest.raises(MismatchedPlanes, match="cannot be put back"):
+        restore(four.codec.cut(four, 0, 299), low)
+    with pytest.raises(MismatchedPlanes, match="'low'"):
+        restore(four, Moved(8, {"low": low.arrays["low"][..., :-1]}, 300, 0))
+    for bits in (8, 5, 0):
+        with pytest.raises(UnsupportedCodec, match="steps down to 2, not"):
+            step_down(four, bits)
+    with pytest.raises(UnsupportedCodec, match="nothing"):
+        step_down(two, 2)
+    raw = parse("raw")
+    with pytest.raises(UnsupportedCodec, match="no planes to drop"):
+        step_down(raw.encode(keys(2, 3, 64)), 4)
+
+
+@pytest.mark.parametrize("bits", HELD)
+@pytest.mark.parametrize("dim", [dim for dim in HEAD_DIMS if dim % 32 == 0])
+def test_each_plane_is_an_affine_array(bits: int, dim: int) -> None:
+    codec = PlanesCodec(bits)
+    planes = codec.encode(keys(2, 301, dim), position=200)
+    q = mx.random.normal((2, 3, dim), key=mx.random.key(1))
+    p = mx.softmax(mx.random.normal((2, 3, 301), key=mx.random.key(2)), axis=-1)
+    dense = codec.decode_stock(planes)
+    assert relative_error(codec.scores_packed(q, planes), q @ dense.swapaxes(-1, -2)) < 2e-5
+    assert relative_error(codec.mix_packed(p, planes), p @ dense) < 2e-5
+
+
+def test_packed_products_need_groups_of_32() -> None:
+    planes = PlanesCodec(8).encode(keys(2, 3, 80))
+    with pytest.raises(UnsupportedCodec, match="32 divides, not 80"):
+        PlanesCodec(8).scores_packed(keys(2, 1, 80), planes)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_kernels_make_what_stock_operations_make(dim: int) -> None:
+    x = keys(2, 301, dim)
+    segments = segments_of(100, 301)
+    means = means_of(x, segments).astype(mx.float16)
+    ours, our_scales = cpu.encode_planes(finite(x), means, segments)
+    stock, stock_scales = encode_stock(finite(x), means, segments)
+    # A sum in another order may round a scale to its neighbour in float16.
+    assert relative_error(our_scales, stock_scales) < 1e-4
+    for bits in HELD:
+        arrays = {"scales": stock_scales, "means": means}
+        held = {name: stock[name] for name in HELD[bits]}
+        mine = {name: ours[name] for name in HELD[bits]}
+        a = cpu.decode_planes({**mine, "scales": our_scales, "means": means}, bits, segments)
+        b = cpu.decode_planes({**held, **arrays}, bits, segments)
+        assert float(mx.mean(mx.abs(a - b) > 1e-4)) < 0.02
+    planes = PlanesCodec(8).encode(x, 100)
+    assert relative_error(PlanesCodec(8).decode(planes, mx.float32), PlanesCodec(8).decode_stock(planes)) < 1e-6
+
+
+def test_a_piece_keeps_the_mean_of_its_group() -> None:
+    codec = PlanesCodec(4)
+    planes = codec.encode(keys(2, 700, 64), position=200)
+    assert planes.segments == (56, 256, 256, 132)
+    piece = codec.cut(planes, 100, 320)
+    assert piece.segments == (212, 8)
+    assert same_bits(piece.arrays["means"], planes.arrays["means"][:, 1:3])
+
+
+def test_pieces_that_were_encoded_apart_keep_their_means() -> None:
+    codec = PlanesCodec(4)
+    joined = codec.join(codec.encode(keys(2, 100, 64)), codec.encode(keys(2, 200, 64, seed=1), 100))
+    assert joined.segments == (100, 156, 44)
+
+
+def test_centring_is_what_makes_four_bits_work() -> None:
+    x = keys(4, 512, 128)
+    planes, rotated = PlanesCodec(4), parse("rotated:4")
+    ours = relative_error(planes.decode(planes.encode(x), mx.float32), x)
+    assert ours < 0.6 * relative_error(rotated.decode(rotated.encode(x), mx.float32), x)
+
+
+def test_golden_planes_decode_to_what_they_always_did() -> None:
+    """The format, from bytes written down: version 1 must read them like this for ever."""
+    words = {"top": [0xE4E4E4E4], "next": [0x1B1B1B1B], "low": [0x76543210, 0xFEDCBA98]}
+    arrays = {name: mx.array([value], mx.uint32) for name, value in words.items()}
+    arrays |= {"scales": mx.array([[2.0]], mx.float16), "means": mx.array([[0.5] * 16], mx.float16)}
+    codes = np.array([(d % 4) * 64 + (3 - d % 4) * 16 + d for d in range(16)])
+    rotated = ((codes + 0.5) / 128 - 1) * 2
+    hadamard = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]) / 4
+    signs = np.array([1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, -1, -1, 1, 1, -1])
+    found = parse("planes:8")
+    planes = restore(step_down(_planes(arrays), 2).kept, step_down(_planes(arrays), 2).moved)
+    np.testing.assert_allclose(
+        np.asarray(found.decode(planes, mx.float32))[0], hadamard @ rotated * signs + 0.5, atol=1e-5
+    )
+
+
+def _planes(arrays: dict[str, mx.array]):
+    from kvstrata.codecs.registry import planes_from
+
+    where = {"position": 0, "num_tokens": 1, "dim": 16, "segments": [1]}
+    return planes_from({"codec": "planes", "version": 1, "bits": 8}, where, arrays)
