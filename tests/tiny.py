@@ -118,11 +118,11 @@ def tiny_config(architecture: str) -> dict[str, Any]:
     return {**_COMMON, **_SPECIFIC[architecture], "model_type": architecture}
 
 
-def tiny_module(architecture: str, *, seed: int = 0) -> Any:
-    """A float32 model with random weights, the same for the same seed."""
+def tiny_module(architecture: str, *, seed: int = 0, **overrides: Any) -> Any:
+    """A float32 model with random weights, the same for the same seed. `overrides` go into its config."""
     arch = importlib.import_module(f"mlx_lm.models.{architecture}")
     mx.random.seed(seed)
-    model = arch.Model(arch.ModelArgs.from_dict(tiny_config(architecture)))
+    model = arch.Model(arch.ModelArgs.from_dict({**tiny_config(architecture), **overrides}))
     model.update(
         tree_map(lambda a: a.astype(mx.float32) if mx.issubdtype(a.dtype, mx.floating) else a, model.parameters())
     )

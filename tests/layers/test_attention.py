@@ -6,7 +6,8 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.layers import cpu
-from kvstrata.layers.attention import Part, Parts, attend
+from kvstrata.layers.attention import attend
+from kvstrata.layers.parts import Parts, RawPart
 from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
 
@@ -132,6 +133,6 @@ def test_a_ring_has_its_full_size_from_the_first_token_on(keep: int) -> None:
 
 
 def test_a_part_is_the_beginning_of_its_buffer() -> None:
-    part = Part(random_tokens(1, 10, 4), random_tokens(1, 10, 6), 3)
+    part = RawPart(random_tokens(1, 10, 4), random_tokens(1, 10, 6), 3)
     assert part.k.shape == (1, 1, 3, 4)
     assert part.v.shape == (1, 1, 3, 6)

@@ -9,48 +9,13 @@ the same process, and layers that share another layer's keys need no cache of th
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import base
 
 from kvstrata.layers import cpu
-
-
-@dataclass(frozen=True)
-class Part:
-    """A run of tokens of one sequence in one layer: the first `num_tokens` of a buffer."""
-
-    k_buffer: mx.array  # [1, kv_heads, size, k_dim]
-    v_buffer: mx.array  # [1, kv_heads, size, v_dim]
-    num_tokens: int
-
-    @property
-    def k(self) -> mx.array:
-        return _first(self.k_buffer, self.num_tokens)
-
-    @property
-    def v(self) -> mx.array:
-        return _first(self.v_buffer, self.num_tokens)
-
-
-def _first(buffer: mx.array, num_tokens: int) -> mx.array:
-    return buffer if buffer.shape[2] == num_tokens else buffer[:, :, :num_tokens]
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What attention reads: for each row of the batch its parts, oldest first. Stands for keys and for values."""
-
-    rows: tuple[tuple[Part, ...], ...]
-
-    def joined(self) -> tuple[mx.array, mx.array]:
-        """The only row's keys and values as plain arrays."""
-        (row,) = self.rows
-        if len(row) == 1:
-            return row[0].k, row[0].v
-        return mx.concatenate([part.k for part in row], axis=2), mx.concatenate([part.v for part in row], axis=2)
+from kvstrata.layers.parts import Part, Parts, RawPart
 
 
 def attend(
@@ -71,7 +36,7 @@ def attend(
     if queries.shape[2] == 1 and mask is None:
         return _decode(queries, keys, scale, sinks)
     # Prefill, one row. What has to be joined for it is scratch for one layer, gone before the next one needs its own.
-    k, v = keys.joined()
+    k, v = keys.joined(queries)
     if mask == "causal" and sinks is None and cpu.fits(queries, k, v):
         return cpu.prefill(queries, k, v, scale)
     return mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
@@ -85,16 +50,17 @@ def _decode(queries: mx.array, keys: Parts, scale: float, sinks: mx.array | None
 
 
 def _decode_row(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.array | None) -> mx.array:
-    if len(parts) == 1:
-        return mx.fast.scaled_dot_product_attention(q, parts[0].k, parts[0].v, scale=scale, sinks=sinks)
+    only = parts[0] if len(parts) == 1 else None
+    if isinstance(only, RawPart):
+        return mx.fast.scaled_dot_product_attention(q, only.k, only.v, scale=scale, sinks=sinks)
     return _decode_over_parts(q, parts, scale, sinks)
 
 
 def _decode_over_parts(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.array | None) -> mx.array:
     """Scores of each part, one softmax over all, weighted sums added. Exact, and only scores are concatenated."""
-    heads, kv_heads = q.shape[1], parts[0].k_buffer.shape[1]
+    heads, kv_heads = q.shape[1], parts[0].num_heads
     grouped = (q * scale).reshape(1, kv_heads, heads // kv_heads, q.shape[3])
-    scores = [grouped @ part.k.swapaxes(-1, -2) for part in parts]
+    scores = [part.scores(grouped) for part in parts]
     if sinks is not None:
         # A sink takes its share of the softmax and gives nothing: a last column without a value.
         scores.append(sinks.astype(q.dtype).reshape(1, kv_heads, -1, 1))
@@ -102,7 +68,7 @@ def _decode_over_parts(q: mx.array, parts: tuple[Part, ...], scale: float, sinks
     out, start = [], 0
     for part in parts:
         end = start + part.num_tokens
-        out.append(weights[..., start:end] @ part.v)
+        out.append(part.mix(weights[..., start:end]))
         start = end
     return sum(out[1:], out[0]).reshape(1, heads, 1, -1)
 

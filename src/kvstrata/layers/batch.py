@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.layers import cpu
-from kvstrata.layers.attention import Parts
+from kvstrata.layers.parts import Parts
 from kvstrata.layers.recurrent import RecurrentLayer, RecurrentRows
 from kvstrata.layers.sequence import CompositeLayer, ForeignLayer, SequenceCache
 from kvstrata.layers.tail import FullLayer
@@ -32,7 +32,7 @@ class AttentionRows:
         self._step = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
-        if cpu.fits(keys, values):
+        if cpu.fits(keys, values) and all(layer.is_raw for layer in self._layers):
             self._step = cpu.Step(self._layers, keys, values)
             return self._step, self._step
         num_rows = len(self._layers)

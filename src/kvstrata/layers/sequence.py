@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.codecs.base import Codec
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, make_foreign_cache
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.tail import FullLayer
@@ -72,10 +74,10 @@ class DenseLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._layer.append(keys, values)
-        return self.keys_and_values()
+        return self._layer.keys_and_values()[0].joined(keys)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        return self._layer.keys_and_values()[0].joined()
+        return self._layer.keys_and_values()[0].joined(self._layer.arrays()[0])
 
 
 Layer = FullLayer | WindowLayer | RecurrentLayer | CompositeLayer | ForeignLayer
@@ -107,6 +109,14 @@ class SequenceCache:
         for layer in self.layers:
             layer.grow(tokens)
 
+    def seal(self, k: Codec, v: Codec, *, first_raw: int = 4, recent_raw: int = 128) -> int:
+        """Encode the past of every full-attention layer. Windows and recurrent states stay as they are.
+
+        Tells how many tokens were encoded in each.
+        """
+        full = [layer for layer in _flat(self.layers) if isinstance(layer, FullLayer)]
+        return max((layer.seal(k, v, first_raw=first_raw, recent_raw=recent_raw) for layer in full), default=0)
+
     def caches(self) -> list[Any]:
         """What the model is called with."""
         return [_as_called(layer, self._path) for layer in self.layers]
@@ -128,6 +138,11 @@ def _make(spec: LayerSpec, model: Any, index: int, capacity: int) -> Layer:
     if spec.kind == "composite":
         return CompositeLayer([_make(child, model, index, capacity) for child in spec.children])
     return ForeignLayer(make_foreign_cache(model, index))
+
+
+def _flat(layers: Sequence[Any]) -> list[Any]:
+    children = [layer.caches if isinstance(layer, CompositeLayer) else [layer] for layer in layers]
+    return [layer for group in children for layer in group]
 
 
 def _as_called(layer: Layer, path: str) -> Any:

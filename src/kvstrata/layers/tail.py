@@ -6,14 +6,17 @@ into another, so growing costs only what it adds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from kvstrata.codecs.base import Codec
+from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers import cpu
-from kvstrata.layers.attention import Part, Parts
 from kvstrata.layers.buffers import Buffer
+from kvstrata.layers.parts import Part, Parts, RawPart, SealedPart
 
 
 @dataclass
@@ -27,8 +30,11 @@ class Piece:
 
 
 class FullLayer:
-    def __init__(self, capacity: int) -> None:
-        self.offset = 0
+    """`sealed` are parts that come before: maybe shared with others, never written."""
+
+    def __init__(self, capacity: int, sealed: Sequence[SealedPart] = ()) -> None:
+        self._sealed = list(sealed)
+        self.offset = sum(part.num_tokens for part in sealed)
         self._pieces = [Piece(Buffer(capacity))]
 
     @property
@@ -37,17 +43,50 @@ class FullLayer:
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.buffer.nbytes for piece in self._pieces)
+        """Sealed parts included, whoever else holds them."""
+        return sum(piece.buffer.nbytes for piece in self._pieces) + sum(part.nbytes for part in self._sealed)
 
     @property
     def token_bytes(self) -> int:
         return self._pieces[0].buffer.token_bytes
+
+    @property
+    def is_raw(self) -> bool:
+        return not self._sealed
+
+    @property
+    def sealed(self) -> tuple[SealedPart, ...]:
+        return tuple(self._sealed)
 
     def arrays(self) -> list[mx.array]:
         return [array for piece in self._pieces for array in piece.buffer.arrays()]
 
     def grow(self, tokens: int) -> None:
         self._pieces.append(Piece(Buffer(tokens)))
+
+    def seal(self, k: Codec, v: Codec, *, first_raw: int = 4, recent_raw: int = 128) -> int:
+        """Encode what is raw, but for the sequence's first tokens and the newest; tells how many tokens were encoded.
+
+        The buffers go; the newest tokens move to one of their own, with the room that was left.
+        """
+        num_raw = sum(piece.used for piece in self._pieces)
+        start = self.offset - num_raw
+        first, last = min(max(0, first_raw - start), num_raw), num_raw - recent_raw
+        if last <= first:
+            return 0
+        room = sum(piece.free for piece in self._pieces)
+        raw = [_part(piece) for piece in self._pieces if piece.used]
+        all_k, all_v = Parts((tuple(raw),)).joined(raw[0].k_buffer)
+        if first:
+            self._sealed.append(_encoded(all_k, all_v, 0, first, start, RawCodec(), RawCodec()))
+        self._sealed.append(_encoded(all_k, all_v, first, last, start, k, v))
+        tail = Piece(Buffer(num_raw - last + room))
+        if last < num_raw:
+            tail.buffer.put(0, all_k[:, :, last:], all_v[:, :, last:])
+            tail.used = num_raw - last
+        self._pieces = [tail]
+        mx.eval(tail.buffer.arrays())
+        return last - first
 
     def append(self, k: mx.array, v: mx.array) -> None:
         """Write tokens; the caller has made sure that there is room."""
@@ -79,7 +118,7 @@ class FullLayer:
         self.offset += wanted
 
     def parts(self) -> tuple[Part, ...]:
-        return tuple(_part(piece) for piece in self._pieces if piece.used)
+        return (*self._sealed, *(_part(piece) for piece in self._pieces if piece.used))
 
     def end_pass(self) -> None:
         """Nothing is kept for the pass."""
@@ -87,7 +126,7 @@ class FullLayer:
     # What mlx-lm's models call.
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
-        if cpu.pays_alone(self.offset, keys, values):
+        if self.is_raw and cpu.pays_alone(self.offset, keys, values):
             step = cpu.Step((self,), keys, values)
             return step, step
         self.append(keys, values)
@@ -105,7 +144,12 @@ class FullLayer:
         return create_causal_mask(N, self.offset) if return_array else "causal"
 
 
-def _part(piece: Piece) -> Part:
+def _encoded(all_k: mx.array, all_v: mx.array, start: int, end: int, position: int, k: Codec, v: Codec) -> SealedPart:
+    at = position + start
+    return SealedPart(k.encode(all_k[0, :, start:end], at), v.encode(all_v[0, :, start:end], at))
+
+
+def _part(piece: Piece) -> RawPart:
     assert piece.buffer.k is not None
     assert piece.buffer.v is not None
-    return Part(piece.buffer.k, piece.buffer.v, piece.used)
+    return RawPart(piece.buffer.k, piece.buffer.v, piece.used)

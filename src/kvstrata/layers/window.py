@@ -9,8 +9,8 @@ from __future__ import annotations
 import mlx.core as mx
 
 from kvstrata.layers import cpu
-from kvstrata.layers.attention import Part, Parts
 from kvstrata.layers.buffers import Buffer
+from kvstrata.layers.parts import Parts, RawPart
 
 
 class WindowLayer:
@@ -19,7 +19,7 @@ class WindowLayer:
         self.keep = keep
         self.offset = 0
         self._ring = Buffer(max_size)
-        self._chunk: Part | None = None  # what the queries of a chunk read, until the pass ends
+        self._chunk: RawPart | None = None  # what the queries of a chunk read, until the pass ends
 
     @property
     def nbytes(self) -> int:
@@ -28,6 +28,10 @@ class WindowLayer:
     @property
     def token_bytes(self) -> int:
         return self._ring.token_bytes
+
+    @property
+    def is_raw(self) -> bool:
+        return True
 
     def arrays(self) -> list[mx.array]:
         return self._ring.arrays()
@@ -38,7 +42,7 @@ class WindowLayer:
     def append(self, k: mx.array, v: mx.array) -> None:
         if k.shape[2] > 1:
             # Early queries of a chunk see tokens that its last ones push out of the ring.
-            new = Part(k, v, k.shape[2])
+            new = RawPart(k, v, k.shape[2])
             self._chunk = _join(self._past(), new) if self.offset else new
         start, end = self.offset, self.offset + k.shape[2]
         for first, last in self._runs(start, end):
@@ -52,7 +56,7 @@ class WindowLayer:
         self.offset += 1
         return [cpu.Run(*self._ring.addresses(k, v), self._ring.size, at, min(self.offset, self.max_size))]
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[RawPart, ...]:
         return (self._chunk or self._held(),)
 
     def end_pass(self) -> None:
@@ -109,12 +113,12 @@ class WindowLayer:
             first = last
         return runs
 
-    def _held(self) -> Part:
+    def _held(self) -> RawPart:
         assert self._ring.k is not None
         assert self._ring.v is not None
-        return Part(self._ring.k, self._ring.v, min(self.offset, self.max_size))
+        return RawPart(self._ring.k, self._ring.v, min(self.offset, self.max_size))
 
-    def _past(self) -> Part:
+    def _past(self) -> RawPart:
         """The newest max_size - 1 tokens, oldest first: all that a further token can see."""
         held = self._held()
         if self.offset < self.max_size:
@@ -122,10 +126,10 @@ class WindowLayer:
         # Drop the oldest token that is not kept; the others in order of position.
         oldest = self._slot(self.offset)
         cut = [(0, self.keep), (oldest + 1, self.max_size), (self.keep, oldest)]
-        pieces = [Part(held.k[:, :, a:b], held.v[:, :, a:b], b - a) for a, b in cut if a < b]
+        pieces = [RawPart(held.k[:, :, a:b], held.v[:, :, a:b], b - a) for a, b in cut if a < b]
         return _join(*pieces)
 
 
-def _join(*parts: Part) -> Part:
-    k, v = Parts((parts,)).joined()
-    return Part(k, v, k.shape[2])
+def _join(*parts: RawPart) -> RawPart:
+    k, v = Parts((parts,)).joined(parts[0].k_buffer)
+    return RawPart(k, v, k.shape[2])

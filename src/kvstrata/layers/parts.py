@@ -1,0 +1,115 @@
+"""What attention reads: runs of tokens of one sequence in one layer, raw or sealed under a codec.
+
+Every part answers the same three questions: the scores of queries by its keys, the sum of its values by weights, and
+both as plain arrays. `like` tells the dtype that the model computes in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from kvstrata.codecs.base import Planes
+
+
+class Part(Protocol):
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_heads(self) -> int: ...
+
+    def scores(self, q: mx.array) -> mx.array:
+        """q [1, kv_heads, queries, k_dim], scaled -> [1, kv_heads, queries, tokens]"""
+        ...
+
+    def mix(self, weights: mx.array) -> mx.array:
+        """weights [1, kv_heads, queries, tokens] -> [1, kv_heads, queries, v_dim]"""
+        ...
+
+    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
+        """K and V, [1, kv_heads, tokens, dim]"""
+        ...
+
+
+@dataclass(frozen=True)
+class RawPart:
+    """The first `num_tokens` of a buffer."""
+
+    k_buffer: mx.array  # [1, kv_heads, size, k_dim]
+    v_buffer: mx.array  # [1, kv_heads, size, v_dim]
+    num_tokens: int
+
+    @property
+    def num_heads(self) -> int:
+        return self.k_buffer.shape[1]
+
+    @property
+    def k(self) -> mx.array:
+        return _first(self.k_buffer, self.num_tokens)
+
+    @property
+    def v(self) -> mx.array:
+        return _first(self.v_buffer, self.num_tokens)
+
+    def scores(self, q: mx.array) -> mx.array:
+        return q @ self.k.swapaxes(-1, -2)
+
+    def mix(self, weights: mx.array) -> mx.array:
+        return weights @ self.v
+
+    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:  # noqa: ARG002
+        return self.k, self.v
+
+
+@dataclass(frozen=True)
+class SealedPart:
+    """Tokens that do not change any more. Immutable, so any number of sequences may hold the same one."""
+
+    k: Planes  # [kv_heads, tokens, k_dim]
+    v: Planes
+
+    @property
+    def num_tokens(self) -> int:
+        return self.k.num_tokens
+
+    @property
+    def num_heads(self) -> int:
+        return self.k.leading[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def arrays(self) -> list[mx.array]:
+        return [*self.k.arrays.values(), *self.v.arrays.values()]
+
+    def scores(self, q: mx.array) -> mx.array:
+        return self.k.codec.scores(q[0], self.k)[None].astype(q.dtype)
+
+    def mix(self, weights: mx.array) -> mx.array:
+        return self.v.codec.mix(weights[0], self.v)[None].astype(weights.dtype)
+
+    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
+        return self.k.codec.decode(self.k, like.dtype)[None], self.v.codec.decode(self.v, like.dtype)[None]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """For each row of the batch its parts, oldest first. Stands for the keys and for the values."""
+
+    rows: tuple[tuple[Part, ...], ...]
+
+    def joined(self, like: mx.array) -> tuple[mx.array, mx.array]:
+        """The only row's keys and values as plain arrays."""
+        (row,) = self.rows
+        dense = [part.dense(like) for part in row]
+        if len(dense) == 1:
+            return dense[0]
+        return mx.concatenate([k for k, _ in dense], axis=2), mx.concatenate([v for _, v in dense], axis=2)
+
+
+def _first(buffer: mx.array, num_tokens: int) -> mx.array:
+    return buffer if buffer.shape[2] == num_tokens else buffer[:, :, :num_tokens]

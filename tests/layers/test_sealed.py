@@ -1,0 +1,123 @@
+"""Sealed parts: encoded, shared, mixed with raw ones, in a batch."""
+
+from __future__ import annotations
+
+import random
+
+import mlx.core as mx
+import pytest
+
+from kvstrata.codecs.registry import parse_for
+from kvstrata.layers.attention import attend
+from kvstrata.layers.batch import BatchCache
+from kvstrata.layers.parts import Parts, SealedPart
+from kvstrata.layers.sequence import SequenceCache
+from kvstrata.layers.tail import FullLayer
+from kvstrata.models.probe import probe
+from tests.layers.test_attention import distance, random_tokens
+from tests.tiny import VOCAB, tiny_module
+
+NAMES = ["raw", "affine:8", "affine:4", "affine:2", "rotated:4", "rotated:2", "planes:8", "planes:4", "planes:2"]
+HEAD_DIMS = [64, 80, 96, 128, 192, 256]
+
+
+def prefilled(model: object, tokens: int, seed: int, room: int = 64) -> SequenceCache:
+    rng = random.Random(seed)
+    cache = SequenceCache(probe(model), model, tokens + room)
+    model(mx.array([[rng.randrange(VOCAB) for _ in range(tokens)]]), cache=cache.caches())  # pyright: ignore[reportCallIssue]
+    cache.end_pass(tokens)
+    mx.eval(cache.arrays())
+    return cache
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("queries", [1, 9])
+def test_attention_over_sealed_parts_is_attention_over_what_they_decode_to(name: str, dim: int, queries: int) -> None:
+    if name.startswith("affine") and dim == 80:
+        pytest.skip("MLX's format has no groups that divide 80")
+    mx.random.seed(dim)
+    codec = parse_for(name, dim)
+    layer = FullLayer(400)
+    layer.append(random_tokens(2, 300, dim), random_tokens(2, 300, dim))
+    assert layer.seal(codec, codec, first_raw=4, recent_raw=20) == 276
+    layer.append(random_tokens(2, queries, dim), random_tokens(2, queries, dim))
+    parts = Parts((layer.parts(),))
+    assert len(parts.rows[0]) == 3
+    q = random_tokens(4, queries, dim)
+    k, v = parts.joined(q)
+    mask = "causal" if queries > 1 else None
+    wanted = mx.fast.scaled_dot_product_attention(q, k, v, scale=dim**-0.5, mask=mask)
+    assert distance(attend(q, parts, parts, None, dim**-0.5, mask), wanted) < 1e-4
+
+
+def test_sealing_keeps_the_first_and_the_newest_tokens_as_they_were() -> None:
+    k, v = random_tokens(2, 300, 64), random_tokens(2, 300, 64)
+    layer = FullLayer(310)
+    layer.append(k, v)
+    codec = parse_for("planes:4", 64)
+    layer.seal(codec, codec, first_raw=4, recent_raw=128)
+    after_k, after_v = Parts((layer.parts(),)).joined(k)
+    for before, after in ((k, after_k), (v, after_v)):
+        assert distance(after[:, :, :4], before[:, :, :4]) == 0
+        assert distance(after[:, :, -128:], before[:, :, -128:]) == 0
+        assert 0 < distance(after[:, :, 4:-128], before[:, :, 4:-128]) < 1
+    assert layer.seal(codec, codec) == 0  # nothing new to encode
+    assert layer.offset == 300
+
+
+def test_sealing_frees_what_it_says() -> None:
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    layer = FullLayer(20_000)
+    layer.append(random_tokens(2, 20_000, 64), random_tokens(2, 20_000, 64))
+    mx.eval(layer.arrays())
+    codec = parse_for("planes:8", 64)
+    layer.seal(codec, codec, recent_raw=0)
+    mx.clear_cache()
+    assert mx.get_active_memory() - before == pytest.approx(layer.nbytes, rel=0.02)
+    assert layer.nbytes < 20_000 * 2 * 64 * 2 * 4 * 0.27
+
+
+def test_eight_sequences_of_different_precisions_decode_together_as_alone() -> None:
+    model = tiny_module("qwen3", head_dim=64)
+    names = ["raw", "affine:8", "affine:4", "rotated:4", "planes:8", "planes:4", "planes:2", None]
+    dim = 64
+
+    def caches() -> list[SequenceCache]:
+        made = [prefilled(model, 150 + 20 * i, seed=i) for i in range(len(names))]
+        for name, cache in zip(names, made, strict=True):
+            if name is not None:
+                cache.seal(parse_for(name, dim), parse_for(name, dim), recent_raw=30)
+        # One more of another precision in the same sequence.
+        made[5].seal(parse_for("planes:2", dim), parse_for("planes:8", dim), recent_raw=3)
+        return made
+
+    alone, together = caches(), caches()
+    batch = BatchCache(together)
+    for step in range(20):
+        tokens = [(7 * step + i) % VOCAB for i in range(len(names))]
+        logits = model(mx.array(tokens)[:, None], cache=batch.begin_step())[:, -1]
+        batch.end_step()
+        mx.eval(logits, batch.arrays())
+        for i, cache in enumerate(alone):
+            wanted = model(mx.array([[tokens[i]]]), cache=cache.caches())[:, -1]
+            cache.end_pass(1)
+            assert distance(logits[i : i + 1], wanted) < 1e-4
+
+
+def test_sequences_share_a_sealed_part_and_hold_it_once() -> None:
+    owner = FullLayer(8192)
+    owner.append(random_tokens(2, 8192, 64), random_tokens(2, 8192, 64))
+    codec = parse_for("planes:8", 64)
+    owner.seal(codec, codec, first_raw=0, recent_raw=0)
+    shared: tuple[SealedPart, ...] = owner.sealed
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    rows = [FullLayer(16, shared) for _ in range(8)]
+    for row in rows:
+        row.append(random_tokens(2, 1, 64), random_tokens(2, 1, 64))
+        mx.eval(row.arrays())
+    assert [row.offset for row in rows] == [8193] * 8
+    tail_bytes = 16 * 2 * (64 + 64) * 4
+    assert mx.get_active_memory() - before == pytest.approx(8 * tail_bytes, rel=0.02)
