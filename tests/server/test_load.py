@@ -60,8 +60,8 @@ def narrow(default_model: LoadedModel) -> Iterator[Served]:
 def test_full_queue_is_429_and_leaves_nothing_behind(narrow: Served) -> None:
     with narrow.http() as http:
         streams = [begin(http, narrow, max_tokens=4000) for _ in range(2)]
-        with pytest.raises(openai.RateLimitError) as caught:
-            narrow.openai().completions.create(model=narrow.name, prompt=["a", "b"], max_tokens=4000)
+        with narrow.openai() as client, pytest.raises(openai.RateLimitError) as caught:
+            client.completions.create(model=narrow.name, prompt=["a", "b"], max_tokens=4000)
         assert int(caught.value.response.headers["retry-after"]) > 0
         assert caught.value.code == "queue_full"
         for stream in streams:
@@ -111,8 +111,8 @@ def test_client_that_leaves_while_it_waits_cancels(served: Served) -> None:
 def ended(served: Served) -> bool:
     """Whether nothing is left in the engine. A request that goes through comes after the cancellations in its queue."""
     # A cancelled request holds its place until the engine's next step, so the first try may be told to come again.
-    patient = served.openai().with_options(max_retries=5)
-    patient.completions.create(model=served.name, prompt="a", max_tokens=1)
+    with served.openai() as client:
+        client.with_options(max_retries=5).completions.create(model=served.name, prompt="a", max_tokens=1)
     return served.server.service.engine.idle()
 
 
