@@ -22,7 +22,8 @@ def locked(default_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.mark.parametrize("key", ["secret-a", "secret-b", "secret-c"])
 def test_keys_of_flag_and_file(locked: Served, key: str) -> None:
-    assert locked.openai(key).models.list().data[0].id == locked.name
+    with locked.openai(key) as client:
+        assert client.models.list().data[0].id == locked.name
 
 
 @pytest.mark.parametrize("sent", ["Bearer secret", "Bearer secret-aa", "Bearer # ours", "Basic secret-a", "secret-a"])
@@ -35,8 +36,8 @@ def test_anything_else_is_401(locked: Served, sent: str) -> None:
 
 
 def test_client_sees_an_authentication_error(locked: Served) -> None:
-    with pytest.raises(openai.AuthenticationError):
-        locked.openai("wrong").completions.create(model=locked.name, prompt="a")
+    with locked.openai("wrong") as client, pytest.raises(openai.AuthenticationError):
+        client.completions.create(model=locked.name, prompt="a")
 
 
 def test_only_health_is_open(locked: Served) -> None:

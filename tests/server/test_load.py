@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import queue
 import random
 from collections.abc import Callable, Iterator
@@ -161,6 +162,8 @@ async def leave_early(url: str, model: str, rng: random.Random) -> None:
                 await anext(lines, None)
 
 
+# A client that is cut off while it connects leaves its socket to the garbage collector.
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_two_hundred_clients_that_hang_up_leave_nothing_behind() -> None:
     rng = random.Random(11)
 
@@ -179,6 +182,7 @@ def test_two_hundred_clients_that_hang_up_leave_nothing_behind() -> None:
         cancelled = scrape(served)[CANCELLED]
     # The others left before their request was read.
     assert cancelled > 50
+    gc.collect()
 
 
 def settled_bytes(served: Served) -> int:
