@@ -20,6 +20,10 @@ REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 
+def _seconds(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:
+    return Histogram(f"{name}_seconds", what, buckets=buckets, registry=registry)
+
+
 class Metrics:
     """All metrics of one server, in a registry of its own, so that two servers in one process do not mix."""
 
@@ -39,23 +43,14 @@ class Metrics:
         )
         self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens, cached ones included", registry=registry)
         self.generation_tokens = Counter("vllm:generation_tokens", "Tokens generated", registry=registry)
-        self.first_token_s = Histogram(
-            "vllm:time_to_first_token_seconds",
-            "From arrival to the first token",
-            buckets=FIRST_TOKEN_BUCKETS,
-            registry=registry,
+        self.first_token_s = _seconds(
+            "vllm:time_to_first_token", "From arrival to the first token", FIRST_TOKEN_BUCKETS, registry
         )
-        self.inter_token_s = Histogram(
-            "vllm:inter_token_latency_seconds",
-            "Between two tokens of one reply",
-            buckets=INTER_TOKEN_BUCKETS,
-            registry=registry,
+        self.inter_token_s = _seconds(
+            "vllm:inter_token_latency", "Between two tokens of one reply", INTER_TOKEN_BUCKETS, registry
         )
-        self.request_s = Histogram(
-            "vllm:e2e_request_latency_seconds",
-            "From arrival to the end of the reply",
-            buckets=REQUEST_BUCKETS,
-            registry=registry,
+        self.request_s = _seconds(
+            "vllm:e2e_request_latency", "From arrival to the end of the reply", REQUEST_BUCKETS, registry
         )
 
         # Our own.
