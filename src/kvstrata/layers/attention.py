@@ -64,7 +64,7 @@ def _decode_over_parts(q: mx.array, parts: tuple[Part, ...], scale: float, sinks
     if sinks is not None:
         # A sink takes its share of the softmax and gives nothing: a last column without a value.
         scores.append(sinks.astype(q.dtype).reshape(1, kv_heads, -1, 1))
-    weights = mx.softmax(mx.concatenate(scores, axis=-1), axis=-1, precise=True)
+    weights = cpu.softmax(mx.concatenate(scores, axis=-1))
     out, start = [], 0
     for part in parts:
         end = start + part.num_tokens

@@ -125,6 +125,21 @@ class Step:
         return self._runs
 
 
+def softmax(scores: mx.array) -> mx.array:
+    """Over the last axis. On a CPU in place: `scores` must be nobody else's."""
+    if not fits(scores):
+        return mx.softmax(scores, axis=-1, precise=True)
+    from kvstrata.layers import cpu_kernels
+
+    mx.eval(scores)
+    view = np.asarray(scores)
+    if not view.flags.c_contiguous:
+        return mx.softmax(scores, axis=-1, precise=True)
+    columns = scores.shape[-1]
+    cpu_kernels.softmax_causal(view.reshape(-1, columns), columns, 1)  # every query sees every column
+    return scores
+
+
 def prefill(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
     """Causal attention of one row: q [1, heads, tokens, k_dim] are the last of k [1, kv_heads, total, k_dim]."""
     from kvstrata.layers import cpu_kernels
