@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import itertools
 
-from kvstrata.engine.limits import Limits
+import mlx.core as mx
+
+from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.memory import Budget, make_budget
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, Request, Sampling, TokenLogprob
+from kvstrata.engine.resume import make_resume
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequence import Sequence
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
+from kvstrata.store.store import Store
 from kvstrata.text.detokenizer import Detokenizer
 
 GIB = 1 << 30
@@ -54,15 +58,23 @@ class Client:
 
 
 class Drive:
-    def __init__(self, loaded: LoadedModel, limits: Limits | None = None, *, kv_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        limits: Limits | None = None,
+        *,
+        kv_bytes: int | None = None,
+        storage: Storage | None = None,
+    ) -> None:
         limits = limits or Limits()
-        layout = probe(loaded.module)
+        layout = probe(loaded.module, limits.max_kv_size)
         self.budget = make_budget(layout, memory_bytes=4 * GIB, weight_bytes=loaded.weight_bytes)
         if kv_bytes is not None:
             self.budget = Budget(kv_bytes, self.budget.fixed_bytes, self.budget.token_bytes)
         self.metrics = Metrics()
         self.loop = Loop(
             Runner(loaded.module, layout),
+            make_resume(loaded, layout, self.budget, storage or Storage(), limits.max_kv_size),
             self.budget,
             limits,
             self.metrics,
@@ -70,6 +82,18 @@ class Drive:
             detokenizer=lambda _: Detokenizer(loaded.tokenizer),
         )
         self._numbers = itertools.count()
+
+    @property
+    def store(self) -> Store:
+        assert self.loop._resume.store is not None
+        return self.loop._resume.store
+
+    def clear(self) -> None:
+        """Forget all that is stored."""
+        while self.loop.has_chores:
+            self.loop.do_chores(1.0)
+        self.store.clear()
+        mx.clear_cache()
 
     def submit(self, prompt: list[int], max_tokens: int = 8, sampling: Sampling = GREEDY, **fields: object) -> Client:
         number = next(self._numbers)

@@ -172,7 +172,16 @@ def test_two_hundred_clients_that_leave_at_random_moments_leave_nothing_behind()
 def _settled_memory(engine: Engine) -> int:
     """MLX's active memory once the engine has nothing in flight: asked for on its own thread, after all else."""
     answer: queue.SimpleQueue[int] = queue.SimpleQueue()
-    engine._inbox.put(lambda: answer.put(mx.get_active_memory()))
+
+    def measure() -> None:
+        store = engine._loop._resume.store
+        assert store is not None
+        while store.has_work:
+            store.work(1.0)
+        store.clear()
+        answer.put(mx.get_active_memory())
+
+    engine._inbox.put(measure)
     return answer.get(timeout=60)
 
 

@@ -106,7 +106,7 @@ def test_what_a_batch_holds_is_what_is_counted(architecture: str) -> None:
     warm = drive.submit(prompt(5), 2)
     drive.run()
     assert warm.end is not None
-    mx.clear_cache()
+    drive.clear()
     before = mx.get_active_memory()
     clients = [drive.submit(prompt(300 + i), 1000) for i in range(8)]
     while not all(client.ids for client in clients):
@@ -176,12 +176,13 @@ def test_nothing_is_left_after_the_last_reply() -> None:
     drive = Drive(tiny_loaded("qwen3_next"))
     drive.submit(prompt(50), 5)
     drive.run()
+    drive.clear()
     before = mx.get_active_memory()
     for i in range(5):
         drive.submit(prompt(500 + i, seed=i), 300 + i)
     drive.loop.cancel("r3")
     drive.run()
-    mx.clear_cache()
+    drive.clear()
     assert mx.get_active_memory() <= before * 1.01
     assert drive.loop.state().kv_bytes == 0
 

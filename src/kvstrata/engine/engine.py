@@ -15,10 +15,11 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.backend import device
-from kvstrata.engine.limits import EngineState, Limits
+from kvstrata.engine.limits import EngineState, Limits, Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.memory import DEFAULT_SHARE, Budget, make_budget
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
+from kvstrata.engine.resume import make_resume
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
@@ -36,12 +37,17 @@ log = logging.getLogger(__name__)
 CONTEXT_IDS = 8
 # MLX keeps freed buffers for the next allocation of that size; more than this goes back to the system.
 ALLOCATOR_CACHE_BYTES = 512 << 20
+# Work on stored KV while nobody runs, until the inbox is looked at again.
+IDLE_SLICE_S = 0.05
 
 
 class Engine:
-    def __init__(self, loaded: LoadedModel, limits: Limits, metrics: Metrics) -> None:
+    def __init__(
+        self, loaded: LoadedModel, limits: Limits, metrics: Metrics, storage: Storage | None = None
+    ) -> None:
         self._loaded = loaded
         self._limits = limits
+        self._storage = storage or Storage()
         self._metrics = metrics
         self._special = special_tokens(loaded.tokenizer)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -109,7 +115,7 @@ class Engine:
             "layers": self._layout.count_by_kind(),
             "attention": {"path": self._layout.path, "why": self._layout.reason, "kernels": cpu.kernels()},
             "max_kv_size": self._limits.max_kv_size,
-            "kv": {"k": "raw", "v": "raw", "dtype": self._loaded.dtype},
+            "kv": {"k": self._storage.k, "v": self._storage.v, "dtype": self._loaded.dtype},
             "kv_bytes_per_token": self._budget.token_bytes,
             "kv_bytes_per_sequence": self._budget.fixed_bytes,
             "kv_budget_bytes": self._budget.total_bytes,
@@ -196,6 +202,7 @@ class Engine:
         runner = Runner(self._loaded.module, self._layout)
         return Loop(
             runner,
+            make_resume(self._loaded, self._layout, self._budget, self._storage, self._limits.max_kv_size),
             self._budget,
             self._limits,
             self._metrics,
@@ -209,7 +216,9 @@ class Engine:
 
     def _receive(self) -> None:
         """Take in what other threads asked for; wait for it if there is nothing else to do."""
-        if self._loop.idle:
+        while self._loop.idle and self._loop.has_chores and self._inbox.empty():
+            self._loop.do_chores(IDLE_SLICE_S)
+        if self._loop.idle and self._inbox.empty():
             mx.clear_cache()
             self._state = self._loop.state()
             self._inbox.get()()

@@ -14,6 +14,25 @@ class Limits:
     max_kv_size: int | None = None  # tokens that a sequence keeps at most: the first few and the newest; None: all
     tail_step_tokens: int = 2048  # room for the reply is added in steps of this
     memory_bytes: int | None = None  # weights, KV and scratch; None: 75 % of the device's memory
+    slice_s: float = 0.005  # of work on stored KV between two decode steps
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What becomes of KV that was computed."""
+
+    k: str = "raw"  # precision of stored keys, as in codecs/registry.py
+    v: str = "raw"
+    edge_layers: int = 0  # so many first and last attention layers
+    edge: str = "planes:8"  # are stored like this instead
+    min_quantize_tokens: int = 256  # shorter sequences stay raw
+    live: bool = False  # running sequences are encoded too,
+    first_raw_tokens: int = 4  # but for their first
+    recent_raw_tokens: int = 128  # and newest tokens
+    hot_bytes: int | None = None  # most that stored KV takes in memory; None: what running sequences leave
+    ttl_s: float | None = None  # what nobody asked for so long goes; None: it stays while there is room
+    max_marks: int = 8  # resume points that a stored conversation keeps, in models that need them
+    mark_every_tokens: int = 4096  # of a long prompt, in such models
 
 
 @dataclass(frozen=True)
@@ -23,7 +42,8 @@ class EngineState:
     waiting: int = 0
     prefilling: int = 0
     running: int = 0  # those that decode, and those that prefill
-    kv_bytes: int = 0
+    kv_bytes: int = 0  # of running sequences, and stored
+    stored_bytes: int = 0
     kv_budget_bytes: int = 0
     active_bytes: int = 0
     peak_bytes: int = 0

@@ -15,6 +15,7 @@ from kvstrata.engine.limits import EngineState, Limits
 from kvstrata.engine.memory import Budget
 from kvstrata.engine.rates import Rate
 from kvstrata.engine.request import Failed, Finished, FinishReason, Prefilled, Request
+from kvstrata.engine.resume import Resume
 from kvstrata.engine.runner import Launched, Row, Runner
 from kvstrata.engine.scheduler import Chunk, Plan, Running, Waiting, chunk_tokens, plan, tail_tokens
 from kvstrata.engine.sequence import Sequence
@@ -24,12 +25,15 @@ from kvstrata.text.detokenizer import Detokenizer
 # Largest prefill chunk: past these sizes a chunk gets no faster by token, only longer.
 MAX_CHUNK_CPU = 256
 MAX_CHUNK_GPU = 2048
+# Waiting requests that are looked at past those that could be admitted: some may wait for the prefill of another.
+MAX_FOLLOWERS = 16
 
 
 class Loop:
     def __init__(
         self,
         runner: Runner,
+        resume: Resume,
         budget: Budget,
         limits: Limits,
         metrics: Metrics,
@@ -38,6 +42,7 @@ class Loop:
         detokenizer: Callable[[Request], Detokenizer],
     ) -> None:
         self._runner = runner
+        self._resume = resume
         self._budget = budget
         self._limits = limits
         self._metrics = metrics
@@ -62,13 +67,24 @@ class Loop:
             waiting=len(self._waiting),
             prefilling=sum(1 for s in running if s.prefill_left),
             running=len(running),
-            kv_bytes=self._held_bytes(),
+            kv_bytes=self._running_bytes() + self._stored_bytes(),
+            stored_bytes=self._stored_bytes(),
             kv_budget_bytes=self._budget.total_bytes,
             active_bytes=mx.get_active_memory(),
             peak_bytes=mx.get_peak_memory(),
             decode_tokens_s=self._decode_rate.tokens_s,
             prefill_tokens_s=self._prefill_rate.tokens_s,
         )
+
+    @property
+    def has_chores(self) -> bool:
+        return self._resume.store is not None and self._resume.store.has_work
+
+    def do_chores(self, slice_s: float) -> None:
+        """Work on what is stored, for about so long."""
+        if self._resume.store is not None:
+            self._resume.store.work(slice_s)
+            self._make_room()
 
     def enqueue(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
@@ -96,14 +112,16 @@ class Loop:
             return
         done = self._run(step_plan)
         self._postprocess(done)
+        if self.has_chores:
+            self.do_chores(self._limits.slice_s)
 
     # Plan.
 
     def _plan(self) -> Plan:
         return plan(
-            [self._as_waiting(s) for s in self._waiting],
+            self._as_waiting(),
             [self._as_running(s) for s in self._running.values()],
-            free_bytes=self._budget.total_bytes - self._held_bytes(),
+            free_bytes=self._budget.total_bytes - self._running_bytes() - self._leased_bytes(),
             max_running=self._limits.max_running,
             chunk_tokens=self._chunk_tokens(),
             turn=self._num_chunks,
@@ -113,16 +131,31 @@ class Loop:
         return self._limits.prefill_chunk_tokens or chunk_tokens(self._prefill_rate.tokens_s, self._max_chunk)
 
     def _first_capacity(self, sequence: Sequence) -> int:
-        known = len(sequence.tokens) - 1
+        known = len(sequence.tokens) - 1 - self._resume.found(sequence).num_tokens
         return known + tail_tokens(known, sequence.tokens_wanted, self._limits.tail_step_tokens)
 
     def _next_tail(self, sequence: Sequence) -> int:
         assert sequence.cache is not None
         return tail_tokens(sequence.cache.capacity, sequence.tokens_wanted, self._limits.tail_step_tokens)
 
-    def _as_waiting(self, sequence: Sequence) -> Waiting:
-        admit_bytes = self._budget.bytes_for(self._first_capacity(sequence))
-        return Waiting(sequence.arrival, admit_bytes, prefill_left=len(sequence.tokens) - 1)
+    def _as_waiting(self) -> list[Waiting]:
+        """Only those that could be admitted now: what the store has for the others need not be known yet."""
+        ahead = [s for s in self._running.values() if s.prefill_left]
+        waiting = []
+        for sequence in self._waiting[: max(0, self._limits.max_running - len(self._running)) + MAX_FOLLOWERS]:
+            found = self._resume.found(sequence)
+            pinned = sum(entry.nbytes for entry in found.entries if entry.is_free)
+            waiting.append(
+                Waiting(
+                    sequence.arrival,
+                    admit_bytes=self._budget.bytes_for(self._first_capacity(sequence)) + pinned,
+                    prefill_left=len(sequence.tokens) - 1 - found.num_tokens,
+                    chunk_limit=self._resume.next_stop(sequence, found.num_tokens),
+                    follows=self._resume.follows(sequence, ahead),
+                )
+            )
+            ahead.append(sequence)
+        return waiting
 
     def _as_running(self, sequence: Sequence) -> Running:
         assert sequence.cache is not None
@@ -132,12 +165,20 @@ class Loop:
             sequence.arrival,
             held_bytes=self._budget.bytes_for(sequence.cache.capacity),
             prefill_left=sequence.prefill_left,
+            chunk_limit=self._resume.next_stop(sequence, sequence.num_computed),
             grow_bytes=self._next_tail(sequence) * self._budget.token_bytes if full else 0,
             complete=complete,
         )
 
-    def _held_bytes(self) -> int:
+    def _running_bytes(self) -> int:
         return sum(self._budget.bytes_for(s.cache.capacity) for s in self._running.values() if s.cache is not None)
+
+    def _stored_bytes(self) -> int:
+        return self._resume.store.held_bytes if self._resume.store else 0
+
+    def _leased_bytes(self) -> int:
+        """Stored, and not to be had for somebody else."""
+        return self._stored_bytes() - (self._resume.store.free_bytes if self._resume.store else 0)
 
     # Run.
 
@@ -149,6 +190,7 @@ class Loop:
             self._grow(self._running[key])
         for key in step_plan.admit:
             self._admit(next(s for s in self._waiting if s.arrival == key))
+        self._make_room()
         if step_plan.prefill is not None:
             self._prefill(step_plan.prefill)
         done = self._take_in_flight(self._launch(step_plan.decode))
@@ -164,6 +206,7 @@ class Loop:
         """Give its memory to an older one; it goes on when there is room, from its own text."""
         self._runner.disband()
         del self._running[sequence.arrival]
+        self._resume.end(sequence)
         sequence.set_aside()
         self._waiting = sorted([*self._waiting, sequence], key=lambda s: s.arrival)
         self._metrics.set_aside.inc()
@@ -174,7 +217,11 @@ class Loop:
 
     def _admit(self, sequence: Sequence) -> None:
         self._waiting.remove(sequence)
-        sequence.cache = self._runner.new_cache(self._first_capacity(sequence))
+        is_first = sequence.cached_tokens is None
+        self._resume.begin(sequence, self._runner, self._first_capacity(sequence))
+        if is_first:
+            self._metrics.prefix_queries.inc(len(sequence.request.prompt))
+            self._metrics.prefix_hits.inc(sequence.cached_tokens or 0)
         # Age decides who gives way, and one that was set aside is older than those admitted since.
         running = sorted([*self._running.values(), sequence], key=lambda s: s.arrival)
         self._running = {s.arrival: s for s in running}
@@ -183,7 +230,8 @@ class Loop:
     def _report_prefill(self, sequence: Sequence) -> None:
         assert sequence.cache is not None
         if not sequence.num_generated:
-            sequence.emit(Prefilled(sequence.cache.num_tokens, len(sequence.request.prompt)))
+            cached = sequence.cached_tokens or 0
+            sequence.emit(Prefilled(sequence.num_computed, len(sequence.request.prompt), cached, sequence.miss))
 
     def _prefill(self, chunk: Chunk) -> None:
         sequence = self._running[chunk.id]
@@ -192,11 +240,16 @@ class Loop:
         began = time.perf_counter()
         self._runner.prefill(sequence.cache, sequence.tokens[start : start + chunk.num_tokens])
         seconds = time.perf_counter() - began
+        self._resume.after_chunk(sequence)
         self._num_chunks += 1
         self._prefill_rate.add(chunk.num_tokens, seconds)
         self._metrics.step_s.labels(kind="prefill").observe(seconds)
         self._metrics.prefill_tokens.inc(chunk.num_tokens)
         self._report_prefill(sequence)
+
+    def _make_room(self) -> None:
+        if self._resume.store is not None:
+            self._resume.store.shrink_to(self._budget.total_bytes - self._running_bytes())
 
     def _launch(self, keys: tuple[int, ...]) -> Launched | None:
         if not keys:
@@ -251,8 +304,9 @@ class Loop:
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.arrival in self._running:
-            # The batch keeps the caches of its rows alive.
+            # The batch keeps the caches of its rows alive, and recurrent state.
             self._runner.disband()
             del self._running[sequence.arrival]
+            self._resume.end(sequence)
         else:
             self._waiting.remove(sequence)

@@ -37,6 +37,7 @@ class Request:
     continues_prompt: bool = False  # a plain completion: the reply's text goes on where the prompt's ends
     open_ended: bool = False  # nobody named max_tokens: as much of it as memory allows will do
     salt: str = ""  # requests with different salts never share cached state
+    resume_at: tuple[int, ...] = ()  # positions in the prompt where later requests are likely to part from it
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Prefilled:
 
     done: int
     total: int
+    cached: int = 0  # of those that are done: not computed for this request
+    miss: str = ""  # why not more was cached; empty: all that can be was
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import mlx.core as mx
 from kvstrata.engine.sampling import Sampled, Sampler, sample
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import Layout
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.layers.sequence import Prefix, SequenceCache
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Runner:
         self._layout = layout
         self._batch: BatchCache | None = None
 
-    def new_cache(self, capacity: int) -> SequenceCache:
-        return SequenceCache(self._layout, self._model, capacity)
+    def new_cache(self, capacity: int, prefix: Prefix | None = None) -> SequenceCache:
+        return SequenceCache(self._layout, self._model, capacity, prefix)
 
     def prefill(self, cache: SequenceCache, tokens: Sequence[int]) -> None:
         """Compute KV for `tokens`. No logits: nobody asks for them, so the output layer never runs."""

@@ -20,8 +20,10 @@ MIN_CHUNK_TOKENS = 128
 @dataclass(frozen=True)
 class Waiting:
     id: int
-    admit_bytes: int  # KV to begin with
+    admit_bytes: int  # KV to begin with, and what it keeps from being evicted
     prefill_left: int
+    chunk_limit: int | None = None  # tokens until its prefill has to pause
+    follows: bool = False  # another computes what it needs: it waits for that, and holds up nobody
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Running:
     id: int
     held_bytes: int
     prefill_left: int  # 0: it decodes
+    chunk_limit: int | None = None  # tokens until its prefill has to pause
     grow_bytes: int = 0  # what its next piece of tail takes; 0: there is room for the next token
     complete: bool = False  # everything was launched that it may still produce
 
@@ -61,7 +64,7 @@ def plan(
     left = [sequence for sequence in running if sequence.id not in set_aside]
     # Whoever was set aside has first call on the memory: nobody is let in over its head.
     admit = () if set_aside else _admit(waiting, len(left), free_bytes, max_running)
-    left += [Running(w.id, w.admit_bytes, w.prefill_left) for w in waiting if w.id in admit]
+    left += [Running(w.id, w.admit_bytes, w.prefill_left, w.chunk_limit) for w in waiting if w.id in admit]
     left.sort(key=lambda sequence: sequence.id)
     chunk = _next_chunk(left, chunk_tokens, turn)
     decode = tuple(s.id for s in left if _decodes(s, chunk) and (not s.grow_bytes or s.id in grow))
@@ -88,6 +91,8 @@ def _make_room(running: Sequence[Running], free_bytes: int) -> tuple[tuple[int, 
 def _admit(waiting: Sequence[Waiting], num_running: int, free_bytes: int, max_running: int) -> tuple[int, ...]:
     admit: list[int] = []
     for request in waiting:
+        if request.follows:
+            continue
         if num_running + len(admit) >= max_running or request.admit_bytes > free_bytes:
             break
         admit.append(request.id)
@@ -101,7 +106,8 @@ def _next_chunk(running: Sequence[Running], chunk_tokens: int, turn: int) -> Chu
         return None
     oldest = turn % OLDEST_EVERY == OLDEST_EVERY - 1
     chosen = prefilling[0] if oldest else min(prefilling, key=lambda s: s.prefill_left)
-    return Chunk(chosen.id, min(chunk_tokens, chosen.prefill_left))
+    limit = chosen.prefill_left if chosen.chunk_limit is None else chosen.chunk_limit
+    return Chunk(chosen.id, min(chunk_tokens, chosen.prefill_left, limit))
 
 
 def _decodes(sequence: Running, chunk: Chunk | None) -> bool:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from kvstrata.engine.request import Event, Failed, Finished, FinishReason, Piece, Request, Sink, TokenLogprob, Usage
 from kvstrata.engine.sampling import Sampler
+from kvstrata.index.ids import TokenIds
 from kvstrata.layers.sequence import SequenceCache
+from kvstrata.store.entry import Found
+from kvstrata.store.store import Filing
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.stop import StopMatcher
 
@@ -20,7 +25,14 @@ class Sequence:
         self.tokens = list(request.prompt)  # prompt and reply
         self.cache: SequenceCache | None = None  # None: waiting
         self.num_launched = 0  # tokens of the reply, those in flight included
-        self.cached_tokens = 0
+        self.cached_tokens: int | None = None  # of the prompt, when it first began; None: it has not yet
+        self.filing: Filing | None = None  # its way into the store, while it runs
+        self.stops = set(request.resume_at)  # where others will resume: prefill pauses there if the model needs it
+        self.found: Found | None = None  # what the store had for it, when last asked
+        self.found_version = 0
+        self.miss = ""  # why not more of the prompt was found
+        self.shared: dict[int, int] = {}  # tokens that it has in common with another, by arrival
+        self._ids = np.empty(0, np.int32)
         self._sampler: Sampler | None = None
         self.submitted_s = time.monotonic()
         self.last_token_s: float | None = None
@@ -33,6 +45,16 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
+
+    def ids(self) -> TokenIds:
+        """Prompt and reply so far, as the index wants them."""
+        if len(self._ids) < len(self.tokens):
+            self._ids = np.concatenate([self._ids, np.array(self.tokens[len(self._ids) :], np.int32)])
+        return self._ids
+
+    @property
+    def num_computed(self) -> int:
+        return self.cache.num_tokens if self.cache is not None else 0
 
     @property
     def prefill_left(self) -> int:
@@ -53,7 +75,7 @@ class Sequence:
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self.request.prompt), self.cached_tokens, self.num_generated)
+        return Usage(len(self.request.prompt), self.cached_tokens or 0, self.num_generated)
 
     def emit(self, event: Event) -> None:
         self._sink(event)

@@ -32,7 +32,7 @@ class AttentionRows:
         self._step = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
-        if cpu.fits(keys, values) and all(layer.is_raw for layer in self._layers):
+        if cpu.fits(keys, values) and all(layer.has_runs for layer in self._layers):
             self._step = cpu.Step(self._layers, keys, values)
             return self._step, self._step
         num_rows = len(self._layers)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.codecs.base import copy_rows
+
 
 class Buffer:
     """K and V of up to `size` tokens of one sequence in one layer. Allocated whole by the first write."""
@@ -51,6 +53,12 @@ class Buffer:
             self.k = mx.zeros((1, k.shape[1], self.size, k.shape[3]), k.dtype)
             self.v = mx.zeros((1, v.shape[1], self.size, v.shape[3]), v.dtype)
         return self.k, self.v
+
+
+def owned(array: mx.array) -> mx.array:
+    """A copy that keeps no larger array alive, bit for bit."""
+    flat = array.reshape(1, -1)
+    return copy_rows(flat, 0, 1).reshape(array.shape)
 
 
 def _assign(buffer: mx.array, at: int, tokens: mx.array) -> None:

@@ -18,6 +18,12 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.rotation import block_of, sign_values
+from kvstrata.layers.parts import CutPart, Part, RawPart, SealedPart
+
 # Queries of one block of a causal prefill: keys that no query of the block sees are not multiplied at all.
 BLOCK = 128
 # Keys of a batch, over all rows and heads, from which on it pays to wake other threads.
@@ -25,18 +31,42 @@ PARALLEL_KEYS = 4096
 # One sequence alone over fewer tokens than this: its step is faster as one graph, without stopping at each layer.
 ALONE_TOKENS = 1024
 NOWHERE = -1
+RAW_BITS = 32  # as in cpu_kernels, which needs numba to be looked at
 
 _NO_SINKS = np.empty(0, np.float32)
 
 
-class Run(NamedTuple):
-    """The first tokens of a buffer [1, kv_heads, size, dim]."""
+class Coded(NamedTuple):
+    """How keys or values lie in memory: as they are, or under `planes`, and then where the planes but `top` lie."""
 
-    k_address: int
+    bits: int = RAW_BITS
+    next_address: int = 0
+    low_address: int = 0
+    scales_address: int = 0
+    means_address: int = 0
+    ends_address: int = 0  # int64: the first token after each segment
+    num_segments: int = 0
+
+
+RAW = Coded()
+
+
+class Run(NamedTuple):
+    """Tokens [start, start + num_tokens) of arrays [kv_heads, size, ...] without gaps."""
+
+    k_address: int  # of the values, or of plane `top`
     v_address: int
     size: int
-    write_at: int  # where the new token goes; NOWHERE: not into this run
+    write_at: int  # the slot of `size` that the new token goes to; NOWHERE: not into this run
     num_tokens: int  # the new one included
+    start: int = 0
+    k: Coded = RAW
+    v: Coded = RAW
+    holds: Any = None  # what must live as long as the addresses are used; for buffers their layer sees to it
+
+    def fields(self) -> tuple[int, ...]:
+        """As the kernels read them."""
+        return (*self[:6], *self.k, *self.v)
 
 
 class Row(Protocol):
@@ -70,10 +100,10 @@ def warm_up() -> None:
     from kvstrata.layers import cpu_kernels
 
     tokens, buffer = np.zeros((1, 1, 1, 4), np.float32), np.zeros((1, 1, 2, 4), np.float32)
-    runs = np.array([(0, *Run(buffer.ctypes.data, buffer.ctypes.data, 2, 0, 1))], np.int64)
+    runs = np.array([(0, *Run(buffer.ctypes.data, buffer.ctypes.data, 2, 0, 1).fields())], np.int64)
     cpu_kernels.write(tokens, tokens, runs)
     for decode in (cpu_kernels.decode, cpu_kernels.decode_parallel):
-        decode(tokens, 1, runs, 1.0, _NO_SINKS, np.zeros_like(tokens))
+        decode(tokens, 1, runs, 1.0, _NO_SINKS, *_rotation(4), *_rotation(4), np.zeros_like(tokens))
     cpu_kernels.softmax_causal(np.zeros((1, 1), np.float32), 0, 1)
 
 
@@ -92,19 +122,21 @@ class Step:
         self._rows = rows
         self._keys = keys  # [rows, kv_heads, 1, k_dim]
         self._values = values
-        self._runs: np.ndarray | None = None  # [runs, 1 + fields of Run], the row first
-        self._num_keys = 0
+        self._runs: list[Run] = []  # of all rows; they hold what the table has addresses of
+        self._table: np.ndarray | None = None  # [runs, 1 + fields of Run], the row first
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         from kvstrata.layers import cpu_kernels
 
         mx.eval(queries, self._keys, self._values)
-        runs = self._written()
+        table = self._written()
         # The loops are compiled for arrays without gaps: only those become vector instructions.
         q = np.ascontiguousarray(queries)
         out = np.zeros((*q.shape[:3], self._values.shape[3]), np.float32)
-        decode = cpu_kernels.decode_parallel if self._num_keys > PARALLEL_KEYS else cpu_kernels.decode
-        decode(q, self._keys.shape[1], runs, scale, _NO_SINKS if sinks is None else np.asarray(sinks), out)
+        num_keys = self._keys.shape[1] * sum(run.num_tokens for run in self._runs)
+        decode = cpu_kernels.decode_parallel if num_keys > PARALLEL_KEYS else cpu_kernels.decode
+        rotations = (*_rotation(q.shape[3]), *_rotation(out.shape[3]))
+        decode(q, self._keys.shape[1], table, scale, _NO_SINKS if sinks is None else np.asarray(sinks), *rotations, out)
         return mx.array(out)
 
     def settle(self) -> Sequence[Row]:
@@ -114,15 +146,67 @@ class Step:
         return self._rows
 
     def _written(self) -> np.ndarray:
-        if self._runs is None:
+        if self._table is None:
             from kvstrata.layers import cpu_kernels
 
-            rows = enumerate(self._rows)
-            runs = [(i, *run) for i, row in rows for run in row.runs_with_next(self._keys, self._values)]
-            self._num_keys = self._keys.shape[1] * sum(run[-1] for run in runs)
-            self._runs = np.array(runs, np.int64)
-            cpu_kernels.write(np.asarray(self._keys), np.asarray(self._values), self._runs)
-        return self._runs
+            by_row = [row.runs_with_next(self._keys, self._values) for row in self._rows]
+            self._runs = [run for runs in by_row for run in runs]
+            self._table = np.array([(i, *run.fields()) for i, runs in enumerate(by_row) for run in runs], np.int64)
+            cpu_kernels.write(np.asarray(self._keys), np.asarray(self._values), self._table)
+        return self._table
+
+
+def run_of(part: Part) -> Run | None:
+    """What the kernels need to know of a part; None if they cannot read it. Good for as long as nobody writes to it."""
+    if not available():
+        return None
+    if isinstance(part, RawPart):
+        k, v = _address(part.k_buffer, mx.float32), _address(part.v_buffer, mx.float32)
+        return Run(k, v, part.k_buffer.shape[2], NOWHERE, part.num_tokens, part.start, holds=part) if k and v else None
+    whole, start = (part.whole, part.start) if isinstance(part, CutPart) else (part, 0)
+    if not isinstance(whole, SealedPart):
+        return None
+    k, v = _sealed(whole.k), _sealed(whole.v)
+    if k is None or v is None:
+        return None
+    holds = (part, k.ends, v.ends)
+    return Run(k.address, v.address, whole.num_tokens, NOWHERE, part.num_tokens, start, k.coded, v.coded, holds)
+
+
+class _Sealed(NamedTuple):
+    address: int
+    coded: Coded
+    ends: np.ndarray | None = None  # must be held
+
+
+def _sealed(planes: Planes) -> _Sealed | None:
+    if isinstance(planes.codec, RawCodec):
+        address = _address(planes.arrays["values"], mx.float32)
+        return _Sealed(address, RAW) if address else None
+    if not isinstance(planes.codec, PlanesCodec):
+        return None
+    addresses = {name: _address(array) for name, array in planes.arrays.items()}
+    if not all(addresses.values()):
+        return None
+    ends = np.cumsum(planes.segments, dtype=np.int64)
+    others = [addresses.get(name, 0) for name in ("next", "low", "scales", "means")]
+    coded = Coded(planes.codec.bits, *others, ends.ctypes.data, len(ends))
+    return _Sealed(addresses["top"], coded, ends)
+
+
+def _address(array: mx.array, dtype: mx.Dtype | None = None) -> int:
+    """0 for what the kernels cannot walk through: another dtype, or gaps."""
+    if dtype is not None and array.dtype != dtype:
+        return 0
+    mx.eval(array)
+    view = np.asarray(array)
+    return view.ctypes.data if view.flags.c_contiguous else 0
+
+
+@cache
+def _rotation(dim: int) -> tuple[np.ndarray, int]:
+    """A copy: numba takes 10 us to recognise an array that is read-only."""
+    return sign_values(dim).copy(), block_of(dim)
 
 
 def softmax(scores: mx.array) -> mx.array:

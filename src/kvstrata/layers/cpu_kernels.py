@@ -1,7 +1,13 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 """The loops, compiled by numba when first called and kept on disk after that. float32 in, float32 out.
 
-A run is a row of int64: batch row, address of K, address of V, size of the buffer in tokens, where the new token goes
-(-1: nowhere), number of tokens. Whoever builds it keeps the buffers alive. Runs of a batch row follow each other.
+A run is a row of int64: the batch row, then the fields of `cpu.Run`, which says what they mean. Whoever builds it keeps
+the memory alive. Runs of a batch row follow each other.
+
+Decoding cuts runs into pieces, each within one segment of K and one of V, so that a piece has one mean of each to deal
+with. An item is a piece in one KV head: its scores, weights and weighted sum are computed at once for all queries of the
+head, relative to the largest of its own scores. Then the items of each query are put together. What is added up in which
+order depends on the row's runs alone, not on threads or other rows.
 """
 
 from __future__ import annotations
@@ -10,9 +16,28 @@ import numpy as np
 from numba import carray, njit, prange, types
 from numba.extending import intrinsic
 
+from kvstrata.codecs.cpu_kernels import (
+    BLOCK,
+    CHUNK,
+    mix_block,
+    rotate,
+    rotate_back,
+    score_block,
+    step_of,
+    unpack_block,
+)
+
+RAW_BITS = 32
+
+# Fields of a run. Those of K's planes and of V's follow, in the same order.
+ROW, K, V, SIZE, WRITE_AT, NUM_TOKENS, START, K_PLANES, V_PLANES = 0, 1, 2, 3, 4, 5, 6, 7, 14
+BITS, NEXT, LOW, SCALES, MEANS, ENDS, NUM_SEGMENTS = 0, 1, 2, 3, 4, 5, 6
+# Fields of a piece.
+RUN, FIRST, COUNT, K_SEGMENT, V_SEGMENT = 0, 1, 2, 3, 4
+
 _LOG2_E = np.float32(1.4426950408889634)
-# Below this 2**x is no normal number; a weight of 1e-38 is none.
-_SMALLEST = np.float32(-126.0)
+# A weight of 1e-30 is none. Much less, and products with it are no normal numbers any more, which are slow.
+_SMALLEST = np.float32(-100.0)
 # 2**f on [0, 1), a least-squares polynomial; relative error below 1e-6 in float32.
 _C0 = np.float32(9.9999994e-1)
 _C1 = np.float32(6.9315308e-1)
@@ -20,16 +45,18 @@ _C2 = np.float32(2.4015361e-1)
 _C3 = np.float32(5.5826318e-2)
 _C4 = np.float32(8.9893397e-3)
 _C5 = np.float32(1.8775767e-3)
+# float16's exponents, taken as float32's, are too small by this.
+_HALF_RANGE = np.float32(2.0**112)
 
 
 @intrinsic
-def _pointer(_context, _address):
-    """int64 -> float32*"""
+def _pointer(_context, _address, kind):
+    """int64 -> a pointer to `kind`"""
 
     def code(context, builder, signature, arguments):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.float32)(types.int64), code
+    return types.CPointer(kind.dtype)(types.int64, kind), code
 
 
 @njit(inline="always", fastmath=True)
@@ -43,18 +70,241 @@ def _exp(x):
     return power * np.int32(bits).view(np.float32)
 
 
+@njit(inline="always")
+def _from_half(bits):
+    """float16 as it lies in memory -> float32, subnormal numbers too."""
+    magnitude = np.uint32((np.uint32(bits) & np.uint32(0x7FFF)) << np.uint32(13)).view(np.float32) * _HALF_RANGE
+    return -magnitude if bits & np.uint16(0x8000) else magnitude
+
+
 @njit(nogil=True, cache=True)
 def write(k, v, runs):
     """k, v [rows, kv_heads, 1, dim]: the new tokens, each to where its run says."""
     kv_heads, k_dim, v_dim = k.shape[1], k.shape[3], v.shape[3]
     for i in range(runs.shape[0]):
-        row, size, at = runs[i, 0], runs[i, 3], runs[i, 4]
+        row, size, at = runs[i, ROW], runs[i, SIZE], runs[i, WRITE_AT]
         if at >= 0:
-            k_buffer = carray(_pointer(runs[i, 1]), (kv_heads, size, k_dim))
-            v_buffer = carray(_pointer(runs[i, 2]), (kv_heads, size, v_dim))
+            k_buffer = carray(_pointer(runs[i, K], np.float32), (kv_heads, size, k_dim))
+            v_buffer = carray(_pointer(runs[i, V], np.float32), (kv_heads, size, v_dim))
             for h in range(kv_heads):
                 k_buffer[h, at] = k[row, h, 0]
                 v_buffer[h, at] = v[row, h, 0]
+
+
+@njit
+def _end_of(run, planes, segment):
+    """The first token after a segment."""
+    if run[planes + BITS] == RAW_BITS:
+        return run[SIZE]
+    return carray(_pointer(run[planes + ENDS], np.int64), (segment + 1,))[segment]
+
+
+@njit
+def _cut(runs, pieces):
+    """Fill pieces [any number, fields] as far as they go; -> how many there are"""
+    num_pieces = 0
+    for i in range(runs.shape[0]):
+        run = runs[i]
+        at, end, k_segment, v_segment = run[START], run[START] + run[NUM_TOKENS], 0, 0
+        while at < end:
+            while _end_of(run, K_PLANES, k_segment) <= at:
+                k_segment += 1
+            while _end_of(run, V_PLANES, v_segment) <= at:
+                v_segment += 1
+            segments_end = min(_end_of(run, K_PLANES, k_segment), _end_of(run, V_PLANES, v_segment))
+            stop = min(min(end, at + CHUNK), segments_end)
+            if num_pieces < len(pieces):
+                pieces[num_pieces, RUN], pieces[num_pieces, FIRST], pieces[num_pieces, COUNT] = i, at, stop - at
+                pieces[num_pieces, K_SEGMENT], pieces[num_pieces, V_SEGMENT] = k_segment, v_segment
+            num_pieces += 1
+            at = stop
+    return num_pieces
+
+
+@njit
+def _pieces_of(runs):
+    pieces = np.empty((_cut(runs, np.empty((0, 5), np.int64)), 5), np.int64)
+    _cut(runs, pieces)
+    return pieces
+
+
+@njit
+def _bounds_of(rows, runs, pieces):
+    """[rows + 1]: row i has the pieces from bounds[i] to bounds[i + 1]"""
+    bounds = np.zeros(rows + 1, np.int64)
+    for i in range(len(pieces)):
+        bounds[runs[pieces[i, RUN], ROW] + 1] += 1
+    return np.cumsum(bounds)
+
+
+@njit(fastmath=True)
+def _queries(q, runs, scale, signs, block):
+    """q [rows, heads, 1, dim] -> scaled, and rotated as well if some keys are, [rows, heads, dim]"""
+    rows, heads, _, dim = q.shape
+    scaled = np.empty((rows, heads, dim), np.float32)
+    some = (runs[:, K_PLANES + BITS] != RAW_BITS).any()
+    rotated = np.empty((rows if some else 0, heads, dim), np.float32)
+    other = np.empty(dim, np.float32)
+    for row in range(rows):
+        for r in range(heads):
+            for d in range(dim):
+                scaled[row, r, d] = q[row, r, 0, d] * scale
+            if some:
+                rotate(scaled[row, r], signs, block, rotated[row, r], other)
+    return scaled, rotated
+
+
+@njit
+def _planes_of(run, first, planes, vectors, width):
+    """Planes `top`, `next` and `low` as flat arrays, empty where the code has none, and scales."""
+    bits = run[planes + BITS]
+    top = carray(_pointer(run[first], np.uint8), (vectors * width,))
+    following = carray(_pointer(run[planes + NEXT], np.uint8), (vectors * width if bits > 2 else 0,))
+    low = carray(_pointer(run[planes + LOW], np.uint16), (vectors * width if bits > 4 else 0,))
+    return top, following, low, carray(_pointer(run[planes + SCALES], np.uint16), (vectors,))
+
+
+@njit
+def _mean_of(run, planes, h, segment, dim):
+    return carray(_pointer(run[planes + MEANS], np.uint16), (h + 1, run[planes + NUM_SEGMENTS], dim))[h, segment]
+
+
+@njit(fastmath=True, error_model="numpy")
+def _score(scaled, rotated, run, piece, h, codes, scores):
+    """-> scores [queries of head h, tokens of the piece]"""
+    queries, count = scores.shape
+    row, dim, first = run[ROW], scaled.shape[2], h * run[SIZE] + piece[FIRST]
+    q_at, bits = (row * scaled.shape[1] + h * queries) * dim, run[K_PLANES + BITS]
+    if bits == RAW_BITS:
+        keys = carray(_pointer(run[K], np.float32), ((h + 1) * run[SIZE] * dim,))
+        for t in range(0, count, BLOCK):
+            score_block(scaled, q_at, keys, (first + t) * dim, min(BLOCK, count - t), dim, scores, t)
+        return
+    top, following, low, scales = _planes_of(run, K, K_PLANES, (h + 1) * run[SIZE], dim // 4)
+    for t in range(0, count, BLOCK):
+        num_tokens = min(BLOCK, count - t)
+        unpack_block(top, following, low, first + t, num_tokens, dim // 4, bits, codes)
+        score_block(rotated, q_at, codes, 0, num_tokens, dim, scores, t)
+    mean, step = _mean_of(run, K_PLANES, h, piece[K_SEGMENT], dim), step_of(bits)
+    for r in range(queries):
+        base = np.float32(0)
+        for d in range(dim):
+            base += scaled[row, h * queries + r, d] * _from_half(mean[d])
+        for t in range(count):
+            scores[r, t] = scores[r, t] * (_from_half(scales[first + t]) * step) + base
+
+
+@njit(fastmath=True, error_model="numpy")
+def _weigh(scores, largest, totals):
+    """Scores become weights relative to the largest one of each query, not divided by their total yet."""
+    for r in range(scores.shape[0]):
+        top = scores[r, 0]
+        for t in range(scores.shape[1]):
+            top = max(top, scores[r, t])
+        total = np.float32(0)
+        for t in range(scores.shape[1]):
+            weight = _exp(scores[r, t] - top)
+            scores[r, t] = weight
+            total += weight
+        largest[r], totals[r] = top, total
+
+
+@njit(fastmath=True, error_model="numpy")
+def _mix(weights, run, piece, h, codes, sums):
+    """sums [queries, dim] += weights [queries, tokens] times values; under `planes` without the mean, and rotated"""
+    count, dim, first, bits = weights.shape[1], sums.shape[1], h * run[SIZE] + piece[FIRST], run[V_PLANES + BITS]
+    if bits == RAW_BITS:
+        values = carray(_pointer(run[V], np.float32), ((h + 1) * run[SIZE] * dim,))
+        for t in range(0, count, BLOCK):
+            mix_block(weights, t, values, (first + t) * dim, min(BLOCK, count - t), dim, sums, 0)
+        return
+    top, following, low, scales = _planes_of(run, V, V_PLANES, (h + 1) * run[SIZE], dim // 4)
+    step = step_of(bits)
+    for r in range(weights.shape[0]):
+        for t in range(count):
+            weights[r, t] *= _from_half(scales[first + t]) * step
+    for t in range(0, count, BLOCK):
+        num_tokens = min(BLOCK, count - t)
+        unpack_block(top, following, low, first + t, num_tokens, dim // 4, bits, codes)
+        mix_block(weights, t, codes, 0, num_tokens, dim, sums, 0)
+
+
+@njit
+def _item(scaled, rotated, runs, piece, h, largest, totals, sums):
+    """largest, totals [queries of head h], sums [queries, v_dim], zero before"""
+    run = runs[piece[RUN]]
+    scores = np.empty((sums.shape[0], piece[COUNT]), np.float32)
+    codes = np.empty(BLOCK * max(scaled.shape[2], sums.shape[1]), np.float32)
+    _score(scaled, rotated, run, piece, h, codes, scores)
+    _weigh(scores, largest, totals)
+    _mix(scores, run, piece, h, codes, sums)
+
+
+@njit(fastmath=True, error_model="numpy")
+def _put_together(runs, pieces, h, r, largest, totals, sums, sinks, signs, block, out):
+    """One query, r-th of head h; largest, totals, sums [pieces of its row, kv_heads, queries ...] -> out [v_dim], zero before"""
+    dim, sink = len(out), h * totals.shape[2] + r
+    top = largest[:, h, r].max()
+    total = np.float32(0)
+    if len(sinks):
+        top = max(top, sinks[sink])
+        total = _exp(sinks[sink] - top)
+    rotated, some = np.zeros(dim, np.float32), False
+    for i in range(len(pieces)):
+        run, share = runs[pieces[i, RUN]], _exp(largest[i, h, r] - top)
+        weight = share * totals[i, h, r]
+        total += weight
+        if run[V_PLANES + BITS] == RAW_BITS:
+            for d in range(dim):
+                out[d] += share * sums[i, h, r, d]
+        else:
+            some, mean = True, _mean_of(run, V_PLANES, h, pieces[i, V_SEGMENT], dim)
+            for d in range(dim):
+                out[d] += weight * _from_half(mean[d])
+                rotated[d] += share * sums[i, h, r, d]
+    if some:
+        rotate_back(rotated, signs, block, out, np.empty(dim, np.float32))
+    for d in range(dim):
+        out[d] /= total
+
+
+@njit(fastmath=True, nogil=True, cache=True, error_model="numpy")
+def decode(q, kv_heads, runs, scale, sinks, k_signs, k_block, v_signs, v_block, out):
+    """q [rows, heads, 1, k_dim] -> out [rows, heads, 1, v_dim], zero before"""
+    rows, heads, queries = q.shape[0], q.shape[1], q.shape[1] // kv_heads
+    scaled, rotated = _queries(q, runs, np.float32(scale), k_signs, k_block)
+    pieces = _pieces_of(runs)
+    bounds = _bounds_of(rows, runs, pieces)
+    largest, totals = np.empty((2, len(pieces), kv_heads, queries), np.float32)
+    sums = np.zeros((len(pieces), kv_heads, queries, out.shape[3]), np.float32)
+    for i in range(len(pieces) * kv_heads):
+        p, h = i // kv_heads, i % kv_heads
+        _item(scaled, rotated, runs, pieces[p], h, largest[p, h], totals[p, h], sums[p, h])
+    for i in range(rows * heads):
+        row, h, r = i // heads, i % heads // queries, i % queries
+        own = slice(bounds[row], bounds[row + 1])
+        _put_together(
+            runs, pieces[own], h, r, largest[own], totals[own], sums[own], sinks, v_signs, v_block, out[row, i % heads, 0]
+        )
+
+
+@njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
+def decode_parallel(q, kv_heads, runs, scale, sinks, k_signs, k_block, v_signs, v_block, out):
+    rows, heads, queries = q.shape[0], q.shape[1], q.shape[1] // kv_heads
+    scaled, rotated = _queries(q, runs, np.float32(scale), k_signs, k_block)
+    pieces = _pieces_of(runs)
+    bounds = _bounds_of(rows, runs, pieces)
+    largest, totals = np.empty((2, len(pieces), kv_heads, queries), np.float32)
+    sums = np.zeros((len(pieces), kv_heads, queries, out.shape[3]), np.float32)
+    for i in prange(len(pieces) * kv_heads):
+        p, h = i // kv_heads, i % kv_heads
+        _item(scaled, rotated, runs, pieces[p], h, largest[p, h], totals[p, h], sums[p, h])
+    for i in prange(rows * heads):
+        row, h, r = i // heads, i % heads // queries, i % queries
+        own = slice(bounds[row], bounds[row + 1])
+        _put_together(
+            runs, pieces[own], h, r, largest[own], totals[own], sums[own], sinks, v_signs, v_block, out[row, i % heads, 0]
+        )
 
 
 @njit(inline="always", fastmath=True, error_model="numpy")
@@ -73,80 +323,6 @@ def _softmax(scores, sink, has_sink):
     inverse = np.float32(1) / total
     for j in range(len(scores)):
         scores[j] *= inverse
-
-
-@njit(inline="always", fastmath=True, error_model="numpy")
-def _query(q, kv_heads, r, first, last, runs, scale, sinks, out):
-    """Query head r, q [heads, dim], of the batch row whose runs are [first, last); out [heads, v_dim] is zero."""
-    h = r // (q.shape[0] // kv_heads)
-    scores = np.empty(runs[first:last, 5].sum(), np.float32)
-    at = 0
-    for i in range(first, last):
-        keys = carray(_pointer(runs[i, 1]), (h + 1, runs[i, 3], q.shape[1]))[h]
-        for j in range(runs[i, 5]):
-            total = np.float32(0)
-            for d in range(q.shape[1]):
-                total += q[r, d] * keys[j, d]
-            scores[at + j] = total * scale
-        at += runs[i, 5]
-    _softmax(scores, sinks[r] if len(sinks) else np.float32(0), len(sinks) > 0)
-    at = 0
-    for i in range(first, last):
-        values = carray(_pointer(runs[i, 2]), (h + 1, runs[i, 3], out.shape[1]))[h]
-        for j in range(runs[i, 5]):
-            weight = scores[at + j]
-            for d in range(out.shape[1]):
-                out[r, d] += weight * values[j, d]
-        at += runs[i, 5]
-
-
-@njit(inline="always")
-def _runs_of(row, runs):
-    first = 0
-    while runs[first, 0] != row:
-        first += 1
-    last = first
-    while last < runs.shape[0] and runs[last, 0] == row:
-        last += 1
-    return first, last
-
-
-@njit(fastmath=True, nogil=True, cache=True, error_model="numpy")
-def decode(q, kv_heads, runs, scale, sinks, out):
-    """q [rows, heads, 1, k_dim] -> out [rows, heads, 1, v_dim], zero before"""
-    for row in range(q.shape[0]):
-        first, last = _runs_of(row, runs)
-        for r in range(q.shape[1]):
-            _query(
-                q[row].reshape(q.shape[1], q.shape[3]),
-                kv_heads,
-                r,
-                first,
-                last,
-                runs,
-                np.float32(scale),
-                sinks,
-                out[row].reshape(q.shape[1], out.shape[3]),
-            )
-
-
-@njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
-def decode_parallel(q, kv_heads, runs, scale, sinks, out):
-    heads = q.shape[1]
-    for i in prange(q.shape[0] * heads):
-        row, r = i // heads, i % heads
-        first, last = _runs_of(row, runs)
-        _query(
-            q[row].reshape(q.shape[1], q.shape[3]),
-            kv_heads,
-            r,
-            first,
-            last,
-            runs,
-            np.float32(scale),
-            sinks,
-            out[row].reshape(q.shape[1], out.shape[3]),
-        )
 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")

@@ -31,6 +31,19 @@ class LayerSpec:
     children: tuple[LayerSpec, ...] = ()  # composite
     token_bytes: int = 0  # full, foreign: for each token. window: for each of max_size tokens
     state_bytes: int = 0  # recurrent: whatever the length
+    kv_heads: int = 0  # full, window: shape and dtype of K and V
+    k_dim: int = 0
+    v_dim: int = 0
+    dtype: mx.Dtype = mx.float32
+
+    @property
+    def signature(self) -> str:
+        """What decides the shape of its cached state."""
+        if self.kind == "window":
+            return f"window:{self.max_size}:{self.keep}:{self.kv_heads}:{self.k_dim}:{self.v_dim}"
+        if self.kind == "recurrent":
+            return f"recurrent:{self.num_arrays}:{self.state_bytes}"
+        return f"{self.kind}:{self.kv_heads}:{self.k_dim}:{self.v_dim}"
 
     def fixed_bytes(self) -> int:
         window = self.max_size * self.token_bytes if self.kind == "window" else 0
@@ -57,6 +70,10 @@ class Layout:
     @property
     def token_bytes(self) -> int:
         return sum(layer.growing_bytes() for layer in self.layers)
+
+    def flat(self) -> tuple[LayerSpec, ...]:
+        """With the children of composites in their place: how spans and plans number layers."""
+        return tuple(spec for layer in self.layers for spec in (layer.children or (layer,)))
 
     def count_by_kind(self) -> dict[str, int]:
         return dict(Counter(layer.kind for layer in self.layers))
@@ -103,7 +120,15 @@ def measure(specs: Sequence[LayerSpec], caches: Sequence[Any], tokens: int) -> t
 
 def _measured(spec: LayerSpec, cache: Any, tokens: int) -> LayerSpec:
     if spec.kind in ("full", "window"):
-        return replace(spec, token_bytes=cache.token_bytes)
+        k, v = cache.arrays()
+        return replace(
+            spec,
+            token_bytes=cache.token_bytes,
+            kv_heads=k.shape[1],
+            k_dim=k.shape[3],
+            v_dim=v.shape[3],
+            dtype=k.dtype,
+        )
     if spec.kind == "recurrent":
         return replace(spec, state_bytes=cache.nbytes)
     if spec.kind == "composite":

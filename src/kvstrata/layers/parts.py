@@ -6,6 +6,7 @@ both as plain arrays. `like` tells the dtype that the model computes in.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,13 +35,23 @@ class Part(Protocol):
         ...
 
 
+class Source(Protocol):
+    """Tokens that somebody else holds. What they are stored as may change between two steps, never within one."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def parts(self) -> tuple[Part, ...]: ...
+
+
 @dataclass(frozen=True)
 class RawPart:
-    """The first `num_tokens` of a buffer."""
+    """`num_tokens` of a buffer, from `start` on."""
 
     k_buffer: mx.array  # [1, kv_heads, size, k_dim]
     v_buffer: mx.array  # [1, kv_heads, size, v_dim]
     num_tokens: int
+    start: int = 0
 
     @property
     def num_heads(self) -> int:
@@ -48,11 +59,11 @@ class RawPart:
 
     @property
     def k(self) -> mx.array:
-        return _first(self.k_buffer, self.num_tokens)
+        return _range(self.k_buffer, self.start, self.num_tokens)
 
     @property
     def v(self) -> mx.array:
-        return _first(self.v_buffer, self.num_tokens)
+        return _range(self.v_buffer, self.start, self.num_tokens)
 
     def scores(self, q: mx.array) -> mx.array:
         return q @ self.k.swapaxes(-1, -2)
@@ -86,6 +97,10 @@ class SealedPart:
     def arrays(self) -> list[mx.array]:
         return [*self.k.arrays.values(), *self.v.arrays.values()]
 
+    def parts(self) -> tuple[Part, ...]:
+        """A part that never changes is a source of itself."""
+        return (self,)
+
     def scores(self, q: mx.array) -> mx.array:
         return self.k.codec.scores(q[0], self.k)[None].astype(q.dtype)
 
@@ -94,6 +109,34 @@ class SealedPart:
 
     def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
         return self.k.codec.decode(self.k, like.dtype)[None], self.v.codec.decode(self.v, like.dtype)[None]
+
+
+@dataclass(frozen=True)
+class CutPart:
+    """Tokens [start, end) of a sealed part, read where they lie: others may read more of it."""
+
+    whole: SealedPart
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def num_heads(self) -> int:
+        return self.whole.num_heads
+
+    def scores(self, q: mx.array) -> mx.array:
+        return self.whole.scores(q)[..., self.start : self.end]
+
+    def mix(self, weights: mx.array) -> mx.array:
+        around = (self.start, self.whole.num_tokens - self.end)
+        return self.whole.mix(mx.pad(weights, [(0, 0)] * (weights.ndim - 1) + [around]))
+
+    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
+        k, v = self.whole.dense(like)
+        return k[:, :, self.start : self.end], v[:, :, self.start : self.end]
 
 
 @dataclass(frozen=True)
@@ -111,5 +154,24 @@ class Parts:
         return mx.concatenate([k for k, _ in dense], axis=2), mx.concatenate([v for _, v in dense], axis=2)
 
 
-def _first(buffer: mx.array, num_tokens: int) -> mx.array:
-    return buffer if buffer.shape[2] == num_tokens else buffer[:, :, :num_tokens]
+def cut_parts(parts: Iterable[Part], start: int, end: int) -> Iterator[Part]:
+    """Tokens [start, end) of parts that follow each other. No memory moves."""
+    first = 0
+    for part in parts:
+        a, b = max(start - first, 0), min(end - first, part.num_tokens)
+        if a < b:
+            yield part if b - a == part.num_tokens else _cut(part, a, b)
+        first += part.num_tokens
+
+
+def _cut(part: Part, start: int, end: int) -> Part:
+    if isinstance(part, RawPart):
+        return RawPart(part.k_buffer, part.v_buffer, end - start, part.start + start)
+    if isinstance(part, CutPart):
+        return CutPart(part.whole, part.start + start, part.start + end)
+    assert isinstance(part, SealedPart)
+    return CutPart(part, start, end)
+
+
+def _range(buffer: mx.array, start: int, num_tokens: int) -> mx.array:
+    return buffer if buffer.shape[2] == num_tokens else buffer[:, :, start : start + num_tokens]

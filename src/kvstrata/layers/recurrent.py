@@ -7,13 +7,18 @@ when the membership changes and never at each step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from kvstrata.layers.buffers import owned
+
 
 class RecurrentLayer(ArraysCache):
     """mlx-lm's own class, so that models which ask for it by type find it."""
+
+    cache: list[Any]
 
     def __init__(self, num_arrays: int) -> None:
         super().__init__(num_arrays)
@@ -21,6 +26,17 @@ class RecurrentLayer(ArraysCache):
 
     def arrays(self) -> list[mx.array]:
         return [array for array in self.cache if array is not None]
+
+    def held(self) -> tuple[mx.array | None, ...]:
+        """The state, in memory of its own."""
+        state = tuple(None if array is None else owned(array) for array in self.cache)
+        mx.eval([array for array in state if array is not None])
+        return state
+
+    def resume(self, state: Sequence[mx.array | None], offset: int) -> None:
+        """Go on from a state. It may be shared: models put new arrays in its place, they write none."""
+        self.cache = list(state)
+        self.offset = offset
 
     def grow(self, tokens: int) -> None:
         """The state has one size."""

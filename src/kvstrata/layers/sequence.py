@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from kvstrata.codecs.base import Codec
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, make_foreign_cache
+from kvstrata.layers.parts import Source
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
@@ -80,25 +82,50 @@ class DenseLayer:
         return self._layer.keys_and_values()[0].joined(self._layer.arrays()[0])
 
 
+Pair = tuple[Codec, Codec]  # for K and for V
 Layer = FullLayer | WindowLayer | RecurrentLayer | CompositeLayer | ForeignLayer
 
 
-class SequenceCache:
-    """The live cache of one sequence: room for `capacity` tokens, more with `grow`."""
+State = Any  # what `held` of a window layer gives: (k, v); of a recurrent one: its arrays
 
-    def __init__(self, layout: Layout, model: Any, capacity: int) -> None:
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a sequence goes on from: tokens that were computed before. By flat layer (`Layout.flat`)."""
+
+    num_tokens: int
+    sources: tuple[tuple[Source, ...], ...]  # full layers; empty for the others
+    states: tuple[State, ...]  # window and recurrent layers, at num_tokens; None for the others
+
+
+class SequenceCache:
+    """The live cache of one sequence: room for `capacity` tokens of its own, more with `grow`."""
+
+    def __init__(self, layout: Layout, model: Any, capacity: int, prefix: Prefix | None = None) -> None:
         self.capacity = capacity
-        self.num_tokens = 0
-        self.layers: list[Layer] = [_make(spec, model, i, capacity) for i, spec in enumerate(layout.layers)]
+        self.start = prefix.num_tokens if prefix else 0
+        self.num_tokens = self.start
+        num_flat = len(layout.flat())
+        sources = iter(prefix.sources if prefix else ((),) * num_flat)
+        self.layers: list[Layer] = [_make(spec, model, i, capacity, sources) for i, spec in enumerate(layout.layers)]
+        self.flat: list[Any] = _flat(self.layers)
         self._path = layout.path
+        if prefix:
+            for layer, state in zip(self.flat, prefix.states, strict=True):
+                if isinstance(layer, WindowLayer):
+                    k, v = state
+                    layer.resume(k, v, prefix.num_tokens)
+                elif isinstance(layer, RecurrentLayer):
+                    layer.resume(state, prefix.num_tokens)
 
     @property
     def nbytes(self) -> int:
+        """Its own bytes: what it goes on from is held elsewhere."""
         return sum(layer.nbytes for layer in self.layers)
 
     @property
     def free_tokens(self) -> int:
-        return self.capacity - self.num_tokens
+        return self.start + self.capacity - self.num_tokens
 
     def arrays(self) -> list[mx.array]:
         """Everything that a pass has changed."""
@@ -109,13 +136,13 @@ class SequenceCache:
         for layer in self.layers:
             layer.grow(tokens)
 
-    def seal(self, k: Codec, v: Codec, *, first_raw: int = 4, recent_raw: int = 128) -> int:
-        """Encode the past of every full-attention layer. Windows and recurrent states stay as they are.
+    def seal(self, pairs: Sequence[Pair], *, first_raw: int = 4, recent_raw: int = 128) -> int:
+        """Encode its own past in every full-attention layer. Windows and recurrent states stay as they are.
 
         Tells how many tokens were encoded in each.
         """
-        full = [layer for layer in _flat(self.layers) if isinstance(layer, FullLayer)]
-        return max((layer.seal(k, v, first_raw=first_raw, recent_raw=recent_raw) for layer in full), default=0)
+        full = [(layer, pair) for layer, pair in zip(self.flat, pairs, strict=True) if isinstance(layer, FullLayer)]
+        return max((layer.seal(*pair, first_raw=first_raw, recent_raw=recent_raw) for layer, pair in full), default=0)
 
     def caches(self) -> list[Any]:
         """What the model is called with."""
@@ -128,15 +155,16 @@ class SequenceCache:
             layer.end_pass()
 
 
-def _make(spec: LayerSpec, model: Any, index: int, capacity: int) -> Layer:
+def _make(spec: LayerSpec, model: Any, index: int, capacity: int, sources: Iterator[tuple[Source, ...]]) -> Layer:
+    if spec.kind == "composite":
+        return CompositeLayer([_make(child, model, index, capacity, sources) for child in spec.children])
+    before = next(sources)
     if spec.kind == "full":
-        return FullLayer(capacity)
+        return FullLayer(capacity, before)
     if spec.kind == "window":
         return WindowLayer(spec.max_size, spec.keep)
     if spec.kind == "recurrent":
         return RecurrentLayer(spec.num_arrays)
-    if spec.kind == "composite":
-        return CompositeLayer([_make(child, model, index, capacity) for child in spec.children])
     return ForeignLayer(make_foreign_cache(model, index))
 
 

@@ -1,4 +1,4 @@
-"""Full attention, one sequence: preallocated buffers that are written in place.
+"""Full attention, one sequence: what others computed before, then preallocated buffers that are written in place.
 
 Buffers come in pieces: the first is sized from the request, later ones are added while it runs. No piece is ever copied
 into another, so growing costs only what it adds.
@@ -16,7 +16,8 @@ from kvstrata.codecs.base import Codec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers import cpu
 from kvstrata.layers.buffers import Buffer
-from kvstrata.layers.parts import Part, Parts, RawPart, SealedPart
+from kvstrata.layers.parts import Part, Parts, RawPart, SealedPart, Source, cut_parts
+from kvstrata.layers.runs import RunCache
 
 
 @dataclass
@@ -30,29 +31,29 @@ class Piece:
 
 
 class FullLayer:
-    """`sealed` are parts that come before: maybe shared with others, never written."""
+    """`before` are tokens that others hold: maybe still being written by their owner, never by this layer."""
 
-    def __init__(self, capacity: int, sealed: Sequence[SealedPart] = ()) -> None:
-        self._sealed = list(sealed)
-        self.offset = sum(part.num_tokens for part in sealed)
+    def __init__(self, capacity: int, before: Sequence[Source] = ()) -> None:
+        self._before = tuple(before)
+        self.start = sum(source.num_tokens for source in before)
+        self.offset = self.start
+        self._sealed: list[SealedPart] = []
         self._pieces = [Piece(Buffer(capacity))]
+        self._runs = RunCache()
 
     @property
     def capacity(self) -> int:
+        """Of its own buffers, in tokens."""
         return sum(piece.buffer.size for piece in self._pieces)
 
     @property
     def nbytes(self) -> int:
-        """Sealed parts included, whoever else holds them."""
+        """Its own: what comes before is counted where it is held."""
         return sum(piece.buffer.nbytes for piece in self._pieces) + sum(part.nbytes for part in self._sealed)
 
     @property
     def token_bytes(self) -> int:
         return self._pieces[0].buffer.token_bytes
-
-    @property
-    def is_raw(self) -> bool:
-        return not self._sealed
 
     @property
     def sealed(self) -> tuple[SealedPart, ...]:
@@ -75,7 +76,7 @@ class FullLayer:
         if last <= first:
             return 0
         room = sum(piece.free for piece in self._pieces)
-        raw = [_part(piece) for piece in self._pieces if piece.used]
+        raw = self._raw_parts()
         all_k, all_v = Parts((tuple(raw),)).joined(raw[0].k_buffer)
         if first:
             self._sealed.append(_encoded(all_k, all_v, 0, first, start, RawCodec(), RawCodec()))
@@ -100,8 +101,9 @@ class FullLayer:
         self._count(total, start)
 
     def runs_with_next(self, k: mx.array, v: mx.array) -> list[cpu.Run]:
-        """Make room for one more token, which the caller writes where the runs say."""
-        runs, left = [], 1
+        """Make room for one more token, which the caller writes where the runs say. Only if `has_runs`."""
+        runs = self._runs.of(self._parts_before())
+        left = 1
         for piece in self._pieces:
             at = piece.used if left and piece.free else cpu.NOWHERE
             if at != cpu.NOWHERE:
@@ -112,13 +114,36 @@ class FullLayer:
         self._count(1, 1 - left)
         return runs
 
+    @property
+    def has_runs(self) -> bool:
+        """Whether kernels can read all that it attends to."""
+        return self._runs.covers(self._parts_before())
+
     def _count(self, wanted: int, written: int) -> None:
         if written != wanted:
             raise IndexError(f"{wanted} tokens do not fit: {self.capacity} reserved, {self.offset} used")
         self.offset += wanted
 
     def parts(self) -> tuple[Part, ...]:
-        return (*self._sealed, *(_part(piece) for piece in self._pieces if piece.used))
+        return (*self._parts_before(), *self._raw_parts())
+
+    def own_parts(self, start: int, end: int) -> tuple[Part, ...]:
+        """Of its own tokens, [start, end) counted from the first of them. Good until the next write."""
+        return tuple(cut_parts((*self._sealed, *self._raw_parts()), start, end))
+
+    def own_arrays(self) -> tuple[mx.array, mx.array] | None:
+        """K and V if they fill one buffer exactly: it can be kept as it is, if the layer is not used again."""
+        piece = self._pieces[0]
+        if self._sealed or len(self._pieces) > 1 or piece.free or piece.buffer.k is None or piece.buffer.v is None:
+            return None
+        return piece.buffer.k[0], piece.buffer.v[0]
+
+    def _parts_before(self) -> tuple[Part, ...]:
+        """All that it does not write."""
+        return (*(part for source in self._before for part in source.parts()), *self._sealed)
+
+    def _raw_parts(self) -> list[RawPart]:
+        return [_part(piece) for piece in self._pieces if piece.used]
 
     def end_pass(self) -> None:
         """Nothing is kept for the pass."""
@@ -126,7 +151,7 @@ class FullLayer:
     # What mlx-lm's models call.
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
-        if self.is_raw and cpu.pays_alone(self.offset, keys, values):
+        if cpu.pays_alone(self.offset, keys, values) and self.has_runs:
             step = cpu.Step((self,), keys, values)
             return step, step
         self.append(keys, values)

@@ -30,7 +30,7 @@ class WindowLayer:
         return self._ring.token_bytes
 
     @property
-    def is_raw(self) -> bool:
+    def has_runs(self) -> bool:
         return True
 
     def arrays(self) -> list[mx.array]:
@@ -38,6 +38,32 @@ class WindowLayer:
 
     def grow(self, tokens: int) -> None:
         """The ring has its full size from the start."""
+
+    def held(self) -> tuple[mx.array, mx.array]:
+        """K and V of what the ring holds, by position, in memory of their own: [1, kv_heads, tokens, dim]."""
+        raw = self._ring_part()
+        order = [*range(min(self.keep, self.offset))]
+        order += [self._slot(position) for position in range(self._oldest(), self.offset)]
+        slots = mx.array(order)
+        k, v = mx.take(raw.k, slots, axis=2), mx.take(raw.v, slots, axis=2)
+        mx.eval(k, v)
+        return k, v
+
+    def resume(self, k: mx.array, v: mx.array, offset: int) -> None:
+        """Hold what another ring of this size `held`; or its first `offset` tokens, if it had not dropped any."""
+        self.offset = offset
+        kept = min(self.keep, offset)
+        if kept:
+            self._ring.put(0, k[:, :, :kept], v[:, :, :kept])
+        start = self._oldest()
+        for first, last in self._runs(start, offset):
+            rest = slice(kept + first - start, kept + last - start)
+            self._ring.put(self._slot(first), k[:, :, rest], v[:, :, rest])
+        mx.eval(self.arrays())
+
+    def _oldest(self) -> int:
+        """The first position that the ring holds beside the kept ones."""
+        return min(self.offset, max(self.keep, self.offset - (self.max_size - self.keep)))
 
     def append(self, k: mx.array, v: mx.array) -> None:
         if k.shape[2] > 1:
@@ -57,7 +83,7 @@ class WindowLayer:
         return [cpu.Run(*self._ring.addresses(k, v), self._ring.size, at, min(self.offset, self.max_size))]
 
     def parts(self) -> tuple[RawPart, ...]:
-        return (self._chunk or self._held(),)
+        return (self._chunk or self._ring_part(),)
 
     def end_pass(self) -> None:
         self._chunk = None
@@ -113,14 +139,14 @@ class WindowLayer:
             first = last
         return runs
 
-    def _held(self) -> RawPart:
+    def _ring_part(self) -> RawPart:
         assert self._ring.k is not None
         assert self._ring.v is not None
         return RawPart(self._ring.k, self._ring.v, min(self.offset, self.max_size))
 
     def _past(self) -> RawPart:
         """The newest max_size - 1 tokens, oldest first: all that a further token can see."""
-        held = self._held()
+        held = self._ring_part()
         if self.offset < self.max_size:
             return held
         # Drop the oldest token that is not kept; the others in order of position.

@@ -1,0 +1,130 @@
+"""What a sequence finds in the store when it begins, and leaves there as it goes.
+
+Knows sequences and the store; does not know who runs when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from kvstrata.engine.limits import Storage
+from kvstrata.engine.memory import Budget
+from kvstrata.engine.runner import Runner
+from kvstrata.engine.sequence import Sequence
+from kvstrata.index.identity import Identity
+from kvstrata.index.ids import TokenIds
+from kvstrata.layers.kinds import Layout
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.spans.marks import take_mark
+from kvstrata.spans.plan import make_plan
+from kvstrata.store.entry import Found
+from kvstrata.store.search import NOTHING
+from kvstrata.store.store import Store, StoreOptions
+
+# A prefill in flight is waited for if it saves at least this many tokens.
+MIN_FOLLOW_TOKENS = 32
+
+
+class Resume:
+    def __init__(self, store: Store | None, *, mark_every_tokens: int) -> None:
+        self.store = store  # None: this model's caches cannot be shared
+        self._mark_every = mark_every_tokens
+        self._needs_marks = store is not None and store.needs_marks
+
+    def found(self, sequence: Sequence) -> Found:
+        """What it would go on from if it began now."""
+        if self.store is None:
+            return NOTHING
+        if sequence.found is None or sequence.found_version != self.store.version:
+            sequence.found = self.store.find(sequence.ids()[:-1], sequence.request.salt)
+            sequence.found_version = self.store.version
+        return sequence.found
+
+    def follows(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
+        """Whether somebody ahead is about to compute what it needs: then it waits and shares that."""
+        if self.store is None:
+            return False
+        known = self.found(sequence).num_tokens
+        for other in ahead:
+            shared = _shared_tokens(sequence, other)
+            if shared - known >= MIN_FOLLOW_TOKENS and other.num_computed < shared:
+                other.stops.add(shared)
+                return True
+        return False
+
+    def begin(self, sequence: Sequence, runner: Runner, capacity: int) -> None:
+        """Give it a cache, with what is stored in front."""
+        sequence.found = None
+        if self.store is None:
+            sequence.cache = runner.new_cache(capacity)
+            return
+        salt = sequence.request.salt
+        lease = self.store.match(sequence.ids()[:-1], salt)
+        sequence.cache = runner.new_cache(capacity, lease.prefix)
+        sequence.filing = self.store.open(lease, sequence.cache, salt)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = lease.num_tokens
+            sequence.miss = self.store.explain(sequence.ids(), salt).ends_because
+
+    def next_stop(self, sequence: Sequence, at: int) -> int | None:
+        """How many tokens after `at` its prefill should pause, so that others can resume there. None: it need not."""
+        if not self._needs_marks:
+            return None
+        stops = [stop - at for stop in sequence.stops if stop > at]
+        return min([*stops, self._mark_every - at % self._mark_every])
+
+    def after_chunk(self, sequence: Sequence) -> None:
+        """What it has computed is open to others from now on."""
+        if sequence.filing is None or sequence.cache is None:
+            return
+        at = sequence.cache.num_tokens
+        pauses = at in sequence.stops or at % self._mark_every == 0 or not sequence.prefill_left
+        mark = take_mark(sequence.cache) if self._needs_marks and pauses else None
+        sequence.filing.seal(sequence.ids()[:at], mark)
+
+    def end(self, sequence: Sequence) -> None:
+        """It runs no more: what it has computed stays in the store."""
+        if sequence.filing is None or sequence.cache is None:
+            return
+        at = sequence.cache.num_tokens
+        mark = take_mark(sequence.cache) if self._needs_marks and at > sequence.cache.start else None
+        sequence.filing.seal(sequence.ids()[:at], mark)
+        sequence.filing.end()
+        sequence.filing = None
+
+
+def make_resume(
+    loaded: LoadedModel, layout: Layout, budget: Budget, storage: Storage, max_kv_size: int | None
+) -> Resume:
+    """Raises ConfigError for a precision that the model's layers cannot be stored in."""
+    if any(spec.kind == "foreign" for spec in layout.flat()):
+        return Resume(None, mark_every_tokens=storage.mark_every_tokens)
+    plan = make_plan(layout, storage.k, storage.v, edge_layers=storage.edge_layers, edge=storage.edge)
+    signature = tuple(spec.signature for spec in layout.flat())
+    hot_bytes = budget.total_bytes if storage.hot_bytes is None else min(storage.hot_bytes, budget.total_bytes)
+    options = StoreOptions(
+        hot_bytes=hot_bytes,
+        min_quantize_tokens=storage.min_quantize_tokens,
+        live=storage.live,
+        max_marks=storage.max_marks,
+        ttl_s=storage.ttl_s,
+    )
+    store = Store(layout, Identity(loaded.fingerprint, loaded.dtype, signature, max_kv_size), plan, options)
+    return Resume(store, mark_every_tokens=storage.mark_every_tokens)
+
+
+def _shared_tokens(sequence: Sequence, other: Sequence) -> int:
+    """How much of its prompt the other computes too. The last token of a prompt is nobody's to share."""
+    if sequence.request.salt != other.request.salt:
+        return 0
+    if other.arrival not in sequence.shared:
+        sequence.shared[other.arrival] = _common(sequence.ids()[:-1], other.ids()[:-1])
+    return sequence.shared[other.arrival]
+
+
+def _common(a: TokenIds, b: TokenIds) -> int:
+    length = min(len(a), len(b))
+    differ = np.flatnonzero(a[:length] != b[:length])
+    return int(differ[0]) if len(differ) else length

@@ -1,0 +1,41 @@
+"""Who may share cached state: everything that decides what a prompt's KV is, and the salt that keeps callers apart.
+
+Knows plain values only; `models` makes the fingerprint. Precision is not part of it: spans say for themselves how they
+are encoded, so a change of bits strands nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+DOMAIN = "kvstrata identity 1"
+
+
+@dataclass(frozen=True)
+class Identity:
+    fingerprint: str  # of weights, tokenizer, template, config and adapter: models/fingerprint.py
+    dtype: str  # what the model computes in
+    layout: tuple[str, ...]  # each layer's kind, with what decides its shape, such as 'window:4096:4'
+    max_kv_size: int | None = None  # tokens that a sequence keeps at most; None: all
+
+
+def root_key(identity: Identity, salt: str) -> bytes:
+    """32 bytes, the root of the tree that callers with this salt share. Every field is written with its length, so that
+    no two identities spell the same bytes."""
+    fields = [
+        DOMAIN,
+        identity.fingerprint,
+        identity.dtype,
+        str(len(identity.layout)),
+        *identity.layout,
+        "" if identity.max_kv_size is None else str(identity.max_kv_size),
+        salt,
+    ]
+    digest = blake3()
+    for field in fields:
+        # A salt comes from a client's JSON, which may hold half a surrogate pair.
+        encoded = field.encode("utf-8", "surrogatepass")
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.digest()

@@ -1,0 +1,86 @@
+"""Where a sequence can be resumed in a model that has more than full attention.
+
+A window layer holds a ring, a recurrent one a state: neither can step back. A mark is both, of all such layers, at one
+position. It is a copy: what the sequence does afterwards does not change it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.layers.kinds import Layout
+from kvstrata.layers.parts import SealedPart
+from kvstrata.layers.recurrent import RecurrentLayer
+from kvstrata.layers.sequence import SequenceCache
+from kvstrata.layers.window import WindowLayer
+
+
+@dataclass(frozen=True)
+class RecurrentState:
+    arrays: tuple[mx.array | None, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays if array is not None)
+
+
+MarkState = SealedPart | RecurrentState | None  # of a window layer its tokens, kept ones first; None: full attention
+
+
+@dataclass(frozen=True)
+class Mark:
+    position: int
+    states: tuple[MarkState, ...]  # by flat layer
+
+    @property
+    def nbytes(self) -> int:
+        return sum(state.nbytes for state in self.states if state is not None)
+
+
+def needs_marks(layout: Layout) -> bool:
+    return any(spec.kind in ("window", "recurrent") for spec in layout.flat())
+
+
+def take_mark(cache: SequenceCache) -> Mark:
+    """At the sequence's present position."""
+    return Mark(cache.num_tokens, tuple(_state(layer, cache.num_tokens) for layer in cache.flat))
+
+
+def reaches(mark: Mark, layout: Layout, num_tokens: int) -> bool:
+    """Whether a sequence can go on from its first `num_tokens` with this mark, which may be a later one."""
+    if num_tokens == mark.position:
+        return True
+    specs = layout.flat()
+    if num_tokens > mark.position or any(spec.kind == "recurrent" for spec in specs):
+        return False
+    # A ring that is not full yet holds every token so far.
+    return all(mark.position <= spec.max_size for spec in specs if spec.kind == "window")
+
+
+def states_at(mark: Mark, num_tokens: int, dtype: mx.Dtype) -> tuple[Any, ...]:
+    """What layers resume from, by flat layer."""
+    return tuple(_resumable(state, num_tokens, dtype) for state in mark.states)
+
+
+def _state(layer: Any, position: int) -> MarkState:
+    if isinstance(layer, RecurrentLayer):
+        return RecurrentState(layer.held())
+    if isinstance(layer, WindowLayer):
+        k, v = layer.held()
+        start = position - k.shape[2]
+        return SealedPart(RawCodec().adopt(k[0], start), RawCodec().adopt(v[0], start))
+    return None
+
+
+def _resumable(state: MarkState, num_tokens: int, dtype: mx.Dtype) -> Any:
+    if state is None:
+        return None
+    if isinstance(state, RecurrentState):
+        return state.arrays
+    k = state.k.codec.decode(state.k, dtype)[None]
+    v = state.v.codec.decode(state.v, dtype)[None]
+    return (k, v) if num_tokens >= state.num_tokens else (k[:, :, :num_tokens], v[:, :, :num_tokens])

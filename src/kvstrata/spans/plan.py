@@ -1,0 +1,53 @@
+"""Which codec each layer's K and V are stored under."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstrata.codecs.base import Codec
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.registry import parse_for
+from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.layers.sequence import Pair
+
+RAW: Pair = (RawCodec(), RawCodec())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """By flat layer. Layers without K and V have RAW there, which nobody reads."""
+
+    k: str  # as asked for
+    v: str
+    pairs: tuple[Pair, ...]
+
+    @property
+    def is_raw(self) -> bool:
+        return all(pair == RAW for pair in self.pairs)
+
+
+def raw_plan(layout: Layout) -> Plan:
+    return Plan("raw", "raw", (RAW,) * len(layout.flat()))
+
+
+def make_plan(layout: Layout, k: str, v: str, *, edge_layers: int = 0, edge: str = "planes:8") -> Plan:
+    """At least `edge` for K and V of the first and the last `edge_layers` that have any.
+
+    Refuses what a layer cannot store.
+    """
+    specs = layout.flat()
+    attention = [i for i, spec in enumerate(specs) if spec.kind in ("full", "window")]
+    edges = {*attention[:edge_layers], *attention[len(attention) - edge_layers :]} if edge_layers else set()
+    pairs = [_pair(spec, k, v, edge if i in edges else None) for i, spec in enumerate(specs)]
+    return Plan(k, v, tuple(pairs))
+
+
+def _pair(spec: LayerSpec, k: str, v: str, at_least: str | None) -> Pair:
+    if spec.kind not in ("full", "window"):
+        return RAW
+    return _codec(k, at_least, spec.k_dim), _codec(v, at_least, spec.v_dim)
+
+
+def _codec(name: str, at_least: str | None, dim: int) -> Codec:
+    codecs = [parse_for(each, dim) for each in (name, at_least) if each is not None]
+    return max(codecs, key=lambda codec: codec.bits_per_value(dim))

@@ -1,0 +1,220 @@
+"""The span: consecutive tokens of one sequence, over all layers.
+
+While the sequence that computes it runs, a span is *live*: its layers are that sequence's own, and others read them
+through it, so sealing copies nothing. After that it owns its memory: one or more parts in each layer, under any codecs.
+What a layer holds may be replaced between two steps; readers ask anew at each step and see the replacement.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvstrata.layers.kinds import Layout
+from kvstrata.layers.parts import Part, SealedPart, cut_parts
+from kvstrata.layers.sequence import Pair, Prefix, SequenceCache
+from kvstrata.layers.tail import FullLayer
+from kvstrata.spans import rewrite
+from kvstrata.spans.marks import Mark, states_at
+from kvstrata.spans.plan import RAW, Plan
+
+Held = FullLayer | tuple[SealedPart, ...]
+
+
+class Span:
+    def __init__(self, layout: Layout, position: int, num_tokens: int, held: dict[int, Held]) -> None:
+        self.layout = layout
+        self.position = position  # of its first token
+        self.num_tokens = num_tokens  # sealed: a live layer may hold more
+        self._held = held  # by flat layer, those with full attention
+        self.marks: dict[int, Mark] = {}  # by position
+
+    @property
+    def end(self) -> int:
+        return self.position + self.num_tokens
+
+    @property
+    def is_live(self) -> bool:
+        return any(isinstance(held, FullLayer) for held in self._held.values())
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return tuple(self._held)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Allocated, marks apart; of a live span the whole buffers."""
+        return sum(part.nbytes for part in self._sealed()) + self.live_bytes
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(held.nbytes for held in self._held.values() if isinstance(held, FullLayer))
+
+    @property
+    def mark_bytes(self) -> int:
+        return sum(mark.nbytes for mark in self.marks.values())
+
+    @property
+    def nbytes(self) -> int:
+        return self.kv_bytes + self.mark_bytes
+
+    def bytes_by_precision(self) -> Counter[str]:
+        """K and V apart, as 'k=planes:8'-free names: a codec's name -> bytes."""
+        by_name: Counter[str] = Counter()
+        for part in self._sealed():
+            by_name[part.k.name] += part.k.nbytes
+            by_name[part.v.name] += part.v.nbytes
+        if self.live_bytes:
+            by_name["raw"] += self.live_bytes
+        return by_name
+
+    def pairs(self, layer: int) -> tuple[Pair, ...]:
+        """The codecs that a layer is stored under."""
+        held = self._held[layer]
+        if isinstance(held, FullLayer):
+            return (RAW,)
+        return tuple(dict.fromkeys((part.k.codec, part.v.codec) for part in held))
+
+    def parts(self, layer: int, start: int, end: int) -> tuple[Part, ...]:
+        """Tokens [start, end), positions in the sequence."""
+        held = self._held[layer]
+        if isinstance(held, FullLayer):
+            return held.own_parts(start - held.start, end - held.start)
+        first = held[0].k.position
+        return tuple(cut_parts(held, start - first, end - first))
+
+    def version(self, layer: int) -> object:
+        """The same object as long as a layer holds the same."""
+        return self._held[layer]
+
+    def rewrite(self, layer: int, pair: Pair) -> None:
+        """Put all of a layer under one pair of codecs, in memory of its own. What it was is let go."""
+        if self.num_tokens < 1:
+            raise ValueError(f"a span from {self.position} on has {self.num_tokens} tokens: seal some before storing it")
+        held = self._held[layer]
+        dtype = self.layout.flat()[layer].dtype
+        if isinstance(held, FullLayer):
+            whole = held.own_arrays() if (held.start, held.offset) == (self.position, self.end) else None
+            if whole is not None:
+                self._held[layer] = (rewrite.adopt(*whole, pair, self.position),)
+                return
+        elif len(held) == 1 and (held[0].k.codec, held[0].v.codec) == pair and held[0].num_tokens == self.num_tokens:
+            return
+        parts = self.parts(layer, self.position, self.end)
+        self._held[layer] = (rewrite.gather(parts, pair, self.position, dtype),)
+
+    def rewrite_marks(self, plan: Plan) -> None:
+        self.marks = {at: self._under(mark, plan) for at, mark in self.marks.items()}
+
+    def cut(self, start: int, end: int) -> None:
+        """Keep only tokens [start, end), positions in the sequence. Memory follows with `shrink`."""
+        if not self.position <= start < end <= self.end:
+            raise ValueError(f"tokens {start} to {end} cannot be cut out of {self.position} to {self.end}")
+        self.position, self.num_tokens = start, end - start
+        self.marks = {at: mark for at, mark in self.marks.items() if start < at <= end}
+
+    def shrink(self, layer: int) -> None:
+        """Give back what a cut left over in a sealed layer."""
+        if not isinstance(self._held[layer], FullLayer):
+            self._held[layer] = self._trimmed(layer)
+
+    def append(self, after: Span) -> None:
+        """Take over a neighbour's tokens. A layer may then hold several parts, until it is rewritten.
+
+        Nothing is copied but what a cut left untrimmed: parts must follow each other.
+        """
+        if after.position != self.end or self.is_live or after.is_live:
+            raise ValueError(f"a span from {after.position} on cannot be joined to one that ends at {self.end}")
+        for layer in self._held:
+            self._held[layer] = (*self._trimmed(layer), *after._trimmed(layer))
+        self.num_tokens += after.num_tokens
+        self.marks |= after.marks
+
+    def num_parts(self) -> int:
+        return max((1 if isinstance(held, FullLayer) else len(held) for held in self._held.values()), default=1)
+
+    def planes(self, layer: int) -> tuple[SealedPart, ...]:
+        """What a sealed layer holds, as it is."""
+        held = self._held[layer]
+        if isinstance(held, FullLayer):
+            raise ValueError("a live layer has no planes yet")
+        return held
+
+    def replace(self, layer: int, parts: Sequence[SealedPart]) -> None:
+        self._held[layer] = tuple(parts)
+
+    def _sealed(self) -> Iterator[SealedPart]:
+        for held in self._held.values():
+            if not isinstance(held, FullLayer):
+                yield from held
+
+    def _trimmed(self, layer: int) -> tuple[SealedPart, ...]:
+        return tuple(self._owned(part) for part in self.parts(layer, self.position, self.end))
+
+    def _owned(self, part: Part) -> SealedPart:
+        if isinstance(part, SealedPart):
+            return part
+        return rewrite.cut(part.whole, part.start, part.end)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _under(self, mark: Mark, plan: Plan) -> Mark:
+        states = []
+        for state, pair, spec in zip(mark.states, plan.pairs, self.layout.flat(), strict=True):
+            if isinstance(state, SealedPart):
+                state = SealedPart(
+                    rewrite.convert(state.k, pair[0], spec.dtype), rewrite.convert(state.v, pair[1], spec.dtype)
+                )
+            states.append(state)
+        return Mark(mark.position, tuple(states))
+
+
+def live_span(layout: Layout, cache: SequenceCache) -> Span:
+    """What a sequence computes itself, nothing of it sealed yet."""
+    held: dict[int, Held] = {i: layer for i, layer in enumerate(cache.flat) if isinstance(layer, FullLayer)}
+    return Span(layout, cache.start, 0, held)
+
+
+@dataclass(frozen=True)
+class SpanRange:
+    """Tokens [start, end) of a span, positions in the sequence."""
+
+    span: Span
+    start: int
+    end: int
+
+
+class SpanSource:
+    """One layer of a range, as a sequence that goes on from it reads it."""
+
+    def __init__(self, run: SpanRange, layer: int) -> None:
+        self._run = run
+        self._layer = layer
+        self._version: object = None
+        self._parts: tuple[Part, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self._run.end - self._run.start
+
+    def parts(self) -> tuple[Part, ...]:
+        version = self._run.span.version(self._layer)
+        if isinstance(version, FullLayer):
+            self._version, self._parts = None, ()
+            return self._run.span.parts(self._layer, self._run.start, self._run.end)
+        if version is not self._version:
+            self._parts = self._run.span.parts(self._layer, self._run.start, self._run.end)
+            self._version = version
+        return self._parts
+
+
+def prefix_of(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> Prefix:
+    """What a sequence needs to go on after `runs`, which start at 0 and follow each other."""
+    num_tokens = runs[-1].end
+    specs = layout.flat()
+    full = [spec.kind == "full" for spec in specs]
+    sources = tuple(tuple(SpanSource(run, i) for run in runs) if full[i] else () for i in range(len(specs)))
+    dtype = next((spec.dtype for spec in specs if spec.kind == "window"), mx.float32)
+    states = states_at(mark, num_tokens, dtype) if mark is not None else (None,) * len(specs)
+    return Prefix(num_tokens, sources, states)

@@ -1,0 +1,53 @@
+"""A span as the store keeps it: where it is in the index, who uses it, and what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstrata.index.tree import Node
+from kvstrata.layers.sequence import Prefix
+from kvstrata.spans.span import Span, SpanRange
+from kvstrata.store.policy import Kind
+
+
+@dataclass(eq=False)
+class Entry:
+    """Payload of the nodes whose tokens its span holds."""
+
+    span: Span
+    root_key: bytes
+    salt: str
+    kind: Kind  # of the request that computed it
+    nodes: set[Node[Entry]] = field(default_factory=set)
+    is_running: bool = True  # its owner still writes
+    num_leases: int = 0  # sequences that read it, its owner apart
+    is_pinned: bool = False
+    nbytes: int = 0  # as counted in the store's total
+
+    @property
+    def is_free(self) -> bool:
+        """Nobody needs it to stay."""
+        return not self.is_running and not self.num_leases and not self.is_pinned
+
+
+@dataclass(eq=False)
+class Lease:
+    """What a request found: its tokens stay until they are released. How they are stored may change meanwhile."""
+
+    kind: Kind  # of the request that it was made for
+    num_tokens: int = 0
+    prefix: Prefix | None = None  # None: nothing was found
+    entries: set[Entry] = field(default_factory=set)
+    is_open: bool = True
+
+
+@dataclass(frozen=True)
+class Found:
+    """The longest usable match: what a lease would be made of."""
+
+    num_tokens: int
+    ranges: tuple[SpanRange, ...]
+    path: tuple[Node[Entry], ...]  # of what is used
+    entries: tuple[Entry, ...]  # on the path
+    mark_position: int | None
+    matched_tokens: int  # that are stored; more than num_tokens where a model can resume at marks only

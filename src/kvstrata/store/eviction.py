@@ -1,0 +1,106 @@
+"""Which leaf goes next. Holds the leaves that may go, in queues of like worth; O(log n) for each operation.
+
+Worth falls or rises with age alone inside a queue, never both ways in turn: a kind is worth most around the age at which it
+comes back. So the least one is at one of the two ends, and only those are looked at. Knows no tree and no arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from kvstrata.store.leaf_queue import LeafQueue
+from kvstrata.store.policy import Kind, PrefillCost, Reuse, kept_tokens
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Drop(NamedTuple, Generic[K]):
+    leaf: K
+    keep_tokens: int  # from its start on; 0: all of it goes
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    nbytes: int
+    num_tokens: int
+    used_s: float
+    kind: Kind
+    cost_by_byte: float
+    expires_s: float
+    queue: tuple[Kind, int]
+
+
+class Eviction(Generic[K]):
+    def __init__(self, reuse: Reuse, cost: PrefillCost, quantum_tokens: int) -> None:
+        self._reuse = reuse
+        self._cost = cost
+        self._quantum_tokens = quantum_tokens  # what stays of a leaf is a multiple of this
+        self._leaves: dict[K, _Leaf] = {}
+        self._queues: dict[tuple[Kind, int], LeafQueue[K]] = {}
+        self._expiring: LeafQueue[K] = LeafQueue()
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    def add(
+        self,
+        leaf: K,
+        *,
+        nbytes: int,
+        start: int,
+        num_tokens: int,
+        used_s: float,
+        kind: Kind = Kind.FRESH,
+        expires_s: float = math.inf,
+    ) -> None:
+        """A leaf that may go: nobody leases or pins it. Again where it was used or changed its size."""
+        self.discard(leaf)
+        cost_by_byte = self._cost.per_token(start + num_tokens / 2) * num_tokens / max(1, nbytes)
+        queue = kind, math.floor(2 * math.log2(cost_by_byte))
+        self._leaves[leaf] = _Leaf(nbytes, num_tokens, used_s, kind, cost_by_byte, expires_s, queue)
+        self._queues.setdefault(queue, LeafQueue()).put(leaf, used_s, start)
+        if expires_s < math.inf:
+            self._expiring.put(leaf, expires_s, start)
+
+    def discard(self, leaf: K) -> None:
+        """It is in use, pinned, gone, or not a leaf any more. Nothing happens where it is not known."""
+        known = self._leaves.pop(leaf, None)
+        if known is None:
+            return
+        self._expiring.discard(leaf)
+        queue = self._queues[known.queue]
+        queue.discard(leaf)
+        if not len(queue):
+            del self._queues[known.queue]
+
+    def choose(self, need_bytes: int, now_s: float) -> list[Drop[K]]:
+        """What has expired; else, where room is needed, the one leaf that is worth least, or its end. One at a time: what
+        is above a leaf becomes the next candidate. Empty when there is none. Chosen leaves are no candidates any more:
+        one that stays, or a part of it, is added again."""
+        chosen = [Drop(leaf, 0) for leaf in self._take_expired(now_s)]
+        least = self._least(now_s) if need_bytes > 0 and not chosen else None
+        if least is not None:
+            known = self._leaves[least]
+            need_tokens = math.ceil(need_bytes * known.num_tokens / max(1, known.nbytes))
+            self.discard(least)
+            chosen.append(Drop(least, kept_tokens(known.num_tokens, need_tokens, self._quantum_tokens)))
+        return chosen
+
+    def worth(self, leaf: K, now_s: float) -> float:
+        """Cost that keeping it saves, for each byte and second."""
+        known = self._leaves[leaf]
+        return self._reuse.density(known.kind, now_s - known.used_s) * known.cost_by_byte
+
+    def _take_expired(self, now_s: float) -> list[K]:
+        expired = []
+        while (leaf := self._expiring.oldest()) is not None and self._leaves[leaf].expires_s <= now_s:
+            self.discard(leaf)
+            expired.append(leaf)
+        return expired
+
+    def _least(self, now_s: float) -> K | None:
+        ends = [leaf for queue in self._queues.values() for leaf in (queue.oldest(), queue.newest()) if leaf is not None]
+        return min(ends, key=lambda leaf: (self.worth(leaf, now_s), self._leaves[leaf].used_s), default=None)

@@ -1,0 +1,156 @@
+"""What a stored leaf is worth, per byte: how soon it will be used again, and what it would cost to compute it again.
+
+Pure: values in, values out; time is an argument. Knows no tree, no arrays and no budget.
+
+How soon: prompts are of few kinds, and each kind comes back in its own time. A person reads for a minute before the next
+turn, a tool answers in seconds, what a template rewrote never comes back. `Reuse` measures this from what happened: for
+each kind the chance of a use by age (Kaplan-Meier: what has not come back yet counts for the ages it has reached). From
+that comes the most uses per second that keeping it can bring, over all times to give up (Gittins' index of that kind at that
+age). LRU is the special case where the chance falls with age alone; small stores lose with it, because everything is
+pushed out just before it would be used.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+
+class Kind(IntEnum):
+    """By the request that used it last: was most of its prompt known before?"""
+
+    FRESH = 0  # no
+    CONTINUED = 1  # yes: a further turn, a repetition
+    LEFT_FRESH = 2  # what is left of a FRESH one after another prompt took a different way in the middle of it
+    LEFT_CONTINUED = 3
+
+    @property
+    def left(self) -> Kind:
+        return Kind.LEFT_CONTINUED if self in (Kind.CONTINUED, Kind.LEFT_CONTINUED) else Kind.LEFT_FRESH
+
+
+@dataclass(frozen=True)
+class PrefillCost:
+    """What it costs to compute a token: the same for all, and attention, which grows with the position."""
+
+    attention_tokens: int  # position at which attention costs as much as the rest
+
+    def per_token(self, position: float) -> float:
+        return 1.0 + position / self.attention_tokens
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """One use that `Reuse` waits for the end of."""
+
+    kind: Kind
+    number: int
+
+
+# Ages in buckets of half an octave, from half a second to about a week: below and above nothing depends on them.
+FIRST_EDGE_S = 0.5
+NUM_BUCKETS = 42
+EDGES_S: Floats = np.concatenate(([0.0], FIRST_EDGE_S * 2.0 ** (np.arange(NUM_BUCKETS) / 2)))
+# Without measurements the same share comes back in every bucket, so the chance per second falls with age: LRU.
+PRIOR_HAZARD = 0.1
+PRIOR_WEIGHT = 20.0
+MAX_HAZARD = 0.95
+MIN_TRIM = 8
+
+
+class Reuse:
+    """Learns from the last `window` uses of each kind. Every use gets a ticket, which is closed by the next use."""
+
+    def __init__(self, window: int = 4096, refresh_every: int = 128) -> None:
+        shape = (len(Kind), window)
+        self._window = window
+        self._refresh_every = refresh_every
+        self._opened_s: Floats = np.zeros(shape)
+        self._closed_s: Floats = np.full(shape, np.inf)
+        self._is_reused = np.zeros(shape, dtype=np.bool_)
+        self._weight: Floats = np.zeros(shape)
+        self._num_opened = [0] * len(Kind)
+        self._until_refresh = 0
+        self._density: list[list[float]] = []
+        self.refresh(0.0)
+
+    def opened(self, kind: Kind, weight: float, now_s: float) -> Ticket:
+        number = self._num_opened[kind]
+        slot = kind, number % self._window
+        self._num_opened[kind] = number + 1
+        self._opened_s[slot] = now_s
+        self._closed_s[slot] = np.inf
+        self._is_reused[slot] = False
+        self._weight[slot] = weight
+        self._until_refresh -= 1
+        if self._until_refresh <= 0:
+            self.refresh(now_s)
+        return Ticket(kind, number)
+
+    def reused(self, ticket: Ticket, weight: float, now_s: float) -> None:
+        if self._is_remembered(ticket):
+            slot = ticket.kind, ticket.number % self._window
+            self._closed_s[slot] = now_s
+            self._is_reused[slot] = True
+            self._weight[slot] = weight
+
+    def forgotten(self, ticket: Ticket, now_s: float) -> None:
+        """Nobody would notice if it were used after this."""
+        if self._is_remembered(ticket):
+            self._closed_s[ticket.kind, ticket.number % self._window] = now_s
+
+    def _is_remembered(self, ticket: Ticket) -> bool:
+        return self._num_opened[ticket.kind] - ticket.number <= self._window
+
+    def density(self, kind: Kind, age_s: float) -> float:
+        """Uses per second that keeping it can bring, at best."""
+        return self._density[kind][bucket(age_s)]
+
+    def refresh(self, now_s: float) -> None:
+        self._until_refresh = self._refresh_every
+        ages = np.minimum(self._closed_s, now_s) - self._opened_s
+        buckets = np.minimum(np.searchsorted(EDGES_S, ages.ravel(), side="left") - 1, NUM_BUCKETS - 1).clip(0)
+        where = buckets.reshape(ages.shape) + NUM_BUCKETS * np.arange(len(Kind))[:, None]
+        size = NUM_BUCKETS * len(Kind)
+        # One use is one observation, however many tokens it has: the weights are relative to their mean.
+        weight = self._weight * (np.count_nonzero(self._weight) / max(1.0, self._weight.sum()))
+        used = np.bincount(where[self._is_reused], weight[self._is_reused], size).reshape(-1, NUM_BUCKETS)
+        ended = np.bincount(where.ravel(), weight.ravel(), size).reshape(-1, NUM_BUCKETS)
+        overall = hazard(used.sum(0), ended.sum(0), np.full(NUM_BUCKETS, PRIOR_HAZARD))
+        self._density = [best_rate(hazard(used[kind], ended[kind], overall)).tolist() for kind in Kind]
+
+
+def bucket(age_s: float) -> int:
+    return min(max(int(np.searchsorted(EDGES_S, age_s, side="left")) - 1, 0), NUM_BUCKETS - 1)
+
+
+def hazard(used: Floats, ended: Floats, prior: Floats) -> Floats:
+    """The chance of a use in each bucket, for what has reached it. `ended` counts all whose age ends in the bucket,
+    `used` those of them that ended by a use; the others leave it half-way on average."""
+    reached = np.cumsum(ended[::-1])[::-1]
+    exposed = np.maximum(reached - (ended - used) / 2, used)
+    return np.minimum((used + PRIOR_WEIGHT * prior) / (exposed + PRIOR_WEIGHT), MAX_HAZARD)
+
+
+def best_rate(chance: Floats) -> Floats:
+    """From each bucket on: the most uses per second, over all buckets at whose end one may give up."""
+    alive = np.concatenate(([1.0], np.cumprod(1 - chance)))[:-1]
+    # Sums from the end, so that what few entries reach keeps its digits.
+    uses = np.concatenate((np.cumsum((alive * chance)[::-1])[::-1], [0.0]))
+    seconds = np.concatenate((np.cumsum((alive * np.diff(EDGES_S) * (1 - chance / 2))[::-1])[::-1], [0.0]))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rates = (uses[:-1, None] - uses[None, 1:]) / (seconds[:-1, None] - seconds[None, 1:])
+    return np.where(np.triu(np.ones_like(rates, dtype=np.bool_)), rates, 0.0).max(axis=1)
+
+
+def kept_tokens(num_tokens: int, need_tokens: int, quantum_tokens: int) -> int:
+    """How much of a leaf stays when `need_tokens` must go. A trim copies what stays, so it drops at least an eighth of a
+    leaf: then all copies together are at most seven times as long as the leaf was."""
+    drop = max(need_tokens, math.ceil(num_tokens / MIN_TRIM))
+    return max(num_tokens - drop, 0) // quantum_tokens * quantum_tokens

@@ -1,0 +1,61 @@
+"""The longest usable match of a prompt: over all that is stored, at any token that the model can resume at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvstrata.index.ids import Tokens
+from kvstrata.index.tree import Match, Node, Tree
+from kvstrata.layers.kinds import Layout
+from kvstrata.spans.marks import Mark, needs_marks, reaches
+from kvstrata.spans.span import SpanRange
+from kvstrata.store.entry import Entry, Found
+
+NOTHING = Found(0, (), (), (), None, 0)
+
+
+def search(tree: Tree[Entry], layout: Layout, root_key: bytes, tokens: Tokens) -> Found:
+    match = tree.match(root_key, tokens)
+    usable, mark = match.num_tokens, None
+    if needs_marks(layout):
+        mark = _best_mark(match, layout)
+        usable = min(mark.position, match.num_tokens) if mark else 0
+    if not usable:
+        return replace(NOTHING, matched_tokens=match.num_tokens)
+    path = tuple(node for node in match.path if node.start < usable)
+    entries = tuple(dict.fromkeys(node.payload for node in path))
+    return Found(usable, _ranges(path, usable), path, entries, mark.position if mark else None, match.num_tokens)
+
+
+def mark_of(found: Found) -> Mark | None:
+    if found.mark_position is None:
+        return None
+    return next(e.span.marks[found.mark_position] for e in found.entries if found.mark_position in e.span.marks)
+
+
+def _best_mark(match: Match[Entry], layout: Layout) -> Mark | None:
+    for node in reversed(match.path):
+        end = min(node.end, match.num_tokens)
+        marks = [mark for at, mark in node.payload.span.marks.items() if node.start < at]
+        # A later one of this span will do for a model whose rings were not full by then.
+        if end == match.num_tokens and (later := [mark for mark in marks if reaches(mark, layout, end)]):
+            return min(later, key=lambda mark: mark.position)
+        if usable := [mark for mark in marks if mark.position <= end]:
+            return max(usable, key=lambda mark: mark.position)
+    return None
+
+
+def _ranges(path: Sequence[Node[Entry]], num_tokens: int) -> tuple[SpanRange, ...]:
+    """Neighbouring nodes of one span are one range."""
+    ranges: list[SpanRange] = []
+    for node in path:
+        end = min(node.end, num_tokens)
+        if end <= node.start:
+            break
+        span = node.payload.span
+        if ranges and ranges[-1].span is span:
+            ranges[-1] = SpanRange(span, ranges[-1].start, end)
+        else:
+            ranges.append(SpanRange(span, node.start, end))
+    return tuple(ranges)

@@ -1,0 +1,219 @@
+"""Where entries stand: the index, what they take, and who has to go when room is needed.
+
+Knows how many bytes are held and which of them are free to go. Does not know why something is stored as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from kvstrata.index.ids import TokenIds
+from kvstrata.index.tree import Node, Tree
+from kvstrata.spans.marks import Mark
+from kvstrata.store.entry import Entry
+from kvstrata.store.eviction import Eviction
+from kvstrata.store.history import History
+from kvstrata.store.policy import Kind, PrefillCost, Reuse
+from kvstrata.store.uses import Uses
+
+# Tokens of what was evicted that are remembered, so that a miss can be explained.
+GHOST_TOKENS = 1 << 20
+# Tokens of prompts that are remembered to learn how soon prompts come back.
+HISTORY_TOKENS = 1 << 22
+# What stays of a leaf that is cut short is a multiple of this.
+QUANTUM_TOKENS = 256
+# Position at which attention costs about as much as all else of a token.
+ATTENTION_TOKENS = 16_384
+
+
+class Shelf:
+    def __init__(self, *, needs_marks: bool, ttl_s: float | None, clock: Callable[[], float]) -> None:
+        self.tree: Tree[Entry] = Tree()
+        self.ghosts: Tree[None] = Tree()
+        self.entries: dict[Entry, None] = {}
+        self.version = 0  # changes with what a match may find
+        self.held_bytes = 0  # all spans and marks, but for the buffers of sequences that still run
+        self.free_bytes = 0  # of those that nobody needs to stay
+        self.num_evicted_tokens = 0
+        self._needs_marks = needs_marks
+        self._clock = clock
+        self._ttl_s = math.inf if ttl_s is None else ttl_s
+        reuse = Reuse()
+        self._history = History(reuse, HISTORY_TOKENS)
+        self._uses = Uses()
+        self._eviction: Eviction[Node[Entry]] = Eviction(reuse, PrefillCost(ATTENTION_TOKENS), QUANTUM_TOKENS)
+
+    def add(self, entry: Entry) -> None:
+        self.entries[entry] = None
+        self.recount(entry)
+
+    def asked(self, root_key: bytes, ids: TokenIds) -> Kind:
+        """A request came with this prompt. Tells what kind of request that makes it."""
+        return self._history.asked(root_key, ids, self._clock())
+
+    def touch(self, path: Iterable[Node[Entry]], kind: Kind) -> None:
+        """A request goes on from these."""
+        nodes = list(path)
+        self._uses.touch(nodes, kind, self._clock())
+        for node in nodes:
+            self._offer(node)
+
+    def insert(self, entry: Entry, ids: TokenIds) -> tuple[Node[Entry], ...]:
+        """File all tokens so far under the entry, but for those that somebody else has filed. Tells their path."""
+        self.version += 1
+        inserted = self.tree.insert(entry.root_key, ids, entry)
+        self._uses.inserted(inserted, entry.kind, self._clock())
+        if inserted.outcome == "split":
+            upper, lower = inserted.halves
+            lower.payload.nodes.add(upper)
+            self._offer(lower)
+        if inserted.outcome in ("added", "split"):
+            entry.nodes.add(inserted.path[-1])
+            if len(inserted.path) > 1:
+                self._eviction.discard(inserted.path[-2])
+        return inserted.path
+
+    def add_mark(self, path: tuple[Node[Entry], ...], mark: Mark, max_marks: int) -> None:
+        """To whoever holds the token before it."""
+        holder = next(node.payload for node in path if node.start < mark.position <= node.end)
+        if mark.position in holder.span.marks:
+            return
+        self.version += 1
+        holder.span.marks[mark.position] = mark
+        self.recount(holder)
+        self._thin_marks(path, max_marks)
+
+    def change(self, entry: Entry, **fields: object) -> None:
+        """Set what decides whether it may go."""
+        was_free = entry.is_free
+        for name, value in fields.items():
+            setattr(entry, name, value)
+        if was_free != entry.is_free:
+            self.free_bytes += entry.nbytes if entry.is_free else -entry.nbytes
+            for node in entry.nodes:
+                self._offer(node)
+        self.recount(entry)
+
+    def recount(self, entry: Entry) -> None:
+        is_here = entry in self.entries
+        # The buffers of a sequence that runs are counted with it.
+        nbytes = entry.span.nbytes - (entry.span.live_bytes if entry.is_running else 0) if is_here else 0
+        self.held_bytes += nbytes - entry.nbytes
+        if entry.is_free:
+            self.free_bytes += nbytes - entry.nbytes
+        entry.nbytes = nbytes
+
+    def shrink_to(self, limit_bytes: int) -> None:
+        """Evict what has expired, and from the leaves until no more than this is held, or only what is in use."""
+        while True:
+            chosen = self._eviction.choose(self.held_bytes - limit_bytes, self._clock())
+            for drop in chosen:
+                self._evict(drop.leaf, drop.keep_tokens)
+            if not chosen:
+                return
+
+    def clear(self, root_key: bytes | None) -> None:
+        """Remove every leaf that is free to go, and what becomes one by it; under one root or all."""
+        nodes = list(self.tree if root_key is None else self.tree.nodes(root_key))
+        # Children before their parents.
+        for node in reversed(nodes):
+            if node in node.payload.nodes and node.is_leaf and node.payload.is_free:
+                self.remove(node)
+        self.ghosts = Tree()
+
+    def _evict(self, leaf: Node[Entry], keep_tokens: int) -> None:
+        end = leaf.start + keep_tokens
+        if self._needs_marks:
+            # What follows the last mark is of no use to anybody.
+            end = max((at for at in leaf.payload.span.marks if leaf.start < at <= end), default=leaf.start)
+        if leaf.start < end < leaf.end:
+            self.trim(leaf, end)
+        else:
+            self.remove(leaf)
+
+    def _offer(self, node: Node[Entry]) -> None:
+        """Let the policy know what may become of a node."""
+        entry = node.payload
+        if not node.is_leaf or not entry.is_free:
+            self._eviction.discard(node)
+            return
+        nbytes = entry.nbytes * node.num_tokens // max(1, entry.span.num_tokens)
+        use = self._uses[node]
+        self._eviction.add(
+            node,
+            nbytes=nbytes,
+            start=node.start,
+            num_tokens=node.num_tokens,
+            used_s=use.used_s,
+            kind=use.kind,
+            expires_s=use.used_s + self._ttl_s,
+        )
+
+    def drop(self, entry: Entry) -> None:
+        """An entry without nodes."""
+        del self.entries[entry]
+        self.recount(entry)
+
+    def remove(self, node: Node[Entry]) -> None:
+        """A leaf and its tokens. Memory that nobody holds any more goes."""
+        entry, parent = node.payload, node.parent
+        self.version += 1
+        self._remember(node)
+        self._eviction.discard(node)
+        self.num_evicted_tokens += node.num_tokens
+        self.tree.remove(node)
+        self._uses.forget(node)
+        entry.nodes.discard(node)
+        if parent is not None:
+            self._rejoin(parent)
+        self._fit(entry)
+
+    def trim(self, node: Node[Entry], end: int) -> None:
+        """The last tokens of a leaf."""
+        self.version += 1
+        self._remember(node)
+        self.num_evicted_tokens += node.end - end
+        self.tree.trim(node, end)
+        self._fit(node.payload)
+        self._offer(node)
+
+    def _fit(self, entry: Entry) -> None:
+        """Let a span keep only what is filed."""
+        if not entry.nodes:
+            self.drop(entry)
+            return
+        span = entry.span
+        start, end = min(node.start for node in entry.nodes), max(node.end for node in entry.nodes)
+        if (start, end) != (span.position, span.end):
+            span.cut(start, end)
+            for layer in span.layers:
+                span.shrink(layer)
+        self.recount(entry)
+
+    def _rejoin(self, parent: Node[Entry]) -> None:
+        """A node that lost a child: maybe it is one with the other, or a leaf."""
+        merged = self.tree.merge(parent)
+        if merged is not parent:
+            parent.payload.nodes.discard(parent)
+            self._eviction.discard(parent)
+            self._uses.forget(parent)
+        self._offer(merged)
+
+    def _remember(self, node: Node[Entry]) -> None:
+        if self.ghosts.num_tokens > GHOST_TOKENS:
+            self.ghosts = Tree()
+        tokens = np.concatenate([above.tokens for above in node.path()])
+        self.ghosts.insert(node.root_key, tokens, None)
+
+    def _thin_marks(self, path: tuple[Node[Entry], ...], max_marks: int) -> None:
+        """Keep the newest on a path, and those where it branches: that is where requests resume."""
+        entries = dict.fromkeys(node.payload for node in path)
+        branches = {node.end for node in path if len(node.children) > 1}
+        end = path[-1].end
+        held = [(at, entry) for entry in entries for at in entry.span.marks if at <= end and at not in branches]
+        for at, entry in sorted(held, key=lambda place: place[0])[: max(0, len(held) - max_marks)]:
+            del entry.span.marks[at]
+            self.recount(entry)
