@@ -160,6 +160,50 @@ class Settings(BaseSettings):
         2048, "Tokens of reply that memory is reserved for at a time", panel="Engine", unit="tokens", ge=1
     )
 
+    hot_cache_size: SizeSetting | None = _setting(
+        None, "Most memory for stored KV; % is of the machine's memory; without it what running requests leave",
+        panel="KV cache", unit="size",
+    )  # fmt: skip
+    cache_ttl_s: float | None = _setting(
+        None, "Stored KV that nobody asked for so long goes; without it it stays while there is room", panel="KV cache",
+        unit="seconds", gt=0,
+    )  # fmt: skip
+    kv_cache_quantization: bool = _setting(False, "Store KV as planes:8", panel="KV cache")
+    kv_cache_bits: Literal[8, 4, 2] | None = _setting(
+        None, "Store KV as planes of so many bits: 8, 4 or 2", panel="KV cache", unit="bits"
+    )
+    kv_cache_k: str | None = _setting(
+        None, "Precision of stored keys: raw, planes:8|4|2, affine:8|6|5|4|3|2[:gGROUP], rotated:4|3|2",
+        panel="KV cache", unit="precision",
+    )  # fmt: skip
+    kv_cache_v: str | None = _setting(None, "Precision of stored values, likewise", panel="KV cache", unit="precision")
+    kv_cache_group_size: Literal[32, 64, 128] | None = _setting(
+        None, "Group size of affine precisions: 32, 64 or 128", panel="KV cache", unit="values"
+    )
+    kv_cache_min_quantize_tokens: int = _setting(
+        256, "Shorter conversations are stored at full precision", panel="KV cache", unit="tokens", ge=0
+    )
+    kv_cache_live: bool = _setting(
+        False, "Encode the KV of running requests too, not only what they leave behind", panel="KV cache"
+    )
+    kv_cache_first_raw: int = _setting(
+        4, "First tokens of a running request that stay at full precision", panel="KV cache", unit="tokens", ge=0
+    )
+    kv_cache_recent_raw: int = _setting(
+        128, "Newest tokens of a running request that stay at full precision", panel="KV cache", unit="tokens", ge=0
+    )
+    kv_cache_edge_layers: int = _setting(
+        0, "First and last attention layers that are stored in another precision", panel="KV cache", unit="layers", ge=0
+    )
+    kv_cache_edge: str = _setting("planes:8", "That precision", panel="KV cache", unit="precision")
+    kv_cache_marks: int = _setting(
+        8, "Resume points that a stored conversation keeps, in models with window or recurrent layers",
+        panel="KV cache", unit="points", ge=1,
+    )  # fmt: skip
+    kv_cache_mark_every: int = _setting(
+        4096, "Prompt tokens between two such points", panel="KV cache", unit="tokens", ge=64
+    )
+
     max_body_bytes: ByteCount = _setting(32 * 1024**2, "Largest request body", panel="Process", unit="size", ge=1024)
     drain_timeout_s: float = _setting(
         30.0, "How long the first Ctrl-C lets running replies go on", panel="Process", unit="seconds", ge=0, le=86400

@@ -16,7 +16,11 @@ HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 
 
 def test_answer_and_usage(client: openai.OpenAI, served: Served) -> None:
     raw = client.chat.completions.with_raw_response.create(
-        model=served.name, messages=HELLO, max_completion_tokens=6, temperature=0
+        model=served.name,
+        messages=HELLO,
+        max_completion_tokens=6,
+        temperature=0,
+        extra_body={"cache_salt": "nobody was here before"},
     )
     answer = raw.parse()
     assert answer.object == "chat.completion"
@@ -30,7 +34,7 @@ def test_answer_and_usage(client: openai.OpenAI, served: Served) -> None:
     assert answer.usage.prompt_tokens_details is not None
     assert answer.usage.prompt_tokens_details.cached_tokens == 0
     assert raw.headers["x-kvstrata-cached-tokens"] == "0"
-    assert raw.headers["x-kvstrata-miss"] == "no-store"
+    assert raw.headers["x-kvstrata-miss"] == "empty"
 
 
 def test_stream_says_the_same(client: openai.OpenAI, served: Served) -> None:
@@ -52,11 +56,25 @@ def test_stream_says_the_same(client: openai.OpenAI, served: Served) -> None:
     assert [choice.finish_reason for choice in deltas] == [None] * (len(deltas) - 1) + ["length"]
     assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
+
+
+def test_the_same_prompt_again_computes_one_token(client: openai.OpenAI, served: Served) -> None:
+    ask = {"model": served.name, "messages": HELLO, "max_tokens": 6, "temperature": 0}
+    salted = {"extra_body": {"cache_salt": "said twice"}}
+    first = client.chat.completions.create(**ask, **salted)
+    raw = client.chat.completions.with_raw_response.create(**ask, **salted)
+    again = raw.parse()
+    assert again.choices[0].message.content == first.choices[0].message.content
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+    assert raw.headers["x-kvstrata-cached-tokens"] == str(again.usage.prompt_tokens - 1)
+    assert raw.headers["x-kvstrata-miss"] == "complete"
 
 
 def test_stream_on_the_wire(served: Served) -> None:
-    body = {"model": served.name, "messages": HELLO, "max_tokens": 2, "stream": True}
+    body = {"model": served.name, "messages": HELLO, "max_tokens": 2, "stream": True, "cache_salt": "wire"}
     with served.http() as http, http.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["x-kvstrata-cached-tokens"] == "0"

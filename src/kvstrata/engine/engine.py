@@ -10,7 +10,8 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -28,10 +29,13 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
+from kvstrata.spans.marks import needs_marks
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.special import special_tokens
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Ids before a plain completion that the first word of its text may depend on.
 CONTEXT_IDS = 8
@@ -57,6 +61,7 @@ class Engine:
         self._lock = threading.Lock()  # guards the next two
         self._open: set[str] = set()  # submitted and not ended
         self._accepting = False
+        self._stopped = False
         self._arrivals = itertools.count()
         self._stopping = False
         self._state = EngineState()
@@ -110,6 +115,11 @@ class Engine:
     def context_tokens(self) -> int:
         return min(self._limits.context_tokens or self._loaded.context_tokens, self._loaded.context_tokens)
 
+    @property
+    def resumes_at_marks(self) -> bool:
+        """Whether it matters to know where later requests will part from a prompt."""
+        return needs_marks(self._layout)
+
     def props(self) -> dict[str, Any]:
         return {
             "layers": self._layout.count_by_kind(),
@@ -123,6 +133,26 @@ class Engine:
             "max_running": self._limits.max_running,
             "max_waiting": self._limits.max_waiting,
         }
+
+    def ask(self, question: Callable[[Loop], T]) -> Future[T]:
+        """Have the engine's thread answer something between two steps."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(question(self._loop))
+            except Exception as error:  # noqa: BLE001
+                # Whoever asked gets it.
+                answer.set_exception(error)
+
+        with self._lock:
+            if self._stopped:
+                answer.set_exception(Unavailable("The engine has stopped."))
+            else:
+                self._inbox.put(run)
+        return answer
 
     def _enqueue(self, request: Request, sink: Sink) -> None:
         max_tokens = self._check(request)
@@ -180,6 +210,8 @@ class Engine:
             self._ready.set()
         while not self._stopping:
             self._turn()
+        with self._lock:
+            self._stopped = True
         self._receive_all()
         self._loop.fail_all("The server was stopped.")
         # A thread that ends with streams of its own still alive can take the process down with it.

@@ -14,12 +14,14 @@ import mlx.core as mx
 from kvstrata.engine.limits import EngineState, Limits
 from kvstrata.engine.memory import Budget
 from kvstrata.engine.rates import Rate
+from kvstrata.engine.report import CacheUsage, cache_usage
 from kvstrata.engine.request import Failed, Finished, FinishReason, Prefilled, Request
 from kvstrata.engine.resume import Resume
 from kvstrata.engine.runner import Launched, Row, Runner
 from kvstrata.engine.scheduler import Chunk, Plan, Running, Waiting, chunk_tokens, plan, tail_tokens
 from kvstrata.engine.sequence import Sequence
 from kvstrata.metrics import Metrics
+from kvstrata.store.store import Store
 from kvstrata.text.detokenizer import Detokenizer
 
 # Largest prefill chunk: past these sizes a chunk gets no faster by token, only longer.
@@ -75,6 +77,13 @@ class Loop:
             decode_tokens_s=self._decode_rate.tokens_s,
             prefill_tokens_s=self._prefill_rate.tokens_s,
         )
+
+    def usage(self) -> CacheUsage:
+        return cache_usage(self._resume, self._budget, self._running.values())
+
+    @property
+    def store(self) -> Store | None:
+        return self._resume.store
 
     @property
     def has_chores(self) -> bool:

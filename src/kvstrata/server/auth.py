@@ -38,7 +38,7 @@ def salt_of(scope: Scope, cache_salt: str | None) -> str:
     key_salt: str = scope.get(SCOPE_KEY, "")
     if not cache_salt:
         return key_salt
-    return blake3(f"{key_salt}\0{cache_salt}".encode(), derive_key_context=SALT_CONTEXT).hexdigest()
+    return f"{key_salt}:{blake3(cache_salt.encode(), derive_key_context=SALT_CONTEXT).hexdigest()}"
 
 
 class RequireKey:

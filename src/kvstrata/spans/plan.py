@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.codecs.registry import parse_for
+from kvstrata.codecs.registry import parse, parse_for
+from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import Pair
 
@@ -24,6 +25,31 @@ class Plan:
     @property
     def is_raw(self) -> bool:
         return all(pair == RAW for pair in self.pairs)
+
+
+def choose_names(
+    *,
+    quantization: bool = False,
+    bits: int | None = None,
+    k: str | None = None,
+    v: str | None = None,
+    group_size: int | None = None,
+) -> tuple[str, str]:
+    """The precisions of K and V that these settings ask for together. Raises ConfigError where they contradict."""
+    general = f"planes:{bits}" if bits is not None else "planes:8" if quantization else "raw"
+    names = (_with_group(k or general, group_size), _with_group(v or general, group_size))
+    if group_size is not None and not any(name.startswith("affine") for name in names):
+        raise ConfigError(
+            f"--kv-cache-group-size is for affine precisions, and K is {names[0]}, V {names[1]}. Leave it out, or "
+            "choose --kv-cache-k affine:8 --kv-cache-v affine:8."
+        )
+    return parse(names[0]).name, parse(names[1]).name
+
+
+def _with_group(name: str, group_size: int | None) -> str:
+    if group_size is None or not name.startswith("affine") or name.count(":") != 1:
+        return name
+    return f"{name}:g{group_size}"
 
 
 def raw_plan(layout: Layout) -> Plan:

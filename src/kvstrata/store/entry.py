@@ -37,8 +37,13 @@ class Lease:
     kind: Kind  # of the request that it was made for
     num_tokens: int = 0
     prefix: Prefix | None = None  # None: nothing was found
+    ranges: tuple[SpanRange, ...] = ()  # what the prefix is made of
     entries: set[Entry] = field(default_factory=set)
     is_open: bool = True
+
+    def readers(self, span: Span) -> int:
+        """Sequences that hold a span of this lease."""
+        return next((e.num_leases + e.is_running for e in self.entries if e.span is span), 0)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ from kvstrata.store.policy import Kind, PrefillCost, Reuse, kept_tokens
 
 K = TypeVar("K", bound=Hashable)
 
+CLEARLY = 0.9
+
 
 class Drop(NamedTuple, Generic[K]):
     leaf: K
@@ -102,5 +104,14 @@ class Eviction(Generic[K]):
         return expired
 
     def _least(self, now_s: float) -> K | None:
+        """The oldest one, unless another is clearly worth less."""
+        oldest = min(
+            (leaf for queue in self._queues.values() if (leaf := queue.oldest()) is not None),
+            key=lambda leaf: self._leaves[leaf].used_s,
+            default=None,
+        )
         ends = [leaf for queue in self._queues.values() for leaf in (queue.oldest(), queue.newest()) if leaf is not None]
-        return min(ends, key=lambda leaf: (self.worth(leaf, now_s), self._leaves[leaf].used_s), default=None)
+        least = min(ends, key=lambda leaf: (self.worth(leaf, now_s), self._leaves[leaf].used_s), default=None)
+        if oldest is None or least is None:
+            return None
+        return least if self.worth(least, now_s) < CLEARLY * self.worth(oldest, now_s) else oldest

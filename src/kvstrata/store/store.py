@@ -115,7 +115,7 @@ class Store:
             # What is to be stored in fewer bits is, before somebody goes on from it.
             self._mover.finish(entry)
         prefix = prefix_of(self._layout, found.ranges, mark_of(found))
-        lease = Lease(kind, found.num_tokens, prefix)
+        lease = Lease(kind, found.num_tokens, prefix, found.ranges)
         self._shelf.touch(found.path, kind)
         for entry in found.entries:
             self._pin(entry, lease)
@@ -241,6 +241,10 @@ class Store:
 
     def usage(self) -> TierUsage:
         return usage_of(self.entries)
+
+    def count(self) -> dict[str, int]:
+        """What happened since the start."""
+        return {**self.counters, "evicted_tokens": self._shelf.num_evicted_tokens}
 
     def explain(self, tokens: Tokens, salt: str) -> Explanation:
         """How much of a prompt is there, and why not more. The last token is always computed."""

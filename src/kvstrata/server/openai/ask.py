@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -58,8 +58,13 @@ def chat_job(service: Service, body: bytes, scope: Scope) -> Job:
     ids = service.template.render(messages, tools=list(tools) or None, template_kwargs=asked.chat_template_kwargs)
     job_id = f"chatcmpl-{uuid.uuid4().hex}"
     num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    requests = _requests(service, asked, scope, job_id, [ids], num_logprobs, asked.max_completion_tokens)
-    return Job(job_id, requests, bool(asked.stream), _include_usage(asked), tools)
+    (request,) = _requests(service, asked, scope, job_id, [ids], num_logprobs, asked.max_completion_tokens)
+    if service.engine.resumes_at_marks:
+        places = service.template.boundaries(
+            messages, list(tools) or None, template_kwargs=asked.chat_template_kwargs, prompt=ids
+        )
+        request = replace(request, resume_at=places)
+    return Job(job_id, (request,), bool(asked.stream), _include_usage(asked), tools)
 
 
 def completion_job(service: Service, body: bytes, scope: Scope) -> Job:

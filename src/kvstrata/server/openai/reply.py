@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvstrata.engine.request import Finished, Piece, Usage
+from kvstrata.engine.request import Finished, Piece, Prefilled, Usage
 from kvstrata.errors import ReplyFailed
 from kvstrata.server.bridge import Replies
 from kvstrata.server.disconnect import unless_gone
@@ -24,9 +24,6 @@ from kvstrata.server.openai.ask import Job
 from kvstrata.server.openai.choices import Choice
 from kvstrata.server.openai.stream import EventWriter, failure, send_stream
 from kvstrata.server.service import Service
-
-# Why the rest of the prompt was not cached. There is no store of prefixes yet.
-MISS_HEADER = {"x-kvstrata-miss": "no-store"}
 
 
 class Reply(Response):
@@ -66,20 +63,26 @@ class Reply(Response):
     async def _stream(self, replies: Replies, send: Send) -> None:
         writer = EventWriter(self._envelope, self._choices, self._job.include_usage)
         keep_alive_s = self._service.keep_alive_s
-        await send_stream(replies, writer, send, headers=MISS_HEADER, keep_alive_s=keep_alive_s)
+        await send_stream(replies, writer, send, keep_alive_s=keep_alive_s)
 
     async def _whole(self, replies: Replies) -> Response:
         usages: list[Usage] = []
+        misses: dict[int, str] = {}  # why not more of each prompt was cached
         while not replies.ended:
             for arrival in await replies.take():
                 if reason := failure(arrival.event):
                     raise ReplyFailed(reason)
-                if isinstance(arrival.event, Piece):
+                if isinstance(arrival.event, Prefilled):
+                    misses[arrival.index] = arrival.event.miss
+                elif isinstance(arrival.event, Piece):
                     self._choices[arrival.index].add(arrival.event)
                 elif isinstance(arrival.event, Finished):
                     self._choices[arrival.index].end(arrival.event)
                     usages.append(arrival.event.usage)
         usage = usage_answer(usages)
         answer = {**self._envelope, "choices": [choice.whole() for choice in self._choices], "usage": usage}
-        cached = {"x-kvstrata-cached-tokens": str(usage["prompt_tokens_details"]["cached_tokens"])}
-        return Response(json_bytes(answer), media_type="application/json", headers={**MISS_HEADER, **cached})
+        headers = {
+            "x-kvstrata-cached-tokens": str(usage["prompt_tokens_details"]["cached_tokens"]),
+            "x-kvstrata-miss": ",".join(dict.fromkeys(misses.values())),
+        }
+        return Response(json_bytes(answer), media_type="application/json", headers=headers)

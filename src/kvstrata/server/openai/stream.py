@@ -56,9 +56,7 @@ class EventWriter:
         return b"".join(_event({**self._envelope, "choices": [choice], **extra}) for choice in choices)
 
 
-async def send_stream(
-    replies: Replies, writer: EventWriter, send: Send, *, headers: dict[str, str], keep_alive_s: float
-) -> None:
+async def send_stream(replies: Replies, writer: EventWriter, send: Send, *, keep_alive_s: float) -> None:
     """Headers wait for the first event, which tells how much was cached; but not longer than a client might."""
     begun = False
     while not replies.ended:
@@ -68,7 +66,7 @@ async def send_stream(
             if failed:
                 raise ReplyFailed(failed)
             begun = True
-            await _send_start(send, {**headers, **_cached_header(replies, arrivals)})
+            await _send_start(send, _cached_headers(replies, arrivals))
         body = b"".join([writer.encode(arrival) for arrival in arrivals]) if arrivals else KEEP_ALIVE
         if failed:
             await _send_body(send, body + _event(error_object(failed, code="reply_failed")), more=False)
@@ -86,11 +84,11 @@ async def _take(replies: Replies, timeout_s: float) -> list[Arrival]:
         return []
 
 
-def _cached_header(replies: Replies, arrivals: list[Arrival]) -> dict[str, str]:
+def _cached_headers(replies: Replies, arrivals: list[Arrival]) -> dict[str, str]:
     """Known where there is one prompt and its first event is about it. Otherwise the usage tells, at the end."""
     first = arrivals[0].event if arrivals else None
     if isinstance(first, Prefilled) and len(replies.requests) == 1:
-        return {"x-kvstrata-cached-tokens": str(first.done)}
+        return {"x-kvstrata-cached-tokens": str(first.cached), "x-kvstrata-miss": first.miss}
     return {}
 
 

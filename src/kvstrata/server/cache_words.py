@@ -1,0 +1,243 @@
+"""What may be asked of the cache and what is answered, as JSON: types, and reports turned into them. Asks nobody."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from pydantic import Field
+from typing_extensions import TypedDict
+
+from kvstrata.engine.report import CacheUsage, SequenceUsage
+from kvstrata.server.openai.schema import Asked, Message, TokenId, ToolOffered
+from kvstrata.store.entry import Entry
+from kvstrata.store.report import Explanation, PartUsage, TierUsage
+from kvstrata.store.requantize import Changed, Progress, Scope
+
+Tier = Literal["hot", "disk", "all"]
+
+
+class PromptAsked(Asked):
+    """A prompt as it would be sent to /v1: exactly one of messages, prompt and tokens."""
+
+    model: str | None = Field(None, description="Left out: the one that is served")
+    messages: list[Message] | None = Field(None, min_length=1, description="As for /v1/chat/completions")
+    tools: list[ToolOffered] | None = Field(None, description="With messages")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="With messages")
+    prompt: str | list[TokenId] | None = Field(None, description="As for /v1/completions; one prompt")
+    tokens: list[TokenId] | None = Field(None, min_length=1, description="Token ids, taken as they are")
+    cache_salt: str | None = None
+
+
+class ClearAsked(Asked):
+    tier: Tier = Field(description="Where to clear")
+    salt: str | None = Field(
+        None, description="Only what is under this cache_salt; empty: under none. Left out: all that the key may clear"
+    )
+
+
+class RequantizeAsked(Asked):
+    k: str | None = Field(None, description="Precision of keys, e.g. planes:4; left out: as it is")
+    v: str | None = Field(None, description="Precision of values")
+    ctk: str | None = Field(None, description="llama.cpp's word for k: f16, bf16, q8_0, q4_0")
+    ctv: str | None = Field(None, description="llama.cpp's word for v")
+    scope: Scope = "all"
+    salt: str | None = Field(None, description="Only what is under this cache_salt")
+    sequence: str | None = Field(None, description="Only what this running request holds; ids as in /cache/usage")
+    dry_run: bool = False
+    force: bool = Field(False, description="Going up: decode what is lower, though that brings no precision back")
+
+
+class TierAnswer(TypedDict):
+    bytes: int
+    tokens: int
+    spans: int
+    by_precision: dict[str, int]
+    by_kind: dict[str, int]
+
+
+class PartAnswer(TypedDict):
+    tokens: int
+    k: str
+    v: str
+    bytes: int
+    shared_by: int
+
+
+class SequenceAnswer(TypedDict):
+    id: str
+    tokens: int
+    parts: list[PartAnswer]
+
+
+class TargetAnswer(TypedDict):
+    k: str
+    v: str
+
+
+class HeldAnswer(TypedDict):
+    """Stored bytes by precision."""
+
+    k: dict[str, int]
+    v: dict[str, int]
+
+
+class UsageAnswer(TypedDict):
+    tiers: dict[str, TierAnswer]
+    sequences: list[SequenceAnswer]
+    budget_bytes: int
+    hot_budget_bytes: int
+    running_bytes: int
+    headroom_bytes: int
+    allocator_bytes: int
+    target: TargetAnswer
+    held: HeldAnswer
+    counters: dict[str, int]
+
+
+class ExplainAnswer(TypedDict):
+    prompt_tokens: int
+    cached_tokens: int
+    by_tier: dict[str, int]
+    ends_because: str
+    meaning: str
+    at_token: int
+    around: str
+    before: str
+    after: str
+    instead: list[str]
+
+
+class ClearAnswer(TypedDict):
+    tier: Tier
+    bytes: int
+    tokens: int
+    bytes_left: int
+
+
+class PinAnswer(TypedDict):
+    prompt_tokens: int
+    tokens: int
+
+
+class LeftAloneAnswer(TypedDict):
+    reason: str
+    spans: int
+    bytes: int
+
+
+class RequantizeAnswer(TypedDict):
+    target: TargetAnswer
+    held: HeldAnswer
+    dry_run: bool
+    spans: int
+    bytes_before: int
+    bytes_after: int
+    left_alone: list[LeftAloneAnswer]
+    expected_error: float
+    seconds: float
+
+
+class ProgressAnswer(TypedDict):
+    spans_total: int
+    spans_done: int
+    bytes_freed: int
+    is_running: bool
+
+
+def usage_answer(usage: CacheUsage, target: TargetAnswer, held: HeldAnswer) -> UsageAnswer:
+    return {
+        "tiers": {name: _tier(tier) for name, tier in usage.tiers.items()},
+        "sequences": [_sequence(sequence) for sequence in usage.sequences],
+        "budget_bytes": usage.budget_bytes,
+        "hot_budget_bytes": usage.hot_budget_bytes,
+        "running_bytes": usage.running_bytes,
+        "headroom_bytes": usage.headroom_bytes,
+        "allocator_bytes": usage.allocator_bytes,
+        "target": target,
+        "held": held,
+        "counters": usage.counters,
+    }
+
+
+def held_answer(entries: Iterable[Entry]) -> HeldAnswer:
+    """Of what is stored and not being written; resume points of window layers included."""
+    k: Counter[str] = Counter()
+    v: Counter[str] = Counter()
+    for entry in entries:
+        span = entry.span
+        if entry.is_running or span.is_live:
+            continue
+        for part in (part for layer in span.layers for part in span.planes(layer)):
+            k[part.k.name] += part.k.nbytes
+            v[part.v.name] += part.v.nbytes
+    return {"k": dict(k), "v": dict(v)}
+
+
+def requantize_answer(changed: Changed, held: HeldAnswer) -> RequantizeAnswer:
+    return {
+        "target": {"k": changed.k, "v": changed.v},
+        "held": held,
+        "dry_run": changed.dry_run,
+        "spans": changed.spans,
+        "bytes_before": changed.bytes_before,
+        "bytes_after": changed.bytes_after,
+        "left_alone": [{"reason": it.reason, "spans": it.spans, "bytes": it.nbytes} for it in changed.left_alone],
+        "expected_error": changed.expected_error,
+        "seconds": changed.seconds,
+    }
+
+
+def progress_answer(progress: Progress) -> ProgressAnswer:
+    return {
+        "spans_total": progress.spans_total,
+        "spans_done": progress.spans_done,
+        "bytes_freed": progress.bytes_freed,
+        "is_running": progress.is_running,
+    }
+
+
+def explain_answer(explained: Explanation, *, before: str, after: str, instead: list[str]) -> ExplainAnswer:
+    return {
+        "prompt_tokens": explained.prompt_tokens,
+        "cached_tokens": explained.cached_tokens,
+        "by_tier": explained.by_tier,
+        "ends_because": explained.ends_because,
+        "meaning": MEANINGS[explained.ends_because],
+        "at_token": explained.at_token,
+        "around": before + after,
+        "before": before,
+        "after": after,
+        "instead": instead,
+    }
+
+
+def _tier(tier: TierUsage) -> TierAnswer:
+    return {
+        "bytes": tier.nbytes,
+        "tokens": tier.tokens,
+        "spans": tier.spans,
+        "by_precision": tier.by_precision,
+        "by_kind": tier.by_kind,
+    }
+
+
+def _sequence(sequence: SequenceUsage) -> SequenceAnswer:
+    return {"id": sequence.id, "tokens": sequence.tokens, "parts": [_part(part) for part in sequence.parts]}
+
+
+def _part(part: PartUsage) -> PartAnswer:
+    return {"tokens": part.tokens, "k": part.k, "v": part.v, "bytes": part.nbytes, "shared_by": part.shared_by}
+
+
+MEANINGS = {
+    "complete": "All that can be is cached; the last token of a prompt is always computed.",
+    "new": "What is stored ends there: the rest was never seen.",
+    "diverged": "Something else is stored from there on.",
+    "evicted": "The rest was stored and had to go to make room.",
+    "mark": "More is stored, but this model can be resumed only where its state was kept, and that is here.",
+    "salt": "It is stored without this cache_salt; requests with different salts never share.",
+    "empty": "Nothing is stored yet for this model, key and salt.",
+    "foreign": "This model brings caches of its own kind, which cannot be shared between requests.",
+}
