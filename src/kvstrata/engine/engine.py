@@ -46,9 +46,7 @@ IDLE_SLICE_S = 0.05
 
 
 class Engine:
-    def __init__(
-        self, loaded: LoadedModel, limits: Limits, metrics: Metrics, storage: Storage | None = None
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, limits: Limits, metrics: Metrics, storage: Storage | None = None) -> None:
         self._loaded = loaded
         self._limits = limits
         self._storage = storage or Storage()

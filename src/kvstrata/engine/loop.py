@@ -20,7 +20,10 @@ from kvstrata.engine.resume import Resume
 from kvstrata.engine.runner import Launched, Row, Runner
 from kvstrata.engine.scheduler import Chunk, Plan, Running, Waiting, chunk_tokens, plan, tail_tokens
 from kvstrata.engine.sequence import Sequence
+from kvstrata.errors import InvalidRequest
 from kvstrata.metrics import Metrics
+from kvstrata.store.entry import Entry
+from kvstrata.store.requantize import Change, Changed, Progress
 from kvstrata.store.store import Store
 from kvstrata.text.detokenizer import Detokenizer
 
@@ -80,6 +83,33 @@ class Loop:
 
     def usage(self) -> CacheUsage:
         return cache_usage(self._resume, self._budget, self._running.values())
+
+    def requantize(self, change: Change) -> Changed:
+        """Raises ConfigError for a precision that the model's layers cannot be stored in."""
+        store = self._shared_store()
+        target = store.precision.target
+        plan = self._resume.plan(change.k or target.k, change.v or target.v)
+        return store.requantize(change, plan, self._entries_of(change.sequence))
+
+    def requantize_progress(self) -> Progress:
+        return self._shared_store().requantize_progress()
+
+    def cancel_requantize(self) -> Progress:
+        return self._shared_store().cancel_requantize()
+
+    def _shared_store(self) -> Store:
+        if self._resume.store is None:
+            raise InvalidRequest("This model brings caches of its own kind: they are neither stored nor quantized.")
+        return self._resume.store
+
+    def _entries_of(self, request_id: str | None) -> set[Entry] | None:
+        """What a running request holds; None: no request was named."""
+        if request_id is None:
+            return None
+        for sequence in self._running.values():
+            if sequence.request.id == request_id and sequence.filing is not None:
+                return {*sequence.filing.lease.entries, sequence.filing.entry}
+        raise InvalidRequest(f"No request {request_id!r} is running. GET /cache/usage lists those that are.")
 
     @property
     def store(self) -> Store | None:
@@ -172,7 +202,7 @@ class Loop:
         full = not sequence.cache.free_tokens and not complete
         return Running(
             sequence.arrival,
-            held_bytes=self._budget.bytes_for(sequence.cache.capacity),
+            held_bytes=self._budget.held_by(sequence.cache),
             prefill_left=sequence.prefill_left,
             chunk_limit=self._resume.next_stop(sequence, sequence.num_computed),
             grow_bytes=self._next_tail(sequence) * self._budget.token_bytes if full else 0,
@@ -180,7 +210,7 @@ class Loop:
         )
 
     def _running_bytes(self) -> int:
-        return sum(self._budget.bytes_for(s.cache.capacity) for s in self._running.values() if s.cache is not None)
+        return sum(self._budget.held_by(s.cache) for s in self._running.values() if s.cache is not None)
 
     def _stored_bytes(self) -> int:
         return self._resume.store.held_bytes if self._resume.store else 0
@@ -298,6 +328,7 @@ class Loop:
         before_s = sequence.last_token_s
         sequence.accept(token, logprobs.read(token) if logprobs else None, self._detokenizer)
         self._metrics.generation_tokens.inc()
+        self._resume.after_step(sequence)
         if sequence.last_token_s is not None and before_s is not None:
             self._metrics.inter_token_s.observe(sequence.last_token_s - before_s)
         elif sequence.last_token_s is not None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvstrata.errors import ConfigError, NeverFits
 from kvstrata.layers.kinds import Layout
+from kvstrata.layers.sequence import SequenceCache
 
 DEFAULT_SHARE = 0.75
 # Kept free for activations and attention's scratch.
@@ -21,6 +22,10 @@ class Budget:
 
     def bytes_for(self, num_tokens: int) -> int:
         return self.fixed_bytes + num_tokens * self.token_bytes
+
+    def held_by(self, cache: SequenceCache) -> int:
+        """What is reserved for a sequence's own tokens."""
+        return self.bytes_for(cache.raw_capacity) + cache.sealed_bytes
 
     def most_tokens(self) -> int:
         """How long a sequence that grows can get if it is alone."""

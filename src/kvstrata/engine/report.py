@@ -10,6 +10,8 @@ import mlx.core as mx
 from kvstrata.engine.memory import Budget
 from kvstrata.engine.resume import Resume
 from kvstrata.engine.sequence import Sequence
+from kvstrata.layers.sequence import SequenceCache
+from kvstrata.layers.tail import FullLayer
 from kvstrata.spans.span import SpanRange
 from kvstrata.store.report import PartUsage, TierUsage, precision_of
 
@@ -37,7 +39,7 @@ def cache_usage(resume: Resume, budget: Budget, running: Iterable[Sequence]) -> 
     sequences = list(running)
     store = resume.store
     hot = store.usage() if store else TierUsage()
-    running_bytes = sum(budget.bytes_for(s.cache.capacity) for s in sequences if s.cache is not None)
+    running_bytes = sum(budget.held_by(s.cache) for s in sequences if s.cache is not None)
     return CacheUsage(
         tiers={"hot": hot},
         sequences=tuple(_sequence(s, budget) for s in sequences),
@@ -55,11 +57,18 @@ def _sequence(sequence: Sequence, budget: Budget) -> SequenceUsage:
         return SequenceUsage(sequence.request.id, 0, ())
     lease = sequence.filing.lease if sequence.filing else None
     parts = [_shared(run, lease.readers(run.span)) for run in lease.ranges] if lease else []
-    own = sequence.cache.num_tokens - sequence.cache.start
-    nbytes = budget.bytes_for(sequence.cache.capacity)
-    followers = sequence.filing.entry.num_leases if sequence.filing else 0
-    parts.append(PartUsage(own, "raw", "raw", nbytes, 1 + followers))
+    readers = 1 + (sequence.filing.entry.num_leases if sequence.filing else 0)
+    parts += _own(sequence.cache, budget, readers)
     return SequenceUsage(sequence.request.id, sequence.cache.num_tokens, tuple(parts))
+
+
+def _own(cache: SequenceCache, budget: Budget, readers: int) -> list[PartUsage]:
+    """What a sequence computes itself: sealed parts, as the first layer that has some, then the buffers."""
+    full = [layer for layer in cache.flat if isinstance(layer, FullLayer)]
+    sealed = full[0].sealed if full else ()
+    parts = [PartUsage(part.num_tokens, part.k.name, part.v.name, part.nbytes * len(full), readers) for part in sealed]
+    raw = cache.num_tokens - cache.start - sum(part.num_tokens for part in sealed)
+    return [*parts, PartUsage(raw, "raw", "raw", budget.bytes_for(cache.raw_capacity), readers)]
 
 
 def _shared(run: SpanRange, readers: int) -> PartUsage:

@@ -5,7 +5,8 @@ Knows sequences and the store; does not know who runs when.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 
@@ -18,8 +19,9 @@ from kvstrata.index.ids import TokenIds
 from kvstrata.layers.kinds import Layout
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.marks import take_mark
-from kvstrata.spans.plan import make_plan
+from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.store.entry import Found
+from kvstrata.store.precision import SEAL_TOKENS, PrecisionOptions
 from kvstrata.store.search import NOTHING
 from kvstrata.store.store import Store, StoreOptions
 
@@ -28,8 +30,9 @@ MIN_FOLLOW_TOKENS = 32
 
 
 class Resume:
-    def __init__(self, store: Store | None, *, mark_every_tokens: int) -> None:
+    def __init__(self, store: Store | None, plan: Callable[[str, str], Plan], *, mark_every_tokens: int) -> None:
         self.store = store  # None: this model's caches cannot be shared
+        self.plan = plan  # from the names of a K and a V precision
         self._mark_every = mark_every_tokens
         self._needs_marks = store is not None and store.needs_marks
 
@@ -84,6 +87,11 @@ class Resume:
         mark = take_mark(sequence.cache) if self._needs_marks and pauses else None
         sequence.filing.seal(sequence.ids()[:at], mark)
 
+    def after_step(self, sequence: Sequence) -> None:
+        """It has one token more: enough for another piece to be encoded, maybe."""
+        if sequence.filing is not None and sequence.num_generated % SEAL_TOKENS == 0:
+            sequence.filing.review()
+
     def end(self, sequence: Sequence) -> None:
         """It runs no more: what it has computed stays in the store."""
         if sequence.filing is None or sequence.cache is None:
@@ -99,20 +107,25 @@ def make_resume(
     loaded: LoadedModel, layout: Layout, budget: Budget, storage: Storage, max_kv_size: int | None
 ) -> Resume:
     """Raises ConfigError for a precision that the model's layers cannot be stored in."""
+    plan_of = partial(make_plan, layout, edge_layers=storage.edge_layers, edge=storage.edge)
     if any(spec.kind == "foreign" for spec in layout.flat()):
-        return Resume(None, mark_every_tokens=storage.mark_every_tokens)
-    plan = make_plan(layout, storage.k, storage.v, edge_layers=storage.edge_layers, edge=storage.edge)
+        return Resume(None, plan_of, mark_every_tokens=storage.mark_every_tokens)
+    plan = plan_of(storage.k, storage.v)
     signature = tuple(spec.signature for spec in layout.flat())
     hot_bytes = budget.total_bytes if storage.hot_bytes is None else min(storage.hot_bytes, budget.total_bytes)
     options = StoreOptions(
         hot_bytes=hot_bytes,
-        min_quantize_tokens=storage.min_quantize_tokens,
-        live=storage.live,
         max_marks=storage.max_marks,
         ttl_s=storage.ttl_s,
+        precision=PrecisionOptions(
+            min_quantize_tokens=storage.min_quantize_tokens,
+            live=storage.live,
+            first_raw=storage.first_raw_tokens,
+            recent_raw=storage.recent_raw_tokens,
+        ),
     )
     store = Store(layout, Identity(loaded.fingerprint, loaded.dtype, signature, max_kv_size), plan, options)
-    return Resume(store, mark_every_tokens=storage.mark_every_tokens)
+    return Resume(store, plan_of, mark_every_tokens=storage.mark_every_tokens)
 
 
 def _shared_tokens(sequence: Sequence, other: Sequence) -> int:

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.codecs import cpu as codecs_cpu
 from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cpu import rotation_of
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.codecs.rotation import block_of, sign_values
 from kvstrata.layers.parts import CutPart, Part, RawPart, SealedPart
 
 # Queries of one block of a causal prefill: keys that no query of the block sees are not multiplied at all.
@@ -103,8 +104,9 @@ def warm_up() -> None:
     runs = np.array([(0, *Run(buffer.ctypes.data, buffer.ctypes.data, 2, 0, 1).fields())], np.int64)
     cpu_kernels.write(tokens, tokens, runs)
     for decode in (cpu_kernels.decode, cpu_kernels.decode_parallel):
-        decode(tokens, 1, runs, 1.0, _NO_SINKS, *_rotation(4), *_rotation(4), np.zeros_like(tokens))
+        decode(tokens, 1, runs, 1.0, _NO_SINKS, *rotation_of(4), *rotation_of(4), np.zeros_like(tokens))
     cpu_kernels.softmax_causal(np.zeros((1, 1), np.float32), 0, 1)
+    codecs_cpu.warm_up()
 
 
 def pays_alone(num_tokens: int, keys: mx.array, values: mx.array) -> bool:
@@ -132,11 +134,13 @@ class Step:
         table = self._written()
         # The loops are compiled for arrays without gaps: only those become vector instructions.
         q = np.ascontiguousarray(queries)
-        out = np.zeros((*q.shape[:3], self._values.shape[3]), np.float32)
-        num_keys = self._keys.shape[1] * sum(run.num_tokens for run in self._runs)
+        kv_heads, k_dim, v_dim = self._keys.shape[1], self._keys.shape[3], self._values.shape[3]
+        out = np.zeros((*queries.shape[:3], v_dim), np.float32)
+        num_keys = kv_heads * sum(run.num_tokens for run in self._runs)
         decode = cpu_kernels.decode_parallel if num_keys > PARALLEL_KEYS else cpu_kernels.decode
-        rotations = (*_rotation(q.shape[3]), *_rotation(out.shape[3]))
-        decode(q, self._keys.shape[1], table, scale, _NO_SINKS if sinks is None else np.asarray(sinks), *rotations, out)
+        # Whatever the model has: another dtype or layout would have the kernels compiled once more, for seconds.
+        columns = _NO_SINKS if sinks is None else np.array(sinks.astype(mx.float32))
+        decode(q, kv_heads, table, scale, columns, *rotation_of(k_dim), *rotation_of(v_dim), out)
         return mx.array(out)
 
     def settle(self) -> Sequence[Row]:
@@ -152,7 +156,7 @@ class Step:
             by_row = [row.runs_with_next(self._keys, self._values) for row in self._rows]
             self._runs = [run for runs in by_row for run in runs]
             self._table = np.array([(i, *run.fields()) for i, runs in enumerate(by_row) for run in runs], np.int64)
-            cpu_kernels.write(np.asarray(self._keys), np.asarray(self._values), self._table)
+            cpu_kernels.write(np.ascontiguousarray(self._keys), np.ascontiguousarray(self._values), self._table)
         return self._table
 
 
@@ -189,8 +193,15 @@ def _sealed(planes: Planes) -> _Sealed | None:
     if not all(addresses.values()):
         return None
     ends = np.cumsum(planes.segments, dtype=np.int64)
-    others = [addresses.get(name, 0) for name in ("next", "low", "scales", "means")]
-    coded = Coded(planes.codec.bits, *others, ends.ctypes.data, len(ends))
+    coded = Coded(
+        planes.codec.bits,
+        addresses.get("next", 0),
+        addresses.get("low", 0),
+        addresses["scales"],
+        addresses["means"],
+        ends.ctypes.data,
+        len(ends),
+    )
     return _Sealed(addresses["top"], coded, ends)
 
 
@@ -201,12 +212,6 @@ def _address(array: mx.array, dtype: mx.Dtype | None = None) -> int:
     mx.eval(array)
     view = np.asarray(array)
     return view.ctypes.data if view.flags.c_contiguous else 0
-
-
-@cache
-def _rotation(dim: int) -> tuple[np.ndarray, int]:
-    """A copy: numba takes 10 us to recognise an array that is read-only."""
-    return sign_values(dim).copy(), block_of(dim)
 
 
 def softmax(scores: mx.array) -> mx.array:

@@ -127,6 +127,16 @@ class SequenceCache:
     def free_tokens(self) -> int:
         return self.start + self.capacity - self.num_tokens
 
+    @property
+    def raw_capacity(self) -> int:
+        """Tokens that buffers are reserved for: what is sealed has given its room back."""
+        full = (layer for layer in self.flat if isinstance(layer, FullLayer))
+        return self.capacity - min((layer.sealed_tokens for layer in full), default=0)
+
+    @property
+    def sealed_bytes(self) -> int:
+        return sum(layer.sealed_bytes for layer in self.flat if isinstance(layer, FullLayer))
+
     def arrays(self) -> list[mx.array]:
         """Everything that a pass has changed."""
         return [array for layer in self.layers for array in layer.arrays()]

@@ -57,7 +57,16 @@ class FullLayer:
 
     @property
     def sealed(self) -> tuple[SealedPart, ...]:
+        """Of its own tokens, those that are encoded."""
         return tuple(self._sealed)
+
+    @property
+    def sealed_tokens(self) -> int:
+        return sum(part.num_tokens for part in self._sealed)
+
+    @property
+    def sealed_bytes(self) -> int:
+        return sum(part.nbytes for part in self._sealed)
 
     def arrays(self) -> list[mx.array]:
         return [array for piece in self._pieces for array in piece.buffer.arrays()]
@@ -81,6 +90,7 @@ class FullLayer:
         if first:
             self._sealed.append(_encoded(all_k, all_v, 0, first, start, RawCodec(), RawCodec()))
         self._sealed.append(_encoded(all_k, all_v, first, last, start, k, v))
+        self._join_sealed()
         tail = Piece(Buffer(num_raw - last + room))
         if last < num_raw:
             tail.buffer.put(0, all_k[:, :, last:], all_v[:, :, last:])
@@ -88,6 +98,14 @@ class FullLayer:
         self._pieces = [tail]
         mx.eval(tail.buffer.arrays())
         return last - first
+
+    def _join_sealed(self) -> None:
+        """Join neighbours of like size and the same codecs: parts stay few, and a token is copied seldom."""
+        while len(self._sealed) > 1:
+            a, b = self._sealed[-2:]
+            if (a.k.codec, a.v.codec) != (b.k.codec, b.v.codec) or a.num_tokens > 2 * b.num_tokens:
+                return
+            self._sealed[-2:] = [SealedPart(a.k.codec.join(a.k, b.k), a.v.codec.join(a.v, b.v))]
 
     def append(self, k: mx.array, v: mx.array) -> None:
         """Write tokens; the caller has made sure that there is room."""

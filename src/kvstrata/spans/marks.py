@@ -72,7 +72,7 @@ def _state(layer: Any, position: int) -> MarkState:
     if isinstance(layer, WindowLayer):
         k, v = layer.held()
         start = position - k.shape[2]
-        return SealedPart(RawCodec().adopt(k[0], start), RawCodec().adopt(v[0], start))
+        return SealedPart(RawCodec().adopt(k.squeeze(0), start), RawCodec().adopt(v.squeeze(0), start))
     return None
 
 

@@ -21,8 +21,19 @@ from kvstrata.layers.sequence import Pair
 PutAway = Callable[[Moved], None]
 
 
-def gather(parts: Sequence[Part], pair: Pair, position: int, dtype: mx.Dtype) -> SealedPart:
-    """One part that owns its memory; the first token is at `position` in its sequence."""
+def gather(
+    parts: Sequence[Part],
+    pair: Pair,
+    position: int,
+    dtype: mx.Dtype,
+    *,
+    upward: bool = False,
+    put_away: PutAway | None = None,
+) -> tuple[SealedPart, ...]:
+    """As few parts as there are precisions, each in memory of its own; the first token is at `position`.
+
+    What is stored in fewer bits than `pair` stays so, unless `upward`: more bits would bring nothing back.
+    """
     made: list[SealedPart] = []
     at = position
     for is_raw, run in groupby(parts, lambda part: isinstance(part, RawPart)):
@@ -30,9 +41,9 @@ def gather(parts: Sequence[Part], pair: Pair, position: int, dtype: mx.Dtype) ->
         if is_raw:
             made.append(_encode_raw(group, pair, at))
         else:
-            made += [_convert(part, pair, dtype) for part in group]
+            made += [_convert(part, pair, dtype, upward=upward, put_away=put_away) for part in group]
         at += sum(part.num_tokens for part in group)
-    return joined(made)
+    return tuple(joined(list(run)) for _, run in groupby(made, _codecs))
 
 
 def joined(parts: Sequence[SealedPart]) -> SealedPart:
@@ -41,6 +52,20 @@ def joined(parts: Sequence[SealedPart]) -> SealedPart:
     for part in parts[1:]:
         whole = SealedPart(whole.k.codec.join(whole.k, part.k), whole.v.codec.join(whole.v, part.v))
     return whole
+
+
+def lower_of(held: Codec, wanted: Codec, dim: int, dtype: mx.Dtype) -> Codec:
+    """What `held` becomes where `wanted` is asked for: never more bits than it has."""
+    return wanted if bits_of(wanted, dim, dtype) < bits_of(held, dim, dtype) else held
+
+
+def bits_of(codec: Codec, dim: int, dtype: mx.Dtype) -> float:
+    """As allocated in memory, where raw is what the model computes in."""
+    return 8.0 * dtype.size if isinstance(codec, RawCodec) else codec.bits_per_value(dim)
+
+
+def _codecs(part: SealedPart) -> Pair:
+    return part.k.codec, part.v.codec
 
 
 def cut(part: SealedPart, start: int, end: int) -> SealedPart:
@@ -64,21 +89,26 @@ def convert(planes: Planes, codec: Codec, dtype: mx.Dtype, put_away: PutAway | N
     return _take(planes.codec.decode(planes, dtype), codec, planes.position)
 
 
-def _convert(part: Part, pair: Pair, dtype: mx.Dtype) -> SealedPart:
+def _convert(part: Part, pair: Pair, dtype: mx.Dtype, *, upward: bool, put_away: PutAway | None) -> SealedPart:
     if isinstance(part, CutPart):
         part = cut(part.whole, part.start, part.end)
     assert isinstance(part, SealedPart)
-    return SealedPart(convert(part.k, pair[0], dtype), convert(part.v, pair[1], dtype))
+    k, v = pair
+    if not upward:
+        k = lower_of(part.k.codec, k, part.k.dim, dtype)
+        v = lower_of(part.v.codec, v, part.v.dim, dtype)
+    return SealedPart(convert(part.k, k, dtype, put_away), convert(part.v, v, dtype, put_away))
 
 
 def _encode_raw(parts: Sequence[Part], pair: Pair, position: int) -> SealedPart:
     first = parts[0]
     assert isinstance(first, RawPart)
     k, v = Parts((tuple(parts),)).joined(first.k_buffer)
+    k, v = k.squeeze(0), v.squeeze(0)
     if len(parts) > 1:
-        return adopt(k[0], v[0], pair, position)
+        return adopt(k, v, pair, position)
     # A range of a buffer: what stays must not keep it alive.
-    return SealedPart(pair[0].encode(k[0], position), pair[1].encode(v[0], position))
+    return SealedPart(pair[0].encode(k, position), pair[1].encode(v, position))
 
 
 def _take(array: mx.array, codec: Codec, position: int) -> Planes:

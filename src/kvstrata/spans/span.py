@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import mlx.core as mx
 
+from kvstrata.codecs.base import Codec, Planes
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.parts import Part, SealedPart, cut_parts
 from kvstrata.layers.sequence import Pair, Prefix, SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.spans import rewrite
-from kvstrata.spans.marks import Mark, states_at
+from kvstrata.spans.marks import Mark, needs_marks, states_at
 from kvstrata.spans.plan import RAW, Plan
 
 Held = FullLayer | tuple[SealedPart, ...]
@@ -48,6 +50,12 @@ class Span:
     def kv_bytes(self) -> int:
         """Allocated, marks apart; of a live span the whole buffers."""
         return sum(part.nbytes for part in self._sealed()) + self.live_bytes
+
+    @property
+    def raw_tokens(self) -> int:
+        """Of a live span: those that its owner has not encoded yet, in the layer that has most."""
+        live = (held for held in self._held.values() if isinstance(held, FullLayer))
+        return max((held.offset - held.start - held.sealed_tokens for held in live), default=0)
 
     @property
     def live_bytes(self) -> int:
@@ -90,21 +98,36 @@ class Span:
         """The same object as long as a layer holds the same."""
         return self._held[layer]
 
-    def rewrite(self, layer: int, pair: Pair) -> None:
-        """Put all of a layer under one pair of codecs, in memory of its own. What it was is let go."""
+    def rewrite(self, layer: int, pair: Pair, *, upward: bool = False, put_away: rewrite.PutAway | None = None) -> None:
+        """Put a layer under a pair of codecs, in memory of its own, trimmed to what is used; see `rewrite.gather`."""
         if self.num_tokens < 1:
-            raise ValueError(f"a span from {self.position} on has {self.num_tokens} tokens: seal some before storing it")
+            raise ValueError(f"a span of {self.num_tokens} tokens cannot be stored: seal some first")
         held = self._held[layer]
-        dtype = self.layout.flat()[layer].dtype
-        if isinstance(held, FullLayer):
-            whole = held.own_arrays() if (held.start, held.offset) == (self.position, self.end) else None
-            if whole is not None:
-                self._held[layer] = (rewrite.adopt(*whole, pair, self.position),)
+        if isinstance(held, FullLayer) and (held.start, held.offset) == (self.position, self.end):
+            if held.own_arrays() is not None:
+                # Not what `own_arrays` gives: an index [0] is a copy, `squeeze` is not.
+                k, v = (array.squeeze(0) for array in held.arrays())
+                self._held[layer] = (rewrite.adopt(k, v, pair, self.position),)
                 return
-        elif len(held) == 1 and (held[0].k.codec, held[0].v.codec) == pair and held[0].num_tokens == self.num_tokens:
-            return
         parts = self.parts(layer, self.position, self.end)
-        self._held[layer] = (rewrite.gather(parts, pair, self.position, dtype),)
+        dtype = self.layout.flat()[layer].dtype
+        self._held[layer] = rewrite.gather(parts, pair, self.position, dtype, upward=upward, put_away=put_away)
+
+    def settles(self, layer: int, pair: Pair, *, upward: bool = False) -> bool:
+        """Whether a rewrite would leave the layer as it is."""
+        held = self._held[layer]
+        if isinstance(held, FullLayer) or sum(part.num_tokens for part in held) != self.num_tokens:
+            return False
+        dtype = self.layout.flat()[layer].dtype
+        if any((a.k.codec, a.v.codec) == (b.k.codec, b.v.codec) for a, b in pairwise(held)):
+            return False
+        return all(_stays(p.k, pair[0], dtype, upward) and _stays(p.v, pair[1], dtype, upward) for p in held)
+
+    def seal(self, layer: int, pair: Pair, *, first_raw: int, recent_raw: int) -> None:
+        """Encode what the owner of a live layer has written, but for the first and the newest tokens."""
+        held = self._held[layer]
+        if isinstance(held, FullLayer):
+            held.seal(*pair, first_raw=first_raw, recent_raw=recent_raw)
 
     def rewrite_marks(self, plan: Plan) -> None:
         self.marks = {at: self._under(mark, plan) for at, mark in self.marks.items()}
@@ -163,11 +186,18 @@ class Span:
         states = []
         for state, pair, spec in zip(mark.states, plan.pairs, self.layout.flat(), strict=True):
             if isinstance(state, SealedPart):
-                state = SealedPart(
-                    rewrite.convert(state.k, pair[0], spec.dtype), rewrite.convert(state.v, pair[1], spec.dtype)
-                )
+                (state,) = rewrite.gather((state,), pair, state.k.position, spec.dtype)
             states.append(state)
         return Mark(mark.position, tuple(states))
+
+
+def _stays(planes: Planes, wanted: Codec, dtype: mx.Dtype, upward: bool) -> bool:
+    becomes = wanted if upward else rewrite.lower_of(planes.codec, wanted, planes.dim, dtype)
+    return becomes == planes.codec
+
+
+def empty_span(layout: Layout) -> Span:
+    return Span(layout, 0, 0, {})
 
 
 def live_span(layout: Layout, cache: SequenceCache) -> Span:
@@ -212,6 +242,8 @@ class SpanSource:
 def prefix_of(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> Prefix:
     """What a sequence needs to go on after `runs`, which start at 0 and follow each other."""
     num_tokens = runs[-1].end
+    if mark is None and needs_marks(layout):
+        raise ValueError(f"this model has window or recurrent layers: a resume at {num_tokens} needs a mark")
     specs = layout.flat()
     full = [spec.kind == "full" for spec in specs]
     sources = tuple(tuple(SpanSource(run, i) for run in runs) if full[i] else () for i in range(len(specs)))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from kvstrata.index.tree import Node
 from kvstrata.layers.sequence import Prefix
+from kvstrata.spans.plan import Plan
 from kvstrata.spans.span import Span, SpanRange
 from kvstrata.store.policy import Kind
 
@@ -23,6 +24,8 @@ class Entry:
     num_leases: int = 0  # sequences that read it, its owner apart
     is_pinned: bool = False
     nbytes: int = 0  # as counted in the store's total
+    target: Plan | None = None  # what somebody asked for it to be stored as; None: what all are
+    goes_up: bool = False  # even where that takes more bits than it has
 
     @property
     def is_free(self) -> bool:

@@ -1,7 +1,7 @@
 """What was asked for lately, whether it is still stored or not: tokens and times only, a few bytes for each token.
 
-A store that learns only from its own hits never sees what it evicted too early. This remembers prompts for several times
-as long as the store can hold them, tells how much of a prompt was known, and closes the tickets of `Reuse`.
+A store that learns only from its own hits never sees what it evicted too early. This remembers prompts for several
+times as long as the store can hold them, tells how much of a prompt was known, and closes the tickets of `Reuse`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ from kvstrata.index.ids import Tokens, as_ids
 from kvstrata.index.tree import Inserted, Node, Tree
 from kvstrata.store.leaf_queue import LeafQueue
 from kvstrata.store.policy import Kind, Reuse, Ticket
+
+# How many times as long as the store can hold prompts they are remembered: what returns later is not learned from.
+HISTORY_FACTOR = 8
 
 
 @dataclass(frozen=True)
@@ -24,15 +27,20 @@ class Seen:
 
 
 class History:
-    def __init__(self, reuse: Reuse, max_tokens: int) -> None:
+    """`store_tokens`: about what the store can hold."""
+
+    def __init__(self, reuse: Reuse, store_tokens: int) -> None:
         self._reuse = reuse
-        self._max_tokens = max_tokens
+        self._max_tokens = HISTORY_FACTOR * store_tokens
         self._tree: Tree[Seen | None] = Tree()
         self._leaves: LeafQueue[Node[Seen | None]] = LeafQueue()
 
     @property
     def num_tokens(self) -> int:
         return self._tree.num_tokens
+
+    def resize(self, store_tokens: int) -> None:
+        self._max_tokens = HISTORY_FACTOR * store_tokens
 
     def asked(self, root_key: bytes, tokens: Tokens, now_s: float) -> Kind:
         """Remember a prompt. Says of which kind the nodes are that it uses."""

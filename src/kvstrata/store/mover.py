@@ -8,23 +8,27 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from kvstrata.spans.plan import Plan
 from kvstrata.store.entry import Entry
 
 Job = Iterator[None]
 
 
 class Mover:
-    """`make` builds the job of an entry when its turn comes; None: there is nothing to do for it now."""
+    """`make` builds the job of an entry when its turn comes; None: there is nothing to do for it now. `done` is told
+    when a job has come to its end."""
 
-    def __init__(self, make: Callable[[Entry], Job | None]) -> None:
+    def __init__(self, make: Callable[[Entry], Job | None], done: Callable[[Entry], None]) -> None:
         self._make = make
+        self._done = done
         self._waiting: dict[Entry, None] = {}  # in order
         self._jobs: dict[Entry, Job] = {}  # begun
 
     @property
     def idle(self) -> bool:
         return not self._waiting
+
+    def has(self, entry: Entry) -> bool:
+        return entry in self._waiting
 
     def add(self, entry: Entry) -> None:
         self._waiting[entry] = None
@@ -54,19 +58,9 @@ class Mover:
         self._jobs[entry] = job
         if next(job, StopIteration) is StopIteration:
             self.discard(entry)
+            self._done(entry)
 
-
-def rewrite(entry: Entry, plan: Plan) -> Job:
-    """Put every layer under the plan, in memory of its own, trimmed to what is used."""
-    span = entry.span
-    for layer in span.layers:
-        span.rewrite(layer, plan.pairs[layer])
-        yield
-    span.rewrite_marks(plan)
-
-
-def shrink(entry: Entry) -> Job:
-    """Give back the memory of tokens that were cut off."""
-    for layer in entry.span.layers:
-        entry.span.shrink(layer)
-        yield
+    def clear(self) -> None:
+        """Leave what is begun as it is: every layer is whole, under one precision or the other."""
+        self._waiting.clear()
+        self._jobs.clear()

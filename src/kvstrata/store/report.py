@@ -92,6 +92,10 @@ def _mark_bytes(span: Span) -> Counter[str]:
     return by_kind
 
 
+def recurrent_bytes(span: Span) -> int:
+    return _mark_bytes(span)["recurrent"]
+
+
 def _mark_precisions(span: Span) -> Counter[str]:
     by_name: Counter[str] = Counter()
     for mark in span.marks.values():

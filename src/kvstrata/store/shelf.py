@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import numpy as np
 
 from kvstrata.index.ids import TokenIds
 from kvstrata.index.tree import Node, Tree
 from kvstrata.spans.marks import Mark
+from kvstrata.spans.span import empty_span
 from kvstrata.store.entry import Entry
 from kvstrata.store.eviction import Eviction
 from kvstrata.store.history import History
@@ -180,6 +182,32 @@ class Shelf:
         self._fit(node.payload)
         self._offer(node)
 
+    def join_along(self, leaf: Node[Entry], max_spans: int) -> list[Entry]:
+        """Join the shortest neighbours on the way to a leaf until there are no more spans than this, or none that
+        nobody needs apart. Tells which entries have grown."""
+        grown: dict[Entry, None] = {}
+        while True:
+            entries = list(dict.fromkeys(node.payload for node in leaf.path()))
+            pairs = [(a, b) for a, b in pairwise(entries) if _joinable(a, b)]
+            if len(entries) <= max_spans or not pairs:
+                return [entry for entry in grown if entry in self.entries]
+            first, second = min(pairs, key=lambda pair: pair[0].span.num_tokens + pair[1].span.num_tokens)
+            self._join(first, second)
+            grown[first] = None
+
+    def _join(self, first: Entry, second: Entry) -> None:
+        self.version += 1
+        last = next(node for node in first.nodes if node.end == first.span.end)
+        first.span.append(second.span)
+        for node in second.nodes:
+            node.payload = first
+            first.nodes.add(node)
+        second.nodes.clear()
+        second.span = empty_span(first.span.layout)
+        self.drop(second)
+        self._rejoin(last)
+        self.recount(first)
+
     def _fit(self, entry: Entry) -> None:
         """Let a span keep only what is filed."""
         if not entry.nodes:
@@ -217,3 +245,13 @@ class Shelf:
         for at, entry in sorted(held, key=lambda place: place[0])[: max(0, len(held) - max_marks)]:
             del entry.span.marks[at]
             self.recount(entry)
+
+
+def _joinable(first: Entry, second: Entry) -> bool:
+    """Nobody needs them apart: free to go, one ends where the other begins, and nothing else begins there."""
+    if not first.is_free or not second.is_free or first.span.is_live or second.span.is_live:
+        return False
+    if first.span.end != second.span.position or first.target != second.target:
+        return False
+    last = next((node for node in first.nodes if node.end == first.span.end), None)
+    return last is not None and len(last.children) == 1 and next(iter(last.children.values())).payload is second

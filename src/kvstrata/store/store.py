@@ -7,30 +7,34 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 
 from kvstrata.index.identity import Identity, root_key
 from kvstrata.index.ids import TokenIds, Tokens, as_ids
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.marks import Mark, needs_marks
-from kvstrata.spans.plan import Plan, raw_plan
+from kvstrata.spans.plan import Plan
 from kvstrata.spans.span import live_span, prefix_of
 from kvstrata.store.entry import Entry, Found, Lease
-from kvstrata.store.mover import Job, Mover, rewrite
+from kvstrata.store.mover import Job, Mover
+from kvstrata.store.precision import Precision, PrecisionOptions
 from kvstrata.store.report import Ending, Explanation, TierUsage, usage_of
+from kvstrata.store.requantize import Change, Changed, Progress, Requantizing, assess, in_scope
 from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
+
+# On the way from the first token to the end of a conversation.
+MAX_SPANS = 8
 
 
 @dataclass(frozen=True)
 class StoreOptions:
     hot_bytes: int  # most that stored spans may take
-    min_quantize_tokens: int = 256  # shorter sequences stay raw: their overhead exceeds what is saved
-    live: bool = False  # spans are encoded while somebody still runs on them
     max_marks: int = 8  # on the way from the first token to the end of a span
     ttl_s: float | None = None  # what nobody asked for so long goes
+    precision: PrecisionOptions = field(default_factory=PrecisionOptions)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,10 @@ class Filing:
         """From now on others may go on from `tokens`, all of the sequence so far."""
         self._store._seal(self, as_ids(tokens), mark)
 
+    def review(self) -> None:
+        """The sequence has grown: maybe more of it should be encoded."""
+        self._store._review(self.entry)
+
     def end(self) -> None:
         """The sequence writes no more."""
         self._store._end(self.entry)
@@ -69,13 +77,13 @@ class Store:
     ) -> None:
         self._layout = layout
         self._identity = identity
-        self._raw = raw_plan(layout)
-        self.target = plan  # what new spans are stored as
+        self.precision = Precision(layout, plan, options.precision)
         self.options = options
         self.needs_marks = needs_marks(layout)  # it can be resumed at marks only
         self.counters: Counter[str] = Counter()
         self._shelf = Shelf(needs_marks=self.needs_marks, ttl_s=options.ttl_s, clock=clock)
-        self._mover = Mover(self._job)
+        self._mover = Mover(self._job, self._tidy)
+        self._requantizing: Requantizing | None = None
 
     @property
     def version(self) -> int:
@@ -132,8 +140,7 @@ class Store:
         lease.is_open = False
         for entry in lease.entries:
             self._shelf.change(entry, num_leases=entry.num_leases - 1)
-            if self._plan_for(entry) is not None:
-                self._mover.add(entry)
+            self._review(entry)
 
     # Commit.
 
@@ -150,6 +157,7 @@ class Store:
             return
         entry.span.num_tokens = num_tokens
         path = self._shelf.insert(entry, ids)
+        self._review(entry)
         for node in path:
             # Somebody else may have filed some of these tokens meanwhile: what ours hang on must stay.
             if node.payload is not entry:
@@ -169,7 +177,15 @@ class Store:
         self._shelf.change(entry, is_running=False)
         self.counters["stored_spans"] += 1
         self.counters["stored_tokens"] += end - start
-        self._mover.add(entry)
+        self._review(entry)
+
+    def _tidy(self, entry: Entry) -> None:
+        """It is stored as it should be. Few and long spans are read faster than many short ones."""
+        if entry.is_running or not entry.nodes:
+            return
+        leaf = max(entry.nodes, key=lambda node: node.end)
+        for grown in self._shelf.join_along(leaf, MAX_SPANS):
+            self._review(grown)
 
     # What is stored changes.
 
@@ -181,21 +197,14 @@ class Store:
         """Go on with what is to be done to stored spans."""
         self._mover.work(slice_s)
 
-    def _plan_for(self, entry: Entry) -> Plan | None:
-        """What it should be stored as now; None: as it is."""
-        span = entry.span
-        if entry.is_running or entry not in self._shelf.entries:
-            return None
-        wanted = self.target if span.end >= self.options.min_quantize_tokens else self._raw
-        if entry.num_leases and not self.options.live:
-            # Its readers go on over the values that they began with.
-            return self._raw if span.is_live else None
-        stale = any(span.pairs(layer) != (wanted.pairs[layer],) for layer in span.layers)
-        return wanted if stale or span.is_live or span.num_parts() > 1 else None
+    def _review(self, entry: Entry) -> None:
+        """Something about it has changed: maybe it should be stored in another way now."""
+        if entry in self._shelf.entries and self.precision.plan_for(entry) is not None:
+            self._mover.add(entry)
 
     def _job(self, entry: Entry) -> Job | None:
-        plan = self._plan_for(entry)
-        return None if plan is None else self._counted(entry, rewrite(entry, plan), plan)
+        plan = self.precision.plan_for(entry) if entry in self._shelf.entries else None
+        return None if plan is None else self._counted(entry, self.precision.job(entry, plan), plan)
 
     def _counted(self, entry: Entry, job: Job, plan: Plan) -> Job:
         if not plan.is_raw:
@@ -206,6 +215,38 @@ class Store:
             if entry not in self._shelf.entries:
                 return
         self._shelf.recount(entry)
+
+    def requantize(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None) -> Changed:
+        """Change what is cached, and what new spans are stored as. The work is done bit by bit, by `work`."""
+        entries = [entry for entry in self.entries if in_scope(entry, change, sequence_entries)]
+        changed = assess(entries, plan, change, self.precision.options)
+        if change.dry_run:
+            return changed
+        self.cancel_requantize()
+        self._requantizing = Requantizing(entries, self.precision.target)
+        if change.is_general:
+            self.precision.target = plan
+        for entry in entries:
+            entry.target, entry.goes_up = plan, change.force
+            self._review(entry)
+        return changed
+
+    def requantize_progress(self) -> Progress:
+        return self._requantizing.progress(self._mover.has) if self._requantizing else Progress()
+
+    def cancel_requantize(self) -> Progress:
+        """What is not done yet stays as it is; every span is whole. New spans are stored as before the change."""
+        progress = self.requantize_progress()
+        if self._requantizing and progress.is_running:
+            self.precision.target = self._requantizing.before
+            for entry in self._requantizing.entries:
+                if self._mover.has(entry):
+                    self._mover.discard(entry)
+                    entry.target, entry.goes_up = None, False
+                    # One that waits to be trimmed still is.
+                    self._review(entry)
+        self._requantizing = None
+        return progress
 
     # Room.
 

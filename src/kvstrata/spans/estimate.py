@@ -1,0 +1,123 @@
+"""What a change of precision would free, and what it would cost in accuracy, without making it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from kvstrata.codecs.base import Codec, Extent, Planes
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.segments import segments_of
+from kvstrata.layers.parts import Part, Parts, SealedPart
+from kvstrata.layers.sequence import Pair
+from kvstrata.layers.tail import FullLayer
+from kvstrata.spans.plan import Plan
+from kvstrata.spans.rewrite import lower_of
+from kvstrata.spans.span import Span
+
+SAMPLE_TOKENS = 256
+SAMPLE_QUERIES = 16
+
+
+@dataclass
+class Estimate:
+    bytes_before: int = 0
+    bytes_after: int = 0
+    left_alone: Counter[str] = field(default_factory=Counter)  # bytes by reason
+
+    @property
+    def changes(self) -> bool:
+        return self.bytes_before != self.bytes_after
+
+
+def estimate(span: Span, plan: Plan, *, upward: bool, first_raw: int, recent_raw: int) -> Estimate:
+    """Of all full-attention layers."""
+    result = Estimate()
+    for layer in span.layers:
+        held = span.version(layer)
+        pair, dtype = plan.pairs[layer], span.layout.flat()[layer].dtype
+        if isinstance(held, FullLayer):
+            _add_live(result, held, pair, dtype, first_raw, recent_raw)
+        else:
+            for part in span.planes(layer):
+                _add_planes(result, part.k, pair[0], dtype, upward)
+                _add_planes(result, part.v, pair[1], dtype, upward)
+    return result
+
+
+def encoded_bytes(codec: Codec, heads: int, dim: int, position: int, num_tokens: int, dtype: mx.Dtype) -> int:
+    """What `codec` allocates for so many tokens."""
+    num_segments = len(segments_of(position, num_tokens)) if isinstance(codec, PlanesCodec) else 0
+    planes = codec.layout(Extent(dim, num_tokens, num_segments)).values()
+    sizes = [dtype.size if isinstance(codec, RawCodec) else plane.dtypes[0].size for plane in planes]
+    return heads * sum(plane.rows * plane.width * size for plane, size in zip(planes, sizes, strict=True))
+
+
+def _add_planes(result: Estimate, planes: Planes, wanted: Codec, dtype: mx.Dtype, upward: bool) -> None:
+    becomes = wanted if upward else lower_of(planes.codec, wanted, planes.dim, dtype)
+    result.bytes_before += planes.nbytes
+    if becomes == planes.codec:
+        result.bytes_after += planes.nbytes
+        result.left_alone["stored so already" if planes.codec == wanted else "lower already"] += planes.nbytes
+        return
+    (heads,) = planes.leading
+    result.bytes_after += encoded_bytes(becomes, heads, planes.dim, planes.position, planes.num_tokens, dtype)
+
+
+def _add_live(result: Estimate, layer: FullLayer, pair: Pair, dtype: mx.Dtype, first_raw: int, recent_raw: int) -> None:
+    """A running sequence: its buffers keep the newest tokens and the room for more."""
+    result.bytes_before += layer.nbytes
+    raw = layer.offset - layer.start - layer.sealed_tokens
+    at = layer.offset - raw
+    first = min(max(0, first_raw - at), raw)
+    moved = max(0, raw - recent_raw - first)
+    if not moved or pair == (RawCodec(), RawCodec()):
+        result.bytes_after += layer.nbytes
+        result.left_alone["raw window of a running request"] += layer.token_bytes * raw
+        return
+    k, v = layer.arrays()[:2]
+    encoded = sum(
+        encoded_bytes(codec, array.shape[1], array.shape[3], at + first, moved, dtype)
+        for codec, array in zip(pair, (k, v), strict=True)
+    )
+    result.left_alone["raw window of a running request"] += layer.token_bytes * (raw - moved)
+    result.bytes_after += layer.nbytes - layer.token_bytes * moved + encoded
+
+
+def score_error(span: Span, plan: Plan, *, upward: bool) -> float | None:
+    """How far scores move, relative to how much they differ between tokens; None: nothing of the span would change.
+
+    Measured on its first, middle and last layer, some of its newest tokens, with keys standing for queries.
+    """
+    layers = span.layers
+    errors = [_layer_error(span, i, plan.pairs[i], upward) for i in {layers[0], layers[len(layers) // 2], layers[-1]}]
+    known = [error for error in errors if error is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _layer_error(span: Span, layer: int, pair: Pair, upward: bool) -> float | None:
+    dtype = span.layout.flat()[layer].dtype
+    start = max(span.position, span.end - SAMPLE_TOKENS)
+    parts = span.parts(layer, start, span.end)
+    codec = _becomes(parts[-1], pair[0], dtype, upward)
+    if codec is None:
+        return None
+    k, _ = Parts((parts,)).joined(mx.zeros((), dtype))
+    keys = k[0].astype(mx.float32)  # [heads, tokens, dim]
+    after = codec.decode(codec.encode(keys, start), mx.float32)
+    queries = keys[:, :: max(1, keys.shape[1] // SAMPLE_QUERIES)]
+    exact, moved = queries @ keys.swapaxes(-1, -2), queries @ after.swapaxes(-1, -2)
+    spread = exact - exact.mean(axis=-1, keepdims=True)
+    error = mx.sqrt(mx.mean((moved - exact) ** 2) / mx.maximum(mx.mean(spread**2), 1e-12))
+    return float(error.item())  # pyright: ignore[reportArgumentType]
+
+
+def _becomes(part: Part, wanted: Codec, dtype: mx.Dtype, upward: bool) -> Codec | None:
+    """None: the keys stay as they are."""
+    if not isinstance(part, SealedPart):
+        return None if isinstance(wanted, RawCodec) else wanted
+    becomes = wanted if upward else lower_of(part.k.codec, wanted, part.k.dim, dtype)
+    return None if becomes == part.k.codec else becomes

@@ -1,0 +1,74 @@
+"""What each entry should be stored as, and the jobs that bring it there.
+
+New spans follow the target. A change that somebody asked for gives entries a target of their own, which holds for those
+that run too; without it the values under a running sequence do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstrata.layers.kinds import Layout
+from kvstrata.spans.plan import Plan, raw_plan
+from kvstrata.spans.rewrite import PutAway
+from kvstrata.store.entry import Entry
+from kvstrata.store.mover import Job
+
+# A running sequence is encoded again when so many tokens have come since.
+SEAL_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class PrecisionOptions:
+    min_quantize_tokens: int = 256  # shorter sequences stay raw: their overhead exceeds what is saved
+    live: bool = False  # running sequences are encoded too
+    first_raw: int = 4  # but for their first
+    recent_raw: int = 128  # and newest tokens
+
+
+class Precision:
+    def __init__(self, layout: Layout, target: Plan, options: PrecisionOptions) -> None:
+        self._layout = layout
+        self._raw = raw_plan(layout)
+        self.target = target  # of new spans
+        self.options = options
+
+    def plan_for(self, entry: Entry) -> Plan | None:
+        """What it should be stored as now; None: as it is."""
+        span = entry.span
+        if entry.is_running:
+            wanted = entry.target or (self.target if self.options.live else None)
+            due = wanted is not None and not wanted.is_raw and self._raw_tokens(entry) >= SEAL_TOKENS
+            return wanted if due else None
+        if entry.target is not None:
+            wanted = entry.target
+        elif entry.num_leases and not self.options.live:
+            # Its readers go on over the values that they began with.
+            wanted = self._raw
+        else:
+            wanted = self.target if span.end >= self.options.min_quantize_tokens else self._raw
+        done = all(span.settles(layer, wanted.pairs[layer], upward=entry.goes_up) for layer in span.layers)
+        return None if done else wanted
+
+    def _raw_tokens(self, entry: Entry) -> int:
+        """Of a running sequence: tokens that could be encoded now."""
+        return entry.span.raw_tokens - self.options.recent_raw
+
+    def job(self, entry: Entry, plan: Plan, put_away: Callable[[Entry, int], PutAway] | None = None) -> Job:
+        return self._seal(entry, plan) if entry.is_running else self._rewrite(entry, plan, put_away)
+
+    def _seal(self, entry: Entry, plan: Plan) -> Job:
+        for layer in entry.span.layers:
+            entry.span.seal(
+                layer, plan.pairs[layer], first_raw=self.options.first_raw, recent_raw=self.options.recent_raw
+            )
+            yield
+
+    def _rewrite(self, entry: Entry, plan: Plan, put_away: Callable[[Entry, int], PutAway] | None) -> Job:
+        span = entry.span
+        for layer in span.layers:
+            keep = put_away(entry, layer) if put_away else None
+            span.rewrite(layer, plan.pairs[layer], upward=entry.goes_up, put_away=keep)
+            yield
+        span.rewrite_marks(plan)

@@ -1,0 +1,126 @@
+"""Precision that changes while sequences run, through the loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstrata.engine.limits import Limits, Storage
+from kvstrata.errors import ConfigError, InvalidRequest
+from kvstrata.store.requantize import Change
+from tests.engine.drive import Drive
+from tests.engine.test_loop import prompt
+from tests.tiny import tiny_loaded
+
+
+def settle(drive: Drive) -> None:
+    while drive.loop.has_chores:
+        drive.loop.do_chores(1.0)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_dry_run_tells_what_a_change_frees(architecture: str) -> None:
+    drive = Drive(tiny_loaded(architecture))
+    drive.submit(prompt(700), 20)
+    drive.run()
+    settle(drive)
+    before = drive.store.held_bytes
+    marks = sum(entry.span.mark_bytes for entry in drive.store.entries)
+    told = drive.loop.requantize(Change("planes:8", "planes:4", dry_run=True))
+    assert drive.store.held_bytes == before
+    assert (told.k, told.v, told.dry_run) == ("planes:8", "planes:4", True)
+    assert 0 < told.expected_error < 0.1
+    done = drive.loop.requantize(Change("planes:8", "planes:4"))
+    settle(drive)
+    freed = before - marks - (drive.store.held_bytes - sum(e.span.mark_bytes for e in drive.store.entries))
+    assert freed == told.bytes_before - told.bytes_after == done.bytes_before - done.bytes_after
+    assert drive.loop.requantize_progress().bytes_freed == freed
+
+
+def test_going_up_leaves_what_is_lower_and_says_so() -> None:
+    drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:4", v="planes:4"))
+    drive.submit(prompt(700), 20)
+    drive.run()
+    settle(drive)
+    before = drive.store.held_bytes
+    told = drive.loop.requantize(Change("planes:8", "planes:8"))
+    settle(drive)
+    assert drive.store.held_bytes == before
+    assert told.spans == 0
+    assert [left.reason for left in told.left_alone] == ["lower already"]
+    # New tokens follow the new target.
+    drive.submit(prompt(700, seed=9), 20)
+    drive.run()
+    settle(drive)
+    assert set(drive.store.usage().by_precision) == {"planes:4", "planes:8"}
+    drive.loop.requantize(Change("planes:8", "planes:8", force=True))
+    settle(drive)
+    assert set(drive.store.usage().by_precision) == {"planes:8"}
+
+
+def test_running_sequences_change_too_and_all_finish() -> None:
+    drive = Drive(tiny_loaded("llama"), Limits(tail_step_tokens=1000))
+    clients = [drive.submit(prompt(500 + i, seed=i), 500) for i in range(4)]
+    while not all(len(client.ids) > 20 for client in clients):
+        drive.loop.step()
+    before = drive.loop.usage().running_bytes
+    told = drive.loop.requantize(Change("planes:8", "planes:8", scope="live"))
+    settle(drive)
+    freed = before - drive.loop.usage().running_bytes
+    assert freed == pytest.approx(told.bytes_before - told.bytes_after, rel=0.01)
+    assert freed > 0
+    drive.run()
+    assert all(client.finished.usage.completion_tokens == 500 for client in clients)
+
+
+def test_stepping_down_within_planes_keeps_the_planes_that_stay() -> None:
+    drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:8", v="planes:8"))
+    drive.submit(prompt(700), 20)
+    drive.run()
+    settle(drive)
+    (entry,) = drive.store.entries
+    before = {layer: entry.span.planes(layer)[0].k.arrays for layer in entry.span.layers}
+    drive.loop.requantize(Change("planes:4", "planes:4"))
+    settle(drive)
+    for layer, arrays in before.items():
+        now = entry.span.planes(layer)[0].k.arrays
+        assert set(arrays) - set(now) == {"low"}
+        assert all(now[name] is arrays[name] for name in now)
+
+
+def test_a_later_change_replaces_an_earlier_one_and_work_can_be_cancelled() -> None:
+    drive = Drive(tiny_loaded("llama"))
+    for i in range(6):
+        drive.submit(prompt(600, seed=i), 4)
+    drive.run()
+    settle(drive)
+    drive.loop.requantize(Change("planes:2", "planes:2"))
+    drive.loop.do_chores(0)
+    halfway = drive.loop.cancel_requantize()
+    assert halfway.is_running
+    assert halfway.spans_done < halfway.spans_total == 6
+    settle(drive)
+    assert drive.loop.requantize_progress().spans_total == 0
+    drive.loop.requantize(Change("planes:2", "planes:2"))
+    drive.loop.requantize(Change("planes:8", "planes:8"))
+    settle(drive)
+    # One layer of one span had been begun before it was cancelled.
+    assert set(drive.store.usage().by_precision) <= {"planes:8", "planes:2"}
+    assert drive.store.usage().by_precision["planes:8"] > 0
+    again = drive.submit(prompt(600, seed=3), 4)
+    drive.run()
+    assert again.finished.usage.cached_tokens == 599
+
+
+def test_bad_changes_are_refused_and_nothing_is_lost() -> None:
+    drive = Drive(tiny_loaded("llama"))
+    drive.submit(prompt(600), 4)
+    drive.run()
+    settle(drive)
+    before = drive.store.usage()
+    with pytest.raises(ConfigError, match="planes"):
+        drive.loop.requantize(Change("plains:8", "planes:8"))
+    with pytest.raises(InvalidRequest, match="No request"):
+        drive.loop.requantize(Change("planes:8", "planes:8", sequence="nobody"))
+    nothing = drive.loop.requantize(Change("planes:8", "planes:8", salt="nobody's"))
+    assert (nothing.spans, nothing.bytes_before) == (0, 0)
+    assert drive.store.usage() == before
