@@ -168,6 +168,29 @@ class Settings(BaseSettings):
         None, "Stored KV that nobody asked for so long goes; without it it stays while there is room", panel="KV cache",
         unit="seconds", gt=0,
     )  # fmt: skip
+    disk_cache_dir: Path | None = _setting(
+        None, "Folder for KV that memory has no room for; it outlives the server", panel="Disk cache", unit="folder"
+    )
+    disk_cache_size: SizeSetting = _setting(
+        Size(num_bytes=50 * 1024**3), "Most that it takes on the disk; % is of the volume", panel="Disk cache",
+        unit="size",
+    )  # fmt: skip
+    disk_reserve: ByteCount = _setting(
+        1024**3, "Free space of the volume that is left to others", panel="Disk cache", unit="size", ge=0
+    )
+    disk_queue: ByteCount = _setting(
+        256 * 1024**2, "Bytes that may wait to be written; more is not written", panel="Disk cache", unit="size",
+        ge=1024**2,
+    )  # fmt: skip
+    disk_write_through: bool = _setting(
+        False, "Write at the end of every request, not only when memory runs short", panel="Disk cache"
+    )
+    disk_second_touch: bool = _setting(False, "Write only what was asked for twice", panel="Disk cache")
+    disk_daily_writes: ByteCount = _setting(
+        0, "Most that is written in a day; 0: no limit", panel="Disk cache", unit="size", ge=0
+    )
+    hot_cache_only: bool = _setting(False, "Never write to a disk, whatever the other settings say", panel="Disk cache")
+
     kv_cache_quantization: bool = _setting(False, "Store KV as planes:8", panel="KV cache")
     kv_cache_bits: Literal[8, 4, 2] | None = _setting(
         None, "Store KV as planes of so many bits: 8, 4 or 2", panel="KV cache", unit="bits"

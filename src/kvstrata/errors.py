@@ -3,7 +3,8 @@
     KvstrataError
     |-- ConfigError             a setting that makes no sense
     |   |-- UnsupportedCodec    codecs/: a precision that this version or this head_dim has not
-    |   `-- MismatchedPlanes    codecs/: arrays that do not belong together, or not to their codec
+    |   |-- MismatchedPlanes    codecs/: arrays that do not belong together, or not to their codec
+    |   `-- CacheDirectoryBusy  tiers/: another server uses the disk cache's folder
     |-- ModelError              a model that is missing, damaged or not supported
     `-- RequestError            a request that cannot be served; carries what an HTTP answer needs
         |-- InvalidRequest      400: the client must change something
@@ -27,6 +28,10 @@ class KvstrataError(Exception):
 
 
 class ConfigError(KvstrataError):
+    pass
+
+
+class CacheDirectoryBusy(ConfigError):
     pass
 
 

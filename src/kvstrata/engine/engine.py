@@ -5,6 +5,7 @@ One thread owns MLX and runs the loop; what crosses to it goes through a queue.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import queue
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from kvstrata.backend import device
-from kvstrata.engine.limits import EngineState, Limits, Storage
+from kvstrata.engine.limits import Disk, EngineState, Limits, Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.memory import DEFAULT_SHARE, Budget, make_budget
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
@@ -24,14 +25,17 @@ from kvstrata.engine.resume import make_resume
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
+from kvstrata.index.keys import chain
 from kvstrata.layers import cpu
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.spans.marks import needs_marks
+from kvstrata.store.cold import Cold
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.special import special_tokens
+from kvstrata.tiers.disk import DiskTier
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +50,16 @@ IDLE_SLICE_S = 0.05
 
 
 class Engine:
-    def __init__(self, loaded: LoadedModel, limits: Limits, metrics: Metrics, storage: Storage | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        limits: Limits,
+        metrics: Metrics,
+        storage: Storage | None = None,
+        disk: Disk | None = None,
+    ) -> None:
         self._loaded = loaded
+        self._disk = disk  # None: what memory has no room for is gone
         self._limits = limits
         self._storage = storage or Storage()
         self._metrics = metrics
@@ -65,6 +77,7 @@ class Engine:
         self._state = EngineState()
         # Made by the engine's thread before start() returns.
         self._layout: Layout
+        self._cold: Cold | None
         self._budget: Budget
         self._loop: Loop
 
@@ -212,6 +225,9 @@ class Engine:
             self._stopped = True
         self._receive_all()
         self._loop.fail_all("The server was stopped.")
+        if self._disk is not None and self._loop.store is not None:
+            self._loop.store.flush(self._disk.flush_s)
+            self._loop.store.close()
         # A thread that ends with streams of its own still alive can take the process down with it.
         mx.synchronize()
         mx.clear_streams()
@@ -225,14 +241,32 @@ class Engine:
         self._layout = probe(self._loaded.module, self._limits.max_kv_size)
         memory_bytes = self._limits.memory_bytes or int(device().memory_bytes * DEFAULT_SHARE)
         self._budget = make_budget(self._layout, memory_bytes=memory_bytes, weight_bytes=self._loaded.weight_bytes)
+        self._cold = self._open_disk()
         self._loop = self._make_loop()
+        if self._cold is not None:
+            self._loop.measure_prefill()
         self._state = self._loop.state()
+
+    def _open_disk(self) -> Cold | None:
+        """Raises ConfigError where the folder cannot be used."""
+        if self._disk is None or any(spec.kind == "foreign" for spec in self._layout.flat()):
+            return None
+        tier = DiskTier(
+            self._disk.directory,
+            self._disk.limit_bytes,
+            chain=chain,
+            queue_bytes=self._disk.queue_bytes,
+            reserve_bytes=self._disk.reserve_bytes,
+            daily_write_bytes=self._disk.daily_write_bytes,
+            second_touch=self._disk.second_touch,
+        )
+        return Cold(tier, self._layout, post=self._inbox.put)
 
     def _make_loop(self) -> Loop:
         runner = Runner(self._loaded.module, self._layout)
         return Loop(
             runner,
-            make_resume(self._loaded, self._layout, self._budget, self._storage, self._limits.max_kv_size),
+            make_resume(self._loaded, self._layout, self._budget, self._storage, self._limits.max_kv_size, self._cold),
             self._budget,
             self._limits,
             self._metrics,
@@ -252,6 +286,9 @@ class Engine:
             mx.clear_cache()
             self._state = self._loop.state()
             self._inbox.get()()
+        elif self._loop.is_stalled and self._inbox.empty():
+            with contextlib.suppress(queue.Empty):
+                self._inbox.get(timeout=self._loop.seconds_to_wait())()
         self._receive_all()
 
     def _receive_all(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,23 @@ class Storage:
     first_raw_tokens: int = 4  # but for their first
     recent_raw_tokens: int = 128  # and newest tokens
     hot_bytes: int | None = None  # most that stored KV takes in memory; None: what running sequences leave
+    write_through: bool = False  # to the disk at once, not when memory runs short
     ttl_s: float | None = None  # what nobody asked for so long goes; None: it stays while there is room
     max_marks: int = 8  # resume points that a stored conversation keeps, in models that need them
     mark_every_tokens: int = 4096  # of a long prompt, in such models
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where KV goes that memory has no room for, and how much of it."""
+
+    directory: Path
+    limit_bytes: int
+    reserve_bytes: int  # of the volume, that are left to others
+    queue_bytes: int  # on their way to the disk
+    daily_write_bytes: int = 0  # 0: no limit
+    second_touch: bool = False  # write only what was asked for twice
+    flush_s: float = 30.0  # for what is not written yet when the server ends
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ MAX_CHUNK_CPU = 256
 MAX_CHUNK_GPU = 2048
 # Waiting requests that are looked at past those that could be admitted: some may wait for the prefill of another.
 MAX_FOLLOWERS = 16
+MAX_REST_S = 1.0
+MEASURED_TOKENS = 128
 
 
 class Loop:
@@ -59,6 +61,7 @@ class Loop:
         self._in_flight: Launched | None = None
         self._num_chunks = 0
         self._last_read_s = 0.0
+        self.is_stalled = False  # the last step had nothing to do: those that wait, wait for the disk
         self._decode_rate = Rate()
         self._prefill_rate = Rate()
 
@@ -111,6 +114,21 @@ class Loop:
                 return {*sequence.filing.lease.entries, sequence.filing.entry}
         raise InvalidRequest(f"No request {request_id!r} is running. GET /cache/usage lists those that are.")
 
+    def seconds_to_wait(self) -> float:
+        """How long a stalled loop may rest before it should look again, unless something comes."""
+        now_s, rate = time.monotonic(), self._prefill_rate.tokens_s
+        ends = [s.load.gives_up_at(rate) - now_s for s in self._waiting if s.load is not None and rate]
+        return min([max(0.001, end) for end in ends], default=MAX_REST_S)
+
+    def measure_prefill(self) -> None:
+        """Before the first request: whether it is worth waiting for the disk must be known then."""
+        cache = self._runner.new_cache(2 * MEASURED_TOKENS)
+        for is_warm in (False, True):
+            began = time.perf_counter()
+            self._runner.prefill(cache, [0] * MEASURED_TOKENS)
+            if is_warm:
+                self._prefill_rate.add(MEASURED_TOKENS, time.perf_counter() - began)
+
     @property
     def store(self) -> Store | None:
         return self._resume.store
@@ -149,6 +167,7 @@ class Loop:
             # Only decode steps overlap. For anything else first see where everyone stands, then plan again.
             self._postprocess(self._take_in_flight(None))
             return
+        self.is_stalled = not (step_plan.prefill or step_plan.decode or step_plan.set_aside or self._in_flight)
         done = self._run(step_plan)
         self._postprocess(done)
         if self.has_chores:
@@ -181,7 +200,9 @@ class Loop:
         """Only those that could be admitted now: what the store has for the others need not be known yet."""
         ahead = [s for s in self._running.values() if s.prefill_left]
         waiting = []
+        rate = self._prefill_rate.tokens_s
         for sequence in self._waiting[: max(0, self._limits.max_running - len(self._running)) + MAX_FOLLOWERS]:
+            loads = self._resume.loads(sequence, rate)
             found = self._resume.found(sequence)
             pinned = sum(entry.nbytes for entry in found.entries if entry.is_free)
             waiting.append(
@@ -190,7 +211,7 @@ class Loop:
                     admit_bytes=self._budget.bytes_for(self._first_capacity(sequence)) + pinned,
                     prefill_left=len(sequence.tokens) - 1 - found.num_tokens,
                     chunk_limit=self._resume.next_stop(sequence, found.num_tokens),
-                    follows=self._resume.follows(sequence, ahead),
+                    follows=loads or self._resume.follows(sequence, ahead),
                 )
             )
             ahead.append(sequence)
@@ -349,4 +370,5 @@ class Loop:
             del self._running[sequence.arrival]
             self._resume.end(sequence)
         else:
+            self._resume.forget(sequence)
             self._waiting.remove(sequence)

@@ -5,6 +5,7 @@ Knows sequences and the store; does not know who runs when.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -20,6 +21,7 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import Plan, make_plan
+from kvstrata.store.cold import Cold
 from kvstrata.store.entry import Found
 from kvstrata.store.precision import SEAL_TOKENS, PrecisionOptions
 from kvstrata.store.search import NOTHING
@@ -44,6 +46,24 @@ class Resume:
             sequence.found = self.store.find(sequence.ids()[:-1], sequence.request.salt)
             sequence.found_version = self.store.version
         return sequence.found
+
+    def loads(self, sequence: Sequence, prefill_tokens_s: float) -> bool:
+        """Whether something is on its way from the disk for it. Looks there when first asked."""
+        if self.store is None or self.store.cold is None:
+            return False
+        if not sequence.looked_on_disk:
+            sequence.looked_on_disk = True
+            pays = partial(self.store.load_pays, prefill_tokens_s=prefill_tokens_s)
+            sequence.load = self.store.look_on_disk(sequence.ids()[:-1], sequence.request.salt, pays)
+        load = sequence.load
+        if load is None:
+            return False
+        if not load.is_done and prefill_tokens_s and time.monotonic() >= load.gives_up_at(prefill_tokens_s):
+            self.store.cold.give_up(load)
+        if load.is_done:
+            self.store.promote(load)
+            sequence.load = None
+        return not load.is_done
 
     def follows(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
         """Whether somebody ahead is about to compute what it needs: then it waits and shares that."""
@@ -85,12 +105,18 @@ class Resume:
         at = sequence.cache.num_tokens
         pauses = at in sequence.stops or at % self._mark_every == 0 or not sequence.prefill_left
         mark = take_mark(sequence.cache) if self._needs_marks and pauses else None
-        sequence.filing.seal(sequence.ids()[:at], mark)
+        sequence.filing.seal(sequence.ids()[:at], mark, is_end=not sequence.prefill_left)
 
     def after_step(self, sequence: Sequence) -> None:
         """It has one token more: enough for another piece to be encoded, maybe."""
         if sequence.filing is not None and sequence.num_generated % SEAL_TOKENS == 0:
             sequence.filing.review()
+
+    def forget(self, sequence: Sequence) -> None:
+        """It will not begin: nobody waits for what is on its way."""
+        if sequence.load is not None and self.store is not None and self.store.cold is not None:
+            self.store.cold.give_up(sequence.load)
+            sequence.load = None
 
     def end(self, sequence: Sequence) -> None:
         """It runs no more: what it has computed stays in the store."""
@@ -104,7 +130,12 @@ class Resume:
 
 
 def make_resume(
-    loaded: LoadedModel, layout: Layout, budget: Budget, storage: Storage, max_kv_size: int | None
+    loaded: LoadedModel,
+    layout: Layout,
+    budget: Budget,
+    storage: Storage,
+    max_kv_size: int | None,
+    cold: Cold | None = None,
 ) -> Resume:
     """Raises ConfigError for a precision that the model's layers cannot be stored in."""
     plan_of = partial(make_plan, layout, edge_layers=storage.edge_layers, edge=storage.edge)
@@ -115,6 +146,7 @@ def make_resume(
     hot_bytes = budget.total_bytes if storage.hot_bytes is None else min(storage.hot_bytes, budget.total_bytes)
     options = StoreOptions(
         hot_bytes=hot_bytes,
+        write_through=storage.write_through,
         max_marks=storage.max_marks,
         ttl_s=storage.ttl_s,
         precision=PrecisionOptions(
@@ -124,7 +156,8 @@ def make_resume(
             recent_raw=storage.recent_raw_tokens,
         ),
     )
-    store = Store(layout, Identity(loaded.fingerprint, loaded.dtype, signature, max_kv_size), plan, options)
+    identity = Identity(loaded.fingerprint, loaded.dtype, signature, max_kv_size)
+    store = Store(layout, identity, plan, options, cold=cold)
     return Resume(store, plan_of, mark_every_tokens=storage.mark_every_tokens)
 
 

@@ -11,6 +11,7 @@ from kvstrata.engine.request import Event, Failed, Finished, FinishReason, Piece
 from kvstrata.engine.sampling import Sampler
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.sequence import SequenceCache
+from kvstrata.store.cold import Load
 from kvstrata.store.entry import Found
 from kvstrata.store.store import Filing
 from kvstrata.text.detokenizer import Detokenizer
@@ -30,6 +31,8 @@ class Sequence:
         self.stops = set(request.resume_at)  # where others will resume: prefill pauses there if the model needs it
         self.found: Found | None = None  # what the store had for it, when last asked
         self.found_version = 0
+        self.load: Load | None = None  # what is on its way from the disk for it
+        self.looked_on_disk = False
         self.miss = ""  # why not more of the prompt was found
         self.shared: dict[int, int] = {}  # tokens that it has in common with another, by arrival
         self._ids = np.empty(0, np.int32)

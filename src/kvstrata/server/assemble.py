@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 
 from kvstrata.config import Settings, human_bytes
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Disk, Limits, Storage
 from kvstrata.errors import ConfigError
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -15,11 +16,14 @@ from kvstrata.server.service import Service
 from kvstrata.spans.plan import choose_names
 from kvstrata.text.template import ChatTemplate
 
+MIN_DISK_BYTES = 16 << 20
+
 
 def start_service(settings: Settings, loaded: LoadedModel, *, total_memory_bytes: int) -> Service:
     """Starts the engine and waits until it is ready. Raises ModelError."""
     metrics = Metrics()
-    engine = Engine(loaded, _limits(settings, total_memory_bytes), metrics, _storage(settings, total_memory_bytes))
+    limits, storage = _limits(settings, total_memory_bytes), _storage(settings, total_memory_bytes)
+    engine = Engine(loaded, limits, metrics, storage, _disk(settings))
     engine.start()
     return Service(
         loaded=loaded,
@@ -66,9 +70,36 @@ def _storage(settings: Settings, total_memory_bytes: int) -> Storage:
         first_raw_tokens=settings.kv_cache_first_raw,
         recent_raw_tokens=settings.kv_cache_recent_raw,
         hot_bytes=_hot_bytes(settings, total_memory_bytes),
+        write_through=settings.disk_write_through,
         ttl_s=settings.cache_ttl_s,
         max_marks=settings.kv_cache_marks,
         mark_every_tokens=settings.kv_cache_mark_every,
+    )
+
+
+def _disk(settings: Settings) -> Disk | None:
+    if settings.disk_cache_dir is None or settings.hot_cache_only:
+        return None
+    directory = settings.disk_cache_dir.expanduser()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        volume_bytes = shutil.disk_usage(directory).total
+    except OSError as error:
+        raise ConfigError(f"--disk-cache-dir {directory} cannot be used: {error}. Choose another folder.") from error
+    limit_bytes = settings.disk_cache_size.of(volume_bytes)
+    if limit_bytes < MIN_DISK_BYTES:
+        raise ConfigError(
+            f"--disk-cache-size {settings.disk_cache_size} is too small to be of use: give it at least "
+            f"{human_bytes(MIN_DISK_BYTES)}, or use --hot-cache-only."
+        )
+    return Disk(
+        directory=directory,
+        limit_bytes=limit_bytes,
+        reserve_bytes=settings.disk_reserve,
+        queue_bytes=settings.disk_queue,
+        daily_write_bytes=settings.disk_daily_writes,
+        second_touch=settings.disk_second_touch,
+        flush_s=settings.drain_timeout_s,
     )
 
 

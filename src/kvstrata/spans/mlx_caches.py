@@ -78,7 +78,7 @@ def _adopted(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> MarkSt
         raise MismatchedPlanes(f"Layer {index} holds {cache.offset} tokens, not {num_tokens}.")
     if spec.kind == "window":
         part = _from_rotating(spec, cache, index)
-    elif type(cache) is QuantizedKVCache:
+    elif hasattr(cache, "bits"):
         codec = AffineCodec(cache.bits, cache.group_size)
         part = SealedPart(*(_from_packed(codec, arrays, num_tokens) for arrays in (cache.keys, cache.values)))
     else:
@@ -99,7 +99,8 @@ def _from_packed(codec: AffineCodec, arrays: Packed, num_tokens: int) -> Planes:
     rows = [_only_row(array) for array in arrays]
     trimmed = [row if row.shape[1] == num_tokens else copy_rows(row, 0, num_tokens) for row in rows]
     mx.eval(trimmed)
-    return codec.adopt(*trimmed)
+    packed, scales, biases = trimmed
+    return codec.adopt(packed, scales, biases)
 
 
 def _from_rotating(spec: LayerSpec, cache: Any, index: int) -> SealedPart:

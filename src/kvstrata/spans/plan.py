@@ -10,6 +10,7 @@ from kvstrata.codecs.registry import parse, parse_for
 from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import Pair
+from kvstrata.spans.rewrite import bits_of
 
 RAW: Pair = (RawCodec(), RawCodec())
 
@@ -21,6 +22,15 @@ class Plan:
     k: str  # as asked for
     v: str
     pairs: tuple[Pair, ...]
+
+    def token_bytes(self, layout: Layout) -> float:
+        """What a token takes in memory, in the layers that keep one."""
+        total = 0.0
+        for spec, (k, v) in zip(layout.flat(), self.pairs, strict=True):
+            if spec.kind == "full":
+                sides = ((k, spec.k_dim), (v, spec.v_dim))
+                total += spec.kv_heads * sum(bits_of(codec, dim, spec.dtype) * dim for codec, dim in sides) / 8
+        return total
 
     @property
     def is_raw(self) -> bool:

@@ -33,6 +33,7 @@ class Span:
         self.num_tokens = num_tokens  # sealed: a live layer may hold more
         self._held = held  # by flat layer, those with full attention
         self.marks: dict[int, Mark] = {}  # by position
+        self.ends: set[int] = set()  # where prompts ended: likely places to part from it or go on
 
     @property
     def end(self) -> int:
@@ -138,6 +139,7 @@ class Span:
             raise ValueError(f"tokens {start} to {end} cannot be cut out of {self.position} to {self.end}")
         self.position, self.num_tokens = start, end - start
         self.marks = {at: mark for at, mark in self.marks.items() if start < at <= end}
+        self.ends = {at for at in self.ends if start < at <= end}
 
     def shrink(self, layer: int) -> None:
         """Give back what a cut left over in a sealed layer."""
@@ -155,6 +157,7 @@ class Span:
             self._held[layer] = (*self._trimmed(layer), *after._trimmed(layer))
         self.num_tokens += after.num_tokens
         self.marks |= after.marks
+        self.ends |= after.ends
 
     def num_parts(self) -> int:
         return max((1 if isinstance(held, FullLayer) else len(held) for held in self._held.values()), default=1)

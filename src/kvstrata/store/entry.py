@@ -25,6 +25,7 @@ class Entry:
     is_pinned: bool = False
     nbytes: int = 0  # as counted in the store's total
     target: Plan | None = None  # what somebody asked for it to be stored as; None: what all are
+    is_clean: bool = False  # all of it is on the disk
     goes_up: bool = False  # even where that takes more bits than it has
 
     @property

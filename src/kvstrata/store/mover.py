@@ -38,7 +38,7 @@ class Mover:
         self._jobs.pop(entry, None)
 
     def work(self, slice_s: float) -> None:
-        """At least one layer, then as many as the time allows."""
+        """At least one step, then as many as the time allows."""
         until_s = time.monotonic() + slice_s
         while self._waiting:
             entry = next(iter(self._waiting))

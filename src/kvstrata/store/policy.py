@@ -44,7 +44,7 @@ class PrefillCost:
     So the default counts the position lightly: it decides between leaves that are otherwise alike.
     """
 
-    attention_tokens: int = 1 << 20  # position at which attention costs as much as the rest
+    attention_tokens: int = 1 << 22  # position at which attention costs as much as the rest
 
     def per_token(self, position: float) -> float:
         return 1.0 + position / self.attention_tokens

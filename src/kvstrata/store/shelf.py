@@ -32,7 +32,15 @@ ATTENTION_TOKENS = 16_384
 
 
 class Shelf:
-    def __init__(self, *, needs_marks: bool, ttl_s: float | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        *,
+        needs_marks: bool,
+        ttl_s: float | None,
+        on_evict: Callable[[Node[Entry]], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._on_evict = on_evict  # the last chance to keep a leaf elsewhere
         self.tree: Tree[Entry] = Tree()
         self.ghosts: Tree[None] = Tree()
         self.entries: dict[Entry, None] = {}
@@ -127,6 +135,7 @@ class Shelf:
         self.ghosts = Tree()
 
     def _evict(self, leaf: Node[Entry], keep_tokens: int) -> None:
+        self._on_evict(leaf)
         end = leaf.start + keep_tokens
         if self._needs_marks:
             # What follows the last mark is of no use to anybody.

@@ -12,13 +12,17 @@ from dataclasses import dataclass, field
 
 from kvstrata.index.identity import Identity, root_key
 from kvstrata.index.ids import TokenIds, Tokens, as_ids
+from kvstrata.index.tree import Node
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
+from kvstrata.spans.blocks import span_of
 from kvstrata.spans.marks import Mark, needs_marks
 from kvstrata.spans.plan import Plan
 from kvstrata.spans.span import live_span, prefix_of
+from kvstrata.store.cold import Cold, Load
 from kvstrata.store.entry import Entry, Found, Lease
 from kvstrata.store.mover import Job, Mover
+from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision, PrecisionOptions
 from kvstrata.store.report import Ending, Explanation, TierUsage, usage_of
 from kvstrata.store.requantize import Change, Changed, Progress, Requantizing, assess, in_scope
@@ -27,11 +31,14 @@ from kvstrata.store.shelf import Shelf
 
 # On the way from the first token to the end of a conversation.
 MAX_SPANS = 8
+# Of the memory for stored spans: from here on what is not on the disk is written there, ahead of need.
+SPILL_SHARE = 0.7
 
 
 @dataclass(frozen=True)
 class StoreOptions:
     hot_bytes: int  # most that stored spans may take
+    write_through: bool = False  # to the disk at once, not when memory runs short
     max_marks: int = 8  # on the way from the first token to the end of a span
     ttl_s: float | None = None  # what nobody asked for so long goes
     precision: PrecisionOptions = field(default_factory=PrecisionOptions)
@@ -51,9 +58,11 @@ class Filing:
         self.entry = entry
         self.lease = lease  # on what it goes on from, and on what it was filed under since
 
-    def seal(self, tokens: Tokens, mark: Mark | None = None) -> None:
-        """From now on others may go on from `tokens`, all of the sequence so far."""
+    def seal(self, tokens: Tokens, mark: Mark | None = None, *, is_end: bool = False) -> None:
+        """From now on others may go on from `tokens`, all of the sequence so far. `is_end`: here a prompt ended."""
         self._store._seal(self, as_ids(tokens), mark)
+        if is_end:
+            self.entry.span.ends.add(len(tokens))
 
     def review(self) -> None:
         """The sequence has grown: maybe more of it should be encoded."""
@@ -73,6 +82,7 @@ class Store:
         plan: Plan,
         options: StoreOptions,
         *,
+        cold: Cold | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._layout = layout
@@ -81,8 +91,12 @@ class Store:
         self.options = options
         self.needs_marks = needs_marks(layout)  # it can be resumed at marks only
         self.counters: Counter[str] = Counter()
-        self._shelf = Shelf(needs_marks=self.needs_marks, ttl_s=options.ttl_s, clock=clock)
+        self.cold = cold  # None: what is evicted is gone
+        self._shelf = Shelf(
+            needs_marks=self.needs_marks, ttl_s=options.ttl_s, on_evict=self._spill_before_it_goes, clock=clock
+        )
         self._mover = Mover(self._job, self._tidy)
+        self._spiller = Mover(self._spill_job, lambda _: None)
         self._requantizing: Requantizing | None = None
 
     @property
@@ -166,36 +180,36 @@ class Store:
             self._shelf.add_mark(path, mark, self.options.max_marks)
 
     def _end(self, entry: Entry) -> None:
-        if not entry.nodes:
+        if entry.nodes:
+            self.counters["stored_spans"] += 1
+            self.counters["stored_tokens"] += sum(node.num_tokens for node in entry.nodes)
+            self._shelf.touch(entry.nodes, entry.kind)
+        else:
             # It computed nothing, or nothing that was not there already.
             self.counters["refused_present" if entry.span.num_tokens else "refused_empty"] += 1
-            self._shelf.drop(entry)
-            return
-        start, end = min(node.start for node in entry.nodes), max(node.end for node in entry.nodes)
-        entry.span.cut(start, end)
-        self._shelf.touch(entry.nodes, entry.kind)
-        self._shelf.change(entry, is_running=False)
-        self.counters["stored_spans"] += 1
-        self.counters["stored_tokens"] += end - start
-        self._review(entry)
+        self._settle_in(entry)
 
     def _tidy(self, entry: Entry) -> None:
         """It is stored as it should be. Few and long spans are read faster than many short ones."""
         if entry.is_running or not entry.nodes:
             return
-        leaf = max(entry.nodes, key=lambda node: node.end)
-        for grown in self._shelf.join_along(leaf, MAX_SPANS):
+        for grown in self._shelf.join_along(_last_node(entry), MAX_SPANS):
             self._review(grown)
+        if self.options.write_through:
+            self._spiller.add(entry)
 
     # What is stored changes.
 
     @property
     def has_work(self) -> bool:
-        return not self._mover.idle
+        return not self._mover.idle or not self._spiller.idle
 
     def work(self, slice_s: float) -> None:
         """Go on with what is to be done to stored spans."""
-        self._mover.work(slice_s)
+        if not self._mover.idle:
+            self._mover.work(slice_s)
+        else:
+            self._spiller.work(slice_s)
 
     def _review(self, entry: Entry) -> None:
         """Something about it has changed: maybe it should be stored in another way now."""
@@ -248,11 +262,110 @@ class Store:
         self._requantizing = None
         return progress
 
+    # The disk.
+
+    def look_on_disk(self, tokens: Tokens, salt: str, worth_it: Callable[[int], bool]) -> Load | None:
+        """Begin to load what the disk has more than memory, if that many tokens are `worth_it`."""
+        if self.cold is None:
+            return None
+        ids, root = as_ids(tokens), root_key(self._identity, salt)
+        known = self.find(ids, salt).num_tokens
+        match = self.cold.match(root, ids)
+        if match.num_tokens <= known or not worth_it(match.num_tokens - known):
+            return None
+        return self.cold.load(root, salt, ids, match, known)
+
+    def load_pays(self, num_tokens: int, *, prefill_tokens_s: float) -> bool:
+        """Whether reading so many tokens is expected to be faster than computing them."""
+        assert self.cold is not None
+        seconds = self.cold.tier.rates.seconds_for(int(num_tokens * self.precision.target.token_bytes(self._layout)))
+        return not prefill_tokens_s or seconds < num_tokens / prefill_tokens_s
+
+    def promote(self, load: Load) -> None:
+        """What was loaded is in memory from now on."""
+        if not load.blocks or (self.needs_marks and (load.mark is None or len(load.blocks) < len(load.steps))):
+            return
+        start, end = load.steps[0].start, load.steps[len(load.blocks) - 1].end
+        span = span_of(self._layout, load.blocks, start, end)
+        self._shelf.shrink_to(self.options.hot_bytes - span.nbytes)
+        entry = Entry(span, load.root, load.salt, Kind.CONTINUED, is_running=False, is_clean=True)
+        self._shelf.add(entry)
+        path = self._shelf.insert(entry, load.ids[:end])
+        if load.mark is not None:
+            self._shelf.add_mark(path, load.mark, self.options.max_marks)
+        self.counters["promoted_tokens"] += end - start
+        self._settle_in(entry)
+
+    def _settle_in(self, entry: Entry) -> None:
+        """A span that is not its owner's any more: keep what nobody else has filed."""
+        if not entry.nodes:
+            self._shelf.drop(entry)
+            return
+        start, end = min(node.start for node in entry.nodes), max(node.end for node in entry.nodes)
+        entry.span.cut(start, end)
+        self._shelf.change(entry, is_running=False)
+        self._review(entry)
+
+    def spill_some(self) -> None:
+        """Memory fills up: begin to write what would have to go, so that it need not wait for the disk then."""
+        if self.cold is not None and self._shelf.held_bytes > SPILL_SHARE * self.options.hot_bytes:
+            for entry in self.entries:
+                if entry.is_free and not entry.is_clean and not entry.span.is_live:
+                    self._spiller.add(entry)
+
+    def flush(self, timeout_s: float) -> None:
+        """The end: write all that the disk has not, for at most so long."""
+        if self.cold is None:
+            return
+        until_s = time.monotonic() + timeout_s
+        for entry in self.entries:
+            if not entry.is_running:
+                self._mover.finish(entry)
+                self._spill_until(entry, until_s)
+        self.cold.tier.flush(max(0.0, until_s - time.monotonic()))
+
+    def _spill_until(self, entry: Entry, until_s: float) -> None:
+        """Again and again as the disk's queue empties, unless that is not what keeps it out."""
+        assert self.cold is not None
+        while not entry.is_clean and time.monotonic() < until_s:
+            was_full = self.cold.tier.usage().queue_bytes > 0
+            self._spiller.add(entry)
+            self._spiller.finish(entry)
+            if not entry.is_clean:
+                if not was_full:
+                    return
+                self.cold.tier.flush(min(0.5, max(0.0, until_s - time.monotonic())))
+
+    def close(self) -> None:
+        if self.cold is not None:
+            self.cold.tier.close()
+
+    def _spill_job(self, entry: Entry) -> Job | None:
+        """Blocks until the disk's queue is full; the rest when it is asked for again."""
+        if self.cold is None or entry.is_clean or entry.is_running or not entry.nodes:
+            return None
+        return self._spilling(entry, self.cold)
+
+    def _spilling(self, entry: Entry, cold: Cold) -> Job:
+        for taken in cold.spill(_last_node(entry)):
+            entry.is_clean = taken  # of the last block it says whether all of them were
+            yield
+            if entry not in self._shelf.entries:
+                return
+        self.counters["spilled_spans" if entry.is_clean else "spill_refused"] += 1
+
+    def _spill_before_it_goes(self, leaf: Node[Entry]) -> None:
+        if self.cold is not None and not leaf.payload.is_clean:
+            self._mover.finish(leaf.payload)
+            self._spiller.add(leaf.payload)
+            self._spiller.finish(leaf.payload)
+
     # Room.
 
     def shrink_to(self, limit_bytes: int) -> None:
         """Evict until no more than this is held, or only what is in use."""
         limit_bytes = min(limit_bytes, self.options.hot_bytes)
+        self.spill_some()
         # What waits to be trimmed or encoded gives more room than it takes from anybody.
         while self._shelf.held_bytes > limit_bytes and not self._mover.idle:
             self._mover.work(0)
@@ -309,3 +422,7 @@ class Store:
         if not diverged.is_root_known:
             return "empty"
         return "diverged" if diverged.instead else "new"
+
+
+def _last_node(entry: Entry) -> Node[Entry]:
+    return max(entry.nodes, key=lambda node: node.end)

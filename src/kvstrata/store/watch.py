@@ -1,5 +1,5 @@
 """Watches all requests and tells eviction what it must know: of which kind a request is, how soon each kind comes back,
-and whether plain LRU would have done better lately. Knows tokens and times, no KV.
+and whether plain LRU does better at present. Knows tokens and times, no KV.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import math
 from kvstrata.index.ids import Tokens, as_ids
 from kvstrata.store.history import History
 from kvstrata.store.policy import Kind, Reuse
-from kvstrata.store.shadow import Shadow
+from kvstrata.store.shadow import AgeShadow, WorthShadow
 
 # How many times the store's capacity must be asked for until a comparison is forgotten (to 1/e).
 COMPARED_FACTOR = 32
-# Behind LRU by more than this share of the tokens asked for: follow LRU until it is less.
-MAX_BEHIND = 0.0005
+# LRU is ahead where it finds more by this share of the tokens asked for: less is noise.
+AHEAD = 0.001
 
 
 class Watch:
@@ -23,25 +23,27 @@ class Watch:
     def __init__(self, max_tokens: int) -> None:
         self.reuse = Reuse()
         self._history = History(self.reuse, max_tokens)
-        self._shadow = Shadow(max_tokens)
-        self._num_behind = 0.0
+        self._by_age = AgeShadow(max_tokens)
+        self._by_worth = WorthShadow(self.reuse, max_tokens)
+        self._num_ahead = 0.0  # tokens that LRU found and eviction by worth did not, lately
         self._num_asked = 0.0
 
     @property
-    def is_behind(self) -> bool:
-        """LRU would have found more lately."""
-        return self._num_behind > MAX_BEHIND * self._num_asked
+    def prefers_age(self) -> bool:
+        """LRU finds more at present."""
+        return self._num_ahead > AHEAD * self._num_asked
 
     def resize(self, max_tokens: int) -> None:
         """The store holds more or less than it did: another budget, another precision."""
-        self._shadow.max_tokens = max_tokens
+        self._by_age.max_tokens = self._by_worth.max_tokens = max_tokens
         self._history.resize(max_tokens)
 
-    def asked(self, root_key: bytes, tokens: Tokens, num_found: int, now_s: float) -> Kind:
-        """A request came, of which the store had `num_found` tokens."""
-        wanted = as_ids(tokens)
-        fade = math.exp(-len(wanted) / (COMPARED_FACTOR * max(1, self._shadow.max_tokens)))
-        lru_found = self._shadow.asked(root_key, wanted, now_s)
-        self._num_behind = self._num_behind * fade + lru_found - num_found
-        self._num_asked = self._num_asked * fade + len(wanted)
-        return self._history.asked(root_key, wanted, now_s)
+    def asked(self, root_key: bytes, tokens: Tokens, now_s: float) -> Kind:
+        """A request came. Says of which kind the nodes are that it uses."""
+        ids = as_ids(tokens)
+        kind = self._history.asked(root_key, ids, now_s)
+        fade = math.exp(-len(ids) / (COMPARED_FACTOR * max(1, self._by_age.max_tokens)))
+        ahead = self._by_age.asked(root_key, ids, now_s) - self._by_worth.asked(root_key, ids, kind, now_s)
+        self._num_ahead = self._num_ahead * fade + ahead
+        self._num_asked = self._num_asked * fade + len(ids)
+        return kind

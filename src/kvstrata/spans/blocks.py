@@ -1,0 +1,232 @@
+"""Spans as named runs of bytes, and back: what rests on a disk is what is in memory, plane by plane.
+
+Layers that are stored alike share an array for each plane, [layers, kv_heads, tokens, words]: few names, and each plane
+can be read or left out by itself. bfloat16 goes by its bits. Knows no files: names, shapes, bytes and a description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.registry import planes_from
+from kvstrata.errors import ConfigError
+from kvstrata.layers.kinds import Layout
+from kvstrata.layers.parts import SealedPart
+from kvstrata.spans import rewrite
+from kvstrata.spans.marks import Mark, MarkState, RecurrentState
+from kvstrata.spans.span import Span
+
+BLOCK_TOKENS = 256
+
+# Names as in the safetensors format.
+DTYPES: Mapping[mx.Dtype, str] = {
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.uint8: "U8",
+    mx.uint16: "U16",
+    mx.uint32: "U32",
+    mx.int32: "I32",
+    mx.int64: "I64",
+    mx.bool_: "BOOL",
+}
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class UnreadableBlock(ConfigError):
+    """Bytes that do not make a span of this model."""
+
+
+@dataclass(frozen=True)
+class PackedArray:
+    dtype: str
+    shape: tuple[int, ...]
+    octets: np.ndarray  # uint8, contiguous
+
+
+@dataclass(frozen=True)
+class Packed:
+    arrays: dict[str, PackedArray]
+    description: dict[str, Any]  # JSON
+
+
+def boundaries(span: Span, start: int, end: int) -> list[int]:
+    """Where blocks of tokens [start, end) end: at multiples of 256, where requests resume, where precision changes."""
+    places = {end}
+    places.update(range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS))
+    places.update(at for at in (*span.marks, *span.ends) if start < at < end)
+    for layer in span.layers:
+        at = span.position
+        for part in span.planes(layer):
+            at += part.num_tokens
+            if start < at < end:
+                places.add(at)
+    return sorted(places)
+
+
+def pack(span: Span, start: int, end: int) -> Packed:
+    """Tokens [start, end) of a sealed span, which lie in one part of each layer. Copies them."""
+    groups: dict[tuple[Any, ...], list[tuple[int, SealedPart]]] = {}
+    for layer in span.layers:
+        (part,) = [_owned(part) for part in span.parts(layer, start, end)]
+        groups.setdefault(_likeness(part), []).append((layer, part))
+    arrays: dict[str, PackedArray] = {}
+    described = []
+    for g, members in enumerate(groups.values()):
+        _, first = members[0]
+        for side in ("k", "v"):
+            for name in getattr(first, side).arrays:
+                stacked = [getattr(part, side).arrays[name] for _, part in members]
+                arrays[f"{g}.{side}.{name}"] = _stack(stacked)
+        described.append(
+            {"layers": [layer for layer, _ in members], "k": _described(first.k), "v": _described(first.v)}
+        )
+    return Packed(arrays, {"groups": described})
+
+
+def unpack(layout: Layout, packed: Packed) -> dict[int, SealedPart]:
+    """By layer. Raises UnreadableBlock, or ConfigError for a codec that this version does not know."""
+    parts: dict[int, SealedPart] = {}
+    try:
+        for g, group in enumerate(packed.description["groups"]):
+            stacks = {name: _to_mlx(array) for name, array in packed.arrays.items() if name.startswith(f"{g}.")}
+            for i, layer in enumerate(group["layers"]):
+                parts[layer] = SealedPart(*(_planes(stacks, g, side, i, group[side]) for side in ("k", "v")))
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise UnreadableBlock(f"A block's description does not fit its arrays: {error!r}") from error
+    _check(layout, parts)
+    return parts
+
+
+def pack_mark(mark: Mark) -> Packed:
+    """Window and recurrent layers at one position."""
+    arrays: dict[str, PackedArray] = {}
+    states: list[Any] = []
+    for i, state in enumerate(mark.states):
+        if isinstance(state, RecurrentState):
+            held = [j for j, array in enumerate(state.arrays) if array is not None]
+            arrays |= {f"{i}.{j}": _stack([array]) for j, array in enumerate(state.arrays) if array is not None}
+            states.append({"recurrent": len(state.arrays), "held": held})
+        elif isinstance(state, SealedPart):
+            for side in ("k", "v"):
+                planes = getattr(state, side)
+                arrays |= {f"{i}.{side}.{name}": _stack([array]) for name, array in planes.arrays.items()}
+            states.append({"k": _described(state.k), "v": _described(state.v)})
+        else:
+            states.append(None)
+    return Packed(arrays, {"position": mark.position, "states": states})
+
+
+def unpack_mark(packed: Packed) -> Mark:
+    try:
+        stacks = {name: _to_mlx(array) for name, array in packed.arrays.items()}
+        states = [_state(stacks, i, described) for i, described in enumerate(packed.description["states"])]
+        return Mark(int(packed.description["position"]), tuple(states))
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise UnreadableBlock(f"A mark's description does not fit its arrays: {error!r}") from error
+
+
+def span_of(layout: Layout, blocks: Sequence[Mapping[int, SealedPart]], start: int, end: int) -> Span:
+    """Blocks that follow each other, as one span."""
+    layers = [i for i, spec in enumerate(layout.flat()) if spec.kind == "full"]
+    span = Span(layout, start, end - start, {})
+    for layer in layers:
+        span.replace(layer, _joined([block[layer] for block in blocks]))
+    return span
+
+
+def _joined(parts: Iterable[SealedPart]) -> list[SealedPart]:
+    """Neighbours under the same codecs become one, halves first, so that a token is copied a few times at most."""
+    left = list(parts)
+    while True:
+        merged: list[SealedPart] = []
+        for part in left:
+            before = merged[-1] if merged else None
+            same = before is not None and (before.k.codec, before.v.codec) == (part.k.codec, part.v.codec)
+            if before is not None and same and before.num_tokens < 2 * part.num_tokens:
+                merged[-1] = rewrite.joined([before, part])
+            else:
+                merged.append(part)
+        if len(merged) == len(left):
+            return merged
+        left = merged
+
+
+def _owned(part: Any) -> SealedPart:
+    return part if isinstance(part, SealedPart) else rewrite.cut(part.whole, part.start, part.end)
+
+
+def _likeness(part: SealedPart) -> tuple[Any, ...]:
+    return tuple(
+        (planes.codec, planes.segments, tuple((name, a.shape, a.dtype) for name, a in planes.arrays.items()))
+        for planes in (part.k, part.v)
+    )
+
+
+def _described(planes: Planes) -> dict[str, Any]:
+    return {"spec": planes.spec, "where": planes.where()}
+
+
+def _planes(stacks: Mapping[str, mx.array], g: int, side: str, i: int, described: Mapping[str, Any]) -> Planes:
+    prefix = f"{g}.{side}."
+    arrays = {name.removeprefix(prefix): stack[i] for name, stack in stacks.items() if name.startswith(prefix)}
+    mx.eval(list(arrays.values()))
+    return planes_from(described["spec"], described["where"], arrays)
+
+
+def _state(stacks: Mapping[str, mx.array], i: int, described: Mapping[str, Any] | None) -> MarkState:
+    if described is None:
+        return None
+    if "recurrent" in described:
+        held = set(described["held"])
+        return RecurrentState(
+            tuple(stacks[f"{i}.{j}"][0] if j in held else None for j in range(described["recurrent"]))
+        )
+    sides = []
+    for side in ("k", "v"):
+        prefix = f"{i}.{side}."
+        arrays = {name.removeprefix(prefix): stack[0] for name, stack in stacks.items() if name.startswith(prefix)}
+        mx.eval(list(arrays.values()))
+        sides.append(planes_from(described[side]["spec"], described[side]["where"], arrays))
+    return SealedPart(*sides)
+
+
+def _check(layout: Layout, parts: Mapping[int, SealedPart]) -> None:
+    """Of a model with the same identity this always holds; it costs nothing to look."""
+    for layer, spec in enumerate(layout.flat()):
+        if spec.kind != "full":
+            continue
+        part = parts.get(layer)
+        if part is None or part.num_heads != spec.kv_heads or (part.k.dim, part.v.dim) != (spec.k_dim, spec.v_dim):
+            raise UnreadableBlock(f"A block does not fit layer {layer} of this model.")
+
+
+def _stack(arrays: Sequence[mx.array]) -> PackedArray:
+    """[len(arrays), ...], copied once."""
+    first = arrays[0]
+    mx.eval(list(arrays))
+    views = [_octets(array) for array in arrays]
+    out = np.empty((len(views), views[0].size), np.uint8)
+    for row, view in zip(out, views, strict=True):
+        row[:] = view
+    return PackedArray(DTYPES[first.dtype], (len(arrays), *first.shape), out.reshape(-1))
+
+
+def _octets(array: mx.array) -> np.ndarray:
+    if array.dtype == mx.bfloat16:
+        array = array.view(mx.uint16)
+    return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
+
+
+def _to_mlx(packed: PackedArray) -> mx.array:
+    dtype = BY_NAME[packed.dtype]
+    if dtype == mx.bfloat16:
+        return mx.array(packed.octets.view(np.uint16).reshape(packed.shape)).view(mx.bfloat16)
+    kind = np.dtype(str(dtype).removeprefix("mlx.core.").removesuffix("_"))
+    return mx.array(packed.octets.view(kind).reshape(packed.shape))

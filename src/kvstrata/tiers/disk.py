@@ -1,0 +1,291 @@
+"""The disk tier: blocks in a folder, within a limit, verified whenever they come back. Knows no arrays.
+
+    put     never waits: a queue bounded in bytes, emptied by one thread
+    find    is it here, on disk or on its way
+    lengths what follows a key, for matching a prompt without loading token ids
+    read    block by block on threads of its own, delivered by a callback
+
+A fault of the disk is counted, said once and answered as a miss or a refusal. Nothing here raises into the caller
+after the start but for blocks and arguments that make no sense.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstrata.errors import ConfigError
+from kvstrata.tiers.admission import DailyBudget, SecondTouch, day_of
+from kvstrata.tiers.block import BASE, Block, BlockId, Chain
+from kvstrata.tiers.catalogue import CatalogueFault, Row
+from kvstrata.tiers.checksum import Checksum, fastest
+from kvstrata.tiers.files import Files
+from kvstrata.tiers.folder import CacheFolder, prepare
+from kvstrata.tiers.loading import Loader
+from kvstrata.tiers.publish import Publisher, Written
+from kvstrata.tiers.reader import Deliver, Loaded, Missing, Reader, Ticket
+from kvstrata.tiers.reasons import Eviction, Fault, Refusal, fault_of
+from kvstrata.tiers.shelf import Shelf
+from kvstrata.tiers.usage import Counters, Event, Rates, Usage
+from kvstrata.tiers.writer import Flushed, Writer
+
+log = logging.getLogger(__name__)
+
+QUARANTINE_FILES = 32
+# Of the limit, and at most so many bytes.
+QUARANTINE_SHARE = 0.02
+QUARANTINE_BYTES = 256 << 20
+QUEUE_BYTES = 256 << 20
+RESERVE_BYTES = 1 << 30
+NUM_READERS = 2
+FIRST_PAUSE_S = 5.0
+CLOSE_TIMEOUT_S = 10.0
+NUM_REMOVED_AT_ONCE = 256
+
+# Notes in the catalogue: a restart does not give a new day's budget.
+DAY = "day"
+WRITTEN_BYTES = "written_bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """On its way; `usage` tells whether it arrived."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    reason: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Removed:
+    num_blocks: int
+    num_tokens: int
+    disk_bytes: int
+
+
+def _nothing_pinned(_key: bytes) -> bool:
+    return False
+
+
+class DiskTier:
+    def __init__(
+        self,
+        directory: Path,
+        limit_bytes: int,
+        *,
+        chain: Chain,
+        queue_bytes: int = QUEUE_BYTES,
+        reserve_bytes: int = RESERVE_BYTES,
+        daily_write_bytes: int = 0,
+        second_touch: bool = False,
+        is_pinned: Callable[[bytes], bool] = _nothing_pinned,
+        num_readers: int = NUM_READERS,
+        first_pause_s: float = FIRST_PAUSE_S,
+        checksum: Checksum | None = None,
+        files: Files | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`chain` is index.keys.chain. `daily_write_bytes` 0: no budget. `is_pinned(key)` is asked on our thread, under
+        our lock: it must not wait for anybody who calls the tier.
+
+        ConfigError where the folder cannot be used, CacheDirectoryBusy where another server uses it.
+        """
+        self._limit_bytes = limit_bytes
+        self._clock = clock
+        self._counters = Counters()
+        self._folder = CacheFolder(directory, files or Files())
+        prepare(self._folder)
+        self._shelf = self._open_shelf(reserve_bytes, is_pinned)
+        self._second_touch = SecondTouch() if second_touch else None
+        self._budget = self._open_budget(daily_write_bytes)
+        publisher = Publisher(self._shelf, checksum or fastest(), clock)
+        self._writer = Writer(
+            publisher.publish,
+            settle_in=publisher.settle_in,
+            counters=self._counters,
+            on_written=self._on_written,
+            limit_bytes=queue_bytes,
+            first_pause_s=first_pause_s,
+        )
+        self._loader = Loader(self._shelf, self._writer.queued, self._counters, chain=chain, clock=clock)
+        self._is_closed = False
+        self._reader = Reader(self._loader.load, num_readers)
+
+    # Writing.
+
+    def put(self, block: Block, *, replace: bool = False) -> Accepted | Refused:
+        """Never waits. The block's bytes must not change any more. `replace`: also where the disk has this id."""
+        refusal = self._refusal(block, replace) or self._writer.offer(block)
+        if refusal is None:
+            return Accepted()
+        self._counters.add(Event.REFUSED, refusal, nbytes=block.nbytes)
+        return Refused(refusal)
+
+    def _refusal(self, block: Block, replace: bool) -> Refusal | None:
+        if block.nbytes > self._limit_bytes:
+            return Refusal.TOO_LARGE
+        if not replace and self._holds(block.id):
+            return Refusal.PRESENT
+        if self._second_touch and not self._second_touch.admit(block.key):
+            return Refusal.FIRST_TOUCH
+        if not self._budget.allows(block.nbytes, self._writer.num_bytes, self._clock()):
+            return Refusal.WRITE_BUDGET
+        return None
+
+    def asked_for(self, keys: Iterable[bytes]) -> None:
+        """For second-touch admission: a prompt had these blocks, whether or not they were here."""
+        if self._second_touch:
+            self._second_touch.see(keys)
+
+    def flush(self, timeout_s: float) -> Flushed:
+        """Waits until the queue is empty and the folder has been compared with its catalogue, or for so long."""
+        return self._writer.flush(timeout_s)
+
+    # Looking.
+
+    def find(self, key: bytes, part: str = BASE) -> bool:
+        block = BlockId(key, part)
+        return self._holds(block) and not self._loader.avoided(block)
+
+    def lengths(self, parent: bytes) -> tuple[int, ...]:
+        """The lengths in tokens of the blocks that follow `parent`, the longest first."""
+        queued = self._writer.lengths(parent)
+        on_disk = self._shelf.lengths(parent)
+        self._mend()
+        return tuple(sorted(queued.union(on_disk), reverse=True))
+
+    def rows(self, root: bytes | None = None) -> list[Row]:
+        """What the catalogue knows of the blocks on disk, parents first."""
+        return self._shelf.rows(root)
+
+    def _holds(self, block: BlockId) -> bool:
+        # In this order: a block is in the catalogue before it leaves the queue.
+        if self._writer.queued(block):
+            return True
+        found = self._shelf.has(block)
+        self._mend()
+        return found
+
+    def _mend(self) -> None:
+        if self._shelf.needs_rebuild:
+            self._writer.wake()
+
+    # Reading.
+
+    def read(self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes) -> Ticket:
+        """Each block in order to `deliver`, on a thread of the tier, as soon as it is verified."""
+        ticket = Ticket(blocks, root, deliver)
+        self._reader.submit(ticket)
+        return ticket
+
+    def read_now(self, block: BlockId, *, root: bytes, names: Collection[str] | None = None) -> Loaded | Missing:
+        """On the caller's thread. `names`: only these tensors are read."""
+        return self._loader.load(block, root, names)
+
+    @property
+    def rates(self) -> Rates:
+        return self._loader.meter.rates()
+
+    # Making less of it.
+
+    def remove(self, blocks: Sequence[BlockId]) -> Removed:
+        """From the disk and from the queue, whatever hangs on them."""
+        wanted = set(blocks)
+        self._writer.withdraw(lambda block: block.id in wanted)
+        return self._remove(blocks)
+
+    def clear(self, root: bytes | None = None) -> Removed:
+        """Everything, or what belongs to one root."""
+        self._writer.withdraw(lambda block: root is None or block.root == root)
+        rows = self._shelf.rows(root)
+        return self._remove([row.id for row in reversed(rows)])
+
+    def _remove(self, blocks: Sequence[BlockId]) -> Removed:
+        """Children first where the caller has them so; one transaction for a number of them, so that others get on."""
+        removed: list[Row] = []
+        for first in range(0, len(blocks), NUM_REMOVED_AT_ONCE):
+            try:
+                removed += self._shelf.remove(blocks[first : first + NUM_REMOVED_AT_ONCE], Eviction.CLEARED)
+            except (OSError, CatalogueFault) as error:
+                self._counters.add(Event.FAILED, fault_of(error) if isinstance(error, OSError) else Fault.CATALOGUE)
+                log.warning("Blocks of the disk cache could not be removed: %s", error)
+                break
+        bases = [row for row in removed if row.id.part == BASE]
+        return Removed(len(bases), sum(row.num_tokens for row in bases), sum(row.disk_bytes for row in removed))
+
+    # Being asked, and ending.
+
+    def usage(self) -> Usage:
+        totals = self._shelf.totals
+        paused_because = self._writer.paused_because
+        return Usage(
+            limit_bytes=self._limit_bytes,
+            disk_bytes=self._shelf.disk_bytes(),
+            block_bytes=totals.disk_bytes,
+            quarantine_bytes=self._shelf.quarantine.disk_bytes,
+            num_blocks=totals.num_blocks,
+            num_tokens=totals.num_tokens,
+            queue_bytes=self._writer.num_bytes,
+            num_queued=self._writer.num_blocks,
+            num_pending_reads=self._reader.num_pending,
+            written_bytes=self._counters.nbytes(Event.WRITTEN),
+            written_today_bytes=self._budget.written_bytes(self._clock()),
+            read_bytes=self._counters.nbytes(Event.READ),
+            is_writing_paused=bool(paused_because),
+            paused_because=paused_because,
+            rates=self.rates,
+            counters=self._counters.snapshot(),
+        )
+
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """What is queued is dropped: `flush` first to keep it. A disk that hangs is not waited for longer than this."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        readers_ended = self._reader.close(timeout_s)
+        if self._writer.close(timeout_s) and readers_ended:
+            self._shelf.close()
+            self._folder.release()
+        else:
+            # Their threads may still touch both; the end of the process closes them.
+            log.warning("The disk cache did not close within %.0f s: the disk does not answer", timeout_s)
+
+    def _open_shelf(self, reserve_bytes: int, is_pinned: Callable[[bytes], bool]) -> Shelf:
+        try:
+            return Shelf(
+                self._folder,
+                limit_bytes=self._limit_bytes,
+                reserve_bytes=reserve_bytes,
+                quarantine_bytes=min(int(QUARANTINE_SHARE * self._limit_bytes), QUARANTINE_BYTES),
+                quarantine_files=QUARANTINE_FILES,
+                counters=self._counters,
+                is_pinned=is_pinned,
+            )
+        except (OSError, CatalogueFault) as error:
+            self._folder.release()
+            raise ConfigError(
+                f"{self._folder.directory} cannot hold the disk cache: {error}. "
+                "Make it readable and writable, or use another --disk-cache-dir"
+            ) from error
+
+    def _open_budget(self, limit_bytes: int) -> DailyBudget:
+        try:
+            day, written_bytes = (self._shelf.catalogue.note(name) for name in (DAY, WRITTEN_BYTES))
+        except CatalogueFault:
+            day, written_bytes = 0, 0
+        return DailyBudget(limit_bytes, day=day, written_bytes=written_bytes)
+
+    def _on_written(self, written: Written) -> None:
+        """On the writer's thread, after each block."""
+        now = self._clock()
+        self._budget.add(written.file_bytes, now)
+        try:
+            with self._shelf.catalogue.changing():
+                self._shelf.catalogue.set_note(DAY, day_of(now))
+                self._shelf.catalogue.set_note(WRITTEN_BYTES, self._budget.written_bytes(now))
+        except CatalogueFault as fault:
+            log.debug("The bytes written today were not noted: %s", fault)

@@ -1,0 +1,119 @@
+"""Every file operation of the disk tier, one method each, so that a test can make any of them fail. Knows no blocks.
+
+SQLite opens the catalogue itself; all else goes through a `Files`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+SECTOR_BYTES = 512  # the unit of st_blocks, whatever the volume's own
+
+
+@dataclass(frozen=True, slots=True)
+class FileStatus:
+    size_bytes: int
+    disk_bytes: int  # what the file really takes
+    modified: float
+    inode: int
+
+
+class Files:
+    def create(self, path: Path) -> int:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+
+    def write(self, fd: int, piece: memoryview) -> int:
+        return os.write(fd, piece)
+
+    def sync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def sync_folder(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def open(self, path: Path) -> int:
+        # A link in the cache folder is never ours: it could lead anywhere.
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+    def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
+        return os.preadv(fd, [buffer], offset)
+
+    def status(self, place: int | Path) -> FileStatus:
+        found = os.stat(place)
+        return FileStatus(found.st_size, found.st_blocks * SECTOR_BYTES, found.st_mtime, found.st_ino)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def names(self, folder: Path) -> list[str]:
+        return os.listdir(folder)
+
+    def make_folder(self, path: Path) -> None:
+        os.mkdir(path, FOLDER_MODE)
+
+    def free_bytes(self, folder: Path) -> int:
+        volume = os.statvfs(folder)
+        return volume.f_bavail * volume.f_frsize
+
+    def lock(self, path: Path) -> int:
+        """An open file that nobody else has locked; BlockingIOError where somebody has. Closing it unlocks it."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+
+def write_all(files: Files, fd: int, pieces: Iterable[memoryview]) -> None:
+    for piece in pieces:
+        done = 0
+        while done < piece.nbytes:
+            done += files.write(fd, piece[done:])
+
+
+def read_all(files: Files, fd: int, buffer: memoryview, offset: int) -> int:
+    """How many bytes the file had for `buffer`: fewer than it takes means that the file ends there."""
+    done = 0
+    while done < buffer.nbytes:
+        count = files.read_into(fd, buffer[done:], offset + done)
+        if count == 0:
+            break
+        done += count
+    return done
+
+
+def unlink_if_there(files: Files, path: Path) -> None:
+    try:
+        files.unlink(path)
+    except FileNotFoundError:
+        return
+
+
+def make_folder_if_missing(files: Files, path: Path) -> bool:
+    """True where it was made now."""
+    try:
+        files.make_folder(path)
+    except FileExistsError:
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+        return False
+    return True

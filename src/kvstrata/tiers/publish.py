@@ -1,0 +1,150 @@
+"""Take one block to the disk, or say why not. Runs on the writer's thread; never raises for the disk's sake."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvstrata.errors import CacheDirectoryBusy
+from kvstrata.tiers.block import Block
+from kvstrata.tiers.catalogue import CatalogueFault, Row
+from kvstrata.tiers.checksum import Checksum
+from kvstrata.tiers.files import unlink_if_there, write_all
+from kvstrata.tiers.format import EncodedBlock, encode
+from kvstrata.tiers.reasons import Drop, Fault, fault_of
+from kvstrata.tiers.shelf import GivenUp, Shelf
+
+log = logging.getLogger(__name__)
+
+REMEMBERED_DROPS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    file_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    reason: Drop
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    reason: Fault
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class SettledIn:
+    pass
+
+
+class Publisher:
+    def __init__(self, shelf: Shelf, checksum: Checksum, clock: Callable[[], float]) -> None:
+        self._shelf = shelf
+        self._checksum = checksum
+        self._clock = clock
+        self._serial = itertools.count()
+        self._has_vanished = False
+        self._without_room: OrderedDict[bytes, None] = OrderedDict()
+
+    def settle_in(self) -> SettledIn | Failed:
+        """Catalogue and folder in step: after a start, and when a lookup found the catalogue damaged."""
+        try:
+            self._put_in_step()
+            return SettledIn()
+        except (OSError, CatalogueFault, CacheDirectoryBusy) as error:
+            return self._failed(error)
+
+    def publish(
+        self, block: Block, kept: frozenset[bytes], is_wanted: Callable[[], bool]
+    ) -> Written | Dropped | Failed:
+        """`kept`: keys that must stay on disk while this makes room."""
+        try:
+            return self._publish(block, kept, is_wanted)
+        except GivenUp as given_up:
+            if given_up.reason is not Drop.CLEARED:
+                self._remember_drop(block.key)
+            return Dropped(given_up.reason)
+        except (TypeError, ValueError) as error:
+            log.warning("A block cannot be written: %s", error)
+            return Dropped(Drop.UNWRITABLE)
+        except (OSError, CatalogueFault, CacheDirectoryBusy) as error:
+            return self._failed(error)
+
+    def _failed(self, error: OSError | CatalogueFault | CacheDirectoryBusy) -> Failed:
+        match error:
+            case CatalogueFault():
+                self._shelf.needs_rebuild = self._shelf.needs_rebuild or error.damaged
+                return Failed(Fault.CATALOGUE, str(error))
+            case OSError():
+                return Failed(fault_of(error), str(error))
+            case _:
+                # The folder vanished, and another server made it anew before we did.
+                return Failed(Fault.VANISHED, str(error))
+
+    def _put_in_step(self) -> None:
+        self._require_folder()
+        if self._shelf.needs_rebuild:
+            self._shelf.rebuild()
+        self._shelf.compare_once()
+
+    def _publish(self, block: Block, kept: frozenset[bytes], is_wanted: Callable[[], bool]) -> Written:
+        self._put_in_step()
+        encoded = encode(block, self._checksum)
+        # After a parent that found no room, room for its children would come from the chain that they hang on.
+        self._shelf.make_room(encoded.nbytes, kept, may_evict=block.parent not in self._without_room)
+        temporary = self._shelf.folder.temporaries / f"{next(self._serial)}.tmp"
+        try:
+            disk_bytes = self._write(temporary, encoded)
+            self._shelf.publish(temporary, self._row(block, disk_bytes), is_wanted)
+        except BaseException:
+            self._clean(temporary)
+            raise
+        self._without_room.pop(block.key, None)
+        return Written(encoded.nbytes)
+
+    def _require_folder(self) -> None:
+        """A folder that vanished is a fault once; the next attempt makes it anew."""
+        folder = self._shelf.folder
+        if folder.is_intact():
+            self._has_vanished = False
+            return
+        if not self._has_vanished:
+            self._has_vanished = True
+            raise FileNotFoundError(2, "The folder of the disk cache is gone", str(folder.directory))
+        folder.acquire()
+        folder.remove_temporaries()
+        self._shelf.reopen()
+        self._has_vanished = False
+
+    def _write(self, temporary: Path, encoded: EncodedBlock) -> int:
+        """Real bytes on disk, known once they are there."""
+        files = self._shelf.folder.files
+        fd = files.create(temporary)
+        try:
+            write_all(files, fd, encoded.pieces)
+            files.sync(fd)
+            return files.status(fd).disk_bytes
+        finally:
+            files.close(fd)
+
+    def _row(self, block: Block, disk_bytes: int) -> Row:
+        now = self._clock()
+        return Row(block.id, block.parent, block.root, block.start, block.num_tokens, disk_bytes, now, 0, now)
+
+    def _clean(self, temporary: Path) -> None:
+        try:
+            unlink_if_there(self._shelf.folder.files, temporary)
+        except OSError as error:
+            log.warning("A temporary file stays until the next start: %s", error)
+
+    def _remember_drop(self, key: bytes) -> None:
+        self._without_room[key] = None
+        if len(self._without_room) > REMEMBERED_DROPS:
+            self._without_room.popitem(last=False)

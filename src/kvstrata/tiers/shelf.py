@@ -1,0 +1,305 @@
+"""The blocks of one folder and its catalogue, kept in step. Knows rows and paths; payloads pass it by.
+
+The files are the truth. A row is added before its file gets its name and removed after its file is gone: a crash
+leaves rows too many, never a file that nobody counts. After a start names are compared with rows all the same, on the
+thread that writes and before it writes: a machine that lost power may have lost rows, and nobody need wait for that.
+
+Lookups never raise: a catalogue that cannot answer has nothing. What changes the folder raises OSError or
+CatalogueFault, for the thread that writes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from kvstrata.tiers.account import Account, whole_pages
+from kvstrata.tiers.block import BlockId
+from kvstrata.tiers.catalogue import Catalogue, CatalogueFault, Row, Totals
+from kvstrata.tiers.eviction import victims
+from kvstrata.tiers.files import make_folder_if_missing, unlink_if_there
+from kvstrata.tiers.folder import SUFFIX, CacheFolder, file_name, parse_file_name
+from kvstrata.tiers.quarantine import Quarantine
+from kvstrata.tiers.reasons import Damage, Drop, Eviction, Fault
+from kvstrata.tiers.rebuild import DamagedFile, UnreadFile, rows_of
+from kvstrata.tiers.usage import Counters, Event
+
+log = logging.getLogger(__name__)
+
+# What one publication can add beside the block: pages of the catalogue and its log, a folder's growth.
+MARGIN_BYTES = 256 << 10
+NUM_ROWS_AT_ONCE = 512
+
+
+class GivenUp(Exception):
+    """Raised and caught inside tiers/: there is no room for a block."""
+
+    def __init__(self, reason: Drop) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+class Shelf:
+    def __init__(
+        self,
+        folder: CacheFolder,
+        *,
+        limit_bytes: int,
+        reserve_bytes: int,
+        quarantine_bytes: int,
+        quarantine_files: int,
+        counters: Counters,
+        is_pinned: Callable[[bytes], bool],
+    ) -> None:
+        self.folder = folder
+        self._limit_bytes = limit_bytes
+        self._reserve_bytes = reserve_bytes
+        self._counters = counters
+        self._is_pinned = is_pinned
+        self._lock = threading.RLock()
+        self._touched: dict[BlockId, tuple[int, float]] = {}
+        self._touch_lock = threading.Lock()
+        self.needs_rebuild = False
+        self.quarantine = Quarantine(
+            folder.quarantine, folder.files, limit_files=quarantine_files, limit_bytes=quarantine_bytes
+        )
+        self._account = Account(folder, self.quarantine)
+        self._open()
+
+    # Lookups.
+
+    def has(self, block: BlockId) -> bool:
+        try:
+            return self.catalogue.has(block)
+        except CatalogueFault as fault:
+            self._note(fault)
+            return False
+
+    def lengths(self, parent: bytes) -> tuple[int, ...]:
+        try:
+            return self.catalogue.lengths(parent)
+        except CatalogueFault as fault:
+            self._note(fault)
+            return ()
+
+    def rows(self, root: bytes | None = None) -> list[Row]:
+        """Waits for a publication that is under way."""
+        try:
+            with self._lock:
+                return self.catalogue.rows(root)
+        except CatalogueFault as fault:
+            self._note(fault)
+            return []
+
+    @property
+    def totals(self) -> Totals:
+        return self._account.totals
+
+    def disk_bytes(self) -> int:
+        return self._account.disk_bytes()
+
+    def touch(self, blocks: Iterable[BlockId], now: float) -> None:
+        """Written down later: a lookup must not wait for the disk."""
+        with self._touch_lock:
+            for block in blocks:
+                count, _ = self._touched.get(block, (0, 0.0))
+                self._touched[block] = (count + 1, now)
+
+    # Changes.
+
+    def make_room(self, nbytes: int, kept: frozenset[bytes], *, may_evict: bool) -> None:
+        """GivenUp where it cannot be done. `kept`: keys that must stay, besides those that are pinned."""
+        with self._lock:
+            self.write_touches()
+            needed = whole_pages(nbytes) + MARGIN_BYTES
+            free_bytes = self.folder.files.free_bytes(self.folder.directory)
+            over_limit = self.disk_bytes() + needed - self._limit_bytes
+            over_reserve = self._reserve_bytes + needed - free_bytes
+            evictable_bytes = self._account.totals.disk_bytes if may_evict else 0
+            if over_limit > evictable_bytes:
+                raise GivenUp(Drop.NO_ROOM)
+            if free_bytes < self._reserve_bytes or over_reserve > evictable_bytes:
+                # Others fill the volume. Deleting blocks for new ones would not bring the reserve back.
+                raise GivenUp(Drop.RESERVE)
+            if over_limit > 0:
+                self._evict(over_limit, kept, Eviction.LIMIT)
+            if over_reserve > max(over_limit, 0):
+                self._evict(over_reserve - max(over_limit, 0), kept, Eviction.RESERVE)
+
+    def publish(self, temporary: Path, row: Row, is_wanted: Callable[[], bool]) -> None:
+        """When this returns the block is on the disk under its name.
+
+        Whoever clears takes it out of the queue first and then, under this lock, off the disk: it is met either here or
+        there. GivenUp where it was met here.
+        """
+        path = self.folder.path(row.id)
+        files = self.folder.files
+        with self._lock:
+            if not is_wanted():
+                raise GivenUp(Drop.CLEARED)
+            if make_folder_if_missing(files, path.parent):
+                self._account.look_at(path.parent)
+                files.sync_folder(self.folder.blocks)
+            self._add_row(row)
+            try:
+                files.rename(temporary, path)
+            except OSError:
+                self._remove_rows([row])
+                raise
+            # The row is right from here on, whatever the sync says.
+            files.sync_folder(path.parent)
+            self._account.look_at(path.parent)
+
+    def remove(self, blocks: Sequence[BlockId], reason: Eviction) -> list[Row]:
+        """Files first, then rows; what cannot be deleted stays counted."""
+        with self._lock:
+            rows = [row for block in blocks for row in self.catalogue.parts(block.key) if row.id == block]
+            for row in rows:
+                self._delete_file(row, reason)
+            self._remove_rows(rows)
+        return rows
+
+    def forget(self, block: BlockId) -> None:
+        """A row whose file turned out not to be there."""
+        try:
+            with self._lock:
+                self._remove_rows([row for row in self.catalogue.parts(block.key) if row.id == block])
+        except CatalogueFault as fault:
+            self._note(fault)
+
+    def put_away(self, block: BlockId, reason: Damage) -> None:
+        """A damaged file leaves; never raises, because it is a reader that finds one."""
+        self._counters.add(Event.QUARANTINED, reason)
+        log.warning("Quarantined a damaged block of the disk cache (%s): %s", reason, file_name(block))
+        try:
+            self.quarantine.take(self.folder.path(block), reason)
+        except OSError as error:
+            log.warning("It could not be moved or deleted: %s", error)
+        self.forget(block)
+
+    def write_touches(self) -> None:
+        with self._touch_lock:
+            touched, self._touched = self._touched, {}
+        if touched:
+            self.catalogue.touch(touched)
+
+    def reopen(self) -> None:
+        """The folder is another than before."""
+        with self._lock:
+            self._close_catalogue()
+            self.quarantine.reload()
+            self._open()
+            self.needs_rebuild = False
+
+    def rebuild(self) -> None:
+        """The catalogue turned out to be damaged: a new one, from the headers of the blocks."""
+        with self._lock:
+            self._close_catalogue()
+            for path in self.folder.catalogue_paths():
+                unlink_if_there(self.folder.files, path)
+            self._open()
+            self.needs_rebuild = False
+
+    def close(self) -> None:
+        with self._lock:
+            try:
+                self.write_touches()
+            except CatalogueFault as fault:
+                self._note(fault)
+            self._close_catalogue()
+
+    # Inside.
+
+    def _open(self) -> None:
+        try:
+            self._open_catalogue()
+        except CatalogueFault as fault:
+            if not fault.damaged:
+                raise
+            self._counters.add(Event.FAILED, Fault.CATALOGUE)
+            log.warning("The disk cache's catalogue is damaged (%s); it is rebuilt from the blocks", fault)
+            for path in self.folder.catalogue_paths():
+                unlink_if_there(self.folder.files, path)
+            self._open_catalogue()
+
+    def _open_catalogue(self) -> None:
+        self.catalogue = Catalogue(self.folder.catalogue)
+        self._is_compared = False
+        try:
+            if self.catalogue.is_new:
+                self.compare_once()
+            self._account.begin(self.catalogue.totals())
+        except BaseException:
+            self._close_catalogue()
+            raise
+
+    def compare_once(self) -> None:
+        """Names against rows: what only one side knows is added or removed. Opens only files that have no row."""
+        with self._lock:
+            if self._is_compared:
+                return
+            known, names = self.catalogue.names(SUFFIX), self.folder.names()
+            gone = [block for name in known - names for block in parse_file_name(name)]
+            self.catalogue.remove(gone)
+            self._add_unknown(self.folder.stored(names - known))
+            self._account.begin(self.catalogue.totals())
+            self._is_compared = True
+
+    def _add_unknown(self, unknown: Iterable[tuple[Path, BlockId]]) -> None:
+        found: list[Row] = []
+        for entry in rows_of(self.folder.files, unknown):
+            match entry:
+                case Row():
+                    found.append(entry)
+                case DamagedFile(path, reason):
+                    self._counters.add(Event.QUARANTINED, reason)
+                    self.quarantine.take(path, reason)
+                case UnreadFile(path, reason):
+                    self._counters.add(Event.FAILED, reason)
+        for first in range(0, len(found), NUM_ROWS_AT_ONCE):
+            self.catalogue.add(found[first : first + NUM_ROWS_AT_ONCE])
+
+    def _evict(self, nbytes: int, kept: frozenset[bytes], reason: Eviction) -> None:
+        freed: list[Row] = []
+        freed_bytes = 0
+        try:
+            with self.catalogue.changing():
+                for row in victims(self.catalogue, lambda key: key in kept or self._is_pinned(key)):
+                    self._delete_file(row, reason)
+                    self.catalogue.remove([row.id])
+                    freed.append(row)
+                    freed_bytes += row.disk_bytes
+                    if freed_bytes >= nbytes:
+                        break
+        finally:
+            self._account.subtract(freed)
+        if freed_bytes < nbytes:
+            raise GivenUp(Drop.NO_ROOM)
+
+    def _delete_file(self, row: Row, reason: Eviction) -> None:
+        unlink_if_there(self.folder.files, self.folder.path(row.id))
+        self._counters.add(Event.EVICTED, reason, nbytes=row.disk_bytes)
+
+    def _add_row(self, row: Row) -> None:
+        replaced = [old for old in self.catalogue.parts(row.id.key) if old.id == row.id]
+        self.catalogue.add([row])
+        self._account.subtract(replaced)
+        self._account.add([row])
+
+    def _remove_rows(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        self.catalogue.remove([row.id for row in rows])
+        self._account.subtract(rows)
+
+    def _close_catalogue(self) -> None:
+        try:
+            self.catalogue.close()
+        except CatalogueFault as fault:
+            log.warning("The disk cache's catalogue did not close: %s", fault)
+
+    def _note(self, fault: CatalogueFault) -> None:
+        self._counters.add(Event.FAILED, Fault.CATALOGUE)
+        self.needs_rebuild = self.needs_rebuild or fault.damaged

@@ -1,0 +1,217 @@
+"""The queue of blocks on their way to the disk, and the thread that empties it. Knows no files.
+
+A block stays in the queue until it is published, so it can be found at every moment: first here, then in the catalogue.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvstrata.tiers.block import BASE, Block, BlockId
+from kvstrata.tiers.pause import Pause
+from kvstrata.tiers.publish import Dropped, Failed, SettledIn, Written
+from kvstrata.tiers.reasons import Drop, Fault, Refusal
+from kvstrata.tiers.usage import Counters, Event
+
+log = logging.getLogger(__name__)
+
+# The block, the keys that must stay, and whether it is still wanted at the moment of publication.
+Publish = Callable[[Block, frozenset[bytes], Callable[[], bool]], Written | Dropped | Failed]
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """`is_empty`: all that was queued has been written, dropped or failed."""
+
+    is_empty: bool
+    num_left: int
+    bytes_left: int
+
+
+class Writer:
+    def __init__(
+        self,
+        publish: Publish,
+        *,
+        settle_in: Callable[[], SettledIn | Failed],
+        counters: Counters,
+        on_written: Callable[[Written], None],
+        limit_bytes: int,
+        first_pause_s: float,
+    ) -> None:
+        self._publish = publish
+        self._settle_in = settle_in
+        self._on_written = on_written
+        self._counters = counters
+        self._limit_bytes = limit_bytes
+        self._changed = threading.Condition()
+        self._queue: dict[BlockId, Block] = {}
+        self._bytes = 0
+        self._pause = Pause(first_pause_s, time.monotonic)
+        self._num_flushing = 0
+        self._is_settled_in = False
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="kvstrata-disk-writer", daemon=True)
+        self._thread.start()
+
+    # For whoever has a block.
+
+    def offer(self, block: Block) -> Refusal | None:
+        """None: taken. Waits for nothing but the queue's lock, which is never held over a file operation."""
+        with self._changed:
+            if self._is_closing:
+                return Refusal.CLOSED
+            if self._pause.is_on:
+                return Refusal.PAUSED
+            if block.id in self._queue:
+                return Refusal.PRESENT
+            if block.nbytes > self._limit_bytes:
+                return Refusal.TOO_LARGE
+            if self._bytes + block.nbytes > self._limit_bytes:
+                return Refusal.QUEUE_FULL
+            self._queue[block.id] = block
+            self._bytes += block.nbytes
+            self._changed.notify_all()
+        return None
+
+    def queued(self, block: BlockId) -> list[Block]:
+        with self._changed:
+            return [self._queue[block]] if block in self._queue else []
+
+    def lengths(self, parent: bytes) -> set[int]:
+        with self._changed:
+            return {b.num_tokens for b in self._queue.values() if b.parent == parent and b.part == BASE}
+
+    def withdraw(self, is_unwanted: Callable[[Block], bool]) -> None:
+        """What is being written is not published any more, unless it just was: then it is on the disk."""
+        with self._changed:
+            for block in [b for b in self._queue.values() if is_unwanted(b)]:
+                self._leave(block)
+                self._counters.add(Event.DROPPED, Drop.CLEARED)
+
+    @property
+    def num_bytes(self) -> int:
+        with self._changed:
+            return self._bytes
+
+    @property
+    def num_blocks(self) -> int:
+        with self._changed:
+            return len(self._queue)
+
+    @property
+    def paused_because(self) -> str:
+        with self._changed:
+            return self._pause.reason if self._pause.is_on else ""
+
+    def wake(self) -> None:
+        """Something is out of step: settle in again, once no pause is on."""
+        with self._changed:
+            self._is_settled_in = False
+            self._changed.notify_all()
+
+    def flush(self, timeout_s: float) -> Flushed:
+        """Everything is tried at once, a pause or not: there may be no later."""
+        with self._changed:
+            self._num_flushing += 1
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(self._has_nothing_to_do, timeout_s)
+            finally:
+                self._num_flushing -= 1
+            return Flushed(not self._queue, len(self._queue), self._bytes)
+
+    def close(self, timeout_s: float) -> bool:
+        """The block at hand is finished, the rest dropped and counted. False: the thread still waits for the disk."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout_s)
+        with self._changed:
+            for block in list(self._queue.values()):
+                self._leave(block)
+                self._counters.add(Event.DROPPED, Drop.CLOSED)
+            self._changed.notify_all()
+        return not self._thread.is_alive()
+
+    # The thread.
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._wait_for_work():
+                    return
+                must_settle_in = not self._is_settled_in
+                # At least one, unless there is settling in to do.
+                first = list(self._queue.values())[:1]
+                kept = _parents(self._queue.values())
+            if must_settle_in:
+                self._settle_in_now()
+                continue
+            for block in first:
+                self._settle(block, self._attempt(block, kept))
+                with self._changed:
+                    self._leave(block)
+                    self._changed.notify_all()
+
+    def _settle_in_now(self) -> None:
+        outcome = self._settle_in()
+        with self._changed:
+            if isinstance(outcome, Failed):
+                self._counters.add(Event.FAILED, outcome.reason)
+                self._pause.begin(outcome.reason, outcome.what)
+            # After a failure the next block tries again.
+            self._is_settled_in = True
+            self._changed.notify_all()
+
+    def _has_nothing_to_do(self) -> bool:
+        return self._is_closing or (self._is_settled_in and not self._queue)
+
+    def _wait_for_work(self) -> bool:
+        while not self._is_closing:
+            has_work = self._queue or not self._is_settled_in
+            if has_work and (self._num_flushing or not self._pause.is_on):
+                return True
+            self._changed.wait(self._pause.remaining_s if has_work else None)
+        return False
+
+    def _attempt(self, block: Block, kept: frozenset[bytes]) -> Written | Dropped | Failed:
+        try:
+            return self._publish(block, kept, lambda: self._is_queued(block))
+        except Exception as error:  # The thread must outlive a mistake of ours, and say it
+            log.exception("Writing a block to the disk cache failed in a way that it should not")
+            return Failed(Fault.OTHER, repr(error))
+
+    def _settle(self, block: Block, outcome: Written | Dropped | Failed) -> None:
+        match outcome:
+            case Written(file_bytes):
+                self._counters.add(Event.WRITTEN, block.part, nbytes=file_bytes)
+                with self._changed:
+                    self._pause.end()
+                self._on_written(outcome)
+            case Dropped(Drop.CLEARED):
+                pass  # counted when it was withdrawn
+            case Dropped(reason):
+                self._counters.add(Event.DROPPED, reason)
+            case Failed(reason, what):
+                self._counters.add(Event.FAILED, reason)
+                with self._changed:
+                    self._pause.begin(reason, what)
+
+    def _is_queued(self, block: Block) -> bool:
+        with self._changed:
+            return self._queue.get(block.id) is block
+
+    def _leave(self, block: Block) -> None:
+        if self._queue.get(block.id) is block:
+            del self._queue[block.id]
+            self._bytes -= block.nbytes
+
+
+def _parents(blocks: Iterable[Block]) -> frozenset[bytes]:
+    """They stay while their children are on the way; a part stays with its base."""
+    return frozenset(key for block in blocks for key in (block.parent, block.key))
