@@ -227,6 +227,16 @@ class Settings(BaseSettings):
         4096, "Prompt tokens between two such points", panel="KV cache", unit="tokens", ge=64
     )
 
+    dynamic_cache: bool = _setting(
+        False, "Let precision step down by itself as memory fills up, before anything is evicted", panel="KV cache"
+    )
+    dynamic_cache_at: str = _setting(
+        "", "Step longer conversations down, as in 16k=planes:8,64k=planes:4", panel="KV cache", unit="steps"
+    )
+    kv_floor_k: Literal[8, 4, 2] = _setting(4, "Fewest bits of keys that --dynamic-cache goes to", panel="KV cache",
+                                            unit="bits")  # fmt: skip
+    kv_floor_v: Literal[8, 4, 2] = _setting(4, "Fewest bits of values, likewise", panel="KV cache", unit="bits")
+
     max_body_bytes: ByteCount = _setting(32 * 1024**2, "Largest request body", panel="Process", unit="size", ge=1024)
     drain_timeout_s: float = _setting(
         30.0, "How long the first Ctrl-C lets running replies go on", panel="Process", unit="seconds", ge=0, le=86400

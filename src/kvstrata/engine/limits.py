@@ -30,6 +30,10 @@ class Storage:
     live: bool = False  # running sequences are encoded too,
     first_raw_tokens: int = 4  # but for their first
     recent_raw_tokens: int = 128  # and newest tokens
+    dynamic: bool = False  # precision steps down as memory fills up,
+    floor_k_bits: int = 4  # not below this
+    floor_v_bits: int = 4
+    dynamic_at: tuple[tuple[int, str], ...] = ()  # (tokens, precision): longer sequences step down, whatever the memory
     hot_bytes: int | None = None  # most that stored KV takes in memory; None: what running sequences leave
     write_through: bool = False  # to the disk at once, not when memory runs short
     ttl_s: float | None = None  # what nobody asked for so long goes; None: it stays while there is room

@@ -143,6 +143,12 @@ class Loop:
             self._resume.store.work(slice_s)
             self._make_room()
 
+    def _relieve(self) -> None:
+        """Memory fills up: begin in time."""
+        if self._resume.store is not None:
+            used = self._running_bytes() + self._stored_bytes()
+            self._resume.store.pressure.relieve(used, self._budget.total_bytes)
+
     def enqueue(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
 
@@ -170,6 +176,7 @@ class Loop:
         self.is_stalled = not (step_plan.prefill or step_plan.decode or step_plan.set_aside or self._in_flight)
         done = self._run(step_plan)
         self._postprocess(done)
+        self._relieve()
         if self.has_chores:
             self.do_chores(self._limits.slice_s)
 

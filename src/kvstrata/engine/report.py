@@ -39,9 +39,10 @@ def cache_usage(resume: Resume, budget: Budget, running: Iterable[Sequence]) -> 
     sequences = list(running)
     store = resume.store
     hot = store.usage() if store else TierUsage()
+    disk = store.disk_usage() if store else None
     running_bytes = sum(budget.held_by(s.cache) for s in sequences if s.cache is not None)
     return CacheUsage(
-        tiers={"hot": hot},
+        tiers={"hot": hot, **({"disk": disk} if disk else {})},
         sequences=tuple(_sequence(s, budget) for s in sequences),
         budget_bytes=budget.total_bytes,
         hot_budget_bytes=store.options.hot_bytes if store else 0,

@@ -23,9 +23,11 @@ from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.store.cold import Cold
 from kvstrata.store.entry import Found
+from kvstrata.store.ladder import Floors
 from kvstrata.store.precision import SEAL_TOKENS, PrecisionOptions
+from kvstrata.store.pressure import LadderOptions
 from kvstrata.store.search import NOTHING
-from kvstrata.store.store import Store, StoreOptions
+from kvstrata.store.store import Filing, Store, StoreOptions
 
 # A prefill in flight is waited for if it saves at least this many tokens.
 MIN_FOLLOW_TOKENS = 32
@@ -89,7 +91,7 @@ class Resume:
         sequence.filing = self.store.open(lease, sequence.cache, salt)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = lease.num_tokens
-            sequence.miss = self.store.explain(sequence.ids(), salt).ends_because
+            sequence.miss = self.store.miss(sequence.ids(), salt)
 
     def next_stop(self, sequence: Sequence, at: int) -> int | None:
         """How many tokens after `at` its prefill should pause, so that others can resume there. None: it need not."""
@@ -106,11 +108,17 @@ class Resume:
         pauses = at in sequence.stops or at % self._mark_every == 0 or not sequence.prefill_left
         mark = take_mark(sequence.cache) if self._needs_marks and pauses else None
         sequence.filing.seal(sequence.ids()[:at], mark, is_end=not sequence.prefill_left)
+        self._has_grown(sequence.filing, at)
 
     def after_step(self, sequence: Sequence) -> None:
         """It has one token more: enough for another piece to be encoded, maybe."""
         if sequence.filing is not None and sequence.num_generated % SEAL_TOKENS == 0:
-            sequence.filing.review()
+            self._has_grown(sequence.filing, sequence.num_computed)
+
+    def _has_grown(self, filing: Filing, num_tokens: int) -> None:
+        assert self.store is not None
+        self.store.pressure.grown({*filing.lease.entries, filing.entry}, num_tokens)
+        filing.review()
 
     def forget(self, sequence: Sequence) -> None:
         """It will not begin: nobody waits for what is on its way."""
@@ -155,9 +163,14 @@ def make_resume(
             first_raw=storage.first_raw_tokens,
             recent_raw=storage.recent_raw_tokens,
         ),
+        ladder=LadderOptions(
+            by_pressure=storage.dynamic,
+            by_length=storage.dynamic_at,
+            floors=Floors(storage.floor_k_bits, storage.floor_v_bits),
+        ),
     )
     identity = Identity(loaded.fingerprint, loaded.dtype, signature, max_kv_size)
-    store = Store(layout, identity, plan, options, cold=cold)
+    store = Store(layout, identity, plan, options, plan_of=plan_of, cold=cold)
     return Resume(store, plan_of, mark_every_tokens=storage.mark_every_tokens)
 
 

@@ -14,6 +14,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.service import Service
 from kvstrata.spans.plan import choose_names
+from kvstrata.store.ladder import parse_lengths
 from kvstrata.text.template import ChatTemplate
 
 MIN_DISK_BYTES = 16 << 20
@@ -69,6 +70,10 @@ def _storage(settings: Settings, total_memory_bytes: int) -> Storage:
         live=settings.kv_cache_live,
         first_raw_tokens=settings.kv_cache_first_raw,
         recent_raw_tokens=settings.kv_cache_recent_raw,
+        dynamic=settings.dynamic_cache,
+        floor_k_bits=settings.kv_floor_k,
+        floor_v_bits=settings.kv_floor_v,
+        dynamic_at=_lengths(settings.dynamic_cache_at),
         hot_bytes=_hot_bytes(settings, total_memory_bytes),
         write_through=settings.disk_write_through,
         ttl_s=settings.cache_ttl_s,
@@ -101,6 +106,13 @@ def _disk(settings: Settings) -> Disk | None:
         second_touch=settings.disk_second_touch,
         flush_s=settings.drain_timeout_s,
     )
+
+
+def _lengths(text: str) -> tuple[tuple[int, str], ...]:
+    try:
+        return parse_lengths(text)
+    except ValueError as error:
+        raise ConfigError(f"--dynamic-cache-at: {error}.") from None
 
 
 def _hot_bytes(settings: Settings, total_memory_bytes: int) -> int | None:

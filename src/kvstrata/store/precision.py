@@ -66,9 +66,8 @@ class Precision:
             yield
 
     def _rewrite(self, entry: Entry, plan: Plan, put_away: Callable[[Entry, int], PutAway] | None) -> Job:
-        span = entry.span
-        for layer in span.layers:
+        for layer in entry.span.layers:
             keep = put_away(entry, layer) if put_away else None
-            span.rewrite(layer, plan.pairs[layer], upward=entry.goes_up, put_away=keep)
+            entry.span.rewrite(layer, plan.pairs[layer], upward=entry.goes_up, put_away=keep)
             yield
-        span.rewrite_marks(plan)
+        entry.span.rewrite_marks(plan)

@@ -107,6 +107,10 @@ class Shelf:
                 self._offer(node)
         self.recount(entry)
 
+    def used_s(self, entry: Entry) -> float:
+        """When somebody last went on from it."""
+        return max((self._uses[node].used_s for node in entry.nodes), default=0.0)
+
     def recount(self, entry: Entry) -> None:
         is_here = entry in self.entries
         # The buffers of a sequence that runs are counted with it.
@@ -164,8 +168,9 @@ class Shelf:
         )
 
     def drop(self, entry: Entry) -> None:
-        """An entry without nodes."""
+        """An entry without nodes. Its memory goes now, whoever still knows the entry."""
         del self.entries[entry]
+        entry.span = empty_span(entry.span.layout)
         self.recount(entry)
 
     def remove(self, node: Node[Entry]) -> None:
@@ -212,7 +217,6 @@ class Shelf:
             node.payload = first
             first.nodes.add(node)
         second.nodes.clear()
-        second.span = empty_span(first.span.layout)
         self.drop(second)
         self._rejoin(last)
         self.recount(first)
@@ -246,11 +250,11 @@ class Shelf:
         self.ghosts.insert(node.root_key, tokens, None)
 
     def _thin_marks(self, path: tuple[Node[Entry], ...], max_marks: int) -> None:
-        """Keep the newest on a path, and those where it branches: that is where requests resume."""
-        entries = dict.fromkeys(node.payload for node in path)
+        """Keep the newest on a path, and those where it branches: that is where requests resume. What its entries hold
+        on other branches is not touched."""
         branches = {node.end for node in path if len(node.children) > 1}
-        end = path[-1].end
-        held = [(at, entry) for entry in entries for at in entry.span.marks if at <= end and at not in branches]
+        on_path = [(at, node) for node in path for at in node.payload.span.marks if node.start < at <= node.end]
+        held = [(at, node.payload) for at, node in on_path if at not in branches]
         for at, entry in sorted(held, key=lambda place: place[0])[: max(0, len(held) - max_marks)]:
             del entry.span.marks[at]
             self.recount(entry)

@@ -9,6 +9,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
 
 from kvstrata.index.identity import Identity, root_key
 from kvstrata.index.ids import TokenIds, Tokens, as_ids
@@ -17,22 +19,22 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.blocks import span_of
 from kvstrata.spans.marks import Mark, needs_marks
-from kvstrata.spans.plan import Plan
+from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.spans.span import live_span, prefix_of
 from kvstrata.store.cold import Cold, Load
 from kvstrata.store.entry import Entry, Found, Lease
 from kvstrata.store.mover import Job, Mover
 from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision, PrecisionOptions
+from kvstrata.store.pressure import LadderOptions, PlanOf, Pressure
 from kvstrata.store.report import Ending, Explanation, TierUsage, usage_of
 from kvstrata.store.requantize import Change, Changed, Progress, Requantizing, assess, in_scope
 from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
+from kvstrata.store.spills import Spills
 
 # On the way from the first token to the end of a conversation.
 MAX_SPANS = 8
-# Of the memory for stored spans: from here on what is not on the disk is written there, ahead of need.
-SPILL_SHARE = 0.7
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class StoreOptions:
     max_marks: int = 8  # on the way from the first token to the end of a span
     ttl_s: float | None = None  # what nobody asked for so long goes
     precision: PrecisionOptions = field(default_factory=PrecisionOptions)
+    ladder: LadderOptions = field(default_factory=LadderOptions)
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class Store:
         plan: Plan,
         options: StoreOptions,
         *,
+        plan_of: PlanOf | None = None,
         cold: Cold | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -93,10 +97,14 @@ class Store:
         self.counters: Counter[str] = Counter()
         self.cold = cold  # None: what is evicted is gone
         self._shelf = Shelf(
-            needs_marks=self.needs_marks, ttl_s=options.ttl_s, on_evict=self._spill_before_it_goes, clock=clock
+            needs_marks=self.needs_marks,
+            ttl_s=options.ttl_s,
+            on_evict=lambda leaf: self._spills.before_eviction(leaf),
+            clock=clock,
         )
         self._mover = Mover(self._job, self._tidy)
-        self._spiller = Mover(self._spill_job, lambda _: None)
+        self._spills = Spills(cold, self._shelf, self.counters, self._mover.finish)
+        self.pressure = Pressure(self._shelf, plan_of or partial(make_plan, layout), options.ladder, self._review)
         self._requantizing: Requantizing | None = None
 
     @property
@@ -133,9 +141,13 @@ class Store:
         kind = self._shelf.asked(root_key(self._identity, salt), ids)
         if not found.num_tokens:
             return Lease(kind)
+        version = self.version
         for entry in found.entries:
             # What is to be stored in fewer bits is, before somebody goes on from it.
             self._mover.finish(entry)
+        if version != self.version:
+            # Some of it was joined.
+            found = self.find(ids, salt)
         prefix = prefix_of(self._layout, found.ranges, mark_of(found))
         lease = Lease(kind, found.num_tokens, prefix, found.ranges)
         self._shelf.touch(found.path, kind)
@@ -193,23 +205,25 @@ class Store:
         """It is stored as it should be. Few and long spans are read faster than many short ones."""
         if entry.is_running or not entry.nodes:
             return
+        # Unless something else was asked for meanwhile, or it has grown.
+        self._review(entry)
         for grown in self._shelf.join_along(_last_node(entry), MAX_SPANS):
             self._review(grown)
         if self.options.write_through:
-            self._spiller.add(entry)
+            self._spills.add(entry)
 
     # What is stored changes.
 
     @property
     def has_work(self) -> bool:
-        return not self._mover.idle or not self._spiller.idle
+        return not self._mover.idle or not self._spills.idle
 
     def work(self, slice_s: float) -> None:
         """Go on with what is to be done to stored spans."""
         if not self._mover.idle:
             self._mover.work(slice_s)
         else:
-            self._spiller.work(slice_s)
+            self._spills.work(slice_s)
 
     def _review(self, entry: Entry) -> None:
         """Something about it has changed: maybe it should be stored in another way now."""
@@ -242,6 +256,8 @@ class Store:
             self.precision.target = plan
         for entry in entries:
             entry.target, entry.goes_up = plan, change.force
+            # What was begun for another target goes no further.
+            self._mover.discard(entry)
             self._review(entry)
         return changed
 
@@ -306,77 +322,40 @@ class Store:
         self._shelf.change(entry, is_running=False)
         self._review(entry)
 
-    def spill_some(self) -> None:
-        """Memory fills up: begin to write what would have to go, so that it need not wait for the disk then."""
-        if self.cold is not None and self._shelf.held_bytes > SPILL_SHARE * self.options.hot_bytes:
-            for entry in self.entries:
-                if entry.is_free and not entry.is_clean and not entry.span.is_live:
-                    self._spiller.add(entry)
-
     def flush(self, timeout_s: float) -> None:
         """The end: write all that the disk has not, for at most so long."""
-        if self.cold is None:
-            return
-        until_s = time.monotonic() + timeout_s
-        for entry in self.entries:
-            if not entry.is_running:
-                self._mover.finish(entry)
-                self._spill_until(entry, until_s)
-        self.cold.tier.flush(max(0.0, until_s - time.monotonic()))
-
-    def _spill_until(self, entry: Entry, until_s: float) -> None:
-        """Again and again as the disk's queue empties, unless that is not what keeps it out."""
-        assert self.cold is not None
-        while not entry.is_clean and time.monotonic() < until_s:
-            was_full = self.cold.tier.usage().queue_bytes > 0
-            self._spiller.add(entry)
-            self._spiller.finish(entry)
-            if not entry.is_clean:
-                if not was_full:
-                    return
-                self.cold.tier.flush(min(0.5, max(0.0, until_s - time.monotonic())))
+        self._spills.flush(timeout_s)
 
     def close(self) -> None:
         if self.cold is not None:
             self.cold.tier.close()
-
-    def _spill_job(self, entry: Entry) -> Job | None:
-        """Blocks until the disk's queue is full; the rest when it is asked for again."""
-        if self.cold is None or entry.is_clean or entry.is_running or not entry.nodes:
-            return None
-        return self._spilling(entry, self.cold)
-
-    def _spilling(self, entry: Entry, cold: Cold) -> Job:
-        for taken in cold.spill(_last_node(entry)):
-            entry.is_clean = taken  # of the last block it says whether all of them were
-            yield
-            if entry not in self._shelf.entries:
-                return
-        self.counters["spilled_spans" if entry.is_clean else "spill_refused"] += 1
-
-    def _spill_before_it_goes(self, leaf: Node[Entry]) -> None:
-        if self.cold is not None and not leaf.payload.is_clean:
-            self._mover.finish(leaf.payload)
-            self._spiller.add(leaf.payload)
-            self._spiller.finish(leaf.payload)
 
     # Room.
 
     def shrink_to(self, limit_bytes: int) -> None:
         """Evict until no more than this is held, or only what is in use."""
         limit_bytes = min(limit_bytes, self.options.hot_bytes)
-        self.spill_some()
+        self._spills.add_some(self.options.hot_bytes)
+        self.pressure.make_room(self._shelf.held_bytes - limit_bytes)
         # What waits to be trimmed or encoded gives more room than it takes from anybody.
         while self._shelf.held_bytes > limit_bytes and not self._mover.idle:
             self._mover.work(0)
         self._shelf.shrink_to(limit_bytes)
 
-    def clear(self, salt: str | None = None) -> Cleared:
+    def clear(self, salt: str | None = None, tier: Literal["hot", "disk", "all"] = "all") -> Cleared:
         """Drop all that nobody uses, or all of it under one salt."""
         before, tokens = self._shelf.held_bytes, self._shelf.tree.num_tokens
         key = None if salt is None else root_key(self._identity, salt)
-        self._shelf.clear(key)
-        return Cleared(before - self._shelf.held_bytes, tokens - self._shelf.tree.num_tokens)
+        if tier != "disk":
+            self._shelf.clear(key)
+        hot = Cleared(before - self._shelf.held_bytes, tokens - self._shelf.tree.num_tokens)
+        if tier == "hot" or self.cold is None:
+            return hot
+        for entry in self._shelf.entries:
+            if key is None or entry.root_key == key:
+                entry.is_clean = False
+        removed = self.cold.tier.clear(key)
+        return Cleared(hot.nbytes + removed.disk_bytes, hot.tokens + removed.num_tokens)
 
     def pin(self, tokens: Tokens, salt: str) -> int:
         """Keep what is stored of these tokens, whatever else has to go. Tells how many are."""
@@ -396,20 +375,45 @@ class Store:
     def usage(self) -> TierUsage:
         return usage_of(self.entries)
 
+    def disk_usage(self) -> TierUsage | None:
+        if self.cold is None:
+            return None
+        usage = self.cold.tier.usage()
+        return TierUsage(usage.disk_bytes, usage.num_tokens, usage.num_blocks, {}, {})
+
     def count(self) -> dict[str, int]:
         """What happened since the start."""
-        return {**self.counters, "evicted_tokens": self._shelf.num_evicted_tokens}
+        counts = dict(self.counters)
+        counts["stepped_down_spans"] = self.pressure.num_steps
+        counts["evicted_tokens"] = self._shelf.num_evicted_tokens
+        if self.cold is not None:
+            usage = self.cold.tier.usage()
+            for event, by_reason in usage.counters.items():
+                for reason, count in by_reason.items():
+                    counts[f"disk_{event}_{reason}"] = count
+            counts |= {"disk_written_bytes": usage.written_bytes, "disk_read_bytes": usage.read_bytes}
+            counts |= {"disk_queue_bytes": usage.queue_bytes, "disk_limit_bytes": usage.limit_bytes}
+        return counts
 
     def explain(self, tokens: Tokens, salt: str) -> Explanation:
         """How much of a prompt is there, and why not more. The last token is always computed."""
         ids = as_ids(tokens)[:-1]
         found = self.find(ids, salt)
         key = root_key(self._identity, salt)
+        by_tier = {"hot": found.num_tokens}
+        if self.cold is not None:
+            by_tier["disk"] = max(0, self.cold.match(key, ids).num_tokens - found.num_tokens)
+        cached = sum(by_tier.values())
+        because = "complete" if cached == len(ids) else self._ending(found, ids, key)
         diverged = self._shelf.tree.diverged(key, ids)
-        because = self._ending(found, ids, key)
         instead = diverged.instead if because == "diverged" else ()
-        at = found.num_tokens if because == "mark" else max(found.num_tokens, found.matched_tokens)
-        return Explanation(len(ids) + 1, found.num_tokens, {"hot": found.num_tokens}, because, at, instead)
+        at = cached if because == "mark" else max(cached, found.matched_tokens)
+        return Explanation(len(ids) + 1, cached, by_tier, because, at, instead)
+
+    def miss(self, tokens: Tokens, salt: str) -> Ending:
+        """Why not more of a prompt is in memory."""
+        ids = as_ids(tokens)[:-1]
+        return self._ending(self.find(ids, salt), ids, root_key(self._identity, salt))
 
     def _ending(self, found: Found, ids: TokenIds, key: bytes) -> Ending:
         if found.num_tokens == len(ids):

@@ -12,9 +12,7 @@ from kvstrata.store.policy import Kind, Reuse
 from kvstrata.store.shadow import AgeShadow, WorthShadow
 
 # How many times the store's capacity must be asked for until a comparison is forgotten (to 1/e).
-COMPARED_FACTOR = 32
-# LRU is ahead where it finds more by this share of the tokens asked for: less is noise.
-AHEAD = 0.001
+COMPARED_FACTOR = 64
 
 
 class Watch:
@@ -25,13 +23,12 @@ class Watch:
         self._history = History(self.reuse, max_tokens)
         self._by_age = AgeShadow(max_tokens)
         self._by_worth = WorthShadow(self.reuse, max_tokens)
-        self._num_ahead = 0.0  # tokens that LRU found and eviction by worth did not, lately
-        self._num_asked = 0.0
+        self._num_ahead = 0.0  # tokens that eviction by worth found and LRU did not, lately
 
     @property
     def prefers_age(self) -> bool:
-        """LRU finds more at present."""
-        return self._num_ahead > AHEAD * self._num_asked
+        """LRU, unless eviction by worth has found more lately."""
+        return self._num_ahead <= 0
 
     def resize(self, max_tokens: int) -> None:
         """The store holds more or less than it did: another budget, another precision."""
@@ -43,7 +40,7 @@ class Watch:
         ids = as_ids(tokens)
         kind = self._history.asked(root_key, ids, now_s)
         fade = math.exp(-len(ids) / (COMPARED_FACTOR * max(1, self._by_age.max_tokens)))
-        ahead = self._by_age.asked(root_key, ids, now_s) - self._by_worth.asked(root_key, ids, kind, now_s)
+        by_age = self._by_age.asked(root_key, ids, now_s)
+        ahead = self._by_worth.asked(root_key, ids, kind, now_s) - by_age
         self._num_ahead = self._num_ahead * fade + ahead
-        self._num_asked = self._num_asked * fade + len(ids)
         return kind

@@ -1,0 +1,60 @@
+"""Precision that steps down by itself, through the loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstrata.engine.limits import Limits, Storage
+from tests.engine.drive import Drive
+from tests.engine.test_loop import prompt
+from tests.engine.test_requantize import settle
+from tests.tiny import tiny_loaded
+
+
+def chats(drive: Drive, count: int) -> list[int]:
+    """Each chat comes, and comes back when all have come; tells what was cached when it came back."""
+    cached = []
+    for turn in range(2):
+        for i in range(count):
+            client = drive.submit(prompt(400, seed=i), 8)
+            drive.run()
+            settle(drive)
+            assert client.finished.usage.completion_tokens == 8
+            assert drive.loop.state().kv_bytes <= drive.budget.total_bytes
+            if turn:
+                cached.append(client.finished.usage.cached_tokens)
+    return cached
+
+
+def test_a_quarter_of_the_memory_keeps_all_chats_at_a_lower_precision() -> None:
+    loaded = tiny_loaded("llama")
+    token_bytes = Drive(loaded).budget.token_bytes
+    needed = 10 * 408 * token_bytes
+    kv_bytes = needed // 4 + 900 * token_bytes  # and what one request needs to run
+    plain = chats(Drive(loaded, Limits(tail_step_tokens=16), kv_bytes=kv_bytes), 10)
+    ladder = Drive(loaded, Limits(tail_step_tokens=16), kv_bytes=kv_bytes, storage=Storage(dynamic=True))
+    stepped = chats(ladder, 10)
+    assert sum(stepped) > sum(plain)
+    assert sum(stepped) == 10 * 399
+    assert set(ladder.store.usage().by_precision) <= {"raw", "planes:8", "planes:4"}
+    assert ladder.store.count()["stepped_down_spans"] > 0
+
+
+def test_without_the_ladder_precision_stays() -> None:
+    loaded = tiny_loaded("llama")
+    token_bytes = Drive(loaded).budget.token_bytes
+    drive = Drive(loaded, Limits(tail_step_tokens=16), kv_bytes=1500 * token_bytes)
+    chats(drive, 6)
+    assert set(drive.store.usage().by_precision) == {"raw"}
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_long_conversations_step_down_at_their_length(live: bool) -> None:
+    steps = ((600, "planes:8"), (1200, "planes:4"))
+    drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=300), storage=Storage(dynamic_at=steps, live=live))
+    for tokens, expected in ((500, {"raw"}), (700, {"planes:8"}), (1300, {"planes:4"})):
+        drive.submit(prompt(tokens, seed=tokens), 8)
+        drive.run()
+        settle(drive)
+        assert set(drive.store.usage().by_precision) == expected
+        drive.clear()
