@@ -185,6 +185,9 @@ class Settings(BaseSettings):
     disk_write_through: bool = _setting(
         False, "Write at the end of every request, not only when memory runs short", panel="Disk cache"
     )
+    disk_put_away: bool = _setting(
+        True, "Write what stepping down takes away, so that precision can come back", panel="Disk cache"
+    )
     disk_second_touch: bool = _setting(False, "Write only what was asked for twice", panel="Disk cache")
     disk_daily_writes: ByteCount = _setting(
         0, "Most that is written in a day; 0: no limit", panel="Disk cache", unit="size", ge=0

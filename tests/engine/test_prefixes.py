@@ -2,17 +2,279 @@
 
 from __future__ import annotations
 
+import gc
+import random
+from dataclasses import replace
+from functools import cache
+
+import mlx.core as mx
 import pytest
 
+from kvstrata.config import load
 from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.request import Sampling
+from kvstrata.errors import ConfigError
+from kvstrata.layers.sequence import SequenceCache
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.probe import probe
+from kvstrata.spans.span import prefix_of
+from kvstrata.store.search import mark_of
 from tests.engine.drive import Client, Drive
-from tests.engine.test_loop import prompt
-from tests.tiny import tiny_loaded
+from tests.engine.test_loop import assert_same, prompt
+from tests.layers.test_same_output import steady_module
+from tests.tiny import ARCHITECTURES, tiny_loaded
+
+DRAWN = Sampling(temperature=1.0, seed=3, num_logprobs=0)
+FULL = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
+HYBRID = ("qwen3_next", "mamba2", "gemma3_text")
+
+
+@cache
+def steady_loaded(architecture: str) -> LoadedModel:
+    return replace(tiny_loaded(architecture), module=steady_module(architecture))
 
 
 def settle(drive: Drive) -> None:
     while drive.loop.has_chores:
         drive.loop.do_chores(1.0)
+
+
+def serve(drive: Drive, tokens: list[int], max_tokens: int = 4, **fields: object) -> Client:
+    """One request from its beginning to its end, and all that is to be done after it."""
+    client = drive.submit(tokens, max_tokens, DRAWN, **fields)
+    drive.run()
+    settle(drive)
+    return client
+
+
+def cached(client: Client) -> int:
+    return client.finished.usage.cached_tokens
+
+
+def prefilled_tokens(drive: Drive) -> int:
+    """Prompt tokens that were really computed, but for the last of each prompt, which is the first step's input."""
+    return int(drive.metrics.registry.get_sample_value("kvstrata_prefill_tokens_total") or 0)
+
+
+def active_bytes() -> int:
+    gc.collect()
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+# Same output.
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_hit_at_any_token_gives_what_a_cold_prompt_gives(architecture: str) -> None:
+    drive = Drive(steady_loaded(architecture), Limits(prefill_chunk_tokens=32), storage=Storage(mark_every_tokens=64))
+    base = prompt(150)
+    whole = base + serve(drive, base, 12).ids
+    rng = random.Random(architecture)
+    for i in range(6):
+        cut = rng.randint(1, len(whole) - 1)
+        tokens = whole[:cut] + prompt(20, seed=i + 1)
+        hit, cold = serve(drive, tokens, 5), serve(drive, tokens, 5, salt=f"cold {i}")
+        assert_same(hit, cold)
+        assert cached(cold) == 0
+        same = next((j for j in range(cut, len(whole) - 1) if whole[j] != tokens[j]), len(whole) - 1)
+        assert cached(hit) == same if architecture in FULL else cached(hit) <= same
+        again = serve(drive, tokens, 5)
+        assert_same(again, cold)
+        assert cached(again) == len(tokens) - 1
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_same_prompt_again_prefills_one_token(architecture: str) -> None:
+    drive = Drive(steady_loaded(architecture))
+    first = serve(drive, prompt(90), 6)
+    before = prefilled_tokens(drive)
+    assert before == 89
+    second = serve(drive, prompt(90), 6)
+    assert_same(second, first)
+    assert second.finished.usage.cached_tokens == second.finished.usage.prompt_tokens - 1
+    # The one token that is left is the first input of the batch.
+    assert prefilled_tokens(drive) == before
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
+def test_quantized_storage_equals_resuming_from_the_same_spans_by_hand(architecture: str) -> None:
+    loaded = steady_loaded(architecture)
+    storage = Storage(k="planes:8", v="planes:4", min_quantize_tokens=0)
+    replies = []
+    for _ in range(2):
+        drive = Drive(loaded, storage=storage)
+        base = prompt(150)
+        tokens = base + serve(drive, base, 2).ids + prompt(30, seed=9)
+        wanted = by_hand(drive, loaded, tokens, num_steps=6)
+        reply = serve(drive, tokens, 6)
+        assert cached(reply) >= 150
+        assert [row.logprob for row in reply.logprobs] == pytest.approx(wanted(reply.ids), abs=1e-4)
+        replies.append([(row.id, row.logprob) for row in reply.logprobs])
+    assert replies[0] == replies[1]
+
+
+def by_hand(drive: Drive, loaded: LoadedModel, tokens: list[int], num_steps: int):  # noqa: ANN201
+    """The log-probabilities of a given reply, over what the store holds now."""
+    layout = probe(loaded.module, None)
+    found = drive.store.find(tokens[:-1], "")
+    assert found.num_tokens
+    prefix = prefix_of(layout, found.ranges, mark_of(found))
+    cache = SequenceCache(layout, loaded.module, len(tokens) - found.num_tokens + num_steps, prefix)
+    loaded.module(mx.array([tokens[found.num_tokens : -1]]), cache=cache.caches())
+    cache.end_pass(len(tokens) - 1 - found.num_tokens)
+    mx.eval(cache.arrays())
+
+    def logprobs(reply: list[int]) -> list[float]:
+        values = []
+        for token, following in zip([tokens[-1], *reply], reply, strict=False):
+            logits = loaded.module(mx.array([[token]]), cache=cache.caches())[0, -1]
+            cache.end_pass(1)
+            values.append(float((logits[following] - mx.logsumexp(logits)).item()))  # pyright: ignore[reportArgumentType]
+        return values
+
+    return logprobs
+
+
+# Together.
+
+
+@pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", *HYBRID])
+def test_requests_that_arrive_together_prefill_what_they_share_once(architecture: str) -> None:
+    drive = Drive(tiny_loaded(architecture), Limits(prefill_chunk_tokens=64))
+    shared = prompt(300)
+    clients = [drive.submit([*shared, i, *prompt(9, seed=i)], 4, DRAWN) for i in range(6)]
+    while not all(client.ids for client in clients):
+        drive.loop.step()
+    assert prefilled_tokens(drive) == 309 + 5 * 9
+    assert [client.prefilled[0] for client in clients] == [0] + 5 * [300]
+    drive.run()
+    assert [cached(client) for client in clients] == [0] + 5 * [300]
+    settle(drive)
+    assert drive.store.usage().tokens == 300 + 6 * (10 + 3)
+    for i, client in enumerate(clients):
+        assert_same(client, serve(drive, [*shared, i, *prompt(9, seed=i)], 4, salt=f"alone {i}"))
+
+
+@pytest.mark.parametrize("architecture", ["llama", *HYBRID])
+def test_who_goes_away_in_the_middle_of_prefill_leaves_what_it_computed(architecture: str) -> None:
+    drive = Drive(tiny_loaded(architecture), Limits(prefill_chunk_tokens=64))
+    first = drive.submit([*prompt(300), 1, 2], 4, DRAWN)
+    second = drive.submit([*prompt(300), 3, 4], 4, DRAWN)
+    while first.prefilled[-1:] != [128]:
+        drive.loop.step()
+    assert not second.events
+    drive.loop.cancel(first.request.id)
+    drive.run()
+    assert first.finished.usage.completion_tokens == 0
+    assert cached(second) == 128
+    assert prefilled_tokens(drive) == 301
+
+
+def test_sixteen_over_one_prefix_hold_it_once() -> None:
+    drive = Drive(tiny_loaded("llama"), Limits(tail_step_tokens=200))
+    serve(drive, prompt(64, seed=99), 2)
+    drive.clear()
+    before = active_bytes()
+    shared = prompt(2000)
+    clients = [drive.submit([*shared, *prompt(20, seed=i + 1)], 200, DRAWN) for i in range(16)]
+    while not all(len(client.ids) > 3 for client in clients):
+        drive.loop.step()
+    held = active_bytes() - before
+    one = 2000 * drive.budget.token_bytes + 16 * drive.budget.bytes_for(20 + 200)
+    assert one * 0.95 <= held <= 1.15 * one
+    assert [cached(client) for client in (drive.run(), clients)[1]] == [0] + 15 * [2000]
+
+
+def test_waiting_requests_hold_no_kv() -> None:
+    drive = Drive(tiny_loaded("qwen3_next"), Limits(max_running=1))
+    serve(drive, prompt(200), 2)
+    running = drive.submit(prompt(100, seed=5), 500, DRAWN)
+    while len(running.ids) < 3:
+        drive.loop.step()
+    before = active_bytes()
+    waiting = [drive.submit([*prompt(150), i], 200, DRAWN) for i in range(20)]
+    for _ in range(5):
+        drive.loop.step()
+    assert active_bytes() - before < 64_000
+    assert sum(entry.num_leases for entry in drive.store.entries) == 0
+    for client in [running, *waiting]:
+        drive.loop.cancel(client.request.id)
+    drive.run()
+
+
+# Models that can be resumed at some places only.
+
+
+@pytest.mark.parametrize("architecture", HYBRID)
+def test_who_parts_after_a_snapshot_resumes_from_it(architecture: str) -> None:
+    drive = Drive(tiny_loaded(architecture))
+    serve(drive, prompt(200), 4, resume_at=(70, 120))
+    other = [*prompt(150), *prompt(40, seed=8)]
+    assert cached(serve(drive, other)) == 120
+    # Where two have parted there may be a third: the second one left nothing there, its own end it did.
+    assert cached(serve(drive, [*other, 5])) == len(other) + 3 - 3
+
+
+@pytest.mark.parametrize("architecture", HYBRID)
+def test_a_chat_whose_template_rewrites_the_last_reply_resumes_before_it(architecture: str) -> None:
+    drive = Drive(tiny_loaded(architecture))
+    chat = prompt(80)  # system and user
+    begins_reply = [1, 2, 3]
+    for turn in range(4):
+        asked = [*chat, *begins_reply]
+        client = serve(drive, asked, 20, resume_at=(len(chat),))
+        if turn:
+            assert cached(client) == boundary
+        boundary = len(chat)
+        # What the model thought is not shown to it again.
+        chat = [*asked, *client.ids[12:], *prompt(15, seed=turn)]
+
+
+@pytest.mark.parametrize("architecture", HYBRID)
+def test_snapshots_are_as_many_as_asked_for(architecture: str) -> None:
+    drive = Drive(tiny_loaded(architecture), storage=Storage(max_marks=3, mark_every_tokens=64))
+    tokens = prompt(700)
+    for turn in range(5):
+        tokens = tokens + serve(drive, tokens, 4).ids + prompt(20, seed=turn)
+        assert sum(len(entry.span.marks) for entry in drive.store.entries) <= 3
+    drive.clear()
+    assert drive.store.held_bytes == 0
+
+
+def test_after_two_thousand_requests_memory_is_where_it_was() -> None:
+    drive = Drive(tiny_loaded("qwen3_next"))
+    one = serve(drive, prompt(12), 1)
+    assert one.end is not None
+    room = 20 * drive.store.held_bytes
+    drive = Drive(tiny_loaded("qwen3_next"), storage=Storage(hot_bytes=room))
+    before = active_bytes()
+    for i in range(2000):
+        drive.submit([i % 97, i // 97, *prompt(10, seed=i % 50)], 1, DRAWN)
+        if i % 16 == 15:
+            drive.run()
+            settle(drive)
+        if i % 500 == 499:
+            assert drive.store.held_bytes <= room
+            assert active_bytes() - before <= 1.02 * room + 100_000
+    assert drive.store.count()["evicted_tokens"] > 20_000
+    drive.clear()
+    assert active_bytes() - before <= 100_000
+
+
+@pytest.mark.parametrize("length", [40, 200])
+def test_bounded_sequences_store_what_they_still_hold(length: int) -> None:
+    drive = Drive(tiny_loaded("llama"), Limits(max_kv_size=64, prefill_chunk_tokens=32))
+    first = serve(drive, prompt(length), 6)
+    second = serve(drive, prompt(length), 6)
+    assert_same(second, first)
+    assert cached(second) == length - 1
+    longer = [*prompt(length), *first.ids, *prompt(10, seed=2)]
+    assert_same(serve(drive, longer, 6), serve(drive, longer, 6, salt="cold"))
+    assert drive.store.held_bytes <= 4 * 64 * 1.1 * drive.budget.fixed_bytes / 64
+
+
+# How much, and in what precision.
 
 
 def test_a_long_chat_of_many_turns_has_few_spans() -> None:
@@ -27,3 +289,114 @@ def test_a_long_chat_of_many_turns_has_few_spans() -> None:
         tokens = [*tokens, *client.ids, *prompt(7, seed=turn)]
     assert len(drive.store.entries) <= 9
     assert drive.store.held_bytes == pytest.approx(len(tokens) * drive.budget.token_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["raw", "planes:8"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_chat_of_eight_turns_holds_little_more_than_its_last_state(architecture: str, name: str) -> None:
+    storage = Storage(k=name, v=name, min_quantize_tokens=0)
+    drive, last = Drive(tiny_loaded(architecture), storage=storage), Drive(tiny_loaded(architecture), storage=storage)
+    tokens = prompt(200)
+    for turn in range(8):
+        client = serve(drive, tokens, 30)
+        asked, tokens = tokens, [*tokens, *client.ids, *prompt(40, seed=turn)]
+    serve(last, asked, 30)
+    held, alone = drive.store.usage(), last.store.usage()
+    assert alone.tokens == held.tokens
+    assert held.by_kind["full"] <= 1.1 * alone.by_kind["full"]
+
+
+@pytest.mark.parametrize(("length", "name"), [(252, "raw"), (253, "planes:8")])
+def test_shorter_sequences_stay_raw(length: int, name: str) -> None:
+    """Of a reply of four tokens three are stored."""
+    drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:8", v="planes:8"))
+    serve(drive, prompt(length), 4)
+    assert drive.store.usage().tokens in (255, 256)
+    assert set(drive.store.usage().by_precision) == {name}
+
+
+def test_a_chat_of_short_turns_is_compressed_once_it_is_long() -> None:
+    drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:4", v="planes:4"))
+    tokens: list[int] = []
+    for turn in range(8):
+        tokens = tokens + prompt(50, seed=turn)
+        tokens = tokens + serve(drive, tokens, 10).ids
+        assert ("planes:4" in drive.store.usage().by_precision) == (len(tokens) - 1 >= 256)
+    for entry in drive.store.entries:
+        assert ("raw" in entry.span.bytes_by_precision()) == (entry.span.end < 256)
+
+
+def test_a_negative_shortest_length_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-min-quantize-tokens"):
+        load(flags={"kv_cache_min_quantize_tokens": -1})
+
+
+def test_a_hundred_times_the_same_is_encoded_once() -> None:
+    drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:8", v="planes:8"))
+    for _ in range(100):
+        client = drive.submit(prompt(300), 2)
+        drive.run()
+        settle(drive)
+    assert cached(client) == 299
+    counters = drive.store.count()
+    assert counters["encoded_spans"] == counters["stored_spans"] == 1
+    assert counters["refused_present"] == 99
+    assert counters["hit_tokens"] == 99 * 299
+    assert counters["queried_tokens"] == 100 * 299
+
+
+def test_live_sequences_are_encoded_and_finish() -> None:
+    storage = Storage(k="planes:8", v="planes:8", live=True)
+    drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=128), storage=storage)
+    clients = [drive.submit([*prompt(700), *prompt(50, seed=i + 1)], 300, DRAWN) for i in range(3)]
+    while not all(len(client.ids) > 150 for client in clients):
+        drive.loop.step()
+    parts = [part for sequence in drive.loop.usage().sequences for part in sequence.parts]
+    encoded = sum(part.tokens for part in parts if part.k == "planes:8")
+    raw = sum(part.tokens for part in parts if part.k == "raw")
+    assert encoded > 700
+    # Beside the newest of each those that came since it was last encoded.
+    assert raw <= 3 * (4 + 128 + 256 + 50)
+    drive.run()
+    assert all(client.finished.usage.completion_tokens == 300 for client in clients)
+    settle(drive)
+    assert cached(serve(drive, [*prompt(700), *prompt(50, seed=1)])) == 749
+
+
+def test_without_live_what_runs_stays_as_it_is() -> None:
+    storage = Storage(k="planes:2", v="planes:2")
+    drive = Drive(tiny_loaded("llama"), storage=storage)
+    running = drive.submit(prompt(400), 60, DRAWN)
+    while len(running.ids) < 20:
+        drive.loop.step()
+    other = drive.submit([*prompt(300), 1, 2], 60, DRAWN)
+    drive.run()
+    settle(drive)
+    for client in (running, other):
+        tokens = list(client.request.prompt)
+        raw = Drive(tiny_loaded("llama"))
+        assert_same(client, serve(raw, tokens, 60))
+    assert set(drive.store.usage().by_precision) == {"planes:2"}
+
+
+# Who shares with whom.
+
+
+def test_another_salt_finds_nothing() -> None:
+    drive = Drive(tiny_loaded("llama"))
+    serve(drive, prompt(200), salt="a")
+    assert cached(serve(drive, prompt(200), salt="b")) == 0
+    assert cached(serve(drive, prompt(200))) == 0
+    assert cached(serve(drive, prompt(200), salt="a")) == 199
+
+
+def test_what_nobody_asked_for_in_time_is_gone_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    drive = Drive(tiny_loaded("llama"), storage=Storage(ttl_s=60))
+    serve(drive, prompt(200))
+    now_s = drive.store._shelf._clock()
+    monkeypatch.setattr(drive.store._shelf, "_clock", lambda: now_s + 59)
+    assert cached(serve(drive, prompt(200))) == 199
+    monkeypatch.setattr(drive.store._shelf, "_clock", lambda: now_s + 59 + 61)
+    late = serve(drive, prompt(200))
+    assert cached(late) == 0
+    assert len(late.ids) == 4

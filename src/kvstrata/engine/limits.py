@@ -35,6 +35,7 @@ class Storage:
     floor_v_bits: int = 4
     dynamic_at: tuple[tuple[int, str], ...] = ()  # (tokens, precision): longer sequences step down, whatever the memory
     hot_bytes: int | None = None  # most that stored KV takes in memory; None: what running sequences leave
+    put_away: bool = True  # to the disk, what stepping down takes away
     write_through: bool = False  # to the disk at once, not when memory runs short
     ttl_s: float | None = None  # what nobody asked for so long goes; None: it stays while there is room
     max_marks: int = 8  # resume points that a stored conversation keeps, in models that need them

@@ -44,6 +44,7 @@ class Resume:
         """What it would go on from if it began now."""
         if self.store is None:
             return NOTHING
+        self.store.expire()
         if sequence.found is None or sequence.found_version != self.store.version:
             sequence.found = self.store.find(sequence.ids()[:-1], sequence.request.salt)
             sequence.found_version = self.store.version
@@ -154,6 +155,7 @@ def make_resume(
     hot_bytes = budget.total_bytes if storage.hot_bytes is None else min(storage.hot_bytes, budget.total_bytes)
     options = StoreOptions(
         hot_bytes=hot_bytes,
+        put_away=storage.put_away,
         write_through=storage.write_through,
         max_marks=storage.max_marks,
         ttl_s=storage.ttl_s,

@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from kvstrata.errors import ModelError
+from kvstrata.layers.kinds import arrays_in
 from kvstrata.models.files import check_folder
 from kvstrata.models.find import find
 from kvstrata.models.fingerprint import fingerprint
@@ -103,7 +104,8 @@ def _place(module: nn.Module, folder: Path) -> None:
         if mx.default_device() == mx.cpu:
             make_dense(module)
         else:
-            mx.eval(module.parameters())
+            # Not its parameters alone: frequencies of RoPE are kept apart, and what is lazy belongs to this thread.
+            mx.eval(arrays_in(module))
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"The weights in {folder} could not be read: {error}. Get the model again") from error
 

@@ -75,6 +75,7 @@ def _storage(settings: Settings, total_memory_bytes: int) -> Storage:
         floor_v_bits=settings.kv_floor_v,
         dynamic_at=_lengths(settings.dynamic_cache_at),
         hot_bytes=_hot_bytes(settings, total_memory_bytes),
+        put_away=settings.disk_put_away,
         write_through=settings.disk_write_through,
         ttl_s=settings.cache_ttl_s,
         max_marks=settings.kv_cache_marks,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -142,20 +143,16 @@ def span_of(layout: Layout, blocks: Sequence[Mapping[int, SealedPart]], start: i
 
 
 def _joined(parts: Iterable[SealedPart]) -> list[SealedPart]:
-    """Neighbours under the same codecs become one, halves first, so that a token is copied a few times at most."""
-    left = list(parts)
-    while True:
-        merged: list[SealedPart] = []
-        for part in left:
-            before = merged[-1] if merged else None
-            same = before is not None and (before.k.codec, before.v.codec) == (part.k.codec, part.v.codec)
-            if before is not None and same and before.num_tokens < 2 * part.num_tokens:
-                merged[-1] = rewrite.joined([before, part])
-            else:
-                merged.append(part)
-        if len(merged) == len(left):
-            return merged
-        left = merged
+    """Neighbours under the same codecs become one."""
+    runs = groupby(parts, key=lambda part: (part.k.codec, part.v.codec))
+    return [_join_halves(list(run)) for _, run in runs]
+
+
+def _join_halves(parts: list[SealedPart]) -> SealedPart:
+    """Two by two, so that a token is copied a few times and not once for every block that follows it."""
+    while len(parts) > 1:
+        parts = [rewrite.joined(parts[i : i + 2]) for i in range(0, len(parts), 2)]
+    return parts[0]
 
 
 def _owned(part: Any) -> SealedPart:

@@ -1,7 +1,7 @@
 """Where a sequence can be resumed in a model that has more than full attention.
 
-A window layer holds a ring, a recurrent one a state: neither can step back. A mark is both, of all such layers, at one
-position. It is a copy: what the sequence does afterwards does not change it.
+A window layer holds a ring, a chunked one its newest chunk, a recurrent one a state: none can step back. A mark is
+what all such layers hold at one position. It is a copy: what the sequence does afterwards does not change it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.layers.kinds import Layout
+from kvstrata.layers.chunked import ChunkedLayer
+from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.parts import SealedPart
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.sequence import SequenceCache
@@ -28,7 +29,9 @@ class RecurrentState:
         return sum(array.nbytes for array in self.arrays if array is not None)
 
 
-MarkState = SealedPart | RecurrentState | None  # of a window layer its tokens, kept ones first; None: full attention
+MarkState = (
+    SealedPart | RecurrentState | None
+)  # of a window or chunked layer its tokens, kept ones first; None: full attention
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Mark:
 
 
 def needs_marks(layout: Layout) -> bool:
-    return any(spec.kind in ("window", "recurrent") for spec in layout.flat())
+    return any(spec.kind in ("window", "chunked", "recurrent") for spec in layout.flat())
 
 
 def take_mark(cache: SequenceCache) -> Mark:
@@ -54,11 +57,19 @@ def reaches(mark: Mark, layout: Layout, num_tokens: int) -> bool:
     """Whether a sequence can go on from its first `num_tokens` with this mark, which may be a later one."""
     if num_tokens == mark.position:
         return True
-    specs = layout.flat()
-    if num_tokens > mark.position or any(spec.kind == "recurrent" for spec in specs):
+    if num_tokens > mark.position:
         return False
-    # A ring that is not full yet holds every token so far.
-    return all(mark.position <= spec.max_size for spec in specs if spec.kind == "window")
+    return all(_reaches_in(spec, mark.position, num_tokens) for spec in layout.flat())
+
+
+def _reaches_in(spec: LayerSpec, position: int, num_tokens: int) -> bool:
+    if spec.kind == "window":
+        # A ring that is not full yet holds every token so far.
+        return position <= spec.max_size
+    if spec.kind == "chunked":
+        # The first token of a chunk sees nothing before it; others need the chunk that the mark holds.
+        return num_tokens % spec.max_size == 0 or num_tokens // spec.max_size == (position - 1) // spec.max_size
+    return spec.kind != "recurrent"
 
 
 def states_at(mark: Mark, num_tokens: int, dtype: mx.Dtype) -> tuple[Any, ...]:
@@ -69,7 +80,7 @@ def states_at(mark: Mark, num_tokens: int, dtype: mx.Dtype) -> tuple[Any, ...]:
 def _state(layer: Any, position: int) -> MarkState:
     if isinstance(layer, RecurrentLayer):
         return RecurrentState(layer.held())
-    if isinstance(layer, WindowLayer):
+    if isinstance(layer, WindowLayer | ChunkedLayer):
         k, v = layer.held()
         start = position - k.shape[2]
         return SealedPart(RawCodec().adopt(k.squeeze(0), start), RawCodec().adopt(v.squeeze(0), start))

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from kvstrata.codecs.affine import AffineCodec
 from kvstrata.codecs.base import MismatchedPlanes, Planes, copy_rows
@@ -23,6 +30,14 @@ from kvstrata.spans.marks import Mark, MarkState, RecurrentState, needs_marks, s
 from kvstrata.spans.span import Held, Span, SpanRange
 
 Packed = tuple[mx.array, mx.array, mx.array]  # packed values, scales, biases
+
+# Exact types: a subclass may keep its state elsewhere.
+_CACHES: dict[str, tuple[type, ...]] = {
+    "full": (KVCache, QuantizedKVCache),
+    "window": (RotatingKVCache,),
+    "chunked": (ChunkedKVCache,),
+    "recurrent": (ArraysCache,),
+}
 
 
 def adopt_mlx_lm(layout: Layout, caches: Sequence[Any], num_tokens: int) -> Span:
@@ -59,7 +74,7 @@ def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> l
     if mark is None and needs_marks(layout):
         raise ValueError(f"this model has window or recurrent layers: a resume at {num_tokens} needs a mark")
     specs = layout.flat()
-    dtype = next((spec.dtype for spec in specs if spec.kind == "window"), mx.float32)
+    dtype = next((spec.dtype for spec in specs if spec.kind in ("window", "chunked")), mx.float32)
     states = states_at(mark, num_tokens, dtype) if mark is not None else (None,) * len(specs)
     made = iter([_given(spec, i, runs, states[i], num_tokens) for i, spec in enumerate(specs)])
     return [CacheList(*(next(made) for _ in spec.children)) if spec.children else next(made) for spec in layout.layers]
@@ -69,8 +84,7 @@ def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> l
 
 
 def _adopted(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> MarkState:
-    expected = {"full": (KVCache, QuantizedKVCache), "window": (RotatingKVCache,), "recurrent": (ArraysCache,)}
-    if type(cache) not in expected.get(spec.kind, ()):
+    if type(cache) not in _CACHES.get(spec.kind, ()):
         raise MismatchedPlanes(f"Layer {index} is of kind {spec.kind}: no {type(cache).__name__} can be adopted there.")
     if spec.kind == "recurrent":
         return _from_arrays(spec, cache, index)
@@ -78,6 +92,8 @@ def _adopted(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> MarkSt
         raise MismatchedPlanes(f"Layer {index} holds {cache.offset} tokens, not {num_tokens}.")
     if spec.kind == "window":
         part = _from_rotating(spec, cache, index)
+    elif spec.kind == "chunked":
+        part = _from_chunked(spec, cache, index)
     elif hasattr(cache, "bits"):
         codec = AffineCodec(cache.bits, cache.group_size)
         part = SealedPart(*(_from_packed(codec, arrays, num_tokens) for arrays in (cache.keys, cache.values)))
@@ -122,6 +138,15 @@ def _from_rotating(spec: LayerSpec, cache: Any, index: int) -> SealedPart:
     return SealedPart(*sides)
 
 
+def _from_chunked(spec: LayerSpec, cache: Any, index: int) -> SealedPart:
+    """Of the newest token's chunk: mlx-lm's buffer has the end of the chunk before too."""
+    valid, count = cache.offset - cache.start_position, (cache.offset - 1) % spec.max_size + 1
+    if cache.chunk_size != spec.max_size or valid < count:
+        raise MismatchedPlanes(f"Layer {index} has chunks of {spec.max_size} tokens, not of {cache.chunk_size}.")
+    rows = [_only_row(buffer)[:, valid - count : valid] for buffer in (cache.keys, cache.values)]
+    return SealedPart(*(RawCodec().encode(row, cache.offset - count) for row in rows))
+
+
 def _from_arrays(spec: LayerSpec, cache: Any, index: int) -> RecurrentState:
     if len(cache.cache) != spec.num_arrays or all(array is None for array in cache.cache):
         raise MismatchedPlanes(
@@ -162,9 +187,21 @@ def _given(spec: LayerSpec, index: int, runs: Sequence[SpanRange], state: Any, n
         ring.keys, ring.values = state
         ring.offset, ring._idx = num_tokens, ring.keys.shape[2]
         return ring
+    if spec.kind == "chunked":
+        k, v = state
+        return _to_chunked(spec, k, v, num_tokens)
     if spec.kind != "full":
         raise MismatchedPlanes(f"Layer {index} is of kind {spec.kind}, which cannot be given to mlx-lm.")
     return _to_kv_cache(spec, [part for run in runs for part in run.span.parts(index, run.start, run.end)], num_tokens)
+
+
+def _to_chunked(spec: LayerSpec, k: mx.array, v: mx.array, num_tokens: int) -> Any:
+    chunked: Any = ChunkedKVCache(spec.max_size)
+    past = num_tokens % spec.max_size
+    chunked.offset, chunked.start_position = num_tokens, num_tokens - past
+    if past:
+        chunked.keys, chunked.values = owned(k[:, :, :past]), owned(v[:, :, :past])
+    return chunked
 
 
 def _to_kv_cache(spec: LayerSpec, parts: Sequence[Part], num_tokens: int) -> Any:

@@ -72,14 +72,14 @@ def make_plan(layout: Layout, k: str, v: str, *, edge_layers: int = 0, edge: str
     Refuses what a layer cannot store.
     """
     specs = layout.flat()
-    attention = [i for i, spec in enumerate(specs) if spec.kind in ("full", "window")]
+    attention = [i for i, spec in enumerate(specs) if spec.kind in ("full", "window", "chunked")]
     edges = {*attention[:edge_layers], *attention[len(attention) - edge_layers :]} if edge_layers else set()
     pairs = [_pair(spec, k, v, edge if i in edges else None) for i, spec in enumerate(specs)]
     return Plan(k, v, tuple(pairs))
 
 
 def _pair(spec: LayerSpec, k: str, v: str, at_least: str | None) -> Pair:
-    if spec.kind not in ("full", "window"):
+    if spec.kind not in ("full", "window", "chunked"):
         return RAW
     return _codec(k, at_least, spec.k_dim), _codec(v, at_least, spec.v_dim)
 

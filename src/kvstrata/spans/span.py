@@ -104,15 +104,18 @@ class Span:
         if self.num_tokens < 1:
             raise ValueError(f"a span of {self.num_tokens} tokens cannot be stored: seal some first")
         held = self._held[layer]
-        if isinstance(held, FullLayer) and (held.start, held.offset) == (self.position, self.end):
-            if held.own_arrays() is not None:
-                # Not what `own_arrays` gives: an index [0] is a copy, `squeeze` is not.
-                k, v = (array.squeeze(0) for array in held.arrays())
-                self._held[layer] = (rewrite.adopt(k, v, pair, self.position),)
-                return
+        if isinstance(held, FullLayer) and self._fills(held):
+            # An index [0] would copy, `squeeze` does not.
+            k, v = (array.squeeze(0) for array in held.arrays())
+            self._held[layer] = (rewrite.adopt(k, v, pair, self.position),)
+            return
         parts = self.parts(layer, self.position, self.end)
         dtype = self.layout.flat()[layer].dtype
         self._held[layer] = rewrite.gather(parts, pair, self.position, dtype, upward=upward, put_away=put_away)
+
+    def _fills(self, layer: FullLayer) -> bool:
+        """Whether a live layer holds these tokens and has no room beside them."""
+        return (layer.start, layer.offset) == (self.position, self.end) and layer.own_arrays() is not None
 
     def settles(self, layer: int, pair: Pair, *, upward: bool = False) -> bool:
         """Whether a rewrite would leave the layer as it is."""
@@ -250,6 +253,6 @@ def prefix_of(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> P
     specs = layout.flat()
     full = [spec.kind == "full" for spec in specs]
     sources = tuple(tuple(SpanSource(run, i) for run in runs) if full[i] else () for i in range(len(specs)))
-    dtype = next((spec.dtype for spec in specs if spec.kind == "window"), mx.float32)
+    dtype = next((spec.dtype for spec in specs if spec.kind in ("window", "chunked")), mx.float32)
     states = states_at(mark, num_tokens, dtype) if mark is not None else (None,) * len(specs)
     return Prefix(num_tokens, sources, states)

@@ -67,6 +67,7 @@ class Load:
     mark: Mark | None = None
     ticket: Ticket | None = None
     is_done: bool = False
+    on_done: Callable[[Load], None] = lambda _: None
 
     @property
     def num_loaded(self) -> int:
@@ -130,8 +131,15 @@ class Cold:
 
     # Found.
 
+    def chain_of(self, root: bytes, ids: TokenIds) -> tuple[Step, ...]:
+        """The longest chain of blocks that begins these tokens, whether or not a sequence can go on from it."""
+        return self._longest(root, ids, at_marks=False).steps
+
     def match(self, root: bytes, ids: TokenIds) -> ColdMatch:
         """The longest chain of blocks that begins these tokens, and that a sequence can go on from."""
+        return self._longest(root, ids, at_marks=self._needs_marks)
+
+    def _longest(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> ColdMatch:
         best = ColdMatch()
         trail: list[Step] = []
         waiting = [self._following(root, 0, ids)]
@@ -144,8 +152,8 @@ class Cold:
                 continue
             trail.append(step)
             waiting.append(self._following(step.key, step.end, ids))
-            if step.end > best.num_tokens and (not self._needs_marks or self.tier.find(step.key, MARK)):
-                best = ColdMatch(tuple(trail), self._needs_marks)
+            if step.end > best.num_tokens and (not at_marks or self.tier.find(step.key, MARK)):
+                best = ColdMatch(tuple(trail), at_marks)
                 if step.end == len(ids):
                     return best
         return best
@@ -160,10 +168,18 @@ class Cold:
 
     # Back.
 
-    def load(self, root: bytes, salt: str, ids: TokenIds, match: ColdMatch, known_tokens: int) -> Load:
-        """Begin to read what follows `known_tokens`."""
+    def load(
+        self,
+        root: bytes,
+        salt: str,
+        ids: TokenIds,
+        match: ColdMatch,
+        known_tokens: int,
+        on_done: Callable[[Load], None] = lambda _: None,
+    ) -> Load:
+        """Begin to read what follows `known_tokens`. `on_done` is called when all is there, or no more will come."""
         steps = tuple(step for step in match.steps if step.end > known_tokens)
-        load = Load(root, salt, ids[: match.num_tokens], steps, self._clock())
+        load = Load(root, salt, ids[: match.num_tokens], steps, self._clock(), on_done=on_done)
         wanted = [BlockId(step.key) for step in steps]
         if match.has_mark:
             # First: without it the rest is of no use.
@@ -180,7 +196,7 @@ class Cold:
         if load.is_done:
             return
         if isinstance(came, Missing):
-            self.give_up(load)
+            self._fail(load)
             return
         try:
             if came.block.part == MARK:
@@ -189,9 +205,15 @@ class Cold:
                 load.blocks.append(unpack(self._layout, _packed(came.block)))
         except Exception:  # noqa: BLE001
             # Verified bytes that this version cannot read: a miss, whatever the reason.
-            self.give_up(load)
+            self._fail(load)
             return
         load.is_done = len(load.blocks) == len(load.steps)
+        if load.is_done:
+            load.on_done(load)
+
+    def _fail(self, load: Load) -> None:
+        self.give_up(load)
+        load.on_done(load)
 
 
 def _runs(leaf: Node[Entry]) -> list[tuple[Entry, int, int]]:

@@ -82,6 +82,11 @@ class Spills:
         self._mover.add(entry)
         self._mover.finish(entry)
 
+    def write(self, entry: Entry) -> Job:
+        """As it is now, as part of another job. Nothing to do where it is on the disk already."""
+        if self._cold is not None and not entry.is_clean and not entry.is_running and not entry.span.is_live:
+            yield from self._spill(entry, self._cold)
+
     def _job(self, entry: Entry) -> Job | None:
         if self._cold is None or entry.is_clean or entry.is_running or not entry.nodes:
             return None

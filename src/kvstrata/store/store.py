@@ -29,17 +29,21 @@ from kvstrata.store.precision import Precision, PrecisionOptions
 from kvstrata.store.pressure import LadderOptions, PlanOf, Pressure
 from kvstrata.store.report import Ending, Explanation, TierUsage, usage_of
 from kvstrata.store.requantize import Change, Changed, Progress, Requantizing, assess, in_scope
+from kvstrata.store.restore import Restorer
 from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
 from kvstrata.store.spills import Spills
 
 # On the way from the first token to the end of a conversation.
 MAX_SPANS = 8
+# Of the bytes that a plan asks for: a span that has fewer is in a lower precision.
+RESTORE_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class StoreOptions:
     hot_bytes: int  # most that stored spans may take
+    put_away: bool = True  # to the disk, what stepping down takes away
     write_through: bool = False  # to the disk at once, not when memory runs short
     max_marks: int = 8  # on the way from the first token to the end of a span
     ttl_s: float | None = None  # what nobody asked for so long goes
@@ -105,6 +109,7 @@ class Store:
         self._mover = Mover(self._job, self._tidy)
         self._spills = Spills(cold, self._shelf, self.counters, self._mover.finish)
         self.pressure = Pressure(self._shelf, plan_of or partial(make_plan, layout), options.ladder, self._review)
+        self._restorer = Restorer(cold, self._shelf, self.counters)
         self._requantizing: Requantizing | None = None
 
     @property
@@ -237,6 +242,9 @@ class Store:
     def _counted(self, entry: Entry, job: Job, plan: Plan) -> Job:
         if not plan.is_raw:
             self.counters["encoded_spans"] += 1
+        if self.options.put_away and entry.target is not None and not entry.goes_up:
+            # What it loses now can be had back.
+            yield from self._spills.write(entry)
         for _ in job:
             self._shelf.recount(entry)
             yield
@@ -258,8 +266,15 @@ class Store:
             entry.target, entry.goes_up = plan, change.force
             # What was begun for another target goes no further.
             self._mover.discard(entry)
+            if not change.force and self._is_lower(entry, plan):
+                self._restorer.begin(entry)
             self._review(entry)
         return changed
+
+    def _is_lower(self, entry: Entry, plan: Plan) -> bool:
+        """Whether it is stored in fewer bits than the plan has."""
+        target = plan.token_bytes(self._layout) * entry.span.num_tokens
+        return not entry.is_running and entry.span.kv_bytes < RESTORE_SHARE * target
 
     def requantize_progress(self) -> Progress:
         return self._requantizing.progress(self._mover.has) if self._requantizing else Progress()
@@ -267,6 +282,7 @@ class Store:
     def cancel_requantize(self) -> Progress:
         """What is not done yet stays as it is; every span is whole. New spans are stored as before the change."""
         progress = self.requantize_progress()
+        self._restorer.cancel()
         if self._requantizing and progress.is_running:
             self.precision.target = self._requantizing.before
             for entry in self._requantizing.entries:
@@ -331,6 +347,10 @@ class Store:
             self.cold.tier.close()
 
     # Room.
+
+    def expire(self) -> None:
+        """Let go of what nobody asked for in time."""
+        self._shelf.shrink_to(self._shelf.held_bytes)
 
     def shrink_to(self, limit_bytes: int) -> None:
         """Evict until no more than this is held, or only what is in use."""
@@ -397,6 +417,7 @@ class Store:
 
     def explain(self, tokens: Tokens, salt: str) -> Explanation:
         """How much of a prompt is there, and why not more. The last token is always computed."""
+        self.expire()
         ids = as_ids(tokens)[:-1]
         found = self.find(ids, salt)
         key = root_key(self._identity, salt)

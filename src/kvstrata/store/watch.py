@@ -11,7 +11,8 @@ from kvstrata.store.history import History
 from kvstrata.store.policy import Kind, Reuse
 from kvstrata.store.shadow import AgeShadow, WorthShadow
 
-# How many times the store's capacity must be asked for until a comparison is forgotten (to 1/e).
+# How many times the store's capacity must be asked for until a comparison is forgotten (to 1/e). Shorter ones change
+# sides for noise, and each change costs what one side kept and the other did not.
 COMPARED_FACTOR = 64
 
 

@@ -196,7 +196,7 @@ class DiskTier:
         """From the disk and from the queue, whatever hangs on them."""
         wanted = set(blocks)
         self._writer.withdraw(lambda block: block.id in wanted)
-        return self._remove(blocks)
+        return self._remove(list(dict.fromkeys(blocks)))
 
     def clear(self, root: bytes | None = None) -> Removed:
         """Everything, or what belongs to one root."""

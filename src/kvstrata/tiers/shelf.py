@@ -162,22 +162,25 @@ class Shelf:
         return rows
 
     def forget(self, block: BlockId) -> None:
-        """A row whose file turned out not to be there."""
-        try:
-            with self._lock:
-                self._remove_rows([row for row in self.catalogue.parts(block.key) if row.id == block])
-        except CatalogueFault as fault:
-            self._note(fault)
+        """A row whose file turned out not to be there: unless it is there by now."""
+        with self._lock:
+            try:
+                self.folder.files.status(self.folder.path(block))
+            except FileNotFoundError:
+                self._remove_row_of(block)
+            except OSError:
+                return
 
     def put_away(self, block: BlockId, reason: Damage) -> None:
         """A damaged file leaves; never raises, because it is a reader that finds one."""
         self._counters.add(Event.QUARANTINED, reason)
         log.warning("Quarantined a damaged block of the disk cache (%s): %s", reason, file_name(block))
-        try:
-            self.quarantine.take(self.folder.path(block), reason)
-        except OSError as error:
-            log.warning("It could not be moved or deleted: %s", error)
-        self.forget(block)
+        with self._lock:
+            try:
+                self.quarantine.take(self.folder.path(block), reason)
+            except OSError as error:
+                log.warning("It could not be moved or deleted: %s", error)
+            self._remove_row_of(block)
 
     def write_touches(self) -> None:
         with self._touch_lock:
@@ -281,6 +284,12 @@ class Shelf:
     def _delete_file(self, row: Row, reason: Eviction) -> None:
         unlink_if_there(self.folder.files, self.folder.path(row.id))
         self._counters.add(Event.EVICTED, reason, nbytes=row.disk_bytes)
+
+    def _remove_row_of(self, block: BlockId) -> None:
+        try:
+            self._remove_rows([row for row in self.catalogue.parts(block.key) if row.id == block])
+        except CatalogueFault as fault:
+            self._note(fault)
 
     def _add_row(self, row: Row) -> None:
         replaced = [old for old in self.catalogue.parts(row.id.key) if old.id == row.id]

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvstrata.tiers.block import BASE, Block, BlockId
 from kvstrata.tiers.pause import Pause
@@ -32,6 +33,13 @@ class Flushed:
     bytes_left: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """One offer of a block: the same block, offered again after it was withdrawn, is another."""
+
+    block: Block
+
+
 class Writer:
     def __init__(
         self,
@@ -49,7 +57,8 @@ class Writer:
         self._counters = counters
         self._limit_bytes = limit_bytes
         self._changed = threading.Condition()
-        self._queue: dict[BlockId, Block] = {}
+        self._queue: dict[BlockId, _Entry] = {}
+        self._is_writing = False
         self._bytes = 0
         self._pause = Pause(first_pause_s, time.monotonic)
         self._num_flushing = 0
@@ -73,24 +82,25 @@ class Writer:
                 return Refusal.TOO_LARGE
             if self._bytes + block.nbytes > self._limit_bytes:
                 return Refusal.QUEUE_FULL
-            self._queue[block.id] = block
+            self._queue[block.id] = _Entry(block)
             self._bytes += block.nbytes
             self._changed.notify_all()
         return None
 
     def queued(self, block: BlockId) -> list[Block]:
         with self._changed:
-            return [self._queue[block]] if block in self._queue else []
+            return [self._queue[block].block] if block in self._queue else []
 
     def lengths(self, parent: bytes) -> set[int]:
         with self._changed:
-            return {b.num_tokens for b in self._queue.values() if b.parent == parent and b.part == BASE}
+            blocks = [entry.block for entry in self._queue.values()]
+        return {block.num_tokens for block in blocks if block.parent == parent and block.part == BASE}
 
     def withdraw(self, is_unwanted: Callable[[Block], bool]) -> None:
         """What is being written is not published any more, unless it just was: then it is on the disk."""
         with self._changed:
-            for block in [b for b in self._queue.values() if is_unwanted(b)]:
-                self._leave(block)
+            for entry in [entry for entry in self._queue.values() if is_unwanted(entry.block)]:
+                self._leave(entry)
                 self._counters.add(Event.DROPPED, Drop.CLEARED)
 
     @property
@@ -132,8 +142,8 @@ class Writer:
             self._changed.notify_all()
         self._thread.join(timeout_s)
         with self._changed:
-            for block in list(self._queue.values()):
-                self._leave(block)
+            for entry in list(self._queue.values()):
+                self._leave(entry)
                 self._counters.add(Event.DROPPED, Drop.CLOSED)
             self._changed.notify_all()
         return not self._thread.is_alive()
@@ -146,30 +156,30 @@ class Writer:
                 if not self._wait_for_work():
                     return
                 must_settle_in = not self._is_settled_in
-                # At least one, unless there is settling in to do.
-                first = list(self._queue.values())[:1]
-                kept = _parents(self._queue.values())
+                batch = [] if must_settle_in else list(self._queue.values())[:1]
+                kept = _parents(entry.block for entry in self._queue.values())
+                self._is_writing = True
             if must_settle_in:
                 self._settle_in_now()
-                continue
-            for block in first:
-                self._settle(block, self._attempt(block, kept))
-                with self._changed:
-                    self._leave(block)
-                    self._changed.notify_all()
+            for entry in batch:
+                self._settle(entry.block, self._attempt(entry, kept))
+            with self._changed:
+                for entry in batch:
+                    self._leave(entry)
+                self._is_writing = False
+                self._changed.notify_all()
 
     def _settle_in_now(self) -> None:
-        outcome = self._settle_in()
+        outcome = _guarded(self._settle_in)
         with self._changed:
             if isinstance(outcome, Failed):
                 self._counters.add(Event.FAILED, outcome.reason)
                 self._pause.begin(outcome.reason, outcome.what)
             # After a failure the next block tries again.
             self._is_settled_in = True
-            self._changed.notify_all()
 
     def _has_nothing_to_do(self) -> bool:
-        return self._is_closing or (self._is_settled_in and not self._queue)
+        return self._is_closing or not (self._queue or self._is_writing or not self._is_settled_in)
 
     def _wait_for_work(self) -> bool:
         while not self._is_closing:
@@ -179,12 +189,8 @@ class Writer:
             self._changed.wait(self._pause.remaining_s if has_work else None)
         return False
 
-    def _attempt(self, block: Block, kept: frozenset[bytes]) -> Written | Dropped | Failed:
-        try:
-            return self._publish(block, kept, lambda: self._is_queued(block))
-        except Exception as error:  # The thread must outlive a mistake of ours, and say it
-            log.exception("Writing a block to the disk cache failed in a way that it should not")
-            return Failed(Fault.OTHER, repr(error))
+    def _attempt(self, entry: _Entry, kept: frozenset[bytes]) -> Written | Dropped | Failed:
+        return _guarded(lambda: self._publish(entry.block, kept, lambda: self._is_queued(entry)))
 
     def _settle(self, block: Block, outcome: Written | Dropped | Failed) -> None:
         match outcome:
@@ -202,14 +208,25 @@ class Writer:
                 with self._changed:
                     self._pause.begin(reason, what)
 
-    def _is_queued(self, block: Block) -> bool:
+    def _is_queued(self, entry: _Entry) -> bool:
         with self._changed:
-            return self._queue.get(block.id) is block
+            return self._queue.get(entry.block.id) is entry
 
-    def _leave(self, block: Block) -> None:
-        if self._queue.get(block.id) is block:
-            del self._queue[block.id]
-            self._bytes -= block.nbytes
+    def _leave(self, entry: _Entry) -> None:
+        if self._queue.get(entry.block.id) is entry:
+            del self._queue[entry.block.id]
+            self._bytes -= entry.block.nbytes
+
+
+Outcome = TypeVar("Outcome")
+
+
+def _guarded(work: Callable[[], Outcome]) -> Outcome | Failed:
+    try:
+        return work()
+    except Exception as error:  # The thread must outlive a mistake of ours, and say it.
+        log.exception("The disk cache's writer failed in a way that it should not")
+        return Failed(Fault.OTHER, repr(error))
 
 
 def _parents(blocks: Iterable[Block]) -> frozenset[bytes]:

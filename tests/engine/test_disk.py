@@ -1,0 +1,168 @@
+"""The disk tier under the engine: restarts, faults, and precision that comes back."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvstrata.engine.engine import Engine
+from kvstrata.engine.limits import Disk, Limits, Storage
+from kvstrata.engine.loop import Loop
+from kvstrata.engine.rates import Rate
+from kvstrata.engine.request import Request
+from kvstrata.layers.kinds import arrays_in
+from kvstrata.metrics import Metrics
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.store.requantize import Change
+from tests.engine.drive import GREEDY
+from tests.engine.test_engine import Reply
+from tests.tiny import VOCAB, tiny_loaded
+
+MIB = 1 << 20
+ARCHITECTURES = ["llama", "gemma3_text", "qwen3_next", "mamba2", "deepseek_v3", "gpt_oss"]
+
+
+@contextmanager
+def engine_on(folder: Path, loaded: LoadedModel, storage: Storage | None = None, **limits: int) -> Iterator[Engine]:
+    mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
+    disk = Disk(folder, 256 * MIB, reserve_bytes=0, queue_bytes=64 * MIB)
+    engine = Engine(loaded, Limits(memory_bytes=4096 * MIB, **limits), Metrics(), storage, disk)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def make_computing_slow(loop: Loop) -> None:
+    """Tiny models compute a prompt faster than any disk reads it, and then nothing would be read."""
+    loop._prefill_rate = Rate()
+    loop._prefill_rate.add(1, 1.0)
+
+
+def answer(engine: Engine, name: str, prompt_tokens: int, max_tokens: int = 12) -> Reply:
+    engine.ask(make_computing_slow).result(60)
+    reply = Reply()
+    prompt = tuple(i * 7 % VOCAB for i in range(prompt_tokens))
+    engine.submit(Request(name, prompt, max_tokens, GREEDY), reply.sink)
+    reply.wait()
+    return reply
+
+
+def cached(reply: Reply) -> int:
+    return reply.wait().usage.cached_tokens  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def settle(engine: Engine) -> None:
+    def work(loop: Loop) -> None:
+        while loop.has_chores:
+            loop.do_chores(1.0)
+
+    engine.ask(work).result(60)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_after_a_restart_only_what_is_new_is_computed(architecture: str, tmp_path: Path) -> None:
+    with engine_on(tmp_path, tiny_loaded(architecture)) as engine:
+        first = answer(engine, "first", 700)
+    with engine_on(tmp_path, tiny_loaded(architecture)) as engine:
+        again = answer(engine, "again", 700)
+        assert cached(again) == 699
+        assert again.ids == first.ids
+
+
+def test_weights_changed_under_the_same_name_find_nothing(tmp_path: Path) -> None:
+    with engine_on(tmp_path, tiny_loaded("llama")) as engine:
+        answer(engine, "first", 600)
+    changed = dataclasses.replace(tiny_loaded("llama"), fingerprint="other weights")
+    with engine_on(tmp_path, changed) as engine:
+        assert cached(answer(engine, "again", 600)) == 0
+
+
+def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    with engine_on(tmp_path, loaded) as engine:
+        first = answer(engine, "first", 700)
+    blocks = sorted(path for path in tmp_path.rglob("*.safetensors"))
+    assert len(blocks) >= 3
+    for path in blocks:
+        octets = bytearray(path.read_bytes())
+        octets[-100] ^= 1
+        path.write_bytes(octets)
+    with engine_on(tmp_path, loaded) as engine:
+        again = answer(engine, "again", 700)
+        assert cached(again) == 0
+        assert again.ids == first.ids
+        counters = engine.ask(lambda loop: loop.usage().counters).result(60)
+        assert counters["disk_quarantined_tensor"] >= 1
+
+
+def test_what_is_evicted_comes_back_from_the_disk_with_memory_full(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    with engine_on(tmp_path, loaded, Storage(hot_bytes=900 * 1024)) as engine:
+        replies = {n: answer(engine, f"a{n}", n) for n in (600, 610, 620)}
+        settle(engine)
+        for n, before in replies.items():
+            again = answer(engine, f"b{n}", n)
+            assert cached(again) == n - 1
+            assert again.ids == before.ids
+            assert engine.ask(lambda loop: loop.usage().tiers["hot"].nbytes).result(60) <= 900 * 1024
+
+
+@pytest.mark.parametrize("name", ["planes:8", "planes:2", "rotated:4"])
+def test_blocks_rest_at_the_precision_that_they_have_in_memory(name: str, tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    storage = Storage(k=name, v=name)
+    with engine_on(tmp_path, loaded, storage) as engine:
+        answer(engine, "first", 700)
+        warm = answer(engine, "warm", 700)
+    with engine_on(tmp_path, loaded, storage) as engine:
+        cold = answer(engine, "cold", 700)
+        assert cached(cold) == 699
+        assert cold.ids == warm.ids
+        settle(engine)
+        usage = engine.ask(lambda loop: loop.usage()).result(60)
+        assert set(usage.tiers["hot"].by_precision) == {name}
+
+
+def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    storage = Storage(k="planes:8", v="planes:8")
+
+    def planes(loop: Loop) -> list[bytes]:
+        assert loop.store is not None
+        (entry,) = [entry for entry in loop.store.entries if entry.span.end > 600]
+        parts = [part for layer in entry.span.layers for part in entry.span.planes(layer)]
+        return sorted(np.asarray(array).tobytes() for part in parts for array in part.arrays())
+
+    with engine_on(tmp_path, loaded, storage) as engine:
+        answer(engine, "first", 700)
+        settle(engine)
+        before = engine.ask(planes).result(60)
+        engine.ask(lambda loop: loop.requantize(Change("planes:4", "planes:4"))).result(60)
+        settle(engine)
+        assert len(engine.ask(planes).result(60)) < len(before)
+        engine.ask(lambda loop: loop.requantize(Change("planes:8", "planes:8"))).result(60)
+        until_s = time.monotonic() + 30
+        while not engine.ask(lambda loop: loop.usage().counters.get("restored_spans", 0)).result(60):
+            assert time.monotonic() < until_s
+        assert engine.ask(planes).result(60) == before
+
+
+def test_hot_only_writes_nothing(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    engine = Engine(loaded, Limits(memory_bytes=4096 * MIB), Metrics(), Storage(hot_bytes=300 * 1024))
+    engine.start()
+    for n in (600, 610):
+        answer(engine, f"a{n}", n)
+    usage = engine.ask(lambda loop: loop.usage()).result(60)
+    engine.stop()
+    assert set(usage.tiers) == {"hot"}
+    assert not list(tmp_path.iterdir())

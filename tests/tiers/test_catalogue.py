@@ -1,0 +1,233 @@
+"""The catalogue: quick to start, and never missed when it is gone."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstrata.tiers.block import BASE, BlockId
+from kvstrata.tiers.catalogue import Catalogue, Row
+from kvstrata.tiers.files import Files
+from kvstrata.tiers.folder import file_name
+from kvstrata.tiers.reasons import Damage
+from tests.tiers.blocks import ROOT, is_same, make_chain, open_tier, real_bytes
+from tests.tiers.faults import FaultyFiles, flip
+from tests.tiers.test_damage import path_of
+
+
+def fill(directory: Path, num_blocks: int = 12) -> list:
+    tier = open_tier(directory)
+    blocks = make_chain(num_blocks)
+    for block in blocks:
+        tier.put(block)
+    assert tier.flush(20).is_empty
+    tier.close()
+    return blocks
+
+
+def assert_all_there(directory: Path, blocks: list) -> None:
+    tier = open_tier(directory)
+    assert all(tier.find(block.key) for block in blocks)
+    assert tier.lengths(blocks[3].key) == (4,)
+    assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in blocks)
+    assert tier.usage().num_blocks == len(blocks)
+    assert tier.usage().disk_bytes == real_bytes(directory)
+    tier.close()
+
+
+@pytest.mark.parametrize("suffixes", [("", "-wal", "-shm"), ("",)])
+def test_a_catalogue_that_was_deleted_is_rebuilt(tmp_path: Path, suffixes: tuple[str, ...]) -> None:
+    blocks = fill(tmp_path / "cache")
+    for suffix in suffixes:
+        (tmp_path / "cache" / f"catalogue.sqlite{suffix}").unlink(missing_ok=True)
+    assert_all_there(tmp_path / "cache", blocks)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not a database " * 1000, os.urandom(20_000), b"SQLite format 3\0" + bytes(8176)]
+)
+def test_a_catalogue_that_is_none_is_rebuilt(tmp_path: Path, content: bytes) -> None:
+    blocks = fill(tmp_path / "cache")
+    (tmp_path / "cache" / "catalogue.sqlite").write_bytes(content)
+    assert_all_there(tmp_path / "cache", blocks)
+
+
+def test_a_catalogue_of_another_version_is_rebuilt(tmp_path: Path) -> None:
+    blocks = fill(tmp_path / "cache")
+    connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
+    connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    assert_all_there(tmp_path / "cache", blocks)
+
+
+def test_flipped_bytes_in_the_catalogue_never_give_wrong_blocks(tmp_path: Path) -> None:
+    """SQLite has no checksums: a row may be wrong. Then a block may be missed, but what is served is right."""
+    blocks = fill(tmp_path / "cache", 6)
+    path = tmp_path / "cache" / "catalogue.sqlite"
+    content = path.read_bytes()
+    generator = np.random.default_rng(11)
+    for _ in range(60):
+        path.write_bytes(content)
+        for _ in range(3):
+            flip(path, int(generator.integers(len(content))), 1 << int(generator.integers(8)))
+        tier = open_tier(tmp_path / "cache")
+        tier.lengths(ROOT)
+        tier.rows()
+        assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in blocks)
+        tier.close()
+
+
+def test_a_rebuild_reads_headers_and_no_payload(tmp_path: Path) -> None:
+    class Counting(Files):
+        num_bytes = 0
+
+        def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
+            self.num_bytes += buffer.nbytes
+            return super().read_into(fd, buffer, offset)
+
+    blocks = fill(tmp_path / "cache")
+    for path in (tmp_path / "cache").glob("catalogue*"):
+        path.unlink()
+    files = Counting()
+    open_tier(tmp_path / "cache", files=files).close()
+    assert files.num_bytes == 4096 * len(blocks)
+    files.num_bytes = 0
+    open_tier(tmp_path / "cache", files=files).close()
+    assert files.num_bytes == 0
+
+
+def test_a_rebuild_puts_damaged_headers_away(tmp_path: Path) -> None:
+    blocks = fill(tmp_path / "cache")
+    for path in (tmp_path / "cache").glob("catalogue*"):
+        path.unlink()
+    flip(path_of(tmp_path / "cache", blocks[4]), 900)
+    os.truncate(path_of(tmp_path / "cache", blocks[5]), 4200)
+    tier = open_tier(tmp_path / "cache")
+    assert tier.usage().counters["quarantined"] == {Damage.HEADER: 1, Damage.LENGTH: 1}
+    assert tier.usage().num_blocks == len(blocks) - 2
+    tier.close()
+
+
+def test_names_and_rows_are_compared_at_start(tmp_path: Path) -> None:
+    """After a crash of the machine the catalogue may lack rows, or have too many."""
+    blocks = fill(tmp_path / "cache")
+    connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
+    connection.execute("DELETE FROM blocks WHERE start < 8")
+    connection.commit()
+    connection.close()
+    path_of(tmp_path / "cache", blocks[-1]).unlink()
+    (tmp_path / "cache" / "blocks" / "README").write_text("not ours")
+    (path_of(tmp_path / "cache", blocks[0]).parent / "notes.txt").write_text("not ours")
+    tier = open_tier(tmp_path / "cache")
+    assert tier.flush(10).is_empty
+    assert [tier.find(block.key) for block in blocks] == [True] * 11 + [False]
+    assert tier.usage().num_blocks == 11
+    tier.close()
+
+
+def test_temporaries_of_a_crash_are_removed(tmp_path: Path) -> None:
+    blocks = fill(tmp_path / "cache")
+    for number in range(3):
+        (tmp_path / "cache" / "tmp" / f"{number}.tmp").write_bytes(b"half a block")
+    assert_all_there(tmp_path / "cache", blocks)
+    assert not list((tmp_path / "cache" / "tmp").iterdir())
+
+
+def test_uses_are_remembered(tmp_path: Path) -> None:
+    now = [1000.0]
+    tier = open_tier(tmp_path / "cache", clock=lambda: now[0])
+    blocks = make_chain(2)
+    for block in blocks:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    now[0] = 2000.0
+    for _ in range(3):
+        tier.read_now(blocks[0].id, root=ROOT)
+    tier.close()
+    tier = open_tier(tmp_path / "cache")
+    first, second = tier.rows()
+    assert (first.uses, first.last_use, first.created) == (3, 2000.0, 1000.0)
+    assert (second.uses, second.last_use) == (0, 1000.0)
+    tier.close()
+
+
+class Many(FaultyFiles):
+    """Has the files of `rows` by name: a start must not open, stat or read one of them."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        super().__init__()
+        self.by_shard: dict[str, list[str]] = {f"{first:02x}": [] for first in range(256)}
+        for row in rows:
+            self.by_shard[row.id.key[:1].hex()].append(file_name(row.id))
+
+    def names(self, folder: Path) -> list[str]:
+        self._step("names")
+        if folder.name == "blocks":
+            return list(self.by_shard)
+        return self.by_shard.get(folder.name, [])
+
+
+@pytest.fixture(scope="module")
+def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
+    directory = tmp_path_factory.mktemp("large") / "cache"
+    open_tier(directory).close()
+    generator = np.random.default_rng(0)
+    keys = generator.bytes(32 * 100_000)
+    rows: list[Row] = []
+    for index in range(100_000):
+        key = keys[32 * index : 32 * index + 32]
+        parent = rows[-1].id.key if index % 200 else ROOT
+        rows.append(Row(BlockId(key), parent, ROOT, index % 200 * 256, 256, 4096, float(index), 1, 0.0))
+    catalogue = Catalogue(directory / "catalogue.sqlite")
+    catalogue.add(rows)
+    catalogue.close()
+    for first in range(256):
+        (directory / "blocks" / f"{first:02x}").mkdir(mode=0o700)
+    return directory, rows
+
+
+def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: tuple[Path, list[Row]]) -> None:
+    directory, rows = hundred_thousand
+    times_s: list[float] = []
+    for _ in range(3):
+        files = Many(rows)
+        started = time.perf_counter()
+        tier = open_tier(directory, limit_bytes=1 << 40, files=files)
+        assert tier.lengths(rows[7].id.key) == (256,)
+        times_s.append(time.perf_counter() - started)
+        assert tier.flush(30).is_empty
+        assert tier.usage().num_blocks == 100_000
+        assert tier.usage().num_tokens == 25_600_000
+        assert not {"open", "read_into"}.intersection(files.steps)
+        tier.close()
+    assert min(times_s) < 1.0, times_s
+
+
+def test_lookups_among_100_000_blocks_are_quick(hundred_thousand: tuple[Path, list[Row]]) -> None:
+    directory, rows = hundred_thousand
+    tier = open_tier(directory, limit_bytes=1 << 40, files=Many(rows))
+    assert tier.flush(30).is_empty
+    started = time.perf_counter()
+    for row in rows[::100]:
+        assert tier.find(row.id.key)
+        tier.lengths(row.id.key)
+    per_lookup_s = (time.perf_counter() - started) / 2000
+    tier.close()
+    assert per_lookup_s < 0.002
+
+
+def test_leaves_among_100_000_blocks_are_found_quickly(hundred_thousand: tuple[Path, list[Row]]) -> None:
+    directory, rows = hundred_thousand
+    catalogue = Catalogue(directory / "catalogue.sqlite")
+    started = time.perf_counter()
+    leaves = catalogue.oldest_leaves(8)
+    seconds = time.perf_counter() - started
+    catalogue.close()
+    assert [leaf.id for leaf in leaves] == [rows[199 + 200 * index].id for index in range(8)]
+    assert all(leaf.id.part == BASE for leaf in leaves)
+    assert seconds < 0.5

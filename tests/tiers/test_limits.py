@@ -1,0 +1,293 @@
+"""The limit in real bytes, eviction, admission, the write budget, the volume's reserve."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.tiers.admission import DailyBudget, SecondTouch
+from kvstrata.tiers.block import BASE, Block, BlockId
+from kvstrata.tiers.catalogue import Row
+from kvstrata.tiers.disk import Accepted, Refused
+from kvstrata.tiers.eviction import victims
+from kvstrata.tiers.reasons import Drop, Refusal
+from tests.tiers.blocks import ROOT, is_same, make_block, make_chain, open_tier, real_bytes
+from tests.tiers.faults import FaultyFiles
+
+MIB = 1 << 20
+
+
+def test_the_limit_holds_under_ten_times_its_size(tmp_path: Path) -> None:
+    """Looked at from outside, at every moment, by another thread."""
+    directory = tmp_path / "cache"
+    limit_bytes = 2 * MIB
+    tier = open_tier(directory, limit_bytes, queue_bytes=64 * MIB)
+    largest = 0
+    stop = threading.Event()
+
+    def watch() -> None:
+        nonlocal largest
+        while not stop.is_set():
+            largest = max(largest, real_bytes(directory))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    offered_bytes = 0
+    for seed in range(45):
+        for block in make_chain(4, seed=seed, num_values=12_000):
+            assert tier.put(block) == Accepted()
+            offered_bytes += block.nbytes
+    assert tier.flush(60).is_empty
+    stop.set()
+    watcher.join()
+    assert offered_bytes > 10 * limit_bytes
+    assert 0.7 * limit_bytes < largest <= limit_bytes
+    usage = tier.usage()
+    assert usage.disk_bytes == real_bytes(directory) <= limit_bytes
+    assert usage.counters["written"] == {BASE: 180}
+    assert usage.counters["evicted"]["limit"] == 180 - usage.num_blocks
+    assert_chains_are_whole(tier.rows())
+    tier.close()
+
+
+def assert_chains_are_whole(rows: list[Row]) -> None:
+    keys = {row.id.key for row in rows}
+    assert all(row.parent == row.root or row.parent in keys for row in rows)
+
+
+def test_least_recently_used_chains_go_first(tmp_path: Path) -> None:
+    now = [1000.0]
+    tier = open_tier(tmp_path / "cache", 2_400_000, clock=lambda: now[0])
+    chains = [make_chain(3, seed=seed, num_values=12_000) for seed in range(4)]
+    for chain in chains:
+        for block in chain:
+            tier.put(block)
+        assert tier.flush(10).is_empty
+        now[0] += 10
+    for block in chains[0]:
+        assert is_same(tier.read_now(block.id, root=ROOT), block)
+    now[0] += 10
+    for chain in [make_chain(3, seed=seed, num_values=12_000) for seed in (10, 11)]:
+        for block in chain:
+            tier.put(block)
+    assert tier.flush(10).is_empty
+    left = [sum(tier.find(block.key) for block in chain) for chain in chains]
+    assert left[0] == 3
+    assert left[1] <= left[2] <= left[3]
+    assert left[1] < 3
+    assert_chains_are_whole(tier.rows())
+    tier.close()
+
+
+def test_pinned_blocks_and_what_they_hang_on_stay(tmp_path: Path) -> None:
+    pinned = make_chain(3, num_values=12_000)
+    tier = open_tier(tmp_path / "cache", 2 * MIB, is_pinned=lambda key: key == pinned[2].key)
+    for seed in range(1, 20):
+        for block in pinned if seed == 1 else make_chain(2, seed=seed, num_values=12_000):
+            tier.put(block)
+    assert tier.flush(20).is_empty
+    assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in pinned)
+    assert tier.usage().counters["evicted"]["limit"] > 10
+    tier.close()
+
+
+def test_a_chain_longer_than_the_disk_keeps_its_beginning(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "cache", 2 * MIB)
+    blocks = make_chain(40, num_values=12_000)
+    for block in blocks:
+        tier.put(block)
+    assert tier.flush(20).is_empty
+    found = [tier.find(block.key) for block in blocks]
+    num_found = sum(found)
+    assert found == [True] * num_found + [False] * (40 - num_found)
+    assert num_found > 8
+    assert tier.usage().counters["dropped"] == {Drop.NO_ROOM: 40 - num_found}
+    tier.close()
+
+
+def test_extra_parts_go_before_their_base(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "cache", 2 * MIB)
+    bases = make_chain(4, num_values=6_000)
+    parts = [
+        Block(base.key, base.parent, ROOT, base.start, base.token_ids, base.tensors, {}, part="low") for base in bases
+    ]
+    for block in [*bases, *parts]:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    for seed in range(1, 40):
+        tier.put(make_block(seed, num_values=6_000))
+        tier.flush(10)
+        for base in bases:
+            assert tier.find(base.key) or not tier.find(base.key, "low")
+    assert not tier.find(bases[0].key)
+    tier.close()
+
+
+def test_too_large_for_the_limit(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "cache", 200_000)
+    assert tier.put(make_block(num_values=100_000)) == Refused(Refusal.TOO_LARGE)
+    tier.put(make_block(num_values=100))
+    assert tier.flush(5).is_empty
+    assert tier.usage().counters["dropped"] == {Drop.NO_ROOM: 1}
+    assert tier.usage().disk_bytes <= 200_000
+    tier.close()
+
+
+def test_the_volumes_reserve_is_respected(tmp_path: Path) -> None:
+    files = FaultyFiles(free=100 * MIB)
+    tier = open_tier(tmp_path / "cache", 50 * MIB, files=files, reserve_bytes=90 * MIB)
+    blocks = make_chain(4, num_values=12_000)
+    for block in blocks[:3]:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    assert tier.usage().num_blocks == 3
+    # A little over the reserve: the cache replaces, and does not grow.
+    files.free = 90 * MIB + 300_000
+    tier.put(make_block(50, num_values=12_000))
+    assert tier.flush(10).is_empty
+    assert tier.usage().counters["evicted"]["reserve"] >= 1
+    # Under it: nothing is written, and nothing is given up in vain.
+    files.free = 80 * MIB
+    num_blocks = tier.usage().num_blocks
+    tier.put(make_block(51, num_values=12_000))
+    assert tier.flush(10).is_empty
+    assert tier.usage().counters["dropped"] == {Drop.RESERVE: 1}
+    assert tier.usage().num_blocks == num_blocks
+    tier.close()
+
+
+def test_second_touch(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "cache", second_touch=True)
+    first, second, third = make_chain(3)
+    assert tier.put(first) == Refused(Refusal.FIRST_TOUCH)
+    assert tier.put(first) == Accepted()
+    tier.asked_for([second.key])
+    assert tier.put(second) == Accepted()
+    assert tier.put(third) == Refused(Refusal.FIRST_TOUCH)
+    assert tier.usage().counters["refused"] == {"first_touch": 2}
+    tier.close()
+
+
+def test_the_memory_of_touches_is_bounded() -> None:
+    touches = SecondTouch(capacity=10)
+    keys = [bytes([number]) * 32 for number in range(11)]
+    assert not any(touches.admit(key) for key in keys)
+    assert not touches.admit(keys[0])
+    assert touches.admit(keys[10])
+
+
+def test_the_daily_budget_survives_a_restart_and_ends_at_midnight(tmp_path: Path) -> None:
+    now = [86_400.0 * 5 + 100]
+    settings = {"daily_write_bytes": 60_000, "clock": lambda: now[0]}
+    tier = open_tier(tmp_path / "cache", **settings)
+    blocks = make_chain(40)
+    answers = [tier.put(block) for block in blocks]
+    assert Refused(Refusal.WRITE_BUDGET) not in answers[:10]
+    assert tier.flush(10).is_empty
+    while tier.put(blocks[-1]) == Accepted():
+        blocks.append(make_block(1000 + len(blocks)))
+        assert tier.flush(10).is_empty
+    assert tier.usage().written_today_bytes > 40_000
+    written = tier.usage().written_today_bytes
+    tier.close()
+    tier = open_tier(tmp_path / "cache", **settings)
+    assert tier.usage().written_today_bytes == written
+    fresh = make_block(5000, num_values=3000)
+    assert tier.put(fresh) == Refused(Refusal.WRITE_BUDGET)
+    now[0] += 86_400
+    assert tier.put(fresh) == Accepted()
+    assert tier.usage().counters["refused"] == {"write_budget": 1}
+    tier.close()
+
+
+def test_what_is_queued_counts_for_the_budget() -> None:
+    budget = DailyBudget(100)
+    assert budget.allows(50, 50, now=0)
+    assert not budget.allows(50, 51, now=0)
+    budget.add(30, now=10)
+    assert not budget.allows(50, 50, now=20)
+    assert budget.allows(50, 50, now=86_401)
+    assert DailyBudget(0).allows(10**12, 0, now=0)
+
+
+class Shelf:
+    """A plain model of a catalogue."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+
+    def is_leaf(self, row: Row) -> bool:
+        if row.id.part != BASE:
+            return True
+        return not any(
+            other.parent == row.id.key or (other.id.key == row.id.key and other.id.part != BASE) for other in self.rows
+        )
+
+    def leaves(self) -> list[Row]:
+        return sorted((row for row in self.rows if self.is_leaf(row)), key=lambda row: (row.last_use, -row.start))
+
+    def oldest_leaves(self, count: int) -> list[Row]:
+        return self.leaves()[:count]
+
+    def leaves_at(self, key: bytes) -> list[Row]:
+        return [row for row in self.leaves() if row.id.key == key]
+
+
+@given(st.integers(0, 2**32), st.integers(1, 40), st.integers(0, 12))
+def test_victims_are_always_the_oldest_leaf_that_is_left(seed: int, size: int, num_pinned: int) -> None:
+    generator = np.random.default_rng(seed)
+    keys = [bytes([number]) * 32 for number in range(1, size + 1)]
+    rows: list[Row] = []
+    for index, key in enumerate(keys):
+        above = int(generator.integers(-1, index)) if index else -1
+        parent, start = (keys[above], rows[above].start + 1) if above >= 0 else (ROOT, 0)
+        rows.append(Row(BlockId(key), parent, ROOT, start, 1, 1, float(generator.integers(12)), 0, 0.0))
+    extras = [
+        Row(BlockId(row.id.key, "low"), row.parent, ROOT, row.start, 1, 1, float(generator.integers(12)), 0, 0.0)
+        for row in rows
+        if generator.random() < 0.3
+    ]
+    pinned = {keys[int(index)] for index in generator.integers(0, size, num_pinned)}
+    shelf = Shelf([*rows, *extras])
+    for victim in victims(shelf, pinned.__contains__):
+        allowed = [row for row in shelf.leaves() if row.id.key not in pinned]
+        assert (victim.last_use, -victim.start) == (allowed[0].last_use, -allowed[0].start)
+        assert victim in allowed
+        shelf.rows.remove(victim)
+    assert all(row.id.key in pinned for row in shelf.leaves())
+
+
+@pytest.mark.parametrize("num_pinned", [0, 50])
+def test_the_catalogue_agrees_with_the_model(tmp_path: Path, num_pinned: int) -> None:
+    from kvstrata.tiers.catalogue import Catalogue
+
+    generator = np.random.default_rng(num_pinned)
+    rows: list[Row] = []
+    for index in range(120):
+        above = int(generator.integers(-1, index)) if index else -1
+        parent, start = (rows[above].id.key, rows[above].start + 1) if above >= 0 else (ROOT, 0)
+        key = generator.bytes(32)
+        rows.append(Row(BlockId(key), parent, ROOT, start, 1, 4096, float(index * 7 % 120), 0, 0.0))
+    rows += [
+        Row(BlockId(row.id.key, "low"), row.parent, ROOT, row.start, 1, 1, row.last_use + 0.5, 0, 0.0)
+        for row in rows[::5]
+    ]
+    pinned = {row.id.key for row in rows[:num_pinned]}
+    catalogue, model = Catalogue(tmp_path / "catalogue"), Shelf(list(rows))
+    catalogue.add(rows)
+    order: list[tuple[float, int]] = []
+    for victim in victims(catalogue, pinned.__contains__):
+        catalogue.remove([victim.id])
+        order.append((victim.last_use, victim.start))
+    expected: list[tuple[float, int]] = []
+    for victim in victims(model, pinned.__contains__):
+        model.rows.remove(victim)
+        expected.append((victim.last_use, victim.start))
+    assert order == expected
+    assert len(order) >= 144 - 2 * num_pinned
+    catalogue.close()
