@@ -103,9 +103,8 @@ def _place(module: nn.Module, folder: Path) -> None:
     try:
         if mx.default_device() == mx.cpu:
             make_dense(module)
-        else:
-            # Not its parameters alone: frequencies of RoPE are kept apart, and what is lazy belongs to this thread.
-            mx.eval(arrays_in(module))
+        # Not its parameters alone: frequencies of RoPE are kept apart, and what is lazy belongs to this thread.
+        mx.eval(arrays_in(module))
     except (RuntimeError, ValueError) as error:
         raise ModelError(f"The weights in {folder} could not be read: {error}. Get the model again") from error
 
