@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from kvstrata.backend import device
+from kvstrata.codecs import paths
 from kvstrata.engine.limits import Disk, EngineState, Limits, Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.memory import DEFAULT_SHARE, Budget, make_budget
@@ -134,7 +135,12 @@ class Engine:
     def props(self) -> dict[str, Any]:
         return {
             "layers": self._layout.count_by_kind(),
-            "attention": {"path": self._layout.path, "why": self._layout.reason, "kernels": cpu.kernels()},
+            "attention": {
+                "path": self._layout.path,
+                "why": self._layout.reason,
+                "kernels": cpu.kernels(),
+                "quantized": paths.active(),
+            },
             "max_kv_size": self._limits.max_kv_size,
             "kv": {"k": self._storage.k, "v": self._storage.v, "dtype": self._loaded.dtype},
             "kv_bytes_per_token": self._budget.token_bytes,
@@ -259,6 +265,7 @@ class Engine:
             reserve_bytes=self._disk.reserve_bytes,
             daily_write_bytes=self._disk.daily_write_bytes,
             second_touch=self._disk.second_touch,
+            files=self._disk.files,
         )
         return Cold(tier, self._layout, post=self._inbox.put)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstrata.tiers.files import Files
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -53,6 +55,7 @@ class Disk:
     daily_write_bytes: int = 0  # 0: no limit
     second_touch: bool = False  # write only what was asked for twice
     flush_s: float = 30.0  # for what is not written yet when the server ends
+    files: Files | None = None  # how files are read and written; None: as the system does
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,16 @@ class Pressure:
         self._review = review  # has an entry brought to its target, in time
         self._by_length = [(tokens, plan_of(name, name)) for tokens, name in options.by_length]
         self.num_steps = 0
+        self._in_vain_bytes = 0  # with so much in use there was nothing left to step down
 
     def relieve(self, used_bytes: int, limit_bytes: int) -> None:
         """Ahead of need. Begins late and goes on for a while, so that it does not saw."""
-        if used_bytes > HIGH * limit_bytes:
+        if used_bytes <= HIGH * limit_bytes:
+            self._in_vain_bytes = 0
+        elif used_bytes > self._in_vain_bytes:
+            before = self.num_steps
             self.make_room(int(used_bytes - LOW * limit_bytes))
+            self._in_vain_bytes = used_bytes if self.num_steps == before else 0
 
     def make_room(self, need_bytes: int) -> None:
         """Let spans step down until so much would be free, as far as the floors allow."""
