@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
 from kvstrata.layers.kinds import LayerSpec, Layout, _spec_of, measure
 from kvstrata.layers.sequence import ForeignLayer
@@ -12,12 +12,13 @@ from kvstrata.layers.sequence import ForeignLayer
 def test_kinds_are_read_off_the_caches() -> None:
     assert _spec_of(KVCache()).kind == "full"
     assert _spec_of(RotatingKVCache(8, keep=2)) == LayerSpec("window", max_size=8, keep=2)
+    assert _spec_of(ChunkedKVCache(8)) == LayerSpec("chunked", max_size=8)
     assert _spec_of(ArraysCache(3)) == LayerSpec("recurrent", num_arrays=3)
     assert [c.kind for c in _spec_of(CacheList(KVCache(), ArraysCache(2))).children] == ["full", "recurrent"]
 
 
 def test_a_composite_with_a_child_that_we_do_not_know_is_foreign_as_a_whole() -> None:
-    assert _spec_of(CacheList(KVCache(), ChunkedKVCache(8))) == LayerSpec("foreign")
+    assert _spec_of(CacheList(KVCache(), ConcatenateKVCache())) == LayerSpec("foreign")
 
 
 def test_a_foreign_cache_costs_its_tokens_not_what_it_allocated_ahead() -> None:
@@ -36,6 +37,7 @@ def test_a_foreign_cache_costs_its_tokens_not_what_it_allocated_ahead() -> None:
 def test_a_layout_adds_up_its_layers() -> None:
     children = (LayerSpec("full", token_bytes=3), LayerSpec("recurrent", state_bytes=11))
     layers = (LayerSpec("full", token_bytes=5), LayerSpec("window", max_size=4, token_bytes=7))
+    layers += (LayerSpec("chunked", max_size=2, token_bytes=6),)
     layout = Layout((*layers, LayerSpec("composite", children=children)))
     assert layout.token_bytes == 8
-    assert layout.fixed_bytes == 4 * 7 + 11
+    assert layout.fixed_bytes == 4 * 7 + 2 * 6 + 11

@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.layers import cpu
+from kvstrata.layers.chunked import ChunkedLayer
 from kvstrata.layers.parts import Parts
 from kvstrata.layers.recurrent import RecurrentLayer, RecurrentRows
 from kvstrata.layers.sequence import CompositeLayer, ForeignLayer, SequenceCache
@@ -30,6 +31,9 @@ class AttentionRows:
     def begin_step(self, offsets: mx.array) -> None:
         self.offset = offsets
         self._step = None
+
+    def end_step(self) -> None:
+        self._step = None  # it holds parts that may be replaced before the next step
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
         if cpu.fits(keys, values) and all(layer.has_runs for layer in self._layers):
@@ -69,6 +73,10 @@ class CompositeRows:
         for cache in self._caches:
             cache.begin_step(offsets)
 
+    def end_step(self) -> None:
+        for cache in self._caches:
+            cache.end_step()
+
     def arrays(self) -> list[mx.array]:
         return [array for cache in self._caches for array in cache.arrays()]
 
@@ -90,6 +98,8 @@ class BatchCache:
         return list(self._rows)
 
     def end_step(self) -> None:
+        for rows in self._rows:
+            rows.end_step()
         for sequence in self.sequences:
             sequence.end_pass(1)
 
@@ -109,5 +119,7 @@ def _rows_of(layers: Sequence[Any]) -> Any:
         return RecurrentRows(layers)
     if isinstance(first, CompositeLayer):
         return CompositeRows([_rows_of(children) for children in zip(*(c.caches for c in layers), strict=True)])
+    if isinstance(first, ChunkedLayer):
+        raise NotImplementedError("its models make masks from whole-number offsets")
     assert isinstance(first, ForeignLayer)
     raise NotImplementedError(f"{type(first.cache).__name__} cannot be batched")

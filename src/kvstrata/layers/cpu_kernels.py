@@ -29,7 +29,7 @@ from kvstrata.codecs.cpu_blocks import (
 
 # Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
 # that a change there is one here; a test says what it has to be.
-BUILT_ON = "2eaaa8e4aa814e51"
+BUILT_ON = "3cd36dd2ec1cde7d"
 
 RAW_BITS = 32
 
@@ -238,22 +238,29 @@ def _item(scaled, rotated, runs, piece, h, largest, totals, sums):
     """largest, totals [queries of head h], sums [queries, v_dim], zero before"""
     run = runs[piece[RUN]]
     scores = np.empty((sums.shape[0], piece[COUNT]), np.float32)
-    codes = np.empty(BLOCK * max(scaled.shape[2], sums.shape[1]), np.float32)
+    is_raw = run[K_PLANES + BITS] == RAW_BITS and run[V_PLANES + BITS] == RAW_BITS
+    codes = np.empty(0 if is_raw else BLOCK * max(scaled.shape[2], sums.shape[1]), np.float32)
     _score(scaled, rotated, run, piece, h, codes, scores)
     _weigh(scores, largest, totals)
     _mix(scores, run, piece, h, codes, sums)
 
 
 @njit(fastmath=True, error_model="numpy")
-def _put_together(runs, pieces, h, r, largest, totals, sums, sinks, signs, block, out):
-    """Query r of head h over the pieces of its row, with what their items have found -> out [v_dim], zero before"""
-    dim, sink = len(out), h * totals.shape[2] + r
-    top = largest[:, h, r].max()
+def _put_together(runs, found, h, r, sinks, signs, block, rotated, other, out):
+    """Query r of head h, of what was found in the pieces of its row -> out [v_dim], zero before
+
+    `rotated` and `other` [v_dim] are scratch.
+    """
+    pieces, largest, totals, sums = found
+    dim, sink, top = len(out), h * totals.shape[2] + r, largest[0, h, r]
+    for i in range(len(pieces)):
+        top = max(top, largest[i, h, r])
     total = np.float32(0)
     if len(sinks):
         top = max(top, sinks[sink])
         total = _exp(sinks[sink] - top)
-    rotated, some = np.zeros(dim, np.float32), False
+    rotated[:] = 0
+    some = False
     for i in range(len(pieces)):
         run, share = runs[pieces[i, RUN]], _exp(largest[i, h, r] - top)
         weight = share * totals[i, h, r]
@@ -267,7 +274,7 @@ def _put_together(runs, pieces, h, r, largest, totals, sums, sinks, signs, block
                 out[d] += weight * _from_half(mean[d])
                 rotated[d] += share * sums[i, h, r, d]
     if some:
-        rotate_back(rotated, signs, block, out, np.empty(dim, np.float32))
+        rotate_back(rotated, signs, block, out, other)
     for d in range(dim):
         out[d] /= total
 
@@ -282,13 +289,13 @@ def _found(pieces, kv_heads, queries, dim):
 @njit
 def _put_all_together(runs, pieces, largest, totals, sums, sinks, signs, block, out):
     bounds = _bounds_of(out.shape[0], runs, pieces)
+    rotated, other = np.empty(out.shape[3], np.float32), np.empty(out.shape[3], np.float32)
     for row in range(out.shape[0]):
-        own = slice(bounds[row], bounds[row + 1])
+        a, b = bounds[row], bounds[row + 1]
+        found = pieces[a:b], largest[a:b], totals[a:b], sums[a:b]
         for i in range(out.shape[1]):
             h, r = i // totals.shape[2], i % totals.shape[2]
-            _put_together(
-                runs, pieces[own], h, r, largest[own], totals[own], sums[own], sinks, signs, block, out[row, i, 0]
-            )
+            _put_together(runs, found, h, r, sinks, signs, block, rotated, other, out[row, i, 0])
 
 
 @njit(fastmath=True, nogil=True, cache=True, error_model="numpy")

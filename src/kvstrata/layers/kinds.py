@@ -11,13 +11,14 @@ import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
+    ChunkedKVCache,
     KVCache,
     RotatingKVCache,
     _BaseCache,
     make_prompt_cache,
 )
 
-Kind = Literal["full", "window", "recurrent", "composite", "foreign"]
+Kind = Literal["full", "window", "chunked", "recurrent", "composite", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,13 @@ class LayerSpec:
     """One entry of the cache list that a model is called with."""
 
     kind: Kind
-    max_size: int = 0  # window: tokens in the ring
+    max_size: int = 0  # window: tokens in the ring. chunked: tokens of a chunk
     keep: int = 0  # window: first tokens that are never overwritten
     num_arrays: int = 0  # recurrent: entries of the state
     children: tuple[LayerSpec, ...] = ()  # composite
-    token_bytes: int = 0  # full, foreign: for each token. window: for each of max_size tokens
+    token_bytes: int = 0  # full, foreign: for each token. window, chunked: for each of max_size tokens
     state_bytes: int = 0  # recurrent: whatever the length
-    kv_heads: int = 0  # full, window: shape and dtype of K and V
+    kv_heads: int = 0  # full, window, chunked: shape and dtype of K and V
     k_dim: int = 0
     v_dim: int = 0
     dtype: mx.Dtype = mx.float32
@@ -39,15 +40,15 @@ class LayerSpec:
     @property
     def signature(self) -> str:
         """What decides the shape of its cached state."""
-        if self.kind == "window":
-            return f"window:{self.max_size}:{self.keep}:{self.kv_heads}:{self.k_dim}:{self.v_dim}"
+        if self.kind in ("window", "chunked"):
+            return f"{self.kind}:{self.max_size}:{self.keep}:{self.kv_heads}:{self.k_dim}:{self.v_dim}"
         if self.kind == "recurrent":
             return f"recurrent:{self.num_arrays}:{self.state_bytes}"
         return f"{self.kind}:{self.kv_heads}:{self.k_dim}:{self.v_dim}"
 
     def fixed_bytes(self) -> int:
-        window = self.max_size * self.token_bytes if self.kind == "window" else 0
-        return window + self.state_bytes + sum(child.fixed_bytes() for child in self.children)
+        buffer = self.max_size * self.token_bytes if self.kind in ("window", "chunked") else 0
+        return buffer + self.state_bytes + sum(child.fixed_bytes() for child in self.children)
 
     def growing_bytes(self) -> int:
         """Bytes for each further token."""
@@ -105,6 +106,8 @@ def _spec_of(cache: Any) -> LayerSpec:
         return LayerSpec("full")
     if type(cache) is RotatingKVCache:
         return LayerSpec("window", max_size=cache.max_size, keep=cache.keep)
+    if type(cache) is ChunkedKVCache:
+        return LayerSpec("chunked", max_size=cache.chunk_size)
     if type(cache) is ArraysCache:
         return LayerSpec("recurrent", num_arrays=len(cache.cache))
     children = tuple(_spec_of(child) for child in cache.caches) if type(cache) is CacheList else ()
@@ -119,7 +122,7 @@ def measure(specs: Sequence[LayerSpec], caches: Sequence[Any], tokens: int) -> t
 
 
 def _measured(spec: LayerSpec, cache: Any, tokens: int) -> LayerSpec:
-    if spec.kind in ("full", "window"):
+    if spec.kind in ("full", "window", "chunked"):
         k, v = cache.arrays()
         return replace(
             spec,

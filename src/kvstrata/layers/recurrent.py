@@ -76,6 +76,9 @@ class RecurrentRows(ArraysCache):
     def begin_step(self, offsets: mx.array) -> None:
         self.offset = offsets
 
+    def end_step(self) -> None:
+        """Nothing is kept for the step."""
+
     def arrays(self) -> list[mx.array]:
         return [array for array in self.cache if array is not None]
 

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.codecs.base import Codec
+from kvstrata.layers.chunked import ChunkedLayer
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, make_foreign_cache
 from kvstrata.layers.parts import Source
 from kvstrata.layers.recurrent import RecurrentLayer
@@ -83,10 +84,10 @@ class DenseLayer:
 
 
 Pair = tuple[Codec, Codec]  # for K and for V
-Layer = FullLayer | WindowLayer | RecurrentLayer | CompositeLayer | ForeignLayer
+Layer = FullLayer | WindowLayer | ChunkedLayer | RecurrentLayer | CompositeLayer | ForeignLayer
 
 
-State = Any  # what `held` of a window layer gives: (k, v); of a recurrent one: its arrays
+State = Any  # what `held` of a window or chunked layer gives: (k, v); of a recurrent one: its arrays
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Prefix:
 
     num_tokens: int
     sources: tuple[tuple[Source, ...], ...]  # full layers; empty for the others
-    states: tuple[State, ...]  # window and recurrent layers, at num_tokens; None for the others
+    states: tuple[State, ...]  # window, chunked and recurrent layers, at num_tokens; None for the others
 
 
 class SequenceCache:
@@ -112,7 +113,7 @@ class SequenceCache:
         self._path = layout.path
         if prefix:
             for layer, state in zip(self.flat, prefix.states, strict=True):
-                if isinstance(layer, WindowLayer):
+                if isinstance(layer, WindowLayer | ChunkedLayer):
                     k, v = state
                     layer.resume(k, v, prefix.num_tokens)
                 elif isinstance(layer, RecurrentLayer):
@@ -173,6 +174,8 @@ def _make(spec: LayerSpec, model: Any, index: int, capacity: int, sources: Itera
         return FullLayer(capacity, before)
     if spec.kind == "window":
         return WindowLayer(spec.max_size, spec.keep)
+    if spec.kind == "chunked":
+        return ChunkedLayer(spec.max_size)
     if spec.kind == "recurrent":
         return RecurrentLayer(spec.num_arrays)
     return ForeignLayer(make_foreign_cache(model, index))

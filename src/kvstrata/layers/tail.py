@@ -154,7 +154,7 @@ class FullLayer:
         piece = self._pieces[0]
         if self._sealed or len(self._pieces) > 1 or piece.free or piece.buffer.k is None or piece.buffer.v is None:
             return None
-        return piece.buffer.k[0], piece.buffer.v[0]
+        return piece.buffer.k.squeeze(0), piece.buffer.v.squeeze(0)  # an index would copy
 
     def _parts_before(self) -> tuple[Part, ...]:
         """All that it does not write."""

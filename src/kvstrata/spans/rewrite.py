@@ -6,19 +6,16 @@ are joined as they are. Everything else is decoded and encoded, which never gain
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 
 import mlx.core as mx
 
 from kvstrata.codecs.base import Codec, Planes
-from kvstrata.codecs.planes import Moved, PlanesCodec, step_down
+from kvstrata.codecs.planes import PlanesCodec, step_down
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers.parts import CutPart, Part, Parts, RawPart, SealedPart
 from kvstrata.layers.sequence import Pair
-
-# Called with planes that a step down takes away; without one they are dropped.
-PutAway = Callable[[Moved], None]
 
 
 def gather(
@@ -28,7 +25,6 @@ def gather(
     dtype: mx.Dtype,
     *,
     upward: bool = False,
-    put_away: PutAway | None = None,
 ) -> tuple[SealedPart, ...]:
     """As few parts as there are precisions, each in memory of its own; the first token is at `position`.
 
@@ -41,7 +37,7 @@ def gather(
         if is_raw:
             made.append(_encode_raw(group, pair, at))
         else:
-            made += [_convert(part, pair, dtype, upward=upward, put_away=put_away) for part in group]
+            made += [_convert(part, pair, dtype, upward=upward) for part in group]
         at += sum(part.num_tokens for part in group)
     return tuple(joined(list(run)) for _, run in groupby(made, _codecs))
 
@@ -78,18 +74,15 @@ def adopt(k: mx.array, v: mx.array, pair: Pair, position: int) -> SealedPart:
     return SealedPart(_take(k, pair[0], position), _take(v, pair[1], position))
 
 
-def convert(planes: Planes, codec: Codec, dtype: mx.Dtype, put_away: PutAway | None = None) -> Planes:
+def convert(planes: Planes, codec: Codec, dtype: mx.Dtype) -> Planes:
     if planes.codec == codec:
         return planes
     if isinstance(planes.codec, PlanesCodec) and isinstance(codec, PlanesCodec) and codec.bits < planes.codec.bits:
-        kept, moved = step_down(planes, codec.bits)
-        if put_away is not None:
-            put_away(moved)
-        return kept
+        return step_down(planes, codec.bits).kept
     return _take(planes.codec.decode(planes, dtype), codec, planes.position)
 
 
-def _convert(part: Part, pair: Pair, dtype: mx.Dtype, *, upward: bool, put_away: PutAway | None) -> SealedPart:
+def _convert(part: Part, pair: Pair, dtype: mx.Dtype, *, upward: bool) -> SealedPart:
     if isinstance(part, CutPart):
         part = cut(part.whole, part.start, part.end)
     assert isinstance(part, SealedPart)
@@ -97,7 +90,7 @@ def _convert(part: Part, pair: Pair, dtype: mx.Dtype, *, upward: bool, put_away:
     if not upward:
         k = lower_of(part.k.codec, k, part.k.dim, dtype)
         v = lower_of(part.v.codec, v, part.v.dim, dtype)
-    return SealedPart(convert(part.k, k, dtype, put_away), convert(part.v, v, dtype, put_away))
+    return SealedPart(convert(part.k, k, dtype), convert(part.v, v, dtype))
 
 
 def _encode_raw(parts: Sequence[Part], pair: Pair, position: int) -> SealedPart:

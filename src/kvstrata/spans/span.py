@@ -99,23 +99,19 @@ class Span:
         """The same object as long as a layer holds the same."""
         return self._held[layer]
 
-    def rewrite(self, layer: int, pair: Pair, *, upward: bool = False, put_away: rewrite.PutAway | None = None) -> None:
+    def rewrite(self, layer: int, pair: Pair, *, upward: bool = False) -> None:
         """Put a layer under a pair of codecs, in memory of its own, trimmed to what is used; see `rewrite.gather`."""
         if self.num_tokens < 1:
             raise ValueError(f"a span of {self.num_tokens} tokens cannot be stored: seal some first")
         held = self._held[layer]
-        if isinstance(held, FullLayer) and self._fills(held):
-            # An index [0] would copy, `squeeze` does not.
-            k, v = (array.squeeze(0) for array in held.arrays())
-            self._held[layer] = (rewrite.adopt(k, v, pair, self.position),)
-            return
+        if isinstance(held, FullLayer) and (held.start, held.offset) == (self.position, self.end):
+            whole = held.own_arrays()
+            if whole is not None:
+                self._held[layer] = (rewrite.adopt(*whole, pair, self.position),)
+                return
         parts = self.parts(layer, self.position, self.end)
         dtype = self.layout.flat()[layer].dtype
-        self._held[layer] = rewrite.gather(parts, pair, self.position, dtype, upward=upward, put_away=put_away)
-
-    def _fills(self, layer: FullLayer) -> bool:
-        """Whether a live layer holds these tokens and has no room beside them."""
-        return (layer.start, layer.offset) == (self.position, self.end) and layer.own_arrays() is not None
+        self._held[layer] = rewrite.gather(parts, pair, self.position, dtype, upward=upward)
 
     def settles(self, layer: int, pair: Pair, *, upward: bool = False) -> bool:
         """Whether a rewrite would leave the layer as it is."""

@@ -6,12 +6,10 @@ that run too; without it the values under a running sequence do not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.plan import Plan, raw_plan
-from kvstrata.spans.rewrite import PutAway
 from kvstrata.store.entry import Entry
 from kvstrata.store.mover import Job
 
@@ -53,10 +51,11 @@ class Precision:
 
     def _raw_tokens(self, entry: Entry) -> int:
         """Of a running sequence: tokens that could be encoded now."""
-        return entry.span.raw_tokens - self.options.recent_raw
+        first_raw = max(0, self.options.first_raw - entry.span.position)
+        return entry.span.raw_tokens - self.options.recent_raw - first_raw
 
-    def job(self, entry: Entry, plan: Plan, put_away: Callable[[Entry, int], PutAway] | None = None) -> Job:
-        return self._seal(entry, plan) if entry.is_running else self._rewrite(entry, plan, put_away)
+    def job(self, entry: Entry, plan: Plan) -> Job:
+        return self._seal(entry, plan) if entry.is_running else self._rewrite(entry, plan)
 
     def _seal(self, entry: Entry, plan: Plan) -> Job:
         for layer in entry.span.layers:
@@ -65,9 +64,8 @@ class Precision:
             )
             yield
 
-    def _rewrite(self, entry: Entry, plan: Plan, put_away: Callable[[Entry, int], PutAway] | None) -> Job:
+    def _rewrite(self, entry: Entry, plan: Plan) -> Job:
         for layer in entry.span.layers:
-            keep = put_away(entry, layer) if put_away else None
-            entry.span.rewrite(layer, plan.pairs[layer], upward=entry.goes_up, put_away=keep)
+            entry.span.rewrite(layer, plan.pairs[layer], upward=entry.goes_up)
             yield
         entry.span.rewrite_marks(plan)

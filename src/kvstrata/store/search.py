@@ -29,9 +29,12 @@ def search(tree: Tree[Entry], layout: Layout, root_key: bytes, tokens: Tokens) -
 
 
 def mark_of(found: Found) -> Mark | None:
-    if found.mark_position is None:
+    position = found.mark_position
+    if position is None:
         return None
-    return next(e.span.marks[found.mark_position] for e in found.entries if found.mark_position in e.span.marks)
+    # The last node that comes before it: those above may have one at the same position on another branch.
+    holder = next(n.payload for n in reversed(found.path) if n.start < position and position in n.payload.span.marks)
+    return holder.span.marks[position]
 
 
 def _best_mark(match: Match[Entry], layout: Layout) -> Mark | None:

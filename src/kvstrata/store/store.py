@@ -208,10 +208,10 @@ class Store:
 
     def _tidy(self, entry: Entry) -> None:
         """It is stored as it should be. Few and long spans are read faster than many short ones."""
-        if entry.is_running or not entry.nodes:
-            return
         # Unless something else was asked for meanwhile, or it has grown.
         self._review(entry)
+        if entry.is_running or not entry.nodes:
+            return
         for grown in self._shelf.join_along(_last_node(entry), MAX_SPANS):
             self._review(grown)
         if self.options.write_through:

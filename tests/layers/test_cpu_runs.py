@@ -1,0 +1,329 @@
+"""Kernels over runs, raw or sealed under `raw` and `planes`, in one call: the same as attention over the parts."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import weakref
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.codecs.base import Codec, Planes
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.registry import parse_for
+from kvstrata.layers import cpu
+from kvstrata.layers.attention import _decode_over_parts  # pyright: ignore[reportPrivateUsage]
+from kvstrata.layers.buffers import Buffer
+from kvstrata.layers.parts import CutPart, Part, RawPart, SealedPart
+from tests.layers.test_attention import distance
+
+pytest.importorskip("numba")
+if not cpu.available():
+    pytest.skip("the kernels are for a CPU", allow_module_level=True)
+
+HEAD_DIMS = [64, 80, 96, 128, 192, 256]
+CODECS = ["raw", "planes:8", "planes:4", "planes:2"]
+
+
+class PartsRow:
+    """A row over given parts, and a buffer that the new token goes to."""
+
+    def __init__(self, before: Sequence[Part], tail: tuple[mx.array, mx.array], room: int = 3) -> None:
+        self._before = before
+        self._buffer = Buffer(tail[0].shape[2] + room)
+        self._buffer.put(0, *tail)
+        self._used = tail[0].shape[2]
+
+    def runs_with_next(self, k: mx.array, v: mx.array) -> list[cpu.Run]:
+        runs = [cpu.run_of(part) for part in self._before]
+        self._used += 1
+        tail = cpu.Run(*self._buffer.addresses(k, v), self._buffer.size, self._used - 1, self._used)
+        return [*(run for run in runs if run is not None), tail]
+
+    def parts(self) -> tuple[Part, ...]:
+        assert self._buffer.k is not None
+        assert self._buffer.v is not None
+        return (*self._before, RawPart(self._buffer.k, self._buffer.v, self._used))
+
+
+def normal(rng: np.random.Generator, *shape: int) -> mx.array:
+    """Off centre, so that means matter."""
+    return mx.array(rng.standard_normal(shape, np.float32) + np.float32(0.5))
+
+
+def sealed(k: mx.array, v: mx.array, k_codec: Codec, v_codec: Codec, position: int = 0) -> SealedPart:
+    return SealedPart(k_codec.encode(k[0], position), v_codec.encode(v[0], position))
+
+
+def a_part(rng: np.random.Generator, names: tuple[str, str], shape: tuple[int, ...], position: int = 0) -> SealedPart:
+    heads, tokens, k_dim, v_dim = shape
+    k, v = normal(rng, 1, heads, tokens, k_dim), normal(rng, 1, heads, tokens, v_dim)
+    return sealed(k, v, parse_for(names[0], k_dim), parse_for(names[1], v_dim), position)
+
+
+def a_row(rng: np.random.Generator, before: Sequence[Part], shape: tuple[int, ...]) -> PartsRow:
+    heads, tokens, k_dim, v_dim = shape
+    return PartsRow(before, (normal(rng, 1, heads, tokens, k_dim), normal(rng, 1, heads, tokens, v_dim)))
+
+
+def step(
+    rng: np.random.Generator, rows: Sequence[PartsRow], shape: tuple[int, ...], queries: int
+) -> tuple[cpu.Step, mx.array]:
+    """-> a step over the rows, and queries for it"""
+    heads, _, k_dim, v_dim = shape
+    keys, values = normal(rng, len(rows), heads, 1, k_dim), normal(rng, len(rows), heads, 1, v_dim)
+    return cpu.Step(rows, keys, values), normal(rng, len(rows), heads * queries, 1, k_dim)
+
+
+def check(
+    rng: np.random.Generator,
+    rows: Sequence[PartsRow],
+    shape: tuple[int, ...],
+    queries: int = 3,
+    sinks: mx.array | None = None,
+) -> np.ndarray:
+    """One step over the rows is attention over their parts; -> what the step gave"""
+    taken, q = step(rng, rows, shape, queries)
+    scale = shape[2] ** -0.5
+    out = taken.attend(q, scale, sinks)
+    for i, row in enumerate(rows):
+        wanted = _decode_over_parts(q[i : i + 1], row.parts(), scale, sinks)
+        dense = _decode_over_parts(q[i : i + 1], _dense(row.parts()), scale, sinks)
+        assert distance(out[i : i + 1], wanted) < 1e-4
+        assert distance(out[i : i + 1], dense) < 1e-4
+    return np.array(out)
+
+
+def _dense(parts: Sequence[Part]) -> tuple[RawPart, ...]:
+    """Decoded by MLX's operations, so that no kernel is its own witness."""
+    made = []
+    for part in parts:
+        if isinstance(part, RawPart):
+            made.append(part)
+            continue
+        whole = part.whole if isinstance(part, CutPart) else part
+        assert isinstance(whole, SealedPart)
+        start = part.start if isinstance(part, CutPart) else 0
+        k, v = (_values(planes)[None, :, start : start + part.num_tokens] for planes in (whole.k, whole.v))
+        made.append(RawPart(k, v, part.num_tokens))
+    return tuple(made)
+
+
+def _values(planes: Planes) -> mx.array:
+    if isinstance(planes.codec, PlanesCodec):
+        return planes.codec.decode_stock(planes)
+    return planes.codec.decode(planes, mx.float32)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("names", list(product(CODECS, CODECS)))
+def test_every_pair_of_codecs_and_head_dim(names: tuple[str, str], dim: int) -> None:
+    rng = np.random.default_rng(dim)
+    part = a_part(rng, names, (2, 300, dim, dim), position=100)
+    check(rng, [a_row(rng, [part], (2, 37, dim, dim))], (2, 37, dim, dim))
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (64, 80), (128, 64), (16, 48), (32, 16)])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_keys_and_values_of_different_dims(dims: tuple[int, int], bits: int) -> None:
+    rng = np.random.default_rng(bits)
+    shape = (3, 70, *dims)
+    part = a_part(rng, (f"planes:{bits}", f"planes:{bits}"), shape)
+    check(rng, [a_row(rng, [part], shape)], shape)
+
+
+@pytest.mark.parametrize("dim", [4, 8, 24, 100])
+def test_dims_that_16_lanes_do_not_divide(dim: int) -> None:
+    rng = np.random.default_rng(dim)
+    shape = (2, 70, dim, dim + 4)
+    check(rng, [a_row(rng, [a_part(rng, ("raw", "raw"), shape)], shape)], shape)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("names", [("raw", "raw"), ("planes:8", "planes:4")])
+def test_groups_of_queries_and_sinks(queries: int, names: tuple[str, str]) -> None:
+    rng = np.random.default_rng(queries)
+    shape = (2, 90, 64, 64)
+    part = a_part(rng, names, shape)
+    check(rng, [a_row(rng, [part], shape)], shape, queries, normal(rng, 2 * queries) * 4)
+
+
+def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (3, 600, 64, 64)
+
+    def out() -> np.ndarray:
+        rng = np.random.default_rng(7)
+        part = a_part(rng, ("planes:8", "planes:4"), shape, position=17)
+        return check(rng, [a_row(rng, [part], (3, 50, 64, 64))], shape)
+
+    monkeypatch.setattr(cpu, "PARALLEL_KEYS", 0)
+    parallel = out()
+    monkeypatch.setattr(cpu, "PARALLEL_KEYS", 1_000_000)
+    assert np.array_equal(parallel, out())
+
+
+def test_other_rows_change_nothing() -> None:
+    rng = np.random.default_rng(3)
+    parts = [
+        a_part(rng, names, (2, 200, 64, 64)) for names in (("planes:4", "raw"), ("raw", "raw"), ("raw", "planes:2"))
+    ]
+    tails = [(normal(rng, 1, 2, 40, 64), normal(rng, 1, 2, 40, 64)) for _ in parts]
+
+    def rows() -> list[PartsRow]:
+        return [PartsRow([part], tail) for part, tail in zip(parts, tails, strict=True)]
+
+    keys, values, q = (normal(rng, 3, heads, 1, 64) for heads in (2, 2, 6))
+    together = cpu.Step(rows(), keys, values).attend(q, 0.1, None)
+    for i, row in enumerate(rows()):
+        one = slice(i, i + 1)
+        alone = cpu.Step([row], keys[one], values[one]).attend(q[one], 0.1, None)
+        assert mx.array_equal(alone, together[one])
+
+
+def test_a_raw_part_is_read_from_where_it_starts() -> None:
+    rng = np.random.default_rng(5)
+    shape = (2, 40, 64, 64)
+    k, v = normal(rng, 1, 2, 500, 64), normal(rng, 1, 2, 500, 64)
+    check(rng, [a_row(rng, [RawPart(k, v, 321, 77)], shape)], shape)
+
+
+def test_planes_may_be_one_layer_of_arrays_over_all() -> None:
+    rng = np.random.default_rng(6)
+    shape = (2, 40, 64, 64)
+    planes = PlanesCodec(8).encode(normal(rng, 4, 2, 300, 64))
+
+    def layer(i: int) -> SealedPart:
+        arrays = {name: array[i] for name, array in planes.arrays.items()}
+        one = Planes(planes.codec, arrays, 300, 0, 64, planes.segments)
+        return SealedPart(one, one)
+
+    parts = [layer(i) for i in range(4)]
+    assert all(cpu.run_of(part) is not None for part in parts)
+    check(rng, [a_row(rng, parts, shape)], shape)
+
+
+def test_pieces_that_were_encoded_apart_keep_their_means() -> None:
+    """K and V then differ in their segments."""
+    rng = np.random.default_rng(8)
+    codec, shape = PlanesCodec(4), (2, 40, 64, 64)
+    k, v = normal(rng, 2, 400, 64), normal(rng, 2, 400, 64)
+    v = mx.concatenate([v[:, :150], v[:, 150:] + 3], axis=1)
+    joined = codec.join(codec.encode(v[:, :150], 5), codec.encode(v[:, 150:], 155))
+    part = SealedPart(codec.encode(k, 5), joined)
+    assert part.k.segments != part.v.segments
+    check(rng, [a_row(rng, [part, CutPart(part, 140, 160)], shape)], shape)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-7, 1e-5, 30.0])
+def test_vectors_that_strain_float16(factor: float) -> None:
+    """Scales and means that are zero, or subnormal in float16, and scores far apart."""
+    rng = np.random.default_rng(9)
+    shape = (2, 60, 64, 64)
+    k, v = normal(rng, 1, 2, 300, 64) * factor, normal(rng, 1, 2, 300, 64) * min(factor, 1.0)
+    part = sealed(k, v, PlanesCodec(8), PlanesCodec(4))
+    assert np.isfinite(check(rng, [a_row(rng, [part], shape)], shape)).all()
+
+
+def test_none_where_there_is_no_kernel() -> None:
+    rng = np.random.default_rng(1)
+    x = normal(rng, 2, 64, 64)
+    planes, raw = PlanesCodec(8).encode(x), parse_for("raw", 64).encode(x)
+    others = [parse_for("affine:8", 64).encode(x), parse_for("rotated:4", 64).encode(x)]
+    half = parse_for("raw", 64).encode(x.astype(mx.float16))
+    for other in (*others, half):
+        assert cpu.run_of(SealedPart(planes, other)) is None
+        assert cpu.run_of(SealedPart(other, raw)) is None
+        assert cpu.run_of(CutPart(SealedPart(other, raw), 3, 9)) is None
+    gaps = mx.contiguous(normal(rng, 1, 64, 2, 64)).swapaxes(1, 2)
+    for buffer in (x[None].astype(mx.float16), gaps):
+        assert cpu.run_of(RawPart(buffer, buffer, 64)) is None
+    assert cpu.run_of(CutPart(SealedPart(planes, raw), 3, 9)) is not None
+
+
+def test_a_run_keeps_its_part() -> None:
+    part = a_part(np.random.default_rng(2), ("planes:8", "raw"), (2, 64, 64, 64))
+    run, alive = cpu.run_of(part), weakref.ref(part)
+    del part
+    gc.collect()
+    assert alive() is not None
+    del run
+    gc.collect()
+    assert alive() is None
+
+
+def test_nothing_is_compiled_after_warm_up() -> None:
+    from kvstrata.codecs import cpu_kernels as codec_kernels
+    from kvstrata.layers import cpu_kernels
+
+    kernels = [cpu_kernels.write, cpu_kernels.decode, cpu_kernels.decode_parallel]
+    kernels += [codec_kernels.encode_planes, codec_kernels.decode_planes, codec_kernels.score_planes]
+    kernels += [codec_kernels.mix_planes, codec_kernels.look_up, codec_kernels.encode_rotated]
+    cpu.warm_up()
+    before = [len(kernel.signatures) for kernel in kernels]
+    rng = np.random.default_rng(4)
+    for bits, tokens in ((8, 100), (4, 3000), (2, 50)):
+        shape = (2, tokens, 64, 80)
+        part = a_part(rng, (f"planes:{bits}", f"planes:{bits}"), shape)
+        for sinks in (None, normal(rng, 6).astype(mx.float16)):
+            check(rng, [a_row(rng, [part], shape)], shape, sinks=sinks)
+        rotated = parse_for("rotated:3", 64).encode(normal(rng, 2, tokens, 64).astype(mx.float16))
+        rotated.codec.decode(rotated, mx.float32)
+    assert [len(kernel.signatures) for kernel in kernels] == before
+
+
+def test_compiled_code_on_disk_belongs_to_the_modules_that_it_is_made_of() -> None:
+    from kvstrata.codecs import cpu_blocks, cpu_vectors
+    from kvstrata.codecs import cpu_kernels as codec_kernels
+    from kvstrata.layers import cpu_kernels
+
+    texts = [Path(str(module.__file__)).read_bytes() for module in (cpu_vectors, cpu_blocks)]
+    wanted = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
+    for module in (codec_kernels, cpu_kernels):
+        assert wanted == module.BUILT_ON, f"In {module.__name__} write: BUILT_ON = {wanted!r}"
+
+
+@st.composite
+def part_plans(draw: st.DrawFn) -> tuple[tuple[str, str], int, int, int, int]:
+    """Codecs of K and V, position, tokens, and the range of them that is read"""
+    tokens = draw(st.integers(1, 600))
+    start = draw(st.integers(0, tokens - 1))
+    end = draw(st.integers(start + 1, tokens))
+    names = (draw(st.sampled_from(CODECS)), draw(st.sampled_from(CODECS)))
+    return names, draw(st.integers(0, 600)), tokens, start, end
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.lists(st.lists(part_plans(), max_size=3), min_size=1, max_size=3),
+    dims=st.sampled_from([(64, 64), (64, 96), (80, 16)]),
+    heads=st.sampled_from([(1, 4), (2, 1), (3, 3)]),
+    has_sinks=st.booleans(),
+    tail=st.integers(1, 80),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_rows_of_any_parts(
+    rows: list[list[tuple[tuple[str, str], int, int, int, int]]],
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    has_sinks: bool,
+    tail: int,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    kv_heads, queries = heads
+    made = []
+    for plans in rows:
+        parts: list[Part] = []
+        for names, position, tokens, start, end in plans:
+            whole = a_part(rng, names, (kv_heads, tokens, *dims), position)
+            parts.append(whole if end - start == tokens else CutPart(whole, start, end))
+        made.append(a_row(rng, parts, (kv_heads, tail, *dims)))
+    sinks = normal(rng, kv_heads * queries) if has_sinks else None
+    check(rng, made, (kv_heads, tail, *dims), queries, sinks)
