@@ -1,7 +1,7 @@
 """Every metric, declared once.
 
 Knows Prometheus and the names that dashboards expect. Does not know where a number comes from: the engine counts and
-observes as it runs, and whoever answers a scrape sets the gauges first (`set_load`).
+observes as it runs, and whoever answers a scrape says how things are first (`set_load`, `set_cache`).
 
 Numbers that vLLM's dashboards know go by vLLM's names; everything else is `kvstrata_*`. Prometheus adds `_total` to
 counters. Every method may be called from any thread.
@@ -9,7 +9,12 @@ counters. Every method may be called from any thread.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 CONTENT_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
@@ -18,6 +23,70 @@ FIRST_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60,
 INTER_TOKEN_BUCKETS = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+
+
+# What the cache counts since the start; shown as 0 before it happens for the first time.
+CACHE_COUNTERS = {
+    "queried_tokens": "Prompt tokens that were looked up",
+    "hit_tokens": "Of those, found and really not computed",
+    "stored_spans": "Spans that were stored",
+    "stored_tokens": "Tokens of those",
+    "encoded_spans": "Spans that were put under a codec in fewer bits",
+    "stepped_down_spans": "Spans that were put under fewer bits to make room",
+    "evicted_tokens": "Tokens that had to go",
+}
+# Counted along with the rest, but they rise and fall.
+CACHE_LEVELS = {
+    "disk_queue_bytes": "Bytes that wait to be written to the disk",
+    "disk_limit_bytes": "Most that the disk tier may take",
+}
+REFUSED = "refused_"  # and the reason
+DISK = "disk_"  # and the event, and the reason; but for what ends in _bytes
+
+
+class CacheCollector(Collector):
+    """What the cache last said of itself, told at each scrape. Its counters are its own: here they are only shown."""
+
+    def __init__(self) -> None:
+        self.tiers: Mapping[str, Mapping[str, Any]] = {}
+        self.counters: Mapping[str, int] = {}
+        self.hot_budget_bytes = 0
+
+    def collect(self) -> Iterator[Metric]:
+        held = GaugeMetricFamily("kvstrata_cache_bytes", "KV that is stored", labels=["tier", "codec"])
+        kinds = GaugeMetricFamily("kvstrata_cache_kind_bytes", "The same by kind of layer", labels=["tier", "kind"])
+        spans = GaugeMetricFamily("kvstrata_cache_spans", "Spans that are stored", labels=["tier"])
+        tokens = GaugeMetricFamily("kvstrata_cache_tokens", "Tokens that are stored", labels=["tier"])
+        for name, tier in self.tiers.items():
+            for codec, nbytes in tier["by_precision"].items():
+                held.add_metric([name, codec], nbytes)
+            for kind, nbytes in tier["by_kind"].items():
+                kinds.add_metric([name, kind], nbytes)
+            spans.add_metric([name], tier["spans"])
+            tokens.add_metric([name], tier["tokens"])
+        yield from (held, kinds, spans, tokens)
+        yield GaugeMetricFamily(
+            "kvstrata_cache_hot_budget_bytes", "Most that stored KV takes in memory", self.hot_budget_bytes
+        )
+        yield from self._counters()
+
+    def _counters(self) -> Iterator[Metric]:
+        refused = CounterMetricFamily("kvstrata_cache_refused", "Spans not stored, by reason", labels=["reason"])
+        disk = CounterMetricFamily(
+            "kvstrata_cache_disk_events", "What happened to blocks on the disk", labels=["event", "reason"]
+        )
+        for name, value in {**dict.fromkeys(CACHE_COUNTERS, 0), **self.counters}.items():
+            if name in CACHE_LEVELS:
+                yield GaugeMetricFamily(f"kvstrata_cache_{name}", CACHE_LEVELS[name], value)
+            elif name.startswith(REFUSED):
+                refused.add_metric([name.removeprefix(REFUSED)], value)
+            elif name.startswith(DISK) and not name.endswith("_bytes"):
+                event, _, reason = name.removeprefix(DISK).partition("_")
+                disk.add_metric([event, reason], value)
+            else:
+                what = CACHE_COUNTERS.get(name, name.replace("_", " ").capitalize())
+                yield CounterMetricFamily(f"kvstrata_cache_{name}", what, value)
+        yield from (refused, disk)
 
 
 def _seconds(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:
@@ -80,6 +149,8 @@ class Metrics:
         self.kv_budget_bytes = Gauge("kvstrata_kv_budget_bytes", "Most that KV may take", registry=registry)
         self.active_bytes = Gauge("kvstrata_mlx_active_bytes", "What MLX has allocated and in use", registry=registry)
         self.peak_bytes = Gauge("kvstrata_mlx_peak_bytes", "The most that MLX had in use", registry=registry)
+        self._cache = CacheCollector()
+        registry.register(self._cache)
 
     def set_load(
         self, *, running: int, waiting: int, kv_bytes: int, kv_budget_bytes: int, active_bytes: int, peak_bytes: int
@@ -92,6 +163,13 @@ class Metrics:
         self.kv_usage.set(kv_bytes / kv_budget_bytes if kv_budget_bytes else 0.0)
         self.active_bytes.set(active_bytes)
         self.peak_bytes.set(peak_bytes)
+
+    def set_cache(
+        self, tiers: Mapping[str, Mapping[str, Any]], counters: Mapping[str, int], *, hot_budget_bytes: int
+    ) -> None:
+        """What the cache says at this moment, tiers as in /cache/usage."""
+        self._cache.tiers, self._cache.counters = tiers, counters
+        self._cache.hot_budget_bytes = hot_budget_bytes
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

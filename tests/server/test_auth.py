@@ -40,10 +40,11 @@ def test_client_sees_an_authentication_error(locked: Served) -> None:
         client.completions.create(model=locked.name, prompt="a")
 
 
-def test_only_health_is_open(locked: Served) -> None:
+def test_only_health_and_the_page_are_open(locked: Served) -> None:
     with locked.http() as http:
-        assert http.get("/health").status_code == 200
-        for path in ("/", "/v1/models", "/metrics", "/props", "/openapi.json", "/docs", "/nothing"):
+        for path in ("/health", "/", "/dashboard/main.js"):
+            assert http.get(path).status_code == 200, path
+        for path in ("/cache/usage", "/dashboard/other.js", "/v1/models", "/metrics", "/props", "/docs", "/nothing"):
             assert http.get(path).status_code == 401, path
 
 

@@ -112,7 +112,7 @@ class Loop:
         for sequence in self._running.values():
             if sequence.request.id == request_id and sequence.filing is not None:
                 return {*sequence.filing.lease.entries, sequence.filing.entry}
-        raise InvalidRequest(f"No request {request_id!r} is running. GET /cache/usage lists those that are.")
+        raise InvalidRequest(f"No request {request_id[:80]!r} is running. GET /cache/usage lists those that are.")
 
     def seconds_to_wait(self) -> float:
         """How long a stalled loop may rest before it should look again, unless something comes."""

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from kvstrata import __version__
-from kvstrata.server import errors, ops
+from kvstrata.server import cache, dashboard, errors, ops
 from kvstrata.server.auth import RequireKey
 from kvstrata.server.limits import LimitBody
 from kvstrata.server.openai import endpoints
@@ -20,7 +20,9 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="kvstrata", version=__version__, redoc_url=None)
     app.state.service = service
     app.include_router(endpoints.router)
+    app.include_router(cache.router)
     app.include_router(ops.router)
+    app.include_router(dashboard.router)
     errors.install(app)
     # The one added last sees a request first.
     app.add_middleware(LimitBody, max_bytes=service.max_body_bytes)
@@ -31,8 +33,9 @@ def create_app(service: Service) -> FastAPI:
 
 def _document_bodies(app: FastAPI, *, needs_key: bool) -> None:
     """Bodies are read by hand (see endpoints.py), so FastAPI does not know their schemas."""
+    asked = (ChatAsked, CompletionAsked, *cache.ASKED)
     _, schemas = models_json_schema(
-        [(ChatAsked, "validation"), (CompletionAsked, "validation")], ref_template="#/components/schemas/{model}"
+        [(each, "validation") for each in asked], ref_template="#/components/schemas/{model}"
     )
     generate = app.openapi
 

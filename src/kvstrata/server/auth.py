@@ -14,9 +14,10 @@ from blake3 import blake3
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvstrata.errors import Unauthorized
+from kvstrata.server import dashboard
 from kvstrata.server.errors import error_response
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health"}) | dashboard.OPEN_PATHS
 DIGEST_CONTEXT = "kvstrata 2026-11 api key digest v1"
 SALT_CONTEXT = "kvstrata 2026-11 api key salt v1"
 SCOPE_KEY = "kvstrata.key_salt"

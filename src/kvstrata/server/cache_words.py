@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from kvstrata.engine.report import CacheUsage, SequenceUsage
+from kvstrata.layers.parts import SealedPart
 from kvstrata.server.openai.schema import Asked, Message, TokenId, ToolOffered
 from kvstrata.store.entry import Entry
 from kvstrata.store.report import Explanation, PartUsage, TierUsage
@@ -31,7 +32,7 @@ class PromptAsked(Asked):
 
 
 class ClearAsked(Asked):
-    tier: Tier = Field(description="Where to clear")
+    tier: Tier | None = Field(None, description="Required: where to clear")
     salt: str | None = Field(
         None, description="Only what is under this cache_salt; empty: under none. Left out: all that the key may clear"
     )
@@ -137,6 +138,7 @@ class RequantizeAnswer(TypedDict):
     left_alone: list[LeftAloneAnswer]
     expected_error: float
     seconds: float
+    note: str
 
 
 class ProgressAnswer(TypedDict):
@@ -162,17 +164,22 @@ def usage_answer(usage: CacheUsage, target: TargetAnswer, held: HeldAnswer) -> U
 
 
 def held_answer(entries: Iterable[Entry]) -> HeldAnswer:
-    """Of what is stored and not being written; resume points of window layers included."""
+    """Of what is stored, resume points of window layers included; the buffers of running requests are not."""
     k: Counter[str] = Counter()
     v: Counter[str] = Counter()
-    for entry in entries:
-        span = entry.span
-        if entry.is_running or span.is_live:
-            continue
-        for part in (part for layer in span.layers for part in span.planes(layer)):
-            k[part.k.name] += part.k.nbytes
-            v[part.v.name] += part.v.nbytes
+    for part in (part for entry in entries for part in _stored_parts(entry)):
+        k[part.k.name] += part.k.nbytes
+        v[part.v.name] += part.v.nbytes
     return {"k": dict(k), "v": dict(v)}
+
+
+def _stored_parts(entry: Entry) -> Iterator[SealedPart]:
+    span = entry.span
+    for mark in span.marks.values():
+        yield from (state for state in mark.states if isinstance(state, SealedPart))
+    if not entry.is_running and not span.is_live:
+        for layer in span.layers:
+            yield from span.planes(layer)
 
 
 def requantize_answer(changed: Changed, held: HeldAnswer) -> RequantizeAnswer:
@@ -186,7 +193,12 @@ def requantize_answer(changed: Changed, held: HeldAnswer) -> RequantizeAnswer:
         "left_alone": [{"reason": it.reason, "spans": it.spans, "bytes": it.nbytes} for it in changed.left_alone],
         "expected_error": changed.expected_error,
         "seconds": changed.seconds,
+        "note": _note(changed),
     }
+
+
+def _note(changed: Changed) -> str:
+    return "" if changed.bytes_before or changed.left_alone else "Nothing is cached in this scope."
 
 
 def progress_answer(progress: Progress) -> ProgressAnswer:

@@ -1,27 +1,24 @@
-"""What operators look at: /health, /metrics, /props, and a page that says where to go."""
+"""What operators look at: /health, /metrics and /props."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import Response
 from typing_extensions import TypedDict
 
 from kvstrata import __version__
 from kvstrata.errors import Unavailable
 from kvstrata.metrics import CONTENT_TYPE
+from kvstrata.server import cache
+from kvstrata.server.cache_words import HeldAnswer, TargetAnswer
 from kvstrata.server.errors import answers
 from kvstrata.server.service import Service, service_of
 
 router = APIRouter(tags=["Operation"])
-
-PAGE = """<!doctype html><meta charset="utf-8"><title>kvstrata</title>
-<h1>kvstrata</h1><p>This is a local LLM server. Point an OpenAI client at <code>/v1</code>.</p>
-<ul><li><a href="/v1/models">models</a><li><a href="/props">properties</a><li><a href="/metrics">metrics</a>
-<li><a href="/health">health</a><li><a href="/docs">the whole interface</a></ul>
-"""
 
 
 class Health(TypedDict):
@@ -54,21 +51,23 @@ async def metrics(request: Request) -> Response:
         active_bytes=state.active_bytes,
         peak_bytes=state.peak_bytes,
     )
+    # A scrape is answered even where the engine has stopped: that is when people look.
+    with contextlib.suppress(Unavailable):
+        held = await cache.ask(service, cache.usage_of)
+        service.metrics.set_cache(held["tiers"], held["counters"], hot_budget_bytes=held["hot_budget_bytes"])
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
-@router.get("/props", summary="What is served, how, and why so", responses=answers(401))
+@router.get("/props", summary="What is served, how, and why so", responses=answers(401, 503))
 async def props(request: Request) -> dict[str, Any]:
-    return properties(service_of(request))
+    service = service_of(request)
+    target, held = await cache.ask(service, lambda loop: (cache.target_of(loop), cache.held_of(loop)))
+    return properties(service, target, held)
 
 
-@router.get("/", response_class=HTMLResponse, include_in_schema=False)
-async def index() -> HTMLResponse:
-    return HTMLResponse(PAGE)
-
-
-def properties(service: Service) -> dict[str, Any]:
+def properties(service: Service, target: TargetAnswer, held: HeldAnswer) -> dict[str, Any]:
     loaded = service.loaded
+    engine = service.engine.props()
     return {
         "version": __version__,
         "model": {
@@ -82,7 +81,8 @@ def properties(service: Service) -> dict[str, Any]:
             "chat_template": service.template.exists,
             "tools": service.template.has_tools,
         },
-        **service.engine.props(),
+        **engine,
+        "kv": {**engine["kv"], **target, "target": target, "held": held},
         "state": dataclasses.asdict(service.engine.state()),
         "draining": service.door.closed,
     }

@@ -144,6 +144,7 @@ class Shelf:
         if self._needs_marks:
             # What follows the last mark is of no use to anybody.
             end = max((at for at in leaf.payload.span.marks if leaf.start < at <= end), default=leaf.start)
+        self.num_evicted_tokens += leaf.end - (end if leaf.start < end < leaf.end else leaf.start)
         if leaf.start < end < leaf.end:
             self.trim(leaf, end)
         else:
@@ -179,7 +180,6 @@ class Shelf:
         self.version += 1
         self._remember(node)
         self._eviction.discard(node)
-        self.num_evicted_tokens += node.num_tokens
         self.tree.remove(node)
         self._uses.forget(node)
         entry.nodes.discard(node)
@@ -191,7 +191,6 @@ class Shelf:
         """The last tokens of a leaf."""
         self.version += 1
         self._remember(node)
-        self.num_evicted_tokens += node.end - end
         self.tree.trim(node, end)
         self._fit(node.payload)
         self._offer(node)
@@ -250,11 +249,11 @@ class Shelf:
         self.ghosts.insert(node.root_key, tokens, None)
 
     def _thin_marks(self, path: tuple[Node[Entry], ...], max_marks: int) -> None:
-        """Keep the newest on a path, and those where it branches: that is where requests resume. What its entries hold
-        on other branches is not touched."""
+        """Keep the newest on a path, those where it branches, which is where requests resume, and those that are pinned.
+        What its entries hold on other branches is not touched."""
         branches = {node.end for node in path if len(node.children) > 1}
         on_path = [(at, node) for node in path for at in node.payload.span.marks if node.start < at <= node.end]
-        held = [(at, node.payload) for at, node in on_path if at not in branches]
+        held = [(at, node.payload) for at, node in on_path if at not in branches and not node.payload.is_pinned]
         for at, entry in sorted(held, key=lambda place: place[0])[: max(0, len(held) - max_marks)]:
             del entry.span.marks[at]
             self.recount(entry)

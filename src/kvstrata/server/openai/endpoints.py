@@ -75,12 +75,12 @@ async def get_model(request: Request, model: str) -> ModelAnswer:
 
 
 async def _job(request: Request, make: Callable[..., Job]) -> Job:
-    _require_json(request)
+    require_json(request)
     body = await request.body()
     return await to_thread.run_sync(make, service_of(request), body, request.scope)
 
 
-def _require_json(request: Request) -> None:
+def require_json(request: Request) -> None:
     # A web page can post anything else to a local server without asking; JSON makes its browser ask first.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

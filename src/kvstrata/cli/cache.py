@@ -1,0 +1,186 @@
+"""`kvstrata cache`: see and change what a running server has cached, or look into a folder of the disk cache.
+
+Knows HTTP only: every command is one call, shown as a table or, with --json, as it was answered. To add a command,
+write a function and decorate it with `@app.command`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvstrata.cli import cache_folder
+from kvstrata.cli import cache_tables as tables
+from kvstrata.cli.remote import DEFAULT_URL, AsJson, Key, Url, connect
+from kvstrata.errors import KvstrataError
+
+app = typer.Typer(
+    name="cache",
+    help="See and change what a running server has cached.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Text = Annotated[str | None, typer.Argument(help="The prompt; - reads it from stdin.", show_default="none")]
+AsChat = Annotated[bool, typer.Option("--chat", help="The text is a user's message, not a plain prompt.")]
+RequestFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--request",
+        help="A JSON file with the body of a request (messages, tools or prompt, cache_salt).",
+        exists=True,
+        dir_okay=False,
+        metavar="file",
+        show_default="none",
+    ),
+]
+Salt = Annotated[
+    str | None, typer.Option("--salt", help="The cache_salt of the requests.", metavar="text", show_default="none")
+]
+
+
+@app.command()
+def usage(url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJson = False) -> None:
+    """What is held, where and at which precision."""
+    with connect(url, api_key) as remote:
+        answer = remote.ask("GET", "/cache/usage")
+    _show(answer, as_json, tables.usage)
+
+
+@app.command()
+def explain(
+    text: Text = None,
+    as_chat: AsChat = False,
+    request: RequestFile = None,
+    salt: Salt = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """How much of a prompt is cached, and why not more."""
+    body = _prompt(text, request, salt, as_chat=as_chat)
+    with connect(url, api_key) as remote:
+        answer = remote.ask("POST", "/cache/explain", body)
+    _show(answer, as_json, tables.explanation)
+
+
+@app.command()
+def clear(
+    tier: Annotated[str, typer.Argument(help="hot (memory), disk or all.")],
+    salt: Salt = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Drop what is stored and not in use."""
+    with connect(url, api_key) as remote:
+        answer = remote.ask("POST", "/cache/clear", _given(tier=tier, salt=salt))
+    _show(answer, as_json, tables.cleared)
+
+
+@app.command()
+def pin(
+    text: Text = None,
+    as_chat: AsChat = False,
+    request: RequestFile = None,
+    salt: Salt = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Keep what is stored of a prompt, whatever else has to go."""
+    body = _prompt(text, request, salt, as_chat=as_chat)
+    with connect(url, api_key) as remote:
+        answer = remote.ask("POST", "/cache/pin", body)
+    _show(answer, as_json, tables.pinned)
+
+
+@app.command()
+def unpin(
+    text: Text = None,
+    as_chat: AsChat = False,
+    request: RequestFile = None,
+    salt: Salt = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let it go again when room is needed."""
+    body = _prompt(text, request, salt, as_chat=as_chat)
+    with connect(url, api_key) as remote:
+        answer = remote.ask("POST", "/cache/unpin", body)
+    _show(answer, as_json, tables.unpinned)
+
+
+@app.command()
+def requantize(
+    k: Annotated[
+        str | None, typer.Option("--k", help="Precision of keys, e.g. planes:4.", show_default="as it is")
+    ] = None,
+    v: Annotated[str | None, typer.Option("--v", help="Precision of values.", show_default="as it is")] = None,
+    scope: Annotated[str, typer.Option(help="all, live, stored or disk.")] = "all",
+    salt: Salt = None,
+    sequence: Annotated[
+        str | None, typer.Option(help="Only what this running request holds.", metavar="id", show_default="none")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what it would free.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Going up: decode what is lower.")] = False,
+    progress: Annotated[bool, typer.Option("--progress", help="Say how far the last change has come.")] = False,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Stop the last change; what is done stays.")] = False,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change the precision of what is cached, while the server goes on."""
+    with connect(url, api_key) as remote:
+        if progress or cancel:
+            answer = remote.ask("DELETE" if cancel else "GET", "/cache/requantize")
+            return _show(answer, as_json, tables.progress)
+        body = _given(k=k, v=v, scope=scope, salt=salt, sequence=sequence, dry_run=dry_run, force=force)
+        return _show(remote.ask("POST", "/cache/requantize", body), as_json, tables.changed)
+
+
+def _prompt(text: str | None, request: Path | None, salt: str | None, *, as_chat: bool) -> dict[str, Any]:
+    if (text is None) == (request is None):
+        raise KvstrataError("Give the prompt as text (- reads stdin), or a request's body with --request FILE.")
+    if request is not None:
+        return {**_body(request), **_given(cache_salt=salt)}
+    if text == "-":
+        text = sys.stdin.read()
+    prompt = {"messages": [{"role": "user", "content": text}]} if as_chat else {"prompt": text}
+    return {**prompt, **_given(cache_salt=salt)}
+
+
+def _body(file: Path) -> dict[str, Any]:
+    try:
+        body = json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise KvstrataError(f"{file} cannot be read as JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise KvstrataError(f"{file} must hold a JSON object with messages, prompt or tokens.")
+    return body
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _show(answer: Mapping[str, Any], as_json: bool, table: tables.Table) -> None:
+    if as_json:
+        typer.echo(json.dumps(answer, indent=2))
+        return
+    from rich.console import Console
+
+    # No markup: prompts may look like it.
+    Console(markup=False, highlight=False).print(table(answer))
+
+
+for _command in (cache_folder.ls, cache_folder.verify, cache_folder.gc):
+    app.command()(_command)

@@ -1,0 +1,185 @@
+"""The server's answers about its cache as people read them. Knows rich; asks nobody."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table as RichTable
+
+Answer = Mapping[str, Any]
+Table = Callable[[Answer], "RenderableType"]
+
+# Warm is heavy: what takes the most bytes is what people look for.
+STYLES = {"raw": "red", "8": "yellow", "6": "yellow", "5": "green", "4": "green", "3": "cyan", "2": "blue"}
+
+
+def style_of(precision: str) -> str:
+    """By bits, whatever the codec. Of several the first."""
+    first = precision.partition("+")[0]
+    return STYLES.get(first if first == "raw" else first.split(":")[1] if ":" in first else "", "white")
+
+
+def size(num_bytes: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(num_bytes) < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
+
+
+def share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def usage(answer: Answer) -> RenderableType:
+    from rich.console import Group
+
+    parts: list[RenderableType] = [tiers(answer), totals(answer)]
+    if answer["sequences"]:
+        parts.append(sequences(answer["sequences"]))
+    return Group(*parts)
+
+
+def tiers(answer: Answer) -> RichTable:
+    table = _table("tier", "precision", "bytes", "share", "tokens", "spans", title="Stored", right=2)
+    for name, tier in answer["tiers"].items():
+        table.add_row(name, "", size(tier["bytes"]), "", f"{tier['tokens']:,}", f"{tier['spans']:,}")
+        for precision, nbytes in sorted(tier["by_precision"].items(), key=lambda pair: -pair[1]):
+            table.add_row("", _coloured(precision), size(nbytes), share(nbytes, tier["bytes"]))
+        for kind, nbytes in sorted(tier["by_kind"].items()):
+            if len(tier["by_kind"]) > 1:
+                table.add_row("", f"{kind} layers", size(nbytes), share(nbytes, tier["bytes"]))
+    return table
+
+
+def totals(answer: Answer) -> RichTable:
+    table = _plain_table()
+    counters = answer["counters"]
+    queried, hit = counters.get("queried_tokens", 0), counters.get("hit_tokens", 0)
+    table.add_row("new tokens are stored as", f"K {answer['target']['k']}, V {answer['target']['v']}")
+    table.add_row("running sequences", size(answer["running_bytes"]))
+    table.add_row("budget", f"{size(answer['budget_bytes'])}, {size(answer['headroom_bytes'])} of it free")
+    table.add_row("allocated by MLX", size(answer["allocator_bytes"]))
+    table.add_row("found of what was asked for", f"{hit:,} of {queried:,} tokens ({share(hit, queried)})")
+    for name, value in counters.items():
+        if name not in ("queried_tokens", "hit_tokens") and value:
+            table.add_row(words(name), size(value) if name.endswith("_bytes") else f"{value:,}")
+    return table
+
+
+def words(counter: str) -> str:
+    return counter.removesuffix("_bytes").replace("_", " ")
+
+
+def sequences(running: Sequence[Answer], width: int = 40) -> RichTable:
+    table = _table("request", "tokens", "bytes", "parts", title="Running", right=1, left_from=3)
+    for sequence in running:
+        nbytes = sum(part["bytes"] for part in sequence["parts"])
+        table.add_row(sequence["id"], f"{sequence['tokens']:,}", size(nbytes), _bar(sequence, width))
+    return table
+
+
+def explanation(answer: Answer) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    table = _plain_table()
+    cached, total = answer["cached_tokens"], answer["prompt_tokens"]
+    table.add_row("cached", f"{cached:,} of {total:,} tokens ({share(cached, total)})")
+    for tier, tokens in answer["by_tier"].items():
+        table.add_row(f"  {tier}", f"{tokens:,}")
+    table.add_row("ends at token", f"{answer['at_token']:,} ({answer['ends_because']})")
+    table.add_row("", answer["meaning"])
+    text = Text("…" if answer["at_token"] > 0 else "").append(answer["before"], style="green")
+    text.append("|", style="bold").append(answer["after"], style="yellow")
+    table.add_row("the prompt there", text)
+    if answer["instead"]:
+        table.add_row("stored instead", Text(" or ".join(repr(each) for each in answer["instead"])))
+    return Group(table)
+
+
+def cleared(answer: Answer) -> RenderableType:
+    return (
+        f"Removed {answer['tokens']:,} tokens, {size(answer['bytes'])}. "
+        f"{size(answer['bytes_left'])} stay: in use, pinned or not yours."
+    )
+
+
+def pinned(answer: Answer) -> RenderableType:
+    return f"Pinned: the first {answer['tokens']:,} of {answer['prompt_tokens']:,} tokens, all that is stored of them."
+
+
+def unpinned(answer: Answer) -> RenderableType:
+    return f"Not pinned any more: the first {answer['tokens']:,} of {answer['prompt_tokens']:,} tokens."
+
+
+def changed(answer: Answer) -> RenderableType:
+    table = _plain_table()
+    before, after = answer["bytes_before"], answer["bytes_after"]
+    table.add_row("dry run, nothing was changed" if answer["dry_run"] else "target", _target(answer["target"]))
+    table.add_row("spans", f"{answer['spans']:,}")
+    table.add_row(
+        "bytes", f"{size(before)} -> {size(after)}, {size(before - after)} freed ({share(before - after, before)})"
+    )
+    table.add_row("expected error of scores", f"{100 * answer['expected_error']:.2f} %")
+    table.add_row("time", f"{answer['seconds']:.3f} s")
+    if answer["note"]:
+        table.add_row("", answer["note"])
+    for left in answer["left_alone"]:
+        table.add_row("left alone", f"{left['spans']:,} spans, {size(left['bytes'])}: {left['reason']}")
+    return table
+
+
+def progress(answer: Answer) -> RenderableType:
+    state = "running" if answer["is_running"] else "not running"
+    done, total = answer["spans_done"], answer["spans_total"]
+    return f"{done:,} of {total:,} spans, {size(answer['bytes_freed'])} freed, {state}."
+
+
+def _target(target: Answer) -> str:
+    return f"K {target['k']}, V {target['v']}"
+
+
+def _bar(sequence: Answer, width: int) -> RenderableType:
+    from rich.text import Text
+
+    bar = Text()
+    total = max(1, sequence["tokens"])
+    for part in sequence["parts"]:
+        cells = round(width * part["tokens"] / total)
+        bar.append("█" * cells, style=style_of(part["k"]))
+    for part in sequence["parts"]:
+        names = part["k"] if part["k"] == part["v"] else f"{part['k']}/{part['v']}"
+        shared = f" shared by {part['shared_by']}" if part["shared_by"] > 1 else ""
+        bar.append(f" {part['tokens']:,} ", style="dim").append(f"{names}{shared}", style=style_of(part["k"]))
+    return bar
+
+
+def _coloured(precision: str) -> RenderableType:
+    from rich.text import Text
+
+    return Text(precision, style=style_of(precision))
+
+
+def _table(*columns: str, title: str, right: int, left_from: int | None = None) -> RichTable:
+    """Columns from `right` on are numbers, up to `left_from`."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for place, column in enumerate(columns):
+        is_number = place >= right and (left_from is None or place < left_from)
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    return table
+
+
+def _plain_table() -> RichTable:
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    return table

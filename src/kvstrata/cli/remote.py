@@ -1,0 +1,72 @@
+"""A running server, as commands talk to it: JSON there and back, every trouble one clear line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvstrata.errors import KvstrataError
+
+if TYPE_CHECKING:
+    import httpx
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+Url = Annotated[str, typer.Option("--url", help="The server's address.", envvar="KVSTRATA_URL", metavar="url")]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        help="Key to send, if the server wants one.",
+        envvar="KVSTRATA_API_KEY",
+        metavar="key",
+        show_default="none",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="The server's answer on stdout, and nothing else.")]
+
+
+class Remote:
+    def __init__(self, client: httpx.Client, url: str) -> None:
+        self._client = client
+        self.url = url
+
+    def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        import httpx
+
+        try:
+            response = self._client.request(method, path, json=body)
+            return self._answer(response)
+        except httpx.HTTPError as error:
+            raise KvstrataError(
+                f"No server answers at {self.url} ({error}). Start one in another terminal: kvstrata serve    "
+                "or say where it is: --url http://HOST:PORT"
+            ) from None
+
+    def _answer(self, response: httpx.Response) -> Any:
+        if response.status_code == 401:
+            raise KvstrataError(f"{self.url} wants a key: --api-key KEY (KVSTRATA_API_KEY)")
+        try:
+            answer = response.json()
+            if response.is_success:
+                return answer
+            message = answer["error"]["message"]
+        except (ValueError, LookupError, TypeError):
+            message = f"{self.url} answered {response.status_code}, but not like kvstrata. Check --url."
+        raise KvstrataError(message)
+
+
+@contextmanager
+def connect(url: str, api_key: str | None) -> Iterator[Remote]:
+    import httpx
+
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        # The engine answers between two steps, and a step over a long prompt takes a while.
+        client = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(60.0, connect=10.0))
+    except httpx.InvalidURL:
+        raise KvstrataError(f"'{url}' is not an address. Write it like --url {DEFAULT_URL}") from None
+    with client:
+        yield Remote(client, url)

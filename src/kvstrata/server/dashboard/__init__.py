@@ -1,0 +1,66 @@
+"""The page at /. Knows its files, their types and the headers that keep it to itself; everything that it shows it asks
+the server for, like any other client, and with the same key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from importlib.resources import files
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+from fastapi import APIRouter
+from fastapi.responses import Response
+
+PREFIX = "/dashboard/"
+TYPES = {
+    ".css": "text/css; charset=utf-8",
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # A new version of the server is a new page.
+    "cache-control": "no-cache",
+}
+
+
+class File(NamedTuple):
+    body: bytes
+    kind: str
+
+
+def _files() -> dict[str, File]:
+    """By path. What is served never changes while the server runs."""
+    found: dict[str, File] = {}
+    for file in files("kvstrata.server.dashboard").joinpath("static").iterdir():
+        kind = TYPES.get(PurePosixPath(file.name).suffix)
+        if kind is not None:
+            path = "/" if file.name == "index.html" else PREFIX + file.name
+            found[path] = File(file.read_bytes(), kind)
+    return found
+
+
+def _answering(file: File) -> Callable[[], Awaitable[Response]]:
+    async def answer() -> Response:
+        return Response(file.body, media_type=file.kind, headers=HEADERS)
+
+    return answer
+
+
+def _routes() -> APIRouter:
+    router = APIRouter(include_in_schema=False)
+    for path, file in FILES.items():
+        router.add_api_route(path, _answering(file), methods=["GET"])
+    return router
+
+
+FILES: Mapping[str, File] = _files()
+OPEN_PATHS = frozenset(FILES)  # they hold no figures: those need the key
+router = _routes()

@@ -1,0 +1,107 @@
+// The precision control: a dry run first, then apply what it was run for.
+
+import { byId, count, h, percent, size } from "./dom.js";
+import { NAMES } from "./precisions.js";
+import { get, post, remove } from "./server.js";
+
+const PROGRESS_MS = 400;
+
+export class Precision {
+  constructor(onError) {
+    this.onError = onError;
+    this.form = byId("precision");
+    this.result = byId("precision-result");
+    this.apply = byId("apply");
+    this.ran = null; // what the last dry run was for
+    for (const select of [this.form.k, this.form.v]) select.append(...NAMES.map((name) => h("option", {}, name)));
+    this.form.addEventListener("change", () => this.invalidate());
+    this.form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      this.send(true);
+    });
+    this.apply.addEventListener("click", () => this.send(false));
+    byId("cancel").addEventListener("click", () => this.cancel());
+  }
+
+  showTarget(usage) {
+    const { k, v } = usage.target;
+    byId("target").textContent = `new tokens: K ${k}, V ${v}`;
+    if (this.touched) return;
+    for (const [select, name] of [[this.form.k, k], [this.form.v, v]]) {
+      if (![...select.options].some((option) => option.value === name)) select.append(h("option", {}, name));
+      select.value = name;
+    }
+    const disk = this.form.scope.querySelector("[value=disk]");
+    disk.hidden = disk.disabled = !("disk" in usage.tiers);
+    this.touched = true;
+  }
+
+  asked() {
+    const { k, v, scope, force } = this.form;
+    return { k: k.value, v: v.value, scope: scope.value, force: force.checked };
+  }
+
+  invalidate() {
+    this.ran = null;
+    this.apply.disabled = true;
+  }
+
+  async send(dryRun) {
+    const asked = dryRun ? this.asked() : this.ran;
+    this.form.dry.disabled = this.apply.disabled = true;
+    try {
+      const answer = await post("/cache/requantize", { ...asked, dry_run: dryRun });
+      this.ran = dryRun ? asked : null;
+      this.show(answer);
+      if (!dryRun) this.follow();
+    } catch (error) {
+      this.result.replaceChildren(h("p", { class: "error" }, error.message));
+      this.onError(error);
+    } finally {
+      this.form.dry.disabled = false;
+      // What was chosen meanwhile has not been tried.
+      this.apply.disabled = JSON.stringify(this.ran) !== JSON.stringify(this.asked());
+    }
+  }
+
+  show(answer) {
+    const { bytes_before: before, bytes_after: after } = answer;
+    const freed = before - after;
+    const nothing = answer.spans === 0 && (answer.note || (answer.dry_run ? "Nothing would change" : "Nothing changes"));
+    const verb = answer.dry_run ? (freed < 0 ? "would take" : "would free") : freed < 0 ? "takes" : "frees";
+    const kept = h("i", { class: "kept" });
+    kept.style.width = `${before ? Math.min(100, (100 * after) / before) : 0}%`;
+    const left = answer.left_alone.map((it) => h("li", {}, `${it.reason}: ${count(it.spans)} spans, ${size(it.bytes)}`));
+    this.result.replaceChildren(
+      h("p", { class: "headline" }, nothing || `${answer.dry_run ? "Dry run: " : ""}${verb} ${size(Math.abs(freed))} (${percent(Math.abs(freed), before)})`),
+      h("div", { class: "bar", "aria-hidden": "true" }, kept),
+      h(
+        "dl",
+        {},
+        ...pair("K, V", `${answer.target.k}, ${answer.target.v}`),
+        ...pair("bytes", `${size(before)} → ${size(after)}`),
+        ...pair("spans that change", count(answer.spans)),
+        ...pair("scores off by about", percent(answer.expected_error, 1)),
+      ),
+      ...(left.length ? [h("p", { class: "hint" }, "Left alone:"), h("ul", {}, ...left)] : []),
+    );
+  }
+
+  async follow() {
+    const box = byId("progress");
+    for (;;) {
+      const progress = await get("/cache/requantize").catch(() => ({ is_running: false }));
+      box.hidden = !progress.is_running;
+      if (!progress.is_running) return;
+      box.querySelector("progress").value = progress.spans_done / Math.max(1, progress.spans_total);
+      box.querySelector("span").textContent = `${count(progress.spans_done)} of ${count(progress.spans_total)} spans`;
+      await new Promise((resolve) => setTimeout(resolve, PROGRESS_MS));
+    }
+  }
+
+  async cancel() {
+    await remove("/cache/requantize").catch(this.onError);
+  }
+}
+
+const pair = (name, value) => [h("dt", {}, name), h("dd", {}, value)];

@@ -1,0 +1,134 @@
+"""`kvstrata cache` and `kvstrata top` against a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvstrata.cli import app
+from kvstrata.errors import KvstrataError
+from tests.server.conftest import Served, running
+from tests.tiny import tiny_loaded
+
+PROMPT = [5 + i % 80 for i in range(300)]
+TOP = (sys.executable, "-c", "from kvstrata.cli import main; main()", "top")
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Served]:
+    with running(tiny_loaded("llama"), api_key=["secret"]) as one:
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def stored(tiny: Served) -> Iterator[None]:
+    with tiny.openai("secret") as client:
+        client.completions.create(model=tiny.name, prompt=PROMPT, max_tokens=1)
+    yield
+    run(tiny, "cache", "requantize", "--k", "raw", "--v", "raw")
+    run(tiny, "cache", "clear", "all")
+
+
+@pytest.fixture
+def request_file(tmp_path: Path) -> str:
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps({"prompt": PROMPT, "max_tokens": 5}))
+    return str(file)
+
+
+def invoke(tiny: Served, *arguments: str, stdin: str | None = None) -> Result:
+    env = {"KVSTRATA_URL": tiny.url, "KVSTRATA_API_KEY": "secret", "COLUMNS": "120"}
+    return CliRunner().invoke(app, list(arguments), env=env, input=stdin)
+
+
+def run(tiny: Served, *arguments: str, stdin: str | None = None) -> str:
+    result = invoke(tiny, *arguments, stdin=stdin)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def run_json(tiny: Served, *arguments: str) -> dict[str, Any]:
+    return json.loads(run(tiny, *arguments, "--json"))
+
+
+def refusal(tiny: Served, *arguments: str) -> str:
+    error = invoke(tiny, *arguments).exception
+    assert isinstance(error, KvstrataError)
+    return str(error)
+
+
+def test_usage_as_a_table_and_as_json(tiny: Served) -> None:
+    usage = run_json(tiny, "cache", "usage")
+    assert usage["tiers"]["hot"]["tokens"] == len(PROMPT)
+    shown = run(tiny, "cache", "usage")
+    assert "hot" in shown
+    assert "raw" in shown
+    assert "300" in shown
+    assert "K raw, V raw" in shown
+
+
+def test_explain_of_a_request_and_of_text(tiny: Served, request_file: str) -> None:
+    said = run_json(tiny, "cache", "explain", "--request", request_file)
+    assert (said["cached_tokens"], said["ends_because"]) == (299, "complete")
+    shown = run(tiny, "cache", "explain", "--request", request_file)
+    assert "299 of 300 tokens" in shown
+    assert "(salt)" in run(tiny, "cache", "explain", "--request", request_file, "--salt", "other")
+    assert "0 of 1 tokens" in run(tiny, "cache", "explain", "-", stdin="%")
+
+
+def test_pin_and_unpin_and_clear(tiny: Served, request_file: str) -> None:
+    assert "first 300 of 300 tokens" in run(tiny, "cache", "pin", "--request", request_file)
+    assert run_json(tiny, "cache", "clear", "hot")["tokens"] == 0
+    assert "first 300" in run(tiny, "cache", "unpin", "--request", request_file)
+    assert "Removed 300 tokens" in run(tiny, "cache", "clear", "hot")
+
+
+def test_requantize(tiny: Served) -> None:
+    dry = run_json(tiny, "cache", "requantize", "--k", "planes:4", "--v", "planes:4", "--dry-run")
+    assert dry["dry_run"] is True
+    assert "dry run, nothing was changed" in run(tiny, "cache", "requantize", "--k", "planes:4", "--dry-run")
+    done = run(tiny, "cache", "requantize", "--k", "planes:4", "--v", "planes:4")
+    assert "K planes:4, V planes:4" in done
+    assert "of 1 spans" in run(tiny, "cache", "requantize", "--progress")
+    assert run_json(tiny, "cache", "requantize", "--cancel")["is_running"] is False
+
+
+def test_errors_are_one_clear_line(tiny: Served, tmp_path: Path) -> None:
+    assert "affine:8" in refusal(tiny, "cache", "requantize", "--k", "nope")
+    assert "'hot', 'disk' or 'all'" in refusal(tiny, "cache", "clear", "warm")
+    assert "--request FILE" in refusal(tiny, "cache", "explain")
+    (tmp_path / "bad.json").write_text("[1]")
+    assert "JSON object" in refusal(tiny, "cache", "pin", "--request", str(tmp_path / "bad.json"))
+    assert "wants a key" in refusal(tiny, "cache", "usage", "--api-key", "wrong")
+    assert "kvstrata serve" in refusal(tiny, "cache", "usage", "--url", "http://127.0.0.1:9")
+    assert "not an address" in refusal(tiny, "cache", "usage", "--url", "http://a:b")
+
+
+def test_top_once(tiny: Served) -> None:
+    shown = run(tiny, "top", "--once")
+    for words in ("tiny-llama", "0 running", "decode", "raw", "300", tiny.url):
+        assert words in shown
+
+
+def test_top_refreshes_until_ctrl_c(tiny: Served) -> None:
+    env = {**os.environ, "KVSTRATA_URL": tiny.url, "KVSTRATA_API_KEY": "secret", "COLUMNS": "120"}
+    process = subprocess.Popen(
+        [*TOP, "--every", "0.2"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True
+    )
+    assert process.stdout is not None
+    # The heading was shown, and shown again.
+    for _ in range(2):
+        assert next(line for line in process.stdout if "tiny-llama" in line)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, rest + errors
+    assert "Traceback" not in errors

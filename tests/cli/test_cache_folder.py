@@ -1,0 +1,54 @@
+"""`kvstrata cache ls|verify|gc` on a folder that an engine has written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kvstrata.cli.cache import app
+from tests.engine.test_disk import answer, engine_on
+from tests.tiny import tiny_loaded
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cache")
+    with engine_on(path, tiny_loaded("llama")) as engine:
+        answer(engine, "first", 600)
+    return path
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, list(arguments))
+    return result.exit_code, result.output
+
+
+def test_ls_lists_the_chain(folder: Path) -> None:
+    code, text = run("ls", str(folder), "--json")
+    blocks = json.loads(text)["blocks"]
+    assert code == 0
+    assert [block["start"] for block in blocks] == sorted(block["start"] for block in blocks)
+    assert sum(block["tokens"] for block in blocks) == 611  # the last token of a reply is never computed
+    assert "files" in run("ls", str(folder))[1]
+
+
+def test_verify_finds_damage_and_gc_removes_it(folder: Path) -> None:
+    code, text = run("verify", str(folder), "--json")
+    assert (code, json.loads(text)["damaged"]) == (0, [])
+    assert json.loads(run("gc", str(folder), "--json")[1])["files"] == []
+    first = sorted(folder.rglob("*.safetensors"))[0]
+    octets = bytearray(first.read_bytes())
+    octets[20] ^= 1
+    first.write_bytes(octets)
+    code, text = run("verify", str(folder))
+    assert code == 1
+    assert first.name in text
+    would = json.loads(run("gc", str(folder), "--dry-run", "--json")[1])["files"]
+    assert str(first) in would
+    assert first.exists()
+    run("gc", str(folder))
+    assert not first.exists()
+    assert run("verify", str(folder))[0] == 0

@@ -1,0 +1,279 @@
+"""The page at /, in a real browser: what it shows is what the server says, and its controls do what they say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.server.dashboard import FILES
+from tests.server.browser import HOW_TO_GET, Browser, Page, browsing, find_browser
+from tests.server.conftest import Served, running
+from tests.server.test_cache import LONG, complete, get, post, wait_done
+from tests.tiny import tiny_loaded
+
+LOADED = "!document.getElementById('main').hidden"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_browser()
+    if program is None:
+        pytest.skip(HOW_TO_GET)
+    with browsing(program, tmp_path_factory.mktemp("profile")) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Served]:
+    with running(tiny_loaded("llama")) as one:
+        yield one
+
+
+@pytest.fixture
+def fresh(tiny: Served) -> Served:
+    post(tiny, "/cache/requantize", k="raw", v="raw")
+    post(tiny, "/cache/clear", tier="all")
+    return tiny
+
+
+@pytest.fixture
+def page(browser: Browser, fresh: Served) -> Iterator[Page]:
+    one = browser.page()
+    one.open(fresh.url)
+    one.wait(LOADED)
+    yield one
+    assert one.complaints == []
+    one.close()
+
+
+def shown(text: str) -> str:
+    """A condition: the page shows this somewhere."""
+    return f"document.body.innerText.replaceAll('\\u00a0', ' ').includes({json.dumps(text)})"
+
+
+def test_files_are_served_as_what_they_are(tiny: Served) -> None:
+    assert {"/", "/dashboard/main.js", "/dashboard/style.css", "/dashboard/icon.svg"} <= FILES.keys()
+    with tiny.http() as http:
+        for path, file in FILES.items():
+            answer = http.get(path)
+            assert answer.content == file.body
+            assert answer.headers["content-type"] == file.kind
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert "default-src 'none'" in answer.headers["content-security-policy"]
+        assert http.get("/dashboard/nothing.js").status_code == 404
+        assert http.get("/dashboard/__init__.py").status_code == 404
+        assert "unsafe-inline" not in http.get("/").headers["content-security-policy"]
+
+
+@pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_fits_its_window_in_both_colours(
+    browser: Browser, fresh: Served, tmp_path: Path, width: int, height: int, dark: bool
+) -> None:
+    complete(fresh, LONG)
+    page = browser.page()
+    page.open(fresh.url, width=width, height=height, dark=dark)
+    page.wait(LOADED)
+    page.wait("document.querySelectorAll('#legend tr').length === 1")
+    assert page.run("document.documentElement.scrollWidth") == width
+    background = page.run("getComputedStyle(document.body).backgroundColor")
+    red = int(background.removeprefix("rgb(").partition(",")[0])
+    assert (red < 60) == dark
+    page.screenshot(tmp_path / "page.png")
+    assert page.complaints == []
+    page.close()
+
+
+def test_figures_are_those_of_the_server(page: Page, fresh: Served) -> None:
+    assert "Nothing is cached yet" in page.text("#chart")
+    complete(fresh, LONG)
+    complete(fresh, [*LONG, 7])
+    post(fresh, "/cache/requantize", k="planes:8", v="planes:4")
+    wait_done(fresh)
+    usage = get(fresh, "/cache/usage")
+    hot = usage["tiers"]["hot"]
+    page.wait(f"document.querySelector('[data-figure=stored] .value').innerText.startsWith('{hot['tokens']}')")
+    page.wait("document.querySelectorAll('#legend tr').length === 2")
+    for name, nbytes in hot["by_precision"].items():
+        row = page.text(f'[data-precision="{name}"]').replace("\u00a0", " ")
+        assert f"{nbytes / 1024:.1f} KiB" in row, row
+    counters = usage["counters"]
+    hits, queried = counters["hit_tokens"], counters["queried_tokens"]
+    assert page.text("[data-figure=hits] .value").startswith(f"{hits:,}")
+    assert page.text("[data-figure=hit-rate] .value").startswith(f"{100 * hits / queried:.1f}")
+    # Two precisions are two layers.
+    assert page.run("document.querySelectorAll('#chart path.layer').length") >= 2
+    page.wait(shown("K planes:8, V planes:4"))
+    assert "stored" in page.text("#events")
+
+
+def test_a_running_request_is_drawn_in_its_parts(page: Page, fresh: Served) -> None:
+    complete(fresh, LONG)
+    post(fresh, "/cache/requantize", k="planes:8", v="planes:4")
+    wait_done(fresh)
+    with fresh.openai() as client:
+        stream = client.completions.create(model=fresh.name, prompt=[*LONG, 3, 3], max_tokens=4000, stream=True)
+        next(stream)
+        [sequence] = get(fresh, "/cache/usage")["sequences"]
+        page.wait(f"document.querySelector('[data-id=\"{sequence['id']}\"] .part')")
+        colours = page.run(
+            """[...document.querySelectorAll('.part')]
+              .map(it => [...it.querySelectorAll('i')].map(half => half.style.background))"""
+        )
+        assert colours[0] == ["var(--b8)", "var(--b4)"]
+        assert colours[-1] == ["var(--raw)", "var(--raw)"]
+        assert "planes:8 / planes:4" in page.run("document.querySelector('.parts').ariaLabel")
+        stream.close()
+    page.wait(shown("No request is running."))
+
+
+def test_dry_run_then_apply(page: Page, fresh: Served) -> None:
+    complete(fresh, LONG)
+    page.choose("#precision [name=k]", "planes:4")
+    page.choose("#precision [name=v]", "planes:4")
+    assert page.run("document.getElementById('apply').disabled") is True
+    page.click("#precision [name=dry]")
+    page.wait("document.querySelector('#precision-result .headline')")
+    said = post(fresh, "/cache/requantize", k="planes:4", v="planes:4", dry_run=True)
+    result = page.text("#precision-result").replace("\u00a0", " ")
+    assert f"would free {(said['bytes_before'] - said['bytes_after']) / 1024:.0f} KiB" in result
+    assert f"{100 * said['expected_error']:.1f} %" in result
+    assert get(fresh, "/cache/usage")["target"] == {"k": "raw", "v": "raw"}
+
+    # Another choice has not been tried.
+    page.choose("#precision [name=v]", "planes:2")
+    assert page.run("document.getElementById('apply').disabled") is True
+    page.choose("#precision [name=v]", "planes:4")
+    page.click("#precision [name=dry]")
+    page.wait("!document.getElementById('apply').disabled")
+    page.click("#apply")
+    page.wait("document.querySelector('#precision-result .headline').innerText.startsWith('frees')")
+    wait_done(fresh)
+    usage = get(fresh, "/cache/usage")
+    assert usage["target"] == {"k": "planes:4", "v": "planes:4"}
+    assert usage["tiers"]["hot"]["bytes"] == said["bytes_after"]
+    page.wait("document.querySelector('#legend').innerText.includes('planes:4')")
+
+
+def test_what_the_server_refuses_is_said(browser: Browser, fresh: Served) -> None:
+    page = browser.page()
+    page.open(fresh.url)
+    page.wait(LOADED)
+    page.run("document.querySelector('#precision [name=k]').add(new Option('planes:5'))")
+    page.choose("#precision [name=k]", "planes:5")
+    page.click("#precision [name=dry]")
+    page.wait("document.querySelector('#precision-result .error')")
+    assert "planes" in page.text("#precision-result")
+    page.choose("#explain [name=kind]", "json")
+    page.type("#explain textarea", "{not json")
+    page.click("#explain button")
+    page.wait("document.querySelector('#explain-result .error')")
+    page.close()
+
+
+def test_explain_shows_where_it_ends_and_runs_no_markup(page: Page, fresh: Served) -> None:
+    hostile = [ord(letter) - 32 for letter in "<img src=x onerror=document.title=1>"]
+    complete(fresh, [*LONG, *hostile])
+    page.choose("#explain [name=kind]", "json")
+    page.type("#explain textarea", json.dumps({"tokens": [*LONG, *hostile[:-1], 5, 5]}))
+    page.click("#explain button")
+    page.wait("document.querySelector('#explain-result .headline')")
+    result = page.text("#explain-result")
+    cached = len(LONG) + len(hostile) - 1
+    assert f"{cached} of {cached + 2} tokens are cached" in result
+    assert "diverged" in result
+    assert "title=1" in page.text("#explain-result .around")
+    assert page.run("document.querySelectorAll('#explain-result img').length") == 0
+    assert page.run("document.title") == f"kvstrata: {fresh.name}"
+
+
+def test_chat_streams_and_says_what_was_cached(browser: Browser, served: Served) -> None:
+    page = browser.page()
+    page.open(served.url)
+    page.wait(LOADED)
+    page.run("document.querySelector('#chat [name=max_tokens]').value = 12")
+    page.run(
+        """globalThis.lengths = new Set();
+        new MutationObserver(() => lengths.add(document.querySelector('.message.assistant p')?.innerText.length))
+          .observe(document.getElementById('chat-log'), {subtree: true, childList: true, characterData: true})"""
+    )
+    page.type("#chat textarea", "Name the four seasons, and what the trees do in each of them.")
+    page.press("Enter")
+    page.wait("document.querySelectorAll('.message.assistant footer b').length === 1", 120)
+    assert page.run("lengths.size") > 3, "the answer came in one piece"
+    first = page.text(".message.assistant footer")
+    assert "first token after" in first
+    page.type("#chat textarea", "And the birds?")
+    page.press("Enter")
+    page.wait("document.querySelectorAll('.message.assistant footer b').length === 2", 120)
+    second = page.run("[...document.querySelectorAll('.message.assistant footer b')].at(-1).innerText")
+    cached, _, prompt = second.partition(" of ")
+    assert int(prompt) > int(cached) > 12
+    messages: list[Any] = page.run(
+        """[...document.querySelectorAll('.message')].slice(0, 3).map(it => ({
+          role: it.classList.contains('user') ? 'user' : 'assistant', content: it.querySelector('p').textContent}))"""
+    )
+    assert post(served, "/cache/explain", messages=messages)["prompt_tokens"] == int(prompt)
+    assert page.complaints == []
+    page.close()
+
+
+def test_stop_ends_an_answer(browser: Browser, served: Served) -> None:
+    page = browser.page()
+    page.open(served.url)
+    page.wait(LOADED)
+    page.run("document.querySelector('#chat [name=max_tokens]').value = 4000")
+    page.type("#chat textarea", "Count from one to a thousand.")
+    page.click("#chat [name=send]")
+    page.wait("document.querySelector('.message.assistant p')?.innerText.length > 2", 120)
+    page.click("#chat-stop")
+    page.wait("document.querySelector('.message.assistant footer').innerText === 'stopped'")
+    served.wait_idle()
+    assert get(served, "/cache/usage")["sequences"] == []
+    page.close()
+
+
+def test_the_key_is_asked_for_and_kept_in_this_tab(browser: Browser) -> None:
+    page = browser.page()
+    with running(tiny_loaded("llama"), api_key=["open-sesame"]) as locked:
+        with locked.http() as http:
+            assert http.get("/").status_code == 200
+            assert http.get("/cache/usage").status_code == 401
+        page.open(locked.url)
+        page.wait("document.getElementById('key').open")
+        assert page.run("document.getElementById('main').hidden") is True
+        page.type("#key input", "wrong")
+        page.press("Enter")
+        page.wait(shown("That key was not accepted."))
+        page.type("#key input", "open-sesame")
+        page.press("Enter")
+        page.wait(LOADED)
+        assert page.run("document.getElementById('key').open") is False
+        assert page.text("#status") == "live"
+        assert page.run("Object.values(sessionStorage)") == ["open-sesame"]
+        assert page.run("[localStorage.length, document.cookie]") == [0, ""]
+    page.wait("document.getElementById('status').innerText === 'no answer'")
+    page.close()
+
+
+def test_keyboard_and_screen_reader(page: Page, fresh: Served) -> None:
+    complete(fresh, LONG)
+    page.wait("document.querySelectorAll('#legend tr').length === 1")
+    unnamed = page.run(
+        """[...document.querySelectorAll('input, select, textarea, button, svg[tabindex], ol[tabindex]')]
+          .filter(it => !(it.labels?.length || it.getAttribute('aria-label') || it.getAttribute('aria-labelledby')
+            || (it.tagName === 'BUTTON' && it.innerText.trim()) || it.closest('[hidden], dialog')))
+          .map(it => it.outerHTML)"""
+    )
+    assert unnamed == []
+    page.run("document.querySelector('#chart svg').focus()")
+    page.press("ArrowLeft")
+    page.wait("document.getElementById('legend-when').innerText.endsWith('s ago')")
+    assert "seconds ago: " in page.run("document.querySelector('#chart svg').getAttribute('aria-valuetext')")
+    page.press("Escape")
+    page.wait("document.getElementById('legend-when').innerText === 'now'")
+    assert page.run("[...document.querySelectorAll('h1, h2')].length") >= 7
