@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
+from openai.types.chat import ChatCompletion, ChatCompletionMessageParam
 
 from tests.server.conftest import Served
 
@@ -62,15 +63,23 @@ def test_stream_says_the_same(client: openai.OpenAI, served: Served) -> None:
 
 
 def test_the_same_prompt_again_computes_one_token(client: openai.OpenAI, served: Served) -> None:
-    ask = {"model": served.name, "messages": HELLO, "max_tokens": 6, "temperature": 0}
-    salted = {"extra_body": {"cache_salt": "said twice"}}
-    first = client.chat.completions.create(**ask, **salted)
-    raw = client.chat.completions.with_raw_response.create(**ask, **salted)
-    again = raw.parse()
+    def ask() -> tuple[ChatCompletion, Mapping[str, str]]:
+        raw = client.chat.completions.with_raw_response.create(
+            model=served.name,
+            messages=HELLO,
+            max_tokens=6,
+            temperature=0,
+            extra_body={"cache_salt": "said twice"},
+        )
+        return raw.parse(), raw.headers
+
+    (first, _), (again, headers) = ask(), ask()
     assert again.choices[0].message.content == first.choices[0].message.content
+    assert again.usage is not None
+    assert again.usage.prompt_tokens_details is not None
     assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
-    assert raw.headers["x-kvstrata-cached-tokens"] == str(again.usage.prompt_tokens - 1)
-    assert raw.headers["x-kvstrata-miss"] == "complete"
+    assert headers["x-kvstrata-cached-tokens"] == str(again.usage.prompt_tokens - 1)
+    assert headers["x-kvstrata-miss"] == "complete"
 
 
 def test_stream_on_the_wire(served: Served) -> None:

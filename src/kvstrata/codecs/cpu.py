@@ -7,10 +7,12 @@ lost by that. Results are float32.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.codecs import paths
 from kvstrata.codecs import segments as seg
 from kvstrata.codecs.rotation import block_of, rotate, rotate_back, sign_values
 
@@ -21,6 +23,25 @@ Codes = tuple[np.ndarray, np.ndarray, np.ndarray]  # top, next, low
 
 _NO_CRUMBS = np.empty((0, 0, 0), np.uint8)
 _NO_NIBBLES = np.empty((0, 0, 0), np.uint16)
+
+
+def warm_up() -> None:
+    """Have every kernel compiled now: the first one that is not on disk yet takes seconds."""
+    if paths.active() != "kernels":
+        return
+    x, means, weights, segments = mx.zeros((1, 1, 64)), mx.zeros((1, 1, 64), mx.float16), mx.zeros((1, 1, 1)), (1,)
+    packed, scales = encode_planes(x, means, segments)
+    arrays = {**packed, "scales": scales, "means": means}
+    decode_planes(arrays, 8, segments)
+    score_planes(x, arrays, 8, segments)
+    mix_planes(weights, arrays, 8, segments)
+    look_up(*encode_rotated(x, np.zeros(4, np.float32)), np.zeros(4, np.float32), 64)
+
+
+@cache
+def rotation_of(dim: int) -> tuple[np.ndarray, int]:
+    """Signs and block. A copy of the signs: numba takes 10 us to recognise an array that is read-only."""
+    return sign_values(dim).copy(), block_of(dim)
 
 
 def encode_planes(x: mx.array, means: mx.array, segments: seg.Segments) -> tuple[dict[str, mx.array], mx.array]:
@@ -34,9 +55,7 @@ def encode_planes(x: mx.array, means: mx.array, segments: seg.Segments) -> tuple
     low = np.empty((rows, tokens, dim // 4), np.uint16)
     scales = np.empty((rows, tokens), np.float32)
     centre = _flat(np.asarray(means).astype(np.float32))
-    cpu_kernels.encode_planes(
-        flat, centre, seg.ids(segments), sign_values(dim), block_of(dim), top, following, low, scales
-    )
+    cpu_kernels.encode_planes(flat, centre, seg.ids(segments), *rotation_of(dim), top, following, low, scales)
     shape = (*x.shape[:-1], -1)
     words = {"top": top, "next": following, "low": low}
     packed = {name: mx.array(plane.view(np.uint32).reshape(shape)) for name, plane in words.items()}
@@ -50,7 +69,7 @@ def decode_planes(arrays: Mapping[str, mx.array], bits: int, segments: seg.Segme
     codes, scales, means = _views(arrays, bits)
     dim = means.shape[-1]
     out = np.empty((*scales.shape, dim), np.float32)
-    cpu_kernels.decode_planes(*codes, scales, means, seg.ids(segments), sign_values(dim), block_of(dim), bits, out)
+    cpu_kernels.decode_planes(*codes, scales, means, seg.ids(segments), *rotation_of(dim), bits, out)
     return _to_mlx(out, arrays["scales"].shape[:-1])
 
 
@@ -86,6 +105,22 @@ def mix_planes(p: mx.array, arrays: Mapping[str, mx.array], bits: int, segments:
     starts = np.cumsum((0, *segments[:-1]))
     shares = mx.array(np.add.reduceat(weights, starts, axis=2).reshape(*p.shape[:-1], -1))
     return rotate_back(natural) + shares @ arrays["means"].astype(mx.float32)
+
+
+def encode_rotated(x: mx.array, table: np.ndarray) -> tuple[mx.array, mx.array]:
+    """float32 [..., tokens, dim] -> a stream of bits as uint8 [..., tokens, bytes], and norms [..., tokens, 1]
+
+    Odd values are dealt with here.
+    """
+    from kvstrata.codecs import cpu_kernels
+
+    mx.eval(x)
+    flat = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
+    bits = len(table).bit_length() - 1
+    octets = np.empty((flat.shape[0], flat.shape[1] * bits // 8), np.uint8)
+    norms = np.empty(flat.shape[0], np.float32)
+    cpu_kernels.encode_rotated(flat, *rotation_of(flat.shape[1]), table, octets, norms)
+    return _to_mlx(octets, x.shape[:-1]), _to_mlx(norms[:, None], x.shape[:-1])
 
 
 def look_up(stream: mx.array, norms: mx.array, table: np.ndarray, dim: int) -> mx.array:

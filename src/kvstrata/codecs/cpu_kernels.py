@@ -1,9 +1,7 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
-"""The loops, compiled by numba when first called and kept on disk after that.
+"""The loops over whole arrays, compiled by numba when first called and kept on disk after that.
 
-A crumb plane is read as bytes and the nibble plane as 16-bit words, so that entry j holds dims 4j to 4j + 3 in all of
-them. Unpacked, a vector lies as [4, dim / 4]: first the dims 0, 4, 8, ..., then 1, 5, 9, ... Every loop then runs over
-memory without gaps and becomes vector instructions. Arrays have one leading axis (layers and heads).
+Arrays have one leading axis (layers and heads); see cpu_blocks.py for how planes lie.
 """
 
 from __future__ import annotations
@@ -11,85 +9,28 @@ from __future__ import annotations
 import numpy as np
 from numba import njit, prange
 
-CHUNK = 256  # tokens of one piece of parallel work
+from kvstrata.codecs.cpu_blocks import (
+    BLOCK,
+    CHUNK,
+    from_codes,
+    mix_block,
+    rotate,
+    score_block,
+    stages_of,
+    step_of,
+    to_codes,
+    unpack_block,
+)
+
+# Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
+# that a change there is one here; a test says what it has to be.
+BUILT_ON = "3cd36dd2ec1cde7d"
 
 _ONE = np.float32(1)
 _SMALLEST_NORMAL = np.float32(2.0**-14)  # of float16
 _STEPS_DOWN = np.float32(2.0**24)  # float16's subnormal numbers are multiples of 2**-24
 _LARGEST = np.float32(65504)
-
-
-@njit(inline="always", fastmath=True)
-def _level(code, middle):
-    # Through 8 bits: numba computes on 64-bit integers, and the compiler then sees that it needs none of them.
-    return np.float32(np.uint8(code)) - middle
-
-
-@njit(fastmath=True, error_model="numpy")
-def _unpack(top, following, low, row, t, bits, buffer):
-    """Codes less their middle, as float32 [dim], in the order above; -> what a step is worth, in units of the scale.
-
-    One store in each loop: with more the compiler gives up on proving that nothing overlaps.
-    """
-    width = top.shape[2]
-    for i in range(4):
-        crumb, nibble = 2 * i, 4 * i
-        if bits == 8:
-            for j in range(width):
-                upper = (((top[row, t, j] >> crumb) & 3) << 2) | ((following[row, t, j] >> crumb) & 3)
-                buffer[i * width + j] = _level((upper << 4) | ((low[row, t, j] >> nibble) & 15), np.float32(127.5))
-        elif bits == 4:
-            for j in range(width):
-                upper = (((top[row, t, j] >> crumb) & 3) << 2) | ((following[row, t, j] >> crumb) & 3)
-                buffer[i * width + j] = _level(upper, np.float32(7.5))
-        else:
-            for j in range(width):
-                buffer[i * width + j] = _level((top[row, t, j] >> crumb) & 3, np.float32(1.5))
-    return np.float32(1 / 128) if bits == 8 else np.float32(1 / 8) if bits == 4 else np.float32(1 / 2)
-
-
-@njit(fastmath=True)
-def _quads(source, target):
-    """The butterflies of the Hadamard transform within four neighbours, on a vector in the order above."""
-    width = len(source) // 4
-    for half in range(0, len(source), 2 * width):
-        for j in range(width):
-            target[half + j] = source[half + j] + source[half + width + j]
-            target[half + width + j] = source[half + j] - source[half + width + j]
-    for j in range(2 * width):
-        source[j] = target[j] + target[2 * width + j]
-        source[2 * width + j] = target[j] - target[2 * width + j]
-
-
-# The other butterflies are done as one long loop each. A stage that takes neighbours apart into two halves moves the
-# lowest digit of the index to the top; a stage that weaves halves together moves it back. So the transform of a vector
-# in the order above ends, after all its stages, in the natural one, and the other way round. These are calls: inlined
-# by numba instead of by the compiler behind it, they count references to arrays, which takes longer than the work.
-
-
-@njit(fastmath=True)
-def _take_apart(source, target):
-    middle = len(source) // 2
-    for k in range(middle):
-        target[k] = source[2 * k] + source[2 * k + 1]
-        target[middle + k] = source[2 * k] - source[2 * k + 1]
-
-
-@njit(fastmath=True)
-def _weave(source, target):
-    middle = len(source) // 2
-    for k in range(middle):
-        target[2 * k] = source[k] + source[middle + k]
-        target[2 * k + 1] = source[k] - source[middle + k]
-
-
-@njit(inline="always")
-def _stages(block):
-    """Those that `_quads` leaves, two by two: swapping the arrays instead would cost more than a stage."""
-    stages = 0
-    while 4 << stages < block:
-        stages += 1
-    return stages // 2, stages % 2 == 1
+_SMALLEST_NORM = np.float32(1e-30)  # of a vector that is not taken as zero
 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
@@ -97,22 +38,16 @@ def decode_planes(top, following, low, scales, means, segment, signs, block, bit
     """-> out [rows, tokens, dim]"""
     rows, tokens, dim = out.shape
     chunks = (tokens + CHUNK - 1) // CHUNK
-    blocks = dim // block
-    shrink = np.float32(1 / np.sqrt(block))
-    pairs, odd = _stages(block)
+    blocks, width = dim // block, dim // 4
+    step = step_of(bits) * np.float32(1 / np.sqrt(block))
+    pairs, odd = stages_of(block)
     for piece in prange(rows * chunks):
         row, first = piece // chunks, piece % chunks * CHUNK
         y, other = np.empty(dim, np.float32), np.empty(dim, np.float32)
         for t in range(first, min(first + CHUNK, tokens)):
-            factor = _unpack(top, following, low, row, t, bits, y) * scales[row, t] * shrink
-            _quads(y, other)
-            for _ in range(pairs):
-                _take_apart(y, other)
-                _take_apart(other, y)
-            if odd:
-                _take_apart(y, other)
-                for d in range(dim):
-                    y[d] = other[d]
+            unpack_block(top, following, low, row * tokens + t, 1, width, bits, y)
+            from_codes(y, other, pairs, odd)
+            factor = step * scales[row, t]
             centre = segment[t]
             if blocks == 1:
                 for d in range(dim):
@@ -162,7 +97,7 @@ def encode_planes(x, means, segment, signs, block, top, following, low, scales):
     chunks = (tokens + CHUNK - 1) // CHUNK
     blocks = dim // block
     shrink = np.float32(1 / np.sqrt(block))
-    pairs, odd = _stages(block)
+    pairs, odd = stages_of(block)
     for piece in prange(rows * chunks):
         row, first = piece // chunks, piece % chunks * CHUNK
         y, other = np.empty(dim, np.float32), np.empty(dim, np.float32)
@@ -177,14 +112,7 @@ def encode_planes(x, means, segment, signs, block, top, following, low, scales):
                     for k in range(block):
                         d = b * block + k
                         y[k * blocks + b] = (x[row, t, d] - means[row, centre, d]) * signs[d] * shrink
-            for _ in range(pairs):
-                _weave(y, other)
-                _weave(other, y)
-            if odd:
-                _weave(y, other)
-                for d in range(dim):
-                    y[d] = other[d]
-            _quads(y, other)
+            to_codes(y, other, pairs, odd)
             largest = np.float32(0)
             for d in range(dim):
                 largest = max(largest, abs(y[d]))
@@ -203,17 +131,19 @@ def score_planes(q, base, top, following, low, scales, segment, bits, out):
     """
     rows, queries, tokens = out.shape
     dim = q.shape[2]
+    width, step = dim // 4, step_of(bits)
     chunks = (tokens + CHUNK - 1) // CHUNK
     for piece in prange(rows * chunks):
         row, first = piece // chunks, piece % chunks * CHUNK
-        codes = np.empty(dim, np.float32)
-        for t in range(first, min(first + CHUNK, tokens)):
-            factor = _unpack(top, following, low, row, t, bits, codes) * scales[row, t]
-            for r in range(queries):
-                total = np.float32(0)
-                for d in range(dim):
-                    total += q[row, r, d] * codes[d]
-                out[row, r, t] = total * factor + base[row, r, segment[t]]
+        end = min(first + CHUNK, tokens)
+        codes = np.empty(BLOCK * dim, np.float32)
+        for t in range(first, end, BLOCK):
+            num_tokens = min(BLOCK, end - t)
+            unpack_block(top, following, low, row * tokens + t, num_tokens, width, bits, codes)
+            score_block(q, row * queries * dim, codes, 0, num_tokens, dim, out[row], t)
+        for r in range(queries):
+            for t in range(first, end):
+                out[row, r, t] = out[row, r, t] * (step * scales[row, t]) + base[row, r, segment[t]]
 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
@@ -221,15 +151,18 @@ def mix_planes(p, top, following, low, scales, bits, partial):
     """p [rows, queries, tokens]; partial [rows, chunks, queries, dim], in the order above, is zero before"""
     rows, queries, tokens = p.shape
     chunks, dim = partial.shape[1], partial.shape[3]
+    width, step = dim // 4, step_of(bits)
     for piece in prange(rows * chunks):
         row, chunk = piece // chunks, piece % chunks
-        codes = np.empty(dim, np.float32)
-        for t in range(chunk * CHUNK, min((chunk + 1) * CHUNK, tokens)):
-            factor = _unpack(top, following, low, row, t, bits, codes) * scales[row, t]
-            for r in range(queries):
-                weight = p[row, r, t] * factor
-                for d in range(dim):
-                    partial[row, chunk, r, d] += weight * codes[d]
+        first, end = chunk * CHUNK, min((chunk + 1) * CHUNK, tokens)
+        codes, weights = np.empty(BLOCK * dim, np.float32), np.empty((queries, CHUNK), np.float32)
+        for r in range(queries):
+            for t in range(first, end):
+                weights[r, t - first] = p[row, r, t] * (step * scales[row, t])
+        for t in range(first, end, BLOCK):
+            num_tokens = min(BLOCK, end - t)
+            unpack_block(top, following, low, row * tokens + t, num_tokens, width, bits, codes)
+            mix_block(weights, t - first, codes, 0, num_tokens, dim, partial, piece * queries * dim)
 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
@@ -244,3 +177,54 @@ def look_up(octets, norms, table, bits, out):
                 word |= np.uint32(octets[v, group * bits + k]) << np.uint32(8 * k)
             for k in range(8):
                 out[v, group * 8 + k] = table[(word >> np.uint32(k * bits)) & mask] * norms[v]
+
+
+@njit
+def _clean(x, v, out):
+    """As `base.finite`. NaN is known by its bits: under fastmath no comparison finds it."""
+    for d in range(len(out)):
+        value = x[v, d]
+        magnitude = np.float32(value).view(np.uint32) & np.uint32(0x7FFFFFFF)
+        value = _LARGEST if value > _LARGEST else -_LARGEST if value < -_LARGEST else value
+        out[d] = np.float32(0) if magnitude > np.uint32(0x7F800000) else value
+
+
+@njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
+def encode_rotated(x, signs, block, table, octets, norms):
+    """x [vectors, dim], with anything in it -> octets [vectors, bytes], a stream of bits, and norms [vectors]"""
+    vectors, dim = x.shape
+    width, bits = dim // 4, octets.shape[1] * 8 // dim
+    boundaries = (table[1:] + table[:-1]) / np.float32(2)
+    for piece in prange((vectors + CHUNK - 1) // CHUNK):
+        clean, y, other = np.empty(dim, np.float32), np.empty(dim, np.float32), np.empty(dim, np.float32)
+        codes = np.empty(dim, np.int32)
+        for v in range(piece * CHUNK, min((piece + 1) * CHUNK, vectors)):
+            _clean(x, v, clean)
+            norm = np.float32(0)
+            for d in range(dim):
+                norm += clean[d] * clean[d]
+            norm = np.sqrt(norm)
+            rotate(clean, signs, block, y, other)
+            _look_for(y, np.float32(np.sqrt(dim)) / max(norm, _SMALLEST_NORM), boundaries, codes)
+            chosen = np.float32(0)
+            for group in range(dim // 8):
+                word = np.uint32(0)
+                for k in range(8):
+                    d = group * 8 + k
+                    code = codes[d % 4 * width + d // 4]
+                    chosen += table[code] * table[code]
+                    word |= np.uint32(code) << np.uint32(k * bits)
+                for k in range(bits):
+                    octets[v, group * bits + k] = (word >> np.uint32(8 * k)) & np.uint32(255)
+            norms[v] = norm / np.sqrt(chosen)
+
+
+@njit(fastmath=True)
+def _look_for(y, factor, boundaries, codes):
+    """codes[d] = the number of boundaries below y[d] * factor. They lie halfway between two centroids."""
+    for d in range(len(y)):
+        y[d] *= factor
+        codes[d] = 0
+    for boundary in boundaries:
+        for d in range(len(y)):
+            codes[d] += np.int32(y[d] > boundary)

@@ -73,12 +73,11 @@ class RotatedCodec:
 
     def encode(self, x: mx.array, position: int = 0) -> Planes:
         check_input(self, x, position)
-        clean = finite(x)
-        norm = mx.linalg.norm(clean, axis=-1, keepdims=True)
-        y = rotate(clean * (math.sqrt(x.shape[-1]) / mx.maximum(norm, 1e-30)))
-        codes = self._nearest(y)
-        chosen = mx.linalg.norm(mx.array(codebook(self.bits))[codes], axis=-1, keepdims=True)
-        return own(self, {"codes": pack_bytes(codes, self.bits), "norms": half(norm / chosen)}, x, position)
+        if paths.active() == "kernels":
+            codes, norms = cpu.encode_rotated(x.astype(mx.float32), codebook(self.bits))
+        else:
+            codes, norms = self.encode_stock(finite(x))
+        return own(self, {"codes": codes, "norms": half(norms)}, x, position)
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
         return rotate_back(self._centroids(planes)).astype(dtype)
@@ -96,6 +95,13 @@ class RotatedCodec:
 
     def join(self, a: Planes, b: Planes) -> Planes:
         return join_plain(a, b)
+
+    def encode_stock(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        norm = mx.linalg.norm(x, axis=-1, keepdims=True)
+        y = rotate(x * (math.sqrt(x.shape[-1]) / mx.maximum(norm, 1e-30)))
+        codes = self._nearest(y)
+        chosen = mx.linalg.norm(mx.array(codebook(self.bits))[codes], axis=-1, keepdims=True)
+        return pack_bytes(codes, self.bits), norm / chosen
 
     def _nearest(self, y: mx.array) -> mx.array:
         """uint8 [..., dim]: between two centroids the nearest changes halfway."""

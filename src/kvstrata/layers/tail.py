@@ -169,11 +169,19 @@ class FullLayer:
     # What mlx-lm's models call.
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
-        if cpu.pays_alone(self.offset, keys, values) and self.has_runs:
+        if self._steps(keys, values):
             step = cpu.Step((self,), keys, values)
             return step, step
         self.append(keys, values)
         return self.keys_and_values()
+
+    def _steps(self, keys: mx.array, values: mx.array) -> bool:
+        """Whether new tokens of this sequence alone go by a `Step`."""
+        if keys.shape[2] > 1 or not cpu.fits(keys, values):
+            return False
+        before = self._parts_before()
+        is_long = cpu.pays_alone(self.offset, keys, values)
+        return (is_long or self._runs.has_codes(before)) and self._runs.covers(before)
 
     def keys_and_values(self) -> tuple[Parts, Parts]:
         parts = Parts((self.parts(),))

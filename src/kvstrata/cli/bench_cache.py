@@ -1,0 +1,86 @@
+"""`kvstrata bench first-token|memory|decode`: figures of the cache itself."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kvstrata.bench.first_token import FirstToken
+
+Model = Annotated[
+    str | None, typer.Argument(help="Folder or Hugging Face id of a model.", show_default="the default model")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
+
+
+def first_token(
+    model: Model = None,
+    prompt_tokens: Annotated[int, typer.Option(min=64, help="Tokens of the prompt.")] = 4000,
+    precision: Annotated[str, typer.Option(help="What KV is stored as: raw, planes:8 and so on.")] = "raw",
+    slow_disk: Annotated[str, typer.Option(help="What the slow disk reads in a second.", metavar="size")] = "2MB",
+    as_json: Json = False,
+) -> None:
+    """How soon the first token comes: nothing cached, in memory, on the disk after a restart, on a slow disk."""
+    from kvstrata.backend import device
+    from kvstrata.bench.first_token import measure
+    from kvstrata.config import Size
+    from kvstrata.models.load import load
+
+    rows = measure(
+        load(model),
+        memory_bytes=int(device().memory_bytes * 0.75),
+        prompt_tokens=prompt_tokens,
+        precision=precision,
+        slow_bytes_s=Size.parse(slow_disk).of(0),
+    )
+    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else _first_token_table(rows))
+
+
+def _first_token_table(rows: list[FirstToken]) -> str:
+    width = max(len(row.case) for row in rows) + 2
+    lines = [f"{'the prompt is':<{width}}{'cached':>14}{'seconds':>10}{'of cold':>9}"]
+    for row in rows:
+        cached = f"{row.cached_tokens}/{row.prompt_tokens}"
+        lines.append(f"{row.case:<{width}}{cached:>14}{row.seconds:>10.2f}{row.ratio:>9.3f}")
+    return "\n".join(lines)
+
+
+def memory(
+    tokens: Annotated[int, typer.Option(min=256, help="How far a sequence grows.")] = 4096, as_json: Json = False
+) -> None:
+    """Peak against held memory while caches grow, join and leave: ours beside mlx-lm's."""
+    from kvstrata.bench.memory import measure, table
+
+    rows = measure(tokens, progress=lambda what: typer.echo(f"{what} ...", err=True))
+    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else table(rows))
+
+
+def decode(
+    model: Model = None,
+    context_tokens: Annotated[int, typer.Option(min=256, help="Tokens that are attended to.")] = 4096,
+    reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded in each round.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")] = 3,
+    precisions: Annotated[str, typer.Option(help="Of ours, with commas between.")] = "raw,planes:8,planes:4",
+    random_weights: Annotated[
+        bool,
+        typer.Option("--random-weights", help="Take a Qwen3-0.6B shape with random bf16 weights instead of MODEL."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Decoding over a long context: each precision, beside mlx-lm's plain and quantized caches."""
+    from kvstrata.bench.decode import measure, table
+    from kvstrata.bench.random_model import random_model
+    from kvstrata.models.load import load
+
+    rows = measure(
+        random_model() if random_weights else load(model),
+        context_tokens=context_tokens,
+        reply_tokens=reply_tokens,
+        rounds=rounds,
+        precisions=[name.strip() for name in precisions.split(",")],
+        progress=lambda what: typer.echo(f"{what} ...", err=True),
+    )
+    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else table(rows))
