@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvstrata.codecs import cpu, paths
+from kvstrata.codecs import cpu, cuda_codes, paths
 from kvstrata.codecs.base import (
     HALF,
     LARGEST,
@@ -88,6 +88,8 @@ class PlanesCodec:
     def encode(self, x: mx.array, position: int = 0) -> Planes:
         check_input(self, x, position)
         segments = segments_of(position, x.shape[-2])
+        if paths.active() == "fused" and x.shape[-1] <= cuda_codes.MAX_DIM:
+            return own(self, cuda_codes.encode_planes(x, self.bits, segments), x, position, segments)
         # A vector with something odd in it must not move the mean of the others.
         means = means_of(mx.where(mx.abs(x) <= LARGEST, x.astype(mx.float32), 0.0), segments).astype(mx.float16)
         if paths.active() == "kernels":
@@ -100,12 +102,16 @@ class PlanesCodec:
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
         if paths.active() == "kernels":
             return cpu.decode_planes(planes.arrays, self.bits, planes.segments).astype(dtype)
+        if paths.active() == "fused" and planes.dim <= cuda_codes.MAX_DIM:
+            return cuda_codes.decode_planes(planes, dtype)
         return self.decode_stock(planes).astype(dtype)
 
     def scores(self, q: mx.array, planes: Planes) -> mx.array:
         check_queries(q, planes, planes.dim)
         if paths.active() == "kernels" and q.shape[-2] <= cpu.FUSED_QUERIES:
             return cpu.score_planes(q.astype(mx.float32), planes.arrays, self.bits, planes.segments)
+        if paths.active() == "fused" and cuda_codes.pays(q.shape[-2], planes.dim):
+            return cuda_codes.score_planes(q, planes)
         if paths.active() == "packed" and _product_group(planes.dim):
             return self.scores_packed(q, planes)
         return q.astype(mx.float32) @ self.decode(planes, mx.float32).swapaxes(-1, -2)
@@ -114,6 +120,8 @@ class PlanesCodec:
         check_queries(p, planes, planes.num_tokens)
         if paths.active() == "kernels" and p.shape[-2] <= cpu.FUSED_QUERIES:
             return cpu.mix_planes(p.astype(mx.float32), planes.arrays, self.bits, planes.segments)
+        if paths.active() == "fused" and cuda_codes.pays(p.shape[-2], planes.dim):
+            return cuda_codes.mix_planes(p, planes)
         if paths.active() == "packed" and _product_group(planes.dim):
             return self.mix_packed(p, planes)
         return p.astype(mx.float32) @ self.decode(planes, mx.float32)

@@ -21,6 +21,7 @@ from kvstrata.engine.runner import Launched, Row, Runner
 from kvstrata.engine.scheduler import Chunk, Plan, Running, Waiting, chunk_tokens, plan, tail_tokens
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import InvalidRequest
+from kvstrata.layers.buffers import round_up
 from kvstrata.metrics import Metrics
 from kvstrata.store.entry import Entry
 from kvstrata.store.requantize import Change, Changed, Progress
@@ -197,11 +198,11 @@ class Loop:
 
     def _first_capacity(self, sequence: Sequence) -> int:
         known = len(sequence.tokens) - 1 - self._resume.found(sequence).num_tokens
-        return known + tail_tokens(known, sequence.tokens_wanted, self._limits.tail_step_tokens)
+        return round_up(known + tail_tokens(known, sequence.tokens_wanted, self._limits.tail_step_tokens))
 
     def _next_tail(self, sequence: Sequence) -> int:
         assert sequence.cache is not None
-        return tail_tokens(sequence.cache.capacity, sequence.tokens_wanted, self._limits.tail_step_tokens)
+        return round_up(tail_tokens(sequence.cache.capacity, sequence.tokens_wanted, self._limits.tail_step_tokens))
 
     def _as_waiting(self) -> list[Waiting]:
         """Only those that could be admitted now: what the store has for the others need not be known yet."""

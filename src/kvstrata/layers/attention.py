@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
+from kvstrata.codecs import cuda, paths
 from kvstrata.layers import cpu
 from kvstrata.layers.parts import Part, Parts, RawPart
 
@@ -53,6 +54,10 @@ def _decode_row(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.ar
     only = parts[0] if len(parts) == 1 else None
     if isinstance(only, RawPart):
         return mx.fast.scaled_dot_product_attention(q, only.k, only.v, scale=scale, sinks=sinks)
+    if paths.active() == "fused":
+        ranges = [part.fused() for part in parts]
+        if all(part.fits for part in ranges):
+            return cuda.attend(q, ranges, scale, sinks)
     return _decode_over_parts(q, parts, scale, sinks)
 
 

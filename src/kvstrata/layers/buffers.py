@@ -11,12 +11,19 @@ import numpy as np
 
 from kvstrata.codecs.base import copy_rows
 
+CUDA_TOKENS = 256
+
+
+def round_up(num_tokens: int) -> int:
+    """The size of a buffer for so many tokens. On CUDA, MLX has its fast attention for multiples of 256 only."""
+    return -(-num_tokens // CUDA_TOKENS) * CUDA_TOKENS if mx.cuda.is_available() else num_tokens
+
 
 class Buffer:
     """K and V of up to `size` tokens of one sequence in one layer. Allocated whole by the first write."""
 
     def __init__(self, size: int) -> None:
-        self.size = max(size, 2)  # see _assign
+        self.size = max(round_up(size), 2)  # see _assign
         self.k: mx.array | None = None  # [1, kv_heads, size, k_dim]
         self.v: mx.array | None = None  # [1, kv_heads, size, v_dim]
         self._addresses: tuple[int, int] | None = None

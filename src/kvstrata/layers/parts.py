@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import mlx.core as mx
 
+from kvstrata.codecs import cuda
 from kvstrata.codecs.base import Planes
+from kvstrata.codecs.raw import RawCodec
 
 
 class Part(Protocol):
@@ -32,6 +35,10 @@ class Part(Protocol):
 
     def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
         """K and V, [1, kv_heads, tokens, dim]"""
+        ...
+
+    def fused(self) -> cuda.RawRange | cuda.PlanesRange:
+        """What CUDA's kernels read, if it `fits` them."""
         ...
 
 
@@ -74,6 +81,9 @@ class RawPart:
     def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:  # noqa: ARG002
         return self.k, self.v
 
+    def fused(self) -> cuda.RawRange:
+        return cuda.RawRange(self.k, self.v)
+
 
 @dataclass(frozen=True)
 class SealedPart:
@@ -100,6 +110,14 @@ class SealedPart:
     def parts(self) -> tuple[Part, ...]:
         """A part that never changes is a source of itself."""
         return (self,)
+
+    def fused(self) -> cuda.RawRange | cuda.PlanesRange:
+        return self._fused
+
+    @cached_property
+    def _fused(self) -> cuda.RawRange | cuda.PlanesRange:
+        """With tables that are made once."""
+        return _fused(self, 0, self.num_tokens)
 
     def scores(self, q: mx.array) -> mx.array:
         return self.k.codec.scores(q[0], self.k)[None].astype(q.dtype)
@@ -133,6 +151,13 @@ class CutPart:
     def mix(self, weights: mx.array) -> mx.array:
         around = (self.start, self.whole.num_tokens - self.end)
         return self.whole.mix(mx.pad(weights, [(0, 0)] * (weights.ndim - 1) + [around]))
+
+    def fused(self) -> cuda.RawRange | cuda.PlanesRange:
+        return self._fused
+
+    @cached_property
+    def _fused(self) -> cuda.RawRange | cuda.PlanesRange:
+        return _fused(self.whole, self.start, self.end)
 
     def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
         k, v = self.whole.dense(like)
@@ -171,6 +196,13 @@ def _cut(part: Part, start: int, end: int) -> Part:
         return CutPart(part.whole, part.start + start, part.start + end)
     assert isinstance(part, SealedPart)
     return CutPart(part, start, end)
+
+
+def _fused(part: SealedPart, start: int, end: int) -> cuda.RawRange | cuda.PlanesRange:
+    if isinstance(part.k.codec, RawCodec) and isinstance(part.v.codec, RawCodec):
+        k, v = (planes.arrays["values"][None, :, start:end] for planes in (part.k, part.v))
+        return cuda.RawRange(k, v)
+    return cuda.PlanesRange(part.k, part.v, start, end)
 
 
 def _range(buffer: mx.array, start: int, num_tokens: int) -> mx.array:

@@ -1,0 +1,239 @@
+"""Decoding over a long prefix, one sequence: full precision and sealed precisions, beside mlx-lm's own caches.
+
+The prefix is random numbers put into the caches: how fast a step is does not depend on what they are. All caches are
+measured in turns in one process, several rounds; rates are medians. A cache that cannot run says why instead.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+
+from kvstrata.codecs.base import Codec
+from kvstrata.codecs.registry import parse_for
+from kvstrata.errors import ModelError
+from kvstrata.layers.sequence import SequenceCache
+from kvstrata.layers.tail import FullLayer
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.probe import probe
+
+PRECISIONS = ("raw", "planes:8", "planes:4")
+QUANTIZED_BITS = (8, 4)  # of mlx-lm's quantized cache, in groups of 64
+WARM_UP_TOKENS = 8
+CHUNK_TOKENS = 4096  # of random numbers at a time
+
+
+@dataclass(frozen=True)
+class DecodeFigures:
+    cache: str
+    context_tokens: int
+    nbytes: int  # K and V of all layers
+    tokens_s: float
+    ratio: float  # to the first cache, median of the rounds' ratios
+    failed: str = ""  # why there are no figures
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Opponent(Protocol):
+    """A filled cache that decodes."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def step(self, token: mx.array) -> mx.array:
+        """One token [1] -> the next, and everything on the way, started but not waited for."""
+        ...
+
+
+def measure(
+    loaded: LoadedModel,
+    *,
+    context_tokens: int = 4096,
+    reply_tokens: int = 64,
+    rounds: int = 3,
+    precisions: Sequence[str] = PRECISIONS,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[DecodeFigures]:
+    shapes = _shapes(loaded)
+    room = WARM_UP_TOKENS + rounds * reply_tokens
+    makers: dict[str, Callable[[], Opponent]] = {
+        name: lambda name=name: _Ours(loaded, shapes, name, context_tokens, room) for name in precisions
+    }
+    for bits in (0, *QUANTIZED_BITS):
+        makers[_their_name(bits)] = lambda bits=bits: _Theirs(loaded, shapes, bits, context_tokens)
+    running: dict[str, Opponent] = {}
+    failed: dict[str, str] = {}
+    for name, make in makers.items():
+        progress(f"{name}, warming up")
+        try:
+            running[name] = _warm(make())
+        except (RuntimeError, ValueError) as error:
+            # MLX's own, for what it has no kernel for.
+            failed[name] = " ".join(str(error).split())[:200]
+    times = _times(running, reply_tokens, rounds, progress)
+    return [_row(name, context_tokens, running.get(name), times, reply_tokens, failed.get(name, "")) for name in makers]
+
+
+def _row(
+    name: str,
+    context_tokens: int,
+    cache: Opponent | None,
+    times: dict[str, list[float]],
+    reply_tokens: int,
+    failed: str,
+) -> DecodeFigures:
+    if cache is None:
+        return DecodeFigures(name, context_tokens, 0, 0.0, 0.0, failed)
+    first = next(iter(times.values()))
+    return DecodeFigures(
+        cache=name,
+        context_tokens=context_tokens,
+        nbytes=cache.nbytes,
+        tokens_s=reply_tokens / statistics.median(times[name]),
+        ratio=statistics.median(a / b for a, b in zip(first, times[name], strict=True)),
+    )
+
+
+def _warm(cache: Opponent) -> Opponent:
+    _decode_s(cache, WARM_UP_TOKENS)
+    return cache
+
+
+def table(rows: Sequence[DecodeFigures]) -> str:
+    lines = [f"{'cache':<22}{'context':>9}{'MiB':>10}{'tokens/s':>10}{'ratio':>8}"]
+    for row in rows:
+        line = f"{row.cache:<22}{row.context_tokens:>9}"
+        figures = f"{row.nbytes / (1 << 20):>10.1f}{row.tokens_s:>10.1f}{row.ratio:>8.2f}"
+        lines.append(line + (f"   failed: {row.failed}" if row.failed else figures))
+    return "\n".join(lines)
+
+
+class _Ours:
+    def __init__(self, loaded: LoadedModel, shapes: Shapes, name: str, context_tokens: int, room: int) -> None:
+        self.name = name
+        self._model: Any = loaded.module
+        self._cache = SequenceCache(probe(loaded.module), loaded.module, context_tokens + room)
+        for layer, shape in zip(self._cache.layers, shapes, strict=True):
+            assert isinstance(layer, FullLayer)
+            for k, v in _random_kv(shape, context_tokens):
+                layer.append(k, v)
+                mx.eval(layer.arrays())
+            if name != "raw":
+                layer.seal(_codec(name, shape[0].dim), _codec(name, shape[1].dim))
+        self._cache.end_pass(context_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        return self._cache.nbytes
+
+    def step(self, token: mx.array) -> mx.array:
+        logits = self._model(token[None], cache=self._cache.caches())
+        self._cache.end_pass(1)
+        following = mx.argmax(logits[:, -1], axis=-1)
+        mx.async_eval(following, self._cache.arrays())
+        return following
+
+
+class _Theirs:
+    """mlx-lm's KVCache, or its QuantizedKVCache where `bits` is not 0."""
+
+    def __init__(self, loaded: LoadedModel, shapes: Shapes, bits: int, context_tokens: int) -> None:
+        self.name = _their_name(bits)
+        self._model: Any = loaded.module
+        self._caches: list[KVCache | QuantizedKVCache] = []
+        for shape in shapes:
+            cache = KVCache()
+            for k, v in _random_kv(shape, context_tokens):
+                cache.update_and_fetch(k, v)
+                mx.eval(cache.keys, cache.values)
+            self._caches.append(cache.to_quantized(bits=bits) if bits else cache)
+            mx.eval(self._caches[-1].keys, self._caches[-1].values)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(cache.nbytes or 0 for cache in self._caches)
+
+    def step(self, token: mx.array) -> mx.array:
+        following = mx.argmax(self._model(token[None], cache=self._caches)[:, -1], axis=-1)
+        mx.async_eval(following)
+        return following
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """What a layer keeps of a token, as keys or as values."""
+
+    num_heads: int
+    dim: int
+    dtype: mx.Dtype
+
+
+Shapes = list[tuple[Vectors, Vectors]]  # K and V of each layer
+
+
+def _shapes(loaded: LoadedModel) -> Shapes:
+    """From a pass over one token."""
+    caches = make_prompt_cache(loaded.module)
+    if any(type(cache) is not KVCache for cache in caches):
+        raise ModelError(f"{loaded.name} has layers other than full attention. Measure it with: kvstrata bench engine")
+    model: Any = loaded.module
+    mx.eval(model(mx.array([[0]]), cache=caches))
+    return [(_vectors(cache.keys), _vectors(cache.values)) for cache in caches]
+
+
+def _vectors(array: mx.array) -> Vectors:
+    return Vectors(array.shape[1], array.shape[3], array.dtype)
+
+
+def _codec(name: str, dim: int) -> Codec:
+    return parse_for(name, dim)
+
+
+def _their_name(bits: int) -> str:
+    return f"mlx-lm quantized {bits}" if bits else "mlx-lm"
+
+
+def _random_kv(shape: tuple[Vectors, Vectors], num_tokens: int) -> Iterator[tuple[mx.array, mx.array]]:
+    for start in range(0, num_tokens, CHUNK_TOKENS):
+        size = min(CHUNK_TOKENS, num_tokens - start)
+        yield _random(shape[0], size), _random(shape[1], size)
+
+
+def _random(vectors: Vectors, num_tokens: int) -> mx.array:
+    return mx.random.normal((1, vectors.num_heads, num_tokens, vectors.dim), vectors.dtype)
+
+
+def _times(
+    running: dict[str, Opponent], reply_tokens: int, rounds: int, progress: Callable[[str], None]
+) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {name: [] for name in running}
+    for turn in range(rounds):
+        # Whoever goes last may find the machine warmer: take turns at that too.
+        for name in list(running) if turn % 2 == 0 else reversed(list(running)):
+            progress(f"{name}, round {turn + 1}")
+            times[name].append(_decode_s(running[name], reply_tokens))
+    return times
+
+
+def _decode_s(cache: Opponent, num_tokens: int) -> float:
+    """One step is always in flight while the one before is read, as an engine does it."""
+    token = mx.array([0])
+    mx.eval(token)
+    began_s = time.perf_counter()
+    for _ in range(num_tokens):
+        following = cache.step(token)
+        mx.eval(token)
+        token = following
+    mx.eval(token)
+    return time.perf_counter() - began_s

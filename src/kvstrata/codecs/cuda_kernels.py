@@ -1,0 +1,338 @@
+"""The CUDA kernels: their sources put together, one kernel for each name.
+
+MLX compiles a kernel when it is first run and keeps the result on disk under the kernel's name alone, so the names
+carry a digest of the source. Numbers that change from call to call are read from arrays or from their shapes; those
+that are few (bits, dims) are compiled in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import mlx.core as mx
+
+FOLDER = Path(__file__).parent / "cuda_source"
+ATTENTION = ("intrinsics", "codes", "shares", "attention")
+WARPS = 4  # of a block, as in attention.cuh
+
+Kind = Literal["planes", "raw", "slab"]
+
+_PLANES = ("top", "next", "low", "scales", "means")
+
+# Where the planes of a head and the mean of a segment begin.
+_SOURCE = """
+    const long {x}_row = long(head) * {x}_scales_shape[1];
+    const kvstrata::Source {x}_source{{{x}_top + {x}_row * ({dim} / 16), {x}_next + {x}_row * ({dim} / 16),
+        {x}_low + {x}_row * ({dim} / 8), {x}_scales + {x}_row,
+        {x}_means + (long(head) * {x}_means_shape[1] + {segment}) * {dim}, 0}};
+"""
+
+# Blocks: pieces by the warps of a block, heads, queries by tiles.
+_PLACE = """
+  const kvstrata::Lane lane;
+  const int head = blockIdx.y, first_query = blockIdx.z * 4 * TILES;
+"""
+_QUERIES = """
+  const int total_queries = {x}_shape[1], num_queries = min(4 * TILES, total_queries - first_query);
+"""
+
+# In these, @ is the number of the part. pieces [n, 4]: first token, how many, segment of keys, segment of values.
+# A warp that has no piece still helps with the queries.
+_PIECE = """
+    const int piece = block * kvstrata::WARPS + lane.warp;
+    const int* place = pieces@ + 4 * min(piece, num_pieces@ - 1);
+    const int start = place[0], count = place[1];
+"""
+_ATTEND_PLANES = f"""{_PIECE}
+    {_SOURCE.format(x="k@", dim="K_DIM", segment="place[2]")}{_SOURCE.format(x="v@", dim="V_DIM", segment="place[3]")}
+    kvstrata::Keys<K_BITS@, K_DIM> k;
+    kvstrata::Values<V_BITS@, V_DIM> v;
+    k.load(k@_source, start, start + count - 1, lane);
+    v.load(v@_source, start, start + count - 1, lane);
+    kvstrata::take_queries(queries, q_row, q_strides[1], *scale, num_queries, lane);
+    kvstrata::rotate_queries(rotated, queries, k_signs, num_queries, lane);
+    __syncthreads();
+    if (piece < num_pieces@) {{
+      kvstrata::Asked<false, K_BITS@, K_DIM, TILES> asked;
+      asked.take(rotated, num_queries, lane);
+      asked.centre(queries, k@_source.mean, num_queries, lane);
+      kvstrata::attend<false, K_BITS@, V_BITS@, K_DIM, V_DIM, TILES>(
+          exchange, asked, k, v, k@_source, v@_source, v_signs, start, count, num_queries, found.sums[lane.warp][0],
+          found.stats[lane.warp][0], lane);
+    }} else {{
+      found.nothing(lane);
+    }}
+"""
+
+# Raw vectors: `count` from `start` on, if the warp has a piece.
+_ATTEND_VECTORS = """
+    kvstrata::Keys<kvstrata::RAW, K_DIM> k;
+    kvstrata::Values<kvstrata::RAW, V_DIM> v;
+    k.load(k_source, start, start + count - 1, lane);
+    v.load(v_source, start, start + count - 1, lane);
+    kvstrata::take_queries(queries, q_row, q_strides[1], *scale, num_queries, lane);
+    __syncthreads();
+    if (piece < num_pieces@) {
+      kvstrata::Asked<BF, kvstrata::RAW, K_DIM, TILES> asked;
+      asked.take(queries, num_queries, lane);
+      kvstrata::attend<BF, kvstrata::RAW, kvstrata::RAW, K_DIM, V_DIM, TILES>(
+          exchange, asked, k, v, k_source, v_source, nullptr, start, count, num_queries, found.sums[lane.warp][0],
+          found.stats[lane.warp][0], lane);
+    } else {
+      found.nothing(lane);
+    }
+"""
+
+# k and v [1, heads, tokens, dim], maybe views of something longer.
+_ATTEND_RAW = f"""
+    const int piece = block * kvstrata::WARPS + lane.warp;
+    const int start = min(piece, num_pieces@ - 1) * SIZE@, count = min(SIZE@, k@_shape[2] - start);
+    const kvstrata::Source k_source{{k@ + head * k@_strides[1], nullptr, nullptr, nullptr, nullptr, k@_strides[2]}};
+    const kvstrata::Source v_source{{v@ + head * v@_strides[1], nullptr, nullptr, nullptr, nullptr, v@_strides[2]}};
+{_ATTEND_VECTORS}"""
+
+# k and v [slots, heads, tokens, dim], contiguous. The warp with the last piece puts the new token where it belongs: MLX
+# does not know, and must not, or it would copy. Who reads the slab depends on this kernel's result.
+_ATTEND_SLAB = f"""
+    const int piece = block * kvstrata::WARPS + lane.warp;
+    const int start = min(piece, num_pieces@ - 1) * SIZE@, count = min(SIZE@, position + 1 - start);
+    const long slot = long(slots[row]) * num_heads + head;
+    const kvstrata::Source k_source{{k@ + slot * k@_shape[2] * K_DIM, nullptr, nullptr, nullptr, nullptr, K_DIM}};
+    const kvstrata::Source v_source{{v@ + slot * v@_shape[2] * V_DIM, nullptr, nullptr, nullptr, nullptr, V_DIM}};
+    if (piece == num_pieces@ - 1 && first_query == 0) {{
+      auto* k_to = const_cast<unsigned short*>(static_cast<const unsigned short*>(k_source.values));
+      auto* v_to = const_cast<unsigned short*>(static_cast<const unsigned short*>(v_source.values));
+      const auto* k_from = reinterpret_cast<const unsigned short*>(
+          k_new + row * k_new_strides[0] + head * k_new_strides[1]);
+      const auto* v_from = reinterpret_cast<const unsigned short*>(
+          v_new + row * v_new_strides[0] + head * v_new_strides[1]);
+      for (int d = lane.lane; d < K_DIM; d += 32) k_to[long(position) * K_DIM + d] = k_from[d];
+      for (int d = lane.lane; d < V_DIM; d += 32) v_to[long(position) * V_DIM + d] = v_from[d];
+      __syncwarp();
+    }}
+{_ATTEND_VECTORS}"""
+
+# The block that is last to come combines what all of them found.
+_COMBINE_HERE = """
+  __shared__ bool is_last;
+  __threadfence();
+  __syncthreads();
+  unsigned* counter = const_cast<unsigned*>(counters) + blockIdx.y;
+  if (threadIdx.x == 0) is_last = atomicAdd(counter, 1u) + 1 == num_blocks;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  if (threadIdx.x == 0) *counter = 0;
+  const long first = long(blockIdx.y) * gridDim.x * total_queries;
+  for (int i = threadIdx.x; i < total_queries * V_DIM; i += 32 * kvstrata::WARPS) {
+    const int query = i / V_DIM;
+    const float sink = HAS_SINKS ? sinks[head * total_queries + query] : -INFINITY;
+    float largest = sink, sum = 0;
+#pragma unroll 8
+    for (int b = 0; b < num_blocks; ++b) {
+      largest = fmaxf(largest, __ldcg(stats + 2 * (first + b * total_queries + query)));
+    }
+    float total = expf(sink - largest);
+#pragma unroll 8
+    for (int b = 0; b < num_blocks; ++b) {
+      const long at = first + b * total_queries + query;
+      const float weight = expf(__ldcg(stats + 2 * at) - largest);
+      total += weight * __ldcg(stats + 2 * at + 1), sum += weight * __ldcg(sums + at * V_DIM + i % V_DIM);
+    }
+    out[(long(blockIdx.y) * total_queries) * V_DIM + i] = static_cast<T>(sum / total);
+  }
+"""
+
+_SCORE = f"""{_PLACE}{_QUERIES.format(x="q")}
+  __shared__ kvstrata::Queries<K_DIM, TILES> queries, rotated;
+  const int block = blockIdx.x, num_pieces0 = pieces0_shape[0];
+  {_PIECE.replace("@", "0")}{_SOURCE.format(x="k", dim="K_DIM", segment="place[2]")}
+  const long row = long(head) * total_queries + first_query;
+  kvstrata::take_queries(queries, q + row * K_DIM, K_DIM, 1.0f, num_queries, lane);
+  kvstrata::rotate_queries(rotated, queries, k_signs, num_queries, lane);
+  __syncthreads();
+  if (piece >= num_pieces0) return;
+  kvstrata::Asked<false, K_BITS, K_DIM, TILES> asked;
+  asked.take(rotated, num_queries, lane);
+  asked.centre(queries, k_source.mean, num_queries, lane);
+  const long num_tokens = k_scales_shape[1];
+  kvstrata::score(asked, k_source, start, count, num_queries, scores + row * num_tokens, num_tokens, lane);
+"""
+
+_MIX = f"""{_PLACE}{_QUERIES.format(x="p")}
+  const int block = blockIdx.x, num_pieces0 = pieces0_shape[0];
+  {_PIECE.replace("@", "0")}{_SOURCE.format(x="v", dim="V_DIM", segment="place[3]")}
+  if (piece >= num_pieces0) return;
+  const long num_tokens = v_scales_shape[1];
+  const float* weights = p + (long(head) * total_queries + first_query) * num_tokens;
+  float* out = sums + ((long(head) * num_pieces0 + piece) * total_queries + first_query) * V_DIM;
+  kvstrata::mix<V_BITS, V_DIM, TILES>(
+      v_source, weights, num_tokens, v_signs, start, count, num_queries, out, lane);
+"""
+
+# starts: the first token and the number of tokens to decode, then where each segment begins, and the end.
+_DECODE = """
+  const int num_tokens = k_scales_shape[1], num_segments = k_means_shape[1], start = starts[0], count = starts[1];
+  const long num_units = long(k_scales_shape[0]) * count * (DIM / 16);
+  kvstrata::decode<T, BITS, DIM>(
+      k_top, k_next, k_low, k_scales, k_means, k_signs, starts + 2, num_segments,
+      long(blockIdx.x) * blockDim.x + threadIdx.x, num_units, num_tokens, start, count, out);
+"""
+
+# Blocks: segments, heads.
+_ENCODE = """
+  __shared__ float sums[kvstrata::ENCODE_THREADS];
+  __shared__ float mean[DIM];
+  const int num_tokens = x_shape[1], num_segments = starts_shape[0] - 1, head = blockIdx.y;
+  const int start = starts[blockIdx.x], end = starts[blockIdx.x + 1];
+  const long row = long(head) * num_tokens;
+  kvstrata::mean_of<DIM>(x + row * DIM, start, end, sums, mean, means + (long(head) * num_segments + blockIdx.x) * DIM);
+  kvstrata::encode<BITS, DIM>(
+      x + row * DIM, mean, signs, start, end, top + row * (DIM / 16), next + (BITS >= 4 ? row * (DIM / 16) : 0),
+      low + (BITS == 8 ? row * (DIM / 8) : 0), scales + row);
+"""
+
+
+class Kernel(NamedTuple):
+    run: Callable[..., list[mx.array]]
+    num_inputs: int
+
+
+@cache
+def attend(kinds: tuple[Kind, ...]) -> Kernel:
+    """Several parts in one launch; what each block found is left to `combine`."""
+    body = _PLACE + _QUERIES.format(x="q") + _parts(kinds)
+    return _make(f"attend_{_letters(kinds)}", attend_inputs(kinds), ("sums", "stats"), body, ATTENTION, views=True)
+
+
+@cache
+def attend_step(kinds: tuple[Kind, ...]) -> Kernel:
+    """A step of a batch: parts that all rows share, then each row's slot of a slab, where the new token is put."""
+    place = """
+  const kvstrata::Lane lane;
+  const int num_heads = k_new_shape[1], row = blockIdx.y / num_heads, head = blockIdx.y % num_heads;
+  const int first_query = 0, position = lengths[row];
+"""
+    inputs = ("k_new", "v_new", "lengths", "slots", "counters", "sinks", *attend_inputs((*kinds, "slab")))
+    body = place + _QUERIES.format(x="q") + _parts((*kinds, "slab")) + _COMBINE_HERE
+    outputs = ("out", "sums", "stats")
+    return _make(f"attend_step_{_letters(kinds)}", inputs, outputs, body, ATTENTION, views=True)
+
+
+def attend_inputs(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
+    names = ["q", "scale", "k_signs", "v_signs"]
+    for i, kind in enumerate(kinds):
+        names += [f"pieces{i}", *_names(f"k{i}"), *_names(f"v{i}")] if kind == "planes" else [f"k{i}", f"v{i}"]
+    return tuple(names)
+
+
+def _parts(kinds: tuple[Kind, ...]) -> str:
+    """A block works on one part, and its warps each on a piece of it."""
+    counts = {
+        "planes": "pieces{i}_shape[0]",
+        "raw": "(k{i}_shape[2] + SIZE{i} - 1) / SIZE{i}",
+        "slab": "(position + SIZE{i}) / SIZE{i}",
+    }
+    code = {"planes": _ATTEND_PLANES, "raw": _ATTEND_RAW, "slab": _ATTEND_SLAB}
+    body = f"""
+  __shared__ kvstrata::Queries<K_DIM, TILES> queries{", rotated" if "planes" in kinds else ""};
+  __shared__ kvstrata::Exchange<TILES> exchange;
+  __shared__ kvstrata::Found<V_DIM, TILES> found;
+  const auto* q_row = q + blockIdx.y * q_strides[0] + first_query * q_strides[1];
+  int block = blockIdx.x, num_blocks = 0;
+"""
+    for i, kind in enumerate(kinds):
+        body += f"""
+  const int num_pieces{i} = {counts[kind].format(i=i)};
+  const int num_blocks{i} = (num_pieces{i} + kvstrata::WARPS - 1) / kvstrata::WARPS;
+  num_blocks += num_blocks{i};
+"""
+    body += "  if (block >= num_blocks) return;\n"
+    for i, kind in enumerate(kinds):
+        body += f"""
+  if (block >= 0 && block < num_blocks{i}) {{{code[kind].replace("@", str(i))}
+  }}
+  block -= num_blocks{i};
+"""
+    return f"""{body}
+  const long place = (long(blockIdx.y) * gridDim.x + blockIdx.x) * total_queries + first_query;
+  found.merge(num_queries, sums + place * V_DIM, stats + 2 * place);
+"""
+
+
+def _letters(kinds: tuple[Kind, ...]) -> str:
+    return "".join(kind[0] for kind in kinds)
+
+
+@cache
+def score_planes() -> Kernel:
+    return _make("score_planes", ("q", "k_signs", "pieces0", *_names("k")), ("scores",), _SCORE, ATTENTION)
+
+
+@cache
+def mix_planes() -> Kernel:
+    return _make("mix_planes", ("p", "v_signs", "pieces0", *_names("v")), ("sums",), _MIX, ATTENTION)
+
+
+@cache
+def decode_planes() -> Kernel:
+    inputs = ("k_signs", "starts", *_names("k"))
+    return _make("decode_planes", inputs, ("out",), _DECODE, ("intrinsics", "codes", "decode"))
+
+
+@cache
+def encode_planes() -> Kernel:
+    files = ("intrinsics", "codes", "encode")
+    return _make("encode_planes", ("x", "signs", "starts"), _PLANES, _ENCODE, files)
+
+
+@cache
+def combine(num_parts: int) -> Kernel:
+    pairs = [(f"sums{i}", f"stats{i}") for i in range(num_parts)]
+    parts = ", ".join(f"{{{sums}, {stats}, {sums}_shape[1]}}" for sums, stats in pairs)
+    body = f"""
+  __shared__ kvstrata::Combining<V_DIM> shared;
+  const int num_queries = sums0_shape[2], head = blockIdx.x / num_queries, query = blockIdx.x % num_queries;
+  const kvstrata::Partial parts[{num_parts}] = {{{parts}}};
+  const float sink = HAS_SINKS ? sinks[blockIdx.x] : -INFINITY;
+  kvstrata::combine<T, V_DIM, {num_parts}>(shared, parts, head, query, num_queries, sink, out, log_sum);
+"""
+    inputs = ("sinks", *(name for pair in pairs for name in pair))
+    return _make(f"combine{num_parts}", inputs, ("out", "log_sum"), body, ("intrinsics", "combine"))
+
+
+def _source(file: str) -> str:
+    """Without comments: MLX copies the source at every call."""
+    lines = (FOLDER / f"{file}.cuh").read_text(encoding="utf-8").splitlines()
+    code = (line.partition("//")[0].strip() for line in lines)
+    return "\n".join(line for line in code if line)
+
+
+def _names(prefix: str) -> tuple[str, ...]:
+    return tuple(f"{prefix}_{name}" for name in _PLANES)
+
+
+def _make(
+    name: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    body: str,
+    files: tuple[str, ...],
+    *,
+    views: bool = False,
+) -> Kernel:
+    header = "\n".join(_source(file) for file in files)
+    digest = hashlib.blake2s((header + body).encode(), digest_size=6).hexdigest()
+    run: Any = mx.fast.cuda_kernel(
+        name=f"kvstrata_{name}_{digest}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        source=body,
+        header=header,
+        ensure_row_contiguous=not views,
+    )
+    return Kernel(run, len(inputs))

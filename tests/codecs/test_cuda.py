@@ -1,0 +1,215 @@
+"""The CUDA kernels against float64 arithmetic on what stock operations decode.
+
+Without a GPU only how tokens are cut into pieces can be tested.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.codecs import cuda, cuda_codes, paths
+from kvstrata.codecs.base import LARGEST, Planes, finite
+from kvstrata.codecs.planes import HELD, PlanesCodec, encode_stock
+from kvstrata.codecs.segments import means_of
+from tests.codecs.arrays import keys
+
+needs_cuda = pytest.mark.skipif(paths.active() != "fused", reason="needs a GPU and mlx[cuda13] or mlx[cuda12]")
+
+SIZES = st.lists(st.integers(1, 256), min_size=1, max_size=12)
+
+
+@given(k_sizes=SIZES, v_cuts=st.sets(st.integers(1, 3000)), ends=st.tuples(st.integers(0, 3000), st.integers(0, 3000)))
+def test_pieces_cover_the_range_once_and_cross_no_segment(
+    k_sizes: list[int], v_cuts: set[int], ends: tuple[int, int]
+) -> None:
+    num_tokens = sum(k_sizes)
+    v_bounds = sorted({0, num_tokens} | {cut for cut in v_cuts if cut < num_tokens})
+    v_sizes = [b - a for a, b in pairwise(v_bounds)]
+    start, end = sorted(number % (num_tokens + 1) for number in ends)
+    if start == end:
+        start, end = 0, num_tokens
+    pieces = np.asarray(cuda_codes.pieces_of(tuple(k_sizes), tuple(v_sizes), start, end, 64))
+    covered = np.concatenate([np.arange(first, first + count) for first, count, _, _ in pieces])
+    assert covered.tolist() == list(range(start, end))
+    assert pieces[:, 1].max() <= 64
+    for column, sizes in ((2, k_sizes), (3, v_sizes)):
+        ids = np.repeat(np.arange(len(sizes)), sizes)
+        assert all(set(ids[first : first + count]) == {row[column]} for row in pieces for first, count in [row[:2]])
+
+
+# Each case is a kernel of its own to compile: a second or two when first run.
+CASES = [
+    (8, 8, 64, 1),
+    (2, 2, 64, 8),
+    (8, 8, 128, 2),
+    (4, 4, 128, 4),
+    (8, 4, 128, 7),
+    (4, 8, 128, 16),
+    (8, 8, 192, 5),
+    (4, 2, 192, 1),
+    (8, 8, 256, 3),
+    (2, 4, 256, 9),
+]
+DTYPES = [
+    (64, mx.float32),
+    (80, mx.float16),
+    (96, mx.bfloat16),
+    (128, mx.bfloat16),
+    (192, mx.float32),
+    (256, mx.float16),
+]
+
+
+@needs_cuda
+@pytest.mark.parametrize("bits", HELD)
+@pytest.mark.parametrize(("dim", "dtype"), DTYPES)
+def test_encoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: mx.Dtype) -> None:
+    x = keys(2, 301, dim, dtype=dtype)
+    x[0, 3], x[0, 7, 2], x[1, 9, 1] = 0.0, float("nan"), float("inf")
+    planes = PlanesCodec(bits).encode(x, 100)
+    usable = mx.where(mx.abs(x) <= LARGEST, x.astype(mx.float32), 0.0)
+    means = means_of(usable, planes.segments).astype(mx.float16)
+    codes, scales = encode_stock(finite(x), means, planes.segments)
+    stock = {**{name: codes[name] for name in HELD[bits]}, "scales": scales, "means": means}
+    wanted = _dense(Planes(planes.codec, stock, 301, 100, dim, planes.segments))
+    # A sum in another order may round a mean or a scale to its neighbour in float16, and a code with it.
+    assert np.mean(np.abs(_dense(planes) - wanted) > 1e-2) < 0.02
+
+
+@needs_cuda
+@pytest.mark.parametrize("bits", HELD)
+@pytest.mark.parametrize(("dim", "dtype"), DTYPES)
+def test_decoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: mx.Dtype) -> None:
+    planes = _encoded(bits, dim)
+    wanted = _dense(planes)
+    bound = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 5e-3}[dtype]
+    assert _error(cuda_codes.decode_planes(planes, dtype), wanted) < bound
+    assert _error(cuda_codes.decode_planes(planes, dtype, 33, 290), wanted[:, 33:290]) < bound
+
+
+@needs_cuda
+@pytest.mark.parametrize(("k_bits", "v_bits", "dim", "queries"), CASES)
+def test_attention_over_planes_is_attention_over_what_they_decode_to(
+    k_bits: int, v_bits: int, dim: int, queries: int
+) -> None:
+    k, v = _encoded(k_bits, dim), _encoded(v_bits, dim, seed=3)
+    q = _queries(2, queries, dim)
+    out, log_sum = cuda.attend_planes(q, k, v, 17, 540, 0.25)
+    wanted, wanted_log_sum = _attention(q, _dense(k)[:, 17:540], _dense(v)[:, 17:540], 0.25)
+    assert _error(out, wanted) < 2e-5
+    assert np.abs(np.asarray(log_sum) - wanted_log_sum).max() < 1e-4
+
+
+@needs_cuda
+@pytest.mark.parametrize("bits", HELD)
+@pytest.mark.parametrize("dim", cuda_codes.FUSED_DIMS)
+def test_scores_and_sums_of_planes(bits: int, dim: int) -> None:
+    planes = _encoded(bits, dim)
+    q = _queries(2, 7, dim)
+    p = mx.softmax(_queries(2, 7, planes.num_tokens), axis=-1)
+    assert _error(cuda_codes.score_planes(q, planes), _float64(q) @ _dense(planes).swapaxes(1, 2)) < 2e-6
+    assert _error(cuda_codes.mix_planes(p, planes), _float64(p) @ _dense(planes)) < 2e-6
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_parts_of_all_kinds_are_one_attention(dtype: mx.Dtype) -> None:
+    dim, scale = 128, 0.05
+    first, buffer = keys(1, 2, 4, dim, seed=5, dtype=dtype), keys(1, 2, 400, dim, seed=6, dtype=dtype)
+    k, v = _encoded(8, dim), _encoded(4, dim, seed=3)
+    tail = cuda.RawRange(buffer[:, :, 7:340], buffer[:, :, 7:340])
+    ranges = [cuda.RawRange(first, first), cuda.PlanesRange(k, v, 0, k.num_tokens), tail]
+    q = _queries(1, 6, 1, dim).astype(dtype)
+    sinks = mx.array([0.0, 5, 10, 15, 20, 25])
+    parts = [_float64(first)[0], _dense(k), _float64(tail.k)[0]]
+    values = [_float64(first)[0], _dense(v), _float64(tail.v)[0]]
+    for given_sinks in (None, sinks):
+        out = cuda.attend(q, ranges, scale, given_sinks)
+        assert out.shape == (1, 6, 1, dim)
+        sink_scores = None if given_sinks is None else np.asarray(given_sinks).reshape(2, 3, 1)
+        wanted, _ = _attention(
+            q.reshape(2, 3, dim), np.concatenate(parts, axis=1), np.concatenate(values, axis=1), scale, sink_scores
+        )
+        assert _error(out.reshape(2, 3, dim), wanted) < 5e-3
+
+
+@needs_cuda
+@pytest.mark.parametrize("num_shared", [0, 2])
+def test_a_step_writes_its_tokens_and_attends_over_them(num_shared: int) -> None:
+    dim, scale, dtype = 64, 0.1, mx.bfloat16
+    lengths, slots = [100, 7, 299], [2, 0, 3]
+    slab = cuda.Slab(
+        keys(4, 2, 300, dim, seed=8, dtype=dtype), keys(4, 2, 300, dim, dtype=dtype), mx.zeros(8, mx.uint32)
+    )
+    before = [_float64(slab.k), _float64(slab.v)]
+    first, k, v = keys(1, 2, 4, dim, seed=5, dtype=dtype), _encoded(8, dim), _encoded(8, dim, seed=3)
+    shared = [cuda.RawRange(first, first), cuda.PlanesRange(k, v, 0, k.num_tokens)][:num_shared]
+    for step in range(2):
+        new_k, new_v = keys(3, 2, 1, dim, seed=20 + step, dtype=dtype), keys(3, 2, 1, dim, seed=30 + step, dtype=dtype)
+        q = _queries(3, 6, 1, dim).astype(dtype)
+        positions = [length - 1 + step for length in lengths]
+        at = mx.array(positions, mx.int32)
+        out = cuda.attend_step(q, new_k, new_v, slab, at, mx.array(slots, mx.int32), scale, shared)
+        mx.eval(out)
+        for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+            for buffer, new in zip(before, (new_k, new_v), strict=True):
+                buffer[slot, :, position] = _float64(new)[row, :, 0]
+            parts = [[_float64(first)[0], _dense(k)], [_float64(first)[0], _dense(v)]]
+            dense = [
+                np.concatenate([*part[:num_shared], buffer[slot, :, : position + 1]], axis=1)
+                for part, buffer in zip(parts, before, strict=True)
+            ]
+            wanted, _ = _attention(q[row].reshape(2, 3, dim), dense[0], dense[1], scale)
+            assert _error(out[row].reshape(2, 3, dim), wanted) < 5e-3
+    assert np.array_equal(_float64(slab.k), before[0])
+    assert np.array_equal(_float64(slab.v), before[1])
+    assert not slab.counters.any()
+
+
+@needs_cuda
+def test_odd_vectors_are_read_as_they_decode() -> None:
+    x = mx.concatenate([mx.zeros((1, 70, 64)), mx.full((1, 30, 64), 3.0), keys(1, 3, 64) * 1e6], axis=1)
+    planes = PlanesCodec(8).encode(x, position=250)
+    assert _error(cuda_codes.decode_planes(planes, mx.float32), _dense(planes)) < 1e-6
+    q = _queries(1, 2, 64) * 1e-5
+    wanted, _ = _attention(q, _dense(planes), _dense(planes), 1.0)
+    out = cuda.attend_planes(q, planes, planes, 0, planes.num_tokens).out
+    assert _error(out, wanted) < 1e-4
+
+
+def _encoded(bits: int, dim: int, seed: int = 0) -> Planes:
+    """Several segments, the first and the last of them short."""
+    return PlanesCodec(bits).encode(keys(2, 601, dim, seed=seed), position=200)
+
+
+def _queries(*shape: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(1)) * 0.3
+
+
+def _dense(planes: Planes) -> np.ndarray:
+    assert isinstance(planes.codec, PlanesCodec)
+    return _float64(planes.codec.decode_stock(planes))
+
+
+def _float64(x: mx.array) -> np.ndarray:
+    return np.asarray(x.astype(mx.float32)).astype(np.float64)
+
+
+def _attention(
+    q: mx.array, k: np.ndarray, v: np.ndarray, scale: float, sinks: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    scores = _float64(q) * scale @ k.swapaxes(1, 2)
+    every = scores if sinks is None else np.concatenate([scores, sinks], axis=2)
+    largest = every.max(axis=2, keepdims=True)
+    total = np.exp(every - largest).sum(axis=2, keepdims=True)
+    return np.exp(scores - largest) @ v / total, (largest + np.log(total))[:, :, 0]
+
+
+def _error(found: mx.array, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(_float64(found) - wanted) / np.linalg.norm(wanted))
