@@ -8,10 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvstrata.cli import bench_cache
+
 if TYPE_CHECKING:
     from kvstrata.bench.engine import EngineFigures
+    from kvstrata.bench.index_cost import IndexCost
     from kvstrata.bench.kv_cache import CodecFigures
     from kvstrata.bench.quality import Quality
+    from kvstrata.bench.replay import PolicyName, Row
+    from kvstrata.bench.trace import Trace
 
 app = typer.Typer(
     help="Measure this machine. Each figure stands beside its opponent's, measured in the same run.",
@@ -160,6 +165,108 @@ def _quality_table(rows: list[Quality]) -> str:
     return "\n".join(lines)
 
 
+@app.command()
+def replay(
+    traces: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Request traces: .jsonl or .jsonl.gz with timestamp (ms) and hash_ids (512 tokens each)."),
+    ] = None,
+    budgets: Annotated[
+        str, typer.Option(help="Shares of all distinct blocks, or sizes such as 8GiB, with commas between.")
+    ] = "1%,2%,5%,10%,20%",
+    bits: Annotated[str, typer.Option(help="Precisions that blocks are stored at, with commas between.")] = "16,8,4",
+    token_bytes: Annotated[
+        int,
+        typer.Option(min=1, help="Bytes of a token at 16 bits, for budgets that are sizes (default: an 8 B model)."),
+    ] = 131072,
+    held_out: Annotated[
+        bool,
+        typer.Option("--held-out", help="Count the second half of each trace only; the first one warms the store."),
+    ] = False,
+    made_up: Annotated[int, typer.Option(min=0, help="Also replay so many made-up requests.")] = 0,
+    policies: Annotated[str, typer.Option(help="Which of kvstrata, lru, optimal.")] = "kvstrata,lru,optimal",
+    plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG, SVG) here.", show_default="none")] = None,
+    as_json: Json = False,
+) -> None:
+    """How much of a trace's prompts would be found: kvstrata's policy, LRU, and the optimum that knows the future."""
+    from kvstrata.bench import replay as figure
+    from kvstrata.bench import trace as traced
+
+    rows: list[Row] = []
+    precisions = _bits(bits)
+    chosen: list[PolicyName] = [policy for policy in figure.POLICIES if policy in policies.split(",")]
+    for trace in [traced.load_trace(path) for path in traces or []] + ([traced.made_up(made_up)] if made_up else []):
+        shares = [_share(part, trace, token_bytes) for part in budgets.split(",")]
+        rows += figure.replay(
+            trace,
+            shares,
+            precisions,
+            policies=chosen,
+            held_out=held_out,
+            progress=lambda what: typer.echo(f"{what} ...", err=True),
+        )
+    if not rows:
+        raise typer.BadParameter("Give a TRACE or --made-up 10000, and at least one of kvstrata, lru, optimal")
+    if plot is not None:
+        from kvstrata.bench.replay_plot import plot_replay
+
+        plot_replay(rows, plot)
+    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else _replay_table(rows))
+
+
+def _share(text: str, trace: Trace, token_bytes: int) -> float:
+    """Of what all distinct blocks take at 16 bits."""
+    from kvstrata.bench.trace import BLOCK_TOKENS
+    from kvstrata.config import Size
+
+    size = Size.parse(text.strip())
+    if size.num_bytes is None:
+        return (size.percent or 0.0) / 100
+    return size.num_bytes / (trace.num_distinct * BLOCK_TOKENS * token_bytes)
+
+
+def _bits(text: str) -> tuple[int, ...]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and 1 <= int(part) <= 16 for part in parts):
+        raise typer.BadParameter(f"'{text}' is not a list of numbers from 1 to 16, such as 16,8,4")
+    return tuple(int(part) for part in parts)
+
+
+def _replay_table(rows: list[Row]) -> str:
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    lines = [f"{'trace':<22}{'budget':>8}{'bits':>6}{'blocks':>9}" + "".join(f"{policy:>10}" for policy in policies)]
+    places = dict.fromkeys((row.trace, row.budget, row.bits, row.budget_blocks) for row in rows)
+    rates = {(row.trace, row.budget, row.bits, row.policy): row.hit_rate for row in rows}
+    for trace, budget, bits, blocks in places:
+        found = "".join(f"{rates[trace, budget, bits, policy]:>10.4f}" for policy in policies)
+        lines.append(f"{trace:<22}{budget:>8.2%}{bits:>6}{blocks:>9}{found}")
+    return "\n".join(lines)
+
+
+@app.command("index")
+def index_cost(
+    nodes: Annotated[str, typer.Option(help="Numbers of nodes, with commas between.")] = "10000,100000,1000000",
+    as_json: Json = False,
+) -> None:
+    """What one operation of the index and of the eviction policy costs, with few entries and with many."""
+    from kvstrata.bench.index_cost import measure
+
+    sizes = [part.strip() for part in nodes.split(",")]
+    if not all(size.isdigit() and int(size) >= 100 for size in sizes):
+        raise typer.BadParameter(f"'{nodes}' is not a list of numbers from 100 on, such as 10000,100000")
+    rows = measure([int(size) for size in sizes], progress=lambda what: typer.echo(f"{what} ...", err=True))
+    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else _index_table(rows))
+
+
+def _index_table(rows: list[IndexCost]) -> str:
+    head = f"{'nodes':>9}{'match':>9}{'insert':>9}{'add':>9}{'evict':>9}{'match 100k':>12}{'insert 100k':>13}"
+    lines = [head + f"{'bytes/node':>12}"]
+    for row in rows:
+        line = f"{row.num_nodes:>9}{row.match_us:>9.1f}{row.insert_us:>9.1f}{row.add_us:>9.1f}{row.evict_us:>9.1f}"
+        lines.append(line + f"{row.long_match_us:>12.1f}{row.long_insert_us:>13.1f}{row.node_bytes:>12.0f}")
+    return "\n".join([*lines, "microseconds, medians; 100k: a prompt of 100,000 tokens"])
+
+
 def _sizes(text: str) -> tuple[int, ...]:
     sizes = [part.strip() for part in text.split(",")]
     if not all(size.isdigit() and 0 < int(size) <= MAX_BATCH for size in sizes):
@@ -175,3 +282,9 @@ def _table(figures: EngineFigures) -> str:
             f"{name:<18}{row.ours_tokens_s:>10.1f}{row.mlx_lm_tokens_s:>10.1f}{row.ratio:>8.2f}{row.same_tokens:>13.0%}"
         )
     return "\n".join(lines)
+
+
+app.command("first-token")(bench_cache.first_token)
+app.command()(bench_cache.memory)
+app.command()(bench_cache.decode)
+app.command()(bench_cache.requantize)

@@ -9,10 +9,12 @@ import typer
 
 if TYPE_CHECKING:
     from kvstrata.bench.first_token import FirstToken
+    from kvstrata.bench.requantize import Requantized
 
 Model = Annotated[
     str | None, typer.Argument(help="Folder or Hugging Face id of a model.", show_default="the default model")
 ]
+MIB = 1 << 20
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
 
 
@@ -84,3 +86,34 @@ def decode(
         progress=lambda what: typer.echo(f"{what} ...", err=True),
     )
     typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else table(rows))
+
+
+def requantize(
+    model: Model = None,
+    streams: Annotated[int, typer.Option(min=1, max=16, help="Streams that run meanwhile.")] = 8,
+    prompt_tokens: Annotated[int, typer.Option(min=300, help="Tokens of each prompt.")] = 512,
+    reply_tokens: Annotated[int, typer.Option(min=64, help="Tokens of each reply.")] = 160,
+    as_json: Json = False,
+) -> None:
+    """Step everything down to planes:8, then planes:4, under running streams: pauses, bytes, time."""
+    from kvstrata.backend import device
+    from kvstrata.bench.requantize import measure
+    from kvstrata.models.load import load
+
+    rows = measure(
+        load(model),
+        memory_bytes=int(device().memory_bytes * 0.75),
+        streams=streams,
+        prompt_tokens=prompt_tokens,
+        reply_tokens=reply_tokens,
+    )
+    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else _requantize_table(rows))
+
+
+def _requantize_table(rows: list[Requantized]) -> str:
+    lines = [f"{'to':<10}{'longest pause':>15}{'said MiB':>10}{'freed MiB':>11}{'seconds':>9}{'of prefill':>12}"]
+    for row in rows:
+        pause = f"{row.longest_pause_steps:.1f} steps"
+        said, freed = row.freed_said_bytes / MIB, row.freed_bytes / MIB
+        lines.append(f"{row.precision:<10}{pause:>15}{said:>10.1f}{freed:>11.1f}{row.seconds:>9.2f}{row.share:>12.1%}")
+    return "\n".join(lines)

@@ -62,6 +62,7 @@ class Loop:
         self._in_flight: Launched | None = None
         self._num_chunks = 0
         self._last_read_s = 0.0
+        self._step_s = 0.0  # of the last decode step
         self.is_stalled = False  # the last step had nothing to do: those that wait, wait for the disk
         self._decode_rate = Rate()
         self._prefill_rate = Rate()
@@ -144,6 +145,12 @@ class Loop:
             self._resume.store.work(slice_s)
             self._make_room()
 
+    def _slice_s(self) -> float:
+        """What somebody waits for may take as long as a decode step; all else is hardly to be noticed."""
+        assert self._resume.store is not None
+        hurry = self._resume.store.requantize_progress().is_running
+        return max(self._limits.slice_s, self._step_s) if hurry else self._limits.slice_s
+
     def _relieve(self) -> None:
         """Memory fills up: begin in time."""
         if self._resume.store is not None:
@@ -179,7 +186,7 @@ class Loop:
         self._postprocess(done)
         self._relieve()
         if self.has_chores:
-            self.do_chores(self._limits.slice_s)
+            self.do_chores(self._slice_s())
 
     # Plan.
 
@@ -349,6 +356,7 @@ class Loop:
         # Steps overlap: what one adds is the time since the one before was read.
         seconds = now_s - max(step.began_s, self._last_read_s)
         self._last_read_s = now_s
+        self._step_s = seconds
         self._decode_rate.add(len(step.ids), seconds)
         self._metrics.step_s.labels(kind="decode").observe(seconds)
 

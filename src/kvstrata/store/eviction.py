@@ -106,15 +106,11 @@ class Eviction(Generic[K]):
         return expired
 
     def _least(self, now_s: float, by_age: bool) -> K | None:
-        oldest = self._oldest()
+        firsts = [leaf for queue in self._queues.values() if (leaf := queue.oldest()) is not None]
+        oldest = min(firsts, key=lambda leaf: self._leaves[leaf].used_s, default=None)
         if oldest is None or by_age:
             return oldest
-        ends = [
-            leaf for queue in self._queues.values() for leaf in (queue.oldest(), queue.newest()) if leaf is not None
-        ]
-        least = min(ends, key=lambda leaf: (self.worth(leaf, now_s), self._leaves[leaf].used_s))
-        return least if self.worth(least, now_s) < CLEARLY * self.worth(oldest, now_s) else oldest
-
-    def _oldest(self) -> K | None:
-        firsts = [leaf for queue in self._queues.values() if (leaf := queue.oldest()) is not None]
-        return min(firsts, key=lambda leaf: self._leaves[leaf].used_s, default=None)
+        lasts = [leaf for queue in self._queues.values() if (leaf := queue.newest()) is not None]
+        worth = {leaf: self.worth(leaf, now_s) for leaf in (*firsts, *lasts)}
+        least = min(worth, key=lambda leaf: (worth[leaf], self._leaves[leaf].used_s))
+        return least if worth[least] < CLEARLY * worth[oldest] else oldest

@@ -13,6 +13,7 @@ because everything is pushed out just before it would be used.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -62,6 +63,7 @@ class Ticket:
 FIRST_EDGE_S = 0.5
 NUM_BUCKETS = 42
 EDGES_S: Floats = np.concatenate(([0.0], FIRST_EDGE_S * 2.0 ** (np.arange(NUM_BUCKETS) / 2)))
+EDGES: tuple[float, ...] = tuple(EDGES_S.tolist())
 # Without measurements the same share comes back in every bucket, so the chance per second falls with age: LRU.
 PRIOR_HAZARD = 0.1
 PRIOR_WEIGHT = 20.0
@@ -132,7 +134,8 @@ class Reuse:
 
 
 def bucket(age_s: float) -> int:
-    return min(max(int(np.searchsorted(EDGES_S, age_s, side="left")) - 1, 0), NUM_BUCKETS - 1)
+    # bisect, not numpy: for one number it is ten times as fast, and every choice asks for a dozen.
+    return min(max(bisect_left(EDGES, age_s) - 1, 0), NUM_BUCKETS - 1)
 
 
 def hazard(used: Floats, ended: Floats, prior: Floats) -> Floats:

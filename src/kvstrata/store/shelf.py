@@ -17,18 +17,14 @@ from kvstrata.spans.marks import Mark
 from kvstrata.spans.span import empty_span
 from kvstrata.store.entry import Entry
 from kvstrata.store.eviction import Eviction
-from kvstrata.store.history import History
-from kvstrata.store.policy import Kind, PrefillCost, Reuse
+from kvstrata.store.policy import Kind, PrefillCost
 from kvstrata.store.uses import Uses
+from kvstrata.store.watch import Watch
 
 # Tokens of what was evicted that are remembered, so that a miss can be explained.
 GHOST_TOKENS = 1 << 20
-# Tokens of prompts that are remembered to learn how soon prompts come back.
-HISTORY_TOKENS = 1 << 22
 # What stays of a leaf that is cut short is a multiple of this.
 QUANTUM_TOKENS = 256
-# Position at which attention costs about as much as all else of a token.
-ATTENTION_TOKENS = 16_384
 
 
 class Shelf:
@@ -36,6 +32,7 @@ class Shelf:
         self,
         *,
         needs_marks: bool,
+        max_tokens: int,
         ttl_s: float | None,
         on_evict: Callable[[Node[Entry]], None],
         clock: Callable[[], float],
@@ -51,18 +48,21 @@ class Shelf:
         self._needs_marks = needs_marks
         self._clock = clock
         self._ttl_s = math.inf if ttl_s is None else ttl_s
-        reuse = Reuse()
-        self._history = History(reuse, HISTORY_TOKENS)
+        self._watch = Watch(max_tokens)
         self._uses = Uses()
-        self._eviction: Eviction[Node[Entry]] = Eviction(reuse, PrefillCost(ATTENTION_TOKENS), QUANTUM_TOKENS)
+        self._eviction: Eviction[Node[Entry]] = Eviction(self._watch.reuse, PrefillCost(), QUANTUM_TOKENS)
 
     def add(self, entry: Entry) -> None:
         self.entries[entry] = None
         self.recount(entry)
 
+    def resize(self, max_tokens: int) -> None:
+        """About so many tokens fit from now on."""
+        self._watch.resize(max_tokens)
+
     def asked(self, root_key: bytes, ids: TokenIds) -> Kind:
         """A request came with this prompt. Tells what kind of request that makes it."""
-        return self._history.asked(root_key, ids, self._clock())
+        return self._watch.asked(root_key, ids, self._clock())
 
     def touch(self, path: Iterable[Node[Entry]], kind: Kind) -> None:
         """A request goes on from these."""
@@ -123,7 +123,7 @@ class Shelf:
     def shrink_to(self, limit_bytes: int) -> None:
         """Evict what has expired, and from the leaves until no more than this is held, or only what is in use."""
         while True:
-            chosen = self._eviction.choose(self.held_bytes - limit_bytes, self._clock())
+            chosen = self._eviction.choose(self.held_bytes - limit_bytes, self._clock(), by_age=self._watch.prefers_age)
             for drop in chosen:
                 self._evict(drop.leaf, drop.keep_tokens)
             if not chosen:
@@ -212,6 +212,7 @@ class Shelf:
         self.version += 1
         last = next(node for node in first.nodes if node.end == first.span.end)
         first.span.append(second.span)
+        first.is_clean = first.is_clean and second.is_clean
         for node in second.nodes:
             node.payload = first
             first.nodes.add(node)
@@ -249,8 +250,8 @@ class Shelf:
         self.ghosts.insert(node.root_key, tokens, None)
 
     def _thin_marks(self, path: tuple[Node[Entry], ...], max_marks: int) -> None:
-        """Keep the newest on a path, those where it branches, which is where requests resume, and those that are pinned.
-        What its entries hold on other branches is not touched."""
+        """Keep the newest on a path, those where it branches, which is where requests resume, and those that are
+        pinned. What its entries hold on other branches is not touched."""
         branches = {node.end for node in path if len(node.children) > 1}
         on_path = [(at, node) for node in path for at in node.payload.span.marks if node.start < at <= node.end]
         held = [(at, node.payload) for at, node in on_path if at not in branches and not node.payload.is_pinned]

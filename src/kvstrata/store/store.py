@@ -34,6 +34,8 @@ from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
 from kvstrata.store.spills import Spills
 
+# Tokens of requests that eviction learns from.
+MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20
 # On the way from the first token to the end of a conversation.
 MAX_SPANS = 8
 # Of the bytes that a plan asks for: a span that has fewer is in a lower precision.
@@ -102,6 +104,7 @@ class Store:
         self.cold = cold  # None: what is evicted is gone
         self._shelf = Shelf(
             needs_marks=self.needs_marks,
+            max_tokens=self._max_tokens(plan),
             ttl_s=options.ttl_s,
             on_evict=lambda leaf: self._spills.before_eviction(leaf),
             clock=clock,
@@ -111,6 +114,11 @@ class Store:
         self.pressure = Pressure(self._shelf, plan_of or partial(make_plan, layout), options.ladder, self._review)
         self._restorer = Restorer(cold, self._shelf, self.counters)
         self._requantizing: Requantizing | None = None
+
+    def _max_tokens(self, plan: Plan) -> int:
+        """About what memory holds under a plan; for what is remembered of tokens there is a bound of its own."""
+        fits = self.options.hot_bytes / max(1.0, plan.token_bytes(self._layout))
+        return int(min(max(fits, MIN_WATCHED), MAX_WATCHED))
 
     @property
     def version(self) -> int:
@@ -262,6 +270,7 @@ class Store:
         self._requantizing = Requantizing(entries, self.precision.target)
         if change.is_general:
             self.precision.target = plan
+            self._shelf.resize(self._max_tokens(plan))
         for entry in entries:
             entry.target, entry.goes_up = plan, change.force
             # What was begun for another target goes no further.

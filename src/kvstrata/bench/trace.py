@@ -1,0 +1,104 @@
+"""Request traces: when somebody asked, and for which blocks of 512 tokens. From a file, or made up.
+
+A block's id stands for its tokens and all that comes before them, as long as it is at the same place of the prompt.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from pathlib import Path
+
+import numpy as np
+
+from kvstrata.errors import ConfigError
+from kvstrata.index.ids import TokenIds, as_ids
+
+BLOCK_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request."""
+
+    time_s: float
+    blocks: TokenIds
+
+
+@dataclass(frozen=True)
+class Trace:
+    name: str
+    requests: tuple[Asked, ...]
+    num_distinct: int  # blocks, of all requests together
+    numbers: tuple[TokenIds, ...]  # for each request its blocks' numbers: equal only where all before is equal too
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(request.blocks) for request in self.requests)
+
+
+def load_trace(path: Path) -> Trace:
+    """JSON lines, maybe gzipped: `timestamp` in ms, `hash_ids`. Sorted by time."""
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            requests = [_request(line, number) for number, line in enumerate(lines, 1) if line.strip()]
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{path} cannot be read as a trace: {error}. It must be .jsonl or .jsonl.gz") from None
+    return trace_of(path.name.removesuffix(".gz").removesuffix(".jsonl"), requests)
+
+
+def trace_of(name: str, requests: Sequence[Asked]) -> Trace:
+    if not requests:
+        raise ConfigError(f"The trace '{name}' has no requests")
+    in_order = tuple(sorted(requests, key=lambda request: request.time_s))
+    known: dict[int, int] = {}
+    numbers = tuple(_numbers(request.blocks, known) for request in in_order)
+    return Trace(name, in_order, len(known), numbers)
+
+
+def _numbers(blocks: TokenIds, known: dict[int, int]) -> TokenIds:
+    """`known`: what comes before and the block itself, as one integer, which takes half the memory of a pair."""
+    number, found = 0, []
+    for block in blocks.tolist():
+        number = known.setdefault((number << 32) + block, len(known) + 1)
+        found.append(number)
+    return np.array(found, dtype=np.int32)
+
+
+def _request(line: str, number: int) -> Asked:
+    try:
+        value = json.loads(line)
+        return Asked(float(value["timestamp"]) / 1000, as_ids(value["hash_ids"]))
+    except (ValueError, TypeError, KeyError, OverflowError) as error:
+        wanted = '{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [ids]}'
+        raise ConfigError(f"Line {number} of the trace is no request: {error}. Wanted: {wanted}") from None
+
+
+def made_up(num_requests: int, seed: int = 0, requests_s: float = 3.0) -> Trace:
+    """Chats that go on after a while or end, over a few system prompts; some prompts come once and never again."""
+    return trace_of(f"made-up-{num_requests}", list(_made_up(num_requests, seed, requests_s)))
+
+
+def _made_up(num_requests: int, seed: int, requests_s: float) -> Iterator[Asked]:
+    rng = random.Random(seed)
+    systems = [list(range(8 * which, 8 * which + rng.randint(1, 8))) for which in range(16)]
+    next_id = 8 * len(systems)
+    waiting: list[tuple[float, list[int]]] = []  # chats that will go on, by time
+    now = 0.0
+    for _ in range(num_requests):
+        now += rng.expovariate(requests_s)
+        if waiting and waiting[0][0] <= now:
+            _, blocks = heappop(waiting)
+        else:
+            blocks = rng.choice(systems) if rng.random() < 0.8 else []
+        num_new = min(1 + int(rng.expovariate(1 / 6)), 200)
+        blocks = [*blocks, *range(next_id, next_id + num_new)]
+        next_id += num_new
+        if rng.random() < 0.6 and len(blocks) < 400:
+            heappush(waiting, (now + rng.lognormvariate(4.0, 1.0), blocks))
+        yield Asked(now, np.array(blocks, dtype=np.int32))
