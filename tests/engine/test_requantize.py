@@ -68,6 +68,15 @@ def test_running_sequences_change_too_and_all_finish() -> None:
     freed = before - drive.loop.usage().running_bytes
     assert freed == pytest.approx(told.bytes_before - told.bytes_after, rel=0.01)
     assert freed > 0
+    # Again: what was sealed steps down under its owner.
+    before = drive.loop.usage().running_bytes
+    told = drive.loop.requantize(Change("planes:4", "planes:4", scope="live"))
+    settle(drive)
+    freed = before - drive.loop.usage().running_bytes
+    assert freed == pytest.approx(told.bytes_before - told.bytes_after, rel=0.01)
+    assert freed > 0
+    parts = {part.k for sequence in drive.loop.usage().sequences for part in sequence.parts}
+    assert parts == {"raw", "planes:4"}
     drive.run()
     assert all(client.finished.usage.completion_tokens == 500 for client in clients)
 

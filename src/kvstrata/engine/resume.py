@@ -19,12 +19,13 @@ from kvstrata.index.identity import Identity
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.kinds import Layout
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.spans.estimate import SEAL_TOKENS
 from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.store.cold import Cold
 from kvstrata.store.entry import Found
 from kvstrata.store.ladder import Floors
-from kvstrata.store.precision import SEAL_TOKENS, PrecisionOptions
+from kvstrata.store.precision import PrecisionOptions
 from kvstrata.store.pressure import LadderOptions
 from kvstrata.store.search import NOTHING
 from kvstrata.store.store import Filing, Store, StoreOptions

@@ -60,6 +60,12 @@ class FullLayer:
         """Of its own tokens, those that are encoded."""
         return tuple(self._sealed)
 
+    def replace_sealed(self, parts: Sequence[SealedPart]) -> None:
+        """The same tokens, stored in another way."""
+        if sum(part.num_tokens for part in parts) != self.sealed_tokens:
+            raise ValueError(f"{self.sealed_tokens} sealed tokens cannot become others")
+        self._sealed = list(parts)
+
     @property
     def sealed_tokens(self) -> int:
         return sum(part.num_tokens for part in self._sealed)

@@ -15,9 +15,11 @@ from kvstrata.layers.parts import Part, Parts, SealedPart
 from kvstrata.layers.sequence import Pair
 from kvstrata.layers.tail import FullLayer
 from kvstrata.spans.plan import Plan
-from kvstrata.spans.rewrite import lower_of
+from kvstrata.spans.rewrite import lower_of, lower_pair
 from kvstrata.spans.span import Span
 
+# A running sequence is encoded again when so many tokens have come since.
+SEAL_TOKENS = 256
 SAMPLE_TOKENS = 256
 SAMPLE_QUERIES = 16
 
@@ -69,13 +71,18 @@ def _add_planes(result: Estimate, planes: Planes, wanted: Codec, dtype: mx.Dtype
 
 def _add_live(result: Estimate, layer: FullLayer, pair: Pair, dtype: mx.Dtype, first_raw: int, recent_raw: int) -> None:
     """A running sequence: its buffers keep the newest tokens and the room for more."""
-    result.bytes_before += layer.nbytes
+    for part in layer.sealed:
+        k, v = lower_pair(part, pair, dtype)
+        _add_planes(result, part.k, k, dtype, upward=False)
+        _add_planes(result, part.v, v, dtype, upward=False)
+    buffer_bytes = layer.nbytes - layer.sealed_bytes
+    result.bytes_before += buffer_bytes
     raw = layer.offset - layer.start - layer.sealed_tokens
     at = layer.offset - raw
     first = min(max(0, first_raw - at), raw)
     moved = max(0, raw - recent_raw - first)
-    if not moved or pair == (RawCodec(), RawCodec()):
-        result.bytes_after += layer.nbytes
+    if moved < SEAL_TOKENS or pair == (RawCodec(), RawCodec()):
+        result.bytes_after += buffer_bytes
         result.left_alone["raw window of a running request"] += layer.token_bytes * raw
         return
     k, v = layer.arrays()[:2]
@@ -84,7 +91,7 @@ def _add_live(result: Estimate, layer: FullLayer, pair: Pair, dtype: mx.Dtype, f
         for codec, array in zip(pair, (k, v), strict=True)
     )
     result.left_alone["raw window of a running request"] += layer.token_bytes * (raw - moved)
-    result.bytes_after += layer.nbytes - layer.token_bytes * moved + encoded
+    result.bytes_after += buffer_bytes - layer.token_bytes * moved + encoded
 
 
 def score_error(span: Span, plan: Plan, *, upward: bool) -> float | None:

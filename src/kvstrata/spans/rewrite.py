@@ -55,6 +55,20 @@ def lower_of(held: Codec, wanted: Codec, dim: int, dtype: mx.Dtype) -> Codec:
     return wanted if bits_of(wanted, dim, dtype) < bits_of(held, dim, dtype) else held
 
 
+def lowered(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> SealedPart:
+    """A part of a running sequence. Its first tokens, which were sealed raw, stay so."""
+    k, v = lower_pair(part, pair, dtype)
+    return SealedPart(convert(part.k, k, dtype), convert(part.v, v, dtype))
+
+
+def lower_pair(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> Pair:
+    """What the codecs of a running sequence's part become."""
+    held = _codecs(part)
+    if held == (RawCodec(), RawCodec()):
+        return held
+    return lower_of(held[0], pair[0], part.k.dim, dtype), lower_of(held[1], pair[1], part.v.dim, dtype)
+
+
 def bits_of(codec: Codec, dim: int, dtype: mx.Dtype) -> float:
     """As allocated in memory, where raw is what the model computes in."""
     return 8.0 * dtype.size if isinstance(codec, RawCodec) else codec.bits_per_value(dim)

@@ -53,12 +53,6 @@ class Span:
         return sum(part.nbytes for part in self._sealed()) + self.live_bytes
 
     @property
-    def raw_tokens(self) -> int:
-        """Of a live span: those that its owner has not encoded yet, in the layer that has most."""
-        live = (held for held in self._held.values() if isinstance(held, FullLayer))
-        return max((held.offset - held.start - held.sealed_tokens for held in live), default=0)
-
-    @property
     def live_bytes(self) -> int:
         return sum(held.nbytes for held in self._held.values() if isinstance(held, FullLayer))
 
@@ -127,7 +121,20 @@ class Span:
         """Encode what the owner of a live layer has written, but for the first and the newest tokens."""
         held = self._held[layer]
         if isinstance(held, FullLayer):
+            dtype = self.layout.flat()[layer].dtype
+            held.replace_sealed([rewrite.lowered(part, pair, dtype) for part in held.sealed])
             held.seal(*pair, first_raw=first_raw, recent_raw=recent_raw)
+
+    def has_to_seal(self, layer: int, pair: Pair, raw_tokens: int) -> bool:
+        """Whether a live layer has more raw tokens than this, or sealed ones in more bits than the pair has."""
+        held = self._held[layer]
+        if not isinstance(held, FullLayer):
+            return False
+        dtype = self.layout.flat()[layer].dtype
+        is_raw = held.offset - held.start - held.sealed_tokens
+        return is_raw >= raw_tokens or any(
+            rewrite.lower_pair(part, pair, dtype) != (part.k.codec, part.v.codec) for part in held.sealed
+        )
 
     def rewrite_marks(self, plan: Plan) -> None:
         self.marks = {at: self._under(mark, plan) for at, mark in self.marks.items()}

@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstrata.layers.kinds import Layout
+from kvstrata.spans.estimate import SEAL_TOKENS
 from kvstrata.spans.plan import Plan, raw_plan
 from kvstrata.store.entry import Entry
 from kvstrata.store.mover import Job
-
-# A running sequence is encoded again when so many tokens have come since.
-SEAL_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,7 @@ class Precision:
         span = entry.span
         if entry.is_running:
             wanted = entry.target or (self.target if self.options.live else None)
-            due = wanted is not None and not wanted.is_raw and self._raw_tokens(entry) >= SEAL_TOKENS
-            return wanted if due else None
+            return wanted if wanted is not None and self._has_to_seal(entry, wanted) else None
         if entry.target is not None:
             wanted = entry.target
         elif entry.num_leases and not self.options.live:
@@ -49,10 +46,11 @@ class Precision:
         done = all(span.settles(layer, wanted.pairs[layer], upward=entry.goes_up) for layer in span.layers)
         return None if done else wanted
 
-    def _raw_tokens(self, entry: Entry) -> int:
-        """Of a running sequence: tokens that could be encoded now."""
-        first_raw = max(0, self.options.first_raw - entry.span.position)
-        return entry.span.raw_tokens - self.options.recent_raw - first_raw
+    def _has_to_seal(self, entry: Entry, plan: Plan) -> bool:
+        """A running sequence: whether enough has come to be encoded, or what is encoded has to step down."""
+        span = entry.span
+        raw_tokens = max(0, self.options.first_raw - span.position) + SEAL_TOKENS + self.options.recent_raw
+        return not plan.is_raw and any(span.has_to_seal(i, plan.pairs[i], raw_tokens) for i in span.layers)
 
     def job(self, entry: Entry, plan: Plan) -> Job:
         return self._seal(entry, plan) if entry.is_running else self._rewrite(entry, plan)
