@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 
@@ -62,6 +63,14 @@ def active_bytes() -> int:
     return mx.get_active_memory()
 
 
+@pytest.fixture
+def exact_buffers() -> Iterator[None]:
+    """MLX hands out freed buffers that are larger than what is asked for, which shows where arrays are tiny."""
+    before = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(before)
+
+
 # Same output.
 
 
@@ -114,7 +123,7 @@ def test_quantized_storage_equals_resuming_from_the_same_spans_by_hand(architect
     assert replies[0] == replies[1]
 
 
-def by_hand(drive: Drive, loaded: LoadedModel, tokens: list[int], num_steps: int):  # noqa: ANN201
+def by_hand(drive: Drive, loaded: LoadedModel, tokens: list[int], num_steps: int) -> Callable[[list[int]], list[float]]:
     """The log-probabilities of a given reply, over what the store holds now."""
     layout = probe(loaded.module, None)
     found = drive.store.find(tokens[:-1], "")
@@ -183,7 +192,8 @@ def test_sixteen_over_one_prefix_hold_it_once() -> None:
     held = active_bytes() - before
     one = 2000 * drive.budget.token_bytes + 16 * drive.budget.bytes_for(20 + 200)
     assert one * 0.95 <= held <= 1.15 * one
-    assert [cached(client) for client in (drive.run(), clients)[1]] == [0] + 15 * [2000]
+    drive.run()
+    assert [cached(client) for client in clients] == [0] + 15 * [2000]
 
 
 def test_waiting_requests_hold_no_kv() -> None:
@@ -212,23 +222,20 @@ def test_who_parts_after_a_snapshot_resumes_from_it(architecture: str) -> None:
     serve(drive, prompt(200), 4, resume_at=(70, 120))
     other = [*prompt(150), *prompt(40, seed=8)]
     assert cached(serve(drive, other)) == 120
-    # Where two have parted there may be a third: the second one left nothing there, its own end it did.
-    assert cached(serve(drive, [*other, 5])) == len(other) + 3 - 3
+    assert cached(serve(drive, [*other, 5])) == len(other) - 1
 
 
 @pytest.mark.parametrize("architecture", HYBRID)
 def test_a_chat_whose_template_rewrites_the_last_reply_resumes_before_it(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture))
     chat = prompt(80)  # system and user
-    begins_reply = [1, 2, 3]
+    boundary = 0
     for turn in range(4):
-        asked = [*chat, *begins_reply]
-        client = serve(drive, asked, 20, resume_at=(len(chat),))
-        if turn:
-            assert cached(client) == boundary
+        client = serve(drive, [*chat, 1, 2, 3], 20, resume_at=(len(chat),))
+        assert cached(client) == boundary
         boundary = len(chat)
-        # What the model thought is not shown to it again.
-        chat = [*asked, *client.ids[12:], *prompt(15, seed=turn)]
+        # The reply begins in another way where what the model thought is left out.
+        chat = [*chat, 4, 5, 6, *client.ids[12:], *prompt(15, seed=turn)]
 
 
 @pytest.mark.parametrize("architecture", HYBRID)
@@ -242,24 +249,25 @@ def test_snapshots_are_as_many_as_asked_for(architecture: str) -> None:
     assert drive.store.held_bytes == 0
 
 
-def test_after_two_thousand_requests_memory_is_where_it_was() -> None:
+@pytest.mark.usefixtures("exact_buffers")
+def test_after_hundreds_of_requests_memory_is_where_it_was() -> None:
+    """Thousands are in tests/store, without a model."""
     drive = Drive(tiny_loaded("qwen3_next"))
-    one = serve(drive, prompt(12), 1)
-    assert one.end is not None
+    serve(drive, prompt(12), 1)
     room = 20 * drive.store.held_bytes
     drive = Drive(tiny_loaded("qwen3_next"), storage=Storage(hot_bytes=room))
     before = active_bytes()
-    for i in range(2000):
+    for i in range(320):
         drive.submit([i % 97, i // 97, *prompt(10, seed=i % 50)], 1, DRAWN)
         if i % 16 == 15:
             drive.run()
             settle(drive)
-        if i % 500 == 499:
+        if i % 80 == 79:
             assert drive.store.held_bytes <= room
-            assert active_bytes() - before <= 1.02 * room + 100_000
-    assert drive.store.count()["evicted_tokens"] > 20_000
+            assert active_bytes() - before == pytest.approx(drive.store.held_bytes, rel=0.02)
+    assert drive.store.count()["evicted_tokens"] > 3000
     drive.clear()
-    assert active_bytes() - before <= 100_000
+    assert active_bytes() == before
 
 
 @pytest.mark.parametrize("length", [40, 200])
@@ -271,7 +279,8 @@ def test_bounded_sequences_store_what_they_still_hold(length: int) -> None:
     assert cached(second) == length - 1
     longer = [*prompt(length), *first.ids, *prompt(10, seed=2)]
     assert_same(serve(drive, longer, 6), serve(drive, longer, 6, salt="cold"))
-    assert drive.store.held_bytes <= 4 * 64 * 1.1 * drive.budget.fixed_bytes / 64
+    # At the ends of two prompts and their replies, and of one under another salt.
+    assert drive.store.held_bytes <= 6 * drive.budget.fixed_bytes
 
 
 # How much, and in what precision.
@@ -296,7 +305,7 @@ def test_a_long_chat_of_many_turns_has_few_spans() -> None:
 def test_a_chat_of_eight_turns_holds_little_more_than_its_last_state(architecture: str, name: str) -> None:
     storage = Storage(k=name, v=name, min_quantize_tokens=0)
     drive, last = Drive(tiny_loaded(architecture), storage=storage), Drive(tiny_loaded(architecture), storage=storage)
-    tokens = prompt(200)
+    asked = tokens = prompt(200)
     for turn in range(8):
         client = serve(drive, tokens, 30)
         asked, tokens = tokens, [*tokens, *client.ids, *prompt(40, seed=turn)]
@@ -333,11 +342,12 @@ def test_a_negative_shortest_length_is_refused() -> None:
 
 def test_a_hundred_times_the_same_is_encoded_once() -> None:
     drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:8", v="planes:8"))
+    clients = []
     for _ in range(100):
-        client = drive.submit(prompt(300), 2)
+        clients.append(drive.submit(prompt(300), 2))
         drive.run()
         settle(drive)
-    assert cached(client) == 299
+    assert cached(clients[-1]) == 299
     counters = drive.store.count()
     assert counters["encoded_spans"] == counters["stored_spans"] == 1
     assert counters["refused_present"] == 99
@@ -349,14 +359,14 @@ def test_live_sequences_are_encoded_and_finish() -> None:
     storage = Storage(k="planes:8", v="planes:8", live=True)
     drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=128), storage=storage)
     clients = [drive.submit([*prompt(700), *prompt(50, seed=i + 1)], 300, DRAWN) for i in range(3)]
-    while not all(len(client.ids) > 150 for client in clients):
+    while not all(len(client.ids) > 270 for client in clients):
         drive.loop.step()
-    parts = [part for sequence in drive.loop.usage().sequences for part in sequence.parts]
-    encoded = sum(part.tokens for part in parts if part.k == "planes:8")
-    raw = sum(part.tokens for part in parts if part.k == "raw")
-    assert encoded > 700
-    # Beside the newest of each those that came since it was last encoded.
-    assert raw <= 3 * (4 + 128 + 256 + 50)
+    sequences = drive.loop.usage().sequences
+    assert len(sequences) == 3
+    # Beside the newest of each there are those that came since it was last encoded.
+    assert all(sequence.parts[-1].tokens <= 128 + 256 + 4 for sequence in sequences)
+    names = {name for sequence in drive.loop.usage().sequences for name in (sequence.parts[-2].k, sequence.parts[-1].k)}
+    assert names == {"planes:8", "raw"}
     drive.run()
     assert all(client.finished.usage.completion_tokens == 300 for client in clients)
     settle(drive)

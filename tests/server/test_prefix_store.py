@@ -86,7 +86,7 @@ def test_who_goes_away_in_the_middle_of_prefill_leaves_its_prefix(serve: Callabl
     slow = serve(keep_alive_s=0.02, prefill_chunk_tokens=32)
     prompt = long_text(20)
     body = {"model": slow.name, "prompt": prompt, "max_tokens": 4, "stream": True}
-    done = 0
+    done = total = 0
     with slow.http() as http, http.stream("POST", "/v1/completions", json=body) as response:
         for line in response.iter_lines():
             told = re.fullmatch(r": prefill (\d+)/(\d+)", line)

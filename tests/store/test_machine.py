@@ -1,0 +1,319 @@
+"""The store in random order, against a list of all that was ever filed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import takewhile
+
+import mlx.core as mx
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstrata.index.identity import root_key
+from kvstrata.spans.plan import make_plan
+from kvstrata.store.entry import Lease
+from kvstrata.store.requantize import Change
+from kvstrata.store.store import Store
+from tests.store.kv import HYBRID, LAYOUT, Clock, Run, check_lease, make_store, settle, store_tokens
+
+Tokens = tuple[int, ...]
+
+SALTS = st.sampled_from(["", "", "", "other"])
+NAMES = st.sampled_from(["raw", "planes:8", "planes:4", "planes:2"])
+SEEDS = st.integers(0, 10_000)
+SHARES = st.floats(0, 1)
+RARELY = st.sampled_from([False, False, False, True])
+# What runs and leases may share and both count: a state of a layer.
+SLACK_BYTES = 8 << 10
+STOP_EVERY = 32
+
+
+def common(a: Tokens, b: Tokens) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+@cache
+def warm_up() -> None:
+    """What codecs keep for good, such as rotations, is there before anything is counted."""
+    for name in ("raw", "planes:8", "planes:4", "planes:2"):
+        store = make_store(name, min_quantize_tokens=0)
+        store_tokens(store, range(300))
+        settle(store)
+        check_lease(store.match(range(300), ""), range(300))
+
+
+@dataclass
+class Naive:
+    """What may be found: every prefix that was filed, by salt."""
+
+    filed: dict[str, list[Tokens]] = field(default_factory=lambda: {"": [], "other": []})
+
+    def longest(self, tokens: Tokens, salt: str) -> int:
+        return max((common(tokens, known) for known in self.filed[salt]), default=0)
+
+    def add(self, tokens: Tokens, salt: str) -> None:
+        others = [known for known in self.filed[salt] if common(known, tokens) < len(known)]
+        if self.longest(tokens, salt) < len(tokens):
+            self.filed[salt] = [*others, tokens]
+
+    def follow(self, store: Store) -> None:
+        """After an eviction: of each only so much is there as the store still has."""
+        for salt, known in self.filed.items():
+            left = {tokens[: store.find(tokens, salt).matched_tokens] for tokens in known}
+            self.filed[salt] = [tokens for tokens in left if tokens]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    store: Store
+    naive: Naive
+    runs: list[Run]
+    leases: list[tuple[Lease, Tokens, str]]
+    pins: list[tuple[Tokens, str]]
+
+    @initialize(
+        name=NAMES,
+        live=st.booleans(),
+        min_tokens=st.sampled_from([0, 100, 256]),
+        is_hybrid=st.booleans(),
+        seeds=st.lists(SEEDS, max_size=16),
+    )
+    def begin(self, name: str, live: bool, min_tokens: int, is_hybrid: bool, seeds: list[int]) -> None:
+        warm_up()
+        # MLX hands out freed buffers that are larger than what is asked for.
+        self.cache_limit = mx.set_cache_limit(0)
+        gc.collect()
+        self.before_bytes = mx.get_active_memory()
+        self.clock = Clock()
+        self.layout = HYBRID if is_hybrid else LAYOUT
+        self.store = make_store(name, layout=self.layout, live=live, min_quantize_tokens=min_tokens, clock=self.clock)
+        self.naive, self.runs, self.leases, self.pins = Naive(), [], [], []
+        self.at_least = 8
+        for seed in seeds:
+            self.serve_one("", seed)
+
+    def known(self, salt: str, seed: int) -> Tokens:
+        """A prompt: some of what was filed, and something else after it."""
+        rng = random.Random(seed)
+        filed = self.naive.filed[salt]
+        base = rng.choice([max(filed, key=len), rng.choice(filed)]) if filed and rng.random() < 0.9 else ()
+        kept = base[: rng.choice([len(base), rng.randint(0, len(base))])]
+        length = rng.choice([1, 10, 100, 200])
+        return (*kept, *(rng.randrange(3) for _ in range(rng.randint(1, length))))
+
+    # What requests do.
+
+    @precondition(lambda self: len(self.runs) < 4)
+    @rule(salt=SALTS, seed=SEEDS, room=st.sampled_from([0, 0, 100]))
+    def start(self, salt: str, seed: int, room: int) -> None:
+        tokens = self.known(salt, seed)
+        run = Run(self.store, tokens, salt, room=room)
+        self.is_longest(run.num_computed, tokens[:-1], salt)
+        run.check(self.at_least)
+        self.runs.append(run)
+
+    def is_longest(self, num_tokens: int, tokens: Tokens, salt: str) -> None:
+        """All that is there; or some of it, where a model cannot be resumed anywhere."""
+        longest = self.naive.longest(tokens, salt)
+        assert num_tokens <= longest if self.store.needs_marks else num_tokens == longest
+
+    @precondition(lambda self: self.runs)
+    @rule(seed=SEEDS, share=SHARES, is_sealed=st.booleans(), is_marked=st.booleans())
+    def prefill(self, seed: int, share: float, is_sealed: bool, is_marked: bool) -> None:
+        run = self.runs[seed % len(self.runs)]
+        num_tokens = int(share * run.left)
+        # Mostly where others stop too, as chunks of prompts do.
+        if seed % 4:
+            num_tokens = max(0, num_tokens - (run.num_computed + num_tokens) % STOP_EVERY)
+        run.compute(num_tokens)
+        if is_sealed:
+            run.seal(is_marked=is_marked)
+            self.file(run)
+
+    @precondition(lambda self: self.runs)
+    @rule(seed=SEEDS, is_done=st.booleans())
+    def end(self, seed: int, is_done: bool) -> None:
+        """Or go away in the middle."""
+        run = self.runs.pop(seed % len(self.runs))
+        if is_done:
+            run.compute(run.left)
+        run.check(self.at_least)
+        run.end()
+        self.file(run)
+
+    def file(self, run: Run) -> None:
+        self.naive.add(run.tokens[: run.num_sealed], run.salt)
+
+    @rule(salt=SALTS, seed=SEEDS)
+    def serve(self, salt: str, seed: int) -> None:
+        self.serve_one(salt, seed)
+
+    def serve_one(self, salt: str, seed: int) -> None:
+        """All of a request at once."""
+        run = Run(self.store, self.known(salt, seed), salt)
+        self.is_longest(run.num_computed, run.tokens[:-1], salt)
+        while run.left:
+            run.compute(STOP_EVERY - run.num_computed % STOP_EVERY)
+            run.seal()
+        run.end()
+        self.file(run)
+
+    @precondition(lambda self: len(self.leases) < 3)
+    @rule(salt=SALTS, seed=SEEDS)
+    def match(self, salt: str, seed: int) -> None:
+        tokens = self.known(salt, seed)
+        lease = self.store.match(tokens, salt)
+        self.is_longest(lease.num_tokens, tokens, salt)
+        check_lease(lease, tokens, self.at_least)
+        self.leases.append((lease, tokens, salt))
+
+    @precondition(lambda self: self.leases)
+    @rule(seed=SEEDS)
+    def release(self, seed: int) -> None:
+        lease, tokens, _ = self.leases.pop(seed % len(self.leases))
+        check_lease(lease, tokens, self.at_least)
+        self.store.release(lease)
+        self.store.release(lease)
+
+    # What is done to the store.
+
+    @precondition(lambda self: len(self.pins) < 2)
+    @rule(salt=SALTS, seed=SEEDS)
+    def pin(self, salt: str, seed: int) -> None:
+        tokens = self.known(salt, seed)
+        num_tokens = self.store.pin(tokens, salt)
+        self.is_longest(num_tokens, tokens, salt)
+        self.pins.append((tokens[:num_tokens], salt))
+
+    @precondition(lambda self: self.pins)
+    @rule(seed=SEEDS)
+    def unpin(self, seed: int) -> None:
+        tokens, salt = self.pins.pop(seed % len(self.pins))
+        self.store.unpin(tokens, salt)
+        # It may have taken the pin of another one's tokens, too.
+        for other, others_salt in self.pins:
+            self.store.pin(other, others_salt)
+
+    @rule(share=SHARES, passed_s=st.sampled_from([0.0, 1.0, 3600.0]))
+    def evict(self, share: float, passed_s: float) -> None:
+        self.clock.now_s += passed_s
+        limit = int(self.store.held_bytes * share)
+        self.store.shrink_to(limit)
+        assert self.store.held_bytes <= limit or self.store.free_bytes == 0
+        self.keeps_what_is_used()
+
+    @rule(salt=st.sampled_from([None, "", "other"]))
+    def clear(self, salt: str | None) -> None:
+        before = self.store.held_bytes
+        cleared = self.store.clear(salt)
+        assert self.store.held_bytes == before - cleared.nbytes
+        if salt is None:
+            assert self.store.free_bytes == 0
+        self.keeps_what_is_used()
+
+    def keeps_what_is_used(self) -> None:
+        for lease, tokens, salt in self.leases:
+            assert self.store.find(tokens, salt).matched_tokens >= lease.num_tokens
+        for tokens, salt in self.pins:
+            assert self.store.find(tokens, salt).num_tokens == len(tokens)
+        for run in self.runs:
+            assert self.store.find(run.tokens, run.salt).matched_tokens >= max(run.cache.start, run.num_sealed)
+        self.naive.follow(self.store)
+
+    @rule(k=NAMES, v=NAMES, scope=st.sampled_from(["all", "live", "stored"]), force=RARELY, dry=st.booleans())
+    def requantize(self, k: str, v: str, scope: str, force: bool, dry: bool) -> None:
+        change = Change(k, v, scope=scope, force=force, dry_run=dry)  # pyright: ignore[reportArgumentType]
+        told = self.store.requantize(change, make_plan(self.layout, k, v))
+        assert told.dry_run == dry
+        if force and not dry:
+            self.at_least = 2
+
+    @rule()
+    def cancel_requantize(self) -> None:
+        self.store.cancel_requantize()
+        assert not self.store.requantize_progress().is_running
+
+    @rule(times=st.integers(1, 4))
+    def work(self, times: int) -> None:
+        for _ in range(times):
+            self.store.work(0)
+
+    @rule()
+    def finish_work(self) -> None:
+        settle(self.store)
+        # What is in use is looked at again when it is released.
+        for entry in self.store.entries:
+            assert entry.is_running or entry.num_leases or self.store.precision.plan_for(entry) is None
+
+    # What always holds.
+
+    @invariant()
+    def readers_see_what_was_written(self) -> None:
+        for lease, tokens, _ in self.leases:
+            check_lease(lease, tokens, self.at_least)
+        for run in self.runs:
+            run.check(self.at_least)
+        self.memory_is_what_is_counted()
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        entries = self.store.entries
+        assert self.store.held_bytes == sum(entry.nbytes for entry in entries)
+        assert self.store.free_bytes == sum(entry.nbytes for entry in entries if entry.is_free)
+        for entry in entries:
+            assert entry.nbytes == entry.span.nbytes - entry.span.live_bytes * entry.is_running
+        used = [entry for lease, _, _ in self.leases for entry in lease.entries]
+        used += [entry for run in self.runs for entry in run.filing.lease.entries]
+        assert all(entry.num_leases == used.count(entry) for entry in entries)
+
+    @invariant()
+    def every_node_is_its_entrys(self) -> None:
+        tree = self.store._shelf.tree
+        nodes = list(tree)
+        assert sum(len(entry.nodes) for entry in self.store.entries) == len(nodes)
+        for node in nodes:
+            entry = node.payload
+            assert entry in self.store.entries
+            assert node in entry.nodes
+            assert entry.span.position <= node.start < node.end <= entry.span.end
+        assert set(tree.root_keys) <= {root_key(self.store._identity, salt) for salt in ("", "other")}
+
+    def memory_is_what_is_counted(self) -> None:
+        """Once every reader has looked, those included that have ended and wait to be trimmed: until its next step it
+        holds what was there at the last."""
+        counted = self.store.held_bytes + sum(run.cache.nbytes for run in self.runs)
+        held = mx.get_active_memory() - self.before_bytes
+        assert counted - SLACK_BYTES <= held
+        assert self.store.has_work or held <= counted * 1.02 + SLACK_BYTES
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache_limit"):
+            mx.set_cache_limit(self.cache_limit)
+        if not hasattr(self, "store") or sys.exc_info()[0] is not None:
+            return
+        while self.runs:
+            self.runs.pop().end()
+        while self.leases:
+            self.store.release(self.leases.pop()[0])
+        for tokens, salt in self.pins:
+            self.store.unpin(tokens, salt)
+        settle(self.store)
+        self.store.clear()
+        assert (self.store.held_bytes, self.store.free_bytes, self.store.entries) == (0, 0, ())
+        mx.clear_cache()
+        assert mx.get_active_memory() == self.before_bytes
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(
+    max_examples=int(os.environ.get("N", 25)),
+    stateful_step_count=40,
+    deadline=None,
+    report_multiple_bugs=False,
+    phases=[Phase.generate],
+)
