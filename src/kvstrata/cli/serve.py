@@ -84,10 +84,17 @@ def start_lines(settings: Settings, service: Service, machine: Device, url: str)
         *([f"BLAS      {_blas_line()}"] if machine.backend == "cpu" else []),
         f"memory    at most {human_bytes(limit)} ({settings.memory_limit}) of {human_bytes(machine.memory_bytes)}, "
         f"{human_bytes(engine['kv_budget_bytes'])} of it for KV",
-        f"serving   {url}/v1   (Ctrl-C to stop)",
+        f"cache     stored as K {engine['kv']['k']}, V {engine['kv']['v']}{_disk_text(settings)}",
+        f"serving   {url}/v1   (Ctrl-C to stop), the page is {url}/",
         f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{needs_key} -d '{asked}'",
         f"or        kvstrata chat --url {url}",
     ]
+
+
+def _disk_text(settings: Settings) -> str:
+    if settings.disk_cache_dir is None or settings.hot_cache_only:
+        return ", in memory only"
+    return f", on disk in {settings.disk_cache_dir} (at most {settings.disk_cache_size})"
 
 
 def _blas_line() -> str:
