@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from kvstrata.store.entry import Entry
 
 Job = Iterator[None]
+# Of one entry, until whoever waits for it goes on.
+MAX_JOBS = 4
 
 
 class Mover:
@@ -47,18 +49,23 @@ class Mover:
                 return
 
     def finish(self, entry: Entry) -> None:
-        while entry in self._waiting:
-            self._advance(entry)
+        """All that there is to do for an entry. What a job leaves to be done is left for later after a few of them."""
+        num_ended = 0
+        while entry in self._waiting and num_ended < MAX_JOBS:
+            num_ended += self._advance(entry)
 
-    def _advance(self, entry: Entry) -> None:
+    def _advance(self, entry: Entry) -> bool:
+        """One step. Tells whether the job has come to its end."""
         job = self._jobs.get(entry) or self._make(entry)
         if job is None:
             self.discard(entry)
-            return
+            return True
         self._jobs[entry] = job
-        if next(job, StopIteration) is StopIteration:
-            self.discard(entry)
-            self._done(entry)
+        if next(job, StopIteration) is not StopIteration:
+            return False
+        self.discard(entry)
+        self._done(entry)
+        return True
 
     def clear(self) -> None:
         """Leave what is begun as it is: every layer is whole, under one precision or the other."""
