@@ -1,5 +1,6 @@
 # make serve   set up everything, then serve the default model on http://127.0.0.1:8000 (flags: make serve ARGS="--port 9000")
 # make test    every check that CI runs
+# make test-all  the same with the slow tests: every architecture over a thousand steps, and 200 kills of a writing process
 # make setup   .venv and the default model; the CUDA back-end where nvidia-smi answers, else the CPU one
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ BACKEND ?= $(shell if nvidia-smi >/dev/null 2>&1; then \
 	else echo cpu; fi)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test lint format clean
+.PHONY: help setup serve test test-all lint format clean
 
 help:
 	@sed -n 's/^# //p' $(MAKEFILE_LIST)
@@ -41,6 +42,9 @@ lint: $(VENV)/.installed-dev
 
 test: setup lint
 	$(BIN)/pytest $(ARGS)
+
+test-all: setup lint
+	KVSTRATA_KILLS=200 $(BIN)/pytest -m 'slow or not slow' $(ARGS)
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import queue
 import random
 from collections.abc import Callable, Iterator
 
@@ -14,6 +13,7 @@ import mlx.core as mx
 import openai
 import pytest
 
+from kvstrata.engine.loop import Loop
 from kvstrata.models.loaded import LoadedModel
 from tests.server.conftest import Served, running
 from tests.server.test_ops import scrape
@@ -186,7 +186,14 @@ def test_two_hundred_clients_that_hang_up_leave_nothing_behind() -> None:
 
 
 def settled_bytes(served: Served) -> int:
-    """MLX's active memory, asked for on the engine's thread after all that came before."""
-    answer: queue.SimpleQueue[int] = queue.SimpleQueue()
-    served.server.service.engine._inbox.put(lambda: answer.put(mx.get_active_memory()))
-    return answer.get(timeout=60)
+    """MLX's active memory once nothing is stored, asked for on the engine's thread after all that came before."""
+
+    def measure(loop: Loop) -> int:
+        while loop.has_chores:
+            loop.do_chores(1.0)
+        assert loop.store is not None
+        loop.store.clear()
+        mx.clear_cache()
+        return mx.get_active_memory()
+
+    return served.server.service.engine.ask(measure).result(60)

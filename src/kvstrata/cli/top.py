@@ -5,7 +5,7 @@ Knows HTTP only: it looks once a second. What changed between two looks is an ev
 
 from __future__ import annotations
 
-import contextlib
+import signal
 import threading
 import time
 from collections import deque
@@ -44,24 +44,24 @@ def top(
         if once:
             console.print(view.look(remote))
             return
-        with contextlib.suppress(KeyboardInterrupt):
-            (_watch if console.is_terminal else _print_on)(view, remote, every_s, console)
+        ended = threading.Event()
+        # Not an exception, which could be raised, and lost, anywhere.
+        signal.signal(signal.SIGINT, lambda *_: ended.set())
+        (_watch if console.is_terminal else _print_on)(view, remote, every_s, console, ended)
 
 
-def _watch(view: View, remote: Remote, every_s: float, console: Console) -> None:
+def _watch(view: View, remote: Remote, every_s: float, console: Console, ended: threading.Event) -> None:
     from rich.live import Live
 
-    never = threading.Event()
     with Live(view.look(remote), console=console, screen=True, auto_refresh=False) as live:
-        while not never.wait(every_s):
+        while not ended.wait(every_s):
             live.update(view.look(remote), refresh=True)
 
 
-def _print_on(view: View, remote: Remote, every_s: float, console: Console) -> None:
+def _print_on(view: View, remote: Remote, every_s: float, console: Console, ended: threading.Event) -> None:
     """For a pipe or a file: one look after another."""
-    never = threading.Event()
     console.print(view.look(remote))
-    while not never.wait(every_s):
+    while not ended.wait(every_s):
         console.print(view.look(remote))
 
 
