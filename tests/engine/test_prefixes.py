@@ -283,6 +283,19 @@ def test_bounded_sequences_store_what_they_still_hold(length: int) -> None:
     assert drive.store.held_bytes <= 6 * drive.budget.fixed_bytes
 
 
+def test_bounded_sequences_are_stored_quantized_too() -> None:
+    """All that such a model keeps is rings."""
+    storage = Storage(k="planes:8", v="planes:8", min_quantize_tokens=0)
+    drive = Drive(tiny_loaded("llama"), Limits(max_kv_size=64), storage=storage)
+    tokens = prompt(200)
+    for turn in range(3):
+        client = serve(drive, tokens, 6)
+        assert cached(client) == (len(tokens) - 11 if turn else 0)
+        tokens = [*tokens, *client.ids, *prompt(10, seed=turn)]
+        assert set(drive.store.usage().by_precision) == {"planes:8"}
+    assert drive.store.held_bytes < 6 * 0.45 * drive.budget.fixed_bytes
+
+
 # How much, and in what precision.
 
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstrata.layers.kinds import Layout
+from kvstrata.layers.parts import SealedPart
 from kvstrata.spans.estimate import SEAL_TOKENS
+from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import Plan, raw_plan
+from kvstrata.spans.rewrite import lower_of
 from kvstrata.store.entry import Entry
 from kvstrata.store.mover import Job
 
@@ -44,7 +47,17 @@ class Precision:
         else:
             wanted = self.target if span.end >= self.options.min_quantize_tokens else self._raw
         done = all(span.settles(layer, wanted.pairs[layer], upward=entry.goes_up) for layer in span.layers)
-        return None if done else wanted
+        return None if done and all(self._mark_settles(mark, wanted) for mark in span.marks.values()) else wanted
+
+    def _mark_settles(self, mark: Mark, plan: Plan) -> bool:
+        """Whether its rings are under the plan, or lower. A model may have no other KV."""
+        states = zip(mark.states, plan.pairs, self._layout.flat(), strict=True)
+        rings = [(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedPart)]
+        return all(
+            lower_of(planes.codec, codec, planes.dim, dtype) == planes.codec
+            for ring, pair, dtype in rings
+            for planes, codec in zip((ring.k, ring.v), pair, strict=True)
+        )
 
     def _has_to_seal(self, entry: Entry, plan: Plan) -> bool:
         """A running sequence: whether enough has come to be encoded, or what is encoded has to step down."""
