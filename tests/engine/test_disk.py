@@ -30,10 +30,12 @@ ARCHITECTURES = ["llama", "gemma3_text", "qwen3_next", "mamba2", "deepseek_v3", 
 
 
 @contextmanager
-def engine_on(folder: Path, loaded: LoadedModel, storage: Storage | None = None, **limits: int) -> Iterator[Engine]:
+def engine_on(
+    folder: Path, loaded: LoadedModel, storage: Storage | None = None, *, second_touch: bool = False
+) -> Iterator[Engine]:
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
-    disk = Disk(folder, 256 * MIB, reserve_bytes=0, queue_bytes=64 * MIB)
-    engine = Engine(loaded, Limits(memory_bytes=4096 * MIB, **limits), Metrics(), storage, disk)
+    disk = Disk(folder, 256 * MIB, reserve_bytes=0, queue_bytes=64 * MIB, second_touch=second_touch)
+    engine = Engine(loaded, Limits(memory_bytes=4096 * MIB), Metrics(), storage, disk)
     engine.start()
     try:
         yield engine
@@ -154,6 +156,34 @@ def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> N
         while not engine.ask(lambda loop: loop.usage().counters.get("restored_spans", 0)).result(60):
             assert time.monotonic() < until_s
         assert engine.ask(planes).result(60) == before
+
+
+def test_second_touch_writes_only_what_somebody_came_back_for(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    with engine_on(tmp_path, loaded, second_touch=True) as engine:
+        answer(engine, "once", 700)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    with engine_on(tmp_path, loaded, second_touch=True) as engine:
+        answer(engine, "once", 700)
+        answer(engine, "twice", 700)
+    assert list(tmp_path.rglob("*.safetensors"))
+    with engine_on(tmp_path, loaded, second_touch=True) as engine:
+        assert cached(answer(engine, "again", 700)) == 699
+
+
+def test_blocks_that_cannot_be_read_are_counted_and_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = tiny_loaded("llama")
+    with engine_on(tmp_path, loaded) as engine:
+        first = answer(engine, "first", 700)
+    # As if a later version had written them.
+    monkeypatch.setattr("kvstrata.codecs.registry._VERSION", 2)
+    with engine_on(tmp_path, loaded) as engine:
+        again = answer(engine, "again", 700)
+        assert (cached(again), again.ids) == (0, first.ids)
+        assert engine.ask(lambda loop: loop.usage().counters["unreadable_blocks"]).result(60) == 1
+    assert "cannot be read by this version" in caplog.text
 
 
 def test_hot_only_writes_nothing(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ here, on the thread that owns MLX; the tier's threads see bytes only.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from kvstrata.tiers.block import Block, BlockId, Tensor
 from kvstrata.tiers.disk import Accepted, DiskTier
 from kvstrata.tiers.reader import Loaded, Missing, Ticket
 from kvstrata.tiers.reasons import Refusal
+
+log = logging.getLogger(__name__)
 
 MARK = "mark"
 # A load that cannot pay is given up after this share of the time that computing the tokens would take.
@@ -90,6 +93,7 @@ class Cold:
         self._layout = layout
         self._needs_marks = needs_marks(layout)
         self._post = post
+        self.num_unreadable = 0  # blocks that were whole, and of no use
         self._clock = clock
 
     # Out.
@@ -116,6 +120,8 @@ class Cold:
                 start = end
 
     def _put(self, step: Step, entry: Entry, ids: TokenIds, root: bytes) -> bool:
+        if entry.was_used:
+            self.tier.asked_for([step.key])
         taken = self.tier.find(step.key) or self._offer(step, ids, root, pack(entry.span, step.start, step.end), "base")
         mark = entry.span.marks.get(step.end)
         if taken and mark is not None and not self.tier.find(step.key, MARK):
@@ -203,8 +209,10 @@ class Cold:
                 load.mark = unpack_mark(_packed(came.block))
             else:
                 load.blocks.append(unpack(self._layout, _packed(came.block)))
-        except Exception:  # noqa: BLE001
-            # Verified bytes that this version cannot read: a miss, whatever the reason.
+        except Exception:
+            # Verified bytes that this version cannot read: a miss, whatever the reason, and never a failed request.
+            self.num_unreadable += 1
+            log.exception("a block of the disk cache cannot be read by this version")
             self._fail(load)
             return
         load.is_done = len(load.blocks) == len(load.steps)

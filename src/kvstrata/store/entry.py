@@ -26,6 +26,7 @@ class Entry:
     nbytes: int = 0  # as counted in the store's total
     target: Plan | None = None  # what somebody asked for it to be stored as; None: what all are
     is_clean: bool = False  # all of it is on the disk
+    was_used: bool = False  # somebody went on from it: asked for a second time
     goes_up: bool = False  # even where that takes more bits than it has
 
     @property

@@ -165,6 +165,7 @@ class Store:
         lease = Lease(kind, found.num_tokens, prefix, found.ranges)
         self._shelf.touch(found.path, kind)
         for entry in found.entries:
+            entry.was_used = True
             self._pin(entry, lease)
         return lease
 
@@ -416,6 +417,7 @@ class Store:
         counts["stepped_down_spans"] = self.pressure.num_steps
         counts["evicted_tokens"] = self._shelf.num_evicted_tokens
         if self.cold is not None:
+            counts["unreadable_blocks"] = self.cold.num_unreadable
             usage = self.cold.tier.usage()
             for event, by_reason in usage.counters.items():
                 for reason, count in by_reason.items():
