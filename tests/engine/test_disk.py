@@ -151,6 +151,10 @@ def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> N
         engine.ask(lambda loop: loop.requantize(Change("planes:4", "planes:4"))).result(60)
         settle(engine)
         assert len(engine.ask(planes).result(60)) < len(before)
+        of_disk = engine.ask(lambda loop: loop.requantize(Change("planes:2", scope="disk", dry_run=True))).result(60)
+        assert [left.reason for left in of_disk.left_alone] == [
+            "blocks on the disk keep the precision they were written in"
+        ]
         engine.ask(lambda loop: loop.requantize(Change("planes:8", "planes:8"))).result(60)
         until_s = time.monotonic() + 30
         while not engine.ask(lambda loop: loop.usage().counters.get("restored_spans", 0)).result(60):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -28,7 +28,7 @@ from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision, PrecisionOptions
 from kvstrata.store.pressure import LadderOptions, PlanOf, Pressure
 from kvstrata.store.report import Ending, Explanation, TierUsage, usage_of
-from kvstrata.store.requantize import Change, Changed, Progress, Requantizing, assess, in_scope
+from kvstrata.store.requantize import Change, Changed, LeftAlone, Progress, Requantizing, assess, in_scope
 from kvstrata.store.restore import Restorer
 from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
@@ -264,7 +264,7 @@ class Store:
     def requantize(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None) -> Changed:
         """Change what is cached, and what new spans are stored as. The work is done bit by bit, by `work`."""
         entries = [entry for entry in self.entries if in_scope(entry, change, sequence_entries)]
-        changed = assess(entries, plan, change, self.precision.options)
+        changed = self._with_disk(assess(entries, plan, change, self.precision.options), change)
         if change.dry_run:
             return changed
         self.cancel_requantize()
@@ -280,6 +280,14 @@ class Store:
                 self._restorer.begin(entry)
             self._review(entry)
         return changed
+
+    def _with_disk(self, changed: Changed, change: Change) -> Changed:
+        """Blocks say for themselves how they are encoded: they stay as they are, and usable."""
+        disk = self.disk_usage() if change.scope in ("all", "disk") else None
+        if disk is None or not disk.spans:
+            return changed
+        left = LeftAlone("blocks on the disk keep the precision they were written in", disk.spans, disk.nbytes)
+        return replace(changed, left_alone=(*changed.left_alone, left))
 
     def _is_lower(self, entry: Entry, plan: Plan) -> bool:
         """Whether it is stored in fewer bits than the plan has."""
