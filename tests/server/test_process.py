@@ -70,11 +70,14 @@ def test_missing_model_is_told() -> None:
 
 
 def test_chat_from_a_pipe(served: Served) -> None:
-    done = kvstrata("chat", "--url", served.url, "--max-tokens", "3", "--temperature", "0", stdin="Hello\n\nAgain\n")
+    done = kvstrata("chat", "--url", served.url, "--max-tokens", "3", "--temperature", "0", stdin="Quinces?\n\nAgain\n")
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 2
-    cached = re.findall(r"\[(\d+) of (\d+) prompt tokens cached, first token after [\d.]+ s\]", done.stderr)
-    assert [int(tokens) > 0 for tokens, _ in cached] == [False, True]
+    said = re.findall(r"\[(\d+) of (\d+) prompt tokens cached, first token after [\d.]+ s\]", done.stderr)
+    first, second = [(int(cached), int(total)) for cached, total in said]
+    # Another test may have left the template's own beginning in the store, but not this first turn.
+    assert first[0] < first[1] - 1
+    assert second[0] >= first[1] - 1
 
 
 def test_chat_without_a_server_says_what_to_do() -> None:
