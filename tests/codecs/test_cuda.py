@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.codecs import cuda, cuda_codes, paths
+from kvstrata.codecs import cuda, cuda_codes, cuda_step, paths
 from kvstrata.codecs.base import LARGEST, Planes, finite
 from kvstrata.codecs.planes import HELD, PlanesCodec, encode_stock
 from kvstrata.codecs.segments import means_of
@@ -123,12 +123,12 @@ def test_parts_of_all_kinds_are_one_attention(dtype: mx.Dtype) -> None:
     dim, scale = 128, 0.05
     first, buffer = keys(1, 2, 4, dim, seed=5, dtype=dtype), keys(1, 2, 400, dim, seed=6, dtype=dtype)
     k, v = _encoded(8, dim), _encoded(4, dim, seed=3)
-    tail = cuda.RawRange(buffer[:, :, 7:340], buffer[:, :, 7:340])
-    ranges = [cuda.RawRange(first, first), cuda.PlanesRange(k, v, 0, k.num_tokens), tail]
+    tail = cuda.RawRange(buffer, buffer, 7, 340)
+    ranges = [cuda.RawRange(first, first, 0, 4), cuda.PlanesRange(k, v, 0, k.num_tokens), tail]
     q = _queries(1, 6, 1, dim).astype(dtype)
     sinks = mx.array([0.0, 5, 10, 15, 20, 25])
-    parts = [_float64(first)[0], _dense(k), _float64(tail.k)[0]]
-    values = [_float64(first)[0], _dense(v), _float64(tail.v)[0]]
+    parts = [_float64(first)[0], _dense(k), _float64(buffer)[0, :, 7:340]]
+    values = [_float64(first)[0], _dense(v), _float64(buffer)[0, :, 7:340]]
     for given_sinks in (None, sinks):
         out = cuda.attend(q, ranges, scale, given_sinks)
         assert out.shape == (1, 6, 1, dim)
@@ -140,36 +140,51 @@ def test_parts_of_all_kinds_are_one_attention(dtype: mx.Dtype) -> None:
 
 
 @needs_cuda
-@pytest.mark.parametrize("num_shared", [0, 2])
-def test_a_step_writes_its_tokens_and_attends_over_them(num_shared: int) -> None:
-    dim, scale, dtype = 64, 0.1, mx.bfloat16
-    lengths, slots = [100, 7, 299], [2, 0, 3]
-    slab = cuda.Slab(
-        keys(4, 2, 300, dim, seed=8, dtype=dtype), keys(4, 2, 300, dim, dtype=dtype), mx.zeros(8, mx.uint32)
-    )
-    before = [_float64(slab.k), _float64(slab.v)]
-    first, k, v = keys(1, 2, 4, dim, seed=5, dtype=dtype), _encoded(8, dim), _encoded(8, dim, seed=3)
-    shared = [cuda.RawRange(first, first), cuda.PlanesRange(k, v, 0, k.num_tokens)][:num_shared]
-    for step in range(2):
-        new_k, new_v = keys(3, 2, 1, dim, seed=20 + step, dtype=dtype), keys(3, 2, 1, dim, seed=30 + step, dtype=dtype)
+@pytest.mark.parametrize("with_planes", [False, True])
+def test_a_step_writes_its_tokens_and_attends_over_them(with_planes: bool) -> None:
+    check_step(mx.bfloat16, 64, with_planes)
+
+
+def check_step(dtype: mx.Dtype, dim: int, with_planes: bool) -> None:
+    """Three rows with buffers of their own; some also read a buffer that another row writes, and planes."""
+    scale, sinks = 0.1, mx.array([0.0, 5, 10, 15, 20, 25])
+    buffers = [_pair(1, 2, size, dim, seed=size, dtype=dtype) for size in (256, 300, 512)]
+    planes = cuda.PlanesRange(_encoded(8, dim), _encoded(4, dim, seed=3), 5, 590)
+    first = _pair(1, 2, 4, dim, seed=5, dtype=dtype)
+    before: list[list[cuda.Range]] = [[], [cuda.RawRange(*first, 0, 4)], [cuda.RawRange(*buffers[0], 7, 90)]]
+    if with_planes:
+        before[1].append(planes)
+        before[2][:0] = [planes]
+    held = {id(array): _float64(array) for pair in (*buffers, first) for array in pair}
+    rows = None
+    # The last row is a ring: its new token lies among older ones.
+    for at, counts in [((100, 7, 130), (101, 8, 512)), ((101, 8, 131), (102, 9, 512))]:
+        slots = [cuda_step.Slot(*pair, a, b) for pair, a, b in zip(buffers, at, counts, strict=True)]
+        rows = rows or cuda_step.rows_of(before, slots)
+        new = _pair(3, 2, 1, dim, seed=at[0], dtype=dtype)
         q = _queries(3, 6, 1, dim).astype(dtype)
-        positions = [length - 1 + step for length in lengths]
-        at = mx.array(positions, mx.int32)
-        out = cuda.attend_step(q, new_k, new_v, slab, at, mx.array(slots, mx.int32), scale, shared)
+        out = cuda_step.attend_step(q, *new, rows, slots, scale, sinks)
         mx.eval(out)
-        for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-            for buffer, new in zip(before, (new_k, new_v), strict=True):
-                buffer[slot, :, position] = _float64(new)[row, :, 0]
-            parts = [[_float64(first)[0], _dense(k)], [_float64(first)[0], _dense(v)]]
-            dense = [
-                np.concatenate([*part[:num_shared], buffer[slot, :, : position + 1]], axis=1)
-                for part, buffer in zip(parts, before, strict=True)
-            ]
-            wanted, _ = _attention(q[row].reshape(2, 3, dim), dense[0], dense[1], scale)
+        for row, slot in enumerate(slots):
+            for buffer, tokens in zip(buffers[row], new, strict=True):
+                held[id(buffer)][0, :, slot.at] = _float64(tokens)[row, :, 0]
+            ranges = [*before[row], cuda.RawRange(*buffers[row], 0, slot.num_tokens)]
+            k, v = (np.concatenate([_tokens(part, which, held) for part in ranges], axis=1) for which in "kv")
+            wanted, _ = _attention(q[row].reshape(2, 3, dim), k, v, scale, np.asarray(sinks).reshape(2, 3, 1))
             assert _error(out[row].reshape(2, 3, dim), wanted) < 5e-3
-    assert np.array_equal(_float64(slab.k), before[0])
-    assert np.array_equal(_float64(slab.v), before[1])
-    assert not slab.counters.any()
+    assert all(np.array_equal(_float64(array), held[id(array)]) for pair in buffers for array in pair)
+    assert rows is not None
+    assert not rows.counters.any()
+
+
+def _pair(*shape: int, seed: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
+    return keys(*shape, seed=seed, dtype=dtype), keys(*shape, seed=seed + 50, dtype=dtype)
+
+
+def _tokens(part: cuda.Range, which: str, held: dict[int, np.ndarray]) -> np.ndarray:
+    source = getattr(part, which)
+    dense = _dense(source) if isinstance(source, Planes) else held[id(source)][0]
+    return dense[:, part.start : part.end]
 
 
 @needs_cuda

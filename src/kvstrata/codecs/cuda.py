@@ -62,15 +62,22 @@ class PlanesRange:
 
 @dataclass(frozen=True, eq=False)
 class RawRange:
-    """Vectors [1, kv_heads, tokens, dim]; a slice of a longer buffer is read where it lies."""
+    """Tokens [start, end) of vectors [1, kv_heads, tokens, dim], read where they lie."""
 
     k: mx.array
     v: mx.array
+    start: int
+    end: int
 
     @property
     def fits(self) -> bool:
-        dims = (self.k.shape[-1], self.v.shape[-1])
-        return self.k.dtype in RAW_DTYPES and self.k.dtype == self.v.dtype and all(dim in FUSED_DIMS for dim in dims)
+        return _raw_fits(self.k, self.v)
+
+    def views(self) -> list[mx.array]:
+        return [array[:, :, self.start : self.end] for array in (self.k, self.v)]
+
+
+Range = PlanesRange | RawRange
 
 
 class Partial(NamedTuple):
@@ -80,34 +87,14 @@ class Partial(NamedTuple):
     stats: mx.array  # float32 [kv_heads, blocks, queries, 2]: largest score, sum of exponentials
 
 
-@dataclass(frozen=True, eq=False)
-class Slab:
-    """What the running sequences of a layer write, a slot each. Kernels write it in place, unseen by MLX.
-
-    So nothing else may be computed from it unless what `attend_step` returned has been evaluated before, and every row
-    of a step has a slot of its own.
-    """
-
-    k: mx.array  # [slots, kv_heads, tokens, k_dim]
-    v: mx.array  # [slots, kv_heads, tokens, v_dim]
-    counters: mx.array  # uint32 [slots * kv_heads], 0 between launches
-
-    @classmethod
-    def allocate(cls, num_slots: int, num_tokens: int, k: mx.array, v: mx.array) -> Slab:
-        """`k` and `v` [rows, kv_heads, tokens, dim] tell the rest of the shape."""
-        heads = k.shape[1]
-        slab = cls(
-            mx.zeros((num_slots, heads, num_tokens, k.shape[3]), k.dtype),
-            mx.zeros((num_slots, heads, num_tokens, v.shape[3]), v.dtype),
-            mx.zeros((num_slots * heads,), mx.uint32),
-        )
-        mx.eval(slab.k, slab.v, slab.counters)
-        return slab
-
-
 class Attended(NamedTuple):
     out: mx.array  # [kv_heads, queries, v_dim]
     log_sum: mx.array  # float32 [kv_heads, queries]: log of the sum of the exponentials of all scores
+
+
+def _raw_fits(k: mx.array, v: mx.array) -> bool:
+    """Whether the kernels read these vectors [..., dim]."""
+    return k.dtype in RAW_DTYPES and k.dtype == v.dtype and k.shape[-1] in FUSED_DIMS and v.shape[-1] in FUSED_DIMS
 
 
 def fits(planes: Planes) -> bool:
@@ -117,7 +104,7 @@ def fits(planes: Planes) -> bool:
 
 def attend(
     q: mx.array,  # [1, heads, 1, k_dim]
-    ranges: Sequence[PlanesRange | RawRange],
+    ranges: Sequence[Range],
     scale: float,
     sinks: mx.array | None = None,  # [heads]
 ) -> mx.array:
@@ -129,64 +116,12 @@ def attend(
     return combine(partials, q.dtype, sinks).out.reshape(1, q.shape[1], 1, -1)
 
 
-def step_fits(k: mx.array, v: mx.array, num_heads: int) -> bool:
-    """Whether `attend_step` takes tokens k and v [rows, kv_heads, 1, dim] of a model with this many query heads."""
-    group = num_heads // k.shape[1]
-    return RawRange(k, v).fits and group <= 4 * tiles_for(group, max(k.shape[3], v.shape[3]))
-
-
-def attend_step(
-    q: mx.array,  # [rows, heads, 1, k_dim]
-    k: mx.array,  # [rows, kv_heads, 1, k_dim], the new token of each row
-    v: mx.array,
-    slab: Slab,
-    lengths: mx.array,  # int32 [rows]: tokens in the slot before this one
-    slots: mx.array,  # int32 [rows]
-    scale: float,
-    shared: Sequence[PlanesRange | RawRange] = (),  # what all rows have before their slots
-    sinks: mx.array | None = None,  # [heads]
-) -> mx.array:
-    """One launch: puts K and V into the slots and attends over all -> [rows, heads, 1, v_dim].
-
-    Up to 8 queries for each of `kv_heads`; up to 4 beyond 128 dims. Shapes do not change from step to step, so the
-    whole step of a model can be compiled.
-    """
-    rows, kv_heads, _, k_dim = k.shape
-    group, v_dim = q.shape[1] // kv_heads, v.shape[3]
-    calls = [_call(i, part, kv_heads) for i, part in enumerate(shared)]
-    last, size = len(shared), piece_tokens(slab.k.shape[2], rows * kv_heads)
-    num_blocks = sum(call.num_blocks for call in calls) + _num_blocks(slab.k.shape[2], size)
-    tiles = tiles_for(group, max(k_dim, v_dim))
-    out, _, _ = cuda_kernels.attend_step(tuple(call.kind for call in calls)).run(
-        inputs=[
-            *(k, v, lengths, slots, slab.counters, scalar(0.0) if sinks is None else sinks.astype(mx.float32)),
-            *(q.reshape(rows * kv_heads, group, k_dim), scalar(scale), signs(k_dim), signs(v_dim)),
-            *(x for call in calls for x in call.inputs),
-            *(slab.k, slab.v),
-        ],
-        template=[
-            *(("T", q.dtype), ("BF", slab.k.dtype == mx.bfloat16), ("K_DIM", k_dim), ("V_DIM", v_dim)),
-            *(("TILES", tiles), ("HAS_SINKS", sinks is not None), (f"SIZE{last}", size)),
-            *(number for call in calls for number in call.template),
-        ],
-        output_shapes=[
-            (*q.shape[:3], v_dim),
-            (rows * kv_heads, num_blocks, group, v_dim),
-            (rows * kv_heads, num_blocks, group, 2),
-        ],
-        output_dtypes=[q.dtype, mx.float32, mx.float32],
-        grid=(num_blocks * THREADS, rows * kv_heads, 1),
-        threadgroup=(THREADS, 1, 1),
-    )
-    return out
-
-
 def attend_planes(q: mx.array, k: Planes, v: Planes, start: int, end: int, scale: float = 1.0) -> Attended:
     """q [kv_heads, queries, k_dim] over tokens [start, end) -> float32"""
     return combine([partial(q, [PlanesRange(k, v, start, end)], scale)], mx.float32)
 
 
-def partial(q: mx.array, parts: Sequence[PlanesRange | RawRange], scale: float) -> Partial:
+def partial(q: mx.array, parts: Sequence[Range], scale: float) -> Partial:
     """q [kv_heads, queries, k_dim], in one launch"""
     heads, queries, k_dim = q.shape
     v_dim = _v_dim(parts[0])
@@ -222,7 +157,7 @@ def combine(partials: Sequence[Partial], dtype: mx.Dtype, sinks: mx.array | None
     return Attended(out, log_sum)
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What a part adds to a launch."""
 
     kind: Kind
@@ -231,26 +166,26 @@ class _Call(NamedTuple):
     num_blocks: int
 
 
-def _call(i: int, part: PlanesRange | RawRange, heads: int) -> _Call:
+def _call(i: int, part: Range, heads: int) -> Call:
     if isinstance(part, RawRange):
-        num_tokens = part.k.shape[2]
+        num_tokens = part.end - part.start
         size = piece_tokens(num_tokens, heads)
-        return _Call("raw", [part.k, part.v], [(f"SIZE{i}", size)], _num_blocks(num_tokens, size))
+        return Call("raw", part.views(), [(f"SIZE{i}", size)], -(-num_tokens // (size * WARPS)))
+    return planes_call(i, part)
+
+
+def planes_call(i: int, part: PlanesRange) -> Call:
     bits = [(f"K_BITS{i}", bits_of(part.k)), (f"V_BITS{i}", bits_of(part.v))]
-    return _Call("planes", [part.pieces, *part.arrays], bits, -(-part.pieces.shape[0] // WARPS))
+    return Call("planes", [part.pieces, *part.arrays], bits, -(-part.pieces.shape[0] // WARPS))
 
 
-def _num_blocks(num_tokens: int, size: int) -> int:
-    return -(-num_tokens // (size * WARPS))
-
-
-def _is_bf16(parts: Sequence[PlanesRange | RawRange]) -> bool:
+def _is_bf16(parts: Sequence[Range]) -> bool:
     return any(isinstance(part, RawRange) and part.k.dtype == mx.bfloat16 for part in parts)
 
 
-def _num_heads(part: PlanesRange | RawRange) -> int:
+def _num_heads(part: Range) -> int:
     return part.k.shape[1] if isinstance(part, RawRange) else part.k.leading[0]
 
 
-def _v_dim(part: PlanesRange | RawRange) -> int:
+def _v_dim(part: Range) -> int:
     return part.v.shape[3] if isinstance(part, RawRange) else part.v.dim

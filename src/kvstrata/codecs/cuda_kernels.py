@@ -19,7 +19,7 @@ FOLDER = Path(__file__).parent / "cuda_source"
 ATTENTION = ("intrinsics", "codes", "shares", "attention")
 WARPS = 4  # of a block, as in attention.cuh
 
-Kind = Literal["planes", "raw", "slab"]
+Kind = Literal["planes", "raw", "row"]
 
 _PLANES = ("top", "next", "low", "scales", "means")
 
@@ -95,23 +95,27 @@ _ATTEND_RAW = f"""
     const kvstrata::Source v_source{{v@ + head * v@_strides[1], nullptr, nullptr, nullptr, nullptr, v@_strides[2]}};
 {_ATTEND_VECTORS}"""
 
-# k and v [slots, heads, tokens, dim], contiguous. The warp with the last piece puts the new token where it belongs: MLX
-# does not know, and must not, or it would copy. Who reads the slab depends on this kernel's result.
-_ATTEND_SLAB = f"""
-    const int piece = block * kvstrata::WARPS + lane.warp;
-    const int start = min(piece, num_pieces@ - 1) * SIZE@, count = min(SIZE@, position + 1 - start);
-    const long slot = long(slots[row]) * num_heads + head;
-    const kvstrata::Source k_source{{k@ + slot * k@_shape[2] * K_DIM, nullptr, nullptr, nullptr, nullptr, K_DIM}};
-    const kvstrata::Source v_source{{v@ + slot * v@_shape[2] * V_DIM, nullptr, nullptr, nullptr, nullptr, V_DIM}};
-    if (piece == num_pieces@ - 1 && first_query == 0) {{
-      auto* k_to = const_cast<unsigned short*>(static_cast<const unsigned short*>(k_source.values));
-      auto* v_to = const_cast<unsigned short*>(static_cast<const unsigned short*>(v_source.values));
-      const auto* k_from = reinterpret_cast<const unsigned short*>(
-          k_new + row * k_new_strides[0] + head * k_new_strides[1]);
-      const auto* v_from = reinterpret_cast<const unsigned short*>(
-          v_new + row * v_new_strides[0] + head * v_new_strides[1]);
-      for (int d = lane.lane; d < K_DIM; d += 32) k_to[long(position) * K_DIM + d] = k_from[d];
-      for (int d = lane.lane; d < V_DIM; d += 32) v_to[long(position) * V_DIM + d] = v_from[d];
+# Raw vectors of one row of a batch: first those of `settled` [pieces, 3] (buffer, first token, how many), then those of
+# the buffer that the new token goes to. The warp with its place puts it there: MLX does not know, and must not, or it
+# would copy. Whoever reads the buffer later depends on this kernel's result, or is issued after it.
+_ATTEND_ROW = f"""
+    const int piece = block * kvstrata::WARPS + lane.warp, own = min(piece, num_pieces@ - 1) - num_settled;
+    const int* known = settled + 3 * (firsts[row] + own + num_settled);
+    const int buffer = own < 0 ? known[0] : slot[0], start = own < 0 ? known[1] : own * slot[3];
+    const int count = own < 0 ? known[2] : min(slot[3], slot[2] - start);
+    const void *k_buffer = nullptr, *v_buffer = nullptr;
+    switch (buffer) {{CASES}}
+    const long vectors = long(head) * sizes[buffer];
+    auto* k_to = static_cast<unsigned short*>(const_cast<void*>(k_buffer)) + vectors * K_DIM;
+    auto* v_to = static_cast<unsigned short*>(const_cast<void*>(v_buffer)) + vectors * V_DIM;
+    const kvstrata::Source k_source{{k_to, nullptr, nullptr, nullptr, nullptr, K_DIM}};
+    const kvstrata::Source v_source{{v_to, nullptr, nullptr, nullptr, nullptr, V_DIM}};
+    const int place = slot[1];
+    if (piece < num_pieces@ && own >= 0 && place >= start && place < start + count) {{
+      const auto* k_from = reinterpret_cast<const unsigned short*>(k_new) + long(blockIdx.y) * K_DIM;
+      const auto* v_from = reinterpret_cast<const unsigned short*>(v_new) + long(blockIdx.y) * V_DIM;
+      for (int d = lane.lane; d < K_DIM; d += 32) k_to[long(place) * K_DIM + d] = k_from[d];
+      for (int d = lane.lane; d < V_DIM; d += 32) v_to[long(place) * V_DIM + d] = v_from[d];
       __syncwarp();
     }}
 {_ATTEND_VECTORS}"""
@@ -210,17 +214,22 @@ def attend(kinds: tuple[Kind, ...]) -> Kernel:
 
 
 @cache
-def attend_step(kinds: tuple[Kind, ...]) -> Kernel:
-    """A step of a batch: parts that all rows share, then each row's slot of a slab, where the new token is put."""
-    place = """
+def attend_step(num_planes: int, num_buffers: int) -> Kernel:
+    """A step of a batch: each row has some of the planes, some of the buffers, and a slot for its new token."""
+    row = """
   const kvstrata::Lane lane;
   const int num_heads = k_new_shape[1], row = blockIdx.y / num_heads, head = blockIdx.y % num_heads;
-  const int first_query = 0, position = lengths[row];
+  const int first_query = 0, num_settled = firsts[row + 1] - firsts[row];
+  const int* slot = slots + 4 * row;  // the buffer, the place in it, its tokens with the new one, how many to a piece
 """
-    inputs = ("k_new", "v_new", "lengths", "slots", "counters", "sinks", *attend_inputs((*kinds, "slab")))
-    body = place + _QUERIES.format(x="q") + _parts((*kinds, "slab")) + _COMBINE_HERE
-    outputs = ("out", "sums", "stats")
-    return _make(f"attend_step_{_letters(kinds)}", inputs, outputs, body, ATTENTION, views=True)
+    kinds: tuple[Kind, ...] = ("planes",) * num_planes + ("row",)
+    buffers = [f"{x}_buffer{i}" for i in range(num_buffers) for x in "kv"]
+    tables = ("slots", "settled", "firsts", "sizes", "uses", "counters", "sinks")
+    inputs = ("k_new", "v_new", *tables, *attend_inputs(kinds[:-1]), *buffers)
+    cases = " ".join(f"case {i}: k_buffer = k_buffer{i}, v_buffer = v_buffer{i}; break;" for i in range(num_buffers))
+    parts = _parts(kinds).replace("{CASES}", f"{{ {cases} }}")
+    body = row + _QUERIES.format(x="q") + parts + _COMBINE_HERE
+    return _make(f"attend_step_{num_planes}_{num_buffers}", inputs, ("out", "sums", "stats"), body, ATTENTION)
 
 
 def attend_inputs(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
@@ -232,12 +241,13 @@ def attend_inputs(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
 
 def _parts(kinds: tuple[Kind, ...]) -> str:
     """A block works on one part, and its warps each on a piece of it."""
+    in_a_step = "row" in kinds
     counts = {
-        "planes": "pieces{i}_shape[0]",
+        "planes": f"uses[row * {len(kinds) - 1} + {{i}}] * pieces{{i}}_shape[0]" if in_a_step else "pieces{i}_shape[0]",
         "raw": "(k{i}_shape[2] + SIZE{i} - 1) / SIZE{i}",
-        "slab": "(position + SIZE{i}) / SIZE{i}",
+        "row": "num_settled + (slot[2] + slot[3] - 1) / slot[3]",
     }
-    code = {"planes": _ATTEND_PLANES, "raw": _ATTEND_RAW, "slab": _ATTEND_SLAB}
+    code = {"planes": _ATTEND_PLANES, "raw": _ATTEND_RAW, "row": _ATTEND_ROW}
     body = f"""
   __shared__ kvstrata::Queries<K_DIM, TILES> queries{", rotated" if "planes" in kinds else ""};
   __shared__ kvstrata::Exchange<TILES> exchange;

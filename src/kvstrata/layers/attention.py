@@ -14,8 +14,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
-from kvstrata.codecs import cuda, paths
-from kvstrata.layers import cpu
+from kvstrata.codecs import paths
+from kvstrata.codecs.cuda import attend as attend_ranges
+from kvstrata.layers import cpu, cuda
 from kvstrata.layers.parts import Part, Parts, RawPart
 
 
@@ -28,8 +29,8 @@ def attend(
     mask: Any,  # an array, "causal" or None
     sinks: mx.array | None = None,
 ) -> mx.array:
-    if isinstance(keys, cpu.Step):
-        if mask is None:
+    if isinstance(keys, cpu.Step | cuda.Step):
+        if mask is None and keys.takes(queries):
             return keys.attend(queries, scale, sinks)
         keys = Parts(tuple(row.parts() for row in keys.settle()))
     if not isinstance(keys, Parts):
@@ -57,7 +58,7 @@ def _decode_row(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.ar
     if paths.active() == "fused":
         ranges = [part.fused() for part in parts]
         if all(part.fits for part in ranges):
-            return cuda.attend(q, ranges, scale, sinks)
+            return attend_ranges(q, ranges, scale, sinks)
     return _decode_over_parts(q, parts, scale, sinks)
 
 

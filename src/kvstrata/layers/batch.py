@@ -11,12 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.layers import cpu
+from kvstrata.layers import cpu, cuda
 from kvstrata.layers.chunked import ChunkedLayer
 from kvstrata.layers.parts import Parts
 from kvstrata.layers.recurrent import RecurrentLayer, RecurrentRows
 from kvstrata.layers.sequence import CompositeLayer, ForeignLayer, SequenceCache
-from kvstrata.layers.tail import FullLayer
+from kvstrata.layers.tail import FullLayer, Keys
 from kvstrata.layers.window import WindowLayer
 
 
@@ -26,7 +26,8 @@ class AttentionRows:
     def __init__(self, layers: Sequence[FullLayer | WindowLayer]) -> None:
         self._layers = layers
         self.offset: mx.array | int = 0  # [rows], set for each step: RoPE takes one offset for each row
-        self._step: cpu.Step | None = None
+        self._step: cpu.Step | cuda.Step | None = None
+        self._tables = cuda.Tables()
 
     def begin_step(self, offsets: mx.array) -> None:
         self.offset = offsets
@@ -35,16 +36,19 @@ class AttentionRows:
     def end_step(self) -> None:
         self._step = None  # it holds parts that may be replaced before the next step
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
         if cpu.fits(keys, values) and all(layer.has_runs for layer in self._layers):
             self._step = cpu.Step(self._layers, keys, values)
+        elif cuda.fits(keys, values):
+            self._step = cuda.Step(self._layers, keys, values, self._tables)
+        if self._step is not None:
             return self._step, self._step
         num_rows = len(self._layers)
         for layer, k, v in zip(self._layers, mx.split(keys, num_rows), mx.split(values, num_rows), strict=True):
             layer.append(k, v)
         return self.keys_and_values()
 
-    def keys_and_values(self) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
+    def keys_and_values(self) -> tuple[Keys, Keys]:
         parts = self._step or Parts(tuple(layer.parts() for layer in self._layers))
         return parts, parts
 

@@ -40,7 +40,7 @@ class Buffer:
         return [array for array in (self.k, self.v) if array is not None]
 
     def put(self, at: int, k: mx.array, v: mx.array) -> None:  # [1, kv_heads, tokens, dim]
-        k_buffer, v_buffer = self._allocated(k, v)
+        k_buffer, v_buffer = self.allocate(k, v)
         _assign(k_buffer, at, k)
         _assign(v_buffer, at, v)
         self._addresses = None
@@ -51,11 +51,12 @@ class Buffer:
         Good until the next `put`: nothing else moves a buffer.
         """
         if self._addresses is None:
-            k_buffer, v_buffer = self._allocated(k, v)
+            k_buffer, v_buffer = self.allocate(k, v)
             self._addresses = _address(k_buffer), _address(v_buffer)
         return self._addresses
 
-    def _allocated(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+    def allocate(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        """K and V, allocated if they are not: `k` and `v` are new tokens and tell the shape."""
         if self.k is None or self.v is None:
             self.k = mx.zeros((1, k.shape[1], self.size, k.shape[3]), k.dtype)
             self.v = mx.zeros((1, v.shape[1], self.size, v.shape[3]), v.dtype)

@@ -127,6 +127,9 @@ class Step:
         self._runs: list[Run] = []  # of all rows; they hold what the table has addresses of
         self._table: np.ndarray | None = None  # [runs, 1 + fields of Run], the row first
 
+    def takes(self, queries: mx.array) -> bool:
+        return fits(queries)
+
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         from kvstrata.layers import cpu_kernels
 

@@ -37,7 +37,7 @@ class Part(Protocol):
         """K and V, [1, kv_heads, tokens, dim]"""
         ...
 
-    def fused(self) -> cuda.RawRange | cuda.PlanesRange:
+    def fused(self) -> cuda.Range:
         """What CUDA's kernels read, if it `fits` them."""
         ...
 
@@ -82,7 +82,7 @@ class RawPart:
         return self.k, self.v
 
     def fused(self) -> cuda.RawRange:
-        return cuda.RawRange(self.k, self.v)
+        return cuda.RawRange(self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class SealedPart:
         """A part that never changes is a source of itself."""
         return (self,)
 
-    def fused(self) -> cuda.RawRange | cuda.PlanesRange:
+    def fused(self) -> cuda.Range:
         return self._fused
 
     @cached_property
-    def _fused(self) -> cuda.RawRange | cuda.PlanesRange:
+    def _fused(self) -> cuda.Range:
         """With tables that are made once."""
         return _fused(self, 0, self.num_tokens)
 
@@ -152,11 +152,11 @@ class CutPart:
         around = (self.start, self.whole.num_tokens - self.end)
         return self.whole.mix(mx.pad(weights, [(0, 0)] * (weights.ndim - 1) + [around]))
 
-    def fused(self) -> cuda.RawRange | cuda.PlanesRange:
+    def fused(self) -> cuda.Range:
         return self._fused
 
     @cached_property
-    def _fused(self) -> cuda.RawRange | cuda.PlanesRange:
+    def _fused(self) -> cuda.Range:
         return _fused(self.whole, self.start, self.end)
 
     def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
@@ -198,10 +198,10 @@ def _cut(part: Part, start: int, end: int) -> Part:
     return CutPart(part, start, end)
 
 
-def _fused(part: SealedPart, start: int, end: int) -> cuda.RawRange | cuda.PlanesRange:
+def _fused(part: SealedPart, start: int, end: int) -> cuda.Range:
     if isinstance(part.k.codec, RawCodec) and isinstance(part.v.codec, RawCodec):
-        k, v = (planes.arrays["values"][None, :, start:end] for planes in (part.k, part.v))
-        return cuda.RawRange(k, v)
+        k, v = (planes.arrays["values"][None] for planes in (part.k, part.v))
+        return cuda.RawRange(k, v, start, end)
     return cuda.PlanesRange(part.k, part.v, start, end)
 
 

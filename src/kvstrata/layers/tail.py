@@ -14,10 +14,12 @@ from mlx_lm.models.base import create_causal_mask
 
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.layers import cpu
+from kvstrata.layers import cpu, cuda
 from kvstrata.layers.buffers import Buffer
 from kvstrata.layers.parts import Part, Parts, RawPart, SealedPart, Source, cut_parts
 from kvstrata.layers.runs import RunCache
+
+Keys = Parts | cpu.Step | cuda.Step
 
 
 @dataclass
@@ -40,6 +42,7 @@ class FullLayer:
         self._sealed: list[SealedPart] = []
         self._pieces = [Piece(Buffer(capacity))]
         self._runs = RunCache()
+        self._tables = cuda.Tables()
 
     @property
     def capacity(self) -> int:
@@ -138,6 +141,16 @@ class FullLayer:
         self._count(1, 1 - left)
         return runs
 
+    def slot_for_next(self, k: mx.array, v: mx.array) -> cuda.Slot:
+        """Make room for one more token, which the caller writes there."""
+        at = next((i for i, piece in enumerate(self._pieces) if piece.free), len(self._pieces))
+        self._count(1, int(at < len(self._pieces)))
+        piece = self._pieces[at]
+        piece.buffer.allocate(k, v)
+        piece.used += 1
+        full = (_part(other) for other in self._pieces[:at])
+        return cuda.Slot(piece.buffer, piece.used - 1, piece.used, (*self._parts_before(), *full))
+
     @property
     def has_runs(self) -> bool:
         """Whether kernels can read all that it attends to."""
@@ -174,9 +187,12 @@ class FullLayer:
 
     # What mlx-lm's models call.
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
         if self._steps(keys, values):
             step = cpu.Step((self,), keys, values)
+            return step, step
+        if cuda.fits(keys, values):
+            step = cuda.Step((self,), keys, values, self._tables)
             return step, step
         self.append(keys, values)
         return self.keys_and_values()

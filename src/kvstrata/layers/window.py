@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from kvstrata.layers import cpu
+from kvstrata.layers import cpu, cuda
 from kvstrata.layers.buffers import Buffer
 from kvstrata.layers.parts import Parts, RawPart
 
@@ -81,6 +81,13 @@ class WindowLayer:
         at = self._slot(self.offset)
         self.offset += 1
         return [cpu.Run(*self._ring.addresses(k, v), self._ring.size, at, min(self.offset, self.max_size))]
+
+    def slot_for_next(self, k: mx.array, v: mx.array) -> cuda.Slot:
+        """Make room for one more token, which the caller writes there."""
+        at = self._slot(self.offset)
+        self._ring.allocate(k, v)
+        self.offset += 1
+        return cuda.Slot(self._ring, at, min(self.offset, self.max_size), ())
 
     def parts(self) -> tuple[RawPart, ...]:
         return (self._chunk or self._ring_part(),)

@@ -1,0 +1,176 @@
+"""Steps of a batch on CUDA: what the layers hand to the kernel.
+
+The kernel itself needs a GPU (tests/codecs/test_cuda.py). Here its tables are read by a few lines of numpy, and the
+same tokens go through attention by sequence: both must see the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvstrata.codecs import cuda_step
+from kvstrata.codecs.cuda import PlanesRange
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.layers import cpu, cuda
+from kvstrata.layers.attention import attend
+from kvstrata.layers.batch import AttentionRows
+from kvstrata.layers.parts import CutPart, Part, SealedPart
+from kvstrata.layers.tail import FullLayer
+from kvstrata.layers.window import WindowLayer
+from tests.codecs.arrays import keys
+
+HEADS, DIM, SCALE = 2, 64, 0.1
+DTYPE = mx.bfloat16
+
+
+def _by_tables(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    rows: cuda_step.Rows,
+    slots: Sequence[cuda_step.Slot],
+    scale: float,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """What the kernel does, by the tables that it is given."""
+    settled, firsts, sizes, uses = (np.asarray(table) for table in rows.tables)
+    out = []
+    for row, slot in enumerate(slots):
+        buffer_k, buffer_v = rows.buffers[rows.own[row]]
+        assert sizes[rows.own[row]] == buffer_k.shape[2]
+        buffer_k[:, :, slot.at] = k[row : row + 1, :, 0]
+        buffer_v[:, :, slot.at] = v[row : row + 1, :, 0]
+        read = [_planes(part) for i, part in enumerate(rows.planes) if uses[row, i]]
+        for buffer, start, count in settled[firsts[row] : firsts[row + 1]].tolist():
+            read.append(tuple(array[:, :, start : start + count] for array in rows.buffers[buffer]))
+        read.append((buffer_k[:, :, : slot.num_tokens], buffer_v[:, :, : slot.num_tokens]))
+        all_k, all_v = (mx.concatenate([pair[i] for pair in read], axis=2) for i in (0, 1))
+        out.append(mx.fast.scaled_dot_product_attention(q[row : row + 1], all_k, all_v, scale=scale, sinks=sinks))
+    return mx.concatenate(out)
+
+
+def _planes(part: PlanesRange) -> tuple[mx.array, mx.array]:
+    k, v = (planes.codec.decode(planes, DTYPE)[None, :, part.start : part.end] for planes in (part.k, part.v))
+    return k, v
+
+
+def _prefix(codec: PlanesCodec | RawCodec, num_tokens: int, seed: int) -> SealedPart:
+    k, v = (keys(HEADS, num_tokens, DIM, seed=seed + i, dtype=DTYPE) for i in (0, 1))
+    return SealedPart(codec.encode(k, 0), codec.encode(v, 0))
+
+
+class _Cut:
+    """A prefix that others read more of."""
+
+    def __init__(self, part: CutPart) -> None:
+        self._part = part
+        self.num_tokens = part.num_tokens
+
+    def parts(self) -> tuple[CutPart]:
+        return (self._part,)
+
+
+def _layers() -> list[FullLayer | WindowLayer]:
+    planes, raw = _prefix(PlanesCodec(8), 90, 1), _prefix(RawCodec(), 70, 3)
+    plain, sealed, grown = FullLayer(40), FullLayer(400), FullLayer(14, [_Cut(CutPart(raw, 5, 60))])
+    shares = FullLayer(30, [planes, _Cut(CutPart(planes, 0, 31)), _Owner(plain, 11)])
+    for seed, (layer, count) in enumerate([(plain, 12), (sealed, 300), (shares, 3), (grown, 13)]):
+        layer.append(*(keys(1, HEADS, count, DIM, seed=20 + seed + i, dtype=DTYPE) for i in (0, 9)))
+    sealed.seal(PlanesCodec(4), PlanesCodec(4))
+    grown.grow(20)
+    ring = WindowLayer(16, keep=4)
+    ring.append(*(keys(1, HEADS, 21, DIM, seed=40 + i, dtype=DTYPE) for i in (0, 9)))
+    ring.end_pass()
+    return [plain, sealed, grown, shares, ring]
+
+
+class _Owner:
+    """The first tokens of a sequence that still runs."""
+
+    def __init__(self, layer: FullLayer, num_tokens: int) -> None:
+        self._layer = layer
+        self.num_tokens = num_tokens
+
+    def parts(self) -> tuple[Part, ...]:
+        return self._layer.own_parts(0, self.num_tokens)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[cuda_step.Rows]:
+    made: list[cuda_step.Rows] = []
+
+    def launch(q: mx.array, k: mx.array, v: mx.array, rows: cuda_step.Rows, *rest: object) -> mx.array:
+        made.append(rows)
+        return _by_tables(q, k, v, rows, *rest)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(cpu, "fits", lambda *_: False)
+    monkeypatch.setattr(cuda_step, "attend_step", launch)
+    return made
+
+
+def _run(layers: list[FullLayer | WindowLayer], num_steps: int, sinks: mx.array | None) -> mx.array:
+    rows = AttentionRows(layers)
+    out = []
+    for step in range(num_steps):
+        k, v = (keys(len(layers), HEADS, 1, DIM, seed=60 + 2 * step + i, dtype=DTYPE) for i in (0, 1))
+        q = keys(len(layers), 3 * HEADS, 1, DIM, seed=80 + step, dtype=DTYPE)
+        rows.begin_step(mx.array([layer.offset for layer in layers]))
+        held, _ = rows.update_and_fetch(k, v)
+        out.append(attend(q, held, held, rows, SCALE, None, sinks))
+        rows.end_step()
+    return mx.stack(out).astype(mx.float32)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_a_step_reads_what_attention_by_sequence_reads(
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows], with_sinks: bool
+) -> None:
+    sinks = mx.arange(3 * HEADS).astype(DTYPE) if with_sinks else None
+    wanted = _run(_layers(), 6, sinks)
+    assert not launches
+    monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
+    layers = _layers()
+    got = _run(layers, 6, sinks)
+    assert len(launches) == 6
+    assert mx.abs(got - wanted).max() < 0.02 * mx.abs(wanted).max()
+    by_sequence = _layers()
+    _run(by_sequence, 6, sinks)
+    for ours, theirs in zip(layers, by_sequence, strict=True):
+        assert ours.offset == theirs.offset
+        assert [part.num_tokens for part in ours.parts()] == [part.num_tokens for part in theirs.parts()]
+
+
+def test_tables_are_made_again_only_when_a_row_reads_something_else(
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows]
+) -> None:
+    monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
+    layer = FullLayer(600)
+    layer.append(*(keys(1, HEADS, 300, DIM, seed=i, dtype=DTYPE) for i in (0, 1)))
+    rows = AttentionRows([layer])
+    for step in range(6):
+        if step == 3:
+            layer.seal(PlanesCodec(8), PlanesCodec(8))
+        k = keys(1, HEADS, 1, DIM, seed=step, dtype=DTYPE)
+        rows.begin_step(mx.array([layer.offset]))
+        held, _ = rows.update_and_fetch(k, k)
+        attend(k, held, held, rows, SCALE, None)
+        rows.end_step()
+    assert len({id(made) for made in launches}) == 2
+    assert [len(made.planes) for made in launches] == [0, 0, 0, 1, 1, 1]
+
+
+def test_what_a_launch_cannot_take_goes_by_sequence(
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows]
+) -> None:
+    """More planes than a launch has arguments for."""
+    layers = [FullLayer(8, [_prefix(PlanesCodec(8), 20, seed)]) for seed in range(cuda_step.MOST_PLANES + 1)]
+    monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
+    got = _run(list(layers), 2, None)
+    assert not launches
+    assert [layer.offset for layer in layers] == [22] * len(layers)
+    assert mx.isfinite(got).all()
