@@ -7,6 +7,7 @@ same tokens go through attention by sequence: both must see the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 
 from kvstrata.codecs import cuda_step
 from kvstrata.codecs.cuda import PlanesRange
+from kvstrata.codecs.cuda_check import step_works
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers import cpu, cuda
@@ -174,3 +176,27 @@ def test_what_a_launch_cannot_take_goes_by_sequence(
     assert not launches
     assert [layer.offset for layer in layers] == [22] * len(layers)
     assert mx.isfinite(got).all()
+
+
+def test_a_kernel_that_is_wrong_or_fails_here_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows]
+) -> None:
+    right = cuda_step.attend_step
+
+    def wrong(*args: Any) -> mx.array:
+        return right(*args) * 1.1
+
+    def writes_elsewhere(
+        q: mx.array, k: mx.array, v: mx.array, rows: cuda_step.Rows, slots: Any, scale: float
+    ) -> mx.array:
+        return right(q, k, v, rows, [slot._replace(at=slot.at - 1) for slot in slots], scale)
+
+    def fails(*_: Any) -> mx.array:
+        raise RuntimeError("no such instruction")
+
+    for launch, works in ((right, True), (wrong, False), (writes_elsewhere, False), (fails, False)):
+        monkeypatch.setattr(cuda_step, "attend_step", launch)
+        step_works.cache_clear()
+        assert step_works(DTYPE, DIM, DIM) == works
+    step_works.cache_clear()
+    assert launches

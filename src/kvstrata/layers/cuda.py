@@ -12,7 +12,8 @@ from typing import NamedTuple, Protocol
 import mlx.core as mx
 
 from kvstrata.codecs import cuda_step, paths
-from kvstrata.codecs.cuda import RAW_DTYPES
+from kvstrata.codecs.cuda import RawRange
+from kvstrata.codecs.cuda_check import step_works
 from kvstrata.layers.buffers import Buffer
 from kvstrata.layers.parts import Part, RawPart
 
@@ -35,7 +36,9 @@ class Row(Protocol):
 
 
 def fits(keys: mx.array, values: mx.array) -> bool:
-    return keys.shape[2] == 1 and paths.active() == "fused" and keys.dtype == values.dtype and keys.dtype in RAW_DTYPES
+    if keys.shape[2] > 1 or paths.active() != "fused" or not RawRange(keys, values, 0, 1).fits:
+        return False
+    return step_works(keys.dtype, keys.shape[3], values.shape[3])
 
 
 class Tables:

@@ -1,0 +1,94 @@
+"""Whether the step of cuda_step.py is right on this machine: tried once, before anything is served with it.
+
+It writes into buffers behind MLX's back, and compilers and drivers differ. Where it fails or gives other numbers than
+MLX's own attention, attention goes by sequence instead: slower, and right.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+
+import mlx.core as mx
+
+from kvstrata.codecs import cuda_step
+from kvstrata.codecs.cuda import PlanesRange, Range, RawRange
+from kvstrata.codecs.planes import PlanesCodec
+
+_HEADS, _GROUP, _SCALE = 2, 2, 0.1
+_BUFFER_TOKENS, _NUM_BEFORE = 512, 300
+_TOLERANCE = 0.02  # of the largest value: 16-bit rounding stays well below
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def step_works(dtype: mx.Dtype, k_dim: int, v_dim: int) -> bool:
+    try:
+        error = _error(dtype, k_dim, v_dim)
+    except (RuntimeError, ValueError) as failure:
+        logger.warning("Batches attend by sequence, which is slower: the kernel does not run here: %s", failure)
+        return False
+    if not error < _TOLERANCE:
+        logger.warning("Batches attend by sequence, which is slower: the kernel is off by %.3g here.", error)
+        return False
+    return True
+
+
+def _error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
+    """Two rows of two steps, the second of them over planes and over what the first one has: the largest difference."""
+    planes = PlanesRange(
+        PlanesCodec(8).encode(_random((_HEADS, _NUM_BEFORE, k_dim), 0, dtype), 0),
+        PlanesCodec(8).encode(_random((_HEADS, _NUM_BEFORE, v_dim), 1, dtype), 0),
+        *(3, _NUM_BEFORE),
+    )
+    buffers = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
+    expected = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
+    mx.eval(buffers, expected)
+    before: list[list[Range]] = [[], [planes, RawRange(*buffers[0], 0, 70)]]
+    first = cuda_step.rows_of(before, [cuda_step.Slot(*pair, 0, 1) for pair in buffers])
+    errors = []
+    for step in range(2):
+        places = (200 + step, 9 + step)
+        slots = [cuda_step.Slot(*pair, at, at + 1) for pair, at in zip(buffers, places, strict=True)]
+        new = _pair(2, 1, k_dim, v_dim, 6 + 2 * step, dtype)
+        q = _random((2, _HEADS * _GROUP, 1, k_dim), 10 + step, dtype)
+        out = cuda_step.attend_step(q, *new, first, slots, _SCALE)
+        mx.eval(out)
+        for row, at in enumerate(places):
+            for buffer, tokens in zip(expected[row], new, strict=True):
+                buffer[:, :, at] = tokens[row : row + 1, :, 0]
+            read = [*((_dense(planes, dtype), [array[:, :, :70] for array in expected[0]]) if row else ())]
+            read.append([array[:, :, : at + 1] for array in expected[row]])
+            errors.append(_distance(out[row : row + 1], _stock(q[row : row + 1], read)))
+    pairs = zip((x for pair in buffers for x in pair), (x for pair in expected for x in pair), strict=True)
+    written = [mx.array_equal(*pair).item() for pair in pairs]
+    return max(errors) if all(written) else float("inf")
+
+
+def _stock(q: mx.array, read: Sequence[Sequence[mx.array]]) -> mx.array:
+    k, v = (mx.concatenate([pair[i] for pair in read], axis=2) for i in (0, 1))
+    return mx.fast.scaled_dot_product_attention(q, k, v, scale=_SCALE)
+
+
+def _dense(part: PlanesRange, dtype: mx.Dtype) -> list[mx.array]:
+    return [x.codec.decode(x, dtype)[None, :, part.start : part.end] for x in (part.k, part.v)]
+
+
+def _pair(
+    num_rows: int, num_tokens: int, k_dim: int, v_dim: int, seed: int, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array]:
+    shapes = [(num_rows, _HEADS, num_tokens, dim) for dim in (k_dim, v_dim)]
+    return _random(shapes[0], seed, dtype), _random(shapes[1], seed + 1, dtype)
+
+
+def _random(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def _distance(a: mx.array, b: mx.array) -> float:
+    difference = mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max() / mx.abs(b.astype(mx.float32)).max()
+    value = difference.item()
+    assert isinstance(value, float)
+    return value
