@@ -313,4 +313,4 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 # The same examples each time: what they find depends on nothing but the store.
-TestStore.settings = settings(max_examples=60, stateful_step_count=50, deadline=None, derandomize=True)
+TestStore.settings = settings(max_examples=30, stateful_step_count=50, deadline=None, derandomize=True)

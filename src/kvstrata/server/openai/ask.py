@@ -18,7 +18,7 @@ from starlette.types import Scope
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from kvstrata.server.auth import salt_of
-from kvstrata.server.openai.schema import ChatAsked, CompletionAsked, Message, OtherPart, SamplingAsked, TextPart
+from kvstrata.server.openai.schema import ChatAsked, CompletionAsked, Message, OtherPart, SamplingAsked
 from kvstrata.server.service import Service
 from kvstrata.text.tokens import encode_text
 
@@ -216,27 +216,16 @@ def _tools(service: Service, asked: ChatAsked) -> tuple[dict[str, Any], ...]:
 
 
 def _message(message: Message, where: str) -> dict[str, Any]:
-    """As chat templates expect it."""
-    out = message.model_dump(exclude_none=True)
-    out["role"] = "system" if message.role == "developer" else message.role
-    out["content"] = _text(message, where)
-    return out
-
-
-def _text(message: Message, where: str) -> str:
-    if message.content is None:
-        if message.role != "assistant":
-            raise InvalidRequest(f"{where}.content: a {message.role} message needs content.", param=f"{where}.content")
-        return ""
-    if isinstance(message.content, str):
-        return message.content
-    for part in message.content:
+    """Checked where the client can be told the place; the template brings it into its own shape."""
+    if message.content is None and message.role != "assistant":
+        raise InvalidRequest(f"{where}.content: a {message.role} message needs content.", param=f"{where}.content")
+    for part in message.content if isinstance(message.content, list) else ():
         if isinstance(part, OtherPart):
             raise InvalidRequest(
                 f"{where}.content: a part of type {part.type} is not supported; this server takes text.",
                 param=f"{where}.content",
             )
-    return "".join(part.text if isinstance(part, TextPart) else "" for part in message.content)
+    return message.model_dump(exclude_none=True)
 
 
 def _prompts(service: Service, asked: CompletionAsked) -> list[tuple[int, ...]]:
