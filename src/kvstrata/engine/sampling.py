@@ -122,11 +122,18 @@ def _truncate(probabilities: mx.array, rows: Sequence[Sampling]) -> mx.array:
     """Set to zero what top-k, top-p and min-p leave out. Each comes down to a smallest probability that stays."""
     floor = mx.zeros((len(rows), 1))
     if any(row.top_k or row.top_p < 1 for row in rows):
-        descending = -mx.sort(-probabilities, axis=-1)
+        descending = _descending(probabilities)
         floor = mx.maximum(_top_k_floor(descending, rows), _top_p_floor(descending, rows))
     if any(row.min_p for row in rows):
         floor = mx.maximum(floor, _column([row.min_p for row in rows]) * probabilities.max(axis=-1, keepdims=True))
     return mx.where(probabilities >= floor, probabilities, 0.0)
+
+
+def _descending(probabilities: mx.array) -> mx.array:
+    if mx.default_device() != mx.cpu:
+        return -mx.sort(-probabilities, axis=-1)
+    # numpy sorts with vector instructions: about five times faster than MLX on a CPU.
+    return mx.array(np.sort(np.asarray(probabilities), axis=-1))[:, ::-1]
 
 
 def _top_k_floor(descending: mx.array, rows: Sequence[Sampling]) -> mx.array:
