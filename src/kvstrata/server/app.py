@@ -17,7 +17,7 @@ from kvstrata.server.service import Service
 
 
 def create_app(service: Service) -> FastAPI:
-    app = FastAPI(title="kvstrata", version=__version__, redoc_url=None)
+    app = FastAPI(title="kvstrata", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.include_router(endpoints.router)
     app.include_router(cache.router)
