@@ -7,13 +7,14 @@ same tokens go through attention by sequence: both must see the same.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.codecs import cuda_step
+from kvstrata.codecs import cuda_check, cuda_step
 from kvstrata.codecs.cuda import PlanesRange
 from kvstrata.codecs.cuda_check import step_works
 from kvstrata.codecs.planes import PlanesCodec
@@ -194,6 +195,7 @@ def test_a_kernel_that_is_wrong_or_fails_here_is_not_used(
     def fails(*_: Any) -> mx.array:
         raise RuntimeError("no such instruction")
 
+    monkeypatch.setattr(cuda_check, "paths", SimpleNamespace(active=lambda: "fused"))
     for launch, works in ((right, True), (wrong, False), (writes_elsewhere, False), (fails, False)):
         monkeypatch.setattr(cuda_step, "attend_step", launch)
         step_works.cache_clear()

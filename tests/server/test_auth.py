@@ -44,7 +44,15 @@ def test_only_health_and_the_page_are_open(locked: Served) -> None:
     with locked.http() as http:
         for path in ("/health", "/", "/dashboard/main.js"):
             assert http.get(path).status_code == 200, path
-        for path in ("/cache/usage", "/dashboard/other.js", "/v1/models", "/metrics", "/props", "/openapi.json", "/nothing"):
+        for path in (
+            "/cache/usage",
+            "/dashboard/other.js",
+            "/v1/models",
+            "/metrics",
+            "/props",
+            "/openapi.json",
+            "/nothing",
+        ):
             assert http.get(path).status_code == 401, path
 
 

@@ -27,7 +27,7 @@ from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
 from kvstrata.index.keys import chain
-from kvstrata.layers import cpu
+from kvstrata.layers import attention, cpu
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -138,7 +138,7 @@ class Engine:
             "attention": {
                 "path": self._layout.path,
                 "why": self._layout.reason,
-                "kernels": cpu.kernels(),
+                "kernels": attention.kernels(self._layout),
                 "quantized": paths.active(),
             },
             "max_kv_size": self._limits.max_kv_size,

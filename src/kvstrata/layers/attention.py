@@ -17,6 +17,7 @@ from mlx_lm.models import base
 from kvstrata.codecs import paths
 from kvstrata.codecs.cuda import attend as attend_ranges
 from kvstrata.layers import cpu, cuda
+from kvstrata.layers.kinds import Layout
 from kvstrata.layers.parts import Part, Parts, RawPart
 
 
@@ -77,6 +78,10 @@ def _decode_over_parts(q: mx.array, parts: tuple[Part, ...], scale: float, sinks
         out.append(part.mix(weights[..., start:end]))
         start = end
     return sum(out[1:], out[0]).reshape(1, heads, 1, -1)
+
+
+def kernels(layout: Layout) -> str:
+    return cuda.kernels(layout) if paths.active() == "fused" else cpu.kernels()
 
 
 def install() -> int:

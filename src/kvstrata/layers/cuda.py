@@ -11,10 +11,10 @@ from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
-from kvstrata.codecs import cuda_step, paths
-from kvstrata.codecs.cuda import RawRange
+from kvstrata.codecs import cuda_step
 from kvstrata.codecs.cuda_check import step_works
 from kvstrata.layers.buffers import Buffer
+from kvstrata.layers.kinds import Layout
 from kvstrata.layers.parts import Part, RawPart
 
 
@@ -36,9 +36,15 @@ class Row(Protocol):
 
 
 def fits(keys: mx.array, values: mx.array) -> bool:
-    if keys.shape[2] > 1 or paths.active() != "fused" or not RawRange(keys, values, 0, 1).fits:
-        return False
-    return step_works(keys.dtype, keys.shape[3], values.shape[3])
+    return keys.shape[2] == 1 and keys.dtype == values.dtype and step_works(keys.dtype, keys.shape[3], values.shape[3])
+
+
+def kernels(layout: Layout) -> str:
+    """Whose loops attention runs on, for people to read."""
+    kinds = {(spec.dtype, spec.k_dim, spec.v_dim) for spec in layout.flat() if spec.kind in ("full", "window")}
+    if kinds and all(step_works(*kind) for kind in kinds):
+        return "own (CUDA) for decode steps, MLX for prefill"
+    return "MLX, by sequence: it has no step of a whole batch for these layers, or it did not work here (see the log)"
 
 
 class Tables:
