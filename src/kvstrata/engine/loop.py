@@ -148,7 +148,7 @@ class Loop:
     def _slice_s(self) -> float:
         """What somebody waits for may take as long as a decode step; all else is hardly to be noticed."""
         assert self._resume.store is not None
-        hurry = self._resume.store.requantize_progress().is_running
+        hurry = self._resume.store.is_requantizing
         return max(self._limits.slice_s, self._step_s) if hurry else self._limits.slice_s
 
     def _relieve(self) -> None:

@@ -80,6 +80,12 @@ class FullLayer:
     def grow(self, tokens: int) -> None:
         self._pieces.append(Piece(Buffer(tokens)))
 
+    def num_to_seal(self, first_raw: int, recent_raw: int) -> int:
+        """How many tokens `seal` would encode."""
+        num_raw = self.offset - self.start - self.sealed_tokens
+        first = min(max(0, first_raw - (self.offset - num_raw)), num_raw)
+        return max(0, num_raw - recent_raw - first)
+
     def seal(self, k: Codec, v: Codec, *, first_raw: int = 4, recent_raw: int = 128) -> int:
         """Encode what is raw, but for the sequence's first tokens and the newest; tells how many tokens were encoded.
 

@@ -213,6 +213,7 @@ class Shelf:
         last = next(node for node in first.nodes if node.end == first.span.end)
         first.span.append(second.span)
         first.is_clean = first.is_clean and second.is_clean
+        first.clean_token_bytes = min(first.clean_token_bytes, second.clean_token_bytes)
         first.was_used = first.was_used and second.was_used
         for node in second.nodes:
             node.payload = first

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -28,7 +28,7 @@ from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision, PrecisionOptions
 from kvstrata.store.pressure import LadderOptions, PlanOf, Pressure
 from kvstrata.store.report import Ending, Explanation, TierUsage, usage_of
-from kvstrata.store.requantize import Change, Changed, LeftAlone, Progress, Requantizing, assess, in_scope
+from kvstrata.store.requantize import Assessor, Change, Changed, Progress, Requantizing, in_scope
 from kvstrata.store.restore import Restorer
 from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
@@ -112,7 +112,7 @@ class Store:
         self._mover = Mover(self._job, self._tidy)
         self._spills = Spills(cold, self._shelf, self.counters, self._mover.finish)
         self.pressure = Pressure(self._shelf, plan_of or partial(make_plan, layout), options.ladder, self._review)
-        self._restorer = Restorer(cold, self._shelf, self.counters)
+        self._restorer = Restorer(cold, self._shelf, self.counters, self._review)
         self._requantizing: Requantizing | None = None
 
     def _max_tokens(self, plan: Plan) -> int:
@@ -264,7 +264,7 @@ class Store:
     def requantize(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None) -> Changed:
         """Change what is cached, and what new spans are stored as. The work is done bit by bit, by `work`."""
         entries = [entry for entry in self.entries if in_scope(entry, change, sequence_entries)]
-        changed = self._with_disk(assess(entries, plan, change, self.precision.options), change)
+        changed = self._assessor().assess(entries, plan, change)
         if change.dry_run:
             return changed
         self.cancel_requantize()
@@ -274,20 +274,17 @@ class Store:
             self._shelf.resize(self._max_tokens(plan))
         for entry in entries:
             entry.target, entry.goes_up = plan, change.force
+            entry.asked_at = entry.span.written_end if entry.is_running else None
             # What was begun for another target goes no further.
             self._mover.discard(entry)
             if not change.force and self._is_lower(entry, plan):
-                self._restorer.begin(entry)
+                self._restorer.add(entry)
             self._review(entry)
         return changed
 
-    def _with_disk(self, changed: Changed, change: Change) -> Changed:
-        """Blocks say for themselves how they are encoded: they stay as they are, and usable."""
-        disk = self.disk_usage() if change.scope in ("all", "disk") else None
-        if disk is None or not disk.spans:
-            return changed
-        left = LeftAlone("blocks on the disk keep the precision they were written in", disk.spans, disk.nbytes)
-        return replace(changed, left_alone=(*changed.left_alone, left))
+    def _assessor(self) -> Assessor:
+        window, disk = self.precision.options.window, self.disk_usage()
+        return Assessor(window, self._restorer.restored_bytes, disk=disk, puts_away=self.options.put_away)
 
     def _is_lower(self, entry: Entry, plan: Plan) -> bool:
         """Whether it is stored in fewer bits than the plan has."""
@@ -295,7 +292,14 @@ class Store:
         return not entry.is_running and entry.span.kv_bytes < RESTORE_SHARE * target
 
     def requantize_progress(self) -> Progress:
-        return self._requantizing.progress(self._mover.has) if self._requantizing else Progress()
+        return self._requantizing.progress(self._is_pending) if self._requantizing else Progress()
+
+    @property
+    def is_requantizing(self) -> bool:
+        return self._requantizing is not None and self._requantizing.is_running(self._mover.has)
+
+    def _is_pending(self, entry: Entry) -> bool:
+        return self._mover.has(entry) or self._restorer.has(entry)
 
     def cancel_requantize(self) -> Progress:
         """What is not done yet stays as it is; every span is whole. New spans are stored as before the change."""
@@ -306,7 +310,7 @@ class Store:
             for entry in self._requantizing.entries:
                 if self._mover.has(entry):
                     self._mover.discard(entry)
-                    entry.target, entry.goes_up = None, False
+                    entry.target, entry.goes_up, entry.asked_at = None, False, None
                     # One that waits to be trimmed still is.
                     self._review(entry)
         self._requantizing = None
@@ -339,6 +343,7 @@ class Store:
         span = span_of(self._layout, load.blocks, start, end)
         self._shelf.shrink_to(self.options.hot_bytes - span.nbytes)
         entry = Entry(span, load.root, load.salt, Kind.CONTINUED, is_running=False, is_clean=True)
+        entry.clean_token_bytes = span.kv_bytes / span.num_tokens
         self._shelf.add(entry)
         path = self._shelf.insert(entry, load.ids[:end])
         if load.mark is not None:

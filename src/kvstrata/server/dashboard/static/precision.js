@@ -71,7 +71,10 @@ export class Precision {
     const verb = answer.dry_run ? (freed < 0 ? "would take" : "would free") : freed < 0 ? "takes" : "frees";
     const kept = h("i", { class: "kept" });
     kept.style.width = `${before ? Math.min(100, (100 * after) / before) : 0}%`;
-    const left = answer.left_alone.map((it) => h("li", {}, `${it.reason}: ${count(it.spans)} spans, ${size(it.bytes)}`));
+    const left = answer.left_alone.map((it) => {
+      const things = it.tier === "disk" ? "blocks" : "spans";
+      return h("li", {}, `${it.reason}: ${count(it.spans)} ${things}, ${size(it.bytes)}`);
+    });
     this.result.replaceChildren(
       h("p", { class: "headline" }, nothing || `${answer.dry_run ? "Dry run: " : ""}${verb} ${size(Math.abs(freed))} (${percent(Math.abs(freed), before)})`),
       h("div", { class: "bar", "aria-hidden": "true" }, kept),
@@ -79,7 +82,7 @@ export class Precision {
         "dl",
         {},
         ...pair("K, V", `${answer.target.k}, ${answer.target.v}`),
-        ...pair("bytes", `${size(before)} → ${size(after)}`),
+        ...Object.entries(answer.tiers).flatMap(([name, tier]) => pair(TIERS[name] ?? name, tierText(tier))),
         ...pair("spans that change", count(answer.spans)),
         ...pair("scores off by about", percent(answer.expected_error, 1)),
       ),
@@ -102,6 +105,13 @@ export class Precision {
   async cancel() {
     await remove("/cache/requantize").catch(this.onError);
   }
+}
+
+const TIERS = { hot: "memory", disk: "disk" };
+
+function tierText({ bytes_before: before, bytes_after: after, bytes_freed: freed }) {
+  const change = freed === 0 ? "as it is" : `${size(Math.abs(freed))} ${freed < 0 ? "more" : "less"}`;
+  return `${size(before)} → ${size(after)}, ${change}`;
 }
 
 const pair = (name, value) => [h("dt", {}, name), h("dd", {}, value)];
