@@ -140,7 +140,8 @@ def _freed(tier: Answer) -> str:
 def progress(answer: Answer) -> RenderableType:
     state = "running" if answer["is_running"] else "not running"
     done, total = answer["spans_done"], answer["spans_total"]
-    return f"{done:,} of {total:,} spans, {size(answer['bytes_freed'])} freed, {state}."
+    freed = size(answer["bytes_freed"])
+    return f"{done:,} of {total:,} spans, {freed} freed, {state}, {answer['seconds']:.2f} s."
 
 
 def _target(target: Answer) -> str:

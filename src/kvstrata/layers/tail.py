@@ -172,6 +172,10 @@ class FullLayer:
         """All that it does not write."""
         return (*(part for source in self._before for part in source.parts()), *self._sealed)
 
+    def let_go(self) -> None:
+        """Keep nothing of what is stored in another way now."""
+        self._runs.keep_only(self._parts_before())
+
     def _raw_parts(self) -> list[RawPart]:
         return [_part(piece) for piece in self._pieces if piece.used]
 

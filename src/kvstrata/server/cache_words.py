@@ -155,6 +155,7 @@ class ProgressAnswer(TypedDict):
     spans_done: int
     bytes_freed: int
     is_running: bool
+    seconds: float
 
 
 def usage_answer(usage: CacheUsage, target: TargetAnswer, held: HeldAnswer) -> UsageAnswer:
@@ -228,6 +229,7 @@ def progress_answer(progress: Progress) -> ProgressAnswer:
         "spans_done": progress.spans_done,
         "bytes_freed": progress.bytes_freed,
         "is_running": progress.is_running,
+        "seconds": progress.seconds,
     }
 
 

@@ -68,6 +68,11 @@ class Span:
         return sum(held.nbytes for held in self._held.values() if isinstance(held, FullLayer))
 
     @property
+    def owned_bytes(self) -> int:
+        """All that is in memory of its own: not the buffers of an owner."""
+        return sum(part.nbytes for part in self._sealed()) + self.mark_bytes
+
+    @property
     def mark_bytes(self) -> int:
         return sum(mark.nbytes for mark in self.marks.values())
 
@@ -143,6 +148,15 @@ class Span:
             recent_raw = window.recent_tokens + max(0, held.offset - up_to)
             if held.num_to_seal(window.first_tokens, recent_raw) >= SEAL_TOKENS:
                 held.seal(*pair, first_raw=window.first_tokens, recent_raw=recent_raw)
+
+    def sealable_bytes(self, window: RawWindow) -> int:
+        """What of a live span could be stored in fewer bits."""
+        total = 0
+        for held in self._held.values():
+            if isinstance(held, FullLayer):
+                count = held.num_to_seal(window.first_tokens, window.recent_tokens)
+                total += held.sealed_bytes + (held.token_bytes * count if count >= SEAL_TOKENS else 0)
+        return total
 
     def has_to_seal(self, layer: int, pair: Pair, window: RawWindow) -> bool:
         """Whether a live layer has enough to be encoded, or sealed tokens in more bits than the pair has."""

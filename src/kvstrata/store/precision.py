@@ -38,15 +38,23 @@ class Precision:
         if entry.is_running:
             wanted = entry.target or (self.target if self.options.live else None)
             return wanted if wanted is not None and self._has_to_seal(entry, wanted) else None
-        if entry.target is not None:
-            wanted = entry.target
-        elif entry.num_leases and not self.options.live:
-            # Its readers go on over the values that they began with.
-            wanted = self._raw
-        else:
-            wanted = self.target if span.end >= self.options.min_quantize_tokens else self._raw
+        wanted = self._wanted(entry)
         done = all(span.settles(layer, wanted.pairs[layer], upward=entry.goes_up) for layer in span.layers)
         return None if done and all(self._mark_settles(mark, wanted) for mark in span.marks.values()) else wanted
+
+    def _wanted(self, entry: Entry) -> Plan:
+        """Of one that does not run."""
+        if entry.target is not None:
+            return entry.target
+        if entry.num_leases and not self.options.live:
+            # Its readers go on over the values that they began with.
+            return self._raw
+        return self.target if entry.span.end >= self.options.min_quantize_tokens else self._raw
+
+    def expected_bytes(self, entry: Entry) -> int:
+        """What one that does not run will take, resume points apart, when the work on it is done. About."""
+        wanted = self._wanted(entry).token_bytes(self._layout) * entry.span.num_tokens
+        return min(entry.span.kv_bytes, int(wanted))
 
     def _mark_settles(self, mark: Mark, plan: Plan) -> bool:
         """Whether its rings are under the plan, or lower. A model may have no other KV."""

@@ -92,26 +92,40 @@ class Progress:
     spans_done: int = 0
     bytes_freed: int = 0
     is_running: bool = False
+    seconds: float = 0.0  # since it was asked for, until it was done
 
 
 class Requantizing:
     """A change at work: which entries it is about, and how far it has got."""
 
-    def __init__(self, entries: Collection[Entry], before: Plan) -> None:
+    def __init__(
+        self, entries: Collection[Entry], before: Plan, is_pending: Callable[[Entry], bool], began_s: float
+    ) -> None:
         self._entries = {entry: entry.span.nbytes for entry in entries}
         self.before = before  # the target that it replaced
+        self._is_pending = is_pending
+        self._began_s = began_s
+        self._ended_s: float | None = None
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         return tuple(self._entries)
 
-    def is_running(self, is_pending: Callable[[Entry], bool]) -> bool:
-        return any(is_pending(entry) for entry in self._entries)
+    @property
+    def is_running(self) -> bool:
+        return self._ended_s is None
 
-    def progress(self, is_pending: Callable[[Entry], bool]) -> Progress:
-        pending = [entry for entry in self._entries if is_pending(entry)]
+    def look(self) -> None:
+        """Some of it is done: maybe that was all. What comes to the same entries later is no part of it."""
+        if self._ended_s is None and not any(self._is_pending(entry) for entry in self._entries):
+            self._ended_s = time.perf_counter()
+
+    def progress(self) -> Progress:
+        self.look()
+        num_pending = sum(1 for entry in self._entries if self.is_running and self._is_pending(entry))
         freed = sum(was - entry.span.nbytes for entry, was in self._entries.items())
-        return Progress(len(self._entries), len(self._entries) - len(pending), freed, bool(pending))
+        seconds = (self._ended_s or time.perf_counter()) - self._began_s
+        return Progress(len(self._entries), len(self._entries) - num_pending, freed, self.is_running, seconds)
 
 
 def in_scope(entry: Entry, change: Change, sequence_entries: Collection[Entry] | None) -> bool:

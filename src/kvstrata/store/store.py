@@ -5,6 +5,7 @@ Joins the index, spans and what they are stored as. Touched by the thread that o
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -111,7 +112,8 @@ class Store:
         )
         self._mover = Mover(self._job, self._tidy)
         self._spills = Spills(cold, self._shelf, self.counters, self._mover.finish)
-        self.pressure = Pressure(self._shelf, plan_of or partial(make_plan, layout), options.ladder, self._review)
+        plan_of = plan_of or partial(make_plan, layout)
+        self.pressure = Pressure(self._shelf, plan_of, options.ladder, self.precision, self._review)
         self._restorer = Restorer(cold, self._shelf, self.counters, self._review)
         self._requantizing: Requantizing | None = None
 
@@ -156,8 +158,10 @@ class Store:
             return Lease(kind)
         version = self.version
         for entry in found.entries:
-            # What is to be stored in fewer bits is, before somebody goes on from it.
-            self._mover.finish(entry)
+            # What is to be stored in fewer bits is, before somebody goes on from it. A change that was asked for goes
+            # on under its readers: they do not wait for it.
+            if entry.target is None:
+                self._mover.finish(entry)
         if version != self.version:
             # Some of it was joined.
             found = self.find(ids, salt)
@@ -219,6 +223,8 @@ class Store:
         """It is stored as it should be. Few and long spans are read faster than many short ones."""
         # Unless something else was asked for meanwhile, or it has grown.
         self._review(entry)
+        if self._requantizing is not None:
+            self._requantizing.look()
         if entry.is_running or not entry.nodes:
             return
         for grown in self._shelf.join_along(_last_node(entry), MAX_SPANS):
@@ -231,6 +237,11 @@ class Store:
     @property
     def has_work(self) -> bool:
         return not self._mover.idle or not self._spills.idle
+
+    @property
+    def is_rewriting(self) -> bool:
+        """Whether the next work replaces what readers may know."""
+        return not self._mover.idle
 
     def work(self, slice_s: float) -> None:
         """Go on with what is to be done to stored spans."""
@@ -263,12 +274,13 @@ class Store:
 
     def requantize(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None) -> Changed:
         """Change what is cached, and what new spans are stored as. The work is done bit by bit, by `work`."""
+        began_s = time.perf_counter()
         entries = [entry for entry in self.entries if in_scope(entry, change, sequence_entries)]
         changed = self._assessor().assess(entries, plan, change)
         if change.dry_run:
             return changed
         self.cancel_requantize()
-        self._requantizing = Requantizing(entries, self.precision.target)
+        self._requantizing = Requantizing(entries, self.precision.target, self._is_pending, began_s)
         if change.is_general:
             self.precision.target = plan
             self._shelf.resize(self._max_tokens(plan))
@@ -280,6 +292,7 @@ class Store:
             if not change.force and self._is_lower(entry, plan):
                 self._restorer.add(entry)
             self._review(entry)
+        self._requantizing.look()
         return changed
 
     def _assessor(self) -> Assessor:
@@ -292,11 +305,13 @@ class Store:
         return not entry.is_running and entry.span.kv_bytes < RESTORE_SHARE * target
 
     def requantize_progress(self) -> Progress:
-        return self._requantizing.progress(self._is_pending) if self._requantizing else Progress()
+        return self._requantizing.progress() if self._requantizing else Progress()
 
     @property
     def is_requantizing(self) -> bool:
-        return self._requantizing is not None and self._requantizing.is_running(self._mover.has)
+        if self._requantizing is not None:
+            self._requantizing.look()
+        return self._requantizing is not None and self._requantizing.is_running
 
     def _is_pending(self, entry: Entry) -> bool:
         return self._mover.has(entry) or self._restorer.has(entry)
@@ -375,15 +390,35 @@ class Store:
         """Let go of what nobody asked for in time."""
         self._shelf.shrink_to(self._shelf.held_bytes)
 
-    def shrink_to(self, limit_bytes: int) -> None:
-        """Evict until no more than this is held, or only what is in use."""
+    def relieve(self, used_bytes: int, limit_bytes: int) -> None:
+        """Ahead of need: let spans step down when so much is in use, stored and running, of what there is."""
+        self.pressure.relieve(used_bytes - self._pending_bytes(), limit_bytes)
+
+    def is_making_room(self, limit_bytes: int) -> bool:
+        """Let spans step down until no more than this is held. Tells whether that is still to be done, by `work`."""
+        need_bytes = self._shelf.held_bytes - min(limit_bytes, self.options.hot_bytes)
+        if need_bytes <= 0:
+            return False
+        self.pressure.make_room(need_bytes - self._pending_bytes())
+        return self._pending_bytes() > 0
+
+    def shrink_to(self, limit_bytes: int, slice_s: float = math.inf) -> None:
+        """Let spans step down, for about so long, then evict until no more than this is held, or only what is in
+        use."""
         limit_bytes = min(limit_bytes, self.options.hot_bytes)
         self._spills.add_some(self.options.hot_bytes)
-        self.pressure.make_room(self._shelf.held_bytes - limit_bytes)
+        if self._shelf.held_bytes > limit_bytes:
+            self.pressure.make_room(self._shelf.held_bytes - limit_bytes - self._pending_bytes())
         # What waits to be trimmed or encoded gives more room than it takes from anybody.
-        while self._shelf.held_bytes > limit_bytes and not self._mover.idle:
+        until_s = time.monotonic() + slice_s
+        while self._shelf.held_bytes > limit_bytes and not self._mover.idle and time.monotonic() < until_s:
             self._mover.work(0)
         self._shelf.shrink_to(limit_bytes)
+
+    def _pending_bytes(self) -> int:
+        """What the work that waits is about to free. Of running sequences nothing: that is their own."""
+        waiting = [entry for entry in self._mover.waiting if not entry.is_running]
+        return sum(max(0, entry.span.kv_bytes - self.precision.expected_bytes(entry)) for entry in waiting)
 
     def clear(self, salt: str | None = None, tier: Literal["hot", "disk", "all"] = "all") -> Cleared:
         """Drop all that nobody uses, or all of it under one salt."""
