@@ -70,7 +70,8 @@ class LadderRun:
 class Sampler:
     """Looks at the allocator's active memory at a steady rate, on a thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, others_bytes: int) -> None:
+        self._others_bytes = others_bytes
         self.peak_bytes = 0
         self.num_samples = 0
 
@@ -87,7 +88,7 @@ class Sampler:
 
     def _watch(self, ended: threading.Event) -> None:
         while True:
-            self.peak_bytes = max(self.peak_bytes, mx.get_active_memory())
+            self.peak_bytes = max(self.peak_bytes, mx.get_active_memory() - self._others_bytes)
             self.num_samples += 1
             if ended.wait(SAMPLE_S):
                 return
@@ -138,18 +139,20 @@ def _limit_bytes(loaded: LoadedModel, load: Load, share: float) -> int:
 
 
 def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int) -> LadderRun:
+    gc.collect()
+    # What else is in this process is nobody's here.
+    others_bytes = max(0, mx.get_active_memory() - loaded.weight_bytes)
     limits = Limits(memory_bytes=limit_bytes, max_running=load.at_once, max_waiting=load.chats)
     engine = Engine(loaded, limits, Metrics(), Storage(dynamic=policy == "ladder"))
     engine.start()
-    gc.collect()
     mx.clear_cache()
     mx.reset_peak_memory()
-    sampler, began_s = Sampler(), time.perf_counter()
+    sampler, began_s = Sampler(others_bytes), time.perf_counter()
     try:
         with sampler.running():
             chats = _talk(engine, loaded, load)
         seconds = time.perf_counter() - began_s
-        peak_bytes = mx.get_peak_memory()
+        peak_bytes = mx.get_peak_memory() - others_bytes
         usage = engine.ask(lambda loop: loop.usage()).result()
     finally:
         engine.stop()
