@@ -102,7 +102,8 @@ def test_a_quarter_of_the_memory_is_enough_with_the_ladder() -> None:
         assert run.samples >= 1
         # Not only when somebody looked: never.
         assert run.sampled_peak_bytes <= run.peak_bytes <= run.limit_bytes
-    assert ladder.hit_rate >= evict.hit_rate
-    assert ladder.hit_rate > 0.3
+        assert run.budget_bytes < 0.3 * run.needed_bytes
+    assert ladder.hit_rate > 1.2 * evict.hit_rate
+    assert ladder.hit_rate > 0.2
     assert ladder.stepped_down_spans > 0
     assert evict.stepped_down_spans == 0

@@ -21,7 +21,7 @@ from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.scratch import measure_passes
-from kvstrata.layers.kinds import arrays_in
+from kvstrata.layers.kinds import Layout, arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
@@ -52,6 +52,7 @@ class LadderRun:
     cached_tokens: int
     limit_bytes: int  # of all memory: weights, KV and what passes take
     budget_bytes: int  # of KV
+    needed_bytes: int  # of KV, to keep all of it at full precision
     sampled_peak_bytes: int  # active memory, looked at ten times a second
     peak_bytes: int  # what the allocator says it ever was
     samples: int
@@ -122,23 +123,28 @@ def measure(
 ) -> list[LadderRun]:
     """Both policies under a memory limit that leaves KV this share of what the load needs at full precision."""
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
-    limit_bytes = _limit_bytes(loaded, load, share)
+    layout = probe(loaded.module, None)
+    limit_bytes = _limit_bytes(loaded, layout, load, share)
     runs = []
     for policy in ("evict", "ladder"):
         progress(policy)
-        runs.append(_run(loaded, load, policy, limit_bytes))
+        runs.append(_run(loaded, load, policy, limit_bytes, _needed_bytes(layout, load)))
     return runs
 
 
-def _limit_bytes(loaded: LoadedModel, load: Load, share: float) -> int:
-    layout = probe(loaded.module, None)
+def _limit_bytes(loaded: LoadedModel, layout: Layout, load: Load, share: float) -> int:
     measured = measure_passes(Runner(loaded.module, layout), rows=load.at_once, vocab_size=loaded.vocab_size)
-    needed = load.num_tokens * layout.token_bytes + load.chats * layout.fixed_bytes
     # A little more than it takes: what a pass takes is measured again by each engine.
-    return loaded.weight_bytes + measured.scratch.memory_for(int(1.02 * share * needed), layout, loaded.context_tokens)
+    return loaded.weight_bytes + measured.scratch.memory_for(
+        int(1.02 * share * _needed_bytes(layout, load)), layout, loaded.context_tokens
+    )
 
 
-def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int) -> LadderRun:
+def _needed_bytes(layout: Layout, load: Load) -> int:
+    return load.num_tokens * layout.token_bytes + load.chats * layout.fixed_bytes
+
+
+def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_bytes: int) -> LadderRun:
     gc.collect()
     # What else is in this process is nobody's here.
     others_bytes = max(0, mx.get_active_memory() - loaded.weight_bytes)
@@ -164,6 +170,7 @@ def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int) -> Ladd
         cached_tokens=sum(chat.cached_tokens for chat in chats),
         limit_bytes=limit_bytes,
         budget_bytes=usage.budget_bytes,
+        needed_bytes=needed_bytes,
         sampled_peak_bytes=sampler.peak_bytes,
         peak_bytes=peak_bytes,
         samples=sampler.num_samples,

@@ -156,4 +156,6 @@ def _ladder_table(rows: list[LadderRun]) -> str:
         sampled, peak, limit = (n / MIB for n in (row.sampled_peak_bytes, row.peak_bytes, row.limit_bytes))
         memory = f"{sampled:>13.1f}{peak:>10.1f}{limit:>11.1f}"
         lines.append(f"{row.policy:<9}{row.hit_rate:>9.1%}{row.failed:>8}{memory}{row.seconds:>9.1f}")
+    budget, needed = rows[0].budget_bytes / MIB, rows[0].needed_bytes / MIB
+    lines.append(f"KV budget {budget:.1f} MiB; the load needs {needed:.1f} MiB at full precision")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 // The precision control: a dry run first, then apply what it was run for.
 
-import { byId, count, h, percent, size } from "./dom.js";
+import { byId, count, h, percent, plural, size } from "./dom.js";
 import { NAMES } from "./precisions.js";
 import { get, post, remove } from "./server.js";
 
@@ -48,6 +48,7 @@ export class Precision {
 
   async send(dryRun) {
     const asked = dryRun ? this.asked() : this.ran;
+    const focused = document.activeElement;
     this.form.dry.disabled = this.apply.disabled = true;
     try {
       const answer = await post("/cache/requantize", { ...asked, dry_run: dryRun });
@@ -61,6 +62,8 @@ export class Precision {
       this.form.dry.disabled = false;
       // What was chosen meanwhile has not been tried.
       this.apply.disabled = JSON.stringify(this.ran) !== JSON.stringify(this.asked());
+      // A button that is disabled loses the focus, and with it the place of whoever uses the keyboard.
+      if (focused === this.form.dry || focused === this.apply) (focused.disabled ? this.form.dry : focused).focus();
     }
   }
 
@@ -72,8 +75,8 @@ export class Precision {
     const kept = h("i", { class: "kept" });
     kept.style.width = `${before ? Math.min(100, (100 * after) / before) : 0}%`;
     const left = answer.left_alone.map((it) => {
-      const things = it.tier === "disk" ? "blocks" : "spans";
-      return h("li", {}, `${it.reason}: ${count(it.spans)} ${things}, ${size(it.bytes)}`);
+      const things = plural(it.spans, it.tier === "disk" ? "block" : "span");
+      return h("li", {}, `${it.reason}: ${things}, ${size(it.bytes)}`);
     });
     this.result.replaceChildren(
       h("p", { class: "headline" }, nothing || `${answer.dry_run ? "Dry run: " : ""}${verb} ${size(Math.abs(freed))} (${percent(Math.abs(freed), before)})`),
