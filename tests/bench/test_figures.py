@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from kvstrata.bench import quality
 from kvstrata.bench.engine import compare
+from kvstrata.bench.ladder import Load
+from kvstrata.bench.ladder import measure as measure_ladder
 from kvstrata.bench.plots import plot_quality
 from kvstrata.bench.server import measure as measure_server
 from kvstrata.cli.bench import app
@@ -87,3 +89,21 @@ def test_json_is_one_value_and_nothing_else() -> None:
     # Against 16 bits, and as much as is really allocated.
     assert rows[0]["full_bytes"] == 2 * 2 * 2 * 32 * 64 * 2
     assert rows[1]["allocated_bytes"] == pytest.approx(rows[1]["nbytes"], rel=0.02)
+
+
+def test_a_quarter_of_the_memory_is_enough_with_the_ladder() -> None:
+    load = Load(chats=8, turns=2, turn_tokens=280, reply_tokens=8, at_once=2)
+    evict, ladder = measure_ladder(tiny_loaded("llama"), load)
+    assert (evict.policy, ladder.policy) == ("evict", "ladder")
+    for run in (evict, ladder):
+        assert run.failed == 0
+        assert run.requests == 16
+        assert run.prompt_tokens == 8 * (280 + 568)
+        assert run.samples >= 1
+        # Not only when somebody looked: never.
+        assert run.sampled_peak_bytes <= run.peak_bytes <= run.limit_bytes
+        assert run.budget_bytes < 0.3 * run.needed_bytes
+    assert ladder.hit_rate > 1.2 * evict.hit_rate
+    assert ladder.hit_rate > 0.2
+    assert ladder.stepped_down_spans > 0
+    assert evict.stepped_down_spans == 0

@@ -16,11 +16,12 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Disk, Limits, Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.rates import Rate
-from kvstrata.engine.request import Request
+from kvstrata.engine.request import Piece, Request
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.store.requantize import Change
+from kvstrata.spans.estimate import LOWER
+from kvstrata.store.requantize import Change, Changed
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
 from tests.tiny import VOCAB, tiny_loaded
@@ -160,6 +161,52 @@ def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> N
         while not engine.ask(lambda loop: loop.usage().counters.get("restored_spans", 0)).result(60):
             assert time.monotonic() < until_s
         assert engine.ask(planes).result(60) == before
+
+
+def change(engine: Engine, name: str, *, dry_run: bool = False) -> Changed:
+    changed = engine.ask(lambda loop: loop.requantize(Change(name, name, dry_run=dry_run))).result(60)
+    until_s = time.monotonic() + 30
+    while engine.ask(lambda loop: loop.requantize_progress().is_running).result(60):
+        assert time.monotonic() < until_s
+    settle(engine)
+    return changed
+
+
+@pytest.mark.parametrize("began", ["raw", "planes:8"])
+def test_output_after_stepping_down_and_back_is_that_of_a_run_that_never_did(began: str, tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    storage = Storage(k=began, v=began)
+    with engine_on(tmp_path / "never", loaded, storage) as engine:
+        answer(engine, "first", 700)
+        change(engine, "planes:8")
+        never = answer(engine, "again", 700, 40)
+    with engine_on(tmp_path / "down", loaded, storage) as engine:
+        answer(engine, "first", 700)
+        change(engine, "planes:8")
+        down = change(engine, "planes:4")
+        on_disk = down.tiers["disk"]
+        # What was raw is there already.
+        assert (on_disk.bytes_freed < 0) == (began == "planes:8")
+        lower = answer(engine, "lower", 700, 40)
+        assert logprobs(lower) != logprobs(never)
+        up = change(engine, "planes:8", dry_run=True)
+        assert up.tiers["hot"].bytes_freed < 0
+        # The reply that was computed at the lower precision was never higher.
+        assert [left.spans for left in up.left_alone if left.reason == LOWER] == [1]
+        change(engine, "planes:8")
+        again = answer(engine, "again", 700, 40)
+        settle(engine)
+        now = engine.ask(lambda loop: loop.usage().tiers["hot"].by_precision).result(60)
+    assert again.ids == never.ids
+    assert logprobs(again) == logprobs(never)
+    assert cached(again) == 699
+    assert set(now) == {"planes:8", "planes:4"}
+
+
+def logprobs(reply: Reply) -> list[float]:
+    """What of a tiny model's output tells two precisions apart: its tokens seldom do."""
+    pieces = [event for event in reply.events if isinstance(event, Piece)]
+    return [logprob.logprob for piece in pieces for logprob in piece.logprobs]
 
 
 def test_second_touch_writes_only_what_somebody_came_back_for(tmp_path: Path) -> None:

@@ -141,6 +141,9 @@ def test_dry_run_then_apply(page: Page, fresh: Served) -> None:
     said = post(fresh, "/cache/requantize", k="planes:4", v="planes:4", dry_run=True)
     result = page.text("#precision-result").replace("\u00a0", " ")
     assert f"would free {(said['bytes_before'] - said['bytes_after']) / 1024:.0f} KiB" in result
+    hot = said["tiers"]["hot"]
+    assert f"{hot['bytes_before'] / 1024:.0f} KiB → " in result
+    assert f", {hot['bytes_freed'] / 1024:.0f} KiB less" in result
     assert f"{100 * said['expected_error']:.1f} %" in result
     assert get(fresh, "/cache/usage")["target"] == {"k": "raw", "v": "raw"}
 
@@ -277,3 +280,17 @@ def test_keyboard_and_screen_reader(page: Page, fresh: Served) -> None:
     page.press("Escape")
     page.wait("document.getElementById('legend-when').innerText === 'now'")
     assert page.run("[...document.querySelectorAll('h1, h2')].length") >= 7
+
+
+def test_the_keyboard_keeps_its_place(page: Page, fresh: Served) -> None:
+    complete(fresh, LONG)
+    page.choose("#precision [name=k]", "planes:4")
+    page.run("document.querySelector('#precision [name=dry]').focus()")
+    page.press("Enter")
+    page.wait("document.querySelector('#precision-result .headline') && !document.getElementById('apply').disabled")
+    assert page.run("document.activeElement.name") == "dry"
+    page.run("document.getElementById('apply').focus()")
+    page.press("Enter")
+    # Applied: there is nothing more to apply.
+    page.wait("document.getElementById('apply').disabled && !document.querySelector('#precision [name=dry]').disabled")
+    assert page.run("document.activeElement.name") == "dry"

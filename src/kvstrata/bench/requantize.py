@@ -7,29 +7,37 @@ import random
 import statistics
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
+
+import mlx.core as mx
 
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.errors import KvstrataError
+from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.store.requantize import Change, Changed
+from kvstrata.store.requantize import Change, Progress
 
 STEADY_TOKENS = 12  # of each stream, before anything is changed
+USUAL_STEPS = 8  # before a change, that tell how long a step usually takes
 
 
 @dataclass(frozen=True)
 class Requantized:
     precision: str
     streams: int
+    finished: int  # streams that got all of their reply, at the end of the run
     step_s: float  # usual time between two tokens of a stream
     longest_pause_steps: float  # of any stream while it changed
     freed_said_bytes: int  # by the dry run
     freed_bytes: int
+    allocator_freed_bytes: int  # by MLX's own count, a step after the change
+    computed_again: int  # prompt tokens, in the whole run
     seconds: float  # from the request to the last span, with the streams' own steps in between
     prefill_s: float  # of the same prompts, as they were computed in this run
 
@@ -57,6 +65,10 @@ class Stream:
                 self.ended.set()
             self._news.notify_all()
 
+    def pauses(self, began_s: float, ended_s: float) -> list[float]:
+        """Between tokens, as far as they lie in this time."""
+        return [b - a for a, b in pairwise(self.times) if b >= began_s and a <= ended_s]
+
 
 def measure(
     loaded: LoadedModel,
@@ -67,25 +79,33 @@ def measure(
     reply_tokens: int = 160,
     precisions: tuple[str, ...] = ("planes:8", "planes:4"),
 ) -> list[Requantized]:
-    engine = Engine(loaded, Limits(memory_bytes=memory_bytes, max_running=streams), Metrics())
+    mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
+    metrics = Metrics()
+    limits = Limits(memory_bytes=memory_bytes, max_running=streams, tail_step_tokens=reply_tokens)
+    engine = Engine(loaded, limits, metrics)
     engine.start()
     try:
         news = threading.Condition()
         running = [Stream(news) for _ in range(streams)]
         _submit(engine, loaded, running, prompt_tokens, reply_tokens)
         _wait(news, running, 1)
-        prefill_s = streams * prompt_tokens / engine.state().prefill_tokens_s
         rows = []
         for precision in precisions:
-            _wait(news, running, max(len(stream.times) for stream in running) + STEADY_TOKENS)
-            rows.append(_change(engine, news, running, precision, prefill_s))
+            _wait(news, running, STEADY_TOKENS)
+            rows.append(_change(engine, news, running, precision, _sample(metrics, "step_seconds_sum", kind="prefill")))
         for stream in running:
             stream.ended.wait()
     finally:
         engine.stop()
     if failures := [stream.failure for stream in running if stream.failure]:
         raise KvstrataError(f"A stream failed: {failures[0]}")
-    return rows
+    finished = sum(len(stream.times) == reply_tokens for stream in running)
+    again = int(_sample(metrics, "prefill_tokens_total")) - streams * (prompt_tokens - 1)
+    return [replace(row, finished=finished, computed_again=again) for row in rows]
+
+
+def _sample(metrics: Metrics, name: str, **labels: str) -> float:
+    return metrics.registry.get_sample_value(f"kvstrata_{name}", labels) or 0.0
 
 
 def _submit(engine: Engine, loaded: LoadedModel, running: list[Stream], prompt_tokens: int, reply_tokens: int) -> None:
@@ -96,45 +116,50 @@ def _submit(engine: Engine, loaded: LoadedModel, running: list[Stream], prompt_t
 
 
 def _wait(news: threading.Condition, running: list[Stream], num_tokens: int) -> None:
-    """Until every stream has so many tokens, or has ended."""
+    """Until every stream has so many tokens more, or has ended."""
     with news:
-        news.wait_for(lambda: all(len(stream.times) >= num_tokens or stream.ended.is_set() for stream in running))
+        wanted = [len(stream.times) + num_tokens for stream in running]
+        news.wait_for(lambda: all(len(s.times) >= n or s.ended.is_set() for s, n in zip(running, wanted, strict=True)))
 
 
 def _change(
     engine: Engine, news: threading.Condition, running: list[Stream], precision: str, prefill_s: float
 ) -> Requantized:
-    step_s = statistics.median(b - a for s in running for a, b in zip(s.times[-9:-1], s.times[-8:], strict=True))
+    usual = [b - a for stream in running for a, b in pairwise(stream.times[-USUAL_STEPS - 1 :])]
+    step_s = statistics.median(usual)
+    before, active_before = engine.ask(_held).result()
     said = engine.ask(lambda loop: loop.requantize(Change(precision, precision, dry_run=True))).result()
-    before = engine.ask(_held).result()
-    began = time.perf_counter()
+    began_s = time.perf_counter()
     engine.ask(lambda loop: loop.requantize(Change(precision, precision))).result()
-    # Each question is answered between two steps: this waits, it does not spin.
-    while engine.ask(lambda loop: loop.requantize_progress()).result().is_running:
-        pass
-    ended = time.perf_counter()
-    after = engine.ask(_held).result()
-    # The token after the change tells how long the one before it had to wait.
-    _wait(news, running, max(len(stream.times) for stream in running) + 1)
-    pauses = [
-        b - a for s in running for a, b in zip(s.times[:-1], s.times[1:], strict=True) if b >= began and a <= ended
-    ]
+    progress = _finish(engine)
+    ended_s = time.perf_counter()
+    # The token after the change tells how long the one before it had to wait; and what a step in flight holds goes.
+    _wait(news, running, 2)
+    after, active_after = engine.ask(_held).result()
+    pauses = [pause for stream in running for pause in stream.pauses(began_s, ended_s)]
     return Requantized(
         precision=precision,
         streams=len(running),
+        finished=0,
         step_s=step_s,
         longest_pause_steps=max(pauses, default=0.0) / step_s,
-        freed_said_bytes=_freed(said),
+        freed_said_bytes=said.tiers["hot"].bytes_freed,
         freed_bytes=before - after,
-        seconds=ended - began,
+        allocator_freed_bytes=active_before - active_after,
+        computed_again=0,
+        seconds=progress.seconds,
         prefill_s=prefill_s,
     )
 
 
-def _held(loop: Loop) -> int:
+def _finish(engine: Engine) -> Progress:
+    """Each question is answered between two steps: this waits, it does not spin."""
+    while (progress := engine.ask(lambda loop: loop.requantize_progress()).result()).is_running:
+        pass
+    return progress
+
+
+def _held(loop: Loop) -> tuple[int, int]:
+    """By our own count, and by MLX's."""
     usage = loop.usage()
-    return usage.running_bytes + usage.tiers["hot"].nbytes
-
-
-def _freed(changed: Changed) -> int:
-    return changed.bytes_before - changed.bytes_after
+    return usage.running_bytes + usage.tiers["hot"].nbytes, usage.allocator_bytes

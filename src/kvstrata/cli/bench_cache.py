@@ -1,4 +1,4 @@
-"""`kvstrata bench first-token|memory|decode`: figures of the cache itself."""
+"""`kvstrata bench first-token|memory|decode|requantize|ladder`: figures of the cache itself."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from kvstrata.bench.first_token import FirstToken
+    from kvstrata.bench.ladder import LadderRun
     from kvstrata.bench.requantize import Requantized
 
 Model = Annotated[
@@ -111,9 +112,50 @@ def requantize(
 
 
 def _requantize_table(rows: list[Requantized]) -> str:
-    lines = [f"{'to':<10}{'longest pause':>15}{'said MiB':>10}{'freed MiB':>11}{'seconds':>9}{'of prefill':>12}"]
+    head = (
+        f"{'to':<10}{'longest pause':>15}{'said MiB':>10}{'freed MiB':>11}{'by MLX':>9}{'seconds':>9}{'of prefill':>12}"
+    )
+    lines = [head]
     for row in rows:
         pause = f"{row.longest_pause_steps:.1f} steps"
-        said, freed = row.freed_said_bytes / MIB, row.freed_bytes / MIB
-        lines.append(f"{row.precision:<10}{pause:>15}{said:>10.1f}{freed:>11.1f}{row.seconds:>9.2f}{row.share:>12.1%}")
+        said, freed, by_mlx = (n / MIB for n in (row.freed_said_bytes, row.freed_bytes, row.allocator_freed_bytes))
+        lines.append(
+            f"{row.precision:<10}{pause:>15}{said:>10.1f}{freed:>11.1f}{by_mlx:>9.1f}{row.seconds:>9.2f}{row.share:>12.1%}"
+        )
+    last = rows[-1]
+    lines.append(f"{last.finished} of {last.streams} streams finished; {last.computed_again} prompt tokens again")
+    return "\n".join(lines)
+
+
+def ladder(
+    model: Model = None,
+    chats: Annotated[int, typer.Option(min=2, help="Conversations that come and come back.")] = 12,
+    turns: Annotated[int, typer.Option(min=2, help="Turns of each.")] = 3,
+    turn_tokens: Annotated[int, typer.Option(min=16, help="Tokens that a turn adds.")] = 192,
+    reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each reply.")] = 24,
+    at_once: Annotated[int, typer.Option(min=1, max=16, help="Requests that run together.")] = 2,
+    share: Annotated[
+        float, typer.Option(min=0.05, max=1.0, help="KV budget, of what the load needs at full precision.")
+    ] = 0.25,
+    as_json: Json = False,
+) -> None:
+    """A load that does not fit: stepping down beside evicting at full precision. Hit rates, failures, memory."""
+    from kvstrata.bench.ladder import Load, measure
+    from kvstrata.models.load import load
+
+    what = Load(chats, turns, turn_tokens, reply_tokens, at_once)
+    rows = measure(load(model), what, share=share, progress=lambda name: typer.echo(f"{name} ...", err=True))
+    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else _ladder_table(rows))
+
+
+def _ladder_table(rows: list[LadderRun]) -> str:
+    lines = [
+        f"{'policy':<9}{'hit rate':>9}{'failed':>8}{'sampled MiB':>13}{'peak MiB':>10}{'limit MiB':>11}{'seconds':>9}"
+    ]
+    for row in rows:
+        sampled, peak, limit = (n / MIB for n in (row.sampled_peak_bytes, row.peak_bytes, row.limit_bytes))
+        memory = f"{sampled:>13.1f}{peak:>10.1f}{limit:>11.1f}"
+        lines.append(f"{row.policy:<9}{row.hit_rate:>9.1%}{row.failed:>8}{memory}{row.seconds:>9.1f}")
+    budget, needed = rows[0].budget_bytes / MIB, rows[0].needed_bytes / MIB
+    lines.append(f"KV budget {budget:.1f} MiB; the load needs {needed:.1f} MiB at full precision")
     return "\n".join(lines)

@@ -118,25 +118,30 @@ def unpinned(answer: Answer) -> RenderableType:
 
 def changed(answer: Answer) -> RenderableType:
     table = _plain_table()
-    before, after = answer["bytes_before"], answer["bytes_after"]
     table.add_row("dry run, nothing was changed" if answer["dry_run"] else "target", _target(answer["target"]))
-    table.add_row("spans", f"{answer['spans']:,}")
-    table.add_row(
-        "bytes", f"{size(before)} -> {size(after)}, {size(before - after)} freed ({share(before - after, before)})"
-    )
+    for name, tier in answer["tiers"].items():
+        table.add_row(f"{name}, {tier['spans']:,} spans", _freed(tier))
     table.add_row("expected error of scores", f"{100 * answer['expected_error']:.2f} %")
     table.add_row("time", f"{answer['seconds']:.3f} s")
     if answer["note"]:
         table.add_row("", answer["note"])
     for left in answer["left_alone"]:
-        table.add_row("left alone", f"{left['spans']:,} spans, {size(left['bytes'])}: {left['reason']}")
+        things = f"{left['spans']:,} {'blocks' if left['tier'] == 'disk' else 'spans'}"
+        table.add_row(f"left alone, {left['tier']}", f"{things}, {size(left['bytes'])}: {left['reason']}")
     return table
+
+
+def _freed(tier: Answer) -> str:
+    before, after, freed = tier["bytes_before"], tier["bytes_after"], tier["bytes_freed"]
+    verb = "taken" if freed < 0 else "freed"
+    return f"{size(before)} -> {size(after)}, {size(abs(freed))} {verb} ({share(abs(freed), before)})"
 
 
 def progress(answer: Answer) -> RenderableType:
     state = "running" if answer["is_running"] else "not running"
     done, total = answer["spans_done"], answer["spans_total"]
-    return f"{done:,} of {total:,} spans, {size(answer['bytes_freed'])} freed, {state}."
+    freed = size(answer["bytes_freed"])
+    return f"{done:,} of {total:,} spans, {freed} freed, {state}, {answer['seconds']:.2f} s."
 
 
 def _target(target: Answer) -> str:

@@ -24,6 +24,7 @@ from kvstrata.engine.memory import DEFAULT_SHARE, Budget, make_budget
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
 from kvstrata.engine.resume import make_resume
 from kvstrata.engine.runner import Runner
+from kvstrata.engine.scratch import Passes, measure_passes
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
 from kvstrata.index.keys import chain
@@ -246,12 +247,26 @@ class Engine:
         cpu.warm_up()
         self._layout = probe(self._loaded.module, self._limits.max_kv_size)
         memory_bytes = self._limits.memory_bytes or int(device().memory_bytes * DEFAULT_SHARE)
-        self._budget = make_budget(self._layout, memory_bytes=memory_bytes, weight_bytes=self._loaded.weight_bytes)
+        passes = self._measure()
+        self._budget = make_budget(
+            self._layout,
+            memory_bytes=memory_bytes,
+            weight_bytes=self._loaded.weight_bytes,
+            scratch=passes.scratch,
+            context_tokens=self.context_tokens,
+        )
         self._cold = self._open_disk()
         self._loop = self._make_loop()
-        if self._cold is not None:
-            self._loop.measure_prefill()
+        self._loop.expect_prefill(passes.prefill_tokens_s)
         self._state = self._loop.state()
+
+    def _measure(self) -> Passes:
+        return measure_passes(
+            Runner(self._loaded.module, self._layout),
+            rows=self._limits.max_running,
+            vocab_size=self._loaded.vocab_size,
+            chunk_tokens=self._limits.prefill_chunk_tokens,
+        )
 
     def _open_disk(self) -> Cold | None:
         """Raises ConfigError where the folder cannot be used."""

@@ -6,6 +6,7 @@ works on one, the host reads the one before.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -13,12 +14,13 @@ import mlx.core as mx
 
 from kvstrata.engine.limits import EngineState, Limits
 from kvstrata.engine.memory import Budget
-from kvstrata.engine.rates import Rate
+from kvstrata.engine.rates import Pace, Rate
 from kvstrata.engine.report import CacheUsage, cache_usage
 from kvstrata.engine.request import Failed, Finished, FinishReason, Prefilled, Request
 from kvstrata.engine.resume import Resume
 from kvstrata.engine.runner import Launched, Row, Runner
 from kvstrata.engine.scheduler import Chunk, Plan, Running, Waiting, chunk_tokens, plan, tail_tokens
+from kvstrata.engine.scratch import max_chunk
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import InvalidRequest
 from kvstrata.layers.buffers import round_up
@@ -28,13 +30,9 @@ from kvstrata.store.requantize import Change, Changed, Progress
 from kvstrata.store.store import Store
 from kvstrata.text.detokenizer import Detokenizer
 
-# Largest prefill chunk: past these sizes a chunk gets no faster by token, only longer.
-MAX_CHUNK_CPU = 256
-MAX_CHUNK_GPU = 2048
 # Waiting requests that are looked at past those that could be admitted: some may wait for the prefill of another.
 MAX_FOLLOWERS = 16
 MAX_REST_S = 1.0
-MEASURED_TOKENS = 128
 
 
 class Loop:
@@ -56,13 +54,15 @@ class Loop:
         self._metrics = metrics
         self._vocab_size = vocab_size
         self._detokenizer = detokenizer
-        self._max_chunk = MAX_CHUNK_CPU if mx.default_device() == mx.cpu else MAX_CHUNK_GPU
+        self._max_chunk = max_chunk()
         self._waiting: list[Sequence] = []  # by arrival
         self._running: dict[int, Sequence] = {}  # by arrival
         self._in_flight: Launched | None = None
         self._num_chunks = 0
         self._last_read_s = 0.0
-        self._step_s = 0.0  # of the last decode step
+        self._pace = Pace()
+        self._did_chores = False  # since the last decode step was read
+        self._needs_room = False  # somebody waits for what is about to step down
         self.is_stalled = False  # the last step had nothing to do: those that wait, wait for the disk
         self._decode_rate = Rate()
         self._prefill_rate = Rate()
@@ -122,14 +122,9 @@ class Loop:
         ends = [s.load.gives_up_at(rate) - now_s for s in self._waiting if s.load is not None and rate]
         return min([max(0.001, end) for end in ends], default=MAX_REST_S)
 
-    def measure_prefill(self) -> None:
+    def expect_prefill(self, tokens_s: float) -> None:
         """Before the first request: whether it is worth waiting for the disk must be known then."""
-        cache = self._runner.new_cache(2 * MEASURED_TOKENS)
-        for is_warm in (False, True):
-            began = time.perf_counter()
-            self._runner.prefill(cache, [0] * MEASURED_TOKENS)
-            if is_warm:
-                self._prefill_rate.add(MEASURED_TOKENS, time.perf_counter() - began)
+        self._prefill_rate.add(1, 1 / tokens_s)
 
     @property
     def store(self) -> Store | None:
@@ -142,20 +137,30 @@ class Loop:
     def do_chores(self, slice_s: float) -> None:
         """Work on what is stored, for about so long."""
         if self._resume.store is not None:
+            self._did_chores = True
+            was_rewriting = self._resume.store.is_rewriting
             self._resume.store.work(slice_s)
-            self._make_room()
+            self._make_room(0.0)
+            if was_rewriting:
+                # Whoever does not run in the next step would keep what was replaced.
+                self._let_go()
+
+    def _let_go(self) -> None:
+        for sequence in self._running.values():
+            if sequence.cache is not None:
+                sequence.cache.let_go()
 
     def _slice_s(self) -> float:
         """What somebody waits for may take as long as a decode step; all else is hardly to be noticed."""
         assert self._resume.store is not None
-        hurry = self._resume.store.requantize_progress().is_running
-        return max(self._limits.slice_s, self._step_s) if hurry else self._limits.slice_s
+        hurry = self._needs_room or self._resume.store.is_requantizing
+        return max(self._limits.slice_s, self._pace.step_s) if hurry else self._limits.slice_s
 
     def _relieve(self) -> None:
         """Memory fills up: begin in time."""
         if self._resume.store is not None:
             used = self._running_bytes() + self._stored_bytes()
-            self._resume.store.pressure.relieve(used, self._budget.total_bytes)
+            self._resume.store.relieve(used, self._budget.total_bytes)
 
     def enqueue(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
@@ -191,14 +196,30 @@ class Loop:
     # Plan.
 
     def _plan(self) -> Plan:
+        step_plan = self._plan_for(self._as_waiting())
+        self._needs_room = bool(step_plan.admit) and self._has_to_wait(step_plan.admit)
+        return self._plan_for([]) if self._needs_room else step_plan
+
+    def _plan_for(self, waiting: list[Waiting]) -> Plan:
         return plan(
-            self._as_waiting(),
+            waiting,
             [self._as_running(s) for s in self._running.values()],
             free_bytes=self._budget.total_bytes - self._running_bytes() - self._leased_bytes(),
             max_running=self._limits.max_running,
             chunk_tokens=self._chunk_tokens(),
             turn=self._num_chunks,
         )
+
+    def _has_to_wait(self, keys: tuple[int, ...]) -> bool:
+        """Whether there will be room for these as soon as some of what is stored has stepped down: streams go on while
+        it does. Where nobody decodes it is done at once."""
+        if self._resume.store is None or not self._has_streams():
+            return False
+        new_bytes = sum(self._budget.bytes_for(self._first_capacity(s)) for s in self._waiting if s.arrival in keys)
+        return self._resume.store.is_making_room(self._budget.total_bytes - self._running_bytes() - new_bytes)
+
+    def _has_streams(self) -> bool:
+        return any(not sequence.prefill_left for sequence in self._running.values())
 
     def _chunk_tokens(self) -> int:
         return self._limits.prefill_chunk_tokens or chunk_tokens(self._prefill_rate.tokens_s, self._max_chunk)
@@ -265,7 +286,7 @@ class Loop:
             self._grow(self._running[key])
         for key in step_plan.admit:
             self._admit(next(s for s in self._waiting if s.arrival == key))
-        self._make_room()
+        self._make_room(self._pace.step_s)
         if step_plan.prefill is not None:
             self._prefill(step_plan.prefill)
         done = self._take_in_flight(self._launch(step_plan.decode))
@@ -322,9 +343,11 @@ class Loop:
         self._metrics.prefill_tokens.inc(chunk.num_tokens)
         self._report_prefill(sequence)
 
-    def _make_room(self) -> None:
+    def _make_room(self, slice_s: float) -> None:
+        """Streams wait for so long at most. What has not stepped down by then goes."""
         if self._resume.store is not None:
-            self._resume.store.shrink_to(self._budget.total_bytes - self._running_bytes())
+            limit_bytes = self._budget.total_bytes - self._running_bytes()
+            self._resume.store.shrink_to(limit_bytes, slice_s if self._has_streams() else math.inf)
 
     def _launch(self, keys: tuple[int, ...]) -> Launched | None:
         if not keys:
@@ -356,7 +379,9 @@ class Loop:
         # Steps overlap: what one adds is the time since the one before was read.
         seconds = now_s - max(step.began_s, self._last_read_s)
         self._last_read_s = now_s
-        self._step_s = seconds
+        if not self._did_chores:
+            self._pace.add(seconds)
+        self._did_chores = False
         self._decode_rate.add(len(step.ids), seconds)
         self._metrics.step_s.labels(kind="decode").observe(seconds)
 

@@ -9,8 +9,8 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 
 DEFAULT_SHARE = 0.75
-# Kept free for activations and attention's scratch.
-SCRATCH_SHARE = 0.1
+# Kept free beside what passes were seen to take: for spans that are rewritten, and for the allocator's rounding.
+SPARE_SHARE = 0.1
 MIB = 1 << 20
 
 
@@ -47,12 +47,40 @@ class Budget:
         )
 
 
-def make_budget(layout: Layout, *, memory_bytes: int, weight_bytes: int) -> Budget:
-    total = int((memory_bytes - weight_bytes) * (1 - SCRATCH_SHARE))
+@dataclass(frozen=True)
+class Scratch:
+    """What a forward pass takes beside KV, at most."""
+
+    base_bytes: int = 0
+    context_token_bytes: int = 0  # for each token that a chunk attends to
+
+    def memory_for(self, kv_bytes: int, layout: Layout, context_tokens: int) -> int:
+        """Beside the weights, so that there are so many bytes for KV. The reverse of `kv_bytes`."""
+        longest = min(context_tokens, kv_bytes // max(1, layout.token_bytes))
+        return int((kv_bytes + self.base_bytes + self.context_token_bytes * longest) / (1 - SPARE_SHARE)) + 1
+
+    def kv_bytes(self, free_bytes: int, layout: Layout, context_tokens: int) -> int:
+        """What is left for KV: one sequence may have all of it, or be as long as the model allows."""
+        free_bytes = int(free_bytes * (1 - SPARE_SHARE)) - self.base_bytes
+        by_token = self.context_token_bytes / max(1, layout.token_bytes)
+        return max(int(free_bytes / (1 + by_token)), free_bytes - self.context_token_bytes * context_tokens)
+
+
+def make_budget(
+    layout: Layout,
+    *,
+    memory_bytes: int,
+    weight_bytes: int,
+    scratch: Scratch | None = None,
+    context_tokens: int = 0,
+) -> Budget:
+    scratch = scratch or Scratch()
+    total = scratch.kv_bytes(memory_bytes - weight_bytes, layout, context_tokens)
     budget = Budget(total, layout.fixed_bytes, layout.token_bytes)
     if total < budget.bytes_for(1):
         raise ConfigError(
             f"A memory limit of {memory_bytes // MIB} MiB leaves no room for a KV cache beside the model's own "
-            f"{weight_bytes // MIB} MiB. Raise --memory-limit, or serve a smaller model."
+            f"{weight_bytes // MIB} MiB and the {scratch.base_bytes // MIB} MiB that a step takes. Raise "
+            "--memory-limit, or serve a smaller model."
         )
     return budget

@@ -19,9 +19,9 @@ from kvstrata.index.identity import Identity
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.kinds import Layout
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.spans.estimate import SEAL_TOKENS
 from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import Plan, make_plan
+from kvstrata.spans.span import SEAL_TOKENS, RawWindow
 from kvstrata.store.cold import Cold
 from kvstrata.store.entry import Found
 from kvstrata.store.ladder import Floors
@@ -163,8 +163,7 @@ def make_resume(
         precision=PrecisionOptions(
             min_quantize_tokens=storage.min_quantize_tokens,
             live=storage.live,
-            first_raw=storage.first_raw_tokens,
-            recent_raw=storage.recent_raw_tokens,
+            window=RawWindow(storage.first_raw_tokens, storage.recent_raw_tokens),
         ),
         ladder=LadderOptions(
             by_pressure=storage.dynamic,

@@ -24,6 +24,9 @@ class RunCache:
     def of(self, parts: Sequence[Part]) -> list[cpu.Run]:
         return [run for run in self._look_up(parts) if run is not None]
 
+    def keep_only(self, parts: Sequence[Part]) -> None:
+        self._known = {part: self._known[part] for part in parts if part in self._known}
+
     def _look_up(self, parts: Sequence[Part]) -> list[cpu.Run | None]:
         runs = [self._known[part] if part in self._known else cpu.run_of(part) for part in parts]
         # Parts of before are let go. A raw one is looked up each time: its owner writes on, which may move the buffer.

@@ -155,6 +155,12 @@ class SequenceCache:
         full = [(layer, pair) for layer, pair in zip(self.flat, pairs, strict=True) if isinstance(layer, FullLayer)]
         return max((layer.seal(*pair, first_raw=first_raw, recent_raw=recent_raw) for layer, pair in full), default=0)
 
+    def let_go(self) -> None:
+        """Others have stored what it reads in another way: keep nothing of how it was."""
+        for layer in self.flat:
+            if isinstance(layer, FullLayer):
+                layer.let_go()
+
     def caches(self) -> list[Any]:
         """What the model is called with."""
         return [_as_called(layer, self._path) for layer in self.layers]

@@ -83,6 +83,12 @@ class FullLayer:
     def grow(self, tokens: int) -> None:
         self._pieces.append(Piece(Buffer(tokens)))
 
+    def num_to_seal(self, first_raw: int, recent_raw: int) -> int:
+        """How many tokens `seal` would encode."""
+        num_raw = self.offset - self.start - self.sealed_tokens
+        first = min(max(0, first_raw - (self.offset - num_raw)), num_raw)
+        return max(0, num_raw - recent_raw - first)
+
     def seal(self, k: Codec, v: Codec, *, first_raw: int = 4, recent_raw: int = 128) -> int:
         """Encode what is raw, but for the sequence's first tokens and the newest; tells how many tokens were encoded.
 
@@ -178,6 +184,10 @@ class FullLayer:
     def _parts_before(self) -> tuple[Part, ...]:
         """All that it does not write."""
         return (*(part for source in self._before for part in source.parts()), *self._sealed)
+
+    def let_go(self) -> None:
+        """Keep nothing of what is stored in another way now."""
+        self._runs.keep_only(self._parts_before())
 
     def _raw_parts(self) -> list[RawPart]:
         return [_part(piece) for piece in self._pieces if piece.used]

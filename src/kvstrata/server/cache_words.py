@@ -14,7 +14,7 @@ from kvstrata.layers.parts import SealedPart
 from kvstrata.server.openai.schema import Asked, Message, TokenId, ToolOffered
 from kvstrata.store.entry import Entry
 from kvstrata.store.report import Explanation, PartUsage, TierUsage
-from kvstrata.store.requantize import Changed, Progress, Scope
+from kvstrata.store.requantize import Changed, Progress, Scope, TierChange
 
 Tier = Literal["hot", "disk", "all"]
 
@@ -123,9 +123,17 @@ class PinAnswer(TypedDict):
 
 
 class LeftAloneAnswer(TypedDict):
+    tier: str
     reason: str
     spans: int
     bytes: int
+
+
+class TierChangeAnswer(TypedDict):
+    spans: int
+    bytes_before: int
+    bytes_after: int
+    bytes_freed: int
 
 
 class RequantizeAnswer(TypedDict):
@@ -135,6 +143,7 @@ class RequantizeAnswer(TypedDict):
     spans: int
     bytes_before: int
     bytes_after: int
+    tiers: dict[str, TierChangeAnswer]
     left_alone: list[LeftAloneAnswer]
     expected_error: float
     seconds: float
@@ -146,6 +155,7 @@ class ProgressAnswer(TypedDict):
     spans_done: int
     bytes_freed: int
     is_running: bool
+    seconds: float
 
 
 def usage_answer(usage: CacheUsage, target: TargetAnswer, held: HeldAnswer) -> UsageAnswer:
@@ -190,10 +200,22 @@ def requantize_answer(changed: Changed, held: HeldAnswer) -> RequantizeAnswer:
         "spans": changed.spans,
         "bytes_before": changed.bytes_before,
         "bytes_after": changed.bytes_after,
-        "left_alone": [{"reason": it.reason, "spans": it.spans, "bytes": it.nbytes} for it in changed.left_alone],
+        "tiers": {name: _tier_change(tier) for name, tier in changed.tiers.items()},
+        "left_alone": [
+            {"tier": it.tier, "reason": it.reason, "spans": it.spans, "bytes": it.nbytes} for it in changed.left_alone
+        ],
         "expected_error": changed.expected_error,
         "seconds": changed.seconds,
         "note": _note(changed),
+    }
+
+
+def _tier_change(tier: TierChange) -> TierChangeAnswer:
+    return {
+        "spans": tier.spans,
+        "bytes_before": tier.bytes_before,
+        "bytes_after": tier.bytes_after,
+        "bytes_freed": tier.bytes_freed,
     }
 
 
@@ -207,6 +229,7 @@ def progress_answer(progress: Progress) -> ProgressAnswer:
         "spans_done": progress.spans_done,
         "bytes_freed": progress.bytes_freed,
         "is_running": progress.is_running,
+        "seconds": progress.seconds,
     }
 
 

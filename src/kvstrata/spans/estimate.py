@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -11,15 +12,20 @@ from kvstrata.codecs.base import Codec, Extent, Planes
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.segments import segments_of
+from kvstrata.layers.kinds import LayerSpec
 from kvstrata.layers.parts import Part, Parts, SealedPart
 from kvstrata.layers.sequence import Pair
 from kvstrata.layers.tail import FullLayer
-from kvstrata.spans.plan import Plan
+from kvstrata.spans.marks import Mark
+from kvstrata.spans.plan import RAW, Plan
 from kvstrata.spans.rewrite import lower_of, lower_pair
-from kvstrata.spans.span import Span
+from kvstrata.spans.span import SEAL_TOKENS, RawWindow, Span
 
-# A running sequence is encoded again when so many tokens have come since.
-SEAL_TOKENS = 256
+# Why something is left alone.
+STORED_SO = "stored so already"
+LOWER = "lower already, with nothing put away"
+RAW_WINDOW = "raw window of a running request"
+
 SAMPLE_TOKENS = 256
 SAMPLE_QUERIES = 16
 
@@ -35,19 +41,31 @@ class Estimate:
         return self.bytes_before != self.bytes_after
 
 
-def estimate(span: Span, plan: Plan, *, upward: bool, first_raw: int, recent_raw: int) -> Estimate:
-    """Of all full-attention layers."""
+def estimate(span: Span, plan: Plan, *, upward: bool, window: RawWindow | None) -> Estimate:
+    """Of all that a change rewrites. `window` stays raw; None: its owner has ended, nothing has to."""
     result = Estimate()
+    specs = span.layout.flat()
     for layer in span.layers:
-        held = span.version(layer)
-        pair, dtype = plan.pairs[layer], span.layout.flat()[layer].dtype
-        if isinstance(held, FullLayer):
-            _add_live(result, held, pair, dtype, first_raw, recent_raw)
-        else:
+        held, pair, dtype = span.version(layer), plan.pairs[layer], specs[layer].dtype
+        if not isinstance(held, FullLayer):
             for part in span.planes(layer):
-                _add_planes(result, part.k, pair[0], dtype, upward)
-                _add_planes(result, part.v, pair[1], dtype, upward)
+                _add_part(result, part, pair, dtype, upward)
+        elif window is not None:
+            _add_live(result, held, pair, dtype, window)
+        else:
+            _add_ended(result, held, span, pair, dtype)
+    if window is None:
+        for mark in span.marks.values():
+            for ring, pair, spec in _rings(mark, plan, specs):
+                _add_part(result, ring, pair, spec.dtype, upward=False)
     return result
+
+
+def _rings(mark: Mark, plan: Plan, specs: Sequence[LayerSpec]) -> Iterator[tuple[SealedPart, Pair, LayerSpec]]:
+    """Its rings and chunks: recurrent states are never quantized."""
+    for state, pair, spec in zip(mark.states, plan.pairs, specs, strict=True):
+        if isinstance(state, SealedPart):
+            yield state, pair, spec
 
 
 def encoded_bytes(codec: Codec, heads: int, dim: int, position: int, num_tokens: int, dtype: mx.Dtype) -> int:
@@ -58,40 +76,57 @@ def encoded_bytes(codec: Codec, heads: int, dim: int, position: int, num_tokens:
     return heads * sum(plane.rows * plane.width * size for plane, size in zip(planes, sizes, strict=True))
 
 
+def _add_part(result: Estimate, part: SealedPart, pair: Pair, dtype: mx.Dtype, upward: bool) -> None:
+    _add_planes(result, part.k, pair[0], dtype, upward)
+    _add_planes(result, part.v, pair[1], dtype, upward)
+
+
 def _add_planes(result: Estimate, planes: Planes, wanted: Codec, dtype: mx.Dtype, upward: bool) -> None:
     becomes = wanted if upward else lower_of(planes.codec, wanted, planes.dim, dtype)
     result.bytes_before += planes.nbytes
     if becomes == planes.codec:
         result.bytes_after += planes.nbytes
-        result.left_alone["stored so already" if planes.codec == wanted else "lower already"] += planes.nbytes
+        result.left_alone[STORED_SO if planes.codec == wanted else LOWER] += planes.nbytes
         return
     (heads,) = planes.leading
     result.bytes_after += encoded_bytes(becomes, heads, planes.dim, planes.position, planes.num_tokens, dtype)
 
 
-def _add_live(result: Estimate, layer: FullLayer, pair: Pair, dtype: mx.Dtype, first_raw: int, recent_raw: int) -> None:
+def _add_live(result: Estimate, layer: FullLayer, pair: Pair, dtype: mx.Dtype, window: RawWindow) -> None:
     """A running sequence: its buffers keep the newest tokens and the room for more."""
     for part in layer.sealed:
-        k, v = lower_pair(part, pair, dtype)
-        _add_planes(result, part.k, k, dtype, upward=False)
-        _add_planes(result, part.v, v, dtype, upward=False)
+        _add_part(result, part, lower_pair(part, pair, dtype), dtype, upward=False)
     buffer_bytes = layer.nbytes - layer.sealed_bytes
     result.bytes_before += buffer_bytes
     raw = layer.offset - layer.start - layer.sealed_tokens
-    at = layer.offset - raw
-    first = min(max(0, first_raw - at), raw)
-    moved = max(0, raw - recent_raw - first)
-    if moved < SEAL_TOKENS or pair == (RawCodec(), RawCodec()):
+    moved = layer.num_to_seal(window.first_tokens, window.recent_tokens)
+    if moved < SEAL_TOKENS or pair == RAW:
         result.bytes_after += buffer_bytes
-        result.left_alone["raw window of a running request"] += layer.token_bytes * raw
+        result.left_alone[RAW_WINDOW] += layer.token_bytes * raw
         return
-    k, v = layer.arrays()[:2]
-    encoded = sum(
-        encoded_bytes(codec, array.shape[1], array.shape[3], at + first, moved, dtype)
-        for codec, array in zip(pair, (k, v), strict=True)
+    at = layer.offset - window.recent_tokens - moved
+    result.left_alone[RAW_WINDOW] += layer.token_bytes * (raw - moved)
+    result.bytes_after += buffer_bytes - layer.token_bytes * moved + _encoded_pair(layer, pair, at, moved, dtype)
+
+
+def _add_ended(result: Estimate, layer: FullLayer, span: Span, pair: Pair, dtype: mx.Dtype) -> None:
+    """Buffers that wait to be trimmed: what nobody filed and the room for more go."""
+    sealed = Estimate()
+    for part in layer.sealed:
+        k, v = (lower_of(p.codec, c, p.dim, dtype) for p, c in zip((part.k, part.v), pair, strict=True))
+        _add_part(sealed, part, (k, v), dtype, upward=False)
+    raw = max(0, span.num_tokens - layer.sealed_tokens)
+    result.bytes_before += layer.nbytes
+    result.bytes_after += sealed.bytes_after
+    if raw:
+        result.bytes_after += _encoded_pair(layer, pair, span.end - raw, raw, dtype)
+
+
+def _encoded_pair(layer: FullLayer, pair: Pair, position: int, num_tokens: int, dtype: mx.Dtype) -> int:
+    return sum(
+        encoded_bytes(codec, array.shape[1], array.shape[3], position, num_tokens, dtype)
+        for codec, array in zip(pair, layer.arrays()[:2], strict=True)
     )
-    result.left_alone["raw window of a running request"] += layer.token_bytes * (raw - moved)
-    result.bytes_after += buffer_bytes - layer.token_bytes * moved + encoded
 
 
 def score_error(span: Span, plan: Plan, *, upward: bool) -> float | None:

@@ -25,6 +25,17 @@ from kvstrata.spans.plan import RAW, Plan
 
 Held = FullLayer | tuple[SealedPart, ...]
 
+# A running sequence is encoded again when so many tokens have come since.
+SEAL_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class RawWindow:
+    """What of a running sequence stays raw."""
+
+    first_tokens: int = 4
+    recent_tokens: int = 128
+
 
 class Span:
     def __init__(self, layout: Layout, position: int, num_tokens: int, held: dict[int, Held]) -> None:
@@ -55,6 +66,11 @@ class Span:
     @property
     def live_bytes(self) -> int:
         return sum(held.nbytes for held in self._held.values() if isinstance(held, FullLayer))
+
+    @property
+    def owned_bytes(self) -> int:
+        """All that is in memory of its own: not the buffers of an owner."""
+        return sum(part.nbytes for part in self._sealed()) + self.mark_bytes
 
     @property
     def mark_bytes(self) -> int:
@@ -117,22 +133,38 @@ class Span:
             return False
         return all(_stays(p.k, pair[0], dtype, upward) and _stays(p.v, pair[1], dtype, upward) for p in held)
 
-    def seal(self, layer: int, pair: Pair, *, first_raw: int, recent_raw: int) -> None:
-        """Encode what the owner of a live layer has written, but for the first and the newest tokens."""
+    @property
+    def written_end(self) -> int:
+        """Where the owner of a live span is; of others, their end."""
+        live = (held.offset for held in self._held.values() if isinstance(held, FullLayer))
+        return next(live, self.end)
+
+    def seal(self, layer: int, pair: Pair, window: RawWindow, *, up_to: int) -> None:
+        """Encode what the owner of a live layer had written when it was at `up_to`, but for the window."""
         held = self._held[layer]
         if isinstance(held, FullLayer):
             dtype = self.layout.flat()[layer].dtype
             held.replace_sealed([rewrite.lowered(part, pair, dtype) for part in held.sealed])
-            held.seal(*pair, first_raw=first_raw, recent_raw=recent_raw)
+            recent_raw = window.recent_tokens + max(0, held.offset - up_to)
+            if held.num_to_seal(window.first_tokens, recent_raw) >= SEAL_TOKENS:
+                held.seal(*pair, first_raw=window.first_tokens, recent_raw=recent_raw)
 
-    def has_to_seal(self, layer: int, pair: Pair, raw_tokens: int) -> bool:
-        """Whether a live layer has more raw tokens than this, or sealed ones in more bits than the pair has."""
+    def sealable_bytes(self, window: RawWindow) -> int:
+        """What of a live span could be stored in fewer bits."""
+        total = 0
+        for held in self._held.values():
+            if isinstance(held, FullLayer):
+                count = held.num_to_seal(window.first_tokens, window.recent_tokens)
+                total += held.sealed_bytes + (held.token_bytes * count if count >= SEAL_TOKENS else 0)
+        return total
+
+    def has_to_seal(self, layer: int, pair: Pair, window: RawWindow) -> bool:
+        """Whether a live layer has enough to be encoded, or sealed tokens in more bits than the pair has."""
         held = self._held[layer]
         if not isinstance(held, FullLayer):
             return False
         dtype = self.layout.flat()[layer].dtype
-        is_raw = held.offset - held.start - held.sealed_tokens
-        return is_raw >= raw_tokens or any(
+        return held.num_to_seal(window.first_tokens, window.recent_tokens) >= SEAL_TOKENS or any(
             rewrite.lower_pair(part, pair, dtype) != (part.k.codec, part.v.codec) for part in held.sealed
         )
 

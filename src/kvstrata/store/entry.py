@@ -26,8 +26,15 @@ class Entry:
     nbytes: int = 0  # as counted in the store's total
     target: Plan | None = None  # what somebody asked for it to be stored as; None: what all are
     is_clean: bool = False  # all of it is on the disk
+    clean_token_bytes: float = 0.0  # with so many bytes for each token, when it was written
     was_used: bool = False  # somebody went on from it: asked for a second time
     goes_up: bool = False  # even where that takes more bits than it has
+    asked_at: int | None = None  # where its owner was when the target was asked for; None: that is done
+
+    @property
+    def can_be_put_away(self) -> bool:
+        """Whether it would be written to the disk before it steps down."""
+        return not self.is_clean and not self.is_running and not self.span.is_live
 
     @property
     def is_free(self) -> bool:

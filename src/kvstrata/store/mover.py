@@ -29,6 +29,10 @@ class Mover:
     def idle(self) -> bool:
         return not self._waiting
 
+    @property
+    def waiting(self) -> tuple[Entry, ...]:
+        return tuple(self._waiting)
+
     def has(self, entry: Entry) -> bool:
         return entry in self._waiting
 

@@ -6,14 +6,14 @@ that run too; without it the values under a running sequence do not change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.parts import SealedPart
-from kvstrata.spans.estimate import SEAL_TOKENS
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import Plan, raw_plan
 from kvstrata.spans.rewrite import lower_of
+from kvstrata.spans.span import RawWindow
 from kvstrata.store.entry import Entry
 from kvstrata.store.mover import Job
 
@@ -22,8 +22,7 @@ from kvstrata.store.mover import Job
 class PrecisionOptions:
     min_quantize_tokens: int = 256  # shorter sequences stay raw: their overhead exceeds what is saved
     live: bool = False  # running sequences are encoded too
-    first_raw: int = 4  # but for their first
-    recent_raw: int = 128  # and newest tokens
+    window: RawWindow = field(default_factory=RawWindow)  # but for this
 
 
 class Precision:
@@ -39,15 +38,23 @@ class Precision:
         if entry.is_running:
             wanted = entry.target or (self.target if self.options.live else None)
             return wanted if wanted is not None and self._has_to_seal(entry, wanted) else None
-        if entry.target is not None:
-            wanted = entry.target
-        elif entry.num_leases and not self.options.live:
-            # Its readers go on over the values that they began with.
-            wanted = self._raw
-        else:
-            wanted = self.target if span.end >= self.options.min_quantize_tokens else self._raw
+        wanted = self._wanted(entry)
         done = all(span.settles(layer, wanted.pairs[layer], upward=entry.goes_up) for layer in span.layers)
         return None if done and all(self._mark_settles(mark, wanted) for mark in span.marks.values()) else wanted
+
+    def _wanted(self, entry: Entry) -> Plan:
+        """Of one that does not run."""
+        if entry.target is not None:
+            return entry.target
+        if entry.num_leases and not self.options.live:
+            # Its readers go on over the values that they began with.
+            return self._raw
+        return self.target if entry.span.end >= self.options.min_quantize_tokens else self._raw
+
+    def expected_bytes(self, entry: Entry) -> int:
+        """What one that does not run will take, resume points apart, when the work on it is done. About."""
+        wanted = self._wanted(entry).token_bytes(self._layout) * entry.span.num_tokens
+        return min(entry.span.kv_bytes, int(wanted))
 
     def _mark_settles(self, mark: Mark, plan: Plan) -> bool:
         """Whether its rings are under the plan, or lower. A model may have no other KV."""
@@ -61,18 +68,18 @@ class Precision:
 
     def _has_to_seal(self, entry: Entry, plan: Plan) -> bool:
         """A running sequence: whether enough has come to be encoded, or what is encoded has to step down."""
-        span = entry.span
-        raw_tokens = max(0, self.options.first_raw - span.position) + SEAL_TOKENS + self.options.recent_raw
-        return not plan.is_raw and any(span.has_to_seal(i, plan.pairs[i], raw_tokens) for i in span.layers)
+        span, window = entry.span, self.options.window
+        return not plan.is_raw and any(span.has_to_seal(i, plan.pairs[i], window) for i in span.layers)
 
     def job(self, entry: Entry, plan: Plan) -> Job:
         return self._seal(entry, plan) if entry.is_running else self._rewrite(entry, plan)
 
     def _seal(self, entry: Entry, plan: Plan) -> Job:
-        for layer in entry.span.layers:
-            entry.span.seal(
-                layer, plan.pairs[layer], first_raw=self.options.first_raw, recent_raw=self.options.recent_raw
-            )
+        # All layers up to the same token, whatever comes while the job waits for its next turn.
+        span, up_to = entry.span, entry.span.written_end if entry.asked_at is None else entry.asked_at
+        entry.asked_at = None
+        for layer in span.layers:
+            span.seal(layer, plan.pairs[layer], self.options.window, up_to=up_to)
             yield
 
     def _rewrite(self, entry: Entry, plan: Plan) -> Job:

@@ -12,6 +12,7 @@ from kvstrata.codecs.raw import RawCodec
 from kvstrata.spans.plan import Plan
 from kvstrata.store.entry import Entry
 from kvstrata.store.ladder import HIGH, LOW, Floors, Held, step_down
+from kvstrata.store.precision import Precision
 from kvstrata.store.shelf import Shelf
 
 PlanOf = Callable[[str, str], Plan]  # from the names of a K and a V precision
@@ -25,10 +26,18 @@ class LadderOptions:
 
 
 class Pressure:
-    def __init__(self, shelf: Shelf, plan_of: PlanOf, options: LadderOptions, review: Callable[[Entry], None]) -> None:
+    def __init__(
+        self,
+        shelf: Shelf,
+        plan_of: PlanOf,
+        options: LadderOptions,
+        precision: Precision,
+        review: Callable[[Entry], None],
+    ) -> None:
         self._shelf = shelf
         self._plan_of = plan_of
         self._options = options
+        self._precision = precision
         self._review = review  # has an entry brought to its target, in time
         self._by_length = [(tokens, plan_of(name, name)) for tokens, name in options.by_length]
         self.num_steps = 0
@@ -68,10 +77,16 @@ class Pressure:
         dtype = entry.span.layout.flat()[layer].dtype
         k, v = entry.target.pairs[layer] if entry.target else entry.span.pairs(layer)[-1]
         k_bits, v_bits = _bits(k, 8 * dtype.size), _bits(v, 8 * dtype.size)
-        kv_bytes = entry.span.kv_bytes
+        kv_bytes = self._movable_bytes(entry)
         k_bytes = kv_bytes * k_bits // max(1, k_bits + v_bits)
         used_s = math.inf if entry.is_running else self._shelf.used_s(entry)
         return Held(entry, k_bits, v_bits, k_bytes, kv_bytes - k_bytes, used_s)
+
+    def _movable_bytes(self, entry: Entry) -> int:
+        """What of it takes fewer bytes in fewer bits: what it has, when all that waits is done."""
+        if entry.is_running:
+            return entry.span.sealable_bytes(self._precision.options.window)
+        return self._precision.expected_bytes(entry)
 
 
 def _bits(codec: Codec, raw_bits: int) -> int:

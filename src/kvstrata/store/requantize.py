@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvstrata.spans.estimate import Estimate, estimate, score_error
 from kvstrata.spans.plan import Plan
+from kvstrata.spans.span import RawWindow
 from kvstrata.store.entry import Entry
-from kvstrata.store.precision import PrecisionOptions
-from kvstrata.store.report import recurrent_bytes
+from kvstrata.store.report import TierUsage, recurrent_bytes
 
 # Spans that the expected error is measured on.
 MAX_SAMPLED = 3
+# Why something is left alone; more in spans/estimate.py.
+RECURRENT = "recurrent state is never quantized"
+ON_DISK = "blocks on the disk keep the precision they were written in"
 
 Scope = Literal["all", "live", "stored", "disk"]
 
@@ -43,6 +46,19 @@ class LeftAlone:
     reason: str
     spans: int
     nbytes: int
+    tier: str = "hot"
+
+
+@dataclass(frozen=True)
+class TierChange:
+    spans: int  # that change; on the disk: that are written there
+    bytes_before: int
+    bytes_after: int
+
+    @property
+    def bytes_freed(self) -> int:
+        """Less than nothing where it takes more: what is put away, and what comes back."""
+        return self.bytes_before - self.bytes_after
 
 
 @dataclass(frozen=True)
@@ -50,12 +66,22 @@ class Changed:
     k: str  # the target from now on
     v: str
     dry_run: bool
-    spans: int
-    bytes_before: int
-    bytes_after: int  # expected, while the work is not done
+    tiers: Mapping[str, TierChange]  # expected, while the work is not done
     left_alone: tuple[LeftAlone, ...]
     expected_error: float  # of scores, relative, measured on a sample; 0 where nothing changes
     seconds: float
+
+    @property
+    def spans(self) -> int:
+        return self.tiers["hot"].spans
+
+    @property
+    def bytes_before(self) -> int:
+        return self.tiers["hot"].bytes_before
+
+    @property
+    def bytes_after(self) -> int:
+        return self.tiers["hot"].bytes_after
 
 
 @dataclass(frozen=True)
@@ -66,23 +92,40 @@ class Progress:
     spans_done: int = 0
     bytes_freed: int = 0
     is_running: bool = False
+    seconds: float = 0.0  # since it was asked for, until it was done
 
 
 class Requantizing:
     """A change at work: which entries it is about, and how far it has got."""
 
-    def __init__(self, entries: Collection[Entry], before: Plan) -> None:
-        self._entries = {entry: entry.span.kv_bytes for entry in entries}
+    def __init__(
+        self, entries: Collection[Entry], before: Plan, is_pending: Callable[[Entry], bool], began_s: float
+    ) -> None:
+        self._entries = {entry: entry.span.nbytes for entry in entries}
         self.before = before  # the target that it replaced
+        self._is_pending = is_pending
+        self._began_s = began_s
+        self._ended_s: float | None = None
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         return tuple(self._entries)
 
-    def progress(self, is_pending: Callable[[Entry], bool]) -> Progress:
-        pending = [entry for entry in self._entries if is_pending(entry)]
-        freed = sum(was - entry.span.kv_bytes for entry, was in self._entries.items())
-        return Progress(len(self._entries), len(self._entries) - len(pending), freed, bool(pending))
+    @property
+    def is_running(self) -> bool:
+        return self._ended_s is None
+
+    def look(self) -> None:
+        """Some of it is done: maybe that was all. What comes to the same entries later is no part of it."""
+        if self._ended_s is None and not any(self._is_pending(entry) for entry in self._entries):
+            self._ended_s = time.perf_counter()
+
+    def progress(self) -> Progress:
+        self.look()
+        num_pending = sum(1 for entry in self._entries if self.is_running and self._is_pending(entry))
+        freed = sum(was - entry.span.nbytes for entry, was in self._entries.items())
+        seconds = (self._ended_s or time.perf_counter()) - self._began_s
+        return Progress(len(self._entries), len(self._entries) - num_pending, freed, self.is_running, seconds)
 
 
 def in_scope(entry: Entry, change: Change, sequence_entries: Collection[Entry] | None) -> bool:
@@ -92,23 +135,69 @@ def in_scope(entry: Entry, change: Change, sequence_entries: Collection[Entry] |
     return by_scope and by_salt and (sequence_entries is None or entry in sequence_entries)
 
 
-def assess(entries: Collection[Entry], plan: Plan, change: Change, options: PrecisionOptions) -> Changed:
-    """What a change of these entries comes to. Changes nothing."""
-    began_s = time.perf_counter()
-    raw = {"first_raw": options.first_raw, "recent_raw": options.recent_raw}
-    estimates = {entry: estimate(entry.span, plan, upward=change.force, **raw) for entry in entries}
-    concerned = [entry for entry, found in estimates.items() if found.changes]
-    return Changed(
-        k=plan.k,
-        v=plan.v,
-        dry_run=change.dry_run,
-        spans=len(concerned),
-        bytes_before=sum(found.bytes_before for found in estimates.values()),
-        bytes_after=sum(found.bytes_after for found in estimates.values()),
-        left_alone=_left_alone(estimates),
-        expected_error=_expected_error(concerned, plan, change.force),
-        seconds=time.perf_counter() - began_s,
-    )
+class Assessor:
+    """What a change comes to. Changes nothing.
+
+    `restored_bytes` tells what an entry takes when the disk has given back what was put away, under a plan; 0 where it
+    has nothing. `disk` is None where there is no disk; `puts_away` what steps down is written there first.
+    """
+
+    def __init__(
+        self,
+        window: RawWindow,
+        restored_bytes: Callable[[Entry, Plan], int],
+        *,
+        disk: TierUsage | None,
+        puts_away: bool,
+    ) -> None:
+        self._window = window
+        self._restored_bytes = restored_bytes
+        self._disk = disk
+        self._puts_away = puts_away
+
+    def assess(self, entries: Collection[Entry], plan: Plan, change: Change) -> Changed:
+        began_s = time.perf_counter()
+        estimates = {entry: self._estimate(entry, plan, upward=change.force) for entry in entries}
+        concerned = [entry for entry, found in estimates.items() if found.changes]
+        hot = TierChange(
+            len(concerned),
+            sum(found.bytes_before for found in estimates.values()),
+            sum(found.bytes_after for found in estimates.values()),
+        )
+        disk = self._on_disk(estimates)
+        return Changed(
+            k=plan.k,
+            v=plan.v,
+            dry_run=change.dry_run,
+            tiers={"hot": hot, **({"disk": disk} if disk is not None else {})},
+            left_alone=(*_left_alone(estimates), *self._left_on_disk(change)),
+            expected_error=_expected_error(concerned, plan, change.force),
+            seconds=time.perf_counter() - began_s,
+        )
+
+    def _estimate(self, entry: Entry, plan: Plan, *, upward: bool) -> Estimate:
+        window = self._window if entry.is_running else None
+        found = estimate(entry.span, plan, upward=upward, window=window)
+        restored_bytes = 0 if upward else self._restored_bytes(entry, plan)
+        if not restored_bytes:
+            return found
+        return replace(found, bytes_after=max(found.bytes_after, restored_bytes), left_alone=Counter())
+
+    def _on_disk(self, estimates: Mapping[Entry, Estimate]) -> TierChange | None:
+        if self._disk is None:
+            return None
+        put_away = [
+            found.bytes_before
+            for entry, found in estimates.items()
+            if self._puts_away and found.bytes_after < found.bytes_before and entry.can_be_put_away
+        ]
+        return TierChange(len(put_away), self._disk.nbytes, self._disk.nbytes + sum(put_away))
+
+    def _left_on_disk(self, change: Change) -> tuple[LeftAlone, ...]:
+        """Blocks say for themselves how they are encoded: they stay as they are, and usable."""
+        if self._disk is None or not self._disk.spans or change.scope not in ("all", "disk"):
+            return ()
+        return (LeftAlone(ON_DISK, self._disk.spans, self._disk.nbytes, "disk"),)
 
 
 def _left_alone(estimates: Mapping[Entry, Estimate]) -> tuple[LeftAlone, ...]:
@@ -116,7 +205,7 @@ def _left_alone(estimates: Mapping[Entry, Estimate]) -> tuple[LeftAlone, ...]:
     nbytes: Counter[str] = Counter()
     for entry, found in estimates.items():
         reasons = Counter(found.left_alone)
-        reasons["recurrent state is never quantized"] += recurrent_bytes(entry.span)
+        reasons[RECURRENT] += recurrent_bytes(entry.span)
         for reason, count in (+reasons).items():
             spans[reason] += 1
             nbytes[reason] += count

@@ -1,65 +1,101 @@
-"""Precision that comes back: what was written before a span stepped down takes its place again, bit for bit."""
+"""Precision that comes back: what was written before a span stepped down takes its place again, bit for bit.
+
+One span after the other: what is on its way takes memory that nobody counts yet.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
 from kvstrata.layers.parts import SealedPart
 from kvstrata.spans.blocks import span_of
+from kvstrata.spans.plan import Plan
 from kvstrata.spans.rewrite import bits_of
 from kvstrata.spans.span import Span
 from kvstrata.store.cold import Cold, ColdMatch, Load
 from kvstrata.store.entry import Entry
 from kvstrata.store.shelf import Shelf
 
+# Of the bytes that it had when it was written: a span that has fewer has stepped down since.
+STEPPED_DOWN = 0.95
+
 
 class Restorer:
-    def __init__(self, cold: Cold | None, shelf: Shelf, counters: Counter[str]) -> None:
+    """`review` is told of what has come back: it may have come in more bits than it should have now."""
+
+    def __init__(
+        self, cold: Cold | None, shelf: Shelf, counters: Counter[str], review: Callable[[Entry], None]
+    ) -> None:
         self._cold = cold
         self._shelf = shelf
         self._counters = counters
-        self._loads: dict[Entry, Load] = {}
+        self._review = review
+        self._waiting: dict[Entry, None] = {}  # in order
+        self._load: Load | None = None  # of the first of them
 
-    def can(self, entry: Entry) -> bool:
-        """Whether the disk has all of it. It may have it in no higher precision: that is seen when it comes."""
-        return self._cold is not None and bool(self._blocks_of(entry).steps)
+    def has(self, entry: Entry) -> bool:
+        return entry in self._waiting
 
-    def begin(self, entry: Entry) -> bool:
-        if self._cold is None or entry in self._loads:
-            return False
-        match = self._blocks_of(entry)
-        if not match.steps:
-            return False
-        ids = _ids_to(entry)
-        self._loads[entry] = self._cold.load(
-            entry.root_key, entry.salt, ids, match, match.steps[0].start, on_done=lambda load: self._swap(entry, load)
-        )
-        return True
+    def restored_bytes(self, entry: Entry, plan: Plan) -> int:
+        """What it would take under a plan when it has come back; 0 where the disk has nothing better."""
+        span = entry.span
+        on_disk = entry.clean_token_bytes * span.num_tokens
+        if not on_disk or span.kv_bytes >= STEPPED_DOWN * on_disk or not self._blocks_of(entry).steps:
+            return 0
+        restored = int(min(on_disk, plan.token_bytes(span.layout) * span.num_tokens))
+        return restored if restored * STEPPED_DOWN > span.kv_bytes else 0
+
+    def add(self, entry: Entry) -> None:
+        """Bring it back if the disk has all of it. That it has it in more bits is seen when it comes."""
+        if self._blocks_of(entry).steps:
+            self._waiting[entry] = None
+            self._begin()
 
     def cancel(self) -> None:
-        for load in self._loads.values():
-            assert self._cold is not None
-            self._cold.give_up(load)
-        self._loads.clear()
+        if self._load is not None and self._cold is not None:
+            self._cold.give_up(self._load)
+        self._load = None
+        self._waiting.clear()
 
-    @property
-    def num_pending(self) -> int:
-        return len(self._loads)
+    def _begin(self) -> None:
+        """The next one, unless one is on its way."""
+        while self._load is None and self._waiting:
+            entry = next(iter(self._waiting))
+            match = self._blocks_of(entry)
+            if self._cold is None or not match.steps:
+                del self._waiting[entry]
+                continue
+            self._load = self._cold.load(
+                entry.root_key,
+                entry.salt,
+                _ids_to(entry),
+                match,
+                match.steps[0].start,
+                on_done=lambda load, entry=entry: self._take(entry, load),
+            )
 
     def _blocks_of(self, entry: Entry) -> ColdMatch:
         """Its own blocks on the disk; none where they do not cover it exactly."""
-        if self._cold is None or not entry.nodes or entry.span.is_live:
+        if self._cold is None or entry not in self._shelf.entries or not entry.nodes or entry.span.is_live:
             return ColdMatch()
         span = entry.span
         steps = [s for s in self._cold.chain_of(entry.root_key, _ids_to(entry)) if s.start >= span.position]
         covers = bool(steps) and steps[0].start == span.position and steps[-1].end == span.end
         return ColdMatch(tuple(steps) if covers else ())
 
-    def _swap(self, entry: Entry, load: Load) -> None:
+    def _take(self, entry: Entry, load: Load) -> None:
         """Between two steps, on the thread that owns MLX."""
-        self._loads.pop(entry, None)
+        if load is not self._load:
+            return  # nobody waits for it any more
+        self._load = None
+        del self._waiting[entry]
+        self._swap(entry, load)
+        self._begin()
+
+    def _swap(self, entry: Entry, load: Load) -> None:
         span = entry.span
         whole = len(load.blocks) == len(load.steps)
         same = entry in self._shelf.entries and (span.position, span.end) == (load.steps[0].start, load.steps[-1].end)
@@ -70,9 +106,9 @@ class Restorer:
         for layer in span.layers:
             if _bits(came, layer) > _bits(span, layer):
                 span.replace(layer, came.planes(layer))
-        entry.target = None
         self._counters["restored_spans"] += 1
         self._shelf.recount(entry)
+        self._review(entry)
 
 
 def _ids_to(entry: Entry) -> np.ndarray:

@@ -114,7 +114,7 @@ class Shelf:
     def recount(self, entry: Entry) -> None:
         is_here = entry in self.entries
         # The buffers of a sequence that runs are counted with it.
-        nbytes = entry.span.nbytes - (entry.span.live_bytes if entry.is_running else 0) if is_here else 0
+        nbytes = (entry.span.owned_bytes if entry.is_running else entry.span.nbytes) if is_here else 0
         self.held_bytes += nbytes - entry.nbytes
         if entry.is_free:
             self.free_bytes += nbytes - entry.nbytes
@@ -213,6 +213,7 @@ class Shelf:
         last = next(node for node in first.nodes if node.end == first.span.end)
         first.span.append(second.span)
         first.is_clean = first.is_clean and second.is_clean
+        first.clean_token_bytes = min(first.clean_token_bytes, second.clean_token_bytes)
         first.was_used = first.was_used and second.was_used
         for node in second.nodes:
             node.payload = first

@@ -84,7 +84,7 @@ class Spills:
 
     def write(self, entry: Entry) -> Job:
         """As it is now, as part of another job. Nothing to do where it is on the disk already."""
-        if self._cold is not None and not entry.is_clean and not entry.is_running and not entry.span.is_live:
+        if self._cold is not None and entry.can_be_put_away:
             yield from self._spill(entry, self._cold)
 
     def _job(self, entry: Entry) -> Job | None:
@@ -93,9 +93,11 @@ class Spills:
         return self._spill(entry, self._cold)
 
     def _spill(self, entry: Entry, cold: Cold) -> Job:
+        token_bytes = entry.span.kv_bytes / max(1, entry.span.num_tokens)
         for taken in cold.spill(max(entry.nodes, key=lambda node: node.end)):
             entry.is_clean = taken  # of the last block it says whether all of them were
             yield
             if entry not in self._shelf.entries:
                 return
+        entry.clean_token_bytes = token_bytes if entry.is_clean else 0.0
         self._counters["spilled_spans" if entry.is_clean else "refused_spills"] += 1

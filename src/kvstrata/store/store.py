@@ -5,10 +5,11 @@ Joins the index, spans and what they are stored as. Touched by the thread that o
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -28,7 +29,7 @@ from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision, PrecisionOptions
 from kvstrata.store.pressure import LadderOptions, PlanOf, Pressure
 from kvstrata.store.report import Ending, Explanation, TierUsage, usage_of
-from kvstrata.store.requantize import Change, Changed, LeftAlone, Progress, Requantizing, assess, in_scope
+from kvstrata.store.requantize import Assessor, Change, Changed, Progress, Requantizing, in_scope
 from kvstrata.store.restore import Restorer
 from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
@@ -111,8 +112,9 @@ class Store:
         )
         self._mover = Mover(self._job, self._tidy)
         self._spills = Spills(cold, self._shelf, self.counters, self._mover.finish)
-        self.pressure = Pressure(self._shelf, plan_of or partial(make_plan, layout), options.ladder, self._review)
-        self._restorer = Restorer(cold, self._shelf, self.counters)
+        plan_of = plan_of or partial(make_plan, layout)
+        self.pressure = Pressure(self._shelf, plan_of, options.ladder, self.precision, self._review)
+        self._restorer = Restorer(cold, self._shelf, self.counters, self._review)
         self._requantizing: Requantizing | None = None
 
     def _max_tokens(self, plan: Plan) -> int:
@@ -156,8 +158,10 @@ class Store:
             return Lease(kind)
         version = self.version
         for entry in found.entries:
-            # What is to be stored in fewer bits is, before somebody goes on from it.
-            self._mover.finish(entry)
+            # What is to be stored in fewer bits is, before somebody goes on from it. A change that was asked for goes
+            # on under its readers: they do not wait for it.
+            if entry.target is None:
+                self._mover.finish(entry)
         if version != self.version:
             # Some of it was joined.
             found = self.find(ids, salt)
@@ -219,6 +223,8 @@ class Store:
         """It is stored as it should be. Few and long spans are read faster than many short ones."""
         # Unless something else was asked for meanwhile, or it has grown.
         self._review(entry)
+        if self._requantizing is not None:
+            self._requantizing.look()
         if entry.is_running or not entry.nodes:
             return
         for grown in self._shelf.join_along(_last_node(entry), MAX_SPANS):
@@ -231,6 +237,11 @@ class Store:
     @property
     def has_work(self) -> bool:
         return not self._mover.idle or not self._spills.idle
+
+    @property
+    def is_rewriting(self) -> bool:
+        """Whether the next work replaces what readers may know."""
+        return not self._mover.idle
 
     def work(self, slice_s: float) -> None:
         """Go on with what is to be done to stored spans."""
@@ -263,31 +274,30 @@ class Store:
 
     def requantize(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None) -> Changed:
         """Change what is cached, and what new spans are stored as. The work is done bit by bit, by `work`."""
+        began_s = time.perf_counter()
         entries = [entry for entry in self.entries if in_scope(entry, change, sequence_entries)]
-        changed = self._with_disk(assess(entries, plan, change, self.precision.options), change)
+        changed = self._assessor().assess(entries, plan, change)
         if change.dry_run:
             return changed
         self.cancel_requantize()
-        self._requantizing = Requantizing(entries, self.precision.target)
+        self._requantizing = Requantizing(entries, self.precision.target, self._is_pending, began_s)
         if change.is_general:
             self.precision.target = plan
             self._shelf.resize(self._max_tokens(plan))
         for entry in entries:
             entry.target, entry.goes_up = plan, change.force
+            entry.asked_at = entry.span.written_end if entry.is_running else None
             # What was begun for another target goes no further.
             self._mover.discard(entry)
             if not change.force and self._is_lower(entry, plan):
-                self._restorer.begin(entry)
+                self._restorer.add(entry)
             self._review(entry)
+        self._requantizing.look()
         return changed
 
-    def _with_disk(self, changed: Changed, change: Change) -> Changed:
-        """Blocks say for themselves how they are encoded: they stay as they are, and usable."""
-        disk = self.disk_usage() if change.scope in ("all", "disk") else None
-        if disk is None or not disk.spans:
-            return changed
-        left = LeftAlone("blocks on the disk keep the precision they were written in", disk.spans, disk.nbytes)
-        return replace(changed, left_alone=(*changed.left_alone, left))
+    def _assessor(self) -> Assessor:
+        window, disk = self.precision.options.window, self.disk_usage()
+        return Assessor(window, self._restorer.restored_bytes, disk=disk, puts_away=self.options.put_away)
 
     def _is_lower(self, entry: Entry, plan: Plan) -> bool:
         """Whether it is stored in fewer bits than the plan has."""
@@ -295,7 +305,16 @@ class Store:
         return not entry.is_running and entry.span.kv_bytes < RESTORE_SHARE * target
 
     def requantize_progress(self) -> Progress:
-        return self._requantizing.progress(self._mover.has) if self._requantizing else Progress()
+        return self._requantizing.progress() if self._requantizing else Progress()
+
+    @property
+    def is_requantizing(self) -> bool:
+        if self._requantizing is not None:
+            self._requantizing.look()
+        return self._requantizing is not None and self._requantizing.is_running
+
+    def _is_pending(self, entry: Entry) -> bool:
+        return self._mover.has(entry) or self._restorer.has(entry)
 
     def cancel_requantize(self) -> Progress:
         """What is not done yet stays as it is; every span is whole. New spans are stored as before the change."""
@@ -306,7 +325,7 @@ class Store:
             for entry in self._requantizing.entries:
                 if self._mover.has(entry):
                     self._mover.discard(entry)
-                    entry.target, entry.goes_up = None, False
+                    entry.target, entry.goes_up, entry.asked_at = None, False, None
                     # One that waits to be trimmed still is.
                     self._review(entry)
         self._requantizing = None
@@ -339,6 +358,7 @@ class Store:
         span = span_of(self._layout, load.blocks, start, end)
         self._shelf.shrink_to(self.options.hot_bytes - span.nbytes)
         entry = Entry(span, load.root, load.salt, Kind.CONTINUED, is_running=False, is_clean=True)
+        entry.clean_token_bytes = span.kv_bytes / span.num_tokens
         self._shelf.add(entry)
         path = self._shelf.insert(entry, load.ids[:end])
         if load.mark is not None:
@@ -370,15 +390,35 @@ class Store:
         """Let go of what nobody asked for in time."""
         self._shelf.shrink_to(self._shelf.held_bytes)
 
-    def shrink_to(self, limit_bytes: int) -> None:
-        """Evict until no more than this is held, or only what is in use."""
+    def relieve(self, used_bytes: int, limit_bytes: int) -> None:
+        """Ahead of need: let spans step down when so much is in use, stored and running, of what there is."""
+        self.pressure.relieve(used_bytes - self._pending_bytes(), limit_bytes)
+
+    def is_making_room(self, limit_bytes: int) -> bool:
+        """Let spans step down until no more than this is held. Tells whether that is still to be done, by `work`."""
+        need_bytes = self._shelf.held_bytes - min(limit_bytes, self.options.hot_bytes)
+        if need_bytes <= 0:
+            return False
+        self.pressure.make_room(need_bytes - self._pending_bytes())
+        return self._pending_bytes() > 0
+
+    def shrink_to(self, limit_bytes: int, slice_s: float = math.inf) -> None:
+        """Let spans step down, for about so long, then evict until no more than this is held, or only what is in
+        use."""
         limit_bytes = min(limit_bytes, self.options.hot_bytes)
         self._spills.add_some(self.options.hot_bytes)
-        self.pressure.make_room(self._shelf.held_bytes - limit_bytes)
+        if self._shelf.held_bytes > limit_bytes:
+            self.pressure.make_room(self._shelf.held_bytes - limit_bytes - self._pending_bytes())
         # What waits to be trimmed or encoded gives more room than it takes from anybody.
-        while self._shelf.held_bytes > limit_bytes and not self._mover.idle:
+        until_s = time.monotonic() + slice_s
+        while self._shelf.held_bytes > limit_bytes and not self._mover.idle and time.monotonic() < until_s:
             self._mover.work(0)
         self._shelf.shrink_to(limit_bytes)
+
+    def _pending_bytes(self) -> int:
+        """What the work that waits is about to free. Of running sequences nothing: that is their own."""
+        waiting = [entry for entry in self._mover.waiting if not entry.is_running]
+        return sum(max(0, entry.span.kv_bytes - self.precision.expected_bytes(entry)) for entry in waiting)
 
     def clear(self, salt: str | None = None, tier: Literal["hot", "disk", "all"] = "all") -> Cleared:
         """Drop all that nobody uses, or all of it under one salt."""

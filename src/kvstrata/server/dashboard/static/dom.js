@@ -35,5 +35,6 @@ export function sizeParts(bytes) {
 
 export const size = (bytes) => sizeParts(bytes).join("\u00a0");
 export const count = (number) => Math.round(number).toLocaleString("en-US");
+export const plural = (number, thing) => `${count(number)} ${thing}${Math.round(number) === 1 ? "" : "s"}`;
 export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)}\u00a0%` : "–");
 export const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);

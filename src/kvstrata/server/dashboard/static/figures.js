@@ -1,6 +1,6 @@
 // The numbers on top.
 
-import { byId, count, h, percent, sizeParts } from "./dom.js";
+import { byId, count, h, percent, plural, sizeParts } from "./dom.js";
 
 export function showFigures(usage, props) {
   const { hot, ...others } = usage.tiers;
@@ -10,7 +10,7 @@ export function showFigures(usage, props) {
   const figures = [
     figure("memory", "KV in memory", sizeParts(held), `of ${sizeParts(usage.budget_bytes).join(" ")}`, held / usage.budget_bytes),
     ...Object.entries(others).map(([name, tier]) => figure(name, `KV on ${name}`, sizeParts(tier.bytes), `${count(tier.tokens)} tokens`)),
-    figure("stored", "Stored", [count(hot.tokens), "tokens"], `${count(hot.spans)} spans`),
+    figure("stored", "Stored", [count(hot.tokens), "tokens"], plural(hot.spans, "span")),
     figure("hit-rate", "Hit rate", queried ? percent(hit, queried).split("\u00a0") : ["–", ""], `of ${count(queried)} looked up`, queried ? hit / queried : 0),
     figure("hits", "Not computed", [count(hit), "tokens"], "found in the cache"),
     figure("requests", "Requests", [count(state.running), "running"], `${count(state.waiting)} waiting`),

@@ -1,6 +1,6 @@
 // The precision control: a dry run first, then apply what it was run for.
 
-import { byId, count, h, percent, size } from "./dom.js";
+import { byId, count, h, percent, plural, size } from "./dom.js";
 import { NAMES } from "./precisions.js";
 import { get, post, remove } from "./server.js";
 
@@ -48,6 +48,7 @@ export class Precision {
 
   async send(dryRun) {
     const asked = dryRun ? this.asked() : this.ran;
+    const focused = document.activeElement;
     this.form.dry.disabled = this.apply.disabled = true;
     try {
       const answer = await post("/cache/requantize", { ...asked, dry_run: dryRun });
@@ -61,6 +62,8 @@ export class Precision {
       this.form.dry.disabled = false;
       // What was chosen meanwhile has not been tried.
       this.apply.disabled = JSON.stringify(this.ran) !== JSON.stringify(this.asked());
+      // A button that is disabled loses the focus, and with it the place of whoever uses the keyboard.
+      if (focused === this.form.dry || focused === this.apply) (focused.disabled ? this.form.dry : focused).focus();
     }
   }
 
@@ -71,7 +74,10 @@ export class Precision {
     const verb = answer.dry_run ? (freed < 0 ? "would take" : "would free") : freed < 0 ? "takes" : "frees";
     const kept = h("i", { class: "kept" });
     kept.style.width = `${before ? Math.min(100, (100 * after) / before) : 0}%`;
-    const left = answer.left_alone.map((it) => h("li", {}, `${it.reason}: ${count(it.spans)} spans, ${size(it.bytes)}`));
+    const left = answer.left_alone.map((it) => {
+      const things = plural(it.spans, it.tier === "disk" ? "block" : "span");
+      return h("li", {}, `${it.reason}: ${things}, ${size(it.bytes)}`);
+    });
     this.result.replaceChildren(
       h("p", { class: "headline" }, nothing || `${answer.dry_run ? "Dry run: " : ""}${verb} ${size(Math.abs(freed))} (${percent(Math.abs(freed), before)})`),
       h("div", { class: "bar", "aria-hidden": "true" }, kept),
@@ -79,7 +85,7 @@ export class Precision {
         "dl",
         {},
         ...pair("K, V", `${answer.target.k}, ${answer.target.v}`),
-        ...pair("bytes", `${size(before)} → ${size(after)}`),
+        ...Object.entries(answer.tiers).flatMap(([name, tier]) => pair(TIERS[name] ?? name, tierText(tier))),
         ...pair("spans that change", count(answer.spans)),
         ...pair("scores off by about", percent(answer.expected_error, 1)),
       ),
@@ -102,6 +108,13 @@ export class Precision {
   async cancel() {
     await remove("/cache/requantize").catch(this.onError);
   }
+}
+
+const TIERS = { hot: "memory", disk: "disk" };
+
+function tierText({ bytes_before: before, bytes_after: after, bytes_freed: freed }) {
+  const change = freed === 0 ? "as it is" : `${size(Math.abs(freed))} ${freed < 0 ? "more" : "less"}`;
+  return `${size(before)} → ${size(after)}, ${change}`;
 }
 
 const pair = (name, value) => [h("dt", {}, name), h("dd", {}, value)];
