@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,7 @@ P = TypeVar("P")
 Outcome = Literal["present", "extended", "added", "split"]
 # Most nodes are leaves, and an empty dict of their own would be a third of what they take.
 NO_CHILDREN: Mapping[int, Any] = MappingProxyType({})
+SHORT_RUN = 256
 
 
 class Node(Generic[P]):
@@ -96,19 +97,22 @@ class Node(Generic[P]):
         length = min(self._num_tokens, len(wanted) - position)
         if length == 1:
             return 1
-        differ = self._buffer[:length] != wanted[position : position + length]
+        stored, asked = self._buffer[:length], wanted[position : position + length]
+        # Most short runs are equal, and comparing their bytes takes a third of the time of finding no difference.
+        if length <= SHORT_RUN and stored.tobytes() == asked.tobytes():
+            return length
+        differ = stored != asked
         first = int(differ.argmax())
         return first if differ[first] else length
 
 
-@dataclass(frozen=True)
-class Match(Generic[P]):
+# Named tuples where one is made for each request and tree: they take a quarter of the time of a frozen dataclass.
+class Match(NamedTuple, Generic[P]):
     path: tuple[Node[P], ...]  # from the root; of the last one maybe only the first tokens
     num_tokens: int
 
 
-@dataclass(frozen=True)
-class Inserted(Generic[P]):
+class Inserted(NamedTuple, Generic[P]):
     """present: nothing new. extended: the last node of the path grew. added: it is new. split: it is new, and so is the
     one before it, the upper one of `halves`."""
 
@@ -238,9 +242,9 @@ class Tree(Generic[P]):
             path.append(node)
             common = node._common(wanted, position)
             position += common
-            if common < node.num_tokens:
+            if common < node._num_tokens or node._children is None:
                 break
-            children = node.children
+            children = node._children
         return path, position
 
     def _split(self, lower: Node[P], position: int) -> tuple[Node[P], Node[P]]:
