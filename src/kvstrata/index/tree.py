@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
@@ -127,8 +128,8 @@ class Divergence:
     """Where a match ends, and why."""
 
     num_tokens: int  # that match: the token at this position is the first that differs
-    instead: tuple[int, ...]  # the ids that are stored at that position, a few of them
-    num_instead: int  # how many there are
+    instead: tuple[tuple[int, ...], ...]  # how what is stored goes on from that position: a few ways, a few ids of each
+    num_instead: int  # how many ways there are
     is_root_known: bool  # False: nothing is stored under this identity and salt at all
 
 
@@ -222,15 +223,14 @@ class Tree(Generic[P]):
         self._num_nodes -= 1
         return child
 
-    def diverged(self, root_key: bytes, tokens: Tokens, max_instead: int = 8) -> Divergence:
+    def diverged(self, root_key: bytes, tokens: Tokens, max_instead: int = 8, run_tokens: int = 12) -> Divergence:
         """Where the match of `tokens` ends, and what is stored there instead. Nothing is, where a stored prompt ends
         there; where all of `tokens` match, `instead` is how the stored ones go on."""
         path, num_tokens = self._walk(root_key, as_ids(tokens))
         if path and num_tokens < path[-1].end:
-            last = path[-1]
-            return Divergence(num_tokens, (last._buffer.item(num_tokens - last.start),), 1, True)
+            return Divergence(num_tokens, (_run(path[-1], num_tokens, run_tokens),), 1, True)
         following = path[-1].children if path else self._roots.get(root_key, NO_CHILDREN)
-        first_few = tuple(token for token, _ in zip(following, range(max_instead), strict=False))
+        first_few = tuple(_run(node, node.start, run_tokens) for node in islice(following.values(), max_instead))
         return Divergence(num_tokens, first_few, len(following), root_key in self._roots)
 
     def _walk(self, root_key: bytes, wanted: TokenIds) -> tuple[list[Node[P]], int]:
@@ -288,3 +288,12 @@ class Tree(Generic[P]):
         self._require_stored(node)
         if not node.is_leaf:
             raise ValueError(f"A node with {len(node.children)} children cannot be cut: remove those first")
+
+
+def _run(node: Node[Any], start: int, num_tokens: int) -> tuple[int, ...]:
+    """What is stored from `start` on, as far as there is only one way to go."""
+    ids = node.tokens[start - node.start :][:num_tokens].tolist()
+    while len(ids) < num_tokens and len(node.children) == 1:
+        (node,) = node.children.values()
+        ids += node.tokens[: num_tokens - len(ids)].tolist()
+    return tuple(ids)

@@ -91,6 +91,11 @@ class Eviction(Generic[K]):
             chosen.append(Drop(least, kept_tokens(known.num_tokens, need_tokens, self._quantum_tokens)))
         return chosen
 
+    def next_expiry_s(self) -> float:
+        """When the first leaf expires; infinite where none will."""
+        leaf = self._expiring.oldest()
+        return math.inf if leaf is None else self._leaves[leaf].expires_s
+
     def worth(self, leaf: K, now_s: float) -> float:
         """Cost that keeping it saves, for each byte and second."""
         known = self._leaves[leaf]
