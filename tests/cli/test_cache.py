@@ -85,6 +85,16 @@ def test_explain_of_a_request_and_of_text(tiny: Served, request_file: str) -> No
     assert "0 of 1 tokens" in run(tiny, "cache", "explain", "-", stdin="%")
 
 
+def test_explain_shows_both_ways_where_prompts_part(tiny: Served, tmp_path: Path) -> None:
+    text = "".join(chr(32 + token) for token in PROMPT)
+    file = tmp_path / "request.json"
+    file.write_text(json.dumps({"tokens": [*PROMPT[:100], 94, *PROMPT[101:110]]}))
+    shown = run(tiny, "cache", "explain", "--request", str(file))
+    assert "100 (diverged)" in shown
+    assert json.dumps("~" + text[101:110]) in shown
+    assert json.dumps(text[100:112]) in shown
+
+
 def test_pin_and_unpin_and_clear(tiny: Served, request_file: str) -> None:
     assert "first 300 of 300 tokens" in run(tiny, "cache", "pin", "--request", request_file)
     assert run_json(tiny, "cache", "clear", "hot")["tokens"] == 0

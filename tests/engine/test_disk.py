@@ -21,6 +21,7 @@ from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.estimate import LOWER
+from kvstrata.store.report import Explanation
 from kvstrata.store.requantize import Change, Changed
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
@@ -86,7 +87,19 @@ def test_weights_changed_under_the_same_name_find_nothing(tmp_path: Path) -> Non
         answer(engine, "first", 600)
     changed = dataclasses.replace(tiny_loaded("llama"), fingerprint="other weights")
     with engine_on(tmp_path, changed) as engine:
+        assert why(engine, 600).ends_because == "identity"
         assert cached(answer(engine, "again", 600)) == 0
+        assert why(engine, 600).ends_because == "complete"
+
+
+def why(engine: Engine, prompt_tokens: int) -> Explanation:
+    prompt = [i * 7 % VOCAB for i in range(prompt_tokens)]
+
+    def question(loop: Loop) -> Explanation:
+        assert loop.store is not None
+        return loop.store.explain(prompt, "")
+
+    return engine.ask(question).result(60)
 
 
 def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) -> None:
@@ -105,6 +118,9 @@ def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) ->
         assert again.ids == first.ids
         counters = engine.ask(lambda loop: loop.usage().counters).result(60)
         assert counters["disk_quarantined_tensor"] >= 1
+        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
+        said = why(engine, 700)
+        assert (said.ends_because, said.at_token) == ("damaged", 0)
 
 
 def test_what_is_evicted_comes_back_from_the_disk_with_memory_full(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import mlx.nn as nn
 import pytest
 
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
+from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, NeverFits, QueueFull, Unavailable
 from kvstrata.metrics import Metrics
@@ -127,6 +128,33 @@ def test_the_queue_is_bounded() -> None:
         assert [reply.wait() for reply in replies]
         engine.submit(request("r3"), (last := Reply()).sink)
         assert isinstance(last.wait(), Finished)
+
+
+def test_an_idle_engine_lets_go_of_what_has_expired_and_rests_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = tiny_loaded("llama")
+    mx.eval(loaded.module.parameters())
+    engine = Engine(loaded, Limits(), Metrics(), Storage(ttl_s=0.5))
+    held, is_gone = [], threading.Event()
+    expire = Loop.expire
+
+    def watched(loop: Loop) -> None:
+        assert loop.store is not None
+        held.append(loop.store.held_bytes)
+        expire(loop)
+        if not loop.store.held_bytes:
+            is_gone.set()
+
+    monkeypatch.setattr(Loop, "expire", watched)
+    engine.start()
+    try:
+        engine.submit(request("r", 200), (reply := Reply()).sink)
+        reply.wait()
+        assert is_gone.wait(30)
+        assert held[0] > 0
+        assert len(held) <= 3  # it slept until there was something to do
+        assert engine.state().stored_bytes == 0
+    finally:
+        engine.stop()
 
 
 def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:

@@ -78,7 +78,9 @@ class TreeMachine(RuleBasedStateMachine):
             prefix[common] for prefix in known if prefix[:common] == tuple(tokens[:common]) and prefix[common:]
         }
         assert found.num_tokens == common
-        assert set(found.instead) == following
+        assert {run[0] for run in found.instead} == following
+        for run in found.instead:
+            assert (*tokens[:common], *run) in known
         assert found.num_instead == len(following)
         assert found.is_root_known == bool(known)
 

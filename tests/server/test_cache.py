@@ -84,7 +84,12 @@ def test_explain_shows_where_prompts_part(fresh: Served) -> None:
     assert said["before"] == text[88:100]
     assert said["after"] == text[100:112]
     assert said["around"] == text[88:112]
-    assert said["instead"] == [chr(32 + LONG[100])]
+    assert said["instead"] == ["".join(chr(32 + token) for token in LONG[100:112])]
+    assert said["num_instead"] == 1
+    complete(fresh, other)
+    third = post(fresh, "/cache/explain", tokens=[*LONG[:100], 2, 2])
+    assert {text[0] for text in third["instead"]} == {chr(32 + LONG[100]), chr(32 + 1)}
+    assert third["num_instead"] == 2
 
 
 def test_explain_reads_a_chat_as_the_chat_endpoint_does(client: openai.OpenAI, served: Served) -> None:
@@ -102,7 +107,8 @@ def test_explain_reads_a_chat_as_the_chat_endpoint_does(client: openai.OpenAI, s
     assert said["ends_because"] == "diverged"
     assert said["before"].endswith("Name a river in the")
     assert said["after"].startswith(" south of Spain")
-    assert said["instead"] == [" north"]
+    assert len(said["instead"]) == said["num_instead"] == 1
+    assert said["instead"][0].startswith(" north of Spain")
     again = client.chat.completions.create(model=served.name, messages=messages, max_tokens=2, temperature=0)
     assert again.usage is not None
     assert again.usage.prompt_tokens_details is not None
@@ -222,7 +228,7 @@ def test_a_running_request_is_seen_with_its_parts(fresh: Served) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "param", "words"),
     [
-        ("/cache/clear", {}, "tier", "'hot' (memory), 'disk' or 'all'"),
+        ("/cache/clear", {}, "tier", "'hot' (memory), 'disk' or 'all', or a salt"),
         ("/cache/clear", {"tier": "cold"}, "tier", "'hot', 'disk' or 'all'"),
         ("/cache/clear", {"tier": "disk"}, "tier", "no disk tier"),
         ("/cache/clear", {"tier": "hot", "salt": 5}, "salt", "string"),
@@ -327,8 +333,15 @@ def test_the_disk_is_a_tier_like_memory(tmp_path: Path) -> None:
         assert seen["kvstrata_cache_disk_limit_bytes"] > 0
         assert seen["kvstrata_cache_disk_written_bytes_total"] > 0
         assert any(name.startswith('kvstrata_cache_disk_events_total{event="written"') for name in seen)
+        assert post(served, "/cache/clear", tier="hot")["tokens"] == 0
         # A tiny model may compute a prompt faster than the disk reads it.
         assert complete(served, LONG) in (0, len(LONG) - 1)
+        complete(served, LONG, cache_salt="other")
+        assert post(served, "/cache/clear", salt="other")["tokens"] >= len(LONG)
+        assert post(served, "/cache/explain", tokens=LONG, cache_salt="other")["by_tier"] == {"hot": 0, "disk": 0}
+        cleared = post(served, "/cache/clear", tier="disk")
+        assert (cleared["tier"], cleared["tokens"] >= len(LONG)) == ("disk", True)
+        assert post(served, "/cache/explain", tokens=LONG)["by_tier"] == {"hot": len(LONG) - 1, "disk": 0}
         cleared = post(served, "/cache/clear", tier="all")
         assert cleared["tokens"] >= len(LONG)
         assert post(served, "/cache/explain", tokens=LONG)["cached_tokens"] == 0

@@ -72,7 +72,10 @@ def test_the_queue_does_not_grow_with_the_number_of_uses() -> None:
     queue: LeafQueue[int] = LeafQueue()
     for used_s in range(10_000):
         queue.put(used_s % 10, used_s, start=0)
-    assert len(queue._oldest) + len(queue._newest) < 300
+    assert queue.newest() == 9
+    for used_s in range(10_000, 20_000):
+        queue.put(used_s % 10, used_s, start=0)
+    assert len(queue._oldest) + len(queue._newest or ()) < 300
 
 
 # What keeping is worth.

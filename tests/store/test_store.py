@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -118,6 +119,23 @@ def test_what_nobody_asked_for_in_time_goes() -> None:
     assert found(store, tokens(300, seed=1)) == pinned == 300
 
 
+def test_the_time_to_the_next_expiry_is_known() -> None:
+    clock = Clock()
+    store = make_store(ttl_s=60, clock=clock)
+    assert store.seconds_to_expiry() == math.inf
+    run = Run(store, tokens(300))
+    run.compute(300)
+    assert store.seconds_to_expiry() == math.inf  # it runs
+    run.end()
+    clock.now_s += 20
+    assert store.seconds_to_expiry() == pytest.approx(40, abs=0.1)
+    clock.now_s += 50
+    assert store.seconds_to_expiry() == 0
+    store.expire()
+    assert store.seconds_to_expiry() == math.inf
+    assert make_store().seconds_to_expiry() == math.inf
+
+
 def test_pins_and_leases_outlive_every_eviction() -> None:
     store = make_store()
     for seed in range(3):
@@ -185,6 +203,49 @@ def test_a_request_that_computed_nothing_is_counted_so() -> None:
     run.end()
     assert store.count()["refused_empty"] == 1
     assert store.entries == ()
+
+
+def refused(store: Store) -> dict[str, int]:
+    return {name: count for name, count in store.count().items() if name.startswith("refused_")}
+
+
+def test_a_store_that_is_larger_than_the_budget_is_counted_so() -> None:
+    store = make_store(hot_bytes=200 * TOKEN_BYTES)
+    store_tokens(store, tokens(300))
+    store.shrink_to(1 << 40)
+    assert refused(store) == {"refused_too_large": 1}
+    assert store.held_bytes <= 200 * TOKEN_BYTES
+
+
+def test_a_store_without_room_is_counted_so() -> None:
+    store = make_store(hot_bytes=300 * TOKEN_BYTES)
+    store_tokens(store, tokens(200, seed=1))
+    store.pin(tokens(200, seed=1), "")
+    lease = store.match(tokens(200, seed=1), "")
+    store_tokens(store, tokens(200, seed=2))
+    store.shrink_to(1 << 40)
+    assert refused(store) == {"refused_no_room": 1}
+    assert found(store, tokens(200, seed=1)) == 200
+    store.release(lease)
+
+
+def test_a_store_that_goes_before_others_is_counted_so() -> None:
+    store = make_store(hot_bytes=300 * TOKEN_BYTES)
+    store_tokens(store, tokens(200, seed=1))
+    store.shrink_to(1 << 40)
+    store_tokens(store, tokens(200, seed=2))
+    store.release(store.match(tokens(200, seed=1), ""))
+    store.shrink_to(1 << 40)
+    assert refused(store) == {"refused_least_worth": 1}
+
+
+def test_what_goes_after_it_had_its_room_was_evicted_and_not_refused() -> None:
+    store = make_store()
+    store_tokens(store, tokens(300))
+    store.shrink_to(1 << 40)
+    store.shrink_to(0)
+    assert store.count()["evicted_tokens"] == 300
+    assert refused(store) == {}
 
 
 def test_a_change_replaces_work_that_was_begun_for_another() -> None:

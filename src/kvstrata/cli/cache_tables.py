@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -93,12 +94,20 @@ def explanation(answer: Answer) -> RenderableType:
         table.add_row(f"  {tier}", f"{tokens:,}")
     table.add_row("ends at token", f"{answer['at_token']:,} ({answer['ends_because']})")
     table.add_row("", answer["meaning"])
-    text = Text("…" if answer["at_token"] > 0 else "").append(answer["before"], style="green")
-    text.append("|", style="bold").append(answer["after"], style="yellow")
-    table.add_row("the prompt there", text)
-    if answer["instead"]:
-        table.add_row("stored instead", Text(" or ".join(repr(each) for each in answer["instead"])))
+    if answer["ends_because"] != "complete":
+        before = Text("…" if answer["at_token"] > 0 else "").append(_one_line(answer["before"]), style="green")
+        table.add_row("up to there", before)
+        table.add_row("the prompt goes on", Text(_one_line(answer["after"]), style="yellow"))
+    for place, each in enumerate(answer["instead"]):
+        table.add_row("" if place else "stored goes on", Text(_one_line(each), style="cyan"))
+    if (num_more := answer["num_instead"] - len(answer["instead"])) > 0:
+        table.add_row("", f"and {num_more:,} other ways")
     return Group(table)
+
+
+def _one_line(text: str) -> str:
+    """With quotes, so that spaces at either end are seen."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def cleared(answer: Answer) -> RenderableType:

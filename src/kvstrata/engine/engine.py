@@ -307,11 +307,20 @@ class Engine:
         if self._loop.idle and self._inbox.empty():
             mx.clear_cache()
             self._state = self._loop.state()
-            self._inbox.get()()
+            self._rest()
         elif self._loop.is_stalled and self._inbox.empty():
             with contextlib.suppress(queue.Empty):
                 self._inbox.get(timeout=self._loop.seconds_to_wait())()
         self._receive_all()
+
+    def _rest(self) -> None:
+        """Until something comes, or something stored has not been asked for in time."""
+        seconds = self._loop.seconds_to_expiry()
+        try:
+            job = self._inbox.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            job = self._loop.expire
+        job()
 
     def _receive_all(self) -> None:
         while not self._inbox.empty():

@@ -150,6 +150,14 @@ class Loop:
             if sequence.cache is not None:
                 sequence.cache.let_go()
 
+    def seconds_to_expiry(self) -> float:
+        """How long an idle loop may rest before something stored has to go, unless something comes."""
+        return math.inf if self._resume.store is None else self._resume.store.seconds_to_expiry()
+
+    def expire(self) -> None:
+        if self._resume.store is not None:
+            self._resume.store.expire()
+
     def _slice_s(self) -> float:
         """What somebody waits for may take as long as a decode step; all else is hardly to be noticed."""
         assert self._resume.store is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ MAX_ID = np.iinfo(np.int32).max
 def as_ids(tokens: Tokens) -> TokenIds:
     """Without a copy where it is such an array already. Ids that do not fit are refused, never wrapped around."""
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32:
+        if tokens.ndim == 1 and tokens.flags.c_contiguous:
+            return cast(TokenIds, tokens)
         ids = tokens
     else:
         ids = np.asarray(tokens, dtype=np.int64)

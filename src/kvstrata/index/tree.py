@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ P = TypeVar("P")
 Outcome = Literal["present", "extended", "added", "split"]
 # Most nodes are leaves, and an empty dict of their own would be a third of what they take.
 NO_CHILDREN: Mapping[int, Any] = MappingProxyType({})
+SHORT_RUN = 256
 
 
 class Node(Generic[P]):
@@ -96,19 +98,22 @@ class Node(Generic[P]):
         length = min(self._num_tokens, len(wanted) - position)
         if length == 1:
             return 1
-        differ = self._buffer[:length] != wanted[position : position + length]
+        stored, asked = self._buffer[:length], wanted[position : position + length]
+        # Most short runs are equal, and comparing their bytes takes a third of the time of finding no difference.
+        if length <= SHORT_RUN and stored.tobytes() == asked.tobytes():
+            return length
+        differ = stored != asked
         first = int(differ.argmax())
         return first if differ[first] else length
 
 
-@dataclass(frozen=True)
-class Match(Generic[P]):
+# Named tuples where one is made for each request and tree: they take a quarter of the time of a frozen dataclass.
+class Match(NamedTuple, Generic[P]):
     path: tuple[Node[P], ...]  # from the root; of the last one maybe only the first tokens
     num_tokens: int
 
 
-@dataclass(frozen=True)
-class Inserted(Generic[P]):
+class Inserted(NamedTuple, Generic[P]):
     """present: nothing new. extended: the last node of the path grew. added: it is new. split: it is new, and so is the
     one before it, the upper one of `halves`."""
 
@@ -123,8 +128,8 @@ class Divergence:
     """Where a match ends, and why."""
 
     num_tokens: int  # that match: the token at this position is the first that differs
-    instead: tuple[int, ...]  # the ids that are stored at that position, a few of them
-    num_instead: int  # how many there are
+    instead: tuple[tuple[int, ...], ...]  # how what is stored goes on from that position: a few ways, a few ids of each
+    num_instead: int  # how many ways there are
     is_root_known: bool  # False: nothing is stored under this identity and salt at all
 
 
@@ -218,15 +223,14 @@ class Tree(Generic[P]):
         self._num_nodes -= 1
         return child
 
-    def diverged(self, root_key: bytes, tokens: Tokens, max_instead: int = 8) -> Divergence:
+    def diverged(self, root_key: bytes, tokens: Tokens, max_instead: int = 8, run_tokens: int = 12) -> Divergence:
         """Where the match of `tokens` ends, and what is stored there instead. Nothing is, where a stored prompt ends
         there; where all of `tokens` match, `instead` is how the stored ones go on."""
         path, num_tokens = self._walk(root_key, as_ids(tokens))
         if path and num_tokens < path[-1].end:
-            last = path[-1]
-            return Divergence(num_tokens, (last._buffer.item(num_tokens - last.start),), 1, True)
+            return Divergence(num_tokens, (_run(path[-1], num_tokens, run_tokens),), 1, True)
         following = path[-1].children if path else self._roots.get(root_key, NO_CHILDREN)
-        first_few = tuple(token for token, _ in zip(following, range(max_instead), strict=False))
+        first_few = tuple(_run(node, node.start, run_tokens) for node in islice(following.values(), max_instead))
         return Divergence(num_tokens, first_few, len(following), root_key in self._roots)
 
     def _walk(self, root_key: bytes, wanted: TokenIds) -> tuple[list[Node[P]], int]:
@@ -238,9 +242,9 @@ class Tree(Generic[P]):
             path.append(node)
             common = node._common(wanted, position)
             position += common
-            if common < node.num_tokens:
+            if common < node._num_tokens or node._children is None:
                 break
-            children = node.children
+            children = node._children
         return path, position
 
     def _split(self, lower: Node[P], position: int) -> tuple[Node[P], Node[P]]:
@@ -284,3 +288,12 @@ class Tree(Generic[P]):
         self._require_stored(node)
         if not node.is_leaf:
             raise ValueError(f"A node with {len(node.children)} children cannot be cut: remove those first")
+
+
+def _run(node: Node[Any], start: int, num_tokens: int) -> tuple[int, ...]:
+    """What is stored from `start` on, as far as there is only one way to go."""
+    ids = node.tokens[start - node.start :][:num_tokens].tolist()
+    while len(ids) < num_tokens and len(node.children) == 1:
+        (node,) = node.children.values()
+        ids += node.tokens[: num_tokens - len(ids)].tolist()
+    return tuple(ids)

@@ -113,7 +113,7 @@ async def explain(request: Request) -> ExplainAnswer:
         explained,
         before=_text(service, prompt.tokens[max(0, at - AROUND_TOKENS) : at]),
         after=_text(service, prompt.tokens[at : at + AROUND_TOKENS]),
-        instead=[_text(service, (token,)) for token in explained.instead],
+        instead=[_text(service, run) for run in explained.instead],
     )
 
 
@@ -125,9 +125,10 @@ async def explain(request: Request) -> ExplainAnswer:
 )
 async def clear(request: Request) -> ClearAnswer:
     asked = await _read(request, ClearAsked)
-    tier = asked.tier
-    if tier is None:
-        raise InvalidRequest("tier: say what to clear: 'hot' (memory), 'disk' or 'all'.", param="tier")
+    if asked.tier is None and asked.salt is None:
+        message = "Say what to clear: a tier, 'hot' (memory), 'disk' or 'all', or a salt. Nothing was removed."
+        raise InvalidRequest(message, param="tier")
+    tier = asked.tier or "all"
     key_salt = salt_of(request.scope, None)
     # Without keys everything is everybody's; with them a caller clears what is its own.
     salt = salt_of(request.scope, asked.salt) if asked.salt is not None else key_salt or None
@@ -203,7 +204,7 @@ def _explain(loop: Loop, prompt: Prompt) -> Explanation:
     unsalted = loop.store.explain(prompt.tokens, prompt.key_salt)
     if unsalted.cached_tokens <= explained.cached_tokens:
         return explained
-    return replace(explained, ends_because="salt", at_token=explained.cached_tokens, instead=())
+    return replace(explained, ends_because="salt", at_token=explained.cached_tokens, instead=(), num_instead=0)
 
 
 def _store(loop: Loop) -> Store:

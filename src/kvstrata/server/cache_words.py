@@ -32,7 +32,7 @@ class PromptAsked(Asked):
 
 
 class ClearAsked(Asked):
-    tier: Tier | None = Field(None, description="Required: where to clear")
+    tier: Tier | None = Field(None, description="Where to clear; required without a salt. Left out: everywhere")
     salt: str | None = Field(
         None, description="Only what is under this cache_salt; empty: under none. Left out: all that the key may clear"
     )
@@ -108,6 +108,7 @@ class ExplainAnswer(TypedDict):
     before: str
     after: str
     instead: list[str]
+    num_instead: int
 
 
 class ClearAnswer(TypedDict):
@@ -245,6 +246,7 @@ def explain_answer(explained: Explanation, *, before: str, after: str, instead: 
         "before": before,
         "after": after,
         "instead": instead,
+        "num_instead": explained.num_instead,
     }
 
 
@@ -271,8 +273,11 @@ MEANINGS = {
     "new": "What is stored ends there: the rest was never seen.",
     "diverged": "Something else is stored from there on.",
     "evicted": "The rest was stored and had to go to make room.",
+    "damaged": "The next block on the disk was damaged and put aside; it is computed and written again.",
     "mark": "More is stored, but this model can be resumed only where its state was kept, and that is here.",
     "salt": "It is stored without this cache_salt; requests with different salts never share.",
     "empty": "Nothing is stored yet for this model, key and salt.",
+    "identity": "Nothing is stored for this model, key and salt; the disk has only what belongs to other weights, "
+    "another template, other settings or another salt.",
     "foreign": "This model brings caches of its own kind, which cannot be shared between requests.",
 }

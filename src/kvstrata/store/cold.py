@@ -20,7 +20,7 @@ from kvstrata.index.keys import chain
 from kvstrata.index.tree import Node
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.parts import SealedPart
-from kvstrata.spans.blocks import Packed, PackedArray, boundaries, pack, pack_mark, unpack, unpack_mark
+from kvstrata.spans.blocks import BLOCK_TOKENS, Packed, PackedArray, boundaries, pack, pack_mark, unpack, unpack_mark
 from kvstrata.spans.marks import Mark, needs_marks
 from kvstrata.store.entry import Entry
 from kvstrata.tiers.block import Block, BlockId, Tensor
@@ -144,6 +144,20 @@ class Cold:
     def match(self, root: bytes, ids: TokenIds) -> ColdMatch:
         """The longest chain of blocks that begins these tokens, and that a sequence can go on from."""
         return self._longest(root, ids, at_marks=self._needs_marks)
+
+    def is_damaged_next(self, root: bytes, ids: TokenIds) -> bool:
+        """Whether a block that goes on where these tokens' chain ends was found damaged, and put aside."""
+        damaged = self.tier.damaged_keys()
+        if not damaged:
+            return False
+        steps = self.chain_of(root, ids)
+        parent, start = (steps[-1].key, steps[-1].end) if steps else (root, 0)
+        ends = range(start + 1, min(start + BLOCK_TOKENS, len(ids)) + 1)
+        return any(chain(parent, ids[start:end]) in damaged for end in ends)
+
+    def has_others_only(self, root: bytes) -> bool:
+        """Whether there are blocks, and none under this root."""
+        return self.tier.usage().num_blocks > 0 and not self.tier.lengths(root)
 
     def _longest(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> ColdMatch:
         best = ColdMatch()

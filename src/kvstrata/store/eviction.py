@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from kvstrata.store.leaf_queue import LeafQueue
@@ -26,8 +25,7 @@ class Drop(NamedTuple, Generic[K]):
     keep_tokens: int  # from its start on; 0: all of it goes
 
 
-@dataclass(frozen=True)
-class _Leaf:
+class _Leaf(NamedTuple):
     nbytes: int
     num_tokens: int
     used_s: float
@@ -93,6 +91,11 @@ class Eviction(Generic[K]):
             chosen.append(Drop(least, kept_tokens(known.num_tokens, need_tokens, self._quantum_tokens)))
         return chosen
 
+    def next_expiry_s(self) -> float:
+        """When the first leaf expires; infinite where none will."""
+        leaf = self._expiring.oldest()
+        return math.inf if leaf is None else self._leaves[leaf].expires_s
+
     def worth(self, leaf: K, now_s: float) -> float:
         """Cost that keeping it saves, for each byte and second."""
         known = self._leaves[leaf]
@@ -106,11 +109,15 @@ class Eviction(Generic[K]):
         return expired
 
     def _least(self, now_s: float, by_age: bool) -> K | None:
-        firsts = [leaf for queue in self._queues.values() if (leaf := queue.oldest()) is not None]
-        oldest = min(firsts, key=lambda leaf: self._leaves[leaf].used_s, default=None)
+        ends = [leaf for queue in self._queues.values() if (leaf := queue.oldest()) is not None]
+        oldest = min(ends, key=lambda leaf: self._leaves[leaf].used_s, default=None)
         if oldest is None or by_age:
             return oldest
-        lasts = [leaf for queue in self._queues.values() if (leaf := queue.newest()) is not None]
-        worth = {leaf: self.worth(leaf, now_s) for leaf in (*firsts, *lasts)}
-        least = min(worth, key=lambda leaf: (worth[leaf], self._leaves[leaf].used_s))
-        return least if worth[least] < CLEARLY * worth[oldest] else oldest
+        ends += [leaf for queue in self._queues.values() if (leaf := queue.newest()) is not None]
+        least, most = oldest, (CLEARLY * self.worth(oldest, now_s), -math.inf)
+        for leaf in ends:
+            known = self._leaves[leaf]
+            worth = self._reuse.density(known.kind, now_s - known.used_s) * known.cost_by_byte, known.used_s
+            if worth < most:
+                least, most = leaf, worth
+        return least

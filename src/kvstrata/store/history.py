@@ -6,7 +6,7 @@ times as long as the store can hold them, tells how much of a prompt was known, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvstrata.index.ids import Tokens, as_ids
 from kvstrata.index.tree import Inserted, Node, Tree
@@ -17,8 +17,7 @@ from kvstrata.store.policy import Kind, Reuse, Ticket
 HISTORY_FACTOR = 8
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """The last use of a node."""
 
     ticket: Ticket

@@ -10,12 +10,13 @@ K = TypeVar("K", bound=Hashable)
 
 
 class LeafQueue(Generic[K]):
-    """O(log n) for each operation: two heaps whose outdated items are skipped when they come up."""
+    """O(log n) for each operation: two heaps whose outdated items are skipped when they come up. The one for the newest
+    is kept from the first time that somebody asks for it."""
 
     def __init__(self) -> None:
         self._current: dict[K, int] = {}  # the number of the item that counts
         self._oldest: list[tuple[float, int, int, K]] = []
-        self._newest: list[tuple[float, int, int, K]] = []
+        self._newest: list[tuple[float, int, int, K]] | None = None
         self._num_put = 0
 
     def __len__(self) -> int:
@@ -29,11 +30,13 @@ class LeafQueue(Generic[K]):
         self._num_put += 1
         self._current[key] = self._num_put
         heapq.heappush(self._oldest, (used_s, -start, self._num_put, key))
-        heapq.heappush(self._newest, (-used_s, start, -self._num_put, key))
-        if len(self._oldest) > 64 + 4 * len(self._current):
+        most = 64 + 4 * len(self._current)
+        if len(self._oldest) > most:
             self._oldest = self._without_outdated(self._oldest, 1)
-        if len(self._newest) > 64 + 4 * len(self._current):
-            self._newest = self._without_outdated(self._newest, -1)
+        if self._newest is not None:
+            heapq.heappush(self._newest, (-used_s, start, -self._num_put, key))
+            if len(self._newest) > most:
+                self._newest = self._without_outdated(self._newest, -1)
 
     def discard(self, key: K) -> None:
         self._current.pop(key, None)
@@ -42,12 +45,17 @@ class LeafQueue(Generic[K]):
         return self._first(self._oldest, 1)
 
     def newest(self) -> K | None:
+        if self._newest is None:
+            current = self._without_outdated(self._oldest, 1)
+            self._newest = [(-used_s, -start, -number, key) for used_s, start, number, key in current]
+            heapq.heapify(self._newest)
         return self._first(self._newest, -1)
 
     def _first(self, heap: list[tuple[float, int, int, K]], sign: int) -> K | None:
+        current = self._current
         while heap:
             _, _, number, key = heap[0]
-            if self._current.get(key) == sign * number:
+            if current.get(key) == sign * number:
                 return key
             heapq.heappop(heap)
         return None

@@ -16,6 +16,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,8 +52,7 @@ class PrefillCost:
         return 1.0 + position / self.attention_tokens
 
 
-@dataclass(frozen=True)
-class Ticket:
+class Ticket(NamedTuple):
     """One use that `Reuse` waits for the end of."""
 
     kind: Kind
@@ -63,11 +63,13 @@ class Ticket:
 FIRST_EDGE_S = 0.5
 NUM_BUCKETS = 42
 EDGES_S: Floats = np.concatenate(([0.0], FIRST_EDGE_S * 2.0 ** (np.arange(NUM_BUCKETS) / 2)))
-EDGES: tuple[float, ...] = tuple(EDGES_S.tolist())
+INNER_EDGES_S: tuple[float, ...] = tuple(EDGES_S[1:-1].tolist())
 # Without measurements the same share comes back in every bucket, so the chance per second falls with age: LRU.
 PRIOR_HAZARD = 0.1
 PRIOR_WEIGHT = 20.0
 MAX_HAZARD = 0.95
+# Giving up comes after beginning.
+ENDS_LATER = np.triu(np.ones((NUM_BUCKETS, NUM_BUCKETS), dtype=np.bool_))
 MIN_TRIM = 8
 
 
@@ -75,13 +77,15 @@ class Reuse:
     """Learns from the last `window` uses of each kind. Every use gets a ticket, which is closed by the next use."""
 
     def __init__(self, window: int = 4096, refresh_every: int = 128) -> None:
-        shape = (len(Kind), window)
+        # One row after the other for each kind: writing one place takes half the time with a single index.
+        size = len(Kind) * window
         self._window = window
         self._refresh_every = refresh_every
-        self._opened_s: Floats = np.zeros(shape)
-        self._closed_s: Floats = np.full(shape, np.inf)
-        self._is_reused = np.zeros(shape, dtype=np.bool_)
-        self._weight: Floats = np.zeros(shape)
+        self._opened_s: Floats = np.zeros(size)
+        self._closed_s: Floats = np.full(size, np.inf)
+        self._is_reused = np.zeros(size, dtype=np.bool_)
+        self._weight: Floats = np.zeros(size)
+        self._first_bucket = np.repeat(NUM_BUCKETS * np.arange(len(Kind)), window)
         self._num_opened = [0] * len(Kind)
         self._until_refresh = 0
         self._density: list[list[float]] = []
@@ -89,7 +93,7 @@ class Reuse:
 
     def opened(self, kind: Kind, weight: float, now_s: float) -> Ticket:
         number = self._num_opened[kind]
-        slot = kind, number % self._window
+        slot = kind * self._window + number % self._window
         self._num_opened[kind] = number + 1
         self._opened_s[slot] = now_s
         self._closed_s[slot] = np.inf
@@ -102,7 +106,7 @@ class Reuse:
 
     def reused(self, ticket: Ticket, weight: float, now_s: float) -> None:
         if self._is_remembered(ticket):
-            slot = ticket.kind, ticket.number % self._window
+            slot = ticket.kind * self._window + ticket.number % self._window
             self._closed_s[slot] = now_s
             self._is_reused[slot] = True
             self._weight[slot] = weight
@@ -110,7 +114,7 @@ class Reuse:
     def forgotten(self, ticket: Ticket, now_s: float) -> None:
         """Nobody would notice if it were used after this."""
         if self._is_remembered(ticket):
-            self._closed_s[ticket.kind, ticket.number % self._window] = now_s
+            self._closed_s[ticket.kind * self._window + ticket.number % self._window] = now_s
 
     def _is_remembered(self, ticket: Ticket) -> bool:
         return self._num_opened[ticket.kind] - ticket.number <= self._window
@@ -122,39 +126,52 @@ class Reuse:
     def refresh(self, now_s: float) -> None:
         self._until_refresh = self._refresh_every
         ages = np.minimum(self._closed_s, now_s) - self._opened_s
-        buckets = np.minimum(np.searchsorted(EDGES_S, ages.ravel(), side="left") - 1, NUM_BUCKETS - 1).clip(0)
-        where = buckets.reshape(ages.shape) + NUM_BUCKETS * np.arange(len(Kind))[:, None]
-        size = NUM_BUCKETS * len(Kind)
+        buckets = np.minimum(np.searchsorted(EDGES_S, ages, side="left") - 1, NUM_BUCKETS - 1).clip(0)
+        where = buckets + self._first_bucket
         # One use is one observation, however many tokens it has: the weights are relative to their mean.
         weight = self._weight * (np.count_nonzero(self._weight) / max(1.0, self._weight.sum()))
-        used = np.bincount(where[self._is_reused], weight[self._is_reused], size).reshape(-1, NUM_BUCKETS)
-        ended = np.bincount(where.ravel(), weight.ravel(), size).reshape(-1, NUM_BUCKETS)
+        used = _by_bucket(where[self._is_reused], weight[self._is_reused])
+        ended = _by_bucket(where, weight)
         overall = hazard(used.sum(0), ended.sum(0), np.full(NUM_BUCKETS, PRIOR_HAZARD))
-        self._density = [best_rate(hazard(used[kind], ended[kind], overall)).tolist() for kind in Kind]
+        self._density = best_rate(hazard(used, ended, overall)).tolist()
 
 
 def bucket(age_s: float) -> int:
     # bisect, not numpy: for one number it is ten times as fast, and every choice asks for a dozen.
-    return min(max(bisect_left(EDGES, age_s) - 1, 0), NUM_BUCKETS - 1)
+    return bisect_left(INNER_EDGES_S, age_s)
+
+
+def _by_bucket(where: NDArray[np.int64], weight: Floats) -> Floats:
+    """Weights added up, a row for each kind."""
+    return np.bincount(where, weight, NUM_BUCKETS * len(Kind)).astype(np.float64).reshape(-1, NUM_BUCKETS)
 
 
 def hazard(used: Floats, ended: Floats, prior: Floats) -> Floats:
-    """The chance of a use in each bucket, for what has reached it. `ended` counts all whose age ends in the bucket,
-    `used` those of them that ended by a use; the others leave it half-way on average."""
-    reached = np.cumsum(ended[::-1])[::-1]
+    """The chance of a use in each bucket (last axis), for what has reached it. `ended` counts all whose age ends in the
+    bucket, `used` those of them that ended by a use; the others leave it half-way on average."""
+    reached = _sums_from_the_end(ended)
     exposed = np.maximum(reached - (ended - used) / 2, used)
     return np.minimum((used + PRIOR_WEIGHT * prior) / (exposed + PRIOR_WEIGHT), MAX_HAZARD)
 
 
 def best_rate(chance: Floats) -> Floats:
-    """From each bucket on: the most uses per second, over all buckets at whose end one may give up."""
-    alive = np.concatenate(([1.0], np.cumprod(1 - chance)))[:-1]
+    """From each bucket (last axis) on: the most uses per second, over all buckets at whose end one may give up."""
+    alive = np.ones_like(chance)
+    alive[..., 1:] = np.cumprod(1 - chance, axis=-1)[..., :-1]
     # Sums from the end, so that what few entries reach keeps its digits.
-    uses = np.concatenate((np.cumsum((alive * chance)[::-1])[::-1], [0.0]))
-    seconds = np.concatenate((np.cumsum((alive * np.diff(EDGES_S) * (1 - chance / 2))[::-1])[::-1], [0.0]))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rates = (uses[:-1, None] - uses[None, 1:]) / (seconds[:-1, None] - seconds[None, 1:])
-    return np.where(np.triu(np.ones_like(rates, dtype=np.bool_)), rates, 0.0).max(axis=1)
+    uses = _sums_from_the_end(alive * chance)
+    seconds = _sums_from_the_end(alive * np.diff(EDGES_S) * (1 - chance / 2))
+    num_uses = uses[..., :, None] - _without_first(uses)[..., None, :]
+    num_seconds = seconds[..., :, None] - _without_first(seconds)[..., None, :]
+    return np.divide(num_uses, num_seconds, out=np.zeros_like(num_uses), where=ENDS_LATER).max(axis=-1)
+
+
+def _sums_from_the_end(values: Floats) -> Floats:
+    return np.cumsum(values[..., ::-1], axis=-1)[..., ::-1]
+
+
+def _without_first(sums: Floats) -> Floats:
+    return np.concatenate((sums[..., 1:], np.zeros_like(sums[..., :1])), axis=-1)
 
 
 def kept_tokens(num_tokens: int, need_tokens: int, quantum_tokens: int) -> int:

@@ -16,10 +16,12 @@ from kvstrata.store.entry import Entry
 # diverged  something else is stored there
 # evicted   it was stored, and had to go
 # mark      more is stored, but the model cannot be resumed there
+# damaged   the next block was on the disk, and was not what it said
 # salt      it is stored under another salt of the same caller
 # empty     nothing is stored for this model and salt
+# identity  nothing is; the disk has blocks of other models, settings or salts only
 # foreign   the model brings caches that cannot be shared
-Ending = Literal["complete", "new", "diverged", "evicted", "mark", "salt", "empty", "foreign"]
+Ending = Literal["complete", "new", "diverged", "evicted", "mark", "damaged", "salt", "empty", "identity", "foreign"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Explanation:
     by_tier: dict[str, int]
     ends_because: Ending
     at_token: int  # the first that is not cached
-    instead: tuple[int, ...] = ()  # ids that are stored at that position
+    instead: tuple[tuple[int, ...], ...] = ()  # how what is stored goes on from that position: a few ways
+    num_instead: int = 0  # how many ways there are
 
 
 @dataclass(frozen=True)

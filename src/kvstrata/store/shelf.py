@@ -129,6 +129,9 @@ class Shelf:
             if not chosen:
                 return
 
+    def seconds_to_expiry(self) -> float:
+        return max(0.0, self._eviction.next_expiry_s() - self._clock())
+
     def clear(self, root_key: bytes | None) -> None:
         """Remove every leaf that is free to go, and what becomes one by it; under one root or all."""
         nodes = list(self.tree if root_key is None else self.tree.nodes(root_key))

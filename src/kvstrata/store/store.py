@@ -22,8 +22,10 @@ from kvstrata.spans.blocks import span_of
 from kvstrata.spans.marks import Mark, needs_marks
 from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.spans.span import live_span, prefix_of
+from kvstrata.store.admission import Admission
 from kvstrata.store.cold import Cold, Load
 from kvstrata.store.entry import Entry, Found, Lease
+from kvstrata.store.explain import ending, explain
 from kvstrata.store.mover import Job, Mover
 from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision, PrecisionOptions
@@ -107,9 +109,10 @@ class Store:
             needs_marks=self.needs_marks,
             max_tokens=self._max_tokens(plan),
             ttl_s=options.ttl_s,
-            on_evict=lambda leaf: self._spills.before_eviction(leaf),
+            on_evict=self._before_eviction,
             clock=clock,
         )
+        self._admission = Admission(self.counters, options.hot_bytes)
         self._mover = Mover(self._job, self._tidy)
         self._spills = Spills(cold, self._shelf, self.counters, self._mover.finish)
         plan_of = plan_of or partial(make_plan, layout)
@@ -374,6 +377,7 @@ class Store:
         start, end = min(node.start for node in entry.nodes), max(node.end for node in entry.nodes)
         entry.span.cut(start, end)
         self._shelf.change(entry, is_running=False)
+        self._admission.stored(entry)
         self._review(entry)
 
     def flush(self, timeout_s: float) -> None:
@@ -389,6 +393,10 @@ class Store:
     def expire(self) -> None:
         """Let go of what nobody asked for in time."""
         self._shelf.shrink_to(self._shelf.held_bytes)
+
+    def seconds_to_expiry(self) -> float:
+        """Until something has not been asked for in time; infinite where nothing waits for that."""
+        return self._shelf.seconds_to_expiry()
 
     def relieve(self, used_bytes: int, limit_bytes: int) -> None:
         """Ahead of need: let spans step down when so much is in use, stored and running, of what there is."""
@@ -414,6 +422,11 @@ class Store:
         while self._shelf.held_bytes > limit_bytes and not self._mover.idle and time.monotonic() < until_s:
             self._mover.work(0)
         self._shelf.shrink_to(limit_bytes)
+        self._admission.settled()
+
+    def _before_eviction(self, leaf: Node[Entry]) -> None:
+        self._spills.before_eviction(leaf)
+        self._admission.evicted(leaf.payload, self._shelf.free_bytes)
 
     def _pending_bytes(self) -> int:
         """What the work that waits is about to free. Of running sequences nothing: that is their own."""
@@ -477,35 +490,13 @@ class Store:
     def explain(self, tokens: Tokens, salt: str) -> Explanation:
         """How much of a prompt is there, and why not more. The last token is always computed."""
         self.expire()
-        ids = as_ids(tokens)[:-1]
-        found = self.find(ids, salt)
-        key = root_key(self._identity, salt)
-        by_tier = {"hot": found.num_tokens}
-        if self.cold is not None:
-            by_tier["disk"] = max(0, self.cold.match(key, ids).num_tokens - found.num_tokens)
-        cached = sum(by_tier.values())
-        because = "complete" if cached == len(ids) else self._ending(found, ids, key)
-        diverged = self._shelf.tree.diverged(key, ids)
-        instead = diverged.instead if because == "diverged" else ()
-        at = cached if because == "mark" else max(cached, found.matched_tokens)
-        return Explanation(len(ids) + 1, cached, by_tier, because, at, instead)
+        ids, key = as_ids(tokens)[:-1], root_key(self._identity, salt)
+        return explain(self._shelf, self.cold, key, ids, self.find(ids, salt))
 
     def miss(self, tokens: Tokens, salt: str) -> Ending:
         """Why not more of a prompt is in memory."""
-        ids = as_ids(tokens)[:-1]
-        return self._ending(self.find(ids, salt), ids, root_key(self._identity, salt))
-
-    def _ending(self, found: Found, ids: TokenIds, key: bytes) -> Ending:
-        if found.num_tokens == len(ids):
-            return "complete"
-        if self._shelf.ghosts.match(key, ids).num_tokens > found.matched_tokens:
-            return "evicted"
-        if found.matched_tokens > found.num_tokens:
-            return "mark"
-        diverged = self._shelf.tree.diverged(key, ids)
-        if not diverged.is_root_known:
-            return "empty"
-        return "diverged" if diverged.instead else "new"
+        ids, key = as_ids(tokens)[:-1], root_key(self._identity, salt)
+        return ending(self._shelf, key, ids, self.find(ids, salt), self._shelf.tree.diverged(key, ids))
 
 
 def _last_node(entry: Entry) -> Node[Entry]:

@@ -162,6 +162,10 @@ class DiskTier:
         """What the catalogue knows of the blocks on disk, parents first."""
         return self._shelf.rows(root)
 
+    def damaged_keys(self) -> frozenset[bytes]:
+        """Of blocks that were not what they said, as far as they are kept for a look."""
+        return self._shelf.quarantine.keys()
+
     def _holds(self, block: BlockId) -> bool:
         # In this order: a block is in the catalogue before it leaves the queue.
         if self._writer.queued(block):

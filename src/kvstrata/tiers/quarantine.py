@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstrata.tiers.files import Files, unlink_if_there
 from kvstrata.tiers.reasons import Damage
+
+KEY_IN_HEX = re.compile("(?:[0-9a-f]{2})+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,12 @@ class Quarantine:
     def disk_bytes(self) -> int:
         with self._lock:
             return sum(held.disk_bytes for held in self._held.values())
+
+    def keys(self) -> frozenset[bytes]:
+        """Of the blocks whose files these were."""
+        with self._lock:
+            stems = [name.partition(".")[0] for name in self._held]
+        return frozenset(bytes.fromhex(stem) for stem in stems if KEY_IN_HEX.fullmatch(stem))
 
     def reload(self) -> None:
         found: list[Held] = []
