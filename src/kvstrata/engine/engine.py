@@ -48,6 +48,8 @@ CONTEXT_IDS = 8
 ALLOCATOR_CACHE_BYTES = 512 << 20
 # Work on stored KV while nobody runs, until the inbox is looked at again.
 IDLE_SLICE_S = 0.05
+# Of the memory for KV, one part in so many: most that is read from the disk ahead of its use.
+READ_AHEAD_SHARE = 8
 
 
 class Engine:
@@ -265,6 +267,7 @@ class Engine:
             reserve_bytes=self._disk.reserve_bytes,
             daily_write_bytes=self._disk.daily_write_bytes,
             second_touch=self._disk.second_touch,
+            read_ahead_bytes=min(self._disk.read_ahead_bytes, self._budget.total_bytes // READ_AHEAD_SHARE) // 2,
             files=self._disk.files,
         )
         return Cold(tier, self._layout, post=self._inbox.put)

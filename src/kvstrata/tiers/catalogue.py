@@ -127,6 +127,11 @@ class Catalogue:
         query = "SELECT 1 FROM blocks WHERE key = ? AND part = ?"
         return bool(self._ask(query, (block.key, block.part)))
 
+    def size(self, block: BlockId) -> int:
+        """Bytes on the disk; 0 where it is not there."""
+        found = self._ask("SELECT disk_bytes FROM blocks WHERE key = ? AND part = ?", (block.key, block.part))
+        return int(found[0][0]) if found else 0
+
     def lengths(self, parent: bytes) -> tuple[int, ...]:
         """How many tokens the blocks after `parent` have, the longest first."""
         query = f"SELECT DISTINCT num_tokens FROM blocks WHERE parent = ? AND part = '{BASE}' ORDER BY num_tokens DESC"

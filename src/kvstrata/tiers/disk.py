@@ -41,6 +41,8 @@ QUARANTINE_BYTES = 256 << 20
 QUEUE_BYTES = 256 << 20
 RESERVE_BYTES = 1 << 30
 NUM_READERS = 2
+# Read and not yet used. Enough for two readers and whoever uses what they read.
+READ_AHEAD_BYTES = 128 << 20
 FIRST_PAUSE_S = 5.0
 CLOSE_TIMEOUT_S = 10.0
 NUM_REMOVED_AT_ONCE = 256
@@ -84,6 +86,7 @@ class DiskTier:
         second_touch: bool = False,
         is_pinned: Callable[[bytes], bool] = _nothing_pinned,
         num_readers: int = NUM_READERS,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
         first_pause_s: float = FIRST_PAUSE_S,
         checksum: Checksum | None = None,
         files: Files | None = None,
@@ -113,7 +116,8 @@ class DiskTier:
         )
         self._loader = Loader(self._shelf, self._writer.queued, self._counters, chain=chain, clock=clock)
         self._is_closed = False
-        self._reader = Reader(self._loader.load, num_readers)
+        self.read_ahead_bytes = read_ahead_bytes
+        self._reader = Reader(self._loader.load, num_readers, read_ahead_bytes)
 
     # Writing.
 
@@ -177,14 +181,19 @@ class DiskTier:
     # Reading.
 
     def read(self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes) -> Ticket:
-        """Each block in order to `deliver`, on a thread of the tier, as soon as it is verified."""
-        ticket = Ticket(blocks, root, deliver)
+        """Each block in order to `deliver`, on a thread of the tier, as soon as it is verified. Past `read_ahead_bytes`
+        reading waits until blocks that were delivered are released."""
+        ticket = Ticket(blocks, root, deliver, [self._size(block) for block in blocks])
         self._reader.submit(ticket)
         return ticket
 
     def read_now(self, block: BlockId, *, root: bytes, names: Collection[str] | None = None) -> Loaded | Missing:
         """On the caller's thread. `names`: only these tensors are read."""
         return self._loader.load(block, root, names)
+
+    def _size(self, block: BlockId) -> int:
+        queued = self._writer.queued(block)
+        return queued[0].nbytes if queued else self._shelf.size(block)
 
     @property
     def rates(self) -> Rates:
@@ -232,6 +241,7 @@ class DiskTier:
             queue_bytes=self._writer.num_bytes,
             num_queued=self._writer.num_blocks,
             num_pending_reads=self._reader.num_pending,
+            unused_bytes=self._reader.ahead_bytes,
             written_bytes=self._counters.nbytes(Event.WRITTEN),
             written_today_bytes=self._budget.written_bytes(self._clock()),
             read_bytes=self._counters.nbytes(Event.READ),

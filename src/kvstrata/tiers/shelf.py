@@ -84,6 +84,14 @@ class Shelf:
             self._note(fault)
             return ()
 
+    def size(self, block: BlockId) -> int:
+        """On the disk; 0 where that is not known."""
+        try:
+            return self.catalogue.size(block)
+        except CatalogueFault as fault:
+            self._note(fault)
+            return 0
+
     def rows(self, root: bytes | None = None) -> list[Row]:
         """Waits for a publication that is under way."""
         try:

@@ -44,6 +44,7 @@ class Usage:
     queue_bytes: int
     num_queued: int
     num_pending_reads: int
+    unused_bytes: int  # read, or being read, and not used yet
     written_bytes: int
     written_today_bytes: int
     read_bytes: int
