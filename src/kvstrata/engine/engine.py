@@ -32,6 +32,7 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
+from kvstrata.spans.contents import tally
 from kvstrata.spans.marks import needs_marks
 from kvstrata.store.cold import Cold
 from kvstrata.text.detokenizer import Detokenizer
@@ -263,6 +264,7 @@ class Engine:
             self._disk.directory,
             self._disk.limit_bytes,
             chain=chain,
+            tally=tally,
             queue_bytes=self._disk.queue_bytes,
             reserve_bytes=self._disk.reserve_bytes,
             daily_write_bytes=self._disk.daily_write_bytes,

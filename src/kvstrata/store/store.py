@@ -18,6 +18,7 @@ from kvstrata.index.tree import Node
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.blocks import span_of
+from kvstrata.spans.contents import KIND, PRECISION, by_label
 from kvstrata.spans.marks import Mark, needs_marks
 from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.spans.span import live_span, prefix_of
@@ -450,7 +451,8 @@ class Store:
         if self.cold is None:
             return None
         usage = self.cold.tier.usage()
-        return TierUsage(usage.disk_bytes, usage.num_tokens, usage.num_blocks, {}, {})
+        by_precision, by_kind = (by_label(usage.labels, what) for what in (PRECISION, KIND))
+        return TierUsage(usage.disk_bytes, usage.num_tokens, usage.num_blocks, by_precision, by_kind)
 
     def count(self) -> dict[str, int]:
         """What happened since the start."""

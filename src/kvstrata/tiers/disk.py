@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.admission import DailyBudget, SecondTouch, day_of
-from kvstrata.tiers.block import BASE, Block, BlockId, Chain
+from kvstrata.tiers.block import BASE, Block, BlockId, Chain, Tally, no_tally
 from kvstrata.tiers.catalogue import CatalogueFault, Row
 from kvstrata.tiers.checksum import Checksum, fastest
 from kvstrata.tiers.files import Files
@@ -80,6 +80,7 @@ class DiskTier:
         limit_bytes: int,
         *,
         chain: Chain,
+        tally: Tally = no_tally,
         queue_bytes: int = QUEUE_BYTES,
         reserve_bytes: int = RESERVE_BYTES,
         daily_write_bytes: int = 0,
@@ -92,8 +93,8 @@ class DiskTier:
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`chain` is index.keys.chain. `daily_write_bytes` 0: no budget. `is_pinned(key)` is asked on our thread, under
-        our lock: it must not wait for anybody who calls the tier.
+        """`chain` is index.keys.chain; `tally` tells what a block holds, by label. `daily_write_bytes` 0: no budget.
+        `is_pinned(key)` is asked on our thread, under our lock: it must not wait for anybody who calls the tier.
 
         ConfigError where the folder cannot be used, CacheDirectoryBusy where another server uses it.
         """
@@ -102,7 +103,7 @@ class DiskTier:
         self._counters = Counters()
         self._folder = CacheFolder(directory, files or Files())
         prepare(self._folder)
-        self._shelf = self._open_shelf(reserve_bytes, is_pinned)
+        self._shelf = self._open_shelf(reserve_bytes, is_pinned, tally)
         self._second_touch = SecondTouch() if second_touch else None
         self._budget = self._open_budget(daily_write_bytes)
         publisher = Publisher(self._shelf, checksum or fastest(), clock)
@@ -238,6 +239,7 @@ class DiskTier:
             quarantine_bytes=self._shelf.quarantine.disk_bytes,
             num_blocks=totals.num_blocks,
             num_tokens=totals.num_tokens,
+            labels=totals.labels,
             queue_bytes=self._writer.num_bytes,
             num_queued=self._writer.num_blocks,
             num_pending_reads=self._reader.num_pending,
@@ -264,7 +266,7 @@ class DiskTier:
             # Their threads may still touch both; the end of the process closes them.
             log.warning("The disk cache did not close within %.0f s: the disk does not answer", timeout_s)
 
-    def _open_shelf(self, reserve_bytes: int, is_pinned: Callable[[bytes], bool]) -> Shelf:
+    def _open_shelf(self, reserve_bytes: int, is_pinned: Callable[[bytes], bool], tally: Tally) -> Shelf:
         try:
             return Shelf(
                 self._folder,
@@ -274,6 +276,7 @@ class DiskTier:
                 quarantine_files=QUARANTINE_FILES,
                 counters=self._counters,
                 is_pinned=is_pinned,
+                tally=tally,
             )
         except (OSError, CatalogueFault) as error:
             self._folder.release()

@@ -41,6 +41,7 @@ class Usage:
     quarantine_bytes: int
     num_blocks: int
     num_tokens: int
+    labels: Mapping[str, int]  # bytes of tensors by what `tally` calls them
     queue_bytes: int
     num_queued: int
     num_pending_reads: int
