@@ -390,6 +390,10 @@ class Store:
         self._shelf.change(entry, is_running=False)
         self._review(entry)
 
+    def spill(self) -> None:
+        """Write what nobody uses and the disk has not, as when memory fills up: bit by bit, by `work`."""
+        self._spills.add_free()
+
     def flush(self, timeout_s: float) -> None:
         """The end: write all that the disk has not, for at most so long."""
         self._spills.flush(timeout_s)
