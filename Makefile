@@ -1,6 +1,7 @@
 # make serve   set up everything, then serve the default model on http://127.0.0.1:8000 (flags: make serve ARGS="--port 9000")
 # make test    every check that CI runs
 # make test-all  the same with the slow tests: every architecture over a thousand steps, and 200 kills of a writing process
+# make soak    random chats and restarts over a small disk for KVSTRATA_SOAK_MINUTES, 20 by default
 # make setup   .venv and the default model; the CUDA back-end where nvidia-smi answers, else the CPU one
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +14,7 @@ BACKEND ?= $(shell if nvidia-smi >/dev/null 2>&1; then \
 	else echo cpu; fi)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all lint format clean
+.PHONY: help setup serve test test-all soak lint format clean
 
 help:
 	@sed -n 's/^# //p' $(MAKEFILE_LIST)
@@ -45,6 +46,10 @@ test: setup lint
 
 test-all: setup lint
 	KVSTRATA_KILLS=200 $(BIN)/pytest -m 'slow or not slow' $(ARGS)
+
+KVSTRATA_SOAK_MINUTES ?= 20
+soak: setup $(VENV)/.installed-dev
+	KVSTRATA_SOAK_MINUTES=$(KVSTRATA_SOAK_MINUTES) $(BIN)/pytest -m slow -s tests/engine/test_soak.py $(ARGS)
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 
 from kvstrata.bench import quality
 from kvstrata.bench.engine import compare
+from kvstrata.bench.first_token import measure as measure_first_token
 from kvstrata.bench.ladder import Load
 from kvstrata.bench.ladder import measure as measure_ladder
 from kvstrata.bench.plots import plot_quality
 from kvstrata.bench.server import measure as measure_server
+from kvstrata.bench.spilling import measure as measure_spilling
 from kvstrata.cli.bench import app
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
@@ -51,6 +53,31 @@ def test_server_figures_come_from_a_real_server() -> None:
     assert figures.streams == 2
     assert figures.http_tokens_s > 0
     assert figures.overhead == pytest.approx(figures.engine_tokens_s / figures.http_tokens_s - 1)
+
+
+def test_first_token_figures_have_every_case() -> None:
+    rows = measure_first_token(
+        tiny_loaded("llama"), memory_bytes=4 * GIB, prompt_tokens=600, slow_bytes_s=(1e3,), rounds=2
+    )
+    by_case = {row.case: row.as_json() for row in rows}
+    assert len(by_case) == 5
+    without, cold, memory, _disk, slow = by_case.values()
+    assert (without["cached_tokens"], cold["cached_tokens"], memory["cached_tokens"]) == (0, 0, 599)
+    assert slow["cached_tokens"] == 0  # it gave up
+    assert without["ratio"] == without["largest_ratio"] == 1
+    assert all(row["is_same_reply"] and row["seconds"] > 0 for row in by_case.values())
+
+
+def test_spilling_figures_come_from_bytes_that_were_spilled() -> None:
+    loaded = tiny_loaded("llama")
+    figures = measure_spilling(
+        loaded, memory_bytes=4 * GIB, streams=2, conversations=6, conversation_tokens=700, rounds=2
+    )
+    # 4 layers, K and V of 2 heads of 16 values in float32; the token of a reply of one is never fed.
+    assert figures.spilled_bytes >= 2 * 6 * 700 * 4 * 2 * 2 * 16 * 4
+    assert figures.num_intervals > 0
+    assert 0 < figures.quiet_p50_s <= figures.quiet_p99_s
+    assert figures.as_json()["p99_ratio"] == pytest.approx(figures.spilling_p99_s / figures.quiet_p99_s)
 
 
 def test_quality_of_full_precision_is_perfect_and_falls_with_the_bits() -> None:

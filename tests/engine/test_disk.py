@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -23,6 +25,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.estimate import LOWER
 from kvstrata.store.report import Explanation
 from kvstrata.store.requantize import Change, Changed
+from kvstrata.tiers.files import Files
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
 from tests.tiny import VOCAB, tiny_loaded
@@ -32,11 +35,9 @@ ARCHITECTURES = ["llama", "gemma3_text", "qwen3_next", "mamba2", "deepseek_v3", 
 
 
 @contextmanager
-def engine_on(
-    folder: Path, loaded: LoadedModel, storage: Storage | None = None, *, second_touch: bool = False
-) -> Iterator[Engine]:
+def engine_on(folder: Path, loaded: LoadedModel, storage: Storage | None = None, **settings: Any) -> Iterator[Engine]:
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
-    disk = Disk(folder, 256 * MIB, reserve_bytes=0, queue_bytes=64 * MIB, second_touch=second_touch)
+    disk = Disk(folder, 256 * MIB, reserve_bytes=0, queue_bytes=64 * MIB, **settings)
     engine = Engine(loaded, Limits(memory_bytes=4096 * MIB), Metrics(), storage, disk)
     engine.start()
     try:
@@ -223,6 +224,60 @@ def logprobs(reply: Reply) -> list[float]:
     """What of a tiny model's output tells two precisions apart: its tokens seldom do."""
     pieces = [event for event in reply.events if isinstance(event, Piece)]
     return [logprob.logprob for piece in pieces for logprob in piece.logprobs]
+
+
+class Watched(Files):
+    """A disk that takes its time, and looks at each read how much was read that nobody has used yet."""
+
+    def __init__(self) -> None:
+        self.unused_bytes: list[int] = []
+        self.look: Callable[[], int] = lambda: 0
+
+    def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
+        self.unused_bytes.append(self.look())
+        time.sleep(0.004)
+        return super().read_into(fd, buffer, offset)
+
+
+@pytest.mark.parametrize(("architecture", "bound_bytes"), [("llama", 2 * MIB), ("gemma3_text", MIB)])
+def test_a_long_match_comes_in_batches_within_the_bound_while_others_decode(
+    architecture: str, bound_bytes: int, tmp_path: Path
+) -> None:
+    loaded = tiny_loaded(architecture)
+    with engine_on(tmp_path, loaded) as engine:
+        first = answer(engine, "first", 4000)
+    files = Watched()
+    with engine_on(tmp_path, loaded, files=files, read_ahead_bytes=bound_bytes) as engine:
+        cold = engine._cold
+        assert cold is not None
+        files.look = lambda: cold.tier.usage().unused_bytes + cold.loads.unused_bytes
+        decodes = threading.Event()
+        other = Reply(lambda event: decodes.set() if isinstance(event, Piece) else None)
+        engine.submit(Request("other", tuple(range(40)), 3000, GREEDY), other.sink)
+        assert decodes.wait(60)
+        before = len(other.ids)
+        again = answer(engine, "again", 4000)
+        assert (cached(again), again.ids) == (3999, first.ids)
+        assert len(other.ids) > before + 10
+        usage = engine.ask(lambda loop: loop.usage()).result(60)
+        engine.cancel("other")
+        other.wait()
+    assert usage.counters["disk_read_bytes"] > bound_bytes
+    assert bound_bytes / 4 < max(files.unused_bytes) <= bound_bytes
+    assert usage.tiers["hot"].spans > 2
+
+
+def test_a_match_that_memory_has_no_room_for_is_loaded_as_far_as_it_has(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    with engine_on(tmp_path, loaded) as engine:
+        first = answer(engine, "first", 4000)
+    with engine_on(tmp_path, loaded, Storage(hot_bytes=2 * MIB), read_ahead_bytes=MIB) as engine:
+        again = answer(engine, "again", 4000)
+        assert again.ids == first.ids
+        assert 1000 < cached(again) < 2100
+        usage = engine.ask(lambda loop: loop.usage()).result(60)
+        assert usage.counters["refused_promotions"] == 1
+        assert usage.tiers["hot"].nbytes <= 2 * MIB
 
 
 def test_second_touch_writes_only_what_somebody_came_back_for(tmp_path: Path) -> None:

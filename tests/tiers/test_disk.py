@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import stat
 import threading
 import time
@@ -247,6 +248,40 @@ def test_a_cancelled_read_delivers_nothing_more(tmp_path: Path) -> None:
     assert results == []
     assert is_same(after[0], blocks[0])
     assert tier.usage().counters["read"]["disk"] <= 3
+    tier.close()
+
+
+def test_no_more_is_read_ahead_than_the_bound(tmp_path: Path) -> None:
+    blocks = make_chain(12, num_values=20_000)
+    file_bytes = 4096 * -(-blocks[0].nbytes // 4096) + 4096
+    tier = open_tier(tmp_path / "cache", read_ahead_bytes=3 * file_bytes)
+    put_all(tier, blocks)
+    came: queue.Queue[Loaded | Missing] = queue.Queue()
+    ticket = tier.read([block.id for block in blocks], came.put, root=ROOT)
+    held = [came.get(timeout=10) for _ in range(3)]
+    for block in blocks[3:]:
+        with pytest.raises(queue.Empty):
+            came.get(timeout=0.02)
+        assert tier.usage().unused_bytes <= 3 * file_bytes
+        first = held.pop(0)
+        first.release()
+        first.release()  # has no effect
+        held.append(came.get(timeout=10))
+        assert is_same(held[-1], block)
+    assert ticket.wait(5)
+    # One that is larger than the bound comes alone; what is cancelled gives its room back.
+    alone = open_tier(tmp_path / "other", read_ahead_bytes=1)
+    put_all(alone, blocks)
+    given_up = alone.read([block.id for block in blocks], came.put, root=ROOT)
+    came.get(timeout=10).release()
+    given_up.cancel()
+    results: list[Loaded | Missing] = []
+    again = alone.read([blocks[0].id], results.append, root=ROOT)
+    while not came.empty():
+        came.get().release()
+    assert again.wait(10)
+    assert is_same(results[0], blocks[0])
+    alone.close()
     tier.close()
 
 

@@ -285,6 +285,7 @@ def _table(figures: EngineFigures) -> str:
 
 
 app.command("first-token")(bench_cache.first_token)
+app.command()(bench_cache.spilling)
 app.command()(bench_cache.memory)
 app.command()(bench_cache.decode)
 app.command()(bench_cache.requantize)

@@ -1,4 +1,4 @@
-"""`kvstrata bench first-token|memory|decode|requantize|ladder`: figures of the cache itself."""
+"""`kvstrata bench first-token|spilling|memory|decode|requantize|ladder`: figures of the cache itself."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kvstrata.bench.first_token import FirstToken
     from kvstrata.bench.ladder import LadderRun
     from kvstrata.bench.requantize import Requantized
+    from kvstrata.bench.spilling import Spilling
 
 Model = Annotated[
     str | None, typer.Argument(help="Folder or Hugging Face id of a model.", show_default="the default model")
@@ -23,10 +24,13 @@ def first_token(
     model: Model = None,
     prompt_tokens: Annotated[int, typer.Option(min=64, help="Tokens of the prompt.")] = 4000,
     precision: Annotated[str, typer.Option(help="What KV is stored as: raw, planes:8 and so on.")] = "raw",
-    slow_disk: Annotated[str, typer.Option(help="What the slow disk reads in a second.", metavar="size")] = "2MB",
+    slow_disk: Annotated[
+        str, typer.Option(help="What slow disks read in a second, with commas between.", metavar="sizes")
+    ] = "2MB,20MB",
+    rounds: Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """How soon the first token comes: nothing cached, in memory, on the disk after a restart, on a slow disk."""
+    """How soon the first token comes: without a cache, with one that has nothing, from memory, and from disks."""
     from kvstrata.backend import device
     from kvstrata.bench.first_token import measure
     from kvstrata.config import Size
@@ -37,18 +41,60 @@ def first_token(
         memory_bytes=int(device().memory_bytes * 0.75),
         prompt_tokens=prompt_tokens,
         precision=precision,
-        slow_bytes_s=Size.parse(slow_disk).of(0),
+        slow_bytes_s=[Size.parse(speed.strip()).of(0) for speed in slow_disk.split(",")],
+        rounds=rounds,
+        progress=lambda what: typer.echo(f"{what} ...", err=True),
     )
     typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else _first_token_table(rows))
 
 
 def _first_token_table(rows: list[FirstToken]) -> str:
     width = max(len(row.case) for row in rows) + 2
-    lines = [f"{'the prompt is':<{width}}{'cached':>14}{'seconds':>10}{'of cold':>9}"]
+    lines = [f"{'the prompt is':<{width}}{'cached':>14}{'seconds':>10}{'ratio':>8}{'largest':>9}{'same reply':>12}"]
     for row in rows:
         cached = f"{row.cached_tokens}/{row.prompt_tokens}"
-        lines.append(f"{row.case:<{width}}{cached:>14}{row.seconds:>10.2f}{row.ratio:>9.3f}")
-    return "\n".join(lines)
+        line = f"{row.case:<{width}}{cached:>14}{row.seconds:>10.2f}{row.ratio:>8.3f}{row.largest_ratio:>9.3f}"
+        lines.append(f"{line}{'yes' if row.is_same_reply else 'no':>12}")
+    return "\n".join([*lines, "medians; ratio: to the same round without a cache, at most 1.05 whatever the disk"])
+
+
+def spilling(
+    model: Model = None,
+    streams: Annotated[int, typer.Option(min=1, max=16, help="Streams that run meanwhile.")] = 4,
+    conversations: Annotated[int, typer.Option(min=1, help="Conversations that are spilled in each round.")] = 8,
+    conversation_tokens: Annotated[int, typer.Option(min=16, help="Tokens of each.")] = 512,
+    precision: Annotated[str, typer.Option(help="What KV is stored as: raw, planes:8 and so on.")] = "raw",
+    rounds: Annotated[int, typer.Option(min=1, help="Windows of spilling, and as many without.")] = 12,
+    as_json: Json = False,
+) -> None:
+    """What spilling to the disk does to running streams: time between two tokens with it and without."""
+    from kvstrata.backend import device
+    from kvstrata.bench.spilling import measure
+    from kvstrata.models.load import load
+
+    figures = measure(
+        load(model),
+        memory_bytes=int(device().memory_bytes * 0.75),
+        streams=streams,
+        conversations=conversations,
+        conversation_tokens=conversation_tokens,
+        precision=precision,
+        rounds=rounds,
+        progress=lambda what: typer.echo(f"{what} ...", err=True),
+    )
+    typer.echo(json.dumps(figures.as_json()) if as_json else _spilling_table(figures))
+
+
+def _spilling_table(figures: Spilling) -> str:
+    lines = [f"{'between two tokens':<20}{'p50 ms':>9}{'p99 ms':>9}"]
+    for name, p50_s, p99_s in (
+        ("nothing is spilled", figures.quiet_p50_s, figures.quiet_p99_s),
+        ("while it spills", figures.spilling_p50_s, figures.spilling_p99_s),
+    ):
+        lines.append(f"{name:<20}{1e3 * p50_s:>9.1f}{1e3 * p99_s:>9.1f}")
+    lines.append(f"{'ratio':<20}{figures.p50_ratio:>9.2f}{figures.p99_ratio:>9.2f}")
+    spilled = f"{figures.spilled_bytes / MIB:.0f} MiB spilled in {figures.rounds} rounds"
+    return "\n".join([*lines, f"{figures.streams} streams, {figures.num_intervals} intervals, {spilled}"])
 
 
 def memory(

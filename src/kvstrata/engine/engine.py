@@ -33,6 +33,7 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
+from kvstrata.spans.contents import tally
 from kvstrata.spans.marks import needs_marks
 from kvstrata.store.cold import Cold
 from kvstrata.text.detokenizer import Detokenizer
@@ -49,6 +50,8 @@ CONTEXT_IDS = 8
 ALLOCATOR_CACHE_BYTES = 512 << 20
 # Work on stored KV while nobody runs, until the inbox is looked at again.
 IDLE_SLICE_S = 0.05
+# Of the memory for KV, one part in so many: most that is read from the disk ahead of its use.
+READ_AHEAD_SHARE = 8
 
 
 class Engine:
@@ -276,10 +279,12 @@ class Engine:
             self._disk.directory,
             self._disk.limit_bytes,
             chain=chain,
+            tally=tally,
             queue_bytes=self._disk.queue_bytes,
             reserve_bytes=self._disk.reserve_bytes,
             daily_write_bytes=self._disk.daily_write_bytes,
             second_touch=self._disk.second_touch,
+            read_ahead_bytes=min(self._disk.read_ahead_bytes, self._budget.total_bytes // READ_AHEAD_SHARE) // 2,
             files=self._disk.files,
         )
         return Cold(tier, self._layout, post=self._inbox.put)

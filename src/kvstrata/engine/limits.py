@@ -54,6 +54,9 @@ class Disk:
     queue_bytes: int  # on their way to the disk
     daily_write_bytes: int = 0  # 0: no limit
     second_touch: bool = False  # write only what was asked for twice
+    # Read and not yet used, at most: a second of a fast disk, and several blocks of any model that fits such a machine.
+    # A small budget for KV lowers it.
+    read_ahead_bytes: int = 256 << 20
     flush_s: float = 30.0  # for what is not written yet when the server ends
     files: Files | None = None  # how files are read and written; None: as the system does
 

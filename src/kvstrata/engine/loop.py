@@ -185,6 +185,7 @@ class Loop:
         sequences = [*self._waiting, *self._running.values()]
         self._waiting, self._running = [], {}
         for sequence in sequences:
+            self._resume.forget(sequence)
             self._metrics.requests.labels(outcome="failed").inc()
             sequence.end(Failed(message))
 
@@ -200,6 +201,8 @@ class Loop:
         self._relieve()
         if self.has_chores:
             self.do_chores(self._slice_s())
+            # What came from the disk may be all that somebody waited for.
+            self.is_stalled = False
 
     # Plan.
 

@@ -124,8 +124,8 @@ class Resume:
 
     def forget(self, sequence: Sequence) -> None:
         """It will not begin: nobody waits for what is on its way."""
-        if sequence.load is not None and self.store is not None and self.store.cold is not None:
-            self.store.cold.give_up(sequence.load)
+        if sequence.load is not None and self.store is not None:
+            self.store.forget(sequence.load)
             sequence.load = None
 
     def end(self, sequence: Sequence) -> None:

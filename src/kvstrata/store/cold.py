@@ -7,11 +7,9 @@ here, on the thread that owns MLX; the tier's threads see bytes only.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -19,32 +17,15 @@ from kvstrata.index.ids import TokenIds
 from kvstrata.index.keys import chain
 from kvstrata.index.tree import Node
 from kvstrata.layers.kinds import Layout
-from kvstrata.layers.parts import SealedPart
-from kvstrata.spans.blocks import BLOCK_TOKENS, Packed, PackedArray, boundaries, pack, pack_mark, unpack, unpack_mark
-from kvstrata.spans.marks import Mark, needs_marks
+from kvstrata.spans.blocks import BLOCK_TOKENS, Packed, boundaries, pack, pack_mark
+from kvstrata.spans.marks import needs_marks
 from kvstrata.store.entry import Entry
-from kvstrata.tiers.block import Block, BlockId, Tensor
+from kvstrata.store.loads import MARK, Load, Loads, Step
+from kvstrata.tiers.block import Block, Tensor
 from kvstrata.tiers.disk import Accepted, DiskTier
-from kvstrata.tiers.reader import Loaded, Missing, Ticket
 from kvstrata.tiers.reasons import Refusal
 
-log = logging.getLogger(__name__)
-
-MARK = "mark"
-# A load that cannot pay is given up after this share of the time that computing the tokens would take.
-PATIENCE = 0.03
-
 Post = Callable[[Callable[[], None]], None]  # run something on the thread that owns MLX, soon
-
-
-@dataclass(frozen=True)
-class Step:
-    """One block of a chain."""
-
-    key: bytes
-    parent: bytes
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -57,34 +38,6 @@ class ColdMatch:
         return self.steps[-1].end if self.steps else 0
 
 
-@dataclass(eq=False)
-class Load:
-    """Blocks of a prompt on their way into memory."""
-
-    root: bytes
-    salt: str
-    ids: TokenIds  # all tokens up to the last block's end
-    steps: tuple[Step, ...]  # to be loaded; what comes before is in memory
-    began_s: float
-    blocks: list[dict[int, SealedPart]] = field(default_factory=list)
-    mark: Mark | None = None
-    ticket: Ticket | None = None
-    is_done: bool = False
-    on_done: Callable[[Load], None] = lambda _: None
-
-    @property
-    def num_loaded(self) -> int:
-        return self.steps[len(self.blocks) - 1].end - self.steps[0].start if self.blocks else 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.steps[-1].end - self.steps[0].start
-
-    def gives_up_at(self, prefill_tokens_s: float) -> float:
-        """When computing would have been faster, so far."""
-        return self.began_s + (self.num_loaded + PATIENCE * self.num_tokens) / prefill_tokens_s
-
-
 class Cold:
     def __init__(
         self, tier: DiskTier, layout: Layout, *, post: Post, clock: Callable[[], float] = time.monotonic
@@ -92,9 +45,9 @@ class Cold:
         self.tier = tier
         self._layout = layout
         self._needs_marks = needs_marks(layout)
-        self._post = post
-        self.num_unreadable = 0  # blocks that were whole, and of no use
-        self._clock = clock
+        # Half of what may be ahead waits in the tier, half here.
+        half_bytes = tier.read_ahead_bytes
+        self.loads = Loads(tier, layout, wake=lambda: post(_nothing), bound_bytes=half_bytes, clock=clock)
 
     # Out.
 
@@ -195,47 +148,28 @@ class Cold:
         ids: TokenIds,
         match: ColdMatch,
         known_tokens: int,
+        *,
         on_done: Callable[[Load], None] = lambda _: None,
+        on_batch: Callable[[Load], None] | None = None,
     ) -> Load:
         """Begin to read what follows `known_tokens`. `on_done` is called when all is there, or no more will come."""
-        steps = tuple(step for step in match.steps if step.end > known_tokens)
-        load = Load(root, salt, ids[: match.num_tokens], steps, self._clock(), on_done=on_done)
-        wanted = [BlockId(step.key) for step in steps]
-        if match.has_mark:
-            # First: without it the rest is of no use.
-            wanted.insert(0, BlockId(steps[-1].key, MARK))
-        load.ticket = self.tier.read(wanted, lambda came: self._post(lambda: self._take_in(load, came)), root=root)
-        return load
+        steps = [step for step in match.steps if step.end > known_tokens]
+        return self.loads.begin(
+            root,
+            salt,
+            ids[: match.num_tokens],
+            steps,
+            with_mark=match.has_mark,
+            on_done=on_done,
+            on_batch=on_batch,
+        )
 
     def give_up(self, load: Load) -> None:
-        if load.ticket is not None:
-            load.ticket.cancel()
-        load.is_done = True
+        self.loads.give_up(load)
 
-    def _take_in(self, load: Load, came: Loaded | Missing) -> None:
-        if load.is_done:
-            return
-        if isinstance(came, Missing):
-            self._fail(load)
-            return
-        try:
-            if came.block.part == MARK:
-                load.mark = unpack_mark(_packed(came.block))
-            else:
-                load.blocks.append(unpack(self._layout, _packed(came.block)))
-        except Exception:
-            # Verified bytes that this version cannot read: a miss, whatever the reason, and never a failed request.
-            self.num_unreadable += 1
-            log.exception("a block of the disk cache cannot be read by this version")
-            self._fail(load)
-            return
-        load.is_done = len(load.blocks) == len(load.steps)
-        if load.is_done:
-            load.on_done(load)
 
-    def _fail(self, load: Load) -> None:
-        self.give_up(load)
-        load.on_done(load)
+def _nothing() -> None:
+    return
 
 
 def _runs(leaf: Node[Entry]) -> list[tuple[Entry, int, int]]:
@@ -247,12 +181,3 @@ def _runs(leaf: Node[Entry]) -> list[tuple[Entry, int, int]]:
         else:
             runs.append((node.payload, node.start, node.end))
     return runs
-
-
-def _packed(block: Block) -> Packed:
-    arrays: dict[str, PackedArray] = {}
-    for name, tensor in block.tensors.items():
-        octets = np.frombuffer(tensor.view(), np.uint8)
-        arrays[name] = PackedArray(tensor.dtype, tensor.shape, octets)
-    description: dict[str, Any] = dict(block.description)
-    return Packed(arrays, description)

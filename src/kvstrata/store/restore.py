@@ -15,8 +15,9 @@ from kvstrata.spans.blocks import span_of
 from kvstrata.spans.plan import Plan
 from kvstrata.spans.rewrite import bits_of
 from kvstrata.spans.span import Span
-from kvstrata.store.cold import Cold, ColdMatch, Load
+from kvstrata.store.cold import Cold, ColdMatch
 from kvstrata.store.entry import Entry
+from kvstrata.store.loads import Load
 from kvstrata.store.shelf import Shelf
 
 # Of the bytes that it had when it was written: a span that has fewer has stepped down since.
@@ -97,9 +98,8 @@ class Restorer:
 
     def _swap(self, entry: Entry, load: Load) -> None:
         span = entry.span
-        whole = len(load.blocks) == len(load.steps)
         same = entry in self._shelf.entries and (span.position, span.end) == (load.steps[0].start, load.steps[-1].end)
-        if not whole or not same or span.is_live:
+        if not load.is_whole or not same or span.is_live:
             self._counters["refused_restores"] += 1
             return
         came = span_of(span.layout, load.blocks, span.position, span.end)

@@ -43,7 +43,12 @@ class Spills:
 
     def add_some(self, limit_bytes: int) -> None:
         """Memory fills up: write what would have to go, so that it need not wait for the disk then."""
-        if self._cold is None or self._shelf.held_bytes <= SPILL_SHARE * limit_bytes:
+        if self._shelf.held_bytes > SPILL_SHARE * limit_bytes:
+            self.add_free()
+
+    def add_free(self) -> None:
+        """All that nobody uses and the disk has not."""
+        if self._cold is None:
             return
         for entry in self._shelf.entries:
             if entry.is_free and not entry.is_clean and not entry.span.is_live:

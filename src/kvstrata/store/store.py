@@ -19,13 +19,15 @@ from kvstrata.index.tree import Node
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.blocks import span_of
+from kvstrata.spans.contents import KIND, PRECISION, by_label
 from kvstrata.spans.marks import Mark, needs_marks
 from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.spans.span import live_span, prefix_of
 from kvstrata.store.admission import Admission
-from kvstrata.store.cold import Cold, Load
+from kvstrata.store.cold import Cold
 from kvstrata.store.entry import Entry, Found, Lease
 from kvstrata.store.explain import ending, explain
+from kvstrata.store.loads import Load
 from kvstrata.store.mover import Job, Mover
 from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision, PrecisionOptions
@@ -239,7 +241,11 @@ class Store:
 
     @property
     def has_work(self) -> bool:
-        return not self._mover.idle or not self._spills.idle
+        return self._has_arrivals or not self._mover.idle or not self._spills.idle
+
+    @property
+    def _has_arrivals(self) -> bool:
+        return self.cold is not None and self.cold.loads.has_arrived
 
     @property
     def is_rewriting(self) -> bool:
@@ -247,8 +253,10 @@ class Store:
         return not self._mover.idle
 
     def work(self, slice_s: float) -> None:
-        """Go on with what is to be done to stored spans."""
-        if not self._mover.idle:
+        """Go on with what is to be done to stored spans. First what somebody waits for."""
+        if self.cold is not None and self._has_arrivals:
+            self.cold.loads.take_in(slice_s)
+        elif not self._mover.idle:
             self._mover.work(slice_s)
         else:
             self._spills.work(slice_s)
@@ -341,11 +349,17 @@ class Store:
         if self.cold is None:
             return None
         ids, root = as_ids(tokens), root_key(self._identity, salt)
-        known = self.find(ids, salt).num_tokens
+        found = self.find(ids, salt)
         match = self.cold.match(root, ids)
+        known = found.num_tokens
         if match.num_tokens <= known or not worth_it(match.num_tokens - known):
             return None
-        return self.cold.load(root, salt, ids, match, known)
+        load = self.cold.load(root, salt, ids, match, known, on_batch=self._promote)
+        load.lease = Lease(Kind.CONTINUED)
+        for entry in found.entries:
+            # What comes would hang on nothing without it.
+            self._pin(entry, load.lease)
+        return load
 
     def load_pays(self, num_tokens: int, *, prefill_tokens_s: float) -> bool:
         """Whether reading so many tokens is expected to be faster than computing them."""
@@ -354,20 +368,40 @@ class Store:
         return not prefill_tokens_s or seconds < num_tokens / prefill_tokens_s
 
     def promote(self, load: Load) -> None:
-        """What was loaded is in memory from now on."""
-        if not load.blocks or (self.needs_marks and (load.mark is None or len(load.blocks) < len(load.steps))):
+        """A load has ended: what came is in memory from now on, and nothing is kept for it."""
+        if not self.needs_marks or (load.mark is not None and load.is_whole):
+            self._promote(load)
+        self.forget(load)
+
+    def forget(self, load: Load) -> None:
+        """Nobody waits for it: what was taken of it stays while there is room."""
+        assert self.cold is not None
+        self.cold.give_up(load)
+        if load.lease is not None:
+            self.release(load.lease)
+
+    def _promote(self, load: Load) -> None:
+        """What has come so far. Where memory has no room for it the load ends there."""
+        batch = load.take()
+        if not batch.blocks:
             return
-        start, end = load.steps[0].start, load.steps[len(load.blocks) - 1].end
-        span = span_of(self._layout, load.blocks, start, end)
+        span = span_of(self._layout, batch.blocks, batch.start, batch.end)
         self._shelf.shrink_to(self.options.hot_bytes - span.nbytes)
+        if self._shelf.held_bytes + span.nbytes > self.options.hot_bytes:
+            assert self.cold is not None
+            self.cold.give_up(load)
+            self.counters["refused_promotions"] += 1
+            return
         entry = Entry(span, load.root, load.salt, Kind.CONTINUED, is_running=False, is_clean=True)
         entry.clean_token_bytes = span.kv_bytes / span.num_tokens
         self._shelf.add(entry)
-        path = self._shelf.insert(entry, load.ids[:end])
-        if load.mark is not None:
+        path = self._shelf.insert(entry, load.ids[: batch.end])
+        if load.mark is not None and load.mark.position == batch.end:
             self._shelf.add_mark(path, load.mark, self.options.max_marks)
-        self.counters["promoted_tokens"] += end - start
+        self.counters["promoted_tokens"] += batch.end - batch.start
         self._settle_in(entry)
+        if load.lease is not None and entry in self._shelf.entries:
+            self._pin(entry, load.lease)
 
     def _settle_in(self, entry: Entry) -> None:
         """A span that is not its owner's any more: keep what nobody else has filed."""
@@ -379,6 +413,10 @@ class Store:
         self._shelf.change(entry, is_running=False)
         self._admission.stored(entry)
         self._review(entry)
+
+    def spill(self) -> None:
+        """Write what nobody uses and the disk has not, as when memory fills up: bit by bit, by `work`."""
+        self._spills.add_free()
 
     def flush(self, timeout_s: float) -> None:
         """The end: write all that the disk has not, for at most so long."""
@@ -470,7 +508,8 @@ class Store:
         if self.cold is None:
             return None
         usage = self.cold.tier.usage()
-        return TierUsage(usage.disk_bytes, usage.num_tokens, usage.num_blocks, {}, {})
+        by_precision, by_kind = (by_label(usage.labels, what) for what in (PRECISION, KIND))
+        return TierUsage(usage.disk_bytes, usage.num_tokens, usage.num_blocks, by_precision, by_kind)
 
     def count(self) -> dict[str, int]:
         """What happened since the start."""
@@ -478,7 +517,7 @@ class Store:
         counts["stepped_down_spans"] = self.pressure.num_steps
         counts["evicted_tokens"] = self._shelf.num_evicted_tokens
         if self.cold is not None:
-            counts["unreadable_blocks"] = self.cold.num_unreadable
+            counts["unreadable_blocks"] = self.cold.loads.num_unreadable
             usage = self.cold.tier.usage()
             for event, by_reason in usage.counters.items():
                 for reason, count in by_reason.items():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvstrata.tiers.block import BASE
-from kvstrata.tiers.catalogue import Row, Totals
+from kvstrata.tiers.catalogue import Row, Totals, read_tally
 from kvstrata.tiers.folder import CacheFolder
 from kvstrata.tiers.quarantine import Quarantine
 
@@ -22,7 +23,7 @@ class Account:
         self._folder = folder
         self._quarantine = quarantine
         self._shard_bytes: dict[str, int] = {}
-        self.totals = Totals(0, 0, 0)
+        self.totals = Totals(0, 0, 0, {})
 
     def begin(self, totals: Totals) -> None:
         self.totals = totals
@@ -44,10 +45,15 @@ class Account:
 
     def _count(self, rows: Sequence[Row], sign: int) -> None:
         bases = [row for row in rows if row.id.part == BASE]
+        labels = Counter(self.totals.labels)
+        for row in rows:
+            for label, nbytes in read_tally(row.tally).items():
+                labels[label] += sign * nbytes
         self.totals = Totals(
             self.totals.num_blocks + sign * len(bases),
             self.totals.num_tokens + sign * sum(row.num_tokens for row in bases),
             self.totals.disk_bytes + sign * sum(row.disk_bytes for row in rows),
+            dict(labels),
         )
 
     def _disk_bytes(self, path: Path) -> int:

@@ -39,6 +39,13 @@ ITEM_BYTES: Mapping[str, int] = {
 # (parent key, int32 token ids) -> key. The one definition is index.keys.chain; whoever builds a tier hands it in.
 Chain = Callable[[bytes, NDArray[np.int32]], bytes]
 
+# (a block's description, bytes by tensor) -> bytes by label, for people to read. What labels mean is known outside.
+Tally = Callable[[Mapping[str, Any], Mapping[str, int]], Mapping[str, int]]
+
+
+def no_tally(_description: Mapping[str, Any], _tensor_bytes: Mapping[str, int]) -> Mapping[str, int]:
+    return {}
+
 
 @dataclass(frozen=True, slots=True)
 class BlockId:

@@ -6,8 +6,10 @@ thread must not wait for a writer that waits for the disk; in WAL mode it does n
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from pathlib import Path
 from kvstrata.tiers.block import BASE, BlockId
 from kvstrata.tiers.files import FILE_MODE
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # Pages of 4 KiB. Small, because the limit of the tier counts the log too.
 PAGES_BEFORE_CHECKPOINT = 64
 WRITE_TIMEOUT_S = 5.0
@@ -42,7 +44,7 @@ SCHEMA = """
 CREATE TABLE blocks (
     key BLOB NOT NULL, part TEXT NOT NULL, parent BLOB NOT NULL, root BLOB NOT NULL,
     start INTEGER NOT NULL, num_tokens INTEGER NOT NULL, disk_bytes INTEGER NOT NULL,
-    last_use REAL NOT NULL, uses INTEGER NOT NULL, created REAL NOT NULL,
+    last_use REAL NOT NULL, uses INTEGER NOT NULL, created REAL NOT NULL, tally TEXT NOT NULL,
     PRIMARY KEY (key, part)
 ) WITHOUT ROWID;
 CREATE INDEX by_parent ON blocks (parent, part, num_tokens);
@@ -50,7 +52,7 @@ CREATE INDEX by_use ON blocks (last_use, start DESC);
 CREATE TABLE notes (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
 
-COLUMNS = "key, part, parent, root, start, num_tokens, disk_bytes, last_use, uses, created"
+COLUMNS = "key, part, parent, root, start, num_tokens, disk_bytes, last_use, uses, created, tally"
 # A base goes after its children and after its other parts; another part can go at any time, the chain stays usable.
 IS_LEAF = f"""
 (b.part <> '{BASE}' OR NOT (
@@ -80,6 +82,7 @@ class Row:
     last_use: float
     uses: int
     created: float
+    tally: str = "{}"  # JSON: bytes by label. Equal blocks have the same text
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,19 @@ class Totals:
     num_blocks: int
     num_tokens: int
     disk_bytes: int
+    labels: Mapping[str, int]  # bytes by label
+
+
+def write_tally(labels: Mapping[str, int]) -> str:
+    return json.dumps(labels, sort_keys=True, separators=(",", ":"))
+
+
+def read_tally(text: str) -> Counter[str]:
+    """Nothing where it makes no sense: it is only for show."""
+    try:
+        return Counter({str(label): int(nbytes) for label, nbytes in json.loads(text).items()})
+    except (ValueError, TypeError, AttributeError):
+        return Counter()
 
 
 @contextmanager
@@ -127,6 +143,11 @@ class Catalogue:
         query = "SELECT 1 FROM blocks WHERE key = ? AND part = ?"
         return bool(self._ask(query, (block.key, block.part)))
 
+    def size(self, block: BlockId) -> int:
+        """Bytes on the disk; 0 where it is not there."""
+        found = self._ask("SELECT disk_bytes FROM blocks WHERE key = ? AND part = ?", (block.key, block.part))
+        return int(found[0][0]) if found else 0
+
     def lengths(self, parent: bytes) -> tuple[int, ...]:
         """How many tokens the blocks after `parent` have, the longest first."""
         query = f"SELECT DISTINCT num_tokens FROM blocks WHERE parent = ? AND part = '{BASE}' ORDER BY num_tokens DESC"
@@ -148,7 +169,13 @@ class Catalogue:
     def totals(self) -> Totals:
         query = f"""SELECT count(*) FILTER (WHERE part = '{BASE}'),
             coalesce(sum(num_tokens) FILTER (WHERE part = '{BASE}'), 0), coalesce(sum(disk_bytes), 0) FROM blocks"""
-        return Totals(*self._ask_at_length(query, ())[0])
+        num_blocks, num_tokens, disk_bytes = self._ask_at_length(query, ())[0]
+        labels: Counter[str] = Counter()
+        # Most blocks are alike: few texts, whatever the number of rows.
+        for text, count in self._ask_at_length("SELECT tally, count(*) FROM blocks GROUP BY tally", ()):
+            for label, nbytes in read_tally(text).items():
+                labels[label] += count * nbytes
+        return Totals(num_blocks, num_tokens, disk_bytes, dict(labels))
 
     def oldest_leaves(self, count: int) -> list[Row]:
         """What can go without breaking a chain. Sees changes that are not committed yet."""
@@ -161,7 +188,7 @@ class Catalogue:
     def add(self, rows: Iterable[Row]) -> None:
         with self.changing() as connection:
             connection.executemany(
-                "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (_fields(row) for row in rows)
+                "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (_fields(row) for row in rows)
             )
 
     def remove(self, blocks: Iterable[BlockId]) -> None:
@@ -243,13 +270,13 @@ def _connect(path: Path, timeout_s: float) -> sqlite3.Connection:
 
 def _fields(row: Row) -> tuple[object, ...]:
     identity = (row.id.key, row.id.part, row.parent, row.root, row.start, row.num_tokens)
-    return (*identity, row.disk_bytes, row.last_use, row.uses, row.created)
+    return (*identity, row.disk_bytes, row.last_use, row.uses, row.created, row.tally)
 
 
 def _row(fields: tuple) -> Row:
-    key, part, parent, root, *numbers = fields
+    key, part, parent, root, *numbers, tally = fields
     try:
-        row = Row(BlockId(key, part), bytes(parent), bytes(root), *numbers)
+        row = Row(BlockId(key, part), bytes(parent), bytes(root), *numbers, tally=tally)
         sum(numbers)
     except (TypeError, ValueError) as error:
         raise sqlite3.DatabaseError(f"a row that makes no sense: {error}") from error

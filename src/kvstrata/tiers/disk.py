@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.admission import DailyBudget, SecondTouch, day_of
-from kvstrata.tiers.block import BASE, Block, BlockId, Chain
+from kvstrata.tiers.block import BASE, Block, BlockId, Chain, Tally, no_tally
 from kvstrata.tiers.catalogue import CatalogueFault, Row
 from kvstrata.tiers.checksum import Checksum, fastest
 from kvstrata.tiers.files import Files
@@ -41,6 +41,8 @@ QUARANTINE_BYTES = 256 << 20
 QUEUE_BYTES = 256 << 20
 RESERVE_BYTES = 1 << 30
 NUM_READERS = 2
+# Read and not yet used. Enough for two readers and whoever uses what they read.
+READ_AHEAD_BYTES = 128 << 20
 FIRST_PAUSE_S = 5.0
 CLOSE_TIMEOUT_S = 10.0
 NUM_REMOVED_AT_ONCE = 256
@@ -78,19 +80,21 @@ class DiskTier:
         limit_bytes: int,
         *,
         chain: Chain,
+        tally: Tally = no_tally,
         queue_bytes: int = QUEUE_BYTES,
         reserve_bytes: int = RESERVE_BYTES,
         daily_write_bytes: int = 0,
         second_touch: bool = False,
         is_pinned: Callable[[bytes], bool] = _nothing_pinned,
         num_readers: int = NUM_READERS,
+        read_ahead_bytes: int = READ_AHEAD_BYTES,
         first_pause_s: float = FIRST_PAUSE_S,
         checksum: Checksum | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`chain` is index.keys.chain. `daily_write_bytes` 0: no budget. `is_pinned(key)` is asked on our thread, under
-        our lock: it must not wait for anybody who calls the tier.
+        """`chain` is index.keys.chain; `tally` tells what a block holds, by label. `daily_write_bytes` 0: no budget.
+        `is_pinned(key)` is asked on our thread, under our lock: it must not wait for anybody who calls the tier.
 
         ConfigError where the folder cannot be used, CacheDirectoryBusy where another server uses it.
         """
@@ -99,7 +103,7 @@ class DiskTier:
         self._counters = Counters()
         self._folder = CacheFolder(directory, files or Files())
         prepare(self._folder)
-        self._shelf = self._open_shelf(reserve_bytes, is_pinned)
+        self._shelf = self._open_shelf(reserve_bytes, is_pinned, tally)
         self._second_touch = SecondTouch() if second_touch else None
         self._budget = self._open_budget(daily_write_bytes)
         publisher = Publisher(self._shelf, checksum or fastest(), clock)
@@ -113,7 +117,8 @@ class DiskTier:
         )
         self._loader = Loader(self._shelf, self._writer.queued, self._counters, chain=chain, clock=clock)
         self._is_closed = False
-        self._reader = Reader(self._loader.load, num_readers)
+        self.read_ahead_bytes = read_ahead_bytes
+        self._reader = Reader(self._loader.load, num_readers, read_ahead_bytes)
 
     # Writing.
 
@@ -181,14 +186,19 @@ class DiskTier:
     # Reading.
 
     def read(self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes) -> Ticket:
-        """Each block in order to `deliver`, on a thread of the tier, as soon as it is verified."""
-        ticket = Ticket(blocks, root, deliver)
+        """Each block in order to `deliver`, on a thread of the tier, as soon as it is verified. Past `read_ahead_bytes`
+        reading waits until blocks that were delivered are released."""
+        ticket = Ticket(blocks, root, deliver, [self._size(block) for block in blocks])
         self._reader.submit(ticket)
         return ticket
 
     def read_now(self, block: BlockId, *, root: bytes, names: Collection[str] | None = None) -> Loaded | Missing:
         """On the caller's thread. `names`: only these tensors are read."""
         return self._loader.load(block, root, names)
+
+    def _size(self, block: BlockId) -> int:
+        queued = self._writer.queued(block)
+        return queued[0].nbytes if queued else self._shelf.size(block)
 
     @property
     def rates(self) -> Rates:
@@ -233,9 +243,11 @@ class DiskTier:
             quarantine_bytes=self._shelf.quarantine.disk_bytes,
             num_blocks=totals.num_blocks,
             num_tokens=totals.num_tokens,
+            labels=totals.labels,
             queue_bytes=self._writer.num_bytes,
             num_queued=self._writer.num_blocks,
             num_pending_reads=self._reader.num_pending,
+            unused_bytes=self._reader.ahead_bytes,
             written_bytes=self._counters.nbytes(Event.WRITTEN),
             written_today_bytes=self._budget.written_bytes(self._clock()),
             read_bytes=self._counters.nbytes(Event.READ),
@@ -258,7 +270,7 @@ class DiskTier:
             # Their threads may still touch both; the end of the process closes them.
             log.warning("The disk cache did not close within %.0f s: the disk does not answer", timeout_s)
 
-    def _open_shelf(self, reserve_bytes: int, is_pinned: Callable[[bytes], bool]) -> Shelf:
+    def _open_shelf(self, reserve_bytes: int, is_pinned: Callable[[bytes], bool], tally: Tally) -> Shelf:
         try:
             return Shelf(
                 self._folder,
@@ -268,6 +280,7 @@ class DiskTier:
                 quarantine_files=QUARANTINE_FILES,
                 counters=self._counters,
                 is_pinned=is_pinned,
+                tally=tally,
             )
         except (OSError, CatalogueFault) as error:
             self._folder.release()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvstrata.errors import CacheDirectoryBusy
 from kvstrata.tiers.block import Block
-from kvstrata.tiers.catalogue import CatalogueFault, Row
+from kvstrata.tiers.catalogue import CatalogueFault, Row, write_tally
 from kvstrata.tiers.checksum import Checksum
 from kvstrata.tiers.files import unlink_if_there, write_all
 from kvstrata.tiers.format import EncodedBlock, encode
@@ -136,7 +136,9 @@ class Publisher:
 
     def _row(self, block: Block, disk_bytes: int) -> Row:
         now = self._clock()
-        return Row(block.id, block.parent, block.root, block.start, block.num_tokens, disk_bytes, now, 0, now)
+        labels = self._shelf.tally(block.description, {name: tensor.nbytes for name, tensor in block.tensors.items()})
+        where = (block.id, block.parent, block.root, block.start, block.num_tokens)
+        return Row(*where, disk_bytes, now, 0, now, write_tally(labels))
 
     def _clean(self, temporary: Path) -> None:
         try:

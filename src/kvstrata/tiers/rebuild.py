@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstrata.tiers.block import BlockId
+from kvstrata.tiers.block import BlockId, Tally, no_tally
 from kvstrata.tiers.blockfile import opened, read_header
-from kvstrata.tiers.catalogue import Row
+from kvstrata.tiers.catalogue import Row, write_tally
 from kvstrata.tiers.files import Files
 from kvstrata.tiers.format import DamagedBlock
 from kvstrata.tiers.reasons import Damage, Fault, fault_of
@@ -28,10 +28,12 @@ class UnreadFile:
     reason: Fault
 
 
-def rows_of(files: Files, stored: Iterable[tuple[Path, BlockId]]) -> Iterator[Row | DamagedFile | UnreadFile]:
+def rows_of(
+    files: Files, stored: Iterable[tuple[Path, BlockId]], tally: Tally = no_tally
+) -> Iterator[Row | DamagedFile | UnreadFile]:
     for path, block in stored:
         try:
-            yield _row_of(files, path, block)
+            yield _row_of(files, path, block, tally)
         except DamagedBlock as damage:
             yield DamagedFile(path, damage.reason)
         except FileNotFoundError:
@@ -40,7 +42,7 @@ def rows_of(files: Files, stored: Iterable[tuple[Path, BlockId]]) -> Iterator[Ro
             yield UnreadFile(path, fault_of(error))
 
 
-def _row_of(files: Files, path: Path, block: BlockId) -> Row:
+def _row_of(files: Files, path: Path, block: BlockId, tally: Tally) -> Row:
     with opened(files, path) as fd:
         status = files.status(fd)
         header = read_header(files, fd)
@@ -58,4 +60,5 @@ def _row_of(files: Files, path: Path, block: BlockId) -> Row:
         last_use=status.modified,
         uses=0,
         created=status.modified,
+        tally=write_tally(tally(header.description, {name: place.nbytes for name, place in header.places.items()})),
     )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from kvstrata.tiers.account import Account, whole_pages
-from kvstrata.tiers.block import BlockId
+from kvstrata.tiers.block import BlockId, Tally
 from kvstrata.tiers.catalogue import Catalogue, CatalogueFault, Row, Totals
 from kvstrata.tiers.eviction import victims
 from kvstrata.tiers.files import make_folder_if_missing, unlink_if_there
@@ -52,8 +52,10 @@ class Shelf:
         quarantine_files: int,
         counters: Counters,
         is_pinned: Callable[[bytes], bool],
+        tally: Tally,
     ) -> None:
         self.folder = folder
+        self.tally = tally
         self._limit_bytes = limit_bytes
         self._reserve_bytes = reserve_bytes
         self._counters = counters
@@ -83,6 +85,14 @@ class Shelf:
         except CatalogueFault as fault:
             self._note(fault)
             return ()
+
+    def size(self, block: BlockId) -> int:
+        """On the disk; 0 where that is not known."""
+        try:
+            return self.catalogue.size(block)
+        except CatalogueFault as fault:
+            self._note(fault)
+            return 0
 
     def rows(self, root: bytes | None = None) -> list[Row]:
         """Waits for a publication that is under way."""
@@ -252,7 +262,7 @@ class Shelf:
 
     def _add_unknown(self, unknown: Iterable[tuple[Path, BlockId]]) -> None:
         found: list[Row] = []
-        for entry in rows_of(self.folder.files, unknown):
+        for entry in rows_of(self.folder.files, unknown, self.tally):
             match entry:
                 case Row():
                     found.append(entry)

@@ -41,9 +41,11 @@ class Usage:
     quarantine_bytes: int
     num_blocks: int
     num_tokens: int
+    labels: Mapping[str, int]  # bytes of tensors by what `tally` calls them
     queue_bytes: int
     num_queued: int
     num_pending_reads: int
+    unused_bytes: int  # read, or being read, and not used yet
     written_bytes: int
     written_today_bytes: int
     read_bytes: int

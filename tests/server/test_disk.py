@@ -1,0 +1,93 @@
+"""The disk tier through the front door: servers that end and others that go on from the same folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvstrata.cli import app
+from tests.engine.test_disk import make_computing_slow
+from tests.server.conftest import Served, running
+from tests.server.test_cache import LONG, complete, get
+from tests.tiny import tiny_loaded
+
+MESSAGES = [
+    {"role": "system", "content": "You know all about orchards. " + "Apples, pears and quinces grow there. " * 8},
+    {"role": "user", "content": "What grows in an orchard?"},
+]
+FOLLOW_UP = [{"role": "assistant", "content": "Fruit."}, {"role": "user", "content": "Which one is the sourest?"}]
+
+
+def chat(served: Served, messages: list[dict[str, str]], **fields: str) -> Any:
+    with served.openai() as client:
+        asked: Any = messages
+        return client.chat.completions.create(
+            model=served.name, messages=asked, max_tokens=4, temperature=0, extra_body=fields
+        )
+
+
+def cached_tokens(answer: Any) -> int:
+    return answer.usage.prompt_tokens_details.cached_tokens
+
+
+def test_the_next_server_says_what_it_did_not_compute(serve: Callable[..., Served], tmp_path: Path) -> None:
+    first_server = serve(disk_cache_dir=tmp_path)
+    cold = chat(first_server, MESSAGES)
+    assert cached_tokens(cold) == 0
+    cold_follow_up = chat(first_server, [*MESSAGES, *FOLLOW_UP], cache_salt="nothing is shared")
+    assert cached_tokens(cold_follow_up) == 0
+    first_server.server.end()
+    first_server.thread.join(30)
+    second_server = serve(disk_cache_dir=tmp_path)
+    # Whichever is expected to be faster is done: on a busy machine that may be either, so it is settled here.
+    second_server.server.service.engine.ask(make_computing_slow).result(60)
+    again = chat(second_server, MESSAGES)
+    assert cached_tokens(again) == again.usage.prompt_tokens - 1 > 80
+    assert again.choices[0].message.content == cold.choices[0].message.content
+    follow_up = chat(second_server, [*MESSAGES, *FOLLOW_UP])
+    # All but the reply that this client invented, and what it asks after it.
+    assert cached_tokens(follow_up) >= again.usage.prompt_tokens - 1
+    assert follow_up.choices[0].message.content == cold_follow_up.choices[0].message.content
+    usage = get(second_server, "/cache/usage")
+    assert usage["counters"]["promoted_tokens"] >= again.usage.prompt_tokens - 1
+
+
+@pytest.mark.parametrize(("architecture", "kinds"), [("llama", {"full"}), ("qwen3_next", {"full", "recurrent"})])
+def test_usage_tells_what_the_disk_holds(architecture: str, kinds: set[str], tmp_path: Path) -> None:
+    loaded = tiny_loaded(architecture)
+    with running(loaded, disk_cache_dir=tmp_path, kv_cache_k="planes:8", kv_cache_v="planes:4") as served:
+        complete(served, LONG)
+    with running(loaded, disk_cache_dir=tmp_path) as served:
+        said = disk_usage(served)
+        shown = CliRunner().invoke(app, ["cache", "usage"], env={"KVSTRATA_URL": served.url, "COLUMNS": "120"}).stdout
+    assert set(said["by_precision"]) - {"raw"} == {"planes:8", "planes:4"}
+    assert said["by_precision"]["planes:8"] > said["by_precision"]["planes:4"] > 0
+    assert set(said["by_kind"]) == kinds
+    assert sum(said["by_precision"].values()) == sum(said["by_kind"].values()) == payload_bytes(tmp_path)
+    of_disk = shown[shown.index("disk") :]
+    assert "planes:8" in of_disk
+    assert "planes:4" in of_disk
+    for path in tmp_path.glob("catalogue*"):
+        path.unlink()
+    with running(loaded, disk_cache_dir=tmp_path) as served:
+        rebuilt = disk_usage(served)
+        assert {**rebuilt, "bytes": 0} == {**said, "bytes": 0}
+        served.ask("/cache/clear", tier="disk")
+        assert (disk_usage(served)["by_precision"], disk_usage(served)["by_kind"]) == ({}, {})
+
+
+def disk_usage(served: Served) -> dict[str, Any]:
+    return get(served, "/cache/usage")["tiers"]["disk"]
+
+
+def payload_bytes(directory: Path) -> int:
+    """Of all tensors, as the files' headers have it."""
+    total = 0
+    for path in directory.rglob("*.safetensors"):
+        content = path.read_bytes()
+        total += len(content) - 8 - int.from_bytes(content[:8], "little")
+    return total
