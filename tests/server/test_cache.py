@@ -319,6 +319,15 @@ def test_metrics_say_what_usage_says(fresh: Served) -> None:
     assert seen["kvstrata_cache_hit_tokens_total"] >= len(LONG) - 1
 
 
+def test_a_prompt_larger_than_the_budget_is_counted_as_refused() -> None:
+    with running(tiny_loaded("llama"), hot_cache_size="128KiB") as served:
+        complete(served, LONG)
+        assert complete(served, LONG) < len(LONG) - 1
+        counters = get(served, "/cache/usage")["counters"]
+        assert counters["refused_too_large"] >= 1
+        assert scrape(served)['kvstrata_cache_refused_total{reason="too_large"}'] == counters["refused_too_large"]
+
+
 def test_the_disk_is_a_tier_like_memory(tmp_path: Path) -> None:
     with running(tiny_loaded("llama"), disk_cache_dir=tmp_path, disk_write_through=True) as served:
         complete(served, LONG)
