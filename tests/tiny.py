@@ -94,6 +94,18 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
         "time_step_limit": (0.0, float("inf")),
         "time_step_rank": "auto",
     },
+    # Attention and a state side by side in each layer: composite caches.
+    "falcon_h1": {
+        "num_hidden_layers": 3,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64,
+        "mamba_d_state": 16,
+        "mamba_n_heads": 4,
+        "mamba_chunk_size": 16,
+        "embedding_multiplier": 1.0,
+        "lm_head_multiplier": 1.0,
+        "key_multiplier": 1.0,
+    },
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "moe_intermediate_size": 32,

@@ -6,7 +6,8 @@ same tokens go through attention by sequence: both must see the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,6 @@ import numpy as np
 import pytest
 
 from kvstrata.codecs import cuda_check, cuda_step
-from kvstrata.codecs.cuda import PlanesRange
 from kvstrata.codecs.cuda_check import step_works
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
@@ -36,30 +36,31 @@ def _by_tables(
     k: mx.array,
     v: mx.array,
     rows: cuda_step.Rows,
-    slots: Sequence[cuda_step.Slot],
+    counters: mx.array,
     scale: float,
     sinks: mx.array | None = None,
 ) -> mx.array:
     """What the kernel does, by the tables that it is given."""
-    settled, firsts, sizes, uses = (np.asarray(table) for table in rows.tables)
+    assert counters.size == k.shape[0] * k.shape[1]
+    tables = rows.tables
+    settled, firsts, sizes, ranges = (np.asarray(table) for table in tables[:4])
     out = []
-    for row, slot in enumerate(slots):
-        buffer_k, buffer_v = rows.buffers[rows.own[row]]
-        assert sizes[rows.own[row]] == buffer_k.shape[2]
+    for row, (read, slot) in enumerate(zip(rows.reads, rows.slots, strict=True)):
+        buffer_k, buffer_v = rows.buffers[read.own]
+        assert sizes[read.own] == buffer_k.shape[2]
         buffer_k[:, :, slot.at] = k[row : row + 1, :, 0]
         buffer_v[:, :, slot.at] = v[row : row + 1, :, 0]
-        read = [_planes(part) for i, part in enumerate(rows.planes) if uses[row, i]]
+        seen = []
+        for number, part in enumerate(rows.planes):
+            first, count = ranges[row, number].tolist()
+            for start, size, _, _ in np.asarray(tables.pieces[number])[first : first + count].tolist():
+                seen.append([x.codec.decode(x, DTYPE)[None, :, start : start + size] for x in (part.k, part.v)])
         for buffer, start, count in settled[firsts[row] : firsts[row + 1]].tolist():
-            read.append(tuple(array[:, :, start : start + count] for array in rows.buffers[buffer]))
-        read.append((buffer_k[:, :, : slot.num_tokens], buffer_v[:, :, : slot.num_tokens]))
-        all_k, all_v = (mx.concatenate([pair[i] for pair in read], axis=2) for i in (0, 1))
+            seen.append([array[:, :, start : start + count] for array in rows.buffers[buffer]])
+        seen.append([array[:, :, : slot.num_tokens] for array in (buffer_k, buffer_v)])
+        all_k, all_v = (mx.concatenate([pair[i] for pair in seen], axis=2) for i in (0, 1))
         out.append(mx.fast.scaled_dot_product_attention(q[row : row + 1], all_k, all_v, scale=scale, sinks=sinks))
     return mx.concatenate(out)
-
-
-def _planes(part: PlanesRange) -> tuple[mx.array, mx.array]:
-    k, v = (planes.codec.decode(planes, DTYPE)[None, :, part.start : part.end] for planes in (part.k, part.v))
-    return k, v
 
 
 def _prefix(codec: PlanesCodec | RawCodec, num_tokens: int, seed: int) -> SealedPart:
@@ -148,23 +149,49 @@ def test_a_step_reads_what_attention_by_sequence_reads(
         assert [part.num_tokens for part in ours.parts()] == [part.num_tokens for part in theirs.parts()]
 
 
-def test_tables_are_made_again_only_when_a_row_reads_something_else(
-    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows]
-) -> None:
+def test_nothing_of_what_was_replaced_is_kept(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows]) -> None:
+    """Sealed or stepped down between two steps, by a sequence that ran alone before it joined the batch."""
     monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
-    layer = FullLayer(600)
-    layer.append(*(keys(1, HEADS, 300, DIM, seed=i, dtype=DTYPE) for i in (0, 1)))
-    rows = AttentionRows([layer])
-    for step in range(6):
-        if step == 3:
-            layer.seal(PlanesCodec(8), PlanesCodec(8))
-        k = keys(1, HEADS, 1, DIM, seed=step, dtype=DTYPE)
-        rows.begin_step(mx.array([layer.offset]))
-        held, _ = rows.update_and_fetch(k, k)
-        attend(k, held, held, rows, SCALE, None)
-        rows.end_step()
-    assert len({id(made) for made in launches}) == 2
-    assert [len(made.planes) for made in launches] == [0, 0, 0, 1, 1, 1]
+    layers = [FullLayer(3000), FullLayer(100)]
+    for layer, count in zip(layers, (2900, 10), strict=True):
+        layer.append(*(keys(1, HEADS, count, DIM, seed=i, dtype=DTYPE) for i in (0, 1)))
+        mx.eval(layer.arrays())
+    k, q = keys(1, HEADS, 1, DIM, dtype=DTYPE), keys(1, HEADS, 1, DIM, seed=1, dtype=DTYPE)
+    held = layers[0].update_and_fetch(k, k)
+    mx.eval(attend(q, *held, layers[0], SCALE, None))
+    del held
+    rows = AttentionRows(layers)
+    mx.eval(_steps(rows, layers))
+    launches.clear()
+    gc.collect()
+    before = mx.get_active_memory()
+    raw_bytes = layers[0].nbytes
+    layers[0].seal(PlanesCodec(4), PlanesCodec(4))
+    mx.eval(*(array for part in layers[0].sealed for array in part.arrays()))
+    gc.collect()
+    assert before - mx.get_active_memory() == pytest.approx(raw_bytes - layers[0].nbytes, rel=0.02)
+    mx.eval(_steps(rows, layers))
+    assert [len(made.planes) for made in launches] == [1]
+
+
+def _steps(rows: AttentionRows, layers: list[FullLayer]) -> mx.array:
+    k = keys(len(layers), HEADS, 1, DIM, dtype=DTYPE)
+    rows.begin_step(mx.array([layer.offset for layer in layers]))
+    held, _ = rows.update_and_fetch(k, k)
+    out = attend(k, held, held, rows, SCALE, None)
+    rows.end_step()
+    return out
+
+
+def test_who_reads_the_same_shares_it(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows]) -> None:
+    monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
+    planes, raw = _prefix(PlanesCodec(8), 90, 1), _prefix(RawCodec(), 70, 3)
+    ends = range(20, 60, 2)
+    layers = [FullLayer(8, [_Cut(CutPart(planes, 0, end)), _Cut(CutPart(raw, 3, end))]) for end in ends]
+    _run(list(layers), 1, None)
+    (made,) = launches
+    assert len(made.planes) == 1
+    assert len(made.buffers) == 1 + len(layers)
 
 
 def test_what_a_launch_cannot_take_goes_by_sequence(
@@ -187,10 +214,9 @@ def test_a_kernel_that_is_wrong_or_fails_here_is_not_used(
     def wrong(*args: Any) -> mx.array:
         return right(*args) * 1.1
 
-    def writes_elsewhere(
-        q: mx.array, k: mx.array, v: mx.array, rows: cuda_step.Rows, slots: Any, scale: float
-    ) -> mx.array:
-        return right(q, k, v, rows, [slot._replace(at=slot.at - 1) for slot in slots], scale)
+    def writes_elsewhere(q: mx.array, k: mx.array, v: mx.array, rows: cuda_step.Rows, *rest: Any) -> mx.array:
+        slots = tuple(slot._replace(at=slot.at - 1) for slot in rows.slots)
+        return right(q, k, v, replace(rows, slots=slots), *rest)
 
     def fails(*_: Any) -> mx.array:
         raise RuntimeError("no such instruction")

@@ -66,6 +66,12 @@ MORE_PAIRS: tuple[Pair, ...] = (("planes:4", "planes:2"), ("affine:2", "affine:2
 def full_protocol(loaded: LoadedModel, ids: Sequence[int]) -> Protocol:
     """Three contexts, the last one the longest that model and text allow; six windows where the text has them."""
     longest = min(loaded.context_tokens, len(ids)) - DECODE_TOKENS - 1
+    if longest < FIRST_LOOK.contexts[0]:
+        needed = FIRST_LOOK.contexts[0] + DECODE_TOKENS + 1
+        raise ConfigError(
+            f"The whole protocol needs {needed} tokens or more; the text has {len(ids)} and the model's context "
+            f"{loaded.context_tokens}. Use a longer --text."
+        )
     contexts = sorted({min(context, longest) for context in (512, 2048, longest)})
     return Protocol((*PAIRS, *MORE_PAIRS), tuple(contexts), min(6, max(1, len(ids) // (longest + DECODE_TOKENS + 1))))
 

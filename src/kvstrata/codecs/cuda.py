@@ -157,7 +157,7 @@ def combine(partials: Sequence[Partial], dtype: mx.Dtype, sinks: mx.array | None
     return Attended(out, log_sum)
 
 
-class Call(NamedTuple):
+class _Call(NamedTuple):
     """What a part adds to a launch."""
 
     kind: Kind
@@ -166,17 +166,13 @@ class Call(NamedTuple):
     num_blocks: int
 
 
-def _call(i: int, part: Range, heads: int) -> Call:
+def _call(i: int, part: Range, heads: int) -> _Call:
     if isinstance(part, RawRange):
         num_tokens = part.end - part.start
         size = piece_tokens(num_tokens, heads)
-        return Call("raw", part.views(), [(f"SIZE{i}", size)], -(-num_tokens // (size * WARPS)))
-    return planes_call(i, part)
-
-
-def planes_call(i: int, part: PlanesRange) -> Call:
+        return _Call("raw", part.views(), [(f"SIZE{i}", size)], -(-num_tokens // (size * WARPS)))
     bits = [(f"K_BITS{i}", bits_of(part.k)), (f"V_BITS{i}", bits_of(part.v))]
-    return Call("planes", [part.pieces, *part.arrays], bits, -(-part.pieces.shape[0] // WARPS))
+    return _Call("planes", [part.pieces, *part.arrays], bits, -(-part.pieces.shape[0] // WARPS))
 
 
 def _is_bf16(parts: Sequence[Range]) -> bool:

@@ -44,7 +44,7 @@ _QUERIES = """
 # A warp that has no piece still helps with the queries.
 _PIECE = """
     const int piece = block * kvstrata::WARPS + lane.warp;
-    const int* place = pieces@ + 4 * min(piece, num_pieces@ - 1);
+    const int* place = pieces@ + 4 * (first_piece@ + min(piece, num_pieces@ - 1));
     const int start = place[0], count = place[1];
 """
 _ATTEND_PLANES = f"""{_PIECE}
@@ -153,7 +153,7 @@ _COMBINE_HERE = """
 
 _SCORE = f"""{_PLACE}{_QUERIES.format(x="q")}
   __shared__ kvstrata::Queries<K_DIM, TILES> queries, rotated;
-  const int block = blockIdx.x, num_pieces0 = pieces0_shape[0];
+  const int block = blockIdx.x, num_pieces0 = pieces0_shape[0], first_piece0 = 0;
   {_PIECE.replace("@", "0")}{_SOURCE.format(x="k", dim="K_DIM", segment="place[2]")}
   const long row = long(head) * total_queries + first_query;
   kvstrata::take_queries(queries, q + row * K_DIM, K_DIM, 1.0f, num_queries, lane);
@@ -168,7 +168,7 @@ _SCORE = f"""{_PLACE}{_QUERIES.format(x="q")}
 """
 
 _MIX = f"""{_PLACE}{_QUERIES.format(x="p")}
-  const int block = blockIdx.x, num_pieces0 = pieces0_shape[0];
+  const int block = blockIdx.x, num_pieces0 = pieces0_shape[0], first_piece0 = 0;
   {_PIECE.replace("@", "0")}{_SOURCE.format(x="v", dim="V_DIM", segment="place[3]")}
   if (piece >= num_pieces0) return;
   const long num_tokens = v_scales_shape[1];
@@ -224,7 +224,7 @@ def attend_step(num_planes: int, num_buffers: int) -> Kernel:
 """
     kinds: tuple[Kind, ...] = ("planes",) * num_planes + ("row",)
     buffers = [f"{x}_buffer{i}" for i in range(num_buffers) for x in "kv"]
-    tables = ("slots", "settled", "firsts", "sizes", "uses", "counters", "sinks")
+    tables = ("slots", "settled", "firsts", "sizes", "ranges", "counters", "sinks")
     inputs = ("k_new", "v_new", *tables, *attend_inputs(kinds[:-1]), *buffers)
     cases = " ".join(f"case {i}: k_buffer = k_buffer{i}, v_buffer = v_buffer{i}; break;" for i in range(num_buffers))
     parts = _parts(kinds).replace("{CASES}", f"{{ {cases} }}")
@@ -243,7 +243,7 @@ def _parts(kinds: tuple[Kind, ...]) -> str:
     """A block works on one part, and its warps each on a piece of it."""
     in_a_step = "row" in kinds
     counts = {
-        "planes": f"uses[row * {len(kinds) - 1} + {{i}}] * pieces{{i}}_shape[0]" if in_a_step else "pieces{i}_shape[0]",
+        "planes": "ranges[range{i} + 1]" if in_a_step else "pieces{i}_shape[0]",
         "raw": "(k{i}_shape[2] + SIZE{i} - 1) / SIZE{i}",
         "row": "num_settled + (slot[2] + slot[3] - 1) / slot[3]",
     }
@@ -256,6 +256,11 @@ def _parts(kinds: tuple[Kind, ...]) -> str:
   int block = blockIdx.x, num_blocks = 0;
 """
     for i, kind in enumerate(kinds):
+        if kind == "planes":
+            # Of the pieces of these planes a row has some: where they begin, and how many.
+            first = f"ranges[range{i}]" if in_a_step else "0"
+            body += f"  const int range{i} = {2 * i}" + (f" + {2 * (len(kinds) - 1)} * row;\n" if in_a_step else ";\n")
+            body += f"  const int first_piece{i} = {first};\n"
         body += f"""
   const int num_pieces{i} = {counts[kind].format(i=i)};
   const int num_blocks{i} = (num_pieces{i} + kvstrata::WARPS - 1) / kvstrata::WARPS;

@@ -16,9 +16,20 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.codecs import cuda_kernels
-from kvstrata.codecs.cuda import RAW_DTYPES, PlanesRange, Range, RawRange, planes_call
-from kvstrata.codecs.cuda_codes import FUSED_DIMS, THREADS, piece_tokens, scalar, signs, tiles_for
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cuda import RAW_DTYPES, PlanesRange, Range
+from kvstrata.codecs.cuda_codes import (
+    FUSED_DIMS,
+    THREADS,
+    bits_of,
+    piece_tokens,
+    pieces_of,
+    scalar,
+    signs,
+    tiles_for,
+)
 from kvstrata.codecs.cuda_kernels import WARPS
+from kvstrata.codecs.segments import Segments
 
 # Beyond these a launch has too many arguments: rows go one by one.
 MOST_PLANES = 3
@@ -36,20 +47,44 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """What the rows of a step read. Good for as long as each row has the same ranges and the same buffer."""
+    """What the rows of one step read. Made for the step: nothing of it is kept, so whatever is replaced is free."""
 
-    planes: tuple[PlanesRange, ...]  # each once, whoever reads it
+    planes: tuple[PlanesRange, ...]  # one of each that has the same planes
     buffers: tuple[tuple[mx.array, mx.array], ...]
-    own: tuple[int, ...]  # of each row, the buffer that it writes to
-    num_pieces: tuple[int, ...]  # of each row, those that do not change
-    num_blocks: tuple[int, ...]  # of each row, those for planes
-    tables: tuple[mx.array, ...]  # settled, firsts, sizes, uses: as the kernel has them
-    counters: mx.array  # uint32 [rows * kv_heads], 0 between launches
+    reads: tuple[RowReads, ...]
+    slots: tuple[Slot, ...]
 
     @property
     def fits(self) -> bool:
         dtypes = {array.dtype for pair in self.buffers for array in pair}
         return len(self.planes) <= MOST_PLANES and len(self.buffers) <= MOST_BUFFERS and len(dtypes) == 1
+
+    @property
+    def tables(self) -> Tables:
+        heads = self.slots[0].k.shape[1]
+        sizes = tuple(k.shape[2] for k, _ in self.buffers)
+        segments = tuple((part.k.segments, part.v.segments) for part in self.planes)
+        return _tables(self.reads, sizes, segments, heads)
+
+
+class RowReads(NamedTuple):
+    """By number: what a row reads beside the buffer that it writes to, and that one."""
+
+    planes: tuple[tuple[int, int, int], ...]  # which, first token, end
+    raw: tuple[tuple[int, int, int], ...]  # which buffer, first token, end
+    own: int
+
+
+class Tables(NamedTuple):
+    """As the kernel has them; layers of one model have the same ones."""
+
+    settled: mx.array  # int32 [pieces, 3]: buffer, first token, how many
+    firsts: mx.array  # int32 [rows + 1]: where each row's begin
+    sizes: mx.array  # int32 [buffers], in tokens
+    ranges: mx.array  # int32 [rows, planes, 2]: of the pieces of planes, those of a row
+    pieces: tuple[mx.array, ...]  # of each of the planes, see `pieces_of`
+    num_settled: tuple[int, ...]  # of each row
+    num_blocks: tuple[int, ...]  # of each row, those for planes
 
 
 def fits(q: mx.array, k: mx.array, v: mx.array) -> bool:
@@ -65,27 +100,25 @@ def fits(q: mx.array, k: mx.array, v: mx.array) -> bool:
 
 def rows_of(before: Sequence[Sequence[Range]], slots: Sequence[Slot]) -> Rows:
     """`before` are each row's ranges but for the buffer of its slot; all of them fit."""
-    num_heads = len(slots) * slots[0].k.shape[1]
-    planes = {_key(part): part for ranges in before for part in ranges if isinstance(part, PlanesRange)}
-    raw = [[part for part in ranges if isinstance(part, RawRange)] for ranges in before]
-    pairs = [(part.k, part.v) for ranges in raw for part in ranges] + [(slot.k, slot.v) for slot in slots]
-    buffers = {id(k): (k, v) for k, v in pairs}
-    places = {key: place for place, key in enumerate(buffers)}
-    settled = [[piece for part in ranges for piece in _pieces(places, part, num_heads)] for ranges in raw]
-    used = [{_key(part) for part in ranges if isinstance(part, PlanesRange)} for ranges in before]
+    planes: dict[tuple[int, int], tuple[int, PlanesRange]] = {}
+    buffers: dict[int, tuple[int, tuple[mx.array, mx.array]]] = {}
+    reads = []
+    for ranges, slot in zip(before, slots, strict=True):
+        coded, raw = [], []
+        for part in ranges:
+            if isinstance(part, PlanesRange):
+                number, _ = planes.setdefault((id(part.k), id(part.v)), (len(planes), part))
+                coded.append((number, part.start, part.end))
+            else:
+                number, _ = buffers.setdefault(id(part.k), (len(buffers), (part.k, part.v)))
+                raw.append((number, part.start, part.end))
+        own, _ = buffers.setdefault(id(slot.k), (len(buffers), (slot.k, slot.v)))
+        reads.append(RowReads(tuple(coded), tuple(raw), own))
     return Rows(
-        tuple(planes.values()),
-        tuple(buffers.values()),
-        tuple(places[id(slot.k)] for slot in slots),
-        tuple(map(len, settled)),
-        tuple(sum(_num_blocks(part) for key, part in planes.items() if key in keys) for keys in used),
-        (
-            _table(tuple(piece for pieces in settled for piece in pieces) or ((0, 0, 0),)),
-            _table(tuple(accumulate(map(len, settled), initial=0))),
-            _table(tuple(k.shape[2] for k, _ in buffers.values())),
-            _table(tuple(tuple(int(key in keys) for key in planes) for keys in used) if planes else (0,)),
-        ),
-        mx.zeros((num_heads,), mx.uint32),
+        tuple(part for _, part in planes.values()),
+        tuple(pair for _, pair in buffers.values()),
+        tuple(reads),
+        tuple(slots),
     )
 
 
@@ -94,33 +127,33 @@ def attend_step(
     k: mx.array,  # [rows, kv_heads, 1, k_dim], the new token of each row
     v: mx.array,
     rows: Rows,
-    slots: Sequence[Slot],
+    counters: mx.array,  # uint32 [rows * kv_heads], 0 between launches; of launches that wait for each other
     scale: float,
     sinks: mx.array | None = None,  # [heads]
 ) -> mx.array:
     """One launch: puts K and V into the slots and attends over all -> [rows, heads, 1, v_dim]."""
     num_rows, kv_heads, _, k_dim = k.shape
     group, v_dim = q.shape[1] // kv_heads, v.shape[3]
+    tables, slots = rows.tables, rows.slots
     size = piece_tokens(max(slot.num_tokens for slot in slots), num_rows * kv_heads)
-    places = tuple((own, slot.at, slot.num_tokens, size) for own, slot in zip(rows.own, slots, strict=True))
+    places = tuple((read.own, slot.at, slot.num_tokens, size) for read, slot in zip(rows.reads, slots, strict=True))
     num_blocks = max(
-        blocks + -(-(pieces - (-slot.num_tokens // size)) // WARPS)
-        for blocks, pieces, slot in zip(rows.num_blocks, rows.num_pieces, slots, strict=True)
+        blocks + -(-(settled - (-slot.num_tokens // size)) // WARPS)
+        for blocks, settled, slot in zip(tables.num_blocks, tables.num_settled, slots, strict=True)
     )
-    calls = [planes_call(i, part) for i, part in enumerate(rows.planes)]
+    bits = [(f"{x}_BITS{i}", bits_of(planes)) for i, part in enumerate(rows.planes) for x, planes in _both(part)]
     buffers = _padded(rows.buffers)
-    out, _, _ = cuda_kernels.attend_step(len(calls), len(buffers)).run(
+    out, _, _ = cuda_kernels.attend_step(len(rows.planes), len(buffers)).run(
         inputs=[
-            *(k, v, _table(places), *rows.tables, rows.counters),
+            *(k, v, _table(places), tables.settled, tables.firsts, tables.sizes, tables.ranges, counters),
             scalar(0.0) if sinks is None else sinks.astype(mx.float32),
             *(q.reshape(num_rows * kv_heads, group, k_dim), scalar(scale), signs(k_dim), signs(v_dim)),
-            *(x for call in calls for x in call.inputs),
+            *(x for part, pieces in zip(rows.planes, tables.pieces, strict=True) for x in (pieces, *part.arrays)),
             *(x for pair in buffers for x in pair),
         ],
         template=[
             *(("T", q.dtype), ("BF", k.dtype == mx.bfloat16), ("K_DIM", k_dim), ("V_DIM", v_dim)),
-            *(("TILES", tiles_for(group, max(k_dim, v_dim))), ("HAS_SINKS", sinks is not None)),
-            *(number for call in calls for number in call.template),
+            *(("TILES", tiles_for(group, max(k_dim, v_dim))), ("HAS_SINKS", sinks is not None), *bits),
         ],
         output_shapes=[
             (*q.shape[:3], v_dim),
@@ -134,18 +167,42 @@ def attend_step(
     return out
 
 
-def _key(part: PlanesRange) -> tuple[int, int, int, int]:
-    return id(part.k), id(part.v), part.start, part.end
+@lru_cache(maxsize=32)
+def _tables(
+    reads: tuple[RowReads, ...],
+    sizes: tuple[int, ...],
+    segments: tuple[tuple[Segments, Segments], ...],
+    heads: int,
+) -> Tables:
+    num_heads = len(reads) * heads
+    settled = [[piece for part in read.raw for piece in _pieces(*part, num_heads)] for read in reads]
+    pieces: list[list[np.ndarray]] = [[] for _ in segments]
+    ranges = np.zeros((len(reads), max(1, len(segments)), 2), np.int32)
+    for row, read in enumerate(reads):
+        for number, start, end in read.planes:
+            mine = np.asarray(pieces_of(*segments[number], start, end, piece_tokens(end - start, num_heads)))
+            if not ranges[row, number, 1]:
+                ranges[row, number, 0] = sum(map(len, pieces[number]))
+            ranges[row, number, 1] += len(mine)
+            pieces[number].append(mine)
+    return Tables(
+        _table(tuple(piece for row in settled for piece in row) or ((0, 0, 0),)),
+        _table(tuple(accumulate(map(len, settled), initial=0))),
+        _table(sizes),
+        mx.array(ranges),
+        tuple(mx.array(np.concatenate(arrays)) for arrays in pieces),
+        tuple(map(len, settled)),
+        tuple(int(-(-row[:, 1] // WARPS).sum()) for row in ranges),
+    )
 
 
-def _num_blocks(part: PlanesRange) -> int:
-    return -(-part.pieces.shape[0] // WARPS)
+def _pieces(buffer: int, start: int, end: int, num_heads: int) -> list[tuple[int, int, int]]:
+    size = piece_tokens(end - start, num_heads)
+    return [(buffer, first, min(size, end - first)) for first in range(start, end, size)]
 
 
-def _pieces(places: dict[int, int], part: RawRange, num_heads: int) -> list[tuple[int, int, int]]:
-    size = piece_tokens(part.end - part.start, num_heads)
-    firsts = range(part.start, part.end, size)
-    return [(places[id(part.k)], first, min(size, part.end - first)) for first in firsts]
+def _both(part: PlanesRange) -> tuple[tuple[str, Planes], tuple[str, Planes]]:
+    return ("K", part.k), ("V", part.v)
 
 
 def _padded(buffers: Sequence[tuple[mx.array, mx.array]]) -> list[tuple[mx.array, mx.array]]:
@@ -155,5 +212,4 @@ def _padded(buffers: Sequence[tuple[mx.array, mx.array]]) -> list[tuple[mx.array
 
 @lru_cache(maxsize=64)
 def _table(numbers: tuple[int, ...] | tuple[tuple[int, ...], ...]) -> mx.array:
-    """Layers of one model have the same ones."""
     return mx.array(np.array(numbers, np.int32))

@@ -27,7 +27,7 @@ class AttentionRows:
         self._layers = layers
         self.offset: mx.array | int = 0  # [rows], set for each step: RoPE takes one offset for each row
         self._step: cpu.Step | cuda.Step | None = None
-        self._tables = cuda.Tables()
+        self._counters = cuda.Counters()
 
     def begin_step(self, offsets: mx.array) -> None:
         self.offset = offsets
@@ -40,7 +40,7 @@ class AttentionRows:
         if cpu.fits(keys, values) and all(layer.has_runs for layer in self._layers):
             self._step = cpu.Step(self._layers, keys, values)
         elif cuda.fits(keys, values):
-            self._step = cuda.Step(self._layers, keys, values, self._tables)
+            self._step = cuda.Step(self._layers, keys, values, self._counters)
         if self._step is not None:
             return self._step, self._step
         num_rows = len(self._layers)

@@ -23,7 +23,7 @@ class Buffer:
     """K and V of up to `size` tokens of one sequence in one layer. Allocated whole by the first write."""
 
     def __init__(self, size: int) -> None:
-        self.size = max(round_up(size), 2)  # see _assign
+        self.size = max(size, 2)  # see _assign
         self.k: mx.array | None = None  # [1, kv_heads, size, k_dim]
         self.v: mx.array | None = None  # [1, kv_heads, size, v_dim]
         self._addresses: tuple[int, int] | None = None

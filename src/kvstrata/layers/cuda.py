@@ -15,7 +15,7 @@ from kvstrata.codecs import cuda_step
 from kvstrata.codecs.cuda_check import step_works
 from kvstrata.layers.buffers import Buffer
 from kvstrata.layers.kinds import Layout
-from kvstrata.layers.parts import Part, RawPart
+from kvstrata.layers.parts import Part
 
 
 class Slot(NamedTuple):
@@ -43,46 +43,46 @@ def kernels(layout: Layout) -> str:
     """Whose loops attention runs on, for people to read."""
     kinds = {(spec.dtype, spec.k_dim, spec.v_dim) for spec in layout.flat() if spec.kind in ("full", "window")}
     if kinds and all(step_works(*kind) for kind in kinds):
-        return "own (CUDA) for decode steps, MLX for prefill"
+        return "own (CUDA) for decode steps of up to 8 queries for each KV head (4 beyond 128 dims), MLX for the rest"
     return "MLX, by sequence: it has no step of a whole batch for these layers, or it did not work here (see the log)"
 
 
-class Tables:
-    """What the launches of some rows have in common, kept until a row reads or writes something else."""
+class Counters:
+    """What blocks of a launch count themselves with: of one layer, whose launches wait for each other."""
 
     def __init__(self) -> None:
-        self._slots: Sequence[Slot] = ()
-        self._rows: cuda_step.Rows | None = None
+        self._counters: mx.array | None = None
 
-    def of(self, slots: Sequence[Slot]) -> cuda_step.Rows | None:
-        """None: the kernel cannot read all of it."""
-        if len(slots) != len(self._slots) or not all(map(_is_same, slots, self._slots)):
-            self._slots, self._rows = slots, _rows(slots)
-        return self._rows
+    def of(self, size: int) -> mx.array:
+        if self._counters is None or self._counters.size != size:
+            self._counters = mx.zeros((size,), mx.uint32)
+        return self._counters
 
 
 class Step:
     """New tokens that are not written yet. Stands for the keys and for the values, as `Parts` does."""
 
-    def __init__(self, rows: Sequence[Row], keys: mx.array, values: mx.array, tables: Tables) -> None:
+    def __init__(self, rows: Sequence[Row], keys: mx.array, values: mx.array, counters: Counters) -> None:
         self._rows = rows
         self._keys = keys  # [rows, kv_heads, 1, k_dim]
         self._values = values
-        self._tables = tables
+        self._counters = counters
         self._slots: list[Slot] = []
+        self._reads: cuda_step.Rows | None = None
         self._is_written = False
 
     def takes(self, queries: mx.array) -> bool:
-        return cuda_step.fits(queries, self._keys, self._values) and self._tables.of(self._taken()) is not None
+        if not cuda_step.fits(queries, self._keys, self._values):
+            return False
+        if self._reads is None:
+            self._reads = _rows(self._taken())
+        return self._reads is not None
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        slots = self._taken()
-        rows = self._tables.of(slots)
-        assert rows is not None, "ask `takes` first"
+        assert self._reads is not None, "ask `takes` first"
         self._is_written = True
-        return cuda_step.attend_step(
-            queries, self._keys, self._values, rows, [_placed(slot) for slot in slots], scale, sinks
-        )
+        counters = self._counters.of(self._keys.shape[0] * self._keys.shape[1])
+        return cuda_step.attend_step(queries, self._keys, self._values, self._reads, counters, scale, sinks)
 
     def settle(self) -> Sequence[Row]:
         """Write the new tokens; for whoever reads the rows in another way."""
@@ -98,17 +98,8 @@ class Step:
         return self._slots
 
 
-def _is_same(a: Slot, b: Slot) -> bool:
-    return a.buffer is b.buffer and len(a.before) == len(b.before) and all(map(_is_same_part, a.before, b.before))
-
-
-def _is_same_part(a: Part, b: Part) -> bool:
-    if isinstance(a, RawPart) and isinstance(b, RawPart):
-        return a.k_buffer is b.k_buffer and (a.start, a.num_tokens) == (b.start, b.num_tokens)
-    return a is b
-
-
 def _rows(slots: Sequence[Slot]) -> cuda_step.Rows | None:
+    """None: the kernel cannot read all of it."""
     before = [[part.fused() for part in slot.before] for slot in slots]
     if not all(part.fits for ranges in before for part in ranges):
         return None

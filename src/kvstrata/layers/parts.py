@@ -7,7 +7,7 @@ both as plain arrays. `like` tells the dtype that the model computes in.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -117,7 +117,9 @@ class SealedPart:
     @cached_property
     def _fused(self) -> cuda.Range:
         """With tables that are made once."""
-        return _fused(self, 0, self.num_tokens)
+        if isinstance(self.k.codec, RawCodec) and isinstance(self.v.codec, RawCodec):
+            return cuda.RawRange(self.k.arrays["values"][None], self.v.arrays["values"][None], 0, self.num_tokens)
+        return cuda.PlanesRange(self.k, self.v, 0, self.num_tokens)
 
     def scores(self, q: mx.array) -> mx.array:
         return self.k.codec.scores(q[0], self.k)[None].astype(q.dtype)
@@ -157,7 +159,8 @@ class CutPart:
 
     @cached_property
     def _fused(self) -> cuda.Range:
-        return _fused(self.whole, self.start, self.end)
+        """The same arrays as everybody's who reads some of it."""
+        return replace(self.whole.fused(), start=self.start, end=self.end)
 
     def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
         k, v = self.whole.dense(like)
@@ -196,13 +199,6 @@ def _cut(part: Part, start: int, end: int) -> Part:
         return CutPart(part.whole, part.start + start, part.start + end)
     assert isinstance(part, SealedPart)
     return CutPart(part, start, end)
-
-
-def _fused(part: SealedPart, start: int, end: int) -> cuda.Range:
-    if isinstance(part.k.codec, RawCodec) and isinstance(part.v.codec, RawCodec):
-        k, v = (planes.arrays["values"][None] for planes in (part.k, part.v))
-        return cuda.RawRange(k, v, start, end)
-    return cuda.PlanesRange(part.k, part.v, start, end)
 
 
 def _range(buffer: mx.array, start: int, num_tokens: int) -> mx.array:

@@ -15,7 +15,7 @@ from mlx_lm.models.base import create_causal_mask
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers import cpu, cuda
-from kvstrata.layers.buffers import Buffer
+from kvstrata.layers.buffers import Buffer, round_up
 from kvstrata.layers.parts import Part, Parts, RawPart, SealedPart, Source, cut_parts
 from kvstrata.layers.runs import RunCache
 
@@ -40,9 +40,9 @@ class FullLayer:
         self.start = sum(source.num_tokens for source in before)
         self.offset = self.start
         self._sealed: list[SealedPart] = []
-        self._pieces = [Piece(Buffer(capacity))]
+        self._pieces = [_piece(capacity)]
         self._runs = RunCache()
-        self._tables = cuda.Tables()
+        self._counters = cuda.Counters()
 
     @property
     def capacity(self) -> int:
@@ -81,7 +81,7 @@ class FullLayer:
         return [array for piece in self._pieces for array in piece.buffer.arrays()]
 
     def grow(self, tokens: int) -> None:
-        self._pieces.append(Piece(Buffer(tokens)))
+        self._pieces.append(_piece(tokens))
 
     def num_to_seal(self, first_raw: int, recent_raw: int) -> int:
         """How many tokens `seal` would encode."""
@@ -106,7 +106,7 @@ class FullLayer:
             self._sealed.append(_encoded(all_k, all_v, 0, first, start, RawCodec(), RawCodec()))
         self._sealed.append(_encoded(all_k, all_v, first, last, start, k, v))
         self._join_sealed()
-        tail = Piece(Buffer(num_raw - last + room))
+        tail = _piece(num_raw - last + room)
         if last < num_raw:
             tail.buffer.put(0, all_k[:, :, last:], all_v[:, :, last:])
             tail.used = num_raw - last
@@ -202,7 +202,7 @@ class FullLayer:
             step = cpu.Step((self,), keys, values)
             return step, step
         if cuda.fits(keys, values):
-            step = cuda.Step((self,), keys, values, self._tables)
+            step = cuda.Step((self,), keys, values, self._counters)
             return step, step
         self.append(keys, values)
         return self.keys_and_values()
@@ -230,6 +230,10 @@ class FullLayer:
 def _encoded(all_k: mx.array, all_v: mx.array, start: int, end: int, position: int, k: Codec, v: Codec) -> SealedPart:
     at = position + start
     return SealedPart(k.encode(all_k[0, :, start:end], at), v.encode(all_v[0, :, start:end], at))
+
+
+def _piece(num_tokens: int) -> Piece:
+    return Piece(Buffer(round_up(num_tokens)))
 
 
 def _part(piece: Piece) -> RawPart:

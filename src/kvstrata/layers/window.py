@@ -11,6 +11,7 @@ import mlx.core as mx
 from kvstrata.layers import cpu, cuda
 from kvstrata.layers.buffers import Buffer
 from kvstrata.layers.parts import Parts, RawPart
+from kvstrata.layers.tail import Keys
 
 
 class WindowLayer:
@@ -19,6 +20,7 @@ class WindowLayer:
         self.keep = keep
         self.offset = 0
         self._ring = Buffer(max_size)
+        self._counters = cuda.Counters()
         self._chunk: RawPart | None = None  # what the queries of a chunk read, until the pass ends
 
     @property
@@ -95,9 +97,12 @@ class WindowLayer:
     def end_pass(self) -> None:
         self._chunk = None
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Parts | cpu.Step, Parts | cpu.Step]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
         if cpu.pays_alone(min(self.offset, self.max_size), keys, values):
             step = cpu.Step((self,), keys, values)
+            return step, step
+        if cuda.fits(keys, values):
+            step = cuda.Step((self,), keys, values, self._counters)
             return step, step
         self.append(keys, values)
         return self.keys_and_values()

@@ -172,6 +172,12 @@ def _check_shape(spec: LayerSpec, part: SealedPart, index: int) -> None:
             f"Layer {index} has {spec.kv_heads} heads of {spec.k_dim} and {spec.v_dim} values, not {got}: "
             "the prompt cache is another model's."
         )
+    dtypes = {planes.arrays["values"].dtype for planes in (part.k, part.v) if isinstance(planes.codec, RawCodec)}
+    if dtypes - {spec.dtype}:
+        raise MismatchedPlanes(
+            f"Layer {index} computes in {spec.dtype}, not in {', '.join(sorted(map(str, dtypes)))}: make the prompt "
+            "cache with the model as it is loaded here."
+        )
 
 
 # To mlx-lm.
