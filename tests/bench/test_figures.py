@@ -15,6 +15,7 @@ from kvstrata.bench.first_token import measure as measure_first_token
 from kvstrata.bench.ladder import Load
 from kvstrata.bench.ladder import measure as measure_ladder
 from kvstrata.bench.plots import plot_quality
+from kvstrata.bench.requantize import measure as measure_requantize
 from kvstrata.bench.server import measure as measure_server
 from kvstrata.bench.spilling import measure as measure_spilling
 from kvstrata.cli.bench import app
@@ -134,3 +135,16 @@ def test_a_quarter_of_the_memory_is_enough_with_the_ladder() -> None:
     assert ladder.hit_rate > 0.2
     assert ladder.stepped_down_spans > 0
     assert evict.stepped_down_spans == 0
+
+
+def test_precision_changes_under_streams_that_all_finish() -> None:
+    rows = measure_requantize(
+        tiny_loaded("llama"), memory_bytes=4 * GIB, streams=3, prompt_tokens=600, reply_tokens=120
+    )
+    assert [row.precision for row in rows] == ["planes:8", "planes:4"]
+    for row in rows:
+        assert (row.finished, row.streams, row.computed_again) == (3, 3, 0)
+        assert row.longest_pause_steps > 0
+        assert row.freed_bytes > 0
+        assert row.freed_bytes == pytest.approx(row.freed_said_bytes, rel=0.01)
+        assert row.as_json()["share"] == row.seconds / row.prefill_s

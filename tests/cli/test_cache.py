@@ -105,7 +105,10 @@ def test_pin_and_unpin_and_clear(tiny: Served, request_file: str) -> None:
 def test_requantize(tiny: Served) -> None:
     dry = run_json(tiny, "cache", "requantize", "--k", "planes:4", "--v", "planes:4", "--dry-run")
     assert dry["dry_run"] is True
-    assert "dry run, nothing was changed" in run(tiny, "cache", "requantize", "--k", "planes:4", "--dry-run")
+    shown = run(tiny, "cache", "requantize", "--k", "planes:4", "--dry-run")
+    assert "dry run, nothing was changed" in shown
+    assert "hot, 1 spans" in shown
+    assert "freed (" in shown
     done = run(tiny, "cache", "requantize", "--k", "planes:4", "--v", "planes:4")
     assert "K planes:4, V planes:4" in done
     assert "of 1 spans" in run(tiny, "cache", "requantize", "--progress")

@@ -58,3 +58,30 @@ def test_long_conversations_step_down_at_their_length(live: bool) -> None:
         settle(drive)
         assert set(drive.store.usage().by_precision) == expected
         drive.clear()
+
+
+def test_a_request_waits_for_what_steps_down_and_streams_go_on() -> None:
+    loaded = tiny_loaded("llama")
+    token_bytes = Drive(loaded).budget.token_bytes
+    limits = Limits(tail_step_tokens=16)
+    drive = Drive(loaded, limits, kv_bytes=2700 * token_bytes, storage=Storage(dynamic=True))
+    for i in range(5):
+        drive.submit(prompt(400, seed=i), 2)
+        drive.run()
+    settle(drive)
+    stream = drive.submit(prompt(100, seed=99), 60)
+    while len(stream.ids) < 4:
+        drive.loop.step()
+    assert drive.store.count()["stepped_down_spans"] == 0
+    drive.loop._slice_s = lambda: 0.0  # a layer of a span in each step
+    late = drive.submit(prompt(900, seed=77), 2)
+    before = len(stream.ids)
+    while not late.events:
+        drive.loop.step()
+        assert drive.loop.state().kv_bytes <= drive.budget.total_bytes
+    assert len(stream.ids) - before > 4
+    drive.run()
+    assert late.finished.usage.completion_tokens == 2
+    assert drive.store.count()["evicted_tokens"] == 0
+    # Not further than was needed.
+    assert set(drive.store.usage().by_precision) == {"raw", "planes:8"}

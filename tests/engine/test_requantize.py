@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+
+import mlx.core as mx
 import pytest
 
 from kvstrata.engine.limits import Limits, Storage
@@ -136,3 +139,29 @@ def test_bad_changes_are_refused_and_nothing_is_lost() -> None:
     nothing = drive.loop.requantize(Change("planes:8", "planes:8", salt="nobody's"))
     assert (nothing.spans, nothing.bytes_before) == (0, 0)
     assert drive.store.usage() == before
+
+
+def test_memory_that_is_said_to_be_free_is_free_before_the_readers_next_step() -> None:
+    drive = Drive(tiny_loaded("llama"))
+    drive.submit(prompt(1500), 4)
+    drive.run()
+    settle(drive)
+    readers = [drive.submit([*prompt(1500), 5 + i], 100) for i in range(2)]
+    while not all(len(reader.ids) > 3 for reader in readers):
+        drive.loop.step()
+
+    def held() -> tuple[int, int]:
+        mx.synchronize()
+        usage = drive.loop.usage()
+        return usage.running_bytes + usage.tiers["hot"].nbytes, mx.get_active_memory()
+
+    gc.collect()
+    for name in ("planes:8", "planes:4"):
+        said_before, active_before = held()
+        drive.loop.requantize(Change(name, name))
+        settle(drive)
+        said, active = held()
+        assert said_before - said > 100_000
+        assert active_before - active == pytest.approx(said_before - said, rel=0.02)
+    drive.run()
+    assert all(reader.finished.usage.cached_tokens == 1500 for reader in readers)

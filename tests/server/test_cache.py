@@ -165,6 +165,14 @@ def test_a_dry_run_tells_what_a_change_then_frees(fresh: Served) -> None:
     said = post(fresh, "/cache/requantize", k="planes:8", v="planes:4", dry_run=True)
     assert (said["dry_run"], said["spans"], said["bytes_before"]) == (True, 1, before["tiers"]["hot"]["bytes"])
     assert 0 < said["expected_error"] < 0.1
+    assert said["tiers"] == {
+        "hot": {
+            "spans": 1,
+            "bytes_before": said["bytes_before"],
+            "bytes_after": said["bytes_after"],
+            "bytes_freed": said["bytes_before"] - said["bytes_after"],
+        }
+    }
     unchanged = get(fresh, "/cache/usage")
     assert (unchanged["tiers"], unchanged["target"]) == (before["tiers"], before["target"])
 
@@ -334,6 +342,10 @@ def test_the_disk_is_a_tier_like_memory(tmp_path: Path) -> None:
         for _ in range(2000):
             if get(served, "/cache/usage")["tiers"]["disk"]["tokens"] >= len(LONG):
                 break
+        said = post(served, "/cache/requantize", k="planes:4", v="planes:4", dry_run=True)
+        # All of it is there already: nothing has to be put away.
+        assert (said["tiers"]["hot"]["bytes_freed"] > 0, said["tiers"]["disk"]["bytes_freed"]) == (True, 0)
+        assert [left["tier"] for left in said["left_alone"]] == ["disk"]
         assert post(served, "/cache/clear", tier="hot")["bytes_left"] == 0
         said = post(served, "/cache/explain", tokens=LONG)
         assert said["by_tier"] == {"hot": 0, "disk": len(LONG) - 1}

@@ -135,9 +135,8 @@ def measure(
 def _limit_bytes(loaded: LoadedModel, layout: Layout, load: Load, share: float) -> int:
     measured = measure_passes(Runner(loaded.module, layout), rows=load.at_once, vocab_size=loaded.vocab_size)
     # A little more than it takes: what a pass takes is measured again by each engine.
-    return loaded.weight_bytes + measured.scratch.memory_for(
-        int(1.02 * share * _needed_bytes(layout, load)), layout, loaded.context_tokens
-    )
+    kv_bytes = int(1.02 * share * _needed_bytes(layout, load))
+    return loaded.weight_bytes + measured.scratch.memory_for(kv_bytes, layout, loaded.context_tokens)
 
 
 def _needed_bytes(layout: Layout, load: Load) -> int:

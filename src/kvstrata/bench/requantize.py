@@ -21,7 +21,7 @@ from kvstrata.errors import KvstrataError
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.store.requantize import Change, Progress
+from kvstrata.store.requantize import Change, Changed, Progress
 
 STEADY_TOKENS = 12  # of each stream, before anything is changed
 USUAL_STEPS = 8  # before a change, that tell how long a step usually takes
@@ -128,9 +128,8 @@ def _change(
     usual = [b - a for stream in running for a, b in pairwise(stream.times[-USUAL_STEPS - 1 :])]
     step_s = statistics.median(usual)
     before, active_before = engine.ask(_held).result()
-    said = engine.ask(lambda loop: loop.requantize(Change(precision, precision, dry_run=True))).result()
     began_s = time.perf_counter()
-    engine.ask(lambda loop: loop.requantize(Change(precision, precision))).result()
+    said = engine.ask(lambda loop: _begin(loop, precision)).result()
     progress = _finish(engine)
     ended_s = time.perf_counter()
     # The token after the change tells how long the one before it had to wait; and what a step in flight holds goes.
@@ -150,6 +149,13 @@ def _change(
         seconds=progress.seconds,
         prefill_s=prefill_s,
     )
+
+
+def _begin(loop: Loop, precision: str) -> Changed:
+    """A dry run and the change, between the same two steps: tokens that came between them would be in one only."""
+    said = loop.requantize(Change(precision, precision, dry_run=True))
+    loop.requantize(Change(precision, precision))
+    return said
 
 
 def _finish(engine: Engine) -> Progress:

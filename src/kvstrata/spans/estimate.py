@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -68,6 +69,7 @@ def _rings(mark: Mark, plan: Plan, specs: Sequence[LayerSpec]) -> Iterator[tuple
             yield state, pair, spec
 
 
+@lru_cache(maxsize=4096)  # the layers of a span are alike, and a change may be about hundreds of spans
 def encoded_bytes(codec: Codec, heads: int, dim: int, position: int, num_tokens: int, dtype: mx.Dtype) -> int:
     """What `codec` allocates for so many tokens."""
     num_segments = len(segments_of(position, num_tokens)) if isinstance(codec, PlanesCodec) else 0

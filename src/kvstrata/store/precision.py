@@ -6,6 +6,7 @@ that run too; without it the values under a running sequence do not change.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvstrata.layers.kinds import Layout
@@ -55,6 +56,18 @@ class Precision:
         """What one that does not run will take, resume points apart, when the work on it is done. About."""
         wanted = self._wanted(entry).token_bytes(self._layout) * entry.span.num_tokens
         return min(entry.span.kv_bytes, int(wanted))
+
+    def pending_bytes(self, entries: Iterable[Entry]) -> int:
+        """What the work on these is about to free. Of running sequences nothing: that is their own."""
+        token_bytes: dict[int, float] = {}  # by plan: there are few
+        total = 0.0
+        for entry in entries:
+            if not entry.is_running:
+                plan = self._wanted(entry)
+                if id(plan) not in token_bytes:
+                    token_bytes[id(plan)] = plan.token_bytes(self._layout)
+                total += max(0.0, entry.nbytes - entry.span.mark_bytes - token_bytes[id(plan)] * entry.span.num_tokens)
+        return int(total)
 
     def _mark_settles(self, mark: Mark, plan: Plan) -> bool:
         """Whether its rings are under the plan, or lower. A model may have no other KV."""

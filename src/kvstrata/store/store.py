@@ -9,7 +9,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -27,11 +26,13 @@ from kvstrata.store.admission import Admission
 from kvstrata.store.cold import Cold
 from kvstrata.store.entry import Entry, Found, Lease
 from kvstrata.store.explain import ending, explain
+from kvstrata.store.ladder import HIGH
 from kvstrata.store.loads import Load
 from kvstrata.store.mover import Job, Mover
+from kvstrata.store.options import Cleared, StoreOptions
 from kvstrata.store.policy import Kind
-from kvstrata.store.precision import Precision, PrecisionOptions
-from kvstrata.store.pressure import LadderOptions, PlanOf, Pressure
+from kvstrata.store.precision import Precision
+from kvstrata.store.pressure import PlanOf, Pressure
 from kvstrata.store.report import Ending, Explanation, TierUsage, usage_of
 from kvstrata.store.requantize import Assessor, Change, Changed, Progress, Requantizing, in_scope
 from kvstrata.store.restore import Restorer
@@ -45,23 +46,6 @@ MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20
 MAX_SPANS = 8
 # Of the bytes that a plan asks for: a span that has fewer is in a lower precision.
 RESTORE_SHARE = 0.9
-
-
-@dataclass(frozen=True)
-class StoreOptions:
-    hot_bytes: int  # most that stored spans may take
-    put_away: bool = True  # to the disk, what stepping down takes away
-    write_through: bool = False  # to the disk at once, not when memory runs short
-    max_marks: int = 8  # on the way from the first token to the end of a span
-    ttl_s: float | None = None  # what nobody asked for so long goes
-    precision: PrecisionOptions = field(default_factory=PrecisionOptions)
-    ladder: LadderOptions = field(default_factory=LadderOptions)
-
-
-@dataclass(frozen=True)
-class Cleared:
-    nbytes: int
-    tokens: int
 
 
 class Filing:
@@ -438,7 +422,8 @@ class Store:
 
     def relieve(self, used_bytes: int, limit_bytes: int) -> None:
         """Ahead of need: let spans step down when so much is in use, stored and running, of what there is."""
-        self.pressure.relieve(used_bytes - self._pending_bytes(), limit_bytes)
+        is_high = used_bytes > HIGH * limit_bytes
+        self.pressure.relieve(used_bytes - (self._pending_bytes() if is_high else 0), limit_bytes)
 
     def is_making_room(self, limit_bytes: int) -> bool:
         """Let spans step down until no more than this is held. Tells whether that is still to be done, by `work`."""
@@ -467,9 +452,8 @@ class Store:
         self._admission.evicted(leaf.payload, self._shelf.free_bytes)
 
     def _pending_bytes(self) -> int:
-        """What the work that waits is about to free. Of running sequences nothing: that is their own."""
-        waiting = [entry for entry in self._mover.waiting if not entry.is_running]
-        return sum(max(0, entry.span.kv_bytes - self.precision.expected_bytes(entry)) for entry in waiting)
+        """What the work that waits is about to free."""
+        return self.precision.pending_bytes(self._mover.waiting)
 
     def clear(self, salt: str | None = None, tier: Literal["hot", "disk", "all"] = "all") -> Cleared:
         """Drop all that nobody uses, or all of it under one salt."""

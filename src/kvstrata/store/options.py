@@ -1,0 +1,25 @@
+"""What a store is told when it is made, and what it tells when it was cleared. Plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstrata.store.precision import PrecisionOptions
+from kvstrata.store.pressure import LadderOptions
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    hot_bytes: int  # most that stored spans may take
+    put_away: bool = True  # to the disk, what stepping down takes away
+    write_through: bool = False  # to the disk at once, not when memory runs short
+    max_marks: int = 8  # on the way from the first token to the end of a span
+    ttl_s: float | None = None  # what nobody asked for so long goes
+    precision: PrecisionOptions = field(default_factory=PrecisionOptions)
+    ladder: LadderOptions = field(default_factory=LadderOptions)
+
+
+@dataclass(frozen=True)
+class Cleared:
+    nbytes: int
+    tokens: int
