@@ -32,6 +32,7 @@ from kvstrata.engine.request import Piece, Request
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from tests.engine.drive import GREEDY
+from tests.engine.test_disk import settle
 from tests.engine.test_engine import Reply
 from tests.tiers.blocks import real_bytes
 from tests.tiers.faults import flip
@@ -106,10 +107,14 @@ class Soak:
     def turn(self, cached: Engine, cold: Engine, chats: list[Chat]) -> None:
         cached.ask(pretend_slow).result(60)
         replies = [self.submit(cached, chat) for chat in chats]
-        for chat, reply in zip(chats, replies, strict=True):
+        for reply in replies:
             reply.wait()
+        # One thread at a time owns MLX: the engines take turns.
+        settle(cached)
+        for chat, reply in zip(chats, replies, strict=True):
             expected = self.submit(cold, chat)
             assert cached_tokens(expected) == 0
+            settle(cold)
             self.compare(chat, reply, expected)
             self.counters["cached_tokens"] += cached_tokens(reply)
             chat.tokens += [*reply.ids, *self.words(5, 80)]
