@@ -280,6 +280,35 @@ def test_a_match_that_memory_has_no_room_for_is_loaded_as_far_as_it_has(tmp_path
         assert usage.tiers["hot"].nbytes <= 2 * MIB
 
 
+def test_what_comes_for_a_beginning_that_is_gone_is_not_used(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    with engine_on(tmp_path, loaded) as engine:
+        answer(engine, "first", 700)
+    prompt = [i * 7 % VOCAB for i in range(700)]
+
+    def load_and_lose_the_beginning(loop: Loop) -> tuple[int, int]:
+        store = loop.store
+        assert store is not None
+        load = store.look_on_disk(prompt, "", lambda _: True)
+        assert load is not None
+        assert load.steps[0].start > 0
+        assert load.lease is not None
+        assert store.clear(tier="hot").tokens == 0  # it is kept for the load
+        store.release(load.lease)
+        assert store.clear(tier="hot").tokens > 0
+        until_s = time.monotonic() + 30
+        while not load.is_done:
+            assert time.monotonic() < until_s
+            store.work(0.01)
+        store.promote(load)
+        return store.find(prompt, "").num_tokens, store.counters["refused_promotions"]
+
+    with engine_on(tmp_path, loaded) as engine:
+        assert cached(answer(engine, "beginning", 300, 1)) == 256
+        assert engine.ask(load_and_lose_the_beginning).result(60) == (0, 1)
+        assert cached(answer(engine, "again", 700)) == 699
+
+
 def test_second_touch_writes_only_what_somebody_came_back_for(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded, second_touch=True) as engine:

@@ -32,6 +32,7 @@ from kvstrata.engine.request import Piece, Request
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from tests.engine.drive import GREEDY
+from tests.engine.test_disk import settle
 from tests.engine.test_engine import Reply
 from tests.tiers.blocks import real_bytes
 from tests.tiers.faults import flip
@@ -49,9 +50,11 @@ LONGEST_TOKENS = 1500
 NUM_AT_ONCE = 3
 # Between a reply over cached KV and one that was computed in one piece.
 TOLERANCE = 1e-3
-# Of the process, between the second third of the run and the last.
-MOST_GROWTH = 1.05
-MOST_GROWTH_BYTES = 24 * MIB
+# Of the process, between the second third of the run and the last. The allocators fill their pools in the first dozen
+# restarts: a short run sees some of that.
+NUM_RESTARTS_TO_JUDGE = 36
+MOST_GROWTH_BYTES = 16 * MIB
+MOST_GROWTH_OF_SHORT_RUN_BYTES = 128 * MIB
 
 
 @dataclass
@@ -67,6 +70,7 @@ class Soak:
     rng: random.Random
     counters: Counter[str] = field(default_factory=Counter)
     resident_bytes: list[int] = field(default_factory=list)
+    architecture: str = ""  # of the server that lives
     num_requests: int = 0
     largest_difference: float = 0.0
 
@@ -80,6 +84,7 @@ class Soak:
 
     def epoch(self, architecture: str, chats: list[Chat]) -> None:
         """One life of a server."""
+        self.architecture = architecture
         loaded = tiny_loaded(architecture)
         disk = Disk(
             self.directory / architecture,
@@ -102,11 +107,15 @@ class Soak:
     def turn(self, cached: Engine, cold: Engine, chats: list[Chat]) -> None:
         cached.ask(pretend_slow).result(60)
         replies = [self.submit(cached, chat) for chat in chats]
-        for chat, reply in zip(chats, replies, strict=True):
+        for reply in replies:
             reply.wait()
+        # One thread at a time owns MLX: the engines take turns.
+        settle(cached)
+        for chat, reply in zip(chats, replies, strict=True):
             expected = self.submit(cold, chat)
             assert cached_tokens(expected) == 0
-            self.compare(reply, expected)
+            settle(cold)
+            self.compare(chat, reply, expected)
             self.counters["cached_tokens"] += cached_tokens(reply)
             chat.tokens += [*reply.ids, *self.words(5, 80)]
             if len(chat.tokens) > LONGEST_TOKENS:
@@ -120,12 +129,17 @@ class Soak:
         engine.submit(request, reply.sink)
         return reply
 
-    def compare(self, reply: Reply, expected: Reply) -> None:
+    def compare(self, chat: Chat, reply: Reply, expected: Reply) -> None:
         pairs = zip(steps_of(reply), steps_of(expected), strict=True)
-        for (id_, logprob), (expected_id, expected_logprob) in pairs:
+        for number, ((id_, logprob), (expected_id, expected_logprob)) in enumerate(pairs):
             difference = abs(logprob - expected_logprob)
             self.largest_difference = max(self.largest_difference, difference)
-            assert difference <= TOLERANCE
+            where = (
+                f"{self.architecture}, token {number} after {len(chat.tokens)}, {cached_tokens(reply)} of them cached"
+            )
+            assert difference <= TOLERANCE, (
+                f"{where}: {logprob} of {id_} instead of {expected_logprob} of {expected_id}"
+            )
             if id_ != expected_id:
                 return  # a tie: from here on they are different texts
 
@@ -209,7 +223,8 @@ def test_nothing_is_wrong_and_nothing_grows(tmp_path: Path) -> None:
     before, after = (
         statistics.median(part) for part in (soak.resident_bytes[third:-third], soak.resident_bytes[-third:])
     )
-    assert after <= max(MOST_GROWTH * before, before + MOST_GROWTH_BYTES)
+    is_long = len(soak.resident_bytes) >= NUM_RESTARTS_TO_JUDGE
+    assert after - before <= (MOST_GROWTH_BYTES if is_long else MOST_GROWTH_OF_SHORT_RUN_BYTES)
 
 
 def report(soak: Soak) -> None:

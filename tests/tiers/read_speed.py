@@ -1,6 +1,6 @@
 """How fast verified blocks come back, against plain preadv of the same files, in one run.
 
-    python -m tests.tiers.read_speed DIRECTORY [NUM_BLOCKS] [MIB_OF_EACH]
+    python -m tests.tiers.read_speed DIRECTORY [NUM_BLOCKS] [MIB_OF_EACH] [NUM_READERS]
 
 The page cache is dropped before each reading (Linux). Prints a line for each round: GB/s plain, GB/s of `DiskTier.read`
 with all checks, and their ratio; then how many seconds of processor each took for a gigabyte.
@@ -21,7 +21,7 @@ import numpy as np
 from kvstrata.index.keys import chain
 from kvstrata.tiers.block import Block, BlockId, Tensor
 from kvstrata.tiers.checksum import fastest
-from kvstrata.tiers.disk import Accepted, DiskTier
+from kvstrata.tiers.disk import NUM_READERS, Accepted, DiskTier
 from kvstrata.tiers.reader import Loaded, Missing
 from tests.tiers.blocks import ROOT
 from tests.tiers.test_damage import path_of
@@ -66,6 +66,7 @@ def read_verified(tier: DiskTier, ids: list[BlockId]) -> None:
 
     def deliver(result: Loaded | Missing) -> None:
         results.append(isinstance(result, Loaded))
+        result.release()
 
     if not tier.read(ids, deliver, root=ROOT).wait(300) or not all(results):
         raise RuntimeError("Not every block came back")
@@ -84,8 +85,10 @@ def gigabytes_per_s(paths: list[Path], read: Callable[[], None]) -> tuple[float,
 
 
 def main() -> None:
-    directory, num_blocks, mib = Path(sys.argv[1]), *(int(word) for word in (*sys.argv[2:], 64, 4)[:2])
-    tier = DiskTier(directory, 64 << 30, chain=chain, reserve_bytes=0)
+    numbers = [int(word) for word in sys.argv[2:]]
+    num_blocks, mib, num_readers = (*numbers, *(64, 4, NUM_READERS)[len(numbers) :])
+    directory = Path(sys.argv[1])
+    tier = DiskTier(directory, 64 << 30, chain=chain, reserve_bytes=0, num_readers=num_readers)
     blocks = fill(tier, num_blocks, mib << 20)
     paths = [path_of(directory, block) for block in blocks]
     ids = [block.id for block in blocks]

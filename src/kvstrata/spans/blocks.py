@@ -6,7 +6,7 @@ can be read or left out by itself. bfloat16 goes by its bits. Knows no files: na
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -24,6 +24,8 @@ from kvstrata.spans.marks import Mark, MarkState, RecurrentState
 from kvstrata.spans.span import Span
 
 BLOCK_TOKENS = 256
+# In one step of packing: about a millisecond.
+LAYERS_AT_ONCE = 4
 
 # Names as in the safetensors format.
 DTYPES: Mapping[mx.Dtype, str] = {
@@ -73,10 +75,23 @@ def boundaries(span: Span, start: int, end: int) -> list[int]:
 
 def pack(span: Span, start: int, end: int) -> Packed:
     """Tokens [start, end) of a sealed span, which lie in one part of each layer. Copies them."""
+    steps = packing(span, start, end)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return ended.value
+
+
+def packing(span: Span, start: int, end: int) -> Generator[None, None, Packed]:
+    """The same in small steps. What is packed is what the span held at the first of them."""
+    found = [(layer, span.parts(layer, start, end)) for layer in span.layers]
     groups: dict[tuple[Any, ...], list[tuple[int, SealedPart]]] = {}
-    for layer in span.layers:
-        (part,) = [_owned(part) for part in span.parts(layer, start, end)]
+    for number, (layer, parts) in enumerate(found, 1):
+        (part,) = [_owned(part) for part in parts]
         groups.setdefault(_likeness(part), []).append((layer, part))
+        if number % LAYERS_AT_ONCE == 0:
+            yield
     arrays: dict[str, PackedArray] = {}
     described = []
     for g, members in enumerate(groups.values()):
@@ -84,7 +99,7 @@ def pack(span: Span, start: int, end: int) -> Packed:
         for side in ("k", "v"):
             for name in getattr(first, side).arrays:
                 stacked = [getattr(part, side).arrays[name] for _, part in members]
-                arrays[f"{g}.{side}.{name}"] = _stack(stacked)
+                arrays[f"{g}.{side}.{name}"] = yield from _stacking(stacked)
         described.append(
             {"layers": [layer for layer, _ in members], "k": _described(first.k), "v": _described(first.v)}
         )
@@ -205,13 +220,25 @@ def _check(layout: Layout, parts: Mapping[int, SealedPart]) -> None:
 
 
 def _stack(arrays: Sequence[mx.array]) -> PackedArray:
-    """[len(arrays), ...], copied once."""
+    steps = _stacking(arrays)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return ended.value
+
+
+def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:
+    """[len(arrays), ...], copied once, a few at a time."""
     first = arrays[0]
-    mx.eval(list(arrays))
-    views = [_octets(array) for array in arrays]
-    out = np.empty((len(views), views[0].size), np.uint8)
-    for row, view in zip(out, views, strict=True):
-        row[:] = view
+    out = np.empty((len(arrays), first.nbytes), np.uint8)
+    for at in range(0, len(arrays), LAYERS_AT_ONCE):
+        some = list(arrays[at : at + LAYERS_AT_ONCE])
+        mx.eval(some)
+        for row, array in zip(out[at:], some, strict=False):
+            row[:] = _octets(array)
+        if at + LAYERS_AT_ONCE < len(arrays):
+            yield
     return PackedArray(DTYPES[first.dtype], (len(arrays), *first.shape), out.reshape(-1))
 
 

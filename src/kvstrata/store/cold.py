@@ -8,7 +8,7 @@ here, on the thread that owns MLX; the tier's threads see bytes only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from kvstrata.index.ids import TokenIds
 from kvstrata.index.keys import chain
 from kvstrata.index.tree import Node
 from kvstrata.layers.kinds import Layout
-from kvstrata.spans.blocks import BLOCK_TOKENS, Packed, boundaries, pack, pack_mark
+from kvstrata.spans.blocks import BLOCK_TOKENS, Packed, boundaries, pack_mark, packing
 from kvstrata.spans.marks import needs_marks
 from kvstrata.store.entry import Entry
 from kvstrata.store.loads import MARK, Load, Loads, Step
@@ -51,17 +51,16 @@ class Cold:
 
     # Out.
 
-    def spill(self, leaf: Node[Entry]) -> Iterator[bool]:
-        """Write what the disk has not of the tokens up to a leaf's end. Yields after each block whether it was taken;
-        the first that is not is the last: nothing could be reached after it."""
+    def spill(self, leaf: Node[Entry]) -> Generator[None, None, bool]:
+        """Write what the disk has not of the tokens up to a leaf's end, in small steps. Tells whether all was taken;
+        after the first block that is not, nothing could be reached."""
         if any(node.payload.span.is_live for node in leaf.path()):
-            yield False  # somebody still writes what it hangs on
-            return
+            return False  # somebody still writes what it hangs on
         for step, entry, ids in self._chain_to(leaf):
-            taken = self._put(step, entry, ids, leaf.root_key)
-            yield taken
-            if not taken:
-                return
+            if not (yield from self._put(step, entry, ids, leaf.root_key)):
+                return False
+            yield
+        return True
 
     def _chain_to(self, leaf: Node[Entry]) -> Iterator[tuple[Step, Entry, TokenIds]]:
         key, start = leaf.root_key, 0
@@ -72,11 +71,14 @@ class Cold:
                 yield Step(key, parent, start, end), entry, ids[start:end]
                 start = end
 
-    def _put(self, step: Step, entry: Entry, ids: TokenIds, root: bytes) -> bool:
+    def _put(self, step: Step, entry: Entry, ids: TokenIds, root: bytes) -> Generator[None, None, bool]:
         if entry.was_used:
             self.tier.asked_for([step.key])
-        taken = self.tier.find(step.key) or self._offer(step, ids, root, pack(entry.span, step.start, step.end), "base")
         mark = entry.span.marks.get(step.end)
+        taken = self.tier.find(step.key)
+        if not taken:
+            packed = yield from packing(entry.span, step.start, step.end)
+            taken = self._offer(step, ids, root, packed, "base")
         if taken and mark is not None and not self.tier.find(step.key, MARK):
             return self._offer(step, ids, root, pack_mark(mark), MARK)
         return taken

@@ -99,8 +99,16 @@ class Spills:
 
     def _spill(self, entry: Entry, cold: Cold) -> Job:
         token_bytes = entry.span.kv_bytes / max(1, entry.span.num_tokens)
-        for taken in cold.spill(max(entry.nodes, key=lambda node: node.end)):
-            entry.is_clean = taken  # of the last block it says whether all of them were
+        leaf = max(entry.nodes, key=lambda node: node.end)
+        end = leaf.end
+        steps = cold.spill(leaf)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as ended:
+                # Unless more was joined to it meanwhile.
+                entry.is_clean = ended.value and entry.span.end == end
+                break
             yield
             if entry not in self._shelf.entries:
                 return

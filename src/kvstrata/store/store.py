@@ -365,13 +365,15 @@ class Store:
             self.release(load.lease)
 
     def _promote(self, load: Load) -> None:
-        """What has come so far. Where memory has no room for it the load ends there."""
+        """What has come so far. The load ends where memory has no room for it, or not any more what it hangs on."""
         batch = load.take()
         if not batch.blocks:
             return
         span = span_of(self._layout, batch.blocks, batch.start, batch.end)
         self._shelf.shrink_to(self.options.hot_bytes - span.nbytes)
-        if self._shelf.held_bytes + span.nbytes > self.options.hot_bytes:
+        # A node may claim no token that its span has not.
+        hangs = self._shelf.tree.match(load.root, load.ids[: batch.start]).num_tokens == batch.start
+        if not hangs or self._shelf.held_bytes + span.nbytes > self.options.hot_bytes:
             assert self.cold is not None
             self.cold.give_up(load)
             self.counters["refused_promotions"] += 1
@@ -384,8 +386,10 @@ class Store:
             self._shelf.add_mark(path, load.mark, self.options.max_marks)
         self.counters["promoted_tokens"] += batch.end - batch.start
         self._settle_in(entry)
-        if load.lease is not None and entry in self._shelf.entries:
-            self._pin(entry, load.lease)
+        if load.lease is not None:
+            for node in path:
+                # Somebody else may have filed these tokens meanwhile: what the next batch hangs on must stay.
+                self._pin(node.payload, load.lease)
 
     def _settle_in(self, entry: Entry) -> None:
         """A span that is not its owner's any more: keep what nobody else has filed."""
