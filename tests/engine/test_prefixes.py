@@ -15,10 +15,12 @@ from kvstrata.config import load
 from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.request import Sampling
 from kvstrata.errors import ConfigError
+from kvstrata.index.ids import Tokens
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.spans.span import prefix_of
+from kvstrata.store.entry import Lease
 from kvstrata.store.search import mark_of
 from tests.engine.drive import Client, Drive
 from tests.engine.test_loop import assert_same, prompt
@@ -72,6 +74,26 @@ def exact_buffers() -> Iterator[None]:
 
 
 # Same output.
+
+
+@pytest.mark.parametrize("left", [0, 100, 299])
+def test_what_is_gone_when_a_request_is_let_in_is_computed(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room for one request may cost another what the plan of this very step went by."""
+    drive = Drive(steady_loaded("llama"))
+    tokens = prompt(320, seed=1)
+    serve(drive, tokens[:300])
+    match = drive.store.match
+
+    def match_after_eviction(tokens: Tokens, salt: str) -> Lease:
+        drive.store.shrink_to(left * drive.budget.token_bytes)
+        return match(tokens, salt)
+
+    monkeypatch.setattr(drive.store, "match", match_after_eviction)
+    client = serve(drive, tokens, 6)
+    assert cached(client) <= left
+    monkeypatch.undo()
+    drive.clear()
+    assert_same(client, serve(drive, tokens, 6))
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -191,8 +191,11 @@ class Loop:
 
     def step(self) -> None:
         step_plan = self._plan()
-        if self._in_flight is not None and (step_plan.set_aside or step_plan.prefill):
-            # Only decode steps overlap. For anything else first see where everyone stands, then plan again.
+        if step_plan.admit and not self._has_to_read_first(step_plan):
+            self._make_changes(step_plan)
+            # What the store had for them may have come or gone since the plan was made: go by what they have now.
+            step_plan = self._plan_for([])
+        if self._has_to_read_first(step_plan):
             self._postprocess(self._take_in_flight(None))
             return
         self.is_stalled = not (step_plan.prefill or step_plan.decode or step_plan.set_aside or self._in_flight)
@@ -203,6 +206,10 @@ class Loop:
             self.do_chores(self._slice_s())
             # What came from the disk may be all that somebody waited for.
             self.is_stalled = False
+
+    def _has_to_read_first(self, step_plan: Plan) -> bool:
+        """Only decode steps overlap. For anything else first see where everyone stands, then plan again."""
+        return self._in_flight is not None and bool(step_plan.set_aside or step_plan.prefill)
 
     # Plan.
 
@@ -226,7 +233,9 @@ class Loop:
         it does. Where nobody decodes it is done at once."""
         if self._resume.store is None or not self._has_streams():
             return False
-        new_bytes = sum(self._budget.bytes_for(self._first_capacity(s)) for s in self._waiting if s.arrival in keys)
+        new = [s for s in self._waiting if s.arrival in keys]
+        capacities = [self._first_capacity(s, self._resume.found(s).num_tokens) for s in new]
+        new_bytes = sum(map(self._budget.bytes_for, capacities))
         return self._resume.store.is_making_room(self._budget.total_bytes - self._running_bytes() - new_bytes)
 
     def _has_streams(self) -> bool:
@@ -235,8 +244,8 @@ class Loop:
     def _chunk_tokens(self) -> int:
         return self._limits.prefill_chunk_tokens or chunk_tokens(self._prefill_rate.tokens_s, self._max_chunk)
 
-    def _first_capacity(self, sequence: Sequence) -> int:
-        known = len(sequence.tokens) - 1 - self._resume.found(sequence).num_tokens
+    def _first_capacity(self, sequence: Sequence, found_tokens: int) -> int:
+        known = len(sequence.tokens) - 1 - found_tokens
         return round_up(known + tail_tokens(known, sequence.tokens_wanted, self._limits.tail_step_tokens))
 
     def _next_tail(self, sequence: Sequence) -> int:
@@ -255,7 +264,7 @@ class Loop:
             waiting.append(
                 Waiting(
                     sequence.arrival,
-                    admit_bytes=self._budget.bytes_for(self._first_capacity(sequence)) + pinned,
+                    admit_bytes=self._budget.bytes_for(self._first_capacity(sequence, found.num_tokens)) + pinned,
                     prefill_left=len(sequence.tokens) - 1 - found.num_tokens,
                     chunk_limit=self._resume.next_stop(sequence, found.num_tokens),
                     follows=loads or self._resume.follows(sequence, ahead),
@@ -289,8 +298,7 @@ class Loop:
 
     # Run.
 
-    def _run(self, step_plan: Plan) -> list[Launched]:
-        """Carry the plan out. Tells which steps are over, so that their tokens can be read."""
+    def _make_changes(self, step_plan: Plan) -> None:
         for key in step_plan.set_aside:
             self._set_aside(self._running[key])
         for key in step_plan.grow:
@@ -298,6 +306,10 @@ class Loop:
         for key in step_plan.admit:
             self._admit(next(s for s in self._waiting if s.arrival == key))
         self._make_room(self._pace.step_s)
+
+    def _run(self, step_plan: Plan) -> list[Launched]:
+        """Carry the plan out. Tells which steps are over, so that their tokens can be read."""
+        self._make_changes(step_plan)
         if step_plan.prefill is not None:
             self._prefill(step_plan.prefill)
         done = self._take_in_flight(self._launch(step_plan.decode))
@@ -323,9 +335,10 @@ class Loop:
         sequence.cache.grow(self._next_tail(sequence))
 
     def _admit(self, sequence: Sequence) -> None:
-        self._waiting.remove(sequence)
         is_first = sequence.cached_tokens is None
-        self._resume.begin(sequence, self._runner, self._first_capacity(sequence))
+        if not self._resume.begin(sequence, self._runner, lambda found: self._capacity_that_fits(sequence, found)):
+            return
+        self._waiting.remove(sequence)
         if is_first:
             self._metrics.prefix_queries.inc(len(sequence.request.prompt))
             self._metrics.prefix_hits.inc(sequence.cached_tokens or 0)
@@ -333,6 +346,12 @@ class Loop:
         running = sorted([*self._running.values(), sequence], key=lambda s: s.arrival)
         self._running = {s.arrival: s for s in running}
         self._report_prefill(sequence)
+
+    def _capacity_that_fits(self, sequence: Sequence, found_tokens: int) -> int:
+        """0: others need the memory. One that is alone was seen to fit when it came."""
+        capacity = self._first_capacity(sequence, found_tokens)
+        free_bytes = self._budget.total_bytes - self._running_bytes() - self._leased_bytes()
+        return capacity if not self._running or self._budget.bytes_for(capacity) <= free_bytes else 0
 
     def _report_prefill(self, sequence: Sequence) -> None:
         assert sequence.cache is not None
@@ -370,6 +389,9 @@ class Loop:
 
     def _row(self, sequence: Sequence) -> Row:
         assert sequence.cache is not None
+        if sequence.prefill_left:
+            # Rather none than wrong ones: its last token would take the place of one that is not computed yet.
+            raise RuntimeError(f"{sequence.prefill_left} tokens of a prompt are not computed: it cannot decode yet")
         known = sequence.num_launched == sequence.num_generated
         token = sequence.tokens[-1] if known else None
         return Row(sequence.arrival, sequence.cache, sequence.sampler(self._vocab_size), token)

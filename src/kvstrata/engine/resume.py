@@ -81,19 +81,27 @@ class Resume:
                 return True
         return False
 
-    def begin(self, sequence: Sequence, runner: Runner, capacity: int) -> None:
-        """Give it a cache, with what is stored in front."""
+    def begin(self, sequence: Sequence, runner: Runner, capacity_after: Callable[[int], int]) -> bool:
+        """Give it a cache, with what is stored in front; `capacity_after` so many tokens, 0: there is no room.
+
+        What is stored may be less than when it was last looked at. False: it has to go on waiting.
+        """
         sequence.found = None
         if self.store is None:
-            sequence.cache = runner.new_cache(capacity)
-            return
+            sequence.cache = runner.new_cache(capacity_after(0))
+            return True
         salt = sequence.request.salt
         lease = self.store.match(sequence.ids()[:-1], salt)
+        capacity = capacity_after(lease.num_tokens)
+        if not capacity:
+            self.store.release(lease)
+            return False
         sequence.cache = runner.new_cache(capacity, lease.prefix)
         sequence.filing = self.store.open(lease, sequence.cache, salt)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = lease.num_tokens
             sequence.miss = self.store.miss(sequence.ids(), salt)
+        return True
 
     def next_stop(self, sequence: Sequence, at: int) -> int | None:
         """How many tokens after `at` its prefill should pause, so that others can resume there. None: it need not."""
