@@ -23,6 +23,7 @@ from kvstrata.spans.marks import Mark, needs_marks
 from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.spans.span import live_span, prefix_of
 from kvstrata.store.admission import Admission
+from kvstrata.store.changes import Changes
 from kvstrata.store.cold import Cold
 from kvstrata.store.entry import Entry, Found, Lease
 from kvstrata.store.explain import ending, explain
@@ -34,7 +35,7 @@ from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision
 from kvstrata.store.pressure import PlanOf, Pressure
 from kvstrata.store.report import Ending, Explanation, TierUsage, usage_of
-from kvstrata.store.requantize import Assessor, Change, Changed, Progress, Requantizing, in_scope
+from kvstrata.store.requantize import Change, Changed, Progress
 from kvstrata.store.restore import Restorer
 from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
@@ -44,8 +45,6 @@ from kvstrata.store.spills import Spills
 MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20
 # On the way from the first token to the end of a conversation.
 MAX_SPANS = 8
-# Of the bytes that a plan asks for: a span that has fewer is in a lower precision.
-RESTORE_SHARE = 0.9
 
 
 class Filing:
@@ -103,8 +102,14 @@ class Store:
         self._spills = Spills(cold, self._shelf, self.counters, self._mover.finish)
         plan_of = plan_of or partial(make_plan, layout)
         self.pressure = Pressure(self._shelf, plan_of, options.ladder, self.precision, self._review)
-        self._restorer = Restorer(cold, self._shelf, self.counters, self._review)
-        self._requantizing: Requantizing | None = None
+        self._changes = Changes(
+            self._shelf,
+            self.precision,
+            self._mover,
+            Restorer(cold, self._shelf, self.counters, self._review),
+            puts_away=options.put_away,
+            review=self._review,
+        )
 
     def _max_tokens(self, plan: Plan) -> int:
         """About what memory holds under a plan; for what is remembered of tokens there is a bound of its own."""
@@ -212,8 +217,7 @@ class Store:
         """It is stored as it should be. Few and long spans are read faster than many short ones."""
         # Unless something else was asked for meanwhile, or it has grown.
         self._review(entry)
-        if self._requantizing is not None:
-            self._requantizing.look()
+        self._changes.look()
         if entry.is_running or not entry.nodes:
             return
         for grown in self._shelf.join_along(_last_node(entry), MAX_SPANS):
@@ -269,62 +273,22 @@ class Store:
 
     def requantize(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None) -> Changed:
         """Change what is cached, and what new spans are stored as. The work is done bit by bit, by `work`."""
-        began_s = time.perf_counter()
-        entries = [entry for entry in self.entries if in_scope(entry, change, sequence_entries)]
-        changed = self._assessor().assess(entries, plan, change)
-        if change.dry_run:
-            return changed
-        self.cancel_requantize()
-        self._requantizing = Requantizing(entries, self.precision.target, self._is_pending, began_s)
-        if change.is_general:
-            self.precision.target = plan
-            self._shelf.resize(self._max_tokens(plan))
-        for entry in entries:
-            entry.target, entry.goes_up = plan, change.force
-            entry.asked_at = entry.span.written_end if entry.is_running else None
-            # What was begun for another target goes no further.
-            self._mover.discard(entry)
-            if not change.force and self._is_lower(entry, plan):
-                self._restorer.add(entry)
-            self._review(entry)
-        self._requantizing.look()
+        changed = self._changes.assess(change, plan, sequence_entries, self.disk_usage())
+        if not change.dry_run:
+            self._changes.begin(change, plan, sequence_entries)
+            if change.is_general:
+                self._shelf.resize(self._max_tokens(plan))
         return changed
 
-    def _assessor(self) -> Assessor:
-        window, disk = self.precision.options.window, self.disk_usage()
-        return Assessor(window, self._restorer.restored_bytes, disk=disk, puts_away=self.options.put_away)
-
-    def _is_lower(self, entry: Entry, plan: Plan) -> bool:
-        """Whether it is stored in fewer bits than the plan has."""
-        target = plan.token_bytes(self._layout) * entry.span.num_tokens
-        return not entry.is_running and entry.span.kv_bytes < RESTORE_SHARE * target
-
     def requantize_progress(self) -> Progress:
-        return self._requantizing.progress() if self._requantizing else Progress()
+        return self._changes.progress()
 
     @property
     def is_requantizing(self) -> bool:
-        if self._requantizing is not None:
-            self._requantizing.look()
-        return self._requantizing is not None and self._requantizing.is_running
-
-    def _is_pending(self, entry: Entry) -> bool:
-        return self._mover.has(entry) or self._restorer.has(entry)
+        return self._changes.is_running
 
     def cancel_requantize(self) -> Progress:
-        """What is not done yet stays as it is; every span is whole. New spans are stored as before the change."""
-        progress = self.requantize_progress()
-        self._restorer.cancel()
-        if self._requantizing and progress.is_running:
-            self.precision.target = self._requantizing.before
-            for entry in self._requantizing.entries:
-                if self._mover.has(entry):
-                    self._mover.discard(entry)
-                    entry.target, entry.goes_up, entry.asked_at = None, False, None
-                    # One that waits to be trimmed still is.
-                    self._review(entry)
-        self._requantizing = None
-        return progress
+        return self._changes.cancel()
 
     # The disk.
 
