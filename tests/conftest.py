@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 # Before mlx.core: it makes MLX use a fast BLAS.
-import kvstrata  # noqa: F401
+import kvstrata  # noqa: F401 # isort: skip
+import mlx.core as mx
+
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
 
@@ -20,3 +23,11 @@ settings.load_profile("kvstrata")
 @pytest.fixture(scope="session")
 def default_model() -> LoadedModel:
     return load(None)
+
+
+@pytest.fixture
+def exact_buffers() -> Iterator[None]:
+    """MLX hands out freed buffers that are larger than what is asked for, which shows where arrays are tiny."""
+    before = mx.set_cache_limit(0)
+    yield
+    mx.set_cache_limit(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -63,14 +63,6 @@ def active_bytes() -> int:
     gc.collect()
     mx.clear_cache()
     return mx.get_active_memory()
-
-
-@pytest.fixture
-def exact_buffers() -> Iterator[None]:
-    """MLX hands out freed buffers that are larger than what is asked for, which shows where arrays are tiny."""
-    before = mx.set_cache_limit(0)
-    yield
-    mx.set_cache_limit(before)
 
 
 # Same output.

@@ -141,6 +141,7 @@ def test_bad_changes_are_refused_and_nothing_is_lost() -> None:
     assert drive.store.usage() == before
 
 
+@pytest.mark.usefixtures("exact_buffers")
 def test_memory_that_is_said_to_be_free_is_free_before_the_readers_next_step() -> None:
     drive = Drive(tiny_loaded("llama"))
     drive.submit(prompt(1500), 4)
