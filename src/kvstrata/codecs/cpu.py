@@ -14,6 +14,7 @@ import numpy as np
 
 from kvstrata.codecs import paths
 from kvstrata.codecs import segments as seg
+from kvstrata.codecs.base import LARGEST
 from kvstrata.codecs.rotation import block_of, rotate, rotate_back, sign_values
 
 # More queries than this (a prefill) are better served by decoding once and BLAS.
@@ -42,6 +43,19 @@ def warm_up() -> None:
 def rotation_of(dim: int) -> tuple[np.ndarray, int]:
     """Signs and block. A copy of the signs: numba takes 10 us to recognise an array that is read-only."""
     return sign_values(dim).copy(), block_of(dim)
+
+
+def is_plain(x: mx.array) -> bool:
+    """Whether nothing odd is in it: looking takes a fraction of what replacing it would."""
+    view = np.asarray(x)
+    return bool(view.size and view.max() <= LARGEST and view.min() >= -LARGEST)
+
+
+def means_of(x: mx.array, segments: seg.Segments) -> mx.array:
+    """float32 [..., tokens, dim] -> float16 [..., segments, dim], several times faster than MLX does it."""
+    starts = np.cumsum((0, *segments[:-1]))
+    sums = np.add.reduceat(np.asarray(x), starts, axis=-2)
+    return mx.array((sums / np.array(segments, np.float32)[:, None]).astype(np.float16))
 
 
 def encode_planes(x: mx.array, means: mx.array, segments: seg.Segments) -> tuple[dict[str, mx.array], mx.array]:

@@ -90,12 +90,15 @@ class PlanesCodec:
         segments = segments_of(position, x.shape[-2])
         if paths.active() == "fused" and x.shape[-1] <= cuda_codes.MAX_DIM:
             return own(self, cuda_codes.encode_planes(x, self.bits, segments), x, position, segments)
-        # A vector with something odd in it must not move the mean of the others.
-        means = means_of(mx.where(mx.abs(x) <= LARGEST, x.astype(mx.float32), 0.0), segments).astype(mx.float16)
-        if paths.active() == "kernels":
-            codes, scales = cpu.encode_planes(finite(x), means, segments)
+        x = x.astype(mx.float32)
+        if paths.active() == "kernels" and cpu.is_plain(x):
+            means = cpu.means_of(x, segments)
+            codes, scales = cpu.encode_planes(x, means, segments)
         else:
-            codes, scales = encode_stock(finite(x), means, segments)
+            # A vector with something odd in it must not move the mean of the others.
+            means = means_of(mx.where(mx.abs(x) <= LARGEST, x, 0.0), segments).astype(mx.float16)
+            encode = cpu.encode_planes if paths.active() == "kernels" else encode_stock
+            codes, scales = encode(finite(x), means, segments)
         arrays = {name: codes[name] for name in HELD[self.bits]}
         return own(self, {**arrays, "scales": scales, "means": means}, x, position, segments)
 

@@ -6,9 +6,12 @@ A block stays in the queue until it is published, so it can be found at every mo
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -22,6 +25,9 @@ log = logging.getLogger(__name__)
 
 # The block, the keys that must stay, and whether it is still wanted at the moment of publication.
 Publish = Callable[[Block, frozenset[bytes], Callable[[], bool]], Written | Dropped | Failed]
+
+
+NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +157,7 @@ class Writer:
     # The thread.
 
     def _run(self) -> None:
+        _step_back()
         while True:
             with self._changed:
                 if not self._wait_for_work():
@@ -232,3 +239,10 @@ def _guarded(work: Callable[[], Outcome]) -> Outcome | Failed:
 def _parents(blocks: Iterable[Block]) -> frozenset[bytes]:
     """They stay while their children are on the way; a part stays with its base."""
     return frozenset(key for block in blocks for key in (block.parent, block.key))
+
+
+def _step_back() -> None:
+    """Let whoever computes have the cores: on Linux a thread has a priority of its own."""
+    if sys.platform == "linux":
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
