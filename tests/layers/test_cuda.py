@@ -149,6 +149,7 @@ def test_a_step_reads_what_attention_by_sequence_reads(
         assert [part.num_tokens for part in ours.parts()] == [part.num_tokens for part in theirs.parts()]
 
 
+@pytest.mark.usefixtures("exact_buffers")
 def test_nothing_of_what_was_replaced_is_kept(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows]) -> None:
     """Sealed or stepped down between two steps, by a sequence that ran alone before it joined the batch."""
     monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
