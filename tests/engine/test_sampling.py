@@ -29,15 +29,13 @@ def allowed(logits: np.ndarray, sampling: Sampling) -> set[int]:
     """Which tokens may come, read off the rules one by one."""
     probabilities = np.exp(logits / sampling.temperature - np.max(logits / sampling.temperature))
     probabilities /= probabilities.sum()
-    order = list(np.argsort(-probabilities))
-    by_k = set(order[: sampling.top_k or VOCAB])
-    before, by_p = 0.0, set()
-    for token in order:
-        if before < sampling.top_p or not by_p:
-            by_p.add(token)
-        before += probabilities[token]
-    by_min = {t for t in order if probabilities[t] >= sampling.min_p * probabilities.max()}
-    return {int(t) for t in by_k & by_p & by_min}
+    descending = -np.sort(-probabilities)
+    before = np.cumsum(descending) - descending
+    num_by_p = max(1, int((before < sampling.top_p).sum()))
+    # Different logits may have the same probability: then all of them stay.
+    last = descending[min(sampling.top_k or VOCAB, num_by_p, VOCAB) - 1] * (1 - 1e-6)
+    floor = max(last, sampling.min_p * probabilities.max())
+    return {token for token in range(VOCAB) if probabilities[token] >= floor}
 
 
 @given(LOGITS)
