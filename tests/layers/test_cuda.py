@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kvstrata.codecs import cuda as cuda_ranges
 from kvstrata.codecs import cuda_check, cuda_step
 from kvstrata.codecs.cuda_check import step_works
 from kvstrata.codecs.planes import PlanesCodec
@@ -229,3 +230,9 @@ def test_a_kernel_that_is_wrong_or_fails_here_is_not_used(
         assert step_works(DTYPE, DIM, DIM) == works
     step_works.cache_clear()
     assert launches
+
+
+def test_raw_vectors_of_two_dtypes_are_not_read_in_one_launch() -> None:
+    half, brain = (cuda_ranges.RawRange(x, x, 0, 4) for x in (mx.zeros((1, 2, 4, DIM), d) for d in (mx.float16, DTYPE)))
+    assert cuda_ranges.fit_together([half, half])
+    assert not cuda_ranges.fit_together([half, brain])

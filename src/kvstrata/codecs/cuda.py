@@ -102,13 +102,19 @@ def fits(planes: Planes) -> bool:
     return "top" in planes.arrays and planes.dim in FUSED_DIMS and len(planes.leading) == 1
 
 
+def fit_together(ranges: Sequence[Range]) -> bool:
+    """Whether one `attend` reads all of them: a launch takes the bits of raw vectors for one dtype."""
+    dtypes = {part.k.dtype for part in ranges if isinstance(part, RawRange)}
+    return len(dtypes) <= 1 and all(part.fits for part in ranges)
+
+
 def attend(
     q: mx.array,  # [1, heads, 1, k_dim]
     ranges: Sequence[Range],
     scale: float,
     sinks: mx.array | None = None,  # [heads]
 ) -> mx.array:
-    """One query for each head over all ranges -> [1, heads, 1, v_dim]. All must fit, raw ones be of one dtype."""
+    """One query for each head over all ranges -> [1, heads, 1, v_dim]. They must `fit_together`."""
     kv_heads = _num_heads(ranges[0])
     grouped = q.reshape(kv_heads, q.shape[1] // kv_heads, q.shape[3])
     launches = [ranges[i : i + PARTS_AT_ONCE] for i in range(0, len(ranges), PARTS_AT_ONCE)]

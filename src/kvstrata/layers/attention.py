@@ -16,6 +16,7 @@ from mlx_lm.models import base
 
 from kvstrata.codecs import paths
 from kvstrata.codecs.cuda import attend as attend_ranges
+from kvstrata.codecs.cuda import fit_together
 from kvstrata.layers import cpu, cuda
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.parts import Part, Parts, RawPart
@@ -58,7 +59,7 @@ def _decode_row(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.ar
         return mx.fast.scaled_dot_product_attention(q, only.k, only.v, scale=scale, sinks=sinks)
     if paths.active() == "fused":
         ranges = [part.fused() for part in parts]
-        if all(part.fits for part in ranges):
+        if fit_together(ranges):
             return attend_ranges(q, ranges, scale, sinks)
     return _decode_over_parts(q, parts, scale, sinks)
 
