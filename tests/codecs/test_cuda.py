@@ -160,7 +160,7 @@ def check_step(dtype: mx.Dtype, dim: int, with_planes: bool) -> None:
     counters = mx.zeros((6,), mx.uint32)
     # The last row is a ring: its new token lies among older ones.
     for at, counts in [((100, 7, 130), (101, 8, 512)), ((101, 8, 131), (102, 9, 512))]:
-        slots = [cuda_step.Slot(*pair, a, b) for pair, a, b in zip(buffers, at, counts, strict=True)]
+        slots = [cuda_step.Slot(*pair, pair[0].shape[2], a, b) for pair, a, b in zip(buffers, at, counts, strict=True)]
         rows = cuda_step.rows_of(before, slots)
         new = _pair(3, 2, 1, dim, seed=at[0], dtype=dtype)
         q = _queries(3, 6, 1, dim).astype(dtype)

@@ -22,14 +22,17 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers import cpu, cuda
 from kvstrata.layers.attention import attend
-from kvstrata.layers.batch import AttentionRows
-from kvstrata.layers.parts import CutPart, Part, SealedPart
+from kvstrata.layers.batch import AttentionRows, BatchCache
+from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.layers.parts import CutPart, Part, Parts, SealedPart
+from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
 from tests.codecs.arrays import keys
 
 HEADS, DIM, SCALE = 2, 64, 0.1
 DTYPE = mx.bfloat16
+LAYOUT = Layout((LayerSpec("full"),) * 2, path="parts")
 
 
 def _by_tables(
@@ -161,6 +164,7 @@ def test_nothing_of_what_was_replaced_is_kept(monkeypatch: pytest.MonkeyPatch, l
     k, q = keys(1, HEADS, 1, DIM, dtype=DTYPE), keys(1, HEADS, 1, DIM, seed=1, dtype=DTYPE)
     held = layers[0].update_and_fetch(k, k)
     mx.eval(attend(q, *held, layers[0], SCALE, None))
+    layers[0].end_pass()
     del held
     rows = AttentionRows(layers)
     mx.eval(_steps(rows, layers))
@@ -174,6 +178,43 @@ def test_nothing_of_what_was_replaced_is_kept(monkeypatch: pytest.MonkeyPatch, l
     assert before - mx.get_active_memory() == pytest.approx(raw_bytes - layers[0].nbytes, rel=0.02)
     mx.eval(_steps(rows, layers))
     assert [len(made.planes) for made in launches] == [1]
+
+
+@pytest.mark.usefixtures("exact_buffers", "launches")
+@pytest.mark.parametrize("alone", [True, False])
+def test_launches_are_issued_when_the_pass_ends(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    """What they write MLX does not know of: a pass whose result nobody asks for has to be issued all the same."""
+    result_bytes = 8 << 20
+    monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_step, "attend_step", lambda *_: mx.ones((result_bytes // 4,), mx.float32))
+    caches = [SequenceCache(LAYOUT, None, 16) for _ in range(2)]
+    batch = BatchCache(caches)
+    called = caches[0].caches() if alone else batch.begin_step()
+    k = keys(1 if alone else 2, HEADS, 1, DIM, dtype=DTYPE)
+    mx.eval(k)
+    before = mx.get_active_memory()
+    kept = []
+    for cache in called:
+        held, _ = cache.update_and_fetch(k, k)
+        kept.append(attend(k, held, held, cache, SCALE, None))
+    assert mx.get_active_memory() - before < result_bytes
+    caches[0].end_pass(1) if alone else batch.end_step()
+    mx.synchronize()
+    assert mx.get_active_memory() - before >= 2 * result_bytes
+    assert len(kept) == 2
+
+
+@pytest.mark.usefixtures("launches")
+def test_layers_that_share_keys_read_the_token_that_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
+    k = keys(1, HEADS, 1, DIM, dtype=DTYPE)
+    for layer in (FullLayer(16), WindowLayer(16)):
+        held, _ = layer.update_and_fetch(k, k)
+        assert isinstance(held, cuda.Step)
+        attend(k, held, held, layer, SCALE, None)
+        assert layer.keys_and_values() == (held, held)
+        layer.end_pass()
+        assert isinstance(layer.keys_and_values()[0], Parts)
 
 
 def _steps(rows: AttentionRows, layers: list[FullLayer]) -> mx.array:

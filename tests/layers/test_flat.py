@@ -111,7 +111,7 @@ def run_model(model: Any, layout: Layout, caches: list[SequenceCache], num_steps
     for _ in range(num_steps):
         tokens = mx.array([[rng.randrange(VOCAB)] for _ in caches])
         if batch is not None:
-            mx.eval(model(tokens, cache=batch.begin_step()), batch.arrays())
+            mx.eval(model(tokens, cache=batch.begin_step()), batch.states())
             batch.end_step()
             continue
         for row, cache in enumerate(caches):

@@ -80,7 +80,7 @@ def forward(
         assert batch is not None
         logits = model(mx.array(tokens)[:, None], cache=batch.begin_step())[:, -1]
         batch.end_step()
-        mx.eval(logits, batch.arrays())
+        mx.eval(logits, batch.states())
         return logits
     rows = []
     for token, cache in zip(tokens, caches, strict=True):

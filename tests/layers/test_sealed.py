@@ -107,7 +107,7 @@ def test_eight_sequences_of_different_precisions_decode_together_as_alone(dim: i
         tokens = [(7 * step + i) % VOCAB for i in range(len(names))]
         logits = model(mx.array(tokens)[:, None], cache=batch.begin_step())[:, -1]
         batch.end_step()
-        mx.eval(logits, batch.arrays())
+        mx.eval(logits, batch.states())
         for i, cache in enumerate(alone):
             wanted = model(mx.array([[tokens[i]]]), cache=cache.caches())[:, -1]
             cache.end_pass(1)

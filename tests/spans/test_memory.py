@@ -67,7 +67,7 @@ def with_random_past(cache: SequenceCache, num_tokens: int) -> SequenceCache:
 def step_together(model: Any, batch: BatchCache, tokens: list[int]) -> mx.array:
     logits = model(mx.array(tokens)[:, None], cache=batch.begin_step())[:, -1]
     batch.end_step()
-    mx.eval(logits, batch.arrays())
+    mx.eval(logits, batch.states())
     return logits
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -27,7 +27,7 @@ from kvstrata.codecs.cuda_codes import (
     signs,
     tiles_for,
 )
-from kvstrata.codecs.cuda_kernels import WARPS, Kind
+from kvstrata.codecs.cuda_kernels import WARPS, Constant, Kind
 
 RAW_DTYPES = (mx.bfloat16, mx.float16)
 
@@ -136,10 +136,10 @@ def partial(q: mx.array, parts: Sequence[Range], scale: float) -> Partial:
     num_blocks = sum(call.num_blocks for call in calls)
     sums, stats = cuda_kernels.attend(tuple(call.kind for call in calls)).run(
         inputs=[q, scalar(scale), signs(k_dim), signs(v_dim), *(x for call in calls for x in call.inputs)],
-        template=[
+        constants=(
             *(("T", q.dtype), ("BF", _is_bf16(parts)), ("K_DIM", k_dim), ("V_DIM", v_dim), ("TILES", tiles)),
-            *(number for call in calls for number in call.template),
-        ],
+            *(number for call in calls for number in call.constants),
+        ),
         output_shapes=[(heads, num_blocks, queries, v_dim), (heads, num_blocks, queries, 2)],
         output_dtypes=[mx.float32, mx.float32],
         grid=(num_blocks * THREADS, heads, -(-queries // (4 * tiles))),
@@ -154,7 +154,11 @@ def combine(partials: Sequence[Partial], dtype: mx.Dtype, sinks: mx.array | None
     num_threads = _COMBINE_THREADS // v_dim * v_dim
     out, log_sum = cuda_kernels.combine(len(partials)).run(
         inputs=[scalar(0.0) if sinks is None else sinks.astype(mx.float32), *(x for pair in partials for x in pair)],
-        template=[("T", dtype), ("V_DIM", v_dim), ("HAS_SINKS", sinks is not None)],
+        constants=(
+            ("T", dtype),
+            ("V_DIM", v_dim),
+            ("HAS_SINKS", sinks is not None),
+        ),
         grid=(heads * queries * num_threads, 1, 1),
         threadgroup=(num_threads, 1, 1),
         output_shapes=[(heads, queries, v_dim), (heads, queries)],
@@ -168,7 +172,7 @@ class _Call(NamedTuple):
 
     kind: Kind
     inputs: list[mx.array]
-    template: list[tuple[str, Any]]
+    constants: list[Constant]
     num_blocks: int
 
 
@@ -177,7 +181,7 @@ def _call(i: int, part: Range, heads: int) -> _Call:
         num_tokens = part.end - part.start
         size = piece_tokens(num_tokens, heads)
         return _Call("raw", part.views(), [(f"SIZE{i}", size)], -(-num_tokens // (size * WARPS)))
-    bits = [(f"K_BITS{i}", bits_of(part.k)), (f"V_BITS{i}", bits_of(part.v))]
+    bits: list[Constant] = [(f"K_BITS{i}", bits_of(part.k)), (f"V_BITS{i}", bits_of(part.v))]
     return _Call("planes", [part.pieces, *part.arrays], bits, -(-part.pieces.shape[0] // WARPS))
 
 

@@ -55,7 +55,7 @@ def _error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
     errors = []
     for step in range(2):
         places = (200 + step, 9 + step)
-        slots = [cuda_step.Slot(*pair, at, at + 1) for pair, at in zip(buffers, places, strict=True)]
+        slots = [cuda_step.Slot(*pair, _BUFFER_TOKENS, at, at + 1) for pair, at in zip(buffers, places, strict=True)]
         q = _random((2, _HEADS * _GROUP, 1, k_dim), 10 + step, dtype)
         # What a launch writes it must read, too: the new key is near the queries, and so has most of the weight.
         new = (q[:, ::_GROUP] * 2, _random((2, _HEADS, 1, v_dim), 6 + step, dtype))

@@ -45,7 +45,11 @@ def decode_planes(planes: Planes, dtype: mx.Dtype, start: int = 0, end: int | No
     num_units = rows * count * (planes.dim // 16)
     (out,) = cuda_kernels.decode_planes().run(
         inputs=[signs(planes.dim), starts_of(planes.segments, start, count), *arrays_of(planes)],
-        template=[("T", dtype), ("BITS", bits_of(planes)), ("DIM", planes.dim)],
+        constants=(
+            ("T", dtype),
+            ("BITS", bits_of(planes)),
+            ("DIM", planes.dim),
+        ),
         grid=(-(-num_units // _DECODE_THREADS) * _DECODE_THREADS, 1, 1),
         threadgroup=(_DECODE_THREADS, 1, 1),
         output_shapes=[(*planes.leading, count, planes.dim)],
@@ -63,7 +67,11 @@ def encode_planes(x: mx.array, bits: int, segments: Segments) -> dict[str, mx.ar
     shapes = [(heads, num_tokens, width) if width else (1, 1, 1) for width in widths.values()]
     planes = cuda_kernels.encode_planes().run(
         inputs=[rows, signs(dim), starts_of(segments, 0, num_tokens)[2:]],
-        template=[("T", x.dtype), ("BITS", bits), ("DIM", dim)],
+        constants=(
+            ("T", x.dtype),
+            ("BITS", bits),
+            ("DIM", dim),
+        ),
         output_shapes=[*shapes, (heads, num_tokens, 1), (heads, len(segments), dim)],
         output_dtypes=[mx.uint32, mx.uint32, mx.uint32, mx.float16, mx.float16],
         grid=(len(segments) * _ENCODE_THREADS, heads, 1),
@@ -82,7 +90,12 @@ def score_planes(q: mx.array, planes: Planes) -> mx.array:
     pieces = pieces_of(planes.segments, planes.segments, 0, planes.num_tokens, piece_tokens(planes.num_tokens, heads))
     (scores,) = cuda_kernels.score_planes().run(
         inputs=[flat, signs(dim), pieces, *arrays_of(planes)],
-        template=[("T", q.dtype), ("K_BITS", bits_of(planes)), ("K_DIM", dim), ("TILES", tiles)],
+        constants=(
+            ("T", q.dtype),
+            ("K_BITS", bits_of(planes)),
+            ("K_DIM", dim),
+            ("TILES", tiles),
+        ),
         output_shapes=[(heads, queries, planes.num_tokens)],
         output_dtypes=[mx.float32],
         **_blocks(pieces.shape[0], heads, queries, tiles),
@@ -98,7 +111,11 @@ def mix_planes(p: mx.array, planes: Planes) -> mx.array:
     pieces = pieces_of(planes.segments, planes.segments, 0, planes.num_tokens, piece_tokens(planes.num_tokens, heads))
     (sums,) = cuda_kernels.mix_planes().run(
         inputs=[flat, signs(planes.dim), pieces, *arrays_of(planes)],
-        template=[("V_BITS", bits_of(planes)), ("V_DIM", planes.dim), ("TILES", tiles)],
+        constants=(
+            ("V_BITS", bits_of(planes)),
+            ("V_DIM", planes.dim),
+            ("TILES", tiles),
+        ),
         output_shapes=[(heads, pieces.shape[0], queries, planes.dim)],
         output_dtypes=[mx.float32],
         **_blocks(pieces.shape[0], heads, queries, tiles),

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import mlx.core as mx
 
@@ -201,9 +202,46 @@ _ENCODE = """
 """
 
 
-class Kernel(NamedTuple):
-    run: Callable[..., list[mx.array]]
-    num_inputs: int
+_TYPES = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
+
+Constant = tuple[str, mx.Dtype | int]  # a bool is one, too
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    name: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    body: str
+    header: str
+    views: bool  # inputs may be views of something larger
+    _compiled: dict[tuple[Constant, ...], Callable[..., list[mx.array]]] = field(default_factory=dict)
+
+    def run(self, constants: tuple[Constant, ...], **launch: Any) -> list[mx.array]:
+        """`launch` is what MLX's kernels are called with. MLX's own templates would cost regular expressions a call."""
+        run = self._compiled.get(constants)
+        if run is None:
+            run = self._compiled[constants] = self._with(constants)
+        return run(**launch)
+
+    def _with(self, constants: tuple[Constant, ...]) -> Callable[..., list[mx.array]]:
+        source = "".join(_declared(*constant) for constant in constants) + self.body
+        digest = hashlib.blake2s((self.header + source).encode(), digest_size=6).hexdigest()
+        run: Any = mx.fast.cuda_kernel(
+            name=f"kvstrata_{self.name}_{digest}",
+            input_names=list(self.inputs),
+            output_names=list(self.outputs),
+            source=source,
+            header=self.header,
+            ensure_row_contiguous=not self.views,
+        )
+        return run
+
+
+def _declared(name: str, value: mx.Dtype | int) -> str:
+    if isinstance(value, mx.Dtype):
+        return f"  using {name} = {_TYPES[value]};\n"
+    return f"  constexpr {type(value).__name__} {name} = {str(value).lower()};\n"
 
 
 @cache
@@ -340,14 +378,4 @@ def _make(
     *,
     views: bool = False,
 ) -> Kernel:
-    header = "\n".join(_source(file) for file in files)
-    digest = hashlib.blake2s((header + body).encode(), digest_size=6).hexdigest()
-    run: Any = mx.fast.cuda_kernel(
-        name=f"kvstrata_{name}_{digest}",
-        input_names=list(inputs),
-        output_names=list(outputs),
-        source=body,
-        header=header,
-        ensure_row_contiguous=not views,
-    )
-    return Kernel(run, len(inputs))
+    return Kernel(name, inputs, outputs, body, "\n".join(_source(file) for file in files), views)

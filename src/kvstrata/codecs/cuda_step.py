@@ -41,6 +41,7 @@ class Slot(NamedTuple):
 
     k: mx.array
     v: mx.array
+    size: int  # of the buffer, in tokens
     at: int
     num_tokens: int  # of the buffer, with the new one
 
@@ -51,20 +52,20 @@ class Rows:
 
     planes: tuple[PlanesRange, ...]  # one of each that has the same planes
     buffers: tuple[tuple[mx.array, mx.array], ...]
+    sizes: tuple[int, ...]  # of the buffers, in tokens
     reads: tuple[RowReads, ...]
     slots: tuple[Slot, ...]
 
     @property
     def fits(self) -> bool:
-        dtypes = {array.dtype for pair in self.buffers for array in pair}
+        dtypes = {k.dtype for k, _ in self.buffers}  # the values' is the same
         return len(self.planes) <= MOST_PLANES and len(self.buffers) <= MOST_BUFFERS and len(dtypes) == 1
 
     @property
     def tables(self) -> Tables:
         heads = self.slots[0].k.shape[1]
-        sizes = tuple(k.shape[2] for k, _ in self.buffers)
-        segments = tuple((part.k.segments, part.v.segments) for part in self.planes)
-        return _tables(self.reads, sizes, segments, heads)
+        segments = tuple([(part.k.segments, part.v.segments) for part in self.planes])
+        return _tables(self.reads, self.sizes, segments, heads)
 
 
 class RowReads(NamedTuple):
@@ -100,6 +101,9 @@ def fits(q: mx.array, k: mx.array, v: mx.array) -> bool:
 
 def rows_of(before: Sequence[Sequence[Range]], slots: Sequence[Slot]) -> Rows:
     """`before` are each row's ranges but for the buffer of its slot; all of them fit."""
+    if not any(before):
+        own = tuple([(slot.k, slot.v) for slot in slots])
+        return Rows((), own, tuple([slot.size for slot in slots]), _own_alone(len(slots)), tuple(slots))
     planes: dict[tuple[int, int], tuple[int, PlanesRange]] = {}
     buffers: dict[int, tuple[int, tuple[mx.array, mx.array]]] = {}
     reads = []
@@ -117,6 +121,7 @@ def rows_of(before: Sequence[Sequence[Range]], slots: Sequence[Slot]) -> Rows:
     return Rows(
         tuple(part for _, part in planes.values()),
         tuple(pair for _, pair in buffers.values()),
+        tuple(k.shape[2] for _, (k, _) in buffers.values()),
         tuple(reads),
         tuple(slots),
     )
@@ -135,25 +140,28 @@ def attend_step(
     num_rows, kv_heads, _, k_dim = k.shape
     group, v_dim = q.shape[1] // kv_heads, v.shape[3]
     tables, slots = rows.tables, rows.slots
-    size = piece_tokens(max(slot.num_tokens for slot in slots), num_rows * kv_heads)
-    places = tuple((read.own, slot.at, slot.num_tokens, size) for read, slot in zip(rows.reads, slots, strict=True))
+    size = piece_tokens(max([slot.num_tokens for slot in slots]), num_rows * kv_heads)
+    places = tuple([(read.own, slot.at, slot.num_tokens, size) for read, slot in zip(rows.reads, slots, strict=True)])
     num_blocks = max(
-        blocks + -(-(settled - (-slot.num_tokens // size)) // WARPS)
-        for blocks, settled, slot in zip(tables.num_blocks, tables.num_settled, slots, strict=True)
+        [
+            blocks + -(-(settled - (-slot.num_tokens // size)) // WARPS)
+            for blocks, settled, slot in zip(tables.num_blocks, tables.num_settled, slots, strict=True)
+        ]
     )
     bits = [(f"{x}_BITS{i}", bits_of(planes)) for i, part in enumerate(rows.planes) for x, planes in _both(part)]
+    constants = (
+        *(("T", q.dtype), ("BF", k.dtype == mx.bfloat16), ("K_DIM", k_dim), ("V_DIM", v_dim)),
+        *(("TILES", tiles_for(group, max(k_dim, v_dim))), ("HAS_SINKS", sinks is not None), *bits),
+    )
     buffers = _padded(rows.buffers)
     out, _, _ = cuda_kernels.attend_step(len(rows.planes), len(buffers)).run(
+        constants,
         inputs=[
             *(k, v, _table(places), tables.settled, tables.firsts, tables.sizes, tables.ranges, counters),
             scalar(0.0) if sinks is None else sinks.astype(mx.float32),
             *(q.reshape(num_rows * kv_heads, group, k_dim), scalar(scale), signs(k_dim), signs(v_dim)),
             *(x for part, pieces in zip(rows.planes, tables.pieces, strict=True) for x in (pieces, *part.arrays)),
-            *(x for pair in buffers for x in pair),
-        ],
-        template=[
-            *(("T", q.dtype), ("BF", k.dtype == mx.bfloat16), ("K_DIM", k_dim), ("V_DIM", v_dim)),
-            *(("TILES", tiles_for(group, max(k_dim, v_dim))), ("HAS_SINKS", sinks is not None), *bits),
+            *[x for pair in buffers for x in pair],
         ],
         output_shapes=[
             (*q.shape[:3], v_dim),
@@ -165,6 +173,11 @@ def attend_step(
         threadgroup=(THREADS, 1, 1),
     )
     return out
+
+
+@lru_cache(maxsize=64)
+def _own_alone(num_rows: int) -> tuple[RowReads, ...]:
+    return tuple(RowReads((), (), row) for row in range(num_rows))
 
 
 @lru_cache(maxsize=32)
@@ -206,8 +219,11 @@ def _both(part: PlanesRange) -> tuple[tuple[str, Planes], tuple[str, Planes]]:
 
 
 def _padded(buffers: Sequence[tuple[mx.array, mx.array]]) -> list[tuple[mx.array, mx.array]]:
-    """To a power of two: kernels are compiled for a number of buffers, and that takes seconds."""
-    return [*buffers, *[buffers[0]] * ((1 << (len(buffers) - 1).bit_length()) - len(buffers))]
+    """To a power of four: kernels are compiled for a number of buffers, and that takes seconds."""
+    size = 1
+    while size < len(buffers):
+        size *= 4
+    return [*buffers, *[buffers[0]] * (size - len(buffers))]
 
 
 @lru_cache(maxsize=64)

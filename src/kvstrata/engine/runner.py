@@ -91,8 +91,7 @@ class Runner:
         return logits[:, -1]
 
     def _state_arrays(self, rows: Sequence[Row]) -> list[mx.array]:
-        """Recurrent states are not on the way to the logits: left lazy, they would pile up step by step."""
-        return self._batch.arrays() if self._batch else [array for row in rows for array in row.cache.arrays()]
+        return self._batch.states() if self._batch else [array for row in rows for array in row.cache.states()]
 
 
 def _inputs(rows: Sequence[Row], before: Launched | None) -> mx.array:

@@ -33,8 +33,10 @@ class AttentionRows:
         self.offset = offsets
         self._step = None
 
-    def end_step(self) -> None:
-        self._step = None  # it holds parts that may be replaced before the next step
+    def end_step(self) -> list[mx.array]:
+        """What has to be issued before the next step."""
+        step, self._step = self._step, None  # it holds parts that may be replaced before the next step
+        return step.launched if isinstance(step, cuda.Step) else []
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
         if cpu.fits(keys, values) and all(layer.has_runs for layer in self._layers):
@@ -62,6 +64,9 @@ class AttentionRows:
     def arrays(self) -> list[mx.array]:
         return [array for layer in self._layers for array in layer.arrays()]
 
+    def states(self) -> list[mx.array]:
+        return []
+
     def release(self) -> list[mx.array]:
         return []
 
@@ -77,12 +82,11 @@ class CompositeRows:
         for cache in self._caches:
             cache.begin_step(offsets)
 
-    def end_step(self) -> None:
-        for cache in self._caches:
-            cache.end_step()
+    def end_step(self) -> list[mx.array]:
+        return [array for cache in self._caches for array in cache.end_step()]
 
-    def arrays(self) -> list[mx.array]:
-        return [array for cache in self._caches for array in cache.arrays()]
+    def states(self) -> list[mx.array]:
+        return [array for cache in self._caches for array in cache.states()]
 
     def release(self) -> list[mx.array]:
         return [array for cache in self._caches for array in cache.release()]
@@ -102,13 +106,13 @@ class BatchCache:
         return list(self._rows)
 
     def end_step(self) -> None:
-        for rows in self._rows:
-            rows.end_step()
+        mx.async_eval([array for rows in self._rows for array in rows.end_step()])
         for sequence in self.sequences:
             sequence.end_pass(1)
 
-    def arrays(self) -> list[mx.array]:
-        return [array for rows in self._rows for array in rows.arrays()]
+    def states(self) -> list[mx.array]:
+        """As those of a sequence."""
+        return [array for rows in self._rows for array in rows.states()]
 
     def release(self) -> None:
         """The membership is about to change: every sequence gets its recurrent state back."""

@@ -37,8 +37,9 @@ class ChunkedLayer:
     def grow(self, tokens: int) -> None:
         """The buffer has its full size from the start."""
 
-    def end_pass(self) -> None:
-        """Nothing is kept for the pass."""
+    def end_pass(self) -> list[mx.array]:
+        """Nothing is kept for the pass, and nothing written without MLX's knowledge."""
+        return []
 
     def held(self) -> tuple[mx.array, mx.array]:
         """K and V of the newest token's chunk, in memory of their own: [1, kv_heads, tokens, dim]."""

@@ -1,36 +1,33 @@
 """One new token for each row on CUDA: written and attended to in one launch for each layer.
 
-The launch writes into the rows' buffers without MLX's knowledge. Whatever reads them later is issued after it on the
-same stream, and what a step reads of another sequence's buffer was written before the step.
+The launch writes into the rows' buffers without MLX's knowledge: neither its graph nor the one that CUDA gets of an
+evaluation has an edge to whoever reads them later. So every launch of a pass is issued when the pass ends (`end_pass`
+hands `Step.launched` up), and what comes after it comes after it on the same stream. What a step reads of another
+sequence's buffer was written before the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import mlx.core as mx
 
 from kvstrata.codecs import cuda_step
 from kvstrata.codecs.cuda_check import step_works
-from kvstrata.layers.buffers import Buffer
+from kvstrata.codecs.cuda_step import Slot
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.parts import Part
-
-
-class Slot(NamedTuple):
-    """Where a row's new token goes, and what the row reads beside that buffer."""
-
-    buffer: Buffer
-    at: int
-    num_tokens: int  # of the buffer, with the new one
-    before: tuple[Part, ...]
 
 
 class Row(Protocol):
     """One layer of one sequence."""
 
+    def before_slot(self) -> tuple[Part, ...]: ...
+
     def slot_for_next(self, k: mx.array, v: mx.array) -> Slot: ...
+
+    def put_last(self, k: mx.array, v: mx.array) -> None: ...
 
     def parts(self) -> tuple[Part, ...]: ...
 
@@ -67,48 +64,48 @@ class Step:
         self._keys = keys  # [rows, kv_heads, 1, k_dim]
         self._values = values
         self._counters = counters
-        self._slots: list[Slot] = []
         self._reads: cuda_step.Rows | None = None
+        self._has_slots = False
         self._is_written = False
+        self._launched: list[mx.array] = []
+
+    @property
+    def launched(self) -> list[mx.array]:
+        """Once these are computed, the new tokens are written."""
+        return self._launched
 
     def takes(self, queries: mx.array) -> bool:
         if not cuda_step.fits(queries, self._keys, self._values):
             return False
-        if self._reads is None:
-            self._reads = _rows(self._taken())
+        if not self._has_slots:
+            self._take_slots()
         return self._reads is not None
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         assert self._reads is not None, "ask `takes` first"
         self._is_written = True
         counters = self._counters.of(self._keys.shape[0] * self._keys.shape[1])
-        return cuda_step.attend_step(queries, self._keys, self._values, self._reads, counters, scale, sinks)
+        out = cuda_step.attend_step(queries, self._keys, self._values, self._reads, counters, scale, sinks)
+        self._launched.append(out)
+        return out
 
     def settle(self) -> Sequence[Row]:
         """Write the new tokens; for whoever reads the rows in another way."""
+        mx.eval(self._launched)
         if not self._is_written:
-            for row, slot in enumerate(self._taken()):
-                slot.buffer.put(slot.at, self._keys[row : row + 1], self._values[row : row + 1])
+            if not self._has_slots:
+                self._take_slots()
+            self._reads = None  # it holds the buffers, and they are written in place
+            for i, row in enumerate(self._rows):
+                row.put_last(self._keys[i : i + 1], self._values[i : i + 1])
             self._is_written = True
         return self._rows
 
-    def _taken(self) -> list[Slot]:
-        if not self._slots:
-            self._slots = [row.slot_for_next(self._keys, self._values) for row in self._rows]
-        return self._slots
-
-
-def _rows(slots: Sequence[Slot]) -> cuda_step.Rows | None:
-    """None: the kernel cannot read all of it."""
-    before = [[part.fused() for part in slot.before] for slot in slots]
-    if not all(part.fits for ranges in before for part in ranges):
-        return None
-    rows = cuda_step.rows_of(before, [_placed(slot) for slot in slots])
-    return rows if rows.fits else None
-
-
-def _placed(slot: Slot) -> cuda_step.Slot:
-    k, v = slot.buffer.k, slot.buffer.v
-    assert k is not None
-    assert v is not None
-    return cuda_step.Slot(k, v, slot.at, slot.num_tokens)
+    def _take_slots(self) -> None:
+        """Make room for the new tokens, and find out whether the kernel can read all that the rows read."""
+        before = [[part.fused() for part in row.before_slot()] for row in self._rows]
+        slots = [row.slot_for_next(self._keys, self._values) for row in self._rows]
+        self._has_slots = True
+        if all(part.fits for ranges in before for part in ranges):
+            rows = cuda_step.rows_of(before, slots)
+            self._reads = rows if rows.fits else None

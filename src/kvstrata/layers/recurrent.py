@@ -41,8 +41,9 @@ class RecurrentLayer(ArraysCache):
     def grow(self, tokens: int) -> None:
         """The state has one size."""
 
-    def end_pass(self) -> None:
-        """Nothing is kept for the pass."""
+    def end_pass(self) -> list[mx.array]:
+        """Nothing is kept for the pass, and nothing written without MLX's knowledge."""
+        return []
 
     def advance(self, N: int) -> None:  # noqa: N803
         self.offset += N
@@ -56,7 +57,7 @@ class RecurrentRows(ArraysCache):
         self._layers = layers
         self.offset = mx.array([layer.offset for layer in layers])
         self.cache = [self._gather(i) for i in range(len(self.cache))]
-        mx.eval(self.arrays())
+        mx.eval(self.states())
         # Held once: the sequences get their rows back when the batch is disbanded.
         for layer in layers:
             layer.cache = [None] * len(self.cache)
@@ -76,10 +77,11 @@ class RecurrentRows(ArraysCache):
     def begin_step(self, offsets: mx.array) -> None:
         self.offset = offsets
 
-    def end_step(self) -> None:
-        """Nothing is kept for the step."""
+    def end_step(self) -> list[mx.array]:
+        """Nothing is kept for the step, and nothing written without MLX's knowledge."""
+        return []
 
-    def arrays(self) -> list[mx.array]:
+    def states(self) -> list[mx.array]:
         return [array for array in self.cache if array is not None]
 
     def release(self) -> list[mx.array]:

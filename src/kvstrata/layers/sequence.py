@@ -11,7 +11,7 @@ import mlx.core as mx
 from kvstrata.codecs.base import Codec
 from kvstrata.layers.chunked import ChunkedLayer
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, make_foreign_cache
-from kvstrata.layers.parts import Source
+from kvstrata.layers.parts import Parts, Source
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
@@ -37,9 +37,8 @@ class CompositeLayer:
         for cache in self.caches:
             cache.grow(tokens)
 
-    def end_pass(self) -> None:
-        for cache in self.caches:
-            cache.end_pass()
+    def end_pass(self) -> list[mx.array]:
+        return [array for cache in self.caches for array in cache.end_pass()]
 
 
 class ForeignLayer:
@@ -58,8 +57,9 @@ class ForeignLayer:
     def grow(self, tokens: int) -> None:
         """It grows by itself."""
 
-    def end_pass(self) -> None:
-        """Nothing is kept for the pass."""
+    def end_pass(self) -> list[mx.array]:
+        """Nothing is kept for the pass, and nothing written without MLX's knowledge."""
+        return []
 
 
 class DenseLayer:
@@ -77,10 +77,10 @@ class DenseLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         self._layer.append(keys, values)
-        return self._layer.keys_and_values()[0].joined(keys)
+        return Parts((self._layer.parts(),)).joined(keys)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        return self._layer.keys_and_values()[0].joined(self._layer.arrays()[0])
+        return Parts((self._layer.parts(),)).joined(self._layer.arrays()[0])
 
 
 Pair = tuple[Codec, Codec]  # for K and for V
@@ -110,6 +110,7 @@ class SequenceCache:
         sources = iter(prefix.sources if prefix else ((),) * num_flat)
         self.layers: list[Layer] = [_make(spec, model, i, capacity, sources) for i, spec in enumerate(layout.layers)]
         self.flat: list[Any] = _flat(self.layers)
+        self._full = [layer for layer in self.flat if isinstance(layer, FullLayer)]
         self._path = layout.path
         if prefix:
             for layer, state in zip(self.flat, prefix.states, strict=True):
@@ -131,16 +132,20 @@ class SequenceCache:
     @property
     def raw_capacity(self) -> int:
         """Tokens that buffers are reserved for: what is sealed has given its room back."""
-        full = (layer for layer in self.flat if isinstance(layer, FullLayer))
-        return self.capacity - min((layer.sealed_tokens for layer in full), default=0)
+        return self.capacity - min([layer.sealed_tokens for layer in self._full], default=0)
 
     @property
     def sealed_bytes(self) -> int:
-        return sum(layer.sealed_bytes for layer in self.flat if isinstance(layer, FullLayer))
+        return sum([layer.sealed_bytes for layer in self._full])
 
     def arrays(self) -> list[mx.array]:
         """Everything that a pass has changed."""
         return [array for layer in self.layers for array in layer.arrays()]
+
+    def states(self) -> list[mx.array]:
+        """What a pass has changed that its logits do not depend on: left lazy, it would pile up step by step."""
+        beside = (layer for layer in self.flat if isinstance(layer, RecurrentLayer | ForeignLayer))
+        return [array for layer in beside for array in layer.arrays()]
 
     def grow(self, tokens: int) -> None:
         self.capacity += tokens
@@ -157,9 +162,8 @@ class SequenceCache:
 
     def let_go(self) -> None:
         """Others have stored what it reads in another way: keep nothing of how it was."""
-        for layer in self.flat:
-            if isinstance(layer, FullLayer):
-                layer.let_go()
+        for layer in self._full:
+            layer.let_go()
 
     def caches(self) -> list[Any]:
         """What the model is called with."""
@@ -168,8 +172,7 @@ class SequenceCache:
     def end_pass(self, num_tokens: int) -> None:
         """A forward pass over `num_tokens` was built: count them, and let go of what only the pass needed."""
         self.num_tokens += num_tokens
-        for layer in self.layers:
-            layer.end_pass()
+        mx.async_eval([array for layer in self.layers for array in layer.end_pass()])
 
 
 def _make(spec: LayerSpec, model: Any, index: int, capacity: int, sources: Iterator[tuple[Source, ...]]) -> Layer:

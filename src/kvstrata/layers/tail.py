@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
 from kvstrata.codecs.base import Codec
+from kvstrata.codecs.cuda_step import Slot
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers import cpu, cuda
 from kvstrata.layers.buffers import Buffer, round_up
@@ -40,9 +41,12 @@ class FullLayer:
         self.start = sum(source.num_tokens for source in before)
         self.offset = self.start
         self._sealed: list[SealedPart] = []
+        self.sealed_tokens = 0  # asked for by every plan of a step, so kept
+        self.sealed_bytes = 0
         self._pieces = [_piece(capacity)]
         self._runs = RunCache()
         self._counters = cuda.Counters()
+        self._step: cuda.Step | None = None
 
     @property
     def capacity(self) -> int:
@@ -68,14 +72,11 @@ class FullLayer:
         if sum(part.num_tokens for part in parts) != self.sealed_tokens:
             raise ValueError(f"{self.sealed_tokens} sealed tokens cannot become others")
         self._sealed = list(parts)
+        self._count_sealed()
 
-    @property
-    def sealed_tokens(self) -> int:
-        return sum(part.num_tokens for part in self._sealed)
-
-    @property
-    def sealed_bytes(self) -> int:
-        return sum(part.nbytes for part in self._sealed)
+    def _count_sealed(self) -> None:
+        self.sealed_tokens = sum(part.num_tokens for part in self._sealed)
+        self.sealed_bytes = sum(part.nbytes for part in self._sealed)
 
     def arrays(self) -> list[mx.array]:
         return [array for piece in self._pieces for array in piece.buffer.arrays()]
@@ -106,6 +107,7 @@ class FullLayer:
             self._sealed.append(_encoded(all_k, all_v, 0, first, start, RawCodec(), RawCodec()))
         self._sealed.append(_encoded(all_k, all_v, first, last, start, k, v))
         self._join_sealed()
+        self._count_sealed()
         tail = _piece(num_raw - last + room)
         if last < num_raw:
             tail.buffer.put(0, all_k[:, :, last:], all_v[:, :, last:])
@@ -147,15 +149,34 @@ class FullLayer:
         self._count(1, 1 - left)
         return runs
 
-    def slot_for_next(self, k: mx.array, v: mx.array) -> cuda.Slot:
-        """Make room for one more token, which the caller writes there."""
-        at = next((i for i, piece in enumerate(self._pieces) if piece.free), len(self._pieces))
-        self._count(1, int(at < len(self._pieces)))
-        piece = self._pieces[at]
-        piece.buffer.allocate(k, v)
-        piece.used += 1
-        full = (_part(other) for other in self._pieces[:at])
-        return cuda.Slot(piece.buffer, piece.used - 1, piece.used, (*self._parts_before(), *full))
+    def slot_for_next(self, k: mx.array, v: mx.array) -> Slot:
+        """Make room for one more token, which the caller writes there, or has written by `put_last`."""
+        piece = self._pieces[self._num_full()]
+        used, buffer = piece.used + 1, piece.buffer
+        self._count(1, int(used <= buffer.size))
+        if buffer.k is None or buffer.v is None:
+            buffer.allocate(k, v)
+            assert buffer.k is not None
+            assert buffer.v is not None
+        piece.used = used
+        return Slot(buffer.k, buffer.v, buffer.size, used - 1, used)
+
+    def put_last(self, k: mx.array, v: mx.array) -> None:
+        piece = next(piece for piece in reversed(self._pieces) if piece.used)
+        piece.buffer.put(piece.used - 1, k, v)
+
+    def before_slot(self) -> tuple[Part, ...]:
+        """All that it reads beside the buffer that the next token goes to."""
+        num_full = self._num_full()
+        if not (self._before or self._sealed or num_full):
+            return ()
+        return (*self._parts_before(), *map(_part, self._pieces[:num_full]))
+
+    def _num_full(self) -> int:
+        """Buffers that the next token does not go to: they fill up in their order."""
+        if len(self._pieces) == 1:
+            return 0
+        return next((i for i, piece in enumerate(self._pieces) if piece.free), len(self._pieces) - 1)
 
     @property
     def has_runs(self) -> bool:
@@ -192,8 +213,10 @@ class FullLayer:
     def _raw_parts(self) -> list[RawPart]:
         return [_part(piece) for piece in self._pieces if piece.used]
 
-    def end_pass(self) -> None:
-        """Nothing is kept for the pass."""
+    def end_pass(self) -> list[mx.array]:
+        """What has to be issued before the next pass."""
+        step, self._step = self._step, None
+        return step.launched if step else []
 
     # What mlx-lm's models call.
 
@@ -202,8 +225,8 @@ class FullLayer:
             step = cpu.Step((self,), keys, values)
             return step, step
         if cuda.fits(keys, values):
-            step = cuda.Step((self,), keys, values, self._counters)
-            return step, step
+            self._step = cuda.Step((self,), keys, values, self._counters)
+            return self._step, self._step
         self.append(keys, values)
         return self.keys_and_values()
 
@@ -215,8 +238,8 @@ class FullLayer:
         is_long = cpu.pays_alone(self.offset, keys, values)
         return (is_long or self._runs.has_codes(before)) and self._runs.covers(before)
 
-    def keys_and_values(self) -> tuple[Parts, Parts]:
-        parts = Parts((self.parts(),))
+    def keys_and_values(self) -> tuple[Keys, Keys]:
+        parts = self._step or Parts((self.parts(),))
         return parts, parts
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:  # noqa: N803

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from kvstrata.codecs.cuda_step import Slot
 from kvstrata.layers import cpu, cuda
 from kvstrata.layers.buffers import Buffer
-from kvstrata.layers.parts import Parts, RawPart
+from kvstrata.layers.parts import Part, Parts, RawPart
 from kvstrata.layers.tail import Keys
 
 
@@ -21,6 +22,7 @@ class WindowLayer:
         self.offset = 0
         self._ring = Buffer(max_size)
         self._counters = cuda.Counters()
+        self._step: cuda.Step | None = None
         self._chunk: RawPart | None = None  # what the queries of a chunk read, until the pass ends
 
     @property
@@ -84,31 +86,41 @@ class WindowLayer:
         self.offset += 1
         return [cpu.Run(*self._ring.addresses(k, v), self._ring.size, at, min(self.offset, self.max_size))]
 
-    def slot_for_next(self, k: mx.array, v: mx.array) -> cuda.Slot:
-        """Make room for one more token, which the caller writes there."""
+    def slot_for_next(self, k: mx.array, v: mx.array) -> Slot:
+        """Make room for one more token, which the caller writes there, or has written by `put_last`."""
         at = self._slot(self.offset)
-        self._ring.allocate(k, v)
+        k_ring, v_ring = self._ring.allocate(k, v)
         self.offset += 1
-        return cuda.Slot(self._ring, at, min(self.offset, self.max_size), ())
+        return Slot(k_ring, v_ring, self._ring.size, at, min(self.offset, self.max_size))
+
+    def put_last(self, k: mx.array, v: mx.array) -> None:
+        self._ring.put(self._slot(self.offset - 1), k, v)
+
+    def before_slot(self) -> tuple[Part, ...]:
+        """All that it reads beside the ring."""
+        return ()
 
     def parts(self) -> tuple[RawPart, ...]:
         return (self._chunk or self._ring_part(),)
 
-    def end_pass(self) -> None:
+    def end_pass(self) -> list[mx.array]:
+        """What has to be issued before the next pass."""
         self._chunk = None
+        step, self._step = self._step, None
+        return step.launched if step else []
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
         if cpu.pays_alone(min(self.offset, self.max_size), keys, values):
             step = cpu.Step((self,), keys, values)
             return step, step
         if cuda.fits(keys, values):
-            step = cuda.Step((self,), keys, values, self._counters)
-            return step, step
+            self._step = cuda.Step((self,), keys, values, self._counters)
+            return self._step, self._step
         self.append(keys, values)
         return self.keys_and_values()
 
-    def keys_and_values(self) -> tuple[Parts, Parts]:
-        parts = Parts((self.parts(),))
+    def keys_and_values(self) -> tuple[Keys, Keys]:
+        parts = self._step or Parts((self.parts(),))
         return parts, parts
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:  # noqa: N803
