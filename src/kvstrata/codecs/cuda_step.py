@@ -34,6 +34,8 @@ from kvstrata.codecs.segments import Segments
 # Beyond these a launch has too many arguments: rows go one by one.
 MOST_PLANES = 3
 MOST_BUFFERS = 64
+# What launches are padded to: kernels are compiled for a number of buffers, and that takes seconds.
+BUFFER_COUNTS = (1, 4, 16, MOST_BUFFERS)
 
 
 class Slot(NamedTuple):
@@ -219,10 +221,7 @@ def _both(part: PlanesRange) -> tuple[tuple[str, Planes], tuple[str, Planes]]:
 
 
 def _padded(buffers: Sequence[tuple[mx.array, mx.array]]) -> list[tuple[mx.array, mx.array]]:
-    """To a power of four: kernels are compiled for a number of buffers, and that takes seconds."""
-    size = 1
-    while size < len(buffers):
-        size *= 4
+    size = next(size for size in BUFFER_COUNTS if size >= len(buffers))
     return [*buffers, *[buffers[0]] * (size - len(buffers))]
 
 

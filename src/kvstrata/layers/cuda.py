@@ -13,7 +13,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from kvstrata.codecs import cuda_step
+from kvstrata.codecs import cuda_step, paths
 from kvstrata.codecs.cuda_check import step_works
 from kvstrata.codecs.cuda_step import Slot
 from kvstrata.layers.kinds import Layout
@@ -42,6 +42,14 @@ def kernels(layout: Layout) -> str:
     if kinds and all(step_works(*kind) for kind in kinds):
         return "own (CUDA) for decode steps of up to 8 queries for each KV head (4 beyond 128 dims), MLX for the rest"
     return "MLX, by sequence: it has no step of a whole batch for these layers, or it did not work here (see the log)"
+
+
+def sizes_to_try(most_rows: int) -> list[int]:
+    """Batches that together need every kernel that a batch of up to `most_rows` raw sequences needs."""
+    if paths.active() != "fused":
+        return []
+    smaller = [size for size in cuda_step.BUFFER_COUNTS if size < most_rows]
+    return sorted({*smaller, min(most_rows, cuda_step.MOST_BUFFERS)})
 
 
 class Counters:
