@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import mlx.core as mx
+import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 
-from kvstrata.layers.kinds import LayerSpec, Layout, _spec_of, measure
+from kvstrata.errors import ConfigError
+from kvstrata.layers.kinds import LayerSpec, Layout, _spec_of, measure, read_kinds
 from kvstrata.layers.sequence import ForeignLayer
 
 
@@ -41,3 +45,10 @@ def test_a_layout_adds_up_its_layers() -> None:
     layout = Layout((*layers, LayerSpec("composite", children=children)))
     assert layout.token_bytes == 8
     assert layout.fixed_bytes == 4 * 7 + 2 * 6 + 11
+
+
+def test_a_bound_that_cannot_hold_is_refused() -> None:
+    model = SimpleNamespace(make_cache=lambda: [KVCache(), ConcatenateKVCache()], layers=[])
+    assert [spec.kind for spec in read_kinds(model)] == ["full", "foreign"]
+    with pytest.raises(ConfigError, match="--max-kv-size"):
+        read_kinds(model, 128)

@@ -18,6 +18,8 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from kvstrata.errors import ConfigError
+
 Kind = Literal["full", "window", "chunked", "recurrent", "composite", "foreign"]
 
 
@@ -93,6 +95,11 @@ def read_kinds(model: Any, max_kv_size: int | None = None) -> tuple[LayerSpec, .
 def _bounded(spec: LayerSpec, max_kv_size: int) -> LayerSpec:
     if spec.kind == "full":
         return LayerSpec("window", max_size=max_kv_size, keep=KEPT_TOKENS)
+    if spec.kind == "foreign":
+        raise ConfigError(
+            "--max-kv-size cannot hold for this model: some of its layers bring a cache of their own kind, which only the "
+            "model can bound. Serve it without --max-kv-size."
+        )
     return replace(spec, children=tuple(_bounded(child, max_kv_size) for child in spec.children))
 
 
