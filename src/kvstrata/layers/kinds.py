@@ -97,8 +97,8 @@ def _bounded(spec: LayerSpec, max_kv_size: int) -> LayerSpec:
         return LayerSpec("window", max_size=max_kv_size, keep=KEPT_TOKENS)
     if spec.kind == "foreign":
         raise ConfigError(
-            "--max-kv-size cannot hold for this model: some of its layers bring a cache of their own kind, which only the "
-            "model can bound. Serve it without --max-kv-size."
+            "--max-kv-size cannot hold for this model: some of its layers bring a cache of their own kind, which only "
+            "the model can bound. Serve it without --max-kv-size."
         )
     return replace(spec, children=tuple(_bounded(child, max_kv_size) for child in spec.children))
 
