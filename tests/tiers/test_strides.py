@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from kvstrata.tiers.block import Block
 from kvstrata.tiers.checksum import Checksum
 from kvstrata.tiers.disk import Accepted, DiskTier
 from kvstrata.tiers.strides import SHORTEST_REST_S, STRIDE_BYTES, Strides, at_once, strides_of
+from kvstrata.tiers.writer import LARGEST_NICENESS, NICENESS
 from tests.tiers.blocks import ROOT, is_same, make_block, make_chain
 from tests.tiers.faults import FaultyFiles
 
@@ -112,14 +115,14 @@ def test_a_flush_does_not_wait_for_rests_and_what_rests_can_be_read(tmp_path: Pa
     tier.close()
 
 
-def test_a_queue_that_is_more_than_half_full_is_written_without_rests(tmp_path: Path) -> None:
+def test_a_queue_that_is_more_than_a_quarter_full_is_written_without_rests(tmp_path: Path) -> None:
     blocks = make_chain(4, num_values=NUM_VALUES)
     written = threading.Semaphore(0)
     files = FaultyFiles(before={"rename": lambda: written.release()})
     tier = resting_tier(tmp_path, files, queue_bytes=4 * blocks[0].nbytes)
     put_all(tier, blocks)
-    # Nobody flushes: what is past the half goes on by itself, the rest rests.
-    assert all(written.acquire(timeout=60) for _ in range(2))
+    # Nobody flushes: what is past the quarter goes on by itself, the last block rests.
+    assert all(written.acquire(timeout=60) for _ in range(3))
     assert not written.acquire(timeout=0.2)
     tier.close()
 
@@ -131,3 +134,24 @@ def test_closing_ends_a_rest_and_finishes_the_block_at_hand(tmp_path: Path) -> N
     usage = tier.usage()
     assert usage.counters.get("written", {}).get("base", 0) + usage.counters["dropped"]["closed"] == 2
     assert not list((tmp_path / "tmp").iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")
+def test_the_writer_gives_way_to_a_process_that_gives_way_itself(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def run() -> None:
+        own = min(os.getpriority(os.PRIO_PROCESS, 0) + 3, 19)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own)
+        tier = resting_tier(tmp_path)
+        assert tier.flush(60).is_empty
+        writer = tier._writer._thread.native_id
+        assert writer is not None
+        seen.append((own, os.getpriority(os.PRIO_PROCESS, writer)))
+        tier.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    ((own, of_writer),) = seen
+    assert of_writer == min(own + NICENESS, LARGEST_NICENESS)

@@ -96,7 +96,7 @@ class DiskTier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`chain` is index.keys.chain; `tally` tells what a block holds, by label. `daily_write_bytes` 0: no budget.
-        `writer_share`: of one core, that writing takes while nobody waits for it and the queue is not half full.
+        `writer_share`: of one core, that writing takes while nobody waits for it and the queue is not a quarter full.
         `is_pinned(key)` is asked on our thread, under our lock: it must not wait for anybody who calls the tier.
 
         ConfigError where the folder cannot be used, CacheDirectoryBusy where another server uses it.

@@ -16,8 +16,8 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 STRIDE_BYTES = 1 << 20
-# Of one core. In the time that a step of decoding takes it costs less than that step varies by.
-SHARE = 0.08
+# Of one core: tens of megabytes a second, which is more than a model that computes on such a core makes.
+SHARE = 0.05
 # Shorter ones are put together: to sleep and wake has its price too.
 SHORTEST_REST_S = 0.005
 

@@ -31,7 +31,7 @@ Publish = Callable[[Block, frozenset[bytes], Callable[[], bool], Take], Written 
 NICENESS = 10
 LARGEST_NICENESS = 19
 # Of the queue. What is past it is written without a rest: rather that than refuse blocks.
-REST_BELOW = 0.5
+REST_BELOW = 0.25
 
 
 @dataclass(frozen=True, slots=True)
