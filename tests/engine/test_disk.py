@@ -73,6 +73,13 @@ def settle(engine: Engine) -> None:
     engine.ask(work).result(60)
 
 
+def flush_tier(loop: Loop) -> bool:
+    """What is on its way to the disk gets there."""
+    assert loop.store is not None
+    assert loop.store.cold is not None
+    return loop.store.cold.tier.flush(30).is_empty
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_after_a_restart_only_what_is_new_is_computed(architecture: str, tmp_path: Path) -> None:
     with engine_on(tmp_path, tiny_loaded(architecture)) as engine:
@@ -169,6 +176,7 @@ def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> N
         engine.ask(lambda loop: loop.requantize(Change("planes:4", "planes:4"))).result(60)
         settle(engine)
         assert len(engine.ask(planes).result(60)) < len(before)
+        assert engine.ask(flush_tier).result(60)
         of_disk = engine.ask(lambda loop: loop.requantize(Change("planes:2", scope="disk", dry_run=True))).result(60)
         assert [left.reason for left in of_disk.left_alone] == [
             "blocks on the disk keep the precision they were written in"

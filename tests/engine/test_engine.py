@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import psutil
 import pytest
 
 from kvstrata.engine.engine import Engine
@@ -290,6 +291,26 @@ def test_a_model_that_cannot_run_is_said_at_start() -> None:
 def test_a_memory_limit_below_the_model_is_said_at_start() -> None:
     with pytest.raises(ConfigError, match="Raise --memory-limit"):
         Engine(tiny_loaded("llama"), Limits(memory_bytes=1000), Metrics()).start()
+
+
+def test_engines_that_stopped_or_never_started_leave_no_threads_behind() -> None:
+    """Threads as the system counts them: those that MLX starts are none of Python's, and each keeps memory."""
+    process = psutil.Process()
+    broken = dataclasses.replace(tiny_loaded("llama"), module=Broken(tiny_module("llama")))
+
+    def live_and_end() -> None:
+        with running(tiny_loaded("llama")) as engine:
+            engine.submit(request("one"), (reply := Reply()).sink)
+            assert isinstance(reply.wait(), Finished)
+        with pytest.raises(ModelError):
+            Engine(broken, Limits(), Metrics()).start()
+
+    live_and_end()
+    num_threads = process.num_threads()
+    for _ in range(4):
+        live_and_end()
+    # One that was just joined may still be on its way out.
+    assert process.num_threads() <= num_threads + 1
 
 
 def test_the_default_model_says_the_same_in_a_batch_as_alone(default_model: LoadedModel) -> None:

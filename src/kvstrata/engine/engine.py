@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from kvstrata.backend import device
+from kvstrata.backend.streams import streams
 from kvstrata.codecs import paths
 from kvstrata.engine.limits import Disk, EngineState, Limits, Storage
 from kvstrata.engine.loop import Loop
@@ -91,6 +92,7 @@ class Engine:
         self._thread.start()
         self._ready.wait()
         if self._start_error is not None:
+            self._thread.join()
             raise self._start_error
         with self._lock:
             self._accepting = True
@@ -222,6 +224,10 @@ class Engine:
     # From here on: the thread that owns MLX.
 
     def _main(self) -> None:
+        with streams().borrowed():
+            self._live()
+
+    def _live(self) -> None:
         try:
             self._set_up()
         except BaseException as error:  # noqa: BLE001
@@ -238,9 +244,6 @@ class Engine:
         if self._disk is not None and self._loop.store is not None:
             self._loop.store.flush(self._disk.flush_s)
             self._loop.store.close()
-        # A thread that ends with streams of its own still alive can take the process down with it.
-        mx.synchronize()
-        mx.clear_streams()
 
     def _set_up(self) -> None:
         mx.set_cache_limit(ALLOCATOR_CACHE_BYTES)

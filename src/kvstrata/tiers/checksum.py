@@ -9,8 +9,11 @@ from __future__ import annotations
 import hashlib
 import time
 from enum import StrEnum
+from functools import partial
 
 from blake3 import blake3
+
+from kvstrata.tiers.strides import Take, at_once, strides_of
 
 PROBE_BYTES = 1 << 20
 NUM_PROBES = 3
@@ -20,13 +23,12 @@ class Checksum(StrEnum):
     SHA256 = "sha256"
     BLAKE3 = "blake3"
 
-    def of(self, content: memoryview) -> str:
+    def of(self, content: memoryview, take: Take = at_once) -> str:
         """Both release the interpreter's lock for all but the smallest input."""
-        if self is Checksum.SHA256:
-            digest = hashlib.sha256(content).hexdigest()
-        else:
-            digest = blake3(content).hexdigest()
-        return f"{self.value}:{digest}"
+        digest = hashlib.sha256() if self is Checksum.SHA256 else blake3()
+        for stride in strides_of(content):
+            take(partial(digest.update, stride))
+        return f"{self.value}:{digest.hexdigest()}"
 
 
 def matches(expected: str, content: memoryview) -> bool:

@@ -29,6 +29,7 @@ from kvstrata.tiers.publish import Publisher, Written
 from kvstrata.tiers.reader import Deliver, Loaded, Missing, Reader, Ticket
 from kvstrata.tiers.reasons import Eviction, Fault, Refusal, fault_of
 from kvstrata.tiers.shelf import Shelf
+from kvstrata.tiers.strides import SHARE
 from kvstrata.tiers.usage import Counters, Event, Rates, Usage
 from kvstrata.tiers.writer import Flushed, Writer
 
@@ -89,11 +90,13 @@ class DiskTier:
         num_readers: int = NUM_READERS,
         read_ahead_bytes: int = READ_AHEAD_BYTES,
         first_pause_s: float = FIRST_PAUSE_S,
+        writer_share: float = SHARE,
         checksum: Checksum | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`chain` is index.keys.chain; `tally` tells what a block holds, by label. `daily_write_bytes` 0: no budget.
+        `writer_share`: of one core, that writing takes while nobody waits for it and the queue is not a quarter full.
         `is_pinned(key)` is asked on our thread, under our lock: it must not wait for anybody who calls the tier.
 
         ConfigError where the folder cannot be used, CacheDirectoryBusy where another server uses it.
@@ -114,6 +117,7 @@ class DiskTier:
             on_written=self._on_written,
             limit_bytes=queue_bytes,
             first_pause_s=first_pause_s,
+            share=writer_share,
         )
         self._loader = Loader(self._shelf, self._writer.queued, self._counters, chain=chain, clock=clock)
         self._is_closed = False

@@ -10,7 +10,10 @@ import fcntl
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from kvstrata.tiers.strides import STRIDE_BYTES, Take, at_once
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
@@ -83,11 +86,11 @@ class Files:
         return fd
 
 
-def write_all(files: Files, fd: int, pieces: Iterable[memoryview]) -> None:
+def write_all(files: Files, fd: int, pieces: Iterable[memoryview], take: Take = at_once) -> None:
     for piece in pieces:
         done = 0
         while done < piece.nbytes:
-            done += files.write(fd, piece[done:])
+            done += take(partial(files.write, fd, piece[done : done + STRIDE_BYTES]))
 
 
 def read_all(files: Files, fd: int, buffer: memoryview, offset: int) -> int:

@@ -18,6 +18,7 @@ from kvstrata.errors import KvstrataError
 from kvstrata.tiers.block import ITEM_BYTES, Block, BlockId, Chain, Tensor, key_of
 from kvstrata.tiers.checksum import Checksum, matches
 from kvstrata.tiers.reasons import Damage
+from kvstrata.tiers.strides import Take, at_once
 
 FORMAT_VERSION = 1
 ALIGNMENT_BYTES = 4096
@@ -71,7 +72,7 @@ class EncodedBlock:
     nbytes: int
 
 
-def encode(block: Block, checksum: Checksum) -> EncodedBlock:
+def encode(block: Block, checksum: Checksum, take: Take = at_once) -> EncodedBlock:
     names = _in_file_order(block.tensors)
     views = tuple(block.tensors[name].view() for name in names)
     metadata = {
@@ -84,7 +85,7 @@ def encode(block: Block, checksum: Checksum) -> EncodedBlock:
         "token_ids": base64.b64encode(block.token_ids).decode(),
         "description": json.dumps(block.description, sort_keys=True, separators=(",", ":"), allow_nan=False),
     }
-    metadata |= {f"checksum.{name}": checksum.of(view) for name, view in zip(names, views, strict=True)}
+    metadata |= {f"checksum.{name}": checksum.of(view, take) for name, view in zip(names, views, strict=True)}
     header = _seal(metadata, _table(block.tensors, names))
     return EncodedBlock((memoryview(header), *views), len(header) + sum(view.nbytes for view in views))
 

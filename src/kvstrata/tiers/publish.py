@@ -17,6 +17,7 @@ from kvstrata.tiers.files import unlink_if_there, write_all
 from kvstrata.tiers.format import EncodedBlock, encode
 from kvstrata.tiers.reasons import Drop, Fault, fault_of
 from kvstrata.tiers.shelf import GivenUp, Shelf
+from kvstrata.tiers.strides import Take
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +63,11 @@ class Publisher:
             return self._failed(error)
 
     def publish(
-        self, block: Block, kept: frozenset[bytes], is_wanted: Callable[[], bool]
+        self, block: Block, kept: frozenset[bytes], is_wanted: Callable[[], bool], take: Take
     ) -> Written | Dropped | Failed:
-        """`kept`: keys that must stay on disk while this makes room."""
+        """`kept`: keys that must stay on disk while this makes room. `take` paces what is long."""
         try:
-            return self._publish(block, kept, is_wanted)
+            return self._publish(block, kept, is_wanted, take)
         except GivenUp as given_up:
             if given_up.reason is not Drop.CLEARED:
                 self._remember_drop(block.key)
@@ -94,14 +95,14 @@ class Publisher:
             self._shelf.rebuild()
         self._shelf.compare_once()
 
-    def _publish(self, block: Block, kept: frozenset[bytes], is_wanted: Callable[[], bool]) -> Written:
+    def _publish(self, block: Block, kept: frozenset[bytes], is_wanted: Callable[[], bool], take: Take) -> Written:
         self._put_in_step()
-        encoded = encode(block, self._checksum)
+        encoded = encode(block, self._checksum, take)
         # After a parent that found no room, room for its children would come from the chain that they hang on.
         self._shelf.make_room(encoded.nbytes, kept, may_evict=block.parent not in self._without_room)
         temporary = self._shelf.folder.temporaries / f"{next(self._serial)}.tmp"
         try:
-            disk_bytes = self._write(temporary, encoded)
+            disk_bytes = self._write(temporary, encoded, take)
             self._shelf.publish(temporary, self._row(block, disk_bytes), is_wanted)
         except BaseException:
             self._clean(temporary)
@@ -123,12 +124,12 @@ class Publisher:
         self._shelf.reopen()
         self._has_vanished = False
 
-    def _write(self, temporary: Path, encoded: EncodedBlock) -> int:
+    def _write(self, temporary: Path, encoded: EncodedBlock, take: Take) -> int:
         """Real bytes on disk, known once they are there."""
         files = self._shelf.folder.files
         fd = files.create(temporary)
         try:
-            write_all(files, fd, encoded.pieces)
+            write_all(files, fd, encoded.pieces, take)
             files.sync(fd)
             return files.status(fd).disk_bytes
         finally:

@@ -19,15 +19,19 @@ from kvstrata.tiers.block import BASE, Block, BlockId
 from kvstrata.tiers.pause import Pause
 from kvstrata.tiers.publish import Dropped, Failed, SettledIn, Written
 from kvstrata.tiers.reasons import Drop, Fault, Refusal
+from kvstrata.tiers.strides import SHARE, Strides, Take
 from kvstrata.tiers.usage import Counters, Event
 
 log = logging.getLogger(__name__)
 
-# The block, the keys that must stay, and whether it is still wanted at the moment of publication.
-Publish = Callable[[Block, frozenset[bytes], Callable[[], bool]], Written | Dropped | Failed]
+# The block, the keys that must stay, whether it is still wanted at the moment of publication, and what paces the work.
+Publish = Callable[[Block, frozenset[bytes], Callable[[], bool], Take], Written | Dropped | Failed]
 
-
+# More than whoever computes. Not the most: a thread that never gets a core can do so while it holds the interpreter.
 NICENESS = 10
+LARGEST_NICENESS = 19
+# Of the queue. What is past it is written without a rest: rather that than refuse blocks.
+REST_BELOW = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +60,9 @@ class Writer:
         on_written: Callable[[Written], None],
         limit_bytes: int,
         first_pause_s: float,
+        share: float = SHARE,
     ) -> None:
+        """`share`: of one core, for what is long; more where somebody waits or the queue fills up."""
         self._publish = publish
         self._settle_in = settle_in
         self._on_written = on_written
@@ -67,6 +73,7 @@ class Writer:
         self._is_writing = False
         self._bytes = 0
         self._pause = Pause(first_pause_s, time.monotonic)
+        self._strides = Strides(self._rest, share=share)
         self._num_flushing = 0
         self._is_settled_in = False
         self._is_closing = False
@@ -197,7 +204,14 @@ class Writer:
         return False
 
     def _attempt(self, entry: _Entry, kept: frozenset[bytes]) -> Written | Dropped | Failed:
-        return _guarded(lambda: self._publish(entry.block, kept, lambda: self._is_queued(entry)))
+        return _guarded(lambda: self._publish(entry.block, kept, lambda: self._is_queued(entry), self._strides.take))
+
+    def _rest(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(self._is_pressed, seconds)
+
+    def _is_pressed(self) -> bool:
+        return self._is_closing or self._num_flushing > 0 or self._bytes > REST_BELOW * self._limit_bytes
 
     def _settle(self, block: Block, outcome: Written | Dropped | Failed) -> None:
         match outcome:
@@ -245,4 +259,6 @@ def _step_back() -> None:
     """Let whoever computes have the cores: on Linux a thread has a priority of its own."""
     if sys.platform == "linux":
         with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            thread = threading.get_native_id()
+            own = os.getpriority(os.PRIO_PROCESS, thread)
+            os.setpriority(os.PRIO_PROCESS, thread, min(own + NICENESS, LARGEST_NICENESS))
