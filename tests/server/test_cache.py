@@ -137,7 +137,7 @@ def test_salts_are_apart(fresh: Served) -> None:
 def test_a_key_sees_and_clears_its_own() -> None:
     with running(tiny_loaded("llama"), api_key=["key-a", "key-b"]) as locked:
         headers = {"authorization": "Bearer key-a"}
-        with httpx.Client(base_url=locked.url, timeout=60, headers=headers) as http:
+        with httpx.Client(base_url=locked.url, timeout=60, headers=headers, verify=False) as http:
             body = {"model": locked.name, "prompt": LONG, "max_tokens": 1}
             assert http.post("/v1/completions", json=body).status_code == 200
         assert post(locked, "/cache/explain", key="key-b", tokens=LONG)["ends_because"] == "empty"
