@@ -14,7 +14,7 @@ from kvstrata.store.requantize import Change
 from tests.engine.drive import Client, Drive
 from tests.engine.test_loop import assert_same, prompt
 from tests.engine.test_prefixes import cached, prefilled_tokens, serve, settle
-from tests.tiny import tiny_loaded, tiny_module
+from tests.tiny import tiny_config, tiny_loaded, tiny_module
 
 LLAMA = "llama"
 
@@ -98,7 +98,8 @@ def test_the_same_block_at_another_position_does_not_match() -> None:
 )
 def test_quantized_kv_in_a_batch(architecture: str, head_dim: int, name: str) -> None:
     """Rings too, and any head size."""
-    loaded = replace(tiny_loaded(architecture), module=tiny_module(architecture, head_dim=head_dim))
+    config = {**tiny_config(architecture), "head_dim": head_dim}
+    loaded = replace(tiny_loaded(architecture), module=tiny_module(architecture, head_dim=head_dim), config=config)
     drive = Drive(loaded, storage=Storage(k=name, v=name, min_quantize_tokens=0))
     serve(drive, prompt(100), 2)
     clients = [drive.submit([*prompt(99), i, *prompt(5, seed=i)], 6) for i in range(4)]

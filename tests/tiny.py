@@ -13,8 +13,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from kvstrata.layers.kinds import arrays_in
+from kvstrata.layers.kinds import Layout, arrays_in
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.probe import probe
 
 VOCAB = 97
 
@@ -158,6 +159,18 @@ def tiny_loaded(architecture: str) -> LoadedModel:
         dtype="float32",
         fingerprint=f"tiny-{architecture}",
     )
+
+
+def layout_of(loaded: LoadedModel, max_kv_size: int | None = None) -> Layout:
+    """Tiny models are probed once: the layout follows from the configuration, not from the weights."""
+    architecture = loaded.config["model_type"]
+    is_tiny = loaded.config == tiny_config(architecture)
+    return _tiny_layout(architecture, max_kv_size) if is_tiny else probe(loaded.module, max_kv_size)
+
+
+@functools.cache
+def _tiny_layout(architecture: str, max_kv_size: int | None) -> Layout:
+    return probe(tiny_loaded(architecture).module, max_kv_size)
 
 
 def tiny_tokenizer() -> TokenizerWrapper:

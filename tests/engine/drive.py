@@ -16,9 +16,9 @@ from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequence import Sequence
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.models.probe import probe
 from kvstrata.store.store import Store
 from kvstrata.text.detokenizer import Detokenizer
+from tests.tiny import layout_of
 
 GIB = 1 << 30
 GREEDY = Sampling(temperature=0, num_logprobs=0)
@@ -68,7 +68,7 @@ class Drive:
         storage: Storage | None = None,
     ) -> None:
         limits = limits or Limits()
-        layout = probe(loaded.module, limits.max_kv_size)
+        layout = layout_of(loaded, limits.max_kv_size)
         self.budget = make_budget(layout, memory_bytes=4 * GIB, weight_bytes=loaded.weight_bytes)
         if kv_bytes is not None:
             self.budget = Budget(kv_bytes, self.budget.fixed_bytes, self.budget.token_bytes)

@@ -104,7 +104,7 @@ def test_what_can_never_be_served_is_refused_with_the_numbers() -> None:
 def test_a_reply_without_a_limit_ends_where_memory_ends() -> None:
     loaded = tiny_loaded("llama")
     limits = {"prefill_chunk_tokens": 16, "tail_step_tokens": 64}
-    with running(loaded, memory_bytes=loaded.weight_bytes + 3 * MIB // 2, **limits) as engine:
+    with running(loaded, memory_bytes=loaded.weight_bytes + MIB, **limits) as engine:
         reply = Reply()
         engine.submit(request("r", 100, 8000, open_ended=True), reply.sink)
         end = reply.wait()
@@ -317,7 +317,8 @@ def test_the_default_model_says_the_same_in_a_batch_as_alone(default_model: Load
     questions = ["What is the capital of France?", "Name a colour.", "Count to three.", "What is water made of?"]
     questions += ["Who wrote Hamlet?", "What is 2 + 2?", "Say hello.", "Name a planet."]
     prompts = [_chat(default_model, question) for question in questions]
-    requests = [Request(f"q{i}", prompt, 4 + 3 * i, GREEDY) for i, prompt in enumerate(prompts)]
+    # The first leaves when the last has come.
+    requests = [Request(f"q{i}", prompt, 8 + i, GREEDY) for i, prompt in enumerate(prompts)]
     with running(default_model) as engine:
         alone = [_replies(engine, [request])[0] for request in requests]
         together = _replies(engine, requests)

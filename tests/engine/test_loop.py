@@ -86,7 +86,7 @@ def test_a_stop_string_is_never_shown() -> None:
 @pytest.mark.parametrize("phase", range(4))
 def test_a_first_token_waits_for_no_more_than_two_chunks_of_a_long_prompt(phase: int) -> None:
     drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=256))
-    long = drive.submit(prompt(4096), 4)
+    long = drive.submit(prompt(10 * 256), 4)
     while len(long.prefilled) < 4 + phase:
         drive.loop.step()
     # It came while the last of these chunks was computed: that one counts.
@@ -179,7 +179,7 @@ def test_nothing_is_left_after_the_last_reply() -> None:
     drive.clear()
     before = mx.get_active_memory()
     for i in range(5):
-        drive.submit(prompt(500 + i, seed=i), 300 + i)
+        drive.submit(prompt(500 + i, seed=i), 100 + i)
     drive.loop.cancel("r3")
     drive.run()
     drive.clear()

@@ -18,14 +18,13 @@ from kvstrata.errors import ConfigError
 from kvstrata.index.ids import Tokens
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.models.probe import probe
 from kvstrata.spans.span import prefix_of
 from kvstrata.store.entry import Lease
 from kvstrata.store.search import mark_of
 from tests.engine.drive import Client, Drive
 from tests.engine.test_loop import assert_same, prompt
 from tests.layers.test_same_output import steady_module
-from tests.tiny import ARCHITECTURES, tiny_loaded
+from tests.tiny import ARCHITECTURES, layout_of, tiny_loaded
 
 DRAWN = Sampling(temperature=1.0, seed=3, num_logprobs=0)
 FULL = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
@@ -94,7 +93,7 @@ def test_a_hit_at_any_token_gives_what_a_cold_prompt_gives(architecture: str) ->
     base = prompt(150)
     whole = base + serve(drive, base, 12).ids
     rng = random.Random(architecture)
-    for i in range(6):
+    for i in range(4):
         cut = rng.randint(1, len(whole) - 1)
         tokens = whole[:cut] + prompt(20, seed=i + 1)
         hit, cold = serve(drive, tokens, 5), serve(drive, tokens, 5, salt=f"cold {i}")
@@ -139,7 +138,7 @@ def test_quantized_storage_equals_resuming_from_the_same_spans_by_hand(architect
 
 def by_hand(drive: Drive, loaded: LoadedModel, tokens: list[int], num_steps: int) -> Callable[[list[int]], list[float]]:
     """The log-probabilities of a given reply, over what the store holds now."""
-    layout = probe(loaded.module, None)
+    layout = layout_of(loaded)
     found = drive.store.find(tokens[:-1], "")
     assert found.num_tokens
     prefix = prefix_of(layout, found.ranges, mark_of(found))
@@ -195,16 +194,16 @@ def test_who_goes_away_in_the_middle_of_prefill_leaves_what_it_computed(architec
 
 
 def test_sixteen_over_one_prefix_hold_it_once() -> None:
-    drive = Drive(tiny_loaded("llama"), Limits(tail_step_tokens=200))
+    drive = Drive(tiny_loaded("llama"), Limits(tail_step_tokens=60))
     serve(drive, prompt(64, seed=99), 2)
     drive.clear()
     before = active_bytes()
     shared = prompt(2000)
-    clients = [drive.submit([*shared, *prompt(20, seed=i + 1)], 200, DRAWN) for i in range(16)]
+    clients = [drive.submit([*shared, *prompt(20, seed=i + 1)], 60, DRAWN) for i in range(16)]
     while not all(len(client.ids) > 3 for client in clients):
         drive.loop.step()
     held = active_bytes() - before
-    one = 2000 * drive.budget.token_bytes + 16 * drive.budget.bytes_for(20 + 200)
+    one = 2000 * drive.budget.token_bytes + 16 * drive.budget.bytes_for(20 + 60)
     assert one * 0.95 <= held <= 1.15 * one
     drive.run()
     assert [cached(client) for client in clients] == [0] + 15 * [2000]
@@ -334,9 +333,9 @@ def test_a_chat_of_eight_turns_holds_little_more_than_its_last_state(architectur
     drive, last = Drive(tiny_loaded(architecture), storage=storage), Drive(tiny_loaded(architecture), storage=storage)
     asked = tokens = prompt(200)
     for turn in range(8):
-        client = serve(drive, tokens, 30)
+        client = serve(drive, tokens, 10)
         asked, tokens = tokens, [*tokens, *client.ids, *prompt(40, seed=turn)]
-    serve(last, asked, 30)
+    serve(last, asked, 10)
     held, alone = drive.store.usage(), last.store.usage()
     assert alone.tokens == held.tokens
     assert held.by_kind["full"] <= 1.1 * alone.by_kind["full"]

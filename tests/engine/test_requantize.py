@@ -65,7 +65,7 @@ def test_going_up_leaves_what_is_lower_and_says_so() -> None:
 
 def test_running_sequences_change_too_and_all_finish() -> None:
     drive = Drive(tiny_loaded("llama"), Limits(tail_step_tokens=1000))
-    clients = [drive.submit(prompt(500 + i, seed=i), 500) for i in range(4)]
+    clients = [drive.submit(prompt(500 + i, seed=i), 120) for i in range(4)]
     while not all(len(client.ids) > 20 for client in clients):
         drive.loop.step()
     before = drive.loop.usage().running_bytes
@@ -84,7 +84,7 @@ def test_running_sequences_change_too_and_all_finish() -> None:
     parts = {part.k for sequence in drive.loop.usage().sequences for part in sequence.parts}
     assert parts == {"raw", "planes:4"}
     drive.run()
-    assert all(client.finished.usage.completion_tokens == 500 for client in clients)
+    assert all(client.finished.usage.completion_tokens == 120 for client in clients)
 
 
 def test_stepping_down_within_planes_keeps_the_planes_that_stay() -> None:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -276,6 +281,33 @@ def test_nothing_is_compiled_after_warm_up() -> None:
         rotated = parse_for("rotated:3", 64).encode(normal(rng, 2, tokens, 64).astype(mx.float16))
         rotated.codec.decode(rotated, mx.float32)
     assert [len(kernel.signatures) for kernel in kernels] == before
+
+
+def test_a_later_start_compiles_nothing_and_needs_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu.warm_up()
+
+    def no_process(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    cpu.warm_up()
+
+
+@pytest.mark.slow
+def test_the_first_start_compiles_in_two_processes(tmp_path: Path) -> None:
+    code = """
+import json, kvstrata
+from kvstrata.layers import cpu, cpu_kernels
+from kvstrata.codecs import cpu_kernels as codec_kernels
+cpu.warm_up()
+print(json.dumps([len(kernel.stats.cache_misses) for kernel in (cpu_kernels.decode, codec_kernels.mix_planes)]))
+"""
+    env = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=500, env=env, check=True
+    )
+    ours, of_codecs = json.loads(done.stdout)
+    assert (ours, of_codecs) == (1, 0)
 
 
 def test_compiled_code_on_disk_belongs_to_the_modules_that_it_is_made_of() -> None:

@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
+from kvstrata.layers import cpu
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
@@ -16,13 +17,12 @@ from kvstrata.models.probe import probe
 from tests.tiny import ARCHITECTURES, VOCAB, tiny_module
 
 NUM_SEQUENCES = 8
-NUM_STEPS = 1000
 TOLERANCE = 1e-4
-ALL_FROM = 300  # the step from which all eight run together
 
-# One of each kind of layer; the others, a thousand steps each, take minutes.
-QUICK = {"llama", "gemma3_text", "qwen3_next"}
-QUICK_FIRST = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+# One of each kind of layer over so many steps as fill a ring nine times and three pieces of a buffer; all over more.
+QUICK_STEPS = 300
+QUICK = [(name, QUICK_STEPS) for name in ("llama", "gemma3_text", "qwen3_next")]
+RUNS = [*QUICK, *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in ARCHITECTURES)]
 
 
 def steady_module(architecture: str, **overrides: Any) -> Any:
@@ -41,11 +41,12 @@ def steady_module(architecture: str, **overrides: Any) -> Any:
 class Forced:
     """One sequence: a prompt and a reply that are given, and the step in which it joins."""
 
-    def __init__(self, rng: random.Random, index: int) -> None:
-        self.prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(2, 90))]
+    def __init__(self, rng: random.Random, index: int, num_steps: int, prompt_tokens: int | None = None) -> None:
+        self.prompt = [rng.randrange(VOCAB) for _ in range(prompt_tokens or rng.randint(2, 90))]
         # One runs all the way; the others come and go, and for a while all are there.
-        self.join = 0 if index == 0 else rng.randrange(ALL_FROM)
-        self.num_steps = NUM_STEPS if index == 0 else rng.randint(ALL_FROM + 20, NUM_STEPS) - self.join
+        all_from = num_steps // 3
+        self.join = 0 if index == 0 else rng.randrange(all_from)
+        self.num_steps = num_steps if index == 0 else rng.randint(all_from + 20, num_steps) - self.join
         self.reply = [rng.randrange(VOCAB) for _ in range(self.num_steps)]
 
     @property
@@ -91,17 +92,17 @@ def forward(
     return logits
 
 
-@pytest.mark.parametrize("architecture", QUICK_FIRST)
-def test_each_of_eight_has_the_output_it_has_alone(architecture: str) -> None:
+@pytest.mark.parametrize(("architecture", "num_steps"), RUNS)
+def test_each_of_eight_has_the_output_it_has_alone(architecture: str, num_steps: int) -> None:
     model = steady_module(architecture)
     layout = probe(model)
     rng = random.Random(architecture)
-    sequences = [Forced(rng, i) for i in range(NUM_SEQUENCES)]
+    sequences = [Forced(rng, i, num_steps) for i in range(NUM_SEQUENCES)]
     expected = [expected_logits(model, sequence) for sequence in sequences]
     caches: dict[int, SequenceCache] = {}
     batch: BatchCache | None = None
     worst, most = 0.0, 0
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         active = [i for i, s in enumerate(sequences) if s.join <= step < s.join + s.num_steps]
         most = max(most, len(active))
         if active != list(caches):
@@ -121,19 +122,21 @@ def test_each_of_eight_has_the_output_it_has_alone(architecture: str) -> None:
     assert worst <= TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", QUICK_FIRST)
-def test_one_alone_has_mlx_lms_output(architecture: str) -> None:
+@pytest.mark.parametrize(("architecture", "num_steps"), RUNS)
+def test_one_alone_has_mlx_lms_output(architecture: str, num_steps: int) -> None:
+    """Across the length from which a step of one sequence runs on other kernels, and over pieces that are added."""
     model = steady_module(architecture)
     layout = probe(model)
-    sequence = Forced(random.Random(7), 0)
+    sequence = Forced(random.Random(7), 0, num_steps, prompt_tokens=cpu.ALONE_TOKENS - num_steps // 2)
     wanted = expected_logits(model, sequence)
-    cache = prefilled(model, layout, sequence, piece=600)
+    cache = prefilled(model, layout, sequence, piece=num_steps // 2)
     rows = []
     for token in sequence.ids[len(sequence.prompt) - 1 : -1]:
         if not cache.free_tokens:
-            cache.grow(300)
+            cache.grow(num_steps // 3)
         rows.append(forward(model, layout, None, [cache], [token])[0])
-    assert len(rows) == NUM_STEPS
+    assert len(rows) == num_steps
+    assert len(sequence.prompt) < cpu.ALONE_TOKENS < cache.num_tokens
     assert mx.abs(mx.stack(rows) - wanted).max().item() <= TOLERANCE  # pyright: ignore[reportOperatorIssue]
 
 

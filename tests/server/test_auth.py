@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import SCOPE_KEY, ApiKey, salt_of
 from tests.server.conftest import Served, running
+from tests.tiny import tiny_loaded
 
 
 @pytest.fixture(scope="module")
-def locked(default_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("# ours\nsecret-b\n\nsecret-c\n")
-    with running(default_model, api_key=["secret-a"], api_key_file=file) as one:
+    with running(tiny_loaded("llama"), api_key=["secret-a"], api_key_file=file) as one:
         yield one
 
 

@@ -10,13 +10,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import pytest
 
 from kvstrata.config import Settings, env_name, flag_name
+from tests.models.conftest import write_model
 from tests.server.conftest import Served
+from tests.tiny import tiny_config, tiny_module
 
 KVSTRATA = (sys.executable, "-c", "from kvstrata.cli import main; main()")
 
@@ -87,52 +89,53 @@ def test_chat_without_a_server_says_what_to_do() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.fixture
-def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`kvstrata serve` and its address."""
-    log = tmp_path / "log"
+@contextmanager
+def serving(log: Path, *model: str) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
+    """`kvstrata serve`, its address, and what it says when it starts."""
     # Where a crash happened is worth knowing; it leaves no other trace.
     env = {**os.environ, "PYTHONFAULTHANDLER": "1"}
-    command = [*KVSTRATA, "serve", "--port", "0"]
+    command = [*KVSTRATA, "serve", *model, "--port", "0"]
     with (
         log.open("w") as out,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=out, text=True, env=env) as serving,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=out, text=True, env=env) as process,
     ):
-        assert serving.stdout is not None
+        assert process.stdout is not None
         try:
             lines = []
-            for line in serving.stdout:
+            for line in process.stdout:
                 lines.append(line)
                 if line.startswith("or "):
                     break
             start = "".join(lines)
             address = re.search(r"http://[\d.:]+", start)
             assert address, log.read_text()
-            for word in ("SmolLM2-135M-Instruct", "back-end", "BLAS" if sys.platform == "linux" else "metal", "memory"):
-                assert word in start
-            yield serving, address[0]
+            yield process, address[0], start
         finally:
-            serving.kill()
+            process.kill()
 
 
-def test_first_ctrl_c_drains_and_the_second_ends_at_once(process: tuple[subprocess.Popen[str], str]) -> None:
-    serving, url = process
-    body = {"model": "SmolLM2-135M-Instruct", "prompt": "Once", "max_tokens": 4000, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-        chunks = response.iter_raw()  # an iterator that nobody holds closes the connection
-        next(chunks)
-        serving.send_signal(signal.SIGINT)
-        assert serving.stdout is not None
-        line = serving.stdout.readline()
-        assert "Finishing 1 reply" in line, f"it ended with {serving.wait(10)}"
-        assert httpx.get(f"{url}/health").status_code == 503
-        began = time.monotonic()
-        serving.send_signal(signal.SIGINT)
-        assert serving.wait(10) == 130
-        assert time.monotonic() - began < 5
+def test_first_ctrl_c_drains_and_the_second_ends_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path / "log") as (process, url, start):
+        for word in ("SmolLM2-135M-Instruct", "back-end", "BLAS" if sys.platform == "linux" else "metal", "memory"):
+            assert word in start
+        body = {"model": "SmolLM2-135M-Instruct", "prompt": "Once", "max_tokens": 4000, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            chunks = response.iter_raw()  # an iterator that nobody holds closes the connection
+            next(chunks)
+            process.send_signal(signal.SIGINT)
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert "Finishing 1 reply" in line, f"it ended with {process.wait(10)}"
+            assert httpx.get(f"{url}/health").status_code == 503
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == 130
+            assert time.monotonic() - began < 5
 
 
-def test_sigterm_ends_an_idle_server_with_0(process: tuple[subprocess.Popen[str], str]) -> None:
-    serving, _ = process
-    serving.send_signal(signal.SIGTERM)
-    assert serving.wait(30) == 0
+def test_sigterm_ends_an_idle_server_with_0(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "tiny", tiny_module("llama"), tiny_config("llama"))
+    with serving(tmp_path / "log", str(folder)) as (process, _, start):
+        assert "tiny" in start
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0

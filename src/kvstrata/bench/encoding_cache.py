@@ -56,10 +56,11 @@ class EncodedSide:
 
 
 class EncodingLayer:
-    """One full-attention layer of one sequence, as mlx-lm's models call it."""
+    """One layer of one sequence, as mlx-lm's models call it. A window is a mask over all tokens, not a ring."""
 
-    def __init__(self, k: Codec, v: Codec, *, first_raw: int = 4, block: int = 1) -> None:
+    def __init__(self, k: Codec, v: Codec, *, first_raw: int = 4, block: int = 1, window: int | None = None) -> None:
         self.offset = 0
+        self._window = window
         self.k = EncodedSide(k, first_raw, block)
         self.v = EncodedSide(v, first_raw, block)
 
@@ -71,6 +72,7 @@ class EncodingLayer:
         return self.k.arrays() + self.v.arrays()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:  # noqa: N803
+        window_size = window_size or self._window
         if N == 1 and window_size is None:
             return None
         if return_array or window_size is not None:

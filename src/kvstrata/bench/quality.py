@@ -3,6 +3,7 @@
 The reference is the same weights and kernels with full-precision KV. In `prefill` mode the whole window is one pass and
 every token but the first few is encoded; in `decode` mode the window is a prompt and further tokens of the text are fed
 one by one, encoded in blocks as they come. Scored is the second half of a window, or every token that was fed.
+Full and window layers are encoded; recurrent state is never stored in fewer bits, so it stays as it is here too.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from kvstrata.bench.encoding_cache import EncodingLayer
-from kvstrata.codecs.registry import parse_for
 from kvstrata.errors import ConfigError
-from kvstrata.layers.kinds import read_kinds
+from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.probe import probe
+from kvstrata.spans.plan import make_plan
 
 Pair = tuple[str, str]
 
@@ -31,6 +34,7 @@ PAIRS: tuple[Pair, ...] = (
     ("rotated:4", "rotated:4"),
     ("planes:4", "planes:4"),
 )
+MODES = ("prefill", "decode")
 DECODE_TOKENS = 128
 DECODE_BLOCK = 32
 
@@ -57,6 +61,7 @@ class Protocol:
     pairs: tuple[Pair, ...] = PAIRS
     contexts: tuple[int, ...] = (512,)
     windows: int = 2
+    modes: tuple[str, ...] = MODES
 
 
 FIRST_LOOK = Protocol()
@@ -84,21 +89,32 @@ def measure(
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Quality]:
     """One row for each pair, mode and context; the first row of each is full precision itself."""
-    kinds = {spec.kind for spec in read_kinds(loaded.module)}
-    if kinds != {"full"}:
-        raise ConfigError(f"bench quality needs a model of full attention layers only; this one has {sorted(kinds)}.")
+    layout = probe(loaded.module)
+    _check(layout)
     rows = []
     for context in protocol.contexts:
         texts = _windows(ids, context, protocol.windows)
-        for mode in ("prefill", "decode"):
+        for mode in protocol.modes:
             progress(f"{mode}, context {context}: raw")
-            reference = [_run(loaded, text, context, ("raw", "raw"), mode) for text in texts]
+            reference = [_run(loaded, layout, text, context, ("raw", "raw"), mode) for text in texts]
             rows.append(_row(("raw", "raw"), mode, context, reference, reference))
             for pair in protocol.pairs:
                 progress(f"{mode}, context {context}: {pair[0]} / {pair[1]}")
-                runs = [_run(loaded, text, context, pair, mode) for text in texts]
+                runs = [_run(loaded, layout, text, context, pair, mode) for text in texts]
                 rows.append(_row(pair, mode, context, reference, runs))
     return rows
+
+
+def _check(layout: Layout) -> None:
+    """Refuse what cannot be followed token by token, and what has nothing to encode."""
+    specs = layout.flat()
+    odd = {spec.kind for spec in specs if spec.kind in ("chunked", "foreign") or spec.keep}
+    if odd or all(spec.kind == "recurrent" for spec in specs):
+        has = f"layers that are {' and '.join(sorted(odd))}" if odd else "recurrent state alone, which stays as it is"
+        raise ConfigError(
+            f"bench quality encodes full and window attention; this model has {has}. For what its cache takes in each "
+            "precision use: kvstrata bench kv-cache --layers N --heads N --head-dim N"
+        )
 
 
 @dataclass(frozen=True)
@@ -119,31 +135,38 @@ def _windows(ids: Sequence[int], context: int, count: int) -> list[list[int]]:
     return [list(ids[i * step : i * step + size]) for i in range(count)]
 
 
-def _run(loaded: LoadedModel, ids: list[int], context: int, pair: Pair, mode: str) -> _Run:
-    caches = _caches(loaded, pair, DECODE_BLOCK if mode == "decode" else 1)
+def _run(loaded: LoadedModel, layout: Layout, ids: list[int], context: int, pair: Pair, mode: str) -> _Run:
+    caches, encoding = _caches(loaded, layout, pair, DECODE_BLOCK if mode == "decode" else 1)
     logits = loaded.module(mx.array([ids[:context]]), cache=caches)
     if mode == "prefill":
         start = context // 2
         scored = _logprobs(logits[0, start:])
         targets = ids[start + 1 : context + 1]
     else:
-        mx.eval([cache.arrays() for cache in caches])
+        mx.eval([layer.arrays() for layer in encoding], arrays_in(caches))
         fed = ids[context : context + DECODE_TOKENS]
         scored = np.concatenate([_logprobs(loaded.module(mx.array([[id_]]), cache=caches)[0]) for id_ in fed])
         targets = ids[context + 1 : context + DECODE_TOKENS + 1]
-    sides = [side for cache in caches for side in (cache.k, cache.v)]
+    sides = [side for layer in encoding for side in (layer.k, layer.v)]
     return _Run(scored, np.array(targets), sum(s.encoded_bytes for s in sides), sum(s.encoded_values for s in sides))
 
 
-def _caches(loaded: LoadedModel, pair: Pair, block: int) -> list[EncodingLayer]:
-    head_dim = _head_dim(loaded)
-    k, v = (parse_for(name, head_dim) for name in pair)
-    return [EncodingLayer(k, v, block=block) for _ in read_kinds(loaded.module)]
+def _caches(loaded: LoadedModel, layout: Layout, pair: Pair, block: int) -> tuple[list[Any], list[EncodingLayer]]:
+    """What the model is called with, and those of it that encode: by the plan that the store would have."""
+    codecs = iter(make_plan(layout, *pair).pairs)
+    encoding: list[EncodingLayer] = []
 
+    def cache_of(spec: LayerSpec, theirs: Any) -> Any:
+        if spec.kind == "composite":
+            return CacheList(*(cache_of(*child) for child in zip(spec.children, theirs.caches, strict=True)))
+        k, v = next(codecs)
+        if spec.kind == "recurrent":
+            return theirs
+        encoding.append(EncodingLayer(k, v, block=block, window=spec.max_size or None))
+        return encoding[-1]
 
-def _head_dim(loaded: LoadedModel) -> int:
-    config = loaded.config.get("text_config") or loaded.config
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    made = zip(layout.layers, make_prompt_cache(loaded.module), strict=True)
+    return [cache_of(spec, theirs) for spec, theirs in made], encoding
 
 
 def _logprobs(logits: mx.array) -> np.ndarray:

@@ -11,8 +11,12 @@ They need numba, which the extra `cpu` installs; without it MLX's own operations
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -102,11 +106,41 @@ def warm_up() -> None:
 
     tokens, buffer = np.zeros((1, 1, 1, 4), np.float32), np.zeros((1, 1, 2, 4), np.float32)
     runs = np.array([(0, *Run(buffer.ctypes.data, buffer.ctypes.data, 2, 0, 1).fields())], np.int64)
-    cpu_kernels.write(tokens, tokens, runs)
-    for decode in (cpu_kernels.decode, cpu_kernels.decode_parallel):
-        decode(tokens, 1, runs, 1.0, _NO_SINKS, *rotation_of(4), *rotation_of(4), np.zeros_like(tokens))
-    cpu_kernels.softmax_causal(np.zeros((1, 1), np.float32), 0, 1)
+    with _codecs_compiled_beside():
+        cpu_kernels.write(tokens, tokens, runs)
+        for decode in (cpu_kernels.decode, cpu_kernels.decode_parallel):
+            decode(tokens, 1, runs, 1.0, _NO_SINKS, *rotation_of(4), *rotation_of(4), np.zeros_like(tokens))
+        cpu_kernels.softmax_causal(np.zeros((1, 1), np.float32), 0, 1)
     codecs_cpu.warm_up()
+
+
+@contextmanager
+def _codecs_compiled_beside() -> Iterator[None]:
+    """On the very first start another process compiles the kernels of codecs/ meanwhile, and leaves them on disk.
+
+    Numba compiles one function at a time in a process. Whatever that process does not get done is done here later.
+    """
+    if _is_on_disk() or not sys.executable:
+        yield
+        return
+    code = "import kvstrata; from kvstrata.codecs import cpu; cpu.warm_up()"
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen([sys.executable, "-c", code], stdin=quiet, stdout=quiet, stderr=quiet) as other:
+        try:
+            yield
+        except BaseException:
+            other.kill()
+            raise
+
+
+def _is_on_disk() -> bool:
+    """Whether codecs' kernels were compiled from the text that they have now."""
+    from kvstrata.codecs import cpu_kernels as codec_kernels
+
+    last = codec_kernels.look_up
+    changed_s = Path(str(codec_kernels.__file__)).stat().st_mtime
+    kept = Path(str(last.stats.cache_path)).glob(f"*.{last.__name__}-*.nbi")
+    return any(path.stat().st_mtime >= changed_s for path in kept)
 
 
 def pays_alone(num_tokens: int, keys: mx.array, values: mx.array) -> bool:

@@ -12,6 +12,8 @@ which order depends on the row's runs alone, not on threads or other rows.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 from numba import carray, njit, prange, types
 from numba.extending import intrinsic
@@ -52,6 +54,10 @@ _C5 = np.float32(1.8775767e-3)
 # float16's exponents, taken as float32's, are too small by this.
 _HALF_RANGE = np.float32(2.0**112)
 
+# Compiling takes most of the first start, so: what only other loops call has no entry from Python, and whole numbers
+# that differ between two calls are given as np.int64, since numba compiles a function for each literal.
+_inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
 
 @intrinsic
 def _pointer(_context, _address, kind):
@@ -90,12 +96,15 @@ def write(k, v, runs):
         if at >= 0:
             k_buffer = carray(_pointer(runs[i, K], np.float32), (kv_heads, size, k_dim))
             v_buffer = carray(_pointer(runs[i, V], np.float32), (kv_heads, size, v_dim))
+            # Value by value: assigning rows would compile the check of their shapes and its messages, for seconds.
             for h in range(kv_heads):
-                k_buffer[h, at] = k[row, h, 0]
-                v_buffer[h, at] = v[row, h, 0]
+                for d in range(k_dim):
+                    k_buffer[h, at, d] = k[row, h, 0, d]
+                for d in range(v_dim):
+                    v_buffer[h, at, d] = v[row, h, 0, d]
 
 
-@njit
+@_inner
 def _end_of(run, planes, segment):
     """The first token after a segment."""
     if run[planes + BITS] == RAW_BITS:
@@ -103,19 +112,19 @@ def _end_of(run, planes, segment):
     return carray(_pointer(run[planes + ENDS], np.int64), (segment + 1,))[segment]
 
 
-@njit
+@_inner
 def _cut(runs, pieces):
     """Fill pieces [any number, fields] as far as they go; -> how many there are"""
-    num_pieces = 0
+    num_pieces, k_planes, v_planes = 0, np.int64(K_PLANES), np.int64(V_PLANES)
     for i in range(runs.shape[0]):
         run = runs[i]
-        at, end, k_segment, v_segment = run[START], run[START] + run[NUM_TOKENS], 0, 0
+        at, end, k_segment, v_segment = run[START], run[START] + run[NUM_TOKENS], np.int64(0), np.int64(0)
         while at < end:
-            while _end_of(run, K_PLANES, k_segment) <= at:
+            while _end_of(run, k_planes, k_segment) <= at:
                 k_segment += 1
-            while _end_of(run, V_PLANES, v_segment) <= at:
+            while _end_of(run, v_planes, v_segment) <= at:
                 v_segment += 1
-            segments_end = min(_end_of(run, K_PLANES, k_segment), _end_of(run, V_PLANES, v_segment))
+            segments_end = min(_end_of(run, k_planes, k_segment), _end_of(run, v_planes, v_segment))
             stop = min(min(end, at + CHUNK), segments_end)
             if num_pieces < len(pieces):
                 pieces[num_pieces, RUN], pieces[num_pieces, FIRST], pieces[num_pieces, COUNT] = i, at, stop - at
@@ -125,14 +134,14 @@ def _cut(runs, pieces):
     return num_pieces
 
 
-@njit
+@_inner
 def _pieces_of(runs):
     pieces = np.empty((_cut(runs, np.empty((0, 5), np.int64)), 5), np.int64)
     _cut(runs, pieces)
     return pieces
 
 
-@njit
+@_inner
 def _bounds_of(rows, runs, pieces):
     """[rows + 1]: row i has the pieces from bounds[i] to bounds[i + 1]"""
     bounds = np.zeros(rows + 1, np.int64)
@@ -141,7 +150,7 @@ def _bounds_of(rows, runs, pieces):
     return np.cumsum(bounds)
 
 
-@njit(fastmath=True)
+@_inner(fastmath=True)
 def _queries(q, runs, scale, signs, block):
     """q [rows, heads, 1, dim] -> scaled, and rotated as well if some keys are, [rows, heads, dim]"""
     rows, heads, _, dim = q.shape
@@ -158,7 +167,7 @@ def _queries(q, runs, scale, signs, block):
     return scaled, rotated
 
 
-@njit
+@_inner
 def _planes_of(run, first, planes, vectors, width):
     """Planes `top`, `next` and `low` as flat arrays, empty where the code has none, and scales."""
     bits = run[planes + BITS]
@@ -168,12 +177,12 @@ def _planes_of(run, first, planes, vectors, width):
     return top, following, low, carray(_pointer(run[planes + SCALES], np.uint16), (vectors,))
 
 
-@njit
+@_inner
 def _mean_of(run, planes, h, segment, dim):
     return carray(_pointer(run[planes + MEANS], np.uint16), (h + 1, run[planes + NUM_SEGMENTS], dim))[h, segment]
 
 
-@njit(fastmath=True, error_model="numpy")
+@_inner(fastmath=True, error_model="numpy")
 def _score(scaled, rotated, run, piece, h, codes, scores):
     """-> scores [queries of head h, tokens of the piece]"""
     queries, count = scores.shape
@@ -184,12 +193,12 @@ def _score(scaled, rotated, run, piece, h, codes, scores):
         for t in range(0, count, BLOCK):
             score_block(scaled, q_at, keys, (first + t) * dim, min(BLOCK, count - t), dim, scores, t)
         return
-    top, following, low, scales = _planes_of(run, K, K_PLANES, (h + 1) * run[SIZE], dim // 4)
+    top, following, low, scales = _planes_of(run, np.int64(K), np.int64(K_PLANES), (h + 1) * run[SIZE], dim // 4)
     for t in range(0, count, BLOCK):
         num_tokens = min(BLOCK, count - t)
         unpack_block(top, following, low, first + t, num_tokens, dim // 4, bits, codes)
-        score_block(rotated, q_at, codes, 0, num_tokens, dim, scores, t)
-    mean, step = _mean_of(run, K_PLANES, h, piece[K_SEGMENT], dim), step_of(bits)
+        score_block(rotated, q_at, codes, np.int64(0), num_tokens, dim, scores, t)
+    mean, step = _mean_of(run, np.int64(K_PLANES), h, piece[K_SEGMENT], dim), step_of(bits)
     for r in range(queries):
         base = np.float32(0)
         for d in range(dim):
@@ -198,7 +207,7 @@ def _score(scaled, rotated, run, piece, h, codes, scores):
             scores[r, t] = scores[r, t] * (_from_half(scales[first + t]) * step) + base
 
 
-@njit(fastmath=True, error_model="numpy")
+@_inner(fastmath=True, error_model="numpy")
 def _weigh(scores, largest, totals):
     """Scores become weights relative to the largest one of each query, not divided by their total yet."""
     for r in range(scores.shape[0]):
@@ -213,7 +222,7 @@ def _weigh(scores, largest, totals):
         largest[r], totals[r] = top, total
 
 
-@njit(fastmath=True, error_model="numpy")
+@_inner(fastmath=True, error_model="numpy")
 def _mix(weights, run, piece, h, codes, sums):
     """sums [queries, dim] += weights [queries, tokens] times values; under `planes` without the mean, and rotated"""
     count, dim, first, bits = weights.shape[1], sums.shape[1], h * run[SIZE] + piece[FIRST], run[V_PLANES + BITS]
@@ -222,7 +231,7 @@ def _mix(weights, run, piece, h, codes, sums):
         for t in range(0, count, BLOCK):
             mix_block(weights, t, values, (first + t) * dim, min(BLOCK, count - t), dim, sums, 0)
         return
-    top, following, low, scales = _planes_of(run, V, V_PLANES, (h + 1) * run[SIZE], dim // 4)
+    top, following, low, scales = _planes_of(run, np.int64(V), np.int64(V_PLANES), (h + 1) * run[SIZE], dim // 4)
     step = step_of(bits)
     for r in range(weights.shape[0]):
         for t in range(count):
@@ -230,10 +239,10 @@ def _mix(weights, run, piece, h, codes, sums):
     for t in range(0, count, BLOCK):
         num_tokens = min(BLOCK, count - t)
         unpack_block(top, following, low, first + t, num_tokens, dim // 4, bits, codes)
-        mix_block(weights, t, codes, 0, num_tokens, dim, sums, 0)
+        mix_block(weights, t, codes, np.int64(0), num_tokens, dim, sums, 0)
 
 
-@njit
+@_inner
 def _item(scaled, rotated, runs, piece, h, largest, totals, sums):
     """largest, totals [queries of head h], sums [queries, v_dim], zero before"""
     run = runs[piece[RUN]]
@@ -245,7 +254,7 @@ def _item(scaled, rotated, runs, piece, h, largest, totals, sums):
     _mix(scores, run, piece, h, codes, sums)
 
 
-@njit(fastmath=True, error_model="numpy")
+@_inner(fastmath=True, error_model="numpy")
 def _put_together(runs, found, h, r, sinks, signs, block, rotated, other, out):
     """Query r of head h, of what was found in the pieces of its row -> out [v_dim], zero before
 
@@ -269,7 +278,7 @@ def _put_together(runs, found, h, r, sinks, signs, block, rotated, other, out):
             for d in range(dim):
                 out[d] += share * sums[i, h, r, d]
         else:
-            some, mean = True, _mean_of(run, V_PLANES, h, pieces[i, V_SEGMENT], dim)
+            some, mean = True, _mean_of(run, np.int64(V_PLANES), h, pieces[i, V_SEGMENT], dim)
             for d in range(dim):
                 out[d] += weight * _from_half(mean[d])
                 rotated[d] += share * sums[i, h, r, d]
@@ -279,14 +288,14 @@ def _put_together(runs, found, h, r, sinks, signs, block, rotated, other, out):
         out[d] /= total
 
 
-@njit
+@_inner
 def _found(pieces, kv_heads, queries, dim):
     """Room for what the items of all pieces find: largest, totals, sums."""
     largest, totals = np.empty((2, len(pieces), kv_heads, queries), np.float32)
     return largest, totals, np.zeros((len(pieces), kv_heads, queries, dim), np.float32)
 
 
-@njit
+@_inner
 def _put_all_together(runs, pieces, largest, totals, sums, sinks, signs, block, out):
     bounds = _bounds_of(out.shape[0], runs, pieces)
     rotated, other = np.empty(out.shape[3], np.float32), np.empty(out.shape[3], np.float32)
