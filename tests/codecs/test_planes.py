@@ -111,6 +111,32 @@ def test_kernels_make_what_stock_operations_make(dim: int) -> None:
     assert relative_error(PlanesCodec(8).decode(planes, mx.float32), PlanesCodec(8).decode_stock(planes)) < 1e-6
 
 
+@needs_kernels
+@pytest.mark.parametrize("odd", [False, True])
+def test_many_values_are_encoded_as_few_are(odd: bool) -> None:
+    x = keys(20, 600, 64)
+    if odd:
+        x[7, 300, 5] = float("nan")
+    segments = segments_of(100, 600)
+    assert x.size >= cpu.PARALLEL_VALUES > x.size // 20
+    whole = cpu.encode_planes(x, segments)
+    for row in range(x.shape[0]):
+        alone = cpu.encode_planes(x[row : row + 1], segments)
+        # Means come from another place where something is odd, and from one sum or another.
+        exact = not odd or row == 7
+        for name, array in alone.items():
+            assert not exact or same_bits(whole[name][row : row + 1], array), name
+
+
+@needs_kernels
+def test_a_range_of_a_buffer_is_read_where_it_lies() -> None:
+    buffer = keys(3, 700, 128)
+    segments = segments_of(4, 392)
+    ours = cpu.encode_planes(buffer[:, 4:396], segments)
+    copied = cpu.encode_planes(mx.array(np.array(buffer)[:, 4:396]), segments)
+    assert all(same_bits(ours[name], copied[name]) for name in copied)
+
+
 def test_a_piece_keeps_the_mean_of_its_group() -> None:
     codec = PlanesCodec(4)
     planes = codec.encode(keys(2, 700, 64), position=200)

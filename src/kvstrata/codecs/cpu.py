@@ -21,6 +21,9 @@ from kvstrata.codecs.rotation import block_of, rotate, rotate_back, sign_values
 # More queries than this (a prefill) are better served by decoding once and BLAS.
 FUSED_QUERIES = 16
 
+# From so many on it pays to wake other threads: below, one that comes late costs more than it saves.
+PARALLEL_VALUES = 1 << 18
+
 Codes = tuple[np.ndarray, np.ndarray, np.ndarray]  # top, next, low
 
 _NO_CRUMBS = np.empty((0, 0, 0), np.uint8)
@@ -32,6 +35,7 @@ def warm_up() -> None:
     if paths.active() != "kernels":
         return
     x, weights, segments = mx.zeros((1, 1, 64)), mx.zeros((1, 1, 1)), (1,)
+    encode_planes(mx.zeros((PARALLEL_VALUES // 64, 1, 64)), segments)
     arrays = encode_planes(x, segments)
     decode_planes(arrays, 8, segments)
     score_planes(x, arrays, 8, segments)
@@ -68,10 +72,10 @@ def _encoded(x: mx.array, segments: seg.Segments, given: mx.array | None = None)
     means = np.empty((rows, len(segments), dim), np.float32)
     if given is not None:
         means[...] = np.asarray(given).reshape(means.shape)
+    is_large = rows * tokens * dim >= PARALLEL_VALUES
+    encode = cpu_encoding.encode_planes_parallel if is_large else cpu_encoding.encode_planes
     out = (top, following, low, scales)
-    is_plain = cpu_encoding.encode_planes(
-        source.ctypes.data, stride, bounds, given is not None, means, *rotation_of(dim), *out
-    )
+    is_plain = encode(source.ctypes.data, stride, bounds, given is not None, means, *rotation_of(dim), *out)
     words = {"top": top.view(np.uint32), "next": following.view(np.uint32), "low": low.view(np.uint32)}
     halves = {"scales": scales.astype(np.float16), "means": means.astype(np.float16)}
     arrays = {name: _to_mlx(plane, (*leading, plane.shape[1])) for name, plane in {**words, **halves}.items()}

@@ -117,7 +117,32 @@ def _pack(codes, at, top, following, low):
         store_one(low, at + j, np.uint16((a & 15) | ((b & 15) << 4) | ((c & 15) << 8) | ((d & 15) << 12)))
 
 
-@njit(nogil=True, cache=True, parallel=True, error_model="numpy")
+@njit(error_model="numpy")
+def _encode_segment(piece, x, stride, bounds, has_means, means, signs, block, top, following, low, scales):
+    """Tells whether it was plain."""
+    segments, dim = means.shape[1:]
+    row, segment = piece // segments, piece % segments
+    first, count = bounds[segment], bounds[segment + 1] - bounds[segment]
+    at, vector, mean = row * stride + first * dim, row * bounds[segments] + first, means[row, segment]
+    is_plain = True
+    if not has_means:
+        is_plain = np.float32(_mean(x, at, count, mean)).view(np.uint32) <= _LARGEST_BITS
+    if dim == 64:
+        _encode_64(x, at, count, mean, signs, top, following, low, scales, vector)
+    elif dim == 128:
+        _encode_128(x, at, count, mean, signs, top, following, low, scales, vector)
+    else:
+        _encode_plain(x, at, count, mean, signs, block, top, following, low, scales, vector)
+    return is_plain
+
+
+@njit
+def _values_at(address, stride, bounds, means):
+    rows, segments, dim = means.shape
+    return carray(_floats_at(address), ((rows - 1) * stride + bounds[segments] * dim,))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
 def encode_planes(address, stride, bounds, has_means, means, signs, block, top, following, low, scales):
     """Row r of float32 [rows, tokens, dim] lies at `address`, r * stride values further -> the planes, and means
     [rows, segments, dim] unless it has them.
@@ -125,23 +150,20 @@ def encode_planes(address, stride, bounds, has_means, means, signs, block, top, 
     `bounds` [segments + 1] are the segments' first tokens. Tells whether all was plain: if not, nothing of it is to be
     used.
     """
-    rows, segments, dim = means.shape
-    tokens = bounds[segments]
-    x = carray(_floats_at(address), ((rows - 1) * stride + tokens * dim,))
-    turned = signs * np.float32(1 / np.sqrt(block))
-    is_plain = np.empty(rows * segments, np.bool_)
-    for piece in prange(rows * segments):
-        row, segment = piece // segments, piece % segments
-        first, count = bounds[segment], bounds[segment + 1] - bounds[segment]
-        at, vector, mean = row * stride + first * dim, row * tokens + first, means[row, segment]
-        is_plain[piece] = True
-        if not has_means:
-            most = _mean(x, at, count, mean)
-            is_plain[piece] = np.float32(most).view(np.uint32) <= _LARGEST_BITS
-        if dim == 64:
-            _encode_64(x, at, count, mean, turned, top, following, low, scales, vector)
-        elif dim == 128:
-            _encode_128(x, at, count, mean, turned, top, following, low, scales, vector)
-        else:
-            _encode_plain(x, at, count, mean, turned, block, top, following, low, scales, vector)
+    x, turned = _values_at(address, stride, bounds, means), signs * np.float32(1 / np.sqrt(block))
+    out = top, following, low, scales
+    num_odd = 0
+    for piece in range(means.shape[0] * means.shape[1]):
+        num_odd += not _encode_segment(piece, x, stride, bounds, has_means, means, turned, block, *out)
+    return num_odd == 0
+
+
+@njit(nogil=True, cache=True, parallel=True, error_model="numpy")
+def encode_planes_parallel(address, stride, bounds, has_means, means, signs, block, top, following, low, scales):
+    x, turned = _values_at(address, stride, bounds, means), signs * np.float32(1 / np.sqrt(block))
+    is_plain = np.empty(means.shape[0] * means.shape[1], np.bool_)
+    for piece in prange(len(is_plain)):
+        is_plain[piece] = _encode_segment(
+            piece, x, stride, bounds, has_means, means, turned, block, top, following, low, scales
+        )
     return is_plain.all()
