@@ -120,12 +120,10 @@ def test_many_values_are_encoded_as_few_are(odd: bool) -> None:
     segments = segments_of(100, 600)
     assert x.size >= cpu.PARALLEL_VALUES > x.size // 20
     whole = cpu.encode_planes(x, segments)
-    for row in range(x.shape[0]):
+    # Where something is odd, all rows get their means from another sum.
+    for row in [7] if odd else range(x.shape[0]):
         alone = cpu.encode_planes(x[row : row + 1], segments)
-        # Means come from another place where something is odd, and from one sum or another.
-        exact = not odd or row == 7
-        for name, array in alone.items():
-            assert not exact or same_bits(whole[name][row : row + 1], array), name
+        assert all(same_bits(whole[name][row : row + 1], array) for name, array in alone.items())
 
 
 @needs_kernels
