@@ -264,11 +264,13 @@ def test_a_run_keeps_its_part() -> None:
 
 
 def test_nothing_is_compiled_after_warm_up() -> None:
+    from kvstrata.codecs import cpu_encoding
     from kvstrata.codecs import cpu_kernels as codec_kernels
     from kvstrata.layers import cpu_kernels
 
     kernels = [cpu_kernels.write, cpu_kernels.decode, cpu_kernels.decode_parallel]
-    kernels += [codec_kernels.encode_planes, codec_kernels.decode_planes, codec_kernels.score_planes]
+    kernels += [cpu_encoding.encode_planes, cpu_encoding.encode_planes_parallel]
+    kernels += [codec_kernels.decode_planes, codec_kernels.score_planes]
     kernels += [codec_kernels.mix_planes, codec_kernels.look_up, codec_kernels.encode_rotated]
     cpu.warm_up()
     before = [len(kernel.signatures) for kernel in kernels]
@@ -311,13 +313,13 @@ print(json.dumps([len(kernel.stats.cache_misses) for kernel in (cpu_kernels.deco
 
 
 def test_compiled_code_on_disk_belongs_to_the_modules_that_it_is_made_of() -> None:
-    from kvstrata.codecs import cpu_blocks, cpu_vectors
+    from kvstrata.codecs import cpu_blocks, cpu_encoding, cpu_vectors
     from kvstrata.codecs import cpu_kernels as codec_kernels
     from kvstrata.layers import cpu_kernels
 
     texts = [Path(str(module.__file__)).read_bytes() for module in (cpu_vectors, cpu_blocks)]
     wanted = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
-    for module in (codec_kernels, cpu_kernels):
+    for module in (codec_kernels, cpu_encoding, cpu_kernels):
         assert wanted == module.BUILT_ON, f"In {module.__name__} write: BUILT_ON = {wanted!r}"
 
 

@@ -11,6 +11,7 @@ import pytest
 from kvstrata.codecs.registry import parse_for
 from kvstrata.layers.attention import attend
 from kvstrata.layers.batch import BatchCache
+from kvstrata.layers.buffers import round_up
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.parts import Parts, SealedPart
 from kvstrata.layers.sequence import SequenceCache
@@ -72,6 +73,28 @@ def test_sealing_keeps_the_first_and_the_newest_tokens_as_they_were() -> None:
         assert 0 < distance(after[:, :, 4:-128], before[:, :, 4:-128]) < 1
     assert layer.seal(codec, codec) == 0  # nothing new to encode
     assert layer.offset == 300
+
+
+@pytest.mark.parametrize(("tokens", "grown"), [(290, 0), (290, 40), (330, 40), (300, 40)])
+def test_sealing_keeps_the_room_of_all_pieces(tokens: int, grown: int) -> None:
+    codec = parse_for("planes:8", 64)
+    layer = FullLayer(300)
+    if grown:
+        layer.grow(grown)
+    k, v = random_tokens(2, tokens, 64), random_tokens(2, tokens, 64)
+    layer.append(k, v)
+    capacity = layer.capacity
+    assert layer.seal(codec, codec, first_raw=4, recent_raw=20) == tokens - 24
+    assert layer.capacity == round_up(capacity - (tokens - 20))
+    room = layer.capacity - 20
+    more_k, more_v = random_tokens(2, room, 64), random_tokens(2, room, 64)
+    layer.append(more_k, more_v)
+    (tail,) = layer.own_parts(tokens - 20, tokens + room)
+    dense_k, dense_v = tail.dense(k)
+    assert mx.array_equal(dense_k, mx.concatenate([k[:, :, -20:], more_k], axis=2))
+    assert mx.array_equal(dense_v, mx.concatenate([v[:, :, -20:], more_v], axis=2))
+    with pytest.raises(IndexError, match="do not fit"):
+        layer.append(k[:, :, :1], v[:, :, :1])
 
 
 def test_sealing_frees_what_it_says() -> None:

@@ -6,6 +6,7 @@ lost by that. Results are float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 
@@ -14,11 +15,14 @@ import numpy as np
 
 from kvstrata.codecs import paths
 from kvstrata.codecs import segments as seg
-from kvstrata.codecs.base import LARGEST
+from kvstrata.codecs.base import LARGEST, finite
 from kvstrata.codecs.rotation import block_of, rotate, rotate_back, sign_values
 
 # More queries than this (a prefill) are better served by decoding once and BLAS.
 FUSED_QUERIES = 16
+
+# From so many on it pays to wake other threads: below, one that comes late costs more than it saves.
+PARALLEL_VALUES = 1 << 18
 
 Codes = tuple[np.ndarray, np.ndarray, np.ndarray]  # top, next, low
 
@@ -30,9 +34,9 @@ def warm_up() -> None:
     """Have every kernel compiled now: the first one that is not on disk yet takes seconds."""
     if paths.active() != "kernels":
         return
-    x, means, weights, segments = mx.zeros((1, 1, 64)), mx.zeros((1, 1, 64), mx.float16), mx.zeros((1, 1, 1)), (1,)
-    packed, scales = encode_planes(x, means, segments)
-    arrays = {**packed, "scales": scales, "means": means}
+    x, weights, segments = mx.zeros((1, 1, 64)), mx.zeros((1, 1, 1)), (1,)
+    encode_planes(mx.zeros((PARALLEL_VALUES // 64, 1, 64)), segments)
+    arrays = encode_planes(x, segments)
     decode_planes(arrays, 8, segments)
     score_planes(x, arrays, 8, segments)
     mix_planes(weights, arrays, 8, segments)
@@ -45,35 +49,48 @@ def rotation_of(dim: int) -> tuple[np.ndarray, int]:
     return sign_values(dim).copy(), block_of(dim)
 
 
-def is_plain(x: mx.array) -> bool:
-    """Whether nothing odd is in it: looking takes a fraction of what replacing it would."""
-    view = np.asarray(x)
-    return bool(view.size and view.max() <= LARGEST and view.min() >= -LARGEST)
+def encode_planes(x: mx.array, segments: seg.Segments) -> dict[str, mx.array]:
+    """float32 [..., tokens, dim] -> all three code planes, scales and means"""
+    codes, is_plain = _encoded(x, segments)
+    if is_plain:
+        return codes
+    # A vector with something odd in it must not move the mean of the others.
+    means = seg.means_of(mx.where(mx.abs(x) <= LARGEST, x, 0.0), segments)
+    return _encoded(finite(x), segments, means.astype(mx.float16))[0]
 
 
-def means_of(x: mx.array, segments: seg.Segments) -> mx.array:
-    """float32 [..., tokens, dim] -> float16 [..., segments, dim], several times faster than MLX does it."""
-    starts = np.cumsum((0, *segments[:-1]))
-    sums = np.add.reduceat(np.asarray(x), starts, axis=-2)
-    return mx.array((sums / np.array(segments, np.float32)[:, None]).astype(np.float16))
+def _encoded(x: mx.array, segments: seg.Segments, given: mx.array | None = None) -> tuple[dict[str, mx.array], bool]:
+    """Under the means that are given, or its own. Tells, too, whether it can be used: nothing odd moved a mean."""
+    from kvstrata.codecs import cpu_encoding
 
-
-def encode_planes(x: mx.array, means: mx.array, segments: seg.Segments) -> tuple[dict[str, mx.array], mx.array]:
-    """float32 [..., tokens, dim] -> all three code planes, and scales"""
-    from kvstrata.codecs import cpu_kernels
-
-    mx.eval(x, means)
-    flat = _flat(np.asarray(x))
-    rows, tokens, dim = flat.shape
+    source, stride = _rows(x)
+    tokens, dim = x.shape[-2:]
+    leading, rows = x.shape[:-2], math.prod(x.shape[:-2])
     top, following = np.empty((2, rows, tokens, dim // 4), np.uint8)
     low = np.empty((rows, tokens, dim // 4), np.uint16)
-    scales = np.empty((rows, tokens), np.float32)
-    centre = _flat(np.asarray(means).astype(np.float32))
-    cpu_kernels.encode_planes(flat, centre, seg.ids(segments), *rotation_of(dim), top, following, low, scales)
-    shape = (*x.shape[:-1], -1)
-    words = {"top": top, "next": following, "low": low}
-    packed = {name: mx.array(plane.view(np.uint32).reshape(shape)) for name, plane in words.items()}
-    return packed, mx.array(scales.astype(np.float16).reshape(shape))
+    scales, bounds = np.empty((rows, tokens, 1), np.float32), np.cumsum((0, *segments), dtype=np.int64)
+    means = np.empty((rows, len(segments), dim), np.float32)
+    if given is not None:
+        means[...] = np.asarray(given).reshape(means.shape)
+    is_large = rows * tokens * dim >= PARALLEL_VALUES
+    encode = cpu_encoding.encode_planes_parallel if is_large else cpu_encoding.encode_planes
+    out = (top, following, low, scales)
+    is_plain = encode(source.ctypes.data, stride, bounds, given is not None, means, *rotation_of(dim), *out)
+    words = {"top": top.view(np.uint32), "next": following.view(np.uint32), "low": low.view(np.uint32)}
+    halves = {"scales": scales.astype(np.float16), "means": means.astype(np.float16)}
+    arrays = {name: _to_mlx(plane, (*leading, plane.shape[1])) for name, plane in {**words, **halves}.items()}
+    return arrays, bool(is_plain)
+
+
+def _rows(x: mx.array) -> tuple[np.ndarray, int]:
+    """[..., tokens, dim] as rows of tokens that have no gaps, and how far they lie apart, in values. A range of a
+    buffer is read where it lies."""
+    view = np.asarray(x)
+    *outer, token_bytes, value_bytes = view.strides
+    tokens, dim = view.shape[-2:]
+    if len(outer) != 1 or value_bytes != view.itemsize or token_bytes != dim * view.itemsize:
+        return np.ascontiguousarray(view), tokens * dim
+    return view, outer[0] // view.itemsize
 
 
 def decode_planes(arrays: Mapping[str, mx.array], bits: int, segments: seg.Segments) -> mx.array:

@@ -18,13 +18,12 @@ from kvstrata.codecs.cpu_blocks import (
     score_block,
     stages_of,
     step_of,
-    to_codes,
     unpack_block,
 )
 
 # Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
 # that a change there is one here; a test says what it has to be.
-BUILT_ON = "3cd36dd2ec1cde7d"
+BUILT_ON = "b2ad8a87c6dc139f"
 
 _ONE = np.float32(1)
 _SMALLEST_NORMAL = np.float32(2.0**-14)  # of float16
@@ -57,71 +56,6 @@ def decode_planes(top, following, low, scales, means, segment, signs, block, bit
                     for k in range(block):
                         d = b * block + k
                         out[row, t, d] = y[k * blocks + b] * factor * signs[d] + means[row, centre, d]
-
-
-@njit(inline="always")
-def _to_half(a):
-    """The nearest float16 number of a >= 0, kept as float32."""
-    if a >= _LARGEST:
-        return _LARGEST
-    if a < _SMALLEST_NORMAL:
-        return np.float32(np.rint(a * _STEPS_DOWN) / _STEPS_DOWN)
-    bits = np.float32(a).view(np.uint32)
-    rounded = (bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)
-    return np.uint32(rounded).view(np.float32)
-
-
-@njit(inline="always", fastmath=True, error_model="numpy")
-def _code(y, inverse):
-    return np.int32(min(max((y * inverse + _ONE) * np.float32(128), np.float32(0)), np.float32(255)))
-
-
-@njit
-def _pack(codes, row, t, top, following, low):
-    width = len(codes) // 4
-    for j in range(width):
-        a, b, c, d = codes[j], codes[width + j], codes[2 * width + j], codes[3 * width + j]
-        top[row, t, j] = (a >> 6) | ((b >> 6) << 2) | ((c >> 6) << 4) | (d & 192)
-    for j in range(width):
-        a, b, c, d = codes[j], codes[width + j], codes[2 * width + j], codes[3 * width + j]
-        following[row, t, j] = ((a >> 4) & 3) | ((b >> 2) & 12) | (c & 48) | ((d & 48) << 2)
-    for j in range(width):
-        a, b, c, d = codes[j], codes[width + j], codes[2 * width + j], codes[3 * width + j]
-        low[row, t, j] = (a & 15) | ((b & 15) << 4) | ((c & 15) << 8) | ((d & 15) << 12)
-
-
-@njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
-def encode_planes(x, means, segment, signs, block, top, following, low, scales):
-    """x [rows, tokens, dim] -> the planes"""
-    rows, tokens, dim = x.shape
-    chunks = (tokens + CHUNK - 1) // CHUNK
-    blocks = dim // block
-    shrink = np.float32(1 / np.sqrt(block))
-    pairs, odd = stages_of(block)
-    for piece in prange(rows * chunks):
-        row, first = piece // chunks, piece % chunks * CHUNK
-        y, other = np.empty(dim, np.float32), np.empty(dim, np.float32)
-        codes = np.empty(dim, np.uint8)
-        for t in range(first, min(first + CHUNK, tokens)):
-            centre = segment[t]
-            if blocks == 1:
-                for d in range(dim):
-                    y[d] = (x[row, t, d] - means[row, centre, d]) * signs[d] * shrink
-            else:
-                for b in range(blocks):
-                    for k in range(block):
-                        d = b * block + k
-                        y[k * blocks + b] = (x[row, t, d] - means[row, centre, d]) * signs[d] * shrink
-            to_codes(y, other, pairs, odd)
-            largest = np.float32(0)
-            for d in range(dim):
-                largest = max(largest, abs(y[d]))
-            scale = _to_half(largest)
-            scales[row, t] = scale
-            inverse = _ONE / scale if scale > 0 else np.float32(0)
-            for d in range(dim):
-                codes[d] = _code(y[d], inverse)
-            _pack(codes, row, t, top, following, low)
 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")

@@ -7,6 +7,9 @@ an array without gaps, whatever its shape. Nothing here checks them.
 
 from __future__ import annotations
 
+from functools import reduce
+
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
@@ -17,6 +20,11 @@ _F32 = ir.FloatType()
 _VECTOR = ir.VectorType(_F32, LANES)
 _OCTETS = ir.VectorType(ir.IntType(8), LANES)
 _PAIRS = ir.VectorType(ir.IntType(16), LANES)
+_LARGEST = np.float32(65504)  # of float16
+_SMALLEST_NORMAL = np.float32(2.0**-14)
+_STEPS_DOWN = np.float32(2.0**24)  # its subnormal numbers are multiples of 2**-24
+
+_WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 
 class _Vector(types.Type):
@@ -97,10 +105,14 @@ def splat(_context, _value):
     """The same number in all lanes."""
 
     def code(_context, builder, _signature, arguments):
-        one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), arguments[0], ir.Constant(ir.IntType(32), 0))
-        return _shuffled(builder, one, one, [0] * LANES)
+        return _splat(builder, arguments[0])
 
     return _vector(types.float32), code
+
+
+def _splat(builder, value):
+    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    return _shuffled(builder, one, one, [0] * LANES)
 
 
 @intrinsic
@@ -112,6 +124,50 @@ def multiply_add(_context, _a, _b, _c):
         return builder.fadd(builder.fmul(a, b, flags=("contract",)), c, flags=("contract",))
 
     return _vector(_vector, _vector, _vector), code
+
+
+@intrinsic
+def add(_context, _a, _b):
+    def code(_context, builder, _signature, arguments):
+        return builder.fadd(*arguments)
+
+    return _vector(_vector, _vector), code
+
+
+@intrinsic
+def larger(_context, _a, _b):
+    """The larger magnitude of each lane. By its bits, so that NaN is larger than all."""
+
+    def code(_context, builder, _signature, arguments):
+        return builder.bitcast(_larger(builder, *(_magnitude(builder, each) for each in arguments)), _VECTOR)
+
+    return _vector(_vector, _vector), code
+
+
+@intrinsic
+def largest(_context, _value):
+    """The largest magnitude of the lanes."""
+
+    def code(_context, builder, _signature, arguments):
+        return _largest(builder, _magnitude(builder, arguments[0]))
+
+    return types.float32(_vector), code
+
+
+def _largest(builder, magnitudes):
+    while magnitudes.type.count > 1:
+        half = magnitudes.type.count // 2
+        halves = (_shuffled(builder, magnitudes, magnitudes, range(i, i + half)) for i in (0, half))
+        magnitudes = _larger(builder, *halves)
+    return builder.bitcast(builder.extract_element(magnitudes, ir.Constant(ir.IntType(32), 0)), _F32)
+
+
+def _magnitude(builder, value):
+    return builder.and_(builder.bitcast(value, _WORDS), _same(_WORDS, 0x7FFFFFFF))
+
+
+def _larger(builder, a, b):
+    return builder.select(builder.icmp_unsigned(">", a, b), a, b)
 
 
 @intrinsic
@@ -205,3 +261,125 @@ def _appended(builder, codes, field, bits: int):
 
 
 unpack_8, unpack_4, unpack_2 = _unpacker(8), _unpacker(4), _unpacker(2)
+
+
+def _encoder(dim: int, to_scale):
+    """A vector, centred and rotated, -> its codes under `planes:8`, without a detour over memory.
+
+    `to_scale` makes of the largest magnitude the scale that is stored. See cpu_blocks.py for the order of codes.
+    """
+
+    @intrinsic
+    def encode(_context, x, _at, mean, signs, top, following, low, _into):
+        """x[at : at + dim] -> dim / 4 entries of the planes from `into` on; tells the scale"""
+
+        def code(context, builder, signature, arguments):
+            x, at, mean, signs, *planes, into = arguments
+            kinds = signature.args
+            vectors = []
+            for first in range(0, dim, LANES):
+                offset = ir.Constant(at.type, first)
+                value = _load(context, builder, kinds[0], x, builder.add(at, offset), _VECTOR)
+                middle = _load(context, builder, kinds[2], mean, offset, _VECTOR)
+                sign = _load(context, builder, kinds[3], signs, offset, _VECTOR)
+                vectors.append(builder.fmul(builder.fsub(value, middle), sign))
+            vectors = _rotated(builder, vectors)
+            magnitudes = reduce(lambda a, b: _larger(builder, a, b), (_magnitude(builder, v) for v in vectors))
+            one = types.float32(types.float32)
+            scale = context.compile_internal(builder, to_scale, one, [_largest(builder, magnitudes)])
+            factor = _splat(builder, context.compile_internal(builder, _steps_by, one, [scale]))
+            codes = [_codes(builder, vector, factor) for vector in vectors]
+            for first in range(0, dim // 4, LANES):
+                entry = builder.add(into, ir.Constant(into.type, first))
+                four = codes[first // LANES :: dim // 4 // LANES]
+                _store_packed(context, builder, kinds[4:7], planes, entry, four)
+            return scale
+
+        return types.float32(x, types.intp, mean, signs, top, following, low, types.intp), code
+
+    return encode
+
+
+def _steps_by(scale):
+    """What a value is multiplied by to count in steps of its code."""
+    return np.float32(128) / scale if scale > 0 else np.float32(0)
+
+
+def _rotated(builder, vectors):
+    """All stages of a Hadamard transform, from the natural order to that of codes. Two stages at once; each weaves what
+    lay far apart together, the last two leave it where it is."""
+    num_stages = (len(vectors) * LANES).bit_length() - 3
+    for _ in range(num_stages // 2):
+        vectors = [v for four in _quarters(vectors) for v in _woven(builder, _butterflies(builder, *four))]
+    if num_stages % 2:
+        middle = len(vectors) // 2
+        pairs = zip(vectors[:middle], vectors[middle:], strict=True)
+        vectors = [v for a, b in pairs for v in _zipped(builder, builder.fadd(a, b), builder.fsub(a, b))]
+    made = [_butterflies(builder, *four) for four in _quarters(vectors)]
+    return [four[i] for i in range(4) for four in made]
+
+
+def _quarters(vectors):
+    """The first of each quarter, then the second of each ..."""
+    quarter = len(vectors) // 4
+    return [vectors[k::quarter] for k in range(quarter)]
+
+
+def _butterflies(builder, a, b, c, d):
+    """Two stages of a Hadamard transform."""
+    sums, differences = (builder.fadd(a, c), builder.fadd(b, d)), (builder.fsub(a, c), builder.fsub(b, d))
+    return [each(*pair) for pair in (sums, differences) for each in (builder.fadd, builder.fsub)]
+
+
+def _woven(builder, values):
+    """Four values of 16 lanes -> the same lanes, 0 of all four first, then 1 of all four ..."""
+    a, b, c, d = values
+    pairs = zip(_zipped(builder, a, c), _zipped(builder, b, d), strict=True)
+    return [each for even, odd in pairs for each in _zipped(builder, even, odd)]
+
+
+def _zipped(builder, a, b):
+    """a0, b0, a1, b1 ... in two values"""
+    lanes = [i + part * LANES for i in range(LANES) for part in range(2)]
+    return _shuffled(builder, a, b, lanes[:LANES]), _shuffled(builder, a, b, lanes[LANES:])
+
+
+def _store_packed(context, builder, kinds, planes, into, codes):
+    """Of four values the codes of 16 entries."""
+    crumbs = (_joined(builder, [_field(builder, code, shift, 2) for code in codes], 2) for shift in (6, 4))
+    nibbles = [builder.zext(_field(builder, code, 0, 4), _PAIRS) for code in codes]
+    for kind, plane, values in zip(kinds, planes, (*crumbs, _joined(builder, nibbles, 4)), strict=True):
+        place = _place(context, builder, kind, plane, into, values.type)
+        builder.store(values, place, align=context.get_abi_sizeof(values.type.element))
+
+
+def _codes(builder, values, factor):
+    """value * factor + 128, cut off to a whole number from 0 to 255"""
+    shifted = builder.fadd(builder.fmul(values, factor, flags=("contract",)), _same(_VECTOR, 128), flags=("contract",))
+    whole = builder.fptosi(shifted, _WORDS)
+    for limit, beyond in ((0, "<"), (255, ">")):
+        edge = _same(_WORDS, limit)
+        whole = builder.select(builder.icmp_signed(beyond, whole, edge), edge, whole)
+    return builder.trunc(whole, _OCTETS)
+
+
+def _joined(builder, fields, bits: int):
+    """The first field in the lowest bits."""
+    joined = fields[0]
+    for i, field in enumerate(fields[1:], 1):
+        joined = builder.or_(joined, builder.shl(field, _same(field.type, i * bits)))
+    return joined
+
+
+def to_half(a):
+    """The nearest float16 number of a >= 0, kept as float32."""
+    if a >= _LARGEST:
+        return _LARGEST
+    if a < _SMALLEST_NORMAL:
+        return np.float32(np.rint(a * _STEPS_DOWN) / _STEPS_DOWN)
+    bits = np.float32(a).view(np.uint32)
+    rounded = (bits + np.uint32(0xFFF) + ((bits >> np.uint32(13)) & np.uint32(1))) & np.uint32(0xFFFFE000)
+    return np.uint32(rounded).view(np.float32)
+
+
+encode_64, encode_128 = _encoder(64, to_half), _encoder(128, to_half)

@@ -91,16 +91,9 @@ class PlanesCodec:
         if paths.active() == "fused" and x.shape[-1] <= cuda_codes.MAX_DIM:
             return own(self, cuda_codes.encode_planes(x, self.bits, segments), x, position, segments)
         x = x.astype(mx.float32)
-        if paths.active() == "kernels" and cpu.is_plain(x):
-            means = cpu.means_of(x, segments)
-            codes, scales = cpu.encode_planes(x, means, segments)
-        else:
-            # A vector with something odd in it must not move the mean of the others.
-            means = means_of(mx.where(mx.abs(x) <= LARGEST, x, 0.0), segments).astype(mx.float16)
-            encode = cpu.encode_planes if paths.active() == "kernels" else encode_stock
-            codes, scales = encode(finite(x), means, segments)
-        arrays = {name: codes[name] for name in HELD[self.bits]}
-        return own(self, {**arrays, "scales": scales, "means": means}, x, position, segments)
+        encode = cpu.encode_planes if paths.active() == "kernels" else encode_stock
+        arrays = encode(x, segments)
+        return own(self, {name: arrays[name] for name in (*HELD[self.bits], "scales", "means")}, x, position, segments)
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
         if paths.active() == "kernels":
@@ -225,13 +218,16 @@ def _progressive(planes: Planes) -> PlanesCodec:
     return planes.codec
 
 
-def encode_stock(x: mx.array, means: mx.array, segments: Segments) -> tuple[dict[str, mx.array], mx.array]:
-    y = rotate(x - spread(means.astype(mx.float32), segments, axis=-2))
+def encode_stock(x: mx.array, segments: Segments) -> dict[str, mx.array]:
+    # A vector with something odd in it must not move the mean of the others.
+    means = means_of(mx.where(mx.abs(x) <= LARGEST, x, 0.0), segments).astype(mx.float16)
+    y = rotate(finite(x) - spread(means.astype(mx.float32), segments, axis=-2))
     scales = half(mx.max(mx.abs(y), axis=-1, keepdims=True))
     # Codes belong to the scale as it is stored, so its rounding costs nothing.
     unit = y / mx.where(scales == 0, 1.0, scales.astype(mx.float32))
     code = mx.clip(mx.floor((unit + 1) * 128), 0, 255).astype(mx.uint32)
-    return {"top": pack(code >> 6, 2), "next": pack((code >> 4) & 3, 2), "low": pack(code & 15, 4)}, scales
+    codes = {"top": pack(code >> 6, 2), "next": pack((code >> 4) & 3, 2), "low": pack(code & 15, 4)}
+    return {**codes, "scales": scales, "means": means}
 
 
 def _means(planes: Planes) -> mx.array:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import mlx.core as mx
 
@@ -33,6 +34,20 @@ from kvstrata.text.detokenizer import Detokenizer
 # Waiting requests that are looked at past those that could be admitted: some may wait for the prefill of another.
 MAX_FOLLOWERS = 16
 MAX_REST_S = 1.0
+
+
+@contextmanager
+def _without_cache() -> Iterator[None]:
+    """On a CPU MLX keeps what is freed for arrays of the same size. What replaces a layer is smaller: it would be put
+    into memory that was never touched, and every page of that costs more than what is computed on it."""
+    if mx.default_device() != mx.cpu:
+        yield
+        return
+    limit_bytes = mx.set_cache_limit(0)
+    try:
+        yield
+    finally:
+        mx.set_cache_limit(limit_bytes)
 
 
 class Loop:
@@ -139,7 +154,8 @@ class Loop:
         if self._resume.store is not None:
             self._did_chores = True
             was_rewriting = self._resume.store.is_rewriting
-            self._resume.store.work(slice_s)
+            with _without_cache() if was_rewriting else nullcontext():
+                self._resume.store.work(slice_s)
             self._make_room(0.0)
             if was_rewriting:
                 # Whoever does not run in the next step would keep what was replaced.

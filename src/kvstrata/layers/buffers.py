@@ -45,6 +45,10 @@ class Buffer:
         _assign(v_buffer, at, v)
         self._addresses = None
 
+    def adopt(self, k: mx.array, v: mx.array) -> None:
+        """Arrays of its size that nobody else holds."""
+        self.k, self.v, self._addresses = k, v, None
+
     def addresses(self, k: mx.array, v: mx.array) -> tuple[int, int]:
         """Where K and V lie in memory, computed up to now. `k` and `v` are new tokens: they tell the shape if need be.
 

@@ -31,7 +31,7 @@ from kvstrata.codecs.cpu_blocks import (
 
 # Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
 # that a change there is one here; a test says what it has to be.
-BUILT_ON = "3cd36dd2ec1cde7d"
+BUILT_ON = "b2ad8a87c6dc139f"
 
 RAW_BITS = 32
 

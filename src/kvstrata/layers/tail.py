@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from kvstrata.codecs.base import Codec
+from kvstrata.codecs.base import Codec, copy_rows
 from kvstrata.codecs.cuda_step import Slot
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers import cpu, cuda
@@ -100,21 +100,26 @@ class FullLayer:
         first, last = min(max(0, first_raw - start), num_raw), num_raw - recent_raw
         if last <= first:
             return 0
-        room = sum(piece.free for piece in self._pieces)
-        raw = self._raw_parts()
-        all_k, all_v = Parts((tuple(raw),)).joined(raw[0].k_buffer)
-        if first:
-            self._sealed.append(_encoded(all_k, all_v, 0, first, start, RawCodec(), RawCodec()))
-        self._sealed.append(_encoded(all_k, all_v, first, last, start, k, v))
+        all_k, all_v = self._raw_arrays()
+        tail = _tail_of(all_k, all_v, last, num_raw, room=self.capacity - num_raw)
+        flat_k, flat_v = all_k.squeeze(0), all_v.squeeze(0)  # an index would copy
+        kept = [copy_rows(flat, 0, first) for flat in (flat_k, flat_v)] if first else []
+        next_k, next_v = flat_k[:, first:last], flat_v[:, first:last]
+        mx.eval(tail.buffer.arrays(), kept, next_k, next_v)  # at once: the host waits for it each time
+        sealed = [SealedPart(*(RawCodec().adopt(array, start) for array in kept))] if kept else []
+        sealed.append(SealedPart(k.encode(next_k, start + first), v.encode(next_v, start + first)))
+        self._sealed += sealed
+        self._pieces = [tail]
         self._join_sealed()
         self._count_sealed()
-        tail = _piece(num_raw - last + room)
-        if last < num_raw:
-            tail.buffer.put(0, all_k[:, :, last:], all_v[:, :, last:])
-            tail.used = num_raw - last
-        self._pieces = [tail]
-        mx.eval(tail.buffer.arrays())
         return last - first
+
+    def _raw_arrays(self) -> tuple[mx.array, mx.array]:
+        """K and V of all that is not sealed; what comes after it in them is room."""
+        raw = self._raw_parts()
+        if len(raw) == 1:
+            return raw[0].k_buffer, raw[0].v_buffer
+        return Parts((tuple(raw),)).joined(raw[0].k_buffer)
 
     def _join_sealed(self) -> None:
         """Join neighbours of like size and the same codecs: parts stay few, and a token is copied seldom."""
@@ -250,9 +255,22 @@ class FullLayer:
         return create_causal_mask(N, self.offset) if return_array else "causal"
 
 
-def _encoded(all_k: mx.array, all_v: mx.array, start: int, end: int, position: int, k: Codec, v: Codec) -> SealedPart:
-    at = position + start
-    return SealedPart(k.encode(all_k[0, :, start:end], at), v.encode(all_v[0, :, start:end], at))
+def _tail_of(k: mx.array, v: mx.array, start: int, end: int, *, room: int) -> Piece:
+    """Tokens [start, end) and the room for more, in a buffer of their own."""
+    tail = _piece(end - start + room)
+    if start < end:
+        tail.buffer.adopt(*(_moved(array, start, tail.buffer.size) for array in (k, v)))
+        tail.used = end - start
+    return tail
+
+
+def _moved(array: mx.array, start: int, size: int) -> mx.array:
+    """`size` tokens from `start` on, in memory of their own; zeros where there are none."""
+    missing = start + size - array.shape[2]
+    if missing <= 0:
+        return copy_rows(array, start, start + size)
+    room = mx.zeros((*array.shape[:2], missing, array.shape[3]), array.dtype)
+    return mx.concatenate([array[:, :, start:], room], axis=2)
 
 
 def _piece(num_tokens: int) -> Piece:

@@ -5,7 +5,6 @@ Decides what every entry should be stored as; the mover does it bit by bit, the 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection
 
 from kvstrata.spans.plan import Plan
@@ -50,12 +49,13 @@ class Changes:
         assessor = Assessor(window, self._restorer.restored_bytes, disk=disk, puts_away=self._puts_away)
         return assessor.assess(self._concerned(change, sequence_entries), plan, change)
 
-    def begin(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None) -> None:
+    def begin(
+        self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None, *, asked_at_s: float
+    ) -> None:
         """In place of whatever was going on."""
-        began_s = time.perf_counter()
         entries = self._concerned(change, sequence_entries)
         self.cancel()
-        self._current = Requantizing(entries, self._precision.target, self._is_pending, began_s)
+        self._current = Requantizing(entries, self._precision.target, self._is_pending, asked_at_s)
         if change.is_general:
             self._precision.target = plan
         for entry in entries:

@@ -99,12 +99,12 @@ class Requantizing:
     """A change at work: which entries it is about, and how far it has got."""
 
     def __init__(
-        self, entries: Collection[Entry], before: Plan, is_pending: Callable[[Entry], bool], began_s: float
+        self, entries: Collection[Entry], before: Plan, is_pending: Callable[[Entry], bool], asked_at_s: float
     ) -> None:
         self._entries = {entry: entry.span.nbytes for entry in entries}
         self.before = before  # the target that it replaced
         self._is_pending = is_pending
-        self._began_s = began_s
+        self._asked_at_s = asked_at_s
         self._ended_s: float | None = None
 
     @property
@@ -124,7 +124,7 @@ class Requantizing:
         self.look()
         num_pending = sum(1 for entry in self._entries if self.is_running and self._is_pending(entry))
         freed = sum(was - entry.span.nbytes for entry, was in self._entries.items())
-        seconds = (self._ended_s or time.perf_counter()) - self._began_s
+        seconds = (self._ended_s or time.perf_counter()) - self._asked_at_s
         return Progress(len(self._entries), len(self._entries) - num_pending, freed, self.is_running, seconds)
 
 

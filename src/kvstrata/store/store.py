@@ -273,9 +273,10 @@ class Store:
 
     def requantize(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None) -> Changed:
         """Change what is cached, and what new spans are stored as. The work is done bit by bit, by `work`."""
+        asked_at_s = time.perf_counter()
         changed = self._changes.assess(change, plan, sequence_entries, self.disk_usage())
         if not change.dry_run:
-            self._changes.begin(change, plan, sequence_entries)
+            self._changes.begin(change, plan, sequence_entries, asked_at_s=asked_at_s)
             if change.is_general:
                 self._shelf.resize(self._max_tokens(plan))
         return changed

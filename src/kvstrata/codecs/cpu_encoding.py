@@ -1,0 +1,169 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+"""Vectors -> planes in one pass over memory, compiled by numba when first called and kept on disk after that.
+
+See cpu_blocks.py for how planes lie, and segments.py for which vectors share a mean.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit, prange, types  # pyright: ignore[reportPrivateImportUsage]
+from numba.extending import intrinsic
+
+from kvstrata.codecs.cpu_blocks import stages_of, to_codes
+from kvstrata.codecs.cpu_vectors import (
+    LANES,
+    add,
+    encode_64,
+    encode_128,
+    larger,
+    largest,
+    load,
+    load_one,
+    store,
+    store_one,
+    to_half,
+    zeros,
+)
+
+# As in cpu_kernels.py.
+BUILT_ON = "b2ad8a87c6dc139f"
+
+_to_half = njit(to_half, inline="always")
+
+_LARGEST_BITS = np.uint32(np.float32(65504).view(np.uint32))
+
+
+@intrinsic
+def _floats_at(_context, _address):
+    """int64 -> a pointer to float32"""
+
+    def code(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(types.float32)(types.int64), code
+
+
+@njit(error_model="numpy")
+def _mean(x, at, tokens, mean):
+    """-> mean [dim], as float16 has it; tells the largest magnitude"""
+    dim = len(mean)
+    most = zeros()
+    for d in range(0, dim, LANES):
+        sums = zeros()
+        for t in range(tokens):
+            values = load(x, at + t * dim + d)
+            sums = add(sums, values)
+            most = larger(most, values)
+        store(mean, d, sums)
+    for d in range(dim):
+        value = mean[d] / np.float32(tokens)
+        mean[d] = _to_half(value) if value >= 0 else -_to_half(-value)
+    return largest(most)
+
+
+@njit(error_model="numpy")
+def _encode_64(x, at, tokens, mean, signs, top, following, low, scales, vector):
+    """Vectors from `at` on -> those of the planes from `vector` on"""
+    for t in range(vector, vector + tokens):
+        store_one(scales, t, encode_64(x, at, mean, signs, top, following, low, t * 16))
+        at += 64
+
+
+@njit(error_model="numpy")
+def _encode_128(x, at, tokens, mean, signs, top, following, low, scales, vector):
+    for t in range(vector, vector + tokens):
+        store_one(scales, t, encode_128(x, at, mean, signs, top, following, low, t * 32))
+        at += 128
+
+
+@njit
+def _largest_of(y, dim):
+    most = zeros()
+    for d in range(0, dim, LANES):
+        most = larger(most, load(y, d))
+    return largest(most)
+
+
+@njit(fastmath=True, error_model="numpy")
+def _encode_plain(x, at, tokens, mean, signs, block, top, following, low, scales, vector):
+    """The same for every dim."""
+    dim = len(mean)
+    blocks, width = dim // block, dim // 4
+    pairs, odd = stages_of(block)
+    y, other = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    codes = np.empty(dim, np.uint8)
+    for t in range(tokens):
+        for b in range(blocks):
+            for k in range(block):
+                d = b * block + k
+                y[k * blocks + b] = (load_one(x, at + t * dim + d) - mean[d]) * signs[d]
+        to_codes(y, other, pairs, odd)
+        scale = _to_half(_largest_of(y, dim))
+        store_one(scales, vector + t, scale)
+        factor = np.float32(128) / scale if scale > 0 else np.float32(0)
+        for d in range(dim):
+            codes[d] = np.int32(min(max(y[d] * factor + np.float32(128), np.float32(0)), np.float32(255)))
+        _pack(codes, (vector + t) * width, top, following, low)
+
+
+@njit
+def _pack(codes, at, top, following, low):
+    width = len(codes) // 4
+    for j in range(width):
+        a, b, c, d = codes[j], codes[width + j], codes[2 * width + j], codes[3 * width + j]
+        store_one(top, at + j, np.uint8((a >> 6) | ((b >> 6) << 2) | ((c >> 6) << 4) | (d & 192)))
+        store_one(following, at + j, np.uint8(((a >> 4) & 3) | ((b >> 2) & 12) | (c & 48) | ((d & 48) << 2)))
+        store_one(low, at + j, np.uint16((a & 15) | ((b & 15) << 4) | ((c & 15) << 8) | ((d & 15) << 12)))
+
+
+@njit(error_model="numpy")
+def _encode_segment(piece, x, stride, bounds, has_means, means, signs, block, top, following, low, scales):
+    """Tells whether it was plain."""
+    segments, dim = means.shape[1:]
+    row, segment = piece // segments, piece % segments
+    first, count = bounds[segment], bounds[segment + 1] - bounds[segment]
+    at, vector, mean = row * stride + first * dim, row * bounds[segments] + first, means[row, segment]
+    is_plain = True
+    if not has_means:
+        is_plain = np.float32(_mean(x, at, count, mean)).view(np.uint32) <= _LARGEST_BITS
+    if dim == 64:
+        _encode_64(x, at, count, mean, signs, top, following, low, scales, vector)
+    elif dim == 128:
+        _encode_128(x, at, count, mean, signs, top, following, low, scales, vector)
+    else:
+        _encode_plain(x, at, count, mean, signs, block, top, following, low, scales, vector)
+    return is_plain
+
+
+@njit
+def _values_at(address, stride, bounds, means):
+    rows, segments, dim = means.shape
+    return carray(_floats_at(address), ((rows - 1) * stride + bounds[segments] * dim,))
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def encode_planes(address, stride, bounds, has_means, means, signs, block, top, following, low, scales):
+    """Row r of float32 [rows, tokens, dim] lies at `address`, r * stride values further -> the planes, and means
+    [rows, segments, dim] unless it has them.
+
+    `bounds` [segments + 1] are the segments' first tokens. Tells whether all was plain: if not, nothing of it is to be
+    used.
+    """
+    x, turned = _values_at(address, stride, bounds, means), signs * np.float32(1 / np.sqrt(block))
+    out = top, following, low, scales
+    num_odd = 0
+    for piece in range(means.shape[0] * means.shape[1]):
+        num_odd += not _encode_segment(piece, x, stride, bounds, has_means, means, turned, block, *out)
+    return num_odd == 0
+
+
+@njit(nogil=True, cache=True, parallel=True, error_model="numpy")
+def encode_planes_parallel(address, stride, bounds, has_means, means, signs, block, top, following, low, scales):
+    x, turned = _values_at(address, stride, bounds, means), signs * np.float32(1 / np.sqrt(block))
+    is_plain = np.empty(means.shape[0] * means.shape[1], np.bool_)
+    for piece in prange(len(is_plain)):
+        is_plain[piece] = _encode_segment(
+            piece, x, stride, bounds, has_means, means, turned, block, top, following, low, scales
+        )
+    return is_plain.all()
