@@ -160,6 +160,10 @@ class Settings(BaseSettings):
         2048, "Tokens of reply that memory is reserved for at a time", panel="Engine", unit="tokens", ge=1
     )
 
+    cache_slice_ms: float = _setting(
+        5.0, "Work on stored KV between two decode steps, at a time; a change of precision that was asked for takes as "
+        "long as a step where that is longer", panel="KV cache", unit="milliseconds", gt=0, le=10_000,
+    )  # fmt: skip
     hot_cache_size: SizeSetting | None = _setting(
         None, "Most memory for stored KV; % is of the machine's memory; without it what running requests leave",
         panel="KV cache", unit="size",

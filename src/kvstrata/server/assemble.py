@@ -50,6 +50,7 @@ def _limits(settings: Settings, total_memory_bytes: int) -> Limits:
         max_kv_size=settings.max_kv_size,
         tail_step_tokens=settings.tail_step_tokens,
         memory_bytes=settings.memory_limit.of(total_memory_bytes),
+        slice_s=settings.cache_slice_ms / 1000,
     )
 
 
