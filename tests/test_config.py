@@ -141,3 +141,34 @@ def test_every_setting_says_what_it_is() -> None:
         assert field.description, name
         assert isinstance(field.json_schema_extra, dict), name
         assert field.json_schema_extra["panel"], name
+
+
+# For settings without a default; the others of these take numbers.
+EXAMPLES = {
+    "api_key": "one,two",
+    "dynamic_cache_at": "16k=planes:8",
+    "kv_cache_bits": "8",
+    "kv_cache_group_size": "64",
+    "kv_cache_k": "planes:4",
+    "kv_cache_v": "affine:4:g64",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in Settings.model_fields if name != "api_key_file"])
+def test_every_setting_can_be_given_as_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As flags and the environment have it."""
+    default = Settings.model_fields[name].get_default(call_default_factory=True)
+    has_default = default not in (None, (), "")
+    text = str(default) if has_default else EXAMPLES.get(name, "1024")
+    by_flag = getattr(load(flags={name: text}), name)
+    assert by_flag == default if has_default else by_flag not in (None, (), "")
+    monkeypatch.setenv(env_name(name), text)
+    assert getattr(load(), name) == by_flag
+
+
+def test_bits_and_groups_are_numbers_however_they_are_given() -> None:
+    flags = {"kv_cache_bits": "4", "kv_cache_group_size": "32", "kv_floor_k": "8", "kv_floor_v": "2"}
+    settings = load(flags=flags)
+    assert [getattr(settings, name) for name in flags] == [4, 32, 8, 2]
+    with pytest.raises(ConfigError, match=r"--kv-cache-bits.*8, 4 or 2"):
+        load(flags={"kv_cache_bits": "7"})

@@ -102,8 +102,15 @@ def _split(value: object) -> object:
     return tuple(part.strip() for part in value) if isinstance(value, list | tuple) else value
 
 
+def _whole(value: Any) -> Any:
+    """Flags and the environment are text, which is none of a list of numbers."""
+    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+
+
 SizeSetting = Annotated[Size, NoDecode, BeforeValidator(_size), PlainSerializer(str)]
 ByteCount = Annotated[int, BeforeValidator(_absolute_bytes)]
+Bits = Annotated[Literal[8, 4, 2], BeforeValidator(_whole)]
+GroupSize = Annotated[Literal[32, 64, 128], BeforeValidator(_whole)]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 
@@ -199,7 +206,7 @@ class Settings(BaseSettings):
     hot_cache_only: bool = _setting(False, "Never write to a disk, whatever the other settings say", panel="Disk cache")
 
     kv_cache_quantization: bool = _setting(False, "Store KV as planes:8", panel="KV cache")
-    kv_cache_bits: Literal[8, 4, 2] | None = _setting(
+    kv_cache_bits: Bits | None = _setting(
         None, "Store KV as planes of so many bits: 8, 4 or 2", panel="KV cache", unit="bits"
     )
     kv_cache_k: str | None = _setting(
@@ -207,7 +214,7 @@ class Settings(BaseSettings):
         panel="KV cache", unit="precision",
     )  # fmt: skip
     kv_cache_v: str | None = _setting(None, "Precision of stored values, likewise", panel="KV cache", unit="precision")
-    kv_cache_group_size: Literal[32, 64, 128] | None = _setting(
+    kv_cache_group_size: GroupSize | None = _setting(
         None, "Group size of affine precisions: 32, 64 or 128", panel="KV cache", unit="values"
     )
     kv_cache_min_quantize_tokens: int = _setting(
@@ -240,9 +247,9 @@ class Settings(BaseSettings):
     dynamic_cache_at: str = _setting(
         "", "Step longer conversations down, as in 16k=planes:8,64k=planes:4", panel="KV cache", unit="steps"
     )
-    kv_floor_k: Literal[8, 4, 2] = _setting(4, "Fewest bits of keys that --dynamic-cache goes to", panel="KV cache",
+    kv_floor_k: Bits = _setting(4, "Fewest bits of keys that --dynamic-cache goes to", panel="KV cache",
                                             unit="bits")  # fmt: skip
-    kv_floor_v: Literal[8, 4, 2] = _setting(4, "Fewest bits of values, likewise", panel="KV cache", unit="bits")
+    kv_floor_v: Bits = _setting(4, "Fewest bits of values, likewise", panel="KV cache", unit="bits")
 
     max_body_bytes: ByteCount = _setting(32 * 1024**2, "Largest request body", panel="Process", unit="size", ge=1024)
     drain_timeout_s: float = _setting(
