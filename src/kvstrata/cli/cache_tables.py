@@ -142,8 +142,8 @@ def changed(answer: Answer) -> RenderableType:
 
 def _freed(tier: Answer) -> str:
     before, after, freed = tier["bytes_before"], tier["bytes_after"], tier["bytes_freed"]
-    verb = "taken" if freed < 0 else "freed"
-    return f"{size(before)} -> {size(after)}, {size(abs(freed))} {verb} ({share(abs(freed), before)})"
+    change = f"{size(before)} -> {size(after)}, "
+    return change + (f"{size(-freed)} taken" if freed < 0 else f"{size(freed)} freed ({share(freed, before)})")
 
 
 def progress(answer: Answer) -> RenderableType:
