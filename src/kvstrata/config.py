@@ -103,7 +103,7 @@ def _split(value: object) -> object:
 
 
 def _whole(value: Any) -> Any:
-    """Flags and the environment are text, which is none of a list of numbers."""
+    """Flags and the environment are text, and text is never equal to one of a list of numbers."""
     return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
 
 
@@ -168,8 +168,9 @@ class Settings(BaseSettings):
     )
 
     cache_slice_ms: float = _setting(
-        5.0, "Work on stored KV between two decode steps, at a time; a change of precision that was asked for takes as "
-        "long as a step where that is longer", panel="KV cache", unit="milliseconds", gt=0, le=10_000,
+        5.0, "Work on stored KV between two decode steps, at a time; what somebody waits for (a change of precision, "
+        "room for a request) takes as long as a step where that is longer", panel="KV cache", unit="milliseconds",
+        gt=0, le=10_000,
     )  # fmt: skip
     hot_cache_size: SizeSetting | None = _setting(
         None, "Most memory for stored KV; % is of the machine's memory; without it what running requests leave",

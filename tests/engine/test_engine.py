@@ -15,6 +15,7 @@ import mlx.nn as nn
 import psutil
 import pytest
 
+from kvstrata.backend.streams import Streams
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.loop import Loop
@@ -311,6 +312,15 @@ def test_engines_that_stopped_or_never_started_leave_no_threads_behind() -> None
         live_and_end()
     # One that was just joined may still be on its way out.
     assert process.num_threads() <= num_threads + 1
+
+
+def test_an_engine_that_gets_no_stream_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Streams) -> None:
+        raise RuntimeError("no thread can be started")
+
+    monkeypatch.setattr(Streams, "_take", refuse)
+    with pytest.raises(RuntimeError, match="no thread can be started"):
+        Engine(tiny_loaded("llama"), Limits(), Metrics()).start()
 
 
 def test_the_default_model_says_the_same_in_a_batch_as_alone(default_model: LoadedModel) -> None:

@@ -312,6 +312,15 @@ print(json.dumps([len(kernel.stats.cache_misses) for kernel in (cpu_kernels.deco
     assert (ours, of_codecs) == (1, 0)
 
 
+def test_a_second_process_that_cannot_be_started_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no process can be started")
+
+    monkeypatch.setattr(cpu, "_is_on_disk", lambda: False)
+    monkeypatch.setattr(cpu.subprocess, "Popen", refuse)
+    cpu.warm_up()
+
+
 def test_compiled_code_on_disk_belongs_to_the_modules_that_it_is_made_of() -> None:
     from kvstrata.codecs import cpu_blocks, cpu_encoding, cpu_vectors
     from kvstrata.codecs import cpu_kernels as codec_kernels

@@ -280,16 +280,3 @@ def test_raw_vectors_of_two_dtypes_are_not_read_in_one_launch() -> None:
     half, brain = (cuda_ranges.RawRange(x, x, 0, 4) for x in (mx.zeros((1, 2, 4, DIM), d) for d in (mx.float16, DTYPE)))
     assert cuda_ranges.fit_together([half, half])
     assert not cuda_ranges.fit_together([half, brain])
-
-
-def test_few_batches_need_every_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "paths", SimpleNamespace(active=lambda: "stock"))
-    assert cuda.sizes_to_try(8) == []  # nothing is compiled then
-    monkeypatch.setattr(cuda, "paths", SimpleNamespace(active=lambda: "fused"))
-    assert [cuda.sizes_to_try(rows) for rows in (1, 2, 16, 17, 500)] == [
-        [1],
-        [1, 2],
-        [1, 4, 16],
-        [1, 4, 16, 17],
-        [1, 4, 16, 64],
-    ]

@@ -33,12 +33,14 @@ class Streams:
         try:
             yield
         finally:
-            mx.synchronize()
-            mx.synchronize(stream)
-            # A thread that ends with streams of its own still alive can take the process down with it.
-            mx.clear_streams()
-            with self._lock:
-                self._free.append(stream)
+            try:
+                mx.synchronize()
+                mx.synchronize(stream)
+            finally:
+                # A thread that ends with streams of its own still alive can take the process down with it.
+                mx.clear_streams()
+                with self._lock:
+                    self._free.append(stream)
 
     def _take(self) -> mx.Stream:
         import mlx.core as mx

@@ -108,7 +108,8 @@ def measure(
 def _check(layout: Layout) -> None:
     """Refuse what cannot be followed token by token, and what has nothing to encode."""
     specs = layout.flat()
-    odd = {spec.kind for spec in specs if spec.kind in ("chunked", "foreign") or spec.keep}
+    odd = {spec.kind for spec in specs if spec.kind in ("chunked", "foreign")}
+    odd |= {"windows that keep their first tokens" for spec in specs if spec.keep}
     if odd or all(spec.kind == "recurrent" for spec in specs):
         has = f"layers that are {' and '.join(sorted(odd))}" if odd else "recurrent state alone, which stays as it is"
         raise ConfigError(

@@ -25,9 +25,6 @@ from kvstrata.codecs.cpu_blocks import (
 # that a change there is one here; a test says what it has to be.
 BUILT_ON = "b2ad8a87c6dc139f"
 
-_ONE = np.float32(1)
-_SMALLEST_NORMAL = np.float32(2.0**-14)  # of float16
-_STEPS_DOWN = np.float32(2.0**24)  # float16's subnormal numbers are multiples of 2**-24
 _LARGEST = np.float32(65504)
 _SMALLEST_NORM = np.float32(1e-30)  # of a vector that is not taken as zero
 

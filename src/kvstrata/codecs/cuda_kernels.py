@@ -215,7 +215,9 @@ class Kernel:
     body: str
     header: str
     views: bool  # inputs may be views of something larger
-    _compiled: dict[tuple[Constant, ...], Callable[..., list[mx.array]]] = field(default_factory=dict)
+    _compiled: dict[tuple[Constant, ...], Callable[..., list[mx.array]]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def run(self, constants: tuple[Constant, ...], **launch: Any) -> list[mx.array]:
         """`launch` is what MLX's kernels are called with. MLX's own templates would cost regular expressions a call."""

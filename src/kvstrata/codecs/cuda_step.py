@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs import cuda_kernels
+from kvstrata.codecs import cuda_kernels, paths
 from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda import RAW_DTYPES, PlanesRange, Range
+from kvstrata.codecs.cuda import RAW_DTYPES, PlanesRange, Range, RawRange
 from kvstrata.codecs.cuda_codes import (
     FUSED_DIMS,
     THREADS,
@@ -175,6 +175,20 @@ def attend_step(
         threadgroup=(THREADS, 1, 1),
     )
     return out
+
+
+@cache
+def compile_all(dtype: mx.Dtype, kv_heads: int, group: int, k_dim: int, v_dim: int, has_sinks: bool) -> None:
+    """Have the kernels for every number of buffers, seconds for each, before somebody waits for one."""
+    if paths.active() != "fused":
+        return
+    heads = kv_heads * group
+    q, k, v = (mx.zeros((1, n, 1, dim), dtype) for n, dim in ((heads, k_dim), (kv_heads, k_dim), (kv_heads, v_dim)))
+    for count in BUFFER_COUNTS:
+        own, *others = [(mx.zeros_like(k), mx.zeros_like(v)) for _ in range(count)]
+        rows = rows_of([[RawRange(*pair, 0, 1) for pair in others]], [Slot(*own, 1, 0, 1)])
+        sinks = mx.zeros((heads,)) if has_sinks else None
+        mx.eval(attend_step(q, k, v, rows, mx.zeros((kv_heads,), mx.uint32), 1.0, sinks))
 
 
 @lru_cache(maxsize=64)

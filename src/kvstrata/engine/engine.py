@@ -224,17 +224,18 @@ class Engine:
     # From here on: the thread that owns MLX.
 
     def _main(self) -> None:
-        with streams().borrowed():
-            self._live()
+        try:
+            with streams().borrowed():
+                self._live()
+        except BaseException as error:
+            if self._ready.is_set():
+                raise
+            self._start_error = error  # raised by the thread that waits in start()
+            self._ready.set()
 
     def _live(self) -> None:
-        try:
-            self._set_up()
-        except BaseException as error:  # noqa: BLE001
-            self._start_error = error  # raised by the thread that waits in start()
-            return
-        finally:
-            self._ready.set()
+        self._set_up()
+        self._ready.set()
         while not self._stopping:
             self._turn()
         with self._lock:

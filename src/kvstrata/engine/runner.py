@@ -14,7 +14,6 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.engine.sampling import Sampled, Sampler, sample
-from kvstrata.layers import cuda
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import Prefix, SequenceCache
@@ -63,13 +62,6 @@ class Runner:
         changed = [array for row in rows for array in row.sampler.arrays()]
         mx.async_eval(sampled.arrays(), changed, self._state_arrays(rows))
         return Launched(tuple(row.id for row in rows), sampled, began_s)
-
-    def warm_up(self, most_rows: int) -> None:
-        """Have the kernels of decode steps compiled, where that happens when they first run: seconds for each."""
-        for size in cuda.sizes_to_try(most_rows if self._layout.path == "parts" else 1):
-            caches = [self.new_cache(1) for _ in range(size)]
-            called = BatchCache(caches).begin_step() if size > 1 else caches[0].caches()
-            mx.eval(self._model(mx.zeros((size, 1), mx.int32), cache=called))
 
     def disband(self) -> None:
         """Give every sequence of the batch its own state back."""

@@ -36,7 +36,6 @@ def max_chunk() -> int:
 def measure_passes(runner: Runner, *, rows: int, vocab_size: int, chunk_tokens: int | None = None) -> Passes:
     """Of chunks of so many tokens, and of batches of `rows`. Activations grow with the chunk, and attention's scores
     with the chunk and with all that comes before it."""
-    runner.warm_up(rows)
     cache = runner.new_cache(2 * MEASURED_TOKENS)
     first, _ = _prefill(runner, cache)
     second, seconds = _prefill(runner, cache)

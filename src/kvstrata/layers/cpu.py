@@ -14,7 +14,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -31,6 +31,8 @@ from kvstrata.layers.parts import CutPart, Part, RawPart, SealedPart
 
 # Queries of one block of a causal prefill: keys that no query of the block sees are not multiplied at all.
 BLOCK = 128
+# Some times what the kernels of codecs/ take to compile. Past it they are compiled here.
+COMPILE_S = 120
 # Keys of a batch, over all rows and heads, from which on it pays to wake other threads.
 PARALLEL_KEYS = 4096
 # One sequence alone over fewer tokens than this: its step is faster as one graph, without stopping at each layer.
@@ -125,16 +127,23 @@ def _codecs_compiled_beside() -> Iterator[None]:
         return
     code = "import kvstrata; from kvstrata.codecs import cpu; cpu.warm_up()"
     quiet = subprocess.DEVNULL
-    with subprocess.Popen([sys.executable, "-c", code], stdin=quiet, stdout=quiet, stderr=quiet) as other:
-        try:
-            yield
-        except BaseException:
-            other.kill()
-            raise
+    try:
+        # -P: nothing is imported from the folder that the server was started in.
+        other = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=quiet, stdout=quiet, stderr=quiet)
+    except OSError:
+        yield
+        return
+    try:
+        yield
+        with suppress(subprocess.TimeoutExpired):
+            other.wait(COMPILE_S)
+    finally:
+        other.kill()
+        other.wait()
 
 
 def _is_on_disk() -> bool:
-    """Whether codecs' kernels were compiled from the text that they have now."""
+    """Whether codecs' kernels were compiled since their text was changed, as far as one of them shows."""
     from kvstrata.codecs import cpu_kernels as codec_kernels
 
     last = codec_kernels.look_up

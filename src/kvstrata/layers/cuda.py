@@ -13,7 +13,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from kvstrata.codecs import cuda_step, paths
+from kvstrata.codecs import cuda_step
 from kvstrata.codecs.cuda_check import step_works
 from kvstrata.codecs.cuda_step import Slot
 from kvstrata.layers.kinds import Layout
@@ -44,14 +44,6 @@ def kernels(layout: Layout) -> str:
     return "MLX, by sequence: it has no step of a whole batch for these layers, or it did not work here (see the log)"
 
 
-def sizes_to_try(most_rows: int) -> list[int]:
-    """Batches that together need every kernel that a batch of up to `most_rows` raw sequences needs."""
-    if paths.active() != "fused":
-        return []
-    smaller = [size for size in cuda_step.BUFFER_COUNTS if size < most_rows]
-    return sorted({*smaller, min(most_rows, cuda_step.MOST_BUFFERS)})
-
-
 class Counters:
     """What blocks of a launch count themselves with: of one layer, whose launches wait for each other."""
 
@@ -75,12 +67,7 @@ class Step:
         self._reads: cuda_step.Rows | None = None
         self._has_slots = False
         self._is_written = False
-        self._launched: list[mx.array] = []
-
-    @property
-    def launched(self) -> list[mx.array]:
-        """Once these are computed, the new tokens are written."""
-        return self._launched
+        self.launched: list[mx.array] = []  # once these are computed, the new tokens are written
 
     def takes(self, queries: mx.array) -> bool:
         if not cuda_step.fits(queries, self._keys, self._values):
@@ -92,14 +79,17 @@ class Step:
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
         assert self._reads is not None, "ask `takes` first"
         self._is_written = True
-        counters = self._counters.of(self._keys.shape[0] * self._keys.shape[1])
+        num_rows, kv_heads, _, k_dim = self._keys.shape
+        group, v_dim = queries.shape[1] // kv_heads, self._values.shape[3]
+        cuda_step.compile_all(queries.dtype, kv_heads, group, k_dim, v_dim, sinks is not None)
+        counters = self._counters.of(num_rows * kv_heads)
         out = cuda_step.attend_step(queries, self._keys, self._values, self._reads, counters, scale, sinks)
-        self._launched.append(out)
+        self.launched.append(out)
         return out
 
     def settle(self) -> Sequence[Row]:
         """Write the new tokens; for whoever reads the rows in another way."""
-        mx.eval(self._launched)
+        mx.eval(self.launched)
         if not self._is_written:
             if not self._has_slots:
                 self._take_slots()

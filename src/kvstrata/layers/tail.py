@@ -110,8 +110,8 @@ class FullLayer:
         sealed.append(SealedPart(k.encode(next_k, start + first), v.encode(next_v, start + first)))
         self._sealed += sealed
         self._pieces = [tail]
-        self._join_sealed()
         self._count_sealed()
+        self._join_sealed()
         return last - first
 
     def _raw_arrays(self) -> tuple[mx.array, mx.array]:
@@ -128,6 +128,7 @@ class FullLayer:
             if (a.k.codec, a.v.codec) != (b.k.codec, b.v.codec) or a.num_tokens > 2 * b.num_tokens:
                 return
             self._sealed[-2:] = [SealedPart(a.k.codec.join(a.k, b.k), a.v.codec.join(a.v, b.v))]
+            self._count_sealed()
 
     def append(self, k: mx.array, v: mx.array) -> None:
         """Write tokens; the caller has made sure that there is room."""

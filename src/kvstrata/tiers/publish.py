@@ -63,9 +63,9 @@ class Publisher:
             return self._failed(error)
 
     def publish(
-        self, block: Block, kept: frozenset[bytes], is_wanted: Callable[[], bool], take: Take
+        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], take: Take
     ) -> Written | Dropped | Failed:
-        """`kept`: keys that must stay on disk while this makes room. `take` paces what is long."""
+        """`kept`: keys that must stay on disk, asked for when this makes room. `take` paces what is long."""
         try:
             return self._publish(block, kept, is_wanted, take)
         except GivenUp as given_up:
@@ -95,11 +95,13 @@ class Publisher:
             self._shelf.rebuild()
         self._shelf.compare_once()
 
-    def _publish(self, block: Block, kept: frozenset[bytes], is_wanted: Callable[[], bool], take: Take) -> Written:
+    def _publish(
+        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], take: Take
+    ) -> Written:
         self._put_in_step()
         encoded = encode(block, self._checksum, take)
         # After a parent that found no room, room for its children would come from the chain that they hang on.
-        self._shelf.make_room(encoded.nbytes, kept, may_evict=block.parent not in self._without_room)
+        self._shelf.make_room(encoded.nbytes, kept(), may_evict=block.parent not in self._without_room)
         temporary = self._shelf.folder.temporaries / f"{next(self._serial)}.tmp"
         try:
             disk_bytes = self._write(temporary, encoded, take)

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,9 +25,9 @@ from kvstrata.tiers.usage import Counters, Event
 log = logging.getLogger(__name__)
 
 # The block, the keys that must stay, whether it is still wanted at the moment of publication, and what paces the work.
-Publish = Callable[[Block, frozenset[bytes], Callable[[], bool], Take], Written | Dropped | Failed]
+Publish = Callable[[Block, Callable[[], frozenset[bytes]], Callable[[], bool], Take], Written | Dropped | Failed]
 
-# More than whoever computes. Not the most: a thread that never gets a core can do so while it holds the interpreter.
+# More than whoever computes, but not all there is: a thread that never gets a core may hold the interpreter meanwhile.
 NICENESS = 10
 LARGEST_NICENESS = 19
 # Of the queue. What is past it is written without a rest: rather that than refuse blocks.
@@ -171,12 +171,11 @@ class Writer:
                     return
                 must_settle_in = not self._is_settled_in
                 batch = [] if must_settle_in else list(self._queue.values())[:1]
-                kept = _parents(entry.block for entry in self._queue.values())
                 self._is_writing = True
             if must_settle_in:
                 self._settle_in_now()
             for entry in batch:
-                self._settle(entry.block, self._attempt(entry, kept))
+                self._settle(entry.block, self._attempt(entry))
             with self._changed:
                 for entry in batch:
                     self._leave(entry)
@@ -203,8 +202,14 @@ class Writer:
             self._changed.wait(self._pause.remaining_s if has_work else None)
         return False
 
-    def _attempt(self, entry: _Entry, kept: frozenset[bytes]) -> Written | Dropped | Failed:
-        return _guarded(lambda: self._publish(entry.block, kept, lambda: self._is_queued(entry), self._strides.take))
+    def _attempt(self, entry: _Entry) -> Written | Dropped | Failed:
+        is_wanted, take = (lambda: self._is_queued(entry)), self._strides.take
+        return _guarded(lambda: self._publish(entry.block, self._kept, is_wanted, take))
+
+    def _kept(self) -> frozenset[bytes]:
+        """Parents stay while their children are on the way; a part stays with its base."""
+        with self._changed:
+            return frozenset(key for e in self._queue.values() for key in (e.block.parent, e.block.key))
 
     def _rest(self, seconds: float) -> None:
         with self._changed:
@@ -248,11 +253,6 @@ def _guarded(work: Callable[[], Outcome]) -> Outcome | Failed:
     except Exception as error:  # The thread must outlive a mistake of ours, and say it.
         log.exception("The disk cache's writer failed in a way that it should not")
         return Failed(Fault.OTHER, repr(error))
-
-
-def _parents(blocks: Iterable[Block]) -> frozenset[bytes]:
-    """They stay while their children are on the way; a part stays with its base."""
-    return frozenset(key for block in blocks for key in (block.parent, block.key))
 
 
 def _step_back() -> None:
