@@ -126,6 +126,10 @@ _SPECIFIC: dict[str, dict[str, Any]] = {
 
 ARCHITECTURES = tuple(_SPECIFIC)
 
+# Reaches into mlx-lm's caches, so it is served with those.
+FOREIGN = "deepseek_v32"
+_SPECIFIC[FOREIGN] = {**_SPECIFIC["deepseek_v3"], "index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}
+
 
 def tiny_config(architecture: str) -> dict[str, Any]:
     return {**_COMMON, **_SPECIFIC[architecture], "model_type": architecture}

@@ -15,7 +15,7 @@ import mlx.core as mx
 from kvstrata.errors import ModelError
 from kvstrata.layers.attention import install
 from kvstrata.layers.batch import BatchCache
-from kvstrata.layers.kinds import Layout, arrays_in, measure, read_kinds
+from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, measure, read_kinds
 from kvstrata.layers.sequence import SequenceCache
 
 # Different lengths, so that a path which ignores offsets by row is found out.
@@ -26,11 +26,19 @@ _CAPACITY = 16
 
 def probe(model: Any, max_kv_size: int | None = None) -> Layout:
     install()
-    alone = Layout(read_kinds(model, max_kv_size), path="rows")
-    expected, caches = _run_alone(model, alone)
+    alone = Layout(read_kinds(model, max_kv_size), path="rows", reason="the model brings a cache of its own kind")
+    try:
+        expected, caches = _run_alone(model, alone)
+    except ModelError as error:
+        if max_kv_size is not None:
+            raise
+        # Some models reach into mlx-lm's caches. They get those, and nothing of them can be shared.
+        reason = f"the model reaches into mlx-lm's own caches: {error.__cause__}"[:200]
+        alone = Layout((LayerSpec("foreign"),) * len(alone.layers), path="rows", reason=reason)
+        expected, caches = _run_alone(model, alone)
     alone = dataclasses.replace(alone, layers=measure(alone.layers, caches[0].layers, len(_PROMPTS[0])))
     if any(layer.kind == "foreign" for layer in alone.layers):
-        return dataclasses.replace(alone, reason="the model brings a cache of its own kind")
+        return alone
     together = dataclasses.replace(alone, path="parts", reason="same logits in a batch as alone")
     try:
         reached = _run_together(model, together)
