@@ -75,6 +75,13 @@ def served(default_model: LoadedModel) -> Iterator[Served]:
         yield one
 
 
+@pytest.fixture(scope="session")
+def endless(default_model: LoadedModel) -> Iterator[Served]:
+    """The default model, which never ends a reply by itself: who leaves in the middle must find one."""
+    with running(replace(default_model, eos_ids=frozenset())) as one:
+        yield one
+
+
 @pytest.fixture
 def serve(default_model: LoadedModel) -> Iterator[Callable[..., Served]]:
     """Servers with settings of their own."""

@@ -225,9 +225,9 @@ def test_chat_streams_and_says_what_was_cached(browser: Browser, served: Served)
     page.close()
 
 
-def test_stop_ends_an_answer(browser: Browser, served: Served) -> None:
+def test_stop_ends_an_answer(browser: Browser, endless: Served) -> None:
     page = browser.page()
-    page.open(served.url)
+    page.open(endless.url)
     page.wait(LOADED)
     page.run("document.querySelector('#chat [name=max_tokens]').value = 4000")
     page.type("#chat textarea", "Count from one to a thousand.")
@@ -235,8 +235,8 @@ def test_stop_ends_an_answer(browser: Browser, served: Served) -> None:
     page.wait("document.querySelector('.message.assistant p')?.innerText.length > 2", 120)
     page.click("#chat-stop")
     page.wait("document.querySelector('.message.assistant footer').innerText === 'stopped'")
-    served.wait_idle()
-    assert get(served, "/cache/usage")["sequences"] == []
+    endless.wait_idle()
+    assert get(endless, "/cache/usage")["sequences"] == []
     page.close()
 
 

@@ -90,24 +90,24 @@ def test_silence_is_broken_by_comments(narrow: Served) -> None:
         assert "data: [DONE]" in list(lines)
 
 
-def test_client_that_leaves_a_stream_cancels(served: Served) -> None:
-    before = scrape(served).get(CANCELLED, 0.0)
-    with served.http() as http:
-        response = begin(http, served, max_tokens=4000)
+def test_client_that_leaves_a_stream_cancels(endless: Served) -> None:
+    before = scrape(endless).get(CANCELLED, 0.0)
+    with endless.http() as http:
+        response = begin(http, endless, max_tokens=4000)
         next(response.iter_raw())
         response.close()
-    served.wait_idle()
-    assert ended(served)
-    assert scrape(served)[CANCELLED] == before + 1
+    endless.wait_idle()
+    assert ended(endless)
+    assert scrape(endless)[CANCELLED] == before + 1
 
 
-def test_client_that_leaves_while_it_waits_cancels(served: Served) -> None:
-    before = scrape(served).get(CANCELLED, 0.0)
-    with served.http() as http, pytest.raises(httpx.ReadTimeout):
-        http.post("/v1/completions", json={"model": served.name, "prompt": "Once", "max_tokens": 4000}, timeout=1.0)
-    served.wait_idle()
-    assert ended(served)
-    assert scrape(served)[CANCELLED] == before + 1
+def test_client_that_leaves_while_it_waits_cancels(endless: Served) -> None:
+    before = scrape(endless).get(CANCELLED, 0.0)
+    with endless.http() as http, pytest.raises(httpx.ReadTimeout):
+        http.post("/v1/completions", json={"model": endless.name, "prompt": "Once", "max_tokens": 4000}, timeout=1.0)
+    endless.wait_idle()
+    assert ended(endless)
+    assert scrape(endless)[CANCELLED] == before + 1
 
 
 def ended(served: Served) -> bool:

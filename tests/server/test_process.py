@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 
 from kvstrata.config import Settings, env_name, flag_name
+from kvstrata.models.loaded import LoadedModel
 from tests.models.conftest import write_model
 from tests.server.conftest import Served
 from tests.tiny import tiny_config, tiny_module
@@ -114,11 +115,12 @@ def serving(log: Path, *model: str) -> Iterator[tuple[subprocess.Popen[str], str
             process.kill()
 
 
-def test_first_ctrl_c_drains_and_the_second_ends_at_once(tmp_path: Path) -> None:
+def test_first_ctrl_c_drains_and_the_second_ends_at_once(tmp_path: Path, default_model: LoadedModel) -> None:
     with serving(tmp_path / "log") as (process, url, start):
         for word in ("SmolLM2-135M-Instruct", "back-end", "BLAS" if sys.platform == "linux" else "metal", "memory"):
             assert word in start
-        body = {"model": "SmolLM2-135M-Instruct", "prompt": "Once", "max_tokens": 4000, "stream": True}
+        endless = {"max_tokens": 4000, "logit_bias": {str(id_): -100 for id_ in default_model.eos_ids}}
+        body = {"model": "SmolLM2-135M-Instruct", "prompt": "Once", "stream": True, **endless}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
             chunks = response.iter_raw()  # an iterator that nobody holds closes the connection
             next(chunks)
