@@ -194,9 +194,9 @@ def test_explain_shows_where_it_ends_and_runs_no_markup(page: Page, fresh: Serve
     assert page.run("document.title") == f"kvstrata: {fresh.name}"
 
 
-def test_chat_streams_and_says_what_was_cached(browser: Browser, served: Served) -> None:
+def test_chat_streams_and_says_what_was_cached(browser: Browser, endless: Served) -> None:
     page = browser.page()
-    page.open(served.url)
+    page.open(endless.url)
     page.wait(LOADED)
     page.run("document.querySelector('#chat [name=max_tokens]').value = 12")
     page.run(
@@ -220,7 +220,7 @@ def test_chat_streams_and_says_what_was_cached(browser: Browser, served: Served)
         """[...document.querySelectorAll('.message')].slice(0, 3).map(it => ({
           role: it.classList.contains('user') ? 'user' : 'assistant', content: it.querySelector('p').textContent}))"""
     )
-    assert post(served, "/cache/explain", messages=messages)["prompt_tokens"] == int(prompt)
+    assert post(endless, "/cache/explain", messages=messages)["prompt_tokens"] == int(prompt)
     assert page.complaints == []
     page.close()
 
