@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvstrata.cli import bench_cache
+from kvstrata.cli.bench_options import MIB, Json, Model, RandomWeights, Rounds, chosen
 
 if TYPE_CHECKING:
     from kvstrata.bench.engine import EngineFigures
@@ -28,14 +29,7 @@ app = typer.Typer(
 
 SAMPLE = Path(__file__).parents[1] / "bench" / "sample.txt"
 KV_CACHE_CODECS = ("raw", "affine:8", "planes:8", "affine:4", "rotated:4", "planes:4", "planes:2")
-MIB = 1 << 20
 MAX_BATCH = 16  # what the engine runs at once by default
-
-Model = Annotated[
-    str | None, typer.Argument(help="Folder or Hugging Face id of a model.", show_default="the default model")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
-Rounds = Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")]
 
 
 @app.command()
@@ -47,21 +41,16 @@ def engine(
     ] = 64,
     rounds: Rounds = 3,
     batches: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1,8",
-    random_weights: Annotated[
-        bool,
-        typer.Option("--random-weights", help="Take a Qwen3-0.6B shape with random bf16 weights instead of MODEL."),
-    ] = False,
+    random_weights: RandomWeights = False,
     as_json: Json = False,
 ) -> None:
     """The engine beside mlx-lm's BatchGenerator: batch 1, batch 8, and the prefill of 512 tokens."""
     from kvstrata.bench.engine import compare
-    from kvstrata.bench.random_model import random_model
     from kvstrata.engine.engine import Engine
     from kvstrata.engine.limits import Limits
     from kvstrata.metrics import Metrics
-    from kvstrata.models.load import load
 
-    loaded = random_model() if random_weights else load(model)
+    loaded = chosen(model, random_weights=random_weights)
     running = Engine(loaded, Limits(), Metrics())
     running.start()
     try:

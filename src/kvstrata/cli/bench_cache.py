@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kvstrata.cli.bench_options import MIB, Json, Model, RandomWeights, Rounds, chosen
+
 if TYPE_CHECKING:
     from kvstrata.bench.first_token import FirstToken
     from kvstrata.bench.ladder import LadderRun
     from kvstrata.bench.requantize import Requantized
     from kvstrata.bench.spilling import Spilling
-
-Model = Annotated[
-    str | None, typer.Argument(help="Folder or Hugging Face id of a model.", show_default="the default model")
-]
-MIB = 1 << 20
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
 
 
 def first_token(
@@ -27,7 +23,7 @@ def first_token(
     slow_disk: Annotated[
         str, typer.Option(help="What slow disks read in a second, with commas between.", metavar="sizes")
     ] = "2MB,20MB",
-    rounds: Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")] = 3,
+    rounds: Rounds = 3,
     as_json: Json = False,
 ) -> None:
     """How soon the first token comes: without a cache, with one that has nothing, from memory, and from disks."""
@@ -111,21 +107,16 @@ def decode(
     model: Model = None,
     context_tokens: Annotated[int, typer.Option(min=256, help="Tokens that are attended to.")] = 4096,
     reply_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded in each round.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")] = 3,
+    rounds: Rounds = 3,
     precisions: Annotated[str, typer.Option(help="Of ours, with commas between.")] = "raw,planes:8,planes:4",
-    random_weights: Annotated[
-        bool,
-        typer.Option("--random-weights", help="Take a Qwen3-0.6B shape with random bf16 weights instead of MODEL."),
-    ] = False,
+    random_weights: RandomWeights = False,
     as_json: Json = False,
 ) -> None:
     """Decoding over a long context: each precision, beside mlx-lm's plain and quantized caches."""
     from kvstrata.bench.decode import measure, table
-    from kvstrata.bench.random_model import random_model
-    from kvstrata.models.load import load
 
     rows = measure(
-        random_model() if random_weights else load(model),
+        chosen(model, random_weights=random_weights),
         context_tokens=context_tokens,
         reply_tokens=reply_tokens,
         rounds=rounds,
@@ -140,15 +131,15 @@ def requantize(
     streams: Annotated[int, typer.Option(min=1, max=16, help="Streams that run meanwhile.")] = 8,
     prompt_tokens: Annotated[int, typer.Option(min=300, help="Tokens of each prompt.")] = 512,
     reply_tokens: Annotated[int, typer.Option(min=64, help="Tokens of each reply.")] = 160,
+    random_weights: RandomWeights = False,
     as_json: Json = False,
 ) -> None:
     """Step everything down to planes:8, then planes:4, under running streams: pauses, bytes, time."""
     from kvstrata.backend import device
     from kvstrata.bench.requantize import measure
-    from kvstrata.models.load import load
 
     rows = measure(
-        load(model),
+        chosen(model, random_weights=random_weights),
         memory_bytes=int(device().memory_bytes * 0.75),
         streams=streams,
         prompt_tokens=prompt_tokens,

@@ -66,7 +66,7 @@ def _error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
                 buffer[:, :, at] = tokens[row : row + 1, :, 0]
             read = [*((_dense(planes, dtype), [array[:, :, :70] for array in expected[0]]) if row else ())]
             read.append([array[:, :, : at + 1] for array in expected[row]])
-            errors.append(_distance(out[row : row + 1], _stock(q[row : row + 1], read)))
+            errors.append(relative_error(out[row : row + 1], _stock(q[row : row + 1], read)))
     pairs = zip((x for pair in buffers for x in pair), (x for pair in expected for x in pair), strict=True)
     written = [mx.array_equal(*pair).item() for pair in pairs]
     return max(errors) if all(written) else float("inf")
@@ -92,7 +92,8 @@ def _random(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
 
 
-def _distance(a: mx.array, b: mx.array) -> float:
+def relative_error(a: mx.array, b: mx.array) -> float:
+    """The largest difference, as a share of the largest value of `b`."""
     difference = mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max() / mx.abs(b.astype(mx.float32)).max()
     value = difference.item()
     assert isinstance(value, float)

@@ -17,6 +17,7 @@ from kvstrata.layers.attention import install
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, measure, read_kinds
 from kvstrata.layers.sequence import SequenceCache
+from kvstrata.models.experts import mend_products
 
 # Different lengths, so that a path which ignores offsets by row is found out.
 _PROMPTS = ((1, 2, 3, 4, 5), (6, 7, 8))
@@ -26,6 +27,7 @@ _CAPACITY = 16
 
 def probe(model: Any, max_kv_size: int | None = None) -> Layout:
     install()
+    mend_products()
     alone = Layout(read_kinds(model, max_kv_size), path="rows", reason="the model brings a cache of its own kind")
     try:
         expected, caches = _run_alone(model, alone)
