@@ -19,8 +19,9 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import make_plan
 from kvstrata.store.entry import Lease
+from kvstrata.store.filing import Filing
 from kvstrata.store.precision import PrecisionOptions
-from kvstrata.store.store import Filing, Store, StoreOptions
+from kvstrata.store.store import Store, StoreOptions
 
 DIM = 64
 NUM_LAYERS = 2

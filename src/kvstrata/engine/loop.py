@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 import mlx.core as mx
 
 from kvstrata.engine.limits import EngineState, Limits
-from kvstrata.engine.memory import Budget
+from kvstrata.engine.memory import Budget, no_room_beside_pins
 from kvstrata.engine.rates import Pace, Rate
 from kvstrata.engine.report import CacheUsage, cache_usage
 from kvstrata.engine.request import Failed, Finished, FinishReason, Prefilled, Request
@@ -128,7 +128,7 @@ class Loop:
             return None
         for sequence in self._running.values():
             if sequence.request.id == request_id and sequence.filing is not None:
-                return {*sequence.filing.lease.entries, sequence.filing.entry}
+                return sequence.filing.entries
         raise InvalidRequest(f"No request {request_id[:80]!r} is running. GET /cache/usage lists those that are.")
 
     def seconds_to_wait(self) -> float:
@@ -230,9 +230,29 @@ class Loop:
     # Plan.
 
     def _plan(self) -> Plan:
-        step_plan = self._plan_for(self._as_waiting())
+        waiting = self._as_waiting()
+        step_plan = self._plan_for(waiting)
+        if not self._running and not step_plan.admit:
+            step_plan = self._plan_for_one(waiting)
+        elif step_plan.set_aside and len(self._running) == 1 and self._resume.drop_marks(*self._running.values()):
+            step_plan = self._plan_for(waiting)
         self._needs_room = bool(step_plan.admit) and self._has_to_wait(step_plan.admit)
         return self._plan_for([]) if self._needs_room else step_plan
+
+    def _plan_for_one(self, waiting: list[Waiting]) -> Plan:
+        """Nobody runs, so nobody will make room: the first that waits for nothing else is let in, with less to go on
+        from if it has to be, or it fails."""
+        first = next((w.id for w in waiting if not w.follows), None)
+        if first is None or any(sequence.load is not None for sequence in self._waiting):
+            return Plan()
+        sequence = next(s for s in self._waiting if s.arrival == first)
+        free_bytes = self._budget.total_bytes - self._leased_bytes()
+        while (over_bytes := self._admit_bytes(sequence) - free_bytes) > 0:
+            if not self._resume.shorten(sequence, over_bytes):
+                needs_bytes = self._admit_bytes(sequence)
+                self._fail(sequence, no_room_beside_pins(needs_bytes, free_bytes, self._budget.total_bytes))
+                return Plan()
+        return self._plan_for(self._as_waiting())
 
     def _plan_for(self, waiting: list[Waiting]) -> Plan:
         return plan(
@@ -276,11 +296,10 @@ class Loop:
         for sequence in self._waiting[: max(0, self._limits.max_running - len(self._running)) + MAX_FOLLOWERS]:
             loads = self._resume.loads(sequence, rate)
             found = self._resume.found(sequence)
-            pinned = sum(entry.nbytes for entry in found.entries if entry.is_free)
             waiting.append(
                 Waiting(
                     sequence.arrival,
-                    admit_bytes=self._budget.bytes_for(self._first_capacity(sequence, found.num_tokens)) + pinned,
+                    admit_bytes=self._admit_bytes(sequence),
                     prefill_left=len(sequence.tokens) - 1 - found.num_tokens,
                     chunk_limit=self._resume.next_stop(sequence, found.num_tokens),
                     follows=loads or self._resume.follows(sequence, ahead),
@@ -288,6 +307,11 @@ class Loop:
             )
             ahead.append(sequence)
         return waiting
+
+    def _admit_bytes(self, sequence: Sequence) -> int:
+        found = self._resume.found(sequence)
+        kept_bytes = sum(entry.nbytes for entry in found.entries if entry.is_free)
+        return self._budget.bytes_for(self._first_capacity(sequence, found.num_tokens)) + kept_bytes
 
     def _as_running(self, sequence: Sequence) -> Running:
         assert sequence.cache is not None
@@ -452,6 +476,11 @@ class Loop:
         self._metrics.requests.labels(outcome=reason).inc()
         self._metrics.request_s.observe(time.monotonic() - sequence.submitted_s)
         sequence.end(Finished(reason, sequence.usage))
+
+    def _fail(self, sequence: Sequence, message: str) -> None:
+        self._remove(sequence)
+        self._metrics.requests.labels(outcome="failed").inc()
+        sequence.end(Failed(message))
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.arrival in self._running:

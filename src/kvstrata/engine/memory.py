@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstrata.errors import ConfigError, NeverFits
+from kvstrata.layers.buffers import round_up
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 
@@ -28,8 +29,8 @@ class Budget:
         return self.bytes_for(cache.raw_capacity) + cache.sealed_bytes
 
     def most_tokens(self) -> int:
-        """How long a sequence that grows can get if it is alone."""
-        return (self.total_bytes - self.fixed_bytes) // self.token_bytes
+        """How long a sequence that grows can get if it is alone. Its last buffer may be larger than what it needs."""
+        return (self.total_bytes - self.fixed_bytes) // self.token_bytes - (round_up(1) - 1)
 
     def reply_tokens(self, prompt_tokens: int, wanted: int, *, may_be_less: bool = False) -> int:
         """How much of the wanted reply memory allows if the sequence is alone."""
@@ -45,6 +46,14 @@ class Budget:
             f"cache, and the budget is {self.total_bytes // MIB} MiB, {self.most_tokens()} tokens. Raise "
             "--memory-limit, shorten the prompt, or lower max_tokens."
         )
+
+
+def no_room_beside_pins(need_bytes: int, free_bytes: int, total_bytes: int) -> str:
+    return (
+        f"This request needs {need_bytes / MIB:.1f} MiB of KV cache. Of {total_bytes / MIB:.1f} MiB there are "
+        f"{free_bytes / MIB:.1f} for it, the rest is pinned. Unpin some (POST /cache/unpin), raise --memory-limit, or "
+        "shorten the request."
+    )
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,12 @@ from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.spans.span import SEAL_TOKENS, RawWindow
 from kvstrata.store.cold import Cold
 from kvstrata.store.entry import Found
+from kvstrata.store.filing import Filing
 from kvstrata.store.ladder import Floors
 from kvstrata.store.precision import PrecisionOptions
 from kvstrata.store.pressure import LadderOptions
 from kvstrata.store.search import NOTHING
-from kvstrata.store.store import Filing, Store, StoreOptions
+from kvstrata.store.store import Store, StoreOptions
 
 # A prefill in flight is waited for if it saves at least this many tokens.
 MIN_FOLLOW_TOKENS = 32
@@ -103,6 +104,14 @@ class Resume:
             sequence.miss = self.store.miss(sequence.ids(), salt)
         return True
 
+    def shorten(self, sequence: Sequence, need_bytes: int) -> bool:
+        """It does not fit beside what it would go on from: let some of that go. False: there is nothing that may."""
+        return self.store is not None and self.store.shorten(sequence.ids()[:-1], sequence.request.salt, need_bytes)
+
+    def drop_marks(self, sequence: Sequence) -> bool:
+        """It runs and has no room to grow. False: it has none."""
+        return self.store is not None and sequence.filing is not None and self.store.drop_marks(sequence.filing)
+
     def next_stop(self, sequence: Sequence, at: int) -> int | None:
         """How many tokens after `at` its prefill should pause, so that others can resume there. None: it need not."""
         if not self._needs_marks:
@@ -127,7 +136,7 @@ class Resume:
 
     def _has_grown(self, filing: Filing, num_tokens: int) -> None:
         assert self.store is not None
-        self.store.pressure.grown({*filing.lease.entries, filing.entry}, num_tokens)
+        self.store.pressure.grown(filing.entries, num_tokens)
         filing.review()
 
     def forget(self, sequence: Sequence) -> None:

@@ -12,8 +12,8 @@ from kvstrata.engine.sampling import Sampler
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.store.entry import Found
+from kvstrata.store.filing import Filing
 from kvstrata.store.loads import Load
-from kvstrata.store.store import Filing
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.stop import StopMatcher
 

@@ -15,7 +15,7 @@ from kvstrata.index.ids import TokenIds
 from kvstrata.index.tree import Node, Tree
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.span import empty_span
-from kvstrata.store.entry import Entry
+from kvstrata.store.entry import Entry, Found
 from kvstrata.store.eviction import Eviction
 from kvstrata.store.policy import Kind, PrefillCost
 from kvstrata.store.uses import Uses
@@ -140,6 +140,46 @@ class Shelf:
             if node in node.payload.nodes and node.is_leaf and node.payload.is_free:
                 self.remove(node)
         self.ghosts = Tree()
+
+    def shorten(self, found: Found, need_bytes: int) -> bool:
+        """Let go of some of what a match keeps from going, of so many bytes if that can be: ends that it does not use,
+        then marks, then what it uses itself, the end first. False: there is nothing that may go."""
+        used = max(found.num_tokens, found.mark_position or 0)
+        for entry in found.entries:
+            used_end = max(min(node.end, used) for node in found.path if node.payload is entry)
+            last = max(entry.nodes, key=lambda node: node.end)
+            if last.end > used_end and self._shorten(last, used_end, need_bytes):
+                return True
+        unused = {entry for entry in found.entries if entry.is_free}
+        if self.drop_marks(unused, found.mark_position):
+            return True
+        return bool(found.path) and self._shorten(found.path[-1], 0, need_bytes)
+
+    def _shorten(self, node: Node[Entry], start: int, need_bytes: int) -> bool:
+        """A node from its end on, but for what is before `start`; all that hangs on it goes first, a leaf at a time."""
+        leaf = node
+        while not leaf.is_leaf:
+            leaf = next(iter(leaf.children.values()))
+        entry = leaf.payload
+        if not entry.is_free:
+            return False
+        need_tokens = (
+            -(-need_bytes * entry.span.num_tokens // max(1, entry.nbytes)) if leaf is node else leaf.num_tokens
+        )
+        self._evict(leaf, max(0, start - leaf.start, leaf.num_tokens - need_tokens))
+        return True
+
+    def drop_marks(self, entries: Iterable[Entry], keep: int | None = None) -> bool:
+        """All but the one at `keep`, and those that are pinned. False: there are none."""
+        dropped = False
+        for entry in entries:
+            kept = {at: mark for at, mark in entry.span.marks.items() if at == keep or entry.is_pinned}
+            if len(kept) < len(entry.span.marks):
+                dropped = True
+                entry.span.marks = kept
+                self.recount(entry)
+        self.version += dropped
+        return dropped
 
     def _evict(self, leaf: Node[Entry], keep_tokens: int) -> None:
         self._on_evict(leaf)

@@ -27,6 +27,7 @@ from kvstrata.store.changes import Changes
 from kvstrata.store.cold import Cold
 from kvstrata.store.entry import Entry, Found, Lease
 from kvstrata.store.explain import ending, explain
+from kvstrata.store.filing import Filing
 from kvstrata.store.ladder import HIGH
 from kvstrata.store.loads import Load
 from kvstrata.store.mover import Job, Mover
@@ -45,30 +46,6 @@ from kvstrata.store.spills import Spills
 MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20
 # On the way from the first token to the end of a conversation.
 MAX_SPANS = 8
-
-
-class Filing:
-    """The tokens that a running sequence computes itself, on their way into the store."""
-
-    def __init__(self, store: Store, entry: Entry, lease: Lease) -> None:
-        self._store = store
-        self.entry = entry
-        self.lease = lease  # on what it goes on from, and on what it was filed under since
-
-    def seal(self, tokens: Tokens, mark: Mark | None = None, *, is_end: bool = False) -> None:
-        """From now on others may go on from `tokens`, all of the sequence so far. `is_end`: here a prompt ended."""
-        self._store._seal(self, as_ids(tokens), mark)
-        if is_end:
-            self.entry.span.ends.add(len(tokens))
-
-    def review(self) -> None:
-        """The sequence has grown: maybe more of it should be encoded."""
-        self._store._review(self.entry)
-
-    def end(self) -> None:
-        """The sequence writes no more."""
-        self._store._end(self.entry)
-        self._store.release(self.lease)
 
 
 class Store:
@@ -415,6 +392,18 @@ class Store:
             self._mover.work(0)
         self._shelf.shrink_to(limit_bytes)
         self._admission.settled()
+
+    def shorten(self, tokens: Tokens, salt: str, need_bytes: int) -> bool:
+        """Let go of some of what a match of these would keep in memory, so many bytes if that can be: what it does not
+        use first. False: there is nothing that may go."""
+        held_bytes = self._shelf.held_bytes
+        for entry in self.find(tokens, salt).entries:
+            self._mover.finish(entry)
+        return self._shelf.held_bytes < held_bytes or self._shelf.shorten(self.find(tokens, salt), need_bytes)
+
+    def drop_marks(self, filing: Filing) -> bool:
+        """All on the way of a sequence that runs: it needs none of them itself. False: there are none."""
+        return self._shelf.drop_marks(filing.entries)
 
     def _before_eviction(self, leaf: Node[Entry]) -> None:
         self._spills.before_eviction(leaf)

@@ -1,0 +1,98 @@
+"""Memory for hardly more than one sequence: whoever was accepted gets on, whatever else is stored."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.request import Failed, Finished
+from kvstrata.errors import NeverFits
+from tests.engine.drive import Client, Drive
+from tests.engine.test_loop import assert_same, prompt
+from tests.engine.test_prefixes import DRAWN, cached, serve, settle, steady_loaded
+
+MARKS = ("gemma3_text", "qwen3_next")
+SIZE_TOKENS = 400
+
+
+def tight(architecture: str = "llama", **limits: int) -> Drive:
+    loaded = steady_loaded(architecture)
+    budget = Drive(loaded).budget
+    kv_bytes = budget.bytes_for(SIZE_TOKENS)
+    return Drive(loaded, Limits(**limits), kv_bytes=kv_bytes, storage=Storage(mark_every_tokens=64))
+
+
+def assert_as_with_room(client: Client, architecture: str = "llama") -> None:
+    """It said what it says where there is room for all."""
+    request = client.request
+    drive = Drive(steady_loaded(architecture))
+    alone = drive.submit(list(request.prompt), request.max_tokens, DRAWN)
+    drive.run()
+    assert_same(client, alone)
+
+
+def test_a_short_prefix_of_a_long_conversation() -> None:
+    """What it goes on from is the beginning of what fills memory: the end of that goes, and no more than has to."""
+    drive = tight()
+    serve(drive, long := prompt(360))
+    branch = serve(drive, [*long[:40], *prompt(180, seed=9)])
+    assert cached(branch) == 40
+    assert_as_with_room(branch)
+    assert 40 < cached(serve(drive, long)) < 359
+
+
+def test_one_that_grows_beside_what_it_goes_on_from() -> None:
+    drive = tight(tail_step_tokens=32)
+    serve(drive, long := prompt(250))
+    branch = serve(drive, [*long[:40], *prompt(40, seed=9)], 280)
+    assert branch.finished.usage.completion_tokens == 280
+    assert_as_with_room(branch)
+
+
+@pytest.mark.parametrize("architecture", MARKS)
+def test_one_that_grows_beside_its_own_marks(architecture: str) -> None:
+    drive = tight(architecture, tail_step_tokens=32)
+    only = serve(drive, prompt(200), SIZE_TOKENS - 199)
+    assert only.finished.usage.completion_tokens == SIZE_TOKENS - 199
+    assert_as_with_room(only, architecture)
+
+
+def test_what_does_not_fit_beside_pins_fails_and_holds_up_nobody() -> None:
+    drive = tight()
+    serve(drive, long := prompt(360))
+    drive.store.pin(long, "")
+    large, small = drive.submit(prompt(200, seed=9)), drive.submit(prompt(20, seed=8))
+    drive.run()
+    assert isinstance(large.end, Failed)
+    assert "pinned" in large.end.message
+    assert isinstance(small.end, Finished)
+    drive.store.unpin(long, "")
+    assert serve(drive, prompt(200, seed=9)).finished
+
+
+@pytest.mark.parametrize("architecture", ["llama", *MARKS])
+@pytest.mark.parametrize("seed", range(2))
+def test_everybody_who_was_accepted_is_served(architecture: str, seed: int) -> None:
+    rng = random.Random(seed)
+    drive = tight(architecture, tail_step_tokens=16)
+    shared = prompt(150, seed=seed)
+    clients = []
+    for number in range(10):
+        tokens = [*shared[: rng.choice((0, 30, 64, 150))], *prompt(rng.randint(1, 100), seed=100 + number)]
+        if clients and rng.random() < 0.3:
+            before = rng.choice(clients)
+            tokens = [*before.request.prompt, *before.ids, *prompt(rng.randint(1, 30), seed=number)]
+        try:
+            clients.append(drive.submit(tokens, rng.choice((1, 20, 120)), DRAWN))
+        except NeverFits:
+            continue
+        for _ in range(rng.choice((0, 3, 40))):
+            drive.loop.step()
+    drive.run(20_000)
+    settle(drive)
+    for client in clients:
+        assert isinstance(client.end, Finished), client.end
+    assert_as_with_room(rng.choice(clients), architecture)
+    assert drive.store.free_bytes == drive.store.held_bytes <= drive.budget.total_bytes
