@@ -145,6 +145,7 @@ def test_every_setting_says_what_it_is() -> None:
 
 # For settings without a default; the others of these take numbers.
 EXAMPLES = {
+    "allowed_host": "models.example.org,other",
     "api_key": "one,two",
     "dynamic_cache_at": "16k=planes:8",
     "kv_cache_bits": "8",
