@@ -30,6 +30,7 @@ UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 SIZE_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)")
 HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+")
+NOT_A_KEY = "an API key must be printable ASCII without spaces"
 SIZE_EXAMPLES = "Write it like 8GiB, 500MB, 1.5GB, 1048576 or 20%"
 
 
@@ -301,21 +302,21 @@ class Settings(BaseSettings):
                 "(KVSTRATA_API_KEY) or --api-key-file, listen on 127.0.0.1, or accept the risk with --allow-public",
                 {"host": self.host},
             )
-        for key in self.keys:
-            if not key.isascii() or not key.isprintable() or " " in key:
-                raise PydanticCustomError("key", "an API key must be printable ASCII without spaces")
+        if not all(is_key(key) for key in self.keys):
+            raise PydanticCustomError("key", NOT_A_KEY)
         return self
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Every key, of flags and file."""
-        given = tuple(key for key in self.api_key if key)
-        return given + (read_key_file(self.api_key_file) if self.api_key_file else ())
+        return self.api_key + (read_key_file(self.api_key_file) if self.api_key_file else ())
 
 
 def load(config: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
     """Settings from all four places. `flags` that are None were not given. Raises ConfigError with every problem."""
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    # pydantic takes a blank variable as not set; but who sets one of these wants a locked server.
+    given: dict[str, Any] = {name: "" for name in ("api_key", "api_key_file") if os.environ.get(env_name(name)) == ""}
+    given |= {name: value for name, value in (flags or {}).items() if value is not None}
     path = config or default_config_path()
     file_values = read_toml(path) if config or path.is_file() else {}
     try:
@@ -352,6 +353,10 @@ def read_key_file(path: Path) -> tuple[str, ...]:
     if not keys:
         raise ConfigError(f"--api-key-file (KVSTRATA_API_KEY_FILE): {path} has no key. Write one on each line.")
     return keys
+
+
+def is_key(text: str) -> bool:
+    return bool(text) and text.isascii() and text.isprintable() and " " not in text
 
 
 def is_loopback(host: str) -> bool:

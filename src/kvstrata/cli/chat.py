@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvstrata.cli.remote import DEFAULT_URL, Key, Url
 from kvstrata.errors import KvstrataError
 
 if TYPE_CHECKING:
@@ -39,15 +40,8 @@ class Turn:
 
 
 def chat(
-    url: Annotated[
-        str, typer.Option(help="The server's address.", envvar="KVSTRATA_URL", metavar="url")
-    ] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Key to send, if the server wants one.", envvar="KVSTRATA_API_KEY", metavar="key", show_default="none"
-        ),
-    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
     system: Annotated[
         str | None,
         typer.Option(
