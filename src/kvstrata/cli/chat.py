@@ -137,13 +137,22 @@ def _answer(client: httpx.Client, url: str, body: dict[str, Any]) -> Turn:
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in response.iter_lines():
+    for line in _lines(response):
         if not line.startswith("data: ") or line == "data: [DONE]":
             continue
         event = json.loads(line.removeprefix("data: "))
         if "error" in event:
             raise KvstrataError(event["error"]["message"])
         yield event
+
+
+def _lines(response: httpx.Response) -> Iterator[str]:
+    """Ended by \\n, or \\r\\n, alone: httpx's own would end one at a separator inside a JSON string too."""
+    rest = ""
+    for text in response.iter_text():
+        *whole, rest = (rest + text).split("\n")
+        yield from (line.removesuffix("\r") for line in whole)
+    yield rest
 
 
 def _content(event: dict[str, Any]) -> str:
