@@ -56,8 +56,10 @@ def run(settings: Settings) -> None:
     from kvstrata.backend import device
     from kvstrata.models.load import load
     from kvstrata.server.assemble import start_service
+    from kvstrata.server.logs import show_messages
     from kvstrata.server.run import Server
 
+    show_messages(settings.log_level)
     loaded = load(settings.model, adapter=settings.adapter)
     machine = device()
     service = start_service(settings, loaded, total_memory_bytes=machine.memory_bytes)
