@@ -120,6 +120,33 @@ def test_keys_of_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert load(toml(tmp_path, 'api_key = ["z"]')).keys == ("a", "b")
 
 
+@pytest.mark.parametrize("given", [{"api_key": [""]}, {"api_key": ["a", " "]}, {"api_key_file": ""}])
+def test_a_key_that_is_given_but_empty_is_refused(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="--api-key"):
+        load(flags=given)
+
+
+@pytest.mark.parametrize("text", ["", " ", "a,", ",a"])
+def test_a_variable_for_keys_that_is_blank_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTRATA_API_KEY", text)
+    with pytest.raises(ConfigError, match=r"KVSTRATA_API_KEY.*empty"):
+        load()
+    assert load(flags={"api_key": ["b"]}).keys == ("b",)
+
+
+def test_a_variable_for_the_key_file_that_is_blank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVSTRATA_API_KEY_FILE", "")
+    with pytest.raises(ConfigError, match="KVSTRATA_API_KEY_FILE"):
+        load()
+
+
+@pytest.mark.parametrize("name", ["http://models.example.org", "models.example.org:8000", "a b", "bücher.example"])
+def test_hosts_are_names_alone(name: str) -> None:
+    assert load(flags={"allowed_host": ["models.example.org"]}).allowed_host == ("models.example.org",)
+    with pytest.raises(ConfigError, match=r"--allowed-host.*only the name"):
+        load(flags={"allowed_host": [name]})
+
+
 def test_keys_are_not_printed() -> None:
     assert "hush" not in repr(load(flags={"api_key": ["hush"]}))
     with pytest.raises(ConfigError) as caught:
@@ -145,6 +172,7 @@ def test_every_setting_says_what_it_is() -> None:
 
 # For settings without a default; the others of these take numbers.
 EXAMPLES = {
+    "allowed_host": "models.example.org,other",
     "api_key": "one,two",
     "dynamic_cache_at": "16k=planes:8",
     "kv_cache_bits": "8",

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
@@ -29,6 +29,8 @@ UNITS = {"": 1, "B": 1}
 UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 SIZE_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)")
+HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+")
+NOT_A_KEY = "an API key must be printable ASCII without spaces"
 SIZE_EXAMPLES = "Write it like 8GiB, 500MB, 1.5GB, 1048576 or 20%"
 
 
@@ -99,7 +101,20 @@ def _split(value: object) -> object:
     """`a,b` as the environment has it; a list as TOML and flags have it."""
     if isinstance(value, str):
         value = value.split(",")
-    return tuple(part.strip() for part in value) if isinstance(value, list | tuple) else value
+    if not isinstance(value, list | tuple):
+        return value
+    parts = tuple(part.strip() if isinstance(part, str) else part for part in value)
+    if "" in parts:
+        # Of keys: whoever gives one, though it is a variable that is not set, wants a locked server.
+        raise PydanticCustomError("empty", "given, but empty. Write a value, or leave it out")
+    return parts
+
+
+def _host_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if HOST_PATTERN.fullmatch(name) is None:
+            raise PydanticCustomError("host", "write only the name, without http:// and port, like models.example.org")
+    return names
 
 
 def _whole(value: Any) -> Any:
@@ -111,6 +126,8 @@ SizeSetting = Annotated[Size, NoDecode, BeforeValidator(_size), PlainSerializer(
 ByteCount = Annotated[int, BeforeValidator(_absolute_bytes)]
 Bits = Annotated[Literal[8, 4, 2], BeforeValidator(_whole)]
 GroupSize = Annotated[Literal[32, 64, 128], BeforeValidator(_whole)]
+Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+HostNames = Annotated[Texts, AfterValidator(_host_names)]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 
@@ -138,7 +155,7 @@ class Settings(BaseSettings):
     host: str = _setting("127.0.0.1", "Address to listen on", panel="Address and keys", unit="address")
     port: int = _setting(8000, "Port to listen on; 0 takes a free one", panel="Address and keys", unit="port",
                          ge=0, le=65535)  # fmt: skip
-    api_key: Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)] = _setting(
+    api_key: Texts = _setting(
         (), "Key that clients must send; may be repeated (environment: commas between)", panel="Address and keys",
         unit="key", repr=False,
     )  # fmt: skip
@@ -146,6 +163,10 @@ class Settings(BaseSettings):
         None, "File with one key on each line; # begins a comment", panel="Address and keys", unit="file"
     )
     allow_public: bool = _setting(False, "Listen on a public address without any key", panel="Address and keys")
+    allowed_host: HostNames = _setting(
+        (), "Name that clients may call a server without keys by, beside localhost, addresses and this machine's name; "
+        "may be repeated (environment: commas between)", panel="Address and keys", unit="name",
+    )  # fmt: skip
 
     memory_limit: SizeSetting = _setting(
         Size(percent=75.0), "Weights, KV and scratch together; % is of the GPU's or the machine's memory",
@@ -281,21 +302,21 @@ class Settings(BaseSettings):
                 "(KVSTRATA_API_KEY) or --api-key-file, listen on 127.0.0.1, or accept the risk with --allow-public",
                 {"host": self.host},
             )
-        for key in self.keys:
-            if not key.isascii() or not key.isprintable() or " " in key:
-                raise PydanticCustomError("key", "an API key must be printable ASCII without spaces")
+        if not all(is_key(key) for key in self.keys):
+            raise PydanticCustomError("key", NOT_A_KEY)
         return self
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Every key, of flags and file."""
-        given = tuple(key for key in self.api_key if key)
-        return given + (read_key_file(self.api_key_file) if self.api_key_file else ())
+        return self.api_key + (read_key_file(self.api_key_file) if self.api_key_file else ())
 
 
 def load(config: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
     """Settings from all four places. `flags` that are None were not given. Raises ConfigError with every problem."""
-    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    # pydantic takes a blank variable as not set; but who sets one of these wants a locked server.
+    given: dict[str, Any] = {name: "" for name in ("api_key", "api_key_file") if os.environ.get(env_name(name)) == ""}
+    given |= {name: value for name, value in (flags or {}).items() if value is not None}
     path = config or default_config_path()
     file_values = read_toml(path) if config or path.is_file() else {}
     try:
@@ -332,6 +353,10 @@ def read_key_file(path: Path) -> tuple[str, ...]:
     if not keys:
         raise ConfigError(f"--api-key-file (KVSTRATA_API_KEY_FILE): {path} has no key. Write one on each line.")
     return keys
+
+
+def is_key(text: str) -> bool:
+    return bool(text) and text.isascii() and text.isprintable() and " " not in text
 
 
 def is_loopback(host: str) -> bool:

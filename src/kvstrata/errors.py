@@ -11,6 +11,7 @@
         |-- ContextTooLong      400: prompt and max_tokens do not fit the context
         |-- NeverFits           400: larger than the whole memory budget
         |-- Unauthorized        401: no key, or not one of ours
+        |-- Forbidden           403: a host or a web page that a server without keys does not answer
         |-- ModelNotFound       404: another model's name
         |-- BodyTooLarge        413: more bytes than the server reads
         |-- QueueFull           429: try again in a while
@@ -69,6 +70,11 @@ class Unauthorized(RequestError):
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class Forbidden(RequestError):
+    status = 403
+    type = "permission_error"
 
 
 class ModelNotFound(RequestError):

@@ -126,6 +126,20 @@ def test_errors_are_one_clear_line(tiny: Served, tmp_path: Path) -> None:
     assert "not an address" in refusal(tiny, "cache", "usage", "--url", "http://a:b")
 
 
+def test_one_key_of_the_servers_variable_is_sent(tiny: Served) -> None:
+    for command in (("cache", "usage"), ("top", "--once"), ("chat",)):
+        env = {"KVSTRATA_URL": tiny.url, "KVSTRATA_API_KEY": "secret, other"}
+        assert CliRunner().invoke(app, list(command), env=env, input="").exit_code == 0
+        assert "wants a key" in refusal(tiny, *command, "--api-key", "secret,other")
+
+
+def test_a_key_that_no_header_can_carry_is_refused(tiny: Served) -> None:
+    for command in (("cache", "usage"), ("top", "--once"), ("chat",)):
+        said = refusal(tiny, *command, "--api-key", "schlüssel")
+        assert "printable ASCII" in said
+        assert "schlüssel" not in said
+
+
 def test_top_once(tiny: Served) -> None:
     shown = run(tiny, "top", "--once")
     for words in ("tiny-llama", "0 running", "decode", "raw", "300", tiny.url):

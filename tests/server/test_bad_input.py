@@ -58,6 +58,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": HELLO, "stop": ""}, "stop"),
     (CHAT, {"messages": HELLO, "stop": ["a", ""]}, "stop.1"),
     (CHAT, {"messages": HELLO, "stop": list("abcde")}, "stop"),
+    (CHAT, {"messages": HELLO, "stop": "a" * 1025}, "stop"),
+    (CHAT, {"messages": HELLO, "stop": ["a", "b" * 1025]}, "stop.1"),
     (CHAT, {"messages": HELLO, "logit_bias": {"x": 1}}, "logit_bias"),
     (CHAT, {"messages": HELLO, "logit_bias": {"99999999": 1}}, "logit_bias"),
     (CHAT, {"messages": HELLO, "logit_bias": {"5": 101}}, "logit_bias.5"),
@@ -90,6 +92,13 @@ def test_every_wrong_field_is_named(served: Served) -> None:
             error = error_of(http.post(path, json={"model": served.name, **body}), 400)
             assert (error["param"] or "").startswith(param), (body, error)
             assert error["type"] == "invalid_request_error"
+
+
+def test_a_stop_string_may_not_be_longer_than_1024_characters(served: Served) -> None:
+    assert served.ask(TEXT, prompt="a", max_tokens=1, stop=["a" * 1024] * 4).status_code == 200
+    message = error_of(served.ask(TEXT, prompt="a", max_tokens=1, stop=["a" * 1025]), 400)["message"]
+    assert "at most 1024 characters" in message
+    assert len(message) < 200
 
 
 @pytest.mark.parametrize(

@@ -161,6 +161,14 @@ def test_a_key_sees_and_clears_its_own() -> None:
                 assert http.request(method, path).status_code == 401, path
 
 
+def test_a_key_clears_one_salt_at_a_time() -> None:
+    with running(tiny_loaded("llama"), api_key=["key-a"]) as locked, locked.openai("key-a") as client:
+        for extra in ({}, {"cache_salt": "project"}):
+            client.completions.create(model=locked.name, prompt=LONG, max_tokens=1, extra_body=extra)
+        assert post(locked, "/cache/clear", key="key-a", tier="all")["tokens"] == len(LONG)
+        assert post(locked, "/cache/clear", key="key-a", tier="all", salt="project")["tokens"] == len(LONG)
+
+
 def test_what_is_pinned_stays(fresh: Served) -> None:
     complete(fresh, LONG)
     assert post(fresh, "/cache/pin", tokens=LONG) == {"prompt_tokens": 400, "tokens": 400}

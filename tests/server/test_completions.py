@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import openai
+import json
+from dataclasses import replace
 
-from tests.server.conftest import Served
+import openai
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from tests.server.conftest import Served, running
+from tests.tiny import VOCAB, tiny_loaded
 
 PROMPT = "The capital of France is"
 
@@ -64,3 +71,21 @@ def test_salt_changes_nothing_visible(client: openai.OpenAI, served: Served) -> 
         for salt in ("a", "b")
     }  # fmt: skip
     assert len(texts) == 1
+
+
+def test_characters_that_some_clients_take_for_line_ends() -> None:
+    """A model that says nothing else, and a client that splits lines as str.splitlines does."""
+    tokenizer = Tokenizer(
+        models.WordLevel({f"{i}\u2028\u2029\x85": i for i in range(VOCAB)}, unk_token="0\u2028\u2029\x85")
+    )
+    tokenizer.decoder = decoders.Fuse()
+    wrapped = TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+    loaded = replace(tiny_loaded("llama"), tokenizer=wrapped)
+    with running(loaded) as one, one.http() as http:
+        asked = {"model": one.name, "prompt": [1, 2], "max_tokens": 3, "temperature": 0}
+        whole = http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
+        with http.stream("POST", "/v1/completions", json={**asked, "stream": True}) as response:
+            events = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: {")]
+    text = "".join(choice["text"] for event in events for choice in json.loads(event)["choices"])
+    assert text == whole
+    assert text.count("\u2028\u2029\x85") == 3

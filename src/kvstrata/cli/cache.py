@@ -79,7 +79,7 @@ def clear(
     api_key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Drop what is stored and not in use."""
+    """Drop what is stored and not in use. With a key: what is under it, and without --salt under no cache_salt."""
     with connect(url, api_key) as remote:
         answer = remote.ask("POST", "/cache/clear", _given(tier=tier, salt=salt))
     _show(answer, as_json, tables.cleared)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvstrata.cli.remote import DEFAULT_URL, Key, Url
 from kvstrata.errors import KvstrataError
 
 if TYPE_CHECKING:
@@ -39,15 +40,8 @@ class Turn:
 
 
 def chat(
-    url: Annotated[
-        str, typer.Option(help="The server's address.", envvar="KVSTRATA_URL", metavar="url")
-    ] = "http://127.0.0.1:8000",
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help="Key to send, if the server wants one.", envvar="KVSTRATA_API_KEY", metavar="key", show_default="none"
-        ),
-    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
     system: Annotated[
         str | None,
         typer.Option(
@@ -143,13 +137,22 @@ def _answer(client: httpx.Client, url: str, body: dict[str, Any]) -> Turn:
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in response.iter_lines():
+    for line in _lines(response):
         if not line.startswith("data: ") or line == "data: [DONE]":
             continue
         event = json.loads(line.removeprefix("data: "))
         if "error" in event:
             raise KvstrataError(event["error"]["message"])
         yield event
+
+
+def _lines(response: httpx.Response) -> Iterator[str]:
+    """Ended by \\n, or \\r\\n, alone: httpx's own would end one at a separator inside a JSON string too."""
+    rest = ""
+    for text in response.iter_text():
+        *whole, rest = (rest + text).split("\n")
+        yield from (line.removesuffix("\r") for line in whole)
+    yield rest
 
 
 def _content(event: dict[str, Any]) -> str:

@@ -40,7 +40,7 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     option = typer.Option(
         *declarations,
         help=f"{field.description}.",
-        envvar=env_name(name),
+        envvar=env_name(name),  # for --help: Settings reads it
         show_default=default_text(field),
         metavar=None if field.annotation is bool else str(extra["unit"] or "text"),
         rich_help_panel=str(extra["panel"]),

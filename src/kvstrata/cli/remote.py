@@ -8,10 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.errors import KvstrataError
+from kvstrata.errors import ConfigError, KvstrataError
 
 if TYPE_CHECKING:
     import httpx
+
+
+def _to_send(context: typer.Context, option: typer.CallbackParam, key: str | None) -> str | None:
+    """The server's own variable may hold several keys; any of them opens the door."""
+    source = context.get_parameter_source(option.name or "")
+    if key and source and source.name == "ENVIRONMENT":
+        key = key.partition(",")[0].strip()
+    if not key:
+        return None
+    from kvstrata.config import NOT_A_KEY, is_key
+
+    if not is_key(key):
+        raise ConfigError(f"--api-key (KVSTRATA_API_KEY): {NOT_A_KEY}.")
+    return key
+
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option("--url", help="The server's address.", envvar="KVSTRATA_URL", metavar="url")]
@@ -19,10 +34,11 @@ Key = Annotated[
     str | None,
     typer.Option(
         "--api-key",
-        help="Key to send, if the server wants one.",
+        help="Key to send, if the server wants one (environment: the first of those between commas).",
         envvar="KVSTRATA_API_KEY",
         metavar="key",
         show_default="none",
+        callback=_to_send,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer on stdout, and nothing else.")]

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 @with_settings(without=["model"])
 def serve(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
@@ -44,7 +45,7 @@ def serve(
     """
     from kvstrata.config import load as load_settings
 
-    run(load_settings(config, {"model": model, **_given(flags)}))
+    run(load_settings(config, _given(context, {"model": model, **flags})))
 
 
 def run(settings: Settings) -> None:
@@ -55,8 +56,10 @@ def run(settings: Settings) -> None:
     from kvstrata.backend import device
     from kvstrata.models.load import load
     from kvstrata.server.assemble import start_service
+    from kvstrata.server.logs import show_messages
     from kvstrata.server.run import Server
 
+    show_messages(settings.log_level)
     loaded = load(settings.model, adapter=settings.adapter)
     machine = device()
     service = start_service(settings, loaded, total_memory_bytes=machine.memory_bytes)
@@ -105,6 +108,7 @@ def _blas_line() -> str:
     return f"{used.name} {used.version} with {used.num_threads} threads ({used.reason}){slow}"
 
 
-def _given(flags: dict[str, Any]) -> dict[str, Any]:
-    """A list option that was not given is an empty list, not None."""
-    return {name: value for name, value in flags.items() if value != []}
+def _given(context: typer.Context, flags: dict[str, Any]) -> dict[str, Any]:
+    """On the command line. Settings reads the environment itself, and splits lists at commas as --help says."""
+    sources = {name: context.get_parameter_source(name) for name in flags}
+    return {name: flags[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}

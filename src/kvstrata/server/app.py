@@ -1,4 +1,4 @@
-"""Puts the endpoints together. Knows the order: keys first, then the size of the body, then the path."""
+"""Puts the endpoints together. Knows the order: key or host first, then the size of the body, then the path."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 from kvstrata import __version__
 from kvstrata.server import cache, dashboard, errors, ops
 from kvstrata.server.auth import RequireKey
+from kvstrata.server.hosts import RequireHost
 from kvstrata.server.limits import LimitBody
 from kvstrata.server.openai import endpoints
 from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
@@ -26,7 +27,10 @@ def create_app(service: Service) -> FastAPI:
     errors.install(app)
     # The one added last sees a request first.
     app.add_middleware(LimitBody, max_bytes=service.max_body_bytes)
-    app.add_middleware(RequireKey, keys=service.keys)
+    if service.keys:
+        app.add_middleware(RequireKey, keys=service.keys)
+    else:
+        app.add_middleware(RequireHost, names=service.hosts)
     _document_bodies(app, needs_key=bool(service.keys))
     return app
 

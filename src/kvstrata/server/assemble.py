@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import time
 
 from kvstrata.config import Settings, human_bytes
@@ -37,6 +38,7 @@ def start_service(settings: Settings, loaded: LoadedModel, *, total_memory_bytes
         max_prompts=max(1, settings.max_waiting),
         max_body_bytes=settings.max_body_bytes,
         keys=tuple(ApiKey.of(key) for key in settings.keys),
+        hosts=frozenset({settings.host, socket.gethostname(), *settings.allowed_host}),
         started=int(time.time()),
     )
 

@@ -130,7 +130,8 @@ async def clear(request: Request) -> ClearAnswer:
         raise InvalidRequest(message, param="tier")
     tier = asked.tier or "all"
     key_salt = salt_of(request.scope, None)
-    # Without keys everything is everybody's; with them a caller clears what is its own.
+    # Without keys everything is everybody's; with them a caller clears what is its own, one cache_salt at a time:
+    # blocks on the disk do not tell which salts are of one key.
     salt = salt_of(request.scope, asked.salt) if asked.salt is not None else key_salt or None
 
     def question(loop: Loop) -> tuple[Cleared, int]:

@@ -34,7 +34,9 @@ class PromptAsked(Asked):
 class ClearAsked(Asked):
     tier: Tier | None = Field(None, description="Where to clear; required without a salt. Left out: everywhere")
     salt: str | None = Field(
-        None, description="Only what is under this cache_salt; empty: under none. Left out: all that the key may clear"
+        None,
+        description="Only what is under this cache_salt; empty: under none. Left out: everything; where there are keys "
+        "what is under the caller's and no cache_salt",
     )
 
 

@@ -51,13 +51,14 @@ def error_response(error: RequestError) -> JSONResponse:
 
 
 def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document."""
-    return {status: {"model": ErrorAnswer, "description": DESCRIPTIONS[status]} for status in statuses}
+    """For the OpenAPI document. Any path may answer 403: see hosts.py."""
+    return {status: {"model": ErrorAnswer, "description": DESCRIPTIONS[status]} for status in sorted((403, *statuses))}
 
 
 DESCRIPTIONS: Mapping[int, str] = {
     400: "The request cannot be served as it is; `param` names the field",
     401: "No key, or a wrong one",
+    403: "A server without keys was called by a name that is not its own, or from another site's page",
     404: "No such model",
     413: "The body is larger than the server reads",
     429: "The queue is full; see Retry-After",

@@ -26,6 +26,7 @@ class Service:
     max_prompts: int  # in one completions request
     max_body_bytes: int
     keys: tuple[ApiKey, ...] = ()
+    hosts: frozenset[str] = frozenset()  # names that it may be called by where there are no keys
     keep_alive_s: float = 10.0  # longest silence on a stream
     started: int = 0  # seconds since the epoch
     door: Door = field(default_factory=Door)

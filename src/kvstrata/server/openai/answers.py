@@ -12,6 +12,9 @@ from typing_extensions import TypedDict
 
 from kvstrata.engine.request import Usage
 
+# Many clients end a line of a stream at these too, in the middle of an event. Below U+0020 json escapes by itself.
+SEPARATORS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}
+
 Finish = Literal["stop", "length", "tool_calls"]
 
 
@@ -129,4 +132,6 @@ def usage_answer(usages: list[Usage]) -> UsageAnswer:
 def json_bytes(answer: Any) -> bytes:
     # "replace": a model may write half a surrogate pair into a tool call, which no UTF-8 can carry.
     text = json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    for separator, escaped in SEPARATORS.items():
+        text = text.replace(separator, escaped)
     return text.encode("utf-8", "replace")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_STOPS = 4
+MAX_STOP_CHARS = 1024
 INT64 = 2**63
 
 
@@ -76,6 +77,10 @@ class ToolOffered(Asked):
     function: FunctionOffered
 
 
+# Each is searched for in the whole reply, and prepared where the request arrives: long ones would hold up others.
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
 class ResponseFormat(Asked):
     type: str
 
@@ -96,11 +101,7 @@ class SamplingAsked(Asked):
         None, description="Token id to what is added to its logit"
     )
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
-    stop: (
-        Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)]
-        | None
-    ) = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     n: int | None = Field(None, description="Only 1")
     cache_salt: str | None = Field(None, description="Requests with different salts never share cached state")
 

@@ -1,0 +1,89 @@
+"""By which names a server without keys may be called, and from which pages.
+
+A web page whose own name is made to resolve to this machine (DNS rebinding) is, to the browser, a page of this server:
+it may read every answer. But the browser says that name in `Host`. With keys this is not needed: a page does not know
+them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvstrata.errors import Forbidden
+from kvstrata.server.errors import error_response
+
+HOST_PATTERN = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")  # [address] or name, and a port
+SHOWN_CHARS = 200
+
+
+class RequireHost:
+    """Middleware. Programs that say neither a host (HTTP/1.0) nor an origin come in: they are no web pages."""
+
+    def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
+        self.app = app
+        self.names = frozenset({"localhost", *map(_plain, names)}) - {""}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._refuse(scope) if scope["type"] == "http" else None
+        if error is not None:
+            return await error_response(error)(scope, receive, send)
+        return await self.app(scope, receive, send)
+
+    def _refuse(self, scope: Scope) -> Forbidden | None:
+        hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
+        for host in hosts:
+            if not self._is_ours(host):
+                return _wrong_host(host)
+        for origin in origins:
+            # Not the scheme: a proxy in front may speak TLS.
+            if origin.partition("://")[2].lower() not in {host.lower() for host in hosts}:
+                return _wrong_origin(origin)
+        return None
+
+    def _is_ours(self, host: str) -> bool:
+        name = _plain(_without_port(host))
+        return name in self.names or _is_address(name)
+
+
+def _without_port(host: str) -> str:
+    match = HOST_PATTERN.fullmatch(host)
+    return match[1] or match[2] if match else host
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    """Any will do: a name may lead to another machine first and to this one later, an address never. A page at this
+    server's address came from this server."""
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _values(scope: Scope, header: bytes) -> list[str]:
+    return [value.decode("latin-1").strip() for name, value in scope["headers"] if name == header]
+
+
+def _wrong_host(host: str) -> Forbidden:
+    name = _without_port(host)[:SHOWN_CHARS]
+    return Forbidden(
+        f"This server has no key and does not know itself by the name '{name}'. If that is its name, start it with "
+        f"--allowed-host NAME (KVSTRATA_ALLOWED_HOST); or with a key: --api-key KEY; or call it by its address.",
+        code="host_not_allowed",
+    )
+
+
+def _wrong_origin(origin: str) -> Forbidden:
+    return Forbidden(
+        f"This server has no key, so only its own page may use it from a browser, not '{origin[:SHOWN_CHARS]}'. To use "
+        "it from there start it with a key: --api-key KEY (KVSTRATA_API_KEY).",
+        code="origin_not_allowed",
+    )

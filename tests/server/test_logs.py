@@ -1,0 +1,48 @@
+"""Which messages of ours a server's log has, and in which format."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models.conftest import write_model
+from tests.server.conftest import running
+from tests.server.test_process import serving
+from tests.tiny import tiny_config, tiny_loaded, tiny_module
+
+LEVELS = ["debug", "info", "warning", "error", "critical"]
+# As in a server: uvicorn sets up its own loggers, and a library says something through the root logger.
+PROGRAM = """
+import logging, sys, uvicorn
+from kvstrata.server.logs import show_messages
+show_messages(sys.argv[1])
+uvicorn.Config(None, log_level=sys.argv[1])
+logging.error("a library")
+for level in sys.argv[2:]:
+    getattr(logging.getLogger("kvstrata.tiers.pause"), level)("it is %s", level)
+"""
+
+
+@pytest.mark.parametrize("level", ["debug", "error"])
+def test_the_level_decides_and_no_line_comes_twice(level: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, level, *LEVELS]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stderr.splitlines()
+    ours = [line.split() for line in said if "a library" not in line]
+    assert ours == [[f"{name.upper()}:", "it", "is", name] for name in LEVELS[LEVELS.index(level) :]]
+
+
+def test_a_server_says_what_it_finds_when_it_starts(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "tiny", tiny_module("llama"), tiny_config("llama"))
+    disk = tmp_path / "disk"
+    with running(tiny_loaded("llama"), disk_cache_dir=disk):
+        pass
+    (catalogue,) = disk.glob("catalogue*")
+    catalogue.write_bytes(b"no database" * 1000)
+    log = tmp_path / "log"
+    with serving(log, str(model), "--disk-cache-dir", str(disk)):
+        lines = [line for line in log.read_text().splitlines() if "catalogue is damaged" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("WARNING:  ")
