@@ -164,7 +164,7 @@ class Settings(BaseSettings):
     )
     allow_public: bool = _setting(False, "Listen on a public address without any key", panel="Address and keys")
     allowed_host: HostNames = _setting(
-        (), "Name that clients may call a server without keys by, beside localhost, addresses and this machine's name; "
+        (), "Name that clients may call a server without keys by, beside addresses, this machine's and private ones; "
         "may be repeated (environment: commas between)", panel="Address and keys", unit="name",
     )  # fmt: skip
 

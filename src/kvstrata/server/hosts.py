@@ -16,6 +16,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvstrata.errors import Forbidden
 from kvstrata.server.errors import error_response
 
+# Nobody can have these in the public DNS: a machine's own, those of the local network, of containers and their host.
+PRIVATE_PATTERN = re.compile(r"[a-z0-9_-]+|[a-z0-9_.-]+\.(?:localhost|local|internal)")
+WEB_SCHEMES = ("http", "https")
 HOST_PATTERN = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")  # [address] or name, and a port
 SHOWN_CHARS = 200
 
@@ -39,14 +42,17 @@ class RequireHost:
             if not self._is_ours(host):
                 return _wrong_host(host)
         for origin in origins:
-            # Not the scheme: a proxy in front may speak TLS.
-            if origin.partition("://")[2].lower() not in {host.lower() for host in hosts}:
+            scheme, mark, rest = origin.lower().partition("://")
+            # Programs that show their own pages (app://, file://) may; no web site has such an origin.
+            is_site = scheme in WEB_SCHEMES or not mark
+            # Whatever the scheme: a proxy in front may speak TLS.
+            if is_site and rest not in {host.lower() for host in hosts}:
                 return _wrong_origin(origin)
         return None
 
     def _is_ours(self, host: str) -> bool:
         name = _plain(_without_port(host))
-        return name in self.names or _is_address(name)
+        return name in self.names or PRIVATE_PATTERN.fullmatch(name) is not None or _is_address(name)
 
 
 def _without_port(host: str) -> str:
