@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstrata.errors import CacheDirectoryBusy
+from kvstrata.errors import ConfigError
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.catalogue import CatalogueFault, Row, write_tally
 from kvstrata.tiers.checksum import Checksum
@@ -59,7 +59,7 @@ class Publisher:
         try:
             self._put_in_step()
             return SettledIn()
-        except (OSError, CatalogueFault, CacheDirectoryBusy) as error:
+        except (OSError, CatalogueFault, ConfigError) as error:
             return self._failed(error)
 
     def publish(
@@ -75,10 +75,10 @@ class Publisher:
         except (TypeError, ValueError) as error:
             log.warning("A block cannot be written: %s", error)
             return Dropped(Drop.UNWRITABLE)
-        except (OSError, CatalogueFault, CacheDirectoryBusy) as error:
+        except (OSError, CatalogueFault, ConfigError) as error:
             return self._failed(error)
 
-    def _failed(self, error: OSError | CatalogueFault | CacheDirectoryBusy) -> Failed:
+    def _failed(self, error: OSError | CatalogueFault | ConfigError) -> Failed:
         match error:
             case CatalogueFault():
                 self._shelf.needs_rebuild = self._shelf.needs_rebuild or error.damaged
@@ -86,7 +86,7 @@ class Publisher:
             case OSError():
                 return Failed(fault_of(error), str(error))
             case _:
-                # The folder vanished, and another server made it anew before we did.
+                # The folder vanished, and somebody else made it anew before we did.
                 return Failed(Fault.VANISHED, str(error))
 
     def _put_in_step(self) -> None:
