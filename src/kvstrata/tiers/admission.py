@@ -46,14 +46,25 @@ class DailyBudget:
         self._lock = threading.Lock()
         self._day = day
         self._written_bytes = written_bytes
+        self._is_spent = False
 
     def allows(self, nbytes: int, queued_bytes: int, now: float) -> bool:
-        return not self._limit_bytes or self.written_bytes(now) + queued_bytes + nbytes <= self._limit_bytes
+        """As far as is known before a block is encoded: its header comes on top."""
+        if not self._limit_bytes:
+            return True
+        total = self.written_bytes(now) + queued_bytes + nbytes
+        return total <= self._limit_bytes and not self._is_spent
 
-    def add(self, nbytes: int, now: float) -> None:
+    def take(self, nbytes: int, now: float) -> bool:
+        """Count so many bytes as written, unless that would be too many. After the first that is too many none are
+        taken until tomorrow: what follows could hang on it."""
         with self._lock:
             self._turn(now)
-            self._written_bytes += nbytes
+            if self._limit_bytes and self._written_bytes + nbytes > self._limit_bytes:
+                self._is_spent = True
+            if not self._is_spent:
+                self._written_bytes += nbytes
+            return not self._is_spent
 
     def written_bytes(self, now: float) -> int:
         with self._lock:
@@ -62,7 +73,7 @@ class DailyBudget:
 
     def _turn(self, now: float) -> None:
         if day_of(now) != self._day:
-            self._day, self._written_bytes = day_of(now), 0
+            self._day, self._written_bytes, self._is_spent = day_of(now), 0, False
 
 
 def day_of(now: float) -> int:

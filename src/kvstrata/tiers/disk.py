@@ -109,7 +109,7 @@ class DiskTier:
         self._shelf = self._open_shelf(reserve_bytes, is_pinned, tally)
         self._second_touch = SecondTouch() if second_touch else None
         self._budget = self._open_budget(daily_write_bytes)
-        publisher = Publisher(self._shelf, checksum or fastest(), clock)
+        publisher = Publisher(self._shelf, checksum or fastest(), clock, self._charge)
         self._writer = Writer(
             publisher.publish,
             settle_in=publisher.settle_in,
@@ -300,10 +300,12 @@ class DiskTier:
             day, written_bytes = 0, 0
         return DailyBudget(limit_bytes, day=day, written_bytes=written_bytes)
 
-    def _on_written(self, written: Written) -> None:
+    def _charge(self, nbytes: int) -> bool:
+        return self._budget.take(nbytes, self._clock())
+
+    def _on_written(self, _written: Written) -> None:
         """On the writer's thread, after each block."""
         now = self._clock()
-        self._budget.add(written.file_bytes, now)
         try:
             with self._shelf.catalogue.changing():
                 self._shelf.catalogue.set_note(DAY, day_of(now))
