@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.tiers.admission import DailyBudget, SecondTouch
+from kvstrata.tiers.admission import DailyBudget
 from kvstrata.tiers.block import BASE, Block, BlockId
 from kvstrata.tiers.catalogue import Row
 from kvstrata.tiers.disk import Accepted, Refused
@@ -206,23 +206,13 @@ def test_the_volumes_reserve_is_respected(tmp_path: Path) -> None:
 
 
 def test_second_touch(tmp_path: Path) -> None:
+    """However often it is offered: only who asks decides."""
     tier = open_tier(tmp_path / "cache", second_touch=True)
-    first, second, third = make_chain(3)
-    assert tier.put(first) == Refused(Refusal.FIRST_TOUCH)
-    assert tier.put(first) == Accepted()
-    tier.asked_for([second.key])
-    assert tier.put(second) == Accepted()
-    assert tier.put(third) == Refused(Refusal.FIRST_TOUCH)
-    assert tier.usage().counters["refused"] == {"first_touch": 2}
+    block = make_block()
+    assert [tier.put(block) for _ in range(3)] == [Refused(Refusal.FIRST_TOUCH)] * 3
+    assert tier.put(block, asked_twice=True) == Accepted()
+    assert tier.usage().counters["refused"] == {"first_touch": 3}
     tier.close()
-
-
-def test_the_memory_of_touches_is_bounded() -> None:
-    touches = SecondTouch(capacity=10)
-    keys = [bytes([number]) * 32 for number in range(11)]
-    assert not any(touches.admit(key) for key in keys)
-    assert not touches.admit(keys[0])
-    assert touches.admit(keys[10])
 
 
 def test_the_daily_budget_survives_a_restart_and_ends_at_midnight(tmp_path: Path) -> None:

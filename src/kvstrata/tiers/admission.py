@@ -1,41 +1,10 @@
-"""Which writes are worth the disk's life: second touch and a daily budget. Pure, but for what it remembers."""
+"""How much is written in a day, for the disk's life. Pure, but for what it counts."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable
 
-REMEMBERED_KEYS = 65_536
 SECONDS_OF_A_DAY = 86_400
-
-
-class SecondTouch:
-    """Admits a key once it has been asked for before. The memory is bounded: the least recent keys are forgotten."""
-
-    def __init__(self, capacity: int = REMEMBERED_KEYS) -> None:
-        self._capacity = capacity
-        self._lock = threading.Lock()
-        self._seen: OrderedDict[int, None] = OrderedDict()
-
-    def see(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            for key in keys:
-                self._see(key)
-
-    def admit(self, key: bytes) -> bool:
-        """A put is a touch of its own."""
-        with self._lock:
-            return self._see(key)
-
-    def _see(self, key: bytes) -> bool:
-        short = int.from_bytes(key[:8], "little")
-        again = short in self._seen
-        self._seen[short] = None
-        self._seen.move_to_end(short)
-        if len(self._seen) > self._capacity:
-            self._seen.popitem(last=False)
-        return again
 
 
 class DailyBudget:
