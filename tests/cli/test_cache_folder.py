@@ -52,3 +52,23 @@ def test_verify_finds_damage_and_gc_removes_it(folder: Path) -> None:
     run("gc", str(folder))
     assert not first.exists()
     assert run("verify", str(folder))[0] == 0
+
+
+def test_what_could_not_be_read_is_said_and_is_no_success(tmp_path: Path) -> None:
+    path = tmp_path / "blocks" / "00" / f"{bytes(32).hex()}.base.safetensors"
+    path.parent.mkdir(parents=True)
+    path.symlink_to("/etc/hostname")
+    for command in ("verify", "ls"):
+        code, text = run(command, str(tmp_path))
+        assert code == 1
+        assert "1 could not be read" in text or "1 that could not be read" in text
+        assert path.name in text
+        code, text = run(command, str(tmp_path), "--json")
+        assert (code, json.loads(text)["unread"]) == (1, [{"file": str(path), "reason": "other"}])
+
+
+def test_gc_refuses_a_folder_of_somebody_else(tmp_path: Path) -> None:
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "tmp" / "7.tmp").write_text("mine")
+    assert run("gc", str(tmp_path))[0] == 1
+    assert (tmp_path / "tmp" / "7.tmp").read_text() == "mine"

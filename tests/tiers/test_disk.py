@@ -127,8 +127,13 @@ class Held:
 
     def __init__(self, directory: Path, **settings) -> None:
         self.go_on = threading.Event()
-        self.files = FaultyFiles(before={"sync": wait_for(self.go_on)})
+        self.is_writing = threading.Event()
+        self.files = FaultyFiles(before={"sync": self._wait})
         self.tier = open_tier(directory, files=self.files, **settings)
+
+    def _wait(self) -> None:
+        self.is_writing.set()
+        wait_for(self.go_on)()
 
 
 @pytest.fixture
@@ -188,6 +193,7 @@ def test_closing_drops_what_is_queued_and_counts_it(tmp_path: Path) -> None:
     blocks = make_chain(4)
     for block in blocks:
         held.tier.put(block)
+    assert held.is_writing.wait(10)
     threading.Timer(0.1, held.go_on.set).start()
     held.tier.close()
     assert held.tier.usage().counters["dropped"] == {Drop.CLOSED: 3}

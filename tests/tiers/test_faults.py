@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import sqlite3
 import time
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from kvstrata.tiers.disk import Accepted, DiskTier, Refused
+from kvstrata.tiers.files import Files
+from kvstrata.tiers.folder import file_name
 from kvstrata.tiers.pause import Pause
 from kvstrata.tiers.reader import Missing
 from kvstrata.tiers.reasons import Fault, Refusal
@@ -175,6 +178,22 @@ def test_a_folder_that_vanishes_is_made_again(tier: DiskTier, tmp_path: Path, ca
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 
+@pytest.mark.parametrize("name", ["tmp", "blocks", "quarantine"])
+def test_a_folder_inside_that_vanishes_is_made_again_at_once(tier: DiskTier, tmp_path: Path, name: str) -> None:
+    blocks = make_chain(3)
+    for block in blocks[:2]:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    shutil.rmtree(tmp_path / "cache" / name)
+    tier.put(blocks[2])
+    assert tier.flush(10).is_empty
+    usage = tier.usage()
+    assert usage.counters["failed"] == {}
+    assert usage.num_blocks == (1 if name == "blocks" else 3)
+    assert is_same(tier.read_now(blocks[2].id, root=ROOT), blocks[2])
+    assert usage.disk_bytes == real_bytes(tmp_path / "cache")
+
+
 def test_a_folder_whose_parent_is_gone_stays_gone_and_nothing_raises(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "volume" / "cache")
     shutil.rmtree(tmp_path / "volume")
@@ -204,6 +223,57 @@ def test_blocks_that_cannot_be_deleted_stay_counted(tmp_path: Path, files: Fault
     assert tier.clear().num_blocks == 0
     files.before = {}
     assert tier.clear().num_blocks == after.num_blocks
+    tier.close()
+
+
+class Stuck(Files):
+    """Some files cannot be deleted."""
+
+    names_stuck: frozenset[str] = frozenset()
+
+    def unlink(self, path: Path) -> None:
+        if path.name in self.names_stuck:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        super().unlink(path)
+
+
+def test_a_block_that_cannot_be_deleted_is_passed_over(tmp_path: Path, caplog) -> None:
+    """And is counted all the time, whatever is tried."""
+    directory, limit_bytes, files = tmp_path / "cache", 2 << 20, Stuck()
+    now = [1000.0]
+    tier = open_tier(directory, limit_bytes, files=files, clock=lambda: now[0])
+    stuck = [make_block(seed, num_values=12_000) for seed in (1, 3)]
+    files.names_stuck = frozenset(file_name(block.id) for block in stuck)
+    for seed in range(40):
+        now[0] += 1
+        assert tier.put(make_block(seed, num_values=12_000)) == Accepted()
+        assert tier.flush(10).is_empty
+        assert tier.usage().disk_bytes == real_bytes(directory) <= limit_bytes
+    usage = tier.usage()
+    assert usage.counters["written"] == {"base": 40}
+    assert usage.block_bytes == sum(row.disk_bytes for row in tier.rows())
+    assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in stuck)
+    assert usage.counters["failed"][Fault.READ_ONLY] >= 2
+    assert caplog.text.count("cannot be deleted") == 2
+    tier.close()
+
+
+def test_an_eviction_that_is_not_committed_is_not_counted(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "cache", 2 << 20, first_pause_s=60)
+    for seed in range(10):
+        tier.put(make_block(seed, num_values=12_000))
+    assert tier.flush(10).is_empty
+    third = sorted(tier.rows(), key=lambda row: (row.last_use, row.id.key))[2]
+    tier._shelf.catalogue._writing.execute(
+        "CREATE TRIGGER stop BEFORE DELETE ON blocks WHEN "
+        f"OLD.key = x'{third.id.key.hex()}' BEGIN SELECT RAISE(ABORT, 'not this one'); END"
+    )
+    tier.put(make_block(100, num_values=80_000))
+    assert tier.flush(10).is_empty
+    usage = tier.usage()
+    assert usage.counters["failed"] == {Fault.CATALOGUE: 1}
+    assert usage.counters["evicted"] == {}
+    assert usage.block_bytes == sum(row.disk_bytes for row in tier.rows())
     tier.close()
 
 

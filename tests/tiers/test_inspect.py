@@ -79,10 +79,11 @@ def test_garbage_is_collected_and_the_rest_is_served(tmp_path: Path, blocks: lis
     other = path_of(directory, blocks[1])
     other.write_bytes(other.read_bytes().replace(b"kvstrata.block.1", b"kvstrata.block.9", 1))
     (directory / "tmp" / "7.tmp").write_bytes(bytes(5000))
-    (directory / "quarantine" / "old.tensor").write_bytes(bytes(5000))
+    quarantined = directory / "quarantine" / f"{path_of(directory, blocks[2]).name}.tensor"
+    quarantined.write_bytes(bytes(5000))
     garbage = find_garbage(directory)
     assert garbage.temporaries == (directory / "tmp" / "7.tmp",)
-    assert garbage.quarantined == (directory / "quarantine" / "old.tensor",)
+    assert garbage.quarantined == (quarantined,)
     assert garbage.damaged == (other,)
     assert set(garbage.orphans) == {path_of(directory, blocks[3]), path_of(directory, blocks[4])}
     assert garbage.freed_bytes == sum(path.stat().st_blocks * 512 for path in garbage.paths())

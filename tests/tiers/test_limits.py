@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.tiers.admission import DailyBudget, SecondTouch
+from kvstrata.tiers.admission import DailyBudget
 from kvstrata.tiers.block import BASE, Block, BlockId
 from kvstrata.tiers.catalogue import Row
 from kvstrata.tiers.disk import Accepted, Refused
@@ -138,6 +139,49 @@ def test_too_large_for_the_limit(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_a_lowered_limit_holds_from_the_start_whatever_is_free(tmp_path: Path) -> None:
+    directory = tmp_path / "cache"
+    tier = open_tier(directory, 64 * MIB)
+    for seed in range(20):
+        for block in make_chain(4, seed=seed, num_values=12_000):
+            tier.put(block)
+    assert tier.flush(20).is_empty
+    assert tier.usage().disk_bytes > 8 * MIB
+    tier.close()
+    tier = open_tier(directory, 4 * MIB, files=FaultyFiles(free=MIB), reserve_bytes=64 * MIB)
+    assert tier.flush(20).is_empty
+    assert 3 * MIB < tier.usage().disk_bytes == real_bytes(directory) <= 4 * MIB
+    assert_chains_are_whole(tier.rows())
+    assert set(tier.usage().counters["evicted"]) == {"limit"}
+    tier.put(make_block(1000))
+    assert tier.flush(10).is_empty
+    assert tier.usage().counters["dropped"] == {Drop.RESERVE: 1}
+    tier.close()
+
+
+def test_what_is_over_the_limit_goes_before_the_reserve_is_looked_at(tmp_path: Path) -> None:
+    directory = tmp_path / "cache"
+    tier = open_tier(directory, 3 * MIB, files=FaultyFiles(free=MIB), reserve_bytes=64 * MIB)
+    assert tier.flush(10).is_empty
+    tier.close()
+    other = open_tier(tmp_path / "other")
+    for seed in range(40):
+        other.put(make_block(seed, num_values=12_000))
+    assert other.flush(20).is_empty
+    other.close()
+    # Put there while it ran, and found when a folder is missing.
+    tier = open_tier(directory, 3 * MIB, files=FaultyFiles(free=MIB), reserve_bytes=64 * MIB)
+    assert tier.flush(10).is_empty
+    shutil.rmtree(directory / "blocks")
+    shutil.copytree(tmp_path / "other" / "blocks", directory / "blocks")
+    shutil.rmtree(directory / "tmp")
+    tier.put(make_block(1000))
+    assert tier.flush(10).is_empty
+    assert tier.usage().counters["dropped"] == {Drop.RESERVE: 1}
+    assert 2 * MIB < tier.usage().disk_bytes == real_bytes(directory) <= 3 * MIB
+    tier.close()
+
+
 def test_the_volumes_reserve_is_respected(tmp_path: Path) -> None:
     files = FaultyFiles(free=100 * MIB)
     tier = open_tier(tmp_path / "cache", 50 * MIB, files=files, reserve_bytes=90 * MIB)
@@ -162,23 +206,13 @@ def test_the_volumes_reserve_is_respected(tmp_path: Path) -> None:
 
 
 def test_second_touch(tmp_path: Path) -> None:
+    """However often it is offered: only who asks decides."""
     tier = open_tier(tmp_path / "cache", second_touch=True)
-    first, second, third = make_chain(3)
-    assert tier.put(first) == Refused(Refusal.FIRST_TOUCH)
-    assert tier.put(first) == Accepted()
-    tier.asked_for([second.key])
-    assert tier.put(second) == Accepted()
-    assert tier.put(third) == Refused(Refusal.FIRST_TOUCH)
-    assert tier.usage().counters["refused"] == {"first_touch": 2}
+    block = make_block()
+    assert [tier.put(block) for _ in range(3)] == [Refused(Refusal.FIRST_TOUCH)] * 3
+    assert tier.put(block, asked_twice=True) == Accepted()
+    assert tier.usage().counters["refused"] == {"first_touch": 3}
     tier.close()
-
-
-def test_the_memory_of_touches_is_bounded() -> None:
-    touches = SecondTouch(capacity=10)
-    keys = [bytes([number]) * 32 for number in range(11)]
-    assert not any(touches.admit(key) for key in keys)
-    assert not touches.admit(keys[0])
-    assert touches.admit(keys[10])
 
 
 def test_the_daily_budget_survives_a_restart_and_ends_at_midnight(tmp_path: Path) -> None:
@@ -205,11 +239,31 @@ def test_the_daily_budget_survives_a_restart_and_ends_at_midnight(tmp_path: Path
     tier.close()
 
 
+def test_no_more_is_written_than_the_budget_allows(tmp_path: Path) -> None:
+    """Files are larger than their tensors, by which blocks are taken."""
+    now = [86_400.0 * 5]
+    tier = open_tier(tmp_path / "cache", daily_write_bytes=60_000, clock=lambda: now[0])
+    blocks = make_chain(40)
+    assert all(tier.put(block) == Accepted() for block in blocks)
+    assert tier.flush(10).is_empty
+    usage = tier.usage()
+    assert 50_000 < usage.written_bytes == usage.written_today_bytes <= 60_000
+    num_written = usage.counters["written"][BASE]
+    assert usage.counters["dropped"] == {Drop.WRITE_BUDGET: 40 - num_written}
+    assert [tier.find(block.key) for block in blocks] == [True] * num_written + [False] * (40 - num_written)
+    assert tier.put(make_block(1000, num_tokens=1, num_values=1)) == Refused(Refusal.WRITE_BUDGET)
+    now[0] += 86_400
+    assert tier.put(blocks[num_written]) == Accepted()
+    assert tier.flush(10).is_empty
+    assert tier.find(blocks[num_written].key)
+    tier.close()
+
+
 def test_what_is_queued_counts_for_the_budget() -> None:
     budget = DailyBudget(100)
     assert budget.allows(50, 50, now=0)
     assert not budget.allows(50, 51, now=0)
-    budget.add(30, now=10)
+    assert budget.take(30, now=10)
     assert not budget.allows(50, 50, now=20)
     assert budget.allows(50, 50, now=86_401)
     assert DailyBudget(0).allows(10**12, 0, now=0)

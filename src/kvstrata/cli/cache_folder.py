@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +13,7 @@ from kvstrata.cli.remote import AsJson
 
 if TYPE_CHECKING:
     from kvstrata.tiers.catalogue import Row
+    from kvstrata.tiers.rebuild import DamagedFile, UnreadFile
 
 Folder = Annotated[
     Path,
@@ -22,39 +24,44 @@ Folder = Annotated[
 
 
 def ls(folder: Folder, as_json: AsJson = False) -> None:
-    """What is in a folder, from the headers of its blocks."""
+    """What is in a folder, from the headers of its blocks. Ends with 1 if some could not be read."""
     from kvstrata.config import human_bytes
     from kvstrata.tiers.inspect import list_blocks
 
     listing = list_blocks(folder)
     rows = [_row(row) for row in listing.rows]
     if as_json:
-        typer.echo(json.dumps({"blocks": rows, "damaged": [str(file.path) for file in listing.damaged]}))
-        return
-    for row in rows:
-        tokens = f"{row['start']} to {row['start'] + row['tokens']}"
-        typer.echo(
-            f"{row['key'][:16]}  {row['part']:<5} {tokens:>17}  {human_bytes(row['bytes']):>9}  {row['uses']} uses"
-        )
-    total = sum(row["bytes"] for row in rows)
-    typer.echo(f"{len(rows)} files, {human_bytes(total)}; {len(listing.damaged)} with a damaged header")
+        damaged = [str(file.path) for file in listing.damaged]
+        typer.echo(json.dumps({"blocks": rows, "damaged": damaged, "unread": _reasons(listing.unread)}))
+    else:
+        for row in rows:
+            tokens = f"{row['start']} to {row['start'] + row['tokens']}"
+            typer.echo(
+                f"{row['key'][:16]}  {row['part']:<5} {tokens:>17}  {human_bytes(row['bytes']):>9}  {row['uses']} uses"
+            )
+        total = human_bytes(sum(row["bytes"] for row in rows))
+        damaged = f"{len(listing.damaged)} with a damaged header"
+        typer.echo(f"{len(rows)} files, {total}; {damaged}, {len(listing.unread)} that could not be read")
+        _echo_files(listing.unread)
+    if listing.unread:
+        raise typer.Exit(1)
 
 
 def verify(folder: Folder, as_json: AsJson = False) -> None:
-    """Read every block and check it. Changes nothing; ends with 1 if something is damaged."""
+    """Read every block and check it. Changes nothing; ends with 1 if something is damaged or could not be read."""
     from kvstrata.config import human_bytes
     from kvstrata.index.keys import chain
     from kvstrata.tiers.inspect import verify as verify_blocks
 
     found = verify_blocks(folder, chain=chain)
-    damaged = [{"file": str(file.path), "reason": str(file.reason)} for file in found.damaged]
     if as_json:
-        typer.echo(json.dumps({"blocks": found.num_blocks, "bytes": found.num_bytes, "damaged": damaged}))
+        files = {"damaged": _reasons(found.damaged), "unread": _reasons(found.unread)}
+        typer.echo(json.dumps({"blocks": found.num_blocks, "bytes": found.num_bytes, **files}))
     else:
-        typer.echo(f"{found.num_blocks} blocks are whole, {human_bytes(found.num_bytes)}; {len(damaged)} are damaged")
-        for file in damaged:
-            typer.echo(f"  {file['file']}: {file['reason']}")
-    if damaged:
+        whole = f"{found.num_blocks} blocks are whole, {human_bytes(found.num_bytes)}"
+        typer.echo(f"{whole}; {len(found.damaged)} are damaged, {len(found.unread)} could not be read")
+        _echo_files((*found.damaged, *found.unread))
+    if found.damaged or found.unread:
         raise typer.Exit(1)
 
 
@@ -74,6 +81,15 @@ def gc(
     typer.echo(f"{len(paths)} files {'would be' if dry_run else 'were'} removed")
     for path in paths:
         typer.echo(f"  {path}")
+
+
+def _reasons(files: Sequence[DamagedFile | UnreadFile]) -> list[dict[str, str]]:
+    return [{"file": str(file.path), "reason": str(file.reason)} for file in files]
+
+
+def _echo_files(files: Sequence[DamagedFile | UnreadFile]) -> None:
+    for file in files:
+        typer.echo(f"  {file.path}: {file.reason}")
 
 
 def _row(row: Row) -> dict[str, Any]:

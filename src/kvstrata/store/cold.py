@@ -72,22 +72,21 @@ class Cold:
                 start = end
 
     def _put(self, step: Step, entry: Entry, ids: TokenIds, root: bytes) -> Generator[None, None, bool]:
-        if entry.was_used:
-            self.tier.asked_for([step.key])
+        asked_twice = step.end <= entry.asked_twice
         mark = entry.span.marks.get(step.end)
         taken = self.tier.find(step.key)
         if not taken:
             packed = yield from packing(entry.span, step.start, step.end)
-            taken = self._offer(step, ids, root, packed, "base")
+            taken = self._offer(step, ids, root, packed, "base", asked_twice=asked_twice)
         if taken and mark is not None and not self.tier.find(step.key, MARK):
-            return self._offer(step, ids, root, pack_mark(mark), MARK)
+            return self._offer(step, ids, root, pack_mark(mark), MARK, asked_twice=asked_twice)
         return taken
 
-    def _offer(self, step: Step, ids: TokenIds, root: bytes, packed: Packed, part: str) -> bool:
+    def _offer(self, step: Step, ids: TokenIds, root: bytes, packed: Packed, part: str, *, asked_twice: bool) -> bool:
         tensors = {name: Tensor(a.dtype, a.shape, a.octets) for name, a in packed.arrays.items()}
         token_ids = ids.astype("<i4", copy=False).tobytes()
         block = Block(step.key, step.parent, root, step.start, token_ids, tensors, packed.description, part)
-        answer = self.tier.put(block)
+        answer = self.tier.put(block, asked_twice=asked_twice)
         return isinstance(answer, Accepted) or answer.reason is Refusal.PRESENT
 
     # Found.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvstrata.index.tree import Node
@@ -27,7 +28,7 @@ class Entry:
     target: Plan | None = None  # what somebody asked for it to be stored as; None: what all are
     is_clean: bool = False  # all of it is on the disk
     clean_token_bytes: float = 0.0  # with so many bytes for each token, when it was written
-    was_used: bool = False  # somebody went on from it: asked for a second time
+    asked_twice: int = 0  # the tokens up to this position were in the prompts of two requests
     goes_up: bool = False  # even where that takes more bits than it has
     asked_at: int | None = None  # where its owner was when the target was asked for; None: that is done
 
@@ -50,6 +51,7 @@ class Lease:
     num_tokens: int = 0
     prefix: Prefix | None = None  # None: nothing was found
     ranges: tuple[SpanRange, ...] = ()  # what the prefix is made of
+    asked_twice: int = 0  # how far an earlier request had the same prompt, stored or not
     entries: set[Entry] = field(default_factory=set)
     is_open: bool = True
 
@@ -68,3 +70,9 @@ class Found:
     entries: tuple[Entry, ...]  # on the path
     mark_position: int | None
     matched_tokens: int  # that are stored; more than num_tokens where a model can resume at marks only
+
+
+def note_asked_twice(path: Iterable[Node[Entry]], end: int) -> None:
+    """A second request had the tokens of a path up to here."""
+    for node in path:
+        node.payload.asked_twice = max(node.payload.asked_twice, min(node.end, end))

@@ -41,6 +41,10 @@ class History:
     def resize(self, store_tokens: int) -> None:
         self._max_tokens = HISTORY_FACTOR * store_tokens
 
+    def known_tokens(self, root_key: bytes, tokens: Tokens) -> int:
+        """How far a prompt was asked for before, by whatever prompt."""
+        return self._tree.match(root_key, tokens).num_tokens
+
     def asked(self, root_key: bytes, tokens: Tokens, now_s: float) -> Kind:
         """Remember a prompt. Says of which kind the nodes are that it uses."""
         wanted = as_ids(tokens)

@@ -60,6 +60,10 @@ class Shelf:
         """About so many tokens fit from now on."""
         self._watch.resize(max_tokens)
 
+    def known_tokens(self, root_key: bytes, ids: TokenIds) -> int:
+        """How far a prompt was asked for before, stored or not."""
+        return self._watch.known_tokens(root_key, ids)
+
     def asked(self, root_key: bytes, ids: TokenIds) -> Kind:
         """A request came with this prompt. Tells what kind of request that makes it."""
         return self._watch.asked(root_key, ids, self._clock())
@@ -254,10 +258,11 @@ class Shelf:
     def _join(self, first: Entry, second: Entry) -> None:
         self.version += 1
         last = next(node for node in first.nodes if node.end == first.span.end)
+        if first.asked_twice >= first.span.end:
+            first.asked_twice = max(first.span.end, second.asked_twice)
         first.span.append(second.span)
         first.is_clean = first.is_clean and second.is_clean
         first.clean_token_bytes = min(first.clean_token_bytes, second.clean_token_bytes)
-        first.was_used = first.was_used and second.was_used
         for node in second.nodes:
             node.payload = first
             first.nodes.add(node)

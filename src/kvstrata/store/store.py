@@ -25,7 +25,7 @@ from kvstrata.spans.span import live_span, prefix_of
 from kvstrata.store.admission import Admission
 from kvstrata.store.changes import Changes
 from kvstrata.store.cold import Cold
-from kvstrata.store.entry import Entry, Found, Lease
+from kvstrata.store.entry import Entry, Found, Lease, note_asked_twice
 from kvstrata.store.explain import ending, explain
 from kvstrata.store.filing import Filing
 from kvstrata.store.ladder import HIGH
@@ -124,9 +124,11 @@ class Store:
         found = self.find(ids, salt)
         self.counters["queried_tokens"] += len(ids)
         self.counters["hit_tokens"] += found.num_tokens
-        kind = self._shelf.asked(root_key(self._identity, salt), ids)
+        key = root_key(self._identity, salt)
+        asked_twice = max(self._shelf.known_tokens(key, ids), found.num_tokens)
+        kind = self._shelf.asked(key, ids)
         if not found.num_tokens:
-            return Lease(kind)
+            return Lease(kind, asked_twice=asked_twice)
         version = self.version
         for entry in found.entries:
             # What is to be stored in fewer bits is, before somebody goes on from it. A change that was asked for goes
@@ -137,10 +139,10 @@ class Store:
             # Some of it was joined.
             found = self.find(ids, salt)
         prefix = prefix_of(self._layout, found.ranges, mark_of(found))
-        lease = Lease(kind, found.num_tokens, prefix, found.ranges)
+        lease = Lease(kind, found.num_tokens, prefix, found.ranges, asked_twice)
         self._shelf.touch(found.path, kind)
+        note_asked_twice(found.path, asked_twice)
         for entry in found.entries:
-            entry.was_used = True
             self._pin(entry, lease)
         return lease
 
@@ -161,7 +163,8 @@ class Store:
 
     def open(self, lease: Lease, cache: SequenceCache, salt: str) -> Filing:
         """A sequence begins to compute what follows its lease."""
-        entry = Entry(live_span(self._layout, cache), root_key(self._identity, salt), salt, lease.kind)
+        span, key = live_span(self._layout, cache), root_key(self._identity, salt)
+        entry = Entry(span, key, salt, lease.kind, asked_twice=lease.asked_twice)
         self._shelf.add(entry)
         return Filing(self, entry, lease)
 
@@ -172,6 +175,7 @@ class Store:
             return
         entry.span.num_tokens = num_tokens
         path = self._shelf.insert(entry, ids)
+        note_asked_twice(path, filing.lease.asked_twice)
         self._review(entry)
         for node in path:
             # Somebody else may have filed some of these tokens meanwhile: what ours hang on must stay.

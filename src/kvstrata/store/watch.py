@@ -36,6 +36,10 @@ class Watch:
         self._by_age.max_tokens = self._by_worth.max_tokens = max_tokens
         self._history.resize(max_tokens)
 
+    def known_tokens(self, root_key: bytes, tokens: Tokens) -> int:
+        """How far a prompt was asked for before."""
+        return self._history.known_tokens(root_key, tokens)
+
     def asked(self, root_key: bytes, tokens: Tokens, now_s: float) -> Kind:
         """A request came. Says of which kind the nodes are that it uses."""
         ids = as_ids(tokens)

@@ -1,41 +1,10 @@
-"""Which writes are worth the disk's life: second touch and a daily budget. Pure, but for what it remembers."""
+"""How much is written in a day, for the disk's life. Pure, but for what it counts."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable
 
-REMEMBERED_KEYS = 65_536
 SECONDS_OF_A_DAY = 86_400
-
-
-class SecondTouch:
-    """Admits a key once it has been asked for before. The memory is bounded: the least recent keys are forgotten."""
-
-    def __init__(self, capacity: int = REMEMBERED_KEYS) -> None:
-        self._capacity = capacity
-        self._lock = threading.Lock()
-        self._seen: OrderedDict[int, None] = OrderedDict()
-
-    def see(self, keys: Iterable[bytes]) -> None:
-        with self._lock:
-            for key in keys:
-                self._see(key)
-
-    def admit(self, key: bytes) -> bool:
-        """A put is a touch of its own."""
-        with self._lock:
-            return self._see(key)
-
-    def _see(self, key: bytes) -> bool:
-        short = int.from_bytes(key[:8], "little")
-        again = short in self._seen
-        self._seen[short] = None
-        self._seen.move_to_end(short)
-        if len(self._seen) > self._capacity:
-            self._seen.popitem(last=False)
-        return again
 
 
 class DailyBudget:
@@ -46,14 +15,25 @@ class DailyBudget:
         self._lock = threading.Lock()
         self._day = day
         self._written_bytes = written_bytes
+        self._is_spent = False
 
     def allows(self, nbytes: int, queued_bytes: int, now: float) -> bool:
-        return not self._limit_bytes or self.written_bytes(now) + queued_bytes + nbytes <= self._limit_bytes
+        """As far as is known before a block is encoded: its header comes on top."""
+        if not self._limit_bytes:
+            return True
+        total = self.written_bytes(now) + queued_bytes + nbytes
+        return total <= self._limit_bytes and not self._is_spent
 
-    def add(self, nbytes: int, now: float) -> None:
+    def take(self, nbytes: int, now: float) -> bool:
+        """Count so many bytes as written, unless that would be too many. After the first that is too many none are
+        taken until tomorrow: what follows could hang on it."""
         with self._lock:
             self._turn(now)
-            self._written_bytes += nbytes
+            if self._limit_bytes and self._written_bytes + nbytes > self._limit_bytes:
+                self._is_spent = True
+            if not self._is_spent:
+                self._written_bytes += nbytes
+            return not self._is_spent
 
     def written_bytes(self, now: float) -> int:
         with self._lock:
@@ -62,7 +42,7 @@ class DailyBudget:
 
     def _turn(self, now: float) -> None:
         if day_of(now) != self._day:
-            self._day, self._written_bytes = day_of(now), 0
+            self._day, self._written_bytes, self._is_spent = day_of(now), 0, False
 
 
 def day_of(now: float) -> int:

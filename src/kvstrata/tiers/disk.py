@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvstrata.errors import ConfigError
-from kvstrata.tiers.admission import DailyBudget, SecondTouch, day_of
+from kvstrata.tiers.admission import DailyBudget, day_of
 from kvstrata.tiers.block import BASE, Block, BlockId, Chain, Tally, no_tally
 from kvstrata.tiers.catalogue import CatalogueFault, Row
 from kvstrata.tiers.checksum import Checksum, fastest
@@ -107,9 +107,9 @@ class DiskTier:
         self._folder = CacheFolder(directory, files or Files())
         prepare(self._folder)
         self._shelf = self._open_shelf(reserve_bytes, is_pinned, tally)
-        self._second_touch = SecondTouch() if second_touch else None
+        self._second_touch = second_touch
         self._budget = self._open_budget(daily_write_bytes)
-        publisher = Publisher(self._shelf, checksum or fastest(), clock)
+        publisher = Publisher(self._shelf, checksum or fastest(), clock, self._charge)
         self._writer = Writer(
             publisher.publish,
             settle_in=publisher.settle_in,
@@ -126,29 +126,25 @@ class DiskTier:
 
     # Writing.
 
-    def put(self, block: Block, *, replace: bool = False) -> Accepted | Refused:
-        """Never waits. The block's bytes must not change any more. `replace`: also where the disk has this id."""
-        refusal = self._refusal(block, replace) or self._writer.offer(block)
+    def put(self, block: Block, *, asked_twice: bool = False, replace: bool = False) -> Accepted | Refused:
+        """Never waits. The block's bytes must not change any more. `replace`: also where the disk has this id.
+        `asked_twice`: two requests had its tokens; under second touch nothing else is taken."""
+        refusal = self._refusal(block, asked_twice, replace) or self._writer.offer(block)
         if refusal is None:
             return Accepted()
         self._counters.add(Event.REFUSED, refusal, nbytes=block.nbytes)
         return Refused(refusal)
 
-    def _refusal(self, block: Block, replace: bool) -> Refusal | None:
+    def _refusal(self, block: Block, asked_twice: bool, replace: bool) -> Refusal | None:
         if block.nbytes > self._limit_bytes:
             return Refusal.TOO_LARGE
         if not replace and self._holds(block.id):
             return Refusal.PRESENT
-        if self._second_touch and not self._second_touch.admit(block.key):
+        if self._second_touch and not asked_twice:
             return Refusal.FIRST_TOUCH
         if not self._budget.allows(block.nbytes, self._writer.num_bytes, self._clock()):
             return Refusal.WRITE_BUDGET
         return None
-
-    def asked_for(self, keys: Iterable[bytes]) -> None:
-        """For second-touch admission: a prompt had these blocks, whether or not they were here."""
-        if self._second_touch:
-            self._second_touch.see(keys)
 
     def flush(self, timeout_s: float) -> Flushed:
         """Waits until the queue is empty and the folder has been compared with its catalogue, or for so long."""
@@ -300,10 +296,12 @@ class DiskTier:
             day, written_bytes = 0, 0
         return DailyBudget(limit_bytes, day=day, written_bytes=written_bytes)
 
-    def _on_written(self, written: Written) -> None:
+    def _charge(self, nbytes: int) -> bool:
+        return self._budget.take(nbytes, self._clock())
+
+    def _on_written(self, _written: Written) -> None:
         """On the writer's thread, after each block."""
         now = self._clock()
-        self._budget.add(written.file_bytes, now)
         try:
             with self._shelf.catalogue.changing():
                 self._shelf.catalogue.set_note(DAY, day_of(now))

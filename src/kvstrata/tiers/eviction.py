@@ -20,7 +20,7 @@ class Leaves(Protocol):
 
 
 def victims(catalogue: Leaves, is_kept: Callable[[bytes], bool]) -> Iterator[Row]:
-    """The caller must remove each from the catalogue before it asks for the next.
+    """The caller must remove each from the catalogue before it asks for the next, or keep its key from then on.
 
     A batch is the oldest leaves there are, so nothing outside it can be older than its last. Removing a leaf may free
     its parent, which then takes its own place in the order; when the order passes the batch's last, a new batch is due.

@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ class FileStatus:
     disk_bytes: int  # what the file really takes
     modified: float
     inode: int
+    is_plain: bool  # a file, and no link, folder or device
+    is_link: bool
 
 
 class Files:
@@ -59,8 +62,10 @@ class Files:
         return os.preadv(fd, [buffer], offset)
 
     def status(self, place: int | Path) -> FileStatus:
-        found = os.stat(place)
-        return FileStatus(found.st_size, found.st_blocks * SECTOR_BYTES, found.st_mtime, found.st_ino)
+        found = os.fstat(place) if isinstance(place, int) else os.lstat(place)
+        disk_bytes = found.st_blocks * SECTOR_BYTES
+        is_plain, is_link = stat.S_ISREG(found.st_mode), stat.S_ISLNK(found.st_mode)
+        return FileStatus(found.st_size, disk_bytes, found.st_mtime, found.st_ino, is_plain, is_link)
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
@@ -77,7 +82,7 @@ class Files:
 
     def lock(self, path: Path) -> int:
         """An open file that nobody else has locked; BlockingIOError where somebody has. Closing it unlocks it."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:
@@ -104,6 +109,21 @@ def read_all(files: Files, fd: int, buffer: memoryview, offset: int) -> int:
     return done
 
 
+def plain_files(files: Files, folder: Path) -> Iterator[tuple[Path, FileStatus]]:
+    """Those in a folder, by name; none where there is no folder. What else lies there is not ours."""
+    try:
+        names = sorted(files.names(folder))
+    except FileNotFoundError:
+        return
+    for path in (folder / name for name in names):
+        try:
+            status = files.status(path)
+        except FileNotFoundError:
+            continue
+        if status.is_plain:
+            yield path, status
+
+
 def unlink_if_there(files: Files, path: Path) -> None:
     try:
         files.unlink(path)
@@ -116,7 +136,8 @@ def make_folder_if_missing(files: Files, path: Path) -> bool:
     try:
         files.make_folder(path)
     except FileExistsError:
-        if not path.is_dir():
+        # A link could lead anywhere.
+        if path.is_symlink() or not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
         return False
     return True

@@ -3,21 +3,26 @@
 DIR/lock                                  held while a server uses the folder
 DIR/catalogue.sqlite                      can be lost
 DIR/blocks/ab/<key in hex>.<part>.safetensors
-DIR/tmp/                                  what is being written; empty after a start
-DIR/quarantine/                           files that were not what they said
+DIR/tmp/<number>.tmp                      what is being written; none after a start
+DIR/quarantine/<file name>.<reason>       files that were not what they said
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvstrata.errors import CacheDirectoryBusy, ConfigError
 from kvstrata.tiers.block import KEY_BYTES, PART_NAME, BlockId
-from kvstrata.tiers.files import Files, make_folder_if_missing, unlink_if_there
+from kvstrata.tiers.files import Files, make_folder_if_missing, plain_files, unlink_if_there
 
 SUFFIX = ".safetensors"
+TEMPORARY_NAME = re.compile(r"[0-9]+\.tmp")
+# Empty where the process ended before it wrote its id.
+LOCK_TEXT = re.compile(rb"([0-9]+\n)?")
+LONGEST_LOCK_TEXT = 32
 
 
 def file_name(block: BlockId) -> str:
@@ -45,6 +50,7 @@ class CacheFolder:
         self.quarantine = directory / "quarantine"
         self.catalogue = directory / "catalogue.sqlite"
         self.lock_path = directory / "lock"
+        self._folders = (self.blocks, self.temporaries, self.quarantine)
         self._lock_fds: list[int] = []
 
     def path(self, block: BlockId) -> Path:
@@ -54,8 +60,13 @@ class CacheFolder:
         return self.catalogue, Path(f"{self.catalogue}-wal"), Path(f"{self.catalogue}-shm")
 
     def acquire(self) -> None:
-        """Take the lock and make what is missing. The parent of the folder must be there."""
-        make_folder_if_missing(self.files, self.directory)
+        """Take the lock and make what is missing. The parent of the folder must be there.
+
+        ConfigError, and nothing is changed, where the folder is somebody else's.
+        """
+        # The folder itself may be a link: somebody chose where it leads.
+        make_folder_if_missing(self.files, self.directory.resolve())
+        self.check()
         try:
             fd = self.files.lock(self.lock_path)
         except BlockingIOError:
@@ -67,8 +78,26 @@ class CacheFolder:
         self._lock_fds.append(fd)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        for folder in (self.blocks, self.temporaries, self.quarantine):
-            make_folder_if_missing(self.files, folder)
+        self.make_missing()
+
+    def check(self) -> None:
+        """ConfigError where this is no folder for a disk cache: it holds something else, or leads elsewhere."""
+        for path in (self.lock_path, *self._folders, *self.catalogue_paths()):
+            if self._is_link(path):
+                raise ConfigError(
+                    f"{path} is a link, and the disk cache follows none inside its folder. "
+                    "Remove it, or use another --disk-cache-dir"
+                )
+        if not self._is_ours():
+            raise ConfigError(
+                f"{self.directory} holds other things than a disk cache, and was left as it is. "
+                f"Use an empty or a new folder, such as {self.directory / 'kvstrata-cache'}"
+            )
+
+    def make_missing(self) -> bool:
+        """True where one of the folders in it was made now."""
+        made = [make_folder_if_missing(self.files, folder) for folder in self._folders]
+        return any(made)
 
     def release(self) -> None:
         while self._lock_fds:
@@ -82,14 +111,18 @@ class CacheFolder:
             return False
         return any(self.files.status(fd).inode == there for fd in self._lock_fds)
 
+    def left_temporaries(self) -> list[Path]:
+        found = plain_files(self.files, self.temporaries)
+        return [path for path, _ in found if TEMPORARY_NAME.fullmatch(path.name)]
+
     def remove_temporaries(self) -> None:
-        for name in self.files.names(self.temporaries):
-            unlink_if_there(self.files, self.temporaries / name)
+        for path in self.left_temporaries():
+            unlink_if_there(self.files, path)
 
     def shards(self) -> list[Path]:
         try:
             names = self.files.names(self.blocks)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         return [self.blocks / name for name in sorted(names) if len(name) == 2]
 
@@ -103,9 +136,30 @@ class CacheFolder:
             for block in parse_file_name(name):
                 yield self.path(block), block
 
+    def _is_ours(self) -> bool:
+        """Empty, or with what we leave behind. The catalogue is no sign: it can be lost, and others use that name."""
+        names = set(self.files.names(self.directory))
+        return not names or self._has_our_lock(names) or any(map(parse_file_name, self.names()))
+
+    def _has_our_lock(self, names: set[str]) -> bool:
+        """Our kind of lock, beside all of our folders or, where a start was cut short, nothing but what is ours."""
+        folders = {path.name for path in self._folders}
+        own = {self.lock_path.name, *folders, *(path.name for path in self.catalogue_paths())}
+        if self.lock_path.name not in names or not (folders <= names or names <= own):
+            return False
+        status = self.files.status(self.lock_path)
+        is_likely = status.is_plain and status.size_bytes <= LONGEST_LOCK_TEXT
+        return is_likely and bool(LOCK_TEXT.fullmatch(self.lock_path.read_bytes()))
+
+    def _is_link(self, path: Path) -> bool:
+        try:
+            return self.files.status(path).is_link
+        except FileNotFoundError:
+            return False
+
     def _names_in(self, shard: Path) -> list[str]:
         try:
-            return self.files.names(shard)
+            return [] if self._is_link(shard) else self.files.names(shard)
         except (FileNotFoundError, NotADirectoryError):
             return []
 

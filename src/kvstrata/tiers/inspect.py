@@ -14,6 +14,7 @@ from kvstrata.tiers.catalogue import Row
 from kvstrata.tiers.files import Files, unlink_if_there
 from kvstrata.tiers.folder import CacheFolder
 from kvstrata.tiers.format import DamagedBlock
+from kvstrata.tiers.quarantine import quarantined
 from kvstrata.tiers.reasons import fault_of
 from kvstrata.tiers.rebuild import DamagedFile, UnreadFile, rows_of
 
@@ -108,8 +109,8 @@ def find_garbage(directory: Path, *, files: Files | None = None, progress: Progr
     folder = _existing(directory, files)
     found = _sort(folder, progress)
     garbage = Garbage(
-        temporaries=_within(folder, folder.temporaries),
-        quarantined=_within(folder, folder.quarantine),
+        temporaries=tuple(folder.left_temporaries()),
+        quarantined=tuple(folder.quarantine / held.name for held in quarantined(folder.files, folder.quarantine)),
         damaged=tuple(damaged.path for damaged in found.damaged),
         orphans=tuple(folder.path(block) for block in orphans(found.rows)),
     )
@@ -152,7 +153,9 @@ def orphans(rows: Iterable[Row]) -> list[BlockId]:
 def _existing(directory: Path, files: Files | None) -> CacheFolder:
     if not directory.is_dir():
         raise ConfigError(f"There is no disk cache at {directory}. Give the folder that --disk-cache-dir had")
-    return CacheFolder(directory, files or Files())
+    folder = CacheFolder(directory, files or Files())
+    folder.check()
+    return folder
 
 
 def _sort(folder: CacheFolder, progress: Progress) -> _Sorted:
@@ -160,13 +163,6 @@ def _sort(folder: CacheFolder, progress: Progress) -> _Sorted:
     found = _Sorted()
     found.take(rows_of(folder.files, stored), progress, len(stored))
     return found
-
-
-def _within(folder: CacheFolder, inner: Path) -> tuple[Path, ...]:
-    try:
-        return tuple(inner / name for name in sorted(folder.files.names(inner)))
-    except FileNotFoundError:
-        return ()
 
 
 def _recorded_uses(path: Path) -> dict[BlockId, tuple[float, int, float]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstrata.errors import CacheDirectoryBusy
+from kvstrata.errors import ConfigError
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.catalogue import CatalogueFault, Row, write_tally
 from kvstrata.tiers.checksum import Checksum
@@ -46,8 +46,12 @@ class SettledIn:
 
 
 class Publisher:
-    def __init__(self, shelf: Shelf, checksum: Checksum, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, shelf: Shelf, checksum: Checksum, clock: Callable[[], float], charge: Callable[[int], bool]
+    ) -> None:
+        """`charge`: whether so many bytes may be written now; they count as written from then on."""
         self._shelf = shelf
+        self._charge = charge
         self._checksum = checksum
         self._clock = clock
         self._serial = itertools.count()
@@ -55,11 +59,12 @@ class Publisher:
         self._without_room: OrderedDict[bytes, None] = OrderedDict()
 
     def settle_in(self) -> SettledIn | Failed:
-        """Catalogue and folder in step: after a start, and when a lookup found the catalogue damaged."""
+        """Catalogue, folder and limit in step: after a start, and when a lookup found the catalogue damaged."""
         try:
             self._put_in_step()
+            self._shelf.keep_to_limit()
             return SettledIn()
-        except (OSError, CatalogueFault, CacheDirectoryBusy) as error:
+        except (OSError, CatalogueFault, ConfigError) as error:
             return self._failed(error)
 
     def publish(
@@ -75,10 +80,10 @@ class Publisher:
         except (TypeError, ValueError) as error:
             log.warning("A block cannot be written: %s", error)
             return Dropped(Drop.UNWRITABLE)
-        except (OSError, CatalogueFault, CacheDirectoryBusy) as error:
+        except (OSError, CatalogueFault, ConfigError) as error:
             return self._failed(error)
 
-    def _failed(self, error: OSError | CatalogueFault | CacheDirectoryBusy) -> Failed:
+    def _failed(self, error: OSError | CatalogueFault | ConfigError) -> Failed:
         match error:
             case CatalogueFault():
                 self._shelf.needs_rebuild = self._shelf.needs_rebuild or error.damaged
@@ -86,7 +91,7 @@ class Publisher:
             case OSError():
                 return Failed(fault_of(error), str(error))
             case _:
-                # The folder vanished, and another server made it anew before we did.
+                # The folder vanished, and somebody else made it anew before we did.
                 return Failed(Fault.VANISHED, str(error))
 
     def _put_in_step(self) -> None:
@@ -102,6 +107,8 @@ class Publisher:
         encoded = encode(block, self._checksum, take)
         # After a parent that found no room, room for its children would come from the chain that they hang on.
         self._shelf.make_room(encoded.nbytes, kept(), may_evict=block.parent not in self._without_room)
+        if not self._charge(encoded.nbytes):
+            raise GivenUp(Drop.WRITE_BUDGET)
         temporary = self._shelf.folder.temporaries / f"{next(self._serial)}.tmp"
         try:
             disk_bytes = self._write(temporary, encoded, take)
@@ -113,10 +120,12 @@ class Publisher:
         return Written(encoded.nbytes)
 
     def _require_folder(self) -> None:
-        """A folder that vanished is a fault once; the next attempt makes it anew."""
+        """A folder that vanished is a fault once; the next attempt makes it anew. One in it is made anew at once."""
         folder = self._shelf.folder
         if folder.is_intact():
             self._has_vanished = False
+            if folder.make_missing():
+                self._shelf.recheck()
             return
         if not self._has_vanished:
             self._has_vanished = True

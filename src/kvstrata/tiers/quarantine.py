@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstrata.tiers.files import Files, unlink_if_there
+from kvstrata.tiers.block import BlockId
+from kvstrata.tiers.files import Files, plain_files, unlink_if_there
+from kvstrata.tiers.folder import parse_file_name
 from kvstrata.tiers.reasons import Damage
-
-KEY_IN_HEX = re.compile("(?:[0-9a-f]{2})+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +17,22 @@ class Held:
     name: str
     disk_bytes: int
     modified: float
+
+
+def parse_quarantined_name(name: str) -> list[BlockId]:
+    """The block whose file this was; none where the name is not one that `take` gives."""
+    file_name, _, reason = name.rpartition(".")
+    return parse_file_name(file_name) if reason in list(Damage) else []
+
+
+def quarantined(files: Files, folder: Path) -> list[Held]:
+    """What `take` has put there, the oldest first. What else lies there is not ours to count or to delete."""
+    held = [
+        Held(path.name, status.disk_bytes, status.modified)
+        for path, status in plain_files(files, folder)
+        if parse_quarantined_name(path.name)
+    ]
+    return sorted(held, key=lambda held: held.modified)
 
 
 class Quarantine:
@@ -38,16 +53,13 @@ class Quarantine:
     def keys(self) -> frozenset[bytes]:
         """Of the blocks whose files these were."""
         with self._lock:
-            stems = [name.partition(".")[0] for name in self._held]
-        return frozenset(bytes.fromhex(stem) for stem in stems if KEY_IN_HEX.fullmatch(stem))
+            names = list(self._held)
+        return frozenset(block.key for name in names for block in parse_quarantined_name(name))
 
     def reload(self) -> None:
-        found: list[Held] = []
-        for name in self._files.names(self._folder):
-            status = self._files.status(self._folder / name)
-            found.append(Held(name, status.disk_bytes, status.modified))
+        found = quarantined(self._files, self._folder)
         with self._lock:
-            self._held = {held.name: held for held in sorted(found, key=lambda held: held.modified)}
+            self._held = {held.name: held for held in found}
             self._shrink()
 
     def take(self, path: Path, reason: Damage) -> None:

@@ -23,6 +23,7 @@ class Drop(StrEnum):
 
     NO_ROOM = "no_room"
     RESERVE = "reserve"
+    WRITE_BUDGET = "write_budget"
     CLOSED = "closed"
     UNWRITABLE = "unwritable"
     CLEARED = "cleared"

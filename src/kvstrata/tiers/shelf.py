@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvstrata.tiers.account import Account, whole_pages
@@ -22,7 +22,7 @@ from kvstrata.tiers.eviction import victims
 from kvstrata.tiers.files import make_folder_if_missing, unlink_if_there
 from kvstrata.tiers.folder import SUFFIX, CacheFolder, file_name, parse_file_name
 from kvstrata.tiers.quarantine import Quarantine
-from kvstrata.tiers.reasons import Damage, Drop, Eviction, Fault
+from kvstrata.tiers.reasons import Damage, Drop, Eviction, Fault, fault_of
 from kvstrata.tiers.rebuild import DamagedFile, UnreadFile, rows_of
 from kvstrata.tiers.usage import Counters, Event
 
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 # What one publication can add beside the block: pages of the catalogue and its log, a folder's growth.
 MARGIN_BYTES = 256 << 10
 NUM_ROWS_AT_ONCE = 512
+# In one eviction. More than that is a fault of the volume, and not of some files.
+NUM_UNDELETABLE = 16
 
 
 class GivenUp(Exception):
@@ -63,6 +65,7 @@ class Shelf:
         self._lock = threading.RLock()
         self._touched: dict[BlockId, tuple[int, float]] = {}
         self._touch_lock = threading.Lock()
+        self._undeletable: set[BlockId] = set()  # those that were said
         self.needs_rebuild = False
         self.quarantine = Quarantine(
             folder.quarantine, folder.files, limit_files=quarantine_files, limit_bytes=quarantine_bytes
@@ -122,7 +125,7 @@ class Shelf:
     def make_room(self, nbytes: int, kept: frozenset[bytes], *, may_evict: bool) -> None:
         """GivenUp where it cannot be done. `kept`: keys that must stay, besides those that are pinned."""
         with self._lock:
-            self.write_touches()
+            self.keep_to_limit(kept)
             needed = whole_pages(nbytes) + MARGIN_BYTES
             free_bytes = self.folder.files.free_bytes(self.folder.directory)
             over_limit = self.disk_bytes() + needed - self._limit_bytes
@@ -133,10 +136,19 @@ class Shelf:
             if free_bytes < self._reserve_bytes or over_reserve > evictable_bytes:
                 # Others fill the volume. Deleting blocks for new ones would not bring the reserve back.
                 raise GivenUp(Drop.RESERVE)
-            if over_limit > 0:
-                self._evict(over_limit, kept, Eviction.LIMIT)
-            if over_reserve > max(over_limit, 0):
-                self._evict(over_reserve - max(over_limit, 0), kept, Eviction.RESERVE)
+            over_both = max(over_reserve - max(over_limit, 0), 0)
+            for nbytes, reason in ((over_limit, Eviction.LIMIT), (over_both, Eviction.RESERVE)):
+                if nbytes > 0 and self._evict(nbytes, kept, reason) < nbytes:
+                    raise GivenUp(Drop.NO_ROOM)
+
+    def keep_to_limit(self, kept: frozenset[bytes] = frozenset()) -> None:
+        """A limit that was lowered holds at once, whatever the volume has free."""
+        with self._lock:
+            self.write_touches()
+            # The catalogue may grow while rows leave it.
+            while (over_limit := self.disk_bytes() - self._limit_bytes) > 0:
+                if not self._evict(over_limit, kept, Eviction.LIMIT):
+                    return
 
     def publish(self, temporary: Path, row: Row, is_wanted: Callable[[], bool]) -> None:
         """When this returns the block is on the disk under its name.
@@ -167,8 +179,9 @@ class Shelf:
         with self._lock:
             rows = [row for block in blocks for row in self.catalogue.parts(block.key) if row.id == block]
             for row in rows:
-                self._delete_file(row, reason)
+                unlink_if_there(self.folder.files, self.folder.path(row.id))
             self._remove_rows(rows)
+            self._count_evicted(rows, reason)
         return rows
 
     def forget(self, block: BlockId) -> None:
@@ -248,6 +261,12 @@ class Shelf:
             self._close_catalogue()
             raise
 
+    def recheck(self) -> None:
+        """Some of the folder was taken away: what is left is compared again."""
+        with self._lock:
+            self.quarantine.reload()
+            self._is_compared = False
+
     def compare_once(self) -> None:
         """Names against rows: what only one side knows is added or removed. Opens only files that have no row."""
         with self._lock:
@@ -274,26 +293,53 @@ class Shelf:
         for first in range(0, len(found), NUM_ROWS_AT_ONCE):
             self.catalogue.add(found[first : first + NUM_ROWS_AT_ONCE])
 
-    def _evict(self, nbytes: int, kept: frozenset[bytes], reason: Eviction) -> None:
-        freed: list[Row] = []
+    def _evict(self, nbytes: int, kept: frozenset[bytes], reason: Eviction) -> int:
+        """Bytes that this freed: fewer where no more can go. OSError where files that cannot be deleted are why."""
         freed_bytes = 0
-        try:
-            with self.catalogue.changing():
-                for row in victims(self.catalogue, lambda key: key in kept or self._is_pinned(key)):
-                    self._delete_file(row, reason)
-                    self.catalogue.remove([row.id])
-                    freed.append(row)
-                    freed_bytes += row.disk_bytes
-                    if freed_bytes >= nbytes:
-                        break
-        finally:
-            self._account.subtract(freed)
-        if freed_bytes < nbytes:
-            raise GivenUp(Drop.NO_ROOM)
+        stuck: dict[BlockId, OSError] = {}
+        while freed_bytes < nbytes and len(stuck) < NUM_UNDELETABLE:
+            rows = self._evict_some(nbytes - freed_bytes, kept, stuck)
+            self._count_evicted(rows, reason)
+            freed_bytes += sum(row.disk_bytes for row in rows)
+            if not rows:
+                break
+        if stuck and freed_bytes < nbytes:
+            raise next(iter(stuck.values()))
+        self._note_undeletable(stuck)
+        return freed_bytes
 
-    def _delete_file(self, row: Row, reason: Eviction) -> None:
-        unlink_if_there(self.folder.files, self.folder.path(row.id))
-        self._counters.add(Event.EVICTED, reason, nbytes=row.disk_bytes)
+    def _evict_some(self, nbytes: int, kept: frozenset[bytes], stuck: dict[BlockId, OSError]) -> list[Row]:
+        """One transaction. Only when it is committed are its rows gone, and their bytes free."""
+        freed: list[Row] = []
+        stuck_keys = {block.key for block in stuck}
+        with self.catalogue.changing():
+            for row in victims(self.catalogue, lambda key: key in kept or key in stuck_keys or self._is_pinned(key)):
+                try:
+                    unlink_if_there(self.folder.files, self.folder.path(row.id))
+                except OSError as error:
+                    stuck[row.id] = error
+                    stuck_keys.add(row.id.key)
+                    if len(stuck) >= NUM_UNDELETABLE:
+                        break
+                    continue
+                self.catalogue.remove([row.id])
+                freed.append(row)
+                nbytes -= row.disk_bytes
+                if nbytes <= 0 or len(freed) >= NUM_ROWS_AT_ONCE:
+                    break
+        self._account.subtract(freed)
+        return freed
+
+    def _count_evicted(self, rows: Iterable[Row], reason: Eviction) -> None:
+        for row in rows:
+            self._counters.add(Event.EVICTED, reason, nbytes=row.disk_bytes)
+
+    def _note_undeletable(self, stuck: Mapping[BlockId, OSError]) -> None:
+        for block, error in stuck.items():
+            self._counters.add(Event.FAILED, fault_of(error))
+            if block not in self._undeletable:
+                self._undeletable.add(block)
+                log.warning("A block of the disk cache cannot be deleted, and others go in its place: %s", error)
 
     def _remove_row_of(self, block: BlockId) -> None:
         try:
