@@ -180,8 +180,10 @@ class Span:
         self.ends = {at for at in self.ends if start < at <= end}
 
     def shrink(self, layer: int) -> None:
-        """Give back what a cut left over in a sealed layer."""
-        if not isinstance(self._held[layer], FullLayer):
+        """Give back what a cut left over. Nobody may write a live layer any more: its buffers go with it."""
+        if isinstance(self._held[layer], FullLayer):
+            self.rewrite(layer, RAW)
+        else:
             self._held[layer] = self._trimmed(layer)
 
     def append(self, after: Span) -> None:
