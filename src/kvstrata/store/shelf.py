@@ -185,6 +185,13 @@ class Shelf:
         entry.span = empty_span(entry.span.layout)
         self.recount(entry)
 
+    def abandon(self) -> None:
+        """Let go of everything, whoever uses it and whatever state it is in."""
+        self.tree = Tree()
+        for entry in list(self.entries):
+            entry.nodes.clear()
+            self.drop(entry)
+
     def remove(self, node: Node[Entry]) -> None:
         """A leaf and its tokens. Memory that nobody holds any more goes."""
         entry, parent = node.payload, node.parent
