@@ -145,7 +145,7 @@ class Metrics:
             buckets=STEP_BUCKETS,
             registry=registry,
         )
-        self.kv_bytes = Gauge("kvstrata_kv_bytes", "KV of running sequences", registry=registry)
+        self.kv_bytes = Gauge("kvstrata_kv_bytes", "KV of running sequences, and stored", registry=registry)
         self.kv_budget_bytes = Gauge("kvstrata_kv_budget_bytes", "Most that KV may take", registry=registry)
         self.active_bytes = Gauge("kvstrata_mlx_active_bytes", "What MLX has allocated and in use", registry=registry)
         self.peak_bytes = Gauge("kvstrata_mlx_peak_bytes", "The most that MLX had in use", registry=registry)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Disk, Limits, Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.rates import Rate
-from kvstrata.engine.request import Piece, Request
+from kvstrata.engine.request import Failed, Piece, Request
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -88,6 +90,42 @@ def test_after_a_restart_only_what_is_new_is_computed(architecture: str, tmp_pat
         again = answer(engine, "again", 700)
         assert cached(again) == 699
         assert again.ids == first.ids
+
+
+def test_a_failed_step_costs_what_is_in_memory_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is logged would keep the frames of the step that failed, and what they hold.
+    monkeypatch.setattr(logging.getLogger("kvstrata.engine.engine"), "disabled", True)
+    with engine_on(tmp_path, tiny_loaded("llama")) as engine:
+        before = engine.ask(lambda _: mx.get_active_memory()).result(60)
+        answer(engine, "first", 2000)
+        engine.ask(lambda loop: loop.requantize(Change("raw", "planes:8"))).result(60)
+        settle(engine)
+        engine.ask(lambda loop: loop.store and loop.store.flush(30)).result(60)
+        counted = engine.ask(lambda loop: loop.usage().counters).result(60)
+        held = engine.ask(lambda loop: loop.usage().tiers["hot"].nbytes).result(60)
+        engine.ask(make_prefill_fail).result(60)
+        gc.disable()  # nothing may wait for it
+        try:
+            assert isinstance(answer(engine, "failing", 2500).wait(), Failed)
+            after = engine.ask(lambda _: mx.get_active_memory()).result(60)
+        finally:
+            gc.enable()
+        assert after - before < held / 10
+        usage = engine.ask(Loop.usage).result(60)
+        assert usage.tiers["hot"].nbytes == 0
+        assert all(usage.counters[name] >= count for name, count in counted.items())
+        assert usage.counters["stored_tokens"] == counted["stored_tokens"] > 2000
+        assert engine.ask(lambda loop: loop.requantize(Change(dry_run=True))).result(60).v == "planes:8"
+        assert cached(answer(engine, "again", 2000)) == 1999
+
+
+def make_prefill_fail(loop: Loop) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("defect")
+
+    loop._runner.prefill = fail
 
 
 def test_weights_changed_under_the_same_name_find_nothing(tmp_path: Path) -> None:

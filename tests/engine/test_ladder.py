@@ -40,6 +40,39 @@ def test_a_quarter_of_the_memory_keeps_all_chats_at_a_lower_precision() -> None:
     assert ladder.store.count()["stepped_down_spans"] > 0
 
 
+def test_layers_at_the_edges_do_not_hide_how_far_the_others_have_stepped_down() -> None:
+    loaded = tiny_loaded("llama")
+    kv_bytes = 3000 * Drive(loaded).budget.token_bytes
+    drive = Drive(loaded, Limits(tail_step_tokens=16), kv_bytes=kv_bytes, storage=Storage(dynamic=True, edge_layers=1))
+    for i in range(13):
+        drive.submit(prompt(700, seed=i), 8)
+        drive.run()
+        settle(drive)
+    counts = drive.store.count()
+    assert counts["evicted_tokens"] == 0
+    # V to 8 bits, K to 8, V to 4, K to 4: more steps than these there are not.
+    assert 13 < counts["stepped_down_spans"] <= 4 * 13
+    assert drive.store.usage().by_precision["planes:4"] > 0
+    # All is as low as it may be, and stays so.
+    drive.store.pressure.make_room(kv_bytes)
+    settle(drive)
+    counts = drive.store.count()
+    drive.store.pressure.make_room(kv_bytes)
+    assert drive.store.count() == counts
+
+
+def test_what_cannot_step_down_stays_beside_what_can() -> None:
+    loaded = tiny_loaded("llama")
+    kv_bytes = 1500 * Drive(loaded).budget.token_bytes
+    storage = Storage(k="rotated:4", v="raw", dynamic=True)
+    drive = Drive(loaded, Limits(tail_step_tokens=16), kv_bytes=kv_bytes, storage=storage)
+    chats(drive, 6)
+    assert drive.store.count()["stepped_down_spans"] > 0
+    pairs = {pair for entry in drive.store.entries for layer in entry.span.layers for pair in entry.span.pairs(layer)}
+    assert {k.name for k, _ in pairs} == {"rotated:4"}
+    assert "planes:8" in {v.name for _, v in pairs}
+
+
 def test_without_the_ladder_precision_stays() -> None:
     loaded = tiny_loaded("llama")
     token_bytes = Drive(loaded).budget.token_bytes
@@ -58,6 +91,24 @@ def test_long_conversations_step_down_at_their_length(live: bool) -> None:
         settle(drive)
         assert set(drive.store.usage().by_precision) == expected
         drive.clear()
+
+
+def test_what_a_long_and_a_short_sequence_share_steps_down_once() -> None:
+    steps = ((256, "planes:8"), (1024, "planes:4"))
+    drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=64), storage=Storage(dynamic_at=steps))
+    drive.submit(prompt(300), 2)
+    drive.run()
+    drive.submit([*prompt(300), *prompt(900, seed=1)], 300)
+    drive.submit([*prompt(300), *prompt(100, seed=2)], 300)
+    drive.run()
+    settle(drive)
+    assert {entry.span.num_tokens: entry.target.k for entry in drive.store.entries if entry.target} == {
+        301: "planes:4",
+        1199: "planes:4",
+        399: "planes:8",
+    }
+    # What they share and the long one twice, the short one once.
+    assert drive.store.count()["stepped_down_spans"] == 5
 
 
 def test_a_request_waits_for_what_steps_down_and_streams_go_on() -> None:

@@ -126,6 +126,25 @@ def test_a_later_change_replaces_an_earlier_one_and_work_can_be_cancelled() -> N
     assert again.finished.usage.cached_tokens == 599
 
 
+def test_a_cancelled_change_does_not_go_on_in_a_running_request() -> None:
+    drive = Drive(tiny_loaded("llama"))
+    drive.submit(prompt(600), 4)
+    drive.run()
+    running = drive.submit(prompt(200, seed=9), 400)
+    while len(running.ids) < 8:
+        drive.loop.step()
+    settle(drive)
+    drive.loop.requantize(Change("planes:2", "planes:2"))
+    # Of the running request nothing is to be encoded yet.
+    assert drive.loop.cancel_requantize().is_running
+    while len(running.ids) < 390:
+        drive.loop.step()
+    assert {part.k for sequence in drive.loop.usage().sequences for part in sequence.parts} == {"raw"}
+    drive.run()
+    settle(drive)
+    assert set(drive.store.usage().by_precision) == {"raw"}
+
+
 def test_bad_changes_are_refused_and_nothing_is_lost() -> None:
     drive = Drive(tiny_loaded("llama"))
     drive.submit(prompt(600), 4)

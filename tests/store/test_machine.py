@@ -274,6 +274,15 @@ class StoreMachine(RuleBasedStateMachine):
         assert all(entry.num_leases == used.count(entry) for entry in entries)
 
     @invariant()
+    def what_may_go_is_known_with_its_size(self) -> None:
+        shelf = self.store._shelf
+        known = shelf._eviction._leaves
+        assert set(known) == {node for node in shelf.tree if node.is_leaf and node.payload.is_free}
+        for node, leaf in known.items():
+            span = node.payload.span
+            assert (leaf.num_tokens, leaf.nbytes) == (node.num_tokens, span.nbytes * node.num_tokens // span.num_tokens)
+
+    @invariant()
     def every_node_is_its_entrys(self) -> None:
         tree = self.store._shelf.tree
         nodes = list(tree)

@@ -83,6 +83,24 @@ def test_what_a_match_joins_it_still_finds() -> None:
 # Room.
 
 
+@pytest.mark.parametrize("is_trimmed", [True, False])
+def test_a_little_room_costs_the_end_of_a_new_conversation_and_not_all_of_it(is_trimmed: bool) -> None:
+    store = make_store()
+    before = active_bytes()
+    run = Run(store, tokens(1500), room=100)
+    run.compute(1500)
+    run.end()
+    del run
+    if is_trimmed:
+        settle(store)
+    # What waits to be trimmed goes too where streams cannot wait for that.
+    store.shrink_to(store.held_bytes - 10 * TOKEN_BYTES, slice_s=0.0)
+    assert found(store, tokens(1500)) == 1280
+    assert active_bytes() - before == pytest.approx(store.held_bytes, rel=0.02)
+    assert store.held_bytes == 1280 * TOKEN_BYTES
+    check_lease(store.match(tokens(1500), ""), tokens(1500))
+
+
 def test_what_was_evicted_is_not_held_by_anybody() -> None:
     store = make_store()
     before = active_bytes()

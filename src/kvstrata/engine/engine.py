@@ -85,6 +85,7 @@ class Engine:
         self._layout: Layout
         self._cold: Cold | None
         self._budget: Budget
+        self._prefill_tokens_s: float
         self._loop: Loop
 
     def start(self) -> None:
@@ -263,8 +264,8 @@ class Engine:
             context_tokens=self.context_tokens,
         )
         self._cold = self._open_disk()
+        self._prefill_tokens_s = passes.prefill_tokens_s
         self._loop = self._make_loop()
-        self._loop.expect_prefill(passes.prefill_tokens_s)
         self._state = self._loop.state()
 
     def _measure(self) -> Passes:
@@ -294,9 +295,8 @@ class Engine:
         return Cold(tier, self._layout, post=self._inbox.put)
 
     def _make_loop(self) -> Loop:
-        runner = Runner(self._loaded.module, self._layout)
-        return Loop(
-            runner,
+        loop = Loop(
+            Runner(self._loaded.module, self._layout),
             make_resume(self._loaded, self._layout, self._budget, self._storage, self._limits.max_kv_size, self._cold),
             self._budget,
             self._limits,
@@ -304,6 +304,8 @@ class Engine:
             vocab_size=self._loaded.vocab_size,
             detokenizer=self._make_detokenizer,
         )
+        loop.expect_prefill(self._prefill_tokens_s)
+        return loop
 
     def _make_detokenizer(self, request: Request) -> Detokenizer:
         context = request.prompt[-CONTEXT_IDS:] if request.continues_prompt else ()
@@ -347,5 +349,11 @@ class Engine:
             # A defect of ours or of the model: those that ran lose their reply, the server goes on with a fresh loop.
             log.exception("a step failed")
             self._loop.fail_all("The engine failed while it worked on this request. See the server's log.")
-            self._loop = self._make_loop()
+            self._replace_loop()
         self._state = self._loop.state()
+
+    def _replace_loop(self) -> None:
+        failed, self._loop = self._loop, self._make_loop()
+        if failed.store is not None and self._loop.store is not None:
+            self._loop.store.take_over(failed.store)
+        mx.clear_cache()

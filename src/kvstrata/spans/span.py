@@ -149,14 +149,13 @@ class Span:
             if held.num_to_seal(window.first_tokens, recent_raw) >= SEAL_TOKENS:
                 held.seal(*pair, first_raw=window.first_tokens, recent_raw=recent_raw)
 
-    def sealable_bytes(self, window: RawWindow) -> int:
-        """What of a live span could be stored in fewer bits."""
-        total = 0
+    def sealable_tokens(self, window: RawWindow) -> int:
+        """How many of a live span are encoded, or could be."""
         for held in self._held.values():
             if isinstance(held, FullLayer):
                 count = held.num_to_seal(window.first_tokens, window.recent_tokens)
-                total += held.sealed_bytes + (held.token_bytes * count if count >= SEAL_TOKENS else 0)
-        return total
+                return held.sealed_tokens + (count if count >= SEAL_TOKENS else 0)
+        return 0
 
     def has_to_seal(self, layer: int, pair: Pair, window: RawWindow) -> bool:
         """Whether a live layer has enough to be encoded, or sealed tokens in more bits than the pair has."""
@@ -180,8 +179,10 @@ class Span:
         self.ends = {at for at in self.ends if start < at <= end}
 
     def shrink(self, layer: int) -> None:
-        """Give back what a cut left over in a sealed layer."""
-        if not isinstance(self._held[layer], FullLayer):
+        """Give back what a cut left over. Nobody may write a live layer any more: its buffers go with it."""
+        if isinstance(self._held[layer], FullLayer):
+            self.rewrite(layer, RAW)
+        else:
             self._held[layer] = self._trimmed(layer)
 
     def append(self, after: Span) -> None:

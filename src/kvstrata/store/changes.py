@@ -55,7 +55,7 @@ class Changes:
         """In place of whatever was going on."""
         entries = self._concerned(change, sequence_entries)
         self.cancel()
-        self._current = Requantizing(entries, self._precision.target, self._is_pending, asked_at_s)
+        self._current = Requantizing(entries, plan, self._precision.target, self._is_pending, asked_at_s)
         if change.is_general:
             self._precision.target = plan
         for entry in entries:
@@ -90,17 +90,22 @@ class Changes:
     def cancel(self) -> Progress:
         """What is not done yet stays as it is; every span is whole. New spans are stored as before the change."""
         progress = self.progress()
-        self._restorer.cancel()
         if self._current and progress.is_running:
             self._precision.target = self._current.before
-            for entry in self._current.entries:
-                if self._mover.has(entry):
-                    self._mover.discard(entry)
-                    entry.target, entry.goes_up, entry.asked_at = None, False, None
-                    # One that waits to be trimmed still is.
-                    self._review(entry)
+            # What runs may have nothing to be encoded now, and would later.
+            undone = [entry for entry in self._current.entries if entry.is_running or self._is_pending(entry)]
+            for entry in undone:
+                self._give_up(entry, self._current.plan)
+        self._restorer.cancel()
         self._current = None
         return progress
+
+    def _give_up(self, entry: Entry, plan: Plan) -> None:
+        if entry.target is plan:
+            self._mover.discard(entry)
+            entry.target, entry.goes_up, entry.asked_at = None, False, None
+            # One that waits to be trimmed still is.
+            self._review(entry)
 
 
 def _is_lower(entry: Entry, plan: Plan) -> bool:

@@ -7,7 +7,7 @@ which matters more, and the coldest before the warmer. What is below a rung alre
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -32,8 +32,7 @@ class Held(Generic[T]):
     id: T
     k_bits: int  # of planes 8, 4 or 2; more for what is raw; 0 for what cannot step down
     v_bits: int
-    k_bytes: int
-    v_bytes: int
+    num_tokens: int
     used_s: float
 
 
@@ -44,8 +43,11 @@ class Move(Generic[T]):
     v_bits: int
 
 
-def step_down(spans: Sequence[Held[T]], need_bytes: int, floors: Floors) -> list[Move[T]]:
-    """The fewest moves, in this order, that free so much; all that there are if they do not."""
+def step_down(
+    spans: Sequence[Held[T]], need_bytes: float, floors: Floors, token_bytes: Callable[[int, int], float]
+) -> list[Move[T]]:
+    """The fewest moves, in this order, that free so much; all that there are if they do not. `token_bytes` tells what a
+    token takes with so many bits for K and for V. No layer need follow them: a move that frees nothing is none."""
     left = {span.id: span for span in sorted(spans, key=lambda span: span.used_s)}
     moves: dict[T, Move[T]] = {}
     for bits in RUNGS:
@@ -54,21 +56,19 @@ def step_down(spans: Sequence[Held[T]], need_bytes: int, floors: Floors) -> list
                 if need_bytes <= 0:
                     return list(moves.values())
                 lowered = _lower(span, side, bits, floors)
-                if lowered is not None:
-                    need_bytes -= span.k_bytes + span.v_bytes - lowered.k_bytes - lowered.v_bytes
+                before, after = (token_bytes(each.k_bits, each.v_bits) for each in (span, lowered))
+                freed_bytes = span.num_tokens * (before - after)
+                if freed_bytes > 0:
+                    need_bytes -= freed_bytes
                     left[id_] = lowered
                     moves[id_] = Move(id_, lowered.k_bits, lowered.v_bits)
     return list(moves.values())
 
 
-def _lower(span: Held[T], side: str, bits: int, floors: Floors) -> Held[T] | None:
+def _lower(span: Held[T], side: str, bits: int, floors: Floors) -> Held[T]:
     if side == "k":
-        if span.k_bits <= bits or bits < floors.k_bits:
-            return None
-        return replace(span, k_bits=bits, k_bytes=span.k_bytes * bits // span.k_bits)
-    if span.v_bits <= bits or bits < floors.v_bits:
-        return None
-    return replace(span, v_bits=bits, v_bytes=span.v_bytes * bits // span.v_bits)
+        return replace(span, k_bits=bits) if span.k_bits > bits >= floors.k_bits else span
+    return replace(span, v_bits=bits) if span.v_bits > bits >= floors.v_bits else span
 
 
 def parse_lengths(text: str) -> tuple[tuple[int, str], ...]:

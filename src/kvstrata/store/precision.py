@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvstrata.layers.kinds import Layout
+from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.parts import SealedPart
+from kvstrata.layers.sequence import Pair
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import Plan, raw_plan
 from kvstrata.spans.rewrite import lower_of
@@ -28,34 +29,41 @@ class PrecisionOptions:
 
 class Precision:
     def __init__(self, layout: Layout, target: Plan, options: PrecisionOptions) -> None:
-        self._layout = layout
+        self.layout = layout
         self._raw = raw_plan(layout)
         self.target = target  # of new spans
         self.options = options
 
     def plan_for(self, entry: Entry) -> Plan | None:
         """What it should be stored as now; None: as it is."""
-        span = entry.span
+        span, wanted = entry.span, self.wanted(entry)
         if entry.is_running:
-            wanted = entry.target or (self.target if self.options.live else None)
-            return wanted if wanted is not None and self._has_to_seal(entry, wanted) else None
-        wanted = self._wanted(entry)
+            return wanted if self._has_to_seal(entry, wanted) else None
         done = all(span.settles(layer, wanted.pairs[layer], upward=entry.goes_up) for layer in span.layers)
         return None if done and all(self._mark_settles(mark, wanted) for mark in span.marks.values()) else wanted
 
-    def _wanted(self, entry: Entry) -> Plan:
-        """Of one that does not run."""
+    def wanted(self, entry: Entry) -> Plan:
+        """What it should be stored as, or lower; of a running one what is to be encoded."""
         if entry.target is not None:
             return entry.target
-        if entry.num_leases and not self.options.live:
-            # Its readers go on over the values that they began with.
+        if (entry.is_running or entry.num_leases) and not self.options.live:
+            # Its owner and its readers go on over the values that they began with.
             return self._raw
-        return self.target if entry.span.end >= self.options.min_quantize_tokens else self._raw
+        return self.target if entry.is_running or entry.span.end >= self.options.min_quantize_tokens else self._raw
 
-    def expected_bytes(self, entry: Entry) -> int:
-        """What one that does not run will take, resume points apart, when the work on it is done. About."""
-        wanted = self._wanted(entry).token_bytes(self._layout) * entry.span.num_tokens
-        return min(entry.span.kv_bytes, int(wanted))
+    def expected(self, entry: Entry) -> dict[int, list[Pair]]:
+        """The codecs that each layer is under when the work on it is done."""
+        wanted, specs = self.wanted(entry).pairs, self.layout.flat()
+        return {i: [_lower(pair, wanted[i], specs[i]) for pair in entry.span.pairs(i)] for i in entry.span.layers}
+
+    def lowers(self, entry: Entry, plan: Plan) -> bool:
+        """Whether a plan takes bits from what it is expected to have."""
+        specs = self.layout.flat()
+        return any(
+            _lower(pair, plan.pairs[layer], specs[layer]) != pair
+            for layer, pairs in self.expected(entry).items()
+            for pair in pairs
+        )
 
     def pending_bytes(self, entries: Iterable[Entry]) -> int:
         """What the work on these is about to free. Of running sequences nothing: that is their own."""
@@ -63,15 +71,15 @@ class Precision:
         total = 0.0
         for entry in entries:
             if not entry.is_running:
-                plan = self._wanted(entry)
+                plan = self.wanted(entry)
                 if id(plan) not in token_bytes:
-                    token_bytes[id(plan)] = plan.token_bytes(self._layout)
+                    token_bytes[id(plan)] = plan.token_bytes(self.layout)
                 total += max(0.0, entry.nbytes - entry.span.mark_bytes - token_bytes[id(plan)] * entry.span.num_tokens)
         return int(total)
 
     def _mark_settles(self, mark: Mark, plan: Plan) -> bool:
         """Whether its rings are under the plan, or lower. A model may have no other KV."""
-        states = zip(mark.states, plan.pairs, self._layout.flat(), strict=True)
+        states = zip(mark.states, plan.pairs, self.layout.flat(), strict=True)
         rings = [(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedPart)]
         return all(
             lower_of(planes.codec, codec, planes.dim, dtype) == planes.codec
@@ -100,3 +108,8 @@ class Precision:
             entry.span.rewrite(layer, plan.pairs[layer], upward=entry.goes_up)
             yield
         entry.span.rewrite_marks(plan)
+
+
+def _lower(pair: Pair, wanted: Pair, spec: LayerSpec) -> Pair:
+    k, v = lower_of(pair[0], wanted[0], spec.k_dim, spec.dtype), lower_of(pair[1], wanted[1], spec.v_dim, spec.dtype)
+    return k, v

@@ -11,7 +11,7 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.spans.plan import Plan
 from kvstrata.store.entry import Entry
-from kvstrata.store.ladder import HIGH, LOW, Floors, Held, step_down
+from kvstrata.store.ladder import HIGH, LOW, Floors, Held, Move, step_down
 from kvstrata.store.precision import Precision
 from kvstrata.store.shelf import Shelf
 
@@ -40,6 +40,7 @@ class Pressure:
         self._precision = precision
         self._review = review  # has an entry brought to its target, in time
         self._by_length = [(tokens, plan_of(name, name)) for tokens, name in options.by_length]
+        self._sizes: dict[tuple[int, int], float] = {}  # bytes of a token by its bits
         self.num_steps = 0
         self._in_vain_bytes = 0  # with so much in use there was nothing left to step down
 
@@ -56,15 +57,16 @@ class Pressure:
         """Let spans step down until so much would be free, as far as the floors allow."""
         if not self._options.by_pressure or need_bytes <= 0:
             return
-        held = [self._held(entry) for entry in self._shelf.entries if entry.span.layers]
-        for move in step_down(held, need_bytes, self._options.floors):
-            self._lower(move.id, self._plan_of(_name(move.k_bits), _name(move.v_bits)))
+        held = {entry: self._held(entry) for entry in self._shelf.entries if entry.span.layers}
+        for move in step_down(list(held.values()), need_bytes, self._options.floors, self._token_bytes):
+            self._lower(move.id, self._plan_after(move, held[move.id]))
 
     def grown(self, entries: set[Entry], num_tokens: int) -> None:
         """A sequence that holds these has so many tokens now."""
         plans = [plan for tokens, plan in self._by_length if num_tokens >= tokens]
         for entry in entries if plans else ():
-            if entry.target is None or entry.target.k != plans[-1].k:
+            # A longer one that shares it may have taken it further down.
+            if self._precision.lowers(entry, plans[-1]):
                 self._lower(entry, plans[-1])
 
     def _lower(self, entry: Entry, plan: Plan) -> None:
@@ -73,20 +75,28 @@ class Pressure:
         self._review(entry)
 
     def _held(self, entry: Entry) -> Held[Entry]:
-        layer = entry.span.layers[0]
-        dtype = entry.span.layout.flat()[layer].dtype
-        k, v = entry.target.pairs[layer] if entry.target else entry.span.pairs(layer)[-1]
-        k_bits, v_bits = _bits(k, 8 * dtype.size), _bits(v, 8 * dtype.size)
-        kv_bytes = self._movable_bytes(entry)
-        k_bytes = kv_bytes * k_bits // max(1, k_bits + v_bits)
-        used_s = math.inf if entry.is_running else self._shelf.used_s(entry)
-        return Held(entry, k_bits, v_bits, k_bytes, kv_bytes - k_bytes, used_s)
-
-    def _movable_bytes(self, entry: Entry) -> int:
-        """What of it takes fewer bytes in fewer bits: what it has, when all that waits is done."""
+        specs = self._precision.layout.flat()
+        layers = [(8 * specs[i].dtype.size, pairs) for i, pairs in self._precision.expected(entry).items()]
+        # Layers at the edges keep more bits: the others tell how far it has stepped down.
+        k_bits = min(max(_bits(k, raw_bits) for k, _ in pairs) for raw_bits, pairs in layers)
+        v_bits = min(max(_bits(v, raw_bits) for _, v in pairs) for raw_bits, pairs in layers)
         if entry.is_running:
-            return entry.span.sealable_bytes(self._precision.options.window)
-        return self._precision.expected_bytes(entry)
+            num_tokens = entry.span.sealable_tokens(self._precision.options.window)
+            return Held(entry, k_bits, v_bits, num_tokens, math.inf)
+        return Held(entry, k_bits, v_bits, entry.span.num_tokens, self._shelf.used_s(entry))
+
+    def _plan_after(self, move: Move[Entry], before: Held[Entry]) -> Plan:
+        wanted = self._precision.wanted(move.id)
+        k = wanted.k if move.k_bits == before.k_bits else _name(move.k_bits)
+        v = wanted.v if move.v_bits == before.v_bits else _name(move.v_bits)
+        return self._plan_of(k, v)
+
+    def _token_bytes(self, k_bits: int, v_bits: int) -> float:
+        """What cannot step down counts like raw: only differences matter."""
+        if (k_bits, v_bits) not in self._sizes:
+            plan = self._plan_of(_name(k_bits), _name(v_bits))
+            self._sizes[k_bits, v_bits] = plan.token_bytes(self._precision.layout)
+        return self._sizes[k_bits, v_bits]
 
 
 def _bits(codec: Codec, raw_bits: int) -> int:
@@ -97,4 +107,4 @@ def _bits(codec: Codec, raw_bits: int) -> int:
 
 
 def _name(bits: int) -> str:
-    return f"planes:{bits}" if bits <= 8 else "raw"
+    return f"planes:{bits}" if 0 < bits <= 8 else "raw"

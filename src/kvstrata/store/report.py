@@ -7,9 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvstrata.spans.contents import KIND, PRECISION, by_label
 from kvstrata.spans.marks import RecurrentState
 from kvstrata.spans.span import Span
 from kvstrata.store.entry import Entry
+from kvstrata.tiers.usage import Usage
 
 # complete  all that can be found was: the last prompt token is always computed
 # new       what is stored ends there: the rest was never seen
@@ -74,6 +76,21 @@ def usage_of(entries: Iterable[Entry]) -> TierUsage:
         by_precision=dict(+by_precision),
         by_kind=dict(+by_kind),
     )
+
+
+def disk_usage(usage: Usage) -> TierUsage:
+    by_precision, by_kind = (by_label(usage.labels, what) for what in (PRECISION, KIND))
+    return TierUsage(usage.disk_bytes, usage.num_tokens, usage.num_blocks, by_precision, by_kind)
+
+
+def disk_counts(usage: Usage) -> dict[str, int]:
+    counts = {
+        f"disk_{event}_{reason}": count
+        for event, by_reason in usage.counters.items()
+        for reason, count in by_reason.items()
+    }
+    counts |= {"disk_written_bytes": usage.written_bytes, "disk_read_bytes": usage.read_bytes}
+    return counts | {"disk_queue_bytes": usage.queue_bytes, "disk_limit_bytes": usage.limit_bytes}
 
 
 def precision_of(span: Span) -> tuple[str, str]:

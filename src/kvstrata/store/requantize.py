@@ -99,9 +99,15 @@ class Requantizing:
     """A change at work: which entries it is about, and how far it has got."""
 
     def __init__(
-        self, entries: Collection[Entry], before: Plan, is_pending: Callable[[Entry], bool], asked_at_s: float
+        self,
+        entries: Collection[Entry],
+        plan: Plan,
+        before: Plan,
+        is_pending: Callable[[Entry], bool],
+        asked_at_s: float,
     ) -> None:
         self._entries = {entry: entry.span.nbytes for entry in entries}
+        self.plan = plan
         self.before = before  # the target that it replaced
         self._is_pending = is_pending
         self._asked_at_s = asked_at_s

@@ -107,9 +107,9 @@ class Shelf:
             setattr(entry, name, value)
         if was_free != entry.is_free:
             self.free_bytes += entry.nbytes if entry.is_free else -entry.nbytes
-            for node in entry.nodes:
-                self._offer(node)
         self.recount(entry)
+        if was_free != entry.is_free:
+            self._offer_end(entry)
 
     def used_s(self, entry: Entry) -> float:
         """When somebody last went on from it."""
@@ -119,10 +119,13 @@ class Shelf:
         is_here = entry in self.entries
         # The buffers of a sequence that runs are counted with it.
         nbytes = (entry.span.owned_bytes if entry.is_running else entry.span.nbytes) if is_here else 0
+        if nbytes == entry.nbytes:
+            return
         self.held_bytes += nbytes - entry.nbytes
         if entry.is_free:
             self.free_bytes += nbytes - entry.nbytes
         entry.nbytes = nbytes
+        self._offer_end(entry)
 
     def shrink_to(self, limit_bytes: int) -> None:
         """Evict what has expired, and from the leaves until no more than this is held, or only what is in use."""
@@ -215,11 +218,23 @@ class Shelf:
             expires_s=use.used_s + self._ttl_s,
         )
 
+    def _offer_end(self, entry: Entry) -> None:
+        """Its nodes lie on one path: only the last of them can be a leaf."""
+        if entry.nodes:
+            self._offer(max(entry.nodes, key=lambda node: node.end))
+
     def drop(self, entry: Entry) -> None:
         """An entry without nodes. Its memory goes now, whoever still knows the entry."""
         del self.entries[entry]
         entry.span = empty_span(entry.span.layout)
         self.recount(entry)
+
+    def abandon(self) -> None:
+        """Let go of everything, whoever uses it and whatever state it is in."""
+        self.tree = Tree()
+        for entry in list(self.entries):
+            entry.nodes.clear()
+            self.drop(entry)
 
     def remove(self, node: Node[Entry]) -> None:
         """A leaf and its tokens. Memory that nobody holds any more goes."""

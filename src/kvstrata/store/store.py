@@ -18,7 +18,6 @@ from kvstrata.index.tree import Node
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.blocks import span_of
-from kvstrata.spans.contents import KIND, PRECISION, by_label
 from kvstrata.spans.marks import Mark, needs_marks
 from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.spans.span import live_span, prefix_of
@@ -35,7 +34,7 @@ from kvstrata.store.options import Cleared, StoreOptions
 from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision
 from kvstrata.store.pressure import PlanOf, Pressure
-from kvstrata.store.report import Ending, Explanation, TierUsage, usage_of
+from kvstrata.store.report import Ending, Explanation, TierUsage, disk_counts, disk_usage, usage_of
 from kvstrata.store.requantize import Change, Changed, Progress
 from kvstrata.store.restore import Restorer
 from kvstrata.store.search import mark_of, search
@@ -92,6 +91,17 @@ class Store:
         """About what memory holds under a plan; for what is remembered of tokens there is a bound of its own."""
         fits = self.options.hot_bytes / max(1.0, plan.token_bytes(self._layout))
         return int(min(max(fits, MIN_WATCHED), MAX_WATCHED))
+
+    def take_over(self, failed: Store) -> None:
+        """Go on in its place: with what it counted, and what new spans were to be stored as. What it held goes now."""
+        self.counters.update(failed.counters)
+        self.pressure.num_steps = failed.pressure.num_steps
+        self._shelf.num_evicted_tokens = failed._shelf.num_evicted_tokens
+        self.precision.target = failed.precision.target
+        self._shelf.resize(self._max_tokens(self.precision.target))
+        failed._shelf.abandon()
+        failed._changes.cancel()
+        failed._mover.clear()
 
     @property
     def version(self) -> int:
@@ -451,11 +461,7 @@ class Store:
         return usage_of(self.entries)
 
     def disk_usage(self) -> TierUsage | None:
-        if self.cold is None:
-            return None
-        usage = self.cold.tier.usage()
-        by_precision, by_kind = (by_label(usage.labels, what) for what in (PRECISION, KIND))
-        return TierUsage(usage.disk_bytes, usage.num_tokens, usage.num_blocks, by_precision, by_kind)
+        return None if self.cold is None else disk_usage(self.cold.tier.usage())
 
     def count(self) -> dict[str, int]:
         """What happened since the start."""
@@ -464,12 +470,7 @@ class Store:
         counts["evicted_tokens"] = self._shelf.num_evicted_tokens
         if self.cold is not None:
             counts["unreadable_blocks"] = self.cold.loads.num_unreadable
-            usage = self.cold.tier.usage()
-            for event, by_reason in usage.counters.items():
-                for reason, count in by_reason.items():
-                    counts[f"disk_{event}_{reason}"] = count
-            counts |= {"disk_written_bytes": usage.written_bytes, "disk_read_bytes": usage.read_bytes}
-            counts |= {"disk_queue_bytes": usage.queue_bytes, "disk_limit_bytes": usage.limit_bytes}
+            counts |= disk_counts(self.cold.tier.usage())
         return counts
 
     def explain(self, tokens: Tokens, salt: str) -> Explanation:
