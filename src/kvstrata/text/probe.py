@@ -9,12 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.text.messages import Message, ShapeArguments, arguments_as_object, arguments_as_text
+from kvstrata.text.messages import Message, Shape, ShapeArguments, arguments_as_object, arguments_as_text
 
 Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
 _NAME = "kvstrata_probe_tool"
 _KEY = "kvstrata_probe_key"  # of the arguments only: tools may be written in another way
+_THOUGHT = "kvstrata_probe_thought"
+_SHORT_ID = "call00001"  # nine letters or digits: Mistral's templates refuse other ids
+_OTHER_IDS = ("call_0123456789abcdef01234567", "c1")
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -37,7 +40,23 @@ def shows_tools(render: Render) -> bool:
     return any(_NAME in _rendered(render, chat, [_TOOL]) for chat in chats)
 
 
-def wanted_arguments(render: Render) -> ShapeArguments:
+def wanted_shape(render: Render) -> Shape:
+    """For a template that shows tools."""
+    arguments = _wanted_arguments(render)
+    sample = arguments({_KEY: "v"})
+
+    def takes(**options: Any) -> str:
+        return _rendered(render, _call_chat(sample, **options), [_TOOL])
+
+    shows_reasoning = _THOUGHT in takes(reasoning_content=_THOUGHT)
+    return Shape(
+        arguments=arguments,
+        short_ids=bool(takes()) and not all(takes(id=id) for id in _OTHER_IDS),
+        reasoning_or_content=shows_reasoning and not takes(reasoning_content=_THOUGHT, content="C"),
+    )
+
+
+def _wanted_arguments(render: Render) -> ShapeArguments:
     """Objects, unless the template fails on them or writes them as Python would, and does better with text."""
     with_object = _rendered(render, _call_chat({_KEY: "v"}), [_TOOL])
     if with_object and f"'{_KEY}'" not in with_object:
@@ -46,11 +65,10 @@ def wanted_arguments(render: Render) -> ShapeArguments:
     return arguments_as_text if f'"{_KEY}"' in with_text else arguments_as_object
 
 
-def _call_chat(arguments: Any) -> list[Message]:
-    # Nine letters or digits: Mistral's templates refuse other ids.
-    call = {"id": "call00001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-    asks = {"role": "assistant", "content": "", "tool_calls": [call]}
-    return [_USER, asks, {"role": "tool", "tool_call_id": "call00001", "name": _NAME, "content": "R"}]
+def _call_chat(arguments: Any, *, id: str = _SHORT_ID, content: str = "", **fields: str) -> list[Message]:
+    call = {"id": id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    asks = {"role": "assistant", "content": content, "tool_calls": [call], **fields}
+    return [_USER, asks, {"role": "tool", "tool_call_id": id, "name": _NAME, "content": "R"}]
 
 
 def _rendered(render: Render, chat: list[Message], tools: list[dict[str, Any]] | None) -> str:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.text.messages import Message, arguments_as_object, normalise
-from kvstrata.text.probe import shows_tools, wanted_arguments
+from kvstrata.text.messages import Message, Shape, normalise
+from kvstrata.text.probe import shows_tools, wanted_shape
 from kvstrata.text.tokens import encode_rendered, require_unicode
 
 if TYPE_CHECKING:
@@ -36,16 +36,14 @@ class ChatTemplate:
         encode_rendered(tokenizer, "")
         self.exists: bool = bool(tokenizer.has_chat_template)
         self.has_tools = self.exists and shows_tools(self._with_generation_prompt)
-        self._shape_arguments = (
-            wanted_arguments(self._with_generation_prompt) if self.has_tools else arguments_as_object
-        )
+        self._shape = wanted_shape(self._with_generation_prompt) if self.has_tools else Shape()
 
     def render(
         self, messages: list[Message], *, tools: Tools | None = None, template_kwargs: dict[str, Any] | None = None
     ) -> tuple[int, ...]:
         """Token ids up to where the reply begins. Raises InvalidRequest."""
         self._refuse(tools, template_kwargs)
-        text = self._text(normalise(messages, self._shape_arguments), tools, template_kwargs, reply=True)
+        text = self._text(normalise(messages, self._shape), tools, template_kwargs, reply=True)
         return encode_rendered(self._tokenizer, text)
 
     def boundaries(
@@ -62,7 +60,7 @@ class ChatTemplate:
         `prompt`: what `render` gave, to save tokenizing it again.
         """
         self._refuse(tools, template_kwargs)
-        chat = normalise(messages, self._shape_arguments)
+        chat = normalise(messages, self._shape)
         text_of = partial(self._text, tools=tools, template_kwargs=template_kwargs)
         text = text_of(chat, reply=True)
         ids = encode_rendered(self._tokenizer, text) if prompt is None else prompt

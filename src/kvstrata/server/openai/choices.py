@@ -93,7 +93,8 @@ class ChatChoice:
 
     def _add_call(self, call: ToolCall) -> ToolCallAnswer:
         answer: ToolCallAnswer = {
-            "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
+            # Nine letters or digits, which every template takes back: Mistral's refuse others.
+            "id": call.id or uuid.uuid4().hex[:9],
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
