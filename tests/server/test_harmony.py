@@ -97,7 +97,7 @@ def test_a_reply_that_runs_out_of_tokens(harmony: Served) -> None:
 
 
 def test_stop_strings_do_not_reach_over_marks(harmony: Served) -> None:
-    _, whole = play(harmony, ANALYSIS + FINAL + "<|return|>", stop=["🙂Hello", "finalHello"])
+    _, whole = play(harmony, ANALYSIS + FINAL + "<|return|>", stop=["🙂assistant", "finalHello"])
     assert whole["message"]["content"] == "Hello! 🙂"
     _, whole = play(harmony, ANALYSIS + FINAL + "<|return|>", stop=["llo"])
     assert whole["message"]["content"] == "He"
@@ -106,12 +106,17 @@ def test_stop_strings_do_not_reach_over_marks(harmony: Served) -> None:
 
 def test_half_a_character_does_not_reach_over_marks(harmony: Served) -> None:
     tokenizer = harmony.server.service.loaded.tokenizer
-    half = encode_rendered(tokenizer, "🙂")[:1]
+    whole_ids = encode_rendered(tokenizer, "🙂")
+    half, other_half = whole_ids[:1], whole_ids[1:]
     before = encode_rendered(tokenizer, "<|channel|>analysis<|message|>Hm ")
-    after = encode_rendered(tokenizer, f"<|end|><|start|>assistant{FINAL}<|return|>")
-    _, whole = play_ids(harmony, before + half + after)
+    after = encode_rendered(tokenizer, "<|end|><|start|>assistant<|channel|>final<|message|>")
+    end = encode_rendered(tokenizer, " Hello!<|return|>")
+    _, whole = play_ids(
+        harmony, before + half + after + half + encode_rendered(tokenizer, "<|message|>") + other_half + end
+    )
     assert whole["message"]["reasoning_content"] == "Hm \ufffd"
-    assert whole["message"]["content"] == "Hello! 🙂"
+    assert "🙂" not in whole["message"]["content"]
+    assert whole["message"]["content"].endswith("\ufffd Hello!")
 
 
 @pytest.mark.parametrize("end", ["<|return|>", "<|call|>"])

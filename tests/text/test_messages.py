@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from kvstrata.errors import InvalidRequest
 from kvstrata.text.template import ChatTemplate
-from tests.text.chat_templates import GPT_OSS, MISTRAL
+from tests.text.chat_templates import GPT_OSS, LLAMA, MISTRAL
 from tests.text.test_template import PLAIN, TOOLS, WITH_TOOLS, chat_template, text_of, user
 
 
@@ -56,7 +57,7 @@ def test_a_refusal_is_text(wrap_byte_level) -> None:
 def test_reasoning_is_called_as_the_template_calls_it(wrap_byte_level) -> None:
     chat = calling("1", reasoning_content="mulling")
     assert "analysis<|message|>mulling<|end|>" in text_of(chat_template(wrap_byte_level, GPT_OSS), chat, tools=TOOLS)
-    usual = WITH_TOOLS.replace("{{ message.content }}", "{{ message.reasoning_content }}")
+    usual = WITH_TOOLS.replace("{{ message.content }}", "{{ message.content }}{{ message.reasoning_content }}")
     assert "mulling" in text_of(chat_template(wrap_byte_level, usual), chat, tools=TOOLS)
     assert "mulling" not in text_of(chat_template(wrap_byte_level, WITH_TOOLS), chat, tools=TOOLS)
 
@@ -65,3 +66,32 @@ def test_reasoning_and_content_beside_a_call_are_one_where_both_are_refused(wrap
     chat = calling("1", reasoning_content="mulling", content="I look.")
     shown = text_of(chat_template(wrap_byte_level, GPT_OSS), chat, tools=TOOLS)
     assert "analysis<|message|>mulling\n\nI look.<|end|><|start|>assistant to=functions.look_up" in shown
+
+
+# It shows tools and results, but nobody's calls.
+DROPS_CALLS = "{{ tools | tojson if tools else '' }}" + PLAIN
+
+
+@pytest.mark.parametrize(
+    ("source", "with_call", "with_result"),
+    [(PLAIN, False, False), (DROPS_CALLS, False, True), (WITH_TOOLS, True, True), (MISTRAL, True, True)],
+)
+def test_what_the_template_cannot_show_is_refused(
+    wrap_byte_level, source: str, with_call: bool, with_result: bool
+) -> None:
+    template = chat_template(wrap_byte_level, source)
+    asks, result = calling("call00001")[1:]
+    for chat, shown in (([user("a"), asks], with_call), ([user("a"), result], with_result)):
+        if shown:
+            template.render(chat)
+            continue
+        with pytest.raises(InvalidRequest, match=r"messages\[1\].*cannot show") as refused:
+            template.render(chat)
+        assert refused.value.param == "messages"
+
+
+@pytest.mark.parametrize(
+    ("source", "bare"), [(LLAMA, True), (PLAIN, False), (DROPS_CALLS, False), (WITH_TOOLS, False), (MISTRAL, False)]
+)
+def test_whether_calls_have_no_marks(wrap_byte_level, source: str, bare: bool) -> None:
+    assert chat_template(wrap_byte_level, source).has_bare_calls is bare

@@ -115,12 +115,13 @@ class ToolCallSplitter:
             return ()
         try:
             parsed = self._parse(body, self._tools)
-            return tuple(_tool_call(call) for call in (parsed if isinstance(parsed, list) else [parsed]))
+            return tuple(tool_call(call) for call in (parsed if isinstance(parsed, list) else [parsed]))
         except Exception:  # noqa: BLE001 mlx-lm's parsers meet whatever a model wrote, and fail in every way there is
             return ()
 
 
-def _tool_call(parsed: dict[str, Any]) -> ToolCall:
+def tool_call(parsed: dict[str, Any]) -> ToolCall:
+    """Raises ValueError or KeyError where it is none."""
     name, arguments = parsed["name"], parsed.get("arguments", {})
     if isinstance(arguments, str):
         arguments = json.loads(arguments)

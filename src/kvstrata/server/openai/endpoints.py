@@ -17,6 +17,7 @@ from kvstrata.server.openai.choices import ChatChoice, CompletionChoice
 from kvstrata.server.openai.reply import Reply
 from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
 from kvstrata.server.service import Service, service_of
+from kvstrata.text.bare_calls import BareCallSplitter
 from kvstrata.text.harmony import HarmonySplitter
 from kvstrata.text.tools import Splitter, ToolCallSplitter, opens_thinking
 
@@ -98,6 +99,8 @@ def _splitter(service: Service, job: Job) -> Splitter | None:
         return HarmonySplitter(tokenizer, service.harmony, prompt, takes_calls=bool(job.tools))
     if not job.tools:
         return None
+    if tokenizer.tool_parser is None:
+        return BareCallSplitter(list(job.tools))
     return ToolCallSplitter(tokenizer, list(job.tools), thinking=opens_thinking(tokenizer, prompt))
 
 
