@@ -213,14 +213,14 @@ def _tools(service: Service, asked: ChatAsked) -> tuple[dict[str, Any], ...]:
             "tools: this model's chat template has no place for them. Leave them out, or serve a model made for tools.",
             param="tools",
         )
+    if asked.tool_choice == "none":
+        return ()
     if not (service.harmony or service.loaded.tokenizer.tool_parser or service.template.has_bare_calls):
         raise InvalidRequest(
             "tools: this server cannot read calls in the form that this model's chat template gives them. Leave them "
             "out, or serve another model made for tools.",
             param="tools",
         )
-    if asked.tool_choice == "none":
-        return ()
     return tuple(tool.model_dump(exclude_none=True) for tool in asked.tools)
 
 
