@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvstrata.text.stop import StopMatcher
+from kvstrata.text.stop import StopMatcher, Stopped
 
 # Two letters: stop strings overlap with themselves, with one another and with what nearly was one.
 texts = st.text(alphabet="ab", max_size=30)
@@ -82,3 +82,10 @@ def test_time_grows_with_the_text_and_not_with_its_square() -> None:
         matcher.add("a" * 501)
     assert time.perf_counter() - began < 2.0
     assert matcher.finish() == "a" * 20_000
+
+
+def test_after_the_end_a_text_begins_anew() -> None:
+    matcher = StopMatcher(("aab",))
+    assert matcher.add("xa") == Stopped("x")
+    assert matcher.finish() == "a"
+    assert matcher.add("ab") == Stopped("ab")

@@ -34,6 +34,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()  # end the reply and are not shown (the model's end-of-sequence ids)
+    # Part the reply's text: no character or stop string reaches across, and each comes as a piece without text.
+    break_ids: frozenset[int] = frozenset()
     continues_prompt: bool = False  # a plain completion: the reply's text goes on where the prompt's ends
     open_ended: bool = False  # nobody named max_tokens: as much of it as memory allows will do
     salt: str = ""  # requests with different salts never share cached state

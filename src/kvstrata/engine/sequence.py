@@ -98,6 +98,9 @@ class Sequence:
         """One more token of the reply: show what it makes showable, and decide whether the reply ends."""
         self.tokens.append(token)
         self.last_token_s = time.monotonic()
+        if token in self.request.break_ids:
+            self._break(token, logprob)
+            return
         if token in self.request.stop_ids:
             self._end("stop", self._rest())
             return
@@ -112,6 +115,18 @@ class Sequence:
         self.emit(Piece(shown.text) if self._stop.holds else self._with_tokens(shown.text))
         if self.num_generated >= self.max_tokens:
             self._end("length", self._rest())
+
+    def _break(self, token: int, logprob: TokenLogprob | None) -> None:
+        if (text := self._rest()) or self._unshown:
+            self.emit(self._with_tokens(text))
+        self._detokenizer = None  # half a character before the break must not join what follows
+        ends = token in self.request.stop_ids
+        self._unshown.append((token, None if ends else logprob))  # no end of a reply has one
+        self.emit(self._with_tokens(""))
+        if ends:
+            self._end("stop", "")
+        elif self.num_generated >= self.max_tokens:
+            self._end("length", "")
 
     def _rest(self) -> str:
         """Text that was held back for a character or a stop string that did not come."""

@@ -16,6 +16,7 @@ from kvstrata.server.auth import ApiKey
 from kvstrata.server.service import Service
 from kvstrata.spans.plan import choose_names
 from kvstrata.store.ladder import parse_lengths
+from kvstrata.text.harmony import harmony_marks
 from kvstrata.text.template import ChatTemplate
 
 MIN_DISK_BYTES = 16 << 20
@@ -37,6 +38,7 @@ def start_service(settings: Settings, loaded: LoadedModel, *, total_memory_bytes
         context_tokens=engine.context_tokens,
         max_prompts=max(1, settings.max_waiting),
         max_body_bytes=settings.max_body_bytes,
+        harmony=harmony_marks(loaded.tokenizer),
         keys=tuple(ApiKey.of(key) for key in settings.keys),
         hosts=frozenset({settings.host, socket.gethostname(), *settings.allowed_host}),
         started=int(time.time()),

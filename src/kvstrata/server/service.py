@@ -11,6 +11,7 @@ from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.bridge import Door
+from kvstrata.text.harmony import HarmonyMarks
 from kvstrata.text.template import ChatTemplate
 
 
@@ -25,6 +26,7 @@ class Service:
     context_tokens: int
     max_prompts: int  # in one completions request
     max_body_bytes: int
+    harmony: HarmonyMarks | None = None  # None: the model's replies are plain text
     keys: tuple[ApiKey, ...] = ()
     hosts: frozenset[str] = frozenset()  # names that it may be called by where there are no keys
     keep_alive_s: float = 10.0  # longest silence on a stream

@@ -1,18 +1,22 @@
 """OpenAI's messages, brought into the one shape that chat templates read.
 
-Knows what a message may look like. Does not know templates: how tool arguments are wanted is given.
+Knows what a message may look like. Does not know templates: what a template wants (`Shape`) is given.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvstrata.errors import InvalidRequest
 
 Message = dict[str, Any]
 ShapeArguments = Callable[[Any], Any]
+
+_SHORT_ID = 9  # characters, letters and digits only
 
 
 def arguments_as_object(arguments: Any) -> Any:
@@ -31,21 +35,42 @@ def arguments_as_text(arguments: Any) -> str:
     return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
 
 
-def normalise(messages: Sequence[Message], shape_arguments: ShapeArguments) -> list[Message]:
-    """New messages: text content, known roles, shaped arguments. Raises InvalidRequest."""
+@dataclass(frozen=True)
+class Shape:
+    """What a template wants otherwise than OpenAI's messages have it."""
+
+    arguments: ShapeArguments = arguments_as_object
+    short_ids: bool = False  # it refuses ids of calls that are not nine letters or digits (Mistral's)
+    reasoning_or_content: bool = False  # it refuses both beside a call (gpt-oss's)
+
+
+def normalise(messages: Sequence[Message], shape: Shape) -> list[Message]:
+    """New messages: text content, known roles, what the shape asks for. Raises InvalidRequest."""
     if not messages:
         raise InvalidRequest("messages is empty: send at least one message.", param="messages")
-    return [_normalise_one(message, place, shape_arguments) for place, message in enumerate(messages)]
+    return [_normalise_one(message, place, shape) for place, message in enumerate(messages)]
 
 
-def _normalise_one(message: Message, place: int, shape_arguments: ShapeArguments) -> Message:
-    # Templates ask whether a key is there, so one that says null must not be.
-    out = {key: value for key, value in message.items() if value is not None}
+def _normalise_one(message: Message, place: int, shape: Shape) -> Message:
+    # Templates ask whether a key is there, so one that says null must not be, nor a list of calls that has none.
+    out = {key: value for key, value in message.items() if value is not None and (key != "tool_calls" or value)}
     out["role"] = _role(message, place)
     out["content"] = _text(message.get("content"), place)
     if calls := out.get("tool_calls"):
-        out["tool_calls"] = [_normalise_call(call, place, shape_arguments) for call in _as_list(calls, place)]
+        out["tool_calls"] = [_normalise_call(call, place, shape) for call in _as_list(calls, place)]
+    if shape.short_ids and "tool_call_id" in out:
+        out["tool_call_id"] = _short_id(out["tool_call_id"])
+    if shape.reasoning_or_content and "tool_calls" in out and out["content"] and out.get("reasoning_content"):
+        out["reasoning_content"] += "\n\n" + out["content"]
+        out["content"] = ""
     return out
+
+
+def _short_id(id: Any) -> Any:
+    """The same for the call and its result, whoever made the id."""
+    if not isinstance(id, str) or (len(id) == _SHORT_ID and id.isascii() and id.isalnum()):
+        return id
+    return hashlib.sha256(id.encode("utf-8", "replace")).hexdigest()[:_SHORT_ID]
 
 
 def _role(message: Message, place: int) -> str:
@@ -67,18 +92,22 @@ def _text(content: Any, place: int) -> str:
 
 def _part_text(part: Any, place: int) -> str:
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    if kind != "text":
+    # A refusal is what the model once said; its text stands under the name of its kind, as that of a text does.
+    if kind not in ("text", "refusal"):
         raise _wrong(place, f"has a content part of type {kind!r}, but only text is supported: remove it")
-    if not isinstance(part.get("text"), str):
-        raise _wrong(place, "has a text part without its text")
-    return part["text"]
+    if not isinstance(part.get(kind), str):
+        raise _wrong(place, f"has a {kind} part without its text")
+    return part[kind]
 
 
-def _normalise_call(call: Any, place: int, shape_arguments: ShapeArguments) -> Message:
+def _normalise_call(call: Any, place: int, shape: Shape) -> Message:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _wrong(place, "has a tool call without function.name")
-    return call | {"function": function | {"arguments": shape_arguments(function.get("arguments"))}}
+    out = call | {"function": function | {"arguments": shape.arguments(function.get("arguments"))}}
+    if shape.short_ids and "id" in out:
+        out["id"] = _short_id(out["id"])
+    return out
 
 
 def _as_list(calls: Any, place: int) -> list[Any]:

@@ -5,16 +5,23 @@ Its source is no guide: templates name tools without showing them, show them fro
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.text.messages import Message, ShapeArguments, arguments_as_object, arguments_as_text
+from kvstrata.text.bare_calls import PYTHON_TAG
+from kvstrata.text.messages import Message, Shape, ShapeArguments, arguments_as_object, arguments_as_text
 
 Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
 _NAME = "kvstrata_probe_tool"
 _KEY = "kvstrata_probe_key"  # of the arguments only: tools may be written in another way
+_RESULT = "kvstrata_probe_result"
+_THOUGHT = "kvstrata_probe_thought"
+_SHORT_ID = "call00001"  # nine letters or digits: Mistral's templates refuse other ids
+_OTHER_IDS = ("call_0123456789abcdef01234567", "c1")
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -37,7 +44,53 @@ def shows_tools(render: Render) -> bool:
     return any(_NAME in _rendered(render, chat, [_TOOL]) for chat in chats)
 
 
-def wanted_arguments(render: Render) -> ShapeArguments:
+@dataclass(frozen=True)
+class Shown:
+    """What of a call in the history comes through. A template that refuses them all speaks for itself."""
+
+    calls: bool
+    results: bool
+
+
+def shown_of_history(render: Render, shape: Shape) -> Shown:
+    chat = _call_chat(shape.arguments({_KEY: "v"}))
+    texts = [text for tools in (None, [_TOOL]) if (text := _rendered(render, chat, tools))]
+    return Shown(
+        calls=not texts or any(_KEY in text for text in texts),
+        results=not texts or any(_RESULT in text for text in texts),
+    )
+
+
+def writes_bare_calls(render: Render, shape: Shape) -> bool:
+    """Whether a call in the history is a reply of bare JSON: so the model writes its own."""
+    prompt = _rendered(render, [_USER], [_TOOL])
+    chat = _rendered(render, _call_chat(shape.arguments({_KEY: "v"})), [_TOOL])
+    if not prompt or not chat.startswith(prompt):
+        return False
+    try:
+        call, _ = json.JSONDecoder().raw_decode(chat[len(prompt) :].removeprefix(PYTHON_TAG).lstrip())
+    except ValueError:
+        return False
+    return isinstance(call, dict) and call.get("name") == _NAME and ("parameters" in call or "arguments" in call)
+
+
+def wanted_shape(render: Render) -> Shape:
+    """For a template that shows tools."""
+    arguments = _wanted_arguments(render)
+    sample = arguments({_KEY: "v"})
+
+    def takes(**options: Any) -> str:
+        return _rendered(render, _call_chat(sample, **options), [_TOOL])
+
+    shows_reasoning = _THOUGHT in takes(reasoning_content=_THOUGHT)
+    return Shape(
+        arguments=arguments,
+        short_ids=bool(takes()) and not all(takes(id=id) for id in _OTHER_IDS),
+        reasoning_or_content=shows_reasoning and not takes(reasoning_content=_THOUGHT, content="C"),
+    )
+
+
+def _wanted_arguments(render: Render) -> ShapeArguments:
     """Objects, unless the template fails on them or writes them as Python would, and does better with text."""
     with_object = _rendered(render, _call_chat({_KEY: "v"}), [_TOOL])
     if with_object and f"'{_KEY}'" not in with_object:
@@ -46,11 +99,10 @@ def wanted_arguments(render: Render) -> ShapeArguments:
     return arguments_as_text if f'"{_KEY}"' in with_text else arguments_as_object
 
 
-def _call_chat(arguments: Any) -> list[Message]:
-    # Nine letters or digits: Mistral's templates refuse other ids.
-    call = {"id": "call00001", "type": "function", "function": {"name": _NAME, "arguments": arguments}}
-    asks = {"role": "assistant", "content": "", "tool_calls": [call]}
-    return [_USER, asks, {"role": "tool", "tool_call_id": "call00001", "name": _NAME, "content": "R"}]
+def _call_chat(arguments: Any, *, id: str = _SHORT_ID, content: str = "", **fields: str) -> list[Message]:
+    call = {"id": id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+    asks = {"role": "assistant", "content": content, "tool_calls": [call], **fields}
+    return [_USER, asks, {"role": "tool", "tool_call_id": id, "name": _NAME, "content": _RESULT}]
 
 
 def _rendered(render: Render, chat: list[Message], tools: list[dict[str, Any]] | None) -> str:

@@ -48,8 +48,10 @@ class StopMatcher:
         return self._show(text)
 
     def finish(self) -> str:
-        """What was held back, when the text ends without a stop string."""
+        """What was held back, when the text ends without a stop string. What is added after it begins anew."""
         held, self._held = self._held, ""
+        for progress in self._progress:
+            progress.matched = 0
         return held
 
     def _show(self, text: str) -> Stopped:

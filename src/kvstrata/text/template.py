@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedTokenizerBase
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.text.messages import Message, arguments_as_object, normalise
-from kvstrata.text.probe import shows_tools, wanted_arguments
+from kvstrata.text.messages import Message, Shape, normalise
+from kvstrata.text.probe import shown_of_history, shows_tools, wanted_shape, writes_bare_calls
 from kvstrata.text.tokens import encode_rendered, require_unicode
 
 if TYPE_CHECKING:
@@ -28,7 +28,9 @@ _RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).par
 
 
 class ChatTemplate:
-    """`exists`: the model has a template. `has_tools`: it shows the model which tools there are."""
+    """`exists`: the model has a template. `has_tools`: it shows the model which tools there are. `has_bare_calls`: it
+    writes calls without marks (bare_calls.py).
+    """
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
@@ -36,16 +38,16 @@ class ChatTemplate:
         encode_rendered(tokenizer, "")
         self.exists: bool = bool(tokenizer.has_chat_template)
         self.has_tools = self.exists and shows_tools(self._with_generation_prompt)
-        self._shape_arguments = (
-            wanted_arguments(self._with_generation_prompt) if self.has_tools else arguments_as_object
-        )
+        self._shape = wanted_shape(self._with_generation_prompt) if self.has_tools else Shape()
+        self._shown = shown_of_history(self._with_generation_prompt, self._shape)
+        self.has_bare_calls = self.has_tools and writes_bare_calls(self._with_generation_prompt, self._shape)
 
     def render(
         self, messages: list[Message], *, tools: Tools | None = None, template_kwargs: dict[str, Any] | None = None
     ) -> tuple[int, ...]:
         """Token ids up to where the reply begins. Raises InvalidRequest."""
         self._refuse(tools, template_kwargs)
-        text = self._text(normalise(messages, self._shape_arguments), tools, template_kwargs, reply=True)
+        text = self._text(self._chat(messages), tools, template_kwargs, reply=True)
         return encode_rendered(self._tokenizer, text)
 
     def boundaries(
@@ -62,7 +64,7 @@ class ChatTemplate:
         `prompt`: what `render` gave, to save tokenizing it again.
         """
         self._refuse(tools, template_kwargs)
-        chat = normalise(messages, self._shape_arguments)
+        chat = self._chat(messages)
         text_of = partial(self._text, tools=tools, template_kwargs=template_kwargs)
         text = text_of(chat, reply=True)
         ids = encode_rendered(self._tokenizer, text) if prompt is None else prompt
@@ -77,6 +79,21 @@ class ChatTemplate:
         if reserved := _RESERVED & (template_kwargs or {}).keys():
             message = f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}: remove it."
             raise InvalidRequest(message, param="chat_template_kwargs")
+
+    def _chat(self, messages: list[Message]) -> list[Message]:
+        chat = normalise(messages, self._shape)
+        # Templates without tools show any role; a result whose call is not shown is of no use to such a model.
+        shows_results = self._shown.results and (self._shown.calls or self.has_tools)
+        for place, message in enumerate(chat):
+            calls, result = "tool_calls" in message, message["role"] == "tool"
+            if (calls and not self._shown.calls) or (result and not shows_results):
+                what = "tool_calls" if calls else "the role 'tool'"
+                raise InvalidRequest(
+                    f"messages[{place}] has {what}, which this model's chat template cannot show. Leave it out, or "
+                    "serve a model made for tools.",
+                    param="messages",
+                )
+        return chat
 
     def _with_generation_prompt(self, messages: list[Message], tools: Tools | None) -> str:
         return self._text(messages, tools, None, reply=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from kvstrata.text.stop import StopMatcher, Stopped
 
@@ -30,6 +30,17 @@ class ToolCall:
 class Split:
     content: str
     calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+
+class Splitter(Protocol):
+    """Takes one reply apart. `ids`: the tokens that a piece completes, for those forms that text does not tell."""
+
+    def add(self, text: str, ids: Sequence[int] = (), /) -> Split: ...
+
+    def finish(self, *, cut_off: bool = False) -> Split:
+        """What was held back. `cut_off`: the reply ran out of tokens, so an open call is only a part of one."""
+        ...
 
 
 def opens_thinking(tokenizer: TokenizerWrapper, prompt: Sequence[int]) -> bool:
@@ -53,16 +64,15 @@ class ToolCallSplitter:
         self._body: list[str] = []
         self._enter("thinking" if thinking else "content")
 
-    def add(self, text: str) -> Split:
+    def add(self, text: str, _ids: Sequence[int] = (), /) -> Split:
         splits = []
         while text:
             found = self._matcher.add(text)
             splits.append(self._advance(found))
             text = found.rest
-        return _join(splits)
+        return join(splits)
 
     def finish(self, *, cut_off: bool = False) -> Split:
-        """What was held back. `cut_off`: the reply ran out of tokens, so an open call is only a part of one."""
         held = self._matcher.finish()
         if self._place != "call":
             return Split(held)
@@ -105,12 +115,13 @@ class ToolCallSplitter:
             return ()
         try:
             parsed = self._parse(body, self._tools)
-            return tuple(_tool_call(call) for call in (parsed if isinstance(parsed, list) else [parsed]))
+            return tuple(tool_call(call) for call in (parsed if isinstance(parsed, list) else [parsed]))
         except Exception:  # noqa: BLE001 mlx-lm's parsers meet whatever a model wrote, and fail in every way there is
             return ()
 
 
-def _tool_call(parsed: dict[str, Any]) -> ToolCall:
+def tool_call(parsed: dict[str, Any]) -> ToolCall:
+    """Raises ValueError or KeyError where it is none."""
     name, arguments = parsed["name"], parsed.get("arguments", {})
     if isinstance(arguments, str):
         arguments = json.loads(arguments)
@@ -120,6 +131,10 @@ def _tool_call(parsed: dict[str, Any]) -> ToolCall:
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False), id if isinstance(id, str) else "")
 
 
-def _join(splits: Iterable[Split]) -> Split:
+def join(splits: Iterable[Split]) -> Split:
     splits = tuple(splits)
-    return Split("".join(split.content for split in splits), tuple(call for split in splits for call in split.calls))
+    return Split(
+        "".join(split.content for split in splits),
+        tuple(call for split in splits for call in split.calls),
+        "".join(split.reasoning for split in splits),
+    )

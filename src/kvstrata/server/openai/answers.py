@@ -60,6 +60,7 @@ class ChatMessage(TypedDict):
     role: Literal["assistant"]
     content: str | None
     refusal: None
+    reasoning_content: NotRequired[str]  # as many servers call it; OpenAI's chat has no name for it
     tool_calls: NotRequired[list[ToolCallAnswer]]
 
 

@@ -89,6 +89,8 @@ def _requests(
     sampling = _sampling(service, asked, num_logprobs)
     limit = max_completion_tokens or asked.max_tokens
     stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+    # Plain completions show a reply as the model writes it, marks and all.
+    harmony = service.harmony if isinstance(asked, ChatAsked) else None
     return tuple(
         Request(
             id=f"{job_id}-{index}",
@@ -96,7 +98,8 @@ def _requests(
             max_tokens=_max_tokens(service, asked, prompt, limit),
             sampling=sampling,
             stop=stop,
-            stop_ids=service.loaded.eos_ids,
+            stop_ids=service.loaded.eos_ids | (harmony.ending if harmony else frozenset()),
+            break_ids=harmony.ids if harmony else frozenset(),
             open_ended=limit is None,
             continues_prompt=isinstance(asked, CompletionAsked),
             salt=salt_of(scope, asked.cache_salt),
@@ -212,6 +215,12 @@ def _tools(service: Service, asked: ChatAsked) -> tuple[dict[str, Any], ...]:
         )
     if asked.tool_choice == "none":
         return ()
+    if not (service.harmony or service.loaded.tokenizer.tool_parser or service.template.has_bare_calls):
+        raise InvalidRequest(
+            "tools: this server cannot read calls in the form that this model's chat template gives them. Leave them "
+            "out, or serve another model made for tools.",
+            param="tools",
+        )
     return tuple(tool.model_dump(exclude_none=True) for tool in asked.tools)
 
 

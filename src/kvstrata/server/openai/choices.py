@@ -22,7 +22,7 @@ from kvstrata.server.openai.answers import (
     TopLogprob,
 )
 from kvstrata.text.tokens import token_bytes, token_text
-from kvstrata.text.tools import Split, ToolCall, ToolCallSplitter
+from kvstrata.text.tools import Split, Splitter, ToolCall
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -41,20 +41,21 @@ class Choice(Protocol):
 
 
 class ChatChoice:
-    """`splitter` looks for tool calls; without one all text is content."""
+    """`splitter` looks for tool calls and reasoning; without one all text is content."""
 
-    def __init__(self, index: int, tokenizer: TokenizerWrapper, splitter: ToolCallSplitter | None = None) -> None:
+    def __init__(self, index: int, tokenizer: TokenizerWrapper, splitter: Splitter | None = None) -> None:
         self._index = index
         self._tokenizer = tokenizer
         self._splitter = splitter
         self._text: list[str] = []
+        self._reasoning: list[str] = []
         self._calls: list[ToolCallAnswer] = []
         self._logprobs: list[ChatTokenLogprob] | None = None
         self._finish: Finish = "stop"
         self._role_sent = False
 
     def add(self, piece: Piece) -> list[Any]:
-        split = self._splitter.add(piece.text) if self._splitter else Split(piece.text, ())
+        split = self._splitter.add(piece.text, piece.ids) if self._splitter else Split(piece.text, ())
         logprobs = self._add_logprobs(piece.logprobs)
         return self._deltas(split, logprobs)
 
@@ -67,6 +68,8 @@ class ChatChoice:
     def whole(self) -> ChatChoiceAnswer:
         text = "".join(self._text)
         message: ChatMessage = {"role": "assistant", "content": text, "refusal": None}
+        if reasoning := "".join(self._reasoning):
+            message["reasoning_content"] = reasoning
         if self._calls:
             message["content"] = text or None
             message["tool_calls"] = self._calls
@@ -77,8 +80,11 @@ class ChatChoice:
 
     def _deltas(self, split: Split, logprobs: ChatLogprobs | None) -> list[Any]:
         self._text.append(split.content)
+        self._reasoning.append(split.reasoning)
         calls = [self._add_call(call) for call in split.calls]
         delta: dict[str, Any] = {}
+        if split.reasoning:
+            delta["reasoning_content"] = split.reasoning
         if split.content or logprobs is not None:
             delta["content"] = split.content
         if calls:
@@ -93,7 +99,8 @@ class ChatChoice:
 
     def _add_call(self, call: ToolCall) -> ToolCallAnswer:
         answer: ToolCallAnswer = {
-            "id": call.id or f"call_{uuid.uuid4().hex[:24]}",
+            # Nine letters or digits, which every template takes back: Mistral's refuse others.
+            "id": call.id or uuid.uuid4().hex[:9],
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }

@@ -17,7 +17,9 @@ from kvstrata.server.openai.choices import ChatChoice, CompletionChoice
 from kvstrata.server.openai.reply import Reply
 from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
 from kvstrata.server.service import Service, service_of
-from kvstrata.text.tools import ToolCallSplitter, opens_thinking
+from kvstrata.text.bare_calls import BareCallSplitter
+from kvstrata.text.harmony import HarmonySplitter
+from kvstrata.text.tools import Splitter, ToolCallSplitter, opens_thinking
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
@@ -88,12 +90,18 @@ def require_json(request: Request) -> None:
 
 
 def _chat_choices(service: Service, job: Job) -> list[ChatChoice]:
-    tokenizer = service.loaded.tokenizer
-    splitter = None
-    if job.tools:
-        thinking = opens_thinking(tokenizer, job.requests[0].prompt)
-        splitter = ToolCallSplitter(tokenizer, list(job.tools), thinking=thinking)
-    return [ChatChoice(0, tokenizer, splitter)]
+    return [ChatChoice(0, service.loaded.tokenizer, _splitter(service, job))]
+
+
+def _splitter(service: Service, job: Job) -> Splitter | None:
+    tokenizer, prompt = service.loaded.tokenizer, job.requests[0].prompt
+    if service.harmony:
+        return HarmonySplitter(tokenizer, service.harmony, prompt, takes_calls=bool(job.tools))
+    if not job.tools:
+        return None
+    if tokenizer.tool_parser is None:
+        return BareCallSplitter(list(job.tools))
+    return ToolCallSplitter(tokenizer, list(job.tools), thinking=opens_thinking(tokenizer, prompt))
 
 
 def _model(service: Service) -> ModelAnswer:

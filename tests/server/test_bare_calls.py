@@ -1,0 +1,73 @@
+"""Calls as Llama 3 writes them, from the request to the choice; the default model cannot write them itself."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import pytest
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from kvstrata.engine.request import Finished, Piece, Usage
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.server.openai.ask import chat_job
+from kvstrata.server.openai.endpoints import _chat_choices
+from tests.server.conftest import Served, running
+from tests.text.chat_templates import LLAMA
+
+HELLO = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+SHOWS_NO_CALLS = "{{ tools | tojson if tools else '' }}{% for message in messages %}{{ message.content }}{% endfor %}"
+
+ServeTemplate = Callable[[str], AbstractContextManager[Served]]
+
+
+@pytest.fixture
+def serve_template(default_model: LoadedModel) -> ServeTemplate:
+    def serve(source: str) -> AbstractContextManager[Served]:
+        hf = copy.deepcopy(default_model.tokenizer._tokenizer)
+        hf.chat_template = source
+        return running(replace(default_model, tokenizer=TokenizerWrapper(hf)))
+
+    return serve
+
+
+def test_a_call_comes_and_can_be_sent_back(serve_template: ServeTemplate) -> None:
+    with serve_template(LLAMA) as served:
+        service = served.server.service
+        body = json.dumps({"model": served.name, "messages": HELLO, "tools": TOOLS}).encode()
+        [choice] = _chat_choices(service, chat_job(service, body, {"type": "http", "state": {}}))
+        for letter in '{"name": "f", "parameters": {"a": 1}}':
+            assert choice.add(Piece(letter)) == []
+        choice.end(Finished("stop", Usage()))
+        whole = choice.whole()
+        assert whole["finish_reason"] == "tool_calls"
+        [call] = whole["message"].get("tool_calls", [])
+        assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "42"}
+        messages = [*HELLO, whole["message"], result]
+        answer = served.ask("/v1/chat/completions", messages=messages, tools=TOOLS, max_tokens=1)
+        assert answer.status_code == 200, answer.text
+
+
+def test_tools_whose_calls_nobody_could_read_are_refused(serve_template: ServeTemplate) -> None:
+    with serve_template(SHOWS_NO_CALLS) as served:
+        answer = served.ask("/v1/chat/completions", messages=HELLO, tools=TOOLS, max_tokens=1)
+        assert answer.status_code == 400
+        assert "cannot read calls" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["param"] == "tools"
+
+
+def test_calls_that_the_template_cannot_show_are_refused(served: Served) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asks = {"role": "assistant", "content": None, "tool_calls": [call]}
+    for message in (asks, {"role": "tool", "tool_call_id": "a", "content": "42"}):
+        answer = served.ask("/v1/chat/completions", messages=[*HELLO, message], max_tokens=1)
+        assert answer.status_code == 400, message
+        assert "messages[1]" in answer.json()["error"]["message"]
+    refusal = {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "tool_calls": []}
+    answer = served.ask("/v1/chat/completions", messages=[*HELLO, refusal, *HELLO], max_tokens=1)
+    assert answer.status_code == 200, answer.text
