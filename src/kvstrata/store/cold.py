@@ -8,7 +8,7 @@ here, on the thread that owns MLX; the tier's threads see bytes only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from kvstrata.spans.blocks import BLOCK_TOKENS, Packed, boundaries, pack_mark, p
 from kvstrata.spans.marks import needs_marks
 from kvstrata.store.entry import Entry
 from kvstrata.store.loads import MARK, Load, Loads, Step
-from kvstrata.tiers.block import Block, Tensor
+from kvstrata.tiers.block import BASE, Block, BlockId, Tensor
 from kvstrata.tiers.disk import Accepted, DiskTier
 from kvstrata.tiers.reasons import Refusal
 
@@ -40,9 +40,17 @@ class ColdMatch:
 
 class Cold:
     def __init__(
-        self, tier: DiskTier, layout: Layout, *, post: Post, clock: Callable[[], float] = time.monotonic
+        self,
+        tier: DiskTier,
+        layout: Layout,
+        *,
+        post: Post,
+        pinned: set[bytes] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`pinned`: the keys that the tier asks about on a thread of its own, before it evicts."""
         self.tier = tier
+        self._pinned = set[bytes]() if pinned is None else pinned
         self._layout = layout
         self._needs_marks = needs_marks(layout)
         # Half of what may be ahead waits in the tier, half here.
@@ -64,7 +72,7 @@ class Cold:
 
     def _chain_to(self, leaf: Node[Entry]) -> Iterator[tuple[Step, Entry, TokenIds]]:
         key, start = leaf.root_key, 0
-        ids = np.concatenate([node.tokens for node in leaf.path()])
+        ids = _ids_to(leaf)
         for entry, first, last in _runs(leaf):
             for end in boundaries(entry.span, first, last):
                 parent, key = key, chain(key, ids[start:end])
@@ -73,11 +81,15 @@ class Cold:
 
     def _put(self, step: Step, entry: Entry, ids: TokenIds, root: bytes) -> Generator[None, None, bool]:
         asked_twice = step.end <= entry.asked_twice
+        if entry.is_pinned:
+            self._pinned.add(step.key)
         mark = entry.span.marks.get(step.end)
         taken = self.tier.find(step.key)
         if not taken:
+            if step.start and not self.tier.find(step.parent):
+                return False  # it was taken, and has been given up since
             packed = yield from packing(entry.span, step.start, step.end)
-            taken = self._offer(step, ids, root, packed, "base", asked_twice=asked_twice)
+            taken = self._offer(step, ids, root, packed, BASE, asked_twice=asked_twice)
         if taken and mark is not None and not self.tier.find(step.key, MARK):
             return self._offer(step, ids, root, pack_mark(mark), MARK, asked_twice=asked_twice)
         return taken
@@ -89,11 +101,32 @@ class Cold:
         answer = self.tier.put(block, asked_twice=asked_twice)
         return isinstance(answer, Accepted) or answer.reason is Refusal.PRESENT
 
+    def touch(self, steps: Iterable[Step]) -> None:
+        """Somebody asked for these, wherever they came from."""
+        parts = (BASE, MARK) if self._needs_marks else (BASE,)
+        self.tier.touch(BlockId(step.key, part) for step in steps for part in parts)
+
+    def pin(self, leaves: Iterable[Node[Entry]]) -> None:
+        """What the disk has of the tokens up to these stays there, and nothing else. What comes to it later is pinned
+        as it comes."""
+        pinned = {step.key for leaf in leaves for step in self.chain_of(leaf.root_key, _ids_to(leaf))}
+        # Never without what stays pinned, whenever the tier asks.
+        self._pinned |= pinned
+        self._pinned &= pinned
+
     # Found.
 
     def chain_of(self, root: bytes, ids: TokenIds) -> tuple[Step, ...]:
         """The longest chain of blocks that begins these tokens, whether or not a sequence can go on from it."""
         return self._longest(root, ids, at_marks=False).steps
+
+    def blocks_to(self, leaf: Node[Entry]) -> tuple[Step, ...]:
+        """The blocks of all tokens up to a leaf's end, however they were cut; none where the disk has not all of it."""
+        steps = self.chain_of(leaf.root_key, _ids_to(leaf))
+        is_whole = bool(steps) and steps[-1].end == leaf.end
+        if is_whole and leaf.end in leaf.payload.span.marks:
+            is_whole = self.tier.find(steps[-1].key, MARK)
+        return steps if is_whole else ()
 
     def match(self, root: bytes, ids: TokenIds) -> ColdMatch:
         """The longest chain of blocks that begins these tokens, and that a sequence can go on from."""
@@ -171,6 +204,10 @@ class Cold:
 
 def _nothing() -> None:
     return
+
+
+def _ids_to(leaf: Node[Entry]) -> TokenIds:
+    return np.concatenate([node.tokens for node in leaf.path()])
 
 
 def _runs(leaf: Node[Entry]) -> list[tuple[Entry, int, int]]:

@@ -115,6 +115,10 @@ class Shelf:
         """When somebody last went on from it."""
         return max((self._uses[node].used_s for node in entry.nodes), default=0.0)
 
+    def end_used_s(self, entry: Entry) -> float:
+        """When somebody last went on from all of it, not only from what it shares with others."""
+        return self._uses[entry.last_node].used_s
+
     def recount(self, entry: Entry) -> None:
         is_here = entry in self.entries
         # The buffers of a sequence that runs are counted with it.
@@ -135,6 +139,10 @@ class Shelf:
                 self._evict(drop.leaf, drop.keep_tokens)
             if not chosen:
                 return
+
+    def has_expired(self, node: Node[Entry]) -> bool:
+        """Whether nobody asked for it in time."""
+        return self._clock() >= self._uses[node].used_s + self._ttl_s
 
     def seconds_to_expiry(self) -> float:
         return max(0.0, self._eviction.next_expiry_s() - self._clock())

@@ -12,8 +12,9 @@ after the start but for blocks and arguments that make no sense.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from kvstrata.tiers.admission import DailyBudget, day_of
 from kvstrata.tiers.block import BASE, Block, BlockId, Chain, Tally, no_tally
 from kvstrata.tiers.catalogue import CatalogueFault, Row
 from kvstrata.tiers.checksum import Checksum, fastest
+from kvstrata.tiers.eviction import victims
 from kvstrata.tiers.files import Files
 from kvstrata.tiers.folder import CacheFolder, prepare
 from kvstrata.tiers.loading import Loader
@@ -55,7 +57,7 @@ WRITTEN_BYTES = "written_bytes"
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """On its way; `usage` tells whether it arrived."""
+    """On its way; `find` tells whether it still is, or arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class DiskTier:
         reserve_bytes: int = RESERVE_BYTES,
         daily_write_bytes: int = 0,
         second_touch: bool = False,
+        ttl_s: float | None = None,
         is_pinned: Callable[[bytes], bool] = _nothing_pinned,
         num_readers: int = NUM_READERS,
         read_ahead_bytes: int = READ_AHEAD_BYTES,
@@ -96,13 +99,16 @@ class DiskTier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`chain` is index.keys.chain; `tally` tells what a block holds, by label. `daily_write_bytes` 0: no budget.
+        `ttl_s`: what nobody asked for so long goes; None: it stays while there is room.
         `writer_share`: of one core, that writing takes while nobody waits for it and the queue is not a quarter full.
         `is_pinned(key)` is asked on our thread, under our lock: it must not wait for anybody who calls the tier.
 
         ConfigError where the folder cannot be used, CacheDirectoryBusy where another server uses it.
         """
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._clock = clock
+        self._ttl_s = math.inf if ttl_s is None else ttl_s
+        self._is_pinned = is_pinned
         self._counters = Counters()
         self._folder = CacheFolder(directory, files or Files())
         prepare(self._folder)
@@ -117,6 +123,7 @@ class DiskTier:
             on_written=self._on_written,
             limit_bytes=queue_bytes,
             first_pause_s=first_pause_s,
+            expire=self._expire,
             share=writer_share,
         )
         self._loader = Loader(self._shelf, self._writer.queued, self._counters, chain=chain, clock=clock)
@@ -136,7 +143,7 @@ class DiskTier:
         return Refused(refusal)
 
     def _refusal(self, block: Block, asked_twice: bool, replace: bool) -> Refusal | None:
-        if block.nbytes > self._limit_bytes:
+        if block.nbytes > self.limit_bytes:
             return Refusal.TOO_LARGE
         if not replace and self._holds(block.id):
             return Refusal.PRESENT
@@ -146,9 +153,23 @@ class DiskTier:
             return Refusal.WRITE_BUDGET
         return None
 
+    def touch(self, blocks: Iterable[BlockId]) -> None:
+        """Somebody had a use for these without reading them here. Nothing happens to those that are not here."""
+        self._shelf.touch(blocks, self._clock())
+
     def flush(self, timeout_s: float) -> Flushed:
         """Waits until the queue is empty and the folder has been compared with its catalogue, or for so long."""
         return self._writer.flush(timeout_s)
+
+    def end_pause(self) -> None:
+        """After a fault of the disk: take blocks again now."""
+        self._writer.end_pause()
+
+    @property
+    def num_faults(self) -> int:
+        """How often the disk did not take a block: what was put may not arrive. Those that find no room do not count,
+        they would find none the next time either."""
+        return self._writer.num_faults
 
     # Looking.
 
@@ -231,13 +252,29 @@ class DiskTier:
         bases = [row for row in removed if row.id.part == BASE]
         return Removed(len(bases), sum(row.num_tokens for row in bases), sum(row.disk_bytes for row in removed))
 
+    def _expire(self, kept: frozenset[bytes]) -> float:
+        """On the writer's thread, the oldest first and leaves before what they hang on."""
+        if self._ttl_s == math.inf:
+            return math.inf
+        try:
+            self._shelf.write_touches()
+            for row in victims(self._shelf.catalogue, lambda key: key in kept or self._is_pinned(key)):
+                left_s = row.last_use + self._ttl_s - self._clock()
+                if left_s > 0:
+                    return left_s
+                self._shelf.remove([row.id], Eviction.EXPIRED)
+        except (OSError, CatalogueFault) as error:
+            self._counters.add(Event.FAILED, fault_of(error) if isinstance(error, OSError) else Fault.CATALOGUE)
+            log.warning("Blocks that expired could not be removed: %s", error)
+        return self._ttl_s
+
     # Being asked, and ending.
 
     def usage(self) -> Usage:
         totals = self._shelf.totals
         paused_because = self._writer.paused_because
         return Usage(
-            limit_bytes=self._limit_bytes,
+            limit_bytes=self.limit_bytes,
             disk_bytes=self._shelf.disk_bytes(),
             block_bytes=totals.disk_bytes,
             quarantine_bytes=self._shelf.quarantine.disk_bytes,
@@ -274,9 +311,9 @@ class DiskTier:
         try:
             return Shelf(
                 self._folder,
-                limit_bytes=self._limit_bytes,
+                limit_bytes=self.limit_bytes,
                 reserve_bytes=reserve_bytes,
-                quarantine_bytes=min(int(QUARANTINE_SHARE * self._limit_bytes), QUARANTINE_BYTES),
+                quarantine_bytes=min(int(QUARANTINE_SHARE * self.limit_bytes), QUARANTINE_BYTES),
                 quarantine_files=QUARANTINE_FILES,
                 counters=self._counters,
                 is_pinned=is_pinned,

@@ -62,6 +62,7 @@ class Fault(StrEnum):
 class Eviction(StrEnum):
     LIMIT = "limit"
     RESERVE = "reserve"
+    EXPIRED = "expired"
     CLEARED = "cleared"
 
 
