@@ -65,11 +65,9 @@ def boundaries(span: Span, start: int, end: int) -> list[int]:
     places.update(range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS))
     places.update(at for at in (*span.marks, *span.ends) if start < at < end)
     for layer in span.layers:
-        at = span.position
-        for part in span.planes(layer):
-            at += part.num_tokens
-            if start < at < end:
-                places.add(at)
+        # A cut may have left more of the first and the last than the span has.
+        ends = (part.k.position + part.num_tokens for part in span.planes(layer))
+        places.update(at for at in ends if start < at < end)
     return sorted(places)
 
 

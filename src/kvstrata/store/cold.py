@@ -25,6 +25,9 @@ from kvstrata.tiers.block import Block, Tensor
 from kvstrata.tiers.disk import Accepted, DiskTier
 from kvstrata.tiers.reasons import Refusal
 
+# Of a chain that is looked up, in one step: about a millisecond.
+STEPS_AT_ONCE = 16
+
 Post = Callable[[Callable[[], None]], None]  # run something on the thread that owns MLX, soon
 
 
@@ -53,35 +56,54 @@ class Cold:
 
     def spill(self, leaf: Node[Entry]) -> Generator[None, None, bool]:
         """Write what the disk has not of the tokens up to a leaf's end, in small steps. Tells whether all was taken;
-        after the first block that is not, nothing could be reached."""
+        after the first block that is not, nothing could be reached. Spans may be joined meanwhile; whoever goes on with
+        it sees to it that the leaf is still there, and as long as it was.
+
+        What is written continues the blocks that are there, wherever those end: spans are joined, cut and loaded, marks
+        come and go, and a chain made anew from what they are now would hardly be the one that was written.
+        """
         if any(node.payload.span.is_live for node in leaf.path()):
             return False  # somebody still writes what it hangs on
-        for step, entry, ids in self._chain_to(leaf):
-            if not (yield from self._put(step, entry, ids, leaf.root_key)):
-                return False
-            yield
+        ids = np.concatenate([node.tokens for node in leaf.path()])
+        key, start = leaf.root_key, 0
+        while start < len(ids):
+            present = yield from self._walk(key, start, ids)
+            for step in present or (_next_step(leaf, key, start, ids),):
+                taken = self.tier.find(step.key) if present else (yield from self._put(step, leaf, ids))
+                if not taken or not self._put_mark(step, leaf, ids):
+                    return False
+                key, start = step.key, step.end
+                yield
         return True
 
-    def _chain_to(self, leaf: Node[Entry]) -> Iterator[tuple[Step, Entry, TokenIds]]:
-        key, start = leaf.root_key, 0
-        ids = np.concatenate([node.tokens for node in leaf.path()])
-        for entry, first, last in _runs(leaf):
-            for end in boundaries(entry.span, first, last):
-                parent, key = key, chain(key, ids[start:end])
-                yield Step(key, parent, start, end), entry, ids[start:end]
-                start = end
+    def _walk(self, key: bytes, start: int, ids: TokenIds) -> Generator[None, None, tuple[Step, ...]]:
+        """The longest chain that is there, in small steps."""
+        longest: tuple[Step, ...] = ()
+        for number, trail in enumerate(self._trails(key, start, ids), 1):
+            if not longest or trail[-1].end > longest[-1].end:
+                longest = tuple(trail)
+            if trail[-1].end == len(ids):
+                break
+            if number % STEPS_AT_ONCE == 0:
+                yield
+        return longest
 
-    def _put(self, step: Step, entry: Entry, ids: TokenIds, root: bytes) -> Generator[None, None, bool]:
+    def _put(self, step: Step, leaf: Node[Entry], ids: TokenIds) -> Generator[None, None, bool]:
+        entry, _ = _holder(leaf, step.start)
         if entry.was_used:
             self.tier.asked_for([step.key])
+        packed = yield from packing(entry.span, step.start, step.end)
+        return self._offer(step, ids[step.start : step.end], leaf.root_key, packed, "base")
+
+    def _put_mark(self, step: Step, leaf: Node[Entry], ids: TokenIds) -> bool:
+        """Where there is one, and the disk has it not."""
+        entry, _ = _holder(leaf, step.end - 1)
         mark = entry.span.marks.get(step.end)
-        taken = self.tier.find(step.key)
-        if not taken:
-            packed = yield from packing(entry.span, step.start, step.end)
-            taken = self._offer(step, ids, root, packed, "base")
-        if taken and mark is not None and not self.tier.find(step.key, MARK):
-            return self._offer(step, ids, root, pack_mark(mark), MARK)
-        return taken
+        if mark is None or self.tier.find(step.key, MARK):
+            return True
+        # Where its block was worth it, it is.
+        self.tier.asked_for([step.key])
+        return self._offer(step, ids[step.start : step.end], leaf.root_key, pack_mark(mark), MARK)
 
     def _offer(self, step: Step, ids: TokenIds, root: bytes, packed: Packed, part: str) -> bool:
         tensors = {name: Tensor(a.dtype, a.shape, a.octets) for name, a in packed.arrays.items()}
@@ -116,8 +138,19 @@ class Cold:
 
     def _longest(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> ColdMatch:
         best = ColdMatch()
+        for trail in self._trails(root, 0, ids):
+            step = trail[-1]
+            if step.end > best.num_tokens and (not at_marks or self.tier.find(step.key, MARK)):
+                best = ColdMatch(tuple(trail), at_marks)
+                if step.end == len(ids):
+                    return best
+        return best
+
+    def _trails(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[list[Step]]:
+        """All chains of blocks after a parent that these tokens go on with, each as long as any of its beginnings; long
+        blocks first. It is the same list each time."""
         trail: list[Step] = []
-        waiting = [self._following(root, 0, ids)]
+        waiting = [self._following(parent, start, ids)]
         while waiting:
             step = next(waiting[-1], None)
             if step is None:
@@ -127,11 +160,7 @@ class Cold:
                 continue
             trail.append(step)
             waiting.append(self._following(step.key, step.end, ids))
-            if step.end > best.num_tokens and (not at_marks or self.tier.find(step.key, MARK)):
-                best = ColdMatch(tuple(trail), at_marks)
-                if step.end == len(ids):
-                    return best
-        return best
+            yield trail
 
     def _following(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[Step]:
         for length in self.tier.lengths(parent):
@@ -174,12 +203,15 @@ def _nothing() -> None:
     return
 
 
-def _runs(leaf: Node[Entry]) -> list[tuple[Entry, int, int]]:
-    """Whose tokens lie on the way to a leaf: entry, from, to."""
-    runs: list[tuple[Entry, int, int]] = []
-    for node in leaf.path():
-        if runs and runs[-1][0] is node.payload:
-            runs[-1] = (node.payload, runs[-1][1], node.end)
-        else:
-            runs.append((node.payload, node.start, node.end))
-    return runs
+def _holder(leaf: Node[Entry], at: int) -> tuple[Entry, int]:
+    """Whose a token is, on the way to a leaf, and where that one's tokens end."""
+    path = leaf.path()
+    entry = next(node.payload for node in path if node.start <= at < node.end)
+    return entry, max(node.end for node in path if node.payload is entry)
+
+
+def _next_step(leaf: Node[Entry], parent: bytes, start: int, ids: TokenIds) -> Step:
+    """A block that is not there yet."""
+    entry, last = _holder(leaf, start)
+    end = boundaries(entry.span, start, last)[0]
+    return Step(chain(parent, ids[start:end]), parent, start, end)

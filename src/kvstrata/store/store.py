@@ -220,10 +220,12 @@ class Store:
         self._changes.look()
         if entry.is_running or not entry.nodes:
             return
-        for grown in self._shelf.join_along(_last_node(entry), MAX_SPANS):
+        last = _last_node(entry)
+        for grown in self._shelf.join_along(last, MAX_SPANS):
             self._review(grown)
         if self.options.write_through:
-            self._spills.add(entry)
+            # It may have been joined to what comes before it.
+            self._spills.add(last.payload)
 
     # What is stored changes.
 
