@@ -113,6 +113,14 @@ class FaultyFiles(Files):
         return super().free_bytes(folder) if self.free is None else self.free
 
 
+def fail_once(files: FaultyFiles, step: str, code: int) -> None:
+    def act() -> None:
+        files.before = {}
+        fail(code)()
+
+    files.before = {step: act}
+
+
 def flip(path: Path, offset: int, mask: int = 0xFF) -> None:
     with path.open("r+b") as file:
         file.seek(offset)

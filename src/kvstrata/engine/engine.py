@@ -279,6 +279,7 @@ class Engine:
         """Raises ConfigError where the folder cannot be used."""
         if self._disk is None or any(spec.kind == "foreign" for spec in self._layout.flat()):
             return None
+        pinned: set[bytes] = set()
         tier = DiskTier(
             self._disk.directory,
             self._disk.limit_bytes,
@@ -288,10 +289,11 @@ class Engine:
             reserve_bytes=self._disk.reserve_bytes,
             daily_write_bytes=self._disk.daily_write_bytes,
             second_touch=self._disk.second_touch,
+            is_pinned=pinned.__contains__,
             read_ahead_bytes=min(self._disk.read_ahead_bytes, self._budget.total_bytes // READ_AHEAD_SHARE) // 2,
             files=self._disk.files,
         )
-        return Cold(tier, self._layout, post=self._inbox.put)
+        return Cold(tier, self._layout, post=self._inbox.put, pinned=pinned)
 
     def _make_loop(self) -> Loop:
         runner = Runner(self._loaded.module, self._layout)

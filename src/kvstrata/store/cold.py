@@ -8,7 +8,7 @@ here, on the thread that owns MLX; the tier's threads see bytes only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from kvstrata.spans.blocks import BLOCK_TOKENS, Packed, boundaries, pack_mark, p
 from kvstrata.spans.marks import needs_marks
 from kvstrata.store.entry import Entry
 from kvstrata.store.loads import MARK, Load, Loads, Step
-from kvstrata.tiers.block import Block, Tensor
+from kvstrata.tiers.block import BASE, Block, BlockId, Tensor
 from kvstrata.tiers.disk import Accepted, DiskTier
 from kvstrata.tiers.reasons import Refusal
 
@@ -43,9 +43,17 @@ class ColdMatch:
 
 class Cold:
     def __init__(
-        self, tier: DiskTier, layout: Layout, *, post: Post, clock: Callable[[], float] = time.monotonic
+        self,
+        tier: DiskTier,
+        layout: Layout,
+        *,
+        post: Post,
+        pinned: set[bytes] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`pinned`: the keys that the tier asks about on a thread of its own, before it evicts."""
         self.tier = tier
+        self._pinned = set[bytes]() if pinned is None else pinned
         self._layout = layout
         self._needs_marks = needs_marks(layout)
         # Half of what may be ahead waits in the tier, half here.
@@ -64,7 +72,7 @@ class Cold:
         """
         if any(node.payload.span.is_live for node in leaf.path()):
             return False  # somebody still writes what it hangs on
-        ids = np.concatenate([node.tokens for node in leaf.path()])
+        ids = _ids_to(leaf)
         key, start = leaf.root_key, 0
         while start < len(ids):
             present = yield from self._walk(key, start, ids)
@@ -93,11 +101,15 @@ class Cold:
         if entry.was_used:
             self.tier.asked_for([step.key])
         packed = yield from packing(entry.span, step.start, step.end)
-        return self._offer(step, ids[step.start : step.end], leaf.root_key, packed, "base")
+        if step.start and not self.tier.find(step.parent):
+            return False  # it was taken, and has been given up since
+        return self._offer(step, ids[step.start : step.end], leaf.root_key, packed, BASE)
 
     def _put_mark(self, step: Step, leaf: Node[Entry], ids: TokenIds) -> bool:
-        """Where there is one, and the disk has it not."""
+        """Where there is one, and the disk has only its block."""
         entry, _ = _holder(leaf, step.end - 1)
+        if entry.is_pinned:
+            self._pinned.add(step.key)
         mark = entry.span.marks.get(step.end)
         if mark is None or self.tier.find(step.key, MARK):
             return True
@@ -112,11 +124,32 @@ class Cold:
         answer = self.tier.put(block)
         return isinstance(answer, Accepted) or answer.reason is Refusal.PRESENT
 
+    def touch(self, steps: Iterable[Step]) -> None:
+        """Somebody asked for these, wherever they came from."""
+        parts = (BASE, MARK) if self._needs_marks else (BASE,)
+        self.tier.touch(BlockId(step.key, part) for step in steps for part in parts)
+
+    def pin(self, leaves: Iterable[Node[Entry]]) -> None:
+        """What the disk has of the tokens up to these stays there, and nothing else. What comes to it later is pinned
+        as it comes."""
+        pinned = {step.key for leaf in leaves for step in self.chain_of(leaf.root_key, _ids_to(leaf))}
+        # Never without what stays pinned, whenever the tier asks.
+        self._pinned |= pinned
+        self._pinned &= pinned
+
     # Found.
 
     def chain_of(self, root: bytes, ids: TokenIds) -> tuple[Step, ...]:
         """The longest chain of blocks that begins these tokens, whether or not a sequence can go on from it."""
         return self._longest(root, ids, at_marks=False).steps
+
+    def blocks_to(self, leaf: Node[Entry]) -> tuple[Step, ...]:
+        """The blocks of all tokens up to a leaf's end, however they were cut; none where the disk has not all of it."""
+        steps = self.chain_of(leaf.root_key, _ids_to(leaf))
+        is_whole = bool(steps) and steps[-1].end == leaf.end
+        if is_whole and leaf.end in leaf.payload.span.marks:
+            is_whole = self.tier.find(steps[-1].key, MARK)
+        return steps if is_whole else ()
 
     def match(self, root: bytes, ids: TokenIds) -> ColdMatch:
         """The longest chain of blocks that begins these tokens, and that a sequence can go on from."""
@@ -201,6 +234,10 @@ class Cold:
 
 def _nothing() -> None:
     return
+
+
+def _ids_to(leaf: Node[Entry]) -> TokenIds:
+    return np.concatenate([node.tokens for node in leaf.path()])
 
 
 def _holder(leaf: Node[Entry], at: int) -> tuple[Entry, int]:

@@ -25,11 +25,15 @@ class Entry:
     is_pinned: bool = False
     nbytes: int = 0  # as counted in the store's total
     target: Plan | None = None  # what somebody asked for it to be stored as; None: what all are
-    is_clean: bool = False  # all of it is on the disk
+    is_clean: bool = False  # all of it was given to the disk, which may have evicted it since
     clean_token_bytes: float = 0.0  # with so many bytes for each token, when it was written
     was_used: bool = False  # somebody went on from it: asked for a second time
     goes_up: bool = False  # even where that takes more bits than it has
     asked_at: int | None = None  # where its owner was when the target was asked for; None: that is done
+
+    @property
+    def last_node(self) -> Node[Entry]:
+        return max(self.nodes, key=lambda node: node.end)
 
     @property
     def can_be_put_away(self) -> bool:

@@ -112,8 +112,7 @@ class Restorer:
 
 
 def _ids_to(entry: Entry) -> np.ndarray:
-    leaf = max(entry.nodes, key=lambda node: node.end)
-    return np.concatenate([node.tokens for node in leaf.path()])
+    return np.concatenate([node.tokens for node in entry.last_node.path()])
 
 
 def _bits(span: Span, layer: int) -> float:

@@ -16,6 +16,10 @@ from kvstrata.store.shelf import Shelf
 SPILL_SHARE = 0.7
 # Of a flush, until the disk's queue is looked at again.
 FLUSH_SLICE_S = 0.5
+# Of the disk's limit, that a flush fills at most: the catalogue and whole pages take some.
+FLUSH_SHARE = 0.9
+# The second, where the disk failed during the first: maybe for a moment only.
+FLUSH_ATTEMPTS = 2
 
 
 class Spills:
@@ -29,6 +33,7 @@ class Spills:
         self._counters = counters
         self._settle = settle
         self._mover = Mover(self._job, lambda _: None)
+        self._num_faults = 0  # of the disk, when its blocks were last looked at
 
     @property
     def idle(self) -> bool:
@@ -50,6 +55,7 @@ class Spills:
         """All that nobody uses and the disk has not."""
         if self._cold is None:
             return
+        self._look_again()
         for entry in self._shelf.entries:
             if entry.is_free and not entry.is_clean and not entry.span.is_live:
                 self._mover.add(entry)
@@ -57,25 +63,60 @@ class Spills:
     def before_eviction(self, leaf: Node[Entry]) -> None:
         """The last chance."""
         entry = leaf.payload
+        self._look_again()
         if self._cold is not None and not entry.is_clean:
             self._settle(entry)
             self._write(entry)
 
     def flush(self, timeout_s: float) -> None:
-        """Write all that the disk has not, for at most so long."""
+        """Write all that the disk has not, for at most so long, whatever it said before."""
         if self._cold is None:
             return
         until_s = time.monotonic() + timeout_s
-        for entry in list(self._shelf.entries):
-            if not entry.is_running:
+        tier = self._cold.tier
+        for _ in range(FLUSH_ATTEMPTS):
+            num_faults = tier.num_faults
+            tier.end_pause()
+            self._flush_once(self._cold, until_s)
+            tier.flush(max(0.0, until_s - time.monotonic()))
+            if tier.num_faults == num_faults:
+                return
+
+    def _flush_once(self, cold: Cold, until_s: float) -> None:
+        chosen = self._worth_flushing(int(FLUSH_SHARE * cold.tier.limit_bytes))
+        for entry in reversed(chosen):
+            if entry.is_clean:
+                # Unless the disk has evicted it since, it was used just now: others go before it, and the newest last.
+                steps = cold.blocks_to(entry.last_node)
+                cold.touch(steps)
+                entry.is_clean = bool(steps)
+        for entry in chosen:
+            if time.monotonic() < until_s:
                 self._settle(entry)
                 self._write_until(entry, until_s)
-        self._cold.tier.flush(max(0.0, until_s - time.monotonic()))
+
+    def _worth_flushing(self, room_bytes: int) -> list[Entry]:
+        """What is pinned and what was used last comes first. What there is no room for beside that would only push it
+        out again; but the beginning of a conversation that is longer than the disk is better than nothing."""
+        chosen, left_bytes = list[Entry](), room_bytes
+        for entry in sorted(self._shelf.entries, key=lambda e: (e.is_pinned, self._shelf.used_s(e)), reverse=True):
+            if entry.nodes and not entry.is_running and left_bytes >= min(entry.span.nbytes, room_bytes):
+                left_bytes -= entry.span.nbytes
+                chosen.append(entry)
+        return chosen
+
+    def _look_again(self) -> None:
+        """After a fault: the disk may have given up what it had taken."""
+        if self._cold is None or self._cold.tier.num_faults == self._num_faults:
+            return
+        self._num_faults = self._cold.tier.num_faults
+        for entry in self._shelf.entries:
+            entry.is_clean = entry.is_clean and bool(entry.nodes) and bool(self._cold.blocks_to(entry.last_node))
 
     def _write_until(self, entry: Entry, until_s: float) -> None:
         """Again and again as the disk's queue empties, unless that is not what keeps it out."""
         assert self._cold is not None
-        while not entry.is_clean and time.monotonic() < until_s:
+        while entry.nodes and not entry.is_clean and time.monotonic() < until_s:
             was_full = self._cold.tier.usage().queue_bytes > 0
             self._write(entry)
             if not entry.is_clean:
@@ -99,7 +140,7 @@ class Spills:
 
     def _spill(self, entry: Entry, cold: Cold) -> Job:
         token_bytes = entry.span.kv_bytes / max(1, entry.span.num_tokens)
-        leaf = max(entry.nodes, key=lambda node: node.end)
+        leaf = entry.last_node
         end = leaf.end
         steps = cold.spill(leaf)
         while True:

@@ -90,6 +90,8 @@ class Store:
         self.needs_marks = needs_marks(layout)  # it can be resumed at marks only
         self.counters: Counter[str] = Counter()
         self.cold = cold  # None: what is evicted is gone
+        if cold is not None:
+            cold.pin(())  # a store before this one may have had pins
         self._shelf = Shelf(
             needs_marks=self.needs_marks,
             max_tokens=self._max_tokens(plan),
@@ -220,7 +222,7 @@ class Store:
         self._changes.look()
         if entry.is_running or not entry.nodes:
             return
-        last = _last_node(entry)
+        last = entry.last_node
         for grown in self._shelf.join_along(last, MAX_SPANS):
             self._review(grown)
         if self.options.write_through:
@@ -302,6 +304,8 @@ class Store:
         ids, root = as_ids(tokens), root_key(self._identity, salt)
         found = self.find(ids, salt)
         match = self.cold.match(root, ids)
+        # Also where memory has it: what is asked for often is not to be the first that leaves the disk.
+        self.cold.touch(match.steps)
         known = found.num_tokens
         if match.num_tokens <= known or not worth_it(match.num_tokens - known):
             return None
@@ -443,15 +447,17 @@ class Store:
 
     def pin(self, tokens: Tokens, salt: str) -> int:
         """Keep what is stored of these tokens, whatever else has to go. Tells how many are."""
-        found = self.find(tokens, salt)
-        for entry in found.entries:
-            self._shelf.change(entry, is_pinned=True)
-        return found.num_tokens
+        return self._set_pinned(tokens, salt, is_pinned=True)
 
     def unpin(self, tokens: Tokens, salt: str) -> int:
+        return self._set_pinned(tokens, salt, is_pinned=False)
+
+    def _set_pinned(self, tokens: Tokens, salt: str, *, is_pinned: bool) -> int:
         found = self.find(tokens, salt)
         for entry in found.entries:
-            self._shelf.change(entry, is_pinned=False)
+            self._shelf.change(entry, is_pinned=is_pinned)
+        if self.cold is not None:
+            self.cold.pin(entry.last_node for entry in self._shelf.entries if entry.is_pinned and entry.nodes)
         return found.num_tokens
 
     # Answers.
@@ -491,7 +497,3 @@ class Store:
         """Why not more of a prompt is in memory."""
         ids, key = as_ids(tokens)[:-1], root_key(self._identity, salt)
         return ending(self._shelf, key, ids, self.find(ids, salt), self._shelf.tree.diverged(key, ids))
-
-
-def _last_node(entry: Entry) -> Node[Entry]:
-    return max(entry.nodes, key=lambda node: node.end)

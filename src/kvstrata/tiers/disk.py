@@ -55,7 +55,7 @@ WRITTEN_BYTES = "written_bytes"
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """On its way; `usage` tells whether it arrived."""
+    """On its way; `find` tells whether it still is, or arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class DiskTier:
 
         ConfigError where the folder cannot be used, CacheDirectoryBusy where another server uses it.
         """
-        self._limit_bytes = limit_bytes
+        self.limit_bytes = limit_bytes
         self._clock = clock
         self._counters = Counters()
         self._folder = CacheFolder(directory, files or Files())
@@ -135,7 +135,7 @@ class DiskTier:
         return Refused(refusal)
 
     def _refusal(self, block: Block, replace: bool) -> Refusal | None:
-        if block.nbytes > self._limit_bytes:
+        if block.nbytes > self.limit_bytes:
             return Refusal.TOO_LARGE
         if not replace and self._holds(block.id):
             return Refusal.PRESENT
@@ -150,9 +150,23 @@ class DiskTier:
         if self._second_touch:
             self._second_touch.see(keys)
 
+    def touch(self, blocks: Iterable[BlockId]) -> None:
+        """Somebody had a use for these without reading them here. Nothing happens to those that are not here."""
+        self._shelf.touch(blocks, self._clock())
+
     def flush(self, timeout_s: float) -> Flushed:
         """Waits until the queue is empty and the folder has been compared with its catalogue, or for so long."""
         return self._writer.flush(timeout_s)
+
+    def end_pause(self) -> None:
+        """After a fault of the disk: take blocks again now."""
+        self._writer.end_pause()
+
+    @property
+    def num_faults(self) -> int:
+        """How often the disk did not take a block: what was put may not arrive. Those that find no room do not count,
+        they would find none the next time either."""
+        return self._writer.num_faults
 
     # Looking.
 
@@ -241,7 +255,7 @@ class DiskTier:
         totals = self._shelf.totals
         paused_because = self._writer.paused_because
         return Usage(
-            limit_bytes=self._limit_bytes,
+            limit_bytes=self.limit_bytes,
             disk_bytes=self._shelf.disk_bytes(),
             block_bytes=totals.disk_bytes,
             quarantine_bytes=self._shelf.quarantine.disk_bytes,
@@ -278,9 +292,9 @@ class DiskTier:
         try:
             return Shelf(
                 self._folder,
-                limit_bytes=self._limit_bytes,
+                limit_bytes=self.limit_bytes,
                 reserve_bytes=reserve_bytes,
-                quarantine_bytes=min(int(QUARANTINE_SHARE * self._limit_bytes), QUARANTINE_BYTES),
+                quarantine_bytes=min(int(QUARANTINE_SHARE * self.limit_bytes), QUARANTINE_BYTES),
                 quarantine_files=QUARANTINE_FILES,
                 counters=self._counters,
                 is_pinned=is_pinned,

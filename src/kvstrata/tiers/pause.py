@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvstrata.tiers.reasons import Fault
+from kvstrata.tiers.reasons import Drop, Fault
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class Pause:
     def is_on(self) -> bool:
         return self.remaining_s > 0
 
-    def begin(self, reason: Fault, what: str) -> None:
+    def begin(self, reason: Fault | Drop, what: str) -> None:
         """Said once for each reason, until a write succeeds."""
         if reason != self.reason:
             log.warning(
@@ -40,6 +40,10 @@ class Pause:
         self.reason = reason
         self._until = self._clock() + self._next_s
         self._next_s = min(2 * self._next_s, max(self._first_s, LONGEST_PAUSE_S))
+
+    def lift(self) -> None:
+        """Try now. After another fault the next is longer all the same."""
+        self._until = 0.0
 
     def end(self) -> None:
         if self.reason:

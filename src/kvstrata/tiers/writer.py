@@ -1,6 +1,8 @@
 """The queue of blocks on their way to the disk, and the thread that empties it. Knows no files.
 
 A block stays in the queue until it is published, so it can be found at every moment: first here, then in the catalogue.
+A fault of the disk changes nothing about that: the block is tried again after a pause. One that is given up takes along
+what is queued behind it and hangs on it, which nobody could reach.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ Publish = Callable[[Block, Callable[[], frozenset[bytes]], Callable[[], bool], T
 # More than whoever computes, but not all there is: a thread that never gets a core may hold the interpreter meanwhile.
 NICENESS = 10
 LARGEST_NICENESS = 19
+# Of one block, each after a longer pause. Some minutes: a disk that was full has room again, and a block that can never
+# be written does not keep the others waiting for good.
+MAX_ATTEMPTS = 6
 # Of the queue. What is past it is written without a rest: rather that than refuse blocks.
 REST_BELOW = 0.25
 
@@ -43,11 +48,12 @@ class Flushed:
     bytes_left: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Entry:
     """One offer of a block: the same block, offered again after it was withdrawn, is another."""
 
     block: Block
+    num_attempts: int = 0
 
 
 class Writer:
@@ -75,6 +81,7 @@ class Writer:
         self._pause = Pause(first_pause_s, time.monotonic)
         self._strides = Strides(self._rest, share=share)
         self._num_flushing = 0
+        self._num_faults = 0
         self._is_settled_in = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvstrata-disk-writer", daemon=True)
@@ -131,6 +138,17 @@ class Writer:
         with self._changed:
             return self._pause.reason if self._pause.is_on else ""
 
+    @property
+    def num_faults(self) -> int:
+        with self._changed:
+            return self._num_faults
+
+    def end_pause(self) -> None:
+        """Take blocks again, whatever the disk said: there may be no later. Until it says so again."""
+        with self._changed:
+            self._pause.lift()
+            self._changed.notify_all()
+
     def wake(self) -> None:
         """Something is out of step: settle in again, once no pause is on."""
         with self._changed:
@@ -138,7 +156,7 @@ class Writer:
             self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> Flushed:
-        """Everything is tried at once, a pause or not: there may be no later."""
+        """Everything is tried at once, a pause or not, and what fails is given up: there may be no later."""
         with self._changed:
             self._num_flushing += 1
             self._changed.notify_all()
@@ -175,10 +193,8 @@ class Writer:
             if must_settle_in:
                 self._settle_in_now()
             for entry in batch:
-                self._settle(entry.block, self._attempt(entry))
+                self._settle(entry, self._attempt(entry))
             with self._changed:
-                for entry in batch:
-                    self._leave(entry)
                 self._is_writing = False
                 self._changed.notify_all()
 
@@ -218,21 +234,45 @@ class Writer:
     def _is_pressed(self) -> bool:
         return self._is_closing or self._num_flushing > 0 or self._bytes > REST_BELOW * self._limit_bytes
 
-    def _settle(self, block: Block, outcome: Written | Dropped | Failed) -> None:
+    def _settle(self, entry: _Entry, outcome: Written | Dropped | Failed) -> None:
         match outcome:
             case Written(file_bytes):
-                self._counters.add(Event.WRITTEN, block.part, nbytes=file_bytes)
+                self._counters.add(Event.WRITTEN, entry.block.part, nbytes=file_bytes)
+                self._on_written(outcome)
                 with self._changed:
                     self._pause.end()
-                self._on_written(outcome)
+                    self._leave(entry)
             case Dropped(Drop.CLEARED):
-                pass  # counted when it was withdrawn
+                pass  # it left when it was withdrawn
+            case Dropped(Drop.RESERVE as reason):
+                # Others fill the volume, and may make room again: as with a full disk.
+                self._hold(entry, Event.DROPPED, reason, "what is free is left to others")
             case Dropped(reason):
-                self._counters.add(Event.DROPPED, reason)
+                self._give_up(entry, Event.DROPPED, reason)
             case Failed(reason, what):
-                self._counters.add(Event.FAILED, reason)
-                with self._changed:
-                    self._pause.begin(reason, what)
+                self._hold(entry, Event.FAILED, reason, what)
+
+    def _hold(self, entry: _Entry, event: Event, reason: Fault | Drop, what: str) -> None:
+        """After a pause it is tried again, unless it had enough attempts or somebody wants to be done."""
+        with self._changed:
+            self._num_faults += 1
+            self._pause.begin(reason, what)
+            entry.num_attempts += 1
+            if self._num_flushing or entry.num_attempts == MAX_ATTEMPTS:
+                self._give_up(entry, event, reason)
+            elif event is Event.FAILED:
+                self._counters.add(event, reason)
+
+    def _give_up(self, entry: _Entry, event: Event, reason: Fault | Drop) -> None:
+        """And what is queued and hangs on it. Parents are queued before their children, a base before its parts."""
+        with self._changed:
+            gone = {entry.block.key} if entry.block.part == BASE else set[bytes]()
+            for other in list(self._queue.values()):
+                if other is entry or not gone.isdisjoint((other.block.key, other.block.parent)):
+                    if other.block.part == BASE:
+                        gone.add(other.block.key)
+                    self._leave(other)
+                    self._counters.add(event, reason)
 
     def _is_queued(self, entry: _Entry) -> bool:
         with self._changed:
