@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from kvstrata.tiers.account import Account, whole_pages
@@ -93,6 +93,14 @@ class Shelf:
         except CatalogueFault as fault:
             self._note(fault)
             return 0
+
+    def contents(self, block: BlockId) -> Mapping[str, int]:
+        """Bytes by label; nothing where that is not known."""
+        try:
+            return self.catalogue.contents(block)
+        except CatalogueFault as fault:
+            self._note(fault)
+            return {}
 
     def rows(self, root: bytes | None = None) -> list[Row]:
         """Waits for a publication that is under way."""

@@ -129,6 +129,11 @@ class Writer:
             return self._bytes
 
     @property
+    def is_half_full(self) -> bool:
+        with self._changed:
+            return 2 * self._bytes > self._limit_bytes
+
+    @property
     def num_blocks(self) -> int:
         with self._changed:
             return len(self._queue)
