@@ -268,6 +268,8 @@ class Store:
         if self.options.put_away and entry.target is not None and not entry.goes_up:
             # What it loses now can be had back.
             yield from self._spills.write(entry)
+            if entry not in self._shelf.entries:
+                return
         for _ in job:
             self._shelf.recount(entry)
             yield
@@ -439,6 +441,7 @@ class Store:
         hot = Cleared(before - self._shelf.held_bytes, tokens - self._shelf.tree.num_tokens)
         if tier == "hot" or self.cold is None:
             return hot
+        self._spills.give_up(key)
         for entry in self._shelf.entries:
             if key is None or entry.root_key == key:
                 entry.is_clean = False
