@@ -503,3 +503,27 @@ def test_the_end_writes_what_the_disk_has_evicted_and_the_newest_stays(tmp_path:
     with engine_on(tmp_path, loaded, Storage(), SMALL_DISK) as engine:
         assert ask(engine, 1) == 599
         assert ask(engine, 111) == 599
+
+
+def test_what_has_expired_is_neither_written_nor_kept(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    with engine_on(tmp_path, loaded) as engine:
+        ask(engine, 1)
+    assert list(tmp_path.rglob("*.safetensors"))
+    with engine_on(tmp_path, loaded, Storage(ttl_s=0.01)) as engine:
+        assert engine.ask(flush_tier).result(60)
+        assert not list(tmp_path.rglob("*.safetensors"))
+        ask(engine, 2)
+        until_s = time.monotonic() + 30
+        while engine.ask(num_entries_in_time).result(60):
+            assert time.monotonic() < until_s
+        settle(engine)
+        assert engine.ask(flush_tier).result(60)
+        assert disk_of(engine).usage().counters["written"] == {}
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def num_entries_in_time(loop: Loop) -> int:
+    assert loop.store is not None
+    loop.store.expire()
+    return len(loop.store.entries)

@@ -56,6 +56,16 @@ def test_the_next_server_says_what_it_did_not_compute(serve: Callable[..., Serve
     assert usage["counters"]["promoted_tokens"] >= again.usage.prompt_tokens - 1
 
 
+def test_replies_that_get_no_time_do_not_take_it_from_the_disk(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    with running(loaded, disk_cache_dir=tmp_path, disk_reserve="0", drain_timeout_s=0) as served:
+        complete(served, LONG)
+    with running(loaded, disk_cache_dir=tmp_path, disk_reserve="0") as served:
+        explained = served.ask("/cache/explain", prompt=LONG).json()
+    assert explained["ends_because"] == "complete"
+    assert explained["by_tier"]["disk"] == explained["cached_tokens"] > 0
+
+
 @pytest.mark.parametrize(("architecture", "kinds"), [("llama", {"full"}), ("qwen3_next", {"full", "recurrent"})])
 def test_usage_tells_what_the_disk_holds(architecture: str, kinds: set[str], tmp_path: Path) -> None:
     loaded = tiny_loaded(architecture)

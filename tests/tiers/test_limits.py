@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -107,6 +109,44 @@ def test_a_chain_longer_than_the_disk_keeps_its_beginning(tmp_path: Path) -> Non
     assert found == [True] * num_found + [False] * (40 - num_found)
     assert num_found > 8
     assert tier.usage().counters["dropped"] == {Drop.NO_ROOM: 40 - num_found}
+    tier.close()
+
+
+def test_what_nobody_asked_for_in_time_goes_at_the_next_start(tmp_path: Path) -> None:
+    now = [1000.0]
+    pinned = make_chain(2, seed=3)
+    settings: dict[str, Any] = {"clock": lambda: now[0], "ttl_s": 60.0}
+    tier = open_tier(tmp_path / "cache", **settings)
+    old, used, new = make_chain(3, seed=1), make_chain(3, seed=2), make_chain(2, seed=4)
+    for block in (*old, *used, *pinned):
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    now[0] += 40
+    tier.touch(block.id for block in used[:2])
+    for block in new:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    assert tier.usage().num_blocks == 10
+    tier.close()
+    now[0] += 30
+    tier = open_tier(tmp_path / "cache", is_pinned=pinned[-1].key.__eq__, **settings)
+    assert tier.flush(10).is_empty
+    assert {row.id for row in tier.rows()} == {block.id for block in (*used[:2], *new, *pinned)}
+    assert tier.usage().counters["evicted"] == {"expired": 4}
+    assert_chains_are_whole(tier.rows())
+    tier.close()
+
+
+def test_what_nobody_asks_for_in_time_goes_while_nothing_happens(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path / "cache", ttl_s=0.01)
+    for block in make_chain(3):
+        tier.put(block)
+    tier.flush(10)
+    deadline = time.monotonic() + 10
+    while tier.usage().num_blocks:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
     tier.close()
 
 

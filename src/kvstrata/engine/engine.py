@@ -289,6 +289,7 @@ class Engine:
             reserve_bytes=self._disk.reserve_bytes,
             daily_write_bytes=self._disk.daily_write_bytes,
             second_touch=self._disk.second_touch,
+            ttl_s=self._storage.ttl_s,
             is_pinned=pinned.__contains__,
             read_ahead_bytes=min(self._disk.read_ahead_bytes, self._budget.total_bytes // READ_AHEAD_SHARE) // 2,
             files=self._disk.files,

@@ -18,6 +18,8 @@ from kvstrata.store.ladder import parse_lengths
 from kvstrata.text.template import ChatTemplate
 
 MIN_DISK_BYTES = 16 << 20
+# For what is not on the disk yet when the server ends, however little time running replies get.
+MIN_FLUSH_S = 30.0
 
 
 def start_service(settings: Settings, loaded: LoadedModel, *, total_memory_bytes: int) -> Service:
@@ -106,7 +108,7 @@ def _disk(settings: Settings) -> Disk | None:
         queue_bytes=settings.disk_queue,
         daily_write_bytes=settings.disk_daily_writes,
         second_touch=settings.disk_second_touch,
-        flush_s=settings.drain_timeout_s,
+        flush_s=max(settings.drain_timeout_s, MIN_FLUSH_S),
     )
 
 

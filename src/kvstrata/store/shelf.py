@@ -131,6 +131,10 @@ class Shelf:
             if not chosen:
                 return
 
+    def has_expired(self, node: Node[Entry]) -> bool:
+        """Whether nobody asked for it in time."""
+        return self._clock() >= self._uses[node].used_s + self._ttl_s
+
     def seconds_to_expiry(self) -> float:
         return max(0.0, self._eviction.next_expiry_s() - self._clock())
 

@@ -381,6 +381,7 @@ class Store:
 
     def flush(self, timeout_s: float) -> None:
         """The end: write all that the disk has not, for at most so long."""
+        self.expire()
         self._spills.flush(timeout_s)
 
     def close(self) -> None:
@@ -425,7 +426,8 @@ class Store:
         self._admission.settled()
 
     def _before_eviction(self, leaf: Node[Entry]) -> None:
-        self._spills.before_eviction(leaf)
+        if not self._shelf.has_expired(leaf):
+            self._spills.before_eviction(leaf)
         self._admission.evicted(leaf.payload, self._shelf.free_bytes)
 
     def _pending_bytes(self) -> int:

@@ -12,6 +12,7 @@ after the start but for blocks and arguments that make no sense.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from kvstrata.tiers.admission import DailyBudget, SecondTouch, day_of
 from kvstrata.tiers.block import BASE, Block, BlockId, Chain, Tally, no_tally
 from kvstrata.tiers.catalogue import CatalogueFault, Row
 from kvstrata.tiers.checksum import Checksum, fastest
+from kvstrata.tiers.eviction import victims
 from kvstrata.tiers.files import Files
 from kvstrata.tiers.folder import CacheFolder, prepare
 from kvstrata.tiers.loading import Loader
@@ -87,6 +89,7 @@ class DiskTier:
         reserve_bytes: int = RESERVE_BYTES,
         daily_write_bytes: int = 0,
         second_touch: bool = False,
+        ttl_s: float | None = None,
         is_pinned: Callable[[bytes], bool] = _nothing_pinned,
         num_readers: int = NUM_READERS,
         read_ahead_bytes: int = READ_AHEAD_BYTES,
@@ -97,6 +100,7 @@ class DiskTier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`chain` is index.keys.chain; `tally` tells what a block holds, by label. `daily_write_bytes` 0: no budget.
+        `ttl_s`: what nobody asked for so long goes; None: it stays while there is room.
         `writer_share`: of one core, that writing takes while nobody waits for it and the queue is not a quarter full.
         `is_pinned(key)` is asked on our thread, under our lock: it must not wait for anybody who calls the tier.
 
@@ -104,6 +108,8 @@ class DiskTier:
         """
         self.limit_bytes = limit_bytes
         self._clock = clock
+        self._ttl_s = math.inf if ttl_s is None else ttl_s
+        self._is_pinned = is_pinned
         self._counters = Counters()
         self._folder = CacheFolder(directory, files or Files())
         prepare(self._folder)
@@ -118,6 +124,7 @@ class DiskTier:
             on_written=self._on_written,
             limit_bytes=queue_bytes,
             first_pause_s=first_pause_s,
+            expire=self._expire,
             share=writer_share,
         )
         self._loader = Loader(self._shelf, self._writer.queued, self._counters, chain=chain, clock=clock)
@@ -267,6 +274,22 @@ class DiskTier:
                 break
         bases = [row for row in removed if row.id.part == BASE]
         return Removed(len(bases), sum(row.num_tokens for row in bases), sum(row.disk_bytes for row in removed))
+
+    def _expire(self, kept: frozenset[bytes]) -> float:
+        """On the writer's thread, the oldest first and leaves before what they hang on."""
+        if self._ttl_s == math.inf:
+            return math.inf
+        try:
+            self._shelf.write_touches()
+            for row in victims(self._shelf.catalogue, lambda key: key in kept or self._is_pinned(key)):
+                left_s = row.last_use + self._ttl_s - self._clock()
+                if left_s > 0:
+                    return left_s
+                self._shelf.remove([row.id], Eviction.EXPIRED)
+        except (OSError, CatalogueFault) as error:
+            self._counters.add(Event.FAILED, fault_of(error) if isinstance(error, OSError) else Fault.CATALOGUE)
+            log.warning("Blocks that expired could not be removed: %s", error)
+        return self._ttl_s
 
     # Being asked, and ending.
 

@@ -61,6 +61,7 @@ class Fault(StrEnum):
 class Eviction(StrEnum):
     LIMIT = "limit"
     RESERVE = "reserve"
+    EXPIRED = "expired"
     CLEARED = "cleared"
 
 

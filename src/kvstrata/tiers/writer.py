@@ -8,6 +8,7 @@ what is queued behind it and hangs on it, which nobody could reach.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvstrata.tiers.block import BASE, Block, BlockId
-from kvstrata.tiers.pause import Pause
+from kvstrata.tiers.pause import LONGEST_PAUSE_S, Pause
 from kvstrata.tiers.publish import Dropped, Failed, SettledIn, Written
 from kvstrata.tiers.reasons import Drop, Fault, Refusal
 from kvstrata.tiers.strides import SHARE, Strides, Take
@@ -28,6 +29,8 @@ log = logging.getLogger(__name__)
 
 # The block, the keys that must stay, whether it is still wanted at the moment of publication, and what paces the work.
 Publish = Callable[[Block, Callable[[], frozenset[bytes]], Callable[[], bool], Take], Written | Dropped | Failed]
+# Let go of what nobody asked for in time, but for the keys that must stay. Tells in how many seconds to do so again.
+Expire = Callable[[frozenset[bytes]], float]
 
 # More than whoever computes, but not all there is: a thread that never gets a core may hold the interpreter meanwhile.
 NICENESS = 10
@@ -66,11 +69,14 @@ class Writer:
         on_written: Callable[[Written], None],
         limit_bytes: int,
         first_pause_s: float,
+        expire: Expire = lambda _: math.inf,
         share: float = SHARE,
     ) -> None:
         """`share`: of one core, for what is long; more where somebody waits or the queue fills up."""
         self._publish = publish
         self._settle_in = settle_in
+        self._expire = expire
+        self._expires_s = -math.inf  # when to call it
         self._on_written = on_written
         self._counters = counters
         self._limit_bytes = limit_bytes
@@ -192,11 +198,13 @@ class Writer:
             with self._changed:
                 if not self._wait_for_work():
                     return
-                must_settle_in = not self._is_settled_in
-                batch = [] if must_settle_in else list(self._queue.values())[:1]
+                must_settle_in, must_expire = not self._is_settled_in, self._must_expire()
+                batch = [] if must_settle_in or must_expire else list(self._queue.values())[:1]
                 self._is_writing = True
             if must_settle_in:
                 self._settle_in_now()
+            elif must_expire:
+                self._expire_now()
             for entry in batch:
                 self._settle(entry, self._attempt(entry))
             with self._changed:
@@ -212,15 +220,27 @@ class Writer:
             # After a failure the next block tries again.
             self._is_settled_in = True
 
+    def _expire_now(self) -> None:
+        seconds = _guarded(lambda: self._expire(self._kept()))
+        with self._changed:
+            self._expires_s = time.monotonic() + (LONGEST_PAUSE_S if isinstance(seconds, Failed) else seconds)
+
+    def _must_expire(self) -> bool:
+        return time.monotonic() >= self._expires_s
+
+    def _has_work(self) -> bool:
+        return bool(self._queue) or not self._is_settled_in or self._must_expire()
+
     def _has_nothing_to_do(self) -> bool:
-        return self._is_closing or not (self._queue or self._is_writing or not self._is_settled_in)
+        return self._is_closing or not (self._is_writing or self._has_work())
 
     def _wait_for_work(self) -> bool:
         while not self._is_closing:
-            has_work = self._queue or not self._is_settled_in
+            has_work = self._has_work()
             if has_work and (self._num_flushing or not self._pause.is_on):
                 return True
-            self._changed.wait(self._pause.remaining_s if has_work else None)
+            seconds = self._pause.remaining_s if has_work else self._expires_s - time.monotonic()
+            self._changed.wait(min(max(seconds, 0.0), threading.TIMEOUT_MAX))
         return False
 
     def _attempt(self, entry: _Entry) -> Written | Dropped | Failed:
