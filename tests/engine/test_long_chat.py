@@ -1,4 +1,4 @@
-"""A chat of many turns on the disk: what is written is what is new."""
+"""What the disk gets of a chat of many turns, and how an engine rests when it gets nothing."""
 
 from __future__ import annotations
 
@@ -41,3 +41,24 @@ def test_each_token_of_a_chat_is_written_once(architecture: str, tmp_path: Path)
         assert engine.ask(flush_tier).result(60)
         # The last token of a reply is never computed.
         assert engine.ask(disk_usage).result(60).num_tokens == len(ids) - 1
+
+
+def test_an_idle_engine_rests_while_the_disk_takes_nothing(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    with engine_on(tmp_path, loaded, Storage(hot_bytes=2000 * 1024), daily_write_bytes=1000) as engine:
+        for turn in range(2):
+            reply = Reply()
+            prompt = tuple((i * (turn + 3) + turn) % VOCAB for i in range(800))
+            engine.submit(Request(f"turn {turn}", prompt, 4, GREEDY), reply.sink)
+            reply.wait()
+        # Ends when there is nothing left to do.
+        settle(engine)
+        before = engine.ask(refused_spills).result(60)
+        assert before > 0
+        settle(engine)
+        assert engine.ask(refused_spills).result(60) == before
+
+
+def refused_spills(loop: Loop) -> int:
+    assert loop.store is not None
+    return loop.store.counters["refused_spills"]

@@ -40,7 +40,7 @@ def store_on(
     write_through: bool = False,
     **disk: Any,
 ) -> Iterator[Store]:
-    limits = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
+    limits: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
     tier = DiskTier(folder, chain=chain, tally=tally, **limits)
     options = StoreOptions(hot_bytes, write_through=write_through, precision=PrecisionOptions(min_quantize_tokens=0))
     plan_of = partial(make_plan, layout)

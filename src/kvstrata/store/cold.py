@@ -27,7 +27,7 @@ from kvstrata.tiers.disk import DiskTier, Refused
 from kvstrata.tiers.reasons import Refusal
 
 # Of a chain that is looked up, in one step: about a millisecond.
-STEPS_AT_ONCE = 16
+STEPS_AT_ONCE = 8
 
 Post = Callable[[Callable[[], None]], None]  # run something on the thread that owns MLX, soon
 
