@@ -98,9 +98,10 @@ class Spills:
             self._write(leaf.payload)
 
     def _settle_to(self, leaf: Node[Entry]) -> None:
-        """A leaf's span, and all that it hangs on. Settled, spans are joined: it may be another's afterwards."""
+        """A leaf's span, and what it hangs on as far as that has no memory of its own yet. Settled, spans are joined: the
+        leaf may be another's afterwards."""
         for entry in dict.fromkeys(node.payload for node in leaf.path()):
-            if not entry.is_running:
+            if not entry.is_running and (entry.span.is_live or entry is leaf.payload):
                 self._settle(entry)
 
     def flush(self, timeout_s: float) -> None:
