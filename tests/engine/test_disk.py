@@ -30,6 +30,7 @@ from kvstrata.store.report import Explanation
 from kvstrata.store.requantize import Change, Changed
 from kvstrata.tiers.disk import DiskTier
 from kvstrata.tiers.files import Files
+from kvstrata.tiers.pause import Pause
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
 from tests.tiers.faults import FaultyFiles, fail, fail_once
@@ -408,8 +409,18 @@ def is_on_disk(engine: Engine, seed: int) -> bool:
     return engine.ask(question).result(60)
 
 
+class LongPause(Pause):
+    """It is not over before the test is, however busy the machine."""
+
+    def __init__(self, _: float, clock: Callable[[], float]) -> None:
+        super().__init__(3600.0, clock)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_what_the_disk_failed_to_write_is_written_when_it_can_be(architecture: str, tmp_path: Path) -> None:
+def test_what_the_disk_failed_to_write_is_written_when_it_can_be(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.tiers.writer.Pause", LongPause)
     loaded, files = tiny_loaded(architecture), FaultyFiles()
     with engine_on(tmp_path, loaded, Storage(write_through=True), files=files) as engine:
         files.before = {"sync": fail(errno.ENOSPC)}

@@ -111,6 +111,10 @@ class Shelf:
         """When somebody last went on from it."""
         return max((self._uses[node].used_s for node in entry.nodes), default=0.0)
 
+    def end_used_s(self, entry: Entry) -> float:
+        """When somebody last went on from all of it, not only from what it shares with others."""
+        return self._uses[entry.last_node].used_s
+
     def recount(self, entry: Entry) -> None:
         is_here = entry in self.entries
         # The buffers of a sequence that runs are counted with it.

@@ -141,8 +141,9 @@ class Spills:
         """What is pinned and what was used last comes first. What there is no room for beside that would only push it
         out again; but the beginning of a conversation that is longer than the disk is better than nothing."""
         chosen, left_bytes = list[Entry](), room_bytes
-        for entry in sorted(self._shelf.entries, key=lambda e: (e.is_pinned, self._shelf.used_s(e)), reverse=True):
-            if entry.nodes and not entry.is_running and left_bytes >= min(entry.span.nbytes, room_bytes):
+        ended = [entry for entry in self._shelf.entries if entry.nodes and not entry.is_running]
+        for entry in sorted(ended, key=lambda e: (e.is_pinned, self._shelf.end_used_s(e)), reverse=True):
+            if left_bytes >= min(entry.span.nbytes, room_bytes):
                 left_bytes -= entry.span.nbytes
                 chosen.append(entry)
         return chosen
