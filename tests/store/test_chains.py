@@ -80,3 +80,15 @@ def test_the_longest_of_several_chains_is_continued(tmp_path: Path) -> None:
         lease = store.match(tokens, "")
         check_lease(lease, tokens)
         assert lease.num_tokens == 900
+
+
+def test_a_block_that_is_missing_is_written_and_the_rest_hangs_on_it(tmp_path: Path) -> None:
+    with store_on(tmp_path, write_through=True) as store:
+        assert store.cold is not None
+        tier = store.cold.tier
+        tokens = chat(store, [], 1, turn_tokens=2000)
+        written(store)
+        tier.remove([row.id for row in tier.rows() if row.start == 512])
+        assert reachable(store, tokens) == 512
+        tokens = chat(store, tokens, 1, seed=1)
+        assert written(store) == reachable(store, tokens) == len(tokens)

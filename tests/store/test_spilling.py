@@ -258,3 +258,22 @@ def test_nothing_is_promised_or_counted_where_the_disk_has_it_in_fewer_bits(tmp_
         go_up(store)
         assert store.counters["restored_spans"] == 0
         assert store.held_bytes == before
+
+
+def test_a_span_that_begins_inside_a_block_comes_back(tmp_path: Path) -> None:
+    with store_on(tmp_path, write_through=True) as store:
+        tokens = chat(store, chat(store, [], 1, turn_tokens=100), 1, seed=1, turn_tokens=2000)
+        store.release(store.match(tokens, ""))
+        store.shrink_to(store.held_bytes - 10)
+        written(store)
+        load(store, tokens)
+        assert [entry.span.position for entry in store.entries] == [0, 100, 1636]
+        store.requantize(Change(k="planes:4", v="planes:4"), plan("planes:4", "planes:4"))
+        settle(store)
+        assert store.held_bytes < 2100 * TOKEN_BYTES / 2
+        go_up(store)
+        # Of the one that was cut short, the end is inside a block.
+        assert [dict(entry.span.bytes_by_precision()).keys() for entry in store.entries][2] == {"raw"}
+        lease = store.match(tokens, "")
+        check_lease(lease, tokens, at_least=4)
+        store.release(lease)
