@@ -98,8 +98,8 @@ class Spills:
             self._write(leaf.payload)
 
     def _settle_to(self, leaf: Node[Entry]) -> None:
-        """A leaf's span, and what it hangs on as far as that has no memory of its own yet. Settled, spans are joined: the
-        leaf may be another's afterwards."""
+        """A leaf's span, and what it hangs on as far as that has no memory of its own yet. Spans that are settled are
+        joined: the leaf may be another's afterwards."""
         for entry in dict.fromkeys(node.payload for node in leaf.path()):
             if not entry.is_running and (entry.span.is_live or entry is leaf.payload):
                 self._settle(entry)
