@@ -170,8 +170,11 @@ def test_on_the_next_day_it_is_offered_again(tmp_path: Path) -> None:
             write_turns(store, each, [400])
         assert sorted(reachable(store, each) for each in tokens) < [400, 400]
         now[0] += SECONDS_OF_A_DAY
-        store.shrink_to(HOT_BYTES)
-        settle(store)
+        # What is just being written may count twice for a moment.
+        for _ in range(2):
+            store.shrink_to(HOT_BYTES)
+            settle(store)
+            written(store)
         assert [reachable(store, each) for each in tokens] == [400, 400]
 
 
