@@ -65,11 +65,9 @@ def boundaries(span: Span, start: int, end: int) -> list[int]:
     places.update(range(start - start % BLOCK_TOKENS + BLOCK_TOKENS, end, BLOCK_TOKENS))
     places.update(at for at in (*span.marks, *span.ends) if start < at < end)
     for layer in span.layers:
-        at = span.position
-        for part in span.planes(layer):
-            at += part.num_tokens
-            if start < at < end:
-                places.add(at)
+        # A cut may have left more of the first and the last than the span has.
+        ends = (part.k.position + part.num_tokens for part in span.planes(layer))
+        places.update(at for at in ends if start < at < end)
     return sorted(places)
 
 
@@ -85,6 +83,9 @@ def pack(span: Span, start: int, end: int) -> Packed:
 
 def packing(span: Span, start: int, end: int) -> Generator[None, None, Packed]:
     """The same in small steps. What is packed is what the span held at the first of them."""
+    missing = set(_full_layers(span.layout)).difference(span.layers)
+    if missing:
+        raise ValueError(f"tokens {start} to {end} cannot be packed: their span does not have layers {missing}")
     found = [(layer, span.parts(layer, start, end)) for layer in span.layers]
     groups: dict[tuple[Any, ...], list[tuple[int, SealedPart]]] = {}
     for number, (layer, parts) in enumerate(found, 1):
@@ -106,8 +107,8 @@ def packing(span: Span, start: int, end: int) -> Generator[None, None, Packed]:
     return Packed(arrays, {"groups": described})
 
 
-def unpack(layout: Layout, packed: Packed) -> dict[int, SealedPart]:
-    """By layer. Raises UnreadableBlock, or ConfigError for a codec that this version does not know."""
+def unpack(layout: Layout, packed: Packed, start: int, end: int) -> dict[int, SealedPart]:
+    """Tokens [start, end), by layer. UnreadableBlock, or ConfigError for a codec that this version does not know."""
     parts: dict[int, SealedPart] = {}
     try:
         for g, group in enumerate(packed.description["groups"]):
@@ -116,7 +117,7 @@ def unpack(layout: Layout, packed: Packed) -> dict[int, SealedPart]:
                 parts[layer] = SealedPart(*(_planes(stacks, g, side, i, group[side]) for side in ("k", "v")))
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise UnreadableBlock(f"A block's description does not fit its arrays: {error!r}") from error
-    _check(layout, parts)
+    _check(layout, parts, start, end)
     return parts
 
 
@@ -150,9 +151,8 @@ def unpack_mark(packed: Packed) -> Mark:
 
 def span_of(layout: Layout, blocks: Sequence[Mapping[int, SealedPart]], start: int, end: int) -> Span:
     """Blocks that follow each other, as one span."""
-    layers = [i for i, spec in enumerate(layout.flat()) if spec.kind == "full"]
     span = Span(layout, start, end - start, {})
-    for layer in layers:
+    for layer in _full_layers(layout):
         span.replace(layer, _joined([block[layer] for block in blocks]))
     return span
 
@@ -209,14 +209,19 @@ def _state(stacks: Mapping[str, mx.array], i: int, described: Mapping[str, Any] 
     return SealedPart(*sides)
 
 
-def _check(layout: Layout, parts: Mapping[int, SealedPart]) -> None:
+def _check(layout: Layout, parts: Mapping[int, SealedPart], start: int, end: int) -> None:
     """Of a model with the same identity this always holds; it costs nothing to look."""
-    for layer, spec in enumerate(layout.flat()):
-        if spec.kind != "full":
-            continue
-        part = parts.get(layer)
+    specs = layout.flat()
+    for layer in _full_layers(layout):
+        spec, part = specs[layer], parts.get(layer)
         if part is None or part.num_heads != spec.kv_heads or (part.k.dim, part.v.dim) != (spec.k_dim, spec.v_dim):
             raise UnreadableBlock(f"A block does not fit layer {layer} of this model.")
+        if any((planes.position, planes.end) != (start, end) for planes in (part.k, part.v)):
+            raise UnreadableBlock(f"A block of tokens {start} to {end} has others in layer {layer}.")
+
+
+def _full_layers(layout: Layout) -> list[int]:
+    return [layer for layer, spec in enumerate(layout.flat()) if spec.kind == "full"]
 
 
 def _stack(arrays: Sequence[mx.array]) -> PackedArray:

@@ -18,12 +18,16 @@ from kvstrata.index.keys import chain
 from kvstrata.index.tree import Node
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.blocks import BLOCK_TOKENS, Packed, boundaries, pack_mark, packing
+from kvstrata.spans.contents import PRECISION, by_label
 from kvstrata.spans.marks import needs_marks
-from kvstrata.store.entry import Entry
+from kvstrata.store.entry import STEPPED_DOWN, Entry
 from kvstrata.store.loads import MARK, Load, Loads, Step
 from kvstrata.tiers.block import BASE, Block, BlockId, Tensor
-from kvstrata.tiers.disk import Accepted, DiskTier
+from kvstrata.tiers.disk import DiskTier, Refused
 from kvstrata.tiers.reasons import Refusal
+
+# Of a chain that is looked up, in one step: about a millisecond.
+STEPS_AT_ONCE = 8
 
 Post = Callable[[Callable[[], None]], None]  # run something on the thread that owns MLX, soon
 
@@ -36,6 +40,21 @@ class ColdMatch:
     @property
     def num_tokens(self) -> int:
         return self.steps[-1].end if self.steps else 0
+
+
+@dataclass(frozen=True)
+class Spilled:
+    is_whole: bool  # the disk has all of it, or took it
+    refused: Refused | None = None  # what it said where it did not; None: a block before was given up, or removed
+    token_bytes: float = 0.0  # of the last span, as it is on the disk
+
+
+class NotTaken(Exception):
+    """Raised and caught inside this module: a spill ends here."""
+
+    def __init__(self, refused: Refused | None = None) -> None:
+        super().__init__(refused)
+        self.refused = refused
 
 
 class Cold:
@@ -59,47 +78,97 @@ class Cold:
 
     # Out.
 
-    def spill(self, leaf: Node[Entry]) -> Generator[None, None, bool]:
-        """Write what the disk has not of the tokens up to a leaf's end, in small steps. Tells whether all was taken;
-        after the first block that is not, nothing could be reached."""
-        if any(node.payload.span.is_live for node in leaf.path()):
-            return False  # somebody still writes what it hangs on
-        for step, entry, ids in self._chain_to(leaf):
-            if not (yield from self._put(step, entry, ids, leaf.root_key)):
-                return False
-            yield
-        return True
+    def spill(self, leaf: Node[Entry], *, puts_away: bool = False) -> Generator[None, None, Spilled]:
+        """Write what the disk has not of the tokens up to a leaf's end, in small steps; after the first block that is
+        not taken, nothing could be reached. Spans may be joined meanwhile; whoever goes on with it sees to it that the
+        leaf is still there, and as long as it was. `puts_away`: also what the disk has in fewer bits of the last span.
 
-    def _chain_to(self, leaf: Node[Entry]) -> Iterator[tuple[Step, Entry, TokenIds]]:
-        key, start = leaf.root_key, 0
+        What is written continues the blocks that are there, wherever those end: spans are joined, cut and loaded, marks
+        come and go, and a chain made anew from what they are now would hardly be the one that was written.
+        """
         ids = _ids_to(leaf)
-        for entry, first, last in _runs(leaf):
-            for end in boundaries(entry.span, first, last):
-                parent, key = key, chain(key, ids[start:end])
-                yield Step(key, parent, start, end), entry, ids[start:end]
-                start = end
+        key, start = leaf.root_key, 0
+        own = leaf.payload.span.position
+        own_bytes, own_tokens = 0, 0
+        try:
+            while start < len(ids):
+                present = yield from self._walk(key, start, ids)
+                for step in present or (_next_step(leaf, key, start, ids),):
+                    is_better = puts_away and step.start >= own and self._is_lower(step, leaf)
+                    if is_better or not present:
+                        yield from self._put(step, leaf, ids, replace=is_better)
+                    self._put_mark(step, leaf, ids)
+                    if step.start >= own:
+                        own_bytes += self._held_bytes(step)
+                        own_tokens += step.end - step.start
+                    key, start = step.key, step.end
+                    yield
+        except NotTaken as end:
+            return Spilled(is_whole=False, refused=end.refused)
+        return Spilled(is_whole=True, token_bytes=own_bytes / max(1, own_tokens))
 
-    def _put(self, step: Step, entry: Entry, ids: TokenIds, root: bytes) -> Generator[None, None, bool]:
+    def _walk(self, key: bytes, start: int, ids: TokenIds) -> Generator[None, None, tuple[Step, ...]]:
+        """The longest chain that is there, in small steps."""
+        longest: tuple[Step, ...] = ()
+        for number, trail in enumerate(self._trails(key, start, ids), 1):
+            if not longest or trail[-1].end > longest[-1].end:
+                longest = tuple(trail)
+            if trail[-1].end == len(ids):
+                break
+            if number % STEPS_AT_ONCE == 0:
+                yield
+        return longest
+
+    def _put(self, step: Step, leaf: Node[Entry], ids: TokenIds, *, replace: bool) -> Generator[None, None, None]:
+        entry, _ = _holder(leaf, step.start)
+        packed = yield from packing(entry.span, step.start, step.end)
+        if step.start and not self.tier.find(step.parent):
+            raise NotTaken  # it was taken, and has been given up since
         asked_twice = step.end <= entry.asked_twice
+        self._offer(step, ids, leaf.root_key, packed, BASE, asked_twice=asked_twice, replace=replace)
+
+    def _put_mark(self, step: Step, leaf: Node[Entry], ids: TokenIds) -> None:
+        """Where there is one, and the disk has only its block."""
+        if not self.tier.find(step.key):
+            raise NotTaken
+        entry, _ = _holder(leaf, step.end - 1)
         if entry.is_pinned:
             self._pinned.add(step.key)
         mark = entry.span.marks.get(step.end)
-        taken = self.tier.find(step.key)
-        if not taken:
-            if step.start and not self.tier.find(step.parent):
-                return False  # it was taken, and has been given up since
-            packed = yield from packing(entry.span, step.start, step.end)
-            taken = self._offer(step, ids, root, packed, BASE, asked_twice=asked_twice)
-        if taken and mark is not None and not self.tier.find(step.key, MARK):
-            return self._offer(step, ids, root, pack_mark(mark), MARK, asked_twice=asked_twice)
-        return taken
+        if mark is not None and not self.tier.find(step.key, MARK):
+            # Where its block was worth it, it is.
+            self._offer(step, ids, leaf.root_key, pack_mark(mark), MARK, asked_twice=True)
 
-    def _offer(self, step: Step, ids: TokenIds, root: bytes, packed: Packed, part: str, *, asked_twice: bool) -> bool:
+    def _offer(
+        self,
+        step: Step,
+        ids: TokenIds,
+        root: bytes,
+        packed: Packed,
+        part: str,
+        *,
+        asked_twice: bool,
+        replace: bool = False,
+    ) -> None:
         tensors = {name: Tensor(a.dtype, a.shape, a.octets) for name, a in packed.arrays.items()}
-        token_ids = ids.astype("<i4", copy=False).tobytes()
+        token_ids = ids[step.start : step.end].astype("<i4", copy=False).tobytes()
         block = Block(step.key, step.parent, root, step.start, token_ids, tensors, packed.description, part)
-        answer = self.tier.put(block, asked_twice=asked_twice)
-        return isinstance(answer, Accepted) or answer.reason is Refusal.PRESENT
+        answer = self.tier.put(block, asked_twice=asked_twice, replace=replace)
+        if isinstance(answer, Refused) and answer.reason is not Refusal.PRESENT:
+            raise NotTaken(answer)
+
+    def _is_lower(self, step: Step, leaf: Node[Entry]) -> bool:
+        """Whether a block that is there has fewer bits than memory, and can be made anew."""
+        entry, last = _holder(leaf, step.start)
+        span = entry.span
+        in_memory = span.kv_bytes * (step.end - step.start) / max(1, span.num_tokens)
+        if step.end > last or self._held_bytes(step) >= STEPPED_DOWN * in_memory:
+            return False
+        return all(len(span.parts(layer, step.start, step.end)) == 1 for layer in span.layers)
+
+    def _held_bytes(self, step: Step) -> int:
+        """Of a block's arrays, as it is on the disk."""
+        return sum(by_label(self.tier.contents(BlockId(step.key)), PRECISION).values())
 
     def touch(self, steps: Iterable[Step]) -> None:
         """Somebody asked for these, wherever they came from."""
@@ -148,8 +217,19 @@ class Cold:
 
     def _longest(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> ColdMatch:
         best = ColdMatch()
+        for trail in self._trails(root, 0, ids):
+            step = trail[-1]
+            if step.end > best.num_tokens and (not at_marks or self.tier.find(step.key, MARK)):
+                best = ColdMatch(tuple(trail), at_marks)
+                if step.end == len(ids):
+                    return best
+        return best
+
+    def _trails(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[list[Step]]:
+        """All chains of blocks after a parent that these tokens go on with, each as long as any of its beginnings; long
+        blocks first. It is the same list each time."""
         trail: list[Step] = []
-        waiting = [self._following(root, 0, ids)]
+        waiting = [self._following(parent, start, ids)]
         while waiting:
             step = next(waiting[-1], None)
             if step is None:
@@ -159,11 +239,7 @@ class Cold:
                 continue
             trail.append(step)
             waiting.append(self._following(step.key, step.end, ids))
-            if step.end > best.num_tokens and (not at_marks or self.tier.find(step.key, MARK)):
-                best = ColdMatch(tuple(trail), at_marks)
-                if step.end == len(ids):
-                    return best
-        return best
+            yield trail
 
     def _following(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[Step]:
         for length in self.tier.lengths(parent):
@@ -210,12 +286,15 @@ def _ids_to(leaf: Node[Entry]) -> TokenIds:
     return np.concatenate([node.tokens for node in leaf.path()])
 
 
-def _runs(leaf: Node[Entry]) -> list[tuple[Entry, int, int]]:
-    """Whose tokens lie on the way to a leaf: entry, from, to."""
-    runs: list[tuple[Entry, int, int]] = []
-    for node in leaf.path():
-        if runs and runs[-1][0] is node.payload:
-            runs[-1] = (node.payload, runs[-1][1], node.end)
-        else:
-            runs.append((node.payload, node.start, node.end))
-    return runs
+def _holder(leaf: Node[Entry], at: int) -> tuple[Entry, int]:
+    """Whose a token is, on the way to a leaf, and where that one's tokens end."""
+    path = leaf.path()
+    entry = next(node.payload for node in path if node.start <= at < node.end)
+    return entry, max(node.end for node in path if node.payload is entry)
+
+
+def _next_step(leaf: Node[Entry], parent: bytes, start: int, ids: TokenIds) -> Step:
+    """A block that is not there yet."""
+    entry, last = _holder(leaf, start)
+    end = boundaries(entry.span, start, last)[0]
+    return Step(chain(parent, ids[start:end]), parent, start, end)

@@ -11,6 +11,9 @@ from kvstrata.spans.plan import Plan
 from kvstrata.spans.span import Span, SpanRange
 from kvstrata.store.policy import Kind
 
+# Of the bytes that it has elsewhere: a span that has fewer has stepped down since.
+STEPPED_DOWN = 0.95
+
 
 @dataclass(eq=False)
 class Entry:
@@ -27,7 +30,7 @@ class Entry:
     nbytes: int = 0  # as counted in the store's total
     target: Plan | None = None  # what somebody asked for it to be stored as; None: what all are
     is_clean: bool = False  # all of it was given to the disk, which may have evicted it since
-    clean_token_bytes: float = 0.0  # with so many bytes for each token, when it was written
+    clean_token_bytes: float = 0.0  # with so many bytes for each token there
     asked_twice: int = 0  # the tokens up to this position were in the prompts of two requests
     goes_up: bool = False  # even where that takes more bits than it has
     asked_at: int | None = None  # where its owner was when the target was asked for; None: that is done
@@ -38,8 +41,10 @@ class Entry:
 
     @property
     def can_be_put_away(self) -> bool:
-        """Whether it would be written to the disk before it steps down."""
-        return not self.is_clean and not self.is_running and not self.span.is_live
+        """Whether it would be written to the disk before it steps down: also where that has it in fewer bits."""
+        if self.is_running or self.span.is_live:
+            return False
+        return not self.is_clean or self.clean_token_bytes * self.span.num_tokens < STEPPED_DOWN * self.span.kv_bytes
 
     @property
     def is_free(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from kvstrata.errors import ConfigError
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.parts import SealedPart
@@ -182,11 +183,15 @@ class Loads:
             if came.block.part == MARK:
                 load.mark = unpack_mark(_packed(came.block))
                 return
-            load.blocks.append(unpack(self._layout, _packed(came.block)))
-        except Exception:
+            start, end = came.block.start, came.block.start + came.block.num_tokens
+            load.blocks.append(unpack(self._layout, _packed(came.block), start, end))
+        except Exception as error:
             # Verified bytes that this version cannot read: a miss, whatever the reason, and never a failed request.
             self.num_unreadable += 1
             log.exception("a block of the disk cache cannot be read by this version")
+            if isinstance(error, ConfigError):
+                # It would stand for one that can be read.
+                self._tier.remove([came.block.id])
             self._fail(load)
             return
         load.num_bytes += came.block.nbytes

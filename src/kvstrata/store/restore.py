@@ -16,12 +16,9 @@ from kvstrata.spans.plan import Plan
 from kvstrata.spans.rewrite import bits_of
 from kvstrata.spans.span import Span
 from kvstrata.store.cold import Cold, ColdMatch
-from kvstrata.store.entry import Entry
+from kvstrata.store.entry import STEPPED_DOWN, Entry
 from kvstrata.store.loads import Load
 from kvstrata.store.shelf import Shelf
-
-# Of the bytes that it had when it was written: a span that has fewer has stepped down since.
-STEPPED_DOWN = 0.95
 
 
 class Restorer:
@@ -79,13 +76,12 @@ class Restorer:
             )
 
     def _blocks_of(self, entry: Entry) -> ColdMatch:
-        """Its own blocks on the disk; none where they do not cover it exactly."""
+        """Its own blocks on the disk, of which the first may begin before it; none where they do not end with it."""
         if self._cold is None or entry not in self._shelf.entries or not entry.nodes or entry.span.is_live:
             return ColdMatch()
         span = entry.span
-        steps = [s for s in self._cold.chain_of(entry.root_key, _ids_to(entry)) if s.start >= span.position]
-        covers = bool(steps) and steps[0].start == span.position and steps[-1].end == span.end
-        return ColdMatch(tuple(steps) if covers else ())
+        steps = [s for s in self._cold.chain_of(entry.root_key, _ids_to(entry)) if s.end > span.position]
+        return ColdMatch(tuple(steps) if steps and steps[-1].end == span.end else ())
 
     def _take(self, entry: Entry, load: Load) -> None:
         """Between two steps, on the thread that owns MLX."""
@@ -98,15 +94,19 @@ class Restorer:
 
     def _swap(self, entry: Entry, load: Load) -> None:
         span = entry.span
-        same = entry in self._shelf.entries and (span.position, span.end) == (load.steps[0].start, load.steps[-1].end)
+        first, last = load.steps[0].start, load.steps[-1].end
+        same = entry in self._shelf.entries and first <= span.position and span.end == last
         if not load.is_whole or not same or span.is_live:
             self._counters["refused_restores"] += 1
             return
-        came = span_of(span.layout, load.blocks, span.position, span.end)
-        for layer in span.layers:
-            if _bits(came, layer) > _bits(span, layer):
-                span.replace(layer, came.planes(layer))
-        self._counters["restored_spans"] += 1
+        came = span_of(span.layout, load.blocks, first, last)
+        came.cut(span.position, span.end)
+        better = [layer for layer in span.layers if _bits(came, layer) > _bits(span, layer)]
+        for layer in better:
+            came.shrink(layer)
+            span.replace(layer, came.planes(layer))
+        if better:
+            self._counters["restored_spans"] += 1
         self._shelf.recount(entry)
         self._review(entry)
 

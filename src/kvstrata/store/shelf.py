@@ -135,8 +135,10 @@ class Shelf:
         """Evict what has expired, and from the leaves until no more than this is held, or only what is in use."""
         while True:
             chosen = self._eviction.choose(self.held_bytes - limit_bytes, self._clock(), by_age=self._watch.prefers_age)
-            for drop in chosen:
-                self._evict(drop.leaf, drop.keep_tokens)
+            # While one is written or removed, others may grow upward: what goes is known by its position.
+            ends = [(drop.leaf, drop.leaf.start + drop.keep_tokens) for drop in chosen]
+            for leaf, end in ends:
+                self._evict(leaf, end)
             if not chosen:
                 return
 
@@ -181,7 +183,7 @@ class Shelf:
         need_tokens = (
             -(-need_bytes * entry.span.num_tokens // max(1, entry.nbytes)) if leaf is node else leaf.num_tokens
         )
-        self._evict(leaf, max(0, start - leaf.start, leaf.num_tokens - need_tokens))
+        self._evict(leaf, max(start, leaf.end - need_tokens))
         return True
 
     def drop_marks(self, entries: Iterable[Entry], keep: int | None = None) -> bool:
@@ -196,9 +198,9 @@ class Shelf:
         self.version += dropped
         return dropped
 
-    def _evict(self, leaf: Node[Entry], keep_tokens: int) -> None:
+    def _evict(self, leaf: Node[Entry], end: int) -> None:
+        """What a leaf has from a position on."""
         self._on_evict(leaf)
-        end = leaf.start + keep_tokens
         if self._needs_marks:
             # What follows the last mark is of no use to anybody.
             end = max((at for at in leaf.payload.span.marks if leaf.start < at <= end), default=leaf.start)

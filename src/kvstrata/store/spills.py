@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from kvstrata.index.tree import Node
-from kvstrata.store.cold import Cold
+from kvstrata.store.cold import Cold, Spilled
 from kvstrata.store.entry import Entry
 from kvstrata.store.mover import Job, Mover
 from kvstrata.store.shelf import Shelf
+from kvstrata.tiers.disk import Refused
 
 # Of the memory for stored spans: from here on what is not on the disk is written there, ahead of need.
 SPILL_SHARE = 0.7
@@ -20,6 +23,16 @@ FLUSH_SLICE_S = 0.5
 FLUSH_SHARE = 0.9
 # The second, where the disk failed during the first: maybe for a moment only.
 FLUSH_ATTEMPTS = 2
+
+
+@dataclass(frozen=True)
+class Untaken:
+    """What the disk did not take, and will not as long as neither it nor the disk changes."""
+
+    end: int
+    kv_bytes: int
+    used_s: float
+    refused: Refused | None
 
 
 class Spills:
@@ -34,6 +47,7 @@ class Spills:
         self._settle = settle
         self._mover = Mover(self._job, lambda _: None)
         self._num_faults = 0  # of the disk, when its blocks were last looked at
+        self._untaken: WeakKeyDictionary[Entry, Untaken] = WeakKeyDictionary()
 
     @property
     def idle(self) -> bool:
@@ -57,16 +71,38 @@ class Spills:
             return
         self._look_again()
         for entry in self._shelf.entries:
-            if entry.is_free and not entry.is_clean and not entry.span.is_live:
+            if entry.is_free and not entry.is_clean and self._may_be_taken(entry, self._cold):
                 self._mover.add(entry)
+
+    def _may_be_taken(self, entry: Entry, cold: Cold) -> bool:
+        before = self._untaken.get(entry)
+        if before is None or before != self._as_untaken(entry, before.refused):
+            return _can_be_written(entry)
+        return before.refused is not None and cold.tier.would_take(before.refused)
+
+    def _as_untaken(self, entry: Entry, refused: Refused | None) -> Untaken:
+        return Untaken(entry.span.end, entry.span.kv_bytes, self._shelf.used_s(entry), refused)
+
+    def give_up(self, root_key: bytes | None) -> None:
+        """What is being written, under one root or all: the disk is cleared."""
+        self._untaken.clear()
+        for entry in self._mover.waiting:
+            if root_key is None or entry.root_key == root_key:
+                self._mover.discard(entry)
 
     def before_eviction(self, leaf: Node[Entry]) -> None:
         """The last chance."""
-        entry = leaf.payload
         self._look_again()
-        if self._cold is not None and not entry.is_clean:
-            self._settle(entry)
-            self._write(entry)
+        if self._cold is not None and not leaf.payload.is_clean:
+            self._settle_to(leaf)
+            self._write(leaf.payload)
+
+    def _settle_to(self, leaf: Node[Entry]) -> None:
+        """A leaf's span, and what it hangs on as far as that has no memory of its own yet. Spans that are settled are
+        joined: the leaf may be another's afterwards."""
+        for entry in dict.fromkeys(node.payload for node in leaf.path()):
+            if not entry.is_running and (entry.span.is_live or entry is leaf.payload):
+                self._settle(entry)
 
     def flush(self, timeout_s: float) -> None:
         """Write all that the disk has not, for at most so long, whatever it said before."""
@@ -83,16 +119,22 @@ class Spills:
                 return
 
     def _flush_once(self, cold: Cold, until_s: float) -> None:
-        chosen = self._worth_flushing(int(FLUSH_SHARE * cold.tier.limit_bytes))
+        room_bytes = int(FLUSH_SHARE * cold.tier.limit_bytes)
+        chosen = self._worth_flushing(room_bytes)
         for entry in reversed(chosen):
             if entry.is_clean:
                 # Unless the disk has evicted it since, it was used just now: others go before it, and the newest last.
                 steps = cold.blocks_to(entry.last_node)
                 cold.touch(steps)
                 entry.is_clean = bool(steps)
-        for entry in chosen:
+        version = self._shelf.version
+        for leaf in [entry.last_node for entry in chosen]:
             if time.monotonic() < until_s:
-                self._settle(entry)
+                self._settle_to(leaf)
+                self._write_until(leaf.payload, until_s)
+        if version != self._shelf.version:
+            # Settled spans are joined: some have grown after they were written.
+            for entry in self._worth_flushing(room_bytes):
                 self._write_until(entry, until_s)
 
     def _worth_flushing(self, room_bytes: int) -> list[Entry]:
@@ -111,6 +153,7 @@ class Spills:
         if self._cold is None or self._cold.tier.num_faults == self._num_faults:
             return
         self._num_faults = self._cold.tier.num_faults
+        self._untaken.clear()
         for entry in self._shelf.entries:
             entry.is_clean = entry.is_clean and bool(entry.nodes) and bool(self._cold.blocks_to(entry.last_node))
 
@@ -126,33 +169,47 @@ class Spills:
                 self._cold.tier.flush(min(FLUSH_SLICE_S, max(0.0, until_s - time.monotonic())))
 
     def _write(self, entry: Entry) -> None:
+        # What was begun may have been about fewer tokens.
+        self._mover.discard(entry)
         self._mover.add(entry)
         self._mover.finish(entry)
 
     def write(self, entry: Entry) -> Job:
-        """As it is now, as part of another job. Nothing to do where it is on the disk already."""
-        if self._cold is not None and entry.can_be_put_away:
-            yield from self._spill(entry, self._cold)
+        """As it is now, as part of another job. Nothing to do where the disk has it in as many bits."""
+        if self._cold is not None and entry.can_be_put_away and _can_be_written(entry):
+            yield from self._spill(entry, self._cold, puts_away=True)
 
     def _job(self, entry: Entry) -> Job | None:
-        if self._cold is None or entry.is_clean or entry.is_running or not entry.nodes:
+        if self._cold is None or entry.is_clean or not _can_be_written(entry):
             return None
         return self._spill(entry, self._cold)
 
-    def _spill(self, entry: Entry, cold: Cold) -> Job:
-        token_bytes = entry.span.kv_bytes / max(1, entry.span.num_tokens)
+    def _spill(self, entry: Entry, cold: Cold, *, puts_away: bool = False) -> Job:
         leaf = entry.last_node
         end = leaf.end
-        steps = cold.spill(leaf)
+        steps = cold.spill(leaf, puts_away=puts_away)
         while True:
             try:
                 next(steps)
             except StopIteration as ended:
-                # Unless more was joined to it meanwhile.
-                entry.is_clean = ended.value and entry.span.end == end
-                break
-            yield
-            if entry not in self._shelf.entries:
+                self._note(leaf.payload, ended.value, end)
                 return
-        entry.clean_token_bytes = token_bytes if entry.is_clean else 0.0
-        self._counters["spilled_spans" if entry.is_clean else "refused_spills"] += 1
+            yield
+            if leaf not in leaf.payload.nodes or leaf.end != end:
+                return  # it was evicted meanwhile, or cut short
+
+    def _note(self, entry: Entry, spilled: Spilled, end: int) -> None:
+        """What became of the tokens of an entry up to here."""
+        # Unless more was joined to it meanwhile.
+        entry.is_clean = spilled.is_whole and entry.span.end == end
+        entry.clean_token_bytes = spilled.token_bytes if entry.is_clean else 0.0
+        if not spilled.is_whole:
+            self._untaken[entry] = self._as_untaken(entry, spilled.refused)
+        self._counters["spilled_spans" if spilled.is_whole else "refused_spills"] += 1
+
+
+def _can_be_written(entry: Entry) -> bool:
+    """Unless somebody still writes it, or what it hangs on."""
+    if entry.is_running or not entry.nodes:
+        return False
+    return not any(node.payload.span.is_live for node in entry.last_node.path())

@@ -213,10 +213,12 @@ class Store:
         self._changes.look()
         if entry.is_running or not entry.nodes:
             return
-        for grown in self._shelf.join_along(entry.last_node, MAX_SPANS):
+        last = entry.last_node
+        for grown in self._shelf.join_along(last, MAX_SPANS):
             self._review(grown)
         if self.options.write_through:
-            self._spills.add(entry)
+            # It may have been joined to what comes before it.
+            self._spills.add(last.payload)
 
     # What is stored changes.
 
@@ -257,6 +259,8 @@ class Store:
         if self.options.put_away and entry.target is not None and not entry.goes_up:
             # What it loses now can be had back.
             yield from self._spills.write(entry)
+            if entry not in self._shelf.entries:
+                return
         for _ in job:
             self._shelf.recount(entry)
             yield
@@ -442,6 +446,7 @@ class Store:
         hot = Cleared(before - self._shelf.held_bytes, tokens - self._shelf.tree.num_tokens)
         if tier == "hot" or self.cold is None:
             return hot
+        self._spills.give_up(key)
         for entry in self._shelf.entries:
             if key is None or entry.root_key == key:
                 entry.is_clean = False

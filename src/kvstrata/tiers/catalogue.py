@@ -148,6 +148,11 @@ class Catalogue:
         found = self._ask("SELECT disk_bytes FROM blocks WHERE key = ? AND part = ?", (block.key, block.part))
         return int(found[0][0]) if found else 0
 
+    def contents(self, block: BlockId) -> Counter[str]:
+        """Bytes by label; nothing where it is not there."""
+        found = self._ask("SELECT tally FROM blocks WHERE key = ? AND part = ?", (block.key, block.part))
+        return read_tally(found[0][0]) if found else Counter()
+
     def lengths(self, parent: bytes) -> tuple[int, ...]:
         """How many tokens the blocks after `parent` have, the longest first."""
         query = f"SELECT DISTINCT num_tokens FROM blocks WHERE parent = ? AND part = '{BASE}' ORDER BY num_tokens DESC"

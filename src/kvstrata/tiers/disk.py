@@ -14,8 +14,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstrata.errors import ConfigError
@@ -63,6 +63,7 @@ class Accepted:
 @dataclass(frozen=True, slots=True)
 class Refused:
     reason: Refusal
+    nbytes: int = field(default=0, compare=False)  # of the block
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ class DiskTier:
         if refusal is None:
             return Accepted()
         self._counters.add(Event.REFUSED, refusal, nbytes=block.nbytes)
-        return Refused(refusal)
+        return Refused(refusal, block.nbytes)
 
     def _refusal(self, block: Block, asked_twice: bool, replace: bool) -> Refusal | None:
         if block.nbytes > self.limit_bytes:
@@ -152,6 +153,18 @@ class DiskTier:
         if not self._budget.allows(block.nbytes, self._writer.num_bytes, self._clock()):
             return Refusal.WRITE_BUDGET
         return None
+
+    def would_take(self, refused: Refused) -> bool:
+        """Whether a block that was refused may be taken now, where that did not lie in the block itself."""
+        match refused.reason:
+            case Refusal.PAUSED:
+                return not self._writer.paused_because
+            case Refusal.QUEUE_FULL:
+                return not self._writer.is_half_full
+            case Refusal.WRITE_BUDGET:
+                return self._budget.allows(refused.nbytes, self._writer.num_bytes, self._clock())
+            case _:
+                return False
 
     def touch(self, blocks: Iterable[BlockId]) -> None:
         """Somebody had a use for these without reading them here. Nothing happens to those that are not here."""
@@ -183,6 +196,12 @@ class DiskTier:
         on_disk = self._shelf.lengths(parent)
         self._mend()
         return tuple(sorted(queued.union(on_disk), reverse=True))
+
+    def contents(self, block: BlockId) -> Mapping[str, int]:
+        """What `tally` says of a block; nothing where it is not here."""
+        for queued in self._writer.queued(block):
+            return self._shelf.tally(queued.description, {name: each.nbytes for name, each in queued.tensors.items()})
+        return self._shelf.contents(block)
 
     def rows(self, root: bytes | None = None) -> list[Row]:
         """What the catalogue knows of the blocks on disk, parents first."""

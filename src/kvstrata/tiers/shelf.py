@@ -97,6 +97,14 @@ class Shelf:
             self._note(fault)
             return 0
 
+    def contents(self, block: BlockId) -> Mapping[str, int]:
+        """Bytes by label; nothing where that is not known."""
+        try:
+            return self.catalogue.contents(block)
+        except CatalogueFault as fault:
+            self._note(fault)
+            return {}
+
     def rows(self, root: bytes | None = None) -> list[Row]:
         """Waits for a publication that is under way."""
         try:

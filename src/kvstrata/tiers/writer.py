@@ -82,6 +82,7 @@ class Writer:
         self._limit_bytes = limit_bytes
         self._changed = threading.Condition()
         self._queue: dict[BlockId, _Entry] = {}
+        self._lengths: dict[bytes, dict[BlockId, int]] = {}  # of the bases in it, by parent
         self._is_writing = False
         self._bytes = 0
         self._pause = Pause(first_pause_s, time.monotonic)
@@ -110,6 +111,8 @@ class Writer:
                 return Refusal.QUEUE_FULL
             self._queue[block.id] = _Entry(block)
             self._bytes += block.nbytes
+            if block.part == BASE:
+                self._lengths.setdefault(block.parent, {})[block.id] = block.num_tokens
             self._changed.notify_all()
         return None
 
@@ -119,8 +122,7 @@ class Writer:
 
     def lengths(self, parent: bytes) -> set[int]:
         with self._changed:
-            blocks = [entry.block for entry in self._queue.values()]
-        return {block.num_tokens for block in blocks if block.parent == parent and block.part == BASE}
+            return set(self._lengths.get(parent, {}).values())
 
     def withdraw(self, is_unwanted: Callable[[Block], bool]) -> None:
         """What is being written is not published any more, unless it just was: then it is on the disk."""
@@ -133,6 +135,11 @@ class Writer:
     def num_bytes(self) -> int:
         with self._changed:
             return self._bytes
+
+    @property
+    def is_half_full(self) -> bool:
+        with self._changed:
+            return 2 * self._bytes > self._limit_bytes
 
     @property
     def num_blocks(self) -> int:
@@ -302,6 +309,10 @@ class Writer:
         if self._queue.get(entry.block.id) is entry:
             del self._queue[entry.block.id]
             self._bytes -= entry.block.nbytes
+            following = self._lengths.get(entry.block.parent, {})
+            following.pop(entry.block.id, None)
+            if not following:
+                self._lengths.pop(entry.block.parent, None)
 
 
 Outcome = TypeVar("Outcome")

@@ -1,0 +1,96 @@
+"""A store that has a disk, and what is on it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvstrata.index.identity import Identity, root_key
+from kvstrata.index.ids import as_ids
+from kvstrata.index.keys import chain
+from kvstrata.layers.kinds import Layout
+from kvstrata.spans.contents import tally
+from kvstrata.spans.plan import make_plan
+from kvstrata.store.cold import Cold
+from kvstrata.store.precision import PrecisionOptions
+from kvstrata.store.store import Store, StoreOptions
+from kvstrata.tiers.disk import DiskTier
+from tests.store.kv import LAYOUT, Clock, settle, store_tokens
+
+MIB = 1 << 20
+LOAD_TIMEOUT_S = 60.0
+
+
+def identity_of(layout: Layout) -> Identity:
+    return Identity("weights", "float32", tuple(spec.signature for spec in layout.flat()))
+
+
+@contextmanager
+def store_on(
+    folder: Path,
+    layout: Layout = LAYOUT,
+    name: str = "raw",
+    *,
+    hot_bytes: int = 1 << 30,
+    write_through: bool = False,
+    **disk: Any,
+) -> Iterator[Store]:
+    limits: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
+    tier = DiskTier(folder, chain=chain, tally=tally, **limits)
+    options = StoreOptions(hot_bytes, write_through=write_through, precision=PrecisionOptions(min_quantize_tokens=0))
+    plan_of = partial(make_plan, layout)
+    cold = Cold(tier, layout, post=lambda _: None)
+    yield Store(layout, identity_of(layout), plan_of(name, name), options, plan_of=plan_of, cold=cold, clock=Clock())
+    tier.close()
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(1000) for _ in range(count)]
+
+
+def chat(store: Store, tokens: list[int], num_turns: int, *, seed: int = 0, turn_tokens: int = 40) -> list[int]:
+    """So many more turns, each settled before the next comes."""
+    for turn in range(num_turns):
+        tokens = [*tokens, *random_tokens(turn_tokens, 1000 * seed + turn)]
+        store_tokens(store, tokens)
+        settle(store)
+    return tokens
+
+
+def write_turns(store: Store, tokens: list[int], ends: list[int]) -> None:
+    for end in ends:
+        store_tokens(store, tokens[:end])
+        settle(store)
+    store.spill()
+    settle(store)
+    written(store)
+
+
+def written(store: Store) -> int:
+    """Tokens on the disk, over all chains."""
+    assert store.cold is not None
+    assert store.cold.tier.flush(60).is_empty
+    return store.cold.tier.usage().num_tokens
+
+
+def reachable(store: Store, tokens: list[int]) -> int:
+    """How many a start would find."""
+    assert store.cold is not None
+    return store.cold.match(root_key(store._identity, ""), as_ids(tokens)).num_tokens
+
+
+def load(store: Store, tokens: list[int]) -> None:
+    """What the disk has comes back."""
+    loading = store.look_on_disk(tokens, "", lambda _: True)
+    assert loading is not None
+    until_s = time.monotonic() + LOAD_TIMEOUT_S
+    while not loading.is_done:
+        assert time.monotonic() < until_s
+        store.work(0)
+    store.promote(loading)

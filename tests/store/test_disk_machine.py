@@ -1,0 +1,116 @@
+"""Whatever happens to conversations in memory, what was stored is there or on the disk, and hardly any of it twice."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from kvstrata.index.ids import as_ids
+from kvstrata.index.tree import Tree
+from kvstrata.spans.plan import make_plan
+from kvstrata.store.requantize import Change
+from kvstrata.store.store import Store
+from tests.store.disk import load, random_tokens, reachable, store_on, written
+from tests.store.kv import LAYOUT, Run, check_lease, settle, store_tokens
+
+NUM_STEPS = 40
+ROOT = b"root"
+MOVES = ["turn"] * 6 + ["part"] * 2 + ["beside"] * 2 + ["work"] * 4 + ["shrink"] * 3 + ["load"] * 2
+MOVES += ["settle", "spill", "flush", "lower"]
+
+
+class Conversations:
+    def __init__(self, store: Store, seed: int) -> None:
+        self.store = store
+        self.source = random.Random(seed)
+        self.stored: list[list[int]] = []
+        self.tree: Tree[None] = Tree()
+
+    def move(self) -> None:
+        move = self.source.choice(MOVES if self.stored else ["turn"])
+        getattr(self, move)()
+
+    def turn(self) -> None:
+        """One goes on, or a new one begins."""
+        self.keep(self.longer(self.source.choice([[], *self.stored])))
+
+    def part(self) -> None:
+        """Somebody edits what was said before."""
+        tokens = self.source.choice(self.stored)
+        self.keep(self.longer(tokens[: self.source.randrange(1, len(tokens) + 1)]))
+
+    def beside(self) -> None:
+        """One ends while what it goes on from still runs."""
+        run = Run(self.store, self.longer(self.source.choice(self.stored)))
+        run.compute(self.source.randrange(1, run.left + 1))
+        run.seal()
+        self.keep(self.longer(list(run.tokens[: run.num_computed])))
+        run.compute(run.left)
+        run.end()
+        self.note(list(run.tokens))
+
+    def work(self) -> None:
+        for _ in range(self.source.randrange(1, 12)):
+            if self.store.has_work:
+                self.store.work(0)
+
+    def shrink(self) -> None:
+        self.store.shrink_to(int(self.store.held_bytes * self.source.choice([0, 0.3, 0.7, 0.95])), 0.0)
+
+    def load(self) -> None:
+        tokens = self.source.choice(self.stored)
+        if reachable(self.store, tokens) > self.store.find(tokens, "").num_tokens:
+            load(self.store, tokens)
+
+    def settle(self) -> None:
+        settle(self.store)
+
+    def spill(self) -> None:
+        self.store.spill()
+
+    def flush(self) -> None:
+        self.store.flush(60)
+
+    def lower(self) -> None:
+        name = self.source.choice(["raw", "planes:8"])
+        self.store.requantize(Change(k=name, v=name), make_plan(LAYOUT, name, name))
+
+    def longer(self, tokens: list[int]) -> list[int]:
+        return [*tokens, *random_tokens(self.source.choice([5, 40, 100, 300, 700]), self.source.randrange(1 << 30))]
+
+    def keep(self, tokens: list[int]) -> None:
+        store_tokens(self.store, tokens)
+        self.note(tokens)
+
+    def note(self, tokens: list[int]) -> None:
+        self.stored.append(tokens)
+        self.tree.insert(ROOT, as_ids(tokens), None)
+
+    def check(self, tokens: list[int]) -> None:
+        lease = self.store.match(tokens, "")
+        check_lease(lease, tokens)
+        self.store.release(lease)
+        assert max(lease.num_tokens, self.on_disk(tokens)) == len(tokens)
+
+    def on_disk(self, tokens: list[int]) -> int:
+        """One that ends inside a block is there with one that goes on."""
+        longer = (each for each in self.stored if each[: len(tokens)] == tokens)
+        return max(min(len(tokens), reachable(self.store, each)) for each in longer)
+
+
+@pytest.mark.parametrize("write_through", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_what_was_stored_stays(seed: int, write_through: bool, tmp_path: Path) -> None:
+    with store_on(tmp_path, write_through=write_through) as store:
+        conversations = Conversations(store, seed)
+        for _ in range(NUM_STEPS):
+            conversations.move()
+            for tokens in conversations.source.choices(conversations.stored, k=2):
+                conversations.check(tokens)
+        store.flush(60)
+        assert all(conversations.on_disk(tokens) == len(tokens) for tokens in conversations.stored)
+        assert store.counters["refused_spills"] == 0
+        # A block more where two part, or where one was cut short.
+        assert written(store) <= 1.3 * conversations.tree.num_tokens

@@ -1,0 +1,282 @@
+"""What goes to the disk, when spans are joined, evicted and lowered, and when the disk does not take it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.index.identity import root_key
+from kvstrata.index.ids import as_ids
+from kvstrata.index.keys import chain
+from kvstrata.layers.kinds import Layout
+from kvstrata.spans.plan import make_plan
+from kvstrata.store.requantize import Change
+from kvstrata.store.store import MAX_SPANS, Store
+from kvstrata.tiers.admission import SECONDS_OF_A_DAY
+from kvstrata.tiers.block import Block
+from kvstrata.tiers.disk import Accepted
+from tests.store.disk import chat, load, random_tokens, reachable, store_on, write_turns, written
+from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Run, check_lease, settle, store_tokens
+
+LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
+plan = partial(make_plan, LAYOUT)
+
+
+def unsettled_chat(store: Store, num_turns: int) -> list[int]:
+    """The last turn has only just ended."""
+    tokens = chat(store, [], num_turns - 2)
+    tokens = [*chat(store, tokens, 1, seed=1, turn_tokens=20), *random_tokens(20, 2)]
+    store_tokens(store, tokens)
+    return tokens
+
+
+def check_all(store: Store, tokens: list[int]) -> None:
+    """A start finds all of it, as it was."""
+    store.clear(tier="hot")
+    load(store, tokens)
+    lease = store.match(tokens, "")
+    assert lease.num_tokens == len(tokens)
+    check_lease(lease, tokens)
+    store.release(lease)
+
+
+# Joined.
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("num_turns", [MAX_SPANS, MAX_SPANS + 1])
+def test_what_is_joined_when_it_is_evicted_is_written(layout: Layout, num_turns: int, tmp_path: Path) -> None:
+    with store_on(tmp_path, layout) as store:
+        tokens = unsettled_chat(store, num_turns)
+        store.shrink_to(store.held_bytes - 1, 0.0)
+        assert store.count()["evicted_tokens"] == 20
+        assert written(store) == reachable(store, tokens) == len(tokens)
+
+
+@pytest.mark.parametrize("num_turns", [MAX_SPANS, MAX_SPANS + 1, MAX_SPANS + 2])
+def test_a_flush_writes_what_is_joined_during_it(num_turns: int, tmp_path: Path) -> None:
+    with store_on(tmp_path) as store:
+        tokens = unsettled_chat(store, num_turns)
+        store.flush(60)
+        assert written(store) == reachable(store, tokens) == len(tokens)
+        assert all(entry.is_clean for entry in store.entries)
+
+
+def test_what_is_evicted_is_written_with_what_it_hangs_on(tmp_path: Path) -> None:
+    """Nobody had the time to trim either of them."""
+    with store_on(tmp_path) as store:
+        tokens = random_tokens(600, 0)
+        first = Run(store, tokens[:300])
+        first.compute(300)
+        first.seal()
+        store_tokens(store, tokens)
+        first.end()
+        store.shrink_to(store.held_bytes - 1, 0.0)
+        assert 0 < store.find(tokens, "").num_tokens < 600
+        assert written(store) == reachable(store, tokens) == 600
+
+
+def test_what_has_grown_since_it_was_begun_is_written_whole(tmp_path: Path) -> None:
+    with store_on(tmp_path) as store:
+        tokens = chat(store, [], MAX_SPANS)
+        store.spill()
+        store.work(0)
+        tokens = [*tokens, *random_tokens(20, 99)]
+        store_tokens(store, tokens)
+        store.shrink_to(0)
+        assert written(store) == reachable(store, tokens) == len(tokens)
+
+
+def test_spans_are_joined_while_their_chain_is_written(tmp_path: Path) -> None:
+    with store_on(tmp_path) as store:
+        tokens = chat(store, [], MAX_SPANS, turn_tokens=30)
+        last = store.entries[-1]
+        store._spills.add(last)
+        store.work(0)
+        longer = [*tokens, *random_tokens(30, 99)]
+        store_tokens(store, longer)
+        while not store._mover.idle:
+            store.work(0)
+        assert len(store.entries) == MAX_SPANS
+        settle(store)
+        assert written(store) == reachable(store, tokens) == len(tokens)
+        check_all(store, tokens)
+
+
+# Unreadable.
+
+
+def test_a_block_that_cannot_be_read_is_removed_and_written_again(tmp_path: Path) -> None:
+    with store_on(tmp_path) as store:
+        assert store.cold is not None
+        tokens = random_tokens(300, 0)
+        root, ids = root_key(store._identity, ""), as_ids(tokens)[:256]
+        empty = Block(chain(root, ids), root, root, 0, ids.tobytes(), {}, {"groups": []})
+        assert store.cold.tier.put(empty) == Accepted()
+        written(store)
+        loading = store.look_on_disk(tokens, "", lambda _: True)
+        assert loading is not None
+        while not loading.is_done:
+            store.work(0)
+        store.forget(loading)
+        assert store.count()["unreadable_blocks"] == 1
+        assert reachable(store, tokens) == 0
+        write_turns(store, tokens, [300])
+        assert reachable(store, tokens) == 300
+        check_all(store, tokens)
+
+
+# Refused.
+
+
+def stubborn(store: Store) -> int:
+    """How often the disk is asked in vain while nothing changes."""
+    before = store.counters["refused_spills"]
+    for _ in range(5):
+        store.shrink_to(store.options.hot_bytes)
+        settle(store)
+    return store.counters["refused_spills"] - before
+
+
+HOT_BYTES = 1000 * TOKEN_BYTES
+REFUSALS: list[dict[str, Any]] = [
+    {"daily_write_bytes": 1000},
+    {"second_touch": True},
+    {"queue_bytes": 1000},
+    {"limit_bytes": 200_000},
+]
+
+
+@pytest.mark.parametrize("limits", REFUSALS, ids=lambda limits: next(iter(limits)))
+def test_what_the_disk_does_not_take_is_not_offered_again(limits: dict[str, Any], tmp_path: Path) -> None:
+    with store_on(tmp_path, hot_bytes=HOT_BYTES, **limits) as store:
+        write_turns(store, random_tokens(400, 0), [400])
+        write_turns(store, random_tokens(400, 1), [400])
+        store.shrink_to(HOT_BYTES)
+        settle(store)
+        assert store.counters["refused_spills"] > 0
+        assert stubborn(store) == 0
+
+
+def test_on_the_next_day_it_is_offered_again(tmp_path: Path) -> None:
+    now = [0.0]
+    limits: dict[str, Any] = {"daily_write_bytes": 600 * TOKEN_BYTES, "clock": lambda: now[0]}
+    with store_on(tmp_path, hot_bytes=HOT_BYTES, **limits) as store:
+        tokens = [random_tokens(400, seed) for seed in (0, 1)]
+        for each in tokens:
+            write_turns(store, each, [400])
+        assert sorted(reachable(store, each) for each in tokens) < [400, 400]
+        now[0] += SECONDS_OF_A_DAY
+        # What is just being written may count twice for a moment.
+        for _ in range(2):
+            store.shrink_to(HOT_BYTES)
+            settle(store)
+            written(store)
+        assert [reachable(store, each) for each in tokens] == [400, 400]
+
+
+def test_when_it_is_asked_for_again_it_is_offered_again(tmp_path: Path) -> None:
+    with store_on(tmp_path, hot_bytes=HOT_BYTES, second_touch=True) as store:
+        tokens = random_tokens(800, 0)
+        write_turns(store, tokens, [800])
+        assert written(store) == 0
+        store.release(store.match(tokens, ""))
+        store.shrink_to(HOT_BYTES)
+        settle(store)
+        assert written(store) == 800
+
+
+def test_what_a_full_queue_refused_is_offered_when_it_is_empty(tmp_path: Path) -> None:
+    with store_on(tmp_path, hot_bytes=2 * HOT_BYTES, queue_bytes=300 * TOKEN_BYTES) as store:
+        tokens = random_tokens(1600, 0)
+        store_tokens(store, tokens)
+        for _ in range(100):
+            store.shrink_to(2 * HOT_BYTES)
+            settle(store)
+            if written(store) == 1600:
+                break
+        assert written(store) == 1600
+
+
+# Cleared.
+
+
+@pytest.mark.parametrize("tier", ["disk", "all"])
+def test_what_is_being_written_when_the_disk_is_cleared_leaves_nothing(tier: Any, tmp_path: Path) -> None:
+    with store_on(tmp_path) as store:
+        tokens = random_tokens(1500, 0)
+        store_tokens(store, tokens)
+        while not store._mover.idle:
+            store.work(0)
+        store.spill()
+        for _ in range(3):
+            store.work(0)
+        store.clear(tier=tier)
+        settle(store)
+        assert written(store) == 0
+        assert not any(entry.is_clean for entry in store.entries)
+
+
+# Put away.
+
+
+def test_what_the_disk_has_in_fewer_bits_is_put_away_all_the_same(tmp_path: Path) -> None:
+    with store_on(tmp_path, name="planes:4") as store:
+        tokens = random_tokens(600, 0)
+        write_turns(store, tokens, [600])
+        store.clear(tier="hot")
+        store.requantize(Change(k="raw", v="raw"), plan("raw", "raw"))
+        store_tokens(store, tokens)
+        settle(store)
+        store.requantize(Change(k="planes:4", v="planes:4"), plan("planes:4", "planes:4"))
+        settle(store)
+        assert written(store) == 600
+        up = store.requantize(Change(k="raw", v="raw", dry_run=True), plan("raw", "raw"))
+        assert up.bytes_after == 600 * TOKEN_BYTES
+        go_up(store)
+        assert store.counters["restored_spans"] == 1
+        assert store.held_bytes == 600 * TOKEN_BYTES
+        lease = store.match(tokens, "")
+        check_lease(lease, tokens)
+        store.release(lease)
+
+
+def go_up(store: Store) -> None:
+    store.requantize(Change(k="raw", v="raw"), plan("raw", "raw"))
+    while store.is_requantizing:
+        if store.has_work:
+            store.work(0)
+
+
+def test_nothing_is_promised_or_counted_where_the_disk_has_it_in_fewer_bits(tmp_path: Path) -> None:
+    with store_on(tmp_path, name="planes:4") as store:
+        tokens = random_tokens(600, 0)
+        write_turns(store, tokens, [600])
+        before = store.held_bytes
+        up = store.requantize(Change(k="raw", v="raw", dry_run=True), plan("raw", "raw"))
+        assert up.bytes_after == up.bytes_before == before
+        go_up(store)
+        assert store.counters["restored_spans"] == 0
+        assert store.held_bytes == before
+
+
+def test_a_span_that_begins_inside_a_block_comes_back(tmp_path: Path) -> None:
+    with store_on(tmp_path, write_through=True) as store:
+        tokens = chat(store, chat(store, [], 1, turn_tokens=100), 1, seed=1, turn_tokens=2000)
+        store.release(store.match(tokens, ""))
+        store.shrink_to(store.held_bytes - 10)
+        written(store)
+        load(store, tokens)
+        assert [entry.span.position for entry in store.entries] == [0, 100, 1636]
+        store.requantize(Change(k="planes:4", v="planes:4"), plan("planes:4", "planes:4"))
+        settle(store)
+        assert store.held_bytes < 2100 * TOKEN_BYTES / 2
+        go_up(store)
+        # Of the one that was cut short, the end is inside a block.
+        assert [dict(entry.span.bytes_by_precision()).keys() for entry in store.entries][2] == {"raw"}
+        lease = store.match(tokens, "")
+        check_lease(lease, tokens, at_least=4)
+        store.release(lease)
