@@ -72,6 +72,41 @@ def test_what_does_not_fit_beside_pins_fails_and_holds_up_nobody() -> None:
     assert serve(drive, prompt(200, seed=9)).finished
 
 
+def test_a_reply_beside_pins_ends_where_memory_ends() -> None:
+    drive = tight(tail_step_tokens=64)
+    serve(drive, other := prompt(150, seed=9), 1)
+    drive.store.pin(other, "")
+    pinned = drive.store.held_bytes // drive.budget.token_bytes
+    reply = serve(drive, prompt(100), SIZE_TOKENS - 100)
+    assert reply.finished.reason == "length"
+    # All that was free, and what it had computed stays.
+    assert reply.finished.usage.completion_tokens == SIZE_TOKENS - pinned - 100 + 1
+    assert cached(serve(drive, prompt(100))) == 99
+
+
+def test_those_behind_whom_nothing_fits_are_served_at_once() -> None:
+    drive = tight()
+    serve(drive, long := prompt(360))
+    drive.store.pin(long, "")
+    large = [drive.submit(prompt(200, seed=10 + number)) for number in range(5)]
+    small = drive.submit(prompt(20, seed=8), 1)
+    drive.loop.step()
+    assert all(isinstance(client.end, Failed) for client in large)
+    assert not drive.loop.is_stalled
+    drive.run(5)
+    assert isinstance(small.end, Finished)
+
+
+def test_one_that_is_set_aside_has_asked_once() -> None:
+    drive = tight(tail_step_tokens=16)
+    clients = [drive.submit(prompt(100, seed=seed), 150, DRAWN) for seed in range(3)]
+    drive.run()
+    assert drive.set_aside_count() > 0
+    assert all(client.finished for client in clients)
+    # A token or two may be the same by chance.
+    assert max(entry.asked_twice for entry in drive.store.entries) < 5
+
+
 @pytest.mark.parametrize("architecture", ["llama", *MARKS])
 @pytest.mark.parametrize("seed", range(2))
 def test_everybody_who_was_accepted_is_served(architecture: str, seed: int) -> None:

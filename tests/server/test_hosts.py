@@ -101,6 +101,10 @@ def test_pages_of_other_sites(keyless: Served, origin: str) -> None:
     assert "--api-key" in said
 
 
+def test_a_proxy_that_asks_by_address(keyless: Served) -> None:
+    assert get(keyless, "/v1/models", origin="https://models.example.org").status_code == 200
+
+
 def test_programs_that_show_their_own_pages(keyless: Served) -> None:
     for origin in ("app://obsidian.md", "vscode-webview://1abc", "file://"):
         assert get(keyless, "/v1/models", origin=origin).status_code == 200

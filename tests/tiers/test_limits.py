@@ -299,6 +299,16 @@ def test_no_more_is_written_than_the_budget_allows(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_what_could_not_be_written_does_not_count_for_the_budget() -> None:
+    budget = DailyBudget(100)
+    for _ in range(10):
+        assert budget.take(60, now=0)
+        budget.give_back(60, now=0)
+    assert budget.take(60, now=0)
+    budget.give_back(60, now=86_401)  # of the day before
+    assert budget.written_bytes(now=86_401) == 0
+
+
 def test_what_is_queued_counts_for_the_budget() -> None:
     budget = DailyBudget(100)
     assert budget.allows(50, 50, now=0)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import mlx.core as mx
 
@@ -24,7 +24,7 @@ from kvstrata.engine.scheduler import Chunk, Plan, Running, Waiting, chunk_token
 from kvstrata.engine.scratch import max_chunk
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import InvalidRequest
-from kvstrata.layers.buffers import round_up
+from kvstrata.layers.buffers import round_up, without_cache
 from kvstrata.metrics import Metrics
 from kvstrata.store.entry import Entry
 from kvstrata.store.requantize import Change, Changed, Progress
@@ -34,20 +34,6 @@ from kvstrata.text.detokenizer import Detokenizer
 # Waiting requests that are looked at past those that could be admitted: some may wait for the prefill of another.
 MAX_FOLLOWERS = 16
 MAX_REST_S = 1.0
-
-
-@contextmanager
-def _without_cache() -> Iterator[None]:
-    """On a CPU MLX keeps what is freed for arrays of the same size. What replaces a layer is smaller: it would be put
-    into memory that was never touched, and every page of that costs more than what is computed on it."""
-    if mx.default_device() != mx.cpu:
-        yield
-        return
-    limit_bytes = mx.set_cache_limit(0)
-    try:
-        yield
-    finally:
-        mx.set_cache_limit(limit_bytes)
 
 
 class Loop:
@@ -154,7 +140,7 @@ class Loop:
         if self._resume.store is not None:
             self._did_chores = True
             was_rewriting = self._resume.store.is_rewriting
-            with _without_cache() if was_rewriting else nullcontext():
+            with without_cache() if was_rewriting else nullcontext():
                 self._resume.store.work(slice_s)
             self._make_room(0.0)
             if was_rewriting:
@@ -232,33 +218,38 @@ class Loop:
     def _plan(self) -> Plan:
         waiting = self._as_waiting()
         step_plan = self._plan_for(waiting)
-        if not self._running and not step_plan.admit:
-            step_plan = self._plan_for_one(waiting)
-        elif step_plan.set_aside and len(self._running) == 1 and self._resume.drop_marks(*self._running.values()):
+        while not self._running and not step_plan.admit and self._make_room_for_first(waiting):
+            waiting = self._as_waiting()
+            step_plan = self._plan_for(waiting)
+        if step_plan.set_aside and len(self._running) == 1 and self._resume.drop_marks(*self._running.values()):
             step_plan = self._plan_for(waiting)
         self._needs_room = bool(step_plan.admit) and self._has_to_wait(step_plan.admit)
         return self._plan_for([]) if self._needs_room else step_plan
 
-    def _plan_for_one(self, waiting: list[Waiting]) -> Plan:
-        """Nobody runs, so nobody will make room: the first that waits for nothing else is let in, with less to go on
-        from if it has to be, or it fails."""
-        first = next((w.id for w in waiting if not w.follows), None)
-        if first is None or any(sequence.load is not None for sequence in self._waiting):
-            return Plan()
-        sequence = next(s for s in self._waiting if s.arrival == first)
-        free_bytes = self._budget.total_bytes - self._leased_bytes()
-        while (over_bytes := self._admit_bytes(sequence) - free_bytes) > 0:
-            if not self._resume.shorten(sequence, over_bytes):
-                needs_bytes = self._admit_bytes(sequence)
-                self._fail(sequence, no_room_beside_pins(needs_bytes, free_bytes, self._budget.total_bytes))
-                return Plan()
-        return self._plan_for(self._as_waiting())
+    def _make_room_for_first(self, waiting: list[Waiting]) -> bool:
+        """Nobody runs, so nobody will make room: the first that waits for nothing else goes on from less, or ends
+        here. False: that changes nothing."""
+        first = next((w for w in waiting if not w.follows), None)
+        free_bytes = self._free_bytes()
+        if first is None or first.admit_bytes <= free_bytes or any(s.load is not None for s in self._waiting):
+            return False
+        sequence = next(s for s in self._waiting if s.arrival == first.id)
+        least_bytes = self._budget.bytes_for(len(sequence.tokens))
+        fits_alone = least_bytes <= free_bytes
+        if self._resume.shorten(sequence, first.admit_bytes - free_bytes, keeps_used=not fits_alone):
+            return True
+        if sequence.num_generated:
+            sequence.cut_short()
+            self._finish(sequence, "length")
+        else:
+            self._fail(sequence, no_room_beside_pins(least_bytes, free_bytes, self._budget.total_bytes))
+        return True
 
     def _plan_for(self, waiting: list[Waiting]) -> Plan:
         return plan(
             waiting,
             [self._as_running(s) for s in self._running.values()],
-            free_bytes=self._budget.total_bytes - self._running_bytes() - self._leased_bytes(),
+            free_bytes=self._free_bytes(),
             max_running=self._limits.max_running,
             chunk_tokens=self._chunk_tokens(),
             turn=self._num_chunks,
@@ -280,13 +271,24 @@ class Loop:
     def _chunk_tokens(self) -> int:
         return self._limits.prefill_chunk_tokens or chunk_tokens(self._prefill_rate.tokens_s, self._max_chunk)
 
-    def _first_capacity(self, sequence: Sequence, found_tokens: int) -> int:
+    def _first_capacity(self, sequence: Sequence, found_tokens: int, kept_bytes: int = 0) -> int:
+        """`kept_bytes`: of what it goes on from, as far as that is not leased yet."""
         known = len(sequence.tokens) - 1 - found_tokens
-        return round_up(known + tail_tokens(known, sequence.tokens_wanted, self._limits.tail_step_tokens))
+        tail = tail_tokens(known, sequence.tokens_wanted, self._limits.tail_step_tokens)
+        own_bytes = self._free_bytes() - kept_bytes - self._budget.fixed_bytes
+        return self._size(known + tail, own_bytes, known + 1, is_alone=not self._running)
 
     def _next_tail(self, sequence: Sequence) -> int:
         assert sequence.cache is not None
-        return round_up(tail_tokens(sequence.cache.capacity, sequence.tokens_wanted, self._limits.tail_step_tokens))
+        tail = tail_tokens(sequence.cache.capacity, sequence.tokens_wanted, self._limits.tail_step_tokens)
+        return self._size(tail, self._free_bytes(), 1, is_alone=len(self._running) == 1)
+
+    def _size(self, num_tokens: int, free_bytes: int, least: int, *, is_alone: bool) -> int:
+        """Of a buffer. One that is alone takes what there is: nobody will leave it more."""
+        size = round_up(num_tokens)
+        if not is_alone or size * self._budget.token_bytes <= free_bytes:
+            return size
+        return max(least, min(num_tokens, free_bytes // self._budget.token_bytes))
 
     def _as_waiting(self) -> list[Waiting]:
         """Only those that could be admitted now: what the store has for the others need not be known yet."""
@@ -311,7 +313,8 @@ class Loop:
     def _admit_bytes(self, sequence: Sequence) -> int:
         found = self._resume.found(sequence)
         kept_bytes = sum(entry.nbytes for entry in found.entries if entry.is_free)
-        return self._budget.bytes_for(self._first_capacity(sequence, found.num_tokens)) + kept_bytes
+        capacity = self._first_capacity(sequence, found.num_tokens, kept_bytes)
+        return self._budget.bytes_for(capacity) + kept_bytes
 
     def _as_running(self, sequence: Sequence) -> Running:
         assert sequence.cache is not None
@@ -332,9 +335,10 @@ class Loop:
     def _stored_bytes(self) -> int:
         return self._resume.store.held_bytes if self._resume.store else 0
 
-    def _leased_bytes(self) -> int:
-        """Stored, and not to be had for somebody else."""
-        return self._stored_bytes() - (self._resume.store.free_bytes if self._resume.store else 0)
+    def _free_bytes(self) -> int:
+        """What is stored and may go is free."""
+        leased_bytes = self._stored_bytes() - (self._resume.store.free_bytes if self._resume.store else 0)
+        return self._budget.total_bytes - self._running_bytes() - leased_bytes
 
     # Run.
 
@@ -390,8 +394,7 @@ class Loop:
     def _capacity_that_fits(self, sequence: Sequence, found_tokens: int) -> int:
         """0: others need the memory. One that is alone was seen to fit when it came."""
         capacity = self._first_capacity(sequence, found_tokens)
-        free_bytes = self._budget.total_bytes - self._running_bytes() - self._leased_bytes()
-        return capacity if not self._running or self._budget.bytes_for(capacity) <= free_bytes else 0
+        return capacity if not self._running or self._budget.bytes_for(capacity) <= self._free_bytes() else 0
 
     def _report_prefill(self, sequence: Sequence) -> None:
         assert sequence.cache is not None

@@ -92,7 +92,8 @@ class Resume:
             sequence.cache = runner.new_cache(capacity_after(0))
             return True
         salt = sequence.request.salt
-        lease = self.store.match(sequence.ids()[:-1], salt)
+        lease = self.store.match(sequence.ids()[:-1], salt, sequence.asked_twice)
+        sequence.asked_twice = lease.asked_twice
         capacity = capacity_after(lease.num_tokens)
         if not capacity:
             self.store.release(lease)
@@ -104,9 +105,11 @@ class Resume:
             sequence.miss = self.store.miss(sequence.ids(), salt)
         return True
 
-    def shorten(self, sequence: Sequence, need_bytes: int) -> bool:
+    def shorten(self, sequence: Sequence, need_bytes: int, *, keeps_used: bool) -> bool:
         """It does not fit beside what it would go on from: let some of that go. False: there is nothing that may."""
-        return self.store is not None and self.store.shorten(sequence.ids()[:-1], sequence.request.salt, need_bytes)
+        if self.store is None:
+            return False
+        return self.store.shorten(sequence.ids()[:-1], sequence.request.salt, need_bytes, keeps_used=keeps_used)
 
     def drop_marks(self, sequence: Sequence) -> bool:
         """It runs and has no room to grow. False: it has none."""

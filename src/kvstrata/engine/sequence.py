@@ -33,6 +33,7 @@ class Sequence:
         self.found_version = 0
         self.load: Load | None = None  # what is on its way from the disk for it
         self.looked_on_disk = False
+        self.asked_twice: int | None = None  # how far an earlier request had its prompt; None: not looked yet
         self.miss = ""  # why not more of the prompt was found
         self.shared: dict[int, int] = {}  # tokens that it has in common with another, by arrival
         self._ids = np.empty(0, np.int32)
@@ -115,6 +116,10 @@ class Sequence:
         self.emit(Piece(shown.text) if self._stop.holds else self._with_tokens(shown.text))
         if self.num_generated >= self.max_tokens:
             self._end("length", self._rest())
+
+    def cut_short(self) -> None:
+        """The reply ends with what it has: there is no memory for more of it."""
+        self._end("length", self._rest())
 
     def _break(self, token: int, logprob: TokenLogprob | None) -> None:
         if (text := self._rest()) or self._unshown:

@@ -6,6 +6,9 @@ live for one forward pass only, and in each layer all writes of a step come befo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import mlx.core as mx
 import numpy as np
 
@@ -17,6 +20,20 @@ CUDA_TOKENS = 256
 def round_up(num_tokens: int) -> int:
     """The size of a buffer for so many tokens. On CUDA, MLX has its fast attention for multiples of 256 only."""
     return -(-num_tokens // CUDA_TOKENS) * CUDA_TOKENS if mx.cuda.is_available() else num_tokens
+
+
+@contextmanager
+def without_cache() -> Iterator[None]:
+    """On a CPU MLX keeps what is freed for arrays of the same size. What replaces a layer is smaller: it would be put
+    into memory that was never touched, and every page of that costs more than what is computed on it."""
+    if mx.default_device() != mx.cpu:
+        yield
+        return
+    limit_bytes = mx.set_cache_limit(0)
+    try:
+        yield
+    finally:
+        mx.set_cache_limit(limit_bytes)
 
 
 class Buffer:

@@ -28,7 +28,7 @@ class RequireHost:
 
     def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
         self.app = app
-        self.names = frozenset({"localhost", *map(_plain, names)}) - {""}
+        self.names = frozenset(name for name in map(_plain, names) if name and not _is_address(name))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refuse(scope) if scope["type"] == "http" else None
@@ -46,13 +46,17 @@ class RequireHost:
             # Programs that show their own pages (app://, file://) may; no web site has such an origin.
             is_site = scheme in WEB_SCHEMES or not mark
             # Whatever the scheme: a proxy in front may speak TLS.
-            if is_site and rest not in {host.lower() for host in hosts}:
+            if is_site and rest not in {host.lower() for host in hosts} and not self._is_named(rest):
                 return _wrong_origin(origin)
         return None
 
+    def _is_named(self, host: str) -> bool:
+        """A proxy may ask by an address for a page that was called by name."""
+        return _plain(_without_port(host)) in self.names
+
     def _is_ours(self, host: str) -> bool:
         name = _plain(_without_port(host))
-        return name in self.names or PRIVATE_PATTERN.fullmatch(name) is not None or _is_address(name)
+        return self._is_named(host) or PRIVATE_PATTERN.fullmatch(name) is not None or _is_address(name)
 
 
 def _without_port(host: str) -> str:
@@ -90,6 +94,6 @@ def _wrong_host(host: str) -> Forbidden:
 def _wrong_origin(origin: str) -> Forbidden:
     return Forbidden(
         f"This server has no key, so only its own page may use it from a browser, not '{origin[:SHOWN_CHARS]}'. To use "
-        "it from there start it with a key: --api-key KEY (KVSTRATA_API_KEY).",
+        "it from there start it with --allowed-host NAME (KVSTRATA_ALLOWED_HOST) or a key: --api-key KEY.",
         code="origin_not_allowed",
     )

@@ -158,19 +158,18 @@ class Shelf:
                 self.remove(node)
         self.ghosts = Tree()
 
-    def shorten(self, found: Found, need_bytes: int) -> bool:
+    def shorten(self, found: Found, need_bytes: int, *, keeps_used: bool) -> bool:
         """Let go of some of what a match keeps from going, of so many bytes if that can be: ends that it does not use,
-        then marks, then what it uses itself, the end first. False: there is nothing that may go."""
+        then marks, then what it uses itself, the end first: that has a mark. False: there is nothing that may go."""
         used = max(found.num_tokens, found.mark_position or 0)
         for entry in found.entries:
             used_end = max(min(node.end, used) for node in found.path if node.payload is entry)
             last = max(entry.nodes, key=lambda node: node.end)
             if last.end > used_end and self._shorten(last, used_end, need_bytes):
                 return True
-        unused = {entry for entry in found.entries if entry.is_free}
-        if self.drop_marks(unused, found.mark_position):
+        if self.drop_marks((entry for entry in found.entries if entry.is_free), found.mark_position):
             return True
-        return bool(found.path) and self._shorten(found.path[-1], 0, need_bytes)
+        return not keeps_used and bool(found.path) and self._shorten(found.path[-1], 0, need_bytes)
 
     def _shorten(self, node: Node[Entry], start: int, need_bytes: int) -> bool:
         """A node from its end on, but for what is before `start`; all that hangs on it goes first, a leaf at a time."""

@@ -130,14 +130,16 @@ class Store:
         """What a match would give now. Pins nothing."""
         return search(self._shelf.tree, self._layout, root_key(self._identity, salt), tokens)
 
-    def match(self, tokens: Tokens, salt: str) -> Lease:
-        """The longest usable prefix of `tokens`, pinned until it is released."""
+    def match(self, tokens: Tokens, salt: str, asked_twice: int | None = None) -> Lease:
+        """The longest usable prefix of `tokens`, pinned until it is released. `asked_twice`: what the lease of an
+        earlier match said, of the same request."""
         ids = as_ids(tokens)
         found = self.find(ids, salt)
         self.counters["queried_tokens"] += len(ids)
         self.counters["hit_tokens"] += found.num_tokens
         key = root_key(self._identity, salt)
-        asked_twice = max(self._shelf.known_tokens(key, ids), found.num_tokens)
+        if asked_twice is None:
+            asked_twice = max(self._shelf.known_tokens(key, ids), found.num_tokens)
         kind = self._shelf.asked(key, ids)
         if not found.num_tokens:
             return Lease(kind, asked_twice=asked_twice)
@@ -416,13 +418,14 @@ class Store:
         self._shelf.shrink_to(limit_bytes)
         self._admission.settled()
 
-    def shorten(self, tokens: Tokens, salt: str, need_bytes: int) -> bool:
+    def shorten(self, tokens: Tokens, salt: str, need_bytes: int, *, keeps_used: bool) -> bool:
         """Let go of some of what a match of these would keep in memory, so many bytes if that can be: what it does not
         use first. False: there is nothing that may go."""
         held_bytes = self._shelf.held_bytes
         for entry in self.find(tokens, salt).entries:
             self._mover.finish(entry)
-        return self._shelf.held_bytes < held_bytes or self._shelf.shorten(self.find(tokens, salt), need_bytes)
+        found = self.find(tokens, salt)
+        return self._shelf.held_bytes < held_bytes or self._shelf.shorten(found, need_bytes, keeps_used=keeps_used)
 
     def drop_marks(self, filing: Filing) -> bool:
         """All on the way of a sequence that runs: it needs none of them itself. False: there are none."""
@@ -478,8 +481,7 @@ class Store:
 
     def count(self) -> dict[str, int]:
         """What happened since the start."""
-        counts = dict(self.counters)
-        counts["stepped_down_spans"] = self.pressure.num_steps
+        counts = {**self.counters, "stepped_down_spans": self.pressure.num_steps}
         counts["evicted_tokens"] = self._shelf.num_evicted_tokens
         if self.cold is not None:
             counts["unreadable_blocks"] = self.cold.loads.num_unreadable

@@ -60,9 +60,11 @@ def _normalise_one(message: Message, place: int, shape: Shape) -> Message:
         out["tool_calls"] = [_normalise_call(call, place, shape) for call in _as_list(calls, place)]
     if shape.short_ids and "tool_call_id" in out:
         out["tool_call_id"] = _short_id(out["tool_call_id"])
-    if shape.reasoning_or_content and "tool_calls" in out and out["content"] and out.get("reasoning_content"):
-        out["reasoning_content"] += "\n\n" + out["content"]
-        out["content"] = ""
+    reasoning = out.get("reasoning_content")
+    if not isinstance(reasoning, str | None):
+        raise _wrong(place, "has a reasoning_content that is no string")
+    if shape.reasoning_or_content and "tool_calls" in out and out["content"] and reasoning:
+        out |= {"reasoning_content": f"{reasoning}\n\n{out['content']}", "content": ""}
     return out
 
 

@@ -35,6 +35,12 @@ class DailyBudget:
                 self._written_bytes += nbytes
             return not self._is_spent
 
+    def give_back(self, nbytes: int, now: float) -> None:
+        """They were taken, and could not be written."""
+        with self._lock:
+            self._turn(now)
+            self._written_bytes = max(0, self._written_bytes - nbytes)
+
     def written_bytes(self, now: float) -> int:
         with self._lock:
             self._turn(now)

@@ -116,7 +116,7 @@ class DiskTier:
         self._shelf = self._open_shelf(reserve_bytes, is_pinned, tally)
         self._second_touch = second_touch
         self._budget = self._open_budget(daily_write_bytes)
-        publisher = Publisher(self._shelf, checksum or fastest(), clock, self._charge)
+        publisher = Publisher(self._shelf, checksum or fastest(), clock, self._budget)
         self._writer = Writer(
             publisher.publish,
             settle_in=publisher.settle_in,
@@ -351,9 +351,6 @@ class DiskTier:
         except CatalogueFault:
             day, written_bytes = 0, 0
         return DailyBudget(limit_bytes, day=day, written_bytes=written_bytes)
-
-    def _charge(self, nbytes: int) -> bool:
-        return self._budget.take(nbytes, self._clock())
 
     def _on_written(self, _written: Written) -> None:
         """On the writer's thread, after each block."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvstrata.errors import ConfigError
+from kvstrata.tiers.admission import DailyBudget
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.catalogue import CatalogueFault, Row, write_tally
 from kvstrata.tiers.checksum import Checksum
@@ -46,12 +47,9 @@ class SettledIn:
 
 
 class Publisher:
-    def __init__(
-        self, shelf: Shelf, checksum: Checksum, clock: Callable[[], float], charge: Callable[[int], bool]
-    ) -> None:
-        """`charge`: whether so many bytes may be written now; they count as written from then on."""
+    def __init__(self, shelf: Shelf, checksum: Checksum, clock: Callable[[], float], budget: DailyBudget) -> None:
         self._shelf = shelf
-        self._charge = charge
+        self._budget = budget
         self._checksum = checksum
         self._clock = clock
         self._serial = itertools.count()
@@ -107,13 +105,14 @@ class Publisher:
         encoded = encode(block, self._checksum, take)
         # After a parent that found no room, room for its children would come from the chain that they hang on.
         self._shelf.make_room(encoded.nbytes, kept(), may_evict=block.parent not in self._without_room)
-        if not self._charge(encoded.nbytes):
+        if not self._budget.take(encoded.nbytes, self._clock()):
             raise GivenUp(Drop.WRITE_BUDGET)
         temporary = self._shelf.folder.temporaries / f"{next(self._serial)}.tmp"
         try:
             disk_bytes = self._write(temporary, encoded, take)
             self._shelf.publish(temporary, self._row(block, disk_bytes), is_wanted)
         except BaseException:
+            self._budget.give_back(encoded.nbytes, self._clock())
             self._clean(temporary)
             raise
         self._without_room.pop(block.key, None)
