@@ -275,8 +275,9 @@ class Settings(BaseSettings):
 
     max_body_bytes: ByteCount = _setting(32 * 1024**2, "Largest request body", panel="Process", unit="size", ge=1024)
     drain_timeout_s: float = _setting(
-        30.0, "How long the first Ctrl-C lets running replies go on", panel="Process", unit="seconds", ge=0, le=86400
-    )
+        30.0, "How long the first Ctrl-C lets running replies go on; a disk cache gets as long again to be written, "
+        "and no less than 30", panel="Process", unit="seconds", ge=0, le=86400
+    )  # fmt: skip
     log_level: LogLevel = _setting("warning", "Least severe message that is logged", panel="Process", unit="level")
 
     @classmethod

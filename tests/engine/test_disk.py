@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import gc
 import logging
+import shutil
 import threading
 import time
 import uuid
@@ -507,6 +508,23 @@ def test_what_the_disk_failed_to_write_is_written_when_it_can_be(
         assert not list(tmp_path.rglob("*.safetensors"))
     with engine_on(tmp_path, loaded) as engine:
         assert [ask(engine, seed) for seed in (1, 2, 3)] == [599] * 3
+
+
+def test_what_somebody_deleted_is_written_again_before_it_is_evicted(tmp_path: Path) -> None:
+    def evict_all(loop: Loop) -> int:
+        assert loop.store is not None
+        loop.store.shrink_to(0)
+        return loop.store.held_bytes
+
+    with engine_on(tmp_path, tiny_loaded("llama"), Storage(write_through=True)) as engine:
+        assert ask(engine, 1) == 0
+        assert engine.ask(flush_tier).result(60)
+        shutil.rmtree(tmp_path / "blocks")
+        assert ask(engine, 2) == 0
+        assert engine.ask(flush_tier).result(60)
+        assert engine.ask(evict_all).result(60) == 0
+        assert engine.ask(flush_tier).result(60)
+        assert [ask(engine, seed) for seed in (1, 2)] == [599, 599]
 
 
 def test_a_fault_while_the_server_ends_costs_nothing_if_it_was_one(tmp_path: Path) -> None:

@@ -95,3 +95,9 @@ def test_what_the_template_cannot_show_is_refused(
 )
 def test_whether_calls_have_no_marks(wrap_byte_level, source: str, bare: bool) -> None:
     assert chat_template(wrap_byte_level, source).has_bare_calls is bare
+
+
+@pytest.mark.parametrize("source", [WITH_TOOLS, GPT_OSS])
+def test_reasoning_is_text(wrap_byte_level, source: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"messages\[1\].*reasoning_content"):
+        chat_template(wrap_byte_level, source).render(calling("a", content="b", reasoning_content=[1]), tools=TOOLS)

@@ -88,6 +88,12 @@ def test_a_cache_that_lost_something_is_still_ours(cache: Path, lost: list[str])
     assert (cache / "README").exists()
 
 
+def test_what_the_system_puts_into_an_empty_folder_does_not_matter(tmp_path: Path) -> None:
+    (tmp_path / "volume" / "lost+found").mkdir(parents=True)
+    (tmp_path / "volume" / ".DS_Store").touch()
+    open_tier(tmp_path / "volume").close()
+
+
 @pytest.mark.parametrize("left", [["lock"], ["lock", "blocks"], ["lock", "blocks", "tmp", "quarantine", ".DS_Store"]])
 def test_a_start_that_was_cut_short_is_gone_on_from(tmp_path: Path, left: list[str]) -> None:
     for name in left:

@@ -98,7 +98,7 @@ def write_tally(labels: Mapping[str, int]) -> str:
 
 
 def read_tally(text: str) -> Counter[str]:
-    """Nothing where it makes no sense: it is only for show."""
+    """Nothing where it makes no sense: at worst a block is written again."""
     try:
         return Counter({str(label): int(nbytes) for label, nbytes in json.loads(text).items()})
     except (ValueError, TypeError, AttributeError):

@@ -160,7 +160,7 @@ class DiskTier:
             case Refusal.PAUSED:
                 return not self._writer.paused_because
             case Refusal.QUEUE_FULL:
-                return not self._writer.is_half_full
+                return self._writer.has_room(refused.nbytes)
             case Refusal.WRITE_BUDGET:
                 return self._budget.allows(refused.nbytes, self._writer.num_bytes, self._clock())
             case _:
@@ -180,9 +180,9 @@ class DiskTier:
 
     @property
     def num_faults(self) -> int:
-        """How often the disk did not take a block: what was put may not arrive. Those that find no room do not count,
-        they would find none the next time either."""
-        return self._writer.num_faults
+        """How often the disk did not take a block, or had lost some: what was put may not be there. Those that find no
+        room do not count, they would find none the next time either."""
+        return self._writer.num_faults + self._shelf.num_losses
 
     # Looking.
 

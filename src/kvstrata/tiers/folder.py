@@ -21,6 +21,7 @@ from kvstrata.tiers.files import Files, make_folder_if_missing, plain_files, unl
 SUFFIX = ".safetensors"
 TEMPORARY_NAME = re.compile(r"[0-9]+\.tmp")
 # Empty where the process ended before it wrote its id.
+OF_THE_SYSTEM = {"lost+found", ".DS_Store"}  # in folders that are empty to their user
 LOCK_TEXT = re.compile(rb"([0-9]+\n)?")
 LONGEST_LOCK_TEXT = 32
 
@@ -138,7 +139,7 @@ class CacheFolder:
 
     def _is_ours(self) -> bool:
         """Empty, or with what we leave behind. The catalogue is no sign: it can be lost, and others use that name."""
-        names = set(self.files.names(self.directory))
+        names = set(self.files.names(self.directory)) - OF_THE_SYSTEM
         return not names or self._has_our_lock(names) or any(map(parse_file_name, self.names()))
 
     def _has_our_lock(self, names: set[str]) -> bool:

@@ -82,16 +82,6 @@ class Quarantine:
             self._held[name] = Held(name, status.disk_bytes, status.modified)
             self._shrink()
 
-    def clear(self) -> int:
-        """Bytes that this gave back."""
-        freed = 0
-        with self._lock:
-            for held in list(self._held.values()):
-                unlink_if_there(self._files, self._folder / held.name)
-                del self._held[held.name]
-                freed += held.disk_bytes
-        return freed
-
     def _shrink(self) -> None:
         total = sum(held.disk_bytes for held in self._held.values())
         while self._held and (len(self._held) > self._limit_files or total > self._limit_bytes):

@@ -67,6 +67,7 @@ class Shelf:
         self._touch_lock = threading.Lock()
         self._undeletable: set[BlockId] = set()  # those that were said
         self.needs_rebuild = False
+        self.num_losses = 0  # how often blocks were gone that nobody here removed
         self.quarantine = Quarantine(
             folder.quarantine, folder.files, limit_files=quarantine_files, limit_bytes=quarantine_bytes
         )
@@ -226,6 +227,7 @@ class Shelf:
             self.quarantine.reload()
             self._open()
             self.needs_rebuild = False
+            self.num_losses += 1
 
     def rebuild(self) -> None:
         """The catalogue turned out to be damaged: a new one, from the headers of the blocks."""
@@ -283,6 +285,7 @@ class Shelf:
             known, names = self.catalogue.names(SUFFIX), self.folder.names()
             gone = [block for name in known - names for block in parse_file_name(name)]
             self.catalogue.remove(gone)
+            self.num_losses += bool(gone)
             self._add_unknown(self.folder.stored(names - known))
             self._account.begin(self.catalogue.totals())
             self._is_compared = True

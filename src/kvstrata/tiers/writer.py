@@ -136,10 +136,10 @@ class Writer:
         with self._changed:
             return self._bytes
 
-    @property
-    def is_half_full(self) -> bool:
+    def has_room(self, nbytes: int) -> bool:
+        """Again, for what found none: not just for it, but half of the queue is empty."""
         with self._changed:
-            return 2 * self._bytes > self._limit_bytes
+            return not self._bytes or self._bytes + max(nbytes, self._limit_bytes // 2) <= self._limit_bytes
 
     @property
     def num_blocks(self) -> int:
@@ -293,6 +293,7 @@ class Writer:
     def _give_up(self, entry: _Entry, event: Event, reason: Fault | Drop) -> None:
         """And what is queued and hangs on it. Parents are queued before their children, a base before its parts."""
         with self._changed:
+            self._num_faults += reason is Drop.WRITE_BUDGET  # tomorrow it may be taken
             gone = {entry.block.key} if entry.block.part == BASE else set[bytes]()
             for other in list(self._queue.values()):
                 if other is entry or not gone.isdisjoint((other.block.key, other.block.parent)):
