@@ -75,9 +75,9 @@ def test_what_is_gone_when_a_request_is_let_in_is_computed(left: int, monkeypatc
     serve(drive, tokens[:300])
     match = drive.store.match
 
-    def match_after_eviction(tokens: Tokens, salt: str) -> Lease:
+    def match_after_eviction(tokens: Tokens, salt: str, asked_twice: int | None = None) -> Lease:
         drive.store.shrink_to(left * drive.budget.token_bytes)
-        return match(tokens, salt)
+        return match(tokens, salt, asked_twice)
 
     monkeypatch.setattr(drive.store, "match", match_after_eviction)
     client = serve(drive, tokens, 6)
