@@ -1,0 +1,219 @@
+"""What the disk keeps of what it was given: through faults, pauses, pins, evictions and expiry."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvstrata.engine.engine import Engine
+from kvstrata.engine.limits import Storage
+from kvstrata.engine.loop import Loop
+from kvstrata.engine.request import Request
+from kvstrata.index.ids import as_ids
+from kvstrata.tiers.disk import DiskTier
+from kvstrata.tiers.pause import Pause
+from tests.engine.drive import GREEDY
+from tests.engine.test_disk import MIB, cached, engine_on, flush_tier, make_computing_slow, settle
+from tests.engine.test_engine import Reply
+from tests.tiers.faults import FaultyFiles, fail, fail_once
+from tests.tiny import VOCAB, tiny_loaded
+
+SMALL_DISK = 3 * MIB  # some prompts of 600 tokens
+
+
+def prompt_of(seed: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(1, VOCAB, 600).tolist())
+
+
+def ask(engine: Engine, seed: int) -> int:
+    """A prompt that shares nothing with the others. Tells how much of it was there."""
+    reply = Reply()
+    engine.ask(make_computing_slow).result(60)
+    engine.submit(Request(f"{seed} {uuid.uuid4()}", prompt_of(seed), 2, GREEDY), reply.sink)
+    found = cached(reply)
+    settle(engine)
+    assert engine.ask(flush_tier).result(60)
+    return found
+
+
+def fill_disk_with_others(engine: Engine, *, first: int = 100, between: Callable[[], object] = lambda: None) -> None:
+    """More of them than it has room for."""
+    for seed in range(first, first + 12):
+        ask(engine, seed)
+        between()
+
+
+def disk_of(engine: Engine) -> DiskTier:
+    def question(loop: Loop) -> DiskTier:
+        assert loop.store is not None
+        assert loop.store.cold is not None
+        return loop.store.cold.tier
+
+    return engine.ask(question).result(60)
+
+
+def is_on_disk(engine: Engine, seed: int) -> bool:
+    """All of a prompt but its last token, as a restart would find it."""
+
+    def question(loop: Loop) -> bool:
+        assert loop.store is not None
+        assert loop.store.cold is not None
+        root = next(entry.root_key for entry in loop.store.entries)
+        return loop.store.cold.match(root, as_ids(prompt_of(seed)[:-1])).num_tokens == 599
+
+    return engine.ask(question).result(60)
+
+
+class LongPause(Pause):
+    """It is not over before the test is, however busy the machine."""
+
+    def __init__(self, _: float, clock: Callable[[], float]) -> None:
+        super().__init__(3600.0, clock)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_what_the_disk_failed_to_write_is_written_when_it_can_be(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.tiers.writer.Pause", LongPause)
+    loaded, files = tiny_loaded(architecture), FaultyFiles()
+    with engine_on(tmp_path, loaded, Storage(write_through=True), files=files) as engine:
+        files.before = {"sync": fail(errno.ENOSPC)}
+        assert ask(engine, 1) == 0
+        assert not list(tmp_path.rglob("*.safetensors"))
+        assert disk_of(engine).usage().is_writing_paused
+        files.before = {}
+        # The pause is still on, and these are not taken either.
+        assert [ask(engine, seed) for seed in (2, 3)] == [0, 0]
+        assert not list(tmp_path.rglob("*.safetensors"))
+    with engine_on(tmp_path, loaded) as engine:
+        assert [ask(engine, seed) for seed in (1, 2, 3)] == [599] * 3
+
+
+def test_what_somebody_deleted_is_written_again_before_it_is_evicted(tmp_path: Path) -> None:
+    def evict_all(loop: Loop) -> int:
+        assert loop.store is not None
+        loop.store.shrink_to(0)
+        return loop.store.held_bytes
+
+    with engine_on(tmp_path, tiny_loaded("llama"), Storage(write_through=True)) as engine:
+        assert ask(engine, 1) == 0
+        assert engine.ask(flush_tier).result(60)
+        shutil.rmtree(tmp_path / "blocks")
+        assert ask(engine, 2) == 0
+        assert engine.ask(flush_tier).result(60)
+        assert engine.ask(evict_all).result(60) == 0
+        assert engine.ask(flush_tier).result(60)
+        assert [ask(engine, seed) for seed in (1, 2)] == [599, 599]
+
+
+def test_a_fault_while_the_server_ends_costs_nothing_if_it_was_one(tmp_path: Path) -> None:
+    loaded, files = tiny_loaded("llama"), FaultyFiles()
+    with engine_on(tmp_path, loaded, files=files) as engine:
+        for seed in (1, 2, 3):
+            ask(engine, seed)
+        fail_once(files, "sync", errno.ENOSPC)
+    with engine_on(tmp_path, loaded) as engine:
+        assert [ask(engine, seed) for seed in (1, 2, 3)] == [599] * 3
+
+
+def test_a_disk_that_stays_broken_does_not_keep_the_server_from_ending(tmp_path: Path) -> None:
+    files = FaultyFiles(before={"create": fail(errno.EROFS)})
+    with engine_on(tmp_path, tiny_loaded("llama"), files=files, flush_s=600.0) as engine:
+        for seed in (1, 2, 3):
+            ask(engine, seed)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def test_what_failed_to_be_written_is_written_again_before_it_is_evicted(tmp_path: Path) -> None:
+    loaded, files = tiny_loaded("llama"), FaultyFiles()
+    with engine_on(tmp_path, loaded, Storage(write_through=True), files=files) as engine:
+        files.before = {"sync": fail(errno.ENOSPC)}
+        ask(engine, 1)
+        files.before = {}
+        disk_of(engine).end_pause()
+        engine.ask(lambda loop: loop.store and loop.store.shrink_to(0)).result(60)
+        assert engine.ask(flush_tier).result(60)
+        assert ask(engine, 1) == 599
+
+
+def test_what_is_asked_for_often_is_not_the_first_to_leave_the_disk(tmp_path: Path) -> None:
+    with engine_on(tmp_path, tiny_loaded("llama"), Storage(write_through=True), SMALL_DISK) as engine:
+        ask(engine, 1)
+        fill_disk_with_others(engine, between=lambda: ask(engine, 1))
+        assert is_on_disk(engine, 1)
+        assert not is_on_disk(engine, 100)
+
+
+def test_what_is_pinned_does_not_leave_the_disk(tmp_path: Path) -> None:
+    with engine_on(tmp_path, tiny_loaded("llama"), Storage(write_through=True), SMALL_DISK) as engine:
+        ask(engine, 1)
+        engine.ask(lambda loop: loop.store and loop.store.pin(prompt_of(1), "")).result(60)
+        fill_disk_with_others(engine)
+        assert is_on_disk(engine, 1)
+        engine.ask(lambda loop: loop.store and loop.store.unpin(prompt_of(1), "")).result(60)
+        fill_disk_with_others(engine, first=200)
+        assert not is_on_disk(engine, 1)
+
+
+def test_what_is_pinned_before_it_is_written_does_not_leave_the_disk(tmp_path: Path) -> None:
+    with engine_on(tmp_path, tiny_loaded("llama"), Storage(), SMALL_DISK) as engine:
+        ask(engine, 1)
+        engine.ask(lambda loop: loop.store and loop.store.pin(prompt_of(1), "")).result(60)
+        for seed in range(100, 112):
+            ask(engine, seed)
+            engine.ask(write_all).result(60)
+        assert is_on_disk(engine, 1)
+
+
+def write_all(loop: Loop) -> bool:
+    assert loop.store is not None
+    for entry in loop.store.entries:
+        loop.store._spills.add(entry)
+    while loop.has_chores:
+        loop.do_chores(1.0)
+    return flush_tier(loop)
+
+
+def test_the_end_writes_what_the_disk_has_evicted_and_the_newest_stays(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    with engine_on(tmp_path, loaded, Storage(write_through=True), SMALL_DISK) as engine:
+        ask(engine, 1)
+        fill_disk_with_others(engine)
+        assert not is_on_disk(engine, 1)
+        assert ask(engine, 1) == 599  # from memory
+        assert not is_on_disk(engine, 1)
+    with engine_on(tmp_path, loaded, Storage(), SMALL_DISK) as engine:
+        assert ask(engine, 1) == 599
+        assert ask(engine, 111) == 599
+
+
+def test_what_has_expired_is_neither_written_nor_kept(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    with engine_on(tmp_path, loaded) as engine:
+        ask(engine, 1)
+    assert list(tmp_path.rglob("*.safetensors"))
+    with engine_on(tmp_path, loaded, Storage(ttl_s=0.01)) as engine:
+        assert engine.ask(flush_tier).result(60)
+        assert not list(tmp_path.rglob("*.safetensors"))
+        ask(engine, 2)
+        until_s = time.monotonic() + 30
+        while engine.ask(num_entries_in_time).result(60):
+            assert time.monotonic() < until_s
+        settle(engine)
+        assert engine.ask(flush_tier).result(60)
+        assert disk_of(engine).usage().counters["written"] == {}
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+def num_entries_in_time(loop: Loop) -> int:
+    assert loop.store is not None
+    loop.store.expire()
+    return len(loop.store.entries)
