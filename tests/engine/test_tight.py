@@ -131,3 +131,14 @@ def test_everybody_who_was_accepted_is_served(architecture: str, seed: int) -> N
         assert isinstance(client.end, Finished), client.end
     assert_as_with_room(rng.choice(clients), architecture)
     assert drive.store.free_bytes == drive.store.held_bytes <= drive.budget.total_bytes
+
+
+def test_a_model_whose_tokens_take_nothing_fits_beside_its_marks_or_without() -> None:
+    """Of a recurrent model all is state: there is room for one sequence, and none for a mark beside it."""
+    loaded = steady_loaded("mamba2")
+    budget = Drive(loaded).budget
+    assert budget.token_bytes == 0
+    drive = Drive(loaded, kv_bytes=budget.bytes_for(1))
+    first = serve(drive, prompt(40))
+    again = serve(drive, [*prompt(40), *first.ids, *prompt(5, seed=9)])
+    assert_as_with_room(again, "mamba2")

@@ -286,7 +286,7 @@ class Loop:
     def _size(self, num_tokens: int, free_bytes: int, least: int, *, is_alone: bool) -> int:
         """Of a buffer. One that is alone takes what there is: nobody will leave it more."""
         size = round_up(num_tokens)
-        if not is_alone or size * self._budget.token_bytes <= free_bytes:
+        if not is_alone or not self._budget.token_bytes or size * self._budget.token_bytes <= free_bytes:
             return size
         return max(least, min(num_tokens, free_bytes // self._budget.token_bytes))
 

@@ -3,7 +3,7 @@
 mlx-lm sorts the rows of a long pass by expert, and tells MLX so. On CUDA, MLX 0.32.4 then reads rows from the wrong
 place if their singleton axis was inserted (`x[:, None, :]`), which adding the experts' biases can pass on; Metal had
 the same (https://github.com/ml-explore/mlx/pull/3960). No error is raised: the reply is wrong. The product of
-quantized experts (`gather_qmm`) is right there.
+quantized experts (`gather_qmm`) is right there, as far as was seen (docs/gpu.md).
 """
 
 from __future__ import annotations

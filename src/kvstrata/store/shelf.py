@@ -164,7 +164,7 @@ class Shelf:
         used = max(found.num_tokens, found.mark_position or 0)
         for entry in found.entries:
             used_end = max(min(node.end, used) for node in found.path if node.payload is entry)
-            last = max(entry.nodes, key=lambda node: node.end)
+            last = entry.last_node
             if last.end > used_end and self._shorten(last, used_end, need_bytes):
                 return True
         if self.drop_marks((entry for entry in found.entries if entry.is_free), found.mark_position):
@@ -230,7 +230,7 @@ class Shelf:
     def _offer_end(self, entry: Entry) -> None:
         """Its nodes lie on one path: only the last of them can be a leaf."""
         if entry.nodes:
-            self._offer(max(entry.nodes, key=lambda node: node.end))
+            self._offer(entry.last_node)
 
     def drop(self, entry: Entry) -> None:
         """An entry without nodes. Its memory goes now, whoever still knows the entry."""
