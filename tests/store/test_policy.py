@@ -1,4 +1,4 @@
-"""The eviction policy is pure: what each kind is worth, which leaf goes, and when LRU is followed instead."""
+"""The eviction policy is pure: what each kind is worth, and which leaf goes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvstrata.bench.trace import Asked
+from kvstrata.bench.replay import LruStore, StrataStore, serve_all
+from kvstrata.bench.trace import Asked, trace_of
 from kvstrata.index.tree import Tree
 from kvstrata.store.eviction import Eviction
 from kvstrata.store.history import HISTORY_FACTOR, History
@@ -26,9 +27,7 @@ from kvstrata.store.policy import (
     hazard,
     kept_tokens,
 )
-from kvstrata.store.shadow import AgeShadow, WorthShadow
 from kvstrata.store.uses import Uses
-from kvstrata.store.watch import Watch
 
 ROOT = b"root"
 CHANCES = st.lists(st.floats(0.0, 0.95), min_size=NUM_BUCKETS, max_size=NUM_BUCKETS).map(np.array)
@@ -167,8 +166,6 @@ def test_a_young_leaf_of_a_kind_that_never_comes_back_goes_before_an_old_one_tha
     add(queue, "chat", 0.0, kind=Kind.CONTINUED)
     add(queue, "left", 30.0, kind=Kind.LEFT_FRESH)
     assert queue.choose(10, 31.0)[0].leaf == "left"
-    add(queue, "left", 30.0, kind=Kind.LEFT_FRESH)
-    assert queue.choose(10, 31.0, by_age=True)[0].leaf == "chat"
 
 
 def test_bytes_count() -> None:
@@ -277,44 +274,9 @@ def test_history_forgets_the_oldest_first_and_stays_bounded() -> None:
     assert history.asked(ROOT, [1, 2, 3], 501.0) is Kind.CONTINUED
 
 
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=40), st.integers(1, 30))
-def test_shadows_keep_to_their_size_and_find_only_what_was_asked_before(prompts: list[list[int]], size: int) -> None:
-    by_age, by_worth = AgeShadow(size), WorthShadow(Reuse(), size)
-    everything: Tree[None] = Tree()
-    for at, prompt in enumerate(prompts):
-        most = everything.insert(ROOT, prompt, None).num_matched
-        assert 0 <= by_age.asked(ROOT, prompt, float(at)) <= most
-        assert 0 <= by_worth.asked(ROOT, prompt, Kind.FRESH, float(at)) <= most
-        assert max(by_age.tree.num_tokens, by_worth.tree.num_tokens) <= size
-
-
-def scans(num_rounds: int) -> list[Asked]:
+def test_worth_finds_what_lru_drops_just_too_early() -> None:
     """Prompts that come round in turn, more than fit: LRU drops each just before it is asked for again."""
     prompts = [np.arange(100 * which, 100 * which + 20, dtype=np.int32) for which in range(12)]
-    return [Asked(10.0 * at, prompts[at % 12]) for at in range(12 * num_rounds)]
-
-
-def test_worth_finds_what_lru_drops_just_too_early() -> None:
-    by_age, watch = AgeShadow(120), Watch(120)
-    by_worth = WorthShadow(watch.reuse, 120)
-    found_by_age = found_by_worth = 0
-    for request in scans(40):
-        kind = watch.asked(ROOT, request.blocks, request.time_s)
-        found_by_age += by_age.asked(ROOT, request.blocks, request.time_s)
-        found_by_worth += by_worth.asked(ROOT, request.blocks, kind, request.time_s)
-    assert found_by_age == 0
-    assert found_by_worth > 0.25 * 20 * 12 * 40
-    assert not watch.prefers_age
-
-
-def test_the_watch_turns_to_worth_where_that_finds_more_and_back_to_lru_where_that_does() -> None:
-    watch = Watch(120)
-    assert watch.prefers_age
-    for request in scans(20):
-        watch.asked(ROOT, request.blocks, request.time_s)
-    assert not watch.prefers_age
-    # From now on a prompt comes back after one other, and then never again: what was learned is wrong.
-    for at in range(300):
-        start = 10_000 + 100 * (at // 4 * 2 + at % 2)
-        watch.asked(ROOT, np.arange(start, start + 50, dtype=np.int32), 2500.0 + 40 * at)
-    assert watch.prefers_age
+    trace = trace_of("scans", [Asked(10.0 * at, prompts[at % 12]) for at in range(12 * 40)])
+    assert serve_all(trace, LruStore(120)).num_found == 0
+    assert serve_all(trace, StrataStore(120)).rate > 0.25

@@ -2,8 +2,8 @@
 
 One id of the trace is one token of the tree and stands for a block of 512. Three policies over the same requests:
 
-- `kvstrata`: index, watch and eviction as the store uses them, trims included.
-- `lru`: leaves first, the one that was used longest ago; it may trim by single blocks, which costs it nothing here.
+- `kvstrata`: index, history and eviction as the store uses them, trims included.
+- `lru`: leaves first, the one that was used longest ago (`bench/lru.py`).
 - `optimal`: knows the future. Belady's rule over blocks, with the choice not to keep a block at all: of what is there
   and what was asked, drop what is asked for again last. Blocks are of one size, so no policy can find more. Where all
   requests count it is a policy from the leaves itself: what comes before a block is always asked for at least as soon.
@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
+from kvstrata.bench.lru import LruTree
 from kvstrata.bench.trace import BLOCK_TOKENS, Asked, Trace
 from kvstrata.errors import ConfigError
 from kvstrata.index.tree import Node, Tree
 from kvstrata.store.eviction import Eviction
-from kvstrata.store.policy import PrefillCost
-from kvstrata.store.shadow import AgeShadow
+from kvstrata.store.history import History
+from kvstrata.store.policy import PrefillCost, Reuse
 from kvstrata.store.uses import Uses
-from kvstrata.store.watch import Watch
 
 PolicyName = Literal["kvstrata", "lru", "optimal"]
 POLICIES: tuple[PolicyName, ...] = ("kvstrata", "lru", "optimal")
@@ -43,6 +45,8 @@ class Row:
     hit_rate: float  # blocks found / blocks asked for
     budget_blocks: int  # how many blocks that holds at these bits
     num_requests: int  # that count
+    above_lru: float | None = None  # of `kvstrata`, where `lru` ran too: how much more it found
+    above_lru_error: float | None = None  # the standard error of that difference
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -50,12 +54,38 @@ class Row:
 
 @dataclass(frozen=True)
 class Hits:
-    num_found: int
-    num_asked: int
+    """Blocks of each request that counts."""
+
+    found: tuple[int, ...]
+    asked: tuple[int, ...]
+
+    @property
+    def num_found(self) -> int:
+        return sum(self.found)
+
+    @property
+    def num_asked(self) -> int:
+        return sum(self.asked)
 
     @property
     def rate(self) -> float:
         return self.num_found / max(1, self.num_asked)
+
+
+@dataclass(frozen=True)
+class Difference:
+    rate: float
+    standard_error: float
+
+
+def difference(first: Hits, second: Hits) -> Difference:
+    """How much more the first found of the same requests. Both served each request, so the error is that of the pairs:
+    what the one found more, less what it would have at the mean difference."""
+    found = np.subtract(first.found, second.found).astype(np.float64)
+    asked = np.array(first.asked, dtype=np.float64)
+    rate = found.sum() / max(1.0, asked.sum())
+    squares = np.square(found - rate * asked).sum() * len(found) / max(1, len(found) - 1)
+    return Difference(float(rate), float(np.sqrt(squares) / max(1.0, asked.sum())))
 
 
 class Replayed(Protocol):
@@ -70,14 +100,15 @@ class StrataStore:
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self.tree: Tree[Asked] = Tree()
-        self._watch = Watch(num_blocks)
-        self._eviction: Eviction[Node[Asked]] = Eviction(self._watch.reuse, PrefillCost(), quantum_tokens=BLOCK_TOKENS)
+        reuse = Reuse()
+        self._history = History(reuse, num_blocks)
+        self._eviction: Eviction[Node[Asked]] = Eviction(reuse, PrefillCost(), quantum_tokens=BLOCK_TOKENS)
         self._uses = Uses()
 
     def serve(self, request: Asked) -> int:
         now_s = request.time_s
         inserted = self.tree.insert(ROOT, request.blocks, request)
-        kind = self._watch.asked(ROOT, request.blocks, now_s)
+        kind = self._history.asked(ROOT, request.blocks, now_s)
         self._uses.inserted(inserted, kind, now_s)
         for node in (*inserted.path[-2:], *inserted.halves):
             self._offer(node)
@@ -87,7 +118,7 @@ class StrataStore:
 
     def _evict(self, now_s: float) -> None:
         num_over = self.tree.num_tokens - self._num_blocks
-        for leaf, keep_tokens in self._eviction.choose(num_over, now_s, by_age=self._watch.prefers_age):
+        for leaf, keep_tokens in self._eviction.choose(num_over, now_s):
             if keep_tokens:
                 self.tree.trim(leaf, leaf.start + keep_tokens // BLOCK_TOKENS)
                 self._offer(leaf)
@@ -114,16 +145,16 @@ class StrataStore:
 
 class LruStore:
     def __init__(self, num_blocks: int) -> None:
-        self._shadow = AgeShadow(num_blocks)
+        self._tree = LruTree(num_blocks)
 
     def serve(self, request: Asked) -> int:
-        return self._shadow.asked(ROOT, request.blocks, request.time_s)
+        return self._tree.asked(ROOT, request.blocks, request.time_s)
 
 
 def serve_all(trace: Trace, store: Replayed, count_from: int = 0) -> Hits:
     """Requests before `count_from` warm the store and do not count."""
     found = [store.serve(request) for request in trace.requests]
-    return Hits(sum(found[count_from:]), sum(len(request.blocks) for request in trace.requests[count_from:]))
+    return Hits(tuple(found[count_from:]), tuple(len(request.blocks) for request in trace.requests[count_from:]))
 
 
 def serve_knowing_the_future(trace: Trace, num_blocks: int, count_from: int = 0) -> Hits:
@@ -131,12 +162,12 @@ def serve_knowing_the_future(trace: Trace, num_blocks: int, count_from: int = 0)
     asked_next = _asked_next(trace, count_from)
     held: dict[int, tuple[float, int]] = {}
     farthest: list[tuple[float, int, int]] = []
-    num_found = num_asked = 0
+    found, asked = list[int](), list[int]()
     for at, blocks in enumerate(trace.numbers):
         ids = blocks.tolist()
         if at >= count_from:
-            num_found += sum(block in held for block in ids)
-            num_asked += len(ids)
+            found.append(sum(block in held for block in ids))
+            asked.append(len(ids))
         for depth, (block, when) in enumerate(zip(ids, asked_next[at], strict=True)):
             held[block] = (-when, -depth)
             heapq.heappush(farthest, (-when, -depth, block))
@@ -144,7 +175,7 @@ def serve_knowing_the_future(trace: Trace, num_blocks: int, count_from: int = 0)
             when, depth, block = heapq.heappop(farthest)
             if held.get(block) == (when, depth):
                 del held[block]
-    return Hits(num_found, num_asked)
+    return Hits(tuple(found), tuple(asked))
 
 
 def _asked_next(trace: Trace, count_from: int) -> list[list[float]]:
@@ -171,7 +202,7 @@ def replay(
     """A row for each budget (a share of what all distinct blocks take at 16 bits), precision and policy. With
     `held_out` the first half of the requests warms the store and the second half counts."""
     count_from = len(trace.requests) // 2 if held_out else 0
-    rates: dict[tuple[PolicyName, int], float] = {}  # the same number of blocks need not be replayed twice
+    hits: dict[tuple[PolicyName, int], Hits] = {}  # the same number of blocks need not be replayed twice
     rows = []
     for budget in budgets:
         for each in bits:
@@ -179,12 +210,23 @@ def replay(
             if num_blocks < 1:
                 raise ConfigError(f"A budget of {budget:.3%} of '{trace.name}' holds not one block. Give more")
             for policy in policies:
-                if (policy, num_blocks) not in rates:
+                if (policy, num_blocks) not in hits:
                     progress(f"{trace.name}: {policy}, {num_blocks} blocks")
-                    rates[policy, num_blocks] = _hits(trace, policy, num_blocks, count_from).rate
-                rate = rates[policy, num_blocks]
-                rows.append(Row(trace.name, budget, policy, each, rate, num_blocks, len(trace.requests) - count_from))
+                    hits[policy, num_blocks] = _hits(trace, policy, num_blocks, count_from)
+            found = {policy: hits[policy, num_blocks] for policy in policies}
+            rows += [_row(trace.name, budget, each, num_blocks, policy, found) for policy in policies]
     return rows
+
+
+def _row(
+    trace: str, budget: float, bits: int, num_blocks: int, policy: PolicyName, found: Mapping[PolicyName, Hits]
+) -> Row:
+    hits = found[policy]
+    row = Row(trace, budget, policy, bits, hits.rate, num_blocks, len(hits.asked))
+    if policy != "kvstrata" or "lru" not in found:
+        return row
+    above = difference(hits, found["lru"])
+    return replace(row, above_lru=above.rate, above_lru_error=above.standard_error)
 
 
 def _hits(trace: Trace, policy: PolicyName, num_blocks: int, count_from: int) -> Hits:

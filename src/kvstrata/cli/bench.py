@@ -223,13 +223,20 @@ def _bits(text: str) -> tuple[int, ...]:
 
 def _replay_table(rows: list[Row]) -> str:
     policies = list(dict.fromkeys(row.policy for row in rows))
-    lines = [f"{'trace':<22}{'budget':>8}{'bits':>6}{'blocks':>9}" + "".join(f"{policy:>10}" for policy in policies)]
-    places = dict.fromkeys((row.trace, row.budget, row.bits, row.budget_blocks) for row in rows)
-    rates = {(row.trace, row.budget, row.bits, row.policy): row.hit_rate for row in rows}
-    for trace, budget, bits, blocks in places:
-        found = "".join(f"{rates[trace, budget, bits, policy]:>10.4f}" for policy in policies)
-        lines.append(f"{trace:<22}{budget:>8.2%}{bits:>6}{blocks:>9}{found}")
+    head = f"{'trace':<22}{'budget':>8}{'bits':>6}{'blocks':>9}" + "".join(f"{policy:>10}" for policy in policies)
+    lines = [head + (f"{'above lru':>20}" if {"kvstrata", "lru"} <= set(policies) else "")]
+    for at in range(0, len(rows), len(policies)):
+        first, *_ = line = rows[at : at + len(policies)]
+        found = "".join(f"{row.hit_rate:>10.4f}" for row in line)
+        above = "".join(
+            f"{row.above_lru:>+11.4f} ±{row.above_lru_error:.4f}" for row in line if row.above_lru is not None
+        )
+        lines.append(f"{first.trace:<22}{first.budget:>8.2%}{first.bits:>6}{first.budget_blocks:>9}{found}{above}")
     return "\n".join(lines)
+
+
+def _above_lru(row: Row) -> str:
+    return "" if row.above_lru is None else f"{row.above_lru:>+11.4f} ±{row.above_lru_error:.4f}"
 
 
 @app.command("index")

@@ -78,12 +78,12 @@ class Eviction(Generic[K]):
         if not len(queue):
             del self._queues[known.queue]
 
-    def choose(self, need_bytes: int, now_s: float, *, by_age: bool = False) -> list[Drop[K]]:
+    def choose(self, need_bytes: int, now_s: float) -> list[Drop[K]]:
         """What has expired; else, where room is needed, the one leaf that is worth least, or its end. One at a time:
-        the node above it becomes the next candidate. Empty when there is none. With `by_age` the oldest goes, whatever
-        it is worth. Chosen leaves are no candidates any more: one that stays, or a part of it, is added again."""
+        the node above it becomes the next candidate. Empty when there is none. Chosen leaves are no candidates any
+        more: one that stays, or a part of it, is added again."""
         chosen = [Drop(leaf, 0) for leaf in self._take_expired(now_s)]
-        least = self._least(now_s, by_age) if need_bytes > 0 and not chosen else None
+        least = self._least(now_s) if need_bytes > 0 and not chosen else None
         if least is not None:
             known = self._leaves[least]
             need_tokens = math.ceil(need_bytes * known.num_tokens / max(1, known.nbytes))
@@ -108,11 +108,11 @@ class Eviction(Generic[K]):
             expired.append(leaf)
         return expired
 
-    def _least(self, now_s: float, by_age: bool) -> K | None:
+    def _least(self, now_s: float) -> K | None:
         ends = [leaf for queue in self._queues.values() if (leaf := queue.oldest()) is not None]
         oldest = min(ends, key=lambda leaf: self._leaves[leaf].used_s, default=None)
-        if oldest is None or by_age:
-            return oldest
+        if oldest is None:
+            return None
         ends += [leaf for queue in self._queues.values() if (leaf := queue.newest()) is not None]
         least, most = oldest, (CLEARLY * self.worth(oldest, now_s), -math.inf)
         for leaf in ends:

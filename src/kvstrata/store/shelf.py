@@ -17,9 +17,9 @@ from kvstrata.spans.marks import Mark
 from kvstrata.spans.span import empty_span
 from kvstrata.store.entry import Entry, Found
 from kvstrata.store.eviction import Eviction
-from kvstrata.store.policy import Kind, PrefillCost
+from kvstrata.store.history import History
+from kvstrata.store.policy import Kind, PrefillCost, Reuse
 from kvstrata.store.uses import Uses
-from kvstrata.store.watch import Watch
 
 # Tokens of what was evicted that are remembered, so that a miss can be explained.
 GHOST_TOKENS = 1 << 20
@@ -48,9 +48,10 @@ class Shelf:
         self._needs_marks = needs_marks
         self._clock = clock
         self._ttl_s = math.inf if ttl_s is None else ttl_s
-        self._watch = Watch(max_tokens)
+        reuse = Reuse()
+        self._history = History(reuse, max_tokens)
         self._uses = Uses()
-        self._eviction: Eviction[Node[Entry]] = Eviction(self._watch.reuse, PrefillCost(), QUANTUM_TOKENS)
+        self._eviction: Eviction[Node[Entry]] = Eviction(reuse, PrefillCost(), QUANTUM_TOKENS)
 
     def add(self, entry: Entry) -> None:
         self.entries[entry] = None
@@ -58,15 +59,15 @@ class Shelf:
 
     def resize(self, max_tokens: int) -> None:
         """About so many tokens fit from now on."""
-        self._watch.resize(max_tokens)
+        self._history.resize(max_tokens)
 
     def known_tokens(self, root_key: bytes, ids: TokenIds) -> int:
         """How far a prompt was asked for before, stored or not."""
-        return self._watch.known_tokens(root_key, ids)
+        return self._history.known_tokens(root_key, ids)
 
     def asked(self, root_key: bytes, ids: TokenIds) -> Kind:
         """A request came with this prompt. Tells what kind of request that makes it."""
-        return self._watch.asked(root_key, ids, self._clock())
+        return self._history.asked(root_key, ids, self._clock())
 
     def touch(self, path: Iterable[Node[Entry]], kind: Kind) -> None:
         """A request goes on from these."""
@@ -134,7 +135,7 @@ class Shelf:
     def shrink_to(self, limit_bytes: int) -> None:
         """Evict what has expired, and from the leaves until no more than this is held, or only what is in use."""
         while True:
-            chosen = self._eviction.choose(self.held_bytes - limit_bytes, self._clock(), by_age=self._watch.prefers_age)
+            chosen = self._eviction.choose(self.held_bytes - limit_bytes, self._clock())
             # While one is written or removed, others may grow upward: what goes is known by its position.
             ends = [(drop.leaf, drop.leaf.start + drop.keep_tokens) for drop in chosen]
             for leaf, end in ends:
