@@ -213,7 +213,7 @@ def replay(
                 if (policy, num_blocks) not in hits:
                     progress(f"{trace.name}: {policy}, {num_blocks} blocks")
                     hits[policy, num_blocks] = _hits(trace, policy, num_blocks, count_from)
-            found = {policy: hits[policy, num_blocks] for policy in policies}
+            found: dict[PolicyName, Hits] = {policy: hits[policy, num_blocks] for policy in policies}
             rows += [_row(trace.name, budget, each, num_blocks, policy, found) for policy in policies]
     return rows
 
