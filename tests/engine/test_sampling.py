@@ -26,16 +26,36 @@ def draw_many(logits: np.ndarray, sampling: Sampling, times: int, prompt: tuple[
 
 
 def allowed(logits: np.ndarray, sampling: Sampling) -> set[int]:
-    """Which tokens may come, read off the rules one by one."""
+    """Which tokens may come, read off the rules one after the other."""
     probabilities = np.exp(logits / sampling.temperature - np.max(logits / sampling.temperature))
-    probabilities /= probabilities.sum()
-    descending = -np.sort(-probabilities)
-    before = np.cumsum(descending) - descending
-    num_by_p = max(1, int((before < sampling.top_p).sum()))
-    # Different logits may have the same probability: then all of them stay.
-    last = descending[min(sampling.top_k or VOCAB, num_by_p, VOCAB) - 1] * (1 - 1e-6)
-    floor = max(last, sampling.min_p * probabilities.max())
-    return {token for token in range(VOCAB) if probabilities[token] >= floor}
+    # Different logits may have the same probability: then all of them stay. Nothing that comes to 0 is drawn.
+    smallest = np.sort(probabilities)[-min(sampling.top_k or VOCAB, VOCAB)]
+    left = [token for token in range(VOCAB) if probabilities[token] >= smallest * (1 - 1e-6)]
+    left.sort(key=lambda token: -probabilities[token])
+    enough = sampling.top_p * sum(probabilities[left])
+    by_p = [token for at, token in enumerate(left) if at == 0 or sum(probabilities[left[:at]]) < enough]
+    floor = max(probabilities[by_p[-1]] * (1 - 1e-6), sampling.min_p * probabilities.max())
+    return {token for token in left if probabilities[token] >= floor}
+
+
+class Evenly(Sampler):
+    """Draws what it is told to."""
+
+    def __init__(self, sampling: Sampling, number: float) -> None:
+        super().__init__(sampling, (), VOCAB)
+        self._number = number
+
+    def draw(self) -> float:
+        return self._number
+
+
+def shares(probabilities: list[float], sampling: Sampling, others: tuple[Sampling, ...] = ()) -> dict[int, float]:
+    """How often each token comes where draws are spread evenly, other rows beside it: exact to 1 in 100."""
+    logits = np.full(VOCAB, -100.0, dtype=np.float32)
+    logits[: len(probabilities)] = np.log(probabilities)
+    rows = [Evenly(sampling, (i + 0.5) / 100) for i in range(100)] + [Sampler(other, (), VOCAB) for other in others]
+    drawn = Counter(sample(mx.array(np.tile(logits, (len(rows), 1))), rows).read()[:100])
+    return {token: count / 100 for token, count in drawn.items()}
 
 
 @given(LOGITS)
@@ -60,6 +80,35 @@ def test_only_what_the_rules_allow_is_drawn(
     assert drawn <= allowed(logits, wider)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "expected"),
+    [
+        (Sampling(), [0.4, 0.3, 0.2, 0.1]),
+        (Sampling(top_k=2), [4 / 7, 3 / 7]),
+        (Sampling(top_p=0.6), [4 / 7, 3 / 7]),
+        (Sampling(top_p=0.75), [4 / 9, 3 / 9, 2 / 9]),
+        (Sampling(top_p=0.39), [1.0]),
+        # Of the 0.9 that three tokens have, the first two have 0.78: enough for 0.75, though not of all four.
+        (Sampling(top_k=3, top_p=0.75), [4 / 7, 3 / 7]),
+        (Sampling(top_k=3, top_p=0.8), [4 / 9, 3 / 9, 2 / 9]),
+        (Sampling(min_p=0.6), [4 / 7, 3 / 7]),
+        (Sampling(top_p=0.95, min_p=0.4), [4 / 9, 3 / 9, 2 / 9]),
+        # Squared: 16, 9, 4 and 1 of 30, of which the first two have 0.83.
+        (Sampling(temperature=0.5, top_p=0.8), [16 / 25, 9 / 25]),
+    ],
+)
+def test_all_that_the_rules_allow_comes_as_often_as_it_should(sampling: Sampling, expected: list[float]) -> None:
+    drawn = shares([0.4, 0.3, 0.2, 0.1], sampling)
+    assert [drawn.get(token, 0.0) for token in range(len(expected))] == pytest.approx(expected, abs=0.011)
+    assert max(drawn) < len(expected)
+
+
+def test_a_rule_is_its_own_rows_only() -> None:
+    others = (Sampling(top_k=1, top_p=0.1, min_p=1.0), Sampling(temperature=0), Sampling(top_p=0.5, temperature=0.3))
+    drawn = shares([0.4, 0.3, 0.2, 0.1], Sampling(), others)
+    assert [drawn[token] for token in range(4)] == pytest.approx([0.4, 0.3, 0.2, 0.1], abs=0.011)
+
+
 def test_draws_follow_the_distribution() -> None:
     logits = np.log(np.array([0.5, 0.25, 0.15, 0.1] + [1e-9] * (VOCAB - 4), dtype=np.float32))
     counts = draw_many(logits, Sampling(temperature=1.0), 4000)
@@ -68,12 +117,8 @@ def test_draws_follow_the_distribution() -> None:
 
 def test_every_draw_of_a_truncated_row_is_a_real_token() -> None:
     # The very last draw below 1 must not run past the end.
-    class AlmostOne(Sampler):
-        def draw(self) -> float:
-            return (2**23 - 1) / 2**23
-
     logits = mx.array(np.linspace(5, -5, VOCAB, dtype=np.float32))[None]
-    sampler = AlmostOne(Sampling(temperature=1.0, top_k=3), (), VOCAB)
+    sampler = Evenly(Sampling(temperature=1.0, top_k=3), (2**23 - 1) / 2**23)
     assert sample(logits, [sampler]).read() == [2]
 
 

@@ -1,8 +1,9 @@
 """From logits to tokens, each row of the batch by its own rules, all on the device.
 
-The order is the usual one: bias and penalties, temperature, top-k, top-p, min-p, draw. The draw inverts the cumulative
-distribution at one uniform number for each row, and that number comes from the request's own generator on the host: so
-a seed gives the same tokens whatever else is in the batch, and nothing random lives on the device.
+The order is that of transformers: bias and penalties, temperature, top-k, top-p of what top-k leaves, min-p, draw. The
+draw inverts the cumulative distribution at one uniform number for each row, and that number comes from the request's
+own generator on the host: so a seed gives the same tokens whatever else is in the batch, and nothing random lives on
+the device.
 """
 
 from __future__ import annotations
@@ -123,7 +124,9 @@ def _truncate(probabilities: mx.array, rows: Sequence[Sampling]) -> mx.array:
     floor = mx.zeros((len(rows), 1))
     if any(row.top_k or row.top_p < 1 for row in rows):
         descending = _descending(probabilities)
-        floor = mx.maximum(_top_k_floor(descending, rows), _top_p_floor(descending, rows))
+        floor = _top_k_floor(descending, rows)
+        kept = mx.where(descending >= floor, descending, 0.0)
+        floor = mx.maximum(floor, _top_p_floor(kept, rows))
     if any(row.min_p for row in rows):
         floor = mx.maximum(floor, _column([row.min_p for row in rows]) * probabilities.max(axis=-1, keepdims=True))
     return mx.where(probabilities >= floor, probabilities, 0.0)
@@ -143,11 +146,12 @@ def _top_k_floor(descending: mx.array, rows: Sequence[Sampling]) -> mx.array:
 
 
 def _top_p_floor(descending: mx.array, rows: Sequence[Sampling]) -> mx.array:
-    """The smallest set whose sum reaches top_p: what comes before a token must be less than top_p."""
-    before = mx.cumsum(descending, axis=-1) - descending
+    """The smallest set that has the share top_p of the sum: what comes before a token must be less than that."""
+    cumulative = mx.cumsum(descending, axis=-1)
     # A row without top-p keeps everything, whatever the sum was rounded to.
     top_p = _column([row.top_p if row.top_p < 1 else 2.0 for row in rows])
-    last = mx.maximum((before < top_p).sum(axis=-1, keepdims=True), 1) - 1
+    is_kept = cumulative - descending < top_p * cumulative[:, -1:]
+    last = mx.maximum(is_kept.sum(axis=-1, keepdims=True), 1) - 1
     return mx.take_along_axis(descending, last, axis=-1)
 
 
