@@ -151,6 +151,10 @@ class Settings(BaseSettings):
         None, "Longest prompt and reply together; without it what the model was made for", panel="Model", unit="tokens",
         ge=1,
     )  # fmt: skip
+    generation_config: Literal["model", "none"] = _setting(
+        "model", "Sampling of requests that leave it out: 'model' is by its generation_config.json, 'none' by OpenAI's "
+        "defaults", panel="Model", unit="source",
+    )  # fmt: skip
 
     host: str = _setting("127.0.0.1", "Address to listen on", panel="Address and keys", unit="address")
     port: int = _setting(8000, "Port to listen on; 0 takes a free one", panel="Address and keys", unit="port",

@@ -17,6 +17,7 @@ from kvstrata.layers.kinds import arrays_in
 from kvstrata.models.files import check_folder
 from kvstrata.models.find import find
 from kvstrata.models.fingerprint import fingerprint
+from kvstrata.models.generation import read_sampling_defaults
 from kvstrata.models.loaded import LoadedModel
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ def load(name_or_path: str | None, *, adapter: Path | None = None) -> LoadedMode
         weight_bytes=sum(array.nbytes for array in _arrays(module)),
         dtype=_dtype(module),
         fingerprint=fingerprint(folder, adapter),
+        sampling=read_sampling_defaults(folder),
     )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvstrata.models.generation import SamplingDefaults
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -24,3 +26,4 @@ class LoadedModel:
     weight_bytes: int  # allocated, after load
     dtype: str  # what the model computes in: "float32", "bfloat16"
     fingerprint: str  # blake3 over the content of weights, tokenizer, template, config and adapter
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # what its makers recommend

@@ -11,6 +11,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Disk, Limits, Storage
 from kvstrata.errors import ConfigError
 from kvstrata.metrics import Metrics
+from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.service import Service
@@ -40,6 +41,7 @@ def start_service(settings: Settings, loaded: LoadedModel, *, total_memory_bytes
         context_tokens=engine.context_tokens,
         max_prompts=max(1, settings.max_waiting),
         max_body_bytes=settings.max_body_bytes,
+        sampling=loaded.sampling if settings.generation_config == "model" else SamplingDefaults(),
         harmony=harmony_marks(loaded.tokenizer),
         keys=tuple(ApiKey.of(key) for key in settings.keys),
         hosts=frozenset({settings.host, socket.gethostname(), *settings.allowed_host}),

@@ -16,6 +16,7 @@ from kvstrata.metrics import CONTENT_TYPE
 from kvstrata.server import cache
 from kvstrata.server.cache_words import HeldAnswer, TargetAnswer
 from kvstrata.server.errors import answers
+from kvstrata.server.openai.ask import default_sampling
 from kvstrata.server.service import Service, service_of
 
 router = APIRouter(tags=["Operation"])
@@ -81,8 +82,16 @@ def properties(service: Service, target: TargetAnswer, held: HeldAnswer) -> dict
             "chat_template": service.template.exists,
             "tools": service.template.has_tools,
         },
+        "sampling": _sampling(service),
         **engine,
         "kv": {**engine["kv"], **target, "target": target, "held": held},
         "state": dataclasses.asdict(service.engine.state()),
         "draining": service.door.closed,
     }
+
+
+def _sampling(service: Service) -> dict[str, Any]:
+    """What a request gets that leaves it out, and which of it the model's generation_config.json says."""
+    used = default_sampling(service)
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {**{name: getattr(used, name) for name in names}, "from_model": sorted(service.sampling.given())}

@@ -8,6 +8,7 @@ from fastapi import Request
 
 from kvstrata.engine.engine import Engine
 from kvstrata.metrics import Metrics
+from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.bridge import Door
@@ -26,6 +27,7 @@ class Service:
     context_tokens: int
     max_prompts: int  # in one completions request
     max_body_bytes: int
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that leave it out
     harmony: HarmonyMarks | None = None  # None: the model's replies are plain text
     keys: tuple[ApiKey, ...] = ()
     hosts: frozenset[str] = frozenset()  # names that it may be called by where there are no keys

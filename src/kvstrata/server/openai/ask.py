@@ -126,22 +126,29 @@ def _max_tokens(service: Service, asked: SamplingAsked, prompt: tuple[int, ...],
 
 
 def _sampling(service: Service, asked: SamplingAsked, num_logprobs: int | None) -> Sampling:
-    given = {
+    asked_for = {
         "temperature": asked.temperature,
         "top_p": asked.top_p,
+        "top_k": None if asked.top_k is None else max(asked.top_k, 0),
         "min_p": asked.min_p,
         "repetition_penalty": asked.repetition_penalty,
         "presence_penalty": asked.presence_penalty,
         "frequency_penalty": asked.frequency_penalty,
     }
-    top_k = min(max(asked.top_k or 0, 0), service.loaded.vocab_size)
-    return Sampling(
-        **{name: value for name, value in given.items() if value is not None},
-        top_k=top_k,
+    given = {name: value for name, value in asked_for.items() if value is not None}
+    sampling = replace(
+        default_sampling(service),
+        **given,
         logit_bias=_logit_bias(service, asked.logit_bias or {}),
         seed=asked.seed,
         num_logprobs=num_logprobs,
     )
+    return replace(sampling, top_k=min(sampling.top_k, service.loaded.vocab_size))
+
+
+def default_sampling(service: Service) -> Sampling:
+    """Of a request that says nothing of it."""
+    return Sampling(**service.sampling.given())  # pyright: ignore[reportArgumentType]
 
 
 def _logit_bias(service: Service, bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
@@ -157,8 +164,9 @@ def _logit_bias(service: Service, bias: dict[str, float]) -> tuple[tuple[int, fl
     return tuple(pairs)
 
 
-def _check_model(service: Service, name: str) -> None:
-    if name not in service.names:
+def _check_model(service: Service, name: str | None) -> None:
+    """Left out, or empty as some clients send it: the one that is served."""
+    if name and name not in service.names:
         raise ModelNotFound(
             f"The model '{name[:200]}' is not served here; this is '{service.name}'. GET /v1/models lists it.",
             param="model",

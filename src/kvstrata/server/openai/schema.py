@@ -86,7 +86,7 @@ class ResponseFormat(Asked):
 
 
 class SamplingAsked(Asked):
-    model: str
+    model: str | None = Field(None, description="Left out: the one that is served")
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=1)
