@@ -7,9 +7,11 @@ which matters more, and the coldest before the warmer. What is below a rung alre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
+
+from kvstrata.store.leaf_queue import LeafQueue
 
 T = TypeVar("T", bound=Hashable)
 
@@ -26,12 +28,18 @@ class Floors:
 
 
 @dataclass(frozen=True)
-class Held(Generic[T]):
+class Bits:
+    """Of a span: planes 8, 4 or 2; more for what is raw; 0 for what cannot step down."""
+
+    k: int
+    v: int
+
+
+@dataclass(frozen=True)
+class Held:
     """A span that may step down."""
 
-    id: T
-    k_bits: int  # of planes 8, 4 or 2; more for what is raw; 0 for what cannot step down
-    v_bits: int
+    bits: Bits
     num_tokens: int
     used_s: float
 
@@ -39,36 +47,64 @@ class Held(Generic[T]):
 @dataclass(frozen=True)
 class Move(Generic[T]):
     id: T
-    k_bits: int
-    v_bits: int
+    before: Bits
+    after: Bits
 
 
-def step_down(
-    spans: Sequence[Held[T]], need_bytes: float, floors: Floors, token_bytes: Callable[[int, int], float]
-) -> list[Move[T]]:
-    """The fewest moves, in this order, that free so much; all that there are if they do not. `token_bytes` tells what a
-    token takes with so many bits for K and for V. No layer need follow them: a move that frees nothing is none."""
-    left = {span.id: span for span in sorted(spans, key=lambda span: span.used_s)}
-    moves: dict[T, Move[T]] = {}
-    for bits in RUNGS:
-        for side in ("v", "k"):
-            for id_, span in left.items():
-                if need_bytes <= 0:
-                    return list(moves.values())
-                lowered = _lower(span, side, bits, floors)
-                before, after = (token_bytes(each.k_bits, each.v_bits) for each in (span, lowered))
-                freed_bytes = span.num_tokens * (before - after)
-                if freed_bytes > 0:
-                    need_bytes -= freed_bytes
-                    left[id_] = lowered
-                    moves[id_] = Move(id_, lowered.k_bits, lowered.v_bits)
-    return list(moves.values())
+class Ladder(Generic[T]):
+    """Spans by their bits, the coldest first. A choice costs the moves that it makes, however many spans there are.
 
+    `token_bytes` tells what a token takes with so many bits. No layer need follow them: a move that frees nothing is
+    none.
+    """
 
-def _lower(span: Held[T], side: str, bits: int, floors: Floors) -> Held[T]:
-    if side == "k":
-        return replace(span, k_bits=bits) if span.k_bits > bits >= floors.k_bits else span
-    return replace(span, v_bits=bits) if span.v_bits > bits >= floors.v_bits else span
+    def __init__(self, floors: Floors, token_bytes: Callable[[Bits], float]) -> None:
+        self._floors = floors
+        self._token_bytes = token_bytes
+        self._spans: dict[T, Held] = {}
+        self._queues: dict[Bits, LeafQueue[T]] = {}
+
+    def put(self, id_: T, span: Held) -> None:
+        """Also where it is known, and was used or has changed."""
+        self.discard(id_)
+        if span.num_tokens > 0:
+            self._spans[id_] = span
+            self._queues.setdefault(span.bits, LeafQueue()).put(id_, span.used_s, 0)
+
+    def discard(self, id_: T) -> None:
+        """Nothing happens where it is not known."""
+        span = self._spans.pop(id_, None)
+        if span is not None:
+            self._queues[span.bits].discard(id_)
+            if not len(self._queues[span.bits]):
+                del self._queues[span.bits]
+
+    def choose(self, need_bytes: float) -> list[Move[T]]:
+        """The fewest moves, in order, that free so much; all that there are if they do not. The spans count as moved
+        from now on."""
+        moves: dict[T, Move[T]] = {}
+        for lower in self._steps():
+            while need_bytes > 0 and (id_ := self._coldest(lower)) is not None:
+                span = self._spans[id_]
+                after = lower(span.bits)
+                need_bytes -= span.num_tokens * (self._token_bytes(span.bits) - self._token_bytes(after))
+                moves[id_] = Move(id_, moves[id_].before if id_ in moves else span.bits, after)
+                self.put(id_, replace(span, bits=after))
+        return list(moves.values())
+
+    def _steps(self) -> Iterator[Callable[[Bits], Bits]]:
+        """What one step does to bits, in the order of the steps."""
+        for rung in RUNGS:
+            if rung >= self._floors.v_bits:
+                yield lambda bits, rung=rung: replace(bits, v=min(bits.v, rung))
+            if rung >= self._floors.k_bits:
+                yield lambda bits, rung=rung: replace(bits, k=min(bits.k, rung))
+
+    def _coldest(self, lower: Callable[[Bits], Bits]) -> T | None:
+        """Of those that a step would free something of."""
+        frees = [bits for bits in self._queues if self._token_bytes(lower(bits)) < self._token_bytes(bits)]
+        ends = [id_ for bits in frees if (id_ := self._queues[bits].oldest()) is not None]
+        return min(ends, key=lambda id_: self._spans[id_].used_s, default=None)
 
 
 def parse_lengths(text: str) -> tuple[tuple[int, str], ...]:

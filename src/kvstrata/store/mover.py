@@ -17,11 +17,17 @@ MAX_JOBS = 4
 
 class Mover:
     """`make` builds the job of an entry when its turn comes; None: there is nothing to do for it now. `done` is told
-    when a job has come to its end."""
+    when a job has come to its end, `changed` when an entry begins to wait or waits no more."""
 
-    def __init__(self, make: Callable[[Entry], Job | None], done: Callable[[Entry], None]) -> None:
+    def __init__(
+        self,
+        make: Callable[[Entry], Job | None],
+        done: Callable[[Entry], None],
+        changed: Callable[[Entry], None] = lambda _: None,
+    ) -> None:
         self._make = make
         self._done = done
+        self._changed = changed
         self._waiting: dict[Entry, None] = {}  # in order
         self._jobs: dict[Entry, Job] = {}  # begun
 
@@ -38,10 +44,12 @@ class Mover:
 
     def add(self, entry: Entry) -> None:
         self._waiting[entry] = None
+        self._changed(entry)
 
     def discard(self, entry: Entry) -> None:
         self._waiting.pop(entry, None)
         self._jobs.pop(entry, None)
+        self._changed(entry)
 
     def work(self, slice_s: float) -> None:
         """At least one step, then as many as the time allows."""
@@ -73,5 +81,5 @@ class Mover:
 
     def clear(self) -> None:
         """Leave what is begun as it is: every layer is whole, under one precision or the other."""
-        self._waiting.clear()
-        self._jobs.clear()
+        for entry in self.waiting:
+            self.discard(entry)

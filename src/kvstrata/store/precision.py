@@ -6,7 +6,6 @@ that run too; without it the values under a running sequence do not change.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvstrata.layers.kinds import LayerSpec, Layout
@@ -33,6 +32,7 @@ class Precision:
         self._raw = raw_plan(layout)
         self.target = target  # of new spans
         self.options = options
+        self._sizes: dict[tuple[str, str], float] = {}  # bytes of a token
 
     def plan_for(self, entry: Entry) -> Plan | None:
         """What it should be stored as now; None: as it is."""
@@ -65,17 +65,19 @@ class Precision:
             for pair in pairs
         )
 
-    def pending_bytes(self, entries: Iterable[Entry]) -> int:
-        """What the work on these is about to free. Of running sequences nothing: that is their own."""
-        token_bytes: dict[int, float] = {}  # by plan: there are few
-        total = 0.0
-        for entry in entries:
-            if not entry.is_running:
-                plan = self.wanted(entry)
-                if id(plan) not in token_bytes:
-                    token_bytes[id(plan)] = plan.token_bytes(self.layout)
-                total += max(0.0, entry.nbytes - entry.span.mark_bytes - token_bytes[id(plan)] * entry.span.num_tokens)
-        return int(total)
+    def pending_bytes(self, entry: Entry) -> int:
+        """What work on it is about to free. Of a running sequence nothing: that is its own."""
+        if entry.is_running:
+            return 0
+        wanted_bytes = self._token_bytes(self.wanted(entry)) * entry.span.num_tokens
+        return max(0, int(entry.nbytes - entry.span.mark_bytes - wanted_bytes))
+
+    def _token_bytes(self, plan: Plan) -> float:
+        # There are many plans, and few pairs of names that they are made from.
+        names = plan.k, plan.v
+        if names not in self._sizes:
+            self._sizes[names] = plan.token_bytes(self.layout)
+        return self._sizes[names]
 
     def _mark_settles(self, mark: Mark, plan: Plan) -> bool:
         """Whether its rings are under the plan, or lower. A model may have no other KV."""

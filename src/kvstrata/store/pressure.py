@@ -11,7 +11,8 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.spans.plan import Plan
 from kvstrata.store.entry import Entry
-from kvstrata.store.ladder import HIGH, LOW, Floors, Held, Move, step_down
+from kvstrata.store.journal import Changed
+from kvstrata.store.ladder import HIGH, LOW, Bits, Floors, Held, Ladder, Move
 from kvstrata.store.precision import Precision
 from kvstrata.store.shelf import Shelf
 
@@ -40,7 +41,9 @@ class Pressure:
         self._precision = precision
         self._review = review  # has an entry brought to its target, in time
         self._by_length = [(tokens, plan_of(name, name)) for tokens, name in options.by_length]
-        self._sizes: dict[tuple[int, int], float] = {}  # bytes of a token by its bits
+        self._sizes: dict[Bits, float] = {}  # bytes of a token
+        self._ladder: Ladder[Entry] = Ladder(options.floors, self._token_bytes)
+        self._changed: Changed = shelf.journal.reader()
         self.num_steps = 0
         self._in_vain_bytes = 0  # with so much in use there was nothing left to step down
 
@@ -57,9 +60,17 @@ class Pressure:
         """Let spans step down until so much would be free, as far as the floors allow."""
         if not self._options.by_pressure or need_bytes <= 0:
             return
-        held = {entry: self._held(entry) for entry in self._shelf.entries if entry.span.layers}
-        for move in step_down(list(held.values()), need_bytes, self._options.floors, self._token_bytes):
-            self._lower(move.id, self._plan_after(move, held[move.id]))
+        self._look()
+        for move in self._ladder.choose(need_bytes):
+            self._lower(move.id, self._plan_after(move))
+
+    def _look(self) -> None:
+        """Where the entries stand that have changed."""
+        for entry in self._changed.take():
+            if entry in self._shelf.entries and entry.span.layers:
+                self._ladder.put(entry, self._held(entry))
+            else:
+                self._ladder.discard(entry)
 
     def grown(self, entries: set[Entry], num_tokens: int) -> None:
         """A sequence that holds these has so many tokens now."""
@@ -74,29 +85,29 @@ class Pressure:
         self.num_steps += 1
         self._review(entry)
 
-    def _held(self, entry: Entry) -> Held[Entry]:
+    def _held(self, entry: Entry) -> Held:
         specs = self._precision.layout.flat()
         layers = [(8 * specs[i].dtype.size, pairs) for i, pairs in self._precision.expected(entry).items()]
         # Layers at the edges keep more bits: the others tell how far it has stepped down.
-        k_bits = min(max(_bits(k, raw_bits) for k, _ in pairs) for raw_bits, pairs in layers)
-        v_bits = min(max(_bits(v, raw_bits) for _, v in pairs) for raw_bits, pairs in layers)
+        bits = Bits(
+            k=min(max(_bits(k, raw_bits) for k, _ in pairs) for raw_bits, pairs in layers),
+            v=min(max(_bits(v, raw_bits) for _, v in pairs) for raw_bits, pairs in layers),
+        )
         if entry.is_running:
-            num_tokens = entry.span.sealable_tokens(self._precision.options.window)
-            return Held(entry, k_bits, v_bits, num_tokens, math.inf)
-        return Held(entry, k_bits, v_bits, entry.span.num_tokens, self._shelf.used_s(entry))
+            return Held(bits, entry.span.sealable_tokens(self._precision.options.window), math.inf)
+        return Held(bits, entry.span.num_tokens, self._shelf.used_s(entry))
 
-    def _plan_after(self, move: Move[Entry], before: Held[Entry]) -> Plan:
+    def _plan_after(self, move: Move[Entry]) -> Plan:
         wanted = self._precision.wanted(move.id)
-        k = wanted.k if move.k_bits == before.k_bits else _name(move.k_bits)
-        v = wanted.v if move.v_bits == before.v_bits else _name(move.v_bits)
+        k = wanted.k if move.after.k == move.before.k else _name(move.after.k)
+        v = wanted.v if move.after.v == move.before.v else _name(move.after.v)
         return self._plan_of(k, v)
 
-    def _token_bytes(self, k_bits: int, v_bits: int) -> float:
+    def _token_bytes(self, bits: Bits) -> float:
         """What cannot step down counts like raw: only differences matter."""
-        if (k_bits, v_bits) not in self._sizes:
-            plan = self._plan_of(_name(k_bits), _name(v_bits))
-            self._sizes[k_bits, v_bits] = plan.token_bytes(self._precision.layout)
-        return self._sizes[k_bits, v_bits]
+        if bits not in self._sizes:
+            self._sizes[bits] = self._plan_of(_name(bits.k), _name(bits.v)).token_bytes(self._precision.layout)
+        return self._sizes[bits]
 
 
 def _bits(codec: Codec, raw_bits: int) -> int:

@@ -18,6 +18,7 @@ from kvstrata.spans.span import empty_span
 from kvstrata.store.entry import Entry, Found
 from kvstrata.store.eviction import Eviction
 from kvstrata.store.history import History
+from kvstrata.store.journal import Journal
 from kvstrata.store.policy import Kind, PrefillCost, Reuse
 from kvstrata.store.uses import Uses
 
@@ -41,6 +42,7 @@ class Shelf:
         self.tree: Tree[Entry] = Tree()
         self.ghosts: Tree[None] = Tree()
         self.entries: dict[Entry, None] = {}
+        self.journal = Journal()  # every change of an entry is noted here
         self.version = 0  # changes with what a match may find
         self.held_bytes = 0  # all spans and marks, but for the buffers of sequences that still run
         self.free_bytes = 0  # of those that nobody needs to stay
@@ -75,11 +77,13 @@ class Shelf:
         self._uses.touch(nodes, kind, self._clock())
         for node in nodes:
             self._offer(node)
+            self.journal.note(node.payload)
 
     def insert(self, entry: Entry, ids: TokenIds) -> tuple[Node[Entry], ...]:
         """File all tokens so far under the entry, but for those that somebody else has filed. Tells their path."""
         self.version += 1
         inserted = self.tree.insert(entry.root_key, ids, entry)
+        self.journal.note(entry)
         self._uses.inserted(inserted, entry.kind, self._clock())
         if inserted.outcome == "split":
             upper, lower = inserted.halves
@@ -121,6 +125,7 @@ class Shelf:
         return self._uses[entry.last_node].used_s
 
     def recount(self, entry: Entry) -> None:
+        self.journal.note(entry)
         is_here = entry in self.entries
         # The buffers of a sequence that runs are counted with it.
         nbytes = (entry.span.owned_bytes if entry.is_running else entry.span.nbytes) if is_here else 0

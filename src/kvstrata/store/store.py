@@ -31,6 +31,7 @@ from kvstrata.store.ladder import HIGH
 from kvstrata.store.loads import Load
 from kvstrata.store.mover import Job, Mover
 from kvstrata.store.options import Cleared, StoreOptions
+from kvstrata.store.pending import Pending
 from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision
 from kvstrata.store.pressure import PlanOf, Pressure
@@ -76,7 +77,9 @@ class Store:
             clock=clock,
         )
         self._admission = Admission(self.counters, options.hot_bytes)
-        self._mover = Mover(self._job, self._tidy)
+        changed = self._shelf.journal.reader()
+        self._mover = Mover(self._job, self._tidy, changed.add)
+        self._pending = Pending(changed, self._mover.has, self.precision.pending_bytes)
         self._spills = Spills(cold, self._shelf, self.counters, self._mover.finish)
         plan_of = plan_of or partial(make_plan, layout)
         self.pressure = Pressure(self._shelf, plan_of, options.ladder, self.precision, self._review)
@@ -100,7 +103,7 @@ class Store:
         self.pressure.num_steps = failed.pressure.num_steps
         self._shelf.num_evicted_tokens = failed._shelf.num_evicted_tokens
         self.precision.target = failed.precision.target
-        self._shelf.resize(self._max_tokens(self.precision.target))
+        self._has_new_target()
         failed._shelf.abandon()
         failed._changes.cancel()
         failed._mover.clear()
@@ -248,6 +251,7 @@ class Store:
 
     def _review(self, entry: Entry) -> None:
         """Something about it has changed: maybe it should be stored in another way now."""
+        self._shelf.journal.note(entry)
         if entry in self._shelf.entries and self.precision.plan_for(entry) is not None:
             self._mover.add(entry)
 
@@ -277,7 +281,7 @@ class Store:
         if not change.dry_run:
             self._changes.begin(change, plan, sequence_entries, asked_at_s=asked_at_s)
             if change.is_general:
-                self._shelf.resize(self._max_tokens(plan))
+                self._has_new_target()
         return changed
 
     def requantize_progress(self) -> Progress:
@@ -288,7 +292,14 @@ class Store:
         return self._changes.is_running
 
     def cancel_requantize(self) -> Progress:
-        return self._changes.cancel()
+        progress = self._changes.cancel()
+        self._has_new_target()
+        return progress
+
+    def _has_new_target(self) -> None:
+        """What entries without a target of their own are to be stored as may be another plan now."""
+        self._shelf.resize(self._max_tokens(self.precision.target))
+        self._shelf.journal.note_all(self._shelf.entries)
 
     # The disk.
 
@@ -394,15 +405,15 @@ class Store:
     def relieve(self, used_bytes: int, limit_bytes: int) -> None:
         """Ahead of need: let spans step down when so much is in use, stored and running, of what there is."""
         is_high = used_bytes > HIGH * limit_bytes
-        self.pressure.relieve(used_bytes - (self._pending_bytes() if is_high else 0), limit_bytes)
+        self.pressure.relieve(used_bytes - (self._pending.nbytes() if is_high else 0), limit_bytes)
 
     def is_making_room(self, limit_bytes: int) -> bool:
         """Let spans step down until no more than this is held. Tells whether that is still to be done, by `work`."""
         need_bytes = self._shelf.held_bytes - min(limit_bytes, self.options.hot_bytes)
         if need_bytes <= 0:
             return False
-        self.pressure.make_room(need_bytes - self._pending_bytes())
-        return self._pending_bytes() > 0
+        self.pressure.make_room(need_bytes - self._pending.nbytes())
+        return self._pending.nbytes() > 0
 
     def shrink_to(self, limit_bytes: int, slice_s: float = math.inf) -> None:
         """Let spans step down, for about so long, then evict until no more than this is held, or only what is in
@@ -410,7 +421,7 @@ class Store:
         limit_bytes = min(limit_bytes, self.options.hot_bytes)
         self._spills.add_some(self.options.hot_bytes)
         if self._shelf.held_bytes > limit_bytes:
-            self.pressure.make_room(self._shelf.held_bytes - limit_bytes - self._pending_bytes())
+            self.pressure.make_room(self._shelf.held_bytes - limit_bytes - self._pending.nbytes())
         # What waits to be trimmed or encoded gives more room than it takes from anybody.
         until_s = time.monotonic() + slice_s
         while self._shelf.held_bytes > limit_bytes and not self._mover.idle and time.monotonic() < until_s:
@@ -435,10 +446,6 @@ class Store:
         if not self._shelf.has_expired(leaf):
             self._spills.before_eviction(leaf)
         self._admission.evicted(leaf.payload, self._shelf.free_bytes)
-
-    def _pending_bytes(self) -> int:
-        """What the work that waits is about to free."""
-        return self.precision.pending_bytes(self._mover.waiting)
 
     def clear(self, salt: str | None = None, tier: Literal["hot", "disk", "all"] = "all") -> Cleared:
         """Drop all that nobody uses, or all of it under one salt."""

@@ -1,0 +1,27 @@
+"""What the work that waits is about to free, as a running sum: asking costs what has changed since the last time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstrata.store.entry import Entry
+from kvstrata.store.journal import Changed
+
+
+class Pending:
+    """`bytes_of` tells what work on an entry would free, `waits` whether it is to be done."""
+
+    def __init__(self, changed: Changed, waits: Callable[[Entry], bool], bytes_of: Callable[[Entry], int]) -> None:
+        self._changed = changed
+        self._waits = waits
+        self._bytes_of = bytes_of
+        self._shares: dict[Entry, int] = {}
+        self._total = 0
+
+    def nbytes(self) -> int:
+        for entry in self._changed.take():
+            self._total -= self._shares.pop(entry, 0)
+            if self._waits(entry):
+                self._shares[entry] = self._bytes_of(entry)
+                self._total += self._shares[entry]
+        return self._total
