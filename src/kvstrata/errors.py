@@ -10,6 +10,7 @@
         |-- InvalidRequest      400: the client must change something
         |-- ContextTooLong      400: prompt and max_tokens do not fit the context
         |-- NeverFits           400: larger than the whole memory budget
+        |-- MemoryPinned        400: there is no room beside what is pinned
         |-- Unauthorized        401: no key, or not one of ours
         |-- Forbidden           403: a host or a web page that a server without keys does not answer
         |-- ModelNotFound       404: another model's name
@@ -64,6 +65,12 @@ class ContextTooLong(RequestError):
 
 class NeverFits(RequestError):
     code = "memory_limit_exceeded"
+
+
+class MemoryPinned(RequestError):
+    """No 5xx and no 409: clients would send it again and again, and pins do not go by themselves."""
+
+    code = "memory_pinned"
 
 
 class Unauthorized(RequestError):

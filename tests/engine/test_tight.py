@@ -66,6 +66,7 @@ def test_what_does_not_fit_beside_pins_fails_and_holds_up_nobody() -> None:
     large, small = drive.submit(prompt(200, seed=9)), drive.submit(prompt(20, seed=8))
     drive.run()
     assert isinstance(large.end, Failed)
+    assert large.end.reason == "pinned"
     assert "pinned" in large.end.message
     assert isinstance(small.end, Finished)
     drive.store.unpin(long, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,25 @@ def test_what_is_pinned_stays(fresh: Served) -> None:
     assert kept["bytes_left"] == get(fresh, "/cache/usage")["tiers"]["hot"]["bytes"] > 0
     assert post(fresh, "/cache/unpin", tokens=LONG)["tokens"] == 400
     assert post(fresh, "/cache/clear", tier="hot")["bytes_left"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_does_not_fit_beside_pins_is_refused_and_not_tried_again(stream: bool) -> None:
+    with running(tiny_loaded("llama")) as served:
+        complete(served, LONG)
+        post(served, "/cache/pin", tokens=LONG)
+
+        def leave_room(loop: Loop) -> None:
+            pinned_bytes = loop.usage().tiers["hot"].nbytes
+            loop._budget = replace(loop._budget, total_bytes=pinned_bytes * 3 // 2)
+
+        served.server.service.engine.ask(leave_room).result(60)
+        with served.openai() as client, pytest.raises(openai.BadRequestError) as refused:
+            client.completions.create(model=served.name, prompt=LONG[::-1], max_tokens=2, stream=stream)
+        assert refused.value.code == "memory_pinned"
+        assert "/cache/unpin" in refused.value.message
+        post(served, "/cache/unpin", tokens=LONG)
+        assert complete(served, LONG[::-1]) == 0
 
 
 def test_a_dry_run_tells_what_a_change_then_frees(fresh: Served) -> None:

@@ -242,7 +242,8 @@ class Loop:
             sequence.cut_short()
             self._finish(sequence, "length")
         else:
-            self._fail(sequence, no_room_beside_pins(least_bytes, free_bytes, self._budget.total_bytes))
+            message = no_room_beside_pins(least_bytes, free_bytes, self._budget.total_bytes)
+            self._fail(sequence, Failed(message, "pinned"))
         return True
 
     def _plan_for(self, waiting: list[Waiting]) -> Plan:
@@ -480,10 +481,10 @@ class Loop:
         self._metrics.request_s.observe(time.monotonic() - sequence.submitted_s)
         sequence.end(Finished(reason, sequence.usage))
 
-    def _fail(self, sequence: Sequence, message: str) -> None:
+    def _fail(self, sequence: Sequence, failed: Failed) -> None:
         self._remove(sequence)
         self._metrics.requests.labels(outcome="failed").inc()
-        sequence.end(Failed(message))
+        sequence.end(failed)
 
     def _remove(self, sequence: Sequence) -> None:
         if sequence.arrival in self._running:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "cancelled"]
+# broken: the engine could not go on. pinned: what it needs is pinned, and another try would find it so
+FailReason = Literal["broken", "pinned"]
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class Failed:
     """The request ended without a result. `message` is fit for a client."""
 
     message: str
+    reason: FailReason = "broken"
 
 
 Event = Prefilled | Piece | Finished | Failed

@@ -16,7 +16,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvstrata.engine.request import Finished, Piece, Prefilled, Usage
-from kvstrata.errors import ReplyFailed
 from kvstrata.server.bridge import Replies
 from kvstrata.server.disconnect import unless_gone
 from kvstrata.server.openai.answers import json_bytes, usage_answer
@@ -70,8 +69,8 @@ class Reply(Response):
         misses: dict[int, str] = {}  # why not more of each prompt was cached
         while not replies.ended:
             for arrival in await replies.take():
-                if reason := failure(arrival.event):
-                    raise ReplyFailed(reason)
+                if error := failure(arrival.event):
+                    raise error
                 if isinstance(arrival.event, Prefilled):
                     misses[arrival.index] = arrival.event.miss
                 elif isinstance(arrival.event, Piece):

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.types import Send
 
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, Usage
-from kvstrata.errors import ReplyFailed
+from kvstrata.errors import MemoryPinned, ReplyFailed, RequestError
 from kvstrata.server.bridge import Arrival, Replies
 from kvstrata.server.errors import error_object
 from kvstrata.server.openai.answers import json_bytes, usage_answer
@@ -19,11 +19,11 @@ DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting\n\n"
 
 
-def failure(event: Event) -> str | None:
+def failure(event: Event) -> RequestError | None:
     """Why a reply ended without a result, if it did."""
     if isinstance(event, Failed):
-        return event.message
-    return CANCELLED if isinstance(event, Finished) and event.reason == "cancelled" else None
+        return MemoryPinned(event.message) if event.reason == "pinned" else ReplyFailed(event.message)
+    return ReplyFailed(CANCELLED) if isinstance(event, Finished) and event.reason == "cancelled" else None
 
 
 class EventWriter:
@@ -61,15 +61,16 @@ async def send_stream(replies: Replies, writer: EventWriter, send: Send, *, keep
     begun = False
     while not replies.ended:
         arrivals = await _take(replies, keep_alive_s)
-        failed = next((reason for arrival in arrivals if (reason := failure(arrival.event))), None)
+        failed = next((error for arrival in arrivals if (error := failure(arrival.event))), None)
         if not begun:
             if failed:
-                raise ReplyFailed(failed)
+                raise failed
             begun = True
             await _send_start(send, _cached_headers(replies, arrivals))
         body = b"".join([writer.encode(arrival) for arrival in arrivals]) if arrivals else KEEP_ALIVE
         if failed:
-            await _send_body(send, body + _event(error_object(failed, code="reply_failed")), more=False)
+            error = error_object(failed.message, kind=failed.type, code=failed.code)
+            await _send_body(send, body + _event(error), more=False)
             return
         if body:
             await _send_body(send, body, more=True)
