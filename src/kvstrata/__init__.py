@@ -1,13 +1,16 @@
 """kvstrata: a local LLM server on MLX whose KV cache is managed memory.
 
 Importing this package before mlx.core is what makes MLX fast on a CPU: the BLAS that the process uses is decided by
-whoever loads one first, so it happens here and nowhere else.
+whoever loads one first, so it happens here and nowhere else. Importing it before mlx-lm keeps the limits of open files
+that the process was given.
 """
 
 from __future__ import annotations
 
 from kvstrata.backend.blas_loader import blas
+from kvstrata.backend.open_files import keep_open_files
 
 __version__ = "0.1.0"
 
 blas()
+keep_open_files()
