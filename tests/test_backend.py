@@ -11,7 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.backend import Blas, Device, blas, cache_root, device, memory_bytes, mlx_backend, usable_cores
+from kvstrata.backend import (
+    Blas,
+    Device,
+    blas,
+    cache_root,
+    device,
+    free_memory_bytes,
+    memory_bytes,
+    mlx_backend,
+    usable_cores,
+)
 from kvstrata.backend.speed import mlx_gflops, numpy_gflops
 from kvstrata.cli.doctor import Report, doctor, judge
 
@@ -143,6 +153,31 @@ def test_memory_honours_cgroups(tmp_path: Path, own: str, files: dict[str, str],
 
     limited = memory_bytes(*cgroup_tree(tmp_path, own, files))
     assert limited == (expected or psutil.virtual_memory().total)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/a\n", {"a/memory.max": "5000\n", "a/memory.current": "3000\n"}, 2000),
+        (
+            "0::/a\n",
+            {"a/memory.max": "5000\n", "a/memory.current": "3000\n", "a/memory.stat": "anon 9\ninactive_file 500\n"},
+            2500,
+        ),
+        ("0::/a\n", {"a/memory.max": "5000\n", "a/memory.current": "6000\n"}, 0),
+        (
+            "4:memory:/a\n",
+            {"memory/a/memory.limit_in_bytes": "5000\n", "memory/a/memory.usage_in_bytes": "1000\n"},
+            4000,
+        ),
+        ("0::/a\n", {"a/memory.max": "max\n", "a/memory.current": "6000\n"}, None),
+    ],
+)
+def test_free_memory_honours_cgroups(tmp_path: Path, own: str, files: dict[str, str], expected: int | None) -> None:
+    import psutil
+
+    free = free_memory_bytes(*cgroup_tree(tmp_path, own, files))
+    assert free == expected if expected is not None else 0 < free <= psutil.virtual_memory().total
 
 
 @pytest.mark.parametrize(

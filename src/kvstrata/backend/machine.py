@@ -79,6 +79,29 @@ def memory_bytes(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:
     return min([psutil.virtual_memory().total, *limits])
 
 
+def free_memory_bytes(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:
+    """What this process can still take: of the machine's memory, and under each cgroup limit above it."""
+    import psutil
+
+    left = [
+        int(most) - max(0, int(used) - _reclaimable_bytes(folder))
+        for controller, limit, current in (
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+            ("", "memory.max", "memory.current"),
+        )
+        for folder in _cgroup_folders(cgroups, own_cgroup, controller)
+        if (most := _text(folder / limit)).isdecimal() and (used := _text(folder / current)).isdecimal()
+    ]
+    return max(0, min([psutil.virtual_memory().available, *left]))
+
+
+def _reclaimable_bytes(cgroup: Path) -> int:
+    """Files that were read and that the kernel forgets when memory runs short."""
+    fields = dict(line.split(" ", 1) for line in _text(cgroup / "memory.stat").splitlines() if " " in line)
+    text = fields.get("total_inactive_file") or fields.get("inactive_file") or "0"
+    return int(text) if text.isdecimal() else 0
+
+
 def _cpu_shares(cgroups: Path, own_cgroup: Path) -> Iterator[float]:
     for text in _cgroup_texts(cgroups, own_cgroup, "", "cpu.max"):
         quota, _, period = text.partition(" ")
@@ -92,7 +115,14 @@ def _cpu_shares(cgroups: Path, own_cgroup: Path) -> Iterator[float]:
 
 
 def _cgroup_texts(cgroups: Path, own_cgroup: Path, controller: str, name: str) -> Iterator[str]:
-    """The file `name` of this process's cgroup and of each above it. Controller "" is version 2."""
+    """The file `name` of this process's cgroup and of each above it."""
+    for folder in _cgroup_folders(cgroups, own_cgroup, controller):
+        if text := _text(folder / name):
+            yield text
+
+
+def _cgroup_folders(cgroups: Path, own_cgroup: Path, controller: str) -> Iterator[Path]:
+    """This process's cgroup and each above it. Controller "" is version 2."""
     root = cgroups / controller
     for line in _text(own_cgroup).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -103,8 +133,7 @@ def _cgroup_texts(cgroups: Path, own_cgroup: Path, controller: str, name: str) -
         for place in (folder, *folder.parents):
             if not place.is_relative_to(root):
                 break
-            if text := _text(place / name):
-                yield text
+            yield place
 
 
 def _cpu_name() -> str:

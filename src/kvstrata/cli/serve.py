@@ -60,8 +60,9 @@ def run(settings: Settings) -> None:
     from kvstrata.server.run import Server
 
     show_messages(settings.log_level)
-    loaded = load(settings.model, adapter=settings.adapter)
     machine = device()
+    limit_bytes = settings.memory_limit.of(machine.memory_bytes)
+    loaded = load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes)
     service = start_service(settings, loaded, total_memory_bytes=machine.memory_bytes)
     server = Server(
         service,

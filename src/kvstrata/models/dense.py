@@ -6,9 +6,11 @@ Knows mlx's and mlx-lm's quantized layers. Module by module, so that only one la
 
 from __future__ import annotations
 
+from typing import cast
+
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
@@ -19,6 +21,9 @@ PLAIN_LAYERS = {
     QuantizedSwitchLinear: lambda: SwitchLinear(1, 1, 1, bias=False),
     QuantizedMultiLinear: lambda: MultiLinear(1, 1, 1),
 }
+
+PACKED = ("weight", "scales", "biases")
+FLOAT_BYTES = 4
 
 
 def make_dense(model: nn.Module) -> None:
@@ -31,6 +36,20 @@ def make_dense(model: nn.Module) -> None:
     mx.clear_cache()
 
 
+def dense_bytes(model: nn.Module) -> int:
+    """What `make_dense` would leave in memory. Computes nothing, so arrays that are not read yet stay so."""
+    quantized = [module for _, module in model.named_modules() if type(module) in PLAIN_LAYERS]
+    packed = {id(module[name]) for module in quantized for name in PACKED if name in module}
+    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    others = {id(array): array for _, array in parameters if id(array) not in packed}
+    unpacked_values = sum(module["scales"].size * module.group_size for module in quantized)
+    return FLOAT_BYTES * unpacked_values + sum(map(_bytes_as_float32, others.values()))
+
+
+def _bytes_as_float32(array: mx.array) -> int:
+    return array.size * FLOAT_BYTES if mx.issubdtype(array.dtype, mx.floating) else array.nbytes
+
+
 def _plain(module: nn.Module) -> nn.Module:
     layer = PLAIN_LAYERS[type(module)]()
     layer.weight = _dequantized(module)
@@ -38,7 +57,7 @@ def _plain(module: nn.Module) -> nn.Module:
         layer.bias = module["bias"].astype(mx.float32)
     mx.eval(layer.parameters())
     # The packed weight goes now, not when the whole model is done: loading peaks at one layer above the result.
-    for name in ("weight", "scales", "biases"):
+    for name in PACKED:
         module.pop(name, None)
     return layer
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from kvstrata.backend.open_files import raise_open_files
 from kvstrata.errors import ModelError
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.models.files import check_folder
@@ -19,6 +20,7 @@ from kvstrata.models.find import find
 from kvstrata.models.fingerprint import fingerprint
 from kvstrata.models.generation import read_sampling_defaults
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.room import check_room
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -29,12 +31,17 @@ CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "max_seq_len",
 UNLIMITED_CONTEXT_TOKENS = 1 << 20
 
 
-def load(name_or_path: str | None, *, adapter: Path | None = None) -> LoadedModel:
-    """A folder, a hub id, or None for the default model. Raises ModelError."""
+def load(
+    name_or_path: str | None, *, adapter: Path | None = None, memory_limit_bytes: int | None = None
+) -> LoadedModel:
+    """A folder, a hub id, or None for the default model. Raises ModelError, before the weights are read where they
+    would take more than the limit or than what is free."""
     found = find(name_or_path)
     folder = found.folder
     check_folder(folder)
+    raise_open_files()  # each file of the weights stays open until it is read
     module, config = _build(folder)
+    check_room(module, folder, memory_limit_bytes)
     if adapter is not None:
         _add_adapter(module, adapter)
     _place(module, folder)

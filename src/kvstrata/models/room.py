@@ -1,0 +1,60 @@
+"""Whether the machine has room for a model, told before its weights are read: a process that asks for too much memory
+is killed without a word.
+
+Knows a module whose arrays are not computed yet, and what the device makes of them. Reads no weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+
+from kvstrata.backend import free_memory_bytes
+from kvstrata.errors import ModelError
+from kvstrata.layers.kinds import arrays_in
+from kvstrata.models.dense import dense_bytes
+from kvstrata.models.files import weight_files
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+GIB = 1 << 30
+
+
+def check_room(module: nn.Module, folder: Path, limit_bytes: int | None) -> None:
+    """Raises ModelError where the weights alone take more than the limit, or than what is free."""
+    needed_bytes = placed_bytes(module)
+    if limit_bytes is not None and needed_bytes > limit_bytes:
+        raise ModelError(
+            f"{_needs(folder, needed_bytes)}, and the memory limit is {_size(limit_bytes)}. Raise --memory-limit if "
+            f"the machine has more, or {_otherwise()}"
+        )
+    # Elsewhere weights lie in the GPU's memory, or macOS makes room by itself.
+    if mx.default_device() == mx.cpu and needed_bytes > (free_bytes := free_memory_bytes()):
+        raise ModelError(
+            f"{_needs(folder, needed_bytes)}, and {_size(free_bytes)} are free. End other programs, or {_otherwise()}"
+        )
+
+
+def placed_bytes(module: nn.Module) -> int:
+    """What its weights take once they are in memory, in the form that the device computes best."""
+    if mx.default_device() == mx.cpu:
+        return dense_bytes(module)
+    return sum(array.nbytes for array in arrays_in(module.parameters()))
+
+
+def _needs(folder: Path, needed_bytes: int) -> str:
+    file_bytes = sum(path.stat().st_size for path in weight_files(folder))
+    why = ": on a CPU they become float32" if needed_bytes > file_bytes else ""
+    return f"The weights of {folder} take {_size(needed_bytes)} of memory ({_size(file_bytes)} on the disk{why})"
+
+
+def _otherwise() -> str:
+    on_gpu = "; on a GPU weights stay as they are" if mx.default_device() == mx.cpu else ""
+    return f"serve a smaller model{on_gpu}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

@@ -1,0 +1,132 @@
+"""What a model takes, told before its weights are read. The large one is a file of holes: only its header exists."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from kvstrata.errors import ModelError
+from kvstrata.layers.kinds import arrays_in
+from kvstrata.models import room
+from kvstrata.models.load import load
+from kvstrata.models.room import placed_bytes
+from tests.models.conftest import QUANTIZATION, quantized_module, write_model, write_tokenizer
+from tests.tiny import tiny_config, tiny_module
+
+on_cpu = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="weights become float32 on the CPU back-end only")
+
+GIB = 1 << 30
+# Of 8B parameters, as mlx-lm writes them in 4 bits.
+HIDDEN, INNER, VOCAB, KV, LAYERS, GROUP = 4096, 14336, 128_256, 1024, 32, 64
+EIGHT_B = {
+    **tiny_config("llama"),
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": VOCAB,
+    "quantization": {"group_size": GROUP, "bits": 4},
+}
+NUM_VALUES = 2 * VOCAB * HIDDEN + LAYERS * HIDDEN * (2 * HIDDEN + 2 * KV + 3 * INNER)
+
+
+def _packed(name: str, rows: int, columns: int) -> dict[str, tuple[str, list[int]]]:
+    return {
+        f"{name}.weight": ("U32", [rows, columns // 8]),
+        f"{name}.scales": ("BF16", [rows, columns // GROUP]),
+        f"{name}.biases": ("BF16", [rows, columns // GROUP]),
+    }
+
+
+def _eight_b_tensors() -> dict[str, tuple[str, list[int]]]:
+    tensors = {"model.norm.weight": ("BF16", [HIDDEN])}
+    tensors |= _packed("model.embed_tokens", VOCAB, HIDDEN) | _packed("lm_head", VOCAB, HIDDEN)
+    shapes = {"self_attn.q": (HIDDEN, HIDDEN), "self_attn.k": (KV, HIDDEN), "self_attn.v": (KV, HIDDEN)}
+    shapes |= {"self_attn.o": (HIDDEN, HIDDEN)}
+    shapes |= {"mlp.gate": (INNER, HIDDEN), "mlp.up": (INNER, HIDDEN), "mlp.down": (HIDDEN, INNER)}
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}"
+        for name, (rows, columns) in shapes.items():
+            tensors |= _packed(f"{prefix}.{name}_proj", rows, columns)
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"{prefix}.{norm}.weight"] = ("BF16", [HIDDEN])
+    return tensors
+
+
+@pytest.fixture
+def eight_b(tmp_path: Path) -> Path:
+    folder = tmp_path / "eight-b"
+    folder.mkdir()
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, shape) in _eight_b_tensors().items():
+        start, end = end, end + math.prod(shape) * {"U32": 4, "BF16": 2}[dtype]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    (folder / "config.json").write_text(json.dumps(EIGHT_B))
+    write_tokenizer(folder)
+    return folder
+
+
+@on_cpu
+def test_a_model_that_would_get_the_process_killed_is_refused_with_both_numbers(
+    eight_b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "free_memory_bytes", lambda: 12 * GIB)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    with pytest.raises(
+        ModelError, match=r"take 29\.9 GiB .*\(4\.2 GiB on the disk: on a CPU.*float32\).* 12\.0 GiB are free"
+    ):
+        load(str(eight_b))
+    assert mx.get_peak_memory() - before < 1 << 20  # nothing was read
+
+
+@on_cpu
+def test_a_model_beyond_the_memory_limit_is_refused_with_both_numbers(
+    eight_b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(room, "free_memory_bytes", lambda: 100 * GIB)
+    with pytest.raises(ModelError, match=r"take 29\.9 GiB .* the memory limit is 20\.0 GiB. Raise --memory-limit"):
+        load(str(eight_b), memory_limit_bytes=20 * GIB)
+
+
+@on_cpu
+def test_what_is_told_beforehand_is_every_value_in_float32(eight_b: Path) -> None:
+    from mlx_lm.utils import load_model
+
+    module, _ = load_model(eight_b, lazy=True)
+    norms = (2 * LAYERS + 1) * HIDDEN
+    assert placed_bytes(module) == 4 * (NUM_VALUES + norms)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_what_is_told_beforehand_is_what_is_allocated(tmp_path: Path, architecture: str) -> None:
+    from mlx_lm.utils import load_model
+
+    config = {**tiny_config(architecture), "quantization": QUANTIZATION}
+    folder = write_model(tmp_path / architecture, quantized_module(architecture), config)
+    module, _ = load_model(folder, lazy=True)
+    assert placed_bytes(module) == load(str(folder)).weight_bytes
+
+
+def test_weights_of_16_bits_are_told_as_they_will_be(tmp_path: Path) -> None:
+    from mlx_lm.utils import load_model
+
+    half = tiny_module("llama")
+    half.set_dtype(mx.bfloat16)
+    folder = write_model(tmp_path / "half", half, tiny_config("llama"))
+    module, _ = load_model(folder, lazy=True)
+    loaded = load(str(folder))
+    assert placed_bytes(module) == sum(array.nbytes for array in arrays_in(loaded.module.parameters()))
