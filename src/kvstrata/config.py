@@ -216,8 +216,8 @@ class Settings(BaseSettings):
         1024**3, "Free space of the volume that is left to others", panel="Disk cache", unit="size", ge=0
     )
     disk_queue: ByteCount = _setting(
-        256 * 1024**2, "Bytes that may wait to be written; more is not written", panel="Disk cache", unit="size",
-        ge=1024**2,
+        256 * 1024**2, "Bytes that may wait to be written; a block that is larger goes alone", panel="Disk cache",
+        unit="size", ge=1024**2,
     )  # fmt: skip
     disk_write_through: bool = _setting(
         False, "Write at the end of every request, not only when memory runs short", panel="Disk cache"

@@ -145,7 +145,6 @@ HOT_BYTES = 1000 * TOKEN_BYTES
 REFUSALS: list[dict[str, Any]] = [
     {"daily_write_bytes": 1000},
     {"second_touch": True},
-    {"queue_bytes": 1000},
     {"limit_bytes": 200_000},
 ]
 

@@ -17,13 +17,15 @@ from kvstrata.tiers.writer import MAX_ATTEMPTS, Publish, Writer
 from tests.tiers.blocks import make_block, make_chain
 
 
-def make_writer(publish: Publish, counters: Counters, first_pause_s: float = 60) -> Writer:
+def make_writer(
+    publish: Publish, counters: Counters, first_pause_s: float = 60, limit_bytes: int = 1 << 30
+) -> Writer:
     return Writer(
         publish,
         settle_in=SettledIn,
         counters=counters,
         on_written=lambda _: None,
-        limit_bytes=1 << 30,
+        limit_bytes=limit_bytes,
         first_pause_s=first_pause_s,
     )
 
@@ -91,4 +93,26 @@ def test_a_block_that_can_never_be_written_keeps_the_others_waiting_only_so_long
     assert is_written.wait(10)
     assert num_attempts == MAX_ATTEMPTS
     assert writer.num_faults == MAX_ATTEMPTS
+    assert writer.close(10)
+
+
+def test_a_block_that_is_larger_than_the_queue_is_taken_alone() -> None:
+    first, second = make_chain(2)
+    goes_on, written = threading.Event(), list[Block]()
+
+    def publish(block: Block, *_: object) -> Written:
+        assert goes_on.wait(10)
+        written.append(block)
+        return Written(1)
+
+    writer = make_writer(publish, Counters(), limit_bytes=first.nbytes - 1)
+    assert writer.offer(first) is None
+    assert writer.offer(second) is Refusal.QUEUE_FULL
+    assert not writer.has_room(second.nbytes)
+    goes_on.set()
+    assert writer.flush(10).is_empty
+    assert writer.has_room(second.nbytes)
+    assert writer.offer(second) is None
+    assert writer.flush(10).is_empty
+    assert written == [first, second]
     assert writer.close(10)

@@ -105,9 +105,8 @@ class Writer:
                 return Refusal.PAUSED
             if block.id in self._queue:
                 return Refusal.PRESENT
-            if block.nbytes > self._limit_bytes:
-                return Refusal.TOO_LARGE
-            if self._bytes + block.nbytes > self._limit_bytes:
+            # A block that is larger than the whole queue goes alone: otherwise it could never be written.
+            if self._queue and self._bytes + block.nbytes > self._limit_bytes:
                 return Refusal.QUEUE_FULL
             self._queue[block.id] = _Entry(block)
             self._bytes += block.nbytes
