@@ -17,16 +17,19 @@ MAX_JOBS = 4
 
 class Mover:
     """`make` builds the job of an entry when its turn comes; None: there is nothing to do for it now. `done` is told
-    when a job has come to its end, `changed` when an entry begins to wait or waits no more."""
+    when a job has come to its end, `failed` when it raised: that costs its entry the job, and the others nothing.
+    `changed` is told when an entry begins to wait or waits no more."""
 
     def __init__(
         self,
         make: Callable[[Entry], Job | None],
         done: Callable[[Entry], None],
+        failed: Callable[[Entry, Exception], None],
         changed: Callable[[Entry], None] = lambda _: None,
     ) -> None:
         self._make = make
         self._done = done
+        self._failed = failed
         self._changed = changed
         self._waiting: dict[Entry, None] = {}  # in order
         self._jobs: dict[Entry, Job] = {}  # begun
@@ -68,6 +71,15 @@ class Mover:
 
     def _advance(self, entry: Entry) -> bool:
         """One step. Tells whether the job has come to its end."""
+        try:
+            return self._step(entry)
+        except Exception as error:  # noqa: BLE001
+            # Whatever it is: requests that run have nothing to do with it.
+            self.discard(entry)
+            self._failed(entry, error)
+            return True
+
+    def _step(self, entry: Entry) -> bool:
         job = self._jobs.get(entry) or self._make(entry)
         if job is None:
             self.discard(entry)

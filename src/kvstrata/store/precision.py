@@ -36,6 +36,8 @@ class Precision:
 
     def plan_for(self, entry: Entry) -> Plan | None:
         """What it should be stored as now; None: as it is."""
+        if entry.is_stuck:
+            return None
         span, wanted = entry.span, self.wanted(entry)
         if entry.is_running:
             return wanted if self._has_to_seal(entry, wanted) else None

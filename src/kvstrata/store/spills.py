@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from kvstrata.index.tree import Node
 from kvstrata.store.cold import Cold, Spilled
 from kvstrata.store.entry import Entry
+from kvstrata.store.failures import Failures
 from kvstrata.store.mover import Job, Mover
 from kvstrata.store.shelf import Shelf
 from kvstrata.tiers.disk import Refused
@@ -39,13 +40,19 @@ class Spills:
     """`settle` brings an entry to what it should be stored as, at once: that is what is written."""
 
     def __init__(
-        self, cold: Cold | None, shelf: Shelf, counters: Counter[str], settle: Callable[[Entry], None]
+        self,
+        cold: Cold | None,
+        shelf: Shelf,
+        counters: Counter[str],
+        failures: Failures,
+        settle: Callable[[Entry], None],
     ) -> None:
         self._cold = cold
         self._shelf = shelf
         self._counters = counters
         self._settle = settle
-        self._mover = Mover(self._job, lambda _: None)
+        self._failures = failures
+        self._mover = Mover(self._job, lambda _: None, self._failed)
         self._num_faults = 0  # of the disk, when its blocks were last looked at
         self._untaken: WeakKeyDictionary[Entry, Untaken] = WeakKeyDictionary()
 
@@ -177,7 +184,16 @@ class Spills:
     def write(self, entry: Entry) -> Job:
         """As it is now, as part of another job. Nothing to do where the disk has it in as many bits."""
         if self._cold is not None and entry.can_be_put_away and _can_be_written(entry):
-            yield from self._spill(entry, self._cold, puts_away=True)
+            try:
+                yield from self._spill(entry, self._cold, puts_away=True)
+            except Exception as error:  # noqa: BLE001
+                # The job that this is a part of goes on.
+                self._failed(entry, error)
+
+    def _failed(self, entry: Entry, error: Exception) -> None:
+        """It is not tried again before it changes."""
+        self._failures.note("spills", error)
+        self._untaken[entry] = self._as_untaken(entry, None)
 
     def _job(self, entry: Entry) -> Job | None:
         if self._cold is None or entry.is_clean or not _can_be_written(entry):

@@ -26,6 +26,7 @@ from kvstrata.store.changes import Changes
 from kvstrata.store.cold import Cold
 from kvstrata.store.entry import Entry, Found, Lease, note_asked_twice
 from kvstrata.store.explain import ending, explain
+from kvstrata.store.failures import Failures
 from kvstrata.store.filing import Filing
 from kvstrata.store.ladder import HIGH
 from kvstrata.store.loads import Load
@@ -77,10 +78,11 @@ class Store:
             clock=clock,
         )
         self._admission = Admission(self.counters, options.hot_bytes)
+        self._failures = Failures(self.counters)
         changed = self._shelf.journal.reader()
-        self._mover = Mover(self._job, self._tidy, changed.add)
+        self._mover = Mover(self._job, self._tidy, self._get_stuck, changed.add)
         self._pending = Pending(changed, self._mover.has, self.precision.pending_bytes)
-        self._spills = Spills(cold, self._shelf, self.counters, self._mover.finish)
+        self._spills = Spills(cold, self._shelf, self.counters, self._failures, self._mover.finish)
         plan_of = plan_of or partial(make_plan, layout)
         self.pressure = Pressure(self._shelf, plan_of, options.ladder, self.precision, self._review)
         self._changes = Changes(
@@ -225,6 +227,11 @@ class Store:
             # It may have been joined to what comes before it.
             self._spills.add(last.payload)
 
+    def _get_stuck(self, entry: Entry, error: Exception) -> None:
+        """Every layer of it is whole, as it was or as it should be."""
+        entry.is_stuck = True
+        self._failures.note("rewrites", error)
+
     # What is stored changes.
 
     @property
@@ -344,14 +351,18 @@ class Store:
     def _promote(self, load: Load) -> None:
         """What has come so far. The load ends where memory has no room for it, or not any more what it hangs on."""
         batch = load.take()
-        if not batch.blocks:
+        if not batch.blocks or self.cold is None:
             return
-        span = span_of(self._layout, batch.blocks, batch.start, batch.end)
+        try:
+            span = span_of(self._layout, batch.blocks, batch.start, batch.end)
+        except Exception as error:  # noqa: BLE001
+            self._failures.note("promotions", error)
+            self.cold.give_up(load)
+            return
         self._shelf.shrink_to(self.options.hot_bytes - span.nbytes)
         # A node may claim no token that its span has not.
         hangs = self._shelf.tree.match(load.root, load.ids[: batch.start]).num_tokens == batch.start
         if not hangs or self._shelf.held_bytes + span.nbytes > self.options.hot_bytes:
-            assert self.cold is not None
             self.cold.give_up(load)
             self.counters["refused_promotions"] += 1
             return

@@ -1,0 +1,27 @@
+"""Work on stored spans that failed: counted each time, logged once for each reason. The engine goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Literal
+
+log = logging.getLogger(__name__)
+
+Chore = Literal["rewrites", "spills", "promotions"]
+
+# Of reasons that were logged, so that one whose text differs each time does not fill memory.
+MAX_REASONS = 64
+
+
+class Failures:
+    def __init__(self, counters: Counter[str]) -> None:
+        self._counters = counters
+        self._logged: set[str] = set()
+
+    def note(self, chore: Chore, error: Exception) -> None:
+        self._counters[f"failed_{chore}"] += 1
+        reason = f"{chore}: {error!r}"
+        if reason not in self._logged and len(self._logged) < MAX_REASONS:
+            self._logged.add(reason)
+            log.error("Work on a stored span failed (%s). Only this span is concerned.", reason, exc_info=error)

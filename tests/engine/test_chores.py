@@ -1,0 +1,101 @@
+"""Work on what is stored that fails: it costs the span concerned, and no request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.engine.engine import Engine
+from kvstrata.engine.limits import Storage
+from kvstrata.engine.request import Request
+from kvstrata.spans.span import Span
+from tests.engine.drive import GREEDY
+from tests.engine.test_disk import cached, engine_on, flush_tier, make_computing_slow, settle
+from tests.engine.test_disk_keeps import prompt_of
+from tests.engine.test_engine import Reply
+from tests.tiny import tiny_loaded
+
+# Of the request whose span fails: its prompt and reply, but for the last token, which is never fed.
+FAILING_TOKENS = 600 + 9 - 1
+
+
+def failing(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Fails for one span, the first argument."""
+
+    def fail(span: Span, *given: Any, **named: Any) -> Any:
+        if span.num_tokens == FAILING_TOKENS:
+            raise RuntimeError("defect")
+        return work(span, *given, **named)
+
+    return fail
+
+
+def ask(engine: Engine, name: str, seed: int, max_tokens: int) -> int:
+    """Tells how much of the prompt was there."""
+    engine.ask(make_computing_slow).result(60)
+    reply = Reply()
+    engine.submit(Request(name, prompt_of(seed), max_tokens, GREEDY), reply.sink)
+    found = cached(reply)
+    settle(engine)
+    assert engine.ask(flush_tier).result(60)
+    return found
+
+
+def counters(engine: Engine) -> dict[str, int]:
+    return engine.ask(lambda loop: dict(loop.usage().counters)).result(60)
+
+
+def num_logged(caplog: pytest.LogCaptureFixture) -> int:
+    return len([record for record in caplog.records if "defect" in record.getMessage()])
+
+
+def test_a_span_that_cannot_be_rewritten_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Span, "rewrite", failing(Span.rewrite))
+    with engine_on(tmp_path, tiny_loaded("llama"), Storage(k="planes:8", v="planes:8")) as engine:
+        assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
+        assert [ask(engine, "failing again", 1, 9), ask(engine, "good again", 2, 5)] == [599, 599]
+        assert counters(engine)["failed_rewrites"] == 1
+        assert set(engine.ask(lambda loop: loop.usage().tiers["hot"].by_precision).result(60)) == {"raw", "planes:8"}
+    assert num_logged(caplog) == 1
+
+
+def test_a_span_that_cannot_be_packed_is_not_written_and_the_others_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvstrata.store import cold
+
+    monkeypatch.setattr(cold, "packing", failing(cold.packing))
+    loaded = tiny_loaded("llama")
+    with engine_on(tmp_path, loaded, Storage(write_through=True)) as engine:
+        assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
+        assert [ask(engine, "failing again", 1, 9), ask(engine, "good again", 2, 5)] == [599, 599]
+        assert counters(engine)["failed_spills"] == 1
+    assert num_logged(caplog) == 1
+    with engine_on(tmp_path, loaded) as engine:
+        assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 599]
+
+
+def test_what_cannot_be_promoted_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from kvstrata.store import store
+
+    loaded = tiny_loaded("llama")
+    with engine_on(tmp_path, loaded) as engine:
+        assert [ask(engine, "one", 1, 9), ask(engine, "two", 2, 5)] == [0, 0]
+    promote = store.span_of
+
+    def fail_once(*given: Any) -> Any:
+        monkeypatch.setattr(store, "span_of", promote)
+        raise RuntimeError("defect")
+
+    monkeypatch.setattr(store, "span_of", fail_once)
+    with engine_on(tmp_path, loaded) as engine:
+        assert [ask(engine, "one", 1, 9), ask(engine, "two", 2, 5)] == [0, 599]
+        assert counters(engine)["failed_promotions"] == 1
+    assert num_logged(caplog) == 1
