@@ -90,7 +90,7 @@ def test_what_cannot_be_promoted_is_computed(
         assert [ask(engine, "one", 1, 9), ask(engine, "two", 2, 5)] == [0, 0]
     promote = store.span_of
 
-    def fail_once(*given: Any) -> Any:
+    def fail_once(*_: Any) -> Any:
         monkeypatch.setattr(store, "span_of", promote)
         raise RuntimeError("defect")
 

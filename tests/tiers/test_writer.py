@@ -17,9 +17,7 @@ from kvstrata.tiers.writer import MAX_ATTEMPTS, Publish, Writer
 from tests.tiers.blocks import make_block, make_chain
 
 
-def make_writer(
-    publish: Publish, counters: Counters, first_pause_s: float = 60, limit_bytes: int = 1 << 30
-) -> Writer:
+def make_writer(publish: Publish, counters: Counters, first_pause_s: float = 60, limit_bytes: int = 1 << 30) -> Writer:
     return Writer(
         publish,
         settle_in=SettledIn,

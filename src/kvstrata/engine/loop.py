@@ -170,7 +170,7 @@ class Loop:
         """Memory fills up: begin in time."""
         if self._resume.store is not None:
             used = self._running_bytes() + self._stored_bytes()
-            self._resume.store.relieve(used, self._budget.total_bytes)
+            self._resume.store.room.relieve(used, self._budget.total_bytes)
 
     def enqueue(self, sequence: Sequence) -> None:
         self._waiting.append(sequence)
@@ -264,7 +264,7 @@ class Loop:
         new = [s for s in self._waiting if s.arrival in keys]
         capacities = [self._first_capacity(s, self._resume.found(s).num_tokens) for s in new]
         new_bytes = sum(map(self._budget.bytes_for, capacities))
-        return self._resume.store.is_making_room(self._budget.total_bytes - self._running_bytes() - new_bytes)
+        return self._resume.store.room.is_making_room(self._budget.total_bytes - self._running_bytes() - new_bytes)
 
     def _has_streams(self) -> bool:
         return any(not sequence.prefill_left for sequence in self._running.values())

@@ -14,7 +14,6 @@ from typing import Literal
 
 from kvstrata.index.identity import Identity, root_key
 from kvstrata.index.ids import TokenIds, Tokens, as_ids
-from kvstrata.index.tree import Node
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.blocks import span_of
@@ -28,7 +27,6 @@ from kvstrata.store.entry import Entry, Found, Lease, note_asked_twice
 from kvstrata.store.explain import ending, explain
 from kvstrata.store.failures import Failures
 from kvstrata.store.filing import Filing
-from kvstrata.store.ladder import HIGH
 from kvstrata.store.loads import Load
 from kvstrata.store.mover import Job, Mover
 from kvstrata.store.options import Cleared, StoreOptions
@@ -39,6 +37,7 @@ from kvstrata.store.pressure import PlanOf, Pressure
 from kvstrata.store.report import Ending, Explanation, TierUsage, disk_counts, disk_usage, usage_of
 from kvstrata.store.requantize import Change, Changed, Progress
 from kvstrata.store.restore import Restorer
+from kvstrata.store.room import Room
 from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
 from kvstrata.store.spills import Spills
@@ -74,7 +73,7 @@ class Store:
             needs_marks=self.needs_marks,
             max_tokens=self._max_tokens(plan),
             ttl_s=options.ttl_s,
-            on_evict=self._before_eviction,
+            on_evict=lambda leaf: self.room.before_eviction(leaf),
             clock=clock,
         )
         self._admission = Admission(self.counters, options.hot_bytes)
@@ -85,6 +84,15 @@ class Store:
         self._spills = Spills(cold, self._shelf, self.counters, self._failures, self._mover.finish)
         plan_of = plan_of or partial(make_plan, layout)
         self.pressure = Pressure(self._shelf, plan_of, options.ladder, self.precision, self._review)
+        self.room = Room(
+            self._shelf,
+            self._mover,
+            self.pressure,
+            self._spills,
+            self._admission,
+            pending_bytes=self._pending.nbytes,
+            hot_bytes=options.hot_bytes,
+        )
         self._changes = Changes(
             self._shelf,
             self.precision,
@@ -413,32 +421,10 @@ class Store:
         """Until something has not been asked for in time; infinite where nothing waits for that."""
         return self._shelf.seconds_to_expiry()
 
-    def relieve(self, used_bytes: int, limit_bytes: int) -> None:
-        """Ahead of need: let spans step down when so much is in use, stored and running, of what there is."""
-        is_high = used_bytes > HIGH * limit_bytes
-        self.pressure.relieve(used_bytes - (self._pending.nbytes() if is_high else 0), limit_bytes)
-
-    def is_making_room(self, limit_bytes: int) -> bool:
-        """Let spans step down until no more than this is held. Tells whether that is still to be done, by `work`."""
-        need_bytes = self._shelf.held_bytes - min(limit_bytes, self.options.hot_bytes)
-        if need_bytes <= 0:
-            return False
-        self.pressure.make_room(need_bytes - self._pending.nbytes())
-        return self._pending.nbytes() > 0
-
     def shrink_to(self, limit_bytes: int, slice_s: float = math.inf) -> None:
         """Let spans step down, for about so long, then evict until no more than this is held, or only what is in
         use."""
-        limit_bytes = min(limit_bytes, self.options.hot_bytes)
-        self._spills.add_some(self.options.hot_bytes)
-        if self._shelf.held_bytes > limit_bytes:
-            self.pressure.make_room(self._shelf.held_bytes - limit_bytes - self._pending.nbytes())
-        # What waits to be trimmed or encoded gives more room than it takes from anybody.
-        until_s = time.monotonic() + slice_s
-        while self._shelf.held_bytes > limit_bytes and not self._mover.idle and time.monotonic() < until_s:
-            self._mover.work(0)
-        self._shelf.shrink_to(limit_bytes)
-        self._admission.settled()
+        self.room.shrink_to(limit_bytes, slice_s)
 
     def shorten(self, tokens: Tokens, salt: str, need_bytes: int, *, keeps_used: bool) -> bool:
         """Let go of some of what a match of these would keep in memory, so many bytes if that can be: what it does not
@@ -452,11 +438,6 @@ class Store:
     def drop_marks(self, filing: Filing) -> bool:
         """All on the way of a sequence that runs: it needs none of them itself. False: there are none."""
         return self._shelf.drop_marks(filing.entries)
-
-    def _before_eviction(self, leaf: Node[Entry]) -> None:
-        if not self._shelf.has_expired(leaf):
-            self._spills.before_eviction(leaf)
-        self._admission.evicted(leaf.payload, self._shelf.free_bytes)
 
     def clear(self, salt: str | None = None, tier: Literal["hot", "disk", "all"] = "all") -> Cleared:
         """Drop all that nobody uses, or all of it under one salt."""
