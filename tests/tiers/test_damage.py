@@ -20,8 +20,8 @@ from kvstrata.tiers.files import Files, FileStatus
 from kvstrata.tiers.folder import file_name
 from kvstrata.tiers.format import DamagedBlock, encode
 from kvstrata.tiers.reader import Missing
-from kvstrata.tiers.reasons import Damage
-from tests.tiers.blocks import OTHER_ROOT, ROOT, is_same, make_block, make_chain, open_tier, same
+from kvstrata.tiers.reasons import Damage, Miss
+from tests.tiers.blocks import OTHER_ROOT, ROOT, is_same, make_block, make_chain, open_tier, real_bytes, same
 from tests.tiers.faults import FaultyFiles, cut, fail, flip, swap
 
 
@@ -294,8 +294,16 @@ def test_what_cannot_be_moved_is_deleted_and_what_cannot_be_deleted_is_missed(tm
     assert tier.read_now(blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.TENSOR)
     assert not path_of(tmp_path / "cache", blocks[0]).exists()
     files.before = {"rename": fail(errno.EROFS), "unlink": fail(errno.EROFS)}
-    for _ in range(2):
-        assert tier.read_now(blocks[1].id, root=ROOT) == Missing(blocks[1].id, Damage.TENSOR)
+    assert tier.read_now(blocks[1].id, root=ROOT) == Missing(blocks[1].id, Damage.TENSOR)
+    assert tier.read_now(blocks[1].id, root=ROOT) == Missing(blocks[1].id, Miss.ABSENT)
+    usage = tier.usage()
+    assert usage.num_blocks == 0
+    assert usage.leaving_bytes == path_of(tmp_path / "cache", blocks[1]).stat().st_blocks * 512
+    assert usage.disk_bytes == real_bytes(tmp_path / "cache")
+    files.before = {}
+    tier.clear()
+    assert tier.flush(10).is_empty
+    assert not path_of(tmp_path / "cache", blocks[1]).exists()
     tier.close()
 
 

@@ -356,8 +356,10 @@ def test_clearing_one_root_leaves_the_other(tier: DiskTier, tmp_path: Path) -> N
     assert not any(tier.find(block.key) for block in ours)
     assert all(is_same(tier.read_now(block.id, root=OTHER_ROOT), block) for block in theirs)
     assert tier.clear().num_blocks == 3
+    assert tier.flush(10).is_empty
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     assert tier.usage().counters["evicted"] == {"cleared": 7}
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 
 def test_clearing_reaches_the_queue_and_what_is_being_written(held: Held) -> None:

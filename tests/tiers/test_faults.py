@@ -222,9 +222,23 @@ def test_blocks_that_cannot_be_deleted_stay_counted(tmp_path: Path, files: Fault
     assert after.counters["failed"][Fault.IO_ERROR] >= 1
     assert after.num_blocks >= before.num_blocks
     assert real_bytes(tmp_path / "cache") <= 2 << 20
-    assert tier.clear().num_blocks == 0
-    files.before = {}
     assert tier.clear().num_blocks == after.num_blocks
+    assert tier.flush(10).is_empty
+    cleared = tier.usage()
+    assert cleared.num_blocks == 0
+    assert cleared.leaving_bytes == after.block_bytes
+    assert cleared.disk_bytes == real_bytes(tmp_path / "cache")
+    tier.close()
+    # They do not come back, and go as soon as they can.
+    tier = open_tier(tmp_path / "cache", 2 << 20, files=files)
+    assert tier.flush(10).is_empty
+    assert tier.usage().num_blocks == 0
+    assert tier.usage().leaving_bytes == after.block_bytes
+    files.before = {}
+    assert tier.clear().num_blocks == 0
+    assert tier.flush(10).is_empty
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
     tier.close()
 
 
@@ -260,13 +274,13 @@ def test_a_block_that_cannot_be_deleted_is_passed_over(tmp_path: Path, caplog) -
     tier.close()
 
 
-def test_an_eviction_that_is_not_committed_is_not_counted(tmp_path: Path) -> None:
+def test_an_eviction_that_the_catalogue_does_not_take_counts_by_its_files(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "cache", 2 << 20, first_pause_s=60)
     for seed in range(10):
         tier.put(make_block(seed, num_values=12_000))
     assert tier.flush(10).is_empty
-    third = sorted(tier.rows(), key=lambda row: (row.last_use, row.id.key))[2]
-    tier._shelf.catalogue._writing.execute(
+    third = sorted(tier.rows(), key=lambda row: row.last_use)[2]
+    tier._shelf.records.catalogue._connection.execute(
         "CREATE TRIGGER stop BEFORE DELETE ON blocks WHEN "
         f"OLD.key = x'{third.id.key.hex()}' BEGIN SELECT RAISE(ABORT, 'not this one'); END"
     )
@@ -274,12 +288,18 @@ def test_an_eviction_that_is_not_committed_is_not_counted(tmp_path: Path) -> Non
     assert tier.flush(10).is_empty
     usage = tier.usage()
     assert usage.counters["failed"] == {Fault.CATALOGUE: 1}
-    assert usage.counters["evicted"] == {}
-    assert usage.block_bytes == sum(row.disk_bytes for row in tier.rows())
+    num_files = len(list((tmp_path / "cache").rglob("*.safetensors")))
+    assert usage.counters["evicted"] == {"limit": 10 - num_files}
+    assert usage.num_blocks == len(tier.rows()) == num_files < 10
+    assert usage.disk_bytes == real_bytes(tmp_path / "cache")
+    tier.close()
+    tier = open_tier(tmp_path / "cache", 2 << 20)
+    assert tier.flush(10).is_empty
+    assert tier.usage().num_blocks == num_files
     tier.close()
 
 
-def test_a_catalogue_that_is_damaged_while_it_runs_is_rebuilt(tier: DiskTier) -> None:
+def test_a_catalogue_that_is_damaged_while_it_runs_is_written_anew(tier: DiskTier, tmp_path: Path) -> None:
     blocks = make_chain(3)
     for block in blocks[:2]:
         tier.put(block)
@@ -292,31 +312,33 @@ def test_a_catalogue_that_is_damaged_while_it_runs_is_rebuilt(tier: DiskTier) ->
         def close(self) -> None:
             return
 
-    tier._shelf.catalogue._reading.close()
-    tier._shelf.catalogue._reading = Damaged()  # pyright: ignore[reportAttributeAccessIssue]
-    assert not tier.find(blocks[0].key)
-    # No write is needed: whoever looks wakes the thread that mends it.
-    assert tier.flush(10).is_empty
+    tier.touch([blocks[1].id])
+    tier._shelf.records.catalogue._connection.close()
+    tier._shelf.records.catalogue._connection = Damaged()  # pyright: ignore[reportAttributeAccessIssue]
+    # Nobody who looks notices.
     assert all(tier.find(block.key) for block in blocks[:2])
-    assert tier.usage().counters["failed"][Fault.CATALOGUE] >= 1
     tier.put(blocks[2])
     assert tier.flush(10).is_empty
-    assert is_same(tier.read_now(blocks[2].id, root=ROOT), blocks[2])
+    assert tier.usage().counters["failed"][Fault.CATALOGUE] >= 1
+    put_when_it_can(tier, blocks[2])
+    assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in blocks)
     assert tier.usage().num_blocks == 3
+    assert len(tier._shelf.records.catalogue.newest(10)) == 3
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 
 def test_a_catalogue_on_a_full_volume_fails_the_write_and_nothing_else(tier: DiskTier, tmp_path: Path) -> None:
     blocks = make_chain(2)
     tier.put(blocks[0])
     assert tier.flush(10).is_empty
-    tier._shelf.catalogue._writing.execute("PRAGMA max_page_count = 1")
-    tier._shelf.catalogue._writing.execute("PRAGMA query_only = ON")
+    tier._shelf.records.catalogue._connection.execute("PRAGMA max_page_count = 1")
+    tier._shelf.records.catalogue._connection.execute("PRAGMA query_only = ON")
     tier.put(blocks[1])
     assert tier.flush(10).is_empty
     assert set(tier.usage().counters["failed"]) == {Fault.CATALOGUE}
     assert is_same(tier.read_now(blocks[0].id, root=ROOT), blocks[0])
     assert not list((tmp_path / "cache" / "tmp").iterdir())
-    tier._shelf.catalogue._writing.execute("PRAGMA query_only = OFF")
+    tier._shelf.records.catalogue._connection.execute("PRAGMA query_only = OFF")
     put_when_it_can(tier, blocks[1])
     assert is_same(tier.read_now(blocks[1].id, root=ROOT), blocks[1])
 

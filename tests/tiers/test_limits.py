@@ -8,16 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvstrata.tiers.admission import DailyBudget
-from kvstrata.tiers.block import BASE, Block, BlockId
-from kvstrata.tiers.catalogue import Row
+from kvstrata.tiers.block import BASE, Block
+from kvstrata.tiers.row import Row
 from kvstrata.tiers.disk import Accepted, Refused
-from kvstrata.tiers.eviction import victims
 from kvstrata.tiers.reasons import Drop, Refusal
 from tests.tiers.blocks import ROOT, is_same, make_block, make_chain, open_tier, real_bytes
 from tests.tiers.faults import FaultyFiles
@@ -317,81 +313,3 @@ def test_what_is_queued_counts_for_the_budget() -> None:
     assert not budget.allows(50, 50, now=20)
     assert budget.allows(50, 50, now=86_401)
     assert DailyBudget(0).allows(10**12, 0, now=0)
-
-
-class Shelf:
-    """A plain model of a catalogue."""
-
-    def __init__(self, rows: list[Row]) -> None:
-        self.rows = rows
-
-    def is_leaf(self, row: Row) -> bool:
-        if row.id.part != BASE:
-            return True
-        return not any(
-            other.parent == row.id.key or (other.id.key == row.id.key and other.id.part != BASE) for other in self.rows
-        )
-
-    def leaves(self) -> list[Row]:
-        return sorted((row for row in self.rows if self.is_leaf(row)), key=lambda row: (row.last_use, -row.start))
-
-    def oldest_leaves(self, count: int) -> list[Row]:
-        return self.leaves()[:count]
-
-    def leaves_at(self, key: bytes) -> list[Row]:
-        return [row for row in self.leaves() if row.id.key == key]
-
-
-@given(st.integers(0, 2**32), st.integers(1, 40), st.integers(0, 12))
-def test_victims_are_always_the_oldest_leaf_that_is_left(seed: int, size: int, num_pinned: int) -> None:
-    generator = np.random.default_rng(seed)
-    keys = [bytes([number]) * 32 for number in range(1, size + 1)]
-    rows: list[Row] = []
-    for index, key in enumerate(keys):
-        above = int(generator.integers(-1, index)) if index else -1
-        parent, start = (keys[above], rows[above].start + 1) if above >= 0 else (ROOT, 0)
-        rows.append(Row(BlockId(key), parent, ROOT, start, 1, 1, float(generator.integers(12)), 0, 0.0))
-    extras = [
-        Row(BlockId(row.id.key, "low"), row.parent, ROOT, row.start, 1, 1, float(generator.integers(12)), 0, 0.0)
-        for row in rows
-        if generator.random() < 0.3
-    ]
-    pinned = {keys[int(index)] for index in generator.integers(0, size, num_pinned)}
-    shelf = Shelf([*rows, *extras])
-    for victim in victims(shelf, pinned.__contains__):
-        allowed = [row for row in shelf.leaves() if row.id.key not in pinned]
-        assert (victim.last_use, -victim.start) == (allowed[0].last_use, -allowed[0].start)
-        assert victim in allowed
-        shelf.rows.remove(victim)
-    assert all(row.id.key in pinned for row in shelf.leaves())
-
-
-@pytest.mark.parametrize("num_pinned", [0, 50])
-def test_the_catalogue_agrees_with_the_model(tmp_path: Path, num_pinned: int) -> None:
-    from kvstrata.tiers.catalogue import Catalogue
-
-    generator = np.random.default_rng(num_pinned)
-    rows: list[Row] = []
-    for index in range(120):
-        above = int(generator.integers(-1, index)) if index else -1
-        parent, start = (rows[above].id.key, rows[above].start + 1) if above >= 0 else (ROOT, 0)
-        key = generator.bytes(32)
-        rows.append(Row(BlockId(key), parent, ROOT, start, 1, 4096, float(index * 7 % 120), 0, 0.0))
-    rows += [
-        Row(BlockId(row.id.key, "low"), row.parent, ROOT, row.start, 1, 1, row.last_use + 0.5, 0, 0.0)
-        for row in rows[::5]
-    ]
-    pinned = {row.id.key for row in rows[:num_pinned]}
-    catalogue, model = Catalogue(tmp_path / "catalogue"), Shelf(list(rows))
-    catalogue.add(rows)
-    order: list[tuple[float, int]] = []
-    for victim in victims(catalogue, pinned.__contains__):
-        catalogue.remove([victim.id])
-        order.append((victim.last_use, victim.start))
-    expected: list[tuple[float, int]] = []
-    for victim in victims(model, pinned.__contains__):
-        model.rows.remove(victim)
-        expected.append((victim.last_use, victim.start))
-    assert order == expected
-    assert len(order) >= 144 - 2 * num_pinned
-    catalogue.close()

@@ -12,8 +12,8 @@ import typer
 from kvstrata.cli.remote import AsJson
 
 if TYPE_CHECKING:
-    from kvstrata.tiers.catalogue import Row
     from kvstrata.tiers.rebuild import DamagedFile, UnreadFile
+    from kvstrata.tiers.row import Row
 
 Folder = Annotated[
     Path,

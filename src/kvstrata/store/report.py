@@ -79,8 +79,9 @@ def usage_of(entries: Iterable[Entry]) -> TierUsage:
 
 
 def disk_usage(usage: Usage) -> TierUsage:
+    """What stays there: files that were cleared and are being deleted are told by `disk_counts`."""
     by_precision, by_kind = (by_label(usage.labels, what) for what in (PRECISION, KIND))
-    return TierUsage(usage.disk_bytes, usage.num_tokens, usage.num_blocks, by_precision, by_kind)
+    return TierUsage(usage.disk_bytes - usage.leaving_bytes, usage.num_tokens, usage.num_blocks, by_precision, by_kind)
 
 
 def disk_counts(usage: Usage) -> dict[str, int]:
@@ -90,7 +91,8 @@ def disk_counts(usage: Usage) -> dict[str, int]:
         for reason, count in by_reason.items()
     }
     counts |= {"disk_written_bytes": usage.written_bytes, "disk_read_bytes": usage.read_bytes}
-    return counts | {"disk_queue_bytes": usage.queue_bytes, "disk_limit_bytes": usage.limit_bytes}
+    levels = {"disk_queue_bytes": usage.queue_bytes, "disk_leaving_bytes": usage.leaving_bytes}
+    return counts | levels | {"disk_limit_bytes": usage.limit_bytes}
 
 
 def precision_of(span: Span) -> tuple[str, str]:

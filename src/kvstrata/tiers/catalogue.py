@@ -1,29 +1,26 @@
-"""What is on disk, in SQLite: found by key, or by parent and length. Knows no files but its own, and no payloads.
+"""The rows of the blocks on disk, in SQLite, so that a start need not open their files. Knows no files but its own.
 
-It can be lost: `shelf.py` rebuilds it from the headers of the blocks. Two connections, because a lookup on the engine's
-thread must not wait for a writer that waits for the disk; in WAL mode it does not.
+A record, not where lookups go: `row_index.py` has the same rows in memory. It can be lost: `records.py` writes it again
+from there, or at a start `compare.py` does from the headers of the blocks.
 """
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from kvstrata.tiers.block import BASE, BlockId
+from kvstrata.tiers.block import BlockId
 from kvstrata.tiers.files import FILE_MODE
+from kvstrata.tiers.row import Row
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 # Pages of 4 KiB. Small, because the limit of the tier counts the log too.
 PAGES_BEFORE_CHECKPOINT = 64
-WRITE_TIMEOUT_S = 5.0
-# A lookup may run on the engine's thread: better a miss than a wait.
-READ_TIMEOUT_S = 0.05
+TIMEOUT_S = 5.0
+FORMAT = "format"  # the note that says for which version of the blocks' format the rows were checked
 
 PRIMARY_CODE = 0xFF
 VOLUME_PROBLEMS = frozenset(
@@ -47,18 +44,20 @@ CREATE TABLE blocks (
     last_use REAL NOT NULL, uses INTEGER NOT NULL, created REAL NOT NULL, tally TEXT NOT NULL,
     PRIMARY KEY (key, part)
 ) WITHOUT ROWID;
-CREATE INDEX by_parent ON blocks (parent, part, num_tokens);
-CREATE INDEX by_use ON blocks (last_use, start DESC);
+CREATE TABLE leaving (key BLOB NOT NULL, part TEXT NOT NULL, PRIMARY KEY (key, part)) WITHOUT ROWID;
 CREATE TABLE notes (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
+# From an older version to the next: its rows stay. Version 2 came with format 1 of the blocks and noted none.
+MIGRATIONS = {
+    2: f"""
+DROP INDEX by_parent;
+DROP INDEX by_use;
+CREATE TABLE leaving (key BLOB NOT NULL, part TEXT NOT NULL, PRIMARY KEY (key, part)) WITHOUT ROWID;
+INSERT OR REPLACE INTO notes VALUES ('{FORMAT}', 1);
+"""
+}
 
 COLUMNS = "key, part, parent, root, start, num_tokens, disk_bytes, last_use, uses, created, tally"
-# A base goes after its children and after its other parts; another part can go at any time, the chain stays usable.
-IS_LEAF = f"""
-(b.part <> '{BASE}' OR NOT (
-    EXISTS (SELECT 1 FROM blocks AS c WHERE c.parent = b.key) OR
-    EXISTS (SELECT 1 FROM blocks AS p WHERE p.key = b.key AND p.part <> '{BASE}')))
-"""
 
 
 class CatalogueFault(Exception):
@@ -71,40 +70,6 @@ class CatalogueFault(Exception):
         self.damaged = not is_misuse and code & PRIMARY_CODE not in VOLUME_PROBLEMS
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    id: BlockId
-    parent: bytes
-    root: bytes
-    start: int
-    num_tokens: int
-    disk_bytes: int
-    last_use: float
-    uses: int
-    created: float
-    tally: str = "{}"  # JSON: bytes by label. Equal blocks have the same text
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    num_blocks: int
-    num_tokens: int
-    disk_bytes: int
-    labels: Mapping[str, int]  # bytes by label
-
-
-def write_tally(labels: Mapping[str, int]) -> str:
-    return json.dumps(labels, sort_keys=True, separators=(",", ":"))
-
-
-def read_tally(text: str) -> Counter[str]:
-    """Nothing where it makes no sense: at worst a block is written again."""
-    try:
-        return Counter({str(label): int(nbytes) for label, nbytes in json.loads(text).items()})
-    except (ValueError, TypeError, AttributeError):
-        return Counter()
-
-
 @contextmanager
 def faults() -> Iterator[None]:
     try:
@@ -115,91 +80,67 @@ def faults() -> Iterator[None]:
 
 class Catalogue:
     def __init__(self, path: Path) -> None:
+        self._lock = threading.RLock()
         with faults():
-            self._writing = _connect(path, WRITE_TIMEOUT_S)
+            self._connection = _connect(path)
             try:
                 self.is_new = self._prepare()
-                self._reading = _connect(path, READ_TIMEOUT_S)
             except sqlite3.Error:
-                self._writing.close()
+                self._connection.close()
                 raise
-        self._write_lock = threading.RLock()
-        self._read_lock = threading.Lock()
 
     def _prepare(self) -> bool:
-        """True where there was nothing, or a catalogue of another version."""
-        version = self._writing.execute("PRAGMA user_version").fetchone()[0]
-        if version == SCHEMA_VERSION:
-            problem = self._writing.execute("PRAGMA quick_check(1)").fetchone()[0]
-            if problem != "ok":
-                raise sqlite3.DatabaseError(problem)
-            return False
-        if self._writing.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-            raise sqlite3.DatabaseError(f"a catalogue of version {version}")
-        self._writing.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
-        return True
+        """True where there was nothing."""
+        version = self._version()
+        if version == 0 and not self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
+            self._connection.executescript(f"BEGIN; {SCHEMA} PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;")
+            return True
+        while version in MIGRATIONS:
+            self._connection.executescript(f"BEGIN; {MIGRATIONS[version]} PRAGMA user_version = {version + 1}; COMMIT;")
+            version = self._version()
+        if version != SCHEMA_VERSION:
+            raise sqlite3.DatabaseError(f"it is of version {version}, and this is {SCHEMA_VERSION}")
+        return False
 
-    def has(self, block: BlockId) -> bool:
-        query = "SELECT 1 FROM blocks WHERE key = ? AND part = ?"
-        return bool(self._ask(query, (block.key, block.part)))
+    def _version(self) -> int:
+        return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
 
-    def size(self, block: BlockId) -> int:
-        """Bytes on the disk; 0 where it is not there."""
-        found = self._ask("SELECT disk_bytes FROM blocks WHERE key = ? AND part = ?", (block.key, block.part))
-        return int(found[0][0]) if found else 0
+    def newest(self, count: int) -> list[Row]:
+        """Those that were used last."""
+        return self._rows("ORDER BY last_use DESC LIMIT ?", (count,))
 
-    def contents(self, block: BlockId) -> Counter[str]:
-        """Bytes by label; nothing where it is not there."""
-        found = self._ask("SELECT tally FROM blocks WHERE key = ? AND part = ?", (block.key, block.part))
-        return read_tally(found[0][0]) if found else Counter()
+    def after(self, block: BlockId | None, count: int) -> list[Row]:
+        """Every row, some at a time: those that follow the last of those before."""
+        key, part = (b"", "") if block is None else (block.key, block.part)
+        return self._rows("WHERE (key, part) > (?, ?) ORDER BY key, part LIMIT ?", (key, part, count))
 
-    def lengths(self, parent: bytes) -> tuple[int, ...]:
-        """How many tokens the blocks after `parent` have, the longest first."""
-        query = f"SELECT DISTINCT num_tokens FROM blocks WHERE parent = ? AND part = '{BASE}' ORDER BY num_tokens DESC"
-        return tuple(length for (length,) in self._ask(query, (parent,)))
+    def leaving(self) -> list[Row]:
+        """Those whose files are to be deleted."""
+        return self._rows("NATURAL JOIN leaving", ())
 
-    def rows(self, root: bytes | None = None) -> list[Row]:
-        """Every block, or those of one root; parents before children."""
-        query = f"SELECT {COLUMNS} FROM blocks WHERE root = ifnull(?, root) ORDER BY start, key, part"
-        return self._ask_rows(query, (root,))
-
-    def parts(self, key: bytes) -> list[Row]:
-        return self._ask_rows(f"SELECT {COLUMNS} FROM blocks WHERE key = ? ORDER BY part", (key,))
-
-    def names(self, suffix: str) -> set[str]:
-        """`<key in hex>.<part><suffix>` of every block."""
-        query = "SELECT lower(hex(key)) || '.' || part || ? FROM blocks"
-        return {name for (name,) in self._ask_at_length(query, (suffix,))}
-
-    def totals(self) -> Totals:
-        query = f"""SELECT count(*) FILTER (WHERE part = '{BASE}'),
-            coalesce(sum(num_tokens) FILTER (WHERE part = '{BASE}'), 0), coalesce(sum(disk_bytes), 0) FROM blocks"""
-        num_blocks, num_tokens, disk_bytes = self._ask_at_length(query, ())[0]
-        labels: Counter[str] = Counter()
-        # Most blocks are alike: few texts, whatever the number of rows.
-        for text, count in self._ask_at_length("SELECT tally, count(*) FROM blocks GROUP BY tally", ()):
-            for label, nbytes in read_tally(text).items():
-                labels[label] += count * nbytes
-        return Totals(num_blocks, num_tokens, disk_bytes, dict(labels))
-
-    def oldest_leaves(self, count: int) -> list[Row]:
-        """What can go without breaking a chain. Sees changes that are not committed yet."""
-        query = f"SELECT {COLUMNS} FROM blocks AS b WHERE {IS_LEAF} ORDER BY last_use, start DESC LIMIT ?"
-        return self._ask_rows(query, (count,))
-
-    def leaves_at(self, key: bytes) -> list[Row]:
-        return self._ask_rows(f"SELECT {COLUMNS} FROM blocks AS b WHERE key = ? AND {IS_LEAF}", (key,))
+    def _rows(self, which: str, values: tuple[object, ...]) -> list[Row]:
+        with self._lock, faults():
+            return [_row(fields) for fields in self._ask(f"SELECT {COLUMNS} FROM blocks {which}", values)]
 
     def add(self, rows: Iterable[Row]) -> None:
+        """In place of those with the same id, which do not leave any more."""
+        rows = list(rows)
         with self.changing() as connection:
             connection.executemany(
                 "INSERT OR REPLACE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (_fields(row) for row in rows)
             )
+            self._delete("leaving", (row.id for row in rows))
 
     def remove(self, blocks: Iterable[BlockId]) -> None:
+        blocks = list(blocks)
+        with self.changing():
+            self._delete("blocks", blocks)
+            self._delete("leaving", blocks)
+
+    def add_leaving(self, blocks: Iterable[BlockId]) -> None:
         with self.changing() as connection:
             connection.executemany(
-                "DELETE FROM blocks WHERE key = ? AND part = ?", ((block.key, block.part) for block in blocks)
+                "INSERT OR REPLACE INTO leaving VALUES (?, ?)", ((block.key, block.part) for block in blocks)
             )
 
     def touch(self, uses: Mapping[BlockId, tuple[int, float]]) -> None:
@@ -211,8 +152,9 @@ class Catalogue:
 
     def note(self, name: str) -> int:
         """A number kept under a name; 0 where there is none."""
-        found = self._ask("SELECT value FROM notes WHERE name = ?", (name,))
-        return found[0][0] if found else 0
+        with self._lock, faults():
+            found = self._ask("SELECT value FROM notes WHERE name = ?", (name,))
+            return found[0][0] if found else 0
 
     def set_note(self, name: str, value: int) -> None:
         with self.changing() as connection:
@@ -221,47 +163,40 @@ class Catalogue:
     @contextmanager
     def changing(self) -> Iterator[sqlite3.Connection]:
         """One transaction; changes inside it join it."""
-        with self._write_lock, faults():
-            if self._writing.in_transaction:
-                yield self._writing
+        with self._lock, faults():
+            if self._connection.in_transaction:
+                yield self._connection
                 return
-            self._writing.execute("BEGIN IMMEDIATE")
+            self._connection.execute("BEGIN IMMEDIATE")
             try:
-                yield self._writing
+                yield self._connection
+                self._connection.execute("COMMIT")
             except BaseException:
                 self._undo()
                 raise
-            self._writing.execute("COMMIT")
 
     def close(self) -> None:
-        with self._write_lock, self._read_lock, faults():
-            self._reading.close()
-            self._writing.close()
+        with self._lock, faults():
+            self._connection.close()
 
     def _undo(self) -> None:
         # SQLite has already rolled back after some faults, a full volume among them.
-        if self._writing.in_transaction:
-            self._writing.execute("ROLLBACK")
+        if self._connection.in_transaction:
+            self._connection.execute("ROLLBACK")
 
-    def _ask_rows(self, query: str, values: tuple[object, ...]) -> list[Row]:
-        found = self._ask_at_length(query, values)
-        with faults():
-            return [_row(fields) for fields in found]
+    def _delete(self, table: str, blocks: Iterable[BlockId]) -> None:
+        self._connection.executemany(
+            f"DELETE FROM {table} WHERE key = ? AND part = ?", ((block.key, block.part) for block in blocks)
+        )
 
-    def _ask_at_length(self, query: str, values: tuple[object, ...]) -> list[tuple]:
-        """Where lookups do not wait for it."""
-        with self._write_lock, faults():
-            return self._writing.execute(query, values).fetchall()
-
-    def _ask(self, query: str, values: tuple[object, ...]) -> list[tuple]:
-        with self._read_lock, faults():
-            return self._reading.execute(query, values).fetchall()
+    def _ask(self, query: str, values: tuple[object, ...] = ()) -> list[tuple]:
+        return self._connection.execute(query, values).fetchall()
 
 
-def _connect(path: Path, timeout_s: float) -> sqlite3.Connection:
+def _connect(path: Path) -> sqlite3.Connection:
     # SQLite gives its log the mode of the file that it finds.
     path.touch(mode=FILE_MODE)
-    connection = sqlite3.connect(path, timeout=timeout_s, isolation_level=None, check_same_thread=False)
+    connection = sqlite3.connect(path, timeout=TIMEOUT_S, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA journal_mode = WAL")
         # A crash of the machine may lose the newest rows: they are found again by their files' names.

@@ -21,15 +21,15 @@ from pathlib import Path
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.admission import DailyBudget, day_of
 from kvstrata.tiers.block import BASE, Block, BlockId, Chain, Tally, no_tally
-from kvstrata.tiers.catalogue import CatalogueFault, Row
+from kvstrata.tiers.catalogue import CatalogueFault
 from kvstrata.tiers.checksum import Checksum, fastest
-from kvstrata.tiers.eviction import victims
 from kvstrata.tiers.files import Files
 from kvstrata.tiers.folder import CacheFolder, prepare
 from kvstrata.tiers.loading import Loader
 from kvstrata.tiers.publish import Publisher, Written
 from kvstrata.tiers.reader import Deliver, Loaded, Missing, Reader, Ticket
-from kvstrata.tiers.reasons import Eviction, Fault, Refusal, fault_of
+from kvstrata.tiers.reasons import Fault, Refusal, fault_of
+from kvstrata.tiers.row import Row, Totals
 from kvstrata.tiers.shelf import Shelf
 from kvstrata.tiers.strides import SHARE
 from kvstrata.tiers.usage import Counters, Event, Rates, Usage
@@ -48,7 +48,6 @@ NUM_READERS = 2
 READ_AHEAD_BYTES = 128 << 20
 FIRST_PAUSE_S = 5.0
 CLOSE_TIMEOUT_S = 10.0
-NUM_REMOVED_AT_ONCE = 256
 
 # Notes in the catalogue: a restart does not give a new day's budget.
 DAY = "day"
@@ -193,9 +192,7 @@ class DiskTier:
     def lengths(self, parent: bytes) -> tuple[int, ...]:
         """The lengths in tokens of the blocks that follow `parent`, the longest first."""
         queued = self._writer.lengths(parent)
-        on_disk = self._shelf.lengths(parent)
-        self._mend()
-        return tuple(sorted(queued.union(on_disk), reverse=True))
+        return tuple(sorted(queued.union(self._shelf.lengths(parent)), reverse=True))
 
     def contents(self, block: BlockId) -> Mapping[str, int]:
         """What `tally` says of a block; nothing where it is not here."""
@@ -212,16 +209,8 @@ class DiskTier:
         return self._shelf.quarantine.keys()
 
     def _holds(self, block: BlockId) -> bool:
-        # In this order: a block is in the catalogue before it leaves the queue.
-        if self._writer.queued(block):
-            return True
-        found = self._shelf.has(block)
-        self._mend()
-        return found
-
-    def _mend(self) -> None:
-        if self._shelf.needs_rebuild:
-            self._writer.wake()
+        # In this order: a block is on the shelf before it leaves the queue.
+        return bool(self._writer.queued(block)) or self._shelf.has(block)
 
     # Reading.
 
@@ -247,41 +236,28 @@ class DiskTier:
     # Making less of it.
 
     def remove(self, blocks: Sequence[BlockId]) -> Removed:
-        """From the disk and from the queue, whatever hangs on them."""
+        """From the disk and from the queue, whatever hangs on them. As with `clear`, files are deleted later."""
         wanted = set(blocks)
         self._writer.withdraw(lambda block: block.id in wanted)
-        return self._remove(list(dict.fromkeys(blocks)))
+        return self._removed(self._shelf.index.hide(wanted))
 
     def clear(self, root: bytes | None = None) -> Removed:
-        """Everything, or what belongs to one root."""
+        """Everything, or what belongs to one root: not found any more when this returns, and never waits for the disk.
+        The tier's thread deletes the files; what is put again meanwhile is not among them."""
         self._writer.withdraw(lambda block: root is None or block.root == root)
-        rows = self._shelf.rows(root)
-        return self._remove([row.id for row in reversed(rows)])
+        return self._removed(self._shelf.index.hide_root(root))
 
-    def _remove(self, blocks: Sequence[BlockId]) -> Removed:
-        """Children first where the caller has them so; one transaction for a number of them, so that others get on."""
-        removed: list[Row] = []
-        for first in range(0, len(blocks), NUM_REMOVED_AT_ONCE):
-            try:
-                removed += self._shelf.remove(blocks[first : first + NUM_REMOVED_AT_ONCE], Eviction.CLEARED)
-            except (OSError, CatalogueFault) as error:
-                self._counters.add(Event.FAILED, fault_of(error) if isinstance(error, OSError) else Fault.CATALOGUE)
-                log.warning("Blocks of the disk cache could not be removed: %s", error)
-                break
-        bases = [row for row in removed if row.id.part == BASE]
-        return Removed(len(bases), sum(row.num_tokens for row in bases), sum(row.disk_bytes for row in removed))
+    def _removed(self, totals: Totals) -> Removed:
+        self._writer.wake()
+        return Removed(totals.num_blocks, totals.num_tokens, totals.disk_bytes)
 
     def _expire(self, kept: frozenset[bytes]) -> float:
         """On the writer's thread, the oldest first and leaves before what they hang on."""
         if self._ttl_s == math.inf:
             return math.inf
+        now = self._clock()
         try:
-            self._shelf.write_touches()
-            for row in victims(self._shelf.catalogue, lambda key: key in kept or self._is_pinned(key)):
-                left_s = row.last_use + self._ttl_s - self._clock()
-                if left_s > 0:
-                    return left_s
-                self._shelf.remove([row.id], Eviction.EXPIRED)
+            return min(self._shelf.expire(now - self._ttl_s, kept) - now, 0.0) + self._ttl_s
         except (OSError, CatalogueFault) as error:
             self._counters.add(Event.FAILED, fault_of(error) if isinstance(error, OSError) else Fault.CATALOGUE)
             log.warning("Blocks that expired could not be removed: %s", error)
@@ -297,6 +273,7 @@ class DiskTier:
             disk_bytes=self._shelf.disk_bytes(),
             block_bytes=totals.disk_bytes,
             quarantine_bytes=self._shelf.quarantine.disk_bytes,
+            leaving_bytes=self._shelf.index.leaving.num_bytes,
             num_blocks=totals.num_blocks,
             num_tokens=totals.num_tokens,
             labels=totals.labels,
@@ -347,7 +324,7 @@ class DiskTier:
 
     def _open_budget(self, limit_bytes: int) -> DailyBudget:
         try:
-            day, written_bytes = (self._shelf.catalogue.note(name) for name in (DAY, WRITTEN_BYTES))
+            day, written_bytes = (self._shelf.records.catalogue.note(name) for name in (DAY, WRITTEN_BYTES))
         except CatalogueFault:
             day, written_bytes = 0, 0
         return DailyBudget(limit_bytes, day=day, written_bytes=written_bytes)
@@ -356,8 +333,6 @@ class DiskTier:
         """On the writer's thread, after each block."""
         now = self._clock()
         try:
-            with self._shelf.catalogue.changing():
-                self._shelf.catalogue.set_note(DAY, day_of(now))
-                self._shelf.catalogue.set_note(WRITTEN_BYTES, self._budget.written_bytes(now))
+            self._shelf.note({DAY: day_of(now), WRITTEN_BYTES: self._budget.written_bytes(now)})
         except CatalogueFault as fault:
             log.debug("The bytes written today were not noted: %s", fault)

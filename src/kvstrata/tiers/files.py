@@ -28,7 +28,16 @@ class FileStatus:
     modified: float
     inode: int
     is_plain: bool  # a file, and no link, folder or device
+    is_folder: bool
     is_link: bool
+    mode: int  # the permissions alone
+
+
+class NotAFile(OSError):
+    """A link, a folder, a pipe or a device under the name of a file: never ours, and not opened."""
+
+    def __init__(self, path: Path | str) -> None:
+        super().__init__(errno.EINVAL, "Not a plain file", str(path))
 
 
 class Files:
@@ -55,8 +64,15 @@ class Files:
             os.close(fd)
 
     def open(self, path: Path) -> int:
-        # A link in the cache folder is never ours: it could lead anywhere.
-        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        """A plain file. NotAFile where it is something else: a link could lead anywhere, a pipe waits for a writer."""
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise NotAFile(path)
+        # It may have changed since.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise NotAFile(path)
+        return fd
 
     def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
         return os.preadv(fd, [buffer], offset)
@@ -64,8 +80,16 @@ class Files:
     def status(self, place: int | Path) -> FileStatus:
         found = os.fstat(place) if isinstance(place, int) else os.lstat(place)
         disk_bytes = found.st_blocks * SECTOR_BYTES
-        is_plain, is_link = stat.S_ISREG(found.st_mode), stat.S_ISLNK(found.st_mode)
-        return FileStatus(found.st_size, disk_bytes, found.st_mtime, found.st_ino, is_plain, is_link)
+        return FileStatus(
+            size_bytes=found.st_size,
+            disk_bytes=disk_bytes,
+            modified=found.st_mtime,
+            inode=found.st_ino,
+            is_plain=stat.S_ISREG(found.st_mode),
+            is_folder=stat.S_ISDIR(found.st_mode),
+            is_link=stat.S_ISLNK(found.st_mode),
+            mode=stat.S_IMODE(found.st_mode),
+        )
 
     def unlink(self, path: Path) -> None:
         os.unlink(path)
@@ -76,13 +100,16 @@ class Files:
     def make_folder(self, path: Path) -> None:
         os.mkdir(path, FOLDER_MODE)
 
+    def set_mode(self, path: Path, mode: int) -> None:
+        os.chmod(path, mode)
+
     def free_bytes(self, folder: Path) -> int:
         volume = os.statvfs(folder)
         return volume.f_bavail * volume.f_frsize
 
     def lock(self, path: Path) -> int:
         """An open file that nobody else has locked; BlockingIOError where somebody has. Closing it unlocks it."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BaseException:

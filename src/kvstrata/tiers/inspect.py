@@ -10,13 +10,13 @@ from pathlib import Path
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.block import BASE, BlockId, Chain
 from kvstrata.tiers.blockfile import read_block
-from kvstrata.tiers.catalogue import Row
 from kvstrata.tiers.files import Files, unlink_if_there
 from kvstrata.tiers.folder import CacheFolder
 from kvstrata.tiers.format import DamagedBlock
 from kvstrata.tiers.quarantine import quarantined
 from kvstrata.tiers.reasons import fault_of
 from kvstrata.tiers.rebuild import DamagedFile, UnreadFile, rows_of
+from kvstrata.tiers.row import Row
 
 Progress = Callable[[int, int], None]  # blocks done, blocks in all
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from kvstrata.tiers.block import Block, BlockId, Chain
 from kvstrata.tiers.blockfile import read_block
+from kvstrata.tiers.files import NotAFile
 from kvstrata.tiers.format import DamagedBlock
 from kvstrata.tiers.rates import RateMeter
 from kvstrata.tiers.reader import Loaded, Missing
@@ -65,6 +66,8 @@ class Loader:
                 return Missing(block, Damage.ROOT)
             self._counters.add(Event.READ, "queue", nbytes=queued.nbytes)
             return Loaded(_only(queued, names))
+        if self._shelf.index.leaving.row(block) is not None:
+            return Missing(block, Miss.ABSENT)  # it was cleared, and its file is still there
         for fault in self.avoided(block):
             return Missing(block, fault)
         try:
@@ -76,6 +79,10 @@ class Loader:
             if self._shelf.has(block):
                 self._shelf.forget(block)
             return Missing(block, Miss.ABSENT)
+        except NotAFile:
+            self._counters.add(Event.FAILED, Fault.NOT_A_FILE)
+            self._shelf.forget(block)
+            return Missing(block, Fault.NOT_A_FILE)
         except OSError as error:
             return Missing(block, self._fault(block, error))
 

@@ -12,12 +12,14 @@ from pathlib import Path
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.admission import DailyBudget
 from kvstrata.tiers.block import Block
-from kvstrata.tiers.catalogue import CatalogueFault, Row, write_tally
+from kvstrata.tiers.catalogue import CatalogueFault
 from kvstrata.tiers.checksum import Checksum
 from kvstrata.tiers.files import unlink_if_there, write_all
 from kvstrata.tiers.format import EncodedBlock, encode
 from kvstrata.tiers.reasons import Drop, Fault, fault_of
-from kvstrata.tiers.shelf import GivenUp, Shelf
+from kvstrata.tiers.room import GivenUp
+from kvstrata.tiers.row import Row, write_tally
+from kvstrata.tiers.shelf import Shelf
 from kvstrata.tiers.strides import Take
 
 log = logging.getLogger(__name__)
@@ -43,7 +45,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class SettledIn:
-    pass
+    """`is_done`: nothing is left to delete. Otherwise it is to be called again, and a block may go between."""
+
+    is_done: bool = True
 
 
 class Publisher:
@@ -57,11 +61,11 @@ class Publisher:
         self._without_room: OrderedDict[bytes, None] = OrderedDict()
 
     def settle_in(self) -> SettledIn | Failed:
-        """Catalogue, folder and limit in step: after a start, and when a lookup found the catalogue damaged."""
+        """Catalogue, folder and limit in step, after a start; and some of what was cleared deleted."""
         try:
             self._put_in_step()
             self._shelf.keep_to_limit()
-            return SettledIn()
+            return SettledIn(is_done=not self._shelf.purge())
         except (OSError, CatalogueFault, ConfigError) as error:
             return self._failed(error)
 
@@ -75,7 +79,8 @@ class Publisher:
             if given_up.reason is not Drop.CLEARED:
                 self._remember_drop(block.key)
             return Dropped(given_up.reason)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, IsADirectoryError) as error:
+            # In itself, or because a folder has its name: the next one may well be.
             log.warning("A block cannot be written: %s", error)
             return Dropped(Drop.UNWRITABLE)
         except (OSError, CatalogueFault, ConfigError) as error:
@@ -84,7 +89,7 @@ class Publisher:
     def _failed(self, error: OSError | CatalogueFault | ConfigError) -> Failed:
         match error:
             case CatalogueFault():
-                self._shelf.needs_rebuild = self._shelf.needs_rebuild or error.damaged
+                self._shelf.records.needs_rewrite |= error.damaged
                 return Failed(Fault.CATALOGUE, str(error))
             case OSError():
                 return Failed(fault_of(error), str(error))
@@ -94,8 +99,7 @@ class Publisher:
 
     def _put_in_step(self) -> None:
         self._require_folder()
-        if self._shelf.needs_rebuild:
-            self._shelf.rebuild()
+        self._shelf.rewrite_if_needed()
         self._shelf.compare_once()
 
     def _publish(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 from enum import StrEnum
 
+from kvstrata.tiers.files import NotAFile
+
 
 class Refusal(StrEnum):
     """`put` did not take a block."""
@@ -56,6 +58,7 @@ class Fault(StrEnum):
     READ_ONLY = "read_only"
     VANISHED = "vanished"
     CATALOGUE = "catalogue"
+    NOT_A_FILE = "not_a_file"
     OTHER = "other"
 
 
@@ -64,6 +67,7 @@ class Eviction(StrEnum):
     RESERVE = "reserve"
     EXPIRED = "expired"
     CLEARED = "cleared"
+    OUTDATED = "outdated"
 
 
 FAULTS = {
@@ -83,4 +87,6 @@ FAULTS = {
 
 
 def fault_of(error: OSError) -> Fault:
+    if isinstance(error, NotAFile):
+        return Fault.NOT_A_FILE
     return FAULTS.get(error.errno or 0, Fault.OTHER)

@@ -8,21 +8,22 @@ from pathlib import Path
 
 from kvstrata.tiers.block import BlockId, Tally, no_tally
 from kvstrata.tiers.blockfile import opened, read_header
-from kvstrata.tiers.catalogue import Row, write_tally
 from kvstrata.tiers.files import Files
 from kvstrata.tiers.format import DamagedBlock
 from kvstrata.tiers.reasons import Damage, Fault, fault_of
+from kvstrata.tiers.row import Row, write_tally
 
 
 @dataclass(frozen=True, slots=True)
 class DamagedFile:
     path: Path
     reason: Damage
+    what: str = ""  # of the damage; of a file in another format, its version
 
 
 @dataclass(frozen=True, slots=True)
 class UnreadFile:
-    """Neither counted nor served until the next start."""
+    """Counted, and not served until the next start."""
 
     path: Path
     reason: Fault
@@ -35,7 +36,7 @@ def rows_of(
         try:
             yield _row_of(files, path, block, tally)
         except DamagedBlock as damage:
-            yield DamagedFile(path, damage.reason)
+            yield DamagedFile(path, damage.reason, str(damage))
         except FileNotFoundError:
             continue
         except OSError as error:

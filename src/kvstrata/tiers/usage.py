@@ -38,6 +38,7 @@ class Usage:
     limit_bytes: int
     disk_bytes: int  # blocks, catalogue, quarantine and folders: what the volume gives up for the cache
     block_bytes: int
+    leaving_bytes: int  # of blocks that were cleared and whose files are not deleted yet; part of disk_bytes
     quarantine_bytes: int
     num_blocks: int
     num_tokens: int

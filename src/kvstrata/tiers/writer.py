@@ -90,6 +90,7 @@ class Writer:
         self._num_flushing = 0
         self._num_faults = 0
         self._is_settled_in = False
+        self._has_just_settled = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvstrata-disk-writer", daemon=True)
         self._thread.start()
@@ -199,9 +200,13 @@ class Writer:
             with self._changed:
                 if not self._wait_for_work():
                     return
-                must_settle_in, must_expire = not self._is_settled_in, self._must_expire()
+                # What is deleted in slices leaves a turn to a block between two of them.
+                must_settle_in = not self._is_settled_in and not (self._has_just_settled and self._queue)
+                must_expire = self._must_expire()
                 batch = [] if must_settle_in or must_expire else list(self._queue.values())[:1]
                 self._is_writing = True
+                self._has_just_settled = must_settle_in
+                self._is_settled_in = self._is_settled_in or must_settle_in
             if must_settle_in:
                 self._settle_in_now()
             elif must_expire:
@@ -218,8 +223,8 @@ class Writer:
             if isinstance(outcome, Failed):
                 self._counters.add(Event.FAILED, outcome.reason)
                 self._pause.begin(outcome.reason, outcome.what)
-            # After a failure the next block tries again.
-            self._is_settled_in = True
+            elif not outcome.is_done:
+                self._is_settled_in = False
 
     def _expire_now(self) -> None:
         seconds = _guarded(lambda: self._expire(self._kept()))
