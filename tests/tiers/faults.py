@@ -108,6 +108,10 @@ class FaultyFiles(Files):
         self._step("make_folder")
         super().make_folder(path)
 
+    def set_mode(self, path: Path, mode: int) -> None:
+        self._step("set_mode")
+        super().set_mode(path, mode)
+
     def free_bytes(self, folder: Path) -> int:
         self._step("free_bytes")
         return super().free_bytes(folder) if self.free is None else self.free

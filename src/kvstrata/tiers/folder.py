@@ -9,6 +9,7 @@ DIR/quarantine/<file name>.<reason>       files that were not what they said
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -16,12 +17,22 @@ from pathlib import Path
 
 from kvstrata.errors import CacheDirectoryBusy, ConfigError
 from kvstrata.tiers.block import KEY_BYTES, PART_NAME, BlockId
-from kvstrata.tiers.files import Files, make_folder_if_missing, plain_files, unlink_if_there
+from kvstrata.tiers.files import (
+    FILE_MODE,
+    FOLDER_MODE,
+    Files,
+    make_folder_if_missing,
+    plain_files,
+    unlink_if_there,
+)
+
+log = logging.getLogger(__name__)
 
 SUFFIX = ".safetensors"
 TEMPORARY_NAME = re.compile(r"[0-9]+\.tmp")
-# Empty where the process ended before it wrote its id.
 OF_THE_SYSTEM = {"lost+found", ".DS_Store"}  # in folders that are empty to their user
+OF_OTHERS = 0o077  # what a mode lets them do
+# Empty where the process ended before it wrote its id.
 LOCK_TEXT = re.compile(rb"([0-9]+\n)?")
 LONGEST_LOCK_TEXT = 32
 
@@ -80,15 +91,38 @@ class CacheFolder:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self.make_missing()
+        self.tighten()
+
+    def tighten(self) -> None:
+        """Conversations are for their owner alone, also where the folder was there before; said where that fails."""
+        is_closed = self._is_tightened(self.directory.resolve(), FOLDER_MODE)
+        inside = dict.fromkeys(self._folders, FOLDER_MODE)
+        inside |= dict.fromkeys((self.lock_path, *self.catalogue_paths()), FILE_MODE)
+        open_to_others = [path for path, mode in inside.items() if not self._is_tightened(path, mode)]
+        # Either is enough: that the folder is closed to others, or all that is in it.
+        if open_to_others and not is_closed:
+            log.warning(
+                "Others on this machine may read the disk cache, which holds conversations: the mode of %s cannot be "
+                "changed. Give it mode 0700, or use another --disk-cache-dir",
+                ", ".join(map(str, open_to_others)),
+            )
+
+    def _is_tightened(self, path: Path, mode: int) -> bool:
+        try:
+            if self.files.status(path).mode & OF_OTHERS:
+                self.files.set_mode(path, mode)
+            return not self.files.status(path).mode & OF_OTHERS
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
 
     def check(self) -> None:
         """ConfigError where this is no folder for a disk cache: it holds something else, or leads elsewhere."""
         for path in (self.lock_path, *self._folders, *self.catalogue_paths()):
-            if self._is_link(path):
-                raise ConfigError(
-                    f"{path} is a link, and the disk cache follows none inside its folder. "
-                    "Remove it, or use another --disk-cache-dir"
-                )
+            problem = self._problem_of(path)
+            if problem:
+                raise ConfigError(f"{path} is {problem}. Remove it, or use another --disk-cache-dir")
         if not self._is_ours():
             raise ConfigError(
                 f"{self.directory} holds other things than a disk cache, and was left as it is. "
@@ -151,6 +185,18 @@ class CacheFolder:
         status = self.files.status(self.lock_path)
         is_likely = status.is_plain and status.size_bytes <= LONGEST_LOCK_TEXT
         return is_likely and bool(LOCK_TEXT.fullmatch(self.lock_path.read_bytes()))
+
+    def _problem_of(self, path: Path) -> str:
+        """Why this cannot be one of our files or folders; empty where it can, or is not there."""
+        try:
+            status = self.files.status(path)
+        except FileNotFoundError:
+            return ""
+        if status.is_link:
+            return "a link, and the disk cache follows none inside its folder"
+        if path in self._folders:
+            return "" if status.is_folder else "no folder, and the disk cache needs one of that name"
+        return "" if status.is_plain else "no plain file, and the disk cache opens nothing else"
 
     def _is_link(self, path: Path) -> bool:
         try:
