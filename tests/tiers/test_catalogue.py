@@ -12,11 +12,11 @@ import pytest
 
 from kvstrata.tiers.block import BlockId
 from kvstrata.tiers.catalogue import FORMAT, Catalogue
-from kvstrata.tiers.row import Row
 from kvstrata.tiers.files import Files
 from kvstrata.tiers.folder import file_name
 from kvstrata.tiers.format import FORMAT_VERSION
 from kvstrata.tiers.reasons import Damage
+from kvstrata.tiers.row import Row
 from tests.tiers.blocks import ROOT, is_same, make_chain, open_tier, real_bytes
 from tests.tiers.faults import FaultyFiles, flip
 from tests.tiers.test_damage import path_of

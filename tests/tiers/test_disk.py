@@ -177,7 +177,7 @@ def test_a_full_queue_refuses_and_counts_and_never_waits(held: Held) -> None:
     assert held.tier.usage().queue_bytes <= 4000
     assert not held.tier.find(blocks[-1].key)
     huge = make_block(5, num_values=4000)
-    assert held.tier.put(huge) == Refused(Refusal.TOO_LARGE)
+    assert held.tier.put(huge) == Refused(Refusal.QUEUE_FULL)
 
 
 def test_a_flush_that_has_no_time_says_what_is_left(held: Held) -> None:

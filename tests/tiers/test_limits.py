@@ -8,13 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from kvstrata.tiers.admission import DailyBudget
 from kvstrata.tiers.block import BASE, Block
-from kvstrata.tiers.row import Row
 from kvstrata.tiers.disk import Accepted, Refused
 from kvstrata.tiers.reasons import Drop, Refusal
+from kvstrata.tiers.row import Row
 from tests.tiers.blocks import ROOT, is_same, make_block, make_chain, open_tier, real_bytes
 from tests.tiers.faults import FaultyFiles
 

@@ -1,4 +1,4 @@
-"""A block that is put in place of one that is there: whichever step fails, what is on the disk is counted and served."""
+"""A block in place of one that is there: whichever step fails, what is on the disk is counted and served."""
 
 from __future__ import annotations
 
