@@ -21,6 +21,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.span import prefix_of
 from kvstrata.store.entry import Lease
 from kvstrata.store.search import mark_of
+from kvstrata.store.totals import share_of
 from tests.engine.drive import Client, Drive
 from tests.engine.test_loop import assert_same, prompt
 from tests.layers.test_same_output import steady_module
@@ -358,7 +359,7 @@ def test_a_chat_of_short_turns_is_compressed_once_it_is_long() -> None:
         tokens = tokens + serve(drive, tokens, 10).ids
         assert ("planes:4" in drive.store.usage().by_precision) == (len(tokens) - 1 >= 256)
     for entry in drive.store.entries:
-        assert ("raw" in entry.span.bytes_by_precision()) == (entry.span.end < 256)
+        assert ("raw" in share_of(entry).by_precision) == (entry.span.end < 256)
 
 
 def test_a_negative_shortest_length_is_refused() -> None:

@@ -19,6 +19,7 @@ from kvstrata.spans.plan import make_plan
 from kvstrata.store.entry import Lease
 from kvstrata.store.requantize import Change
 from kvstrata.store.store import Store
+from kvstrata.store.totals import Share, share_of
 from tests.store.kv import HYBRID, LAYOUT, Clock, Run, check_lease, make_store, settle, store_tokens
 
 Tokens = tuple[int, ...]
@@ -272,6 +273,21 @@ class StoreMachine(RuleBasedStateMachine):
         used = [entry for lease, _, _ in self.leases for entry in lease.entries]
         used += [entry for run in self.runs for entry in run.filing.lease.entries]
         assert all(entry.num_leases == used.count(entry) for entry in entries)
+
+    @invariant()
+    def running_sums_are_those_of_all_entries(self) -> None:
+        store, total = self.store, Share()
+        for entry in store.entries:
+            total.add(share_of(entry))
+        assert store.usage() == total.as_usage()
+        other = store.usage(lambda salt: salt == "other")
+        assert other.nbytes == sum(entry.nbytes for entry in store.entries if entry.salt == "other")
+        waiting = store._mover.waiting
+        assert store._pending.nbytes() == sum(map(store.precision.pending_bytes, waiting))
+        store.pressure._look()
+        known = {entry: held for entry, held in store.pressure._ladder._spans.items() if not entry.is_running}
+        ended = [entry for entry in store.entries if not entry.is_running and entry.span.layers]
+        assert known == {entry: store.pressure._held(entry) for entry in ended}
 
     @invariant()
     def what_may_go_is_known_with_its_size(self) -> None:

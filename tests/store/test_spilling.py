@@ -15,6 +15,7 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.spans.plan import make_plan
 from kvstrata.store.requantize import Change
 from kvstrata.store.store import MAX_SPANS, Store
+from kvstrata.store.totals import share_of
 from kvstrata.tiers.admission import SECONDS_OF_A_DAY
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.disk import Accepted
@@ -275,7 +276,7 @@ def test_a_span_that_begins_inside_a_block_comes_back(tmp_path: Path) -> None:
         assert store.held_bytes < 2100 * TOKEN_BYTES / 2
         go_up(store)
         # Of the one that was cut short, the end is inside a block.
-        assert [dict(entry.span.bytes_by_precision()).keys() for entry in store.entries][2] == {"raw"}
+        assert [dict(share_of(entry).by_precision).keys() for entry in store.entries][2] == {"raw"}
         lease = store.match(tokens, "")
         check_lease(lease, tokens, at_least=4)
         store.release(lease)

@@ -15,6 +15,7 @@ from kvstrata.spans.plan import make_plan
 from kvstrata.store.entry import Lease
 from kvstrata.store.requantize import Change
 from kvstrata.store.store import MAX_SPANS, Store
+from kvstrata.store.totals import share_of
 from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, make_store, settle, store_tokens
 
 
@@ -196,7 +197,7 @@ def test_a_long_chat_of_short_turns_is_compressed() -> None:
         store_tokens(store, tokens(60 * turn))
         settle(store)
         assert held_names(store) == ({"raw"} if turn < 5 else {"raw", "planes:8"})
-    raw = [entry for entry in store.entries if held_of(entry.span.bytes_by_precision()) == {"raw"}]
+    raw = [entry for entry in store.entries if held_of(share_of(entry).by_precision) == {"raw"}]
     assert all(entry.span.end < 256 for entry in raw)
     assert store.held_bytes < 0.7 * 480 * TOKEN_BYTES
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
@@ -95,7 +96,7 @@ class Planes:
             values *= size
         return values
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Allocated: every array owns its memory and has no gaps."""
         return sum(array.nbytes for array in self.arrays.values())

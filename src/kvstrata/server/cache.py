@@ -83,7 +83,7 @@ async def requantize(request: Request) -> RequantizeAnswer:
         store = _store(loop)
         if change.scope == "disk":
             _require_tier(loop, "disk", param="scope")
-        return loop.requantize(change), held_answer(store.entries)
+        return loop.requantize(change), held_answer(store.usage())
 
     return requantize_answer(*await ask(service_of(request), question))
 
@@ -193,7 +193,7 @@ def target_of(loop: Loop) -> TargetAnswer:
 
 
 def held_of(loop: Loop) -> HeldAnswer:
-    return held_answer(loop.store.entries) if loop.store is not None else WITHOUT_STORE
+    return held_answer(loop.store.usage()) if loop.store is not None else WITHOUT_STORE
 
 
 def _explain(loop: Loop, prompt: Prompt) -> Explanation:

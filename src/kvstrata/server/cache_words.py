@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from pydantic import Field
 from typing_extensions import TypedDict
 
 from kvstrata.engine.report import CacheUsage, SequenceUsage
-from kvstrata.layers.parts import SealedPart
 from kvstrata.server.openai.schema import Asked, Message, TokenId, ToolOffered
-from kvstrata.store.entry import Entry
 from kvstrata.store.report import Explanation, PartUsage, TierUsage
 from kvstrata.store.requantize import Changed, Progress, Scope, TierChange
 
@@ -176,23 +172,9 @@ def usage_answer(usage: CacheUsage, target: TargetAnswer, held: HeldAnswer) -> U
     }
 
 
-def held_answer(entries: Iterable[Entry]) -> HeldAnswer:
+def held_answer(hot: TierUsage) -> HeldAnswer:
     """Of what is stored, resume points of window layers included; the buffers of running requests are not."""
-    k: Counter[str] = Counter()
-    v: Counter[str] = Counter()
-    for part in (part for entry in entries for part in _stored_parts(entry)):
-        k[part.k.name] += part.k.nbytes
-        v[part.v.name] += part.v.nbytes
-    return {"k": dict(k), "v": dict(v)}
-
-
-def _stored_parts(entry: Entry) -> Iterator[SealedPart]:
-    span = entry.span
-    for mark in span.marks.values():
-        yield from (state for state in mark.states if isinstance(state, SealedPart))
-    if not entry.is_running and not span.is_live:
-        for layer in span.layers:
-            yield from span.planes(layer)
+    return {"k": hot.k, "v": hot.v}
 
 
 def requantize_answer(changed: Changed, held: HeldAnswer) -> RequantizeAnswer:

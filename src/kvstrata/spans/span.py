@@ -7,7 +7,6 @@ What a layer holds may be replaced between two steps; readers ask anew at each s
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -61,7 +60,7 @@ class Span:
     @property
     def kv_bytes(self) -> int:
         """Allocated, marks apart; of a live span the whole buffers."""
-        return sum(part.nbytes for part in self._sealed()) + self.live_bytes
+        return sum(part.nbytes for part in self.sealed_parts()) + self.live_bytes
 
     @property
     def live_bytes(self) -> int:
@@ -70,7 +69,7 @@ class Span:
     @property
     def owned_bytes(self) -> int:
         """All that is in memory of its own: not the buffers of an owner."""
-        return sum(part.nbytes for part in self._sealed()) + self.mark_bytes
+        return sum(part.nbytes for part in self.sealed_parts()) + self.mark_bytes
 
     @property
     def mark_bytes(self) -> int:
@@ -79,16 +78,6 @@ class Span:
     @property
     def nbytes(self) -> int:
         return self.kv_bytes + self.mark_bytes
-
-    def bytes_by_precision(self) -> Counter[str]:
-        """K and V apart, as 'k=planes:8'-free names: a codec's name -> bytes."""
-        by_name: Counter[str] = Counter()
-        for part in self._sealed():
-            by_name[part.k.name] += part.k.nbytes
-            by_name[part.v.name] += part.v.nbytes
-        if self.live_bytes:
-            by_name["raw"] += self.live_bytes
-        return by_name
 
     def pairs(self, layer: int) -> tuple[Pair, ...]:
         """The codecs that a layer is stored under."""
@@ -211,7 +200,7 @@ class Span:
     def replace(self, layer: int, parts: Sequence[SealedPart]) -> None:
         self._held[layer] = tuple(parts)
 
-    def _sealed(self) -> Iterator[SealedPart]:
+    def sealed_parts(self) -> Iterator[SealedPart]:
         for held in self._held.values():
             if not isinstance(held, FullLayer):
                 yield from held

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,7 +9,6 @@ from typing import Literal
 from kvstrata.spans.contents import KIND, PRECISION, by_label
 from kvstrata.spans.marks import RecurrentState
 from kvstrata.spans.span import Span
-from kvstrata.store.entry import Entry
 from kvstrata.tiers.usage import Usage
 
 # complete  all that can be found was: the last prompt token is always computed
@@ -44,6 +42,8 @@ class TierUsage:
     spans: int = 0
     by_precision: dict[str, int] = field(default_factory=dict)
     by_kind: dict[str, int] = field(default_factory=dict)
+    k: dict[str, int] = field(default_factory=dict)  # bytes of keys by precision; of the memory tier alone
+    v: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,27 +55,6 @@ class PartUsage:
     v: str
     nbytes: int
     shared_by: int
-
-
-def usage_of(entries: Iterable[Entry]) -> TierUsage:
-    """Of what is stored; the buffers of sequences that run are counted with them."""
-    stored = [entry for entry in entries if not entry.is_running]
-    by_precision: Counter[str] = Counter()
-    by_kind: Counter[str] = Counter()
-    for entry in entries:
-        marks = _mark_bytes(entry.span)
-        by_kind.update(marks)
-        by_precision.update(_mark_precisions(entry.span))
-        if not entry.is_running:
-            by_precision.update(entry.span.bytes_by_precision())
-            by_kind["full"] += entry.span.kv_bytes
-    return TierUsage(
-        nbytes=sum(entry.nbytes for entry in entries),
-        tokens=sum(node.num_tokens for entry in stored for node in entry.nodes),
-        spans=len(stored),
-        by_precision=dict(+by_precision),
-        by_kind=dict(+by_kind),
-    )
 
 
 def disk_usage(usage: Usage) -> TierUsage:
@@ -105,26 +84,6 @@ def _names(names: Iterable[str]) -> str:
     return "+".join(dict.fromkeys(names)) or "raw"
 
 
-def _mark_bytes(span: Span) -> Counter[str]:
-    by_kind: Counter[str] = Counter()
-    for mark in span.marks.values():
-        for state in mark.states:
-            if state is not None:
-                by_kind["recurrent" if isinstance(state, RecurrentState) else "window"] += state.nbytes
-    return by_kind
-
-
 def recurrent_bytes(span: Span) -> int:
-    return _mark_bytes(span)["recurrent"]
-
-
-def _mark_precisions(span: Span) -> Counter[str]:
-    by_name: Counter[str] = Counter()
-    for mark in span.marks.values():
-        for state in mark.states:
-            if isinstance(state, RecurrentState):
-                by_name["raw"] += state.nbytes
-            elif state is not None:
-                by_name[state.k.name] += state.k.nbytes
-                by_name[state.v.name] += state.v.nbytes
-    return by_name
+    states = (state for mark in span.marks.values() for state in mark.states)
+    return sum(state.nbytes for state in states if isinstance(state, RecurrentState))

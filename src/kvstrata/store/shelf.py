@@ -83,7 +83,7 @@ class Shelf:
         """File all tokens so far under the entry, but for those that somebody else has filed. Tells their path."""
         self.version += 1
         inserted = self.tree.insert(entry.root_key, ids, entry)
-        self.journal.note(entry)
+        self.journal.note_all(node.payload for node in inserted.path)
         self._uses.inserted(inserted, entry.kind, self._clock())
         if inserted.outcome == "split":
             upper, lower = inserted.halves
@@ -321,6 +321,7 @@ class Shelf:
             parent.payload.nodes.discard(parent)
             self._eviction.discard(parent)
             self._uses.forget(parent)
+        self.journal.note(merged.payload)
         self._offer(merged)
 
     def _remember(self, node: Node[Entry]) -> None:

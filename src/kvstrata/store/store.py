@@ -34,13 +34,14 @@ from kvstrata.store.pending import Pending
 from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision
 from kvstrata.store.pressure import PlanOf, Pressure
-from kvstrata.store.report import Ending, Explanation, TierUsage, disk_counts, disk_usage, usage_of
+from kvstrata.store.report import Ending, Explanation, TierUsage, disk_counts, disk_usage
 from kvstrata.store.requantize import Change, Changed, Progress
 from kvstrata.store.restore import Restorer
 from kvstrata.store.room import Room
 from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
 from kvstrata.store.spills import Spills
+from kvstrata.store.totals import Totals
 
 # Tokens of requests that eviction learns from.
 MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20
@@ -80,6 +81,7 @@ class Store:
         self._failures = Failures(self.counters)
         changed = self._shelf.journal.reader()
         self._mover = Mover(self._job, self._tidy, self._get_stuck, changed.add)
+        self._totals = Totals(self._shelf.journal.reader(), self._shelf.entries)
         self._pending = Pending(changed, self._mover.has, self.precision.pending_bytes)
         self._spills = Spills(cold, self._shelf, self.counters, self._failures, self._mover.finish)
         plan_of = plan_of or partial(make_plan, layout)
@@ -295,8 +297,7 @@ class Store:
         changed = self._changes.assess(change, plan, sequence_entries, self.disk_usage())
         if not change.dry_run:
             self._changes.begin(change, plan, sequence_entries, asked_at_s=asked_at_s)
-            if change.is_general:
-                self._has_new_target()
+            self._has_new_target()
         return changed
 
     def requantize_progress(self) -> Progress:
@@ -472,8 +473,9 @@ class Store:
 
     # Answers.
 
-    def usage(self) -> TierUsage:
-        return usage_of(self.entries)
+    def usage(self, sees: Callable[[str], bool] = lambda _: True) -> TierUsage:
+        """Of what is in memory under the salts that the caller sees."""
+        return self._totals.usage(sees)
 
     def disk_usage(self) -> TierUsage | None:
         return None if self.cold is None else disk_usage(self.cold.tier.usage())
