@@ -47,8 +47,8 @@ class _Outdated:
     def say(self) -> None:
         if self.num_blocks:
             log.warning(
-                "Removed %d blocks of the disk cache (%.1f MiB): another version of kvstrata wrote them, "
-                "in format %s, and this one reads format %d",
+                "Removed %d blocks of the disk cache (%.1f MiB): another version of kvstrata wrote them (%s), "
+                "and this one reads format %d",
                 self.num_blocks,
                 self.num_bytes / 2**20,
                 ", ".join(sorted(self.formats)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -123,11 +124,16 @@ def header_bytes_of(beginning: bytes) -> int:
     if not beginning.startswith(MAGIC, LENGTH_BYTES):
         raise DamagedBlock(Damage.HEADER, "not a kvstrata block")
     if not beginning.startswith(OPENING, LENGTH_BYTES):
-        raise DamagedBlock(Damage.VERSION, f"another format version than {FORMAT_VERSION}")
+        raise DamagedBlock(Damage.VERSION, f"format {_version_of(beginning)}")
     length = LENGTH_BYTES + int.from_bytes(beginning[:LENGTH_BYTES], "little")
     if length % ALIGNMENT_BYTES or length > LARGEST_HEADER_BYTES:
         raise DamagedBlock(Damage.HEADER, f"a header of {length} bytes")
     return length
+
+
+def _version_of(beginning: bytes) -> str:
+    digits = re.match(rb"[0-9]{1,9}", beginning[LENGTH_BYTES + len(MAGIC) :])
+    return digits.group().decode() if digits else "unknown"
 
 
 def parse_header(header: bytes) -> Header:

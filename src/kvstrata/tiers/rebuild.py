@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvstrata.tiers.block import BlockId, Tally, no_tally
@@ -18,7 +18,7 @@ from kvstrata.tiers.row import Row, write_tally
 class DamagedFile:
     path: Path
     reason: Damage
-    what: str = ""  # of the damage; of a file in another format, its version
+    what: str = field(default="", compare=False)  # of a file in another format: which
 
 
 @dataclass(frozen=True, slots=True)
