@@ -20,7 +20,7 @@ from kvstrata.tiers.admission import SECONDS_OF_A_DAY
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.disk import Accepted
 from tests.store.disk import chat, load, random_tokens, reachable, store_on, write_turns, written
-from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Run, check_lease, settle, store_tokens
+from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, settle, store_tokens
 
 LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
 plan = partial(make_plan, LAYOUT)
@@ -280,3 +280,17 @@ def test_a_span_that_begins_inside_a_block_comes_back(tmp_path: Path) -> None:
         lease = store.match(tokens, "")
         check_lease(lease, tokens, at_least=4)
         store.release(lease)
+
+
+def test_a_block_was_last_used_when_its_tokens_were_and_not_when_it_is_written(tmp_path: Path) -> None:
+    with store_on(tmp_path, clock=lambda: 1000.0) as store:
+        old, new = random_tokens(100, 1), random_tokens(100, 2)
+        store_tokens(store, old)
+        clock = store._shelf._clock
+        assert isinstance(clock, Clock)
+        clock.now_s += 50
+        store_tokens(store, new)
+        store.flush(60)
+        assert store.cold is not None
+        last_uses = sorted(row.last_use for row in store.cold.tier.rows())
+    assert last_uses == pytest.approx([950.0, 1000.0], abs=1.0)

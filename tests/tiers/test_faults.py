@@ -243,9 +243,14 @@ def test_blocks_that_cannot_be_deleted_stay_counted(tmp_path: Path, files: Fault
 
 
 class Stuck(Files):
-    """Some files cannot be deleted."""
+    """Some files cannot be deleted or moved."""
 
     names_stuck: frozenset[str] = frozenset()
+
+    def rename(self, source: Path, target: Path) -> None:
+        if source.name in self.names_stuck:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+        super().rename(source, target)
 
     def unlink(self, path: Path) -> None:
         if path.name in self.names_stuck:
@@ -271,6 +276,34 @@ def test_a_block_that_cannot_be_deleted_is_passed_over(tmp_path: Path, caplog) -
     assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in stuck)
     assert usage.counters["failed"][Fault.READ_ONLY] >= 2
     assert caplog.text.count("cannot be deleted") == 2
+    tier.close()
+
+
+@pytest.mark.parametrize("is_outdated", [False, True])
+def test_a_damaged_file_that_cannot_be_deleted_keeps_no_other_from_being_found(
+    tmp_path: Path, is_outdated: bool, caplog
+) -> None:
+    directory, blocks, files = tmp_path / "cache", make_chain(4), Stuck()
+    tier = open_tier(directory)
+    for block in blocks:
+        tier.put(block)
+    assert tier.flush(10).is_empty
+    tier.close()
+    for path in directory.glob("catalogue*"):
+        path.unlink()
+    damaged = next(directory.rglob(file_name(blocks[3].id)))
+    damaged.write_bytes(damaged.read_bytes().replace(b"block.1", b"block.0") if is_outdated else bytes(9000))
+    files.names_stuck = frozenset([damaged.name])
+    tier = open_tier(directory, files=files, first_pause_s=60)
+    assert tier.flush(10).is_empty
+    assert [tier.find(block.key) for block in blocks] == [True] * 3 + [False]
+    assert tier.usage().counters["failed"] == {Fault.READ_ONLY: 1}
+    assert caplog.text.count("cannot be deleted") == 1
+    assert "Removed" not in caplog.text
+    assert tier.usage().disk_bytes == real_bytes(directory)
+    assert tier.put(make_block(9)) == Accepted()  # no pause
+    assert tier.flush(10).is_empty
+    assert tier.usage().disk_bytes == real_bytes(directory)
     tier.close()
 
 

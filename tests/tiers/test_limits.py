@@ -132,6 +132,39 @@ def test_what_nobody_asked_for_in_time_goes_at_the_next_start(tmp_path: Path) ->
     tier.close()
 
 
+def test_the_time_to_live_counts_from_the_last_use_and_not_from_the_writing(tmp_path: Path) -> None:
+    now = [1000.0]
+    tier = open_tier(tmp_path / "cache", ttl_s=60.0, clock=lambda: now[0])
+    old, new = make_block(1), make_block(2)
+    tier.put(old, unused_s=50.0)
+    tier.put(new)
+    assert tier.flush(10).is_empty
+    assert {row.id: (row.last_use, row.created) for row in tier.rows()} == {
+        old.id: (950.0, 1000.0),
+        new.id: (1000.0, 1000.0),
+    }
+    tier.close()
+    now[0] += 20
+    tier = open_tier(tmp_path / "cache", ttl_s=60.0, clock=lambda: now[0])
+    assert tier.flush(10).is_empty
+    assert [row.id for row in tier.rows()] == [new.id]
+    tier.close()
+
+
+def test_a_block_that_has_little_time_left_goes_in_time(tmp_path: Path) -> None:
+    """However long the wait was that was planned before it came."""
+    tier = open_tier(tmp_path / "cache", ttl_s=3600.0)
+    assert tier.flush(10).is_empty
+    tier.put(make_block(1), unused_s=3599.9)
+    tier.put(make_block(2))
+    deadline = time.monotonic() + 20
+    while [row.id for row in tier.rows()] != [make_block(2).id]:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert tier.usage().counters["evicted"] == {"expired": 1}
+    tier.close()
+
+
 def test_what_nobody_asks_for_in_time_goes_while_nothing_happens(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "cache", ttl_s=0.01)
     for block in make_chain(3):

@@ -29,6 +29,7 @@ from kvstrata.tiers.reasons import Refusal
 # Of a chain that is looked up, in one step: about a millisecond.
 STEPS_AT_ONCE = 8
 
+UnusedS = Callable[[Entry], float]  # how long ago a request last went on from an entry
 Post = Callable[[Callable[[], None]], None]  # run something on the thread that owns MLX, soon
 
 
@@ -78,10 +79,17 @@ class Cold:
 
     # Out.
 
-    def spill(self, leaf: Node[Entry], *, puts_away: bool = False) -> Generator[None, None, Spilled]:
+    def spill(
+        self,
+        leaf: Node[Entry],
+        *,
+        puts_away: bool = False,
+        unused_s: UnusedS = lambda _: 0.0,
+    ) -> Generator[None, None, Spilled]:
         """Write what the disk has not of the tokens up to a leaf's end, in small steps; after the first block that is
         not taken, nothing could be reached. Spans may be joined meanwhile; whoever goes on with it sees to it that the
         leaf is still there, and as long as it was. `puts_away`: also what the disk has in fewer bits of the last span.
+        `unused_s`: how long ago a request last went on from an entry; what expires counts from there.
 
         What is written continues the blocks that are there, wherever those end: spans are joined, cut and loaded, marks
         come and go, and a chain made anew from what they are now would hardly be the one that was written.
@@ -96,8 +104,8 @@ class Cold:
                 for step in present or (_next_step(leaf, key, start, ids),):
                     is_better = puts_away and step.start >= own and self._is_lower(step, leaf)
                     if is_better or not present:
-                        yield from self._put(step, leaf, ids, replace=is_better)
-                    self._put_mark(step, leaf, ids)
+                        yield from self._put(step, leaf, ids, unused_s, replace=is_better)
+                    self._put_mark(step, leaf, ids, unused_s)
                     if step.start >= own:
                         own_bytes += self._held_bytes(step)
                         own_tokens += step.end - step.start
@@ -119,15 +127,18 @@ class Cold:
                 yield
         return longest
 
-    def _put(self, step: Step, leaf: Node[Entry], ids: TokenIds, *, replace: bool) -> Generator[None, None, None]:
+    def _put(
+        self, step: Step, leaf: Node[Entry], ids: TokenIds, unused_s: UnusedS, *, replace: bool
+    ) -> Generator[None, None, None]:
         entry, _ = _holder(leaf, step.start)
         packed = yield from packing(entry.span, step.start, step.end)
         if step.start and not self.tier.find(step.parent):
             raise NotTaken  # it was taken, and has been given up since
         asked_twice = step.end <= entry.asked_twice
-        self._offer(step, ids, leaf.root_key, packed, BASE, asked_twice=asked_twice, replace=replace)
+        block = _block(step, ids, leaf.root_key, packed, BASE)
+        self._offer(block, asked_twice=asked_twice, replace=replace, unused_s=unused_s(entry))
 
-    def _put_mark(self, step: Step, leaf: Node[Entry], ids: TokenIds) -> None:
+    def _put_mark(self, step: Step, leaf: Node[Entry], ids: TokenIds, unused_s: UnusedS) -> None:
         """Where there is one, and the disk has only its block."""
         if not self.tier.find(step.key):
             raise NotTaken
@@ -137,23 +148,11 @@ class Cold:
         mark = entry.span.marks.get(step.end)
         if mark is not None and not self.tier.find(step.key, MARK):
             # Where its block was worth it, it is.
-            self._offer(step, ids, leaf.root_key, pack_mark(mark), MARK, asked_twice=True)
+            block = _block(step, ids, leaf.root_key, pack_mark(mark), MARK)
+            self._offer(block, asked_twice=True, replace=False, unused_s=unused_s(entry))
 
-    def _offer(
-        self,
-        step: Step,
-        ids: TokenIds,
-        root: bytes,
-        packed: Packed,
-        part: str,
-        *,
-        asked_twice: bool,
-        replace: bool = False,
-    ) -> None:
-        tensors = {name: Tensor(a.dtype, a.shape, a.octets) for name, a in packed.arrays.items()}
-        token_ids = ids[step.start : step.end].astype("<i4", copy=False).tobytes()
-        block = Block(step.key, step.parent, root, step.start, token_ids, tensors, packed.description, part)
-        answer = self.tier.put(block, asked_twice=asked_twice, replace=replace)
+    def _offer(self, block: Block, *, asked_twice: bool, replace: bool, unused_s: float) -> None:
+        answer = self.tier.put(block, asked_twice=asked_twice, replace=replace, unused_s=unused_s)
         if isinstance(answer, Refused) and answer.reason is not Refusal.PRESENT:
             raise NotTaken(answer)
 
@@ -280,6 +279,12 @@ class Cold:
 
 def _nothing() -> None:
     return
+
+
+def _block(step: Step, ids: TokenIds, root: bytes, packed: Packed, part: str) -> Block:
+    tensors = {name: Tensor(a.dtype, a.shape, a.octets) for name, a in packed.arrays.items()}
+    token_ids = ids[step.start : step.end].astype("<i4", copy=False).tobytes()
+    return Block(step.key, step.parent, root, step.start, token_ids, tensors, packed.description, part)
 
 
 def _ids_to(leaf: Node[Entry]) -> TokenIds:

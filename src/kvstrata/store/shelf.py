@@ -120,6 +120,10 @@ class Shelf:
         """When somebody last went on from it."""
         return max((self._uses[node].used_s for node in entry.nodes), default=0.0)
 
+    def unused_s(self, entry: Entry) -> float:
+        """How long ago that was."""
+        return self._clock() - self.used_s(entry)
+
     def end_used_s(self, entry: Entry) -> float:
         """When somebody last went on from all of it, not only from what it shares with others."""
         return self._uses[entry.last_node].used_s

@@ -203,7 +203,7 @@ class Spills:
     def _spill(self, entry: Entry, cold: Cold, *, puts_away: bool = False) -> Job:
         leaf = entry.last_node
         end = leaf.end
-        steps = cold.spill(leaf, puts_away=puts_away)
+        steps = cold.spill(leaf, puts_away=puts_away, unused_s=self._shelf.unused_s)
         while True:
             try:
                 next(steps)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -96,6 +97,8 @@ class Block:
     tensors: Mapping[str, Tensor]
     description: Mapping[str, Any]  # JSON; means nothing here
     part: str = BASE
+    # When a request last had its tokens, as far as who puts it knows. Not in the file.
+    last_use: float = field(default=math.inf, compare=False)
 
     def __post_init__(self) -> None:
         BlockId(self.key, self.part)

@@ -11,6 +11,7 @@ after the start but for blocks and arguments that make no sense.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
@@ -133,9 +134,13 @@ class DiskTier:
 
     # Writing.
 
-    def put(self, block: Block, *, asked_twice: bool = False, replace: bool = False) -> Accepted | Refused:
+    def put(
+        self, block: Block, *, asked_twice: bool = False, replace: bool = False, unused_s: float = 0.0
+    ) -> Accepted | Refused:
         """Never waits. The block's bytes must not change any more. `replace`: also where the disk has this id.
-        `asked_twice`: two requests had its tokens; under second touch nothing else is taken."""
+        `asked_twice`: two requests had its tokens; under second touch nothing else is taken. `unused_s`: so long ago
+        was the last of them."""
+        block = dataclasses.replace(block, last_use=self._clock() - unused_s)
         refusal = self._refusal(block, asked_twice, replace) or self._writer.offer(block)
         if refusal is None:
             return Accepted()
@@ -329,9 +334,10 @@ class DiskTier:
             day, written_bytes = 0, 0
         return DailyBudget(limit_bytes, day=day, written_bytes=written_bytes)
 
-    def _on_written(self, _written: Written) -> None:
+    def _on_written(self, written: Written) -> None:
         """On the writer's thread, after each block."""
         now = self._clock()
+        self._writer.expire_within(written.last_use + self._ttl_s - now)
         try:
             self._shelf.note({DAY: day_of(now), WRITTEN_BYTES: self._budget.written_bytes(now)})
         except CatalogueFault as fault:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ REMEMBERED_DROPS = 4096
 @dataclass(frozen=True, slots=True)
 class Written:
     file_bytes: int
+    last_use: float = math.inf  # of its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +116,14 @@ class Publisher:
         temporary = self._shelf.folder.temporaries / f"{next(self._serial)}.tmp"
         try:
             disk_bytes = self._write(temporary, encoded, take)
-            self._shelf.publish(temporary, self._row(block, disk_bytes), is_wanted)
+            row = self._row(block, disk_bytes)
+            self._shelf.publish(temporary, row, is_wanted)
         except BaseException:
             self._budget.give_back(encoded.nbytes, self._clock())
             self._clean(temporary)
             raise
         self._without_room.pop(block.key, None)
-        return Written(encoded.nbytes)
+        return Written(encoded.nbytes, row.last_use)
 
     def _require_folder(self) -> None:
         """A folder that vanished is a fault once; the next attempt makes it anew. One in it is made anew at once."""
@@ -153,7 +156,7 @@ class Publisher:
         now = self._clock()
         labels = self._shelf.tally(block.description, {name: tensor.nbytes for name, tensor in block.tensors.items()})
         where = (block.id, block.parent, block.root, block.start, block.num_tokens)
-        return Row(*where, disk_bytes, now, 0, now, write_tally(labels))
+        return Row(*where, disk_bytes, min(block.last_use, now), 0, now, write_tally(labels))
 
     def _clean(self, temporary: Path) -> None:
         try:

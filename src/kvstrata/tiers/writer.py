@@ -168,6 +168,11 @@ class Writer:
             self._is_settled_in = False
             self._changed.notify_all()
 
+    def expire_within(self, seconds: float) -> None:
+        """Something that was written may have to go by then."""
+        with self._changed:
+            self._expires_s = min(self._expires_s, time.monotonic() + seconds)
+
     def flush(self, timeout_s: float) -> Flushed:
         """Everything is tried at once, a pause or not, and what fails is given up: there may be no later."""
         with self._changed:
