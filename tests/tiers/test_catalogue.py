@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvstrata.tiers.block import BlockId
-from kvstrata.tiers.catalogue import FORMAT, Catalogue
+from kvstrata.tiers.catalogue import FORMAT, Catalogue, CatalogueFault
 from kvstrata.tiers.files import Files
 from kvstrata.tiers.folder import file_name
 from kvstrata.tiers.format import FORMAT_VERSION
@@ -159,6 +159,80 @@ def test_uses_are_remembered(tmp_path: Path) -> None:
     assert (first.uses, first.last_use, first.created) == (3, 2000.0, 1000.0)
     assert (second.uses, second.last_use) == (0, 1000.0)
     tier.close()
+
+
+def a_row(number: int) -> Row:
+    return Row(BlockId(bytes([number]) * 32), ROOT, ROOT, 0, 4, 4096, float(number), 0, 0.0)
+
+
+def test_a_transaction_is_taken_back_whole_with_what_joined_it(tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path / "catalogue")
+    catalogue.add([a_row(1)])
+
+    def change_and_fail() -> None:
+        with catalogue.changing():
+            catalogue.add([a_row(2)])
+            catalogue.remove([a_row(1).id])
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        change_and_fail()
+    assert catalogue.newest(10) == [a_row(1)]
+    with catalogue.changing():
+        catalogue.add([a_row(2)])
+        catalogue.remove([a_row(1).id])
+        catalogue.set_note("day", 7)
+    assert catalogue.newest(10) == [a_row(2)]
+    assert (catalogue.note("day"), catalogue.note("other")) == (7, 0)
+    catalogue.close()
+
+
+def test_a_change_that_fails_in_the_middle_leaves_nothing_and_the_next_works(tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path / "catalogue")
+    catalogue._connection.execute(
+        f"CREATE TRIGGER stop BEFORE INSERT ON blocks WHEN NEW.key = x'{'03' * 32}' BEGIN "
+        "SELECT RAISE(ABORT, 'not this one'); END"
+    )
+    with pytest.raises(CatalogueFault):
+        catalogue.add([a_row(1), a_row(2), a_row(3)])
+    assert catalogue.newest(10) == []
+    catalogue.add([a_row(1), a_row(2)])
+    assert catalogue.newest(10) == [a_row(2), a_row(1)]
+    catalogue.close()
+
+
+def test_rows_are_remembered_used_and_noted_as_leaving(tmp_path: Path) -> None:
+    catalogue = Catalogue(tmp_path / "catalogue")
+    assert catalogue.is_new
+    rows = [a_row(number) for number in range(5)]
+    catalogue.add(rows)
+    assert catalogue.newest(2) == rows[:2:-1]
+    assert catalogue.after(None, 2) == rows[:2]
+    assert catalogue.after(rows[1].id, 10) == rows[2:]
+    catalogue.touch({rows[0].id: (2, 50.0), rows[4].id: (1, 1.0)})
+    used = {row.id: (row.uses, row.last_use) for row in catalogue.newest(10)}
+    assert (used[rows[0].id], used[rows[4].id], used[rows[1].id]) == ((2, 50.0), (1, 4.0), (0, 1.0))
+    catalogue.add_leaving([rows[1].id, rows[2].id, rows[3].id])
+    catalogue.add([rows[1]])
+    catalogue.remove([rows[2].id])
+    assert [row.id for row in catalogue.leaving()] == [rows[3].id]
+    catalogue.close()
+    again = Catalogue(tmp_path / "catalogue")
+    assert not again.is_new
+    assert [row.id for row in again.leaving()] == [rows[3].id]
+    again.close()
+    with pytest.raises(CatalogueFault) as fault:
+        again.newest(1)
+    assert not fault.value.damaged
+
+
+def test_rows_of_one_key_under_two_roots_are_not_believed(tmp_path: Path) -> None:
+    blocks = fill(tmp_path / "cache")
+    connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
+    connection.execute("UPDATE blocks SET root = zeroblob(32) WHERE start = 20")
+    connection.commit()
+    connection.close()
+    assert_all_there(tmp_path / "cache", blocks)
 
 
 class Many(FaultyFiles):

@@ -16,7 +16,7 @@ from kvstrata.tiers.reader import Missing
 from kvstrata.tiers.reasons import Drop, Miss
 from kvstrata.tiers.room import NUM_PURGED_AT_ONCE
 from tests.tiers.blocks import OTHER_ROOT, ROOT, is_same, make_block, make_chain, open_tier, real_bytes
-from tests.tiers.faults import FaultyFiles, kill, wait_for
+from tests.tiers.faults import FaultyFiles, flip, kill, wait_for
 from tests.tiers.test_damage import path_of
 
 T = TypeVar("T")
@@ -98,6 +98,27 @@ def test_whoever_asks_never_waits_for_a_write_that_hangs(
     go_on.set()
     assert tier.flush(20).is_empty
     assert [row.id for row in tier.rows()] == [theirs.id]
+
+
+def test_whoever_asks_never_waits_for_the_quarantine(tmp_path: Path, go_on: threading.Event) -> None:
+    files = FaultyFiles()
+    tier = open_tier(tmp_path / "cache", 4 << 20, files=files)  # 2 % of it: two of these
+    blocks = make_chain(4, num_values=3000)
+    put_all(tier, blocks)
+    for block in blocks:
+        flip(path_of(tmp_path / "cache", block), 4096)
+    for block in blocks[:2]:
+        assert isinstance(tier.read_now(block.id, root=ROOT), Missing)
+    has_come = hang(files, "unlink", go_on)
+    ticket = tier.read([blocks[2].id], lambda _: None, root=ROOT)
+    assert has_come.wait(20)
+    assert len(in_time(tier.damaged_keys)) == 3
+    assert in_time(tier.usage).num_blocks == 1
+    assert not tier.find(blocks[2].key)
+    go_on.set()
+    assert ticket.wait(20)
+    assert len(tier.damaged_keys()) == 2
+    tier.close()
 
 
 def test_a_clear_is_done_for_who_asks_before_a_file_is_deleted(

@@ -36,6 +36,8 @@ def quarantined(files: Files, folder: Path) -> list[Held]:
 
 
 class Quarantine:
+    """Changed by one thread at a time, read from anywhere: its lock is never held over a file operation."""
+
     def __init__(self, folder: Path, files: Files, *, limit_files: int, limit_bytes: int) -> None:
         self._folder = folder
         self._files = files
@@ -60,7 +62,7 @@ class Quarantine:
         found = quarantined(self._files, self._folder)
         with self._lock:
             self._held = {held.name: held for held in found}
-            self._shrink()
+        self._shrink()
 
     def take(self, path: Path, reason: Damage) -> None:
         """Out of the way by a rename; where that cannot be done, or it is too large to keep, it is deleted."""
@@ -80,12 +82,11 @@ class Quarantine:
         with self._lock:
             self._held.pop(name, None)
             self._held[name] = Held(name, status.disk_bytes, status.modified)
-            self._shrink()
+        self._shrink()
 
     def _shrink(self) -> None:
-        total = sum(held.disk_bytes for held in self._held.values())
-        while self._held and (len(self._held) > self._limit_files or total > self._limit_bytes):
-            oldest = next(iter(self._held.values()))
-            unlink_if_there(self._files, self._folder / oldest.name)
-            del self._held[oldest.name]
-            total -= oldest.disk_bytes
+        while len(self._held) > self._limit_files or self.disk_bytes > self._limit_bytes:
+            oldest = next(iter(self._held))
+            unlink_if_there(self._files, self._folder / oldest)
+            with self._lock:
+                del self._held[oldest]
