@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -100,15 +101,27 @@ class Prefix:
 
 
 class SequenceCache:
-    """The live cache of one sequence: room for `capacity` tokens of its own, more with `grow`."""
+    """The live cache of one sequence: room for `capacity` tokens of its own, more with `grow`.
 
-    def __init__(self, layout: Layout, model: Any, capacity: int, prefix: Prefix | None = None) -> None:
+    With `raw_tokens` buffers hold no more than that of them at once: whoever runs it seals what is older in time.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        model: Any,
+        capacity: int,
+        prefix: Prefix | None = None,
+        raw_tokens: int | None = None,
+    ) -> None:
         self.capacity = capacity
+        self._raw_tokens = raw_tokens
         self.start = prefix.num_tokens if prefix else 0
         self.num_tokens = self.start
         num_flat = len(layout.flat())
         sources = iter(prefix.sources if prefix else ((),) * num_flat)
-        self.layers: list[Layer] = [_make(spec, model, i, capacity, sources) for i, spec in enumerate(layout.layers)]
+        make = partial(_make, model=model, capacity=capacity, raw_tokens=raw_tokens, sources=sources)
+        self.layers: list[Layer] = [make(spec, index=i) for i, spec in enumerate(layout.layers)]
         self.flat: list[Any] = _flat(self.layers)
         self._full = [layer for layer in self.flat if isinstance(layer, FullLayer)]
         self._path = layout.path
@@ -175,12 +188,21 @@ class SequenceCache:
         mx.async_eval([array for layer in self.layers for array in layer.end_pass()])
 
 
-def _make(spec: LayerSpec, model: Any, index: int, capacity: int, sources: Iterator[tuple[Source, ...]]) -> Layer:
+def _make(
+    spec: LayerSpec,
+    *,
+    model: Any,
+    index: int,
+    capacity: int,
+    raw_tokens: int | None,
+    sources: Iterator[tuple[Source, ...]],
+) -> Layer:
     if spec.kind == "composite":
-        return CompositeLayer([_make(child, model, index, capacity, sources) for child in spec.children])
+        make = partial(_make, model=model, index=index, capacity=capacity, raw_tokens=raw_tokens, sources=sources)
+        return CompositeLayer([make(child) for child in spec.children])
     before = next(sources)
     if spec.kind == "full":
-        return FullLayer(capacity, before)
+        return FullLayer(capacity, before, raw_tokens)
     if spec.kind == "window":
         return WindowLayer(spec.max_size, spec.keep)
     if spec.kind == "chunked":

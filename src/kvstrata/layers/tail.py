@@ -1,12 +1,13 @@
 """Full attention, one sequence: what others computed before, then preallocated buffers that are written in place.
 
 Buffers come in pieces: the first is sized from the request, later ones are added while it runs. No piece is ever copied
-into another, so growing costs only what it adds.
+into another, so growing costs only what it adds. A sequence that is encoded while it runs has buffers for its newest
+tokens alone: room for the rest is promised, and allocated when it is needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -17,10 +18,15 @@ from kvstrata.codecs.cuda_step import Slot
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers import cpu, cuda
 from kvstrata.layers.buffers import Buffer, round_up
+from kvstrata.layers.grain import Grain, grain_for, ranges
 from kvstrata.layers.parts import Part, Parts, RawPart, SealedPart, Source, cut_parts
 from kvstrata.layers.runs import RunCache
 
 Keys = Parts | cpu.Step | cuda.Step
+
+# Room beside the newest tokens when the others were encoded, and of every buffer that is added later: what is encoded
+# next moves the newest tokens again, and would move all room that they have.
+ROOM_TOKENS = 512
 
 
 @dataclass
@@ -36,22 +42,27 @@ class Piece:
 class FullLayer:
     """`before` are tokens that others hold: maybe still being written by their owner, never by this layer."""
 
-    def __init__(self, capacity: int, before: Sequence[Source] = ()) -> None:
+    def __init__(self, capacity: int, before: Sequence[Source] = (), raw_tokens: int | None = None) -> None:
+        """Room for `capacity` tokens; buffers for no more than `raw_tokens` of them at once, if what is older is sealed
+        in time."""
         self._before = tuple(before)
         self.start = sum(source.num_tokens for source in before)
         self.offset = self.start
         self._sealed: list[SealedPart] = []
         self.sealed_tokens = 0  # asked for by every plan of a step, so kept
         self.sealed_bytes = 0
-        self._pieces = [_piece(capacity)]
+        self._raw_tokens = raw_tokens
+        first = capacity if raw_tokens is None else min(capacity, raw_tokens)
+        self._pieces = [_piece(first)]
+        self._promised = capacity - first  # tokens that there is no buffer for yet
         self._runs = RunCache()
         self._counters = cuda.Counters()
         self._step: cuda.Step | None = None
 
     @property
     def capacity(self) -> int:
-        """Of its own buffers, in tokens."""
-        return sum(piece.buffer.size for piece in self._pieces)
+        """Of its own buffers, in tokens, those that are only promised included."""
+        return sum(piece.buffer.size for piece in self._pieces) + self._promised
 
     @property
     def nbytes(self) -> int:
@@ -67,11 +78,11 @@ class FullLayer:
         """Of its own tokens, those that are encoded."""
         return tuple(self._sealed)
 
-    def replace_sealed(self, parts: Sequence[SealedPart]) -> None:
+    def replace_sealed(self, part: SealedPart, by: SealedPart) -> None:
         """The same tokens, stored in another way."""
-        if sum(part.num_tokens for part in parts) != self.sealed_tokens:
-            raise ValueError(f"{self.sealed_tokens} sealed tokens cannot become others")
-        self._sealed = list(parts)
+        if (part.k.position, part.k.end) != (by.k.position, by.k.end):
+            raise ValueError(f"tokens {part.k.position} to {part.k.end} cannot become others")
+        self._sealed[self._sealed.index(part)] = by
         self._count_sealed()
 
     def _count_sealed(self) -> None:
@@ -82,7 +93,18 @@ class FullLayer:
         return [array for piece in self._pieces for array in piece.buffer.arrays()]
 
     def grow(self, tokens: int) -> None:
-        self._pieces.append(_piece(tokens))
+        if self._raw_tokens is None and not self._promised:
+            self._pieces.append(_piece(tokens))
+        else:
+            self._promised += tokens
+
+    def _make_room(self, num_tokens: int) -> None:
+        """Buffers for so many more, out of what was promised. Few of them, whatever the sequence grows to."""
+        free = sum(piece.free for piece in self._pieces)
+        if free < num_tokens and self._promised:
+            size = max(num_tokens - free, self._raw_tokens or max(ROOM_TOKENS, self.capacity // 4))
+            self._pieces.append(_piece(min(size, self._promised)))
+            self._promised = max(0, self._promised - self._pieces[-1].buffer.size)
 
     def num_to_seal(self, first_raw: int, recent_raw: int) -> int:
         """How many tokens `seal` would encode."""
@@ -90,49 +112,89 @@ class FullLayer:
         first = min(max(0, first_raw - (self.offset - num_raw)), num_raw)
         return max(0, num_raw - recent_raw - first)
 
+    def buffer_tokens_after(self, num_recent: int) -> int:
+        """The size of the buffer that the newest tokens move to when all others are sealed."""
+        room = self.capacity - sum(piece.used for piece in self._pieces)
+        most = ROOM_TOKENS if self._raw_tokens is None else max(ROOM_TOKENS, self._raw_tokens - num_recent)
+        return round_up(num_recent + min(room, most))
+
     def seal(self, k: Codec, v: Codec, *, first_raw: int = 4, recent_raw: int = 128) -> int:
         """Encode what is raw, but for the sequence's first tokens and the newest; tells how many tokens were encoded.
 
-        The buffers go; the newest tokens move to one of their own, with the room that was left.
+        The buffers go; the newest tokens move to one of their own, with some room. The rest of it is promised.
         """
-        num_raw = sum(piece.used for piece in self._pieces)
-        start = self.offset - num_raw
-        first, last = min(max(0, first_raw - start), num_raw), num_raw - recent_raw
-        if last <= first:
-            return 0
-        all_k, all_v = self._raw_arrays()
-        tail = _tail_of(all_k, all_v, last, num_raw, room=self.capacity - num_raw)
-        flat_k, flat_v = all_k.squeeze(0), all_v.squeeze(0)  # an index would copy
-        kept = [copy_rows(flat, 0, first) for flat in (flat_k, flat_v)] if first else []
-        next_k, next_v = flat_k[:, first:last], flat_v[:, first:last]
-        mx.eval(tail.buffer.arrays(), kept, next_k, next_v)  # at once: the host waits for it each time
-        sealed = [SealedPart(*(RawCodec().adopt(array, start) for array in kept))] if kept else []
-        sealed.append(SealedPart(k.encode(next_k, start + first), v.encode(next_v, start + first)))
-        self._sealed += sealed
-        self._pieces = [tail]
+        num_tokens = self.num_to_seal(first_raw, recent_raw)
+        for _ in self.sealing(k, v, first_raw=first_raw, recent_raw=recent_raw):
+            pass
+        return num_tokens
+
+    def sealing(self, k: Codec, v: Codec, *, first_raw: int = 4, recent_raw: int = 128) -> Iterator[None]:
+        """The same in small steps. The tokens are those that it has now, however many come meanwhile; readers see no
+        change until all are encoded."""
+        num_tokens = self.num_to_seal(first_raw, recent_raw)
+        if not num_tokens:
+            return
+        sealed_before, end, grain = self.sealed_tokens, self.offset - recent_raw, self._grain
+        made: list[SealedPart] = []
+        for a, b in ranges(end - num_tokens, end, grain.piece_tokens):
+            k_raw, v_raw = self._raw_arrays(a, b)
+            made.append(SealedPart(k.encode(k_raw, a), v.encode(v_raw, a)))
+            del k_raw, v_raw  # kept over a step they would make the owner's next write a copy of everything
+            if b % grain.part_tokens == 0 or b == end:
+                made = grain.join(made)
+            yield
+            if self.sealed_tokens != sealed_before:
+                return  # somebody else was faster
+        self._move_newest(end - num_tokens, end)
+        self._sealed.append(made[0])
+        self._join_sealed(grain)
+        self._sealed += made[1:]
         self._count_sealed()
-        self._join_sealed()
-        return last - first
 
-    def _raw_arrays(self) -> tuple[mx.array, mx.array]:
-        """K and V of all that is not sealed; what comes after it in them is room."""
-        raw = self._raw_parts()
-        if len(raw) == 1:
-            return raw[0].k_buffer, raw[0].v_buffer
-        return Parts((tuple(raw),)).joined(raw[0].k_buffer)
+    def _move_newest(self, first_end: int, start: int) -> None:
+        """Raw tokens from position `start` on get a buffer of their own; those before `first_end` are sealed as they
+        are."""
+        num_recent = self.offset - start
+        room = self.capacity - sum(piece.used for piece in self._pieces)
+        tail = Piece(Buffer(self.buffer_tokens_after(num_recent)), num_recent)
+        recent = self._raw_arrays(start, self.offset) if num_recent else ()
+        raw_start = self.offset - sum(piece.used for piece in self._pieces)
+        first = self._raw_arrays(raw_start, first_end) if raw_start < first_end else ()
+        kept = [copy_rows(array, 0, array.shape[1]) for array in first]
+        moved = [_with_room(array[None], tail.buffer.size) for array in recent]
+        mx.eval(moved, kept)  # at once: the host waits for it each time
+        if moved:
+            tail.buffer.adopt(*moved)
+        if kept:
+            self._sealed.append(SealedPart(*(RawCodec().adopt(array, raw_start) for array in kept)))
+        self._pieces = [tail]
+        self._promised = max(0, room - tail.free)
 
-    def _join_sealed(self) -> None:
-        """Join neighbours of like size and the same codecs: parts stay few, and a token is copied seldom."""
+    def _raw_arrays(self, start: int, end: int) -> tuple[mx.array, mx.array]:
+        """K and V, [kv_heads, tokens, dim], of positions [start, end) that are not sealed."""
+        first = self.offset - sum(piece.used for piece in self._pieces)
+        raw = tuple(cut_parts(self._raw_parts(), start - first, end - first))
+        k, v = Parts((raw,)).joined(self.arrays()[0])
+        return k.squeeze(0), v.squeeze(0)  # an index would copy
+
+    @property
+    def _grain(self) -> Grain:
+        return grain_for(sum(array.shape[1] * array.shape[3] for array in self.arrays()[:2]))
+
+    def _join_sealed(self, grain: Grain) -> None:
+        """Join neighbours of like size and the same codecs, up to the end of a part: parts stay few, and a token is
+        copied seldom."""
         while len(self._sealed) > 1:
             a, b = self._sealed[-2:]
-            if (a.k.codec, a.v.codec) != (b.k.codec, b.v.codec) or a.num_tokens > 2 * b.num_tokens:
+            is_like = a.num_tokens <= 2 * b.num_tokens or b.k.end % grain.part_tokens == 0
+            if not is_like or not grain.may_join(a, b):
                 return
             self._sealed[-2:] = [SealedPart(a.k.codec.join(a.k, b.k), a.v.codec.join(a.v, b.v))]
-            self._count_sealed()
 
     def append(self, k: mx.array, v: mx.array) -> None:
         """Write tokens; the caller has made sure that there is room."""
         start, total = 0, k.shape[2]
+        self._make_room(total)
         for piece in self._pieces:
             count = min(piece.free, total - start)
             if count:
@@ -143,6 +205,7 @@ class FullLayer:
 
     def runs_with_next(self, k: mx.array, v: mx.array) -> list[cpu.Run]:
         """Make room for one more token, which the caller writes where the runs say. Only if `has_runs`."""
+        self._make_room(1)
         runs = self._runs.of(self._parts_before())
         left = 1
         for piece in self._pieces:
@@ -157,6 +220,7 @@ class FullLayer:
 
     def slot_for_next(self, k: mx.array, v: mx.array) -> Slot:
         """Make room for one more token, which the caller writes there, or has written by `put_last`."""
+        self._make_room(1)
         piece = self._pieces[self._num_full()]
         used, buffer = piece.used + 1, piece.buffer
         self._count(1, int(used <= buffer.size))
@@ -173,6 +237,7 @@ class FullLayer:
 
     def before_slot(self) -> tuple[Part, ...]:
         """All that it reads beside the buffer that the next token goes to."""
+        self._make_room(1)
         num_full = self._num_full()
         if not (self._before or self._sealed or num_full):
             return ()
@@ -256,22 +321,13 @@ class FullLayer:
         return create_causal_mask(N, self.offset) if return_array else "causal"
 
 
-def _tail_of(k: mx.array, v: mx.array, start: int, end: int, *, room: int) -> Piece:
-    """Tokens [start, end) and the room for more, in a buffer of their own."""
-    tail = _piece(end - start + room)
-    if start < end:
-        tail.buffer.adopt(*(_moved(array, start, tail.buffer.size) for array in (k, v)))
-        tail.used = end - start
-    return tail
-
-
-def _moved(array: mx.array, start: int, size: int) -> mx.array:
-    """`size` tokens from `start` on, in memory of their own; zeros where there are none."""
-    missing = start + size - array.shape[2]
-    if missing <= 0:
-        return copy_rows(array, start, start + size)
+def _with_room(array: mx.array, size: int) -> mx.array:
+    """In memory of its own, with zeros after it up to `size` tokens."""
+    missing = size - array.shape[2]
+    if not missing:
+        return copy_rows(array, 0, size)
     room = mx.zeros((*array.shape[:2], missing, array.shape[3]), array.dtype)
-    return mx.concatenate([array[:, :, start:], room], axis=2)
+    return mx.concatenate([array, room], axis=2)
 
 
 def _piece(num_tokens: int) -> Piece:

@@ -6,9 +6,8 @@ can be read or left out by itself. bfloat16 goes by its bits. Knows no files: na
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +16,7 @@ import numpy as np
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.registry import planes_from
 from kvstrata.errors import ConfigError
+from kvstrata.layers.grain import grain_of
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.parts import SealedPart
 from kvstrata.spans import rewrite
@@ -152,22 +152,10 @@ def unpack_mark(packed: Packed) -> Mark:
 def span_of(layout: Layout, blocks: Sequence[Mapping[int, SealedPart]], start: int, end: int) -> Span:
     """Blocks that follow each other, as one span."""
     span = Span(layout, start, end - start, {})
+    specs = layout.flat()
     for layer in _full_layers(layout):
-        span.replace(layer, _joined([block[layer] for block in blocks]))
+        span.replace(layer, grain_of(specs[layer]).join([block[layer] for block in blocks]))
     return span
-
-
-def _joined(parts: Iterable[SealedPart]) -> list[SealedPart]:
-    """Neighbours under the same codecs become one."""
-    runs = groupby(parts, key=lambda part: (part.k.codec, part.v.codec))
-    return [_join_halves(list(run)) for _, run in runs]
-
-
-def _join_halves(parts: list[SealedPart]) -> SealedPart:
-    """Two by two, so that a token is copied a few times and not once for every block that follows it."""
-    while len(parts) > 1:
-        parts = [rewrite.joined(parts[i : i + 2]) for i in range(0, len(parts), 2)]
-    return parts[0]
 
 
 def _owned(part: Any) -> SealedPart:

@@ -107,8 +107,10 @@ def _add_live(result: Estimate, layer: FullLayer, pair: Pair, dtype: mx.Dtype, w
         result.left_alone[RAW_WINDOW] += layer.token_bytes * raw
         return
     at = layer.offset - window.recent_tokens - moved
+    first = raw - moved - window.recent_tokens  # sealed as they are
+    buffer_tokens = layer.buffer_tokens_after(window.recent_tokens)
     result.left_alone[RAW_WINDOW] += layer.token_bytes * (raw - moved)
-    result.bytes_after += buffer_bytes - layer.token_bytes * moved + _encoded_pair(layer, pair, at, moved, dtype)
+    result.bytes_after += layer.token_bytes * (first + buffer_tokens) + _encoded_pair(layer, pair, at, moved, dtype)
 
 
 def _add_ended(result: Estimate, layer: FullLayer, span: Span, pair: Pair, dtype: mx.Dtype) -> None:

@@ -23,6 +23,7 @@ from kvstrata.codecs.affine import AffineCodec
 from kvstrata.codecs.base import MismatchedPlanes, Planes, copy_rows
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers.buffers import owned
+from kvstrata.layers.grain import join
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.parts import CutPart, Part, Parts, RawPart, SealedPart
 from kvstrata.spans import rewrite
@@ -213,7 +214,7 @@ def _to_chunked(spec: LayerSpec, k: mx.array, v: mx.array, num_tokens: int) -> A
 def _to_kv_cache(spec: LayerSpec, parts: Sequence[Part], num_tokens: int) -> Any:
     codec = _common_affine(parts)
     if codec is not None:
-        whole = rewrite.joined([_sealed(part) for part in parts])
+        whole = join([_sealed(part) for part in parts])
         cache: Any = QuantizedKVCache(codec.group, codec.bits)
         cache.keys, cache.values = (_to_packed(codec, planes, spec.dtype) for planes in (whole.k, whole.v))
     else:

@@ -7,52 +7,76 @@ are joined as they are. Everything else is decoded and encoded, which never gain
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from dataclasses import dataclass, field
+from itertools import takewhile
 
 import mlx.core as mx
 
 from kvstrata.codecs.base import Codec, Planes
 from kvstrata.codecs.planes import PlanesCodec, step_down
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.layers.parts import CutPart, Part, Parts, RawPart, SealedPart
+from kvstrata.layers.grain import Grain, ranges
+from kvstrata.layers.parts import CutPart, Part, Parts, RawPart, SealedPart, cut_parts
 from kvstrata.layers.sequence import Pair
 
+_RAW: Pair = (RawCodec(), RawCodec())
 
-def gather(
-    parts: Sequence[Part],
-    pair: Pair,
-    position: int,
-    dtype: mx.Dtype,
-    *,
-    upward: bool = False,
-) -> tuple[SealedPart, ...]:
-    """As few parts as there are precisions, each in memory of its own; the first token is at `position`.
+
+@dataclass
+class LayerProgress:
+    """How far the rewriting of a layer has come. Good for as long as nobody else changes the span."""
+
+    version: int = -1  # of the span
+    start: int = 0  # tokens before it are done and in their place
+    at: int = 0  # tokens before it are done
+    made: list[SealedPart] = field(default_factory=list)  # tokens [start, at)
+
+    def restart(self, version: int, start: int) -> None:
+        self.version, self.start, self.at, self.made = version, start, start, []
+
+    def placed(self, version: int) -> None:
+        self.version, self.start, self.made = version, self.at, []
+
+
+def next_piece(
+    parts: Sequence[Part], start: int, pair: Pair, dtype: mx.Dtype, grain: Grain, *, upward: bool
+) -> SealedPart:
+    """The first tokens of parts that follow each other, under a pair of codecs, in memory of their own: as many as are
+    done in one step. The first of them is at position `start`.
 
     What is stored in fewer bits than `pair` stays so, unless `upward`: more bits would bring nothing back.
     """
-    made: list[SealedPart] = []
-    at = position
-    for is_raw, run in groupby(parts, lambda part: isinstance(part, RawPart)):
-        group = list(run)
-        if is_raw:
-            made.append(_encode_raw(group, pair, at))
-        else:
-            made += [_convert(part, pair, dtype, upward=upward) for part in group]
-        at += sum(part.num_tokens for part in group)
-    return tuple(joined(list(run)) for _, run in groupby(made, _codecs))
+    part = parts[0]
+    if isinstance(part, RawPart):
+        # Buffers end anywhere: a codec's group may lie in two of them.
+        raw = list(takewhile(lambda each: isinstance(each, RawPart), parts))
+        num_tokens = _step_tokens(start, sum(each.num_tokens for each in raw), grain, encodes=pair != _RAW)
+        k, v = Parts((tuple(cut_parts(raw, 0, num_tokens)),)).joined(part.k_buffer)
+        return SealedPart(pair[0].encode(k.squeeze(0), start), pair[1].encode(v.squeeze(0), start))
+    whole, first = (part.whole, part.start) if isinstance(part, CutPart) else (part, 0)
+    assert isinstance(whole, SealedPart)
+    k, v = pair if upward else _lower_pair(whole, pair, dtype)
+    encodes = not (_is_cheap(whole.k, k) and _is_cheap(whole.v, v))
+    if part is whole and not encodes:
+        return whole if (k, v) == _codecs(whole) else SealedPart(convert(whole.k, k, dtype), convert(whole.v, v, dtype))
+    end = first + _step_tokens(start, part.num_tokens, grain, encodes=encodes)
+    return SealedPart(_converted(whole.k, first, end, k, dtype), _converted(whole.v, first, end, v, dtype))
 
 
-def joined(parts: Sequence[SealedPart]) -> SealedPart:
-    """Neighbours under the same codecs."""
-    whole = parts[0]
-    for part in parts[1:]:
-        whole = SealedPart(whole.k.codec.join(whole.k, part.k), whole.v.codec.join(whole.v, part.v))
-    return whole
+def _step_tokens(start: int, num_tokens: int, grain: Grain, *, encodes: bool) -> int:
+    first, end = next(ranges(start, start + num_tokens, grain.piece_tokens if encodes else grain.part_tokens))
+    return end - first
 
 
 def lower_of(held: Codec, wanted: Codec, dim: int, dtype: mx.Dtype) -> Codec:
     """What `held` becomes where `wanted` is asked for: never more bits than it has."""
     return wanted if bits_of(wanted, dim, dtype) < bits_of(held, dim, dtype) else held
+
+
+def whole(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> SealedPart:
+    """All of a part at once, never in more bits than it has. The same object where that changes nothing."""
+    k, v = _lower_pair(part, pair, dtype)
+    return part if (k, v) == _codecs(part) else SealedPart(convert(part.k, k, dtype), convert(part.v, v, dtype))
 
 
 def lowered(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> SealedPart:
@@ -64,9 +88,12 @@ def lowered(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> SealedPart:
 def lower_pair(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> Pair:
     """What the codecs of a running sequence's part become."""
     held = _codecs(part)
-    if held == (RawCodec(), RawCodec()):
-        return held
-    return lower_of(held[0], pair[0], part.k.dim, dtype), lower_of(held[1], pair[1], part.v.dim, dtype)
+    return held if held == _RAW else _lower_pair(part, pair, dtype)
+
+
+def _lower_pair(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> Pair:
+    k, v = _codecs(part)
+    return lower_of(k, pair[0], part.k.dim, dtype), lower_of(v, pair[1], part.v.dim, dtype)
 
 
 def bits_of(codec: Codec, dim: int, dtype: mx.Dtype) -> float:
@@ -91,31 +118,25 @@ def adopt(k: mx.array, v: mx.array, pair: Pair, position: int) -> SealedPart:
 def convert(planes: Planes, codec: Codec, dtype: mx.Dtype) -> Planes:
     if planes.codec == codec:
         return planes
-    if isinstance(planes.codec, PlanesCodec) and isinstance(codec, PlanesCodec) and codec.bits < planes.codec.bits:
+    if _is_cheap(planes, codec):
+        assert isinstance(codec, PlanesCodec)
         return step_down(planes, codec.bits).kept
     return _take(planes.codec.decode(planes, dtype), codec, planes.position)
 
 
-def _convert(part: Part, pair: Pair, dtype: mx.Dtype, *, upward: bool) -> SealedPart:
-    if isinstance(part, CutPart):
-        part = cut(part.whole, part.start, part.end)
-    assert isinstance(part, SealedPart)
-    k, v = pair
-    if not upward:
-        k = lower_of(part.k.codec, k, part.k.dim, dtype)
-        v = lower_of(part.v.codec, v, part.v.dim, dtype)
-    return SealedPart(convert(part.k, k, dtype), convert(part.v, v, dtype))
+def _is_cheap(planes: Planes, codec: Codec) -> bool:
+    """Whether nothing has to be encoded anew."""
+    steps = isinstance(planes.codec, PlanesCodec) and isinstance(codec, PlanesCodec) and codec.bits < planes.codec.bits
+    return planes.codec == codec or steps
 
 
-def _encode_raw(parts: Sequence[Part], pair: Pair, position: int) -> SealedPart:
-    first = parts[0]
-    assert isinstance(first, RawPart)
-    k, v = Parts((tuple(parts),)).joined(first.k_buffer)
-    k, v = k.squeeze(0), v.squeeze(0)
-    if len(parts) > 1:
-        return adopt(k, v, pair, position)
-    # A range of a buffer: what stays must not keep it alive.
-    return SealedPart(pair[0].encode(k, position), pair[1].encode(v, position))
+def _converted(planes: Planes, start: int, end: int, codec: Codec, dtype: mx.Dtype) -> Planes:
+    """Tokens [start, end) of it, counted from its first."""
+    if (start, end) == (0, planes.num_tokens):
+        return convert(planes, codec, dtype)
+    if isinstance(planes.codec, RawCodec) and codec != planes.codec:
+        return codec.encode(planes.arrays["values"][:, start:end], planes.position + start)
+    return convert(planes.codec.cut(planes, start, end), codec, dtype)
 
 
 def _take(array: mx.array, codec: Codec, position: int) -> Planes:

@@ -8,12 +8,13 @@ What a layer holds may be replaced between two steps; readers ask anew at each s
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import mlx.core as mx
 
 from kvstrata.codecs.base import Codec, Planes
+from kvstrata.layers.grain import Grain, grain_of
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.parts import Part, SealedPart, cut_parts
 from kvstrata.layers.sequence import Pair, Prefix, SequenceCache
@@ -42,6 +43,7 @@ class Span:
         self.position = position  # of its first token
         self.num_tokens = num_tokens  # sealed: a live layer may hold more
         self._held = held  # by flat layer, those with full attention
+        self._version = 0  # changes with what it holds
         self.marks: dict[int, Mark] = {}  # by position
         self.ends: set[int] = set()  # where prompts ended: likely places to part from it or go on
 
@@ -99,26 +101,66 @@ class Span:
         return self._held[layer]
 
     def rewrite(self, layer: int, pair: Pair, *, upward: bool = False) -> None:
-        """Put a layer under a pair of codecs, in memory of its own, trimmed to what is used; see `rewrite.gather`."""
+        """Put a layer under a pair of codecs, in memory of its own, trimmed to what is used; see `rewrite.next_piece`."""
+        progress = rewrite.LayerProgress()
+        while self.rewrite_some(layer, pair, progress, upward=upward):
+            pass
+
+    def rewrite_some(self, layer: int, pair: Pair, progress: rewrite.LayerProgress, *, upward: bool = False) -> bool:
+        """The next small step of it. Readers see what was or what will be, and the layer is whole. Tells whether there
+        is more to do; from its beginning, where the span was changed since the last step."""
         if self.num_tokens < 1:
             raise ValueError(f"a span of {self.num_tokens} tokens cannot be stored: seal some first")
+        if progress.version != self._version:
+            progress.restart(self._version, self.position)
+        if pair == RAW and progress.at == self.position and self._adopt_buffer(layer):
+            return False
+        dtype, grain = self.layout.flat()[layer].dtype, self._grain(layer)
+        is_same = True
+        while is_same and progress.at < self.end:
+            parts = self.parts(layer, progress.at, self.end)
+            piece = rewrite.next_piece(parts, progress.at, pair, dtype, grain, upward=upward)
+            is_same = piece is parts[0]
+            progress.made.append(piece)
+            progress.at += piece.num_tokens
+            if progress.at % grain.part_tokens == 0 or progress.at == self.end:
+                progress.made = grain.join(progress.made)
+                self._put(layer, progress)
+        return progress.at < self.end
+
+    def _adopt_buffer(self, layer: int) -> bool:
+        """Keep a buffer as it is if the span fills it exactly."""
         held = self._held[layer]
-        if isinstance(held, FullLayer) and (held.start, held.offset) == (self.position, self.end):
-            whole = held.own_arrays()
-            if whole is not None:
-                self._held[layer] = (rewrite.adopt(*whole, pair, self.position),)
+        if not isinstance(held, FullLayer) or (held.start, held.offset) != (self.position, self.end):
+            return False
+        whole = held.own_arrays()
+        if whole is not None:
+            self.replace(layer, (rewrite.adopt(*whole, RAW, self.position),))
+        return whole is not None
+
+    def _put(self, layer: int, progress: rewrite.LayerProgress) -> None:
+        """Put what was made into its place, if it replaces whole parts. A buffer goes when nothing of it is left."""
+        held = self._held[layer]
+        after: tuple[SealedPart, ...] = ()
+        if progress.at < self.end:
+            if isinstance(held, FullLayer) or any(p.k.position < progress.at < p.k.end for p in held):
                 return
-        parts = self.parts(layer, self.position, self.end)
-        dtype = self.layout.flat()[layer].dtype
-        self._held[layer] = rewrite.gather(parts, pair, self.position, dtype, upward=upward)
+            after = tuple(part for part in held if part.k.position >= progress.at)
+        done = () if isinstance(held, FullLayer) else held
+        before = (part for part in done if self.position < part.k.end <= progress.start)
+        self.replace(layer, (*before, *progress.made, *after))
+        progress.placed(self._version)
+
+    def _grain(self, layer: int) -> Grain:
+        return grain_of(self.layout.flat()[layer])
 
     def settles(self, layer: int, pair: Pair, *, upward: bool = False) -> bool:
         """Whether a rewrite would leave the layer as it is."""
         held = self._held[layer]
         if isinstance(held, FullLayer) or sum(part.num_tokens for part in held) != self.num_tokens:
             return False
-        dtype = self.layout.flat()[layer].dtype
-        if any((a.k.codec, a.v.codec) == (b.k.codec, b.v.codec) for a, b in pairwise(held)):
+        dtype, grain = self.layout.flat()[layer].dtype, self._grain(layer)
+        if any(grain.may_join(a, b) for a, b in pairwise(held)):
             return False
         return all(_stays(p.k, pair[0], dtype, upward) and _stays(p.v, pair[1], dtype, upward) for p in held)
 
@@ -128,15 +170,20 @@ class Span:
         live = (held.offset for held in self._held.values() if isinstance(held, FullLayer))
         return next(live, self.end)
 
-    def seal(self, layer: int, pair: Pair, window: RawWindow, *, up_to: int) -> None:
-        """Encode what the owner of a live layer had written when it was at `up_to`, but for the window."""
+    def sealing(self, layer: int, pair: Pair, window: RawWindow, *, up_to: int) -> Iterator[None]:
+        """Encode what the owner of a live layer had written when it was at `up_to`, but for the window; in small
+        steps."""
         held = self._held[layer]
-        if isinstance(held, FullLayer):
-            dtype = self.layout.flat()[layer].dtype
-            held.replace_sealed([rewrite.lowered(part, pair, dtype) for part in held.sealed])
-            recent_raw = window.recent_tokens + max(0, held.offset - up_to)
-            if held.num_to_seal(window.first_tokens, recent_raw) >= SEAL_TOKENS:
-                held.seal(*pair, first_raw=window.first_tokens, recent_raw=recent_raw)
+        if not isinstance(held, FullLayer):
+            return
+        dtype = self.layout.flat()[layer].dtype
+        for part in held.sealed:
+            if rewrite.lower_pair(part, pair, dtype) != (part.k.codec, part.v.codec):
+                held.replace_sealed(part, rewrite.lowered(part, pair, dtype))
+                yield
+        recent_raw = window.recent_tokens + max(0, held.offset - up_to)
+        if held.num_to_seal(window.first_tokens, recent_raw) >= SEAL_TOKENS:
+            yield from held.sealing(*pair, first_raw=window.first_tokens, recent_raw=recent_raw)
 
     def sealable_tokens(self, window: RawWindow) -> int:
         """How many of a live span are encoded, or could be."""
@@ -157,13 +204,27 @@ class Span:
         )
 
     def rewrite_marks(self, plan: Plan) -> None:
-        self.marks = {at: self._under(mark, plan) for at, mark in self.marks.items()}
+        for _ in self.rewriting_marks(plan):
+            pass
+
+    def rewriting_marks(self, plan: Plan) -> Iterator[None]:
+        """One ring at a time. Each is soon done: no ring is longer than its window."""
+        for at in list(self.marks):
+            for i, (pair, spec) in enumerate(zip(plan.pairs, self.layout.flat(), strict=True)):
+                mark = self.marks.get(at)  # it may have gone meanwhile
+                ring = mark.states[i] if mark is not None else None
+                if mark is not None and isinstance(ring, SealedPart):
+                    lowered = rewrite.whole(ring, pair, spec.dtype)
+                    if lowered is not ring:
+                        self.marks[at] = replace(mark, states=(*mark.states[:i], lowered, *mark.states[i + 1 :]))
+                        yield
 
     def cut(self, start: int, end: int) -> None:
         """Keep only tokens [start, end), positions in the sequence. Memory follows with `shrink`."""
         if not self.position <= start < end <= self.end:
             raise ValueError(f"tokens {start} to {end} cannot be cut out of {self.position} to {self.end}")
         self.position, self.num_tokens = start, end - start
+        self._version += 1
         self.marks = {at: mark for at, mark in self.marks.items() if start < at <= end}
         self.ends = {at for at in self.ends if start < at <= end}
 
@@ -172,7 +233,7 @@ class Span:
         if isinstance(self._held[layer], FullLayer):
             self.rewrite(layer, RAW)
         else:
-            self._held[layer] = self._trimmed(layer)
+            self.replace(layer, self._trimmed(layer))
 
     def append(self, after: Span) -> None:
         """Take over a neighbour's tokens. A layer may then hold several parts, until it is rewritten.
@@ -182,7 +243,7 @@ class Span:
         if after.position != self.end or self.is_live or after.is_live:
             raise ValueError(f"a span from {after.position} on cannot be joined to one that ends at {self.end}")
         for layer in self._held:
-            self._held[layer] = (*self._trimmed(layer), *after._trimmed(layer))
+            self.replace(layer, (*self._trimmed(layer), *after._trimmed(layer)))
         self.num_tokens += after.num_tokens
         self.marks |= after.marks
         self.ends |= after.ends
@@ -199,6 +260,7 @@ class Span:
 
     def replace(self, layer: int, parts: Sequence[SealedPart]) -> None:
         self._held[layer] = tuple(parts)
+        self._version += 1
 
     def sealed_parts(self) -> Iterator[SealedPart]:
         for held in self._held.values():
@@ -212,14 +274,6 @@ class Span:
         if isinstance(part, SealedPart):
             return part
         return rewrite.cut(part.whole, part.start, part.end)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _under(self, mark: Mark, plan: Plan) -> Mark:
-        states = []
-        for state, pair, spec in zip(mark.states, plan.pairs, self.layout.flat(), strict=True):
-            if isinstance(state, SealedPart):
-                (state,) = rewrite.gather((state,), pair, state.k.position, spec.dtype)
-            states.append(state)
-        return Mark(mark.position, tuple(states))
 
 
 def _stays(planes: Planes, wanted: Codec, dtype: mx.Dtype, upward: bool) -> bool:

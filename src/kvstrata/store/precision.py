@@ -13,7 +13,7 @@ from kvstrata.layers.parts import SealedPart
 from kvstrata.layers.sequence import Pair
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import Plan, raw_plan
-from kvstrata.spans.rewrite import lower_of
+from kvstrata.spans.rewrite import LayerProgress, lower_of
 from kvstrata.spans.span import RawWindow
 from kvstrata.store.entry import Entry
 from kvstrata.store.mover import Job
@@ -104,14 +104,17 @@ class Precision:
         span, up_to = entry.span, entry.span.written_end if entry.asked_at is None else entry.asked_at
         entry.asked_at = None
         for layer in span.layers:
-            span.seal(layer, plan.pairs[layer], self.options.window, up_to=up_to)
+            yield from span.sealing(layer, plan.pairs[layer], self.options.window, up_to=up_to)
             yield
 
     def _rewrite(self, entry: Entry, plan: Plan) -> Job:
+        # The span is asked for anew at each step: were it kept, an entry that is evicted would keep its memory.
         for layer in entry.span.layers:
-            entry.span.rewrite(layer, plan.pairs[layer], upward=entry.goes_up)
+            progress = LayerProgress()
+            while entry.span.rewrite_some(layer, plan.pairs[layer], progress, upward=entry.goes_up):
+                yield
             yield
-        entry.span.rewrite_marks(plan)
+        yield from entry.span.rewriting_marks(plan)
 
 
 def _lower(pair: Pair, wanted: Pair, spec: LayerSpec) -> Pair:
