@@ -97,6 +97,36 @@ def test_sealing_keeps_the_room_of_all_pieces(tokens: int, grown: int) -> None:
         layer.append(k[:, :, :1], v[:, :, :1])
 
 
+@pytest.mark.parametrize("raw_tokens", [None, 640])
+def test_a_long_prompt_that_is_sealed_as_it_comes_moves_no_room(raw_tokens: int | None) -> None:
+    """Room is allocated when it is needed: what each seal copies does not grow with what is still to come."""
+    codec = parse_for("planes:4", 64)
+    layer = FullLayer(20_000, raw_tokens=raw_tokens)
+    k, v = random_tokens(2, 256, 64), random_tokens(2, 256, 64)
+    for at in range(0, 19_968, 256):
+        layer.append(k, v)
+        layer.seal(codec, codec)
+        mx.eval(layer.arrays())
+        assert layer.capacity - (layer.offset - layer.sealed_tokens) == round_up(20_000 - at - 256)
+        assert layer.nbytes - layer.sealed_bytes <= round_up(128 + 512) * 2 * 2 * 64 * 4
+    assert layer.num_to_seal(4, 128) == 0
+    after_k, after_v = Parts((layer.parts(),)).joined(k)
+    for before, after in ((k, after_k), (v, after_v)):
+        assert after.shape[2] == 19_968
+        assert distance(after, mx.tile(before, (1, 1, 78, 1))) < 1
+        assert distance(after[:, :, -128:], before[:, :, -128:]) == 0
+
+
+def test_room_that_was_promised_is_there_though_nothing_is_sealed() -> None:
+    layer = FullLayer(2000, raw_tokens=300)
+    k, v = random_tokens(2, 1900, 64), random_tokens(2, 1900, 64)
+    for at in range(0, 1900, 100):
+        layer.append(k[:, :, at : at + 100], v[:, :, at : at + 100])
+    layer.grow(50)
+    assert layer.capacity >= 2050
+    assert mx.array_equal(Parts((layer.parts(),)).joined(k)[0], k)
+
+
 def test_sealing_frees_what_it_says() -> None:
     mx.clear_cache()
     before = mx.get_active_memory()

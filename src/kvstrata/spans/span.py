@@ -101,7 +101,7 @@ class Span:
         return self._held[layer]
 
     def rewrite(self, layer: int, pair: Pair, *, upward: bool = False) -> None:
-        """Put a layer under a pair of codecs, in memory of its own, trimmed to what is used; see `rewrite.next_piece`."""
+        """Put a layer under a pair of codecs, in memory of its own, trimmed to what is used: `rewrite.next_piece`."""
         progress = rewrite.LayerProgress()
         while self.rewrite_some(layer, pair, progress, upward=upward):
             pass
