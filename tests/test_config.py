@@ -120,9 +120,11 @@ def test_keys_of_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert load(toml(tmp_path, 'api_key = ["z"]')).keys == ("a", "b")
 
 
-@pytest.mark.parametrize("given", [{"api_key": [""]}, {"api_key": ["a", " "]}, {"api_key_file": ""}])
+@pytest.mark.parametrize(
+    "given", [{"api_key": [""]}, {"api_key": ["a", " "]}, {"api_key_file": ""}, {"admin_key": [""]}]
+)
 def test_a_key_that_is_given_but_empty_is_refused(given: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="--api-key"):
+    with pytest.raises(ConfigError, match=r"--(api|admin)-key"):
         load(flags=given)
 
 
@@ -173,6 +175,7 @@ def test_every_setting_says_what_it_is() -> None:
 # For settings without a default; the others of these take numbers.
 EXAMPLES = {
     "allowed_host": "models.example.org,other",
+    "admin_key": "one,two",
     "api_key": "one,two",
     "dynamic_cache_at": "16k=planes:8",
     "kv_cache_bits": "8",
@@ -182,7 +185,7 @@ EXAMPLES = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in Settings.model_fields if name != "api_key_file"])
+@pytest.mark.parametrize("name", [name for name in Settings.model_fields if not name.endswith("_key_file")])
 def test_every_setting_can_be_given_as_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As flags and the environment have it."""
     default = Settings.model_fields[name].get_default(call_default_factory=True)

@@ -31,6 +31,7 @@ UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 SIZE_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)")
 HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+")
 NOT_A_KEY = "an API key must be printable ASCII without spaces"
+KEY_SETTINGS = ("api_key", "api_key_file", "admin_key", "admin_key_file")
 SIZE_EXAMPLES = "Write it like 8GiB, 500MB, 1.5GB, 1048576 or 20%"
 
 
@@ -166,6 +167,17 @@ class Settings(BaseSettings):
     api_key_file: Path | None = _setting(
         None, "File with one key on each line; # begins a comment", panel="Address and keys", unit="file"
     )
+    admin_key: Texts = _setting(
+        (), "Key that may see and change what is cached under every key, and the precision of what is to come; may be "
+        "repeated (environment: commas between)", panel="Address and keys", unit="key", repr=False,
+    )  # fmt: skip
+    admin_key_file: Path | None = _setting(
+        None, "File with such keys, one on each line; # begins a comment", panel="Address and keys", unit="file"
+    )
+    pin_quota: SizeSetting = _setting(
+        Size(percent=25.0), "Most that each key may pin; % is of the memory for stored KV. Admin keys, and servers "
+        "without keys, have no quota", panel="Address and keys", unit="size",
+    )  # fmt: skip
     allow_public: bool = _setting(False, "Listen on a public address without any key", panel="Address and keys")
     allowed_host: HostNames = _setting(
         (), "Name that clients may call a server without keys by, beside addresses, this machine's and private ones; "
@@ -312,15 +324,25 @@ class Settings(BaseSettings):
         return self
 
     @property
+    def plain_keys(self) -> tuple[str, ...]:
+        """Of flags and file."""
+        return self.api_key + (read_key_file(self.api_key_file, "api_key_file") if self.api_key_file else ())
+
+    @property
+    def admin_keys(self) -> tuple[str, ...]:
+        """Likewise."""
+        return self.admin_key + (read_key_file(self.admin_key_file, "admin_key_file") if self.admin_key_file else ())
+
+    @property
     def keys(self) -> tuple[str, ...]:
-        """Every key, of flags and file."""
-        return self.api_key + (read_key_file(self.api_key_file) if self.api_key_file else ())
+        """Every key that opens the door."""
+        return self.plain_keys + self.admin_keys
 
 
 def load(config: Path | None = None, flags: Mapping[str, Any] | None = None) -> Settings:
     """Settings from all four places. `flags` that are None were not given. Raises ConfigError with every problem."""
     # pydantic takes a blank variable as not set; but who sets one of these wants a locked server.
-    given: dict[str, Any] = {name: "" for name in ("api_key", "api_key_file") if os.environ.get(env_name(name)) == ""}
+    given: dict[str, Any] = {name: "" for name in KEY_SETTINGS if os.environ.get(env_name(name)) == ""}
     given |= {name: value for name, value in (flags or {}).items() if value is not None}
     path = config or default_config_path()
     file_values = read_toml(path) if config or path.is_file() else {}
@@ -349,14 +371,15 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read as TOML: {error}.") from None
 
 
-def read_key_file(path: Path) -> tuple[str, ...]:
+def read_key_file(path: Path, setting: str) -> tuple[str, ...]:
+    name = f"{flag_name(setting)} ({env_name(setting)})"
     try:
         lines = path.expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--api-key-file (KVSTRATA_API_KEY_FILE): {path} cannot be read: {error}.") from None
+        raise ConfigError(f"{name}: {path} cannot be read: {error}.") from None
     keys = tuple(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
     if not keys:
-        raise ConfigError(f"--api-key-file (KVSTRATA_API_KEY_FILE): {path} has no key. Write one on each line.")
+        raise ConfigError(f"{name}: {path} has no key. Write one on each line.")
     return keys
 
 

@@ -25,7 +25,7 @@ TOP = (sys.executable, "-c", "from kvstrata.cli import main; main()", "top")
 
 @pytest.fixture(scope="module")
 def tiny() -> Iterator[Served]:
-    with running(tiny_loaded("llama"), api_key=["secret"]) as one:
+    with running(tiny_loaded("llama"), api_key=["plain"], admin_key=["secret"]) as one:
         yield one
 
 
@@ -46,7 +46,9 @@ def request_file(tmp_path: Path) -> str:
 
 
 def invoke(tiny: Served, *arguments: str, stdin: str | None = None) -> Result:
-    env = {"KVSTRATA_URL": tiny.url, "KVSTRATA_API_KEY": "secret", "COLUMNS": "120"}
+    # As on the server's own machine: what is asked there is an admin's to ask.
+    keys = {"KVSTRATA_API_KEY": "plain", "KVSTRATA_ADMIN_KEY": "secret"}
+    env = {"KVSTRATA_URL": tiny.url, **keys, "COLUMNS": "120"}
     return CliRunner().invoke(app, list(arguments), env=env, input=stdin)
 
 
@@ -138,6 +140,21 @@ def test_a_key_that_no_header_can_carry_is_refused(tiny: Served) -> None:
         said = refusal(tiny, *command, "--api-key", "schlüssel")
         assert "printable ASCII" in said
         assert "schlüssel" not in said
+
+
+def test_a_plain_key_is_told_of_its_own(tiny: Served) -> None:
+    assert "300" in run(tiny, "cache", "usage")
+    plain = ("--api-key", "plain")
+    assert run_json(tiny, "cache", "usage", *plain)["tiers"]["hot"]["tokens"] == 0
+    assert run_json(tiny, "cache", "clear", "all", *plain)["tokens"] == 0
+    with tiny.openai("plain") as client:
+        client.completions.create(model=tiny.name, prompt=PROMPT[:50], max_tokens=1)
+    shown = run(tiny, "cache", "usage", *plain)
+    assert "under this key" in shown
+    assert "50" in run(tiny, "top", "--once", *plain)
+    changed = run(tiny, "cache", "requantize", "--k", "planes:4", "--v", "planes:4", *plain)
+    assert "admin key" in " ".join(changed.split())
+    assert run_json(tiny, "cache", "usage")["target"] == {"k": "raw", "v": "raw"}
 
 
 def test_top_once(tiny: Served) -> None:

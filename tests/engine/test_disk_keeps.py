@@ -15,12 +15,12 @@ import pytest
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop
-from kvstrata.engine.request import Request
+from kvstrata.engine.request import Failed, Request
 from kvstrata.index.ids import as_ids
 from kvstrata.tiers.disk import DiskTier
 from kvstrata.tiers.pause import Pause
 from tests.engine.drive import GREEDY
-from tests.engine.test_disk import MIB, cached, engine_on, flush_tier, make_computing_slow, settle
+from tests.engine.test_disk import MIB, cached, engine_on, flush_tier, make_computing_slow, make_prefill_fail, settle
 from tests.engine.test_engine import Reply
 from tests.tiers.faults import FaultyFiles, fail, fail_once
 from tests.tiny import VOCAB, tiny_loaded
@@ -171,6 +171,26 @@ def test_what_is_pinned_before_it_is_written_does_not_leave_the_disk(tmp_path: P
             ask(engine, seed)
             engine.ask(write_all).result(60)
         assert is_on_disk(engine, 1)
+
+
+def test_pins_outlive_a_step_that_fails(tmp_path: Path) -> None:
+    """On the disk; and in memory again as soon as it is there again."""
+    with engine_on(tmp_path, tiny_loaded("llama"), Storage(write_through=True), SMALL_DISK) as engine:
+        ask(engine, 1)
+        engine.ask(lambda loop: loop.store and loop.store.pin(prompt_of(1), "")).result(60)
+        engine.ask(make_prefill_fail).result(60)
+        engine.submit(Request("failing", prompt_of(2), 2, GREEDY), (failing := Reply()).sink)
+        assert isinstance(failing.wait(), Failed)
+        assert engine.ask(lambda loop: loop.usage().tiers["hot"].tokens).result(60) == 0
+        fill_disk_with_others(engine)
+        assert is_on_disk(engine, 1)
+        assert ask(engine, 1) == 599
+        assert engine.ask(lambda loop: loop.usage().pinned_bytes).result(60) > 0
+        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
+        assert engine.ask(lambda loop: loop.store and loop.store.find(prompt_of(1), "").num_tokens).result(60) == 600
+        engine.ask(lambda loop: loop.store and loop.store.unpin(prompt_of(1), "")).result(60)
+        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
+        assert engine.ask(lambda loop: loop.usage().tiers["hot"].tokens).result(60) == 0
 
 
 def write_all(loop: Loop) -> bool:

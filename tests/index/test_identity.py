@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from kvstrata.index.identity import Identity, root_key
+from kvstrata.index.identity import OWNER_BYTES, Identity, owner_key, owner_of, root_key
 from kvstrata.index.keys import KEY_BYTES, chain
 
 BASE = Identity("a1b2", "float32", ("full", "window:4096:4"), 8192)
@@ -46,6 +46,17 @@ def test_text_does_not_flow_from_one_field_into_the_next() -> None:
     assert root_key(Identity("a", "b", ("full", "x")), "") != root_key(Identity("a", "b", ("full",)), "x")
     assert root_key(Identity("a", "b", ("full", "full")), "") != root_key(Identity("a", "b", ("fullfull",)), "")
     assert root_key(Identity("a", "b", (), 1), "") != root_key(Identity("a", "b", ()), "1")
+
+
+@given(TEXTS, TEXTS)
+def test_roots_tell_whose_they_are(salt: str, other: str) -> None:
+    assert root_key(BASE, salt).startswith(owner_key(BASE, owner_of(salt)))
+    assert root_key(BASE, salt).startswith(owner_key(BASE, owner_of(other))) == (owner_of(salt) == owner_of(other))
+
+
+def test_an_owner_is_what_comes_before_the_first_colon() -> None:
+    assert [owner_of(salt) for salt in ("", "a", "a:", "a:b:c", ":b")] == ["", "a", "a", "a", ""]
+    assert len({root_key(BASE, salt)[OWNER_BYTES:] for salt in ("a", "a:", "a:b", "a:b:c")}) == 4
 
 
 def test_half_a_surrogate_pair_is_a_salt_like_any_other() -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
-from kvstrata.server.auth import SCOPE_KEY, ApiKey, salt_of
+from kvstrata.config import load
+from kvstrata.index.identity import owner_of
+from kvstrata.server.assemble import _keys
+from kvstrata.server.auth import SCOPE_KEY, ApiKey, RequireKey, owner_in, salt_of
 from tests.server.conftest import Served, running
 from tests.tiny import tiny_loaded
 
@@ -64,9 +68,25 @@ def test_each_key_has_a_salt_of_its_own() -> None:
 
 
 def test_salts_divide_further_and_never_meet() -> None:
-    nobody, a = {}, {SCOPE_KEY: ApiKey.of("a").salt}
-    b = {SCOPE_KEY: ApiKey.of("b").salt}
+    nobody, a, b = {}, {SCOPE_KEY: ApiKey.of("a")}, {SCOPE_KEY: ApiKey.of("b")}
     assert salt_of(nobody, None) == salt_of(nobody, "") == ""
-    assert salt_of(a, None) == a[SCOPE_KEY]
-    salts = [salt_of(scope, salt) for scope in (nobody, a, b) for salt in (None, "x", "y", a[SCOPE_KEY])]
+    assert salt_of(a, None) == a[SCOPE_KEY].salt
+    salts = [salt_of(scope, salt) for scope in (nobody, a, b) for salt in (None, "x", "y", a[SCOPE_KEY].salt)]
     assert len(set(salts)) == len(salts)
+
+
+def test_an_owner_has_all_its_salts_and_no_other() -> None:
+    plain, admin = {SCOPE_KEY: ApiKey.of("a")}, {SCOPE_KEY: ApiKey.of("b", is_admin=True)}
+    assert owner_in({}) is owner_in(admin) is None
+    assert owner_in(plain) == ApiKey.of("a").salt
+    assert {owner_of(salt_of(plain, salt)) for salt in (None, "x", ":", "x:y")} == {owner_in(plain)}
+    assert owner_of(salt_of({}, "x")) == owner_of(salt_of({}, None)) == ""
+
+
+def test_a_key_of_both_kinds_is_an_admin_s(tmp_path: Path) -> None:
+    file = tmp_path / "admins"
+    file.write_text("boss\n")
+    settings = load(flags={"api_key": ["boss", "worker"], "admin_key_file": str(file)})
+    door = RequireKey(lambda *_: None, _keys(settings))  # pyright: ignore[reportArgumentType]
+    found = {key: door._match(key.encode()) for key in ("boss", "worker", "nobody")}
+    assert {key: one and one.is_admin for key, one in found.items()} == {"boss": True, "worker": False, "nobody": None}

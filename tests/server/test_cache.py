@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -145,29 +144,6 @@ def test_salts_are_apart(fresh: Served) -> None:
     assert post(fresh, "/cache/explain", tokens=LONG)["cached_tokens"] == len(LONG) - 1
     complete(fresh, LONG, cache_salt="mine")
     assert post(fresh, "/cache/clear", tier="hot")["bytes_left"] == 0
-
-
-def test_a_key_sees_and_clears_its_own() -> None:
-    with running(tiny_loaded("llama"), api_key=["key-a", "key-b"]) as locked:
-        headers = {"authorization": "Bearer key-a"}
-        with httpx.Client(base_url=locked.url, timeout=60, headers=headers, verify=False) as http:
-            body = {"model": locked.name, "prompt": LONG, "max_tokens": 1}
-            assert http.post("/v1/completions", json=body).status_code == 200
-        assert post(locked, "/cache/explain", key="key-b", tokens=LONG)["ends_because"] == "empty"
-        assert post(locked, "/cache/clear", key="key-b", tier="all")["tokens"] == 0
-        assert post(locked, "/cache/explain", key="key-a", tokens=LONG)["cached_tokens"] == len(LONG) - 1
-        assert post(locked, "/cache/clear", key="key-a", tier="all")["tokens"] == len(LONG)
-        with locked.http() as http:
-            for method, path in (("GET", "/cache/usage"), ("POST", "/cache/explain"), ("DELETE", "/cache/requantize")):
-                assert http.request(method, path).status_code == 401, path
-
-
-def test_a_key_clears_one_salt_at_a_time() -> None:
-    with running(tiny_loaded("llama"), api_key=["key-a"]) as locked, locked.openai("key-a") as client:
-        for extra in ({}, {"cache_salt": "project"}):
-            client.completions.create(model=locked.name, prompt=LONG, max_tokens=1, extra_body=extra)
-        assert post(locked, "/cache/clear", key="key-a", tier="all")["tokens"] == len(LONG)
-        assert post(locked, "/cache/clear", key="key-a", tier="all", salt="project")["tokens"] == len(LONG)
 
 
 def test_what_is_pinned_stays(fresh: Served) -> None:

@@ -280,7 +280,7 @@ class StoreMachine(RuleBasedStateMachine):
         for entry in store.entries:
             total.add(share_of(entry))
         assert store.usage() == total.as_usage()
-        other = store.usage(lambda salt: salt == "other")
+        other = store.usage("other")
         assert other.nbytes == sum(entry.nbytes for entry in store.entries if entry.salt == "other")
         waiting = store._mover.waiting
         assert store._pending.nbytes() == sum(map(store.precision.pending_bytes, waiting))

@@ -199,8 +199,8 @@ def test_what_is_hidden_is_not_found_and_stays_counted_until_its_files_are_gone(
     index = RowIndex()
     ours, theirs = tree(ROOT, 1), tree(OTHER_ROOT, 11)
     index.add([*ours, *theirs])
-    assert index.hide_root(ROOT) == Totals(3, 14, 4 * 4096, {"codec:raw": 421})
-    assert index.hide_root(ROOT) == Totals(0, 0, 0, {})
+    assert index.hide_under(ROOT) == Totals(3, 14, 4 * 4096, {"codec:raw": 421})
+    assert index.hide_under(ROOT) == Totals(0, 0, 0, {})
     assert not any(index.row(row.id) for row in ours)
     assert index.lengths(ROOT) == index.lengths(ours[0].id.key) == ()
     assert all(index.row(row.id) is row for row in theirs)
@@ -217,7 +217,7 @@ def test_what_is_hidden_is_not_found_and_stays_counted_until_its_files_are_gone(
     assert index.leaving.num_bytes == 0
     assert index.leaving.next_rows(10) == []
     assert index.row(ours[0].id) is ours[0]
-    assert index.hide_root(None).num_blocks == 4
+    assert index.hide_under(b"").num_blocks == 4
     index.left(index.leaving.rows())
     assert index._root_of == {}
     assert index._labels.keys() == {row.tally for row in ours}
@@ -231,7 +231,7 @@ def test_files_are_deleted_children_first_and_what_cannot_be_is_tried_again_late
     index = RowIndex()
     rows = tree(ROOT, 1)
     index.add(rows)
-    index.hide_root(None)
+    index.hide_under(b"")
     assert index.leaving.note() == [row.id for row in rows]
     assert index.leaving.note() == []
     assert index.leaving.next_rows(3) == rows[:0:-1]
@@ -240,24 +240,24 @@ def test_files_are_deleted_children_first_and_what_cannot_be_is_tried_again_late
     assert index.leaving.next_rows(3) == []
     assert index.leaving.num_bytes == 4 * 4096
     assert index.leaving.row(rows[0].id) is rows[0]
-    index.hide_root(OTHER_ROOT)
+    index.hide_under(OTHER_ROOT)
     assert len(index.leaving.next_rows(10)) == 4
 
 
 def test_what_is_found_of_a_root_that_was_cleared_meanwhile_leaves() -> None:
     index = RowIndex()
     ours, theirs = tree(ROOT, 1), tree(OTHER_ROOT, 11)
-    index.hide_root(ROOT)
+    index.hide_under(ROOT)
     index.add_found([*ours, *theirs])
     assert {row.id for row in index.rows()} == {row.id for row in theirs}
     assert index.leaving.num_bytes == 4 * 4096
-    index.hide_root(None)
+    index.hide_under(b"")
     index.add_found([theirs[0]])
     assert index.rows() == []
     index.finish_comparing()
     index.add_found([theirs[0]])
     assert index.rows() == [theirs[0]]
-    index.hide_root(None)
+    index.hide_under(b"")
     index.add_found([theirs[0]])
     assert index.rows() == [theirs[0]]
 

@@ -16,7 +16,7 @@ import typer
 
 from kvstrata.cli import cache_folder
 from kvstrata.cli import cache_tables as tables
-from kvstrata.cli.remote import DEFAULT_URL, AsJson, Key, Url, connect
+from kvstrata.cli.remote import DEFAULT_URL, AdminKey, AsJson, Url, connect
 from kvstrata.errors import KvstrataError
 
 app = typer.Typer(
@@ -47,7 +47,7 @@ Salt = Annotated[
 
 
 @app.command()
-def usage(url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJson = False) -> None:
+def usage(url: Url = DEFAULT_URL, api_key: AdminKey = None, as_json: AsJson = False) -> None:
     """What is held, where and at which precision."""
     with connect(url, api_key) as remote:
         answer = remote.ask("GET", "/cache/usage")
@@ -61,7 +61,7 @@ def explain(
     request: RequestFile = None,
     salt: Salt = None,
     url: Url = DEFAULT_URL,
-    api_key: Key = None,
+    api_key: AdminKey = None,
     as_json: AsJson = False,
 ) -> None:
     """How much of a prompt is cached, and why not more."""
@@ -76,10 +76,10 @@ def clear(
     tier: Annotated[str, typer.Argument(help="hot (memory), disk or all.")],
     salt: Salt = None,
     url: Url = DEFAULT_URL,
-    api_key: Key = None,
+    api_key: AdminKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Drop what is stored and not in use. With a key: what is under it, and without --salt under no cache_salt."""
+    """Drop what is stored and not in use. With a plain key: what is under it."""
     with connect(url, api_key) as remote:
         answer = remote.ask("POST", "/cache/clear", _given(tier=tier, salt=salt))
     _show(answer, as_json, tables.cleared)
@@ -92,7 +92,7 @@ def pin(
     request: RequestFile = None,
     salt: Salt = None,
     url: Url = DEFAULT_URL,
-    api_key: Key = None,
+    api_key: AdminKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Keep what is stored of a prompt, whatever else has to go."""
@@ -109,7 +109,7 @@ def unpin(
     request: RequestFile = None,
     salt: Salt = None,
     url: Url = DEFAULT_URL,
-    api_key: Key = None,
+    api_key: AdminKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Let it go again when room is needed."""
@@ -135,7 +135,7 @@ def requantize(
     progress: Annotated[bool, typer.Option("--progress", help="Say how far the last change has come.")] = False,
     cancel: Annotated[bool, typer.Option("--cancel", help="Stop the last change; what is done stays.")] = False,
     url: Url = DEFAULT_URL,
-    api_key: Key = None,
+    api_key: AdminKey = None,
     as_json: AsJson = False,
 ) -> None:
     """Change the precision of what is cached, while the server goes on."""

@@ -45,7 +45,8 @@ def usage(answer: Answer) -> RenderableType:
 
 
 def tiers(answer: Answer) -> RichTable:
-    table = _table("tier", "precision", "bytes", "share", "tokens", "spans", title="Stored", right=2)
+    title = "Stored" if answer["under"] == "all" else "Stored under this key"
+    table = _table("tier", "precision", "bytes", "share", "tokens", "spans", title=title, right=2)
     for name, tier in answer["tiers"].items():
         table.add_row(name, "", size(tier["bytes"]), "", f"{tier['tokens']:,}", f"{tier['spans']:,}")
         for precision, nbytes in sorted(tier["by_precision"].items(), key=lambda pair: -pair[1]):
@@ -62,6 +63,9 @@ def totals(answer: Answer) -> RichTable:
     queried, hit = counters.get("queried_tokens", 0), counters.get("hit_tokens", 0)
     table.add_row("new tokens are stored as", f"K {answer['target']['k']}, V {answer['target']['v']}")
     table.add_row("running sequences", size(answer["running_bytes"]))
+    if answer["pinned_bytes"]:
+        quota = answer["pin_quota_bytes"]
+        table.add_row("pinned", size(answer["pinned_bytes"]) + (f" of {size(quota)}" if quota is not None else ""))
     table.add_row("budget", f"{size(answer['budget_bytes'])}, {size(answer['headroom_bytes'])} of it free")
     table.add_row("allocated by MLX", size(answer["allocator_bytes"]))
     table.add_row("found of what was asked for", f"{hit:,} of {queried:,} tokens ({share(hit, queried)})")
@@ -113,7 +117,7 @@ def _one_line(text: str) -> str:
 def cleared(answer: Answer) -> RenderableType:
     return (
         f"Removed {answer['tokens']:,} tokens, {size(answer['bytes'])}. "
-        f"{size(answer['bytes_left'])} stay: in use, pinned or not yours."
+        f"{size(answer['bytes_left'])} stay: in use or pinned."
     )
 
 

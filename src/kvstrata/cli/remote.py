@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def _to_send(context: typer.Context, option: typer.CallbackParam, key: str | None) -> str | None:
-    """The server's own variable may hold several keys; any of them opens the door."""
+    """The server's own variables may hold several keys; any of them opens the door."""
     source = context.get_parameter_source(option.name or "")
     if key and source and source.name == "ENVIRONMENT":
         key = key.partition(",")[0].strip()
@@ -28,19 +28,23 @@ def _to_send(context: typer.Context, option: typer.CallbackParam, key: str | Non
     return key
 
 
-DEFAULT_URL = "http://127.0.0.1:8000"
-Url = Annotated[str, typer.Option("--url", help="The server's address.", envvar="KVSTRATA_URL", metavar="url")]
-Key = Annotated[
-    str | None,
-    typer.Option(
+def _key_option(*variables: str) -> Any:
+    return typer.Option(
         "--api-key",
-        help="Key to send, if the server wants one (environment: the first of those between commas).",
-        envvar="KVSTRATA_API_KEY",
+        help="Key to send, if the server wants one (environment: the first of those between commas). An admin key "
+        "shows and changes what is under every key.",
+        envvar=list(variables),
         metavar="key",
         show_default="none",
         callback=_to_send,
-    ),
-]
+    )
+
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+Url = Annotated[str, typer.Option("--url", help="The server's address.", envvar="KVSTRATA_URL", metavar="url")]
+# Whoever looks after a server has both in the environment: a chat is anybody's, the cache is an admin's.
+Key = Annotated[str | None, _key_option("KVSTRATA_API_KEY", "KVSTRATA_ADMIN_KEY")]
+AdminKey = Annotated[str | None, _key_option("KVSTRATA_ADMIN_KEY", "KVSTRATA_API_KEY")]
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer on stdout, and nothing else.")]
 
 

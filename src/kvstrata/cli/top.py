@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstrata.cli import cache_tables as tables
-from kvstrata.cli.remote import DEFAULT_URL, Key, Remote, Url, connect
+from kvstrata.cli.remote import DEFAULT_URL, AdminKey, Remote, Url, connect
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -28,7 +28,7 @@ QUIET = ("queried_", "hit_", "stored_", "disk_read_", "disk_queue_", "disk_limit
 
 def top(
     url: Url = DEFAULT_URL,
-    api_key: Key = None,
+    api_key: AdminKey = None,
     every_s: Annotated[
         float, typer.Option("--every", help="Seconds between two looks.", metavar="seconds", min=0.2)
     ] = 1.0,

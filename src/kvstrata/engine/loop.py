@@ -24,6 +24,7 @@ from kvstrata.engine.scheduler import Chunk, Plan, Running, Waiting, chunk_token
 from kvstrata.engine.scratch import max_chunk
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import InvalidRequest
+from kvstrata.index.identity import owner_of
 from kvstrata.layers.buffers import round_up, without_cache
 from kvstrata.metrics import Metrics
 from kvstrata.store.entry import Entry
@@ -87,15 +88,16 @@ class Loop:
             prefill_tokens_s=self._prefill_rate.tokens_s,
         )
 
-    def usage(self) -> CacheUsage:
-        return cache_usage(self._resume, self._budget, self._running.values())
+    def usage(self, owner: str | None = None) -> CacheUsage:
+        """Of what is under an owner's salts; None: all."""
+        return cache_usage(self._resume, self._budget, self._running.values(), owner)
 
     def requantize(self, change: Change) -> Changed:
         """Raises ConfigError for a precision that the model's layers cannot be stored in."""
         store = self._shared_store()
         target = store.precision.target
         plan = self._resume.plan(change.k or target.k, change.v or target.v)
-        return store.requantize(change, plan, self._entries_of(change.sequence))
+        return store.requantize(change, plan, self._entries_of(change.sequence, change.owner))
 
     def requantize_progress(self) -> Progress:
         return self._shared_store().requantize_progress()
@@ -108,12 +110,13 @@ class Loop:
             raise InvalidRequest("This model brings caches of its own kind: they are neither stored nor quantized.")
         return self._resume.store
 
-    def _entries_of(self, request_id: str | None) -> set[Entry] | None:
-        """What a running request holds; None: no request was named."""
+    def _entries_of(self, request_id: str | None, owner: str | None) -> set[Entry] | None:
+        """What a running request holds; None: no request was named. Another owner's is as good as none."""
         if request_id is None:
             return None
         for sequence in self._running.values():
-            if sequence.request.id == request_id and sequence.filing is not None:
+            is_own = owner is None or owner_of(sequence.request.salt) == owner
+            if sequence.request.id == request_id and is_own and sequence.filing is not None:
                 return sequence.filing.entries
         raise InvalidRequest(f"No request {request_id[:80]!r} is running. GET /cache/usage lists those that are.")
 

@@ -10,6 +10,7 @@ import mlx.core as mx
 from kvstrata.engine.memory import Budget
 from kvstrata.engine.resume import Resume
 from kvstrata.engine.sequence import Sequence
+from kvstrata.index.identity import owner_of
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.spans.span import SpanRange
@@ -30,27 +31,35 @@ class CacheUsage:
     budget_bytes: int  # for all KV: running and stored
     hot_budget_bytes: int  # for what is stored
     running_bytes: int
+    pinned_bytes: int  # of what is stored in memory
     headroom_bytes: int
     allocator_bytes: int
     counters: dict[str, int]
 
 
-def cache_usage(resume: Resume, budget: Budget, running: Iterable[Sequence]) -> CacheUsage:
+def cache_usage(resume: Resume, budget: Budget, running: Iterable[Sequence], owner: str | None = None) -> CacheUsage:
+    """What is under an owner's salts, or all; budgets, headroom and counters are the server's in either case."""
     sequences = list(running)
+    own = [s for s in sequences if owner is None or owner_of(s.request.salt) == owner]
     store = resume.store
-    hot = store.usage() if store else TierUsage()
-    disk = store.disk_usage() if store else None
-    running_bytes = sum(budget.held_by(s.cache) for s in sequences if s.cache is not None)
+    hot = store.usage(owner) if store else TierUsage()
+    disk = store.disk_usage(owner) if store else None
+    held_bytes = _running_bytes(sequences, budget) + (store.held_bytes if store else 0)
     return CacheUsage(
         tiers={"hot": hot, **({"disk": disk} if disk else {})},
-        sequences=tuple(_sequence(s, budget) for s in sequences),
+        sequences=tuple(_sequence(s, budget) for s in own),
         budget_bytes=budget.total_bytes,
         hot_budget_bytes=store.options.hot_bytes if store else 0,
-        running_bytes=running_bytes,
-        headroom_bytes=max(0, budget.total_bytes - running_bytes - hot.nbytes),
+        running_bytes=_running_bytes(own, budget),
+        pinned_bytes=store.pins.nbytes(owner) if store else 0,
+        headroom_bytes=max(0, budget.total_bytes - held_bytes),
         allocator_bytes=mx.get_active_memory(),
         counters=dict(store.count()) if store else {},
     )
+
+
+def _running_bytes(sequences: Iterable[Sequence], budget: Budget) -> int:
+    return sum(budget.held_by(s.cache) for s in sequences if s.cache is not None)
 
 
 def _sequence(sequence: Sequence, budget: Budget) -> SequenceUsage:

@@ -2,6 +2,9 @@
 
 Knows plain values only; `models` makes the fingerprint. Precision is not part of it: spans say for themselves how they
 are encoded, so a change of bits strands nothing.
+
+A salt is its owner's, or that with more after a colon where one caller keeps things apart. All roots of an owner begin
+alike: so memory and disk can tell whose something is without a list of salts.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 DOMAIN = "kvstrata identity 1"
+OWNER_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -21,9 +25,25 @@ class Identity:
     max_kv_size: int | None = None  # tokens that a sequence keeps at most; None: all
 
 
+def owner_of(salt: str) -> str:
+    """Whose a salt is."""
+    return salt.partition(":")[0]
+
+
 def root_key(identity: Identity, salt: str) -> bytes:
-    """32 bytes, the root of the tree that callers with this salt share. Every field is written with its length, so that
-    no two identities spell the same bytes."""
+    """32 bytes, the root of the tree that callers with this salt share. The first half is its owner's."""
+    owner = owner_of(salt)
+    own = _digest(identity, owner)
+    return own if salt == owner else own[:OWNER_BYTES] + _digest(identity, salt)[OWNER_BYTES:]
+
+
+def owner_key(identity: Identity, owner: str) -> bytes:
+    """What all roots of an owner begin with."""
+    return _digest(identity, owner)[:OWNER_BYTES]
+
+
+def _digest(identity: Identity, salt: str) -> bytes:
+    """Every field is written with its length, so that no two identities spell the same bytes."""
     fields = [
         DOMAIN,
         identity.fingerprint,

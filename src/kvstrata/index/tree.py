@@ -207,6 +207,13 @@ class Tree(Generic[P]):
         self._num_nodes -= 1
         self._num_tokens -= leaf.num_tokens
 
+    def drop(self, root_key: bytes) -> None:
+        """A root and all that is under it."""
+        for node in self.nodes(root_key):
+            self._num_nodes -= 1
+            self._num_tokens -= node.num_tokens
+        self._roots.pop(root_key, None)
+
     def merge(self, node: Node[P]) -> Node[P]:
         """Join `node` with its only child where both have the same payload. Returns the node that holds its tokens
         then: the child, or `node` itself where there is nothing to join."""

@@ -43,10 +43,16 @@ def start_service(settings: Settings, loaded: LoadedModel, *, total_memory_bytes
         max_body_bytes=settings.max_body_bytes,
         sampling=loaded.sampling if settings.generation_config == "model" else SamplingDefaults(),
         harmony=harmony_marks(loaded.tokenizer),
-        keys=tuple(ApiKey.of(key) for key in settings.keys),
+        keys=_keys(settings),
+        pin_quota=settings.pin_quota,
         hosts=frozenset({settings.host, socket.gethostname(), *settings.allowed_host}),
         started=int(time.time()),
     )
+
+
+def _keys(settings: Settings) -> tuple[ApiKey, ...]:
+    plain = (ApiKey.of(key) for key in settings.plain_keys)
+    return (*plain, *(ApiKey.of(key, is_admin=True) for key in settings.admin_keys))
 
 
 def _limits(settings: Settings, total_memory_bytes: int) -> Limits:

@@ -1,7 +1,8 @@
 """Bearer keys. Knows which paths are open and which salt belongs to a key; keeps digests, not keys.
 
 Requests with different keys never share cached state: each key has a salt of its own, derived from it. A client's
-`cache_salt` divides further within one key.
+`cache_salt` divides further within one key. A key sees and changes what is its own, an admin key everything; without
+any keys so does every caller.
 """
 
 from __future__ import annotations
@@ -20,26 +21,34 @@ from kvstrata.server.errors import error_response
 OPEN_PATHS = frozenset({"/health"}) | dashboard.OPEN_PATHS
 DIGEST_CONTEXT = "kvstrata 2026-11 api key digest v1"
 SALT_CONTEXT = "kvstrata 2026-11 api key salt v1"
-SCOPE_KEY = "kvstrata.key_salt"
+SCOPE_KEY = "kvstrata.key"
 
 
 @dataclass(frozen=True)
 class ApiKey:
     digest: bytes
     salt: str
+    is_admin: bool = False
 
     @classmethod
-    def of(cls, key: str) -> ApiKey:
+    def of(cls, key: str, *, is_admin: bool = False) -> ApiKey:
         digest = blake3(key.encode(), derive_key_context=DIGEST_CONTEXT).digest()
-        return cls(digest, blake3(key.encode(), derive_key_context=SALT_CONTEXT).hexdigest())
+        return cls(digest, blake3(key.encode(), derive_key_context=SALT_CONTEXT).hexdigest(), is_admin)
 
 
 def salt_of(scope: Scope, cache_salt: str | None) -> str:
     """What separates this request's cached state from others'. Empty where neither key nor client asks for it."""
-    key_salt: str = scope.get(SCOPE_KEY, "")
+    key: ApiKey | None = scope.get(SCOPE_KEY)
+    key_salt = "" if key is None else key.salt
     if not cache_salt:
         return key_salt
     return f"{key_salt}:{blake3(cache_salt.encode(), derive_key_context=SALT_CONTEXT).hexdigest()}"
+
+
+def owner_in(scope: Scope) -> str | None:
+    """The salt of the key that a caller is kept to; None: it may see and change everything."""
+    key: ApiKey | None = scope.get(SCOPE_KEY)
+    return None if key is None or key.is_admin else key.salt
 
 
 class RequireKey:
@@ -56,7 +65,7 @@ class RequireKey:
         if found is None:
             error = Unauthorized("This server wants a key. Send it as: Authorization: Bearer KEY")
             return await error_response(error)(scope, receive, send)
-        scope[SCOPE_KEY] = found.salt
+        scope[SCOPE_KEY] = found
         return await self.app(scope, receive, send)
 
     def _match(self, presented: bytes) -> ApiKey | None:
@@ -64,7 +73,7 @@ class RequireKey:
         found = None
         # No early end: the time must not tell which key came close.
         for key in self.keys:
-            if hmac.compare_digest(digest, key.digest):
+            if hmac.compare_digest(digest, key.digest) and (found is None or key.is_admin):
                 found = key
         return found
 

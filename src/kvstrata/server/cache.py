@@ -1,7 +1,7 @@
 """/cache: what is held, why a prompt is found only so far, and what to do about it.
 
-Knows HTTP and whose salt is whose. Every answer is given by the engine's thread between two steps; what a caller may
-see of text or tokens is under its own key's salt, totals are for all.
+Knows HTTP and whose salt is whose. Every answer is given by the engine's thread between two steps. A plain key sees,
+changes, pins and clears what is under its own salts; an admin key, or any caller where there are no keys, everything.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from pydantic import BaseModel
 from starlette.types import Scope
 
 from kvstrata.codecs.registry import parse
+from kvstrata.config import Size
 from kvstrata.engine.loop import Loop
 from kvstrata.errors import ConfigError, InvalidRequest, Unavailable
-from kvstrata.server.auth import salt_of
+from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.cache_words import (
     ClearAnswer,
     ClearAsked,
@@ -31,6 +32,7 @@ from kvstrata.server.cache_words import (
     RequantizeAnswer,
     RequantizeAsked,
     TargetAnswer,
+    Under,
     UsageAnswer,
     explain_answer,
     held_answer,
@@ -66,7 +68,8 @@ class Prompt:
 
 @router.get("/usage", summary="What is held, where and at which precision", responses=answers(401, 503))
 async def usage(request: Request) -> UsageAnswer:
-    return await ask(service_of(request), usage_of)
+    service, owner = service_of(request), owner_in(request.scope)
+    return await ask(service, lambda loop: usage_of(loop, owner, service.pin_quota))
 
 
 @router.post(
@@ -83,9 +86,9 @@ async def requantize(request: Request) -> RequantizeAnswer:
         store = _store(loop)
         if change.scope == "disk":
             _require_tier(loop, "disk", param="scope")
-        return loop.requantize(change), held_answer(store.usage())
+        return loop.requantize(change), held_answer(store.usage(change.owner))
 
-    return requantize_answer(*await ask(service_of(request), question))
+    return requantize_answer(*await ask(service_of(request), question), under=_under(change.owner))
 
 
 @router.get("/requantize", summary="How far the last change has come", responses=answers(400, 401, 503))
@@ -129,15 +132,13 @@ async def clear(request: Request) -> ClearAnswer:
         message = "Say what to clear: a tier, 'hot' (memory), 'disk' or 'all', or a salt. Nothing was removed."
         raise InvalidRequest(message, param="tier")
     tier = asked.tier or "all"
-    key_salt = salt_of(request.scope, None)
-    # Without keys everything is everybody's; with them a caller clears what is its own, one cache_salt at a time:
-    # blocks on the disk do not tell which salts are of one key.
-    salt = salt_of(request.scope, asked.salt) if asked.salt is not None else key_salt or None
+    owner = owner_in(request.scope)
+    salt = None if asked.salt is None else salt_of(request.scope, asked.salt)
 
     def question(loop: Loop) -> tuple[Cleared, int]:
         _require_tier(loop, tier, param="tier")
-        cleared = _store(loop).clear(salt, tier)
-        return cleared, sum(left.nbytes for name, left in loop.usage().tiers.items() if tier in ("all", name))
+        cleared = _store(loop).clear(salt, tier, owner=owner)
+        return cleared, sum(left.nbytes for name, left in loop.usage(owner).tiers.items() if tier in ("all", name))
 
     cleared, left_bytes = await ask(service_of(request), question)
     return {"tier": tier, "bytes": cleared.nbytes, "tokens": cleared.tokens, "bytes_left": left_bytes}
@@ -150,9 +151,14 @@ async def clear(request: Request) -> ClearAnswer:
     openapi_extra=body_of(PromptAsked),
 )
 async def pin(request: Request) -> PinAnswer:
+    service, owner = service_of(request), owner_in(request.scope)
     prompt = await _prompt(request)
-    num_tokens = await ask(service_of(request), lambda loop: _store(loop).pin(prompt.tokens, prompt.salt))
-    return {"prompt_tokens": len(prompt.tokens), "tokens": num_tokens}
+
+    def question(loop: Loop) -> int:
+        store = _store(loop)
+        return store.pin(prompt.tokens, prompt.salt, _quota_bytes(store, owner, service.pin_quota))
+
+    return {"prompt_tokens": len(prompt.tokens), "tokens": await ask(service, question)}
 
 
 @router.post(
@@ -180,8 +186,14 @@ async def ask(service: Service, question: Callable[[Loop], T]) -> T:
 # On the engine's thread.
 
 
-def usage_of(loop: Loop) -> UsageAnswer:
-    return usage_answer(loop.usage(), target_of(loop), held_of(loop))
+def usage_of(loop: Loop, owner: str | None, pin_quota: Size) -> UsageAnswer:
+    return usage_answer(
+        loop.usage(owner),
+        target_of(loop),
+        held_of(loop, owner),
+        under=_under(owner),
+        pin_quota_bytes=None if loop.store is None else _quota_bytes(loop.store, owner, pin_quota),
+    )
 
 
 def target_of(loop: Loop) -> TargetAnswer:
@@ -192,8 +204,17 @@ def target_of(loop: Loop) -> TargetAnswer:
     return {"k": target.k, "v": target.v}
 
 
-def held_of(loop: Loop) -> HeldAnswer:
-    return held_answer(loop.store.usage()) if loop.store is not None else WITHOUT_STORE
+def held_of(loop: Loop, owner: str | None) -> HeldAnswer:
+    return held_answer(loop.store.usage(owner)) if loop.store is not None else WITHOUT_STORE
+
+
+def _quota_bytes(store: Store, owner: str | None, pin_quota: Size) -> int | None:
+    """What an owner may pin; None: there is no limit."""
+    return None if owner is None else pin_quota.of(store.options.hot_bytes)
+
+
+def _under(owner: str | None) -> Under:
+    return "all" if owner is None else "key"
 
 
 def _explain(loop: Loop, prompt: Prompt) -> Explanation:
@@ -263,6 +284,7 @@ def _change(asked: RequantizeAsked, scope: Scope) -> Change:
         v=v,
         scope=asked.scope,
         salt=None if asked.salt is None else salt_of(scope, asked.salt),
+        owner=owner_in(scope),
         sequence=asked.sequence,
         dry_run=asked.dry_run,
         force=asked.force,

@@ -13,6 +13,8 @@ from kvstrata.store.report import Explanation, PartUsage, TierUsage
 from kvstrata.store.requantize import Changed, Progress, Scope, TierChange
 
 Tier = Literal["hot", "disk", "all"]
+# Whose the figures of an answer are: one key's, or those of all.
+Under = Literal["key", "all"]
 
 
 class PromptAsked(Asked):
@@ -31,12 +33,15 @@ class ClearAsked(Asked):
     tier: Tier | None = Field(None, description="Where to clear; required without a salt. Left out: everywhere")
     salt: str | None = Field(
         None,
-        description="Only what is under this cache_salt; empty: under none. Left out: everything; where there are keys "
-        "what is under the caller's and no cache_salt",
+        description="Only what is under this cache_salt; empty: under none. Left out: everything; with a plain key "
+        "all that is under it",
     )
 
 
 class RequantizeAsked(Asked):
+    """With a plain key: what is under it. The precision of what is to come is the server's, and an admin key's to
+    change."""
+
     k: str | None = Field(None, description="Precision of keys, e.g. planes:4; left out: as it is")
     v: str | None = Field(None, description="Precision of values")
     ctk: str | None = Field(None, description="llama.cpp's word for k: f16, bf16, q8_0, q4_0")
@@ -83,11 +88,17 @@ class HeldAnswer(TypedDict):
 
 
 class UsageAnswer(TypedDict):
+    """With a plain key `tiers`, `sequences`, `running_bytes`, `pinned_bytes` and `held` are of what is under it;
+    budgets, headroom, the allocator's figure, target and counters are the server's."""
+
+    under: Under
     tiers: dict[str, TierAnswer]
     sequences: list[SequenceAnswer]
     budget_bytes: int
     hot_budget_bytes: int
     running_bytes: int
+    pinned_bytes: int
+    pin_quota_bytes: int | None
     headroom_bytes: int
     allocator_bytes: int
     target: TargetAnswer
@@ -136,6 +147,7 @@ class TierChangeAnswer(TypedDict):
 
 
 class RequantizeAnswer(TypedDict):
+    under: Under
     target: TargetAnswer
     held: HeldAnswer
     dry_run: bool
@@ -157,13 +169,18 @@ class ProgressAnswer(TypedDict):
     seconds: float
 
 
-def usage_answer(usage: CacheUsage, target: TargetAnswer, held: HeldAnswer) -> UsageAnswer:
+def usage_answer(
+    usage: CacheUsage, target: TargetAnswer, held: HeldAnswer, *, under: Under, pin_quota_bytes: int | None
+) -> UsageAnswer:
     return {
+        "under": under,
         "tiers": {name: _tier(tier) for name, tier in usage.tiers.items()},
         "sequences": [_sequence(sequence) for sequence in usage.sequences],
         "budget_bytes": usage.budget_bytes,
         "hot_budget_bytes": usage.hot_budget_bytes,
         "running_bytes": usage.running_bytes,
+        "pinned_bytes": usage.pinned_bytes,
+        "pin_quota_bytes": pin_quota_bytes,
         "headroom_bytes": usage.headroom_bytes,
         "allocator_bytes": usage.allocator_bytes,
         "target": target,
@@ -177,8 +194,9 @@ def held_answer(hot: TierUsage) -> HeldAnswer:
     return {"k": hot.k, "v": hot.v}
 
 
-def requantize_answer(changed: Changed, held: HeldAnswer) -> RequantizeAnswer:
+def requantize_answer(changed: Changed, held: HeldAnswer, *, under: Under) -> RequantizeAnswer:
     return {
+        "under": under,
         "target": {"k": changed.k, "v": changed.v},
         "held": held,
         "dry_run": changed.dry_run,
@@ -191,7 +209,7 @@ def requantize_answer(changed: Changed, held: HeldAnswer) -> RequantizeAnswer:
         ],
         "expected_error": changed.expected_error,
         "seconds": changed.seconds,
-        "note": _note(changed),
+        "note": _note(changed, under),
     }
 
 
@@ -204,8 +222,10 @@ def _tier_change(tier: TierChange) -> TierChangeAnswer:
     }
 
 
-def _note(changed: Changed) -> str:
-    return "" if changed.bytes_before or changed.left_alone else "Nothing is cached in this scope."
+def _note(changed: Changed, under: Under) -> str:
+    if not (changed.bytes_before or changed.left_alone):
+        return "Nothing is cached in this scope."
+    return "" if under == "all" else KEY_NOTE
 
 
 def progress_answer(progress: Progress) -> ProgressAnswer:
@@ -252,6 +272,10 @@ def _part(part: PartUsage) -> PartAnswer:
     return {"tokens": part.tokens, "k": part.k, "v": part.v, "bytes": part.nbytes, "shared_by": part.shared_by}
 
 
+KEY_NOTE = (
+    "Only what is stored under this key changes. What is to come is stored as the server is set to; an admin key "
+    "(--admin-key) changes that."
+)
 MEANINGS = {
     "complete": "All that can be is cached; the last token of a prompt is always computed.",
     "new": "What is stored ends there: the rest was never seen.",

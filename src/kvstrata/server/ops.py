@@ -14,6 +14,7 @@ from kvstrata import __version__
 from kvstrata.errors import Unavailable
 from kvstrata.metrics import CONTENT_TYPE
 from kvstrata.server import cache
+from kvstrata.server.auth import owner_in
 from kvstrata.server.cache_words import HeldAnswer, TargetAnswer
 from kvstrata.server.errors import answers
 from kvstrata.server.openai.ask import default_sampling
@@ -54,7 +55,8 @@ async def metrics(request: Request) -> Response:
     )
     # A scrape is answered even where the engine has stopped: that is when people look.
     with contextlib.suppress(Unavailable):
-        held = await cache.ask(service, cache.usage_of)
+        # Sums over all keys, whoever asks: they tell how much there is, not what.
+        held = await cache.ask(service, lambda loop: cache.usage_of(loop, None, service.pin_quota))
         service.metrics.set_cache(held["tiers"], held["counters"], hot_budget_bytes=held["hot_budget_bytes"])
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
@@ -62,7 +64,8 @@ async def metrics(request: Request) -> Response:
 @router.get("/props", summary="What is served, how, and why so", responses=answers(401, 503))
 async def props(request: Request) -> dict[str, Any]:
     service = service_of(request)
-    target, held = await cache.ask(service, lambda loop: (cache.target_of(loop), cache.held_of(loop)))
+    owner = owner_in(request.scope)
+    target, held = await cache.ask(service, lambda loop: (cache.target_of(loop), cache.held_of(loop, owner)))
     return properties(service, target, held)
 
 

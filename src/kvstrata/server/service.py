@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
+from kvstrata.config import Size
 from kvstrata.engine.engine import Engine
 from kvstrata.metrics import Metrics
 from kvstrata.models.generation import SamplingDefaults
@@ -27,6 +28,7 @@ class Service:
     context_tokens: int
     max_prompts: int  # in one completions request
     max_body_bytes: int
+    pin_quota: Size  # of the memory for stored KV, for each key that is no admin's
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that leave it out
     harmony: HarmonyMarks | None = None  # None: the model's replies are plain text
     keys: tuple[ApiKey, ...] = ()

@@ -174,10 +174,10 @@ class Cold:
         parts = (BASE, MARK) if self._needs_marks else (BASE,)
         self.tier.touch(BlockId(step.key, part) for step in steps for part in parts)
 
-    def pin(self, leaves: Iterable[Node[Entry]]) -> None:
-        """What the disk has of the tokens up to these stays there, and nothing else. What comes to it later is pinned
-        as it comes."""
-        pinned = {step.key for leaf in leaves for step in self.chain_of(leaf.root_key, _ids_to(leaf))}
+    def pin(self, chains: Iterable[tuple[bytes, TokenIds]]) -> None:
+        """What the disk has of these tokens under these roots stays there, and nothing else. What comes to it later is
+        pinned as it comes."""
+        pinned = {step.key for root, ids in chains for step in self.chain_of(root, ids)}
         # Never without what stays pinned, whenever the tier asks.
         self._pinned |= pinned
         self._pinned &= pinned

@@ -9,6 +9,7 @@ from typing import Literal
 from kvstrata.spans.contents import KIND, PRECISION, by_label
 from kvstrata.spans.marks import RecurrentState
 from kvstrata.spans.span import Span
+from kvstrata.tiers.row import Totals
 from kvstrata.tiers.usage import Usage
 
 # complete  all that can be found was: the last prompt token is always computed
@@ -61,6 +62,12 @@ def disk_usage(usage: Usage) -> TierUsage:
     """What stays there: files that were cleared and are being deleted are told by `disk_counts`."""
     by_precision, by_kind = (by_label(usage.labels, what) for what in (PRECISION, KIND))
     return TierUsage(usage.disk_bytes - usage.leaving_bytes, usage.num_tokens, usage.num_blocks, by_precision, by_kind)
+
+
+def totals_usage(totals: Totals) -> TierUsage:
+    """Of some of the blocks on the disk."""
+    by_precision, by_kind = (by_label(totals.labels, what) for what in (PRECISION, KIND))
+    return TierUsage(totals.disk_bytes, totals.num_tokens, totals.num_blocks, by_precision, by_kind)
 
 
 def disk_counts(usage: Usage) -> dict[str, int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvstrata.index.identity import owner_of
 from kvstrata.spans.estimate import Estimate, estimate, score_error
 from kvstrata.spans.plan import Plan
 from kvstrata.spans.span import RawWindow
@@ -31,6 +32,7 @@ class Change:
     v: str | None = None
     scope: Scope = "all"
     salt: str | None = None  # only what is under this salt
+    owner: str | None = None  # only what is under the salts of this owner
     sequence: str | None = None  # only what this running request holds
     dry_run: bool = False
     force: bool = False  # decode what is lower, though that brings no precision back
@@ -38,7 +40,8 @@ class Change:
     @property
     def is_general(self) -> bool:
         """It is about all that will come, too."""
-        return self.scope in ("all", "stored") and self.salt is None and self.sequence is None
+        is_limited = any(limit is not None for limit in (self.salt, self.owner, self.sequence))
+        return self.scope in ("all", "stored") and not is_limited
 
 
 @dataclass(frozen=True)
@@ -138,7 +141,8 @@ def in_scope(entry: Entry, change: Change, sequence_entries: Collection[Entry] |
     is_used = entry.is_running or entry.num_leases > 0
     by_scope = {"all": True, "live": is_used, "stored": not is_used, "disk": False}[change.scope]
     by_salt = change.salt is None or entry.salt == change.salt
-    return by_scope and by_salt and (sequence_entries is None or entry in sequence_entries)
+    by_owner = change.owner is None or owner_of(entry.salt) == change.owner
+    return by_scope and by_salt and by_owner and (sequence_entries is None or entry in sequence_entries)
 
 
 class Assessor:

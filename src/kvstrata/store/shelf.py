@@ -159,14 +159,16 @@ class Shelf:
     def seconds_to_expiry(self) -> float:
         return max(0.0, self._eviction.next_expiry_s() - self._clock())
 
-    def clear(self, root_key: bytes | None) -> None:
-        """Remove every leaf that is free to go, and what becomes one by it; under one root or all."""
-        nodes = list(self.tree if root_key is None else self.tree.nodes(root_key))
+    def clear(self, under: bytes = b"") -> None:
+        """Remove every leaf that is free to go, and what becomes one by it; under all roots that begin so."""
+        nodes = [node for root in self.tree.root_keys if root.startswith(under) for node in self.tree.nodes(root)]
         # Children before their parents.
         for node in reversed(nodes):
             if node in node.payload.nodes and node.is_leaf and node.payload.is_free:
                 self.remove(node)
-        self.ghosts = Tree()
+        for root in self.ghosts.root_keys:
+            if root.startswith(under):
+                self.ghosts.drop(root)
 
     def shorten(self, found: Found, need_bytes: int, *, keeps_used: bool) -> bool:
         """Let go of some of what a match keeps from going, of so many bytes if that can be: ends that it does not use,

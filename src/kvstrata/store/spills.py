@@ -90,11 +90,11 @@ class Spills:
     def _as_untaken(self, entry: Entry, refused: Refused | None) -> Untaken:
         return Untaken(entry.span.end, entry.span.kv_bytes, self._shelf.used_s(entry), refused)
 
-    def give_up(self, root_key: bytes | None) -> None:
-        """What is being written, under one root or all: the disk is cleared."""
+    def give_up(self, under: bytes = b"") -> None:
+        """What is being written, under all roots that begin so: the disk is cleared."""
         self._untaken.clear()
         for entry in self._mover.waiting:
-            if root_key is None or entry.root_key == root_key:
+            if entry.root_key.startswith(under):
                 self._mover.discard(entry)
 
     def before_eviction(self, leaf: Node[Entry]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Literal
 
-from kvstrata.index.identity import Identity, root_key
+from kvstrata.index.identity import Identity, owner_key, owner_of, root_key
 from kvstrata.index.ids import TokenIds, Tokens, as_ids
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
@@ -31,10 +31,11 @@ from kvstrata.store.loads import Load
 from kvstrata.store.mover import Job, Mover
 from kvstrata.store.options import Cleared, StoreOptions
 from kvstrata.store.pending import Pending
+from kvstrata.store.pins import Pins
 from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision
 from kvstrata.store.pressure import PlanOf, Pressure
-from kvstrata.store.report import Ending, Explanation, TierUsage, disk_counts, disk_usage
+from kvstrata.store.report import Ending, Explanation, TierUsage, disk_counts, disk_usage, totals_usage
 from kvstrata.store.requantize import Change, Changed, Progress
 from kvstrata.store.restore import Restorer
 from kvstrata.store.room import Room
@@ -68,8 +69,6 @@ class Store:
         self.needs_marks = needs_marks(layout)  # it can be resumed at marks only
         self.counters: Counter[str] = Counter()
         self.cold = cold  # None: what is evicted is gone
-        if cold is not None:
-            cold.pin(())  # a store before this one may have had pins
         self._shelf = Shelf(
             needs_marks=self.needs_marks,
             max_tokens=self._max_tokens(plan),
@@ -77,6 +76,7 @@ class Store:
             on_evict=lambda leaf: self.room.before_eviction(leaf),
             clock=clock,
         )
+        self.pins = Pins(self._shelf, cold)
         self._admission = Admission(self.counters, options.hot_bytes)
         self._failures = Failures(self.counters)
         changed = self._shelf.journal.reader()
@@ -112,6 +112,7 @@ class Store:
     def take_over(self, failed: Store) -> None:
         """Go on in its place: with what it counted, and what new spans were to be stored as. What it held goes now."""
         self.counters.update(failed.counters)
+        self.pins.take_over(failed.pins)
         self.pressure.num_steps = failed.pressure.num_steps
         self._shelf.num_evicted_tokens = failed._shelf.num_evicted_tokens
         self.precision.target = failed.precision.target
@@ -294,7 +295,7 @@ class Store:
     def requantize(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None) -> Changed:
         """Change what is cached, and what new spans are stored as. The work is done bit by bit, by `work`."""
         asked_at_s = time.perf_counter()
-        changed = self._changes.assess(change, plan, sequence_entries, self.disk_usage())
+        changed = self._changes.assess(change, plan, sequence_entries, self.disk_usage(change.owner))
         if not change.dry_run:
             self._changes.begin(change, plan, sequence_entries, asked_at_s=asked_at_s)
             self._has_new_target()
@@ -396,6 +397,7 @@ class Store:
         start, end = min(node.start for node in entry.nodes), max(node.end for node in entry.nodes)
         entry.span.cut(start, end)
         self._shelf.change(entry, is_running=False)
+        self.pins.look_at(entry)
         self._admission.stored(entry)
         self._review(entry)
 
@@ -440,45 +442,53 @@ class Store:
         """All on the way of a sequence that runs: it needs none of them itself. False: there are none."""
         return self._shelf.drop_marks(filing.entries)
 
-    def clear(self, salt: str | None = None, tier: Literal["hot", "disk", "all"] = "all") -> Cleared:
-        """Drop all that nobody uses, or all of it under one salt."""
+    def clear(
+        self, salt: str | None = None, tier: Literal["hot", "disk", "all"] = "all", *, owner: str | None = None
+    ) -> Cleared:
+        """Drop all that nobody uses, or all of it under one salt, or under all salts of an owner."""
+        under = self._roots_begin(salt, owner)
         before, tokens = self._shelf.held_bytes, self._shelf.tree.num_tokens
-        key = None if salt is None else root_key(self._identity, salt)
         if tier != "disk":
-            self._shelf.clear(key)
+            self._shelf.clear(under)
         hot = Cleared(before - self._shelf.held_bytes, tokens - self._shelf.tree.num_tokens)
         if tier == "hot" or self.cold is None:
             return hot
-        self._spills.give_up(key)
+        self._spills.give_up(under)
         for entry in self._shelf.entries:
-            if key is None or entry.root_key == key:
+            if entry.root_key.startswith(under):
                 entry.is_clean = False
-        removed = self.cold.tier.clear(key)
+        removed = self.cold.tier.clear(under)
         return Cleared(hot.nbytes + removed.disk_bytes, hot.tokens + removed.num_tokens)
 
-    def pin(self, tokens: Tokens, salt: str) -> int:
-        """Keep what is stored of these tokens, whatever else has to go. Tells how many are."""
-        return self._set_pinned(tokens, salt, is_pinned=True)
+    def _roots_begin(self, salt: str | None, owner: str | None) -> bytes:
+        """What the roots have in common that are under a salt, an owner, or any."""
+        if salt is not None:
+            return root_key(self._identity, salt)
+        return b"" if owner is None else owner_key(self._identity, owner)
+
+    def pin(self, tokens: Tokens, salt: str, limit_bytes: int | None = None) -> int:
+        """Keep what is stored of these tokens, whatever else has to go. Tells how many are. Raises Forbidden where the
+        salt's owner would have more pinned than this."""
+        num_tokens = self.find(tokens, salt).num_tokens
+        self.pins.add(root_key(self._identity, salt), as_ids(tokens)[:num_tokens], limit_bytes)
+        return num_tokens
 
     def unpin(self, tokens: Tokens, salt: str) -> int:
-        return self._set_pinned(tokens, salt, is_pinned=False)
-
-    def _set_pinned(self, tokens: Tokens, salt: str, *, is_pinned: bool) -> int:
-        found = self.find(tokens, salt)
-        for entry in found.entries:
-            self._shelf.change(entry, is_pinned=is_pinned)
-        if self.cold is not None:
-            self.cold.pin(entry.last_node for entry in self._shelf.entries if entry.is_pinned and entry.nodes)
-        return found.num_tokens
+        self.pins.remove(root_key(self._identity, salt), as_ids(tokens))
+        return self.find(tokens, salt).num_tokens
 
     # Answers.
 
-    def usage(self, sees: Callable[[str], bool] = lambda _: True) -> TierUsage:
-        """Of what is in memory under the salts that the caller sees."""
-        return self._totals.usage(sees)
+    def usage(self, owner: str | None = None) -> TierUsage:
+        """Of what is in memory under an owner's salts; None: under all."""
+        return self._totals.usage(lambda salt: owner is None or owner_of(salt) == owner)
 
-    def disk_usage(self) -> TierUsage | None:
-        return None if self.cold is None else disk_usage(self.cold.tier.usage())
+    def disk_usage(self, owner: str | None = None) -> TierUsage | None:
+        if self.cold is None:
+            return None
+        if owner is None:
+            return disk_usage(self.cold.tier.usage())
+        return totals_usage(self.cold.tier.totals_under(self._roots_begin(None, owner)))
 
     def count(self) -> dict[str, int]:
         """What happened since the start."""

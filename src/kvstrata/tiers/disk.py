@@ -205,9 +205,9 @@ class DiskTier:
             return self._shelf.tally(queued.description, {name: each.nbytes for name, each in queued.tensors.items()})
         return self._shelf.contents(block)
 
-    def rows(self, root: bytes | None = None) -> list[Row]:
+    def rows(self, under: bytes = b"") -> list[Row]:
         """What the catalogue knows of the blocks on disk, parents first."""
-        return self._shelf.rows(root)
+        return self._shelf.rows(under)
 
     def damaged_keys(self) -> frozenset[bytes]:
         """Of blocks that were not what they said, as far as they are kept for a look."""
@@ -246,11 +246,11 @@ class DiskTier:
         self._writer.withdraw(lambda block: block.id in wanted)
         return self._removed(self._shelf.index.hide(wanted))
 
-    def clear(self, root: bytes | None = None) -> Removed:
-        """Everything, or what belongs to one root: not found any more when this returns, and never waits for the disk.
+    def clear(self, under: bytes = b"") -> Removed:
+        """What is under all roots that begin so: not found any more when this returns, and never waits for the disk.
         The tier's thread deletes the files; what is put again meanwhile is not among them."""
-        self._writer.withdraw(lambda block: root is None or block.root == root)
-        return self._removed(self._shelf.index.hide_root(root))
+        self._writer.withdraw(lambda block: block.root.startswith(under))
+        return self._removed(self._shelf.index.hide_under(under))
 
     def _removed(self, totals: Totals) -> Removed:
         self._writer.wake()
@@ -269,6 +269,10 @@ class DiskTier:
         return self._ttl_s
 
     # Being asked, and ending.
+
+    def totals_under(self, under: bytes) -> Totals:
+        """Of the blocks whose roots begin so."""
+        return self._shelf.index.totals_under(under)
 
     def usage(self) -> Usage:
         totals = self._shelf.totals

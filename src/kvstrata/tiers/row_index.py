@@ -52,7 +52,7 @@ class RowIndex:
         self._totals: Totals | None = None  # None: to be summed up again
         self._labels: dict[str, Mapping[str, int]] = {}  # what tallies say: most rows have one of a few
         self._is_complete = False  # every file has its row
-        self._hidden_roots: set[bytes | None] = set()  # cleared before that; None: all
+        self._hidden: set[bytes] = set()  # cleared before that: what begins so
         self.leaving = Leaving()
 
     # Looking.
@@ -78,11 +78,19 @@ class RowIndex:
         with self._lock:
             return any(self._root_of.get(key, row.root) != row.root for key in (row.id.key, row.parent))
 
-    def rows(self, root: bytes | None = None) -> list[Row]:
+    def rows(self, under: bytes = b"") -> list[Row]:
         """In no order."""
         with self._lock:
-            sections = self._sections.values() if root is None else [self._sections.get(root, Section())]
+            sections = [self._sections[root] for root in self._roots(under)]
             return [row for section in sections for row in section.rows.values()]
+
+    def totals_under(self, under: bytes) -> Totals:
+        """Of those whose roots begin so."""
+        sums = Sums()
+        with self._lock:
+            for root in self._roots(under):
+                sums.count_all(self._sections[root].sums, 1)
+        return sums.totals()
 
     def totals(self) -> Totals:
         with self._lock:
@@ -115,7 +123,7 @@ class RowIndex:
         for row in rows:
             with self._lock:
                 self._add(row)
-                if not self._hidden_roots.isdisjoint((None, row.root)):
+                if row.root.startswith(tuple(self._hidden)):
                     self._hide(row.id)
 
     def begin_comparing(self) -> None:
@@ -126,7 +134,7 @@ class RowIndex:
         """No more will be found."""
         with self._lock:
             self._is_complete = True
-            self._hidden_roots.clear()
+            self._hidden.clear()
 
     def touch(self, uses: Mapping[BlockId, tuple[int, float]]) -> None:
         for block, (count, when) in uses.items():
@@ -153,19 +161,18 @@ class RowIndex:
                     sums.count(row, self._labels_of(row), 1)
         return sums.totals()
 
-    def hide_root(self, root: bytes | None) -> Totals:
-        """All under one root, or all. What could not be deleted before is tried again."""
+    def hide_under(self, under: bytes) -> Totals:
+        """All whose roots begin so. What could not be deleted before is tried again."""
         sums = Sums()
         self.leaving.retry()
         with self._lock:
             if not self._is_complete:
-                self._hidden_roots.add(root)
-            for each in list(self._sections) if root is None else [root]:
-                section = self._sections.pop(each, None)
-                if section is not None:
-                    self._totals = None
-                    self.leaving.take(section.rows, section.sums.disk_bytes)
-                    sums.count_all(section.sums, 1)
+                self._hidden.add(under)
+            for root in self._roots(under):
+                section = self._sections.pop(root)
+                self._totals = None
+                self.leaving.take(section.rows, section.sums.disk_bytes)
+                sums.count_all(section.sums, 1)
         return sums.totals()
 
     def left(self, rows: Iterable[Row]) -> None:
@@ -176,6 +183,12 @@ class RowIndex:
                 self._forget_keys(row)
 
     # Under the lock.
+
+    def _roots(self, under: bytes) -> list[bytes]:
+        """With the lock held."""
+        if under in self._sections:
+            return [under]
+        return [root for root in self._sections if root.startswith(under)]
 
     def _section_of(self, key: bytes) -> Section | None:
         root = self._root_of.get(key)

@@ -88,9 +88,9 @@ class Shelf:
         row = self.index.row(block)
         return {} if row is None else read_tally(row.tally)
 
-    def rows(self, root: bytes | None = None) -> list[Row]:
+    def rows(self, under: bytes = b"") -> list[Row]:
         """Parents before children."""
-        return sorted(self.index.rows(root), key=lambda row: (row.start, row.id.key, row.id.part))
+        return sorted(self.index.rows(under), key=lambda row: (row.start, row.id.key, row.id.part))
 
     @property
     def totals(self) -> Totals:

@@ -8,7 +8,7 @@ export function showFigures(usage, props) {
   const state = props.state;
   const held = hot.bytes + usage.running_bytes;
   const figures = [
-    figure("memory", "KV in memory", sizeParts(held), `of ${sizeParts(usage.budget_bytes).join(" ")}`, held / usage.budget_bytes),
+    figure("memory", "KV in memory", sizeParts(held), `${usage.under === "key" ? "this key's, " : ""}of ${sizeParts(usage.budget_bytes).join(" ")}`, held / usage.budget_bytes),
     ...Object.entries(others).map(([name, tier]) => figure(name, `KV on ${name}`, sizeParts(tier.bytes), `${count(tier.tokens)} tokens`)),
     figure("stored", "Stored", [count(hot.tokens), "tokens"], plural(hot.spans, "span")),
     figure("hit-rate", "Hit rate", queried ? percent(hit, queried).split("\u00a0") : ["–", ""], `of ${count(queried)} looked up`, queried ? hit / queried : 0),
