@@ -68,6 +68,20 @@ def test_a_catalogue_of_another_version_is_rebuilt(tmp_path: Path) -> None:
     assert_all_there(tmp_path / "cache", blocks)
 
 
+def test_a_database_of_somebody_else_is_no_catalogue(tmp_path: Path) -> None:
+    blocks = fill(tmp_path / "cache")
+    path = tmp_path / "cache" / "catalogue.sqlite"
+    path.unlink()
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE books (title TEXT)")
+    connection.close()
+    assert_all_there(tmp_path / "cache", blocks)
+    connection = sqlite3.connect(path)
+    names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    connection.close()
+    assert names == {"blocks", "leaving", "notes"}
+
+
 def test_flipped_bytes_in_the_catalogue_never_give_wrong_blocks(tmp_path: Path) -> None:
     """SQLite has no checksums: a row may be wrong. Then a block may be missed, but what is served is right."""
     blocks = fill(tmp_path / "cache", 6)
@@ -226,7 +240,12 @@ def test_rows_are_remembered_used_and_noted_as_leaving(tmp_path: Path) -> None:
     assert not fault.value.damaged
 
 
-def test_rows_of_one_key_under_two_roots_are_not_believed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_at_start", [1, 8192])
+def test_rows_of_one_key_under_two_roots_are_not_believed(
+    tmp_path: Path, num_at_start: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether that is seen at the start or only when the rest is read."""
+    monkeypatch.setattr("kvstrata.tiers.records.NUM_ROWS_AT_START", num_at_start)
     blocks = fill(tmp_path / "cache")
     connection = sqlite3.connect(tmp_path / "cache" / "catalogue.sqlite")
     connection.execute("UPDATE blocks SET root = zeroblob(32) WHERE start = 20")

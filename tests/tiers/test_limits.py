@@ -144,7 +144,7 @@ def test_the_time_to_live_counts_from_the_last_use_and_not_from_the_writing(tmp_
         new.id: (1000.0, 1000.0),
     }
     tier.close()
-    now[0] += 20
+    now[0] += 10
     tier = open_tier(tmp_path / "cache", ttl_s=60.0, clock=lambda: now[0])
     assert tier.flush(10).is_empty
     assert [row.id for row in tier.rows()] == [new.id]

@@ -68,16 +68,20 @@ class Leaving:
             return next(found, None)
 
     def rows(self) -> list[Row]:
+        found: list[Row] = []
         with self._lock:
-            return [row for rows in self._all() for row in rows.values()]
+            for rows in self._all():
+                found += rows.values()
+        return found
 
     def note(self) -> list[BlockId]:
         """Those that the catalogue is to be told of, now."""
         with self._lock:
-            batches = [batch for batch in self._batches if not batch.is_noted]
-            for batch in batches:
+            blocks: list[BlockId] = []
+            for batch in self._batches:
+                blocks += () if batch.is_noted else batch.rows
                 batch.is_noted = True
-            return [block for batch in batches for block in batch.rows]
+            return blocks
 
     def next_rows(self, count: int) -> list[Row]:
         """Some of those whose files are to be deleted, the last first; none where none are left."""

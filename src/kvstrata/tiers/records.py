@@ -46,13 +46,13 @@ class Records:
         except CatalogueFault as fault:
             if not fault.damaged:
                 raise
-            self._start_anew(fault)
+            self._say_damaged(fault)
+            self._remove_catalogue()
+            self._open()
 
-    def _start_anew(self, fault: CatalogueFault) -> None:
+    def _say_damaged(self, fault: CatalogueFault) -> None:
         self._counters.add(Event.FAILED, Fault.CATALOGUE)
         log.warning("The disk cache's catalogue is damaged (%s); it is rebuilt from the blocks", fault)
-        self._remove_catalogue()
-        self._open()
 
     def _open(self) -> None:
         self.catalogue = Catalogue(self._folder.catalogue)
@@ -87,8 +87,10 @@ class Records:
         except CatalogueFault as fault:
             if not fault.damaged:
                 raise
-            self.close_catalogue()
-            self._start_anew(fault)
+            self._say_damaged(fault)
+            self.index.forget_all()
+            self.order = Order(self.index)
+            self.rewrite()
 
     def _load(self, rows: Sequence[Row]) -> None:
         for row in rows:

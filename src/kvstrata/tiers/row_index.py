@@ -80,9 +80,11 @@ class RowIndex:
 
     def rows(self, under: bytes = b"") -> list[Row]:
         """In no order."""
+        rows: list[Row] = []
         with self._lock:
-            sections = [self._sections[root] for root in self._roots(under)]
-            return [row for section in sections for row in section.rows.values()]
+            for root in self._roots(under):
+                rows += self._sections[root].rows.values()
+        return rows
 
     def totals_under(self, under: bytes) -> Totals:
         """Of those whose roots begin so."""
@@ -174,6 +176,13 @@ class RowIndex:
                 self.leaving.take(section.rows, section.sums.disk_bytes)
                 sums.count_all(section.sums, 1)
         return sums.totals()
+
+    def forget_all(self) -> None:
+        """They cannot be believed. What was cleared stays so."""
+        with self._lock:
+            self._sections.clear()
+            self._root_of.clear()
+            self._totals = None
 
     def left(self, rows: Iterable[Row]) -> None:
         """The files of rows that were hidden are gone."""
