@@ -192,3 +192,11 @@ def test_logprobs_are_those_of_the_model_before_any_rule() -> None:
     assert row.logprob == pytest.approx(expected[0], abs=1e-5)
     assert [id_ for id_, _ in row.top] == [VOCAB - 1, VOCAB - 2, VOCAB - 3]
     assert [value for _, value in row.top] == pytest.approx(expected[:-4:-1], abs=1e-5)
+
+
+@pytest.mark.parametrize("count", [0, 1, VOCAB - 1, VOCAB, VOCAB + 5])
+def test_as_many_logprobs_as_were_asked_for_or_as_there_are(count: int) -> None:
+    logits = np.linspace(3, -1, VOCAB, dtype=np.float32)
+    sampled = sample(mx.array(logits)[None], [Sampler(Sampling(temperature=0, num_logprobs=count), (), VOCAB)])
+    row = sampled.logprobs[0].read(sampled.read()[0])
+    assert [id_ for id_, _ in row.top] == list(range(min(count, VOCAB)))

@@ -180,6 +180,33 @@ def test_the_callers_array_may_change_after_an_insert() -> None:
     assert tree.match(b"r", asked).num_tokens == 10
 
 
+def test_a_node_joins_the_only_child_of_the_same_payload() -> None:
+    tree: Tree[str] = Tree()
+    tree.insert(b"r", [1, 2, 3, 4], "a")
+    inserted = tree.insert(b"r", [1, 2, 9], "b")
+    upper, lower = inserted.halves
+    assert tree.merge(upper) is upper  # it has two children
+    tree.remove(inserted.path[-1])
+    assert tree.merge(upper) is lower
+    assert (lower.start, lower.tokens.tolist(), lower.parent, tree.num_nodes) == (0, [1, 2, 3, 4], None, 1)
+    assert tree.match(b"r", [1, 2, 3, 4, 5]) == ((lower,), 4)
+    other = tree.insert(b"r", [1, 2, 3, 4, 7], "b").path[-1]
+    assert tree.merge(lower) is lower  # its only child has another payload
+    assert tree.merge(other) is other  # a leaf
+
+
+def test_a_root_is_dropped_with_all_that_is_under_it() -> None:
+    tree: Tree[str] = Tree()
+    for root in (b"r", b"s"):
+        for tokens in ([1, 2, 3], [1, 2, 4], [5]):
+            tree.insert(root, tokens, "a")
+    tree.drop(b"r")
+    assert (tree.num_nodes, tree.num_tokens, tree.root_keys) == (4, 5, (b"s",))
+    assert tree.match(b"r", [1, 2, 3]).num_tokens == 0
+    tree.drop(b"nothing")
+    assert tree.num_tokens == 5
+
+
 def test_what_cannot_be_done_is_refused() -> None:
     tree: Tree[str] = Tree()
     tree.insert(b"r", [1, 2, 3], "a")
