@@ -12,7 +12,7 @@
         |-- NeverFits           400: larger than the whole memory budget
         |-- MemoryPinned        400: there is no room beside what is pinned
         |-- Unauthorized        401: no key, or not one of ours
-        |-- Forbidden           403: a host or a web page that a server without keys does not answer
+        |-- Forbidden           403: a host or page that a server without keys does not answer; pins past a key's quota
         |-- ModelNotFound       404: another model's name
         |-- BodyTooLarge        413: more bytes than the server reads
         |-- QueueFull           429: try again in a while

@@ -166,6 +166,7 @@ def test_pins_are_ones_own_and_within_the_quota() -> None:
         usage = a.get("/cache/usage")
         assert (usage["pinned_bytes"], usage["pin_quota_bytes"]) == (usage["tiers"]["hot"]["bytes"] // 2, 600 << 10)
         assert a.post("/cache/pin", tokens=LONG)["tokens"] == len(LONG)  # again: nothing more is pinned
+        assert a.post("/cache/pin", tokens=LONG[:50])["tokens"] == 50
         refused = a.post("/cache/pin", 403, tokens=OTHER)["error"]
         assert (refused["code"], "--pin-quota" in refused["message"]) == ("pin_quota_exceeded", True)
         # Each key has its own quota; nobody unpins another's, and an admin has none.

@@ -180,6 +180,33 @@ def test_clearing_one_salt_leaves_the_others() -> None:
     assert (found(store, tokens(300), "a"), found(store, tokens(300), "b")) == (0, 300)
 
 
+def test_clearing_an_owner_takes_all_its_salts_and_nobody_elses() -> None:
+    store = make_store()
+    for salt in ("a", "a:x", "a:y", "ab", "b:x"):
+        store_tokens(store, tokens(300), salt)
+    settle(store)
+    assert store.usage("a").tokens == 900
+    assert store.clear(owner="a").tokens == 900
+    assert [found(store, tokens(300), salt) for salt in ("a", "a:x", "a:y", "ab", "b:x")] == [0, 0, 0, 300, 300]
+    assert store.explain(tokens(300), "ab").ends_because == "complete"
+
+
+def test_what_two_pins_share_stays_until_both_are_gone() -> None:
+    store = make_store()
+    shared = tokens(200)
+    one, two = shared + [98] * 50, shared + [99] * 50
+    for prompt in (one, two, one[:100]):
+        store_tokens(store, prompt)
+        store.pin(prompt, "")
+    settle(store)
+    store.unpin(one, "")
+    store.clear()
+    assert found(store, two) == 250  # of which the span of the other has the first 200
+    store.unpin(two, "")
+    store.clear()
+    assert store.held_bytes == 0
+
+
 # Precision.
 
 

@@ -58,7 +58,8 @@ def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
 DESCRIPTIONS: Mapping[int, str] = {
     400: "The request cannot be served as it is; `param` names the field",
     401: "No key, or a wrong one",
-    403: "A server without keys was called by a name that is not its own, or from another site's page",
+    403: "A server without keys was called by a name that is not its own, or from another site's page; or a key would "
+    "pin more than its quota",
     404: "No such model",
     413: "The body is larger than the server reads",
     429: "The queue is full; see Retry-After",

@@ -56,10 +56,11 @@ class Pins:
         entries = {node.payload for node in path}
         if limit_bytes is not None:
             self._check(entries, owner_of(path[-1].payload.salt), limit_bytes)
-        last = path[-1].payload.last_node if path[-1].payload.nodes else path[-1]
-        ids = np.concatenate([node.tokens for node in last.path()])
-        self._pins = [pin for pin in self._pins if len(pin.asked) > len(asked) or not pin.concerns(root_key, asked)]
-        self._pins.append(Pin(root_key, ids, len(asked)))
+        same_way = [pin for pin in self._pins if pin.concerns(root_key, asked)]
+        if any(pin.num_tokens >= len(asked) for pin in same_way):
+            return  # a longer one has it
+        ids = np.concatenate([node.tokens for node in path[-1].payload.last_node.path()])
+        self._pins = [*(pin for pin in self._pins if pin not in same_way), Pin(root_key, ids, len(asked))]
         self._apply()
 
     def remove(self, root_key: bytes, ids: TokenIds) -> None:
