@@ -23,7 +23,7 @@ def situations(draw: st.DrawFn) -> tuple[list[Waiting], list[Running], int, int]
         )
         for i in range(num_running)
     ]
-    running = [r if not r.complete else Running(r.id, r.held_bytes, 0, 0, True) for r in running]
+    running = [r if not r.complete else Running(r.id, r.held_bytes, 0, complete=True) for r in running]
     waiting = [
         Waiting(100 + i, draw(SIZES), draw(st.sampled_from([0, 20, 5000]))) for i in range(draw(st.integers(0, 5)))
     ]
