@@ -107,6 +107,21 @@ def test_a_chain_longer_than_the_disk_keeps_its_beginning(tmp_path: Path) -> Non
     tier.close()
 
 
+def test_what_hangs_on_a_block_without_room_takes_none_from_its_own_chain(tmp_path: Path) -> None:
+    """However much later it comes."""
+    tier = open_tier(tmp_path / "cache", 2 * MIB)
+    blocks = make_chain(24, num_values=12_000)
+    for block in blocks:
+        tier.put(block)
+        assert tier.flush(20).is_empty
+    usage = tier.usage()
+    assert usage.counters["evicted"] == {}
+    assert usage.counters["dropped"] == {Drop.NO_ROOM: 24 - usage.num_blocks}
+    assert [tier.find(block.key) for block in blocks] == [True] * usage.num_blocks + [False] * (24 - usage.num_blocks)
+    assert 8 < usage.num_blocks < 22
+    tier.close()
+
+
 def test_what_nobody_asked_for_in_time_goes_at_the_next_start(tmp_path: Path) -> None:
     now = [1000.0]
     pinned = make_chain(2, seed=3)
