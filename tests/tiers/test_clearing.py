@@ -13,7 +13,7 @@ import pytest
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.disk import Accepted, DiskTier
 from kvstrata.tiers.reader import Missing
-from kvstrata.tiers.reasons import Drop, Miss
+from kvstrata.tiers.reasons import Drop, Fault, Miss
 from kvstrata.tiers.room import NUM_PURGED_AT_ONCE
 from tests.tiers.blocks import OTHER_ROOT, ROOT, is_same, make_block, make_chain, open_tier, real_bytes
 from tests.tiers.faults import FaultyFiles, flip, kill, wait_for
@@ -168,6 +168,21 @@ def test_what_is_put_again_is_not_deleted_by_the_clear_that_still_goes_on(
     assert tier.flush(20).is_empty
     assert [tier.find(block.key) for block in blocks] == [True] * 3 + [False] * 3
     tier.close()
+
+
+def test_files_that_a_fault_kept_are_deleted_when_the_disk_works_again(tier: DiskTier, tmp_path: Path) -> None:
+    blocks, other = make_chain(4), make_block(9)
+    put_all(tier, blocks)
+    tier._shelf.records.catalogue._connection.execute("PRAGMA query_only = ON")
+    tier.clear()
+    assert tier.flush(20).is_empty
+    assert tier.usage().counters["failed"] == {Fault.CATALOGUE: 1}
+    assert all(path_of(tmp_path / "cache", block).exists() for block in blocks)
+    tier._shelf.records.catalogue._connection.execute("PRAGMA query_only = OFF")
+    tier.end_pause()
+    put_all(tier, [other])
+    assert list((tmp_path / "cache").rglob("*.safetensors")) == [path_of(tmp_path / "cache", other)]
+    assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 
 def test_a_block_that_is_just_being_published_is_cleared_too(

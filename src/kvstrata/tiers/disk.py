@@ -109,7 +109,6 @@ class DiskTier:
         self.limit_bytes = limit_bytes
         self._clock = clock
         self._ttl_s = math.inf if ttl_s is None else ttl_s
-        self._is_pinned = is_pinned
         self._counters = Counters()
         self._folder = CacheFolder(directory, files or Files())
         prepare(self._folder)

@@ -276,6 +276,8 @@ class Writer:
                 self._counters.add(Event.WRITTEN, entry.block.part, nbytes=file_bytes)
                 self._on_written(outcome)
                 with self._changed:
+                    # The disk works again: what it did not do meanwhile is to be done.
+                    self._is_settled_in = self._is_settled_in and not self._pause.reason
                     self._pause.end()
                     self._leave(entry)
             case Dropped(Drop.CLEARED):
