@@ -19,6 +19,7 @@ from kvstrata.codecs.cuda import attend as attend_ranges
 from kvstrata.codecs.cuda import fit_together
 from kvstrata.layers import cpu, cuda
 from kvstrata.layers.kinds import Layout
+from kvstrata.layers.mixed import MixedKeys, as_chunk
 from kvstrata.layers.parts import Part, Parts, RawPart
 
 
@@ -31,6 +32,8 @@ def attend(
     mask: Any,  # an array, "causal" or None
     sinks: mx.array | None = None,
 ) -> mx.array:
+    if isinstance(keys, MixedKeys):
+        return _mixed(queries, keys, scale, sinks)
     if isinstance(keys, cpu.Step | cuda.Step):
         if mask is None and keys.takes(queries):
             return keys.attend(queries, scale, sinks)
@@ -44,6 +47,14 @@ def attend(
     if mask == "causal" and sinks is None and cpu.fits(queries, k, v):
         return cpu.prefill(queries, k, v, scale)
     return mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
+
+
+def _mixed(queries: mx.array, keys: MixedKeys, scale: float, sinks: mx.array | None) -> mx.array:
+    """The tokens of a chunk as a chunk, those of the streams as a decode step."""
+    count = keys.num_tokens
+    chunk = attend(as_chunk(queries[:count]), keys.chunk, keys.chunk, None, scale, keys.mask, sinks)
+    rows = attend(queries[count:], keys.rows, keys.rows, None, scale, None, sinks)
+    return mx.concatenate([as_chunk(chunk), rows])
 
 
 def _decode(queries: mx.array, keys: Parts, scale: float, sinks: mx.array | None) -> mx.array:

@@ -65,6 +65,7 @@ class Layout:
     layers: tuple[LayerSpec, ...]
     path: Literal["parts", "rows"] = "parts"  # parts: one pass for the whole batch; rows: one for each sequence
     reason: str = ""
+    mixes: bool = False  # a chunk of a prompt and decode rows may share a pass
 
     @property
     def fixed_bytes(self) -> int:

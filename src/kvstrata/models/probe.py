@@ -7,6 +7,7 @@ whole-number offsets. Two short sequences, alone and together, show which path g
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,12 @@ from kvstrata.errors import ModelError
 from kvstrata.layers.attention import install
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, measure, read_kinds
+from kvstrata.layers.mixed import MixedPass, can_mix
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.experts import mend_products
+from kvstrata.models.heads import trim_rows
+
+log = logging.getLogger(__name__)
 
 # Different lengths, so that a path which ignores offsets by row is found out.
 _PROMPTS = ((1, 2, 3, 4, 5), (6, 7, 8))
@@ -28,6 +33,7 @@ _CAPACITY = 16
 def probe(model: Any, max_kv_size: int | None = None) -> Layout:
     install()
     mend_products()
+    trim_rows(model)
     alone = Layout(read_kinds(model, max_kv_size), path="rows", reason="the model brings a cache of its own kind")
     try:
         expected, caches = _run_alone(model, alone)
@@ -50,7 +56,20 @@ def probe(model: Any, max_kv_size: int | None = None) -> Layout:
     distance = _distance(expected, reached)
     if distance > _tolerance(expected, _dtype_of(model)):
         return dataclasses.replace(alone, reason=f"over parts the logits differ by {distance:.2g}")
-    return together
+    return dataclasses.replace(together, mixes=_mixes(model, together, expected))
+
+
+def _mixes(model: Any, layout: Layout, expected: Sequence[mx.array]) -> bool:
+    """Whether a chunk of one sequence beside a token of the other changes no logits of either."""
+    if not can_mix(layout):
+        return False
+    try:
+        reached = _run_mixed(model, layout)
+    except Exception as error:  # noqa: BLE001
+        # Whatever a model does with objects that it does not expect: prompts then get passes of their own.
+        log.info("no mixed passes: %s: %s", type(error).__name__, error)
+        return False
+    return _distance(expected, reached) <= _tolerance(expected, _dtype_of(model))
 
 
 def _run_alone(model: Any, layout: Layout) -> tuple[list[mx.array], list[SequenceCache]]:
@@ -78,6 +97,21 @@ def _run_together(model: Any, layout: Layout) -> list[mx.array]:
         batch.end_step()
     mx.eval(out)
     return [out[row, -1].astype(mx.float32) for row in range(len(_PROMPTS))]
+
+
+def _run_mixed(model: Any, layout: Layout) -> list[mx.array]:
+    """The first prompt but for its last token comes in two chunks, beside two steps of the other sequence."""
+    chunked, decoded = (SequenceCache(layout, model, _CAPACITY) for _ in _PROMPTS)
+    begun, *steps = _passes(_PROMPTS[1])
+    _pass(model, decoded, begun)
+    *prompt, last = _PROMPTS[0]
+    out = mx.zeros(())
+    for chunk, step in zip((prompt[:1], prompt[1:]), steps, strict=True):
+        mixed = MixedPass(chunked, len(chunk), BatchCache([decoded]))
+        out = model(mx.array([*chunk, *step])[:, None], cache=mixed.begin())
+        mixed.end()
+        mx.eval(out, chunked.arrays())
+    return [logits[-1, -1].astype(mx.float32) for logits in (_pass(model, chunked, [last]), out)]
 
 
 def _pass(model: Any, cache: SequenceCache, tokens: Sequence[int]) -> mx.array:
