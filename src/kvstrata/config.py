@@ -192,9 +192,13 @@ class Settings(BaseSettings):
     max_waiting: int = _setting(
         256, "Most requests in the queue; past it 429", panel="Engine", unit="requests", ge=0, le=1_000_000
     )
+    prefill_share: float = _setting(
+        0.5, "Of the time, what prompts may take while streams run: at 0.5 a stream's tokens come half as fast while a "
+        "prompt is computed; 1 gives prompts all they can use", panel="Engine", unit="share", gt=0, le=1,
+    )  # fmt: skip
     prefill_chunk_tokens: int | None = _setting(
-        None, "Prompt tokens computed between two decode steps; without it chosen for the back-end", panel="Engine",
-        unit="tokens", ge=1,
+        None, "Prompt tokens computed at a time, whatever --prefill-share says; without it from the speeds that are "
+        "measured", panel="Engine", unit="tokens", ge=1,
     )  # fmt: skip
     max_kv_size: int | None = _setting(
         None, "Most tokens that a sequence keeps in each layer, the first 4 and the newest; without it all",

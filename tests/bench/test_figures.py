@@ -18,6 +18,7 @@ from kvstrata.bench.first_token import measure as measure_first_token
 from kvstrata.bench.ladder import Load
 from kvstrata.bench.ladder import measure as measure_ladder
 from kvstrata.bench.plots import plot_quality
+from kvstrata.bench.prefill_share import measure as measure_prefill_share
 from kvstrata.bench.requantize import measure as measure_requantize
 from kvstrata.bench.server import measure as measure_server
 from kvstrata.bench.spilling import measure as measure_spilling
@@ -41,7 +42,7 @@ def text(num_tokens: int) -> list[int]:
 
 def test_engine_figures_have_both_rates_and_the_same_tokens() -> None:
     loaded = tiny_loaded("llama")
-    engine = Engine(loaded, Limits(), Metrics())
+    engine = Engine(loaded, Limits(prefill_share=1.0), Metrics())
     engine.start()
     try:
         figures = compare(loaded, engine, batches=(1, 2), reply_tokens=6, rounds=1).as_json()
@@ -73,6 +74,24 @@ def test_first_token_figures_have_every_case() -> None:
     assert slow["cached_tokens"] == 0  # it gave up
     assert without["ratio"] == without["largest_ratio"] == 1
     assert all(row["is_same_reply"] and row["seconds"] > 0 for row in by_case.values())
+
+
+def test_prefill_share_figures_have_both_sides() -> None:
+    """Half of the time against nearly all of it: more tokens of the stream come while the same prompt is computed."""
+    loaded = tiny_loaded("llama")
+    said: list[str] = []
+    half, most = measure_prefill_share(
+        loaded, memory_bytes=4 * GIB, shares=(0.5, 1.0), prompt_tokens=2500, progress=said.append
+    )
+    assert len(said) == 2
+    assert (half.share, most.share) == (0.5, 1.0)
+    assert half.num_gaps > 2 * most.num_gaps
+    for row in (half, most):
+        figures = row.as_json()
+        assert 0 < row.gap_p50_s <= row.gap_p95_s
+        assert figures["gap_ratio"] == pytest.approx(row.gap_p95_s / row.gap_alone_s)
+        assert figures["first_ratio"] == pytest.approx(row.first_s / row.first_alone_s)
+        assert figures["is_within_bound"] == (max(row.gap_ratio, row.first_ratio) <= figures["bound"])
 
 
 def test_spilling_figures_come_from_bytes_that_were_spilled() -> None:

@@ -52,8 +52,8 @@ def engine_on(
 
 def make_computing_slow(loop: Loop) -> None:
     """Tiny models compute a prompt faster than any disk reads it, and then nothing would be read."""
-    loop._prefill_rate = Rate()
-    loop._prefill_rate.add(1, 1.0)
+    loop._speeds.alone = Rate()
+    loop._speeds.alone.add(1, 1.0)
 
 
 def answer(engine: Engine, name: str, prompt_tokens: int, max_tokens: int = 12) -> Reply:

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import random
+
 import hypothesis.strategies as st
 from hypothesis import given
 
-from kvstrata.engine.scheduler import MIN_CHUNK_TOKENS, Plan, Running, Waiting, chunk_tokens, plan, tail_tokens
+from kvstrata.engine.scheduler import (
+    MIN_CHUNK_TOKENS,
+    Added,
+    Plan,
+    Running,
+    Sharing,
+    Waiting,
+    beside_tokens,
+    chunk_tokens,
+    plan,
+    tail_tokens,
+)
 
 SIZES = st.integers(1, 100)
 
@@ -30,9 +43,20 @@ def situations(draw: st.DrawFn) -> tuple[list[Waiting], list[Running], int, int]
     return waiting, running, draw(st.integers(0, 150)), draw(st.integers(1, 8))
 
 
-def planned(situation: tuple[list[Waiting], list[Running], int, int], turn: int = 0) -> Plan:
+def planned(
+    situation: tuple[list[Waiting], list[Running], int, int], turn: int = 0, beside: int = 8, *, mixes: bool = False
+) -> Plan:
     waiting, running, free, most = situation
-    return plan(waiting, running, free_bytes=free, max_running=most, chunk_tokens=256, turn=turn)
+    return plan(
+        waiting,
+        running,
+        free_bytes=free,
+        max_running=most,
+        chunk_tokens=256,
+        beside_tokens=beside,
+        mixes=mixes,
+        turn=turn,
+    )
 
 
 @given(situations(), st.integers(0, 7))
@@ -64,23 +88,28 @@ def test_admission_is_in_order_of_arrival(situation: tuple[list[Waiting], list[R
     assert not (result.admit and result.set_aside)
 
 
-@given(situations())
-def test_who_decodes_has_room_and_its_prompt_done(situation: tuple[list[Waiting], list[Running], int, int]) -> None:
-    result = planned(situation)
+@given(situations(), st.booleans())
+def test_who_decodes_has_room_and_its_prompt_done(
+    situation: tuple[list[Waiting], list[Running], int, int], mixes: bool
+) -> None:
+    result = planned(situation, mixes=mixes)
     for r in situation[1]:
         if r.id in result.decode:
             assert r.id not in result.set_aside
             assert not r.complete
             assert not r.grow_bytes or r.id in result.grow
-            assert not r.prefill_left or (result.prefill and result.prefill.id == r.id)
+            assert not r.prefill_left or (result.prefill and result.prefill.id == r.id and not result.rides)
+    if result.rides:
+        assert mixes
+        assert result.decode
 
 
-@given(situations(), st.integers(0, 7))
+@given(situations(), st.integers(0, 7), st.sampled_from([0, 8]), st.booleans())
 def test_something_happens_while_there_is_work(
-    situation: tuple[list[Waiting], list[Running], int, int], turn: int
+    situation: tuple[list[Waiting], list[Running], int, int], turn: int, beside: int, mixes: bool
 ) -> None:
     running = situation[1]
-    result = planned(situation, turn)
+    result = planned(situation, turn, beside, mixes=mixes)
     if any(not r.complete for r in running):
         assert result.decode or result.prefill or result.set_aside
 
@@ -95,6 +124,70 @@ def test_the_chunk_that_ends_a_prompt_brings_its_first_token() -> None:
     result = planned(([], [Running(0, 10, prefill_left=256)], 0, 8))
     assert result.prefill is not None
     assert result.decode == (0,)
+
+
+def test_chunks_are_small_while_a_stream_runs_and_large_when_none_does() -> None:
+    stream, prompt = Running(0, 10, prefill_left=0), Running(1, 10, prefill_left=1000)
+    beside = planned(([], [stream, prompt], 0, 8), mixes=True)
+    assert beside.prefill is not None
+    assert (beside.prefill.num_tokens, beside.rides, beside.decode) == (8, True, (0,))
+    alone = planned(([], [prompt], 0, 8), mixes=True)
+    assert alone.prefill is not None
+    assert (alone.prefill.num_tokens, alone.rides) == (256, False)
+    waits = planned(([], [stream, prompt], 0, 8), beside=0)
+    assert (waits.prefill, waits.decode) == (None, (0,))
+
+
+class Machine:
+    """A chunk beside streams adds a fixed time and one for each token. What it measures is off by some."""
+
+    def __init__(self, step_s: float, fixed_s: float, token_s: float, noise: random.Random) -> None:
+        self.step_s, self._fixed_s, self._token_s, self._noise = step_s, fixed_s, token_s, noise
+        self._added: list[Added] = []
+        self._steps_since_chunk = 0
+
+    def run(self, share: float, least: int) -> tuple[int, float]:
+        """One step: the tokens of its chunk, and what it added."""
+        sharing = Sharing(share, self.step_s, 1 / self._token_s, self._added[-6:], self._steps_since_chunk)
+        tokens = beside_tokens(sharing, least=least, most=256)
+        if not tokens:
+            self._steps_since_chunk += 1
+            return 0, 0.0
+        self._steps_since_chunk = 0
+        seconds = self._fixed_s + tokens * self._token_s
+        self._added.append(Added(tokens, seconds * self._noise.uniform(0.8, 1.25)))
+        return tokens, seconds
+
+
+@given(
+    share=st.floats(0.05, 0.9),
+    step_s=st.floats(0.001, 2.0),
+    fixed_steps=st.floats(0.0, 3.0),
+    tokens_a_step=st.floats(2.0, 60.0),
+    least=st.sampled_from([4, 16]),
+    seed=st.integers(0, 1000),
+)
+def test_prompts_get_their_share_of_the_time_whatever_the_machine(
+    share: float, step_s: float, fixed_steps: float, tokens_a_step: float, least: int, seed: int
+) -> None:
+    machine = Machine(step_s, fixed_steps * step_s, step_s / tokens_a_step, random.Random(seed))
+    steps = [machine.run(share, least) for _ in range(800)][200:]
+    chunks = [seconds for tokens, seconds in steps if tokens]
+    assert chunks, "the prompt never gets on"
+    reached = sum(chunks) / (sum(chunks) + len(steps) * step_s)
+    # Off by what sizes are rounded to (a token may be half a step), by noise, and by whole steps without a chunk.
+    assert reached <= 1.4 * share
+    assert reached >= 0.45 * share or max(tokens for tokens, _ in steps) == 256
+    smallest_s = machine.step_s * fixed_steps + least * step_s / tokens_a_step
+    allowed_s = share / (1 - share) * step_s
+    assert max(chunks) <= 2 * max(allowed_s, smallest_s), "a stream waits longer than for one chunk of its size"
+
+
+def test_without_a_measured_step_streams_go_on_alone_and_a_share_of_one_gives_all() -> None:
+    assert beside_tokens(Sharing(0.5, 0.0, 200.0), least=4, most=256) == 0
+    assert beside_tokens(Sharing(1.0, 0.0, 200.0), least=4, most=256) == 256
+    assert beside_tokens(Sharing(0.5, 0.05, 200.0), least=4, most=256) == 10
+    assert beside_tokens(Sharing(0.5, 0.05, 0.0), least=4, most=256) == 4
 
 
 @given(st.floats(0, 1e6), st.integers(MIN_CHUNK_TOKENS, 4096))

@@ -174,8 +174,8 @@ def engine_of(loaded: LoadedModel, storage: Storage, disk: Disk | None) -> Itera
 
 def pretend_slow(loop: Loop) -> None:
     """Tiny models compute a prompt faster than any disk reads it: then nothing would be read."""
-    loop._prefill_rate = Rate()
-    loop._prefill_rate.add(300, 1.0)
+    loop._speeds.alone = Rate()
+    loop._speeds.alone.add(300, 1.0)
 
 
 def steps_of(reply: Reply) -> list[tuple[int, float]]:

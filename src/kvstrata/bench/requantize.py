@@ -81,7 +81,8 @@ def measure(
 ) -> list[Requantized]:
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
     metrics = Metrics()
-    limits = Limits(memory_bytes=memory_bytes, max_running=streams, tail_step_tokens=reply_tokens)
+    # All prompts first: the streams then run together, however many there are.
+    limits = Limits(memory_bytes=memory_bytes, max_running=streams, tail_step_tokens=reply_tokens, prefill_share=1.0)
     engine = Engine(loaded, limits, metrics)
     engine.start()
     try:

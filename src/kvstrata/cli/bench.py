@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstrata.cli import bench_cache
+from kvstrata.cli import bench_cache, bench_sharing
 from kvstrata.cli.bench_options import MIB, Json, Model, RandomWeights, Rounds, chosen
 
 if TYPE_CHECKING:
@@ -51,7 +51,8 @@ def engine(
     from kvstrata.metrics import Metrics
 
     loaded = chosen(model, random_weights=random_weights)
-    running = Engine(loaded, Limits(), Metrics())
+    # Prompts get all they can use, so that the whole batch decodes together, as the other engine's does.
+    running = Engine(loaded, Limits(prefill_share=1.0), Metrics())
     running.start()
     try:
         figures = compare(
@@ -286,3 +287,4 @@ app.command()(bench_cache.memory)
 app.command()(bench_cache.decode)
 app.command()(bench_cache.requantize)
 app.command()(bench_cache.ladder)
+app.command("prefill-share")(bench_sharing.prefill_share)

@@ -14,6 +14,7 @@ class Limits:
     max_waiting: int = 256  # requests past those; then QueueFull
     context_tokens: int | None = None  # None: what the model was made for
     prefill_chunk_tokens: int | None = None  # None: from the speed that is measured
+    prefill_share: float = 0.5  # of the time, that prompts may take while streams run
     max_kv_size: int | None = None  # tokens that a sequence keeps at most: the first few and the newest; None: all
     tail_step_tokens: int = 2048  # room for the reply is added in steps of this
     memory_bytes: int | None = None  # weights, KV and scratch; None: 75 % of the device's memory

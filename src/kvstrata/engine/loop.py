@@ -15,12 +15,12 @@ import mlx.core as mx
 
 from kvstrata.engine.limits import EngineState, Limits
 from kvstrata.engine.memory import Budget, no_room_beside_pins
-from kvstrata.engine.rates import Pace, Rate
+from kvstrata.engine.rates import Speeds
 from kvstrata.engine.report import CacheUsage, cache_usage
-from kvstrata.engine.request import Failed, Finished, FinishReason, Prefilled, Request
+from kvstrata.engine.request import Failed, Finished, FinishReason, Request
 from kvstrata.engine.resume import Resume
-from kvstrata.engine.runner import Launched, Row, Runner
-from kvstrata.engine.scheduler import Chunk, Plan, Running, Waiting, chunk_tokens, plan, tail_tokens
+from kvstrata.engine.runner import Launched, PromptChunk, Row, Runner
+from kvstrata.engine.scheduler import Plan, Running, Waiting, plan, tail_tokens
 from kvstrata.engine.scratch import max_chunk
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import InvalidRequest
@@ -61,13 +61,9 @@ class Loop:
         self._running: dict[int, Sequence] = {}  # by arrival
         self._in_flight: Launched | None = None
         self._num_chunks = 0
-        self._last_read_s = 0.0
-        self._pace = Pace()
-        self._did_chores = False  # since the last decode step was read
+        self._speeds = Speeds(metrics, mixes=runner.mixes, share=limits.prefill_share)
         self._needs_room = False  # somebody waits for what is about to step down
         self.is_stalled = False  # the last step had nothing to do: those that wait, wait for the disk
-        self._decode_rate = Rate()
-        self._prefill_rate = Rate()
 
     @property
     def idle(self) -> bool:
@@ -84,8 +80,8 @@ class Loop:
             kv_budget_bytes=self._budget.total_bytes,
             active_bytes=mx.get_active_memory(),
             peak_bytes=mx.get_peak_memory(),
-            decode_tokens_s=self._decode_rate.tokens_s,
-            prefill_tokens_s=self._prefill_rate.tokens_s,
+            decode_tokens_s=self._speeds.decode.tokens_s,
+            prefill_tokens_s=self._speeds.prefill.tokens_s,
         )
 
     def usage(self, owner: str | None = None) -> CacheUsage:
@@ -122,13 +118,13 @@ class Loop:
 
     def seconds_to_wait(self) -> float:
         """How long a stalled loop may rest before it should look again, unless something comes."""
-        now_s, rate = time.monotonic(), self._prefill_rate.tokens_s
+        now_s, rate = time.monotonic(), self._speeds.alone.tokens_s
         ends = [s.load.gives_up_at(rate) - now_s for s in self._waiting if s.load is not None and rate]
         return min([max(0.001, end) for end in ends], default=MAX_REST_S)
 
     def expect_prefill(self, tokens_s: float) -> None:
         """Before the first request: whether it is worth waiting for the disk must be known then."""
-        self._prefill_rate.add(1, 1 / tokens_s)
+        self._speeds.alone.add(1, 1 / tokens_s)
 
     @property
     def store(self) -> Store | None:
@@ -141,7 +137,7 @@ class Loop:
     def do_chores(self, slice_s: float) -> None:
         """Work on what is stored, for about so long."""
         if self._resume.store is not None:
-            self._did_chores = True
+            self._speeds.did_chores()
             was_rewriting = self._resume.store.is_rewriting
             with without_cache() if was_rewriting else nullcontext():
                 self._resume.store.work(slice_s)
@@ -167,7 +163,7 @@ class Loop:
         """What somebody waits for may take as long as a decode step; all else is hardly to be noticed."""
         assert self._resume.store is not None
         hurry = self._needs_room or self._resume.store.is_requantizing
-        return max(self._limits.slice_s, self._pace.step_s) if hurry else self._limits.slice_s
+        return max(self._limits.slice_s, self._speeds.step_s) if hurry else self._limits.slice_s
 
     def _relieve(self) -> None:
         """Memory fills up: begin in time."""
@@ -255,7 +251,9 @@ class Loop:
             [self._as_running(s) for s in self._running.values()],
             free_bytes=self._free_bytes(),
             max_running=self._limits.max_running,
-            chunk_tokens=self._chunk_tokens(),
+            chunk_tokens=self._limits.prefill_chunk_tokens or self._speeds.chunk_tokens(self._max_chunk),
+            beside_tokens=self._limits.prefill_chunk_tokens or self._beside_tokens(),
+            mixes=self._runner.mixes,
             turn=self._num_chunks,
         )
 
@@ -269,11 +267,15 @@ class Loop:
         new_bytes = sum(map(self._budget.bytes_for, capacities))
         return self._resume.store.room.is_making_room(self._budget.total_bytes - self._running_bytes() - new_bytes)
 
+    def _has_prompts(self) -> bool:
+        return any(sequence.prefill_left for sequence in self._running.values())
+
     def _has_streams(self) -> bool:
         return any(not sequence.prefill_left for sequence in self._running.values())
 
-    def _chunk_tokens(self) -> int:
-        return self._limits.prefill_chunk_tokens or chunk_tokens(self._prefill_rate.tokens_s, self._max_chunk)
+    def _beside_tokens(self) -> int:
+        num_streams = sum(not s.prefill_left and s.tokens_wanted > 0 for s in self._running.values())
+        return self._speeds.beside_tokens(num_streams, self._max_chunk)
 
     def _first_capacity(self, sequence: Sequence, found_tokens: int, kept_bytes: int = 0) -> int:
         """`kept_bytes`: of what it goes on from, as far as that is not leased yet."""
@@ -298,7 +300,7 @@ class Loop:
         """Only those that could be admitted now: what the store has for the others need not be known yet."""
         ahead = [s for s in self._running.values() if s.prefill_left]
         waiting = []
-        rate = self._prefill_rate.tokens_s
+        rate = self._speeds.alone.tokens_s
         for sequence in self._waiting[: max(0, self._limits.max_running - len(self._running)) + MAX_FOLLOWERS]:
             loads = self._resume.loads(sequence, rate)
             found = self._resume.found(sequence)
@@ -353,15 +355,20 @@ class Loop:
             self._grow(self._running[key])
         for key in step_plan.admit:
             self._admit(next(s for s in self._waiting if s.arrival == key))
-        self._make_room(self._pace.step_s)
+        self._make_room(self._speeds.step_s)
 
     def _run(self, step_plan: Plan) -> list[Launched]:
         """Carry the plan out. Tells which steps are over, so that their tokens can be read."""
         self._make_changes(step_plan)
-        if step_plan.prefill is not None:
-            self._prefill(step_plan.prefill)
-        done = self._take_in_flight(self._launch(step_plan.decode))
-        if step_plan.prefill is not None:
+        chunk = self._chunk_of(step_plan)
+        if chunk is not None and not step_plan.rides:
+            self._prefill(chunk)
+        riding = chunk if step_plan.rides else None
+        done = self._take_in_flight(self._launch(step_plan.decode, riding))
+        if riding is not None:
+            self._after_chunk(riding)
+        if chunk is not None or self._has_prompts():
+            # Steps beside a prompt do not overlap: how long each takes is what chunks are sized by.
             done += self._take_in_flight(None)
         return done
 
@@ -393,32 +400,35 @@ class Loop:
         # Age decides who gives way, and one that was set aside is older than those admitted since.
         running = sorted([*self._running.values(), sequence], key=lambda s: s.arrival)
         self._running = {s.arrival: s for s in running}
-        self._report_prefill(sequence)
+        sequence.report_prefill()
 
     def _capacity_that_fits(self, sequence: Sequence, found_tokens: int) -> int:
         """0: others need the memory. One that is alone was seen to fit when it came."""
         capacity = self._first_capacity(sequence, found_tokens)
         return capacity if not self._running or self._budget.bytes_for(capacity) <= self._free_bytes() else 0
 
-    def _report_prefill(self, sequence: Sequence) -> None:
-        assert sequence.cache is not None
-        if not sequence.num_generated:
-            cached = sequence.cached_tokens or 0
-            sequence.emit(Prefilled(sequence.num_computed, len(sequence.request.prompt), cached, sequence.miss))
-
-    def _prefill(self, chunk: Chunk) -> None:
-        sequence = self._running[chunk.id]
+    def _chunk_of(self, step_plan: Plan) -> PromptChunk | None:
+        if step_plan.prefill is None:
+            return None
+        sequence = self._running[step_plan.prefill.id]
         assert sequence.cache is not None
         start = sequence.cache.num_tokens
-        began = time.perf_counter()
-        self._runner.prefill(sequence.cache, sequence.tokens[start : start + chunk.num_tokens])
-        seconds = time.perf_counter() - began
+        tokens = sequence.tokens[start : start + step_plan.prefill.num_tokens]
+        return PromptChunk(sequence.arrival, sequence.cache, tokens)
+
+    def _prefill(self, chunk: PromptChunk) -> None:
+        has_streams = self._has_streams()
+        began_s = time.perf_counter()
+        self._runner.prefill(chunk.cache, chunk.tokens)
+        self._speeds.count_chunk(len(chunk.tokens), time.perf_counter() - began_s, has_streams=has_streams)
+        self._after_chunk(chunk)
+
+    def _after_chunk(self, chunk: PromptChunk) -> None:
+        sequence = self._running[chunk.id]
         self._resume.after_chunk(sequence)
         self._num_chunks += 1
-        self._prefill_rate.add(chunk.num_tokens, seconds)
-        self._metrics.step_s.labels(kind="prefill").observe(seconds)
-        self._metrics.prefill_tokens.inc(chunk.num_tokens)
-        self._report_prefill(sequence)
+        self._metrics.prefill_tokens.inc(len(chunk.tokens))
+        sequence.report_prefill()
 
     def _make_room(self, slice_s: float) -> None:
         """Streams wait for so long at most. What has not stepped down by then goes."""
@@ -426,10 +436,10 @@ class Loop:
             limit_bytes = self._budget.total_bytes - self._running_bytes()
             self._resume.store.shrink_to(limit_bytes, slice_s if self._has_streams() else math.inf)
 
-    def _launch(self, keys: tuple[int, ...]) -> Launched | None:
+    def _launch(self, keys: tuple[int, ...], riding: PromptChunk | None) -> Launched | None:
         if not keys:
             return None
-        launched = self._runner.launch([self._row(self._running[key]) for key in keys], self._in_flight)
+        launched = self._runner.launch([self._row(self._running[key]) for key in keys], self._in_flight, riding)
         for key in keys:
             self._running[key].num_launched += 1
         return launched
@@ -448,22 +458,12 @@ class Loop:
     def _postprocess(self, done: list[Launched]) -> None:
         for step in done:
             tokens = step.sampled.read()
-            self._count_step(step)
-            for row, key in enumerate(step.ids):
-                # Rows of sequences that have ended since were computed for nothing.
-                if key in self._running:
-                    self._accept(self._running[key], tokens[row], step, row)
-
-    def _count_step(self, step: Launched) -> None:
-        now_s = time.perf_counter()
-        # Steps overlap: what one adds is the time since the one before was read.
-        seconds = now_s - max(step.began_s, self._last_read_s)
-        self._last_read_s = now_s
-        if not self._did_chores:
-            self._pace.add(seconds)
-        self._did_chores = False
-        self._decode_rate.add(len(step.ids), seconds)
-        self._metrics.step_s.labels(kind="decode").observe(seconds)
+            # Rows of sequences that have ended since were computed for nothing.
+            kept = [(row, key) for row, key in enumerate(step.ids) if key in self._running]
+            is_last = step is done[-1] and self._in_flight is None
+            self._speeds.count_step(step, len(kept), is_last=is_last, has_prompts=self._has_prompts())
+            for row, key in kept:
+                self._accept(self._running[key], tokens[row], step, row)
 
     def _accept(self, sequence: Sequence, token: int, step: Launched, row: int) -> None:
         logprobs = step.sampled.logprobs.get(row)

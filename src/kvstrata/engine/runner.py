@@ -1,4 +1,4 @@
-"""Forward passes: a chunk of one prompt, or one token for every row of the batch.
+"""Forward passes: a chunk of one prompt, one token for every row of the batch, or both in one.
 
 Knows the model and the sequences' caches; does not know requests. Decoding is pipelined: `launch` takes the tokens of
 the step before as they are, computed or not, so the device always has a step to work on while the host reads the last.
@@ -16,6 +16,7 @@ import mlx.core as mx
 from kvstrata.engine.sampling import Sampled, Sampler, sample
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import Layout
+from kvstrata.layers.mixed import MixedPass
 from kvstrata.layers.sequence import Prefix, SequenceCache
 
 
@@ -30,12 +31,22 @@ class Row:
 
 
 @dataclass(frozen=True)
+class PromptChunk:
+    """The next tokens of a sequence's prompt."""
+
+    id: int
+    cache: SequenceCache
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
 class Launched:
     """A step in flight: `ids` are its rows."""
 
     ids: tuple[int, ...]
     sampled: Sampled
     began_s: float
+    num_riding: int = 0  # prompt tokens
 
 
 class Runner:
@@ -53,15 +64,23 @@ class Runner:
         cache.end_pass(len(tokens))
         mx.eval(cache.arrays())
 
-    def launch(self, rows: Sequence[Row], before: Launched | None) -> Launched:
-        """Start one token for every row."""
+    @property
+    def mixes(self) -> bool:
+        """Whether a chunk may ride along with a decode step."""
+        return self._layout.mixes
+
+    def launch(self, rows: Sequence[Row], before: Launched | None, riding: PromptChunk | None = None) -> Launched:
+        """Start one token for every row. `riding` goes through the same pass: only if it `mixes`."""
         began_s = time.perf_counter()
-        logits = self._forward(rows, _inputs(rows, before))
+        tokens = _inputs(rows, before)
+        logits = self._forward(rows, tokens) if riding is None else self._forward_mixed(rows, tokens, riding)
         samplers = [row.sampler for row in rows]
         sampled = sample(logits, samplers)
         changed = [array for row in rows for array in row.sampler.arrays()]
-        mx.async_eval(sampled.arrays(), changed, self._state_arrays(rows))
-        return Launched(tuple(row.id for row in rows), sampled, began_s)
+        written = riding.cache.arrays() if riding else []
+        mx.async_eval(sampled.arrays(), changed, self._state_arrays(rows), written)
+        num_riding = len(riding.tokens) if riding else 0
+        return Launched(tuple(row.id for row in rows), sampled, began_s, num_riding)
 
     def disband(self) -> None:
         """Give every sequence of the batch its own state back."""
@@ -77,13 +96,26 @@ class Runner:
         if len(rows) == 1 or self._layout.path == "rows":
             self.disband()
             return mx.concatenate([self._forward_alone(row, tokens[i : i + 1]) for i, row in enumerate(rows)])
+        batch = self._batch_of(rows)
+        logits = self._model(tokens[:, None], cache=batch.begin_step())
+        batch.end_step()
+        return logits[:, -1]
+
+    def _forward_mixed(
+        self, rows: Sequence[Row], tokens: mx.array, riding: PromptChunk
+    ) -> mx.array:  # -> [rows, vocab]
+        mixed = MixedPass(riding.cache, len(riding.tokens), self._batch_of(rows))
+        inputs = mx.concatenate([mx.array(riding.tokens, mx.int32), tokens.astype(mx.int32)])
+        logits = self._model(inputs[:, None], cache=mixed.begin())
+        mixed.end()
+        return logits[-len(rows) :, -1]
+
+    def _batch_of(self, rows: Sequence[Row]) -> BatchCache:
         caches = tuple(row.cache for row in rows)
         if self._batch is None or self._batch.sequences != caches:
             self.disband()
             self._batch = BatchCache(caches)
-        logits = self._model(tokens[:, None], cache=self._batch.begin_step())
-        self._batch.end_step()
-        return logits[:, -1]
+        return self._batch
 
     def _forward_alone(self, row: Row, token: mx.array) -> mx.array:
         logits = self._model(token[None], cache=row.cache.caches())

@@ -2,19 +2,27 @@
 
 Fairness: first come, first served, for memory. The oldest sequence always gets its next piece of tail, if need be from
 the youngest, so somebody always finishes. Prefill goes to the shortest rest, so that a short prompt does not wait for a
-long one, but every fourth chunk to the oldest, so that the long one ends too.
+long one, but every fourth chunk to the oldest, so that the long one ends too. While streams run, chunks get a share of
+the time: their size follows what chunks of late have added to the streams' steps.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 OLDEST_EVERY = 4
 
-# Streams that are running should not notice a prefill: a chunk takes about this long where the speed allows it.
+# While nothing decodes a chunk takes about this long, where the speed allows it: a request that comes waits for it.
 CHUNK_S = 0.5
 MIN_CHUNK_TOKENS = 128
+# A pass reads all weights, whatever its size: with fewer tokens a chunk beside streams gets hardly shorter. More where
+# it is a pass of its own.
+MIN_MIXED_TOKENS = 4
+MIN_SEPARATE_TOKENS = 16
+# From one chunk to the next, sizes grow by no more than this: one measurement may be off.
+MAX_GROWTH = 2.0
 
 
 @dataclass(frozen=True)
@@ -43,12 +51,32 @@ class Chunk:
 
 
 @dataclass(frozen=True)
+class Added:
+    """What a chunk added to a step of the running streams."""
+
+    num_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What is known when streams and prompts have to share."""
+
+    share: float  # of the time, that chunks may take while streams run
+    step_s: float  # usual time of a decode step of these streams without a chunk; 0: not known
+    prefill_tokens_s: float  # of large chunks; 0: not known
+    recent: Sequence[Added] = ()
+    steps_since_chunk: int = 0  # decode steps without one, in a row
+
+
+@dataclass(frozen=True)
 class Plan:
     set_aside: tuple[int, ...] = ()
     grow: tuple[int, ...] = ()
     admit: tuple[int, ...] = ()
     prefill: Chunk | None = None
     decode: tuple[int, ...] = ()
+    rides: bool = False  # the chunk goes through the same pass as the decode step
 
 
 def plan(
@@ -58,6 +86,8 @@ def plan(
     free_bytes: int,
     max_running: int,
     chunk_tokens: int,
+    beside_tokens: int,  # of a chunk while streams run; 0: none in this step
+    mixes: bool,  # whether such a chunk rides along with their step
     turn: int,
 ) -> Plan:
     set_aside, grow, free_bytes = _make_room(running, free_bytes)
@@ -66,9 +96,13 @@ def plan(
     admit = () if set_aside else _admit(waiting, len(left), free_bytes, max_running)
     left += [Running(w.id, w.admit_bytes, w.prefill_left, w.chunk_limit) for w in waiting if w.id in admit]
     left.sort(key=lambda sequence: sequence.id)
-    chunk = _next_chunk(left, chunk_tokens, turn)
-    decode = tuple(s.id for s in left if _decodes(s, chunk) and (not s.grow_bytes or s.id in grow))
-    return Plan(set_aside, grow, admit, chunk, decode)
+    streams = [s for s in left if not s.prefill_left and not s.complete]
+    chunk = _next_chunk(left, beside_tokens if streams else chunk_tokens, turn)
+    rides = mixes and chunk is not None and bool(streams)
+    # A prompt whose last chunk rides along has its first token in the next step: this one's rows are those of streams.
+    decoding = streams if rides else [s for s in left if _decodes(s, chunk)]
+    decode = tuple(s.id for s in decoding if not s.grow_bytes or s.id in grow)
+    return Plan(set_aside, grow, admit, chunk, decode, rides)
 
 
 def _make_room(running: Sequence[Running], free_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -102,7 +136,7 @@ def _admit(waiting: Sequence[Waiting], num_running: int, free_bytes: int, max_ru
 
 def _next_chunk(running: Sequence[Running], chunk_tokens: int, turn: int) -> Chunk | None:
     prefilling = [sequence for sequence in running if sequence.prefill_left]
-    if not prefilling:
+    if not prefilling or not chunk_tokens:
         return None
     oldest = turn % OLDEST_EVERY == OLDEST_EVERY - 1
     chosen = prefilling[0] if oldest else min(prefilling, key=lambda s: s.prefill_left)
@@ -122,6 +156,40 @@ def chunk_tokens(prefill_tokens_s: float, max_tokens: int) -> int:
         return MIN_CHUNK_TOKENS
     wanted = int(prefill_tokens_s * CHUNK_S) // MIN_CHUNK_TOKENS * MIN_CHUNK_TOKENS
     return max(MIN_CHUNK_TOKENS, min(wanted, max_tokens))
+
+
+def beside_tokens(sharing: Sharing, *, least: int, most: int) -> int:
+    """The size of a chunk beside running streams; 0: they go on without one.
+
+    A chunk may add share / (1 - share) of a step to a step. Where that is too short for the least chunk, steps without
+    one go before it until it has had its share.
+    """
+    if sharing.share >= 1:
+        return most
+    if not sharing.step_s:
+        return 0
+    least = min(least, most)
+    allowed_s = sharing.share / (1 - sharing.share) * sharing.step_s
+    wanted = _tokens_in(allowed_s, sharing, least)
+    if wanted >= least:
+        return min(wanted, most)
+    saved_s = allowed_s * (1 + sharing.steps_since_chunk)
+    return least if _tokens_in(saved_s, sharing, least) >= least else 0
+
+
+def _tokens_in(seconds: float, sharing: Sharing, least: int) -> int:
+    """Each chunk of late says how many it would have been, all else equal; the middle one counts.
+
+    What does not grow with the tokens is in what they added, so sizes close in on the right one step by step.
+    """
+    if not sharing.recent:
+        return round(seconds * sharing.prefill_tokens_s) if sharing.prefill_tokens_s else least
+    return round(statistics.median(_size_in(seconds, chunk, least) for chunk in sharing.recent))
+
+
+def _size_in(seconds: float, chunk: Added, least: int) -> float:
+    most = max(MAX_GROWTH * chunk.num_tokens, least)
+    return min(most, chunk.num_tokens * seconds / chunk.seconds) if chunk.seconds > 0 else most
 
 
 def tail_tokens(capacity: int, wanted: int, step_tokens: int) -> int:

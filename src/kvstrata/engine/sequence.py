@@ -7,7 +7,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-from kvstrata.engine.request import Event, Failed, Finished, FinishReason, Piece, Request, Sink, TokenLogprob, Usage
+from kvstrata.engine.request import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    Piece,
+    Prefilled,
+    Request,
+    Sink,
+    TokenLogprob,
+    Usage,
+)
 from kvstrata.engine.sampling import Sampler
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.sequence import SequenceCache
@@ -83,6 +94,12 @@ class Sequence:
 
     def emit(self, event: Event) -> None:
         self._sink(event)
+
+    def report_prefill(self) -> None:
+        """How far its prompt is; one that was set aside has said so before."""
+        if not self.num_generated:
+            prompt_tokens, cached_tokens = len(self.request.prompt), self.cached_tokens or 0
+            self.emit(Prefilled(self.num_computed, prompt_tokens, cached_tokens, self.miss))
 
     def end(self, event: Finished | Failed) -> None:
         """The last event. Nothing that the sequence held outlives it."""

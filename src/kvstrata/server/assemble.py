@@ -60,6 +60,7 @@ def _limits(settings: Settings, total_memory_bytes: int) -> Limits:
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
         context_tokens=settings.context_tokens,
+        prefill_share=settings.prefill_share,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         max_kv_size=settings.max_kv_size,
         tail_step_tokens=settings.tail_step_tokens,
