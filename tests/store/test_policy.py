@@ -168,6 +168,14 @@ def test_a_young_leaf_of_a_kind_that_never_comes_back_goes_before_an_old_one_tha
     assert queue.choose(10, 31.0)[0].leaf == "left"
 
 
+@pytest.mark.parametrize(("nbytes", "goes"), [(105, "older"), (130, "larger")])
+def test_another_than_the_oldest_goes_only_where_it_is_clearly_worth_less(nbytes: int, goes: str) -> None:
+    queue = eviction()
+    add(queue, "older", 1.0, num_tokens=100, nbytes=100)
+    add(queue, "larger", 1.01, num_tokens=100, nbytes=nbytes)
+    assert queue.choose(10, 1000.0)[0].leaf == goes
+
+
 def test_bytes_count() -> None:
     queue = eviction()
     add(queue, "4 bits", 1.0, nbytes=1000, num_tokens=40)
