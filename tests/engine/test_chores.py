@@ -83,18 +83,18 @@ def test_a_span_that_cannot_be_packed_is_not_written_and_the_others_are(
 def test_what_cannot_be_promoted_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvstrata.store import store
+    from kvstrata.store import fetches
 
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded) as engine:
         assert [ask(engine, "one", 1, 9), ask(engine, "two", 2, 5)] == [0, 0]
-    promote = store.span_of
+    promote = fetches.span_of
 
     def fail_once(*_: Any) -> Any:
-        monkeypatch.setattr(store, "span_of", promote)
+        monkeypatch.setattr(fetches, "span_of", promote)
         raise RuntimeError("defect")
 
-    monkeypatch.setattr(store, "span_of", fail_once)
+    monkeypatch.setattr(fetches, "span_of", fail_once)
     with engine_on(tmp_path, loaded) as engine:
         assert [ask(engine, "one", 1, 9), ask(engine, "two", 2, 5)] == [0, 599]
         assert counters(engine)["failed_promotions"] == 1

@@ -25,9 +25,11 @@ from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.estimate import LOWER
+from kvstrata.store.chains import OnDisk
 from kvstrata.store.report import Explanation
 from kvstrata.store.requantize import Change, Changed
 from kvstrata.tiers.files import Files
+from kvstrata.tiers.lookups import Lookup
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
 from tests.tiny import VOCAB, tiny_loaded
@@ -143,9 +145,18 @@ def test_weights_changed_under_the_same_name_find_nothing(tmp_path: Path) -> Non
 def why(engine: Engine, prompt_tokens: int) -> Explanation:
     prompt = [i * 7 % VOCAB for i in range(prompt_tokens)]
 
+    def ask_disk(loop: Loop) -> Lookup[OnDisk]:
+        assert loop.store is not None
+        lookup = loop.store.ask_disk(prompt, "")
+        assert lookup is not None
+        return lookup
+
+    lookup = engine.ask(ask_disk).result(60)
+    assert lookup.wait(60)
+
     def question(loop: Loop) -> Explanation:
         assert loop.store is not None
-        return loop.store.explain(prompt, "")
+        return loop.store.explain(prompt, "", lookup.answer)
 
     return engine.ask(question).result(60)
 
@@ -337,7 +348,11 @@ def test_what_comes_for_a_beginning_that_is_gone_is_not_used(tmp_path: Path) -> 
     def load_and_lose_the_beginning(loop: Loop) -> tuple[int, int]:
         store = loop.store
         assert store is not None
-        load = store.look_on_disk(prompt, "", lambda _: True)
+        assert store.fetches is not None
+        lookup = store.fetches.look(prompt, "")
+        assert lookup is not None
+        assert lookup.wait(30)
+        load = store.fetches.load(lookup.answer, prompt, "")
         assert load is not None
         assert load.steps[0].start > 0
         assert load.lease is not None
@@ -348,7 +363,7 @@ def test_what_comes_for_a_beginning_that_is_gone_is_not_used(tmp_path: Path) -> 
         while not load.is_done:
             assert time.monotonic() < until_s
             store.work(0.01)
-        store.promote(load)
+        store.fetches.promote(load)
         return store.find(prompt, "").num_tokens, store.counters["refused_promotions"]
 
     with engine_on(tmp_path, loaded) as engine:

@@ -17,6 +17,7 @@ from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Failed, Request
 from kvstrata.index.ids import as_ids
+from kvstrata.store.chains import finish
 from kvstrata.tiers.disk import DiskTier
 from kvstrata.tiers.pause import Pause
 from tests.engine.drive import GREEDY
@@ -66,7 +67,8 @@ def is_on_disk(engine: Engine, seed: int) -> bool:
         assert loop.store is not None
         assert loop.store.cold is not None
         root = next(entry.root_key for entry in loop.store.entries)
-        return loop.store.cold.match(root, as_ids(prompt_of(seed)[:-1])).num_tokens == 599
+        match = finish(loop.store.cold.chains.match(root, as_ids(prompt_of(seed)[:-1])))
+        return match.num_tokens == 599
 
     return engine.ask(question).result(60)
 

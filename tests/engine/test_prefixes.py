@@ -13,7 +13,8 @@ import pytest
 
 from kvstrata.config import load
 from kvstrata.engine.limits import Limits, Storage
-from kvstrata.engine.request import Sampling
+from kvstrata.engine.request import Request, Sampling
+from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import ConfigError
 from kvstrata.index.ids import Tokens
 from kvstrata.layers.sequence import SequenceCache
@@ -22,7 +23,7 @@ from kvstrata.spans.span import prefix_of
 from kvstrata.store.entry import Lease
 from kvstrata.store.search import mark_of
 from kvstrata.store.totals import share_of
-from tests.engine.drive import Client, Drive
+from tests.engine.drive import GREEDY, Client, Drive
 from tests.engine.test_loop import assert_same, prompt
 from tests.layers.test_same_output import steady_module
 from tests.tiny import ARCHITECTURES, layout_of, tiny_loaded
@@ -437,3 +438,24 @@ def test_what_nobody_asked_for_in_time_is_gone_for_the_next_request(monkeypatch:
     late = serve(drive, prompt(200))
     assert cached(late) == 0
     assert len(late.ids) == 4
+
+
+def test_a_prompt_is_counted_once_when_its_request_begins() -> None:
+    """Not for each attempt to begin, and not again when it was set aside."""
+    drive = Drive(tiny_loaded("llama"))
+    drive.submit(prompt(300), 2)
+    drive.run()
+    before = dict(drive.store.count())
+    sequence = Sequence(Request("tried", tuple(prompt(300)), 2, GREEDY), lambda _: None, 2, 99)
+    resume, runner = drive.loop._resume, drive.loop._runner
+    for _ in range(3):
+        assert not resume.begin(sequence, runner, lambda _: 0)
+        assert drive.store.count()["queried_tokens"] == before["queried_tokens"]
+    assert resume.begin(sequence, runner, lambda _: 256)
+    resume.end(sequence)
+    assert resume.begin(sequence, runner, lambda _: 256)
+    resume.end(sequence)
+    after = drive.store.count()
+    assert after["queried_tokens"] - before["queried_tokens"] == 299
+    assert after["hit_tokens"] - before.get("hit_tokens", 0) == 299
+    assert sequence.asked_twice == 299

@@ -10,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvstrata.index.identity import Identity, root_key
+from kvstrata.index.identity import Identity
 from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.contents import tally
 from kvstrata.spans.plan import make_plan
+from kvstrata.store.chains import finish
 from kvstrata.store.cold import Cold
+from kvstrata.store.loads import Load
 from kvstrata.store.precision import PrecisionOptions
 from kvstrata.store.store import Store, StoreOptions
 from kvstrata.tiers.disk import DiskTier
@@ -82,15 +84,25 @@ def written(store: Store) -> int:
 def reachable(store: Store, tokens: list[int]) -> int:
     """How many a start would find."""
     assert store.cold is not None
-    return store.cold.match(root_key(store._identity, ""), as_ids(tokens)).num_tokens
+    return finish(store.cold.chains.match(store.root_of(""), as_ids(tokens))).num_tokens
 
 
 def load(store: Store, tokens: list[int]) -> None:
     """What the disk has comes back."""
-    loading = store.look_on_disk(tokens, "", lambda _: True)
-    assert loading is not None
+    loading = begin_load(store, tokens)
+    assert store.fetches is not None
     until_s = time.monotonic() + LOAD_TIMEOUT_S
     while not loading.is_done:
         assert time.monotonic() < until_s
         store.work(0)
-    store.promote(loading)
+    store.fetches.promote(loading)
+
+
+def begin_load(store: Store, tokens: list[int]) -> Load:
+    assert store.fetches is not None
+    lookup = store.fetches.look(tokens, "")
+    assert lookup is not None
+    assert lookup.wait(LOAD_TIMEOUT_S)
+    loading = store.fetches.load(lookup.answer, tokens, "")
+    assert loading is not None
+    return loading

@@ -19,7 +19,7 @@ from kvstrata.store.totals import share_of
 from kvstrata.tiers.admission import SECONDS_OF_A_DAY
 from kvstrata.tiers.block import Block
 from kvstrata.tiers.disk import Accepted
-from tests.store.disk import chat, load, random_tokens, reachable, store_on, write_turns, written
+from tests.store.disk import begin_load, chat, load, random_tokens, reachable, store_on, write_turns, written
 from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, settle, store_tokens
 
 LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
@@ -118,11 +118,11 @@ def test_a_block_that_cannot_be_read_is_removed_and_written_again(tmp_path: Path
         empty = Block(chain(root, ids), root, root, 0, ids.tobytes(), {}, {"groups": []})
         assert store.cold.tier.put(empty) == Accepted()
         written(store)
-        loading = store.look_on_disk(tokens, "", lambda _: True)
-        assert loading is not None
+        loading = begin_load(store, tokens)
         while not loading.is_done:
             store.work(0)
-        store.forget(loading)
+        assert store.fetches is not None
+        store.fetches.forget(loading)
         assert store.count()["unreadable_blocks"] == 1
         assert reachable(store, tokens) == 0
         write_turns(store, tokens, [300])

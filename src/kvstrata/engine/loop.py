@@ -118,9 +118,9 @@ class Loop:
 
     def seconds_to_wait(self) -> float:
         """How long a stalled loop may rest before it should look again, unless something comes."""
-        now_s, rate = time.monotonic(), self._speeds.alone.tokens_s
-        ends = [s.load.gives_up_at(rate) - now_s for s in self._waiting if s.load is not None and rate]
-        return min([max(0.001, end) for end in ends], default=MAX_REST_S)
+        rate = self._speeds.alone.tokens_s
+        seconds = [max(0.001, self._resume.seconds_to_wait(sequence, rate)) for sequence in self._waiting]
+        return min([MAX_REST_S, *seconds])
 
     def expect_prefill(self, tokens_s: float) -> None:
         """Before the first request: whether it is worth waiting for the disk must be known then."""
@@ -230,7 +230,7 @@ class Loop:
         here. False: that changes nothing."""
         first = next((w for w in waiting if not w.follows), None)
         free_bytes = self._free_bytes()
-        if first is None or first.admit_bytes <= free_bytes or any(s.load is not None for s in self._waiting):
+        if first is None or first.admit_bytes <= free_bytes or any(map(self._resume.awaits_disk, self._waiting)):
             return False
         sequence = next(s for s in self._waiting if s.arrival == first.id)
         least_bytes = self._budget.bytes_for(len(sequence.tokens))
@@ -302,7 +302,7 @@ class Loop:
         waiting = []
         rate = self._speeds.alone.tokens_s
         for sequence in self._waiting[: max(0, self._limits.max_running - len(self._running)) + MAX_FOLLOWERS]:
-            loads = self._resume.loads(sequence, rate)
+            self._resume.fetch(sequence, rate)
             found = self._resume.found(sequence)
             waiting.append(
                 Waiting(
@@ -310,7 +310,7 @@ class Loop:
                     admit_bytes=self._admit_bytes(sequence),
                     prefill_left=len(sequence.tokens) - 1 - found.num_tokens,
                     chunk_limit=self._resume.next_stop(sequence, found.num_tokens),
-                    follows=loads or self._resume.follows(sequence, ahead),
+                    follows=self._resume.awaits_disk(sequence) or self._resume.follows(sequence, ahead),
                 )
             )
             ahead.append(sequence)

@@ -5,6 +5,7 @@ Knows sequences and the store; does not know who runs when.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -33,6 +34,8 @@ from kvstrata.store.store import Store, StoreOptions
 
 # A prefill in flight is waited for if it saves at least this many tokens.
 MIN_FOLLOW_TOKENS = 32
+# For the answer what the disk has, at most: then a request goes on without it. It comes within milliseconds.
+LOOKUP_S = 1.0
 
 
 class Resume:
@@ -41,6 +44,7 @@ class Resume:
         self.plan = plan  # from the names of a K and a V precision
         self._mark_every = mark_every_tokens
         self._needs_marks = store is not None and store.needs_marks
+        self._fetches = None if store is None else store.fetches
 
     def found(self, sequence: Sequence) -> Found:
         """What it would go on from if it began now."""
@@ -52,23 +56,36 @@ class Resume:
             sequence.found_version = self.store.version
         return sequence.found
 
-    def loads(self, sequence: Sequence, prefill_tokens_s: float) -> bool:
-        """Whether something is on its way from the disk for it. Looks there when first asked."""
-        if self.store is None or self.store.cold is None:
-            return False
+    def fetch(self, sequence: Sequence, prefill_tokens_s: float) -> None:
+        """Go on with what the disk has for it: ask, load if that pays, and hand it to the store. Never waits."""
+        if self._fetches is None:
+            return
+        prompt, salt = sequence.ids()[:-1], sequence.request.salt
         if not sequence.looked_on_disk:
             sequence.looked_on_disk = True
-            pays = partial(self.store.load_pays, prefill_tokens_s=prefill_tokens_s)
-            sequence.load = self.store.look_on_disk(sequence.ids()[:-1], sequence.request.salt, pays)
-        load = sequence.load
-        if load is None:
-            return False
-        if not load.is_done and prefill_tokens_s and time.monotonic() >= load.gives_up_at(prefill_tokens_s):
-            self.store.cold.give_up(load)
-        if load.is_done:
-            self.store.promote(load)
+            sequence.lookup = self._fetches.look(prompt, salt)
+        lookup, load = sequence.lookup, sequence.load
+        if lookup is not None and lookup.is_done:
+            sequence.lookup = None
+            load = sequence.load = self._fetches.load(lookup.answer, prompt, salt, prefill_tokens_s=prefill_tokens_s)
+        if load is not None and (load.is_done or time.monotonic() >= load.gives_up_at(prefill_tokens_s)):
+            self._fetches.promote(load)
             sequence.load = None
-        return not load.is_done
+
+    def awaits_disk(self, sequence: Sequence) -> bool:
+        """Whether it should wait for what is on its way from the disk, or for what the disk has to say."""
+        if sequence.load is not None:
+            return True
+        return sequence.lookup is not None and time.monotonic() < sequence.lookup.asked_s + LOOKUP_S
+
+    def seconds_to_wait(self, sequence: Sequence, prefill_tokens_s: float) -> float:
+        """Until it should look again what it waits for from the disk; infinite where it waits for nothing."""
+        now_s = time.monotonic()
+        if sequence.load is not None:
+            return sequence.load.gives_up_at(prefill_tokens_s) - now_s
+        if sequence.lookup is not None and self.awaits_disk(sequence):
+            return sequence.lookup.asked_s + LOOKUP_S - now_s
+        return math.inf
 
     def follows(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
         """Whether somebody ahead is about to compute what it needs: then it waits and shares that."""
@@ -88,16 +105,17 @@ class Resume:
         What is stored may be less than when it was last looked at. False: it has to go on waiting.
         """
         sequence.found = None
+        self._withdraw_lookup(sequence)
         if self.store is None:
             sequence.cache = runner.new_cache(capacity_after(0))
             return True
         salt = sequence.request.salt
         lease = self.store.match(sequence.ids()[:-1], salt, sequence.asked_twice)
-        sequence.asked_twice = lease.asked_twice
         capacity = capacity_after(lease.num_tokens)
         if not capacity:
             self.store.release(lease)
             return False
+        sequence.asked_twice = lease.asked_twice
         sequence.cache = runner.new_cache(capacity, lease.prefix)
         sequence.filing = self.store.open(lease, sequence.cache, salt)
         if sequence.cached_tokens is None:
@@ -144,9 +162,15 @@ class Resume:
 
     def forget(self, sequence: Sequence) -> None:
         """It will not begin: nobody waits for what is on its way."""
-        if sequence.load is not None and self.store is not None:
-            self.store.forget(sequence.load)
+        self._withdraw_lookup(sequence)
+        if sequence.load is not None and self._fetches is not None:
+            self._fetches.forget(sequence.load)
             sequence.load = None
+
+    def _withdraw_lookup(self, sequence: Sequence) -> None:
+        if sequence.lookup is not None:
+            sequence.lookup.withdraw()
+            sequence.lookup = None
 
     def end(self, sequence: Sequence) -> None:
         """It runs no more: what it has computed stays in the store."""

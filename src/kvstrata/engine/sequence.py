@@ -22,11 +22,13 @@ from kvstrata.engine.request import (
 from kvstrata.engine.sampling import Sampler
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.sequence import SequenceCache
+from kvstrata.store.chains import ColdMatch
 from kvstrata.store.entry import Found
 from kvstrata.store.filing import Filing
 from kvstrata.store.loads import Load
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.stop import StopMatcher
+from kvstrata.tiers.lookups import Lookup
 
 
 class Sequence:
@@ -42,9 +44,10 @@ class Sequence:
         self.stops = set(request.resume_at)  # where others will resume: prefill pauses there if the model needs it
         self.found: Found | None = None  # what the store had for it, when last asked
         self.found_version = 0
+        self.lookup: Lookup[ColdMatch] | None = None  # what the disk was asked for it
         self.load: Load | None = None  # what is on its way from the disk for it
         self.looked_on_disk = False
-        self.asked_twice: int | None = None  # how far an earlier request had its prompt; None: not looked yet
+        self.asked_twice: int | None = None  # how far an earlier request had its prompt; None: it has not begun yet
         self.miss = ""  # why not more of the prompt was found
         self.shared: dict[int, int] = {}  # tokens that it has in common with another, by arrival
         self._ids = np.empty(0, np.int32)

@@ -56,6 +56,8 @@ router = APIRouter(prefix="/cache", tags=["Cache"])
 ASKED = (PromptAsked, ClearAsked, RequantizeAsked)
 # Tokens on each side of the place where a match ends.
 AROUND_TOKENS = 12
+# For what the disk has to say about a prompt, at most.
+EXPLAIN_S = 5.0
 WITHOUT_STORE: HeldAnswer = {"k": {}, "v": {}}
 
 
@@ -110,7 +112,7 @@ async def cancel_requantize(request: Request) -> ProgressAnswer:
 async def explain(request: Request) -> ExplainAnswer:
     service = service_of(request)
     prompt = await _prompt(request)
-    explained = await ask(service, lambda loop: _explain(loop, prompt))
+    explained = await _explain(service, prompt)
     at = explained.at_token
     return explain_answer(
         explained,
@@ -183,6 +185,30 @@ async def ask(service: Service, question: Callable[[Loop], T]) -> T:
         raise InvalidRequest(str(error)) from None
 
 
+async def _explain(service: Service, prompt: Prompt) -> Explanation:
+    explained = await _explain_under(service, prompt.tokens, prompt.salt)
+    if explained.ends_because in ("complete", "foreign") or prompt.salt == prompt.key_salt:
+        return explained
+    unsalted = await _explain_under(service, prompt.tokens, prompt.key_salt)
+    if unsalted.cached_tokens <= explained.cached_tokens:
+        return explained
+    return replace(explained, ends_because="salt", at_token=explained.cached_tokens, instead=(), num_instead=0)
+
+
+async def _explain_under(service: Service, tokens: tuple[int, ...], salt: str) -> Explanation:
+    """The disk answers on a thread of its own, for at most so long, and no step waits for it."""
+    lookup = await ask(service, lambda loop: None if loop.store is None else loop.store.ask_disk(tokens, salt))
+    is_answered = lookup is not None and await to_thread.run_sync(lookup.wait, EXPLAIN_S)
+    on_disk = lookup.answer if lookup is not None and is_answered else None
+
+    def question(loop: Loop) -> Explanation:
+        if loop.store is None:
+            return Explanation(len(tokens), 0, {}, "foreign", 0)
+        return loop.store.explain(tokens, salt, on_disk)
+
+    return await ask(service, question)
+
+
 # On the engine's thread.
 
 
@@ -215,18 +241,6 @@ def _quota_bytes(store: Store, owner: str | None, pin_quota: Size) -> int | None
 
 def _under(owner: str | None) -> Under:
     return "all" if owner is None else "key"
-
-
-def _explain(loop: Loop, prompt: Prompt) -> Explanation:
-    if loop.store is None:
-        return Explanation(len(prompt.tokens), 0, {}, "foreign", 0)
-    explained = loop.store.explain(prompt.tokens, prompt.salt)
-    if explained.ends_because == "complete" or prompt.salt == prompt.key_salt:
-        return explained
-    unsalted = loop.store.explain(prompt.tokens, prompt.key_salt)
-    if unsalted.cached_tokens <= explained.cached_tokens:
-        return explained
-    return replace(explained, ends_because="salt", at_token=explained.cached_tokens, instead=(), num_instead=0)
 
 
 def _store(loop: Loop) -> Store:

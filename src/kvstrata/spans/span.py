@@ -262,6 +262,12 @@ class Span:
         self._held[layer] = tuple(parts)
         self._version += 1
 
+    def replace_range(self, layer: int, parts: Sequence[SealedPart], start: int, end: int) -> None:
+        """Tokens [start, end) of a sealed layer. What is left of its other parts gets memory of its own."""
+        before, after = self.parts(layer, self.position, start), self.parts(layer, end, self.end)
+        self._held[layer] = (*map(self._owned, before), *parts, *map(self._owned, after))
+        self._version += 1
+
     def sealed_parts(self) -> Iterator[SealedPart]:
         for held in self._held.values():
             if not isinstance(held, FullLayer):

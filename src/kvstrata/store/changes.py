@@ -1,6 +1,7 @@
-"""A change of precision that somebody asked for: what it concerns, how far it is, and the end of it.
+"""Changes of precision that were asked for: what they concern, how far they are, and the end of them.
 
 Decides what every entry should be stored as; the mover does it bit by bit, the restorer brings back from the disk.
+Several changes may be under way: each entry follows the last one that concerns it.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from kvstrata.store.entry import Entry
 from kvstrata.store.mover import Mover
 from kvstrata.store.precision import Precision
 from kvstrata.store.report import TierUsage
-from kvstrata.store.requantize import Assessor, Change, Changed, Progress, Requantizing, in_scope
+from kvstrata.store.requantize import Assessment, Assessor, Change, Progress, Requantizing, in_scope, total_of
 from kvstrata.store.restore import Restorer
+from kvstrata.store.room import Room
 from kvstrata.store.shelf import Shelf
 
 # Of the bytes that a plan asks for: a span that has fewer is in a lower precision.
@@ -21,7 +23,8 @@ RESTORE_SHARE = 0.9
 
 
 class Changes:
-    """`review` is told of every entry that should be stored in another way, or no longer should."""
+    """`review` is told of every entry that should be stored in another way, or no longer should. What goes up takes the
+    room that there is: nothing has to go for it."""
 
     def __init__(
         self,
@@ -29,6 +32,7 @@ class Changes:
         precision: Precision,
         mover: Mover,
         restorer: Restorer,
+        room: Room,
         *,
         puts_away: bool,
         review: Callable[[Entry], None],
@@ -39,34 +43,55 @@ class Changes:
         self._restorer = restorer
         self._puts_away = puts_away
         self._review = review
-        self._current: Requantizing | None = None
+        self._room = room
+        self._asked: list[Requantizing] = []  # in order, since the last time that none was under way
 
     def assess(
         self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None, disk: TierUsage | None
-    ) -> Changed:
+    ) -> Assessment:
         """What it would free, and what it would leave alone."""
-        window = self._precision.options.window
-        assessor = Assessor(window, self._restorer.restored_bytes, disk=disk, puts_away=self._puts_away)
-        return assessor.assess(self._concerned(change, sequence_entries), plan, change)
+        assessor = Assessor(
+            self._precision.options.window,
+            self._restorer.restored_bytes,
+            disk=disk,
+            puts_away=self._puts_away,
+            room_bytes=self._room.left_bytes,
+        )
+        # What was used last goes up first.
+        entries = sorted(self._concerned(change, sequence_entries), key=self._shelf.used_s, reverse=True)
+        return assessor.assess(entries, plan, change)
 
-    def begin(
-        self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None, *, asked_at_s: float
-    ) -> None:
-        """In place of whatever was going on."""
-        entries = self._concerned(change, sequence_entries)
-        self.cancel()
-        self._current = Requantizing(entries, plan, self._precision.target, self._is_pending, asked_at_s)
+    def begin(self, change: Change, plan: Plan, assessed: Assessment, *, asked_at_s: float) -> None:
+        """Beside those that are under way, and in their place for the entries that they share."""
+        entries = assessed.entries
+        if not self.is_running:
+            self._asked.clear()
+        before = self._target_before() if change.is_general else None
+        before_bytes = {entry: entry.span.nbytes for entry in entries}
+        for earlier in self._asked:
+            before_bytes |= earlier.leave(entries)
+        self._asked.append(Requantizing(before_bytes, plan, before, self._is_pending, asked_at_s))
         if change.is_general:
             self._precision.target = plan
         for entry in entries:
-            entry.target, entry.goes_up = plan, change.force
-            entry.asked_at = entry.span.written_end if entry.is_running else None
-            # What was begun for another target goes no further.
-            self._mover.discard(entry)
-            if not change.force and _is_lower(entry, plan):
-                self._restorer.add(entry)
-            self._review(entry)
-        self._current.look()
+            self._give_target(entry, plan, change, has_room=entry not in assessed.without_room)
+        self.look()
+
+    def _target_before(self) -> Plan:
+        """What new spans were stored as before the changes that are under way."""
+        running = [change for change in self._asked if change.is_running]
+        return next((change.before for change in running if change.before is not None), self._precision.target)
+
+    def _give_target(self, entry: Entry, plan: Plan, change: Change, *, has_room: bool) -> None:
+        entry.target, entry.goes_up = plan, change.force and has_room
+        entry.asked_at = entry.span.written_end if entry.is_running else None
+        # What was begun for another target goes no further.
+        self._mover.discard(entry)
+        self._restorer.discard(entry)
+        if not change.force and has_room and _is_lower(entry, plan):
+            self._restorer.add(entry)
+        self._shelf.journal.note(entry)
+        self._review(entry)
 
     def _concerned(self, change: Change, sequence_entries: Collection[Entry] | None) -> list[Entry]:
         return [entry for entry in self._shelf.entries if in_scope(entry, change, sequence_entries)]
@@ -75,32 +100,33 @@ class Changes:
         return self._mover.has(entry) or self._restorer.has(entry)
 
     def progress(self) -> Progress:
-        return self._current.progress() if self._current else Progress()
+        """Of all changes since the last time that none was under way."""
+        return total_of([change.progress() for change in self._asked])
 
     def look(self) -> None:
-        """Whether it has ended is noticed when somebody looks."""
-        if self._current is not None:
-            self._current.look()
+        """Whether one has ended is noticed when somebody looks."""
+        for change in self._asked:
+            change.look()
 
     @property
     def is_running(self) -> bool:
         self.look()
-        return self._current is not None and self._current.is_running
+        return any(change.is_running for change in self._asked)
 
     def cancel(self) -> Progress:
-        """What is not done yet stays as it is; every span is whole. New spans are stored as before the change."""
+        """What is not done yet stays as it is; every span is whole. New spans are stored as before the changes."""
         progress = self.progress()
-        if self._current and progress.is_running:
-            self._precision.target = self._current.before
+        self._precision.target = self._target_before()
+        for change in [change for change in self._asked if change.is_running]:
             # What runs may have nothing to be encoded now, and would later.
-            undone = [entry for entry in self._current.entries if entry.is_running or self._is_pending(entry)]
-            for entry in undone:
-                self._give_up(entry, self._current.plan)
-        self._restorer.cancel()
-        self._current = None
+            for entry in [entry for entry in change.entries if entry.is_running or self._is_pending(entry)]:
+                self._give_up(entry, change.plan)
+        self._restorer.clear()
+        self._asked.clear()
         return progress
 
     def _give_up(self, entry: Entry, plan: Plan) -> None:
+        self._restorer.discard(entry)
         if entry.target is plan:
             self._mover.discard(entry)
             entry.target, entry.goes_up, entry.asked_at = None, False, None

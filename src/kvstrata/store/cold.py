@@ -2,14 +2,16 @@
 
 A conversation is a chain of blocks, each named by its tokens and all that comes before. Whatever is written, all that
 it hangs on is written first, so that every block on the disk can be reached from the first token. Arrays become bytes
-here, on the thread that owns MLX; the tier's threads see bytes only.
+here, on the thread that owns MLX; the tier's threads see bytes only. Chains are looked up on a thread of the tier: the
+thread that owns MLX asks, goes on, and is woken when the answer is there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -17,30 +19,23 @@ from kvstrata.index.ids import TokenIds
 from kvstrata.index.keys import chain
 from kvstrata.index.tree import Node
 from kvstrata.layers.kinds import Layout
-from kvstrata.spans.blocks import BLOCK_TOKENS, Packed, boundaries, pack_mark, packing
+from kvstrata.spans.blocks import Packed, boundaries, pack_mark, packing
 from kvstrata.spans.contents import PRECISION, by_label
 from kvstrata.spans.marks import needs_marks
+from kvstrata.store.chains import MARK, Chains, ColdMatch, OnDisk, Step, Walk
 from kvstrata.store.entry import STEPPED_DOWN, Entry
-from kvstrata.store.loads import MARK, Load, Loads, Step
+from kvstrata.store.loads import Load, Loads
 from kvstrata.tiers.block import BASE, Block, BlockId, Tensor
 from kvstrata.tiers.disk import DiskTier, Refused
+from kvstrata.tiers.lookups import Lookup
 from kvstrata.tiers.reasons import Refusal
 
 # Of a chain that is looked up, in one step: about a millisecond.
 STEPS_AT_ONCE = 8
 
+T = TypeVar("T")
 UnusedS = Callable[[Entry], float]  # how long ago a request last went on from an entry
 Post = Callable[[Callable[[], None]], None]  # run something on the thread that owns MLX, soon
-
-
-@dataclass(frozen=True)
-class ColdMatch:
-    steps: tuple[Step, ...] = ()
-    has_mark: bool = False  # at the end
-
-    @property
-    def num_tokens(self) -> int:
-        return self.steps[-1].end if self.steps else 0
 
 
 @dataclass(frozen=True)
@@ -71,11 +66,14 @@ class Cold:
         """`pinned`: the keys that the tier asks about on a thread of its own, before it evicts."""
         self.tier = tier
         self._pinned = set[bytes]() if pinned is None else pinned
+        self._pinned_lately = set[bytes]()  # since pins were last looked up
         self._layout = layout
         self._needs_marks = needs_marks(layout)
+        self._wake = lambda: post(_nothing)
+        self.chains = Chains(tier, needs_marks=self._needs_marks)
         # Half of what may be ahead waits in the tier, half here.
         half_bytes = tier.read_ahead_bytes
-        self.loads = Loads(tier, layout, wake=lambda: post(_nothing), bound_bytes=half_bytes, clock=clock)
+        self.loads = Loads(tier, layout, wake=self._wake, bound_bytes=half_bytes, clock=clock)
 
     # Out.
 
@@ -94,7 +92,7 @@ class Cold:
         What is written continues the blocks that are there, wherever those end: spans are joined, cut and loaded, marks
         come and go, and a chain made anew from what they are now would hardly be the one that was written.
         """
-        ids = _ids_to(leaf)
+        ids = ids_to(leaf)
         key, start = leaf.root_key, 0
         own = leaf.payload.span.position
         own_bytes, own_tokens = 0, 0
@@ -117,15 +115,15 @@ class Cold:
 
     def _walk(self, key: bytes, start: int, ids: TokenIds) -> Generator[None, None, tuple[Step, ...]]:
         """The longest chain that is there, in small steps."""
-        longest: tuple[Step, ...] = ()
-        for number, trail in enumerate(self._trails(key, start, ids), 1):
-            if not longest or trail[-1].end > longest[-1].end:
-                longest = tuple(trail)
-            if trail[-1].end == len(ids):
-                break
+        walk, number = self.chains.longest(key, start, ids), 0
+        while True:
+            try:
+                next(walk)
+            except StopIteration as end:
+                return end.value.steps
+            number += 1
             if number % STEPS_AT_ONCE == 0:
                 yield
-        return longest
 
     def _put(
         self, step: Step, leaf: Node[Entry], ids: TokenIds, unused_s: UnusedS, *, replace: bool
@@ -144,6 +142,7 @@ class Cold:
             raise NotTaken
         entry, _ = _holder(leaf, step.end - 1)
         if entry.is_pinned:
+            self._pinned_lately.add(step.key)
             self._pinned.add(step.key)
         mark = entry.span.marks.get(step.end)
         if mark is not None and not self.tier.find(step.key, MARK):
@@ -175,78 +174,40 @@ class Cold:
         self.tier.touch(BlockId(step.key, part) for step in steps for part in parts)
 
     def pin(self, chains: Iterable[tuple[bytes, TokenIds]]) -> None:
-        """What the disk has of these tokens under these roots stays there, and nothing else. What comes to it later is
-        pinned as it comes."""
-        pinned = {step.key for root, ids in chains for step in self.chain_of(root, ids)}
+        """What the disk has of these tokens under these roots stays there, and nothing else: as soon as it has been
+        looked up. What comes to it later is pinned as it comes."""
+        self._pinned_lately = lately = set[bytes]()
+        self._ask(self._pin(tuple(chains), lately), None)
+
+    def _pin(self, chains: Sequence[tuple[bytes, TokenIds]], lately: set[bytes]) -> Walk[None]:
+        pinned = set[bytes]()
+        for root, ids in chains:
+            pinned.update(step.key for step in (yield from self.chains.longest(root, 0, ids)).steps)
         # Never without what stays pinned, whenever the tier asks.
-        self._pinned |= pinned
-        self._pinned &= pinned
+        self._pinned |= pinned | lately
+        self._pinned &= pinned | lately
 
     # Found.
 
-    def chain_of(self, root: bytes, ids: TokenIds) -> tuple[Step, ...]:
-        """The longest chain of blocks that begins these tokens, whether or not a sequence can go on from it."""
-        return self._longest(root, ids, at_marks=False).steps
+    def look(self, root: bytes, ids: TokenIds) -> Lookup[ColdMatch]:
+        """Ask for the longest chain that a sequence with these tokens can go on from. It counts as used, wherever the
+        sequence gets them: what is asked for often is not to be the first that leaves the disk."""
+        return self._ask(self._look(root, ids), ColdMatch())
 
-    def blocks_to(self, leaf: Node[Entry]) -> tuple[Step, ...]:
+    def about(self, root: bytes, ids: TokenIds) -> Lookup[OnDisk]:
+        return self._ask(self.chains.about(root, ids), OnDisk())
+
+    def blocks_to(self, leaf: Node[Entry], *, with_mark: bool) -> Lookup[tuple[Step, ...]]:
         """The blocks of all tokens up to a leaf's end, however they were cut; none where the disk has not all of it."""
-        steps = self.chain_of(leaf.root_key, _ids_to(leaf))
-        is_whole = bool(steps) and steps[-1].end == leaf.end
-        if is_whole and leaf.end in leaf.payload.span.marks:
-            is_whole = self.tier.find(steps[-1].key, MARK)
-        return steps if is_whole else ()
+        return self._ask(self.chains.whole(leaf.root_key, ids_to(leaf), with_mark=with_mark), ())
 
-    def match(self, root: bytes, ids: TokenIds) -> ColdMatch:
-        """The longest chain of blocks that begins these tokens, and that a sequence can go on from."""
-        return self._longest(root, ids, at_marks=self._needs_marks)
+    def _look(self, root: bytes, ids: TokenIds) -> Walk[ColdMatch]:
+        match = yield from self.chains.match(root, ids)
+        self.touch(match.steps)
+        return match
 
-    def is_damaged_next(self, root: bytes, ids: TokenIds) -> bool:
-        """Whether a block that goes on where these tokens' chain ends was found damaged, and put aside."""
-        damaged = self.tier.damaged_keys()
-        if not damaged:
-            return False
-        steps = self.chain_of(root, ids)
-        parent, start = (steps[-1].key, steps[-1].end) if steps else (root, 0)
-        ends = range(start + 1, min(start + BLOCK_TOKENS, len(ids)) + 1)
-        return any(chain(parent, ids[start:end]) in damaged for end in ends)
-
-    def has_others_only(self, root: bytes) -> bool:
-        """Whether there are blocks, and none under this root."""
-        return self.tier.usage().num_blocks > 0 and not self.tier.lengths(root)
-
-    def _longest(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> ColdMatch:
-        best = ColdMatch()
-        for trail in self._trails(root, 0, ids):
-            step = trail[-1]
-            if step.end > best.num_tokens and (not at_marks or self.tier.find(step.key, MARK)):
-                best = ColdMatch(tuple(trail), at_marks)
-                if step.end == len(ids):
-                    return best
-        return best
-
-    def _trails(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[list[Step]]:
-        """All chains of blocks after a parent that these tokens go on with, each as long as any of its beginnings; long
-        blocks first. It is the same list each time."""
-        trail: list[Step] = []
-        waiting = [self._following(parent, start, ids)]
-        while waiting:
-            step = next(waiting[-1], None)
-            if step is None:
-                waiting.pop()
-                if trail:
-                    trail.pop()
-                continue
-            trail.append(step)
-            waiting.append(self._following(step.key, step.end, ids))
-            yield trail
-
-    def _following(self, parent: bytes, start: int, ids: TokenIds) -> Iterator[Step]:
-        for length in self.tier.lengths(parent):
-            end = start + length
-            if end <= len(ids):
-                key = chain(parent, ids[start:end])
-                if self.tier.find(key):
-                    yield Step(key, parent, start, end)
+    def _ask(self, walk: Walk[T], otherwise: T) -> Lookup[T]:
+        return self.tier.look(walk, otherwise, self._wake)
 
     # Back.
 
@@ -258,20 +219,28 @@ class Cold:
         match: ColdMatch,
         known_tokens: int,
         *,
+        on_batch: Callable[[Load], None],
         on_done: Callable[[Load], None] = lambda _: None,
-        on_batch: Callable[[Load], None] | None = None,
     ) -> Load:
-        """Begin to read what follows `known_tokens`. `on_done` is called when all is there, or no more will come."""
+        """Begin to read what follows `known_tokens`. `on_batch` is called when what has come should be taken, to make
+        room for more, `on_done` when all is there, or no more will come."""
         steps = [step for step in match.steps if step.end > known_tokens]
         return self.loads.begin(
             root,
             salt,
             ids[: match.num_tokens],
             steps,
-            with_mark=match.has_mark,
+            mark_bytes=match.mark_bytes,
             on_done=on_done,
             on_batch=on_batch,
         )
+
+    def seconds_to_load(self, match: ColdMatch, known_tokens: int) -> float:
+        """What reading the blocks of what follows `known_tokens` is expected to take."""
+        sizes = [step.nbytes for step in match.steps if step.end > known_tokens]
+        if match.mark_bytes:
+            sizes.append(match.mark_bytes)
+        return self.tier.rates.seconds_for(sum(sizes), len(sizes))
 
     def give_up(self, load: Load) -> None:
         self.loads.give_up(load)
@@ -287,7 +256,7 @@ def _block(step: Step, ids: TokenIds, root: bytes, packed: Packed, part: str) ->
     return Block(step.key, step.parent, root, step.start, token_ids, tensors, packed.description, part)
 
 
-def _ids_to(leaf: Node[Entry]) -> TokenIds:
+def ids_to(leaf: Node[Entry]) -> TokenIds:
     return np.concatenate([node.tokens for node in leaf.path()])
 
 

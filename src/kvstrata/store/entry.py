@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvstrata.index.ids import TokenIds
 from kvstrata.index.tree import Node
 from kvstrata.layers.sequence import Prefix
 from kvstrata.spans.plan import Plan
@@ -62,6 +63,7 @@ class Lease:
     prefix: Prefix | None = None  # None: nothing was found
     ranges: tuple[SpanRange, ...] = ()  # what the prefix is made of
     asked_twice: int = 0  # how far an earlier request had the same prompt, stored or not
+    uncounted: TokenIds | None = None  # the prompt, until the request begins; None: it was counted
     entries: set[Entry] = field(default_factory=set)
     is_open: bool = True
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 log = logging.getLogger(__name__)
 
-Chore = Literal["rewrites", "spills", "promotions"]
+Chore = Literal["rewrites", "spills", "promotions", "restores"]
 
 # Of reasons that were logged, so that one whose text differs each time does not fill memory.
 MAX_REASONS = 64

@@ -25,6 +25,11 @@ class Seen(NamedTuple):
     used_s: float
 
 
+def kind_of(known_tokens: int, num_tokens: int) -> Kind:
+    """Of a request, by how much of its prompt was asked for before."""
+    return Kind.CONTINUED if 2 * known_tokens >= num_tokens else Kind.FRESH
+
+
 class History:
     """`store_tokens`: about what the store can hold."""
 
@@ -49,7 +54,7 @@ class History:
         """Remember a prompt. Says of which kind the nodes are that it uses."""
         wanted = as_ids(tokens)
         inserted = self._tree.insert(root_key, wanted, None)
-        kind = Kind.CONTINUED if 2 * inserted.num_matched >= len(wanted) else Kind.FRESH
+        kind = kind_of(inserted.num_matched, len(wanted))
         self._split(inserted)
         for node in inserted.path:
             self._use(node, min(node.end, len(wanted)) - node.start, kind, now_s)

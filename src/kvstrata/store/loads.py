@@ -8,6 +8,7 @@ more would come, they are handed on. Does not know what they are used for.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.layers.parts import SealedPart
 from kvstrata.spans.blocks import Packed, PackedArray, unpack, unpack_mark
 from kvstrata.spans.marks import Mark
+from kvstrata.store.chains import MARK, Step
 from kvstrata.store.entry import Lease
 from kvstrata.tiers.block import Block, BlockId
 from kvstrata.tiers.disk import DiskTier
@@ -29,21 +31,10 @@ from kvstrata.tiers.reader import Loaded, Missing, Ticket
 
 log = logging.getLogger(__name__)
 
-MARK = "mark"
 # A load that cannot pay is given up after this share of the time that computing the tokens would take.
 PATIENCE = 0.03
 
 Arrays = dict[int, SealedPart]  # of one block, by layer
-
-
-@dataclass(frozen=True)
-class Step:
-    """One block of a chain."""
-
-    key: bytes
-    parent: bytes
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -65,7 +56,7 @@ class Load:
     steps: tuple[Step, ...]  # to be loaded; what comes before is in memory
     began_s: float
     on_done: Callable[[Load], None]
-    on_batch: Callable[[Load], None] | None  # take what has come, to make room for more; None: all is needed at once
+    on_batch: Callable[[Load], None]  # take what has come, to make room for more
     lease: Lease | None = None  # on what it continues, and on what was taken
     blocks: list[Arrays] = field(default_factory=list)  # come and not taken
     num_bytes: int = 0  # of those
@@ -99,7 +90,9 @@ class Load:
         return batch
 
     def gives_up_at(self, prefill_tokens_s: float) -> float:
-        """When computing would have been faster, so far."""
+        """When computing would have been faster, so far; 0: how fast that is is not known."""
+        if not prefill_tokens_s:
+            return math.inf
         return self.began_s + (self.num_loaded_tokens + PATIENCE * self.num_tokens) / prefill_tokens_s
 
 
@@ -134,17 +127,18 @@ class Loads:
         ids: TokenIds,
         steps: Sequence[Step],
         *,
-        with_mark: bool,
+        mark_bytes: int = 0,
         on_done: Callable[[Load], None],
-        on_batch: Callable[[Load], None] | None,
+        on_batch: Callable[[Load], None],
     ) -> Load:
         load = Load(root, salt, ids, tuple(steps), self._clock(), on_done, on_batch)
         self._active[load] = None
-        wanted = [BlockId(step.key) for step in steps]
-        if with_mark:
+        wanted, sizes = [BlockId(step.key) for step in steps], [step.nbytes for step in steps]
+        if mark_bytes:
             # First: without it the rest is of no use.
             wanted.insert(0, BlockId(steps[-1].key, MARK))
-        load.ticket = self._tier.read(wanted, lambda came: self._arrive(load, came), root=root)
+            sizes.insert(0, mark_bytes)
+        load.ticket = self._tier.read(wanted, lambda came: self._arrive(load, came), root=root, sizes=sizes)
         return load
 
     def give_up(self, load: Load) -> None:
@@ -176,7 +170,7 @@ class Loads:
         if isinstance(came, Missing):
             self._fail(load)
             return
-        self._make_room(load, came.block.nbytes)
+        self._make_room(came.block.nbytes)
         if load.is_done:
             return  # there was no room
         try:
@@ -199,11 +193,11 @@ class Loads:
             self._end(load)
             load.on_done(load)
 
-    def _make_room(self, load: Load, nbytes: int) -> None:
-        if load.on_batch is None or self.unused_bytes + nbytes <= self._bound_bytes:
+    def _make_room(self, nbytes: int) -> None:
+        if self.unused_bytes + nbytes <= self._bound_bytes:
             return
         for other in list(self._active):
-            if other.on_batch is not None and other.blocks:
+            if other.blocks:
                 other.on_batch(other)
 
     def _fail(self, load: Load) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -20,6 +20,7 @@ MAX_SAMPLED = 3
 # Why something is left alone; more in spans/estimate.py.
 RECURRENT = "recurrent state is never quantized"
 ON_DISK = "blocks on the disk keep the precision they were written in"
+NO_ROOM = "no room in memory for more bits"
 
 Scope = Literal["all", "live", "stored", "disk"]
 
@@ -88,8 +89,17 @@ class Changed:
 
 
 @dataclass(frozen=True)
+class Assessment:
+    """What a change comes to, and for which entries."""
+
+    changed: Changed
+    entries: tuple[Entry, ...]
+    without_room: frozenset[Entry]  # of those: they would take more bytes than there are
+
+
+@dataclass(frozen=True)
 class Progress:
-    """Of the last change that was asked for."""
+    """Of the changes that were asked for since none was under way. Each entry counts once, for the last of them."""
 
     spans_total: int = 0
     spans_done: int = 0
@@ -98,23 +108,41 @@ class Progress:
     seconds: float = 0.0  # since it was asked for, until it was done
 
 
+def total_of(progress: Sequence[Progress]) -> Progress:
+    return Progress(
+        sum(each.spans_total for each in progress),
+        sum(each.spans_done for each in progress),
+        sum(each.bytes_freed for each in progress),
+        any(each.is_running for each in progress),
+        max((each.seconds for each in progress), default=0.0),
+    )
+
+
 class Requantizing:
     """A change at work: which entries it is about, and how far it has got."""
 
     def __init__(
         self,
-        entries: Collection[Entry],
+        before_bytes: Mapping[Entry, int],
         plan: Plan,
-        before: Plan,
+        before: Plan | None,
         is_pending: Callable[[Entry], bool],
         asked_at_s: float,
     ) -> None:
-        self._entries = {entry: entry.span.nbytes for entry in entries}
+        self._entries = dict(before_bytes)  # what each took before it was changed
+        self._unfinished = dict.fromkeys(before_bytes)  # all that is not, and some that have been finished since
         self.plan = plan
-        self.before = before  # the target that it replaced
+        self.before = before  # the target that it replaced; None: it has none
         self._is_pending = is_pending
         self._asked_at_s = asked_at_s
         self._ended_s: float | None = None
+
+    def leave(self, entries: Collection[Entry]) -> dict[Entry, int]:
+        """A later change is about these. Tells what they took before this one, as far as it is about them."""
+        left = {entry: self._entries.pop(entry) for entry in entries if entry in self._entries}
+        for entry in left:
+            self._unfinished.pop(entry, None)
+        return left
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -126,12 +154,15 @@ class Requantizing:
 
     def look(self) -> None:
         """Some of it is done: maybe that was all. What comes to the same entries later is no part of it."""
-        if self._ended_s is None and not any(self._is_pending(entry) for entry in self._entries):
+        # From the front, so that many looks together cost no more than one at each entry.
+        while self._unfinished and not self._is_pending(entry := next(iter(self._unfinished))):
+            del self._unfinished[entry]
+        if self._ended_s is None and not self._unfinished:
             self._ended_s = time.perf_counter()
 
     def progress(self) -> Progress:
         self.look()
-        num_pending = sum(1 for entry in self._entries if self.is_running and self._is_pending(entry))
+        num_pending = sum(1 for entry in self._unfinished if self._is_pending(entry))
         freed = sum(was - entry.span.nbytes for entry, was in self._entries.items())
         seconds = (self._ended_s or time.perf_counter()) - self._asked_at_s
         return Progress(len(self._entries), len(self._entries) - num_pending, freed, self.is_running, seconds)
@@ -149,7 +180,8 @@ class Assessor:
     """What a change comes to. Changes nothing.
 
     `restored_bytes` tells what an entry takes when the disk has given back what was put away, under a plan; 0 where it
-    has nothing. `disk` is None where there is no disk; `puts_away` what steps down is written there first.
+    has nothing. `disk` is None where there is no disk; `puts_away` what steps down is written there first. What goes up
+    may take `room_bytes` more together; the first ones get them.
     """
 
     def __init__(
@@ -159,15 +191,21 @@ class Assessor:
         *,
         disk: TierUsage | None,
         puts_away: bool,
+        room_bytes: int,
     ) -> None:
+        self._room_bytes = room_bytes
         self._window = window
         self._restored_bytes = restored_bytes
         self._disk = disk
         self._puts_away = puts_away
 
-    def assess(self, entries: Collection[Entry], plan: Plan, change: Change) -> Changed:
+    def assess(self, entries: Collection[Entry], plan: Plan, change: Change) -> Assessment:
         began_s = time.perf_counter()
         estimates = {entry: self._estimate(entry, plan, upward=change.force) for entry in entries}
+        without_room = self._without_room(estimates)
+        for entry in without_room:
+            found = estimates[entry]
+            estimates[entry] = Estimate(found.bytes_before, found.bytes_before, Counter({NO_ROOM: found.bytes_before}))
         concerned = [entry for entry, found in estimates.items() if found.changes]
         hot = TierChange(
             len(concerned),
@@ -175,7 +213,7 @@ class Assessor:
             sum(found.bytes_after for found in estimates.values()),
         )
         disk = self._on_disk(estimates)
-        return Changed(
+        changed = Changed(
             k=plan.k,
             v=plan.v,
             dry_run=change.dry_run,
@@ -184,6 +222,17 @@ class Assessor:
             expected_error=_expected_error(concerned, plan, change.force),
             seconds=time.perf_counter() - began_s,
         )
+        return Assessment(changed, tuple(entries), without_room)
+
+    def _without_room(self, estimates: Mapping[Entry, Estimate]) -> frozenset[Entry]:
+        left_bytes, without = self._room_bytes, set[Entry]()
+        for entry, found in estimates.items():
+            grows = found.bytes_after - found.bytes_before
+            if grows > max(0, left_bytes):
+                without.add(entry)
+            else:
+                left_bytes -= max(0, grows)
+        return frozenset(without)
 
     def _estimate(self, entry: Entry, plan: Plan, *, upward: bool) -> Estimate:
         window = self._window if entry.is_running else None

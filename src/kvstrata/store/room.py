@@ -39,9 +39,16 @@ class Room:
         self._admission = admission
         self._pending_bytes = pending_bytes
         self._hot_bytes = hot_bytes
+        self.limit_bytes = hot_bytes  # of all that is stored, beside what runs at present
+
+    @property
+    def left_bytes(self) -> int:
+        """How much more may be held before anything has to go."""
+        return self.limit_bytes - self._shelf.held_bytes
 
     def relieve(self, used_bytes: int, limit_bytes: int) -> None:
         """Ahead of need: let spans step down when so much is in use, stored and running, of what there is."""
+        self.limit_bytes = min(self._hot_bytes, limit_bytes - (used_bytes - self._shelf.held_bytes))
         is_high = used_bytes > HIGH * limit_bytes
         self._pressure.relieve(used_bytes - (self._pending_bytes() if is_high else 0), limit_bytes)
 

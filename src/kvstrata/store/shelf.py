@@ -67,9 +67,9 @@ class Shelf:
         """How far a prompt was asked for before, stored or not."""
         return self._history.known_tokens(root_key, ids)
 
-    def asked(self, root_key: bytes, ids: TokenIds) -> Kind:
-        """A request came with this prompt. Tells what kind of request that makes it."""
-        return self._history.asked(root_key, ids, self._clock())
+    def asked(self, root_key: bytes, ids: TokenIds) -> None:
+        """A request began with this prompt."""
+        self._history.asked(root_key, ids, self._clock())
 
     def touch(self, path: Iterable[Node[Entry]], kind: Kind) -> None:
         """A request goes on from these."""

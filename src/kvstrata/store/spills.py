@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from kvstrata.index.tree import Node
+from kvstrata.store.chains import Step
 from kvstrata.store.cold import Cold, Spilled
 from kvstrata.store.entry import Entry
 from kvstrata.store.failures import Failures
 from kvstrata.store.mover import Job, Mover
 from kvstrata.store.shelf import Shelf
 from kvstrata.tiers.disk import Refused
+from kvstrata.tiers.lookups import Lookup
 
 # Of the memory for stored spans: from here on what is not on the disk is written there, ahead of need.
 SPILL_SHARE = 0.7
@@ -128,12 +130,12 @@ class Spills:
     def _flush_once(self, cold: Cold, until_s: float) -> None:
         room_bytes = int(FLUSH_SHARE * cold.tier.limit_bytes)
         chosen = self._worth_flushing(room_bytes)
-        for entry in reversed(chosen):
-            if entry.is_clean:
-                # Unless the disk has evicted it since, it was used just now: others go before it, and the newest last.
-                steps = cold.blocks_to(entry.last_node)
-                cold.touch(steps)
-                entry.is_clean = bool(steps)
+        lookups = [(entry, self._blocks_of(entry, cold)) for entry in reversed(chosen) if entry.is_clean]
+        for entry, lookup in lookups:
+            lookup.wait(max(0.0, until_s - time.monotonic()))
+            # Unless the disk has evicted it since, it was used just now: others go before it, and the newest last.
+            cold.touch(lookup.answer)
+            entry.is_clean = bool(lookup.answer)
         version = self._shelf.version
         for leaf in [entry.last_node for entry in chosen]:
             if time.monotonic() < until_s:
@@ -156,13 +158,18 @@ class Spills:
         return chosen
 
     def _look_again(self) -> None:
-        """After a fault: the disk may have given up what it had taken."""
+        """After a fault: the disk may have given up what it had taken. What it still has is found when it is to be
+        written again, each entry in its turn."""
         if self._cold is None or self._cold.tier.num_faults == self._num_faults:
             return
         self._num_faults = self._cold.tier.num_faults
         self._untaken.clear()
         for entry in self._shelf.entries:
-            entry.is_clean = entry.is_clean and bool(entry.nodes) and bool(self._cold.blocks_to(entry.last_node))
+            entry.is_clean = False
+
+    def _blocks_of(self, entry: Entry, cold: Cold) -> Lookup[tuple[Step, ...]]:
+        leaf = entry.last_node
+        return cold.blocks_to(leaf, with_mark=leaf.end in entry.span.marks)
 
     def _write_until(self, entry: Entry, until_s: float) -> None:
         """Again and again as the disk's queue empties, unless that is not what keeps it out."""

@@ -16,23 +16,23 @@ from kvstrata.index.identity import Identity, owner_key, owner_of, root_key
 from kvstrata.index.ids import TokenIds, Tokens, as_ids
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.spans.blocks import span_of
 from kvstrata.spans.marks import Mark, needs_marks
 from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.spans.span import live_span, prefix_of
 from kvstrata.store.admission import Admission
+from kvstrata.store.chains import OnDisk
 from kvstrata.store.changes import Changes
 from kvstrata.store.cold import Cold
 from kvstrata.store.entry import Entry, Found, Lease, note_asked_twice
 from kvstrata.store.explain import ending, explain
 from kvstrata.store.failures import Failures
+from kvstrata.store.fetches import Fetches
 from kvstrata.store.filing import Filing
-from kvstrata.store.loads import Load
+from kvstrata.store.history import kind_of
 from kvstrata.store.mover import Job, Mover
 from kvstrata.store.options import Cleared, StoreOptions
 from kvstrata.store.pending import Pending
 from kvstrata.store.pins import Pins
-from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision
 from kvstrata.store.pressure import PlanOf, Pressure
 from kvstrata.store.report import Ending, Explanation, TierUsage, disk_counts, disk_usage, totals_usage
@@ -43,6 +43,7 @@ from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
 from kvstrata.store.spills import Spills
 from kvstrata.store.totals import Totals
+from kvstrata.tiers.lookups import Lookup
 
 # Tokens of requests that eviction learns from.
 MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20
@@ -95,14 +96,17 @@ class Store:
             pending_bytes=self._pending.nbytes,
             hot_bytes=options.hot_bytes,
         )
+        self._restorer = Restorer(cold, self._shelf, self.room, self.counters, self._failures, self._review)
         self._changes = Changes(
             self._shelf,
             self.precision,
             self._mover,
-            Restorer(cold, self._shelf, self.counters, self._review),
+            self._restorer,
+            self.room,
             puts_away=options.put_away,
             review=self._review,
         )
+        self.fetches = None if cold is None else Fetches(self, cold)
 
     def _max_tokens(self, plan: Plan) -> int:
         """About what memory holds under a plan; for what is remembered of tokens there is a bound of its own."""
@@ -140,25 +144,27 @@ class Store:
     def entries(self) -> tuple[Entry, ...]:
         return tuple(self._shelf.entries)
 
+    def root_of(self, salt: str) -> bytes:
+        return root_key(self._identity, salt)
+
     # Match.
 
     def find(self, tokens: Tokens, salt: str) -> Found:
         """What a match would give now. Pins nothing."""
-        return search(self._shelf.tree, self._layout, root_key(self._identity, salt), tokens)
+        return search(self._shelf.tree, self._layout, self.root_of(salt), tokens)
 
     def match(self, tokens: Tokens, salt: str, asked_twice: int | None = None) -> Lease:
-        """The longest usable prefix of `tokens`, pinned until it is released. `asked_twice`: what the lease of an
-        earlier match said, of the same request."""
+        """The longest usable prefix of `tokens`, pinned until it is released. It is counted when a sequence is opened
+        on it. `asked_twice`: what the lease said that the same request was opened on before; None: it was not."""
         ids = as_ids(tokens)
         found = self.find(ids, salt)
-        self.counters["queried_tokens"] += len(ids)
-        self.counters["hit_tokens"] += found.num_tokens
-        key = root_key(self._identity, salt)
+        known_tokens = self._shelf.known_tokens(self.root_of(salt), ids)
+        kind = kind_of(known_tokens, len(ids))
+        uncounted = ids if asked_twice is None else None
         if asked_twice is None:
-            asked_twice = max(self._shelf.known_tokens(key, ids), found.num_tokens)
-        kind = self._shelf.asked(key, ids)
+            asked_twice = max(known_tokens, found.num_tokens)
         if not found.num_tokens:
-            return Lease(kind, asked_twice=asked_twice)
+            return Lease(kind, asked_twice=asked_twice, uncounted=uncounted)
         version = self.version
         for entry in found.entries:
             # What is to be stored in fewer bits is, before somebody goes on from it. A change that was asked for goes
@@ -169,7 +175,7 @@ class Store:
             # Some of it was joined.
             found = self.find(ids, salt)
         prefix = prefix_of(self._layout, found.ranges, mark_of(found))
-        lease = Lease(kind, found.num_tokens, prefix, found.ranges, asked_twice)
+        lease = Lease(kind, found.num_tokens, prefix, found.ranges, asked_twice, uncounted)
         self._shelf.touch(found.path, kind)
         note_asked_twice(found.path, asked_twice)
         for entry in found.entries:
@@ -193,9 +199,14 @@ class Store:
 
     def open(self, lease: Lease, cache: SequenceCache, salt: str) -> Filing:
         """A sequence begins to compute what follows its lease."""
-        span, key = live_span(self._layout, cache), root_key(self._identity, salt)
+        span, key = live_span(self._layout, cache), self.root_of(salt)
         entry = Entry(span, key, salt, lease.kind, asked_twice=lease.asked_twice)
         self._shelf.add(entry)
+        if lease.uncounted is not None:
+            self.counters["queried_tokens"] += len(lease.uncounted)
+            self.counters["hit_tokens"] += lease.num_tokens
+            self._shelf.asked(key, lease.uncounted)
+            lease.uncounted = None
         return Filing(self, entry, lease)
 
     def _seal(self, filing: Filing, ids: TokenIds, mark: Mark | None) -> None:
@@ -247,7 +258,7 @@ class Store:
 
     @property
     def has_work(self) -> bool:
-        return self._has_arrivals or not self._mover.idle or not self._spills.idle
+        return self._has_arrivals or self._restorer.is_ready or not self._mover.idle or not self._spills.idle
 
     @property
     def _has_arrivals(self) -> bool:
@@ -262,6 +273,8 @@ class Store:
         """Go on with what is to be done to stored spans. First what somebody waits for."""
         if self.cold is not None and self._has_arrivals:
             self.cold.loads.take_in(slice_s)
+        elif self._restorer.is_ready:
+            self._restorer.work()
         elif not self._mover.idle:
             self._mover.work(slice_s)
         else:
@@ -295,11 +308,11 @@ class Store:
     def requantize(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None) -> Changed:
         """Change what is cached, and what new spans are stored as. The work is done bit by bit, by `work`."""
         asked_at_s = time.perf_counter()
-        changed = self._changes.assess(change, plan, sequence_entries, self.disk_usage(change.owner))
+        assessed = self._changes.assess(change, plan, sequence_entries, self.disk_usage(change.owner))
         if not change.dry_run:
-            self._changes.begin(change, plan, sequence_entries, asked_at_s=asked_at_s)
+            self._changes.begin(change, plan, assessed, asked_at_s=asked_at_s)
             self._has_new_target()
-        return changed
+        return assessed.changed
 
     def requantize_progress(self) -> Progress:
         return self._changes.progress()
@@ -319,75 +332,6 @@ class Store:
         self._shelf.journal.note_all(self._shelf.entries)
 
     # The disk.
-
-    def look_on_disk(self, tokens: Tokens, salt: str, worth_it: Callable[[int], bool]) -> Load | None:
-        """Begin to load what the disk has more than memory, if that many tokens are `worth_it`."""
-        if self.cold is None:
-            return None
-        ids, root = as_ids(tokens), root_key(self._identity, salt)
-        found = self.find(ids, salt)
-        match = self.cold.match(root, ids)
-        # Also where memory has it: what is asked for often is not to be the first that leaves the disk.
-        self.cold.touch(match.steps)
-        known = found.num_tokens
-        if match.num_tokens <= known or not worth_it(match.num_tokens - known):
-            return None
-        load = self.cold.load(root, salt, ids, match, known, on_batch=self._promote)
-        load.lease = Lease(Kind.CONTINUED)
-        for entry in found.entries:
-            # What comes would hang on nothing without it.
-            self._pin(entry, load.lease)
-        return load
-
-    def load_pays(self, num_tokens: int, *, prefill_tokens_s: float) -> bool:
-        """Whether reading so many tokens is expected to be faster than computing them."""
-        assert self.cold is not None
-        seconds = self.cold.tier.rates.seconds_for(int(num_tokens * self.precision.target.token_bytes(self._layout)))
-        return not prefill_tokens_s or seconds < num_tokens / prefill_tokens_s
-
-    def promote(self, load: Load) -> None:
-        """A load has ended: what came is in memory from now on, and nothing is kept for it."""
-        if not self.needs_marks or (load.mark is not None and load.is_whole):
-            self._promote(load)
-        self.forget(load)
-
-    def forget(self, load: Load) -> None:
-        """Nobody waits for it: what was taken of it stays while there is room."""
-        assert self.cold is not None
-        self.cold.give_up(load)
-        if load.lease is not None:
-            self.release(load.lease)
-
-    def _promote(self, load: Load) -> None:
-        """What has come so far. The load ends where memory has no room for it, or not any more what it hangs on."""
-        batch = load.take()
-        if not batch.blocks or self.cold is None:
-            return
-        try:
-            span = span_of(self._layout, batch.blocks, batch.start, batch.end)
-        except Exception as error:  # noqa: BLE001
-            self._failures.note("promotions", error)
-            self.cold.give_up(load)
-            return
-        self._shelf.shrink_to(self.options.hot_bytes - span.nbytes)
-        # A node may claim no token that its span has not.
-        hangs = self._shelf.tree.match(load.root, load.ids[: batch.start]).num_tokens == batch.start
-        if not hangs or self._shelf.held_bytes + span.nbytes > self.options.hot_bytes:
-            self.cold.give_up(load)
-            self.counters["refused_promotions"] += 1
-            return
-        entry = Entry(span, load.root, load.salt, Kind.CONTINUED, is_running=False, is_clean=True)
-        entry.clean_token_bytes = span.kv_bytes / span.num_tokens
-        self._shelf.add(entry)
-        path = self._shelf.insert(entry, load.ids[: batch.end])
-        if load.mark is not None and load.mark.position == batch.end:
-            self._shelf.add_mark(path, load.mark, self.options.max_marks)
-        self.counters["promoted_tokens"] += batch.end - batch.start
-        self._settle_in(entry)
-        if load.lease is not None:
-            for node in path:
-                # Somebody else may have filed these tokens meanwhile: what the next batch hangs on must stay.
-                self._pin(node.payload, load.lease)
 
     def _settle_in(self, entry: Entry) -> None:
         """A span that is not its owner's any more: keep what nobody else has filed."""
@@ -463,18 +407,18 @@ class Store:
     def _roots_begin(self, salt: str | None, owner: str | None) -> bytes:
         """What the roots have in common that are under a salt, an owner, or any."""
         if salt is not None:
-            return root_key(self._identity, salt)
+            return self.root_of(salt)
         return b"" if owner is None else owner_key(self._identity, owner)
 
     def pin(self, tokens: Tokens, salt: str, limit_bytes: int | None = None) -> int:
         """Keep what is stored of these tokens, whatever else has to go. Tells how many are. Raises Forbidden where the
         salt's owner would have more pinned than this."""
         num_tokens = self.find(tokens, salt).num_tokens
-        self.pins.add(root_key(self._identity, salt), as_ids(tokens)[:num_tokens], limit_bytes)
+        self.pins.add(self.root_of(salt), as_ids(tokens)[:num_tokens], limit_bytes)
         return num_tokens
 
     def unpin(self, tokens: Tokens, salt: str) -> int:
-        self.pins.remove(root_key(self._identity, salt), as_ids(tokens))
+        self.pins.remove(self.root_of(salt), as_ids(tokens))
         return self.find(tokens, salt).num_tokens
 
     # Answers.
@@ -499,13 +443,20 @@ class Store:
             counts |= disk_counts(self.cold.tier.usage())
         return counts
 
-    def explain(self, tokens: Tokens, salt: str) -> Explanation:
-        """How much of a prompt is there, and why not more. The last token is always computed."""
+    def ask_disk(self, tokens: Tokens, salt: str) -> Lookup[OnDisk] | None:
+        """What the disk has to say about a prompt. None: there is none."""
+        if self.cold is None:
+            return None
+        return self.cold.about(self.root_of(salt), as_ids(tokens)[:-1])
+
+    def explain(self, tokens: Tokens, salt: str, on_disk: OnDisk | None = None) -> Explanation:
+        """How much of a prompt is there, and why not more. The last token is always computed. `on_disk`: what the disk
+        said; None: it was not asked."""
         self.expire()
-        ids, key = as_ids(tokens)[:-1], root_key(self._identity, salt)
-        return explain(self._shelf, self.cold, key, ids, self.find(ids, salt))
+        ids, key = as_ids(tokens)[:-1], self.root_of(salt)
+        return explain(self._shelf, on_disk, key, ids, self.find(ids, salt))
 
     def miss(self, tokens: Tokens, salt: str) -> Ending:
         """Why not more of a prompt is in memory."""
-        ids, key = as_ids(tokens)[:-1], root_key(self._identity, salt)
+        ids, key = as_ids(tokens)[:-1], self.root_of(salt)
         return ending(self._shelf, key, ids, self.find(ids, salt), self._shelf.tree.diverged(key, ids))

@@ -3,6 +3,7 @@
     put     never waits: a queue bounded in bytes, emptied by one thread
     find    is it here, on disk or on its way
     lengths what follows a key, for matching a prompt without loading token ids
+    look    a walk over many blocks, on a thread of its own
     read    block by block on threads of its own, delivered by a callback
 
 A fault of the disk is counted, said once and answered as a miss or a refusal. Nothing here raises into the caller
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from kvstrata.errors import ConfigError
 from kvstrata.tiers.admission import DailyBudget, day_of
@@ -27,6 +29,7 @@ from kvstrata.tiers.checksum import Checksum, fastest
 from kvstrata.tiers.files import Files
 from kvstrata.tiers.folder import CacheFolder, prepare
 from kvstrata.tiers.loading import Loader
+from kvstrata.tiers.lookups import Lookup, Lookups, Work
 from kvstrata.tiers.publish import Publisher, Written
 from kvstrata.tiers.reader import Deliver, Loaded, Missing, Reader, Ticket
 from kvstrata.tiers.reasons import Fault, Refusal, fault_of
@@ -37,6 +40,8 @@ from kvstrata.tiers.usage import Counters, Event, Rates, Usage
 from kvstrata.tiers.writer import Flushed, Writer
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 QUARANTINE_FILES = 32
 # Of the limit, and at most so many bytes.
@@ -130,6 +135,7 @@ class DiskTier:
         self._is_closed = False
         self.read_ahead_bytes = read_ahead_bytes
         self._reader = Reader(self._loader.load, num_readers, read_ahead_bytes)
+        self._lookups = Lookups()
 
     # Writing.
 
@@ -189,9 +195,16 @@ class DiskTier:
 
     # Looking.
 
+    def look(self, work: Work[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
+        """Have a walk over many blocks done on a thread of ours: never waits. `on_answer` is called there."""
+        return self._lookups.ask(work, otherwise, on_answer)
+
     def find(self, key: bytes, part: str = BASE) -> bool:
-        block = BlockId(key, part)
-        return self._holds(block) and not self._loader.avoided(block)
+        return self.size(BlockId(key, part)) > 0
+
+    def size(self, block: BlockId) -> int:
+        """The bytes that reading it takes; 0 where it is not here, or left alone for a while."""
+        return 0 if self._loader.avoided(block) else self._size(block)
 
     def lengths(self, parent: bytes) -> tuple[int, ...]:
         """The lengths in tokens of the blocks that follow `parent`, the longest first."""
@@ -213,25 +226,28 @@ class DiskTier:
         return self._shelf.quarantine.keys()
 
     def _holds(self, block: BlockId) -> bool:
+        return self._size(block) > 0
+
+    def _size(self, block: BlockId) -> int:
         # In this order: a block is on the shelf before it leaves the queue.
-        return bool(self._writer.queued(block)) or self._shelf.has(block)
+        for queued in self._writer.queued(block):
+            return max(1, queued.nbytes)
+        return self._shelf.size(block)
 
     # Reading.
 
-    def read(self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes) -> Ticket:
+    def read(
+        self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
+    ) -> Ticket:
         """Each block in order to `deliver`, on a thread of the tier, as soon as it is verified. Past `read_ahead_bytes`
-        reading waits until blocks that were delivered are released."""
-        ticket = Ticket(blocks, root, deliver, [self._size(block) for block in blocks])
+        reading waits until blocks that were delivered are released. `sizes`: of the blocks; asked for if not given."""
+        ticket = Ticket(blocks, root, deliver, sizes or [self._size(block) for block in blocks])
         self._reader.submit(ticket)
         return ticket
 
     def read_now(self, block: BlockId, *, root: bytes, names: Collection[str] | None = None) -> Loaded | Missing:
         """On the caller's thread. `names`: only these tensors are read."""
         return self._loader.load(block, root, names)
-
-    def _size(self, block: BlockId) -> int:
-        queued = self._writer.queued(block)
-        return queued[0].nbytes if queued else self._shelf.size(block)
 
     @property
     def rates(self) -> Rates:
@@ -303,8 +319,11 @@ class DiskTier:
         if self._is_closed:
             return
         self._is_closed = True
-        readers_ended = self._reader.close(timeout_s)
-        if self._writer.close(timeout_s) and readers_ended:
+        until_s = time.monotonic() + timeout_s
+        ends = [
+            part.close(max(0.0, until_s - time.monotonic())) for part in (self._lookups, self._reader, self._writer)
+        ]
+        if all(ends):
             self._shelf.close()
             self._folder.release()
         else:

@@ -79,9 +79,9 @@ class Shelf:
         return self.index.lengths(parent)
 
     def size(self, block: BlockId) -> int:
-        """On the disk; 0 where it is not there."""
+        """On the disk, at least 1: some file systems keep small files elsewhere. 0 where it is not there."""
         row = self.index.row(block)
-        return 0 if row is None else row.disk_bytes
+        return 0 if row is None else max(1, row.disk_bytes)
 
     def contents(self, block: BlockId) -> Mapping[str, int]:
         """Bytes by label; nothing where it is not there."""

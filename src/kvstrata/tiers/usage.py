@@ -22,15 +22,18 @@ class Event(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured as reads really ran, several at a time where they did. Both 0 before the first."""
+    """Measured as reads really ran, several at a time where they did. All 0 before the first."""
 
-    read_bytes_per_s: float
-    read_block_s: float  # from open to verified, one block
+    read_bytes_per_s: float  # as it was lately, for people
+    block_s: float  # expected for each block, whatever its size
+    byte_s: float  # expected for each byte
     num_blocks: int  # how many this rests on
+    under_way_s: float = 0.0  # how long the disk has been reading and no block came
 
-    def seconds_for(self, nbytes: int) -> float:
-        """0 before anything was measured: then the first block is the measurement."""
-        return nbytes / self.read_bytes_per_s if self.read_bytes_per_s else 0.0
+    def seconds_for(self, nbytes: int, num_blocks: int) -> float:
+        """What blocks are expected to take. Before anything was measured only what is under way counts: then the first
+        block is the measurement."""
+        return self.under_way_s + num_blocks * self.block_s + nbytes * self.byte_s
 
 
 @dataclass(frozen=True, slots=True)

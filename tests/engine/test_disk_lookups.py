@@ -1,0 +1,220 @@
+"""The disk is asked on a thread of its own: no step waits for it, and no request for long."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.engine import resume
+from kvstrata.engine.engine import Engine
+from kvstrata.engine.limits import Storage
+from kvstrata.engine.loop import Loop
+from kvstrata.engine.rates import Rate
+from kvstrata.engine.request import Piece, Request
+from kvstrata.store.requantize import Change
+from kvstrata.tiers import rates
+from kvstrata.tiers.block import BlockId
+from kvstrata.tiers.files import Files
+from kvstrata.tiers.shelf import Shelf
+from tests.engine.drive import GREEDY
+from tests.engine.test_disk import answer, cached, engine_on, flush_tier, make_computing_slow, settle, why
+from tests.engine.test_engine import Reply
+from tests.tiny import VOCAB, tiny_loaded
+
+
+def shelf_of(engine: Engine) -> Shelf:
+    assert engine._cold is not None
+    return engine._cold.tier._shelf
+
+
+class Hanging:
+    """A disk whose catalogue does not answer until it is let go. What came to it may be looked at."""
+
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
+        self._lengths, self._size = shelf.lengths, shelf.size
+        self._goes_on = threading.Event()
+        self.was_asked = threading.Event()
+
+    def __enter__(self) -> Hanging:
+        self._shelf.lengths = self.lengths
+        self._shelf.size = self.size
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._goes_on.set()
+
+    def lengths(self, parent: bytes) -> tuple[int, ...]:
+        self._hang()
+        return self._lengths(parent)
+
+    def size(self, block: BlockId) -> int:
+        self._hang()
+        return self._size(block)
+
+    def _hang(self) -> None:
+        self.was_asked.set()
+        assert self._goes_on.wait(60)
+
+
+@contextmanager
+def filled(tmp_path: Path, num_tokens: int = 700) -> Iterator[Engine]:
+    """An engine whose disk has a prompt, and whose memory has not."""
+    loaded = tiny_loaded("llama")
+    with engine_on(tmp_path, loaded) as engine:
+        answer(engine, "first", num_tokens)
+    with engine_on(tmp_path, loaded) as engine:
+        yield engine
+
+
+def test_an_answer_that_does_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "LOOKUP_S", 0.05)
+    with filled(tmp_path) as engine:
+        with Hanging(shelf_of(engine)) as disk:
+            assert cached(answer(engine, "one", 700)) == 0
+            assert disk.was_asked.is_set()
+        # It answers again.
+        monkeypatch.setattr(resume, "LOOKUP_S", 60.0)
+        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
+        assert cached(answer(engine, "two", 700)) == 699
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
+def test_streams_go_on_while_the_disk_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "LOOKUP_S", 3600.0)
+    with filled(tmp_path) as engine:
+        stream = Reply()
+        engine.submit(Request("stream", tuple(range(40)), 3000, GREEDY), stream.sink)
+        wait_for(lambda: bool(stream.ids))
+        waiting, others = Reply(), Reply()
+        with Hanging(shelf_of(engine)) as disk:
+            engine.ask(make_computing_slow).result(60)
+            engine.submit(Request("waiting", tuple(i * 7 % VOCAB for i in range(700)), 2, GREEDY), waiting.sink)
+            assert disk.was_asked.wait(60)
+            before = len(stream.ids)
+            wait_for(lambda: len(stream.ids) > before + 20)
+            # Memory has all of this one: it is admitted at once.
+            engine.submit(Request("others", tuple(range(40)), 2, GREEDY), others.sink)
+            others.wait()
+            assert not any(isinstance(event, Piece) for event in waiting.events)
+        assert cached(waiting) == 699
+        engine.cancel("stream")
+        stream.wait()
+
+
+def test_what_is_withdrawn_is_not_looked_up_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "LOOKUP_S", 3600.0)
+    with filled(tmp_path, 2000) as engine:
+        asked: list[bytes] = []
+        shelf = shelf_of(engine)
+        lengths = shelf.lengths
+        reply = Reply()
+        with Hanging(shelf) as disk:
+            engine.submit(Request("cancelled", tuple(i * 7 % VOCAB for i in range(2000)), 2, GREEDY), reply.sink)
+            assert disk.was_asked.wait(60)
+            engine.cancel("cancelled")
+            reply.wait()
+            disk._lengths = lambda parent: (asked.append(parent), lengths(parent))[1]
+        assert why(engine, 2000).by_tier["disk"] >= 1999 - 8  # after that one
+        assert len(asked) <= 2 + 8 + 2
+
+
+def asking_threads(shelf: Shelf) -> dict[str, set[str]]:
+    """Which threads ask the catalogue for what, by their names."""
+    found: dict[str, set[str]] = {}
+    for name in ("has", "lengths", "size", "contents"):
+        ask: Callable[..., Any] = getattr(shelf, name)
+
+        def noted(*args: Any, name: str = name, ask: Callable[..., Any] = ask) -> Any:
+            found.setdefault(name, set()).add(threading.current_thread().name)
+            return ask(*args)
+
+        setattr(shelf, name, noted)
+    return found
+
+
+def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(tmp_path: Path) -> None:
+    loaded = tiny_loaded("llama")
+    storage = Storage(k="planes:8", v="planes:8", write_through=True)
+    prompt = [i * 7 % VOCAB for i in range(700)]
+    with engine_on(tmp_path, loaded, storage) as engine:
+        answer(engine, "first", 700)
+        settle(engine)
+        engine.ask(lambda loop: loop.requantize(Change("planes:4", "planes:4"))).result(60)
+        settle(engine)
+        assert engine.ask(flush_tier).result(60)
+        threads = asking_threads(shelf_of(engine))
+        engine.ask(lambda loop: loop.requantize(Change("planes:8", "planes:8"))).result(60)
+        wait_for(lambda: engine.ask(is_done).result(60))
+        assert engine.ask(lambda loop: loop.usage().counters["restored_spans"]).result(60) >= 1
+        engine.ask(lambda loop: loop.store and loop.store.pin(prompt, "")).result(60)
+        engine.ask(lambda loop: loop.store and loop.store.unpin(prompt, "")).result(60)
+        assert why(engine, 700).ends_because == "complete"
+        answer(engine, "again", 700)
+        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
+        assert cached(answer(engine, "from the disk", 700)) == 699
+        assert threads["lengths"] == {"kvstrata-disk-lookups"}
+        assert "kvstrata-engine" not in threads["size"]
+
+
+def is_done(loop: Loop) -> bool:
+    return not loop.requantize_progress().is_running
+
+
+class Disk(Files):
+    """Takes so long for each read of a file."""
+
+    read_s = 0.0
+
+    def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
+        time.sleep(self.read_s)
+        return super().read_into(fd, buffer, offset)
+
+
+def test_a_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "HALF_LIFE_S", 3600.0)
+    loaded, files = tiny_loaded("llama"), Disk()
+
+    def ask(name: str) -> int:
+        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
+        engine.ask(make_computing_take_a_second).result(60)
+        reply = Reply()
+        engine.submit(Request(name, tuple(i * 7 % VOCAB for i in range(700)), 2, GREEDY), reply.sink)
+        return cached(reply)
+
+    with engine_on(tmp_path, loaded) as engine:
+        answer(engine, "first", 700)
+    with engine_on(tmp_path, loaded, files=files) as engine:
+        files.read_s = 1.0
+        assert ask("slow") < 699  # it was given up
+        wait_for(lambda: disk_rates(engine).under_way_s == 0 and disk_rates(engine).num_blocks > 0)
+        files.read_s = 0.0
+        num_blocks = disk_rates(engine).num_blocks
+        assert ask("not tried") == 0
+        assert disk_rates(engine).num_blocks == num_blocks
+        monkeypatch.setattr(rates, "HALF_LIFE_S", 0.001)
+        assert ask("tried") == 699
+        monkeypatch.setattr(rates, "HALF_LIFE_S", 3600.0)
+        assert ask("fast") == 699
+
+
+def make_computing_take_a_second(loop: Loop) -> None:
+    loop._speeds.alone = Rate()
+    loop._speeds.alone.add(700, 1.0)
+
+
+def disk_rates(engine: Engine) -> rates.Rates:
+    assert engine._cold is not None
+    return engine._cold.tier.rates
