@@ -117,6 +117,22 @@ def test_a_key_changes_its_own_and_not_the_target(callers: tuple[As, As, As]) ->
     assert a.hot["by_precision"].keys() == {"planes:4"}
 
 
+def test_a_key_is_told_of_and_stops_its_own_changes(callers: tuple[As, As, As]) -> None:
+    a, b, boss = callers
+    for start in range(6):
+        a.complete(LONG[start:])
+        b.complete(LONG[start:])
+    a.ask("POST", "/cache/requantize", k="planes:4", v="planes:4")
+    spans = a.get("/cache/requantize")["spans_total"]
+    assert (spans, b.get("/cache/requantize")["spans_total"]) == (a.hot["spans"], 0)
+    assert b.ask("DELETE", "/cache/requantize").json()["spans_total"] == 0
+    b.post("/cache/requantize", k="planes:8", v="planes:8")
+    # One key's change neither stops nor undoes the other's.
+    assert [caller.hot["by_precision"].keys() for caller in (a, b)] == [{"planes:4"}, {"planes:8"}]
+    assert a.get("/cache/requantize")["is_running"] is False
+    assert boss.ask("DELETE", "/cache/requantize").json()["is_running"] is False
+
+
 def test_an_admin_key_changes_everything_and_the_target(callers: tuple[As, As, As]) -> None:
     a, b, boss = callers
     for caller in (a, b, boss):

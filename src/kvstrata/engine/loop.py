@@ -95,11 +95,11 @@ class Loop:
         plan = self._resume.plan(change.k or target.k, change.v or target.v)
         return store.requantize(change, plan, self._entries_of(change.sequence, change.owner))
 
-    def requantize_progress(self) -> Progress:
-        return self._shared_store().requantize_progress()
+    def requantize_progress(self, owner: str | None = None) -> Progress:
+        return self._shared_store().requantize_progress(owner)
 
-    def cancel_requantize(self) -> Progress:
-        return self._shared_store().cancel_requantize()
+    def cancel_requantize(self, owner: str | None = None) -> Progress:
+        return self._shared_store().cancel_requantize(owner)
 
     def _shared_store(self) -> Store:
         if self._resume.store is None:

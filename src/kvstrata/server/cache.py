@@ -95,12 +95,14 @@ async def requantize(request: Request) -> RequantizeAnswer:
 
 @router.get("/requantize", summary="How far the last change has come", responses=answers(400, 401, 503))
 async def requantize_progress(request: Request) -> ProgressAnswer:
-    return progress_answer(await ask(service_of(request), lambda loop: loop.requantize_progress()))
+    owner = owner_in(request.scope)
+    return progress_answer(await ask(service_of(request), lambda loop: loop.requantize_progress(owner)))
 
 
 @router.delete("/requantize", summary="Stop the change; what is done stays", responses=answers(400, 401, 503))
 async def cancel_requantize(request: Request) -> ProgressAnswer:
-    return progress_answer(await ask(service_of(request), lambda loop: loop.cancel_requantize()))
+    owner = owner_in(request.scope)
+    return progress_answer(await ask(service_of(request), lambda loop: loop.cancel_requantize(owner)))
 
 
 @router.post(

@@ -70,7 +70,7 @@ class Changes:
         before_bytes = {entry: entry.span.nbytes for entry in entries}
         for earlier in self._asked:
             before_bytes |= earlier.leave(entries)
-        self._asked.append(Requantizing(before_bytes, plan, before, self._is_pending, asked_at_s))
+        self._asked.append(Requantizing(before_bytes, plan, before, self._is_pending, asked_at_s, change.owner))
         if change.is_general:
             self._precision.target = plan
         for entry in entries:
@@ -99,9 +99,12 @@ class Changes:
     def _is_pending(self, entry: Entry) -> bool:
         return self._mover.has(entry) or self._restorer.has(entry)
 
-    def progress(self) -> Progress:
-        """Of all changes since the last time that none was under way."""
-        return total_of([change.progress() for change in self._asked])
+    def progress(self, owner: str | None = None) -> Progress:
+        """Of all changes since the last time that none was under way, or of those that an owner asked for."""
+        return total_of([change.progress() for change in self._asked_by(owner)])
+
+    def _asked_by(self, owner: str | None) -> list[Requantizing]:
+        return [change for change in self._asked if owner is None or change.owner == owner]
 
     def look(self) -> None:
         """Whether one has ended is noticed when somebody looks."""
@@ -113,16 +116,19 @@ class Changes:
         self.look()
         return any(change.is_running for change in self._asked)
 
-    def cancel(self) -> Progress:
-        """What is not done yet stays as it is; every span is whole. New spans are stored as before the changes."""
-        progress = self.progress()
-        self._precision.target = self._target_before()
-        for change in [change for change in self._asked if change.is_running]:
+    def cancel(self, owner: str | None = None) -> Progress:
+        """All of them, or those that an owner asked for. What is not done yet stays as it is; every span is whole. New
+        spans are stored as before the changes."""
+        progress, cancelled = self.progress(owner), self._asked_by(owner)
+        if owner is None:
+            self._precision.target = self._target_before()
+        for change in [change for change in cancelled if change.is_running]:
             # What runs may have nothing to be encoded now, and would later.
             for entry in [entry for entry in change.entries if entry.is_running or self._is_pending(entry)]:
                 self._give_up(entry, change.plan)
-        self._restorer.clear()
-        self._asked.clear()
+        if owner is None:
+            self._restorer.clear()
+        self._asked = [change for change in self._asked if change not in cancelled]
         return progress
 
     def _give_up(self, entry: Entry, plan: Plan) -> None:

@@ -128,7 +128,9 @@ class Requantizing:
         before: Plan | None,
         is_pending: Callable[[Entry], bool],
         asked_at_s: float,
+        owner: str | None = None,
     ) -> None:
+        self.owner = owner  # who asked for it; None: an admin
         self._entries = dict(before_bytes)  # what each took before it was changed
         self._unfinished = dict.fromkeys(before_bytes)  # all that is not, and some that have been finished since
         self.plan = plan

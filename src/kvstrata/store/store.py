@@ -314,15 +314,15 @@ class Store:
             self._has_new_target()
         return assessed.changed
 
-    def requantize_progress(self) -> Progress:
-        return self._changes.progress()
+    def requantize_progress(self, owner: str | None = None) -> Progress:
+        return self._changes.progress(owner)
 
     @property
     def is_requantizing(self) -> bool:
         return self._changes.is_running
 
-    def cancel_requantize(self) -> Progress:
-        progress = self._changes.cancel()
+    def cancel_requantize(self, owner: str | None = None) -> Progress:
+        progress = self._changes.cancel(owner)
         self._has_new_target()
         return progress
 
