@@ -235,6 +235,10 @@ class Settings(BaseSettings):
         256 * 1024**2, "Bytes that may wait to be written; a block that is larger goes alone", panel="Disk cache",
         unit="size", ge=1024**2,
     )  # fmt: skip
+    disk_wait_s: float = _setting(
+        5.0, "Longest that a new request waits while what memory must let go is written to a disk that works; then "
+        "that is dropped. Running replies never wait", panel="Disk cache", unit="seconds", ge=0, le=3600,
+    )  # fmt: skip
     disk_write_through: bool = _setting(
         False, "Write at the end of every request, not only when memory runs short", panel="Disk cache"
     )

@@ -42,6 +42,7 @@ CACHE_LEVELS = {
     "disk_leaving_bytes": "Bytes of blocks that were cleared and whose files are being deleted",
 }
 REFUSED = "refused_"  # and the reason
+DROPPED = "dropped_tokens_"  # and the reason
 DISK = "disk_"  # and the event, and the reason; but for what ends in _bytes
 
 
@@ -73,6 +74,9 @@ class CacheCollector(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         refused = CounterMetricFamily("kvstrata_cache_refused", "Spans not stored, by reason", labels=["reason"])
+        dropped = CounterMetricFamily(
+            "kvstrata_cache_dropped_tokens", "Tokens that went and are on no disk, by reason", labels=["reason"]
+        )
         disk = CounterMetricFamily(
             "kvstrata_cache_disk_events", "What happened to blocks on the disk", labels=["event", "reason"]
         )
@@ -81,13 +85,15 @@ class CacheCollector(Collector):
                 yield GaugeMetricFamily(f"kvstrata_cache_{name}", CACHE_LEVELS[name], value)
             elif name.startswith(REFUSED):
                 refused.add_metric([name.removeprefix(REFUSED)], value)
+            elif name.startswith(DROPPED):
+                dropped.add_metric([name.removeprefix(DROPPED)], value)
             elif name.startswith(DISK) and not name.endswith("_bytes"):
                 event, _, reason = name.removeprefix(DISK).partition("_")
                 disk.add_metric([event, reason], value)
             else:
                 what = CACHE_COUNTERS.get(name, name.replace("_", " ").capitalize())
                 yield CounterMetricFamily(f"kvstrata_cache_{name}", what, value)
-        yield from (refused, disk)
+        yield from (refused, dropped, disk)
 
 
 def _seconds(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:

@@ -16,8 +16,10 @@ from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequence import Sequence
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.store.cold import Cold
 from kvstrata.store.store import Store
 from kvstrata.text.detokenizer import Detokenizer
+from kvstrata.tiers.disk import DiskTier
 from tests.tiny import layout_of
 
 GIB = 1 << 30
@@ -66,16 +68,19 @@ class Drive:
         *,
         kv_bytes: int | None = None,
         storage: Storage | None = None,
+        tier: DiskTier | None = None,
+        patience_s: float = 60.0,
     ) -> None:
         limits = limits or Limits()
         layout = layout_of(loaded, limits.max_kv_size)
+        cold = None if tier is None else Cold(tier, layout, post=lambda _: None, patience_s=patience_s)
         self.budget = make_budget(layout, memory_bytes=4 * GIB, weight_bytes=loaded.weight_bytes)
         if kv_bytes is not None:
             self.budget = Budget(kv_bytes, self.budget.fixed_bytes, self.budget.token_bytes)
         self.metrics = Metrics()
         self.loop = Loop(
             Runner(loaded.module, layout),
-            make_resume(loaded, layout, self.budget, storage or Storage(), limits.max_kv_size),
+            make_resume(loaded, layout, self.budget, storage or Storage(), limits.max_kv_size, cold),
             self.budget,
             limits,
             self.metrics,

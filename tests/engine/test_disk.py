@@ -43,7 +43,7 @@ def engine_on(
     folder: Path, loaded: LoadedModel, storage: Storage | None = None, limit_bytes: int = 256 * MIB, **settings: Any
 ) -> Iterator[Engine]:
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
-    disk = Disk(folder, limit_bytes, reserve_bytes=0, queue_bytes=64 * MIB, **settings)
+    disk = Disk(folder, limit_bytes, reserve_bytes=0, **{"queue_bytes": 64 * MIB, **settings})
     engine = Engine(loaded, Limits(memory_bytes=4096 * MIB), Metrics(), storage, disk)
     engine.start()
     try:

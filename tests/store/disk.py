@@ -20,6 +20,7 @@ from kvstrata.store.chains import finish
 from kvstrata.store.cold import Cold
 from kvstrata.store.loads import Load
 from kvstrata.store.precision import PrecisionOptions
+from kvstrata.store.pressure import LadderOptions
 from kvstrata.store.store import Store, StoreOptions
 from kvstrata.tiers.disk import DiskTier
 from tests.store.kv import LAYOUT, Clock, settle, store_tokens
@@ -40,13 +41,20 @@ def store_on(
     *,
     hot_bytes: int = 1 << 30,
     write_through: bool = False,
+    ladder: LadderOptions | None = None,
+    patience_s: float = 60.0,
     **disk: Any,
 ) -> Iterator[Store]:
     limits: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
     tier = DiskTier(folder, chain=chain, tally=tally, **limits)
-    options = StoreOptions(hot_bytes, write_through=write_through, precision=PrecisionOptions(min_quantize_tokens=0))
+    options = StoreOptions(
+        hot_bytes,
+        write_through=write_through,
+        precision=PrecisionOptions(min_quantize_tokens=0),
+        ladder=ladder or LadderOptions(),
+    )
     plan_of = partial(make_plan, layout)
-    cold = Cold(tier, layout, post=lambda _: None)
+    cold = Cold(tier, layout, post=lambda _: None, patience_s=patience_s)
     yield Store(layout, identity_of(layout), plan_of(name, name), options, plan_of=plan_of, cold=cold, clock=Clock())
     tier.close()
 

@@ -57,7 +57,8 @@ class Conversations:
                 self.store.work(0)
 
     def shrink(self) -> None:
-        self.store.shrink_to(int(self.store.held_bytes * self.source.choice([0, 0.3, 0.7, 0.95])), 0.0)
+        most_bytes = int(self.store.held_bytes * self.source.choice([0, 0.3, 0.7, 0.95]))
+        self.store.shrink_to(most_bytes, 0.0, most_bytes=most_bytes)
 
     def load(self) -> None:
         tokens = self.source.choice(self.stored)

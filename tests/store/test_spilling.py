@@ -52,7 +52,7 @@ def check_all(store: Store, tokens: list[int]) -> None:
 def test_what_is_joined_when_it_is_evicted_is_written(layout: Layout, num_turns: int, tmp_path: Path) -> None:
     with store_on(tmp_path, layout) as store:
         tokens = unsettled_chat(store, num_turns)
-        store.shrink_to(store.held_bytes - 1, 0.0)
+        store.shrink_to(store.held_bytes, 0.0, most_bytes=store.held_bytes - 1)
         assert store.count()["evicted_tokens"] == 20
         assert written(store) == reachable(store, tokens) == len(tokens)
 
@@ -75,7 +75,7 @@ def test_what_is_evicted_is_written_with_what_it_hangs_on(tmp_path: Path) -> Non
         first.seal()
         store_tokens(store, tokens)
         first.end()
-        store.shrink_to(store.held_bytes - 1, 0.0)
+        store.shrink_to(store.held_bytes, 0.0, most_bytes=store.held_bytes - 1)
         assert 0 < store.find(tokens, "").num_tokens < 600
         assert written(store) == reachable(store, tokens) == 600
 
@@ -294,3 +294,21 @@ def test_a_block_was_last_used_when_its_tokens_were_and_not_when_it_is_written(t
         assert store.cold is not None
         last_uses = sorted(row.last_use for row in store.cold.tier.rows())
     assert last_uses == pytest.approx([950.0, 1000.0], abs=1.0)
+
+
+# Settled.
+
+
+def test_what_is_evicted_is_settled_and_what_it_hangs_on_is_left_as_it_is(tmp_path: Path) -> None:
+    with store_on(tmp_path) as store:
+        tokens = random_tokens(512, 0)
+        for end in (256, 512):
+            store_tokens(store, tokens[:end])
+        settle(store)
+        above, leaf = store.entries
+        store.requantize(Change(k="planes:8", v="planes:8"), plan("planes:8", "planes:8"))
+        store.shrink_to(store.held_bytes, 0.0, most_bytes=store.held_bytes - 1)
+        assert store.entries == (above,)
+        assert not leaf.nodes
+        assert store.counters["encoded_spans"] == 1
+        assert {k.name for layer in above.span.layers for k, _ in above.span.pairs(layer)} == {"raw"}

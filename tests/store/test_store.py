@@ -95,7 +95,8 @@ def test_a_little_room_costs_the_end_of_a_new_conversation_and_not_all_of_it(is_
     if is_trimmed:
         settle(store)
     # What waits to be trimmed goes too where streams cannot wait for that.
-    store.shrink_to(store.held_bytes - 10 * TOKEN_BYTES, slice_s=0.0)
+    most_bytes = store.held_bytes - 10 * TOKEN_BYTES
+    store.shrink_to(most_bytes, slice_s=0.0, most_bytes=most_bytes)
     assert found(store, tokens(1500)) == 1280
     assert active_bytes() - before == pytest.approx(store.held_bytes, rel=0.02)
     assert store.held_bytes == 1280 * TOKEN_BYTES

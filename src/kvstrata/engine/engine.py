@@ -244,7 +244,9 @@ class Engine:
         self._receive_all()
         self._loop.fail_all("The server was stopped.")
         if self._disk is not None and self._loop.store is not None:
-            self._loop.store.flush(self._disk.flush_s)
+            unwritten = self._loop.store.flush(self._disk.flush_s)
+            if unwritten.tokens:
+                log.warning("%s", unwritten)
             self._loop.store.close()
 
     def _set_up(self) -> None:
@@ -295,7 +297,7 @@ class Engine:
             read_ahead_bytes=min(self._disk.read_ahead_bytes, self._budget.total_bytes // READ_AHEAD_SHARE) // 2,
             files=self._disk.files,
         )
-        return Cold(tier, self._layout, post=self._inbox.put, pinned=pinned)
+        return Cold(tier, self._layout, post=self._inbox.put, pinned=pinned, patience_s=self._disk.wait_s)
 
     def _make_loop(self) -> Loop:
         loop = Loop(

@@ -55,6 +55,7 @@ class Disk:
     queue_bytes: int  # on their way to the disk
     daily_write_bytes: int = 0  # 0: no limit
     second_touch: bool = False  # write only what was asked for twice
+    wait_s: float = 5.0  # most that a request waits for what has to go to get there; 0: it does not
     # Read and not yet used, at most: a second of a fast disk, and several blocks of any model that fits such a machine.
     # A small budget for KV lowers it.
     read_ahead_bytes: int = 256 << 20

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 import mlx.core as mx
 
+from kvstrata.engine.entrance import Entrance
 from kvstrata.engine.limits import EngineState, Limits
 from kvstrata.engine.memory import Budget, no_room_beside_pins
 from kvstrata.engine.rates import Speeds
@@ -57,6 +58,7 @@ class Loop:
         self._vocab_size = vocab_size
         self._detokenizer = detokenizer
         self._max_chunk = max_chunk()
+        self._entrance = Entrance(resume.store)
         self._waiting: list[Sequence] = []  # by arrival
         self._running: dict[int, Sequence] = {}  # by arrival
         self._in_flight: Launched | None = None
@@ -119,8 +121,10 @@ class Loop:
     def seconds_to_wait(self) -> float:
         """How long a stalled loop may rest before it should look again, unless something comes."""
         rate = self._speeds.alone.tokens_s
-        seconds = [max(0.001, self._resume.seconds_to_wait(sequence, rate)) for sequence in self._waiting]
-        return min([MAX_REST_S, *seconds])
+        seconds = [self._resume.seconds_to_wait(sequence, rate) for sequence in self._waiting]
+        # One that is past its patience waits for something else.
+        seconds += [left_s for left_s in map(self._entrance.seconds_left, self._waiting) if left_s > 0]
+        return min([MAX_REST_S, *(max(0.001, each) for each in seconds)])
 
     def expect_prefill(self, tokens_s: float) -> None:
         """Before the first request: whether it is worth waiting for the disk must be known then."""
@@ -141,7 +145,7 @@ class Loop:
             was_rewriting = self._resume.store.is_rewriting
             with without_cache() if was_rewriting else nullcontext():
                 self._resume.store.work(slice_s)
-            self._make_room(0.0)
+            self._make_room(0.0, has_grown=False)
             if was_rewriting:
                 # Whoever does not run in the next step would keep what was replaced.
                 self._let_go()
@@ -222,8 +226,11 @@ class Loop:
             step_plan = self._plan_for(waiting)
         if step_plan.set_aside and len(self._running) == 1 and self._resume.drop_marks(*self._running.values()):
             step_plan = self._plan_for(waiting)
-        self._needs_room = bool(step_plan.admit) and self._has_to_wait(step_plan.admit)
-        return self._plan_for([]) if self._needs_room else step_plan
+        num_in = self._let_in(step_plan)
+        self._needs_room = num_in < len(step_plan.admit)
+        if self._needs_room:
+            step_plan = self._plan_for([w for w in waiting if w.id in step_plan.admit[:num_in]])
+        return step_plan
 
     def _make_room_for_first(self, waiting: list[Waiting]) -> bool:
         """Nobody runs, so nobody will make room: the first that waits for nothing else goes on from less, or ends
@@ -232,6 +239,7 @@ class Loop:
         free_bytes = self._free_bytes()
         if first is None or first.admit_bytes <= free_bytes or any(map(self._resume.awaits_disk, self._waiting)):
             return False
+        self._entrance.let_go()  # some of what it held may go
         sequence = next(s for s in self._waiting if s.arrival == first.id)
         least_bytes = self._budget.bytes_for(len(sequence.tokens))
         fits_alone = least_bytes <= free_bytes
@@ -257,15 +265,18 @@ class Loop:
             turn=self._num_chunks,
         )
 
-    def _has_to_wait(self, keys: tuple[int, ...]) -> bool:
-        """Whether there will be room for these as soon as some of what is stored has stepped down: streams go on while
-        it does. Where nobody decodes it is done at once."""
-        if self._resume.store is None or not self._has_streams():
-            return False
-        new = [s for s in self._waiting if s.arrival in keys]
-        capacities = [self._first_capacity(s, self._resume.found(s).num_tokens) for s in new]
-        new_bytes = sum(map(self._budget.bytes_for, capacities))
-        return self._resume.store.room.is_making_room(self._budget.total_bytes - self._running_bytes() - new_bytes)
+    def _let_in(self, step_plan: Plan) -> int:
+        """How many of those that are planned there is room for now. Where nobody decodes all work is done at once."""
+        new = [next(s for s in self._waiting if s.arrival == key) for key in step_plan.admit]
+        if not new:
+            self._entrance.let_go()
+            return 0
+        own_bytes = [self._budget.bytes_for(self._first_capacity(s, self._resume.found(s).num_tokens)) for s in new]
+        growing_bytes = sum(self._as_running(self._running[key]).grow_bytes for key in step_plan.grow)
+        if not growing_bytes and self._resume.store is not None and self._resume.store.cold is not None:
+            growing_bytes = self._next_growth_bytes()
+        limit_bytes = self._budget.total_bytes - self._running_bytes() - growing_bytes
+        return self._entrance.let_in(new, own_bytes, limit_bytes, slice_s=0.0 if self._has_streams() else math.inf)
 
     def _has_prompts(self) -> bool:
         return any(sequence.prefill_left for sequence in self._running.values())
@@ -355,7 +366,7 @@ class Loop:
             self._grow(self._running[key])
         for key in step_plan.admit:
             self._admit(next(s for s in self._waiting if s.arrival == key))
-        self._make_room(self._speeds.step_s)
+        self._make_room(self._speeds.step_s, has_grown=bool(step_plan.grow or step_plan.admit))
 
     def _run(self, step_plan: Plan) -> list[Launched]:
         """Carry the plan out. Tells which steps are over, so that their tokens can be read."""
@@ -394,6 +405,7 @@ class Loop:
         if not self._resume.begin(sequence, self._runner, lambda found: self._capacity_that_fits(sequence, found)):
             return
         self._waiting.remove(sequence)
+        sequence.awaits_room_s = None
         if is_first:
             self._metrics.prefix_queries.inc(len(sequence.request.prompt))
             self._metrics.prefix_hits.inc(sequence.cached_tokens or 0)
@@ -430,11 +442,23 @@ class Loop:
         self._metrics.prefill_tokens.inc(len(chunk.tokens))
         sequence.report_prefill()
 
-    def _make_room(self, slice_s: float) -> None:
-        """Streams wait for so long at most. What has not stepped down by then goes."""
-        if self._resume.store is not None:
-            limit_bytes = self._budget.total_bytes - self._running_bytes()
-            self._resume.store.shrink_to(limit_bytes, slice_s if self._has_streams() else math.inf)
+    def _make_room(self, slice_s: float, *, has_grown: bool) -> None:
+        """Streams wait for so long at most. What has not stepped down by then goes, where a stream has grown; while
+        one is being encoded it takes more for a moment, which is no reason to let others go."""
+        store = self._resume.store
+        if store is None:
+            return
+        limit_bytes = self._budget.total_bytes - self._running_bytes()
+        most_bytes = limit_bytes if has_grown or not store.is_rewriting else None
+        store.shrink_to(limit_bytes, slice_s if self._has_streams() else math.inf, most_bytes=most_bytes)
+        if store.cold is not None:
+            # A stream waits for no disk when it grows: for the next that does there should be room by then.
+            store.shrink_to(limit_bytes - self._next_growth_bytes(), 0.0)
+
+    def _next_growth_bytes(self) -> int:
+        """Of the longest tail that one of those that run may add next."""
+        growing = [s for s in self._running.values() if s.cache and s.tokens_wanted > s.cache.free_tokens]
+        return self._budget.token_bytes * max(map(self._next_tail, growing), default=0)
 
     def _launch(self, keys: tuple[int, ...], riding: PromptChunk | None) -> Launched | None:
         if not keys:
@@ -497,4 +521,5 @@ class Loop:
             self._resume.end(sequence)
         else:
             self._resume.forget(sequence)
+            self._entrance.let_go()
             self._waiting.remove(sequence)

@@ -47,6 +47,7 @@ class Sequence:
         self.lookup: Lookup[ColdMatch] | None = None  # what the disk was asked for it
         self.load: Load | None = None  # what is on its way from the disk for it
         self.looked_on_disk = False
+        self.awaits_room_s: float | None = None  # since when it waits for the disk to take what has to go; None: no
         self.asked_twice: int | None = None  # how far an earlier request had its prompt; None: it has not begun yet
         self.miss = ""  # why not more of the prompt was found
         self.shared: dict[int, int] = {}  # tokens that it has in common with another, by arrival

@@ -121,6 +121,7 @@ def _disk(settings: Settings) -> Disk | None:
         queue_bytes=settings.disk_queue,
         daily_write_bytes=settings.disk_daily_writes,
         second_touch=settings.disk_second_touch,
+        wait_s=settings.disk_wait_s,
         flush_s=max(settings.drain_timeout_s, MIN_FLUSH_S),
     )
 

@@ -1,10 +1,17 @@
-"""What was just stored and did not stay: counted by reason, so that no store is refused without a word.
+"""What went from memory and is nowhere else: its tokens, counted by reason, so that nothing is lost without a word.
 
-A span is new from when its request ends until room was made for it once. What goes later was evicted, not refused.
+too_large     it alone is larger than all that may be stored
+no_room       all else is leased, pinned or running, or had to go too
+least_worth   others could have gone, and are worth more
+disk_slow     the disk would have taken it, but not in time
+disk_failed   the disk could not be written
+disk_full     the disk has no room for it
+first_touch   only what was asked for twice is written
+write_budget  no more is written today
+expired       nobody asked for it in time
 
-too_large    it alone is larger than all that may be stored
-no_room      all else is leased, pinned or running, or had to go too
-least_worth  others could have gone, and are worth more
+A span is new from when its request ends until room was made for it once. One that does not stay so long was not stored
+at all: that is counted too, as refused.
 """
 
 from __future__ import annotations
@@ -13,8 +20,13 @@ from collections import Counter
 from typing import Literal
 
 from kvstrata.store.entry import Entry
+from kvstrata.tiers.disk import Refused
+from kvstrata.tiers.reasons import Drop, Fault, Refusal
 
-Reason = Literal["too_large", "no_room", "least_worth"]
+DiskReason = Literal["disk_slow", "disk_failed", "disk_full", "first_touch", "write_budget"]
+Reason = Literal["too_large", "no_room", "least_worth", "expired"] | DiskReason
+
+FULL = (Fault.NO_SPACE, Drop.RESERVE)
 
 
 class Admission:
@@ -26,13 +38,17 @@ class Admission:
     def stored(self, entry: Entry) -> None:
         self._new[entry] = None
 
-    def evicted(self, entry: Entry, free_bytes: int) -> None:
-        """All of it or its end goes. `free_bytes`: of all that could go, itself included."""
-        if entry not in self._new:
+    def evicted(self, entry: Entry, lost_tokens: int, reason: Reason | None, free_bytes: int) -> None:
+        """All of it or its end goes, and so many of these tokens are not on the disk. `reason`: why not; None: there is
+        no disk that could have them. `free_bytes`: of all that could go, itself included."""
+        is_new = entry in self._new
+        self._new.pop(entry, None)
+        if not lost_tokens:
             return
-        del self._new[entry]
-        if not entry.is_clean:
-            self._counters[f"refused_{self._reason(entry, free_bytes)}"] += 1
+        reason = reason or self._reason(entry, free_bytes)
+        self._counters[f"dropped_tokens_{reason}"] += lost_tokens
+        if is_new:
+            self._counters[f"refused_{reason}"] += 1
 
     def settled(self) -> None:
         """There is room for all that is left."""
@@ -42,3 +58,20 @@ class Admission:
         if entry.nbytes > self._hot_bytes:
             return "too_large"
         return "least_worth" if free_bytes > entry.nbytes else "no_room"
+
+
+def disk_reason(refused: Refused | None, paused_because: str) -> DiskReason:
+    """Why the disk did not take a block. None: one that it hangs on was given up, for want of room or a fault."""
+    match refused:
+        case None:
+            return "disk_failed" if paused_because and paused_because not in FULL else "disk_full"
+        case Refused(Refusal.QUEUE_FULL):
+            return "disk_slow"
+        case Refused(Refusal.FIRST_TOUCH):
+            return "first_touch"
+        case Refused(Refusal.WRITE_BUDGET):
+            return "write_budget"
+        case Refused(Refusal.TOO_LARGE):
+            return "disk_full"
+        case _:
+            return "disk_full" if paused_because in FULL else "disk_failed"

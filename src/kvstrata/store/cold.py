@@ -32,6 +32,7 @@ from kvstrata.tiers.reasons import Refusal
 
 # Of a chain that is looked up, in one step: about a millisecond.
 STEPS_AT_ONCE = 8
+PATIENCE_S = 5.0
 
 T = TypeVar("T")
 UnusedS = Callable[[Entry], float]  # how long ago a request last went on from an entry
@@ -43,6 +44,7 @@ class Spilled:
     is_whole: bool  # the disk has all of it, or took it
     refused: Refused | None = None  # what it said where it did not; None: a block before was given up, or removed
     token_bytes: float = 0.0  # of the last span, as it is on the disk
+    end: int = 0  # of the tokens that it has, or took
 
 
 class NotTaken(Exception):
@@ -61,10 +63,14 @@ class Cold:
         *,
         post: Post,
         pinned: set[bytes] | None = None,
+        patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`pinned`: the keys that the tier asks about on a thread of its own, before it evicts."""
+        """`pinned`: the keys that the tier asks about on a thread of its own, before it evicts. `patience_s`: how long
+        a request may wait for what memory lets go to get to the disk; 0: no request does."""
         self.tier = tier
+        self.patience_s = patience_s
+        tier.on_room = lambda: post(_nothing)
         self._pinned = set[bytes]() if pinned is None else pinned
         self._pinned_lately = set[bytes]()  # since pins were last looked up
         self._layout = layout
@@ -76,6 +82,11 @@ class Cold:
         self.loads = Loads(tier, layout, wake=self._wake, bound_bytes=half_bytes, clock=clock)
 
     # Out.
+
+    @property
+    def is_working(self) -> bool:
+        """Whether it is worth waiting for: what is given to the disk gets there."""
+        return self.tier.is_working(self.patience_s)
 
     def spill(
         self,
@@ -110,8 +121,8 @@ class Cold:
                     key, start = step.key, step.end
                     yield
         except NotTaken as end:
-            return Spilled(is_whole=False, refused=end.refused)
-        return Spilled(is_whole=True, token_bytes=own_bytes / max(1, own_tokens))
+            return Spilled(is_whole=False, refused=end.refused, end=start)
+        return Spilled(is_whole=True, token_bytes=own_bytes / max(1, own_tokens), end=start)
 
     def _walk(self, key: bytes, start: int, ids: TokenIds) -> Generator[None, None, tuple[Step, ...]]:
         """The longest chain that is there, in small steps."""

@@ -73,7 +73,7 @@ class Fetches:
             self._cold.give_up(load)
             return
         limit_bytes = self._store.room.limit_bytes
-        shelf.shrink_to(limit_bytes - span.nbytes)
+        self._store.shrink_to(limit_bytes - span.nbytes, 0.0, most_bytes=limit_bytes - span.nbytes)
         # A node may claim no token that its span has not.
         hangs = shelf.tree.match(load.root, load.ids[: batch.start]).num_tokens == batch.start
         if not hangs or shelf.held_bytes + span.nbytes > limit_bytes:

@@ -5,6 +5,7 @@ A job is a generator: every time it yields, all spans are whole and readable. Wh
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 
@@ -63,10 +64,11 @@ class Mover:
             if time.monotonic() >= until_s:
                 return
 
-    def finish(self, entry: Entry) -> None:
-        """All that there is to do for an entry. What a job leaves to be done is left for later after a few of them."""
+    def finish(self, entry: Entry, until_s: float = math.inf) -> None:
+        """All that there is to do for an entry, until then. What a job leaves to be done is left for later after a few
+        of them."""
         num_ended = 0
-        while entry in self._waiting and num_ended < MAX_JOBS:
+        while entry in self._waiting and num_ended < MAX_JOBS and time.monotonic() < until_s:
             num_ended += self._advance(entry)
 
     def _advance(self, entry: Entry) -> bool:

@@ -35,10 +35,12 @@ class Shelf:
         needs_marks: bool,
         max_tokens: int,
         ttl_s: float | None,
-        on_evict: Callable[[Node[Entry]], None],
+        before_eviction: Callable[[Node[Entry]], None],
+        evicted: Callable[[Node[Entry], int], None],
         clock: Callable[[], float],
     ) -> None:
-        self._on_evict = on_evict  # the last chance to keep a leaf elsewhere
+        self._before_eviction = before_eviction  # the last chance to keep a leaf elsewhere
+        self._evicted = evicted  # told what of a leaf goes: its tokens from a position on
         self.tree: Tree[Entry] = Tree()
         self.ghosts: Tree[None] = Tree()
         self.entries: dict[Entry, None] = {}
@@ -116,6 +118,12 @@ class Shelf:
         if was_free != entry.is_free:
             self._offer_end(entry)
 
+    def set_clean(self, entry: Entry, *, is_clean: bool) -> None:
+        """Whether the disk has all of it: then it is worth less here."""
+        if is_clean != entry.is_clean:
+            entry.is_clean = is_clean
+            self._offer_end(entry)
+
     def used_s(self, entry: Entry) -> float:
         """When somebody last went on from it."""
         return max((self._uses[node].used_s for node in entry.nodes), default=0.0)
@@ -141,13 +149,24 @@ class Shelf:
         entry.nbytes = nbytes
         self._offer_end(entry)
 
-    def shrink_to(self, limit_bytes: int) -> None:
-        """Evict what has expired, and from the leaves until no more than this is held, or only what is in use."""
+    def shrink_to(
+        self,
+        limit_bytes: int,
+        may_go: Callable[[Node[Entry]], bool] = lambda _: True,
+        *,
+        spare_only: bool = False,
+    ) -> None:
+        """Evict what has expired, and from the leaves until no more than this is held, or only what is in use. It ends
+        at the first leaf of which `may_go` says no. `spare_only`: none but those that the disk has too."""
         while True:
-            chosen = self._eviction.choose(self.held_bytes - limit_bytes, self._clock())
+            need_bytes = self.held_bytes - limit_bytes
+            chosen = self._eviction.choose(need_bytes, self._clock(), spare_only=spare_only)
             # While one is written or removed, others may grow upward: what goes is known by its position.
             ends = [(drop.leaf, drop.leaf.start + drop.keep_tokens) for drop in chosen]
             for leaf, end in ends:
+                if not self.has_expired(leaf) and not may_go(leaf):
+                    self._offer(leaf)
+                    return
                 self._evict(leaf, end)
             if not chosen:
                 return
@@ -211,11 +230,13 @@ class Shelf:
 
     def _evict(self, leaf: Node[Entry], end: int) -> None:
         """What a leaf has from a position on."""
-        self._on_evict(leaf)
+        self._before_eviction(leaf)
         if self._needs_marks:
             # What follows the last mark is of no use to anybody.
             end = max((at for at in leaf.payload.span.marks if leaf.start < at <= end), default=leaf.start)
-        self.num_evicted_tokens += leaf.end - (end if leaf.start < end < leaf.end else leaf.start)
+        goes_from = end if leaf.start < end < leaf.end else leaf.start
+        self.num_evicted_tokens += leaf.end - goes_from
+        self._evicted(leaf, goes_from)
         if leaf.start < end < leaf.end:
             self.trim(leaf, end)
         else:
@@ -237,6 +258,7 @@ class Shelf:
             used_s=use.used_s,
             kind=use.kind,
             expires_s=use.used_s + self._ttl_s,
+            is_spare=entry.is_clean,
         )
 
     def _offer_end(self, entry: Entry) -> None:

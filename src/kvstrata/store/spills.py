@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import takewhile
 from weakref import WeakKeyDictionary
 
 from kvstrata.index.tree import Node
-from kvstrata.store.chains import Step
-from kvstrata.store.cold import Cold, Spilled
+from kvstrata.store.admission import Reason, disk_reason
+from kvstrata.store.chains import Step, finish
+from kvstrata.store.cold import Cold, Spilled, ids_to
 from kvstrata.store.entry import Entry
 from kvstrata.store.failures import Failures
 from kvstrata.store.mover import Job, Mover
 from kvstrata.store.shelf import Shelf
+from kvstrata.store.unwritten import Unwritten
 from kvstrata.tiers.disk import Refused
 from kvstrata.tiers.lookups import Lookup
+from kvstrata.tiers.reasons import Refusal
 
 # Of the memory for stored spans: from here on what is not on the disk is written there, ahead of need.
 SPILL_SHARE = 0.7
@@ -36,10 +40,20 @@ class Untaken:
     kv_bytes: int
     used_s: float
     refused: Refused | None
+    disk_end: int = field(default=0, compare=False)  # the disk has the tokens up to here
+
+
+@dataclass(frozen=True)
+class Handover:
+    """What the disk has of a leaf that is to go."""
+
+    end: int  # of the tokens that it has, or that are on their way
+    reason: Reason | None = None  # why not all; None: it has all, or there is no disk that could
+    waits: bool = False  # more will be on its way when the queue has room, or its bytes are packed
 
 
 class Spills:
-    """`settle` brings an entry to what it should be stored as, at once: that is what is written."""
+    """`rewriter` brings an entry to what it should be stored as: that is what is written."""
 
     def __init__(
         self,
@@ -47,31 +61,42 @@ class Spills:
         shelf: Shelf,
         counters: Counter[str],
         failures: Failures,
-        settle: Callable[[Entry], None],
+        rewriter: Mover,
     ) -> None:
         self._cold = cold
         self._shelf = shelf
         self._counters = counters
-        self._settle = settle
+        self._rewriter = rewriter
         self._failures = failures
         self._mover = Mover(self._job, lambda _: None, self._failed)
         self._num_faults = 0  # of the disk, when its blocks were last looked at
         self._untaken: WeakKeyDictionary[Entry, Untaken] = WeakKeyDictionary()
+        self._blocked: dict[Entry, Refused] = {}  # those that found the queue full, in order
 
     @property
     def idle(self) -> bool:
-        return self._mover.idle
+        """Nothing is to be done now. More may be as soon as the queue has room."""
+        return self._mover.idle and not self._can_go_on()
 
     def work(self, slice_s: float) -> None:
+        if self._mover.idle and self._can_go_on():
+            entry = next(iter(self._blocked))
+            del self._blocked[entry]
+            self._mover.add(entry)
         self._mover.work(slice_s)
+
+    def _can_go_on(self) -> bool:
+        refused = next(iter(self._blocked.values()), None)
+        return refused is not None and self._cold is not None and self._cold.tier.would_take(refused)
 
     def add(self, entry: Entry) -> None:
         if self._cold is not None:
             self._mover.add(entry)
 
-    def add_some(self, limit_bytes: int) -> None:
-        """Memory fills up: write what would have to go, so that it need not wait for the disk then."""
-        if self._shelf.held_bytes > SPILL_SHARE * limit_bytes:
+    def add_some(self, limit_bytes: int, hot_bytes: int) -> None:
+        """Memory fills up: write what would have to go, so that it need not wait for the disk then. `limit_bytes`: what
+        running sequences leave of `hot_bytes`."""
+        if self._shelf.held_bytes > limit_bytes - (1 - SPILL_SHARE) * hot_bytes:
             self.add_free()
 
     def add_free(self) -> None:
@@ -84,45 +109,89 @@ class Spills:
                 self._mover.add(entry)
 
     def _may_be_taken(self, entry: Entry, cold: Cold) -> bool:
+        return _can_be_written(entry) and not self._would_be_refused(entry, cold)
+
+    def _would_be_refused(self, entry: Entry, cold: Cold) -> bool:
+        """Again, since neither it nor the disk has changed."""
         before = self._untaken.get(entry)
         if before is None or before != self._as_untaken(entry, before.refused):
-            return _can_be_written(entry)
-        return before.refused is not None and cold.tier.would_take(before.refused)
+            return False
+        return before.refused is None or not cold.tier.would_take(before.refused)
 
-    def _as_untaken(self, entry: Entry, refused: Refused | None) -> Untaken:
-        return Untaken(entry.span.end, entry.span.kv_bytes, self._shelf.used_s(entry), refused)
+    def _as_untaken(self, entry: Entry, refused: Refused | None, disk_end: int = 0) -> Untaken:
+        return Untaken(entry.span.end, entry.span.kv_bytes, self._shelf.used_s(entry), refused, disk_end)
 
     def give_up(self, under: bytes = b"") -> None:
         """What is being written, under all roots that begin so: the disk is cleared."""
         self._untaken.clear()
+        self._blocked.clear()
         for entry in self._mover.waiting:
             if entry.root_key.startswith(under):
                 self._mover.discard(entry)
 
-    def before_eviction(self, leaf: Node[Entry]) -> None:
-        """The last chance."""
+    def hand_over(self, leaf: Node[Entry], until_s: float = math.inf) -> Handover:
+        """A leaf is to go: give it to the disk, as far as that can be done until then."""
+        if self._cold is None:
+            return Handover(leaf.start)
         self._look_again()
-        if self._cold is not None and not leaf.payload.is_clean:
-            self._settle_to(leaf)
-            self._write(leaf.payload)
+        if not leaf.payload.is_clean and not self._would_be_refused(leaf.payload, self._cold):
+            self._settle_to(leaf, until_s)
+            self._write(leaf.payload, until_s)
+        entry = leaf.payload
+        if entry.is_clean:
+            return Handover(leaf.end)
+        if self._rewriter.has(entry) or self._mover.has(entry):
+            return Handover(leaf.start, "disk_slow", waits=True)
+        untaken = self._untaken.get(entry)
+        if untaken is None:
+            return Handover(leaf.start)  # what it hangs on is still being computed
+        waits = untaken.refused is not None and untaken.refused.reason is Refusal.QUEUE_FULL
+        return Handover(untaken.disk_end, disk_reason(untaken.refused, self._cold.tier.paused_because), waits)
 
-    def _settle_to(self, leaf: Node[Entry]) -> None:
+    def _settle_to(self, leaf: Node[Entry], until_s: float = math.inf) -> None:
         """A leaf's span, and what it hangs on as far as that has no memory of its own yet. Spans that are settled are
         joined: the leaf may be another's afterwards."""
         for entry in dict.fromkeys(node.payload for node in leaf.path()):
             if not entry.is_running and (entry.span.is_live or entry is leaf.payload):
-                self._settle(entry)
+                self._rewriter.finish(entry, until_s)
 
-    def flush(self, timeout_s: float) -> None:
-        """Write all that the disk has not, for at most so long, whatever it said before."""
+    def flush(self, timeout_s: float) -> Unwritten:
+        """Write all that the disk has not, for at most so long, whatever it said before. Tells what is left."""
         if self._cold is None:
-            return
-        until_s = time.monotonic() + timeout_s
-        tier = self._cold.tier
+            return Unwritten()
+        began_s, written_bytes = time.monotonic(), self._cold.tier.usage().written_bytes
+        self._flush(self._cold, began_s + timeout_s)
+        seconds = time.monotonic() - began_s
+        bytes_per_s = (self._cold.tier.usage().written_bytes - written_bytes) / max(seconds, 1e-6)
+        return self._unwritten(self._cold, seconds, bytes_per_s, is_late=seconds >= timeout_s)
+
+    def _unwritten(self, cold: Cold, seconds: float, bytes_per_s: float, *, is_late: bool) -> Unwritten:
+        queued, reasons = cold.tier.queued_keys(), Counter[Reason]()
+        num_bytes, leaves = 0.0, 0
+        for entry in [entry for entry in self._shelf.entries if entry.nodes and not entry.is_running]:
+            leaf = entry.last_node
+            chain = finish(cold.chains.longest(leaf.root_key, 0, ids_to(leaf)))
+            steps = takewhile(lambda step: step.key not in queued, chain.steps)
+            end = max((step.end for step in steps), default=0)
+            num_left = sum(max(0, node.end - max(node.start, end)) for node in entry.nodes)
+            reason = "disk_slow" if is_late else self._why_left(entry, cold)
+            if num_left and reason != "first_touch":
+                reasons[reason] += num_left
+                num_bytes += entry.nbytes * num_left / entry.span.num_tokens
+                leaves += leaf.is_leaf
+        return Unwritten(leaves, reasons.total(), int(num_bytes), reasons, bytes_per_s, seconds)
+
+    def _why_left(self, entry: Entry, cold: Cold) -> Reason:
+        """Where there was time."""
+        untaken = self._untaken.get(entry)
+        return disk_reason(untaken.refused if untaken else None, cold.tier.paused_because)
+
+    def _flush(self, cold: Cold, until_s: float) -> None:
+        tier = cold.tier
         for _ in range(FLUSH_ATTEMPTS):
             num_faults = tier.num_faults
             tier.end_pause()
-            self._flush_once(self._cold, until_s)
+            self._flush_once(cold, until_s)
             tier.flush(max(0.0, until_s - time.monotonic()))
             if tier.num_faults == num_faults:
                 return
@@ -135,7 +204,7 @@ class Spills:
             lookup.wait(max(0.0, until_s - time.monotonic()))
             # Unless the disk has evicted it since, it was used just now: others go before it, and the newest last.
             cold.touch(lookup.answer)
-            entry.is_clean = bool(lookup.answer)
+            self._shelf.set_clean(entry, is_clean=bool(lookup.answer))
         version = self._shelf.version
         for leaf in [entry.last_node for entry in chosen]:
             if time.monotonic() < until_s:
@@ -165,7 +234,7 @@ class Spills:
         self._num_faults = self._cold.tier.num_faults
         self._untaken.clear()
         for entry in self._shelf.entries:
-            entry.is_clean = False
+            self._shelf.set_clean(entry, is_clean=False)
 
     def _blocks_of(self, entry: Entry, cold: Cold) -> Lookup[tuple[Step, ...]]:
         leaf = entry.last_node
@@ -182,11 +251,12 @@ class Spills:
                     return
                 self._cold.tier.flush(min(FLUSH_SLICE_S, max(0.0, until_s - time.monotonic())))
 
-    def _write(self, entry: Entry) -> None:
-        # What was begun may have been about fewer tokens.
-        self._mover.discard(entry)
+    def _write(self, entry: Entry, until_s: float = math.inf) -> None:
+        if until_s == math.inf:
+            # What was begun may have been about fewer tokens.
+            self._mover.discard(entry)
         self._mover.add(entry)
-        self._mover.finish(entry)
+        self._mover.finish(entry, until_s)
 
     def write(self, entry: Entry) -> Job:
         """As it is now, as part of another job. Nothing to do where the disk has it in as many bits."""
@@ -224,10 +294,12 @@ class Spills:
     def _note(self, entry: Entry, spilled: Spilled, end: int) -> None:
         """What became of the tokens of an entry up to here."""
         # Unless more was joined to it meanwhile.
-        entry.is_clean = spilled.is_whole and entry.span.end == end
+        self._shelf.set_clean(entry, is_clean=spilled.is_whole and entry.span.end == end)
         entry.clean_token_bytes = spilled.token_bytes if entry.is_clean else 0.0
         if not spilled.is_whole:
-            self._untaken[entry] = self._as_untaken(entry, spilled.refused)
+            self._untaken[entry] = self._as_untaken(entry, spilled.refused, spilled.end)
+            if spilled.refused is not None and spilled.refused.reason is Refusal.QUEUE_FULL:
+                self._blocked[entry] = spilled.refused
         self._counters["spilled_spans" if spilled.is_whole else "refused_spills"] += 1
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Literal
 
@@ -33,16 +33,18 @@ from kvstrata.store.mover import Job, Mover
 from kvstrata.store.options import Cleared, StoreOptions
 from kvstrata.store.pending import Pending
 from kvstrata.store.pins import Pins
+from kvstrata.store.policy import Kind
 from kvstrata.store.precision import Precision
 from kvstrata.store.pressure import PlanOf, Pressure
 from kvstrata.store.report import Ending, Explanation, TierUsage, disk_counts, disk_usage, totals_usage
 from kvstrata.store.requantize import Change, Changed, Progress
 from kvstrata.store.restore import Restorer
-from kvstrata.store.room import Room
+from kvstrata.store.room import Room, Shrunk
 from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
 from kvstrata.store.spills import Spills
 from kvstrata.store.totals import Totals
+from kvstrata.store.unwritten import Unwritten
 from kvstrata.tiers.lookups import Lookup
 
 # Tokens of requests that eviction learns from.
@@ -74,7 +76,8 @@ class Store:
             needs_marks=self.needs_marks,
             max_tokens=self._max_tokens(plan),
             ttl_s=options.ttl_s,
-            on_evict=lambda leaf: self.room.before_eviction(leaf),
+            before_eviction=lambda leaf: self.room.before_eviction(leaf),
+            evicted=lambda leaf, start: self.room.evicted(leaf, start),
             clock=clock,
         )
         self.pins = Pins(self._shelf, cold)
@@ -84,7 +87,7 @@ class Store:
         self._mover = Mover(self._job, self._tidy, self._get_stuck, changed.add)
         self._totals = Totals(self._shelf.journal.reader(), self._shelf.entries)
         self._pending = Pending(changed, self._mover.has, self.precision.pending_bytes)
-        self._spills = Spills(cold, self._shelf, self.counters, self._failures, self._mover.finish)
+        self._spills = Spills(cold, self._shelf, self.counters, self._failures, self._mover)
         plan_of = plan_of or partial(make_plan, layout)
         self.pressure = Pressure(self._shelf, plan_of, options.ladder, self.precision, self._review)
         self.room = Room(
@@ -94,6 +97,7 @@ class Store:
             self._spills,
             self._admission,
             pending_bytes=self._pending.nbytes,
+            disk_is_working=lambda: cold is not None and cold.is_working,
             hot_bytes=options.hot_bytes,
         )
         self._restorer = Restorer(cold, self._shelf, self.room, self.counters, self._failures, self._review)
@@ -186,6 +190,13 @@ class Store:
         if entry not in lease.entries:
             lease.entries.add(entry)
             self._shelf.change(entry, num_leases=entry.num_leases + 1)
+
+    def hold(self, entries: Iterable[Entry]) -> Lease:
+        """Keep these while a request waits that would go on from them."""
+        lease = Lease(Kind.CONTINUED)
+        for entry in entries:
+            self._pin(entry, lease)
+        return lease
 
     def release(self, lease: Lease) -> None:
         if not lease.is_open:
@@ -349,10 +360,10 @@ class Store:
         """Write what nobody uses and the disk has not, as when memory fills up: bit by bit, by `work`."""
         self._spills.add_free()
 
-    def flush(self, timeout_s: float) -> None:
-        """The end: write all that the disk has not, for at most so long."""
+    def flush(self, timeout_s: float) -> Unwritten:
+        """The end: write all that the disk has not, for at most so long. Tells what is left."""
         self.expire()
-        self._spills.flush(timeout_s)
+        return self._spills.flush(timeout_s)
 
     def close(self) -> None:
         if self.cold is not None:
@@ -368,10 +379,11 @@ class Store:
         """Until something has not been asked for in time; infinite where nothing waits for that."""
         return self._shelf.seconds_to_expiry()
 
-    def shrink_to(self, limit_bytes: int, slice_s: float = math.inf) -> None:
-        """Let spans step down, for about so long, then evict until no more than this is held, or only what is in
-        use."""
-        self.room.shrink_to(limit_bytes, slice_s)
+    def shrink_to(self, limit_bytes: int, slice_s: float = math.inf, *, most_bytes: int | None = None) -> Shrunk:
+        """Let spans step down and evict until no more than this is held, or only what is in use. What a working disk is
+        about to take stays until then, but no more than `most_bytes` are held in any case. `slice_s`: the work that is
+        done here and now, about; the rest is for `work`."""
+        return self.room.shrink_to(limit_bytes, slice_s, most_bytes=most_bytes)
 
     def shorten(self, tokens: Tokens, salt: str, need_bytes: int, *, keeps_used: bool) -> bool:
         """Let go of some of what a match of these would keep in memory, so many bytes if that can be: what it does not
@@ -400,7 +412,7 @@ class Store:
         self._spills.give_up(under)
         for entry in self._shelf.entries:
             if entry.root_key.startswith(under):
-                entry.is_clean = False
+                self._shelf.set_clean(entry, is_clean=False)
         removed = self.cold.tier.clear(under)
         return Cleared(hot.nbytes + removed.disk_bytes, hot.tokens + removed.num_tokens)
 

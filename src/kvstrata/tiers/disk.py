@@ -114,6 +114,7 @@ class DiskTier:
         self.limit_bytes = limit_bytes
         self._clock = clock
         self._ttl_s = math.inf if ttl_s is None else ttl_s
+        self.on_room: Callable[[], None] = lambda: None  # called on our thread when the queue may have room again
         self._counters = Counters()
         self._folder = CacheFolder(directory, files or Files())
         prepare(self._folder)
@@ -130,6 +131,7 @@ class DiskTier:
             first_pause_s=first_pause_s,
             expire=self._expire,
             share=writer_share,
+            on_room=lambda: self.on_room(),
         )
         self._loader = Loader(self._shelf, self._writer.queued, self._counters, chain=chain, clock=clock)
         self._is_closed = False
@@ -174,6 +176,19 @@ class DiskTier:
                 return self._budget.allows(refused.nbytes, self._writer.num_bytes, self._clock())
             case _:
                 return False
+
+    def is_working(self, within_s: float) -> bool:
+        """Whether it is worth waiting for room in the queue: blocks get to the disk, the last one within this time."""
+        return self._writer.is_working(within_s)
+
+    @property
+    def paused_because(self) -> str:
+        """Empty where blocks are taken."""
+        return self._writer.paused_because
+
+    def queued_keys(self) -> frozenset[bytes]:
+        """Of blocks that are on their way."""
+        return self._writer.queued_keys()
 
     def touch(self, blocks: Iterable[BlockId]) -> None:
         """Somebody had a use for these without reading them here. Nothing happens to those that are not here."""

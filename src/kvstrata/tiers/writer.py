@@ -71,13 +71,16 @@ class Writer:
         first_pause_s: float,
         expire: Expire = lambda _: math.inf,
         share: float = SHARE,
+        on_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """`share`: of one core, for what is long; more where somebody waits or the queue fills up."""
+        """`share`: of one core, for what is long; more where somebody waits or the queue fills up. `on_room` is called
+        on the writer's thread whenever a block was tried."""
         self._publish = publish
         self._settle_in = settle_in
         self._expire = expire
         self._expires_s = -math.inf  # when to call it
         self._on_written = on_written
+        self._on_room = on_room
         self._counters = counters
         self._limit_bytes = limit_bytes
         self._changed = threading.Condition()
@@ -85,6 +88,7 @@ class Writer:
         self._lengths: dict[bytes, dict[BlockId, int]] = {}  # of the bases in it, by parent
         self._is_writing = False
         self._bytes = 0
+        self._moved_s = 0.0  # when a block last left the queue, or came to an empty one
         self._pause = Pause(first_pause_s, time.monotonic)
         self._strides = Strides(self._rest, share=share)
         self._num_flushing = 0
@@ -109,6 +113,8 @@ class Writer:
             # A block that is larger than the whole queue goes alone: otherwise it could never be written.
             if self._queue and self._bytes + block.nbytes > self._limit_bytes:
                 return Refusal.QUEUE_FULL
+            if not self._queue:
+                self._moved_s = time.monotonic()
             self._queue[block.id] = _Entry(block)
             self._bytes += block.nbytes
             if block.part == BASE:
@@ -140,6 +146,18 @@ class Writer:
         """Again, for what found none: not just for it, but half of the queue is empty."""
         with self._changed:
             return not self._bytes or self._bytes + max(nbytes, self._limit_bytes // 2) <= self._limit_bytes
+
+    def is_working(self, within_s: float) -> bool:
+        """Whether what is queued gets to the disk: the last attempt did not fail, and a block left the queue no longer
+        ago than this. A disk that hangs says nothing."""
+        with self._changed:
+            if self._is_closing or self._pause.reason:
+                return False
+            return not self._queue or time.monotonic() < self._moved_s + within_s
+
+    def queued_keys(self) -> frozenset[bytes]:
+        with self._changed:
+            return frozenset(block.key for block in self._queue)
 
     @property
     def num_blocks(self) -> int:
@@ -221,6 +239,8 @@ class Writer:
             with self._changed:
                 self._is_writing = False
                 self._changed.notify_all()
+            if batch:
+                self._on_room()
 
     def _settle_in_now(self) -> None:
         outcome = _guarded(self._settle_in)
@@ -321,6 +341,7 @@ class Writer:
         if self._queue.get(entry.block.id) is entry:
             del self._queue[entry.block.id]
             self._bytes -= entry.block.nbytes
+            self._moved_s = time.monotonic()
             following = self._lengths.get(entry.block.parent, {})
             following.pop(entry.block.id, None)
             if not following:
