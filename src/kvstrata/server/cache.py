@@ -20,6 +20,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.config import Size
 from kvstrata.engine.loop import Loop
 from kvstrata.errors import ConfigError, InvalidRequest, Unavailable
+from kvstrata.index.ids import TokenIds, as_ids
 from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.cache_words import (
     ClearAnswer,
@@ -64,6 +65,7 @@ WITHOUT_STORE: HeldAnswer = {"k": {}, "v": {}}
 @dataclass(frozen=True)
 class Prompt:
     tokens: tuple[int, ...]
+    ids: TokenIds  # the same, as the engine's thread wants them: making these of a long prompt takes a while
     salt: str
     key_salt: str  # the caller's without cache_salt
 
@@ -160,7 +162,7 @@ async def pin(request: Request) -> PinAnswer:
 
     def question(loop: Loop) -> int:
         store = _store(loop)
-        return store.pin(prompt.tokens, prompt.salt, _quota_bytes(store, owner, service.pin_quota))
+        return store.pin(prompt.ids, prompt.salt, _quota_bytes(store, owner, service.pin_quota))
 
     return {"prompt_tokens": len(prompt.tokens), "tokens": await ask(service, question)}
 
@@ -173,7 +175,7 @@ async def pin(request: Request) -> PinAnswer:
 )
 async def unpin(request: Request) -> PinAnswer:
     prompt = await _prompt(request)
-    num_tokens = await ask(service_of(request), lambda loop: _store(loop).unpin(prompt.tokens, prompt.salt))
+    num_tokens = await ask(service_of(request), lambda loop: _store(loop).unpin(prompt.ids, prompt.salt))
     return {"prompt_tokens": len(prompt.tokens), "tokens": num_tokens}
 
 
@@ -188,25 +190,25 @@ async def ask(service: Service, question: Callable[[Loop], T]) -> T:
 
 
 async def _explain(service: Service, prompt: Prompt) -> Explanation:
-    explained = await _explain_under(service, prompt.tokens, prompt.salt)
+    explained = await _explain_under(service, prompt.ids, prompt.salt)
     if explained.ends_because in ("complete", "foreign") or prompt.salt == prompt.key_salt:
         return explained
-    unsalted = await _explain_under(service, prompt.tokens, prompt.key_salt)
+    unsalted = await _explain_under(service, prompt.ids, prompt.key_salt)
     if unsalted.cached_tokens <= explained.cached_tokens:
         return explained
     return replace(explained, ends_because="salt", at_token=explained.cached_tokens, instead=(), num_instead=0)
 
 
-async def _explain_under(service: Service, tokens: tuple[int, ...], salt: str) -> Explanation:
+async def _explain_under(service: Service, ids: TokenIds, salt: str) -> Explanation:
     """The disk answers on a thread of its own, for at most so long, and no step waits for it."""
-    lookup = await ask(service, lambda loop: None if loop.store is None else loop.store.ask_disk(tokens, salt))
+    lookup = await ask(service, lambda loop: None if loop.store is None else loop.store.ask_disk(ids, salt))
     is_answered = lookup is not None and await to_thread.run_sync(lookup.wait, EXPLAIN_S)
     on_disk = lookup.answer if lookup is not None and is_answered else None
 
     def question(loop: Loop) -> Explanation:
         if loop.store is None:
-            return Explanation(len(tokens), 0, {}, "foreign", 0)
-        return loop.store.explain(tokens, salt, on_disk)
+            return Explanation(len(ids), 0, {}, "foreign", 0)
+        return loop.store.explain(ids, salt, on_disk)
 
     return await ask(service, question)
 
@@ -288,7 +290,8 @@ def read_prompt(service: Service, body: bytes, scope: Scope) -> Prompt:
     request: dict[str, Any] = {"model": asked.model or service.name, "prompt": ids, "tokens": None}
     body = asked.model_copy(update=request).model_dump_json(exclude_none=True).encode()
     job = (completion_job if asked.messages is None else chat_job)(service, body, scope)
-    return Prompt(job.requests[0].prompt, job.requests[0].salt, salt_of(scope, None))
+    tokens = job.requests[0].prompt
+    return Prompt(tokens, as_ids(tokens), job.requests[0].salt, salt_of(scope, None))
 
 
 def _change(asked: RequantizeAsked, scope: Scope) -> Change:
