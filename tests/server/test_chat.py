@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,11 +90,11 @@ def test_stream_on_the_wire(served: Served) -> None:
         assert response.headers["content-type"].startswith("text/event-stream")
         assert response.headers["x-kvstrata-cached-tokens"] == "0"
         text = "".join(response.iter_text())
-    blocks = text.split("\n\n")
-    assert blocks[-2:] == ["data: [DONE]", ""]
-    comments = [block for block in blocks if block.startswith(":")]
+    comments = re.findall(r"^:.*\n", text, re.MULTILINE)
     assert comments[0].startswith(": prefill 0/")
-    events = [json.loads(block.removeprefix("data: ")) for block in blocks[len(comments) : -2]]
+    blocks = re.sub(r"^:.*\n", "", text, flags=re.MULTILINE).split("\n\n")
+    assert blocks[-2:] == ["data: [DONE]", ""]
+    events = [json.loads(block.removeprefix("data: ")) for block in blocks[:-2]]
     assert all(event["object"] == "chat.completion.chunk" and "usage" not in event for event in events)
     assert events[-1]["choices"][0]["finish_reason"] == "length"
 

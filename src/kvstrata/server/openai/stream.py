@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.types import Send
@@ -16,7 +18,7 @@ from kvstrata.server.openai.choices import Choice
 
 CANCELLED = "The server cancelled this reply. Send the request again."
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": waiting\n\n"
+COMMENT_S = 1.0  # no two comments within this
 
 
 def failure(event: Event) -> RequestError | None:
@@ -39,8 +41,6 @@ class EventWriter:
         event, choice = arrival.event, self._choices[arrival.index]
         if isinstance(event, Piece):
             return self._events(choice.add(event))
-        if isinstance(event, Prefilled):
-            return f": prefill {event.done}/{event.total}\n\n".encode()
         if isinstance(event, Finished):
             self._usages.append(event.usage)
             return self._events(choice.end(event))
@@ -56,24 +56,67 @@ class EventWriter:
         return b"".join(_event({**self._envelope, "choices": [choice], **extra}) for choice in choices)
 
 
+class Comments:
+    """What a client is told beside events: how far its prompt is, and something before a silence gets too long.
+
+    Silence is what the client hears, whatever the engine does: a tool call is thousands of tokens and one event. One
+    newline ends a comment: with an empty line after it some clients take it for an event.
+    """
+
+    def __init__(self, keep_alive_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keep_alive_s = keep_alive_s
+        self._gap_s = min(COMMENT_S, keep_alive_s)
+        self._clock = clock
+        self._sent = clock()  # when the client last heard anything
+        self._commented = -math.inf
+        self._doing = "waiting"
+        self._is_news = False
+
+    def note(self, event: Event) -> None:
+        if isinstance(event, Prefilled):
+            self._doing, self._is_news = f"prefill {event.done}/{event.total}", True
+        elif isinstance(event, Piece):
+            self._doing, self._is_news = "writing", False
+
+    def left_s(self) -> float:
+        """Until the next one is due."""
+        silent_until = self._sent + self._keep_alive_s
+        due = min(silent_until, self._commented + self._gap_s) if self._is_news else silent_until
+        return max(0.0, due - self._clock())
+
+    def due(self) -> bytes:
+        """What is to be sent now, if anything is."""
+        if self.left_s() > 0:
+            return b""
+        self._commented, self._is_news = self._clock(), False
+        return f": {self._doing}\n".encode()
+
+    def on_sent(self) -> None:
+        self._sent = self._clock()
+
+
 async def send_stream(replies: Replies, writer: EventWriter, send: Send, *, keep_alive_s: float) -> None:
     """Headers wait for the first event, which tells how much was cached; but not longer than a client might."""
     begun = False
+    comments = Comments(keep_alive_s)
     while not replies.ended:
-        arrivals = await _take(replies, keep_alive_s)
+        arrivals = await _take(replies, comments.left_s())
+        for arrival in arrivals:
+            comments.note(arrival.event)
         failed = next((error for arrival in arrivals if (error := failure(arrival.event))), None)
         if not begun:
             if failed:
                 raise failed
             begun = True
             await _send_start(send, _cached_headers(replies, arrivals))
-        body = b"".join([writer.encode(arrival) for arrival in arrivals]) if arrivals else KEEP_ALIVE
+        body = comments.due() + b"".join([writer.encode(arrival) for arrival in arrivals])
         if failed:
             error = error_object(failed.message, kind=failed.type, code=failed.code)
             await _send_body(send, body + _event(error), more=False)
             return
         if body:
             await _send_body(send, body, more=True)
+            comments.on_sent()
     await _send_body(send, writer.end(), more=False)
 
 

@@ -1,0 +1,122 @@
+"""How a stream breaks its silence, and that clients do not take that for an event."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+from starlette.types import Message
+
+from kvstrata.engine.request import Finished, Piece, Prefilled, Request, Sink, Usage
+from kvstrata.server.bridge import Replies
+from kvstrata.server.openai.choices import CompletionChoice
+from kvstrata.server.openai.stream import Comments, EventWriter, send_stream
+from tests.server.conftest import running
+from tests.tiny import tiny_loaded
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_comments_are_a_second_apart_and_end_in_one_newline() -> None:
+    clock = Clock()
+    comments = Comments(10.0, clock)
+    said = []
+    for step in range(41):  # a chunk every quarter of a second, for ten seconds
+        clock.now_s = 100.0 + step / 4
+        comments.note(Prefilled(step, 41))
+        said.append(comments.due())
+        if said[-1]:
+            comments.on_sent()
+    assert [line for line in said if line] == [b": prefill %d/41\n" % step for step in range(0, 41, 4)]
+
+
+def test_news_that_came_too_soon_is_told_when_it_is_time() -> None:
+    clock = Clock()
+    comments = Comments(10.0, clock)
+    comments.note(Prefilled(1, 9))
+    assert comments.due() == b": prefill 1/9\n"
+    comments.on_sent()
+    clock.now_s += 0.25
+    comments.note(Prefilled(2, 9))
+    assert comments.due() == b""
+    assert comments.left_s() == 0.75
+    clock.now_s += 0.75
+    assert comments.due() == b": prefill 2/9\n"
+
+
+def test_silence_is_what_the_client_hears() -> None:
+    clock = Clock()
+    comments = Comments(10.0, clock)
+    for _ in range(19):  # tokens come all the time
+        clock.now_s += 0.5
+        comments.note(Piece(""))
+        assert comments.due() == b""
+    clock.now_s += 0.5
+    assert comments.due() == b": writing\n"
+    comments.on_sent()
+    assert comments.left_s() == 10.0
+    clock.now_s += 9.5
+    assert comments.due() == b""
+
+
+class CallWriter:
+    """Stands in for an engine whose model writes a tool call: a token now and then, and nothing to show."""
+
+    def __init__(self, num_tokens: int, gap_s: float) -> None:
+        self._num_tokens = num_tokens
+        self._gap_s = gap_s
+        self._task: asyncio.Task[None] | None = None
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        del request
+        self._task = asyncio.get_running_loop().create_task(self._write(sink))
+
+    def cancel(self, request_id: str) -> None:
+        raise AssertionError(f"{request_id} has ended by itself")
+
+    async def _write(self, sink: Sink) -> None:
+        sink(Prefilled(0, 5))
+        for _ in range(self._num_tokens):
+            await asyncio.sleep(self._gap_s)
+            sink(Piece(""))
+        sink(Finished("stop", Usage(5, 0, self._num_tokens)))
+
+
+def test_a_long_tool_call_is_not_silent() -> None:
+    sent: list[bytes] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message.get("body", b""))
+
+    async def stream() -> None:
+        request = Request("one", (1, 2), 100)
+        with Replies(CallWriter(num_tokens=40, gap_s=0.02), [request]) as replies:
+            replies.submit()
+            writer = EventWriter({}, [CompletionChoice(0, tiny_loaded("llama").tokenizer)], include_usage=False)
+            await send_stream(replies, writer, send, keep_alive_s=0.1)
+
+    asyncio.run(stream())
+    # 0.8 s at least. The first comment tells of the prefill.
+    assert sent.count(b": writing\n") >= 4
+
+
+def test_the_openai_client_skips_comments_before_events() -> None:
+    with (
+        running(tiny_loaded("llama"), keep_alive_s=0.0001, prefill_chunk_tokens=1) as served,
+        served.openai() as client,
+    ):
+        asked = {"model": served.name, "prompt": [9] * 40, "max_tokens": 20, "temperature": 0}
+        with served.http() as http, http.stream("POST", "/v1/completions", json={**asked, "stream": True}) as raw:
+            text = "".join(raw.iter_text())
+        assert re.search(r"^: prefill \d+/40\n(: .*\n)*data: \{", text, re.MULTILINE)
+        assert "\n\n:" not in text.partition("data:")[0]  # no comment is an event by itself
+        fresh = {**asked, "extra_body": {"cache_salt": "another"}}
+        streamed = list(client.completions.create(**fresh, stream=True))
+        whole = client.completions.create(**asked)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == whole.choices[0].text
+    assert all(chunk.choices for chunk in streamed)
