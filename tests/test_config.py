@@ -203,3 +203,34 @@ def test_bits_and_groups_are_numbers_however_they_are_given() -> None:
     assert [getattr(settings, name) for name in flags] == [4, 32, 8, 2]
     with pytest.raises(ConfigError, match=r"--kv-cache-bits.*8, 4 or 2"):
         load(flags={"kv_cache_bits": "7"})
+
+
+def test_a_service_link_is_no_port(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What Kubernetes sets in every container for a service that is called kvstrata."""
+    for name, value in {
+        "PORT": "tcp://10.0.0.1:9000",
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT": "9000",
+        "SERVICE_PORT_HTTP": "9000",
+        "PORT_9000_TCP": "tcp://10.0.0.1:9000",
+        "PORT_9000_TCP_PROTO": "tcp",
+        "PORT_9000_TCP_PORT": "9000",
+        "PORT_9000_TCP_ADDR": "10.0.0.1",
+    }.items():
+        monkeypatch.setenv(f"KVSTRATA_{name}", value)
+    with caplog.at_level("WARNING", "kvstrata.config"):
+        settings = load()
+    assert (settings.host, settings.port) == ("127.0.0.1", 8000)
+    (line,) = caplog.messages
+    assert "KVSTRATA_PORT=tcp://10.0.0.1:9000" in line
+    assert load(flags={"port": "7000"}).port == 7000
+
+
+def test_other_wrong_ports_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVSTRATA_PORT", "10.0.0.1:8000")
+    with pytest.raises(ConfigError, match="KVSTRATA_PORT"):
+        load()
+    monkeypatch.delenv("KVSTRATA_PORT")
+    for flags, config in (({"port": "tcp://a:1"}, None), ({}, toml(tmp_path, 'port = "tcp://a:1"'))):
+        with pytest.raises(ConfigError, match="--port"):
+            load(config, flags)

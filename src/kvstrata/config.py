@@ -8,6 +8,7 @@ it and hands plain values down.
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
 import re
 import tomllib
@@ -19,10 +20,12 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.sources import InitSettingsSource
 
 from kvstrata.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "KVSTRATA_"
 UNITS = {"": 1, "B": 1}
@@ -30,6 +33,7 @@ UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 SIZE_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)")
 HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+")
+LINK_PATTERN = re.compile(r"(?:tcp|udp|sctp)://", re.IGNORECASE)
 NOT_A_KEY = "an API key must be printable ASCII without spaces"
 KEY_SETTINGS = ("api_key", "api_key_file", "admin_key", "admin_key_file")
 SIZE_EXAMPLES = "Write it like 8GiB, 500MB, 1.5GB, 1048576 or 20%"
@@ -298,6 +302,24 @@ class Settings(BaseSettings):
     kv_floor_v: Bits = _setting(4, "Fewest bits of values, likewise", panel="KV cache", unit="bits")
 
     max_body_bytes: ByteCount = _setting(32 * 1024**2, "Largest request body", panel="Process", unit="size", ge=1024)
+    body_timeout_s: float = _setting(
+        30.0, "How long a request body may take to arrive; each KiB that has arrived adds a second", panel="Process",
+        unit="seconds", gt=0, le=86400,
+    )  # fmt: skip
+    max_header_bytes: ByteCount = _setting(
+        32 * 1024, "Largest headers of a request", panel="Process", unit="size", ge=1024, le=1024**2
+    )
+    header_timeout_s: float = _setting(
+        20.0, "How long the headers of a request may take to arrive", panel="Process", unit="seconds", gt=0, le=86400
+    )
+    send_timeout_s: float = _setting(
+        60.0, "How long a client may read less than 1 KiB a second of an answer that waits for it", panel="Process",
+        unit="seconds", gt=0, le=86400,
+    )  # fmt: skip
+    max_connections: int = _setting(
+        512, "Most connections at once; past it idle ones close, and if there are none 503", panel="Process",
+        unit="connections", ge=1, le=100_000,
+    )  # fmt: skip
     drain_timeout_s: float = _setting(
         30.0, "How long the first Ctrl-C lets running replies go on; a disk cache gets as long again to be written, "
         "and no less than 30", panel="Process", unit="seconds", ge=0, le=86400
@@ -315,6 +337,10 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         del dotenv_settings, file_secret_settings
         assert isinstance(init_settings, InitSettingsSource)
+        assert isinstance(env_settings, EnvSettingsSource)
+        env_settings.env_vars = {
+            name: value for name, value in env_settings.env_vars.items() if not is_service_link(name, value)
+        }
         file_values = init_settings.init_kwargs.pop("_file", {})
         return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=file_values)
 
@@ -352,6 +378,9 @@ def load(config: Path | None = None, flags: Mapping[str, Any] | None = None) -> 
     # pydantic takes a blank variable as not set; but who sets one of these wants a locked server.
     given: dict[str, Any] = {name: "" for name in KEY_SETTINGS if os.environ.get(env_name(name)) == ""}
     given |= {name: value for name, value in (flags or {}).items() if value is not None}
+    port_name = env_name("port")
+    if is_service_link(port_name, port := os.environ.get(port_name)):
+        logger.warning("%s=%s is a link to a service of that name, not a port: ignored.", port_name, port)
     path = config or default_config_path()
     file_values = read_toml(path) if config or path.is_file() else {}
     try:
@@ -359,6 +388,12 @@ def load(config: Path | None = None, flags: Mapping[str, Any] | None = None) -> 
     except ValidationError as error:
         problems = [_problem(detail) for detail in error.errors(include_url=False)]
         raise ConfigError("\n".join(problems)) from None
+
+
+def is_service_link(name: str, value: str | None) -> bool:
+    """For a service called kvstrata Kubernetes sets KVSTRATA_PORT=tcp://10.0.0.1:8000 in every container, as Docker did
+    for links. The other names that they set (KVSTRATA_SERVICE_HOST, KVSTRATA_PORT_8000_TCP) are no settings."""
+    return name.upper() == env_name("port") and LINK_PATTERN.match(value or "") is not None
 
 
 def default_config_path() -> Path:
@@ -417,9 +452,14 @@ def default_text(field: FieldInfo) -> str:
     value = field.default
     if value is None or value == ():
         return "none"
-    if field.annotation is int and value >= 1024**2:
+    if _unit(field) == "size" and isinstance(value, int) and value:
         return human_bytes(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _unit(field: FieldInfo) -> object:
+    extra = field.json_schema_extra
+    return extra.get("unit") if isinstance(extra, dict) else None
 
 
 def _problem(detail: ErrorDetails) -> str:

@@ -44,7 +44,9 @@ def serve(
     The first Ctrl-C lets running replies finish, the second ends at once.
     """
     from kvstrata.config import load as load_settings
+    from kvstrata.server.logs import show_messages
 
+    show_messages("warning")  # until the settings say which
     run(load_settings(config, _given(context, {"model": model, **flags})))
 
 
