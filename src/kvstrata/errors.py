@@ -14,10 +14,12 @@
         |-- Unauthorized        401: no key, or not one of ours
         |-- Forbidden           403: a host or page that a server without keys does not answer; pins past a key's quota
         |-- ModelNotFound       404: another model's name
+        |-- RequestTimeout      408: headers or body did not arrive in time
         |-- BodyTooLarge        413: more bytes than the server reads
         |-- QueueFull           429: try again in a while
+        |-- HeadersTooLarge     431: more bytes than the server reads before a body
         |-- ReplyFailed         500: the engine could not finish a reply
-        `-- Unavailable         503: the server is draining, or the engine has stopped
+        `-- Unavailable         503: the server is draining or has too many connections, or the engine has stopped
 
 Messages say what is wrong and what to do next.
 """
@@ -89,6 +91,11 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class RequestTimeout(RequestError):
+    status = 408
+    code = "request_timeout"
+
+
 class BodyTooLarge(RequestError):
     status = 413
     code = "body_too_large"
@@ -99,6 +106,11 @@ class QueueFull(RequestError):
     type = "rate_limit_error"
     code = "queue_full"
     retry_after_s = 2
+
+
+class HeadersTooLarge(RequestError):
+    status = 431
+    code = "headers_too_large"
 
 
 class ReplyFailed(RequestError):

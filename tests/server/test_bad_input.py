@@ -161,6 +161,22 @@ def test_too_many_tokens_asked_for(served: Served) -> None:
     assert "8182" in error["message"]
 
 
+def test_a_text_that_cannot_fit_is_not_tokenized(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty megabytes take seconds and a gigabyte of memory to tokenize; that they are too many is plain before."""
+    long = "word " * 6_000_000
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        (TEXT, {"prompt": long}),
+        (CHAT, {"messages": [{"role": "user", "content": long}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": long}]}]}),
+    ]
+    with monkeypatch.context() as patched:
+        patched.setattr("kvstrata.text.tokens._encode", None)
+        for path, body in bodies:
+            error = error_of(served.ask(path, **body), 400)
+            assert error["code"] == "context_length_exceeded"
+            assert "8192" in error["message"]
+
+
 def test_body_of_50_mb(served: Served) -> None:
     error = error_of(served.ask(CHAT, messages=[{"role": "user", "content": "x" * 50_000_000}]), 413)
     assert "--max-body-bytes" in error["message"]

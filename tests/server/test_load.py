@@ -15,6 +15,7 @@ import pytest
 
 from kvstrata.engine.loop import Loop
 from tests.server.conftest import Served, running
+from tests.server.raw import connected, head
 from tests.server.test_ops import scrape
 from tests.tiny import VOCAB, tiny_loaded
 
@@ -71,6 +72,18 @@ def test_full_queue_is_429_and_leaves_nothing_behind(narrow: Served) -> None:
     narrow.wait_idle()
     assert scrape(narrow)['kvstrata_requests_refused_total{reason="queue_full"}'] == 1
     # Of the list of two the first had found a place in the queue; it must not run on for nobody.
+    assert ended(narrow)
+
+
+def test_a_full_queue_is_told_before_the_body_is_read(narrow: Served) -> None:
+    with narrow.http() as http:
+        streams = [begin(http, narrow, max_tokens=4000) for _ in range(3)]
+        with connected(narrow) as line:
+            line.sendall(head("/v1/completions", Content_Type="application/json", Content_Length=30_000_000))
+            assert line.recv(1 << 12).startswith(b"HTTP/1.1 429")
+        for stream in streams:
+            stream.close()
+    narrow.wait_idle()
     assert ended(narrow)
 
 

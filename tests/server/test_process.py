@@ -19,6 +19,7 @@ from kvstrata.config import Settings, env_name, flag_name
 from kvstrata.models.loaded import LoadedModel
 from tests.models.conftest import write_model
 from tests.server.conftest import Served
+from tests.server.raw import answer, head
 from tests.tiny import tiny_config, tiny_module
 
 KVSTRATA = (sys.executable, "-c", "from kvstrata.cli import main; main()")
@@ -141,3 +142,17 @@ def test_sigterm_ends_an_idle_server_with_0(tmp_path: Path) -> None:
         assert "tiny" in start
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0
+
+
+def test_sigterm_with_a_half_sent_body_leaves_no_traceback(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "tiny", tiny_module("llama"), tiny_config("llama"))
+    log = tmp_path / "log"
+    with serving(log, str(folder)) as (process, url, _), socket.socket() as line:
+        line.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        line.settimeout(60)
+        line.sendall(head("/v1/completions", Content_Type="application/json", Content_Length=100) + b"{")
+        assert httpx.get(f"{url}/health").status_code == 200  # the server has seen what came before
+        process.send_signal(signal.SIGTERM)
+        assert answer(line)[0] == 503
+        assert process.wait(30) == 0
+    assert log.read_text() == ""

@@ -10,7 +10,7 @@ import itertools
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -99,12 +99,14 @@ class Engine:
             self._accepting = True
 
     def submit(self, request: Request, sink: Sink) -> None:
-        try:
+        with self._counting_refusals():
             self._enqueue(request, sink)
-        except RequestError as error:
-            self._metrics.refused.labels(reason=error.code or "invalid").inc()
-            raise
         self._metrics.prompt_tokens.inc(len(request.prompt))
+
+    def require_room(self) -> None:
+        """Raises what `submit` would raise now for any request: for callers who have work to do before they submit."""
+        with self._counting_refusals(), self._lock:
+            self._require_place()
 
     def cancel(self, request_id: str) -> None:
         self._inbox.put(lambda: self._loop.cancel(request_id))
@@ -181,16 +183,27 @@ class Engine:
     def _enqueue(self, request: Request, sink: Sink) -> None:
         max_tokens = self._check(request)
         with self._lock:
-            if not self._accepting:
-                raise Unavailable("The server is shutting down and takes no new requests.")
+            self._require_place()
             if request.id in self._open:
                 raise InvalidRequest(f"A request with the id {request.id!r} is running already.")
-            if len(self._open) >= self._limits.max_running + self._limits.max_waiting:
-                raise QueueFull(f"{len(self._open)} requests are running or waiting already. Try again in a moment.")
             self._open.add(request.id)
             sequence = Sequence(request, self._closing(request.id, sink), max_tokens, next(self._arrivals))
             # Under the lock: a stop that comes now finds it.
             self._inbox.put(lambda: self._loop.enqueue(sequence))
+
+    def _require_place(self) -> None:
+        if not self._accepting:
+            raise Unavailable("The server is shutting down and takes no new requests.")
+        if len(self._open) >= self._limits.max_running + self._limits.max_waiting:
+            raise QueueFull(f"{len(self._open)} requests are running or waiting already. Try again in a moment.")
+
+    @contextlib.contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except RequestError as error:
+            self._metrics.refused.labels(reason=error.code or "invalid").inc()
+            raise
 
     def _closing(self, request_id: str, sink: Sink) -> Sink:
         """The request's sink, with its last event seen by us first: whoever gets it may submit the next at once."""

@@ -26,7 +26,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(dashboard.router)
     errors.install(app)
     # The one added last sees a request first.
-    app.add_middleware(LimitBody, max_bytes=service.max_body_bytes)
+    app.add_middleware(LimitBody, bounds=service.bounds)
     if service.keys:
         app.add_middleware(RequireKey, keys=service.keys)
     else:

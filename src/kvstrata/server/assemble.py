@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 import shutil
 import socket
 import time
@@ -15,12 +17,18 @@ from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.service import Service
+from kvstrata.server.wire.bounds import Bounds
 from kvstrata.spans.plan import choose_names
 from kvstrata.store.ladder import parse_lengths
 from kvstrata.text.harmony import harmony_marks
 from kvstrata.text.template import ChatTemplate
+from kvstrata.text.tokens import longest_token_chars
+
+logger = logging.getLogger(__name__)
 
 MIN_DISK_BYTES = 16 << 20
+# The model's, the disk cache's, the libraries', and connections that are told that there are too many.
+OTHER_FILES = 192
 # For what is not on the disk yet when the server ends, however little time running replies get.
 MIN_FLUSH_S = 30.0
 
@@ -40,12 +48,13 @@ def start_service(settings: Settings, loaded: LoadedModel, *, total_memory_bytes
         names=_names(settings, loaded),
         context_tokens=engine.context_tokens,
         max_prompts=max(1, settings.max_waiting),
-        max_body_bytes=settings.max_body_bytes,
+        longest_token_chars=longest_token_chars(loaded.tokenizer),
         sampling=loaded.sampling if settings.generation_config == "model" else SamplingDefaults(),
         harmony=harmony_marks(loaded.tokenizer),
         keys=_keys(settings),
         pin_quota=settings.pin_quota,
         hosts=frozenset({settings.host, socket.gethostname(), *settings.allowed_host}),
+        bounds=_bounds(settings),
         started=int(time.time()),
     )
 
@@ -53,6 +62,30 @@ def start_service(settings: Settings, loaded: LoadedModel, *, total_memory_bytes
 def _keys(settings: Settings) -> tuple[ApiKey, ...]:
     plain = (ApiKey.of(key) for key in settings.plain_keys)
     return (*plain, *(ApiKey.of(key, is_admin=True) for key in settings.admin_keys))
+
+
+def _bounds(settings: Settings) -> Bounds:
+    return Bounds(
+        max_connections=_connections(settings.max_connections),
+        max_header_bytes=settings.max_header_bytes,
+        header_timeout_s=settings.header_timeout_s,
+        max_body_bytes=settings.max_body_bytes,
+        body_timeout_s=settings.body_timeout_s,
+        send_timeout_s=settings.send_timeout_s,
+    )
+
+
+def _connections(asked: int) -> int:
+    """As many as this process may have files open, less what else it opens."""
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if max_files == resource.RLIM_INFINITY or asked <= max_files - OTHER_FILES:
+        return asked
+    possible = max(1, max_files - OTHER_FILES)
+    logger.warning(
+        "At most %d connections instead of %d (--max-connections): this process may have %d files open. "
+        "Raise that with: ulimit -n %d", possible, asked, max_files, asked + OTHER_FILES,
+    )  # fmt: skip
+    return possible
 
 
 def _limits(settings: Settings, total_memory_bytes: int) -> Limits:

@@ -15,6 +15,10 @@ from typing import Protocol
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
 from kvstrata.errors import Unavailable
 
+# Events that are taken at a time. A client that did not read for a while finds thousands; encoding all of them at once
+# would hold up every other client.
+MAX_TAKEN = 64
+
 
 class Submits(Protocol):
     """The part of the engine that a reply needs."""
@@ -68,10 +72,10 @@ class Replies:
         return not self._open and self._queue.empty()
 
     async def take(self, timeout_s: float | None = None) -> list[Arrival]:
-        """At least one event and every other that is there already. Raises TimeoutError."""
+        """At least one event and others that are there already. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             taken = [await self._queue.get()]
-        while not self._queue.empty():
+        while not self._queue.empty() and len(taken) < MAX_TAKEN:
             taken.append(self._queue.get_nowait())
         for arrival in taken:
             if isinstance(arrival.event, Finished | Failed):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,7 +16,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from kvstrata.errors import RequestError, Unauthorized
+from kvstrata.errors import RequestError, RequestTimeout, Unauthorized
 
 logger = logging.getLogger("kvstrata.server")
 
@@ -46,8 +47,18 @@ def error_response(error: RequestError) -> JSONResponse:
         headers["Retry-After"] = str(error.retry_after_s)
     if isinstance(error, Unauthorized):
         headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, RequestTimeout):
+        headers["Connection"] = "close"  # what is left of the request may still come
     body = error_object(error.message, kind=error.type, param=error.param, code=error.code)
     return JSONResponse(body, error.status, headers)
+
+
+def raw_error(error: RequestError) -> bytes:
+    """The whole response, for a client whose request never reaches the app."""
+    response = error_response(error)
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
+    lines += [name + b": " + value for name, value in response.raw_headers if name != b"connection"]
+    return b"\r\n".join([*lines, b"connection: close", b"", b""]) + bytes(response.body)
 
 
 def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -61,6 +72,7 @@ DESCRIPTIONS: Mapping[int, str] = {
     403: "A server without keys was called by a name that is not its own, or from another site's page; or a key would "
     "pin more than its quota",
     404: "No such model",
+    408: "The body did not arrive in time",
     413: "The body is larger than the server reads",
     429: "The queue is full; see Retry-After",
     503: "The server is draining; see Retry-After",

@@ -1,46 +1,71 @@
-"""How large a body may be. Counts bytes as they arrive, so a client that lies about its length is stopped too."""
+"""How large a body may be and how long it may take. Counts bytes as they arrive, so a client that lies about its length
+is stopped too."""
 
 from __future__ import annotations
+
+import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstrata.config import human_bytes
-from kvstrata.errors import BodyTooLarge
+from kvstrata.errors import BodyTooLarge, RequestTimeout
 from kvstrata.server.errors import error_response
+from kvstrata.server.wire.bounds import MIN_BYTES_S, Bounds
 
 
 class LimitBody:
-    """Middleware. Answers 413 before the body is read where its length is told, else as soon as it is too long."""
+    """Middleware. Answers 413 before the body is read where its length is told, else as soon as it is too long; and
+    408 when it takes too long."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, bounds: Bounds) -> None:
         self.app = app
-        self.max_bytes = max_bytes
+        self.bounds = bounds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        if _told_length(scope) > self.max_bytes:
-            return await error_response(self._error())(scope, receive, send)
-        return await self.app(scope, self._counting(receive), send)
+        if _told_length(scope) > self.bounds.max_body_bytes:
+            return await error_response(_too_large(self.bounds.max_body_bytes))(scope, receive, send)
+        return await self.app(scope, Body(receive, self.bounds), send)
 
-    def _counting(self, receive: Receive) -> Receive:
-        seen = 0
 
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self.max_bytes:
-                raise self._error()
-            return message
+class Body:
+    """ASGI's receive, bounded until the body is there. Afterwards it waits as long as the app does."""
 
-        return counted
+    def __init__(self, receive: Receive, bounds: Bounds) -> None:
+        self._receive = receive
+        self._bounds = bounds
+        self._num_bytes = 0
+        self._complete = False
+        self._began = asyncio.get_running_loop().time()
 
-    def _error(self) -> BodyTooLarge:
-        return BodyTooLarge(
-            f"The body is larger than the {human_bytes(self.max_bytes)} that this server reads. Send less, or start it "
-            "with a larger --max-body-bytes (KVSTRATA_MAX_BODY_BYTES)."
-        )
+    async def __call__(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        message = await self._in_time()
+        self._num_bytes += len(message.get("body", b""))
+        self._complete = not message.get("more_body", False)
+        if self._num_bytes > self._bounds.max_body_bytes:
+            raise _too_large(self._bounds.max_body_bytes)
+        return message
+
+    async def _in_time(self) -> Message:
+        allowed_s = self._bounds.body_timeout_s + self._num_bytes / MIN_BYTES_S
+        try:
+            async with asyncio.timeout_at(self._began + allowed_s):
+                return await self._receive()
+        except TimeoutError:
+            raise RequestTimeout(
+                f"The body did not arrive in time: {self._num_bytes} bytes in {allowed_s:.0f} s. Send it again; where "
+                "the line is slow, start the server with a larger --body-timeout-s (KVSTRATA_BODY_TIMEOUT_S)."
+            ) from None
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"The body is larger than the {human_bytes(max_bytes)} that this server reads. Send less, or start it "
+        "with a larger --max-body-bytes (KVSTRATA_MAX_BODY_BYTES)."
+    )
 
 
 def _told_length(scope: Scope) -> int:

@@ -7,6 +7,7 @@ up, then the engine stops and whoever is left gets an error.
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import socket
 import sys
@@ -18,6 +19,7 @@ from anyio import to_thread
 
 from kvstrata.server.app import create_app
 from kvstrata.server.service import Service
+from kvstrata.server.wire.connection import Connection
 
 FLUSH_S = 5  # for connections to take what was written to them
 INTERRUPTED = 130
@@ -47,6 +49,16 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        end = asyncio.get_running_loop().call_later(FLUSH_S, self._end_connections)
+        await super().shutdown(sockets)
+        end.cancel()
+
+    def _end_connections(self) -> None:
+        for connection in tuple(self.server_state.connections):
+            if isinstance(connection, Connection):
+                connection.transport.abort()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Called by uvicorn for SIGINT and SIGTERM, in the main thread."""
@@ -93,7 +105,9 @@ def _uvicorn_config(service: Service, log_level: str) -> uvicorn.Config:
         server_header=False,
         lifespan="off",
         ws="none",
-        timeout_graceful_shutdown=FLUSH_S,
+        # The server ends its connections itself after FLUSH_S; a task that hangs on longer is a defect.
+        timeout_graceful_shutdown=2 * FLUSH_S,
+        http=functools.partial(Connection, service.bounds),  # pyright: ignore[reportArgumentType]
         # An agent thinks for minutes between two requests; a connection kept open saves it a round trip.
         timeout_keep_alive=120,
     )

@@ -13,6 +13,7 @@ from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.bridge import Door
+from kvstrata.server.wire.bounds import Bounds
 from kvstrata.text.harmony import HarmonyMarks
 from kvstrata.text.template import ChatTemplate
 
@@ -27,13 +28,14 @@ class Service:
     names: frozenset[str]  # what requests may call it
     context_tokens: int
     max_prompts: int  # in one completions request
-    max_body_bytes: int
+    longest_token_chars: int
     pin_quota: Size  # of the memory for stored KV, for each key that is no admin's
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that leave it out
     harmony: HarmonyMarks | None = None  # None: the model's replies are plain text
     keys: tuple[ApiKey, ...] = ()
     hosts: frozenset[str] = frozenset()  # names that it may be called by where there are no keys
     keep_alive_s: float = 10.0  # longest silence on a stream
+    bounds: Bounds = field(default_factory=Bounds)  # of connections and what comes on them
     started: int = 0  # seconds since the epoch
     door: Door = field(default_factory=Door)
 

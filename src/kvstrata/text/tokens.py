@@ -45,6 +45,11 @@ def require_unicode(text: str, *, param: str) -> None:
         raise InvalidRequest(message, param=param) from fault
 
 
+def longest_token_chars(tokenizer: TokenizerWrapper) -> int:
+    """No token stands for more characters of a text: so a text has at least its length over this in tokens."""
+    return max(map(len, hf_tokenizer(tokenizer).get_vocab()), default=1)
+
+
 def token_text(tokenizer: TokenizerWrapper, id: int) -> str:
     """One token as text, its space kept. A part of a character shows as U+FFFD: `token_bytes` is exact."""
     return token_bytes(tokenizer, id).decode("utf-8", "replace")

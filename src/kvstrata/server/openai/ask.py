@@ -18,6 +18,7 @@ from starlette.types import Scope
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.errors import ContextTooLong, InvalidRequest, ModelNotFound
 from kvstrata.server.auth import salt_of
+from kvstrata.server.openai.lengths import require_possible_chat, require_possible_text
 from kvstrata.server.openai.schema import ChatAsked, CompletionAsked, Message, OtherPart, SamplingAsked
 from kvstrata.server.service import Service
 from kvstrata.text.tokens import encode_text
@@ -55,6 +56,7 @@ def chat_job(service: Service, body: bytes, scope: Scope) -> Job:
     _check_chat(service, asked)
     tools = _tools(service, asked)
     messages = [_message(message, f"messages.{index}") for index, message in enumerate(asked.messages)]
+    require_possible_chat(service, asked.messages)
     ids = service.template.render(messages, tools=list(tools) or None, template_kwargs=asked.chat_template_kwargs)
     job_id = f"chatcmpl-{uuid.uuid4().hex}"
     num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -267,6 +269,7 @@ def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[
 
 def _prompt_ids(service: Service, prompt: str | list[int]) -> tuple[int, ...]:
     if isinstance(prompt, str):
+        require_possible_text(service, prompt)
         return encode_text(service.loaded.tokenizer, prompt)
     beyond = next((token for token in prompt if token >= service.loaded.vocab_size), None)
     if beyond is not None:

@@ -29,7 +29,7 @@ def _answered_by(answer: Any) -> dict[int | str, dict[str, Any]]:
     event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
     stream = {"text/event-stream": {"schema": event}}
     whole = {"model": answer, "description": "The reply; with `stream` as server-sent events", "content": stream}
-    return {200: whole, **answers(400, 401, 404, 413, 429, 503)}
+    return {200: whole, **answers(400, 401, 404, 408, 413, 429, 503)}
 
 
 def body_of(schema: type[BaseModel]) -> dict[str, Any]:
@@ -78,7 +78,12 @@ async def get_model(request: Request, model: str) -> ModelAnswer:
 
 async def _job(request: Request, make: Callable[..., Job]) -> Job:
     require_json(request)
-    body = await request.body()
+    engine = service_of(request).engine
+    # A request that finds no room is told before its body is read, and again before a long prompt is tokenized.
+    engine.require_room()
+    # Not request.body(), which would keep the bytes as long as the reply takes.
+    body = b"".join([chunk async for chunk in request.stream()])
+    engine.require_room()
     return await to_thread.run_sync(make, service_of(request), body, request.scope)
 
 
