@@ -70,7 +70,13 @@ def test_every_operation_is_tried(api: Any) -> None:
 
 @pytest.mark.parametrize(("path", "method"), PATHS)
 def test_whatever_is_sent(api: Any, path: str, method: str) -> None:
-    try_operation(api[path][method])
+    try_operation(api[path][method], short_without_a_model)
+
+
+def short_without_a_model(body: Any) -> Any:
+    """Any other model is 404, but a body without one is answered: at the context's length, unless it says less."""
+    is_answered = isinstance(body, dict) and ("prompt" in body or "messages" in body) and not body.get("model")
+    return {**body, "max_tokens": 1, "max_completion_tokens": 1} if is_answered else body
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
