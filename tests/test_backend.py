@@ -22,6 +22,8 @@ from kvstrata.backend import (
     mlx_backend,
     usable_cores,
 )
+from kvstrata.backend.heap import Heap
+from kvstrata.backend.open_files import OpenFiles
 from kvstrata.backend.speed import mlx_gflops, numpy_gflops
 from kvstrata.cli.doctor import Report, doctor, judge
 
@@ -222,6 +224,8 @@ GOOD = Report(
     disk_free_bytes=100 << 30,
     default_model=True,
     versions={},
+    heap=Heap("glibc", "at once"),
+    open_files=OpenFiles(1024, 4096),
 )
 SLOW_CPU = replace(
     GOOD, device=Device("cpu", "x", 8 << 30, 2), blas=Blas("reference", "", None, "too late", 1), mlx_gflops=2.0
@@ -233,6 +237,11 @@ SLOW_CPU = replace(
     [
         (GOOD, []),
         (SLOW_CPU, ["Matrix products are slow"]),
+        (replace(GOOD, open_files=OpenFiles(256, 512)), ["Few open files"]),
+        (
+            replace(SLOW_CPU, heap=Heap("other", "as it likes")),
+            ["Matrix products are slow", "Freed memory may stay with the process"],
+        ),
         (replace(SLOW_CPU, mlx_gflops=60.0), ["The model runs on the CPU"]),
         (replace(GOOD, memory_available_bytes=1 << 30, disk_free_bytes=1), ["Little memory", "Little disk space"]),
         (replace(GOOD, default_model=False), ["The default model is not here"]),

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.loop import Loop
-from kvstrata.engine.memory import Budget, make_budget
+from kvstrata.engine.memory import Budget
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, Request, Sampling, TokenLogprob
 from kvstrata.engine.resume import make_resume
 from kvstrata.engine.runner import Runner
@@ -74,9 +74,7 @@ class Drive:
         limits = limits or Limits()
         layout = layout_of(loaded, limits.max_kv_size)
         cold = None if tier is None else Cold(tier, layout, post=lambda _: None, patience_s=patience_s)
-        self.budget = make_budget(layout, memory_bytes=4 * GIB, weight_bytes=loaded.weight_bytes)
-        if kv_bytes is not None:
-            self.budget = Budget(kv_bytes, self.budget.fixed_bytes, self.budget.token_bytes)
+        self.budget = Budget(kv_bytes or 4 * GIB, layout.fixed_bytes, layout.token_bytes)
         self.metrics = Metrics()
         self.loop = Loop(
             Runner(loaded.module, layout),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 
+from kvstrata.cli.doctor import doctor
 from tests.server.conftest import Served
 
 DASHBOARD_NAMES = [
@@ -63,6 +66,20 @@ def test_props_say_what_is_served(served: Served) -> None:
     assert sum(props["layers"].values()) == 30
     assert props["attention"]["why"]
     assert props["draining"] is False
+
+
+def test_props_and_doctor_say_what_the_memory_limit_consists_of(
+    served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served.http() as http:
+        memory = http.get("/props").json()["memory"]
+        url = str(http.base_url)
+    assert memory["weight_bytes"] == served.server.service.loaded.weight_bytes
+    parts = ("weight_bytes", "scratch_bytes", "allocator_cache_bytes", "spare_bytes", "kv_bytes")
+    assert all(memory[part] > 0 for part in parts)
+    assert 0.99 * memory["limit_bytes"] <= sum(memory[part] for part in parts) <= memory["limit_bytes"]
+    doctor(as_json=True, url=url)
+    assert json.loads(capsys.readouterr().out)["served_memory"] == memory
 
 
 def test_health_and_page(served: Served) -> None:

@@ -18,6 +18,8 @@ import mlx.core as mx
 
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.memory import limit_for
+from kvstrata.engine.planned import least_token_bytes, sealed_pairs
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.scratch import measure_passes
@@ -36,6 +38,11 @@ class Load:
     turn_tokens: int = 192  # that each turn adds to the prompt
     reply_tokens: int = 24
     at_once: int = 2  # requests that run together
+
+    @property
+    def chat_tokens(self) -> int:
+        """Of one chat at its end."""
+        return self.turns * (self.turn_tokens + self.reply_tokens)
 
     @property
     def num_tokens(self) -> int:
@@ -133,10 +140,21 @@ def measure(
 
 
 def _limit_bytes(loaded: LoadedModel, layout: Layout, load: Load, share: float) -> int:
-    measured = measure_passes(Runner(loaded.module, layout), rows=load.at_once, vocab_size=loaded.vocab_size)
-    # A little more than it takes: what a pass takes is measured again by each engine.
-    kv_bytes = int(1.02 * share * _needed_bytes(layout, load))
-    return loaded.weight_bytes + measured.scratch.memory_for(kv_bytes, layout, loaded.context_tokens)
+    storage = Storage(dynamic=True)
+    measured = measure_passes(
+        Runner(loaded.module, layout),
+        rows=load.at_once,
+        vocab_size=loaded.vocab_size,
+        max_context_tokens=load.chat_tokens,
+        pairs=sealed_pairs(layout, storage),
+    )
+    return limit_for(
+        int(share * _needed_bytes(layout, load)),
+        loaded.weight_bytes,
+        measured.scratch,
+        token_bytes=least_token_bytes(layout, storage),
+        context_tokens=load.chat_tokens,
+    )
 
 
 def _needed_bytes(layout: Layout, load: Load) -> int:
@@ -147,7 +165,13 @@ def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_
     gc.collect()
     # What else is in this process is nobody's here.
     others_bytes = max(0, mx.get_active_memory() - loaded.weight_bytes)
-    limits = Limits(memory_bytes=limit_bytes, max_running=load.at_once, max_waiting=load.chats)
+    # No longer context than a chat has: one policy must not get less KV because it could hold longer ones.
+    limits = Limits(
+        memory_bytes=limit_bytes,
+        max_running=load.at_once,
+        max_waiting=load.chats,
+        context_tokens=load.chat_tokens,
+    )
     engine = Engine(loaded, limits, Metrics(), Storage(dynamic=policy == "ladder"))
     engine.start()
     mx.clear_cache()

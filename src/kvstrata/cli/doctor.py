@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.backend import Blas, Device, blas, cache_root
+from kvstrata.backend import Blas, Device, blas, cache_root, free_memory_bytes
+from kvstrata.backend.heap import Heap, heap
+from kvstrata.backend.open_files import OpenFiles, open_files
+from kvstrata.cli.remote import Key, connect
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,6 +24,7 @@ PACKAGES = ("kvstrata", "mlx", "mlx-lm", "numpy", "transformers", "huggingface_h
 ENOUGH_OF_NUMPY = 0.5  # of numpy's rate, below which MLX's products are called slow
 LOW_MEMORY_BYTES = 2 << 30
 LOW_DISK_BYTES = 5 << 30
+LOW_OPEN_FILES = 1024  # clients, blocks of the disk cache and files of the weights, with room for some hundred of each
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,26 @@ class Report:
     disk_free_bytes: int
     default_model: bool
     versions: dict[str, str]
+    heap: Heap
+    open_files: OpenFiles
+    served_memory: dict[str, int] | None = None  # what the limit of a running server consists of
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout and nothing else.")] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="A running server: show what its memory limit consists of.", metavar="url", show_default="none"
+        ),
+    ] = None,
+    api_key: Key = None,
 ) -> None:
     """Show back-end, device, BLAS, memory and disk; what is slow, why, and the next step."""
     report = examine()
+    if url is not None:
+        with connect(url, api_key) as server:
+            report = replace(report, served_memory=server.ask("GET", "/props")["memory"])
     findings = judge(report)
     if as_json:
         typer.echo(json.dumps(_plain(report, findings), indent=2))
@@ -65,8 +82,6 @@ def doctor(
 
 
 def examine() -> Report:
-    import psutil
-
     from kvstrata.backend import device
     from kvstrata.backend.speed import mlx_gflops, numpy_gflops
     from kvstrata.models.default import default_is_whole
@@ -77,12 +92,13 @@ def examine() -> Report:
         blas=blas(),
         mlx_gflops=mlx_gflops(),
         numpy_gflops=numpy_gflops(),
-        # A cgroup's limit is often less than what the machine has free.
-        memory_available_bytes=min(psutil.virtual_memory().available, here.memory_bytes),
+        memory_available_bytes=min(free_memory_bytes(), here.memory_bytes),
         cache_folder=cache_root(),
         disk_free_bytes=_disk_free(cache_root()),
         default_model=default_is_whole(),
         versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
+        heap=heap(),
+        open_files=open_files(),
     )
 
 
@@ -120,6 +136,13 @@ def _judge_room(report: Report) -> list[Finding]:
     if report.disk_free_bytes < LOW_DISK_BYTES:
         why = f"{_size(report.disk_free_bytes)} free in {report.cache_folder}"
         findings.append(Finding("Little disk space", why, "make room, or set KVSTRATA_HOME to another folder"))
+    if report.open_files.hard < LOW_OPEN_FILES:
+        why = f"this process may have {report.open_files.hard} files open, connections included"
+        next_step = f"raise the hard limit to {LOW_OPEN_FILES} or more (ulimit -Hn; LimitNOFILE= of systemd)"
+        findings.append(Finding("Few open files", why, next_step))
+    if report.heap.library == "other" and report.device.backend == "cpu":
+        why = f"freed memory goes back {report.heap.gives_back}"
+        findings.append(Finding("Freed memory may stay with the process", why, "use a Python that is built on glibc"))
     return findings
 
 
@@ -146,10 +169,26 @@ def _table(report: Report) -> Table:
     table.add_row("BLAS", f"{library}, {report.blas.num_threads} threads: {report.blas.reason}")
     table.add_row("speed", f"{rate} (float32)")
     table.add_row("memory", f"{_size(report.device.memory_bytes)}, {_size(report.memory_available_bytes)} available")
+    table.add_row("freed memory", f"goes back {report.heap.gives_back}")
+    if report.served_memory is not None:
+        table.add_row("memory limit", _shares(report.served_memory))
+    table.add_row("open files", f"at most {report.open_files.soft}, can be raised to {report.open_files.hard}")
     table.add_row("cache", f"{report.cache_folder}, {_size(report.disk_free_bytes)} free")
     table.add_row("default model", "here" if report.default_model else "not here")
     table.add_row("versions", ", ".join(f"{name} {number}" for name, number in report.versions.items()))
     return table
+
+
+def _shares(memory: dict[str, int]) -> str:
+    words = {
+        "weight_bytes": "weights",
+        "kv_bytes": "KV",
+        "scratch_bytes": "scratch of passes",
+        "allocator_cache_bytes": "MLX's cache of freed buffers",
+        "spare_bytes": "spare",
+    }
+    parts = ", ".join(f"{_size(memory[name])} {word}" for name, word in words.items())
+    return f"{_size(memory['limit_bytes'])}: {parts}"
 
 
 def _disk_free(folder: Path) -> int:

@@ -6,6 +6,7 @@ One thread owns MLX and runs the loop; what crosses to it goes through a queue.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import queue
@@ -17,11 +18,14 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from kvstrata.backend import device
+from kvstrata.backend.allocator import limits_restored
+from kvstrata.backend.heap import map_large_buffers, trim_heap
 from kvstrata.backend.streams import streams
 from kvstrata.codecs import paths
 from kvstrata.engine.limits import Disk, EngineState, Limits, Storage
 from kvstrata.engine.loop import Loop
-from kvstrata.engine.memory import DEFAULT_SHARE, Budget, make_budget
+from kvstrata.engine.memory import DEFAULT_SHARE, Budget, MemoryShares, make_budget, share_memory
+from kvstrata.engine.planned import least_token_bytes, sealed_pairs
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
 from kvstrata.engine.resume import make_resume
 from kvstrata.engine.runner import Runner
@@ -47,8 +51,6 @@ T = TypeVar("T")
 
 # Ids before a plain completion that the first word of its text may depend on.
 CONTEXT_IDS = 8
-# MLX keeps freed buffers for the next allocation of that size; more than this goes back to the system.
-ALLOCATOR_CACHE_BYTES = 512 << 20
 # Work on stored KV while nobody runs, until the inbox is looked at again.
 IDLE_SLICE_S = 0.05
 # Of the memory for KV, one part in so many: most that is read from the disk ahead of its use.
@@ -84,6 +86,7 @@ class Engine:
         # Made by the engine's thread before start() returns.
         self._layout: Layout
         self._cold: Cold | None
+        self._shares: MemoryShares
         self._budget: Budget
         self._prefill_tokens_s: float
         self._loop: Loop
@@ -155,6 +158,7 @@ class Engine:
             "kv_bytes_per_token": self._budget.token_bytes,
             "kv_bytes_per_sequence": self._budget.fixed_bytes,
             "kv_budget_bytes": self._budget.total_bytes,
+            "memory": dataclasses.asdict(self._shares),
             "context_tokens": self.context_tokens,
             "max_running": self._limits.max_running,
             "max_waiting": self._limits.max_waiting,
@@ -239,7 +243,7 @@ class Engine:
 
     def _main(self) -> None:
         try:
-            with streams().borrowed():
+            with streams().borrowed(), limits_restored():
                 self._live()
         except BaseException as error:
             if self._ready.is_set():
@@ -263,32 +267,39 @@ class Engine:
             self._loop.store.close()
 
     def _set_up(self) -> None:
-        mx.set_cache_limit(ALLOCATOR_CACHE_BYTES)
+        map_large_buffers()
         if mx.metal.is_available():
             # Weights that macOS may page out make every step wait for the disk.
             mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
         cpu.warm_up()
         self._layout = probe(self._loaded.module, self._limits.max_kv_size)
-        memory_bytes = self._limits.memory_bytes or int(device().memory_bytes * DEFAULT_SHARE)
-        passes = self._measure()
-        self._budget = make_budget(
-            self._layout,
-            memory_bytes=memory_bytes,
-            weight_bytes=self._loaded.weight_bytes,
-            scratch=passes.scratch,
+        limit_bytes = self._limits.memory_bytes or int(device().memory_bytes * DEFAULT_SHARE)
+        passes = self._measure(limit_bytes)
+        self._shares = share_memory(
+            limit_bytes,
+            self._loaded.weight_bytes,
+            passes.scratch,
+            token_bytes=least_token_bytes(self._layout, self._storage),
             context_tokens=self.context_tokens,
         )
+        self._budget = make_budget(self._layout, self._shares)
+        mx.set_cache_limit(self._shares.allocator_cache_bytes)
+        mx.set_memory_limit(self._shares.run_ahead_bytes)
         self._cold = self._open_disk()
         self._prefill_tokens_s = passes.prefill_tokens_s
         self._loop = self._make_loop()
         self._state = self._loop.state()
 
-    def _measure(self) -> Passes:
+    def _measure(self, limit_bytes: int) -> Passes:
+        free_bytes = limit_bytes - self._loaded.weight_bytes
+        most_tokens = free_bytes // max(1, least_token_bytes(self._layout, self._storage))
         return measure_passes(
             Runner(self._loaded.module, self._layout),
             rows=self._limits.max_running,
             vocab_size=self._loaded.vocab_size,
+            max_context_tokens=int(min(most_tokens, self.context_tokens)),
             chunk_tokens=self._limits.prefill_chunk_tokens,
+            pairs=sealed_pairs(self._layout, self._storage),
         )
 
     def _open_disk(self) -> Cold | None:
@@ -335,6 +346,7 @@ class Engine:
             self._loop.do_chores(IDLE_SLICE_S)
         if self._loop.idle and self._inbox.empty():
             mx.clear_cache()
+            trim_heap()
             self._state = self._loop.state()
             self._rest()
         elif self._loop.is_stalled and self._inbox.empty():

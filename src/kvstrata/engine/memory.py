@@ -10,8 +10,12 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 
 DEFAULT_SHARE = 0.75
-# Kept free beside what passes were seen to take: for spans that are rewritten, and for the allocator's rounding.
+# Kept free beside what passes were seen to take: for what the disk sends ahead, and for the allocator's rounding.
 SPARE_SHARE = 0.1
+# MLX keeps freed buffers for the next allocation of that size; more than this goes back to the system. One part in so
+# many of what the weights leave: buffers of passes, which would otherwise come back as pages to be cleared.
+ALLOCATOR_CACHE_SHARE = 16
+MAX_ALLOCATOR_CACHE_BYTES = 512 << 20
 MIB = 1 << 20
 
 
@@ -57,39 +61,82 @@ def no_room_beside_pins(need_bytes: int, free_bytes: int, total_bytes: int) -> s
 
 
 @dataclass(frozen=True)
-class Scratch:
-    """What a forward pass takes beside KV, at most."""
+class Line:
+    """Bytes that some work takes beside KV, over the tokens that it reads."""
 
-    base_bytes: int = 0
-    context_token_bytes: int = 0  # for each token that a chunk attends to
+    base_bytes: int
+    token_bytes: float = 0.0
+    of_all_rows: bool = False  # it reads all KV there is; otherwise one sequence's, which the context bounds
 
-    def memory_for(self, kv_bytes: int, layout: Layout, context_tokens: int) -> int:
-        """Beside the weights, so that there are so many bytes for KV. The reverse of `kv_bytes`."""
-        longest = min(context_tokens, kv_bytes // max(1, layout.token_bytes))
-        return int((kv_bytes + self.base_bytes + self.context_token_bytes * longest) / (1 - SPARE_SHARE)) + 1
+    def bytes_for(self, kv_bytes: int, token_bytes: float, context_tokens: int) -> int:
+        tokens = kv_bytes / max(1, token_bytes)
+        return self.base_bytes + int(self.token_bytes * (tokens if self.of_all_rows else min(tokens, context_tokens)))
 
-    def kv_bytes(self, free_bytes: int, layout: Layout, context_tokens: int) -> int:
+    def kv_bytes(self, free_bytes: int, token_bytes: float, context_tokens: int) -> int:
         """What is left for KV: one sequence may have all of it, or be as long as the model allows."""
-        free_bytes = int(free_bytes * (1 - SPARE_SHARE)) - self.base_bytes
-        by_token = self.context_token_bytes / max(1, layout.token_bytes)
-        return max(int(free_bytes / (1 + by_token)), free_bytes - self.context_token_bytes * context_tokens)
+        free_bytes -= self.base_bytes
+        left = int(free_bytes / (1 + self.token_bytes / max(1, token_bytes)))
+        return left if self.of_all_rows else max(left, free_bytes - int(self.token_bytes * context_tokens))
 
 
-def make_budget(
-    layout: Layout,
-    *,
-    memory_bytes: int,
-    weight_bytes: int,
-    scratch: Scratch | None = None,
-    context_tokens: int = 0,
-) -> Budget:
-    scratch = scratch or Scratch()
-    total = scratch.kv_bytes(memory_bytes - weight_bytes, layout, context_tokens)
-    budget = Budget(total, layout.fixed_bytes, layout.token_bytes)
-    if total < budget.bytes_for(1):
+@dataclass(frozen=True)
+class Scratch:
+    """What forward passes and work on stored KV take beside KV: never two of them at once."""
+
+    lines: tuple[Line, ...] = ()
+
+    def bytes_for(self, kv_bytes: int, token_bytes: float, context_tokens: int) -> int:
+        return max((line.bytes_for(kv_bytes, token_bytes, context_tokens) for line in self.lines), default=0)
+
+    def kv_bytes(self, free_bytes: int, token_bytes: float, context_tokens: int) -> int:
+        """The most KV that leaves room for the scratch that goes with it."""
+        return min((line.kv_bytes(free_bytes, token_bytes, context_tokens) for line in self.lines), default=free_bytes)
+
+
+@dataclass(frozen=True)
+class MemoryShares:
+    """What a memory limit consists of."""
+
+    limit_bytes: int
+    weight_bytes: int
+    allocator_cache_bytes: int  # freed, and kept by MLX for the next array of that size
+    scratch_bytes: int  # of passes and of work on stored KV, at most
+    spare_bytes: int
+    kv_bytes: int
+
+    @property
+    def run_ahead_bytes(self) -> int:
+        """While less than this is alive MLX may start operations before others have ended: their arrays are then alive
+        at once. Past it one operation at a time is what the scratch was measured for."""
+        return self.limit_bytes - self.allocator_cache_bytes - self.scratch_bytes
+
+
+def share_memory(
+    limit_bytes: int, weight_bytes: int, scratch: Scratch, *, token_bytes: float, context_tokens: int
+) -> MemoryShares:
+    """`token_bytes`: the least that a token of KV takes: the more tokens there are, the more is read."""
+    free_bytes = limit_bytes - weight_bytes
+    cache_bytes = max(0, min(MAX_ALLOCATOR_CACHE_BYTES, free_bytes // ALLOCATOR_CACHE_SHARE))
+    spare_bytes = max(0, int(free_bytes * SPARE_SHARE))
+    kv_bytes = scratch.kv_bytes(free_bytes - cache_bytes - spare_bytes, token_bytes, context_tokens)
+    scratch_bytes = scratch.bytes_for(max(0, kv_bytes), token_bytes, context_tokens)
+    return MemoryShares(limit_bytes, weight_bytes, cache_bytes, scratch_bytes, spare_bytes, kv_bytes)
+
+
+def limit_for(kv_bytes: int, weight_bytes: int, scratch: Scratch, *, token_bytes: float, context_tokens: int) -> int:
+    """The limit that leaves so many bytes for KV. The reverse of `share_memory`."""
+    used_bytes = kv_bytes + scratch.bytes_for(kv_bytes, token_bytes, context_tokens)
+    shared = used_bytes / (1 - SPARE_SHARE - 1 / ALLOCATOR_CACHE_SHARE)
+    capped = (used_bytes + MAX_ALLOCATOR_CACHE_BYTES) / (1 - SPARE_SHARE)
+    return weight_bytes + int(min(shared, capped)) + ALLOCATOR_CACHE_SHARE
+
+
+def make_budget(layout: Layout, shares: MemoryShares) -> Budget:
+    budget = Budget(shares.kv_bytes, layout.fixed_bytes, layout.token_bytes)
+    if shares.kv_bytes < budget.bytes_for(1):
         raise ConfigError(
-            f"A memory limit of {memory_bytes // MIB} MiB leaves no room for a KV cache beside the model's own "
-            f"{weight_bytes // MIB} MiB and the {scratch.base_bytes // MIB} MiB that a step takes. Raise "
+            f"A memory limit of {shares.limit_bytes // MIB} MiB leaves no room for a KV cache beside the model's own "
+            f"{shares.weight_bytes // MIB} MiB and the {shares.scratch_bytes // MIB} MiB that a step takes. Raise "
             "--memory-limit, or serve a smaller model."
         )
     return budget

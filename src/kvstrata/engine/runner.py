@@ -55,6 +55,10 @@ class Runner:
         self._layout = layout
         self._batch: BatchCache | None = None
 
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
     def new_cache(self, capacity: int, prefix: Prefix | None = None) -> SequenceCache:
         return SequenceCache(self._layout, self._model, capacity, prefix)
 

@@ -1,26 +1,53 @@
 """What forward passes take beside KV, and how fast prompts are computed: measured once, before the first request.
 
-Without it a memory limit would be a guess: scratch depends on the model's shapes and on how attention is computed.
+Without it a memory limit would be a guess: scratch depends on the model's shapes and on how attention is computed. Some
+short chunks run, behind no context and behind long ones that are made of zeros, so that no prompt has to be computed.
+Meanwhile MLX starts no operation before the last one has ended, so what is seen is the same at every start. Later it
+runs ahead, in whatever memory is free; past the limit that the engine sets (`MemoryShares`) it no longer does.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.engine.memory import Scratch
+from kvstrata.backend.allocator import limits_restored
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.engine.memory import Line, Scratch
 from kvstrata.engine.runner import Runner
-from kvstrata.layers.sequence import SequenceCache
+from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.layers.parts import SealedPart
+from kvstrata.layers.recurrent import RecurrentLayer
+from kvstrata.layers.sequence import Pair, Prefix, SequenceCache
 
 # Largest prefill chunk: past these sizes a chunk gets no faster by token, only longer.
 MAX_CHUNK_CPU = 256
 MAX_CHUNK_GPU = 2048
-MEASURED_TOKENS = 128
+# Of the largest chunk, one part in so many is measured: on a CPU a whole one of a large model takes a minute. Some
+# recurrent layers compare all tokens of a chunk with each other, which shows in longer ones.
+CHUNK_SHARE = 8
+RECURRENT_CHUNK_SHARE = 4
+MIN_MEASURED_TOKENS = 16
+# The context that is measured: long enough that attention takes about as much as the rest of a layer.
+CONTEXT_CPU = 1024
+CONTEXT_GPU = 16384
 # Arrays of logits that drawing tokens has alive at once; seen with every sampling option on.
 LOGITS_COPIES = 10
+# More than what was seen: what is alive in a larger chunk is told from smaller ones.
+LEEWAY = 1.2
+KEPT_BITS = 5
+MAX_TRIES = 8
+TIMED_TOKENS = 64
 LOGIT_BYTES = 4
+
+RAW: Pair = (RawCodec(), RawCodec())
 
 
 @dataclass(frozen=True)
@@ -33,23 +60,176 @@ def max_chunk() -> int:
     return MAX_CHUNK_CPU if mx.default_device() == mx.cpu else MAX_CHUNK_GPU
 
 
-def measure_passes(runner: Runner, *, rows: int, vocab_size: int, chunk_tokens: int | None = None) -> Passes:
-    """Of chunks of so many tokens, and of batches of `rows`. Activations grow with the chunk, and attention's scores
-    with the chunk and with all that comes before it."""
-    cache = runner.new_cache(2 * MEASURED_TOKENS)
-    first, _ = _prefill(runner, cache)
-    second, seconds = _prefill(runner, cache)
-    chunks = (chunk_tokens or max_chunk()) / MEASURED_TOKENS
-    base = max(int(chunks * first), LOGITS_COPIES * LOGIT_BYTES * rows * vocab_size)
-    scratch = Scratch(base, int(chunks * max(0, second - first) / MEASURED_TOKENS))
-    return Passes(scratch, MEASURED_TOKENS / seconds)
+def measure_passes(
+    runner: Runner,
+    *,
+    rows: int,
+    vocab_size: int,
+    max_context_tokens: int,
+    chunk_tokens: int | None = None,
+    pairs: Sequence[Pair] | None = None,
+) -> Passes:
+    """Of chunks of so many tokens, of batches of `rows`, and of work on KV that is stored under `pairs` (None: raw).
+
+    `max_context_tokens`: longer ones are never served, so none is measured.
+    """
+    chunk = chunk_tokens or max_chunk()
+    is_recurrent = any(spec.kind == "recurrent" for spec in runner.layout.flat())
+    share = RECURRENT_CHUNK_SHARE if is_recurrent else CHUNK_SHARE
+    tokens = min(chunk, max(MIN_MEASURED_TOKENS, chunk // share))
+    most = CONTEXT_CPU if mx.default_device() == mx.cpu else CONTEXT_GPU
+    measure = _Measure(runner, max(1, min(most, max_context_tokens - tokens)))
+    with _one_by_one():
+        lines = [Line(LOGITS_COPIES * LOGIT_BYTES * rows * vocab_size), *measure.lines(tokens, chunk / tokens, pairs)]
+    return Passes(Scratch(tuple(lines)), measure.tokens_s(min(chunk, TIMED_TOKENS)))
 
 
-def _prefill(runner: Runner, cache: SequenceCache) -> tuple[int, float]:
-    """What one chunk had alive at most beside what stays, and its time."""
+class _Measure:
+    def __init__(self, runner: Runner, context: int) -> None:
+        self._runner = runner
+        self._context = context
+        self._layout: Layout = runner.layout
+        self._states: tuple[Any, ...] = ()  # of recurrent layers: whatever they are, they have one size
+
+    def lines(self, tokens: int, chunks: float, pairs: Sequence[Pair] | None) -> list[Line]:
+        """Of a chunk of `tokens` times `chunks`.
+
+        What grows with the chunk is told from one half as long; what grows with the context is at most what was seen,
+        but for the windows that a chunk joins to itself: those have one size.
+        """
+        specs, half_tokens = self._layout.flat(), max(1, tokens // 2)
+        alone = self.chunk_bytes(tokens, 0)
+        if any(spec.kind == "foreign" for spec in specs):
+            return [self._foreign_line(tokens, chunks)]
+        seen, half = self.chunk_bytes(tokens, self._context), self.chunk_bytes(half_tokens, self._context)
+        grown = seen + 2 * (chunks - 1) * max(0, seen - half)
+        squared = 0.0
+        if chunks > 1 and any(spec.kind == "recurrent" for spec in specs):
+            squared = 2 * chunks * (chunks - 1) * max(0, alone - 2 * self.chunk_bytes(half_tokens, 0))
+        lines = [_line(chunks * alone + squared)]
+        token_bytes = max(0.0, grown - self._windows_bytes(self._context)) / self._context
+        if pairs is not None:
+            sealed = self.chunk_bytes(half_tokens, self._context, pairs)
+            token_bytes += max(0, sealed - half) / self._context  # decoding takes the same whatever the chunk
+            lines += [_line(0, self._encoding_bytes(pairs)), _line(0, self._step_bytes(pairs), of_all_rows=True)]
+        return [*lines, _line(self._windows_bytes() + squared, token_bytes)]
+
+    def _windows_bytes(self, context: int | None = None) -> int:
+        """Behind a context of so many tokens; None: of any length."""
+        windows = [spec for spec in self._layout.flat() if spec.kind in ("window", "chunked")]
+        return sum(spec.token_bytes * min(spec.max_size, context or spec.max_size) for spec in windows)
+
+    def chunk_bytes(self, tokens: int, context: int, pairs: Sequence[Pair] | None = None) -> int:
+        """What one chunk behind a context has alive at most beside what stays."""
+        return _least(lambda: self._chunk(tokens, context, pairs)[0])
+
+    def tokens_s(self, tokens: int) -> float:
+        return tokens / self._chunk(tokens, 0, None)[1]
+
+    def _chunk(self, tokens: int, context: int, pairs: Sequence[Pair] | None) -> tuple[int, float]:
+        prefix = self._prefix(context, pairs) if context else None
+        cache = self._runner.new_cache(tokens, prefix)
+        alive, seconds = _peak(partial(self._runner.prefill, cache, [0] * tokens))
+        self._states = self._states or _states(cache)
+        return alive, seconds
+
+    def _foreign_line(self, tokens: int, chunks: float) -> Line:
+        """Caches that only the model knows cannot be filled with zeros: two chunks after each other have to do."""
+        cache = self._runner.new_cache(2 * tokens)
+        first, _ = _peak(partial(self._runner.prefill, cache, [0] * tokens))
+        second, _ = _peak(partial(self._runner.prefill, cache, [0] * tokens))
+        return _line(chunks * first, chunks * max(0, second - first) / tokens)
+
+    def _step_bytes(self, pairs: Sequence[Pair]) -> float:
+        """Of one decode step, for each token that its row reads."""
+        return self.chunk_bytes(1, self._context, pairs) / self._context
+
+    def _encoding_bytes(self, pairs: Sequence[Pair]) -> float:
+        """Of work on one layer of a stored span, for each of its tokens: the layer as it was and as it becomes."""
+        full = {(spec, pair) for spec, pair in zip(self._layout.flat(), pairs, strict=True) if spec.kind == "full"}
+        return max((_least(partial(self._encoded, *layer)) for layer in full), default=0) / self._context
+
+    def _encoded(self, spec: LayerSpec, pair: Pair) -> int:
+        k, v = _zeros(spec, self._context)
+        mx.eval(k, v)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        _sealed(k, v, pair)
+        return mx.get_peak_memory() - before
+
+    def _prefix(self, num_tokens: int, pairs: Sequence[Pair] | None) -> Prefix:
+        """Zeros: what a pass takes does not depend on what it reads. Layers of one shape read the same ones."""
+        specs = self._layout.flat()
+        sealed: dict[tuple[LayerSpec, Pair], SealedPart] = {}
+        sources = []
+        for spec, pair in zip(specs, pairs or (RAW,) * len(specs), strict=True):
+            if spec.kind == "full" and (spec, pair) not in sealed:
+                sealed[spec, pair] = _sealed(*_zeros(spec, num_tokens), pair)
+            sources.append((sealed[spec, pair],) if spec.kind == "full" else ())
+        states = [_zeros_of_ring(spec, num_tokens, state) for spec, state in zip(specs, self._states, strict=True)]
+        return Prefix(num_tokens, tuple(sources), tuple(states))
+
+
+def _line(base_bytes: float, token_bytes: float = 0.0, *, of_all_rows: bool = False) -> Line:
+    return Line(int(_rounded_up(base_bytes)), _rounded_up(token_bytes), of_all_rows)
+
+
+def _rounded_up(seen: float) -> float:
+    """With its leeway, to a few binary digits: the same where two starts differ by an array of some kB."""
+    fraction, exponent = math.frexp(LEEWAY * seen)
+    return math.ldexp(math.ceil(math.ldexp(fraction, KEPT_BITS)), exponent - KEPT_BITS)
+
+
+def _states(cache: SequenceCache) -> tuple[Any, ...]:
+    return tuple(layer.held() if isinstance(layer, RecurrentLayer) else None for layer in cache.flat)
+
+
+def _zeros(spec: LayerSpec, num_tokens: int) -> tuple[mx.array, mx.array]:
+    """K and V, [kv_heads, tokens, dim]"""
+    k, v = (mx.zeros((spec.kv_heads, num_tokens, dim), spec.dtype) for dim in (spec.k_dim, spec.v_dim))
+    return k, v
+
+
+def _zeros_of_ring(spec: LayerSpec, num_tokens: int, state: Any) -> Any:
+    if spec.kind in ("window", "chunked"):
+        return tuple(array[None] for array in _zeros(spec, min(num_tokens, spec.max_size)))
+    return state
+
+
+def _sealed(k: mx.array, v: mx.array, pair: Pair) -> SealedPart:
+    k_planes, v_planes = (
+        codec.adopt(array, 0) if isinstance(codec, RawCodec) else codec.encode(array, 0)
+        for codec, array in zip(pair, (k, v), strict=True)
+    )
+    part = SealedPart(k_planes, v_planes)
+    mx.eval(part.arrays())
+    return part
+
+
+def _least(measure: Callable[[], int]) -> int:
+    """The least that was seen twice: now and then MLX starts an operation before it has freed what the last one needed,
+    the more often the busier the machine."""
+    seen = [measure(), measure()]
+    while seen.count(min(seen)) < 2 and len(seen) < MAX_TRIES:
+        seen.append(measure())
+    return min(seen)
+
+
+def _peak(action: Any) -> tuple[int, float]:
+    """What it had alive at most beside what stays, and its time."""
+    mx.synchronize()
     mx.reset_peak_memory()
     began_s = time.perf_counter()
-    runner.prefill(cache, [0] * MEASURED_TOKENS)
+    action()
     mx.synchronize()
     seconds = time.perf_counter() - began_s
     return max(0, mx.get_peak_memory() - mx.get_active_memory()), seconds
+
+
+@contextmanager
+def _one_by_one() -> Iterator[None]:
+    """MLX keeps nothing that was freed, and starts no operation before the last one has ended."""
+    with limits_restored():
+        mx.set_cache_limit(0)
+        mx.set_memory_limit(0)
+        yield
