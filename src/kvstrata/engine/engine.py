@@ -187,9 +187,9 @@ class Engine:
     def _enqueue(self, request: Request, sink: Sink) -> None:
         max_tokens = self._check(request)
         with self._lock:
-            self._require_place()
             if request.id in self._open:
                 raise InvalidRequest(f"A request with the id {request.id!r} is running already.")
+            self._require_place()
             self._open.add(request.id)
             sequence = Sequence(request, self._closing(request.id, sink), max_tokens, next(self._arrivals))
             # Under the lock: a stop that comes now finds it.
