@@ -78,7 +78,15 @@ class Drive:
         self.metrics = Metrics()
         self.loop = Loop(
             Runner(loaded.module, layout),
-            make_resume(loaded, layout, self.budget, storage or Storage(), limits.max_kv_size, cold),
+            make_resume(
+                loaded,
+                layout,
+                self.budget,
+                storage or Storage(),
+                limits.max_kv_size,
+                cold,
+                limits.prefill_chunk_tokens,
+            ),
             self.budget,
             limits,
             self.metrics,
@@ -104,7 +112,7 @@ class Drive:
         number = next(self._numbers)
         request = Request(f"r{number}", tuple(prompt), max_tokens, sampling, **fields)  # pyright: ignore[reportArgumentType]
         client = Client(request)
-        room = self.budget.reply_tokens(len(prompt), max_tokens)
+        room = self.loop.budget.reply_tokens(len(prompt), max_tokens)
         self.loop.enqueue(Sequence(request, client.events.append, room, number))
         return client
 

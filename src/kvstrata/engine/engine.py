@@ -237,7 +237,7 @@ class Engine:
                 f"{len(request.prompt)} in the prompt and {request.max_tokens} for the reply. "
                 "Shorten the prompt or lower max_tokens."
             )
-        return self._budget.reply_tokens(len(request.prompt), request.max_tokens, may_be_less=request.open_ended)
+        return self._loop.budget.reply_tokens(len(request.prompt), request.max_tokens, may_be_less=request.open_ended)
 
     # From here on: the thread that owns MLX.
 
@@ -326,7 +326,15 @@ class Engine:
     def _make_loop(self) -> Loop:
         loop = Loop(
             Runner(self._loaded.module, self._layout),
-            make_resume(self._loaded, self._layout, self._budget, self._storage, self._limits.max_kv_size, self._cold),
+            make_resume(
+                self._loaded,
+                self._layout,
+                self._budget,
+                self._storage,
+                self._limits.max_kv_size,
+                self._cold,
+                self._limits.prefill_chunk_tokens,
+            ),
             self._budget,
             self._limits,
             self._metrics,

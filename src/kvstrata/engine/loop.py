@@ -20,13 +20,14 @@ from kvstrata.engine.rates import Speeds
 from kvstrata.engine.report import CacheUsage, cache_usage
 from kvstrata.engine.request import Failed, Finished, FinishReason, Request
 from kvstrata.engine.resume import Resume
+from kvstrata.engine.rungs import RAW
 from kvstrata.engine.runner import Launched, PromptChunk, Row, Runner
 from kvstrata.engine.scheduler import Plan, Running, Waiting, plan, tail_tokens
 from kvstrata.engine.scratch import max_chunk
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import InvalidRequest
 from kvstrata.index.identity import owner_of
-from kvstrata.layers.buffers import round_up, without_cache
+from kvstrata.layers.buffers import without_cache
 from kvstrata.metrics import Metrics
 from kvstrata.store.entry import Entry
 from kvstrata.store.requantize import Change, Changed, Progress
@@ -52,7 +53,7 @@ class Loop:
     ) -> None:
         self._runner = runner
         self._resume = resume
-        self._budget = budget
+        self.budget = resume.with_rungs(budget)  # read by other threads, replaced by this one
         self._limits = limits
         self._metrics = metrics
         self._vocab_size = vocab_size
@@ -79,7 +80,7 @@ class Loop:
             running=len(running),
             kv_bytes=self._running_bytes() + self._stored_bytes(),
             stored_bytes=self._stored_bytes(),
-            kv_budget_bytes=self._budget.total_bytes,
+            kv_budget_bytes=self.budget.total_bytes,
             active_bytes=mx.get_active_memory(),
             peak_bytes=mx.get_peak_memory(),
             decode_tokens_s=self._speeds.decode.tokens_s,
@@ -88,14 +89,16 @@ class Loop:
 
     def usage(self, owner: str | None = None) -> CacheUsage:
         """Of what is under an owner's salts; None: all."""
-        return cache_usage(self._resume, self._budget, self._running.values(), owner)
+        return cache_usage(self._resume, self.budget, self._running.values(), owner)
 
     def requantize(self, change: Change) -> Changed:
         """Raises ConfigError for a precision that the model's layers cannot be stored in."""
         store = self._shared_store()
         target = store.precision.target
         plan = self._resume.plan(change.k or target.k, change.v or target.v)
-        return store.requantize(change, plan, self._entries_of(change.sequence, change.owner))
+        changed = store.requantize(change, plan, self._entries_of(change.sequence, change.owner))
+        self.budget = self._resume.with_rungs(self.budget)
+        return changed
 
     def requantize_progress(self, owner: str | None = None) -> Progress:
         return self._shared_store().requantize_progress(owner)
@@ -173,9 +176,10 @@ class Loop:
         """Memory fills up: begin in time."""
         if self._resume.store is not None:
             used = self._running_bytes() + self._stored_bytes()
-            self._resume.store.room.relieve(used, self._budget.total_bytes)
+            self._resume.store.room.relieve(used, self.budget.total_bytes)
 
     def enqueue(self, sequence: Sequence) -> None:
+        sequence.rung = self.budget.rung_for(len(sequence.request.prompt) + sequence.max_tokens - 1) or RAW
         self._waiting.append(sequence)
 
     def cancel(self, request_id: str) -> None:
@@ -241,7 +245,7 @@ class Loop:
             return False
         self._entrance.let_go()  # some of what it held may go
         sequence = next(s for s in self._waiting if s.arrival == first.id)
-        least_bytes = self._budget.bytes_for(len(sequence.tokens))
+        least_bytes = self.budget.bytes_for(len(sequence.tokens), sequence.rung)
         fits_alone = least_bytes <= free_bytes
         if self._resume.shorten(sequence, first.admit_bytes - free_bytes, keeps_used=not fits_alone):
             return True
@@ -249,7 +253,7 @@ class Loop:
             sequence.cut_short()
             self._finish(sequence, "length")
         else:
-            message = no_room_beside_pins(least_bytes, free_bytes, self._budget.total_bytes)
+            message = no_room_beside_pins(least_bytes, free_bytes, self.budget.total_bytes)
             self._fail(sequence, Failed(message, "pinned"))
         return True
 
@@ -271,11 +275,12 @@ class Loop:
         if not new:
             self._entrance.let_go()
             return 0
-        own_bytes = [self._budget.bytes_for(self._first_capacity(s, self._resume.found(s).num_tokens)) for s in new]
+        capacities = [self._first_capacity(s, self._resume.found(s).num_tokens) for s in new]
+        own_bytes = [self.budget.bytes_for(tokens, s.rung) for s, tokens in zip(new, capacities, strict=True)]
         growing_bytes = sum(self._as_running(self._running[key]).grow_bytes for key in step_plan.grow)
         if not growing_bytes and self._resume.store is not None and self._resume.store.cold is not None:
             growing_bytes = self._next_growth_bytes()
-        limit_bytes = self._budget.total_bytes - self._running_bytes() - growing_bytes
+        limit_bytes = self.budget.total_bytes - self._running_bytes() - growing_bytes
         return self._entrance.let_in(new, own_bytes, limit_bytes, slice_s=0.0 if self._has_streams() else math.inf)
 
     def _has_prompts(self) -> bool:
@@ -292,20 +297,19 @@ class Loop:
         """`kept_bytes`: of what it goes on from, as far as that is not leased yet."""
         known = len(sequence.tokens) - 1 - found_tokens
         tail = tail_tokens(known, sequence.tokens_wanted, self._limits.tail_step_tokens)
-        own_bytes = self._free_bytes() - kept_bytes - self._budget.fixed_bytes
-        return self._size(known + tail, own_bytes, known + 1, is_alone=not self._running)
+        room = None if self._running else self._free_bytes() - kept_bytes - self.budget.fixed_bytes
+        return max(known + 1, self.budget.tail_tokens(known + tail, 0, sequence.rung, room))
 
     def _next_tail(self, sequence: Sequence) -> int:
         assert sequence.cache is not None
-        tail = tail_tokens(sequence.cache.capacity, sequence.tokens_wanted, self._limits.tail_step_tokens)
-        return self._size(tail, self._free_bytes(), 1, is_alone=len(self._running) == 1)
+        capacity = sequence.cache.capacity
+        tail = tail_tokens(capacity, sequence.tokens_wanted, self._limits.tail_step_tokens)
+        room = self._free_bytes() if len(self._running) == 1 else None
+        return max(1, self.budget.tail_tokens(tail, capacity, sequence.rung, room))
 
-    def _size(self, num_tokens: int, free_bytes: int, least: int, *, is_alone: bool) -> int:
-        """Of a buffer. One that is alone takes what there is: nobody will leave it more."""
-        size = round_up(num_tokens)
-        if not is_alone or not self._budget.token_bytes or size * self._budget.token_bytes <= free_bytes:
-            return size
-        return max(least, min(num_tokens, free_bytes // self._budget.token_bytes))
+    def _grow_bytes(self, sequence: Sequence) -> int:
+        assert sequence.cache is not None
+        return self.budget.growth_bytes(self._next_tail(sequence), sequence.cache.capacity, sequence.rung)
 
     def _as_waiting(self) -> list[Waiting]:
         """Only those that could be admitted now: what the store has for the others need not be known yet."""
@@ -331,7 +335,7 @@ class Loop:
         found = self._resume.found(sequence)
         kept_bytes = sum(entry.nbytes for entry in found.entries if entry.is_free)
         capacity = self._first_capacity(sequence, found.num_tokens, kept_bytes)
-        return self._budget.bytes_for(capacity) + kept_bytes
+        return self.budget.bytes_for(capacity, sequence.rung) + kept_bytes
 
     def _as_running(self, sequence: Sequence) -> Running:
         assert sequence.cache is not None
@@ -339,15 +343,15 @@ class Loop:
         full = not sequence.cache.free_tokens and not complete
         return Running(
             sequence.arrival,
-            held_bytes=self._budget.held_by(sequence.cache),
+            held_bytes=self.budget.held_by(sequence.cache, sequence.rung),
             prefill_left=sequence.prefill_left,
             chunk_limit=self._resume.next_stop(sequence, sequence.num_computed),
-            grow_bytes=self._next_tail(sequence) * self._budget.token_bytes if full else 0,
+            grow_bytes=self._grow_bytes(sequence) if full else 0,
             complete=complete,
         )
 
     def _running_bytes(self) -> int:
-        return sum(self._budget.held_by(s.cache) for s in self._running.values() if s.cache is not None)
+        return sum(self.budget.held_by(s.cache, s.rung) for s in self._running.values() if s.cache is not None)
 
     def _stored_bytes(self) -> int:
         return self._resume.store.held_bytes if self._resume.store else 0
@@ -355,7 +359,7 @@ class Loop:
     def _free_bytes(self) -> int:
         """What is stored and may go is free."""
         leased_bytes = self._stored_bytes() - (self._resume.store.free_bytes if self._resume.store else 0)
-        return self._budget.total_bytes - self._running_bytes() - leased_bytes
+        return self.budget.total_bytes - self._running_bytes() - leased_bytes
 
     # Run.
 
@@ -417,7 +421,8 @@ class Loop:
     def _capacity_that_fits(self, sequence: Sequence, found_tokens: int) -> int:
         """0: others need the memory. One that is alone was seen to fit when it came."""
         capacity = self._first_capacity(sequence, found_tokens)
-        return capacity if not self._running or self._budget.bytes_for(capacity) <= self._free_bytes() else 0
+        fits = not self._running or self.budget.bytes_for(capacity, sequence.rung) <= self._free_bytes()
+        return capacity if fits else 0
 
     def _chunk_of(self, step_plan: Plan) -> PromptChunk | None:
         if step_plan.prefill is None:
@@ -448,7 +453,7 @@ class Loop:
         store = self._resume.store
         if store is None:
             return
-        limit_bytes = self._budget.total_bytes - self._running_bytes()
+        limit_bytes = self.budget.total_bytes - self._running_bytes()
         most_bytes = limit_bytes if has_grown or not store.is_rewriting else None
         store.shrink_to(limit_bytes, slice_s if self._has_streams() else math.inf, most_bytes=most_bytes)
         if store.cold is not None:
@@ -458,7 +463,7 @@ class Loop:
     def _next_growth_bytes(self) -> int:
         """Of the longest tail that one of those that run may add next."""
         growing = [s for s in self._running.values() if s.cache and s.tokens_wanted > s.cache.free_tokens]
-        return self._budget.token_bytes * max(map(self._next_tail, growing), default=0)
+        return max(map(self._grow_bytes, growing), default=0)
 
     def _launch(self, keys: tuple[int, ...], riding: PromptChunk | None) -> Launched | None:
         if not keys:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from kvstrata.engine.rungs import RAW, Rung
 from kvstrata.errors import ConfigError, NeverFits
 from kvstrata.layers.buffers import round_up
 from kvstrata.layers.kinds import Layout
@@ -25,31 +28,70 @@ class Budget:
     fixed_bytes: int  # of each sequence: rings and recurrent state
     token_bytes: int
 
-    def bytes_for(self, num_tokens: int) -> int:
-        return self.fixed_bytes + num_tokens * self.token_bytes
+    rungs: tuple[Rung, ...] = (RAW,)  # how a running sequence may be held, the most exact first
+    live_rungs: Mapping[int, Rung] = field(default_factory=dict)  # what other settings would allow, by bits
 
-    def held_by(self, cache: SequenceCache) -> int:
+    def bytes_for(self, num_tokens: int, rung: Rung = RAW) -> int:
+        raw = num_tokens if rung.raw_tokens is None else min(num_tokens, rung.raw_tokens)
+        return self.fixed_bytes + raw * self.token_bytes + math.ceil((num_tokens - raw) * rung.token_bytes)
+
+    def tokens_in(self, nbytes: int, rung: Rung = RAW) -> int:
+        """How many a sequence can have in so many bytes beside its fixed ones; tokens that take none apart."""
+        raw = nbytes // self.token_bytes
+        if rung.raw_tokens is None or raw <= rung.raw_tokens:
+            return raw
+        return rung.raw_tokens + int((nbytes - rung.raw_tokens * self.token_bytes) / rung.token_bytes)
+
+    def growth_bytes(self, num_tokens: int, held_tokens: int, rung: Rung) -> int:
+        """Of a sequence that has room for `held_tokens`."""
+        return self.bytes_for(held_tokens + num_tokens, rung) - self.bytes_for(held_tokens, rung)
+
+    def tail_tokens(self, num_tokens: int, held_tokens: int, rung: Rung, room_bytes: int | None) -> int:
+        """How much room to give to a sequence that has some already and wants so much more. One that is alone takes
+        what there is, `room_bytes`: nobody will leave it more."""
+        size = round_up(num_tokens) if rung.raw_tokens is None else num_tokens
+        if room_bytes is None or not self.token_bytes or self.growth_bytes(size, held_tokens, rung) <= room_bytes:
+            return size
+        held_bytes = self.bytes_for(held_tokens, rung) - self.fixed_bytes
+        return min(num_tokens, self.tokens_in(held_bytes + room_bytes, rung) - held_tokens)
+
+    def held_by(self, cache: SequenceCache, rung: Rung = RAW) -> int:
         """What is reserved for a sequence's own tokens."""
-        return self.bytes_for(cache.raw_capacity) + cache.sealed_bytes
+        to_come = math.ceil(cache.unallocated_tokens * rung.token_bytes)
+        return self.bytes_for(cache.raw_capacity) + to_come + cache.sealed_bytes
 
-    def most_tokens(self) -> int:
+    def most_tokens(self, rung: Rung = RAW) -> int:
         """How long a sequence that grows can get if it is alone. Its last buffer may be larger than what it needs."""
-        return (self.total_bytes - self.fixed_bytes) // self.token_bytes - (round_up(1) - 1)
+        return self.tokens_in(self.total_bytes - self.fixed_bytes, rung) - (round_up(1) - 1)
+
+    def rung_for(self, num_tokens: int) -> Rung | None:
+        """The most exact way to hold a sequence that may get so long, if it is alone; None: it never fits."""
+        allowed = (rung for rung in self.rungs if num_tokens >= rung.from_tokens)
+        return next((rung for rung in allowed if not self.token_bytes or num_tokens <= self.most_tokens(rung)), None)
 
     def reply_tokens(self, prompt_tokens: int, wanted: int, *, may_be_less: bool = False) -> int:
         """How much of the wanted reply memory allows if the sequence is alone."""
-        # The last token of a reply is never fed, so it needs no room.
-        most = self.most_tokens() - prompt_tokens + 1 if self.token_bytes else wanted
-        if most >= wanted:
+        needed = prompt_tokens + wanted - 1  # the last token of a reply is never fed, so it needs no room
+        if self.rung_for(needed) is not None:
             return wanted
-        if most >= 1 and may_be_less:
-            return most
-        needed = prompt_tokens + wanted - 1
+        most = max((tokens for rung in self.rungs if (tokens := self.most_tokens(rung)) >= rung.from_tokens), default=0)
+        if may_be_less and most >= prompt_tokens:
+            return min(wanted, most - prompt_tokens + 1)
         raise NeverFits(
-            f"{prompt_tokens} tokens of prompt and {wanted} of reply need {self.bytes_for(needed) // MIB} MiB of KV "
-            f"cache, and the budget is {self.total_bytes // MIB} MiB, {self.most_tokens()} tokens. Raise "
-            "--memory-limit, shorten the prompt, or lower max_tokens."
+            f"{prompt_tokens} tokens of prompt and {wanted} of reply need "
+            f"{self.bytes_for(needed, self.rungs[-1]) // MIB} MiB of KV cache, and the budget is "
+            f"{self.total_bytes // MIB} MiB, {most} tokens. Raise --memory-limit, shorten the prompt, lower max_tokens"
+            f"{self._lower_precision(needed)}."
         )
+
+    def _lower_precision(self, num_tokens: int) -> str:
+        """The setting that would let so many tokens in, as the end of a sentence."""
+        fitting = [bits for bits, rung in self.live_rungs.items() if num_tokens <= self.most_tokens(rung)]
+        if not fitting:
+            return ""
+        bits = max(fitting)
+        most = self.most_tokens(self.live_rungs[bits])
+        return f", or start the server with --kv-cache-live --kv-cache-bits {bits}, which holds {most} tokens"
 
 
 def no_room_beside_pins(need_bytes: int, free_bytes: int, total_bytes: int) -> str:

@@ -59,7 +59,7 @@ def cache_usage(resume: Resume, budget: Budget, running: Iterable[Sequence], own
 
 
 def _running_bytes(sequences: Iterable[Sequence], budget: Budget) -> int:
-    return sum(budget.held_by(s.cache) for s in sequences if s.cache is not None)
+    return sum(budget.held_by(s.cache, s.rung) for s in sequences if s.cache is not None)
 
 
 def _sequence(sequence: Sequence, budget: Budget) -> SequenceUsage:

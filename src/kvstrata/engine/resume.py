@@ -8,17 +8,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 
 import numpy as np
 
+from kvstrata.codecs.segments import GROUP_TOKENS
 from kvstrata.engine.limits import Storage
 from kvstrata.engine.memory import Budget
+from kvstrata.engine.rungs import Rung, live_rungs, make_rungs
 from kvstrata.engine.runner import Runner
+from kvstrata.engine.scratch import max_chunk
 from kvstrata.engine.sequence import Sequence
 from kvstrata.index.identity import Identity
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.kinds import Layout
+from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import Plan, make_plan
@@ -39,9 +44,17 @@ LOOKUP_S = 1.0
 
 
 class Resume:
-    def __init__(self, store: Store | None, plan: Callable[[str, str], Plan], *, mark_every_tokens: int) -> None:
+    def __init__(
+        self,
+        store: Store | None,
+        plan: Callable[[str, str], Plan],
+        rungs: Callable[[Plan], tuple[tuple[Rung, ...], dict[int, Rung]]],
+        *,
+        mark_every_tokens: int,
+    ) -> None:
         self.store = store  # None: this model's caches cannot be shared
         self.plan = plan  # from the names of a K and a V precision
+        self._rungs = rungs  # from the target of new spans: those that there are, and those of other settings
         self._mark_every = mark_every_tokens
         self._needs_marks = store is not None and store.needs_marks
         self._fetches = None if store is None else store.fetches
@@ -116,8 +129,10 @@ class Resume:
             self.store.release(lease)
             return False
         sequence.asked_twice = lease.asked_twice
-        sequence.cache = runner.new_cache(capacity, lease.prefix)
+        sequence.cache = runner.new_cache(capacity, lease.prefix, sequence.rung.raw_tokens)
         sequence.filing = self.store.open(lease, sequence.cache, salt)
+        if sequence.rung.raw_tokens is not None and not self.store.options.precision.live:
+            sequence.filing.entry.target = self.plan(sequence.rung.k, sequence.rung.v)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = lease.num_tokens
             sequence.miss = self.store.miss(sequence.ids(), salt)
@@ -148,12 +163,32 @@ class Resume:
         pauses = at in sequence.stops or at % self._mark_every == 0 or not sequence.prefill_left
         mark = take_mark(sequence.cache) if self._needs_marks and pauses else None
         sequence.filing.seal(sequence.ids()[:at], mark, is_end=not sequence.prefill_left)
+        self._seal_in_time(sequence.cache, sequence.rung, SEAL_TOKENS)
         self._has_grown(sequence.filing, at)
 
     def after_step(self, sequence: Sequence) -> None:
         """It has one token more: enough for another piece to be encoded, maybe."""
         if sequence.filing is not None and sequence.num_generated % SEAL_TOKENS == 0:
             self._has_grown(sequence.filing, sequence.num_computed)
+        if sequence.cache is not None:
+            self._seal_in_time(sequence.cache, sequence.rung, sequence.rung.raw_tokens or 0)
+
+    def _seal_in_time(self, cache: SequenceCache, rung: Rung, num_tokens: int) -> None:
+        """A sequence that fits because it is encoded is, as soon as so many tokens are raw, whatever else there is to
+        do. Up to the end of a codec's group."""
+        if self.store is None or rung.raw_tokens is None or cache.unsealed_tokens < num_tokens:
+            return
+        window = self.store.options.precision.window
+        end = cache.num_tokens - window.recent_tokens
+        recent = window.recent_tokens + end % GROUP_TOKENS
+        cache.seal(self.plan(rung.k, rung.v).pairs, first_raw=window.first_tokens, recent_raw=recent)
+
+    def with_rungs(self, budget: Budget) -> Budget:
+        """The budget with the ways to hold a running sequence that follow from the target of now."""
+        if self.store is None:
+            return budget
+        rungs, live = self._rungs(self.store.precision.target)
+        return replace(budget, rungs=rungs, live_rungs=live)
 
     def _has_grown(self, filing: Filing, num_tokens: int) -> None:
         assert self.store is not None
@@ -190,11 +225,18 @@ def make_resume(
     storage: Storage,
     max_kv_size: int | None,
     cold: Cold | None = None,
+    chunk_tokens: int | None = None,
 ) -> Resume:
     """Raises ConfigError for a precision that the model's layers cannot be stored in."""
-    plan_of = partial(make_plan, layout, edge_layers=storage.edge_layers, edge=storage.edge)
+    plan_of = cache(partial(make_plan, layout, edge_layers=storage.edge_layers, edge=storage.edge))
+    chunk_tokens = chunk_tokens or max_chunk()
+
+    def rungs(target: Plan) -> tuple[tuple[Rung, ...], dict[int, Rung]]:
+        now = replace(storage, k=target.k, v=target.v)
+        return make_rungs(layout, now, chunk_tokens), live_rungs(layout, now, chunk_tokens)
+
     if any(spec.kind == "foreign" for spec in layout.flat()):
-        return Resume(None, plan_of, mark_every_tokens=storage.mark_every_tokens)
+        return Resume(None, plan_of, rungs, mark_every_tokens=storage.mark_every_tokens)
     plan = plan_of(storage.k, storage.v)
     signature = tuple(spec.signature for spec in layout.flat())
     hot_bytes = budget.total_bytes if storage.hot_bytes is None else min(storage.hot_bytes, budget.total_bytes)
@@ -217,7 +259,7 @@ def make_resume(
     )
     identity = Identity(loaded.fingerprint, loaded.dtype, signature, max_kv_size)
     store = Store(layout, identity, plan, options, plan_of=plan_of, cold=cold)
-    return Resume(store, plan_of, mark_every_tokens=storage.mark_every_tokens)
+    return Resume(store, plan_of, rungs, mark_every_tokens=storage.mark_every_tokens)
 
 
 def _shared_tokens(sequence: Sequence, other: Sequence) -> int:

@@ -59,8 +59,8 @@ class Runner:
     def layout(self) -> Layout:
         return self._layout
 
-    def new_cache(self, capacity: int, prefix: Prefix | None = None) -> SequenceCache:
-        return SequenceCache(self._layout, self._model, capacity, prefix)
+    def new_cache(self, capacity: int, prefix: Prefix | None = None, raw_tokens: int | None = None) -> SequenceCache:
+        return SequenceCache(self._layout, self._model, capacity, prefix, raw_tokens)
 
     def prefill(self, cache: SequenceCache, tokens: Sequence[int]) -> None:
         """Compute KV for `tokens`. No logits: nobody asks for them, so the output layer never runs."""

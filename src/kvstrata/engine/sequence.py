@@ -19,6 +19,7 @@ from kvstrata.engine.request import (
     TokenLogprob,
     Usage,
 )
+from kvstrata.engine.rungs import RAW
 from kvstrata.engine.sampling import Sampler
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.sequence import SequenceCache
@@ -38,6 +39,7 @@ class Sequence:
         self.max_tokens = max_tokens  # what was asked for, or less where memory does not reach so far
         self.tokens = list(request.prompt)  # prompt and reply
         self.cache: SequenceCache | None = None  # None: waiting
+        self.rung = RAW  # how it is held while it runs
         self.num_launched = 0  # tokens of the reply, those in flight included
         self.cached_tokens: int | None = None  # of the prompt, when it first began; None: it has not yet
         self.filing: Filing | None = None  # its way into the store, while it runs

@@ -145,7 +145,22 @@ class SequenceCache:
     @property
     def raw_capacity(self) -> int:
         """Tokens that buffers are reserved for: what is sealed has given its room back."""
-        return self.capacity - min([layer.sealed_tokens for layer in self._full], default=0)
+        left = self.capacity - self._sealed_tokens
+        return left if self._raw_tokens is None else min(left, max(self._raw_tokens, self.unsealed_tokens))
+
+    @property
+    def unallocated_tokens(self) -> int:
+        """Tokens that are still to come when those before them are sealed: in the buffers that they leave."""
+        return self.capacity - self._sealed_tokens - self.raw_capacity
+
+    @property
+    def unsealed_tokens(self) -> int:
+        """Its own that lie in buffers."""
+        return self.num_tokens - self.start - self._sealed_tokens
+
+    @property
+    def _sealed_tokens(self) -> int:
+        return min([layer.sealed_tokens for layer in self._full], default=0)
 
     @property
     def sealed_bytes(self) -> int:

@@ -115,7 +115,7 @@ class FullLayer:
     def buffer_tokens_after(self, num_recent: int) -> int:
         """The size of the buffer that the newest tokens move to when all others are sealed."""
         room = self.capacity - sum(piece.used for piece in self._pieces)
-        most = ROOM_TOKENS if self._raw_tokens is None else max(ROOM_TOKENS, self._raw_tokens - num_recent)
+        most = ROOM_TOKENS if self._raw_tokens is None else max(0, self._raw_tokens - num_recent)
         return round_up(num_recent + min(room, most))
 
     def seal(self, k: Codec, v: Codec, *, first_raw: int = 4, recent_raw: int = 128) -> int:

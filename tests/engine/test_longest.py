@@ -1,0 +1,155 @@
+"""What is encoded while it runs lets a conversation get longer: as long as its precision allows, within the budget."""
+
+from __future__ import annotations
+
+import functools
+import math
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.memory import Budget
+from kvstrata.engine.rungs import RAW, live_rungs, make_rungs
+from kvstrata.errors import NeverFits
+from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
+from kvstrata.models.loaded import LoadedModel
+from tests.engine.drive import Client, Drive
+from tests.engine.test_loop import prompt
+from tests.engine.test_requantize import settle
+from tests.tiny import VOCAB, tiny_config, tiny_module, tiny_tokenizer
+
+GIB = 1 << 30
+# 32 layers, 8 heads of 128, 16 bit.
+LAYER_8B = LayerSpec("full", token_bytes=8 * 256 * 2, kv_heads=8, k_dim=128, v_dim=128, dtype=mx.bfloat16)
+LAYOUT_8B = Layout((LAYER_8B,) * 32)
+CHUNK = 64
+RAW_HOLDS = 1000
+FOUR = Storage(k="planes:4", v="planes:4", live=True, recent_raw_tokens=32)
+STORAGES = {
+    "live": FOUR,
+    "dynamic": Storage(dynamic=True, recent_raw_tokens=32),
+    "at a length": Storage(dynamic_at=((500, "planes:8"), (2000, "planes:4")), recent_raw_tokens=32),
+}
+
+
+@functools.cache
+def loaded_16_bit() -> LoadedModel:
+    """A model that computes in bfloat16, on a CPU too: what is loaded from a folder would become float32 there."""
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    }
+    module = tiny_module("llama", **shape)
+    module.set_dtype(mx.bfloat16)
+    mx.eval(module.parameters())
+    return LoadedModel(
+        name="tiny-16-bit",
+        path=Path("nowhere"),
+        module=module,
+        tokenizer=tiny_tokenizer(),
+        config={**tiny_config("llama"), **shape},
+        context_tokens=8192,
+        vocab_size=VOCAB,
+        eos_ids=frozenset(),
+        weight_bytes=sum(array.nbytes for array in arrays_in(module.parameters())),
+        dtype="bfloat16",
+        fingerprint="tiny-16-bit",
+    )
+
+
+def drive_with(storage: Storage) -> Drive:
+    loaded = loaded_16_bit()
+    kv_bytes = RAW_HOLDS * Drive(loaded).budget.token_bytes
+    return Drive(loaded, Limits(prefill_chunk_tokens=CHUNK, tail_step_tokens=16), kv_bytes=kv_bytes, storage=storage)
+
+
+def serve_within(drive: Drive, tokens: list[int], max_tokens: int) -> Client:
+    """Neither what the engine says that it holds nor what layers have allocated is ever over the budget."""
+    client = drive.submit(tokens, max_tokens)
+    while not drive.loop.idle:
+        drive.loop.step()
+        running = [s.cache for s in drive.loop._running.values() if s.cache is not None]
+        allocated = sum(cache.nbytes for cache in running) + drive.store.held_bytes
+        assert max(drive.loop.state().kv_bytes, allocated) <= drive.budget.total_bytes
+    return client
+
+
+def test_the_8b_shape_in_6_gib() -> None:
+    budget = Budget(6 * GIB, 0, LAYOUT_8B.token_bytes)
+    assert budget.most_tokens() == 49_152
+    with pytest.raises(NeverFits):
+        budget.reply_tokens(60_000, 100)
+    live = Storage(k="planes:4", v="planes:4", live=True)
+    budget = Budget(6 * GIB, 0, LAYOUT_8B.token_bytes, make_rungs(LAYOUT_8B, live, 2048))
+    assert budget.reply_tokens(60_000, 100) == 100
+    assert 175_000 < budget.most_tokens(budget.rungs[0]) < 188_000
+
+
+@pytest.mark.parametrize("how", STORAGES)
+def test_a_prompt_of_two_and_a_half_times_what_raw_holds(how: str) -> None:
+    plain = drive_with(Storage(recent_raw_tokens=32))
+    assert plain.loop.budget.most_tokens() == RAW_HOLDS
+    tokens = prompt(5 * RAW_HOLDS // 2)
+    with pytest.raises(NeverFits, match=r"2500 tokens of prompt and 16 of reply.*--kv-cache-live --kv-cache-bits 4"):
+        plain.submit(tokens, 16)
+    drive = drive_with(STORAGES[how])
+    first = serve_within(drive, tokens, 16)
+    assert first.finished.usage.completion_tokens == 16
+    assert all(math.isfinite(logprob.logprob) for logprob in first.logprobs)
+    settle(drive)
+    assert drive.store.held_bytes <= drive.budget.total_bytes
+    again = serve_within(drive, [*tokens, *first.ids, 5, 6, 7], 8)
+    assert again.finished.usage.cached_tokens == len(tokens) + 15
+
+
+def test_what_fits_raw_is_held_raw_unless_it_is_to_be_encoded() -> None:
+    drive = drive_with(STORAGES["dynamic"])
+    rungs = drive.loop.budget.rungs
+    assert [(rung.k, rung.v) for rung in rungs] == [
+        ("raw", "raw"),
+        ("planes:8", "planes:8"),
+        ("planes:8", "planes:4"),
+        ("planes:4", "planes:4"),
+    ]
+    assert drive.loop.budget.rung_for(RAW_HOLDS) is RAW
+    assert drive.loop.budget.rung_for(RAW_HOLDS + 1) is rungs[1]
+    assert drive.loop.budget.rung_for(10 * RAW_HOLDS) is None
+    assert [rung.k for rung in drive_with(FOUR).loop.budget.rungs] == ["planes:4"]
+
+
+def test_floors_and_lengths_bound_what_is_let_in() -> None:
+    high = drive_with(Storage(dynamic=True, floor_k_bits=8, floor_v_bits=8)).loop.budget
+    assert {rung.v for rung in high.rungs} == {"raw", "planes:8"}
+    at = drive_with(Storage(dynamic_at=((1500, "planes:4"),))).loop.budget
+    # Shorter ones are not held in fewer bits: they are refused as without the setting.
+    assert at.rung_for(1400) is None
+    assert at.rung_for(1500) is at.rungs[1]
+
+
+def test_a_reply_without_a_limit_gets_what_the_precision_holds() -> None:
+    budget = drive_with(FOUR).loop.budget
+    most = budget.most_tokens(budget.rungs[0])
+    assert budget.reply_tokens(500, 8000, may_be_less=True) == most - 500 + 1
+    assert most > 2.5 * RAW_HOLDS
+
+
+def test_a_long_reply_is_encoded_as_it_grows() -> None:
+    drive = drive_with(FOUR)
+    reply = serve_within(drive, prompt(700), 400)
+    assert reply.finished.usage.completion_tokens == 400
+    settle(drive)
+    assert set(drive.store.usage().by_precision) == {"planes:4"}
+
+
+def test_no_precision_is_named_that_would_not_do() -> None:
+    budget = drive_with(Storage()).loop.budget
+    with pytest.raises(NeverFits) as refused:
+        budget.reply_tokens(100_000, 1)
+    assert "--kv-cache-live" not in str(refused.value)
+    assert set(live_rungs(LAYOUT_8B, Storage(), 256)) == {8, 4, 2}
