@@ -4,6 +4,7 @@ step of the engine costs the same with ten entries and with thousands.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
 from kvstrata.store.entry import Entry
@@ -13,14 +14,15 @@ class Changed:
     """One reader's list: every entry that has changed since it was last taken, once."""
 
     def __init__(self) -> None:
-        self._entries: dict[Entry, None] = {}
+        self._entries: OrderedDict[Entry, None] = OrderedDict()
 
     def add(self, entry: Entry) -> None:
         self._entries[entry] = None
 
     def take(self) -> Iterator[Entry]:
+        """In the order in which they changed first. What is not asked for stays on the list."""
         while self._entries:
-            yield self._entries.popitem()[0]
+            yield self._entries.popitem(last=False)[0]
 
 
 class Journal:

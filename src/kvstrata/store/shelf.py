@@ -122,6 +122,7 @@ class Shelf:
         """Whether the disk has all of it: then it is worth less here."""
         if is_clean != entry.is_clean:
             entry.is_clean = is_clean
+            self.journal.note(entry)
             self._offer_end(entry)
 
     def used_s(self, entry: Entry) -> float:

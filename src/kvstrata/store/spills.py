@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from weakref import WeakKeyDictionary
 
 from kvstrata.index.tree import Node
@@ -28,6 +28,8 @@ SPILL_SHARE = 0.7
 FLUSH_SLICE_S = 0.5
 # Of the disk's limit, that a flush fills at most: the catalogue and whole pages take some.
 FLUSH_SHARE = 0.9
+# Entries that have changed, in one step of the engine: a look at one takes about a fifth of a millisecond.
+MAX_OFFERED = 16
 # The second, where the disk failed during the first: maybe for a moment only.
 FLUSH_ATTEMPTS = 2
 
@@ -71,23 +73,36 @@ class Spills:
         self._mover = Mover(self._job, lambda _: None, self._failed)
         self._num_faults = 0  # of the disk, when its blocks were last looked at
         self._untaken: WeakKeyDictionary[Entry, Untaken] = WeakKeyDictionary()
-        self._blocked: dict[Entry, Refused] = {}  # those that found the queue full, in order
+        self._changed = shelf.journal.reader()  # those that may have to be written
+        self._behind: dict[Entry, list[Entry]] = {}  # those that hang on one that is still being computed
+        # Those that the disk may take later, in order.
+        self._blocked: dict[Refusal, WeakKeyDictionary[Entry, Refused]] = {
+            reason: WeakKeyDictionary() for reason in (Refusal.QUEUE_FULL, Refusal.PAUSED, Refusal.WRITE_BUDGET)
+        }
 
     @property
     def idle(self) -> bool:
-        """Nothing is to be done now. More may be as soon as the queue has room."""
-        return self._mover.idle and not self._can_go_on()
+        """Nothing is to be done now. More may be as soon as the disk takes blocks again."""
+        return self._mover.idle and self._next_blocked() is None
 
     def work(self, slice_s: float) -> None:
-        if self._mover.idle and self._can_go_on():
-            entry = next(iter(self._blocked))
-            del self._blocked[entry]
+        entry = self._next_blocked() if self._mover.idle else None
+        if entry is not None:
+            self._unblock(entry)
             self._mover.add(entry)
         self._mover.work(slice_s)
 
-    def _can_go_on(self) -> bool:
-        refused = next(iter(self._blocked.values()), None)
-        return refused is not None and self._cold is not None and self._cold.tier.would_take(refused)
+    def _next_blocked(self) -> Entry | None:
+        """The first that the disk would take now. The first of each reason stands for the others."""
+        for blocked in self._blocked.values():
+            entry, refused = next(iter(blocked.items()), (None, None))
+            if refused is not None and self._cold is not None and self._cold.tier.would_take(refused):
+                return entry
+        return None
+
+    def _unblock(self, entry: Entry) -> None:
+        for blocked in self._blocked.values():
+            blocked.pop(entry, None)
 
     def add(self, entry: Entry) -> None:
         if self._cold is not None:
@@ -97,19 +112,26 @@ class Spills:
         """Memory fills up: write what would have to go, so that it need not wait for the disk then. `limit_bytes`: what
         running sequences leave of `hot_bytes`."""
         if self._shelf.held_bytes > limit_bytes - (1 - SPILL_SHARE) * hot_bytes:
-            self.add_free()
+            self.add_free(MAX_OFFERED)
 
-    def add_free(self) -> None:
-        """All that nobody uses and the disk has not."""
+    def add_free(self, max_entries: int | None = None) -> None:
+        """What no request uses and the disk has not. Only entries that have changed are looked at, so many at most: the
+        others wait to be written, are on the disk, or were refused."""
         if self._cold is None:
             return
         self._look_again()
-        for entry in self._shelf.entries:
-            if entry.is_free and not entry.is_clean and self._may_be_taken(entry, self._cold):
-                self._mover.add(entry)
+        for entry in islice(self._changed.take(), max_entries):
+            for each in (entry, *self._behind.pop(entry, ())):
+                self._offer(each, self._cold)
 
-    def _may_be_taken(self, entry: Entry, cold: Cold) -> bool:
-        return _can_be_written(entry) and not self._would_be_refused(entry, cold)
+    def _offer(self, entry: Entry, cold: Cold) -> None:
+        if entry not in self._shelf.entries or not entry.is_free or entry.is_clean or not entry.nodes:
+            return
+        owner = _still_computed(entry)
+        if owner is not None:
+            self._behind.setdefault(owner, []).append(entry)
+        elif not self._would_be_refused(entry, cold):
+            self._mover.add(entry)
 
     def _would_be_refused(self, entry: Entry, cold: Cold) -> bool:
         """Again, since neither it nor the disk has changed."""
@@ -124,8 +146,10 @@ class Spills:
     def give_up(self, under: bytes = b"") -> None:
         """What is being written, under all roots that begin so: the disk is cleared."""
         self._untaken.clear()
-        self._blocked.clear()
-        for entry in self._mover.waiting:
+        for blocked in self._blocked.values():
+            blocked.clear()
+        for entry in self._shelf.entries:
+            self._changed.add(entry)
             if entry.root_key.startswith(under):
                 self._mover.discard(entry)
 
@@ -235,6 +259,7 @@ class Spills:
         self._untaken.clear()
         for entry in self._shelf.entries:
             self._shelf.set_clean(entry, is_clean=False)
+            self._changed.add(entry)
 
     def _blocks_of(self, entry: Entry, cold: Cold) -> Lookup[tuple[Step, ...]]:
         leaf = entry.last_node
@@ -298,13 +323,18 @@ class Spills:
         entry.clean_token_bytes = spilled.token_bytes if entry.is_clean else 0.0
         if not spilled.is_whole:
             self._untaken[entry] = self._as_untaken(entry, spilled.refused, spilled.end)
-            if spilled.refused is not None and spilled.refused.reason is Refusal.QUEUE_FULL:
-                self._blocked[entry] = spilled.refused
+            if spilled.refused is not None and spilled.refused.reason in self._blocked:
+                self._blocked[spilled.refused.reason][entry] = spilled.refused
+        elif not entry.is_clean:
+            self._changed.add(entry)  # it has grown
         self._counters["spilled_spans" if spilled.is_whole else "refused_spills"] += 1
 
 
 def _can_be_written(entry: Entry) -> bool:
-    """Unless somebody still writes it, or what it hangs on."""
-    if entry.is_running or not entry.nodes:
-        return False
-    return not any(node.payload.span.is_live for node in entry.last_node.path())
+    """Unless a request still computes it, or what it hangs on."""
+    return not entry.is_running and bool(entry.nodes) and _still_computed(entry) is None
+
+
+def _still_computed(entry: Entry) -> Entry | None:
+    """The first on the way to it whose owner still writes."""
+    return next((node.payload for node in entry.last_node.path() if node.payload.span.is_live), None)

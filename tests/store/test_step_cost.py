@@ -1,0 +1,53 @@
+"""What a step of the engine asks of the store costs the same with few entries and with many."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from kvstrata.store.pressure import LadderOptions
+from kvstrata.store.store import Store
+from tests.store.disk import store_on
+from tests.store.kv import settle, store_tokens
+
+FEW, MANY = 10, 300
+
+
+def _filled(store: Store, num_entries: int) -> None:
+    """All of them refused by a disk whose daily budget is spent, and as low as they may go."""
+    for number in range(num_entries):
+        store_tokens(store, [10 * number + at for at in range(8)])
+    settle(store)
+    store.spill()
+    settle(store)
+    store.pressure.make_room(1 << 40)
+    settle(store)
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(9):
+        began_s = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - began_s)
+    return statistics.median(taken)
+
+
+def test_a_step_costs_the_same_however_many_entries_there_are(tmp_path: Path) -> None:
+    costs: dict[int, dict[str, float]] = {}
+    for num_entries in (FEW, MANY):
+        ladder = LadderOptions(by_pressure=True)
+        with store_on(tmp_path / str(num_entries), ladder=ladder, daily_write_bytes=1) as store:
+            _filled(store, num_entries)
+            assert store.counters["refused_spills"] >= num_entries
+            held_bytes = store.held_bytes
+            costs[num_entries] = {
+                "spilling ahead": _seconds(lambda s=store, b=held_bytes: s._spills.add_some(b, b)),
+                "stepping down": _seconds(lambda s=store, b=held_bytes: s.pressure.make_room(b)),
+                "usage": _seconds(store.usage),
+            }
+    for what, few_s in costs[FEW].items():
+        # In proportion it would be 30 times as much.
+        assert costs[MANY][what] < 8 * few_s + 200e-6, what
