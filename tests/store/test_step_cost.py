@@ -20,10 +20,11 @@ def _filled(store: Store, num_entries: int) -> None:
     for number in range(num_entries):
         store_tokens(store, [10 * number + at for at in range(8)])
     settle(store)
-    store.spill()
-    settle(store)
     store.pressure.make_room(1 << 40)
     settle(store)
+    store.spill()
+    settle(store)
+    store.spill()  # that they were refused has been seen
 
 
 def _seconds(work: Callable[[], object]) -> float:
