@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import functools
 import math
+import queue
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.memory import Budget
+from kvstrata.engine.request import Event, Failed, Finished, Request
 from kvstrata.engine.rungs import RAW, live_rungs, make_rungs
 from kvstrata.errors import NeverFits
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
+from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from tests.engine.drive import Client, Drive
+from tests.engine.drive import GREEDY, Client, Drive
 from tests.engine.test_loop import prompt
 from tests.engine.test_requantize import settle
 from tests.tiny import VOCAB, tiny_config, tiny_module, tiny_tokenizer
@@ -35,12 +39,12 @@ STORAGES = {
 
 
 @functools.cache
-def loaded_16_bit() -> LoadedModel:
+def loaded_16_bit(num_layers: int = 2) -> LoadedModel:
     """A model that computes in bfloat16, on a CPU too: what is loaded from a folder would become float32 there."""
     shape = {
         "hidden_size": 16,
         "intermediate_size": 16,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": num_layers,
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
         "head_dim": 64,
@@ -49,17 +53,17 @@ def loaded_16_bit() -> LoadedModel:
     module.set_dtype(mx.bfloat16)
     mx.eval(module.parameters())
     return LoadedModel(
-        name="tiny-16-bit",
+        name=f"tiny-16-bit-{num_layers}",
         path=Path("nowhere"),
         module=module,
         tokenizer=tiny_tokenizer(),
         config={**tiny_config("llama"), **shape},
-        context_tokens=8192,
+        context_tokens=16384,
         vocab_size=VOCAB,
         eos_ids=frozenset(),
         weight_bytes=sum(array.nbytes for array in arrays_in(module.parameters())),
         dtype="bfloat16",
-        fingerprint="tiny-16-bit",
+        fingerprint=f"tiny-16-bit-{num_layers}",
     )
 
 
@@ -153,3 +157,34 @@ def test_no_precision_is_named_that_would_not_do() -> None:
         budget.reply_tokens(100_000, 1)
     assert "--kv-cache-live" not in str(refused.value)
     assert set(live_rungs(LAYOUT_8B, Storage(), 256)) == {8, 4, 2}
+
+
+def peak_of_longest(storage: Storage, limit_bytes: int) -> tuple[int, int]:
+    """The longest prompt that an engine of its own admits within a memory limit, and MLX's peak while it is served."""
+    loaded = loaded_16_bit(8)
+    limits = Limits(memory_bytes=limit_bytes, max_running=1, prefill_chunk_tokens=CHUNK)
+    engine = Engine(loaded, limits, Metrics(), storage)
+    engine.start()
+    try:
+        budget = engine._loop.budget
+        most = budget.most_tokens(budget.rungs[-1])
+        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        before = mx.get_active_memory() - loaded.weight_bytes  # of other tests
+        mx.reset_peak_memory()
+        engine.submit(Request("longest", tuple(prompt(most - 3)), 4, GREEDY), events.put)
+        while not isinstance(end := events.get(timeout=120), Finished | Failed):
+            pass
+        assert isinstance(end, Finished)
+        assert end.usage.completion_tokens == 4
+        return most, mx.get_peak_memory() - before
+    finally:
+        engine.stop()
+
+
+def test_the_longest_prompt_stays_within_the_memory_limit_while_it_is_read_back() -> None:
+    """What a chunk decodes of the past is counted: one layer of it, whatever the number of layers."""
+    limit_bytes = 4 << 20
+    raw_most, raw_peak = peak_of_longest(Storage(), limit_bytes)
+    live_most, live_peak = peak_of_longest(FOUR, limit_bytes)
+    assert max(raw_peak, live_peak) <= limit_bytes
+    assert live_most > 1.1 * raw_most, (live_most, raw_most)

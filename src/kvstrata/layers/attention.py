@@ -46,7 +46,11 @@ def attend(
     k, v = keys.joined(queries)
     if mask == "causal" and sinks is None and cpu.fits(queries, k, v):
         return cpu.prefill(queries, k, v, scale)
-    return mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
+    out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
+    if paths.active() == "kernels":
+        # They have decoded this layer already: left lazy, the pass would keep what every layer decoded until its end.
+        mx.eval(out)
+    return out
 
 
 def _mixed(queries: mx.array, keys: MixedKeys, scale: float, sinks: mx.array | None) -> mx.array:
