@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 
@@ -29,6 +30,16 @@ def pytest_collection_finish() -> None:
     cpu.warm_up()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _messages() -> Iterator[None]:
+    """The command line shows messages in its own way; tests that run it in this process must not decide for others."""
+    ours = logging.getLogger("kvstrata")
+    before = ours.level, ours.handlers, ours.propagate
+    yield
+    level, ours.handlers, ours.propagate = before
+    ours.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,7 @@ def test_what_could_not_be_read_is_said_and_is_no_success(tmp_path: Path) -> Non
         assert "1 could not be read" in text or "1 that could not be read" in text
         assert path.name in text
         code, text = run(command, str(tmp_path), "--json")
-        assert (code, json.loads(text)["unread"]) == (1, [{"file": str(path), "reason": "other"}])
+        assert (code, json.loads(text)["unread"]) == (1, [{"file": str(path), "reason": "not_a_file"}])
 
 
 def test_gc_refuses_a_folder_of_somebody_else(tmp_path: Path) -> None:
