@@ -16,8 +16,8 @@ from kvstrata.codecs.segments import GROUP_TOKENS
 from kvstrata.layers.kinds import LayerSpec
 from kvstrata.layers.parts import SealedPart
 
-# Values (K and V, all heads) of one layer: so many are copied, or encoded, in about two milliseconds.
-PART_VALUES_CPU, PIECE_VALUES_CPU = 2 << 20, 1 << 20
+# Values (K and V, all heads) of one layer: so many are copied, or encoded, in some milliseconds.
+PART_VALUES_CPU, PIECE_VALUES_CPU = 2 << 20, 512 << 10
 PART_VALUES_GPU, PIECE_VALUES_GPU = 64 << 20, 16 << 20
 
 
