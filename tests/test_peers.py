@@ -102,7 +102,7 @@ def test_quantized_kv_in_a_batch(architecture: str, head_dim: int, name: str) ->
     loaded = replace(tiny_loaded(architecture), module=tiny_module(architecture, head_dim=head_dim), config=config)
     drive = Drive(loaded, storage=Storage(k=name, v=name, min_quantize_tokens=0))
     serve(drive, prompt(100), 2)
-    clients = [drive.submit([*prompt(99), i, *prompt(5, seed=i)], 6) for i in range(4)]
+    clients = [drive.submit([*prompt(99), i, *prompt(5, seed=i)], 60) for i in range(4)]
     while not all(client.ids for client in clients):
         drive.loop.step()
     assert drive.loop.state().running == 4
