@@ -17,7 +17,7 @@ from kvstrata.engine.memory import MemoryShares, Scratch, limit_for, share_memor
 from kvstrata.engine.planned import least_token_bytes, sealed_pairs
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling
 from kvstrata.engine.runner import Runner
-from kvstrata.engine.scratch import measure_passes
+from kvstrata.engine.scratch import Shape, max_chunk, measure_scratch
 from kvstrata.metrics import Metrics
 from kvstrata.models.probe import probe
 from tests.tiny import VOCAB, layout_of, tiny_loaded, tiny_module
@@ -46,14 +46,12 @@ def test_what_is_expected_is_close_to_what_passes_take(architecture: str, chunk:
     loaded = tiny_loaded(architecture)
     layout = layout_of(loaded)
     runner, pairs = Runner(loaded.module, layout), sealed_pairs(layout, Storage())
-    passes = measure_passes(
-        runner, rows=1, vocab_size=VOCAB, max_context_tokens=CONTEXT, chunk_tokens=chunk, pairs=pairs
-    )
+    lines = measure_scratch(runner, Shape(1, VOCAB, CONTEXT, chunk, pairs))
     measure = scratch._Measure(runner, CONTEXT)
     with scratch._one_by_one():
         for context, codecs in [(0, None), (CONTEXT // 2, None), (CONTEXT // 2, pairs)]:
             taken = measure.chunk_bytes(chunk, context, codecs)
-            expected = passes.scratch.bytes_for(context + chunk, 1, context + chunk)
+            expected = lines.bytes_for(context + chunk, 1, context + chunk)
             assert taken <= expected <= 1.5 * taken + 2 * MIB, (context, codecs)
 
 
@@ -62,7 +60,7 @@ def test_windows_are_not_taken_for_contexts() -> None:
 
     Its hidden size is a tenth here: attention takes the same, and the rest is soon computed.
     """
-    shape: dict[str, Any] = {
+    sizes: dict[str, Any] = {
         "num_hidden_layers": 18,
         "hidden_size": 64,
         "intermediate_size": 192,
@@ -73,19 +71,13 @@ def test_windows_are_not_taken_for_contexts() -> None:
         "sliding_window_pattern": 6,
         "query_pre_attn_scalar": 256,
     }
-    module = tiny_module("gemma3_text", **shape)
+    module = tiny_module("gemma3_text", **sizes)
     layout = probe(module)
-    passes = measure_passes(
-        Runner(module, layout),
-        rows=16,
-        vocab_size=262_144,
-        max_context_tokens=CONTEXT,
-        pairs=sealed_pairs(layout, Storage()),
-    )
+    shape = Shape(16, 262_144, CONTEXT, max_chunk(), sealed_pairs(layout, Storage()))
     shares = share_memory(
         int(17.6 * GIB),
         GIB,
-        passes.scratch,
+        measure_scratch(Runner(module, layout), shape),
         token_bytes=least_token_bytes(layout, Storage()),
         context_tokens=32_768,
     )

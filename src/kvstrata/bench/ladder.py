@@ -20,9 +20,10 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.memory import limit_for
 from kvstrata.engine.planned import least_token_bytes, sealed_pairs
+from kvstrata.engine.remembered import remembered_scratch
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.engine.runner import Runner
-from kvstrata.engine.scratch import measure_passes
+from kvstrata.engine.scratch import Shape, max_chunk
 from kvstrata.layers.kinds import Layout, arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -141,17 +142,17 @@ def measure(
 
 def _limit_bytes(loaded: LoadedModel, layout: Layout, load: Load, share: float) -> int:
     storage = Storage(dynamic=True)
-    measured = measure_passes(
-        Runner(loaded.module, layout),
+    shape = Shape(
         rows=load.at_once,
         vocab_size=loaded.vocab_size,
         max_context_tokens=load.chat_tokens,
+        chunk_tokens=max_chunk(),
         pairs=sealed_pairs(layout, storage),
     )
     return limit_for(
         int(share * _needed_bytes(layout, load)),
         loaded.weight_bytes,
-        measured.scratch,
+        remembered_scratch(loaded, Runner(loaded.module, layout), shape),
         token_bytes=least_token_bytes(layout, storage),
         context_tokens=load.chat_tokens,
     )

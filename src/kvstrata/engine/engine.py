@@ -26,10 +26,11 @@ from kvstrata.engine.limits import Disk, EngineState, Limits, Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.memory import DEFAULT_SHARE, Budget, MemoryShares, make_budget, share_memory
 from kvstrata.engine.planned import least_token_bytes, sealed_pairs
+from kvstrata.engine.remembered import remembered_scratch
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
 from kvstrata.engine.resume import make_resume
 from kvstrata.engine.runner import Runner
-from kvstrata.engine.scratch import Passes, measure_passes
+from kvstrata.engine.scratch import Shape, max_chunk, measure_prefill
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
 from kvstrata.index.keys import chain
@@ -274,11 +275,12 @@ class Engine:
         cpu.warm_up()
         self._layout = probe(self._loaded.module, self._limits.max_kv_size)
         limit_bytes = self._limits.memory_bytes or int(device().memory_bytes * DEFAULT_SHARE)
-        passes = self._measure(limit_bytes)
+        runner = Runner(self._loaded.module, self._layout)
+        shape = self._shape(limit_bytes)
         self._shares = share_memory(
             limit_bytes,
             self._loaded.weight_bytes,
-            passes.scratch,
+            remembered_scratch(self._loaded, runner, shape),
             token_bytes=least_token_bytes(self._layout, self._storage),
             context_tokens=self.context_tokens,
         )
@@ -286,19 +288,19 @@ class Engine:
         mx.set_cache_limit(self._shares.allocator_cache_bytes)
         mx.set_memory_limit(self._shares.run_ahead_bytes)
         self._cold = self._open_disk()
-        self._prefill_tokens_s = passes.prefill_tokens_s
+        self._prefill_tokens_s = measure_prefill(runner, shape.chunk_tokens)
         self._loop = self._make_loop()
         self._state = self._loop.state()
 
-    def _measure(self, limit_bytes: int) -> Passes:
+    def _shape(self, limit_bytes: int) -> Shape:
+        """Of the passes to come, no longer than memory allows."""
         free_bytes = limit_bytes - self._loaded.weight_bytes
         most_tokens = free_bytes // max(1, least_token_bytes(self._layout, self._storage))
-        return measure_passes(
-            Runner(self._loaded.module, self._layout),
+        return Shape(
             rows=self._limits.max_running,
             vocab_size=self._loaded.vocab_size,
             max_context_tokens=int(min(most_tokens, self.context_tokens)),
-            chunk_tokens=self._limits.prefill_chunk_tokens,
+            chunk_tokens=self._limits.prefill_chunk_tokens or max_chunk(),
             pairs=sealed_pairs(self._layout, self._storage),
         )
 

@@ -3,8 +3,6 @@ read them. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvstrata.engine.limits import Storage
 from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import Layout
@@ -21,7 +19,7 @@ def least_token_bytes(layout: Layout, storage: Storage) -> float:
     return min(planned, layout.token_bytes) or layout.token_bytes
 
 
-def sealed_pairs(layout: Layout, storage: Storage) -> Sequence[Pair] | None:
+def sealed_pairs(layout: Layout, storage: Storage) -> tuple[Pair, ...] | None:
     """Codecs that stored KV may be read through; None: this model's layers take none."""
     plan = min(_plans(layout, storage), key=lambda plan: plan.token_bytes(layout))
     if not plan.is_raw:

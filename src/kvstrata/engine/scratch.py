@@ -1,4 +1,4 @@
-"""What forward passes take beside KV, and how fast prompts are computed: measured once, before the first request.
+"""What forward passes take beside KV, and how fast prompts are computed: measured before the first request.
 
 Without it a memory limit would be a guess: scratch depends on the model's shapes and on how attention is computed. Some
 short chunks run, behind no context and behind long ones that are made of zeros, so that no prompt has to be computed.
@@ -51,37 +51,40 @@ RAW: Pair = (RawCodec(), RawCodec())
 
 
 @dataclass(frozen=True)
-class Passes:
-    scratch: Scratch
-    prefill_tokens_s: float
+class Shape:
+    """What scratch depends on beside the model."""
+
+    rows: int  # of a batch
+    vocab_size: int
+    max_context_tokens: int  # longer ones are never served, so none is measured
+    chunk_tokens: int  # of a prompt
+    pairs: tuple[Pair, ...] | None = None  # how stored KV may be encoded, for each layer; None: raw
 
 
 def max_chunk() -> int:
     return MAX_CHUNK_CPU if mx.default_device() == mx.cpu else MAX_CHUNK_GPU
 
 
-def measure_passes(
-    runner: Runner,
-    *,
-    rows: int,
-    vocab_size: int,
-    max_context_tokens: int,
-    chunk_tokens: int | None = None,
-    pairs: Sequence[Pair] | None = None,
-) -> Passes:
-    """Of chunks of so many tokens, of batches of `rows`, and of work on KV that is stored under `pairs` (None: raw).
+def measured_context() -> int:
+    return CONTEXT_CPU if mx.default_device() == mx.cpu else CONTEXT_GPU
 
-    `max_context_tokens`: longer ones are never served, so none is measured.
-    """
-    chunk = chunk_tokens or max_chunk()
+
+def measure_scratch(runner: Runner, shape: Shape) -> Scratch:
+    chunk = shape.chunk_tokens
     is_recurrent = any(spec.kind == "recurrent" for spec in runner.layout.flat())
     share = RECURRENT_CHUNK_SHARE if is_recurrent else CHUNK_SHARE
     tokens = min(chunk, max(MIN_MEASURED_TOKENS, chunk // share))
-    most = CONTEXT_CPU if mx.default_device() == mx.cpu else CONTEXT_GPU
-    measure = _Measure(runner, max(1, min(most, max_context_tokens - tokens)))
+    measure = _Measure(runner, max(1, min(measured_context(), shape.max_context_tokens - tokens)))
+    logits = Line(LOGITS_COPIES * LOGIT_BYTES * shape.rows * shape.vocab_size)
     with _one_by_one():
-        lines = [Line(LOGITS_COPIES * LOGIT_BYTES * rows * vocab_size), *measure.lines(tokens, chunk / tokens, pairs)]
-    return Passes(Scratch(tuple(lines)), measure.tokens_s(min(chunk, TIMED_TOKENS)))
+        return Scratch((logits, *measure.lines(tokens, chunk / tokens, shape.pairs)))
+
+
+def measure_prefill(runner: Runner, chunk_tokens: int) -> float:
+    """Tokens a second."""
+    tokens = min(chunk_tokens, TIMED_TOKENS)
+    cache = runner.new_cache(tokens)
+    return tokens / _peak(partial(runner.prefill, cache, [0] * tokens))[1]
 
 
 class _Measure:
@@ -121,17 +124,14 @@ class _Measure:
 
     def chunk_bytes(self, tokens: int, context: int, pairs: Sequence[Pair] | None = None) -> int:
         """What one chunk behind a context has alive at most beside what stays."""
-        return _least(lambda: self._chunk(tokens, context, pairs)[0])
+        return _least(lambda: self._chunk(tokens, context, pairs))
 
-    def tokens_s(self, tokens: int) -> float:
-        return tokens / self._chunk(tokens, 0, None)[1]
-
-    def _chunk(self, tokens: int, context: int, pairs: Sequence[Pair] | None) -> tuple[int, float]:
+    def _chunk(self, tokens: int, context: int, pairs: Sequence[Pair] | None) -> int:
         prefix = self._prefix(context, pairs) if context else None
         cache = self._runner.new_cache(tokens, prefix)
-        alive, seconds = _peak(partial(self._runner.prefill, cache, [0] * tokens))
+        alive, _ = _peak(partial(self._runner.prefill, cache, [0] * tokens))
         self._states = self._states or _states(cache)
-        return alive, seconds
+        return alive
 
     def _foreign_line(self, tokens: int, chunks: float) -> Line:
         """Caches that only the model knows cannot be filled with zeros: two chunks after each other have to do."""

@@ -10,19 +10,17 @@ remains is damage below the file system, against which a checksum at start does 
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
 from pathlib import Path
 
 from blake3 import blake3
 
-from kvstrata.backend import cache_root
+from kvstrata.backend.notebook import read_notes, write_notes
 
 CONTENT_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 # Defaults of sampling, and our own marker: neither changes what is computed for a prompt.
 OTHER_FILES = {"generation_config.json", "kvstrata.json"}
 BIG_FILE_BYTES = 1 << 20
+MEMORY = "fingerprints"
 
 Digests = dict[str, str]
 
@@ -36,7 +34,7 @@ def fingerprint(folder: Path, adapter: Path | None = None) -> str:
         for path in content_files(place):
             identity.update(f"{path.name}\0{_digest(path, digests)}\0".encode())
     if digests != remembered:
-        _remember(digests)
+        write_notes(MEMORY, digests)
     return identity.hexdigest()
 
 
@@ -55,29 +53,5 @@ def _digest(path: Path, digests: Digests) -> str:
     return digests[key]
 
 
-def _memory_file() -> Path:
-    return cache_root() / "fingerprints.json"
-
-
 def _remembered() -> Digests:
-    """A file that cannot be read is a cache that is empty."""
-    try:
-        value = json.loads(_memory_file().read_bytes())
-    except (OSError, ValueError):
-        return {}
-    if not isinstance(value, dict):
-        return {}
-    return {key: digest for key, digest in value.items() if isinstance(digest, str)}
-
-
-def _remember(digests: Digests) -> None:
-    """Published by rename. Of two processes the later wins; the other's files are hashed once more, no harm done."""
-    target = _memory_file()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=target.parent, prefix="fingerprints-", delete=False) as file:
-            json.dump(digests, file)
-        os.replace(file.name, target)
-    except OSError:
-        # A read-only cache folder only makes the next start slower.
-        return
+    return {key: digest for key, digest in read_notes(MEMORY).items() if isinstance(digest, str)}

@@ -1,0 +1,88 @@
+"""Scratch that is remembered from one start to the next."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from kvstrata.engine import remembered
+from kvstrata.engine.memory import Scratch
+from kvstrata.engine.runner import Runner
+from kvstrata.engine.scratch import Shape, measure_scratch
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.probe import probe
+from tests.tiny import VOCAB, tiny_loaded
+
+SHAPE = Shape(rows=1, vocab_size=VOCAB, max_context_tokens=64, chunk_tokens=16)
+
+
+class Starts:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+        monkeypatch.setenv("KVSTRATA_HOME", str(home))
+        monkeypatch.setattr(remembered, "WORTH_KEEPING_S", 0.0)
+        monkeypatch.setattr(remembered, "measure_scratch", self._measure)
+        self.notes = home / "scratch.json"
+        self.measured = 0
+        self.loaded: LoadedModel = tiny_loaded("llama")
+        self._runner = Runner(self.loaded.module, probe(self.loaded.module, None))
+
+    def _measure(self, runner: Runner, shape: Shape) -> Scratch:
+        self.measured += 1
+        return measure_scratch(runner, shape)
+
+    def start(self, shape: Shape = SHAPE, **changes: str) -> Scratch:
+        return remembered.remembered_scratch(dataclasses.replace(self.loaded, **changes), self._runner, shape)
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Starts:
+    return Starts(monkeypatch, tmp_path)
+
+
+def test_a_second_start_measures_nothing_and_has_the_same(starts: Starts) -> None:
+    assert starts.start() == starts.start()
+    assert starts.measured == 1
+
+
+def test_what_it_depends_on_is_measured_anew(starts: Starts) -> None:
+    starts.start()
+    starts.start(dataclasses.replace(SHAPE, chunk_tokens=8))
+    starts.start(dataclasses.replace(SHAPE, rows=2))
+    starts.start(fingerprint="other weights")
+    assert starts.measured == 4
+
+
+def test_other_code_is_measured_anew(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    starts.start()
+    monkeypatch.setattr(remembered, "_code", lambda: "another version")
+    starts.start()
+    assert starts.measured == 2
+
+
+@pytest.mark.parametrize("damage", ["", "[]", "{", '{"KEY": 7}', '{"KEY": [[1]]}', '{"KEY": [["a", 1, true]]}'])
+def test_notes_that_make_no_sense_are_measured_anew(starts: Starts, damage: str) -> None:
+    starts.start()
+    key = starts.notes.read_text().split('"')[1]
+    starts.notes.write_text(damage.replace("KEY", key))
+    starts.start()
+    assert starts.measured == 2
+
+
+def test_notes_do_not_grow_for_ever(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "MAX_NOTES", 3)
+    for rows in range(1, 7):
+        starts.start(dataclasses.replace(SHAPE, rows=rows))
+    starts.start(dataclasses.replace(SHAPE, rows=6))
+    assert starts.measured == 6
+    starts.start(dataclasses.replace(SHAPE, rows=1))
+    assert starts.measured == 7
+
+
+def test_what_is_measured_soon_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remembered, "WORTH_KEEPING_S", 60.0)
+    starts.start()
+    starts.start()
+    assert starts.measured == 2
+    assert not starts.notes.exists()
