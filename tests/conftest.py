@@ -16,6 +16,7 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 import kvstrata  # noqa: F401 # isort: skip
 import mlx.core as mx
 
+from kvstrata.codecs import paths
 from kvstrata.layers import cpu
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
@@ -45,6 +46,13 @@ def _messages() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def default_model() -> LoadedModel:
     return load(None)
+
+
+@pytest.fixture
+def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a Mac runs: no kernels of ours, MLX's quantized products, and a GPU's sizes."""
+    monkeypatch.setattr(paths, "active", lambda: "packed")
+    monkeypatch.setattr(paths, "on_cpu", lambda: False)
 
 
 @pytest.fixture

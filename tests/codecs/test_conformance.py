@@ -101,13 +101,13 @@ def test_a_cut_is_decode_then_slice_and_joins_again(
     start = where.draw(st.integers(0, num_tokens - 1))
     end = where.draw(st.integers(start + 1, num_tokens))
     planes = codec.encode(keys(2, num_tokens, 128), position)
-    piece = codec.cut(planes, start, end)
+    piece = planes.cut(start, end)
     assert (piece.position, piece.num_tokens) == (position + start, end - start)
     assert same_bits(codec.decode(piece, mx.float32), codec.decode(planes, mx.float32)[:, start:end])
     if start:
-        piece = codec.join(codec.cut(planes, 0, start), piece)
+        piece = codec.join(planes.cut(0, start), piece)
     if end < num_tokens:
-        piece = codec.join(piece, codec.cut(planes, end, num_tokens))
+        piece = codec.join(piece, planes.cut(end, num_tokens))
     assert_same(piece, planes)
 
 
@@ -122,14 +122,14 @@ def test_what_was_encoded_apart_joins_without_a_change(codec: Codec, first: int,
     assert (joined.position, joined.num_tokens) == (position, first + second)
     q = mx.random.normal((2, 3, 128), key=mx.random.key(3))
     assert relative_error(codec.scores(q, joined), q @ both.swapaxes(-1, -2)) < 2e-5
-    assert_same(codec.cut(joined, first, first + second), b)
+    assert_same(joined.cut(first, first + second), b)
 
 
 @pytest.mark.parametrize("codec", EVERY_CODEC)
 def test_a_spec_goes_to_json_and_back(codec: Codec) -> None:
     assert from_spec(json.loads(json.dumps(codec.spec()))) == codec
     assert parse(codec.name) == codec
-    planes = codec.cut(codec.encode(keys(2, 400, 128), 100), 30, 333)
+    planes = codec.encode(keys(2, 400, 128), 100).cut(30, 333)
     assert_same(reload(planes), planes)
 
 
@@ -149,7 +149,7 @@ def test_nbytes_is_what_is_allocated(codec: Codec, dim: int) -> None:
 def test_a_cut_keeps_no_parent_alive(codec: Codec, leading: tuple[int, ...], kept_tokens: int) -> None:
     planes = codec.encode(keys(*leading, 2048, 128))
     before = allocated() - planes.nbytes
-    planes = codec.cut(planes, 20, 20 + kept_tokens)
+    planes = planes.cut(20, 20 + kept_tokens)
     # MLX rounds an allocation up to a few bytes: of a single head's 16 tokens that shows.
     assert abs(allocated() - before - planes.nbytes) <= 0.02 * planes.nbytes + 64
 
@@ -205,7 +205,7 @@ def test_what_does_not_fit_is_refused(codec: Codec) -> None:
     planes = codec.encode(keys(2, 20, 128))
     for start, end in ((-1, 5), (3, 3), (5, 4), (0, 21)):
         with pytest.raises(MismatchedPlanes, match="cannot be cut"):
-            codec.cut(planes, start, end)
+            planes.cut(start, end)
     with pytest.raises(MismatchedPlanes, match="do not follow"):
         codec.join(planes, planes)
     with pytest.raises(MismatchedPlanes, match="cannot be joined"):

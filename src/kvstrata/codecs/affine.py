@@ -22,11 +22,11 @@ from kvstrata.codecs.base import (
     UnsupportedCodec,
     check_input,
     check_queries,
-    cut_plain,
     finite,
     join_plain,
     own,
 )
+from kvstrata.codecs.tiles import encode_tiles
 
 BITS = (8, 6, 5, 4, 3, 2)
 GROUPS = (32, 64, 128)
@@ -73,9 +73,11 @@ class AffineCodec:
     def encode(self, x: mx.array, position: int = 0) -> Planes:
         check_input(self, x, position)
         # In float32, then rounded: a bfloat16 scale would cost more than the last two of eight bits.
+        return own(self, encode_tiles(x, position, self._encode_tile), x, position)
+
+    def _encode_tile(self, x: mx.array, position: int) -> dict[str, mx.array]:  # noqa: ARG002
         packed, scales, biases = mx.quantize(finite(x), group_size=self.group, bits=self.bits)
-        arrays = {"packed": packed, "scales": scales.astype(mx.float16), "biases": biases.astype(mx.float16)}
-        return own(self, arrays, x, position)
+        return {"packed": packed, "scales": scales.astype(mx.float16), "biases": biases.astype(mx.float16)}
 
     def adopt(self, packed: mx.array, scales: mx.array, biases: mx.array, position: int = 0) -> Planes:
         """A tuple of mlx-lm, as it is. The caller sees to it that the arrays are no slices of larger ones."""
@@ -116,9 +118,6 @@ class AffineCodec:
         return mx.quantized_matmul(
             p.astype(mx.float32), packed, scales, biases, transpose=False, group_size=self.group, bits=self.bits
         )
-
-    def cut(self, planes: Planes, start: int, end: int) -> Planes:
-        return cut_plain(planes, start, end)
 
     def join(self, a: Planes, b: Planes) -> Planes:
         return join_plain(a, b)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
+from kvstrata.codecs.segments import Segments, cut_segments
 from kvstrata.errors import ConfigError
 
 LARGEST = 65504.0  # of float16
@@ -51,14 +52,14 @@ class Plane(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Planes:
-    """Consecutive tokens, encoded. Owns its memory."""
+    """Consecutive tokens, encoded. Owns its memory, unless it is a view."""
 
     codec: Codec
     arrays: Mapping[str, mx.array]  # by plane name
     num_tokens: int
     position: int  # of the first token, in its sequence
     dim: int
-    segments: tuple[int, ...] = ()  # tokens under each mean, for a codec that has means
+    segments: Segments = ()  # tokens under each mean, for a codec that has means
 
     def __post_init__(self) -> None:
         expected = self.codec.layout(Extent(self.dim, self.num_tokens, len(self.segments)))
@@ -100,6 +101,30 @@ class Planes:
     def nbytes(self) -> int:
         """Allocated: every array owns its memory and has no gaps."""
         return sum(array.nbytes for array in self.arrays.values())
+
+    def view(self, start: int, end: int) -> Planes:
+        """Tokens [start, end), counted from the first. Nothing is encoded anew and no memory moves: it is good for as
+        long as these planes live."""
+        ranges, segments = self._ranges(start, end)
+        arrays = {name: array[..., slice(*ranges[name]), :] for name, array in self.arrays.items()}
+        return Planes(self.codec, arrays, end - start, self.position + start, self.dim, segments)
+
+    def cut(self, start: int, end: int) -> Planes:
+        """The same in memory of its own."""
+        ranges, segments = self._ranges(start, end)
+        arrays = {name: copy_rows(array, *ranges[name]) for name, array in self.arrays.items()}
+        mx.eval(list(arrays.values()))
+        return Planes(self.codec, arrays, end - start, self.position + start, self.dim, segments)
+
+    def _ranges(self, start: int, end: int) -> tuple[dict[str, tuple[int, int]], Segments]:
+        """The rows of each array that tokens [start, end) need, and their segments."""
+        if not 0 <= start < end <= self.num_tokens:
+            raise MismatchedPlanes(f"Tokens {start} to {end} cannot be cut out of {self.num_tokens}.")
+        ranges = dict.fromkeys(self.arrays, (start, end))
+        if not self.segments:
+            return ranges, ()
+        segments, first, last = cut_segments(self.segments, start, end)
+        return ranges | {"means": (first, last)}, segments
 
     def where(self) -> dict[str, Any]:
         """JSON-able: all that the arrays and the spec do not say."""
@@ -145,10 +170,6 @@ class Codec(Protocol):
         """p [..., queries, tokens] with values -> float32 [..., queries, dim]"""
         ...
 
-    def cut(self, planes: Planes, start: int, end: int) -> Planes:
-        """Tokens [start, end), counted from the first of `planes`. Encodes nothing anew; shares no memory."""
-        ...
-
     def join(self, a: Planes, b: Planes) -> Planes:
         """b follows a. Encodes nothing anew."""
         ...
@@ -180,9 +201,7 @@ def half(x: mx.array) -> mx.array:
     return mx.minimum(x, LARGEST).astype(mx.float16)
 
 
-def own(
-    codec: Codec, arrays: dict[str, mx.array], x: mx.array, position: int, segments: tuple[int, ...] = ()
-) -> Planes:
+def own(codec: Codec, arrays: dict[str, mx.array], x: mx.array, position: int, segments: Segments = ()) -> Planes:
     """Computed now, so that nothing keeps `x` alive."""
     mx.eval(list(arrays.values()))
     return Planes(codec, arrays, x.shape[-2], position, x.shape[-1], segments)
@@ -195,23 +214,6 @@ def copy_rows(array: mx.array, start: int, end: int) -> mx.array:
     """
     bits = array.view({1: mx.uint8, 2: mx.uint16, 4: mx.uint32}[array.itemsize])
     return (bits[..., start:end, :] | 0).view(array.dtype)
-
-
-def cut_rows(planes: Planes, start: int, end: int) -> dict[str, mx.array]:
-    check_range(planes, start, end)
-    return {name: copy_rows(array, start, end) for name, array in planes.arrays.items()}
-
-
-def check_range(planes: Planes, start: int, end: int) -> None:
-    if not 0 <= start < end <= planes.num_tokens:
-        raise MismatchedPlanes(f"Tokens {start} to {end} cannot be cut out of {planes.num_tokens}.")
-
-
-def cut_plain(planes: Planes, start: int, end: int) -> Planes:
-    """For codecs whose planes all have one row for each token."""
-    arrays = cut_rows(planes, start, end)
-    mx.eval(list(arrays.values()))
-    return Planes(planes.codec, arrays, end - start, planes.position + start, planes.dim)
 
 
 def check_neighbours(a: Planes, b: Planes) -> None:

@@ -18,8 +18,13 @@ Path = Literal["kernels", "packed", "fused", "decoded"]
 
 
 @cache
+def on_cpu() -> bool:
+    return mx.default_device() == mx.cpu
+
+
+@cache
 def active() -> Path:
-    if mx.default_device() == mx.cpu:
+    if on_cpu():
         return "kernels" if importlib.util.find_spec("numba") is not None else "decoded"
     if mx.metal.is_available():
         return "packed"

@@ -31,15 +31,14 @@ from kvstrata.codecs.base import (
     check_input,
     check_neighbours,
     check_queries,
-    check_range,
-    copy_rows,
     finite,
     half,
     own,
 )
 from kvstrata.codecs.packing import pack, unpack
 from kvstrata.codecs.rotation import check_dim, rotate, rotate_back
-from kvstrata.codecs.segments import GROUP_TOKENS, Segments, cut_segments, means_of, segments_of, spread, sums
+from kvstrata.codecs.segments import GROUP_TOKENS, means_of, segments_of, spread, sums
+from kvstrata.codecs.tiles import decode_tiles, encode_tiles
 
 
 class CodePlane(NamedTuple):
@@ -90,9 +89,10 @@ class PlanesCodec:
         segments = segments_of(position, x.shape[-2])
         if paths.active() == "fused" and x.shape[-1] <= cuda_codes.MAX_DIM:
             return own(self, cuda_codes.encode_planes(x, self.bits, segments), x, position, segments)
-        x = x.astype(mx.float32)
-        encode = cpu.encode_planes if paths.active() == "kernels" else encode_stock
-        arrays = encode(x, segments)
+        if paths.active() == "kernels":
+            arrays = cpu.encode_planes(x.astype(mx.float32), segments)
+        else:
+            arrays = encode_tiles(x, position, encode_stock)
         return own(self, {name: arrays[name] for name in (*HELD[self.bits], "scales", "means")}, x, position, segments)
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
@@ -100,7 +100,7 @@ class PlanesCodec:
             return cpu.decode_planes(planes.arrays, self.bits, planes.segments).astype(dtype)
         if paths.active() == "fused" and planes.dim <= cuda_codes.MAX_DIM:
             return cuda_codes.decode_planes(planes, dtype)
-        return self.decode_stock(planes).astype(dtype)
+        return decode_tiles(planes, lambda tile: self.decode_stock(tile).astype(dtype))
 
     def scores(self, q: mx.array, planes: Planes) -> mx.array:
         check_queries(q, planes, planes.dim)
@@ -123,12 +123,9 @@ class PlanesCodec:
         return p.astype(mx.float32) @ self.decode(planes, mx.float32)
 
     def decode_stock(self, planes: Planes) -> mx.array:
-        scales = planes.arrays["scales"].astype(mx.float32)
-        y = mx.zeros((*planes.leading, planes.num_tokens, planes.dim), mx.float32)
-        for name in HELD[self.bits]:
-            bits, scale, bias = CODE_PLANES[name]
-            y = y + unpack(planes.arrays[name], bits).astype(mx.float32) * scale + bias
-        return rotate_back(y * scales) + spread(_means(planes), planes.segments, axis=-2)
+        read = _dequantized if _product_group(planes.dim) else _unpacked
+        first, *others = (read(planes, name) for name in HELD[self.bits])
+        return rotate_back(sum(others, start=first)) + spread(_means(planes), planes.segments, axis=-2)
 
     def scores_packed(self, q: mx.array, planes: Planes) -> mx.array:
         q = q.astype(mx.float32)
@@ -141,16 +138,6 @@ class PlanesCodec:
         p = p.astype(mx.float32)
         products = [_product(p, planes, name, transpose=False) for name in HELD[self.bits]]
         return rotate_back(sum(products[1:], start=products[0])) + sums(p, planes.segments) @ _means(planes)
-
-    def cut(self, planes: Planes, start: int, end: int) -> Planes:
-        check_range(planes, start, end)
-        segments, first, last = cut_segments(planes.segments, start, end)
-        arrays = {
-            name: copy_rows(array, first, last) if name == "means" else copy_rows(array, start, end)
-            for name, array in planes.arrays.items()
-        }
-        mx.eval(list(arrays.values()))
-        return Planes(self, arrays, end - start, planes.position + start, planes.dim, segments)
 
     def join(self, a: Planes, b: Planes) -> Planes:
         check_neighbours(a, b)
@@ -218,7 +205,8 @@ def _progressive(planes: Planes) -> PlanesCodec:
     return planes.codec
 
 
-def encode_stock(x: mx.array, segments: Segments) -> dict[str, mx.array]:
+def encode_stock(x: mx.array, position: int) -> dict[str, mx.array]:
+    x, segments = x.astype(mx.float32), segments_of(position, x.shape[-2])
     # A vector with something odd in it must not move the mean of the others.
     means = means_of(mx.where(mx.abs(x) <= LARGEST, x, 0.0), segments).astype(mx.float16)
     y = rotate(finite(x) - spread(means.astype(mx.float32), segments, axis=-2))
@@ -238,17 +226,41 @@ def _product_group(dim: int) -> int | None:
     return next((group for group in PRODUCT_GROUPS if dim % group == 0), None)
 
 
-def _product(x: mx.array, planes: Planes, name: str, *, transpose: bool) -> mx.array:
-    """One plane as the affine array that it is."""
+class _Affine(NamedTuple):
+    """A plane as the affine array that it is."""
+
+    codes: mx.array
+    scales: mx.array
+    biases: mx.array
+    group: int
+    bits: int
+
+
+def _affine(planes: Planes, name: str) -> _Affine:
     group = _product_group(planes.dim)
     if group is None:
         raise UnsupportedCodec(f"MLX's quantized products need a head_dim that 32 divides, not {planes.dim}.")
     bits, scale, bias = CODE_PLANES[name]
     shape = (*planes.leading, planes.num_tokens, planes.dim // group)
     scales = mx.contiguous(mx.broadcast_to(planes.arrays["scales"].astype(mx.float32), shape))
-    return mx.quantized_matmul(
-        x, planes.arrays[name], scales * scale, scales * bias, transpose=transpose, group_size=group, bits=bits
-    )
+    return _Affine(planes.arrays[name], scales * scale, scales * bias, group, bits)
+
+
+def _product(x: mx.array, planes: Planes, name: str, *, transpose: bool) -> mx.array:
+    codes, scales, biases, group, bits = _affine(planes, name)
+    return mx.quantized_matmul(x, codes, scales, biases, transpose=transpose, group_size=group, bits=bits)
+
+
+def _dequantized(planes: Planes, name: str) -> mx.array:
+    """What a plane adds to the values, float32 [..., tokens, dim]."""
+    codes, scales, biases, group, bits = _affine(planes, name)
+    return mx.dequantize(codes, scales, biases, group_size=group, bits=bits)
+
+
+def _unpacked(planes: Planes, name: str) -> mx.array:
+    """The same for a dim that no group divides."""
+    bits, scale, bias = CODE_PLANES[name]
+    return (unpack(planes.arrays[name], bits) * scale + bias) * planes.arrays["scales"].astype(mx.float32)
 
 
 def _one_group(a: Planes, b: Planes) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.codecs import products
 from kvstrata.codecs.base import (
     FLOATS,
     Extent,
@@ -16,7 +17,6 @@ from kvstrata.codecs.base import (
     check_input,
     check_queries,
     copy_rows,
-    cut_plain,
     join_plain,
     own,
 )
@@ -57,14 +57,11 @@ class RawCodec:
 
     def scores(self, q: mx.array, planes: Planes) -> mx.array:
         check_queries(q, planes, planes.dim)
-        return q.astype(mx.float32) @ self.decode(planes, mx.float32).swapaxes(-1, -2)
+        return products.scores(q, planes.arrays["values"])
 
     def mix(self, p: mx.array, planes: Planes) -> mx.array:
         check_queries(p, planes, planes.num_tokens)
-        return p.astype(mx.float32) @ self.decode(planes, mx.float32)
-
-    def cut(self, planes: Planes, start: int, end: int) -> Planes:
-        return cut_plain(planes, start, end)
+        return products.mix(p.astype(mx.float32), planes.arrays["values"])
 
     def join(self, a: Planes, b: Planes) -> Planes:
         return join_plain(a, b)

@@ -22,7 +22,6 @@ from kvstrata.codecs.base import (
     UnsupportedCodec,
     check_input,
     check_queries,
-    cut_plain,
     finite,
     half,
     join_plain,
@@ -30,6 +29,7 @@ from kvstrata.codecs.base import (
 )
 from kvstrata.codecs.packing import pack_bytes, unpack_bytes
 from kvstrata.codecs.rotation import check_dim, rotate, rotate_back
+from kvstrata.codecs.tiles import decode_tiles, encode_tiles
 
 # Lloyd-Max for N(0, 1), positive half. Part of the format.
 CENTROIDS = {
@@ -76,11 +76,14 @@ class RotatedCodec:
         if paths.active() == "kernels":
             codes, norms = cpu.encode_rotated(x.astype(mx.float32), codebook(self.bits))
         else:
-            codes, norms = self.encode_stock(finite(x))
+            tiles = encode_tiles(x, position, self.encode_stock)
+            codes, norms = tiles["codes"], tiles["norms"]
         return own(self, {"codes": codes, "norms": half(norms)}, x, position)
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
-        return rotate_back(self._centroids(planes)).astype(dtype)
+        if paths.active() == "kernels":
+            return rotate_back(self._centroids(planes)).astype(dtype)
+        return decode_tiles(planes, lambda tile: rotate_back(self.centroids_stock(tile)).astype(dtype))
 
     def scores(self, q: mx.array, planes: Planes) -> mx.array:
         check_queries(q, planes, planes.dim)
@@ -90,18 +93,16 @@ class RotatedCodec:
         check_queries(p, planes, planes.num_tokens)
         return rotate_back(p.astype(mx.float32) @ self._centroids(planes))
 
-    def cut(self, planes: Planes, start: int, end: int) -> Planes:
-        return cut_plain(planes, start, end)
-
     def join(self, a: Planes, b: Planes) -> Planes:
         return join_plain(a, b)
 
-    def encode_stock(self, x: mx.array) -> tuple[mx.array, mx.array]:
+    def encode_stock(self, x: mx.array, position: int = 0) -> dict[str, mx.array]:  # noqa: ARG002
+        x = finite(x)
         norm = mx.linalg.norm(x, axis=-1, keepdims=True)
         y = rotate(x * (math.sqrt(x.shape[-1]) / mx.maximum(norm, 1e-30)))
         codes = self._nearest(y)
         chosen = mx.linalg.norm(mx.array(codebook(self.bits))[codes], axis=-1, keepdims=True)
-        return pack_bytes(codes, self.bits), norm / chosen
+        return {"codes": pack_bytes(codes, self.bits), "norms": norm / chosen}
 
     def _nearest(self, y: mx.array) -> mx.array:
         """uint8 [..., dim]: between two centroids the nearest changes halfway."""

@@ -6,12 +6,13 @@ join never encodes anew. Segments are therefore counted out (tokens under each m
 
 from __future__ import annotations
 
-from itertools import pairwise
+from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
 
 GROUP_TOKENS = 256
+MAX_TABLES = 16  # of a hundred thousand tokens each: 13 MB in all
 
 Segments = tuple[int, ...]
 
@@ -44,13 +45,30 @@ def spread(by_segment: mx.array, segments: Segments, axis: int) -> mx.array:
     """One entry for each segment -> one for each token."""
     if len(segments) == 1:
         return by_segment  # broadcasts
-    return mx.take(by_segment, mx.array(ids(segments)), axis=axis)
+    return mx.take(by_segment, _segment_of_token(segments), axis=axis)
 
 
 def sums(p: mx.array, segments: Segments) -> mx.array:
     """[..., tokens] -> [..., segments]"""
-    starts = np.cumsum((0, *segments)).tolist()
-    return mx.stack([mx.sum(p[..., a:b], axis=-1) for a, b in pairwise(starts)], axis=-1)
+    if len(segments) == 1:
+        return mx.sum(p, axis=-1, keepdims=True)
+    padded = mx.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, 1)])
+    return mx.sum(mx.take(padded, _tokens_of_segment(segments), axis=-1), axis=-1)
+
+
+# Every layer asks for the same ones at every step.
+@lru_cache(maxsize=MAX_TABLES)
+def _segment_of_token(segments: Segments) -> mx.array:
+    return mx.array(ids(segments))
+
+
+@lru_cache(maxsize=MAX_TABLES)
+def _tokens_of_segment(segments: Segments) -> mx.array:
+    """int32 [segments, most tokens]: short rows go on with the number of tokens, where a sum is given a zero."""
+    starts, sizes = np.cumsum((0, *segments[:-1])), np.array(segments)
+    offsets = np.arange(sizes.max())
+    table = np.where(offsets < sizes[:, None], starts[:, None] + offsets, sizes.sum())
+    return mx.array(table.astype(np.int32))
 
 
 def cut_segments(segments: Segments, start: int, end: int) -> tuple[Segments, int, int]:

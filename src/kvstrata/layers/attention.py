@@ -8,6 +8,7 @@ the same process, and layers that share another layer's keys need no cache of th
 
 from __future__ import annotations
 
+import math
 import sys
 from typing import Any
 
@@ -80,20 +81,23 @@ def _decode_row(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.ar
 
 
 def _decode_over_parts(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.array | None) -> mx.array:
-    """Scores of each part, one softmax over all, weighted sums added. Exact, and only scores are concatenated."""
+    """Scores of each part, one softmax over all, weighted sums added: in float32, whatever the model computes in. Only
+    scores are concatenated."""
     heads, kv_heads = q.shape[1], parts[0].num_heads
-    grouped = (q * scale).reshape(1, kv_heads, heads // kv_heads, q.shape[3])
-    scores = [part.scores(grouped) for part in parts]
+    # A power of two changes no digit of a 16-bit query, and keeps products within float16; scores get the rest.
+    near = 2.0 ** math.floor(math.log2(scale))
+    grouped = (q * near).reshape(1, kv_heads, heads // kv_heads, q.shape[3])
+    scores = mx.concatenate([part.scores(grouped) for part in parts], axis=-1) * (scale / near)
     if sinks is not None:
         # A sink takes its share of the softmax and gives nothing: a last column without a value.
-        scores.append(sinks.astype(q.dtype).reshape(1, kv_heads, -1, 1))
-    weights = cpu.softmax(mx.concatenate(scores, axis=-1))
+        scores = mx.concatenate([scores, sinks.astype(mx.float32).reshape(1, kv_heads, -1, 1)], axis=-1)
+    weights = cpu.softmax(scores)
     out, start = [], 0
     for part in parts:
         end = start + part.num_tokens
         out.append(part.mix(weights[..., start:end]))
         start = end
-    return sum(out[1:], out[0]).reshape(1, heads, 1, -1)
+    return sum(out[1:], out[0]).reshape(1, heads, 1, -1).astype(q.dtype)
 
 
 def kernels(layout: Layout) -> str:

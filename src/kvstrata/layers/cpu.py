@@ -10,12 +10,10 @@ They need numba, which the extra `cpu` installs; without it MLX's own operations
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +21,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.codecs import cpu as codecs_cpu
+from kvstrata.codecs import paths
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.cpu import rotation_of
 from kvstrata.codecs.planes import PlanesCodec
@@ -84,9 +83,8 @@ class Row(Protocol):
     def parts(self) -> Any: ...
 
 
-@cache
 def available() -> bool:
-    return mx.default_device() == mx.cpu and importlib.util.find_spec("numba") is not None
+    return paths.active() == "kernels"
 
 
 def fits(*arrays: mx.array) -> bool:
@@ -97,7 +95,7 @@ def kernels() -> str:
     """Whose loops attention runs on, for people to read."""
     if available():
         return "own (numba), MLX where a mask or a dtype other than float32 needs it"
-    return "MLX" if mx.default_device() != mx.cpu else "MLX, slow on a CPU: install kvstrata[cpu] for numba"
+    return "MLX" if not paths.on_cpu() else "MLX, slow on a CPU: install kvstrata[cpu] for numba"
 
 
 def warm_up() -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
-import mlx.core as mx
-
+from kvstrata.codecs import paths
 from kvstrata.codecs.segments import GROUP_TOKENS
 from kvstrata.layers.kinds import LayerSpec
 from kvstrata.layers.parts import SealedPart
@@ -67,11 +65,9 @@ def grain_of(spec: LayerSpec) -> Grain:
     return grain_for(spec.kv_heads * (spec.k_dim + spec.v_dim))
 
 
-@cache
 def grain_for(token_values: int) -> Grain:
     """For a layer whose tokens have so many values each."""
-    is_cpu = mx.default_device() == mx.cpu
-    part, piece = (PART_VALUES_CPU, PIECE_VALUES_CPU) if is_cpu else (PART_VALUES_GPU, PIECE_VALUES_GPU)
+    part, piece = (PART_VALUES_CPU, PIECE_VALUES_CPU) if paths.on_cpu() else (PART_VALUES_GPU, PIECE_VALUES_GPU)
     return Grain(_tokens(part, token_values), _tokens(piece, token_values))
 
 

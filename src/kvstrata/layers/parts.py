@@ -13,7 +13,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from kvstrata.codecs import cuda
+from kvstrata.codecs import cuda, products
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.raw import RawCodec
 
@@ -26,11 +26,11 @@ class Part(Protocol):
     def num_heads(self) -> int: ...
 
     def scores(self, q: mx.array) -> mx.array:
-        """q [1, kv_heads, queries, k_dim], scaled -> [1, kv_heads, queries, tokens]"""
+        """q [1, kv_heads, queries, k_dim] -> float32 [1, kv_heads, queries, tokens]"""
         ...
 
     def mix(self, weights: mx.array) -> mx.array:
-        """weights [1, kv_heads, queries, tokens] -> [1, kv_heads, queries, v_dim]"""
+        """float32 weights [1, kv_heads, queries, tokens] -> float32 [1, kv_heads, queries, v_dim]"""
         ...
 
     def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
@@ -73,10 +73,10 @@ class RawPart:
         return _range(self.v_buffer, self.start, self.num_tokens)
 
     def scores(self, q: mx.array) -> mx.array:
-        return q @ self.k.swapaxes(-1, -2)
+        return products.scores(q, self.k)
 
     def mix(self, weights: mx.array) -> mx.array:
-        return weights @ self.v
+        return products.mix(weights, self.v)
 
     def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:  # noqa: ARG002
         return self.k, self.v
@@ -122,10 +122,10 @@ class SealedPart:
         return cuda.PlanesRange(self.k, self.v, 0, self.num_tokens)
 
     def scores(self, q: mx.array) -> mx.array:
-        return self.k.codec.scores(q[0], self.k)[None].astype(q.dtype)
+        return self.k.codec.scores(q.squeeze(0), self.k)[None]
 
     def mix(self, weights: mx.array) -> mx.array:
-        return self.v.codec.mix(weights[0], self.v)[None].astype(weights.dtype)
+        return self.v.codec.mix(weights.squeeze(0), self.v)[None]
 
     def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
         return self.k.codec.decode(self.k, like.dtype)[None], self.v.codec.decode(self.v, like.dtype)[None]
@@ -147,12 +147,18 @@ class CutPart:
     def num_heads(self) -> int:
         return self.whole.num_heads
 
+    @cached_property
+    def _view(self) -> SealedPart:
+        return SealedPart(self.whole.k.view(self.start, self.end), self.whole.v.view(self.start, self.end))
+
     def scores(self, q: mx.array) -> mx.array:
-        return self.whole.scores(q)[..., self.start : self.end]
+        return self._view.scores(q)
 
     def mix(self, weights: mx.array) -> mx.array:
-        around = (self.start, self.whole.num_tokens - self.end)
-        return self.whole.mix(mx.pad(weights, [(0, 0)] * (weights.ndim - 1) + [around]))
+        return self._view.mix(weights)
+
+    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
+        return self._view.dense(like)
 
     def fused(self) -> cuda.Range:
         return self._fused
@@ -161,10 +167,6 @@ class CutPart:
     def _fused(self) -> cuda.Range:
         """The same arrays as everybody's who reads some of it."""
         return replace(self.whole.fused(), start=self.start, end=self.end)
-
-    def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
-        k, v = self.whole.dense(like)
-        return k[:, :, self.start : self.end], v[:, :, self.start : self.end]
 
 
 @dataclass(frozen=True)

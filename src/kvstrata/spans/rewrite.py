@@ -107,7 +107,7 @@ def _codecs(part: SealedPart) -> Pair:
 
 def cut(part: SealedPart, start: int, end: int) -> SealedPart:
     """Tokens [start, end), counted from its first, in memory of their own."""
-    return SealedPart(part.k.codec.cut(part.k, start, end), part.v.codec.cut(part.v, start, end))
+    return SealedPart(part.k.cut(start, end), part.v.cut(start, end))
 
 
 def adopt(k: mx.array, v: mx.array, pair: Pair, position: int) -> SealedPart:
@@ -136,7 +136,7 @@ def _converted(planes: Planes, start: int, end: int, codec: Codec, dtype: mx.Dty
         return convert(planes, codec, dtype)
     if isinstance(planes.codec, RawCodec) and codec != planes.codec:
         return codec.encode(planes.arrays["values"][:, start:end], planes.position + start)
-    return convert(planes.codec.cut(planes, start, end), codec, dtype)
+    return convert(planes.cut(start, end), codec, dtype)
 
 
 def _take(array: mx.array, codec: Codec, position: int) -> Planes:

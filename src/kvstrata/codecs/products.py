@@ -1,0 +1,65 @@
+"""Products with 16-bit keys and values that keep what float32 has, without a float32 copy of them.
+
+MLX adds up in float32 and rounds what it returns to the arrays' dtype: a score of 300 comes back as a multiple of 2 in
+bfloat16. So the product is computed once more, less what came back: that difference is small, and rounding it costs
+nothing. Weights are split into a 16-bit number and its rest, which ride through one product as two rows.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+
+# Some back-ends round before they subtract, for one row or for any: then the difference is lost.
+TRIED_ROWS = (1, 2)
+TRIED_TOKENS, TRIED_DIM = 96, 64
+# Of the largest score. Sixteen bits alone are at 4e-3 (bfloat16) and 5e-4 (float16).
+WRONG_BY = 5e-5
+
+
+def scores(q: mx.array, k: mx.array) -> mx.array:
+    """q [..., queries, dim], k [..., tokens, dim] -> float32 [..., queries, tokens]"""
+    keys, num_queries = k.swapaxes(-1, -2), q.shape[-2]
+    if k.dtype == mx.float32:
+        return q.astype(mx.float32) @ keys
+    least = least_rows(k.dtype) if q.dtype == k.dtype else None
+    if least is None:
+        return q.astype(mx.float32) @ keys.astype(mx.float32)
+    if num_queries < least:
+        q = mx.broadcast_to(q, (*q.shape[:-2], least, q.shape[-1]))
+    return _twice(q, keys)[..., :num_queries, :]
+
+
+def mix(weights: mx.array, v: mx.array) -> mx.array:
+    """float32 weights [..., queries, tokens], v [..., tokens, dim] -> float32 [..., queries, dim]"""
+    if v.dtype == mx.float32:
+        return weights @ v
+    near = weights.astype(v.dtype)
+    rest = (weights - near).astype(v.dtype)
+    both = mx.concatenate([near, rest], axis=-2) @ v
+    near, rest = mx.split(both.astype(mx.float32), 2, axis=-2)
+    return near + rest
+
+
+@cache
+def least_rows(dtype: mx.Dtype) -> int | None:
+    """Queries that a product needs on this machine to lose nothing; None: it always does."""
+    return next((rows for rows in TRIED_ROWS if _is_exact(dtype, rows)), None)
+
+
+def _is_exact(dtype: mx.Dtype, rows: int) -> bool:
+    """With keys that have much in common: scores that are large and near to each other."""
+    rng = np.random.default_rng(0)
+    q = mx.array(rng.standard_normal((2, rows, TRIED_DIM)) + 4).astype(dtype)
+    k = mx.array(rng.standard_normal((2, TRIED_TOKENS, TRIED_DIM)) + 4).astype(dtype)
+    wide_q, wide_k = (np.array(x.astype(mx.float32), np.float64) for x in (q, k))
+    expected = wide_q @ wide_k.swapaxes(-1, -2)
+    return bool(np.abs(np.array(_twice(q, k.swapaxes(-1, -2))) - expected).max() < WRONG_BY * expected.max())
+
+
+def _twice(q: mx.array, keys: mx.array) -> mx.array:
+    near = q @ keys
+    excess = mx.addmm(near, q, keys, alpha=-1.0)
+    return near.astype(mx.float32) - excess
