@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -53,6 +54,13 @@ def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a Mac runs: no kernels of ours, MLX's quantized products, and a GPU's sizes."""
     monkeypatch.setattr(paths, "active", lambda: "packed")
     monkeypatch.setattr(paths, "on_cpu", lambda: False)
+    # MLX has it on a CPU in float32 only. A GPU adds up in float32 too, and rounds what comes out.
+    gather_mm = mx.gather_mm
+
+    def rounded(a: mx.array, b: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        return gather_mm(a.astype(mx.float32), b.astype(mx.float32), *args, **kwargs).astype(a.dtype)
+
+    monkeypatch.setattr(mx, "gather_mm", rounded)
 
 
 @pytest.fixture

@@ -177,6 +177,11 @@ def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) ->
         assert again.ids == first.ids
         counters = engine.ask(lambda loop: loop.usage().counters).result(60)
         assert counters["disk_quarantined_tensor"] >= 1
+        # A reader puts files aside while the answer is computed.
+        deadline = time.monotonic() + 30
+        while len([*tmp_path.rglob("*.tensor")]) < counters["disk_quarantined_tensor"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
         said = why(engine, 700)
         assert (said.ends_because, said.at_token) == ("damaged", 0)

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from kvstrata.engine.sampling import Sampled, Sampler, sample
 from kvstrata.layers.batch import BatchCache
-from kvstrata.layers.kinds import Layout
+from kvstrata.layers.kinds import Layout, arrays_in
 from kvstrata.layers.mixed import MixedPass
 from kvstrata.layers.sequence import Prefix, SequenceCache
 
@@ -58,6 +58,10 @@ class Runner:
     @property
     def layout(self) -> Layout:
         return self._layout
+
+    @property
+    def num_weights(self) -> int:
+        return sum(array.size for array in arrays_in(self._model.parameters()))
 
     def new_cache(self, capacity: int, prefix: Prefix | None = None, raw_tokens: int | None = None) -> SequenceCache:
         return SequenceCache(self._layout, self._model, capacity, prefix, raw_tokens)

@@ -30,8 +30,10 @@ from kvstrata.layers.sequence import Pair, Prefix, SequenceCache
 # Largest prefill chunk: past these sizes a chunk gets no faster by token, only longer.
 MAX_CHUNK_CPU = 256
 MAX_CHUNK_GPU = 2048
-# Of the largest chunk, one part in so many is measured: on a CPU a whole one of a large model takes a minute. Some
-# recurrent layers compare all tokens of a chunk with each other, which shows in longer ones.
+# A chunk of so many weights times tokens is measured whole: that takes a moment.
+SOON_DONE = 2e9
+# Of others, one part in so many is measured: on a CPU a whole one of a large model takes a minute. Some recurrent layers
+# compare all tokens of a chunk with each other, which shows in longer ones.
 CHUNK_SHARE = 8
 RECURRENT_CHUNK_SHARE = 4
 MIN_MEASURED_TOKENS = 16
@@ -71,13 +73,19 @@ def measured_context() -> int:
 
 def measure_scratch(runner: Runner, shape: Shape) -> Scratch:
     chunk = shape.chunk_tokens
-    is_recurrent = any(spec.kind == "recurrent" for spec in runner.layout.flat())
-    share = RECURRENT_CHUNK_SHARE if is_recurrent else CHUNK_SHARE
-    tokens = min(chunk, max(MIN_MEASURED_TOKENS, chunk // share))
+    tokens = _measured_tokens(runner, chunk)
     measure = _Measure(runner, max(1, min(measured_context(), shape.max_context_tokens - tokens)))
     logits = Line(LOGITS_COPIES * LOGIT_BYTES * shape.rows * shape.vocab_size)
     with _one_by_one():
         return Scratch((logits, *measure.lines(tokens, chunk / tokens, shape.pairs)))
+
+
+def _measured_tokens(runner: Runner, chunk: int) -> int:
+    if runner.num_weights * chunk <= SOON_DONE:
+        return chunk
+    is_recurrent = any(spec.kind == "recurrent" for spec in runner.layout.flat())
+    share = RECURRENT_CHUNK_SHARE if is_recurrent else CHUNK_SHARE
+    return min(chunk, max(MIN_MEASURED_TOKENS, chunk // share))
 
 
 def measure_prefill(runner: Runner, chunk_tokens: int) -> float:
