@@ -32,8 +32,8 @@ MAX_CHUNK_CPU = 256
 MAX_CHUNK_GPU = 2048
 # A chunk of so many weights times tokens is measured whole: that takes a moment.
 SOON_DONE = 2e9
-# Of others, one part in so many is measured: on a CPU a whole one of a large model takes a minute. Some recurrent layers
-# compare all tokens of a chunk with each other, which shows in longer ones.
+# Of others, one part in so many is measured: on a CPU a whole one of a large model takes a minute. Some recurrent
+# layers compare all tokens of a chunk with each other, which shows in longer ones.
 CHUNK_SHARE = 8
 RECURRENT_CHUNK_SHARE = 4
 MIN_MEASURED_TOKENS = 16
