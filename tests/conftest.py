@@ -17,7 +17,9 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 import kvstrata  # noqa: F401 # isort: skip
 import mlx.core as mx
 
+from kvstrata.backend.machine import METAL_ARRAYS
 from kvstrata.codecs import paths
+from kvstrata.engine import resume
 from kvstrata.layers import cpu
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
@@ -50,10 +52,9 @@ def default_model() -> LoadedModel:
 
 
 @pytest.fixture
-def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
+def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a Mac runs: no kernels of ours, MLX's quantized products, and a GPU's sizes."""
-    monkeypatch.setattr(paths, "active", lambda: "packed")
-    monkeypatch.setattr(paths, "on_cpu", lambda: False)
+    monkeypatch.setattr(resume, "max_arrays", lambda: METAL_ARRAYS)
     # MLX has it on a CPU in float32 only. A GPU adds up in float32 too, and rounds what comes out.
     gather_mm = mx.gather_mm
 
@@ -61,6 +62,8 @@ def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> None:
         return gather_mm(a.astype(mx.float32), b.astype(mx.float32), *args, **kwargs).astype(a.dtype)
 
     monkeypatch.setattr(mx, "gather_mm", rounded)
+    with paths.as_on_metal():
+        yield
 
 
 @pytest.fixture

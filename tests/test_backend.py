@@ -215,7 +215,7 @@ def test_the_cache_folder_can_be_chosen(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 GOOD = Report(
-    device=Device("cuda", "a GPU", 80 << 30, 8),
+    device=Device("cuda", "a GPU", 80 << 30, 8, 80 << 30),
     blas=Blas("none needed", "", None, "cuda", 1),
     mlx_gflops=9000.0,
     numpy_gflops=100.0,
@@ -228,7 +228,10 @@ GOOD = Report(
     open_files=OpenFiles(1024, 4096),
 )
 SLOW_CPU = replace(
-    GOOD, device=Device("cpu", "x", 8 << 30, 2), blas=Blas("reference", "", None, "too late", 1), mlx_gflops=2.0
+    GOOD,
+    device=Device("cpu", "x", 8 << 30, 2, 8 << 30),
+    blas=Blas("reference", "", None, "too late", 1),
+    mlx_gflops=2.0,
 )
 
 

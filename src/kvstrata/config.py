@@ -64,11 +64,12 @@ class Size:
             raise ConfigError(f"'{text}' is not a share: it must be above 0% and at most 100%, for example 20%.")
         return cls(percent=number)
 
-    def of(self, total_bytes: int) -> int:
-        """In bytes, where a percentage is of `total_bytes`."""
+    def of(self, total_bytes: int, most_bytes: int | None = None) -> int:
+        """In bytes, where a percentage is of `total_bytes`, and not more than `most_bytes`."""
         if self.num_bytes is not None:
             return self.num_bytes
-        return int(total_bytes * (self.percent or 0.0) / 100)
+        share = int(total_bytes * (self.percent or 0.0) / 100)
+        return share if most_bytes is None else min(share, most_bytes)
 
     def __str__(self) -> str:
         return f"{self.percent:g}%" if self.num_bytes is None else human_bytes(self.num_bytes)
@@ -189,8 +190,12 @@ class Settings(BaseSettings):
     )  # fmt: skip
 
     memory_limit: SizeSetting = _setting(
-        Size(percent=75.0), "Weights, KV and scratch together; % is of the GPU's or the machine's memory",
-        panel="Engine", unit="size",
+        Size(percent=75.0), "Weights, KV and scratch together; % is of the GPU's or the machine's memory, on a Mac at "
+        "most what Metal recommends", panel="Engine", unit="size",
+    )  # fmt: skip
+    wired_limit: ByteCount = _setting(
+        0, "On a Mac: memory that macOS must not page out. Without it macOS decides; with it, kernel panics were "
+        "reported (https://github.com/ml-explore/mlx/issues/3186)", panel="Engine", unit="size", ge=0,
     )  # fmt: skip
     max_running: int = _setting(16, "Most requests in one batch", panel="Engine", unit="requests", ge=1, le=4096)
     max_waiting: int = _setting(

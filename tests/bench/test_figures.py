@@ -57,7 +57,7 @@ def test_engine_figures_have_both_rates_and_the_same_tokens() -> None:
 
 
 def test_server_figures_come_from_a_real_server() -> None:
-    figures = measure_server(tiny_loaded("llama"), memory_bytes=4 * GIB, streams=2, reply_tokens=4, rounds=1)
+    figures = measure_server(tiny_loaded("llama"), streams=2, reply_tokens=4, rounds=1)
     assert figures.streams == 2
     assert figures.http_tokens_s > 0
     assert figures.overhead == pytest.approx(figures.engine_tokens_s / figures.http_tokens_s - 1)

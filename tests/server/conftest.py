@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from kvstrata.backend import memory_bytes
+from kvstrata.backend import device
 from kvstrata.config import load
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.assemble import start_service
@@ -53,7 +53,7 @@ class Served:
 @contextmanager
 def running(loaded: LoadedModel, *, keep_alive_s: float = 10.0, **flags: Any) -> Iterator[Served]:
     settings = load(flags={"port": 0, **flags})
-    service = start_service(settings, loaded, total_memory_bytes=memory_bytes())
+    service = start_service(settings, loaded, device())
     service = replace(service, keep_alive_s=keep_alive_s)
     listener = bind(settings.host, settings.port)
     ready = threading.Event()

@@ -5,7 +5,15 @@ Knows nothing of models, settings or requests. mlx.core is imported only by `dev
 
 from kvstrata.backend.blas_loader import Blas, blas
 from kvstrata.backend.folders import cache_root
-from kvstrata.backend.machine import Device, device, free_memory_bytes, memory_bytes, mlx_backend, usable_cores
+from kvstrata.backend.machine import (
+    Device,
+    device,
+    free_memory_bytes,
+    max_arrays,
+    memory_bytes,
+    mlx_backend,
+    usable_cores,
+)
 
 __all__ = [
     "Blas",
@@ -14,6 +22,7 @@ __all__ = [
     "cache_root",
     "device",
     "free_memory_bytes",
+    "max_arrays",
     "memory_bytes",
     "mlx_backend",
     "usable_cores",

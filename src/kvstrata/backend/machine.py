@@ -20,6 +20,7 @@ MlxBackend = Literal["metal", "cuda", "cpu", "none"]
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
+METAL_ARRAYS = 499_000  # where MLX does not say
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Device:
     name: str
     memory_bytes: int  # the GPU's own, or what this process may use of the machine's
     num_cores: int
+    working_set_bytes: int  # most of it that a process should take: Metal recommends less than all
 
 
 @functools.cache
@@ -50,9 +52,20 @@ def device() -> Device:
     facts = mx.device_info()
     if mx.default_device() == mx.gpu:
         backend: MlxBackend = "metal" if mx.metal.is_available() else "cuda"
-        size = facts.get("memory_size") or facts.get("total_memory") or memory_bytes()
-        return Device(backend, str(facts.get("device_name", backend)), int(size), usable_cores())
-    return Device("cpu", _cpu_name(), memory_bytes(), usable_cores())
+        size = int(facts.get("memory_size") or facts.get("total_memory") or memory_bytes())
+        recommended = int(facts.get("max_recommended_working_set_size") or size)
+        return Device(backend, str(facts.get("device_name", backend)), size, usable_cores(), min(size, recommended))
+    size = memory_bytes()
+    return Device("cpu", _cpu_name(), size, usable_cores(), size)
+
+
+def max_arrays() -> int | None:
+    """That MLX can have allocated at once; None: any number. Metal alone counts them."""
+    import mlx.core as mx
+
+    if not mx.metal.is_available():
+        return None
+    return int(mx.device_info().get("resource_limit", METAL_ARRAYS))
 
 
 def usable_cores(cgroups: Path = CGROUPS, own_cgroup: Path = OWN_CGROUP) -> int:

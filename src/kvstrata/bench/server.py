@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvstrata.backend import device
 from kvstrata.config import load as load_settings
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling
@@ -36,11 +37,9 @@ class ServerFigures:
         return asdict(self)
 
 
-def measure(
-    loaded: LoadedModel, *, memory_bytes: int, streams: int = 8, reply_tokens: int = 32, rounds: int = 5
-) -> ServerFigures:
+def measure(loaded: LoadedModel, *, streams: int = 8, reply_tokens: int = 32, rounds: int = 5) -> ServerFigures:
     with (
-        _served(loaded, memory_bytes) as (server, url),
+        _served(loaded) as (server, url),
         _client(url, _bodies(server.service.name, loaded, streams, reply_tokens)) as through_http,
     ):
 
@@ -84,9 +83,9 @@ def _prompt(index: int) -> tuple[int, ...]:
 
 
 @contextmanager
-def _served(loaded: LoadedModel, memory_bytes: int) -> Iterator[tuple[Server, str]]:
+def _served(loaded: LoadedModel) -> Iterator[tuple[Server, str]]:
     settings = load_settings(flags={"port": 0})
-    service = start_service(settings, loaded, total_memory_bytes=memory_bytes)
+    service = start_service(settings, loaded, device())
     ready = threading.Event()
     server = Server(service, on_ready=ready.set, say=lambda _: None)
     listener = bind(settings.host, settings.port)

@@ -78,13 +78,10 @@ def server(
     as_json: Json = False,
 ) -> None:
     """What HTTP costs: streams through a real server against the engine alone."""
-    from kvstrata.backend import device
     from kvstrata.bench.server import measure
     from kvstrata.models.load import load
 
-    figures = measure(
-        load(model), memory_bytes=device().memory_bytes, streams=streams, reply_tokens=reply_tokens, rounds=rounds
-    )
+    figures = measure(load(model), streams=streams, reply_tokens=reply_tokens, rounds=rounds)
     line = f"{figures.streams} streams: engine alone {figures.engine_tokens_s:.1f} tokens/s, over HTTP "
     line += f"{figures.http_tokens_s:.1f}, overhead {figures.overhead:.1%}"
     typer.echo(json.dumps(figures.as_json()) if as_json else line)

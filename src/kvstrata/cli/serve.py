@@ -57,15 +57,15 @@ def run(settings: Settings) -> None:
     # Only now what takes seconds to import.
     from kvstrata.backend import device
     from kvstrata.models.load import load
-    from kvstrata.server.assemble import start_service
+    from kvstrata.server.assemble import memory_limit_bytes, start_service
     from kvstrata.server.logs import show_messages
     from kvstrata.server.run import Server
 
     show_messages(settings.log_level)
     machine = device()
-    limit_bytes = settings.memory_limit.of(machine.memory_bytes)
+    limit_bytes = memory_limit_bytes(settings, machine)
     loaded = load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes)
-    service = start_service(settings, loaded, total_memory_bytes=machine.memory_bytes)
+    service = start_service(settings, loaded, machine)
     server = Server(
         service,
         drain_timeout_s=settings.drain_timeout_s,
@@ -78,9 +78,10 @@ def run(settings: Settings) -> None:
 
 def start_lines(settings: Settings, service: Service, machine: Device, url: str) -> list[str]:
     from kvstrata.config import human_bytes
+    from kvstrata.server.assemble import memory_limit_bytes
 
     loaded, engine = service.loaded, service.engine.props()
-    limit = settings.memory_limit.of(machine.memory_bytes)
+    limit = memory_limit_bytes(settings, machine)
     needs_key = " -H 'Authorization: Bearer KEY'" if service.keys else ""
     asked = json.dumps({"model": service.name, "messages": [{"role": "user", "content": "Hello"}]})
     return [

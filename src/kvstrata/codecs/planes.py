@@ -13,7 +13,8 @@ once centred, than float16's smallest number decodes to the mean.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -42,8 +43,10 @@ from kvstrata.codecs.tiles import decode_tiles, encode_tiles
 
 
 class CodePlane(NamedTuple):
+    """A code c of it adds (c * scale + bias) * the stored scale to a value."""
+
     bits: int
-    scale: float  # of its affine reading, in units of the stored scale
+    scale: float
     bias: float
 
 
@@ -56,6 +59,14 @@ CODE_PLANES = {
 HELD = {8: ("top", "next", "low"), 4: ("top", "next"), 2: ("top",)}
 # Groups of `mx.quantized_matmul`, the best first. None divides 80: that is decoded.
 PRODUCT_GROUPS = (128, 64, 32)
+
+
+class _Affine(NamedTuple):
+    codes: mx.array
+    scales: mx.array
+    biases: mx.array
+    group: int
+    bits: int
 
 
 @dataclass(frozen=True)
@@ -123,21 +134,46 @@ class PlanesCodec:
         return p.astype(mx.float32) @ self.decode(planes, mx.float32)
 
     def decode_stock(self, planes: Planes) -> mx.array:
-        read = _dequantized if _product_group(planes.dim) else _unpacked
-        first, *others = (read(planes, name) for name in HELD[self.bits])
+        if _product_group(planes.dim):
+            first, *others = (_dequantized(plane) * step for step, plane in self._affine(planes))
+        else:
+            first, *others = (_unpacked(planes, name) for name in HELD[self.bits])
         return rotate_back(sum(others, start=first)) + spread(_means(planes), planes.segments, axis=-2)
 
     def scores_packed(self, q: mx.array, planes: Planes) -> mx.array:
         q = q.astype(mx.float32)
         by_segment = q @ _means(planes).swapaxes(-1, -2)
         rotated = rotate(q)
-        products = [_product(rotated, planes, name, transpose=True) for name in HELD[self.bits]]
+        products = [
+            mx.quantized_matmul(rotated * step, *plane[:3], transpose=True, group_size=plane.group, bits=plane.bits)
+            for step, plane in self._affine(planes)
+        ]
         return sum(products, start=spread(by_segment, planes.segments, axis=-1))
 
     def mix_packed(self, p: mx.array, planes: Planes) -> mx.array:
         p = p.astype(mx.float32)
-        products = [_product(p, planes, name, transpose=False) for name in HELD[self.bits]]
-        return rotate_back(sum(products[1:], start=products[0])) + sums(p, planes.segments) @ _means(planes)
+        first, *others = (
+            mx.quantized_matmul(p, *plane[:3], transpose=False, group_size=plane.group, bits=plane.bits) * step
+            for step, plane in self._affine(planes)
+        )
+        return rotate_back(sum(others, start=first)) + sums(p, planes.segments) @ _means(planes)
+
+    def _affine(self, planes: Planes) -> Iterator[tuple[float, _Affine]]:
+        """Each plane as the affine array that it is, in units of its step: so planes share scales, and biases where
+        these are the same number of steps."""
+        group = _product_group(planes.dim)
+        if group is None:
+            raise UnsupportedCodec(f"MLX's quantized products need a head_dim that 32 divides, not {planes.dim}.")
+        scales = planes.arrays["scales"].astype(mx.float32)
+        if planes.dim > group:
+            scales = mx.repeat(scales, planes.dim // group, axis=-1)
+        biases: dict[float, mx.array] = {}
+        for name in HELD[self.bits]:
+            bits, step, bias = CODE_PLANES[name]
+            in_steps = bias / step
+            if in_steps not in biases:
+                biases[in_steps] = scales * in_steps
+            yield step, _Affine(planes.arrays[name], scales, biases[in_steps], group, bits)
 
     def join(self, a: Planes, b: Planes) -> Planes:
         check_neighbours(a, b)
@@ -178,7 +214,7 @@ def step_down(planes: Planes, bits: int) -> Stepped:
         raise UnsupportedCodec(f"{planes.name} steps down to {' or '.join(lower) or 'nothing'}, not to {bits} bits.")
     gone = {name: planes.arrays[name] for name in HELD[held] if name not in HELD[bits]}
     stay = {name: array for name, array in planes.arrays.items() if name not in gone}
-    kept = Planes(PlanesCodec(bits), stay, planes.num_tokens, planes.position, planes.dim, planes.segments)
+    kept = replace(planes, codec=PlanesCodec(bits), arrays=stay)
     return Stepped(kept, Moved(held, gone, planes.num_tokens, planes.position))
 
 
@@ -195,8 +231,7 @@ def restore(planes: Planes, moved: Moved) -> Planes:
             f"Planes of tokens {moved.position} to {moved.position + moved.num_tokens} cannot be put back "
             f"on tokens {planes.position} to {planes.end}."
         )
-    arrays = {**planes.arrays, **moved.arrays}
-    return Planes(PlanesCodec(moved.bits), arrays, planes.num_tokens, planes.position, planes.dim, planes.segments)
+    return replace(planes, codec=PlanesCodec(moved.bits), arrays={**planes.arrays, **moved.arrays})
 
 
 def _progressive(planes: Planes) -> PlanesCodec:
@@ -226,39 +261,14 @@ def _product_group(dim: int) -> int | None:
     return next((group for group in PRODUCT_GROUPS if dim % group == 0), None)
 
 
-class _Affine(NamedTuple):
-    """A plane as the affine array that it is."""
-
-    codes: mx.array
-    scales: mx.array
-    biases: mx.array
-    group: int
-    bits: int
-
-
-def _affine(planes: Planes, name: str) -> _Affine:
-    group = _product_group(planes.dim)
-    if group is None:
-        raise UnsupportedCodec(f"MLX's quantized products need a head_dim that 32 divides, not {planes.dim}.")
-    bits, scale, bias = CODE_PLANES[name]
-    shape = (*planes.leading, planes.num_tokens, planes.dim // group)
-    scales = mx.contiguous(mx.broadcast_to(planes.arrays["scales"].astype(mx.float32), shape))
-    return _Affine(planes.arrays[name], scales * scale, scales * bias, group, bits)
-
-
-def _product(x: mx.array, planes: Planes, name: str, *, transpose: bool) -> mx.array:
-    codes, scales, biases, group, bits = _affine(planes, name)
-    return mx.quantized_matmul(x, codes, scales, biases, transpose=transpose, group_size=group, bits=bits)
-
-
-def _dequantized(planes: Planes, name: str) -> mx.array:
-    """What a plane adds to the values, float32 [..., tokens, dim]."""
-    codes, scales, biases, group, bits = _affine(planes, name)
+def _dequantized(plane: _Affine) -> mx.array:
+    """float32 [..., tokens, dim]"""
+    codes, scales, biases, group, bits = plane
     return mx.dequantize(codes, scales, biases, group_size=group, bits=bits)
 
 
 def _unpacked(planes: Planes, name: str) -> mx.array:
-    """The same for a dim that no group divides."""
+    """What a plane adds to the values, for a dim that no group divides."""
     bits, scale, bias = CODE_PLANES[name]
     return (unpack(planes.arrays[name], bits) * scale + bias) * planes.arrays["scales"].astype(mx.float32)
 

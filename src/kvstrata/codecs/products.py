@@ -7,6 +7,7 @@ nothing. Weights are split into a 16-bit number and its rest, which ride through
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import mlx.core as mx
@@ -19,17 +20,18 @@ TRIED_TOKENS, TRIED_DIM = 96, 64
 WRONG_BY = 5e-5
 
 
-def scores(q: mx.array, k: mx.array) -> mx.array:
-    """q [..., queries, dim], k [..., tokens, dim] -> float32 [..., queries, tokens]"""
+def scores(q: mx.array, k: mx.array, scale: float = 1.0) -> mx.array:
+    """q [..., queries, dim], k [..., tokens, dim] -> float32 [..., queries, tokens], times `scale`"""
     keys, num_queries = k.swapaxes(-1, -2), q.shape[-2]
-    if k.dtype == mx.float32:
-        return q.astype(mx.float32) @ keys
-    least = least_rows(k.dtype) if q.dtype == k.dtype else None
+    least = least_rows(k.dtype) if q.dtype == k.dtype != mx.float32 else None
     if least is None:
-        return q.astype(mx.float32) @ keys.astype(mx.float32)
+        return (q.astype(mx.float32) * scale) @ keys.astype(mx.float32)
     if num_queries < least:
         q = mx.broadcast_to(q, (*q.shape[:-2], least, q.shape[-1]))
-    return _twice(q, keys)[..., :num_queries, :]
+    # A power of two changes no digit of a query, and keeps products within float16.
+    power = 2.0 ** math.floor(math.log2(scale))
+    found = _twice(q * power, keys)[..., :num_queries, :]
+    return found if power == scale else found * (scale / power)
 
 
 def mix(weights: mx.array, v: mx.array) -> mx.array:

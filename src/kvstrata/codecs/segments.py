@@ -50,8 +50,13 @@ def spread(by_segment: mx.array, segments: Segments, axis: int) -> mx.array:
 
 def sums(p: mx.array, segments: Segments) -> mx.array:
     """[..., tokens] -> [..., segments]"""
-    if len(segments) == 1:
-        return mx.sum(p, axis=-1, keepdims=True)
+    first, *middle, last = segments if len(segments) > 1 else (*segments, 0)
+    if not any(size != GROUP_TOKENS for size in middle):
+        # As it was encoded: read where it lies.
+        head, groups, tail = mx.split(p, [first, sum(segments) - last], axis=-1)
+        ends = [mx.sum(end, axis=-1, keepdims=True) for end in (head, tail)]
+        whole = [mx.sum(mx.unflatten(groups, -1, (-1, GROUP_TOKENS)), axis=-1)] if middle else []
+        return mx.concatenate([ends[0], *whole, *ends[1 : len(segments)]], axis=-1)
     padded = mx.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, 1)])
     return mx.sum(mx.take(padded, _tokens_of_segment(segments), axis=-1), axis=-1)
 

@@ -269,12 +269,11 @@ class Engine:
 
     def _set_up(self) -> None:
         map_large_buffers()
-        if mx.metal.is_available():
-            # Weights that macOS may page out make every step wait for the disk.
-            mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+        if self._limits.wired_bytes:
+            mx.set_wired_limit(self._limits.wired_bytes)
         cpu.warm_up()
         self._layout = probe(self._loaded.module, self._limits.max_kv_size)
-        limit_bytes = self._limits.memory_bytes or int(device().memory_bytes * DEFAULT_SHARE)
+        limit_bytes = self._limits.memory_bytes or _default_limit_bytes()
         runner = Runner(self._loaded.module, self._layout)
         shape = self._shape(limit_bytes)
         self._shares = share_memory(
@@ -397,3 +396,8 @@ class Engine:
         if failed.store is not None and self._loop.store is not None:
             self._loop.store.take_over(failed.store)
         mx.clear_cache()
+
+
+def _default_limit_bytes() -> int:
+    machine = device()
+    return min(int(machine.memory_bytes * DEFAULT_SHARE), machine.working_set_bytes)

@@ -18,6 +18,7 @@ class Limits:
     max_kv_size: int | None = None  # tokens that a sequence keeps at most: the first few and the newest; None: all
     tail_step_tokens: int = 2048  # room for the reply is added in steps of this
     memory_bytes: int | None = None  # weights, KV and scratch; None: 75 % of the device's memory
+    wired_bytes: int = 0  # that macOS must not page out; 0: it decides
     slice_s: float = 0.005  # of work on stored KV between two decode steps
 
 

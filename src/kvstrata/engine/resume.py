@@ -13,6 +13,7 @@ from functools import cache, partial
 
 import numpy as np
 
+from kvstrata.backend import max_arrays
 from kvstrata.codecs.segments import GROUP_TOKENS
 from kvstrata.engine.limits import Storage
 from kvstrata.engine.memory import Budget
@@ -41,6 +42,8 @@ from kvstrata.store.store import Store, StoreOptions
 MIN_FOLLOW_TOKENS = 32
 # For the answer what the disk has, at most: then a request goes on without it. It comes within milliseconds.
 LOOKUP_S = 1.0
+# Of the arrays that a machine allows, for stored spans. The rest is for weights, running sequences and passes.
+STORED_ARRAYS = 0.75
 
 
 class Resume:
@@ -239,16 +242,19 @@ def make_resume(
         return Resume(None, plan_of, rungs, mark_every_tokens=storage.mark_every_tokens)
     plan = plan_of(storage.k, storage.v)
     signature = tuple(spec.signature for spec in layout.flat())
+    allowed = max_arrays()
     hot_bytes = budget.total_bytes if storage.hot_bytes is None else min(storage.hot_bytes, budget.total_bytes)
     options = StoreOptions(
         hot_bytes=hot_bytes,
         put_away=storage.put_away,
         write_through=storage.write_through,
+        max_arrays=None if allowed is None else int(STORED_ARRAYS * allowed),
         max_marks=storage.max_marks,
         ttl_s=storage.ttl_s,
         precision=PrecisionOptions(
             min_quantize_tokens=storage.min_quantize_tokens,
             live=storage.live,
+            gathers=allowed is not None,
             window=RawWindow(storage.first_raw_tokens, storage.recent_raw_tokens),
         ),
         ladder=LadderOptions(

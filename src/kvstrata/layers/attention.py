@@ -8,7 +8,6 @@ the same process, and layers that share another layer's keys need no cache of th
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -84,14 +83,12 @@ def _decode_over_parts(q: mx.array, parts: tuple[Part, ...], scale: float, sinks
     """Scores of each part, one softmax over all, weighted sums added: in float32, whatever the model computes in. Only
     scores are concatenated."""
     heads, kv_heads = q.shape[1], parts[0].num_heads
-    # A power of two changes no digit of a 16-bit query, and keeps products within float16; scores get the rest.
-    near = 2.0 ** math.floor(math.log2(scale))
-    grouped = (q * near).reshape(1, kv_heads, heads // kv_heads, q.shape[3])
-    scores = mx.concatenate([part.scores(grouped) for part in parts], axis=-1) * (scale / near)
+    grouped = q.reshape(1, kv_heads, heads // kv_heads, q.shape[3])
+    scores = [part.scores(grouped, scale) for part in parts]
     if sinks is not None:
         # A sink takes its share of the softmax and gives nothing: a last column without a value.
-        scores = mx.concatenate([scores, sinks.astype(mx.float32).reshape(1, kv_heads, -1, 1)], axis=-1)
-    weights = cpu.softmax(scores)
+        scores.append(sinks.astype(mx.float32).reshape(1, kv_heads, -1, 1))
+    weights = cpu.softmax(mx.concatenate(scores, axis=-1))
     out, start = [], 0
     for part in parts:
         end = start + part.num_tokens

@@ -25,8 +25,8 @@ class Part(Protocol):
     @property
     def num_heads(self) -> int: ...
 
-    def scores(self, q: mx.array) -> mx.array:
-        """q [1, kv_heads, queries, k_dim] -> float32 [1, kv_heads, queries, tokens]"""
+    def scores(self, q: mx.array, scale: float) -> mx.array:
+        """q [1, kv_heads, queries, k_dim] -> float32 [1, kv_heads, queries, tokens], times `scale`"""
         ...
 
     def mix(self, weights: mx.array) -> mx.array:
@@ -72,8 +72,8 @@ class RawPart:
     def v(self) -> mx.array:
         return _range(self.v_buffer, self.start, self.num_tokens)
 
-    def scores(self, q: mx.array) -> mx.array:
-        return products.scores(q, self.k)
+    def scores(self, q: mx.array, scale: float) -> mx.array:
+        return products.scores(q, self.k, scale)
 
     def mix(self, weights: mx.array) -> mx.array:
         return products.mix(weights, self.v)
@@ -121,8 +121,10 @@ class SealedPart:
             return cuda.RawRange(self.k.arrays["values"][None], self.v.arrays["values"][None], 0, self.num_tokens)
         return cuda.PlanesRange(self.k, self.v, 0, self.num_tokens)
 
-    def scores(self, q: mx.array) -> mx.array:
-        return self.k.codec.scores(q.squeeze(0), self.k)[None]
+    def scores(self, q: mx.array, scale: float) -> mx.array:
+        if isinstance(self.k.codec, RawCodec):
+            return products.scores(q, self.k.arrays["values"][None], scale)
+        return self.k.codec.scores((q.astype(mx.float32) * scale).squeeze(0), self.k)[None]
 
     def mix(self, weights: mx.array) -> mx.array:
         return self.v.codec.mix(weights.squeeze(0), self.v)[None]
@@ -151,8 +153,8 @@ class CutPart:
     def _view(self) -> SealedPart:
         return SealedPart(self.whole.k.view(self.start, self.end), self.whole.v.view(self.start, self.end))
 
-    def scores(self, q: mx.array) -> mx.array:
-        return self._view.scores(q)
+    def scores(self, q: mx.array, scale: float) -> mx.array:
+        return self._view.scores(q, scale)
 
     def mix(self, weights: mx.array) -> mx.array:
         return self._view.mix(weights)

@@ -8,6 +8,7 @@ import shutil
 import socket
 import time
 
+from kvstrata.backend import Device
 from kvstrata.config import Settings, human_bytes
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Disk, Limits, Storage
@@ -33,10 +34,10 @@ OTHER_FILES = 192
 MIN_FLUSH_S = 30.0
 
 
-def start_service(settings: Settings, loaded: LoadedModel, *, total_memory_bytes: int) -> Service:
+def start_service(settings: Settings, loaded: LoadedModel, machine: Device) -> Service:
     """Starts the engine and waits until it is ready. Raises ModelError."""
     metrics = Metrics()
-    limits, storage = _limits(settings, total_memory_bytes), _storage(settings, total_memory_bytes)
+    limits, storage = _limits(settings, machine), _storage(settings, machine.memory_bytes)
     engine = Engine(loaded, limits, metrics, storage, _disk(settings))
     engine.start()
     return Service(
@@ -88,7 +89,11 @@ def _connections(asked: int) -> int:
     return possible
 
 
-def _limits(settings: Settings, total_memory_bytes: int) -> Limits:
+def memory_limit_bytes(settings: Settings, machine: Device) -> int:
+    return settings.memory_limit.of(machine.memory_bytes, machine.working_set_bytes)
+
+
+def _limits(settings: Settings, machine: Device) -> Limits:
     return Limits(
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
@@ -97,9 +102,22 @@ def _limits(settings: Settings, total_memory_bytes: int) -> Limits:
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         max_kv_size=settings.max_kv_size,
         tail_step_tokens=settings.tail_step_tokens,
-        memory_bytes=settings.memory_limit.of(total_memory_bytes),
+        memory_bytes=memory_limit_bytes(settings, machine),
+        wired_bytes=_wired_bytes(settings, machine),
         slice_s=settings.cache_slice_ms / 1000,
     )
+
+
+def _wired_bytes(settings: Settings, machine: Device) -> int:
+    wired_bytes = settings.wired_limit
+    if wired_bytes and machine.backend != "metal":
+        raise ConfigError("--wired-limit is for Macs: no other system wires memory for MLX. Leave it out.")
+    if wired_bytes > machine.working_set_bytes:
+        raise ConfigError(
+            f"--wired-limit {human_bytes(wired_bytes)} is more than the {human_bytes(machine.working_set_bytes)} that "
+            "Metal recommends for one process. Give less."
+        )
+    return wired_bytes
 
 
 def _storage(settings: Settings, total_memory_bytes: int) -> Storage:

@@ -47,7 +47,7 @@ def estimate(span: Span, plan: Plan, *, upward: bool, window: RawWindow | None) 
     result = Estimate()
     specs = span.layout.flat()
     for layer in span.layers:
-        held, pair, dtype = span.version(layer), plan.pairs[layer], specs[layer].dtype
+        held, pair, dtype = span.held(layer), plan.pairs[layer], specs[layer].dtype
         if not isinstance(held, FullLayer):
             for part in span.planes(layer):
                 _add_part(result, part, pair, dtype, upward)

@@ -43,7 +43,7 @@ class Span:
         self.position = position  # of its first token
         self.num_tokens = num_tokens  # sealed: a live layer may hold more
         self._held = held  # by flat layer, those with full attention
-        self._version = 0  # changes with what it holds
+        self.version = 0  # changes with what it holds
         self.marks: dict[int, Mark] = {}  # by position
         self.ends: set[int] = set()  # where prompts ended: likely places to part from it or go on
 
@@ -96,8 +96,8 @@ class Span:
         first = held[0].k.position
         return tuple(cut_parts(held, start - first, end - first))
 
-    def version(self, layer: int) -> object:
-        """The same object as long as a layer holds the same."""
+    def held(self, layer: int) -> Held:
+        """What a layer holds: the same object until it is replaced."""
         return self._held[layer]
 
     def rewrite(self, layer: int, pair: Pair, *, upward: bool = False) -> None:
@@ -111,8 +111,8 @@ class Span:
         is more to do; from its beginning, where the span was changed since the last step."""
         if self.num_tokens < 1:
             raise ValueError(f"a span of {self.num_tokens} tokens cannot be stored: seal some first")
-        if progress.version != self._version:
-            progress.restart(self._version, self.position)
+        if progress.version != self.version:
+            progress.restart(self.version, self.position)
         if pair == RAW and progress.at == self.position and self._adopt_buffer(layer):
             return False
         dtype, grain = self.layout.flat()[layer].dtype, self._grain(layer)
@@ -149,7 +149,7 @@ class Span:
         done = () if isinstance(held, FullLayer) else held
         before = (part for part in done if self.position < part.k.end <= progress.start)
         self.replace(layer, (*before, *progress.made, *after))
-        progress.placed(self._version)
+        progress.placed(self.version)
 
     def _grain(self, layer: int) -> Grain:
         return grain_of(self.layout.flat()[layer])
@@ -224,7 +224,7 @@ class Span:
         if not self.position <= start < end <= self.end:
             raise ValueError(f"tokens {start} to {end} cannot be cut out of {self.position} to {self.end}")
         self.position, self.num_tokens = start, end - start
-        self._version += 1
+        self.version += 1
         self.marks = {at: mark for at, mark in self.marks.items() if start < at <= end}
         self.ends = {at for at in self.ends if start < at <= end}
 
@@ -260,13 +260,13 @@ class Span:
 
     def replace(self, layer: int, parts: Sequence[SealedPart]) -> None:
         self._held[layer] = tuple(parts)
-        self._version += 1
+        self.version += 1
 
     def replace_range(self, layer: int, parts: Sequence[SealedPart], start: int, end: int) -> None:
         """Tokens [start, end) of a sealed layer. What is left of its other parts gets memory of its own."""
         before, after = self.parts(layer, self.position, start), self.parts(layer, end, self.end)
         self._held[layer] = (*map(self._owned, before), *parts, *map(self._owned, after))
-        self._version += 1
+        self.version += 1
 
     def sealed_parts(self) -> Iterator[SealedPart]:
         for held in self._held.values():
@@ -312,7 +312,7 @@ class SpanSource:
     def __init__(self, run: SpanRange, layer: int) -> None:
         self._run = run
         self._layer = layer
-        self._version: object = None
+        self._held: object = None
         self._parts: tuple[Part, ...] = ()
 
     @property
@@ -320,13 +320,13 @@ class SpanSource:
         return self._run.end - self._run.start
 
     def parts(self) -> tuple[Part, ...]:
-        version = self._run.span.version(self._layer)
-        if isinstance(version, FullLayer):
-            self._version, self._parts = None, ()
+        held = self._run.span.held(self._layer)
+        if isinstance(held, FullLayer):
+            self._held, self._parts = None, ()
             return self._run.span.parts(self._layer, self._run.start, self._run.end)
-        if version is not self._version:
+        if held is not self._held:
             self._parts = self._run.span.parts(self._layer, self._run.start, self._run.end)
-            self._version = version
+            self._held = held
         return self._parts
 
 

@@ -29,6 +29,7 @@ class Entry:
     num_leases: int = 0  # sequences that read it, its owner apart
     is_pinned: bool = False
     nbytes: int = 0  # as counted in the store's total
+    num_arrays: int = 0  # likewise
     target: Plan | None = None  # what somebody asked for it to be stored as; None: what all are
     is_clean: bool = False  # all of it was given to the disk, which may have evicted it since
     clean_token_bytes: float = 0.0  # with so many bytes for each token there

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.parts import SealedPart
 from kvstrata.layers.sequence import Pair
+from kvstrata.spans.gather import gathering, is_gathered
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import Plan, raw_plan
 from kvstrata.spans.rewrite import LayerProgress, lower_of
@@ -23,6 +24,7 @@ from kvstrata.store.mover import Job
 class PrecisionOptions:
     min_quantize_tokens: int = 256  # shorter sequences stay raw: their overhead exceeds what is saved
     live: bool = False  # running sequences are encoded too
+    gathers: bool = False  # planes of layers that are stored alike become rows of one array
     window: RawWindow = field(default_factory=RawWindow)  # but for this
 
 
@@ -42,7 +44,8 @@ class Precision:
         if entry.is_running:
             return wanted if self._has_to_seal(entry, wanted) else None
         done = all(span.settles(layer, wanted.pairs[layer], upward=entry.goes_up) for layer in span.layers)
-        return None if done and all(self._mark_settles(mark, wanted) for mark in span.marks.values()) else wanted
+        done = done and all(self._mark_settles(mark, wanted) for mark in span.marks.values())
+        return None if done and (not self.options.gathers or is_gathered(span)) else wanted
 
     def wanted(self, entry: Entry) -> Plan:
         """What it should be stored as, or lower; of a running one what is to be encoded."""
@@ -115,6 +118,8 @@ class Precision:
                 yield
             yield
         yield from entry.span.rewriting_marks(plan)
+        if self.options.gathers:
+            yield from gathering(entry.span)
 
 
 def _lower(pair: Pair, wanted: Pair, spec: LayerSpec) -> Pair:

@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstrata.index.ids import TokenIds
 from kvstrata.index.tree import Node, Tree
+from kvstrata.spans.gather import num_arrays
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.span import empty_span
 from kvstrata.store.entry import Entry, Found
@@ -38,6 +39,7 @@ class Shelf:
         before_eviction: Callable[[Node[Entry]], None],
         evicted: Callable[[Node[Entry], int], None],
         clock: Callable[[], float],
+        counts_arrays: bool = False,
     ) -> None:
         self._before_eviction = before_eviction  # the last chance to keep a leaf elsewhere
         self._evicted = evicted  # told what of a leaf goes: its tokens from a position on
@@ -48,7 +50,9 @@ class Shelf:
         self.version = 0  # changes with what a match may find
         self.held_bytes = 0  # all spans and marks, but for the buffers of sequences that still run
         self.free_bytes = 0  # of those that nobody needs to stay
+        self.num_arrays = 0  # of all spans, where they are counted
         self.num_evicted_tokens = 0
+        self._counts_arrays = counts_arrays
         self._needs_marks = needs_marks
         self._clock = clock
         self._ttl_s = math.inf if ttl_s is None else ttl_s
@@ -140,6 +144,9 @@ class Shelf:
     def recount(self, entry: Entry) -> None:
         self.journal.note(entry)
         is_here = entry in self.entries
+        if self._counts_arrays:
+            before, entry.num_arrays = entry.num_arrays, num_arrays(entry.span) if is_here else 0
+            self.num_arrays += entry.num_arrays - before
         # The buffers of a sequence that runs are counted with it.
         nbytes = (entry.span.owned_bytes if entry.is_running else entry.span.nbytes) if is_here else 0
         if nbytes == entry.nbytes:

@@ -79,6 +79,7 @@ class Store:
             before_eviction=lambda leaf: self.room.before_eviction(leaf),
             evicted=lambda leaf, start: self.room.evicted(leaf, start),
             clock=clock,
+            counts_arrays=options.max_arrays is not None,
         )
         self.pins = Pins(self._shelf, cold)
         self._admission = Admission(self.counters, options.hot_bytes)
@@ -256,9 +257,19 @@ class Store:
         last = entry.last_node
         for grown in self._shelf.join_along(last, MAX_SPANS):
             self._review(grown)
+        self._keep_arrays_few()
         if self.options.write_through:
             # It may have been joined to what comes before it.
             self._spills.add(last.payload)
+
+    def _keep_arrays_few(self) -> None:
+        """What is worth least goes while there are more arrays than the machine allows."""
+        most = self.options.max_arrays
+        while most is not None and self._shelf.num_arrays > most:
+            num_entries = len(self._shelf.entries)
+            self._shelf.shrink_to(self._shelf.held_bytes - 1)
+            if len(self._shelf.entries) == num_entries:
+                return  # all of them are in use
 
     def _get_stuck(self, entry: Entry, error: Exception) -> None:
         """Every layer of it is whole, as it was or as it should be."""

@@ -1,0 +1,124 @@
+"""What a decode step asks of a GPU in one attention layer: primitives of MLX's graph, and the bytes that they move.
+
+On the path without kernels of ours, as a Mac runs it. Nothing is timed, so any machine gives the same figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.codecs import paths
+from kvstrata.codecs.base import Codec
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.registry import parse
+from kvstrata.layers.attention import attend
+from kvstrata.layers.parts import CutPart, Part, Parts, RawPart, SealedPart
+
+# They move no bytes: what they give is the same memory, seen in another way.
+VIEWS = {
+    "AsStrided", "Broadcast", "ExpandDims", "Flatten", "Reshape", "Slice", "Split", "Squeeze", "Transpose",
+    "Unflatten", "View",
+}  # fmt: skip
+# A model of 8B: heads, heads of keys, values in each.
+HEADS, KV_HEADS, DIM = 32, 8, 128
+OWN_TOKENS = 100  # of the sequence itself, raw, after what it found
+CUT_OF = 3  # a cut reads one part in so many of a longer span
+
+
+@dataclass(frozen=True)
+class Graph:
+    primitives: int
+    nbytes: int  # read and written
+
+
+@dataclass(frozen=True)
+class GraphFigure:
+    case: str
+    tokens: int
+    primitives: int
+    nbytes: int
+    part_bytes: int  # of the keys and values that are attended to, as they are stored
+
+    @property
+    def ratio(self) -> float:
+        return self.nbytes / self.part_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "ratio": self.ratio}
+
+
+def graph_of(function: Callable[[mx.array], mx.array], argument: mx.array) -> Graph:
+    """What MLX would run for `function`, views apart."""
+    count, nbytes = 0, 0
+    sizes: dict[str, int] = {}  # of arrays by their name: what a broadcast shows is not read more than once
+
+    def see(entry: Mapping[str, Any]) -> None:
+        nonlocal count, nbytes
+        if entry["type"] != "primitive":
+            return
+        read = [sizes.get(name, _nbytes(shape, dtype)) for name, shape, dtype in entry["inputs"]]
+        written = [_nbytes(shape, dtype) for _, shape, dtype in entry["outputs"]]
+        if entry["name"] in VIEWS:
+            sizes.update({name: min(size, *read) for (name, *_), size in zip(entry["outputs"], written, strict=True)})
+            return
+        count += 1
+        nbytes += sum(read) + sum(written)
+
+    mx.export_function(see, function, argument)
+    return Graph(count, nbytes)
+
+
+def _nbytes(shape: Sequence[int], dtype: mx.Dtype) -> int:
+    nbytes = dtype.size
+    for size in shape:
+        nbytes *= size
+    return nbytes
+
+
+def measure(tokens: Sequence[int] = (1024, 8192, 32768), dtype: mx.Dtype = mx.bfloat16) -> list[GraphFigure]:
+    with paths.as_on_metal():
+        return [_figure(case, count, parts, dtype) for count in tokens for case, parts in _cases(count, dtype)]
+
+
+def _cases(num_tokens: int, dtype: mx.Dtype) -> Iterator[tuple[str, tuple[Part, ...]]]:
+    own = RawPart(_zeros(OWN_TOKENS, dtype)[None], _zeros(OWN_TOKENS, dtype)[None], OWN_TOKENS)
+    for name in ("raw", "planes:8", "planes:4"):
+        yield name, (_sealed(name, num_tokens, dtype), own)
+    for name in ("raw", "planes:4"):
+        longer = _sealed(name, CUT_OF * num_tokens, dtype)
+        yield f"cut of {name}", (CutPart(longer, 0, num_tokens), own)
+
+
+def _sealed(name: str, num_tokens: int, dtype: mx.Dtype) -> SealedPart:
+    codec: Codec = parse(name)
+    k, v = _zeros(num_tokens, dtype), _zeros(num_tokens, dtype)
+    if isinstance(codec, RawCodec):
+        return SealedPart(codec.adopt(k), codec.adopt(v))
+    return SealedPart(codec.encode(k), codec.encode(v))
+
+
+def _zeros(num_tokens: int, dtype: mx.Dtype) -> mx.array:
+    zeros = mx.zeros((KV_HEADS, num_tokens, DIM), dtype)
+    mx.eval(zeros)
+    return zeros
+
+
+def _figure(case: str, num_tokens: int, parts: tuple[Part, ...], dtype: mx.Dtype) -> GraphFigure:
+    keys = Parts((parts,))
+    q = mx.zeros((1, HEADS, 1, DIM), dtype)
+    graph = graph_of(lambda queries: attend(queries, keys, keys, None, DIM**-0.5, None), q)
+    part_bytes = sum(_stored_bytes(part) for part in parts)
+    return GraphFigure(case, num_tokens, graph.primitives, graph.nbytes, part_bytes)
+
+
+def _stored_bytes(part: Part) -> int:
+    if isinstance(part, RawPart):
+        return part.k.nbytes + part.v.nbytes
+    if isinstance(part, CutPart):
+        part = SealedPart(part.whole.k.view(part.start, part.end), part.whole.v.view(part.start, part.end))
+    assert isinstance(part, SealedPart)
+    return part.nbytes
