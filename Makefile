@@ -1,6 +1,7 @@
 # make serve   set up everything, then serve the default model on http://127.0.0.1:8000 (flags: make serve ARGS="--port 9000")
 # make test    every check that CI runs
 # make test-all  the same with the slow tests: every architecture over a thousand steps, and 200 kills of a writing process
+# make test-metal  what matters on a Mac: the cache on Metal, within 10 minutes, and a report that can be attached to an issue
 # make soak    random chats and restarts over a small disk for KVSTRATA_SOAK_MINUTES, 20 by default
 # make setup   .venv and the default model; the CUDA back-end where nvidia-smi answers, else the CPU one
 PYTHON ?= python3
@@ -14,7 +15,7 @@ BACKEND ?= $(shell if nvidia-smi >/dev/null 2>&1; then \
 	else echo cpu; fi)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all soak lint format clean
+.PHONY: help setup serve test test-all test-metal soak lint format clean
 
 help:
 	@sed -n 's/^# //p' $(MAKEFILE_LIST)
@@ -46,6 +47,13 @@ test: setup lint
 
 test-all: setup lint
 	KVSTRATA_KILLS=200 $(BIN)/pytest -m 'slow or not slow' $(ARGS)
+
+REPORT ?= kvstrata-report.json
+test-metal: setup $(VENV)/.installed-dev
+	$(BIN)/kvstrata doctor --report $(REPORT)
+	$(BIN)/pytest tests/codecs tests/layers tests/spans tests/models tests/store tests/engine/test_sixteen_bits.py \
+	  tests/engine/test_prefixes.py tests/engine/test_requantize.py tests/engine/test_disk.py tests/engine/test_ladder.py \
+	  tests/server/test_chat.py $(ARGS)
 
 KVSTRATA_SOAK_MINUTES ?= 20
 soak: setup $(VENV)/.installed-dev

@@ -22,10 +22,10 @@ class Clock:
 class Engine:
     """Steps as a loop launches and reads them, on a device that computes while it launches."""
 
-    def __init__(self, *, mixes: bool = True, share: float = 0.5) -> None:
+    def __init__(self, *, share: float = 0.5) -> None:
         self.clock = Clock()
         self.metrics = Metrics()
-        self.speeds = Speeds(self.metrics, mixes=mixes, share=share, clock=self.clock)
+        self.speeds = Speeds(self.metrics, share=share, clock=self.clock)
         self._in_flight: Launched | None = None
 
     def launch(self, seconds: float, rows: int = 1, riding: int = 0) -> Launched:
@@ -105,7 +105,7 @@ def test_a_mixed_pass_counts_for_both() -> None:
 
 
 def test_separate_chunks_slow_streams_down_and_streams_them() -> None:
-    engine = Engine(mixes=False)
+    engine = Engine()
     for _ in range(200):
         engine.clock.now_s += 0.05
         engine.speeds.count_chunk(16, 0.05, has_streams=True)

@@ -1,4 +1,4 @@
-"""`kvstrata bench first-token|spilling|memory|decode|requantize|ladder`: figures of the cache itself."""
+"""`kvstrata bench first-token|spilling|memory|decode|graph|requantize|ladder`: figures of the cache itself."""
 
 from __future__ import annotations
 
@@ -196,3 +196,25 @@ def _ladder_table(rows: list[LadderRun]) -> str:
     budget, needed = rows[0].budget_bytes / MIB, rows[0].needed_bytes / MIB
     lines.append(f"KV budget {budget:.1f} MiB; the load needs {needed:.1f} MiB at full precision")
     return "\n".join(lines)
+
+
+def graph(
+    tokens: Annotated[
+        str, typer.Option(help="Tokens that are attended to, with commas between.", metavar="tokens")
+    ] = "1024,8192,32768",
+    as_json: Json = False,
+) -> None:
+    """What one attention layer of a decode step asks of a Mac's GPU: operations, and bytes that they move."""
+    from kvstrata.bench.graph import measure
+
+    rows = measure([int(count) for count in tokens.split(",")])
+    if as_json:
+        typer.echo(json.dumps([row.as_json() for row in rows]))
+        return
+    lines = [f"{'over':<18}{'tokens':>8}{'operations':>12}{'MiB moved':>11}{'MiB stored':>12}{'ratio':>7}"]
+    lines += [
+        f"{row.case:<18}{row.tokens:>8}{row.primitives:>12}{row.nbytes / MIB:>11.1f}"
+        f"{row.part_bytes / MIB:>12.1f}{row.ratio:>7.2f}"
+        for row in rows
+    ]
+    typer.echo("\n".join([*lines, "32 heads, 8 of keys, 128 values each, bfloat16; views are not counted"]))

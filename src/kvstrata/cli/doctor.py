@@ -16,6 +16,7 @@ from kvstrata.backend import Blas, Device, blas, cache_root, free_memory_bytes
 from kvstrata.backend.heap import Heap, heap
 from kvstrata.backend.open_files import OpenFiles, open_files
 from kvstrata.cli.remote import Key, connect
+from kvstrata.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -59,6 +60,16 @@ def doctor(
         ),
     ] = None,
     api_key: Key = None,
+    report_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            help="Also try and time what the cache computes, about a minute, and write all of it to this file, as JSON "
+            "that can be attached to an issue.",
+            metavar="file",
+            show_default="none",
+        ),
+    ] = None,
 ) -> None:
     """Show back-end, device, BLAS, memory and disk; what is slow, why, and the next step."""
     report = examine()
@@ -66,6 +77,8 @@ def doctor(
         with connect(url, api_key) as server:
             report = replace(report, served_memory=server.ask("GET", "/props")["memory"])
     findings = judge(report)
+    if report_file is not None:
+        findings += _write_report(report_file, report, findings)
     if as_json:
         typer.echo(json.dumps(_plain(report, findings), indent=2))
         return
@@ -79,6 +92,42 @@ def doctor(
         console.print(f"  {finding.why}\n  Next: {finding.next_step}")
     if not findings:
         console.print("Nothing to mend.", style="bold green")
+
+
+def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[Finding]:
+    """Tells what failed."""
+    import mlx.core as mx
+
+    from kvstrata.bench.selftest import checks, timings
+    from kvstrata.codecs import paths, products
+
+    typer.echo("Trying what the cache computes, about a minute ...", err=True)
+    tried = checks()
+    failed = [
+        Finding(
+            f"Wrong on this machine: {check.what}",
+            check.reason or f"off by {check.error:.2g}, at most {check.allowed:.2g} is rounding",
+            f"open an issue and attach {file}",
+        )
+        for check in tried
+        if not check.passed
+    ]
+    told = {
+        **_plain(report, [*findings, *failed]),
+        "system": platform.platform(),
+        "kernels": {
+            "path": paths.active(),
+            "rows_for_16_bit_scores": {str(d): products.least_rows(d) for d in (mx.bfloat16, mx.float16)},
+        },
+        "checks": [{**asdict(check), "passed": check.passed} for check in tried],
+        "timings": [asdict(timing) for timing in timings()],
+    }
+    try:
+        file.write_text(json.dumps(told, indent=2) + "\n")
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be written: {error.strerror}. Give --report another file.") from error
+    typer.echo(f"{file} has {len(tried)} checks, {len(failed)} of them failed.", err=True)
+    return failed
 
 
 def examine() -> Report:

@@ -64,7 +64,7 @@ class Loop:
         self._running: dict[int, Sequence] = {}  # by arrival
         self._in_flight: Launched | None = None
         self._num_chunks = 0
-        self._speeds = Speeds(metrics, mixes=runner.mixes, share=limits.prefill_share)
+        self._speeds = Speeds(metrics, share=limits.prefill_share)
         self._needs_room = False  # somebody waits for what is about to step down
         self.is_stalled = False  # the last step had nothing to do: those that wait, wait for the disk
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from kvstrata.engine.runner import Launched
 from kvstrata.engine.scheduler import (
-    MIN_MIXED_TOKENS,
-    MIN_SEPARATE_TOKENS,
+    MIN_BESIDE_TOKENS,
     Added,
     Sharing,
     beside_tokens,
@@ -103,15 +102,14 @@ class Speeds:
     """Counts passes as they end."""
 
     def __init__(
-        self, metrics: Metrics, *, mixes: bool, share: float, clock: Callable[[], float] = time.perf_counter
+        self, metrics: Metrics, *, share: float, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self._metrics = metrics
-        self._least_tokens = MIN_MIXED_TOKENS if mixes else MIN_SEPARATE_TOKENS
         self._share = share
         self._clock = clock
         self._last_read_s = 0.0
         self._did_chores = False  # since the last decode step was read
-        self._beside = Beside(self._least_tokens)
+        self._beside = Beside(MIN_BESIDE_TOKENS)
         self.decode = Rate()
         self.prefill = Rate()
         self.alone = Rate()  # of prompts, while nothing decoded
@@ -127,7 +125,7 @@ class Speeds:
     def beside_tokens(self, num_streams: int, most: int) -> int:
         step_s = self._beside.step_s(num_streams)
         sharing = Sharing(self._share, step_s, self.alone.tokens_s, self._beside.recent, self._beside.steps_since_chunk)
-        return beside_tokens(sharing, least=self._least_tokens, most=most)
+        return beside_tokens(sharing, least=MIN_BESIDE_TOKENS, most=most)
 
     def did_chores(self) -> None:
         self._did_chores = True

@@ -17,10 +17,10 @@ OLDEST_EVERY = 4
 # While nothing decodes a chunk takes about this long, where the speed allows it: a request that comes waits for it.
 CHUNK_S = 0.5
 MIN_CHUNK_TOKENS = 128
-# A pass reads all weights, whatever its size: with fewer tokens a chunk beside streams gets hardly shorter. More where
-# it is a pass of its own.
-MIN_MIXED_TOKENS = 4
-MIN_SEPARATE_TOKENS = 16
+# A chunk beside streams costs some steps of theirs before its first token: on a CPU because BLAS copies all weights for
+# a product of more than one row, and as much again as a pass of its own. With fewer tokens it gets hardly shorter, and
+# the prompt takes several times as long.
+MIN_BESIDE_TOKENS = 16
 # From one chunk to the next, sizes grow by no more than this: one measurement may be off.
 MAX_GROWTH = 2.0
 
