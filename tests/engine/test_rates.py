@@ -8,6 +8,7 @@ import pytest
 
 from kvstrata.engine.rates import FRESH_CHUNKS, WINDOW_S, Rate, Speeds
 from kvstrata.engine.runner import Launched
+from kvstrata.engine.scheduler import MIN_BESIDE_TOKENS
 from kvstrata.metrics import Metrics
 
 
@@ -119,15 +120,15 @@ def test_separate_chunks_slow_streams_down_and_streams_them() -> None:
 def test_chunks_beside_streams_close_in_on_their_share() -> None:
     engine = Engine(share=0.5)
     assert engine.speeds.beside_tokens(1, 256) == 0, "how long a step takes is not known yet"
-    engine.speeds.count_chunk(200, 1.0, has_streams=False)
+    engine.speeds.count_chunk(800, 1.0, has_streams=False)
     engine.single(0.05)
     sizes = []
     for _ in range(FRESH_CHUNKS):
         sizes.append(engine.speeds.beside_tokens(1, 256))
-        engine.single(0.07 + 0.004 * sizes[-1], riding=sizes[-1])
-    # 0.07 + 0.004 * 7.5 is two steps.
-    assert sizes[0] == 10
-    assert set(sizes[8:]) <= {7, 8}
+        engine.single(0.07 + 0.001 * sizes[-1], riding=sizes[-1])
+    # 0.07 + 0.001 * 30 is two steps.
+    assert sizes[0] == 40
+    assert set(sizes[8:]) <= {29, 30, 31}
     # A step without a chunk tells anew how long streams take.
     assert engine.speeds.beside_tokens(1, 256) == 0
     engine.single(0.06)
@@ -145,3 +146,20 @@ def test_the_share_is_what_prompts_get() -> None:
             engine.single(0.1 + 0.001 * size, riding=size)
         sizes.append(engine.speeds.beside_tokens(1, 1000))
     assert sizes == pytest.approx([25, 100, 400], rel=0.1)
+
+
+def test_where_a_chunk_costs_much_before_its_first_token_steps_without_one_pay_for_it() -> None:
+    """As on a CPU: a step of 45 ms, a chunk of 16 tokens 118 ms more, one of 4 tokens 72."""
+    engine = Engine(share=0.5)
+    engine.single(0.045)
+    spent, prompt_tokens = 0.0, 0
+    for _ in range(300):
+        size = engine.speeds.beside_tokens(1, 256)
+        assert size in (0, MIN_BESIDE_TOKENS)
+        cost = 0.058 + 0.0036 * size if size else 0.0
+        spent += cost
+        prompt_tokens += size
+        engine.single(0.045 + cost, riding=size)
+    whole = spent + 300 * 0.045
+    assert 0.4 < spent / whole <= 0.51
+    assert prompt_tokens / whole > 55

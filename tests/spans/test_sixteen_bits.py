@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
+from kvstrata.layers.kinds import Layout
 from kvstrata.layers.parts import SealedPart
 from kvstrata.layers.sequence import Pair, SequenceCache
 from kvstrata.spans import rewrite
-from kvstrata.spans.marks import needs_marks, take_mark
+from kvstrata.spans.marks import Mark, MarkState, RecurrentState, needs_marks, take_mark
 from kvstrata.spans.plan import RAW, make_plan
 from kvstrata.spans.span import Span, SpanRange, live_span, prefix_of
-from tests.sixteen import CASES, DTYPES, NUM_SCORED, NUM_TOKENS, Sixteen, check, rms, run, scored
+from tests.sixteen import NUM_SCORED, NUM_TOKENS, WITH_DTYPES, Error, Sixteen, check, rms, run, scored
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")
 
@@ -41,7 +41,7 @@ def resumed(side: Side, ranges: list[SpanRange], mark: Any) -> SequenceCache:
     return SequenceCache(layout, model, NUM_TOKENS, prefix_of(layout, ranges, mark))
 
 
-def raw_error(m: Sixteen, at: tuple[int, ...]) -> float:
+def raw_error(m: Sixteen, at: tuple[int, ...]) -> Error:
     """A hit on spans that end at these places, each computed over the ones before it."""
     side, ranges, mark, start = (m.model, m.layout), [], None, 0
     for end in at:
@@ -54,31 +54,29 @@ def raw_error(m: Sixteen, at: tuple[int, ...]) -> float:
             span.rewrite(layer, RAW)
         ranges.append(SpanRange(span, start, end))
         start = end
-    return rms(scored(m.model, resumed(side, ranges, mark), m.ids) - m.expected)
+    return m.error(scored(m.model, resumed(side, ranges, mark), m.ids))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), WITH_DTYPES)
 @pytest.mark.parametrize("at", [(BEFORE,), (17, 40, 51, BEFORE - 3)], ids=["hit", "several"])
 def test_raw_parts(case: str, dtype: str, at: tuple[int, ...]) -> None:
     check(case, dtype, lambda m: raw_error(m, at))
 
 
-def cut_error(m: Sixteen) -> float:
+def cut_error(m: Sixteen) -> Error:
     """A hit on the middle of a longer span."""
     side = (m.model, m.layout)
     span, mark = stored(side, m.ids, BEFORE - 10)
     cut = 40 if mark is None else BEFORE - 10
-    return rms(scored(m.model, resumed(side, [SpanRange(span, 0, cut)], mark), m.ids) - m.expected)
+    return m.error(scored(m.model, resumed(side, [SpanRange(span, 0, cut)], mark), m.ids))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), WITH_DTYPES)
 def test_a_cut(case: str, dtype: str) -> None:
     check(case, dtype, cut_error)
 
 
-def pieces_error(m: Sixteen) -> float:
+def pieces_error(m: Sixteen) -> Error:
     """A reply that outgrows its first buffers."""
     cache = SequenceCache(m.layout, m.model, BEFORE + 2)
 
@@ -86,61 +84,52 @@ def pieces_error(m: Sixteen) -> float:
         if not cache.free_tokens:
             cache.grow(3)
 
-    return rms(scored(m.model, cache, m.ids, grow) - m.expected)
+    return m.error(scored(m.model, cache, m.ids, grow))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), WITH_DTYPES)
 def test_a_reply_past_its_first_buffer(case: str, dtype: str) -> None:
     check(case, dtype, pieces_error)
 
 
-def widened(side: Side, span: Span, mark: Any) -> Any:
-    """What is stored, decoded to float32."""
-    _, layout = side
+def decoded(layout: Layout, span: Span, mark: Mark | None, dtype: mx.Dtype) -> tuple[Span, Mark | None]:
+    """What is stored, as plain arrays."""
     held = {}
     for layer in span.layers:
-        parts = [part.dense(mx.zeros(1)) for part in span.parts(layer, span.position, span.end)]
+        parts = [part.dense(mx.zeros(1, dtype)) for part in span.parts(layer, span.position, span.end)]
         k, v = (mx.concatenate([pair[i].squeeze(0) for pair in parts], axis=1) for i in range(2))
         held[layer] = (rewrite.adopt(k, v, RAW, span.position),)
-    wide = Span(layout, span.position, span.num_tokens, held)
-    return wide, mark and _wide_mark(mark)
+    plain = Span(layout, span.position, span.num_tokens, held)
+    return plain, mark and replace(mark, states=tuple(_decoded_state(state, dtype) for state in mark.states))
 
 
-def _wide_mark(mark: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(mark, states=tuple(_wide_state(state) for state in mark.states))
-
-
-def _wide_state(state: Any) -> Any:
+def _decoded_state(state: MarkState, dtype: mx.Dtype) -> MarkState:
     if isinstance(state, SealedPart):
-        k, v = (array.squeeze(0) for array in state.dense(mx.zeros(1)))
+        k, v = (array.squeeze(0) for array in state.dense(mx.zeros(1, dtype)))
         return rewrite.adopt(k, v, RAW, state.k.position)
-    if isinstance(state, mx.array):
-        return state.astype(mx.float32) if mx.issubdtype(state.dtype, mx.floating) else state
-    if isinstance(state, list | tuple):
-        return type(state)(_wide_state(each) for each in state)
+    if isinstance(state, RecurrentState):
+        arrays = [array if array is None or not _is_float(array) else array.astype(dtype) for array in state.arrays]
+        return RecurrentState(tuple(arrays))
     return state
 
 
-def encoded_error(names: tuple[str, str], change: Callable[[Span, Any], None] | None = None) -> Any:
-    def error(m: Sixteen) -> float:
-        side, wide_side = (m.model, m.layout), (m.wide, m.wide_layout)
-        pairs = make_plan(m.layout, *names).pairs
-        span, mark = stored(side, m.ids, BEFORE, pairs)
-        if change is not None:
-            change(span, m)
-        wide, wide_mark = widened(wide_side, span, mark)
-        expected = scored(m.wide, resumed(wide_side, [SpanRange(wide, 0, BEFORE)], wide_mark), m.ids)
-        found = scored(m.model, resumed(side, [SpanRange(span, 0, BEFORE)], mark), m.ids)
-        return rms(np.asarray(found) - np.asarray(expected))
-
-    return error
+def _is_float(array: mx.array) -> bool:
+    return mx.issubdtype(array.dtype, mx.floating)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("case", CASES)
+def encoded_error(m: Sixteen, names: tuple[str, str]) -> Error:
+    """Against the same planes decoded to float32; theirs are the same planes decoded to 16 bits."""
+    side, wide_side = (m.model, m.layout), (m.wide, m.wide_layout)
+    span, mark = stored(side, m.ids, BEFORE, make_plan(m.layout, *names).pairs)
+    found = scored(m.model, resumed(side, [SpanRange(span, 0, BEFORE)], mark), m.ids)
+    wide, wide_mark = decoded(m.wide_layout, span, mark, mx.float32)
+    expected = scored(m.wide, resumed(wide_side, [SpanRange(wide, 0, BEFORE)], wide_mark), m.ids)
+    narrow, narrow_mark = decoded(m.layout, span, mark, m.dtype)
+    theirs = scored(m.model, resumed(side, [SpanRange(narrow, 0, BEFORE)], narrow_mark), m.ids)
+    return Error(rms(found - expected), rms(theirs - expected))
+
+
+@pytest.mark.parametrize(("case", "dtype"), WITH_DTYPES)
 @pytest.mark.parametrize("names", [("planes:8", "planes:8"), ("planes:4", "planes:2")], ids="-".join)
 def test_encoded_parts(case: str, dtype: str, names: tuple[str, str]) -> None:
-    check(case, dtype, encoded_error(names))
+    check(case, dtype, lambda m: encoded_error(m, names))

@@ -101,9 +101,7 @@ class Beside:
 class Speeds:
     """Counts passes as they end."""
 
-    def __init__(
-        self, metrics: Metrics, *, share: float, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, metrics: Metrics, *, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._metrics = metrics
         self._share = share
         self._clock = clock

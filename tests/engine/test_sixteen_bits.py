@@ -1,0 +1,210 @@
+"""16-bit models through the whole engine, as a Mac runs them: a hit says what is as near to float32 as what mlx-lm says.
+
+The bound is that of tests/spans/test_sixteen_bits.py, for the distribution of the first token after the prompt.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.request import Sampling
+from kvstrata.index.keys import chain
+from kvstrata.layers.sequence import SequenceCache
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.spans.contents import tally
+from kvstrata.spans.gather import num_arrays
+from kvstrata.spans.span import SpanRange, prefix_of
+from kvstrata.store.requantize import Change
+from kvstrata.tiers.disk import DiskTier
+from tests.engine.drive import Client, Drive
+from tests.sixteen import CASES, OFFSET, Error, Sixteen, check, rms, sixteen
+from tests.spans.test_sixteen_bits import decoded
+from tests.tiny import VOCAB, tiny_config, tiny_loaded
+
+pytestmark = pytest.mark.usefixtures("as_on_metal")
+
+FIRST_TOKEN = Sampling(temperature=0, num_logprobs=VOCAB)
+CACHED, HELD = 40, 60  # tokens of the first prompt, and of one that goes on
+MIB = 1 << 20
+
+
+@contextmanager
+def tier_in(folder: Path) -> Iterator[DiskTier]:
+    tier = DiskTier(folder, 256 * MIB, chain=chain, tally=tally, queue_bytes=64 * MIB, reserve_bytes=0)
+    try:
+        yield tier
+    finally:
+        tier.close()
+
+
+def loaded_of(m: Sixteen, case: str) -> LoadedModel:
+    architecture = case.split(",")[0]
+    return dataclasses.replace(
+        tiny_loaded(architecture),
+        module=m.model,
+        dtype=str(m.dtype).removeprefix("mlx.core."),
+        config={**tiny_config(architecture), "case": case},
+    )
+
+
+def drive_with(m: Sixteen, case: str, **settings: Any) -> Drive:
+    return Drive(loaded_of(m, case), Limits(prefill_chunk_tokens=16), **settings)
+
+
+def settle(drive: Drive) -> None:
+    while drive.loop.has_chores:
+        drive.loop.do_chores(1.0)
+
+
+def ask(drive: Drive, prompt: tuple[int, ...]) -> Client:
+    client = drive.submit(list(prompt), 1, FIRST_TOKEN)
+    drive.run()
+    settle(drive)
+    return client
+
+
+def said(client: Client) -> np.ndarray:
+    """Log-probabilities of all tokens."""
+    (logprob,) = client.logprobs
+    values = np.full(VOCAB, np.nan)
+    for token, value in logprob.top:
+        values[token] = value
+    assert not np.isnan(values).any()
+    return values
+
+
+def log_softmax(logits: mx.array) -> np.ndarray:
+    wide = np.array(logits.astype(mx.float32), np.float64)
+    wide = wide - wide.max()
+    return wide - np.log(np.exp(wide).sum())
+
+
+def after(model: Any, layout: Any, ids: tuple[int, ...], ranges: Any = (), mark: Any = None) -> np.ndarray:
+    """What a sequence alone says after these tokens, over what is stored of them."""
+    prefix = prefix_of(layout, list(ranges), mark) if ranges else None
+    cache = SequenceCache(layout, model, len(ids), prefix)
+    logits = model(mx.array([ids[cache.num_tokens :]]), cache=cache.caches())[0, -1]
+    return log_softmax(logits)
+
+
+def raw_error(m: Sixteen, drive: Drive) -> Error:
+    client = ask(drive, m.ids[:HELD])
+    assert client.finished.usage.cached_tokens > 0
+    expected = after(m.wide, m.wide_layout, m.ids[:HELD])
+    theirs = after(m.model, m.layout, m.ids[:HELD])
+    return Error(rms(said(client) - expected), rms(theirs - expected))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_hit(case: str) -> None:
+    def error(m: Sixteen) -> Error:
+        drive = drive_with(m, case)
+        ask(drive, m.ids[:CACHED])
+        return raw_error(m, drive)
+
+    check(case, "bfloat16", error)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_after_a_restart(case: str, tmp_path: Path) -> None:
+    def error(m: Sixteen) -> Error:
+        folder = tmp_path / str(id(m))
+        with tier_in(folder) as tier:
+            drive = drive_with(m, case, tier=tier)
+            ask(drive, m.ids[:CACHED])
+            assert not drive.store.flush(30).tokens
+        with tier_in(folder) as tier:
+            drive = drive_with(m, case, tier=tier)
+            drive.loop._speeds.alone.add(1, 1.0)  # so that reading pays
+            return raw_error(m, drive)
+
+    check(case, "bfloat16", error)
+
+
+def encoded_error(m: Sixteen, drive: Drive) -> Error:
+    """Against float32 over the same planes, decoded."""
+    found = drive.store.find(m.ids[: HELD - 1], "")
+    (entry,) = found.entries
+    mark = entry.span.marks.get(found.mark_position or -1)
+    wide, wide_mark = decoded(m.wide_layout, entry.span, mark, mx.float32)
+    expected = after(m.wide, m.wide_layout, m.ids[:HELD], [SpanRange(wide, 0, found.num_tokens)], wide_mark)
+    narrow, narrow_mark = decoded(m.layout, entry.span, mark, m.dtype)
+    theirs = after(m.model, m.layout, m.ids[:HELD], [SpanRange(narrow, 0, found.num_tokens)], narrow_mark)
+    client = ask(drive, m.ids[:HELD])
+    assert client.finished.usage.cached_tokens == found.num_tokens > 0
+    return Error(rms(said(client) - expected), rms(theirs - expected))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_after_a_change_of_precision(case: str) -> None:
+    def error(m: Sixteen) -> Error:
+        drive = drive_with(m, case, storage=Storage(min_quantize_tokens=0))
+        ask(drive, m.ids[:CACHED])
+        drive.loop.requantize(Change("planes:8", "planes:8"))
+        settle(drive)
+        drive.loop.requantize(Change("planes:8", "planes:4"))
+        settle(drive)
+        return encoded_error(m, drive)
+
+    check(case, "bfloat16", error)
+
+
+@pytest.mark.parametrize("case", ["llama", "gemma3_text", "qwen3_next", OFFSET])
+def test_live(case: str) -> None:
+    """Encoded while it runs: the reply is computed over planes, a raw window and new buffers."""
+    m = sixteen(case, "bfloat16", 0)
+    ids = tuple((m.ids * 8)[:500])
+    drive = drive_with(m, case, storage=Storage(k="planes:8", v="planes:8", live=True, recent_raw_tokens=32))
+    client = drive.submit(list(ids), 40, dataclasses.replace(FIRST_TOKEN, num_logprobs=VOCAB))
+    drive.run()
+    settle(drive)
+    reply = tuple(client.ids)
+    assert len(reply) == 40
+    expected = _distributions(m.wide, m.wide_layout, ids, reply)
+    theirs = rms(_distributions(m.model, m.layout, ids, reply) - expected)
+    values = np.array([[value for _, value in sorted(each.top)] for each in client.logprobs])
+    assert set(drive.store.usage().by_precision) == {"planes:8"} or case == "qwen3_next"
+    # Against full precision: planes:8 lose less than 16 bits do.
+    assert np.median(rms(values - expected)) <= 2 * np.median(theirs)
+
+
+def _distributions(model: Any, layout: Any, ids: tuple[int, ...], reply: tuple[int, ...]) -> np.ndarray:
+    cache = SequenceCache(layout, model, len(ids) + len(reply))
+    logits = [model(mx.array([ids]), cache=cache.caches())[0, -1]]
+    cache.end_pass(len(ids))
+    for token in reply[:-1]:
+        logits.append(model(mx.array([[token]]), cache=cache.caches())[0, -1])
+        cache.end_pass(1)
+        mx.eval(logits[-1], cache.arrays())
+    return np.array([log_softmax(each) for each in logits])
+
+
+def test_stored_spans_have_few_arrays() -> None:
+    m = sixteen("llama", "bfloat16", 0)
+    drive = drive_with(m, "llama", storage=Storage(k="planes:8", v="planes:4", min_quantize_tokens=0))
+    ask(drive, m.ids[:CACHED])
+    (entry,) = drive.store._shelf.entries
+    assert num_arrays(entry.span) == 9
+    assert drive.store._shelf.num_arrays == 9
+
+
+def test_the_number_of_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvstrata.engine import resume
+
+    monkeypatch.setattr(resume, "max_arrays", lambda: 40)
+    m = sixteen("llama", "bfloat16", 0)
+    drive = drive_with(m, "llama")
+    for i in range(30):
+        ask(drive, (i, *m.ids[:20]))
+        assert drive.store._shelf.num_arrays <= 30
+    assert len(drive.store._shelf.entries) == 15
+    assert ask(drive, (29, *m.ids[:20])).finished.usage.cached_tokens == 20
