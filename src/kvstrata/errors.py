@@ -1,4 +1,4 @@
-"""Every error that kvstrata raises on purpose.
+"""The errors that people and clients are told of. A few more stay inside the room that raises them.
 
     KvstrataError
     |-- ConfigError             a setting that makes no sense

@@ -5,12 +5,10 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvstrata.codecs import cpu, paths
-from kvstrata.codecs.base import MismatchedPlanes, UnsupportedCodec
-from kvstrata.codecs.planes import HELD, Moved, PlanesCodec, encode_stock, restore, step_down
+from kvstrata.codecs.base import UnsupportedCodec
+from kvstrata.codecs.planes import HELD, PlanesCodec, encode_stock, step_down
 from kvstrata.codecs.registry import parse
 from kvstrata.codecs.segments import segments_of
 from tests.codecs.arrays import HEAD_DIMS, allocated, keys, relative_error, same_bits
@@ -24,11 +22,10 @@ needs_kernels = pytest.mark.skipif(paths.active() != "kernels", reason="a CPU wi
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_a_step_down_leaves_what_stays_alone(high: int, low: int, dim: int) -> None:
     planes = PlanesCodec(high).encode(keys(2, 300, dim), position=77)
-    kept, moved = step_down(planes, low)
+    kept = step_down(planes, low)
     assert kept.name == f"planes:{low}"
+    assert kept.where() == planes.where()
     assert all(kept.arrays[name] is planes.arrays[name] for name in kept.arrays)
-    assert set(kept.arrays) | set(moved.arrays) == set(planes.arrays)
-    assert kept.nbytes + moved.nbytes == planes.nbytes
     direct = PlanesCodec(low).encode(keys(2, 300, dim), position=77)
     assert relative_error(PlanesCodec(low).decode(kept, mx.float32), PlanesCodec(low).decode(direct, mx.float32)) < 1e-6
 
@@ -36,37 +33,14 @@ def test_a_step_down_leaves_what_stays_alone(high: int, low: int, dim: int) -> N
 def test_a_step_down_frees_what_it_says() -> None:
     planes = PlanesCodec(8).encode(keys(8, 2048, 128))
     before = allocated()
-    expected = step_down(planes, 4).moved.nbytes
-    planes = step_down(planes, 4).kept
+    expected = planes.arrays["low"].nbytes
+    planes = step_down(planes, 4)
     assert abs(before - allocated() - expected) <= 0.02 * expected
 
 
-@settings(max_examples=25)
-@given(num_tokens=st.integers(1, 600), position=st.integers(0, 600), direct=st.booleans())
-def test_what_was_moved_comes_back_bit_for_bit(num_tokens: int, position: int, direct: bool) -> None:
-    planes = PlanesCodec(8).encode(keys(2, num_tokens, 64), position)
-    if direct:
-        kept, moved = step_down(planes, 2)
-        back = restore(kept, moved)
-    else:
-        four, low = step_down(planes, 4)
-        two, following = step_down(four, 2)
-        back = restore(restore(two, following), low)
-    assert back.name == "planes:8"
-    assert back.where() == planes.where()
-    assert all(back.arrays[name] is array for name, array in planes.arrays.items())
-
-
-def test_planes_are_put_back_only_where_they_belong() -> None:
-    codec = PlanesCodec(8)
-    four, low = step_down(codec.encode(keys(2, 300, 64)), 4)
-    two, _ = step_down(four, 2)
-    with pytest.raises(MismatchedPlanes, match="taken last"):
-        restore(two, low)
-    with pytest.raises(MismatchedPlanes, match="cannot be put back"):
-        restore(four.cut(0, 299), low)
-    with pytest.raises(MismatchedPlanes, match="'low'"):
-        restore(four, Moved(8, {"low": low.arrays["low"][..., :-1]}, 300, 0))
+def test_only_planes_step_down_and_only_down() -> None:
+    four = step_down(PlanesCodec(8).encode(keys(2, 300, 64)), 4)
+    two = step_down(four, 2)
     for bits in (8, 5, 0):
         with pytest.raises(UnsupportedCodec, match="steps down to 2, not"):
             step_down(four, bits)
@@ -167,9 +141,8 @@ def test_golden_planes_decode_to_what_they_always_did() -> None:
     hadamard = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in range(16)]) / 4
     signs = np.array([1, -1, -1, 1, 1, -1, -1, 1, 1, -1, -1, -1, -1, 1, 1, -1])
     found = parse("planes:8")
-    planes = restore(step_down(_planes(arrays), 2).kept, step_down(_planes(arrays), 2).moved)
     np.testing.assert_allclose(
-        np.asarray(found.decode(planes, mx.float32))[0], hadamard @ rotated * signs + 0.5, atol=1e-5
+        np.asarray(found.decode(_planes(arrays), mx.float32))[0], hadamard @ rotated * signs + 0.5, atol=1e-5
     )
 
 

@@ -1,4 +1,4 @@
-"""16-bit models through the whole engine, as a Mac runs them: a hit says what is as near to float32 as what mlx-lm says.
+"""16-bit models through the whole engine, as a Mac runs them: after a hit, as near to float32 as mlx-lm is.
 
 The bound is that of tests/spans/test_sixteen_bits.py, for the distribution of the first token after the prompt.
 """

@@ -25,7 +25,6 @@ from kvstrata.codecs.base import (
     LARGEST,
     WORDS,
     Extent,
-    MismatchedPlanes,
     Plane,
     Planes,
     UnsupportedCodec,
@@ -187,51 +186,15 @@ class PlanesCodec:
         return Planes(self, arrays, a.num_tokens + b.num_tokens, a.position, a.dim, segments)
 
 
-@dataclass(frozen=True, eq=False)
-class Moved:
-    """Planes that a step down took away, to be dropped, kept elsewhere, or put back."""
-
-    bits: int  # of the codes that they were part of
-    arrays: dict[str, mx.array]
-    num_tokens: int
-    position: int
-
-    @property
-    def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
-
-
-class Stepped(NamedTuple):
-    kept: Planes
-    moved: Moved
-
-
-def step_down(planes: Planes, bits: int) -> Stepped:
+def step_down(planes: Planes, bits: int) -> Planes:
     """The arrays that stay are the same objects. They are exactly what encoding with `bits` would have made."""
     held = _progressive(planes).bits
     if bits not in HELD or bits >= held:
         lower = [f"{fewer}" for fewer in HELD if fewer < held]
         raise UnsupportedCodec(f"{planes.name} steps down to {' or '.join(lower) or 'nothing'}, not to {bits} bits.")
-    gone = {name: planes.arrays[name] for name in HELD[held] if name not in HELD[bits]}
+    gone = {*HELD[held]}.difference(HELD[bits])
     stay = {name: array for name, array in planes.arrays.items() if name not in gone}
-    kept = replace(planes, codec=PlanesCodec(bits), arrays=stay)
-    return Stepped(kept, Moved(held, gone, planes.num_tokens, planes.position))
-
-
-def restore(planes: Planes, moved: Moved) -> Planes:
-    """The reverse, bit for bit. Steps are undone in the reverse order, over the same tokens."""
-    held = _progressive(planes).bits
-    if moved.bits not in HELD or {*HELD[held], *moved.arrays} != {*HELD[moved.bits]}:
-        raise MismatchedPlanes(
-            f"{planes.name} and the planes {', '.join(moved.arrays)} do not make planes:{moved.bits}. "
-            "Put back first what was taken last."
-        )
-    if (moved.position, moved.num_tokens) != (planes.position, planes.num_tokens):
-        raise MismatchedPlanes(
-            f"Planes of tokens {moved.position} to {moved.position + moved.num_tokens} cannot be put back "
-            f"on tokens {planes.position} to {planes.end}."
-        )
-    return replace(planes, codec=PlanesCodec(moved.bits), arrays={**planes.arrays, **moved.arrays})
+    return replace(planes, codec=PlanesCodec(bits), arrays=stay)
 
 
 def _progressive(planes: Planes) -> PlanesCodec:

@@ -120,7 +120,7 @@ def convert(planes: Planes, codec: Codec, dtype: mx.Dtype) -> Planes:
         return planes
     if _is_cheap(planes, codec):
         assert isinstance(codec, PlanesCodec)
-        return step_down(planes, codec.bits).kept
+        return step_down(planes, codec.bits)
     return _take(planes.codec.decode(planes, dtype), codec, planes.position)
 
 

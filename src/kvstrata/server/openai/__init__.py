@@ -1,1 +1,2 @@
-"""OpenAI's endpoints: schema (what may be asked), ask (to engine requests), replies (to JSON), stream (to events)."""
+"""OpenAI's endpoints: schema (what may be asked), ask (to engine requests), reply (through the engine), choices (from
+events to what is answered), answers (its types), stream (its events)."""
