@@ -2,10 +2,38 @@
 
 from __future__ import annotations
 
-from kvstrata.config import Settings
-from kvstrata.server.assemble import _limits
+import dataclasses
+
+import pytest
+
+from kvstrata.backend import Device
+from kvstrata.config import Settings, Size
+from kvstrata.errors import ConfigError
+from kvstrata.server.assemble import _limits, memory_limit_bytes
+
+GIB = 1 << 30
+MACHINE = Device("cpu", "x", 64 * GIB, 2, 64 * GIB)
+# As a Mac with 16 GB: Metal recommends two thirds of it.
+MAC = Device("metal", "Apple M2", 16 * GIB, 8, int(10.7 * GIB))
 
 
 def test_the_time_for_chores_is_a_setting() -> None:
-    assert _limits(Settings(), 1 << 30).slice_s == 0.005
-    assert _limits(Settings(cache_slice_ms=2), 1 << 30).slice_s == 0.002
+    assert _limits(Settings(), MACHINE).slice_s == 0.005
+    assert _limits(Settings(cache_slice_ms=2), MACHINE).slice_s == 0.002
+
+
+def test_a_share_of_the_memory_is_at_most_what_metal_recommends() -> None:
+    assert memory_limit_bytes(Settings(), MACHINE) == 48 * GIB
+    assert memory_limit_bytes(Settings(), MAC) == MAC.working_set_bytes
+    assert memory_limit_bytes(Settings(memory_limit=Size(percent=50.0)), MAC) == 8 * GIB
+    # Whoever gives a number means it.
+    assert memory_limit_bytes(Settings(memory_limit=Size(num_bytes=14 * GIB)), MAC) == 14 * GIB
+
+
+def test_memory_is_wired_only_when_asked_for_and_on_a_mac() -> None:
+    assert _limits(Settings(), MAC).wired_bytes == 0
+    assert _limits(Settings(wired_limit=4 * GIB), MAC).wired_bytes == 4 * GIB
+    with pytest.raises(ConfigError, match="Metal recommends"):
+        _limits(Settings(wired_limit=12 * GIB), MAC)
+    with pytest.raises(ConfigError, match="is for Macs"):
+        _limits(Settings(wired_limit=4 * GIB), dataclasses.replace(MAC, backend="cuda"))

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import time
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-import mlx_lm
 from blake3 import blake3
 
 import kvstrata
@@ -50,7 +49,7 @@ def _key(loaded: LoadedModel, runner: Runner, shape: Shape) -> str:
         [repr(spec) for spec in runner.layout.flat()],
         [shape.rows, shape.vocab_size, shape.chunk_tokens, codecs],
         min(shape.max_context_tokens, measured_context() + shape.chunk_tokens),
-        [device().name, paths.active(), mx.__version__, mlx_lm.__version__, _code()],
+        [device().name, paths.active(), version("mlx"), version("mlx-lm"), _code()],
     ]
     return blake3(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
 
