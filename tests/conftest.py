@@ -17,10 +17,10 @@ os.environ.setdefault("MLX_ENABLE_TF32", "0")
 import kvstrata  # noqa: F401 # isort: skip
 import mlx.core as mx
 
+from kvstrata.attention import cpu
 from kvstrata.backend.machine import METAL_ARRAYS
 from kvstrata.codecs import paths
 from kvstrata.engine import resume
-from kvstrata.layers import cpu
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
 

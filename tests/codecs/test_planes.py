@@ -15,7 +15,7 @@ from tests.codecs.arrays import HEAD_DIMS, allocated, keys, relative_error, same
 
 STEPS = [(8, 4), (8, 2), (4, 2)]
 
-needs_kernels = pytest.mark.skipif(paths.active() != "kernels", reason="a CPU with numba has kernels to compare")
+needs_kernels = pytest.mark.skipif(paths.active() != "cpu", reason="a CPU with numba has kernels to compare")
 
 
 @pytest.mark.parametrize(("high", "low"), STEPS)

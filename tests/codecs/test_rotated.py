@@ -10,7 +10,7 @@ from kvstrata.codecs import cpu, paths
 from kvstrata.codecs.base import half
 from kvstrata.codecs.rotated import RotatedCodec, codebook
 
-if paths.active() != "kernels":
+if paths.active() != "cpu":
     pytest.skip("the kernels are for a CPU with numba", allow_module_level=True)
 
 

@@ -64,7 +64,7 @@ def test_the_codebook_reaches_its_error(bits: int, error: float) -> None:
     assert found == pytest.approx(error * (1 + error / 4), rel=0.05)
 
 
-@pytest.mark.skipif(paths.active() != "kernels", reason="a CPU with numba has kernels to compare")
+@pytest.mark.skipif(paths.active() != "cpu", reason="a CPU with numba has kernels to compare")
 @pytest.mark.parametrize("bits", CENTROIDS)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_the_kernel_looks_up_what_stock_operations_do(bits: int, dim: int) -> None:

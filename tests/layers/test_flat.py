@@ -10,11 +10,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from kvstrata.attention import cpu
+from kvstrata.attention.attend import attend
 from kvstrata.bench import memory
 from kvstrata.bench.memory import counted_concatenations
 from kvstrata.codecs.registry import parse
-from kvstrata.layers import cpu
-from kvstrata.layers.attention import attend
 from kvstrata.layers.batch import AttentionRows, BatchCache
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache

@@ -9,10 +9,10 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvstrata.attention.parts import Parts
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.mixed import MixedPass
-from kvstrata.layers.parts import Parts
 from kvstrata.layers.sequence import Prefix, SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.models.probe import probe
@@ -128,7 +128,7 @@ def test_one_goes_on_from_what_the_other_writes(chunk_reads: bool) -> None:
 
 def test_stock_attention_over_a_mixed_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without kernels of ours, as on Metal."""
-    monkeypatch.setattr("kvstrata.layers.cpu.available", lambda: False)
+    monkeypatch.setattr("kvstrata.attention.cpu.available", lambda: False)
     test_one_goes_on_from_what_the_other_writes(chunk_reads=True)
     test_one_goes_on_from_what_the_other_writes(chunk_reads=False)
     test_each_has_the_output_that_it_has_alone("gpt_oss", 3)

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from kvstrata.layers import cpu
+from kvstrata.attention import cpu
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache

@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvstrata.attention.parts import SealedPart
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.parts import SealedPart
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.models.probe import probe

@@ -5,8 +5,8 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
+from kvstrata.attention.parts import SealedPart
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.parts import SealedPart
 from kvstrata.spans import gather
 from kvstrata.spans.gather import gathering, is_gathered, num_arrays
 from kvstrata.spans.plan import make_plan

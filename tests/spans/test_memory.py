@@ -10,9 +10,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvstrata.layers import cpu
+from kvstrata.attention import cpu
+from kvstrata.attention.parts import SealedPart
 from kvstrata.layers.batch import BatchCache
-from kvstrata.layers.parts import SealedPart
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.models.probe import probe

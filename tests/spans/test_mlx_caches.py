@@ -10,9 +10,9 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
+from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.base import MismatchedPlanes
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.parts import SealedPart
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.probe import probe
 from kvstrata.spans.marks import needs_marks, take_mark

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import mlx.core as mx
 import pytest
 
+from kvstrata.attention.parts import Parts
 from kvstrata.codecs.base import Planes
 from kvstrata.layers.grain import grain_of, ranges
-from kvstrata.layers.parts import Parts
 from kvstrata.spans.plan import RAW, make_plan
 from kvstrata.spans.rewrite import LayerProgress
 from kvstrata.spans.span import RawWindow, Span

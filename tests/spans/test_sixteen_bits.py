@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from kvstrata.attention.parts import SealedPart
 from kvstrata.layers.kinds import Layout
-from kvstrata.layers.parts import SealedPart
 from kvstrata.layers.sequence import Pair, SequenceCache
 from kvstrata.spans import rewrite
 from kvstrata.spans.marks import Mark, MarkState, RecurrentState, needs_marks, take_mark

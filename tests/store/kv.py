@@ -9,11 +9,11 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.index.identity import Identity
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.parts import CutPart, Part, RawPart, SealedPart
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.marks import take_mark

@@ -12,10 +12,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.registry import parse_for
 from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.parts import SealedPart
 from kvstrata.spans.blocks import boundaries, pack
 from kvstrata.spans.span import Span
 from kvstrata.tiers.block import Block, Tensor

@@ -11,12 +11,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.attention.attend import attend
+from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
 from kvstrata.codecs import paths
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
-from kvstrata.layers.attention import attend
-from kvstrata.layers.parts import CutPart, Part, Parts, RawPart, SealedPart
 
 # They move no bytes: what they give is the same memory, seen in another way.
 VIEWS = {

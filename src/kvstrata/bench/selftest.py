@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.attention.attend import attend
+from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
 from kvstrata.codecs import products
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
-from kvstrata.layers.attention import attend
-from kvstrata.layers.parts import CutPart, Part, Parts, RawPart, SealedPart
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
 TOKENS, OWN_TOKENS, CUT = 1000, 37, 700

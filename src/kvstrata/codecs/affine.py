@@ -91,7 +91,7 @@ class AffineCodec:
         return planes.arrays["packed"], planes.arrays["scales"], planes.arrays["biases"]
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
-        if paths.active() == "kernels":
+        if paths.active() == "cpu":
             # The scales in the dtype that is fast: MLX takes four times as long with float16 on a CPU.
             return self._decode_tile(planes, mx.float32).astype(dtype)
         return decode_tiles(planes, lambda tile: self._decode_tile(tile, dtype))
@@ -102,13 +102,13 @@ class AffineCodec:
 
     def scores(self, q: mx.array, planes: Planes) -> mx.array:
         check_queries(q, planes, planes.dim)
-        if paths.active() == "packed":
+        if paths.active() == "metal":
             return self.scores_packed(q, planes)
         return q.astype(mx.float32) @ self.decode(planes, mx.float32).swapaxes(-1, -2)
 
     def mix(self, p: mx.array, planes: Planes) -> mx.array:
         check_queries(p, planes, planes.num_tokens)
-        if paths.active() == "packed":
+        if paths.active() == "metal":
             return self.mix_packed(p, planes)
         return p.astype(mx.float32) @ self.decode(planes, mx.float32)
 

@@ -1,9 +1,9 @@
-"""Which of four ways products with planes are computed on this machine. All give the same values.
+"""Which kernels this machine has for products with planes. All give the same values.
 
-kernels    a CPU with numba (the extra `cpu`): loops of our own over MLX's memory
-packed     Metal: `mx.quantized_matmul` on the planes as they are
-fused      CUDA: kernels of our own that read the planes as they are (see cuda.py)
-decoded    elsewhere, and where the others do not fit: decode, then an ordinary product
+cpu      a CPU with numba (the extra `cpu`): loops of our own over MLX's memory
+metal    none of ours: `mx.quantized_matmul` on the planes as they are
+cuda     kernels of our own that read the planes as they are
+plain    elsewhere, and where the others do not fit: decode, then an ordinary product
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-Path = Literal["kernels", "packed", "fused", "decoded"]
+Path = Literal["cpu", "metal", "cuda", "plain"]
 
 _pretended: list[Path] = []
 
@@ -27,13 +27,13 @@ def active() -> Path:
 
 def on_cpu() -> bool:
     """Whether sizes are a CPU's: Metal's path, wherever it runs, has those of a GPU."""
-    return active() in ("kernels", "decoded") and mx.default_device() == mx.cpu
+    return active() in ("cpu", "plain") and mx.default_device() == mx.cpu
 
 
 @contextmanager
 def as_on_metal() -> Iterator[None]:
     """What a Mac runs, on any machine: no kernels of ours, so nothing but MLX is needed. Not as fast as there."""
-    _pretended.append("packed")
+    _pretended.append("metal")
     try:
         yield
     finally:
@@ -43,7 +43,7 @@ def as_on_metal() -> Iterator[None]:
 @cache
 def _found() -> Path:
     if mx.default_device() == mx.cpu:
-        return "kernels" if importlib.util.find_spec("numba") is not None else "decoded"
+        return "cpu" if importlib.util.find_spec("numba") is not None else "plain"
     if mx.metal.is_available():
-        return "packed"
-    return "fused" if mx.cuda.is_available() else "decoded"
+        return "metal"
+    return "cuda" if mx.cuda.is_available() else "plain"

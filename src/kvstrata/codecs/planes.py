@@ -97,38 +97,38 @@ class PlanesCodec:
     def encode(self, x: mx.array, position: int = 0) -> Planes:
         check_input(self, x, position)
         segments = segments_of(position, x.shape[-2])
-        if paths.active() == "fused" and x.shape[-1] <= cuda_codes.MAX_DIM:
+        if paths.active() == "cuda" and x.shape[-1] <= cuda_codes.MAX_DIM:
             return own(self, cuda_codes.encode_planes(x, self.bits, segments), x, position, segments)
-        if paths.active() == "kernels":
+        if paths.active() == "cpu":
             arrays = cpu.encode_planes(x.astype(mx.float32), segments)
         else:
             arrays = encode_tiles(x, position, encode_stock)
         return own(self, {name: arrays[name] for name in (*HELD[self.bits], "scales", "means")}, x, position, segments)
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
-        if paths.active() == "kernels":
+        if paths.active() == "cpu":
             return cpu.decode_planes(planes.arrays, self.bits, planes.segments).astype(dtype)
-        if paths.active() == "fused" and planes.dim <= cuda_codes.MAX_DIM:
+        if paths.active() == "cuda" and planes.dim <= cuda_codes.MAX_DIM:
             return cuda_codes.decode_planes(planes, dtype)
         return decode_tiles(planes, lambda tile: self.decode_stock(tile).astype(dtype))
 
     def scores(self, q: mx.array, planes: Planes) -> mx.array:
         check_queries(q, planes, planes.dim)
-        if paths.active() == "kernels" and q.shape[-2] <= cpu.FUSED_QUERIES:
+        if paths.active() == "cpu" and q.shape[-2] <= cpu.FUSED_QUERIES:
             return cpu.score_planes(q.astype(mx.float32), planes.arrays, self.bits, planes.segments)
-        if paths.active() == "fused" and cuda_codes.pays(q.shape[-2], planes.dim):
+        if paths.active() == "cuda" and cuda_codes.pays(q.shape[-2], planes.dim):
             return cuda_codes.score_planes(q, planes)
-        if paths.active() == "packed" and _product_group(planes.dim):
+        if paths.active() == "metal" and _product_group(planes.dim):
             return self.scores_packed(q, planes)
         return q.astype(mx.float32) @ self.decode(planes, mx.float32).swapaxes(-1, -2)
 
     def mix(self, p: mx.array, planes: Planes) -> mx.array:
         check_queries(p, planes, planes.num_tokens)
-        if paths.active() == "kernels" and p.shape[-2] <= cpu.FUSED_QUERIES:
+        if paths.active() == "cpu" and p.shape[-2] <= cpu.FUSED_QUERIES:
             return cpu.mix_planes(p.astype(mx.float32), planes.arrays, self.bits, planes.segments)
-        if paths.active() == "fused" and cuda_codes.pays(p.shape[-2], planes.dim):
+        if paths.active() == "cuda" and cuda_codes.pays(p.shape[-2], planes.dim):
             return cuda_codes.mix_planes(p, planes)
-        if paths.active() == "packed" and _product_group(planes.dim):
+        if paths.active() == "metal" and _product_group(planes.dim):
             return self.mix_packed(p, planes)
         return p.astype(mx.float32) @ self.decode(planes, mx.float32)
 

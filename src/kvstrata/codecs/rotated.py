@@ -73,7 +73,7 @@ class RotatedCodec:
 
     def encode(self, x: mx.array, position: int = 0) -> Planes:
         check_input(self, x, position)
-        if paths.active() == "kernels":
+        if paths.active() == "cpu":
             codes, norms = cpu.encode_rotated(x.astype(mx.float32), codebook(self.bits))
         else:
             tiles = encode_tiles(x, position, self.encode_stock)
@@ -81,7 +81,7 @@ class RotatedCodec:
         return own(self, {"codes": codes, "norms": half(norms)}, x, position)
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
-        if paths.active() == "kernels":
+        if paths.active() == "cpu":
             return rotate_back(self._centroids(planes)).astype(dtype)
         return decode_tiles(planes, lambda tile: rotate_back(self.centroids_stock(tile)).astype(dtype))
 
@@ -115,7 +115,7 @@ class RotatedCodec:
     def _centroids(self, planes: Planes) -> mx.array:
         """float32 [..., tokens, dim], still rotated."""
         stream, norms = planes.arrays["codes"], planes.arrays["norms"]
-        if paths.active() == "kernels":
+        if paths.active() == "cpu":
             return cpu.look_up(stream, norms, codebook(self.bits), planes.dim)
         return self.centroids_stock(planes)
 

@@ -17,11 +17,13 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
+from kvstrata.attention import attend, cpu
 from kvstrata.backend import device
 from kvstrata.backend.allocator import limits_restored
 from kvstrata.backend.heap import map_large_buffers, trim_heap
 from kvstrata.backend.streams import streams
 from kvstrata.codecs import paths
+from kvstrata.engine.cache import Cache
 from kvstrata.engine.limits import Disk, EngineState, Limits, Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.memory import DEFAULT_SHARE, Budget, MemoryShares, make_budget, share_memory
@@ -34,7 +36,6 @@ from kvstrata.engine.scratch import Shape, max_chunk, measure_prefill
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
 from kvstrata.index.keys import chain
-from kvstrata.layers import attention, cpu
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -151,7 +152,7 @@ class Engine:
             "attention": {
                 "path": self._layout.path,
                 "why": self._layout.reason,
-                "kernels": attention.kernels(self._layout),
+                "kernels": attend.kernels(self._layout.head_kinds()),
                 "quantized": paths.active(),
             },
             "max_kv_size": self._limits.max_kv_size,
@@ -164,6 +165,10 @@ class Engine:
             "max_running": self._limits.max_running,
             "max_waiting": self._limits.max_waiting,
         }
+
+    @property
+    def cache(self) -> Cache:
+        return Cache(self.ask)
 
     def ask(self, question: Callable[[Loop], T]) -> Future[T]:
         """Have the engine's thread answer something between two steps."""

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 import mlx.core as mx
 
+from kvstrata.engine.capacity import Capacity
 from kvstrata.engine.entrance import Entrance
 from kvstrata.engine.limits import EngineState, Limits
 from kvstrata.engine.memory import Budget, no_room_beside_pins
@@ -22,7 +23,7 @@ from kvstrata.engine.request import Failed, Finished, FinishReason, Request
 from kvstrata.engine.resume import Resume
 from kvstrata.engine.rungs import RAW
 from kvstrata.engine.runner import Launched, PromptChunk, Row, Runner
-from kvstrata.engine.scheduler import Plan, Running, Waiting, plan, tail_tokens
+from kvstrata.engine.scheduler import Plan, Running, Waiting, plan
 from kvstrata.engine.scratch import max_chunk
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import InvalidRequest
@@ -53,7 +54,6 @@ class Loop:
     ) -> None:
         self._runner = runner
         self._resume = resume
-        self.budget = resume.with_rungs(budget)  # read by other threads, replaced by this one
         self._limits = limits
         self._metrics = metrics
         self._vocab_size = vocab_size
@@ -62,11 +62,17 @@ class Loop:
         self._entrance = Entrance(resume.store)
         self._waiting: list[Sequence] = []  # by arrival
         self._running: dict[int, Sequence] = {}  # by arrival
+        self._capacity = Capacity(resume.with_rungs(budget), self._running, resume.store, limits.tail_step_tokens)
         self._in_flight: Launched | None = None
         self._num_chunks = 0
         self._speeds = Speeds(metrics, share=limits.prefill_share)
         self._needs_room = False  # somebody waits for what is about to step down
         self.is_stalled = False  # the last step had nothing to do: those that wait, wait for the disk
+
+    @property
+    def budget(self) -> Budget:
+        """Read by other threads."""
+        return self._capacity.budget
 
     @property
     def idle(self) -> bool:
@@ -78,8 +84,8 @@ class Loop:
             waiting=len(self._waiting),
             prefilling=sum(1 for s in running if s.prefill_left),
             running=len(running),
-            kv_bytes=self._running_bytes() + self._stored_bytes(),
-            stored_bytes=self._stored_bytes(),
+            kv_bytes=self._capacity.running_bytes + self._capacity.stored_bytes,
+            stored_bytes=self._capacity.stored_bytes,
             kv_budget_bytes=self.budget.total_bytes,
             active_bytes=mx.get_active_memory(),
             peak_bytes=mx.get_peak_memory(),
@@ -97,7 +103,7 @@ class Loop:
         target = store.precision.target
         plan = self._resume.plan(change.k or target.k, change.v or target.v)
         changed = store.requantize(change, plan, self._entries_of(change.sequence, change.owner))
-        self.budget = self._resume.with_rungs(self.budget)
+        self._capacity.budget = self._resume.with_rungs(self.budget)
         return changed
 
     def requantize_progress(self, owner: str | None = None) -> Progress:
@@ -160,7 +166,7 @@ class Loop:
 
     def seconds_to_expiry(self) -> float:
         """How long an idle loop may rest before something stored has to go, unless something comes."""
-        return math.inf if self._resume.store is None else self._resume.store.seconds_to_expiry()
+        return self._capacity.seconds_to_expiry()
 
     def expire(self) -> None:
         if self._resume.store is not None:
@@ -171,12 +177,6 @@ class Loop:
         assert self._resume.store is not None
         hurry = self._needs_room or self._resume.store.is_requantizing
         return max(self._limits.slice_s, self._speeds.step_s) if hurry else self._limits.slice_s
-
-    def _relieve(self) -> None:
-        """Memory fills up: begin in time."""
-        if self._resume.store is not None:
-            used = self._running_bytes() + self._stored_bytes()
-            self._resume.store.room.relieve(used, self.budget.total_bytes)
 
     def enqueue(self, sequence: Sequence) -> None:
         sequence.rung = self.budget.rung_for(len(sequence.request.prompt) + sequence.max_tokens - 1) or RAW
@@ -192,7 +192,8 @@ class Loop:
         self._in_flight = None
         self._runner.abandon()
         sequences = [*self._waiting, *self._running.values()]
-        self._waiting, self._running = [], {}
+        self._waiting = []
+        self._running.clear()
         for sequence in sequences:
             self._resume.forget(sequence)
             self._metrics.requests.labels(outcome="failed").inc()
@@ -210,7 +211,7 @@ class Loop:
         self.is_stalled = not (step_plan.prefill or step_plan.decode or step_plan.set_aside or self._in_flight)
         done = self._run(step_plan)
         self._postprocess(done)
-        self._relieve()
+        self._capacity.relieve()
         if self.has_chores:
             self.do_chores(self._slice_s())
             # What came from the disk may be all that somebody waited for.
@@ -240,7 +241,7 @@ class Loop:
         """Nobody runs, so nobody will make room: the first that waits for nothing else goes on from less, or ends
         here. False: that changes nothing."""
         first = next((w for w in waiting if not w.follows), None)
-        free_bytes = self._free_bytes()
+        free_bytes = self._capacity.free_bytes
         if first is None or first.admit_bytes <= free_bytes or any(map(self._resume.awaits_disk, self._waiting)):
             return False
         self._entrance.let_go()  # some of what it held may go
@@ -261,7 +262,7 @@ class Loop:
         return plan(
             waiting,
             [self._as_running(s) for s in self._running.values()],
-            free_bytes=self._free_bytes(),
+            free_bytes=self._capacity.free_bytes,
             max_running=self._limits.max_running,
             chunk_tokens=self._limits.prefill_chunk_tokens or self._speeds.chunk_tokens(self._max_chunk),
             beside_tokens=self._limits.prefill_chunk_tokens or self._beside_tokens(),
@@ -275,12 +276,9 @@ class Loop:
         if not new:
             self._entrance.let_go()
             return 0
-        capacities = [self._first_capacity(s, self._resume.found(s).num_tokens) for s in new]
-        own_bytes = [self.budget.bytes_for(tokens, s.rung) for s, tokens in zip(new, capacities, strict=True)]
+        own_bytes = [self._capacity.first_bytes(s, self._resume.found(s).num_tokens) for s in new]
         growing_bytes = sum(self._as_running(self._running[key]).grow_bytes for key in step_plan.grow)
-        if not growing_bytes and self._resume.store is not None and self._resume.store.cold is not None:
-            growing_bytes = self._next_growth_bytes()
-        limit_bytes = self.budget.total_bytes - self._running_bytes() - growing_bytes
+        limit_bytes = self._capacity.left_bytes(growing_bytes)
         return self._entrance.let_in(new, own_bytes, limit_bytes, slice_s=0.0 if self._has_streams() else math.inf)
 
     def _has_prompts(self) -> bool:
@@ -293,24 +291,6 @@ class Loop:
         num_streams = sum(not s.prefill_left and s.tokens_wanted > 0 for s in self._running.values())
         return self._speeds.beside_tokens(num_streams, self._max_chunk)
 
-    def _first_capacity(self, sequence: Sequence, found_tokens: int, kept_bytes: int = 0) -> int:
-        """`kept_bytes`: of what it goes on from, as far as that is not leased yet."""
-        known = len(sequence.tokens) - 1 - found_tokens
-        tail = tail_tokens(known, sequence.tokens_wanted, self._limits.tail_step_tokens)
-        room = None if self._running else self._free_bytes() - kept_bytes - self.budget.fixed_bytes
-        return max(known + 1, self.budget.tail_tokens(known + tail, 0, sequence.rung, room))
-
-    def _next_tail(self, sequence: Sequence) -> int:
-        assert sequence.cache is not None
-        capacity = sequence.cache.capacity
-        tail = tail_tokens(capacity, sequence.tokens_wanted, self._limits.tail_step_tokens)
-        room = self._free_bytes() if len(self._running) == 1 else None
-        return max(1, self.budget.tail_tokens(tail, capacity, sequence.rung, room))
-
-    def _grow_bytes(self, sequence: Sequence) -> int:
-        assert sequence.cache is not None
-        return self.budget.growth_bytes(self._next_tail(sequence), sequence.cache.capacity, sequence.rung)
-
     def _as_waiting(self) -> list[Waiting]:
         """Only those that could be admitted now: what the store has for the others need not be known yet."""
         ahead = [s for s in self._running.values() if s.prefill_left]
@@ -322,7 +302,7 @@ class Loop:
             waiting.append(
                 Waiting(
                     sequence.arrival,
-                    admit_bytes=self._admit_bytes(sequence),
+                    admit_bytes=self._capacity.admit_bytes(sequence, found),
                     prefill_left=len(sequence.tokens) - 1 - found.num_tokens,
                     chunk_limit=self._resume.next_stop(sequence, found.num_tokens),
                     follows=self._resume.awaits_disk(sequence) or self._resume.follows(sequence, ahead),
@@ -330,12 +310,6 @@ class Loop:
             )
             ahead.append(sequence)
         return waiting
-
-    def _admit_bytes(self, sequence: Sequence) -> int:
-        found = self._resume.found(sequence)
-        kept_bytes = sum(entry.nbytes for entry in found.entries if entry.is_free)
-        capacity = self._first_capacity(sequence, found.num_tokens, kept_bytes)
-        return self.budget.bytes_for(capacity, sequence.rung) + kept_bytes
 
     def _as_running(self, sequence: Sequence) -> Running:
         assert sequence.cache is not None
@@ -346,20 +320,9 @@ class Loop:
             held_bytes=self.budget.held_by(sequence.cache, sequence.rung),
             prefill_left=sequence.prefill_left,
             chunk_limit=self._resume.next_stop(sequence, sequence.num_computed),
-            grow_bytes=self._grow_bytes(sequence) if full else 0,
+            grow_bytes=self._capacity.next_bytes(sequence) if full else 0,
             complete=complete,
         )
-
-    def _running_bytes(self) -> int:
-        return sum(self.budget.held_by(s.cache, s.rung) for s in self._running.values() if s.cache is not None)
-
-    def _stored_bytes(self) -> int:
-        return self._resume.store.held_bytes if self._resume.store else 0
-
-    def _free_bytes(self) -> int:
-        """What is stored and may go is free."""
-        leased_bytes = self._stored_bytes() - (self._resume.store.free_bytes if self._resume.store else 0)
-        return self.budget.total_bytes - self._running_bytes() - leased_bytes
 
     # Run.
 
@@ -402,11 +365,13 @@ class Loop:
 
     def _grow(self, sequence: Sequence) -> None:
         assert sequence.cache is not None
-        sequence.cache.grow(self._next_tail(sequence))
+        sequence.cache.grow(self._capacity.next_tokens(sequence))
 
     def _admit(self, sequence: Sequence) -> None:
         is_first = sequence.cached_tokens is None
-        if not self._resume.begin(sequence, self._runner, lambda found: self._capacity_that_fits(sequence, found)):
+        if not self._resume.begin(
+            sequence, self._runner, lambda found: self._capacity.first_tokens_that_fit(sequence, found)
+        ):
             return
         self._waiting.remove(sequence)
         sequence.awaits_room_s = None
@@ -415,14 +380,9 @@ class Loop:
             self._metrics.prefix_hits.inc(sequence.cached_tokens or 0)
         # Age decides who gives way, and one that was set aside is older than those admitted since.
         running = sorted([*self._running.values(), sequence], key=lambda s: s.arrival)
-        self._running = {s.arrival: s for s in running}
+        self._running.clear()
+        self._running.update({s.arrival: s for s in running})
         sequence.report_prefill()
-
-    def _capacity_that_fits(self, sequence: Sequence, found_tokens: int) -> int:
-        """0: others need the memory. One that is alone was seen to fit when it came."""
-        capacity = self._first_capacity(sequence, found_tokens)
-        fits = not self._running or self.budget.bytes_for(capacity, sequence.rung) <= self._free_bytes()
-        return capacity if fits else 0
 
     def _chunk_of(self, step_plan: Plan) -> PromptChunk | None:
         if step_plan.prefill is None:
@@ -448,22 +408,8 @@ class Loop:
         sequence.report_prefill()
 
     def _make_room(self, slice_s: float, *, has_grown: bool) -> None:
-        """Streams wait for so long at most. What has not stepped down by then goes, where a stream has grown; while
-        one is being encoded it takes more for a moment, which is no reason to let others go."""
-        store = self._resume.store
-        if store is None:
-            return
-        limit_bytes = self.budget.total_bytes - self._running_bytes()
-        most_bytes = limit_bytes if has_grown or not store.is_rewriting else None
-        store.shrink_to(limit_bytes, slice_s if self._has_streams() else math.inf, most_bytes=most_bytes)
-        if store.cold is not None:
-            # A stream waits for no disk when it grows: for the next that does there should be room by then.
-            store.shrink_to(limit_bytes - self._next_growth_bytes(), 0.0)
-
-    def _next_growth_bytes(self) -> int:
-        """Of the longest tail that one of those that run may add next."""
-        growing = [s for s in self._running.values() if s.cache and s.tokens_wanted > s.cache.free_tokens]
-        return max(map(self._grow_bytes, growing), default=0)
+        """Streams wait for so long at most."""
+        self._capacity.make_room(slice_s if self._has_streams() else math.inf, has_grown=has_grown)
 
     def _launch(self, keys: tuple[int, ...], riding: PromptChunk | None) -> Launched | None:
         if not keys:

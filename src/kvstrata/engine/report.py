@@ -35,6 +35,8 @@ class CacheUsage:
     headroom_bytes: int
     allocator_bytes: int
     counters: dict[str, int]
+    target: tuple[str, str]  # the precision of keys and of values that are stored from now on
+    has_store: bool = True  # False: this model's caches cannot be stored
 
 
 def cache_usage(resume: Resume, budget: Budget, running: Iterable[Sequence], owner: str | None = None) -> CacheUsage:
@@ -55,6 +57,8 @@ def cache_usage(resume: Resume, budget: Budget, running: Iterable[Sequence], own
         headroom_bytes=max(0, budget.total_bytes - held_bytes),
         allocator_bytes=mx.get_active_memory(),
         counters=dict(store.count()) if store else {},
+        target=(store.precision.target.k, store.precision.target.v) if store else ("raw", "raw"),
+        has_store=store is not None,
     )
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.attention.parts import SealedPart
 from kvstrata.backend.allocator import limits_restored
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.engine.memory import Line, Scratch
 from kvstrata.engine.runner import Runner
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.parts import SealedPart
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.sequence import Pair, Prefix, SequenceCache
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.layers import cpu, cuda
+from kvstrata.attention import cpu, cuda_rows
+from kvstrata.attention.attend import Keys
+from kvstrata.attention.parts import Parts
 from kvstrata.layers.chunked import ChunkedLayer
-from kvstrata.layers.parts import Parts
 from kvstrata.layers.recurrent import RecurrentLayer, RecurrentRows
 from kvstrata.layers.sequence import CompositeLayer, ForeignLayer, SequenceCache
-from kvstrata.layers.tail import FullLayer, Keys
+from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
 
 
@@ -26,8 +27,8 @@ class AttentionRows:
     def __init__(self, layers: Sequence[FullLayer | WindowLayer]) -> None:
         self._layers = layers
         self.offset: mx.array | int = 0  # [rows], set for each step: RoPE takes one offset for each row
-        self._step: cpu.Step | cuda.Step | None = None
-        self._counters = cuda.Counters()
+        self._step: cpu.Step | cuda_rows.Step | None = None
+        self._counters = cuda_rows.Counters()
 
     def begin_step(self, offsets: mx.array) -> None:
         self.offset = offsets
@@ -36,13 +37,13 @@ class AttentionRows:
     def end_step(self) -> list[mx.array]:
         """What has to be issued before the next step."""
         step, self._step = self._step, None  # it holds parts that may be replaced before the next step
-        return step.launched if isinstance(step, cuda.Step) else []
+        return step.launched if isinstance(step, cuda_rows.Step) else []
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
         if cpu.fits(keys, values) and all(layer.has_runs for layer in self._layers):
             self._step = cpu.Step(self._layers, keys, values)
-        elif cuda.fits(keys, values):
-            self._step = cuda.Step(self._layers, keys, values, self._counters)
+        elif cuda_rows.fits(keys, values):
+            self._step = cuda_rows.Step(self._layers, keys, values, self._counters)
         if self._step is not None:
             return self._step, self._step
         num_rows = len(self._layers)

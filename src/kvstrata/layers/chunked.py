@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from kvstrata.attention.parts import Parts, RawPart
 from kvstrata.layers.buffers import Buffer, owned
-from kvstrata.layers.parts import Parts, RawPart
 
 
 class ChunkedLayer:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs import paths
 from kvstrata.codecs.segments import GROUP_TOKENS
 from kvstrata.layers.kinds import LayerSpec
-from kvstrata.layers.parts import SealedPart
 
 # Values (K and V, all heads) of one layer: so many are copied, or encoded, in some milliseconds.
 PART_VALUES_CPU, PIECE_VALUES_CPU = 2 << 20, 512 << 10

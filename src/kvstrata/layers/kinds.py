@@ -79,6 +79,10 @@ class Layout:
         """With the children of composites in their place: how spans and plans number layers."""
         return tuple(spec for layer in self.layers for spec in (layer.children or (layer,)))
 
+    def head_kinds(self) -> set[tuple[mx.Dtype, int, int]]:
+        """Of layers that attend to parts: dtype, and the sizes of a key and of a value."""
+        return {(spec.dtype, spec.k_dim, spec.v_dim) for spec in self.flat() if spec.kind in ("full", "window")}
+
     def count_by_kind(self) -> dict[str, int]:
         return dict(Counter(layer.kind for layer in self.layers))
 

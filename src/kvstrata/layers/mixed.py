@@ -8,32 +8,22 @@ does: the chunk attends as a chunk does, the streams as in a decode step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.attention.attend import MixedKeys, as_chunk
+from kvstrata.attention.parts import Parts
 from kvstrata.layers.batch import AttentionRows, BatchCache
 from kvstrata.layers.kinds import Layout
-from kvstrata.layers.parts import Parts
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.layers.tail import FullLayer, Keys
+from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
 
 
 def can_mix(layout: Layout) -> bool:
     """Whether its layers have a form for such passes. Recurrent ones need a prompt's tokens in one row."""
     return layout.path == "parts" and all(spec.kind in ("full", "window") for spec in layout.layers)
-
-
-@dataclass(frozen=True)
-class MixedKeys:
-    """Stands for the keys and for the values, as `Parts` does."""
-
-    chunk: Parts
-    num_tokens: int  # of the chunk
-    mask: mx.array | str | None  # of the chunk
-    rows: Keys
 
 
 class MixedLayer:
@@ -93,8 +83,3 @@ class MixedPass:
     def end(self) -> None:
         self._batch.end_step()
         self._chunk.end_pass(self._num_tokens)
-
-
-def as_chunk(tokens: mx.array) -> mx.array:
-    """[tokens, heads, 1, dim] <-> [1, heads, tokens, dim]"""
-    return tokens.swapaxes(0, 2)

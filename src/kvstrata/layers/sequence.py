@@ -9,10 +9,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.attention.parts import Parts, Source
 from kvstrata.codecs.base import Codec
 from kvstrata.layers.chunked import ChunkedLayer
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, make_foreign_cache
-from kvstrata.layers.parts import Parts, Source
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from kvstrata.attention import cpu, cuda_rows
+from kvstrata.attention.attend import Keys
+from kvstrata.attention.cuda_step import Slot
+from kvstrata.attention.parts import Part, Parts, RawPart, SealedPart, Source, cut_parts
+from kvstrata.attention.runs import RunCache
 from kvstrata.codecs.base import Codec, copy_rows
-from kvstrata.codecs.cuda_step import Slot
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.layers import cpu, cuda
 from kvstrata.layers.buffers import Buffer, round_up
 from kvstrata.layers.grain import Grain, grain_for, ranges
-from kvstrata.layers.parts import Part, Parts, RawPart, SealedPart, Source, cut_parts
-from kvstrata.layers.runs import RunCache
-
-Keys = Parts | cpu.Step | cuda.Step
 
 # Room beside the newest tokens when the others were encoded, and of every buffer that is added later: what is encoded
 # next moves the newest tokens again, and would move all room that they have.
@@ -56,8 +55,8 @@ class FullLayer:
         self._pieces = [_piece(first)]
         self._promised = capacity - first  # tokens that there is no buffer for yet
         self._runs = RunCache()
-        self._counters = cuda.Counters()
-        self._step: cuda.Step | None = None
+        self._counters = cuda_rows.Counters()
+        self._step: cuda_rows.Step | None = None
 
     @property
     def capacity(self) -> int:
@@ -295,8 +294,8 @@ class FullLayer:
         if self._steps(keys, values):
             step = cpu.Step((self,), keys, values)
             return step, step
-        if cuda.fits(keys, values):
-            self._step = cuda.Step((self,), keys, values, self._counters)
+        if cuda_rows.fits(keys, values):
+            self._step = cuda_rows.Step((self,), keys, values, self._counters)
             return self._step, self._step
         self.append(keys, values)
         return self.keys_and_values()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from kvstrata.codecs.cuda_step import Slot
-from kvstrata.layers import cpu, cuda
+from kvstrata.attention import cpu, cuda_rows
+from kvstrata.attention.attend import Keys
+from kvstrata.attention.cuda_step import Slot
+from kvstrata.attention.parts import Part, Parts, RawPart
 from kvstrata.layers.buffers import Buffer
-from kvstrata.layers.parts import Part, Parts, RawPart
-from kvstrata.layers.tail import Keys
 
 
 class WindowLayer:
@@ -21,8 +21,8 @@ class WindowLayer:
         self.keep = keep
         self.offset = 0
         self._ring = Buffer(max_size)
-        self._counters = cuda.Counters()
-        self._step: cuda.Step | None = None
+        self._counters = cuda_rows.Counters()
+        self._step: cuda_rows.Step | None = None
         self._chunk: RawPart | None = None  # what the queries of a chunk read, until the pass ends
 
     @property
@@ -113,8 +113,8 @@ class WindowLayer:
         if cpu.pays_alone(min(self.offset, self.max_size), keys, values):
             step = cpu.Step((self,), keys, values)
             return step, step
-        if cuda.fits(keys, values):
-            self._step = cuda.Step((self,), keys, values, self._counters)
+        if cuda_rows.fits(keys, values):
+            self._step = cuda_rows.Step((self,), keys, values, self._counters)
             return self._step, self._step
         self.append(keys, values)
         return self.keys_and_values()

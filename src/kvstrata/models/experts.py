@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from kvstrata.codecs.cuda_check import relative_error
+from kvstrata.attention.cuda_check import relative_error
 
 Product = Callable[..., mx.array]
 

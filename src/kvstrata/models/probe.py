@@ -15,8 +15,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.attention.attend import install
 from kvstrata.errors import ModelError
-from kvstrata.layers.attention import install
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, measure, read_kinds
 from kvstrata.layers.mixed import MixedPass, can_mix

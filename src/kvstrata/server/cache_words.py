@@ -7,12 +7,20 @@ from typing import Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from kvstrata.engine.report import CacheUsage, SequenceUsage
+from kvstrata.engine.cache import (
+    CacheUsage,
+    Changed,
+    Explanation,
+    PartUsage,
+    Progress,
+    Scope,
+    SequenceUsage,
+    Tier,
+    TierChange,
+    TierUsage,
+)
 from kvstrata.server.openai.schema import Asked, Message, TokenId, ToolOffered
-from kvstrata.store.report import Explanation, PartUsage, TierUsage
-from kvstrata.store.requantize import Changed, Progress, Scope, TierChange
 
-Tier = Literal["hot", "disk", "all"]
 # Whose the figures of an answer are: one key's, or those of all.
 Under = Literal["key", "all"]
 
@@ -169,9 +177,7 @@ class ProgressAnswer(TypedDict):
     seconds: float
 
 
-def usage_answer(
-    usage: CacheUsage, target: TargetAnswer, held: HeldAnswer, *, under: Under, pin_quota_bytes: int | None
-) -> UsageAnswer:
+def usage_answer(usage: CacheUsage, *, under: Under, pin_quota_bytes: int | None) -> UsageAnswer:
     return {
         "under": under,
         "tiers": {name: _tier(tier) for name, tier in usage.tiers.items()},
@@ -183,14 +189,21 @@ def usage_answer(
         "pin_quota_bytes": pin_quota_bytes,
         "headroom_bytes": usage.headroom_bytes,
         "allocator_bytes": usage.allocator_bytes,
-        "target": target,
-        "held": held,
+        "target": target_answer(usage),
+        "held": held_answer(usage),
         "counters": usage.counters,
     }
 
 
-def held_answer(hot: TierUsage) -> HeldAnswer:
+def target_answer(usage: CacheUsage) -> TargetAnswer:
+    """What new tokens are stored as."""
+    k, v = usage.target
+    return {"k": k, "v": v}
+
+
+def held_answer(usage: CacheUsage) -> HeldAnswer:
     """Of what is stored, resume points of window layers included; the buffers of running requests are not."""
+    hot = usage.tiers["hot"]
     return {"k": hot.k, "v": hot.v}
 
 

@@ -15,7 +15,7 @@ from kvstrata.errors import Unavailable
 from kvstrata.metrics import CONTENT_TYPE
 from kvstrata.server import cache
 from kvstrata.server.auth import owner_in
-from kvstrata.server.cache_words import HeldAnswer, TargetAnswer
+from kvstrata.server.cache_words import HeldAnswer, TargetAnswer, held_answer, target_answer, usage_answer
 from kvstrata.server.errors import answers
 from kvstrata.server.openai.ask import default_sampling
 from kvstrata.server.service import Service, service_of
@@ -56,8 +56,9 @@ async def metrics(request: Request) -> Response:
     # A scrape is answered even where the engine has stopped: that is when people look.
     with contextlib.suppress(Unavailable):
         # Sums over all keys, whoever asks: they tell how much there is, not what.
-        held = await cache.ask(service, lambda loop: cache.usage_of(loop, None, service.pin_quota))
-        service.metrics.set_cache(held["tiers"], held["counters"], hot_budget_bytes=held["hot_budget_bytes"])
+        held = await cache.told(cache.cache_of(service).usage())
+        tiers = usage_answer(held, under="all", pin_quota_bytes=None)["tiers"]
+        service.metrics.set_cache(tiers, held.counters, hot_budget_bytes=held.hot_budget_bytes)
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
 
@@ -65,8 +66,8 @@ async def metrics(request: Request) -> Response:
 async def props(request: Request) -> dict[str, Any]:
     service = service_of(request)
     owner = owner_in(request.scope)
-    target, held = await cache.ask(service, lambda loop: (cache.target_of(loop), cache.held_of(loop, owner)))
-    return properties(service, target, held)
+    usage = await cache.told(cache.cache_of(service).usage(owner))
+    return properties(service, target_answer(usage), held_answer(usage))
 
 
 def properties(service: Service, target: TargetAnswer, held: HeldAnswer) -> dict[str, Any]:

@@ -13,12 +13,12 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.registry import planes_from
 from kvstrata.errors import ConfigError
 from kvstrata.layers.grain import grain_of
 from kvstrata.layers.kinds import Layout
-from kvstrata.layers.parts import SealedPart
 from kvstrata.spans import rewrite
 from kvstrata.spans.marks import Mark, MarkState, RecurrentState
 from kvstrata.spans.span import Span

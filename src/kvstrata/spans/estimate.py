@@ -9,12 +9,12 @@ from functools import lru_cache
 
 import mlx.core as mx
 
+from kvstrata.attention.parts import Part, Parts, SealedPart
 from kvstrata.codecs.base import Codec, Extent, Planes
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.segments import segments_of
 from kvstrata.layers.kinds import LayerSpec
-from kvstrata.layers.parts import Part, Parts, SealedPart
 from kvstrata.layers.sequence import Pair
 from kvstrata.layers.tail import FullLayer
 from kvstrata.spans.marks import Mark

@@ -14,8 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.base import Planes
-from kvstrata.layers.parts import SealedPart
 from kvstrata.spans.span import Span
 
 LARGE_BYTES = 1 << 20

@@ -11,10 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers.chunked import ChunkedLayer
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.parts import SealedPart
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.window import WindowLayer

@@ -19,13 +19,13 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
 from kvstrata.codecs.affine import AffineCodec
 from kvstrata.codecs.base import MismatchedPlanes, Planes, copy_rows
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers.buffers import owned
 from kvstrata.layers.grain import join
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.parts import CutPart, Part, Parts, RawPart, SealedPart
 from kvstrata.spans import rewrite
 from kvstrata.spans.marks import Mark, MarkState, RecurrentState, needs_marks, states_at
 from kvstrata.spans.span import Held, Span, SpanRange

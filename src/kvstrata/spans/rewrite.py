@@ -12,11 +12,11 @@ from itertools import takewhile
 
 import mlx.core as mx
 
+from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart, cut_parts
 from kvstrata.codecs.base import Codec, Planes
 from kvstrata.codecs.planes import PlanesCodec, step_down
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers.grain import Grain, ranges
-from kvstrata.layers.parts import CutPart, Part, Parts, RawPart, SealedPart, cut_parts
 from kvstrata.layers.sequence import Pair
 
 _RAW: Pair = (RawCodec(), RawCodec())

@@ -13,10 +13,10 @@ from itertools import pairwise
 
 import mlx.core as mx
 
+from kvstrata.attention.parts import Part, SealedPart, cut_parts
 from kvstrata.codecs.base import Codec, Planes
 from kvstrata.layers.grain import Grain, grain_of
 from kvstrata.layers.kinds import Layout
-from kvstrata.layers.parts import Part, SealedPart, cut_parts
 from kvstrata.layers.sequence import Pair, Prefix, SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.spans import rewrite

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from kvstrata.attention.parts import SealedPart
 from kvstrata.errors import ConfigError
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.kinds import Layout
-from kvstrata.layers.parts import SealedPart
 from kvstrata.spans.blocks import Packed, PackedArray, unpack, unpack_mark
 from kvstrata.spans.marks import Mark
 from kvstrata.store.chains import MARK, Step

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from kvstrata.attention.parts import SealedPart
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.parts import SealedPart
 from kvstrata.layers.sequence import Pair
 from kvstrata.spans.gather import gathering, is_gathered
 from kvstrata.spans.marks import Mark

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
 
-from kvstrata.layers.parts import CutPart, Part, SealedPart
+from kvstrata.attention.parts import CutPart, Part, SealedPart
 from kvstrata.spans.blocks import span_of
 from kvstrata.spans.plan import Plan
 from kvstrata.spans.rewrite import bits_of

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
-from kvstrata.layers.parts import SealedPart
+from kvstrata.attention.parts import SealedPart
 from kvstrata.spans.marks import RecurrentState
 from kvstrata.store.entry import Entry
 from kvstrata.store.journal import Changed

@@ -44,6 +44,10 @@ def read_body(schema: type[AskedT], body: bytes) -> AskedT:
         asked = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"The body is not JSON: {error}.", code="invalid_json") from None
+    return validated(schema, asked)
+
+
+def validated(schema: type[AskedT], asked: Any) -> AskedT:
     try:
         return schema.model_validate(asked)
     except ValidationError as error:
@@ -51,7 +55,10 @@ def read_body(schema: type[AskedT], body: bytes) -> AskedT:
 
 
 def chat_job(service: Service, body: bytes, scope: Scope) -> Job:
-    asked = read_body(ChatAsked, body)
+    return chat_job_of(service, read_body(ChatAsked, body), scope)
+
+
+def chat_job_of(service: Service, asked: ChatAsked, scope: Scope) -> Job:
     _check_model(service, asked.model)
     _check_chat(service, asked)
     tools = _tools(service, asked)
@@ -70,7 +77,10 @@ def chat_job(service: Service, body: bytes, scope: Scope) -> Job:
 
 
 def completion_job(service: Service, body: bytes, scope: Scope) -> Job:
-    asked = read_body(CompletionAsked, body)
+    return completion_job_of(service, read_body(CompletionAsked, body), scope)
+
+
+def completion_job_of(service: Service, asked: CompletionAsked, scope: Scope) -> Job:
     _check_model(service, asked.model)
     _check_completion(asked)
     job_id = f"cmpl-{uuid.uuid4().hex}"

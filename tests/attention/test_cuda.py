@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.codecs import cuda, cuda_codes, cuda_step, paths
+from kvstrata.attention import cuda, cuda_step
+from kvstrata.codecs import cuda_codes, paths
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.planes import HELD, PlanesCodec, encode_stock
 from tests.codecs.arrays import keys
 
-needs_cuda = pytest.mark.skipif(paths.active() != "fused", reason="needs a GPU and mlx[cuda13] or mlx[cuda12]")
+needs_cuda = pytest.mark.skipif(paths.active() != "cuda", reason="needs a GPU and mlx[cuda13] or mlx[cuda12]")
 
 SIZES = st.lists(st.integers(1, 256), min_size=1, max_size=12)
 

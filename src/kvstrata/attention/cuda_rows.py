@@ -8,16 +8,17 @@ sequence's buffer was written before the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import mlx.core as mx
 
-from kvstrata.codecs import cuda_step
-from kvstrata.codecs.cuda_check import step_works
-from kvstrata.codecs.cuda_step import Slot
-from kvstrata.layers.kinds import Layout
-from kvstrata.layers.parts import Part
+from kvstrata.attention import cuda_step
+from kvstrata.attention.cuda_check import step_works
+from kvstrata.attention.cuda_step import Slot
+from kvstrata.attention.parts import Part
+
+HeadKind = tuple[mx.Dtype, int, int]  # dtype, and the sizes of a key and of a value
 
 
 class Row(Protocol):
@@ -36,9 +37,8 @@ def fits(keys: mx.array, values: mx.array) -> bool:
     return keys.shape[2] == 1 and keys.dtype == values.dtype and step_works(keys.dtype, keys.shape[3], values.shape[3])
 
 
-def kernels(layout: Layout) -> str:
+def kernels(kinds: Collection[HeadKind]) -> str:
     """Whose loops attention runs on, for people to read."""
-    kinds = {(spec.dtype, spec.k_dim, spec.v_dim) for spec in layout.flat() if spec.kind in ("full", "window")}
     if kinds and all(step_works(*kind) for kind in kinds):
         return "own (CUDA) for decode steps of up to 8 queries for each KV head (4 beyond 128 dims), MLX for the rest"
     return "MLX, by sequence: it has no step of a whole batch for these layers, or it did not work here (see the log)"
@@ -101,7 +101,7 @@ class Step:
 
     def _take_slots(self) -> None:
         """Make room for the new tokens, and find out whether the kernel can read all that the rows read."""
-        before = [[part.fused() for part in row.before_slot()] for row in self._rows]
+        before = [[part.cuda_range() for part in row.before_slot()] for row in self._rows]
         slots = [row.slot_for_next(self._keys, self._values) for row in self._rows]
         self._has_slots = True
         if all(part.fits for ranges in before for part in ranges):

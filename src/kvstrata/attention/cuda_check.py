@@ -12,8 +12,9 @@ from functools import cache
 
 import mlx.core as mx
 
-from kvstrata.codecs import cuda_step, paths
-from kvstrata.codecs.cuda import RAW_DTYPES, PlanesRange, Range, RawRange
+from kvstrata.attention import cuda_step
+from kvstrata.attention.cuda import RAW_DTYPES, PlanesRange, Range, RawRange
+from kvstrata.codecs import paths
 from kvstrata.codecs.cuda_codes import FUSED_DIMS
 from kvstrata.codecs.planes import PlanesCodec
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 @cache
 def step_works(dtype: mx.Dtype, k_dim: int, v_dim: int) -> bool:
     """For keys and values of this kind; whether this back-end has such kernels at all included."""
-    if paths.active() != "fused" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
+    if paths.active() != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
         return False
     try:
         error = _error(dtype, k_dim, v_dim)

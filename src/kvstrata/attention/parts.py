@@ -13,7 +13,8 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from kvstrata.codecs import cuda, products
+from kvstrata.attention import cuda
+from kvstrata.codecs import products
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.raw import RawCodec
 
@@ -37,7 +38,7 @@ class Part(Protocol):
         """K and V, [1, kv_heads, tokens, dim]"""
         ...
 
-    def fused(self) -> cuda.Range:
+    def cuda_range(self) -> cuda.Range:
         """What CUDA's kernels read, if it `fits` them."""
         ...
 
@@ -81,7 +82,7 @@ class RawPart:
     def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:  # noqa: ARG002
         return self.k, self.v
 
-    def fused(self) -> cuda.RawRange:
+    def cuda_range(self) -> cuda.RawRange:
         return cuda.RawRange(self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens)
 
 
@@ -111,11 +112,11 @@ class SealedPart:
         """A part that never changes is a source of itself."""
         return (self,)
 
-    def fused(self) -> cuda.Range:
-        return self._fused
+    def cuda_range(self) -> cuda.Range:
+        return self._cuda_range
 
     @cached_property
-    def _fused(self) -> cuda.Range:
+    def _cuda_range(self) -> cuda.Range:
         """With tables that are made once."""
         if isinstance(self.k.codec, RawCodec) and isinstance(self.v.codec, RawCodec):
             return cuda.RawRange(self.k.arrays["values"][None], self.v.arrays["values"][None], 0, self.num_tokens)
@@ -162,13 +163,13 @@ class CutPart:
     def dense(self, like: mx.array) -> tuple[mx.array, mx.array]:
         return self._view.dense(like)
 
-    def fused(self) -> cuda.Range:
-        return self._fused
+    def cuda_range(self) -> cuda.Range:
+        return self._cuda_range
 
     @cached_property
-    def _fused(self) -> cuda.Range:
+    def _cuda_range(self) -> cuda.Range:
         """The same arrays as everybody's who reads some of it."""
-        return replace(self.whole.fused(), start=self.start, end=self.end)
+        return replace(self.whole.cuda_range(), start=self.start, end=self.end)
 
 
 @dataclass(frozen=True)

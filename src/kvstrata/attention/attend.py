@@ -9,18 +9,35 @@ the same process, and layers that share another layer's keys need no cache of th
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import base
 
+from kvstrata.attention import cpu, cuda_rows
+from kvstrata.attention.cuda import attend as attend_ranges
+from kvstrata.attention.cuda import fit_together
+from kvstrata.attention.parts import Part, Parts, RawPart
 from kvstrata.codecs import paths
-from kvstrata.codecs.cuda import attend as attend_ranges
-from kvstrata.codecs.cuda import fit_together
-from kvstrata.layers import cpu, cuda
-from kvstrata.layers.kinds import Layout
-from kvstrata.layers.mixed import MixedKeys, as_chunk
-from kvstrata.layers.parts import Part, Parts, RawPart
+
+Keys = Parts | cpu.Step | cuda_rows.Step
+
+
+@dataclass(frozen=True)
+class MixedKeys:
+    """A chunk of one prompt and the next tokens of streams. Stands for the keys and for the values, as `Parts` does."""
+
+    chunk: Parts
+    num_tokens: int  # of the chunk
+    mask: mx.array | str | None  # of the chunk
+    rows: Keys
+
+
+def as_chunk(tokens: mx.array) -> mx.array:
+    """[tokens, heads, 1, dim] <-> [1, heads, tokens, dim]"""
+    return tokens.swapaxes(0, 2)
 
 
 def attend(
@@ -34,7 +51,7 @@ def attend(
 ) -> mx.array:
     if isinstance(keys, MixedKeys):
         return _mixed(queries, keys, scale, sinks)
-    if isinstance(keys, cpu.Step | cuda.Step):
+    if isinstance(keys, cpu.Step | cuda_rows.Step):
         if mask is None and keys.takes(queries):
             return keys.attend(queries, scale, sinks)
         keys = Parts(tuple(row.parts() for row in keys.settle()))
@@ -47,7 +64,7 @@ def attend(
     if mask == "causal" and sinks is None and cpu.fits(queries, k, v):
         return cpu.prefill(queries, k, v, scale)
     out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
-    if paths.active() == "kernels":
+    if paths.active() == "cpu":
         # They have decoded this layer already: left lazy, the pass would keep what every layer decoded until its end.
         mx.eval(out)
     return out
@@ -72,8 +89,8 @@ def _decode_row(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.ar
     only = parts[0] if len(parts) == 1 else None
     if isinstance(only, RawPart):
         return mx.fast.scaled_dot_product_attention(q, only.k, only.v, scale=scale, sinks=sinks)
-    if paths.active() == "fused":
-        ranges = [part.fused() for part in parts]
+    if paths.active() == "cuda":
+        ranges = [part.cuda_range() for part in parts]
         if fit_together(ranges):
             return attend_ranges(q, ranges, scale, sinks)
     return _decode_over_parts(q, parts, scale, sinks)
@@ -97,8 +114,9 @@ def _decode_over_parts(q: mx.array, parts: tuple[Part, ...], scale: float, sinks
     return sum(out[1:], out[0]).reshape(1, heads, 1, -1).astype(q.dtype)
 
 
-def kernels(layout: Layout) -> str:
-    return cuda.kernels(layout) if paths.active() == "fused" else cpu.kernels()
+def kernels(kinds: Collection[cuda_rows.HeadKind]) -> str:
+    """Whose loops attention over heads of these kinds runs on, for people to read."""
+    return cuda_rows.kernels(kinds) if paths.active() == "cuda" else cpu.kernels()
 
 
 def install() -> int:

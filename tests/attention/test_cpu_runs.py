@@ -20,14 +20,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.attention import cpu
+from kvstrata.attention.attend import _decode_over_parts  # pyright: ignore[reportPrivateUsage]
+from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
 from kvstrata.codecs.base import Codec, Planes
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse_for
-from kvstrata.layers import cpu
-from kvstrata.layers.attention import _decode_over_parts  # pyright: ignore[reportPrivateUsage]
 from kvstrata.layers.buffers import Buffer
-from kvstrata.layers.parts import CutPart, Part, RawPart, SealedPart
-from tests.layers.test_attention import distance
+from tests.attention.test_attend import distance
 
 pytest.importorskip("numba")
 if not cpu.available():
@@ -264,9 +264,9 @@ def test_a_run_keeps_its_part() -> None:
 
 
 def test_nothing_is_compiled_after_warm_up() -> None:
+    from kvstrata.attention import cpu_kernels
     from kvstrata.codecs import cpu_encoding
     from kvstrata.codecs import cpu_kernels as codec_kernels
-    from kvstrata.layers import cpu_kernels
 
     kernels = [cpu_kernels.write, cpu_kernels.decode, cpu_kernels.decode_parallel]
     kernels += [cpu_encoding.encode_planes, cpu_encoding.encode_planes_parallel]
@@ -299,7 +299,7 @@ def test_a_later_start_compiles_nothing_and_needs_no_other_process(monkeypatch: 
 def test_the_first_start_compiles_in_two_processes(tmp_path: Path) -> None:
     code = """
 import json, kvstrata
-from kvstrata.layers import cpu, cpu_kernels
+from kvstrata.attention import cpu, cpu_kernels
 from kvstrata.codecs import cpu_kernels as codec_kernels
 cpu.warm_up()
 print(json.dumps([len(kernel.stats.cache_misses) for kernel in (cpu_kernels.decode, codec_kernels.mix_planes)]))
@@ -322,9 +322,9 @@ def test_a_second_process_that_cannot_be_started_is_done_without(monkeypatch: py
 
 
 def test_compiled_code_on_disk_belongs_to_the_modules_that_it_is_made_of() -> None:
+    from kvstrata.attention import cpu_kernels
     from kvstrata.codecs import cpu_blocks, cpu_encoding, cpu_vectors
     from kvstrata.codecs import cpu_kernels as codec_kernels
-    from kvstrata.layers import cpu_kernels
 
     texts = [Path(str(module.__file__)).read_bytes() for module in (cpu_vectors, cpu_blocks)]
     wanted = hashlib.sha256(b"".join(texts)).hexdigest()[:16]

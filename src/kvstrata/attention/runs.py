@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstrata.layers import cpu
-from kvstrata.layers.parts import Part, RawPart
+from kvstrata.attention import cpu
+from kvstrata.attention.parts import Part, RawPart
 
 RAW = cpu.RAW_BITS
 

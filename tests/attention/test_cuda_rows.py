@@ -1,6 +1,6 @@
 """Steps of a batch on CUDA: what the layers hand to the kernel.
 
-The kernel itself needs a GPU (tests/codecs/test_cuda.py). Here its tables are read by a few lines of numpy, and the
+The kernel itself needs a GPU (tests/attention/test_cuda.py). Here its tables are read by a few lines of numpy, and the
 same tokens go through attention by sequence: both must see the same.
 """
 
@@ -15,16 +15,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.codecs import cuda as cuda_ranges
-from kvstrata.codecs import cuda_check, cuda_step, paths
-from kvstrata.codecs.cuda_check import step_works
+from kvstrata.attention import cpu, cuda_check, cuda_rows, cuda_step
+from kvstrata.attention import cuda as cuda_ranges
+from kvstrata.attention.attend import attend
+from kvstrata.attention.cuda_check import step_works
+from kvstrata.attention.parts import CutPart, Part, Parts, SealedPart
+from kvstrata.codecs import paths
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.layers import cpu, cuda
-from kvstrata.layers.attention import attend
 from kvstrata.layers.batch import AttentionRows, BatchCache
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.layers.parts import CutPart, Part, Parts, SealedPart
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
@@ -139,15 +139,15 @@ def test_a_step_reads_what_attention_by_sequence_reads(
     monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows], with_sinks: bool
 ) -> None:
     sinks = mx.arange(3 * HEADS).astype(DTYPE) if with_sinks else None
-    monkeypatch.setattr(cuda, "fits", lambda *_: False)
+    monkeypatch.setattr(cuda_rows, "fits", lambda *_: False)
     wanted = _run(_layers(), 6, sinks)
     assert not launches
-    monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
     layers = _layers()
     got = _run(layers, 6, sinks)
     assert len(launches) == 6
     assert mx.abs(got - wanted).max() < 0.02 * mx.abs(wanted).max()
-    monkeypatch.setattr(cuda, "fits", lambda *_: False)
+    monkeypatch.setattr(cuda_rows, "fits", lambda *_: False)
     by_sequence = _layers()
     _run(by_sequence, 6, sinks)
     for ours, theirs in zip(layers, by_sequence, strict=True):
@@ -158,7 +158,7 @@ def test_a_step_reads_what_attention_by_sequence_reads(
 @pytest.mark.usefixtures("exact_buffers")
 def test_nothing_of_what_was_replaced_is_kept(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows]) -> None:
     """Sealed or stepped down between two steps, by a sequence that ran alone before it joined the batch."""
-    monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
     layers = [FullLayer(3000), FullLayer(100)]
     for layer, count in zip(layers, (2900, 10), strict=True):
         layer.append(*(keys(1, HEADS, count, DIM, seed=i, dtype=DTYPE) for i in (0, 1)))
@@ -182,13 +182,13 @@ def test_nothing_of_what_was_replaced_is_kept(monkeypatch: pytest.MonkeyPatch, l
     assert [len(made.planes) for made in launches] == [1]
 
 
-@pytest.mark.skipif(paths.active() == "fused", reason="a GPU's allocator does not count to the byte")
+@pytest.mark.skipif(paths.active() == "cuda", reason="a GPU's allocator does not count to the byte")
 @pytest.mark.usefixtures("exact_buffers", "launches")
 @pytest.mark.parametrize("alone", [True, False])
 def test_launches_are_issued_when_the_pass_ends(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
     """What they write MLX does not know of: a pass whose result nobody asks for has to be issued all the same."""
     result_bytes = 8 << 20
-    monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
     monkeypatch.setattr(cuda_step, "attend_step", lambda *_: mx.ones((result_bytes // 4,), mx.float32))
     caches = [SequenceCache(LAYOUT, None, 16) for _ in range(2)]
     batch = BatchCache(caches)
@@ -209,11 +209,11 @@ def test_launches_are_issued_when_the_pass_ends(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.usefixtures("launches")
 def test_layers_that_share_keys_read_the_token_that_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
     k = keys(1, HEADS, 1, DIM, dtype=DTYPE)
     for layer in (FullLayer(16), WindowLayer(16)):
         held, _ = layer.update_and_fetch(k, k)
-        assert isinstance(held, cuda.Step)
+        assert isinstance(held, cuda_rows.Step)
         attend(k, held, held, layer, SCALE, None)
         assert layer.keys_and_values() == (held, held)
         layer.end_pass()
@@ -230,7 +230,7 @@ def _steps(rows: AttentionRows, layers: list[FullLayer]) -> mx.array:
 
 
 def test_who_reads_the_same_shares_it(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows]) -> None:
-    monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
     planes, raw = _prefix(PlanesCodec(8), 90, 1), _prefix(RawCodec(), 70, 3)
     ends = range(20, 60, 2)
     layers = [FullLayer(8, [_Cut(CutPart(planes, 0, end)), _Cut(CutPart(raw, 3, end))]) for end in ends]
@@ -245,7 +245,7 @@ def test_what_a_launch_cannot_take_goes_by_sequence(
 ) -> None:
     """More planes than a launch has arguments for."""
     layers = [FullLayer(8, [_prefix(PlanesCodec(8), 20, seed)]) for seed in range(cuda_step.MOST_PLANES + 1)]
-    monkeypatch.setattr(cuda, "fits", lambda keys, _: keys.shape[2] == 1)
+    monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
     got = _run(list(layers), 2, None)
     assert not launches
     assert [layer.offset for layer in layers] == [22] * len(layers)
@@ -267,7 +267,7 @@ def test_a_kernel_that_is_wrong_or_fails_here_is_not_used(
     def fails(*_: Any) -> mx.array:
         raise RuntimeError("no such instruction")
 
-    monkeypatch.setattr(cuda_check, "paths", SimpleNamespace(active=lambda: "fused"))
+    monkeypatch.setattr(cuda_check, "paths", SimpleNamespace(active=lambda: "cuda"))
     for launch, works in ((right, True), (wrong, False), (writes_elsewhere, False), (fails, False)):
         monkeypatch.setattr(cuda_step, "attend_step", launch)
         step_works.cache_clear()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import pytest
 
-from kvstrata.layers import cpu
-from kvstrata.layers.attention import attend
-from kvstrata.layers.parts import Parts, RawPart
+from kvstrata.attention import cpu
+from kvstrata.attention.attend import attend
+from kvstrata.attention.parts import Parts, RawPart
 from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
 

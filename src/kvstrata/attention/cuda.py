@@ -98,7 +98,7 @@ def _raw_fits(k: mx.array, v: mx.array) -> bool:
 
 
 def fits(planes: Planes) -> bool:
-    """Whether the fused kernels read these planes; the others are decoded."""
+    """Whether the kernels read these planes; others are decoded."""
     return "top" in planes.arrays and planes.dim in FUSED_DIMS and len(planes.leading) == 1
 
 

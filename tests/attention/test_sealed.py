@@ -8,16 +8,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from kvstrata.attention.attend import attend
+from kvstrata.attention.parts import Parts, SealedPart
 from kvstrata.codecs.registry import parse_for
-from kvstrata.layers.attention import attend
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.buffers import round_up
 from kvstrata.layers.kinds import Layout
-from kvstrata.layers.parts import Parts, SealedPart
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.models.probe import probe
-from tests.layers.test_attention import distance, random_tokens
+from tests.attention.test_attend import distance, random_tokens
 from tests.tiny import VOCAB, tiny_module
 
 NAMES = [

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.attention.cuda import RAW_DTYPES, PlanesRange, Range, RawRange
 from kvstrata.codecs import cuda_kernels, paths
 from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda import RAW_DTYPES, PlanesRange, Range, RawRange
 from kvstrata.codecs.cuda_codes import (
     FUSED_DIMS,
     THREADS,
@@ -180,7 +180,7 @@ def attend_step(
 @cache
 def compile_all(dtype: mx.Dtype, kv_heads: int, group: int, k_dim: int, v_dim: int, has_sinks: bool) -> None:
     """Have the kernels for every number of buffers, seconds for each, before somebody waits for one."""
-    if paths.active() != "fused":
+    if paths.active() != "cuda":
         return
     heads = kv_heads * group
     q, k, v = (mx.zeros((1, n, 1, dim), dtype) for n, dim in ((heads, k_dim), (kv_heads, k_dim), (kv_heads, v_dim)))

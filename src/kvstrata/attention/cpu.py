@@ -20,13 +20,13 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
 from kvstrata.codecs import cpu as codecs_cpu
 from kvstrata.codecs import paths
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.cpu import rotation_of
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.layers.parts import CutPart, Part, RawPart, SealedPart
 
 # Queries of one block of a causal prefill: keys that no query of the block sees are not multiplied at all.
 BLOCK = 128
@@ -84,7 +84,7 @@ class Row(Protocol):
 
 
 def available() -> bool:
-    return paths.active() == "kernels"
+    return paths.active() == "cpu"
 
 
 def fits(*arrays: mx.array) -> bool:
@@ -102,7 +102,7 @@ def warm_up() -> None:
     """Have every kernel compiled now: the first one that is not on disk yet takes seconds."""
     if not available():
         return
-    from kvstrata.layers import cpu_kernels
+    from kvstrata.attention import cpu_kernels
 
     tokens, buffer = np.zeros((1, 1, 1, 4), np.float32), np.zeros((1, 1, 2, 4), np.float32)
     runs = np.array([(0, *Run(buffer.ctypes.data, buffer.ctypes.data, 2, 0, 1).fields())], np.int64)
@@ -172,7 +172,7 @@ class Step:
         return fits(queries)
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        from kvstrata.layers import cpu_kernels
+        from kvstrata.attention import cpu_kernels
 
         mx.eval(queries, self._keys, self._values)
         table = self._written()
@@ -195,7 +195,7 @@ class Step:
 
     def _written(self) -> np.ndarray:
         if self._table is None:
-            from kvstrata.layers import cpu_kernels
+            from kvstrata.attention import cpu_kernels
 
             by_row = [row.runs_with_next(self._keys, self._values) for row in self._rows]
             self._runs = [run for runs in by_row for run in runs]
@@ -262,7 +262,7 @@ def softmax(scores: mx.array) -> mx.array:
     """Over the last axis. On a CPU in place: `scores` must be nobody else's."""
     if not fits(scores):
         return mx.softmax(scores, axis=-1, precise=True)
-    from kvstrata.layers import cpu_kernels
+    from kvstrata.attention import cpu_kernels
 
     mx.eval(scores)
     view = np.asarray(scores)
@@ -275,7 +275,7 @@ def softmax(scores: mx.array) -> mx.array:
 
 def prefill(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
     """Causal attention of one row: q [1, heads, tokens, k_dim] are the last of k [1, kv_heads, total, k_dim]."""
-    from kvstrata.layers import cpu_kernels
+    from kvstrata.attention import cpu_kernels
 
     heads, tokens, kv_heads = q.shape[1], q.shape[2], k.shape[1]
     past = k.shape[2] - tokens
