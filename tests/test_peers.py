@@ -10,7 +10,7 @@ import pytest
 
 from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.resume import MIN_FOLLOW_TOKENS
-from kvstrata.store.requantize import Change
+from kvstrata.store.precision.requantize import Change
 from tests.engine.drive import Client, Drive
 from tests.engine.test_loop import assert_same, prompt
 from tests.engine.test_prefixes import cached, prefilled_tokens, serve, settle

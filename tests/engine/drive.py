@@ -7,6 +7,7 @@ import itertools
 
 import mlx.core as mx
 
+from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.memory import Budget
@@ -16,10 +17,9 @@ from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequence import Sequence
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.store.cold import Cold
+from kvstrata.store.cold.cold import Cold
 from kvstrata.store.store import Store
 from kvstrata.text.detokenizer import Detokenizer
-from kvstrata.tiers.disk import DiskTier
 from tests.tiny import layout_of
 
 GIB = 1 << 30

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.disk.files import Files
+from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Finished, Request
@@ -20,14 +22,12 @@ from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.contents import tally
-from kvstrata.store.chains import finish
-from kvstrata.tiers.disk import DiskTier
-from kvstrata.tiers.files import Files
+from kvstrata.store.cold.chains import finish
+from tests.disk.faults import Act, FaultyFiles, fail, wait_for
 from tests.engine.drive import GREEDY, Drive
 from tests.engine.test_disk import MIB, answer, cached, engine_on, settle
 from tests.engine.test_engine import Reply
 from tests.engine.test_loop import prompt
-from tests.tiers.faults import Act, FaultyFiles, fail, wait_for
 from tests.tiny import tiny_loaded
 
 NUM_CHATS = 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstrata.store.requantize import NO_ROOM, Change
+from kvstrata.store.precision.requantize import NO_ROOM, Change
 from kvstrata.store.totals import share_of
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt

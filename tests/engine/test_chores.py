@@ -67,7 +67,7 @@ def test_a_span_that_cannot_be_rewritten_stays_as_it_is(
 def test_a_span_that_cannot_be_packed_is_not_written_and_the_others_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvstrata.store import cold
+    from kvstrata.store.cold import cold
 
     monkeypatch.setattr(cold, "packing", failing(cold.packing))
     loaded = tiny_loaded("llama")
@@ -83,7 +83,7 @@ def test_a_span_that_cannot_be_packed_is_not_written_and_the_others_are(
 def test_what_cannot_be_promoted_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvstrata.store import fetches
+    from kvstrata.store.cold import fetches
 
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded) as engine:

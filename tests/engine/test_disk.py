@@ -16,6 +16,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kvstrata.disk.files import Files
+from kvstrata.disk.lookups import Lookup
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Disk, Limits, Storage
 from kvstrata.engine.loop import Loop
@@ -25,11 +27,9 @@ from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.estimate import LOWER
-from kvstrata.store.chains import OnDisk
+from kvstrata.store.cold.chains import OnDisk
+from kvstrata.store.precision.requantize import Change, Changed
 from kvstrata.store.report import Explanation
-from kvstrata.store.requantize import Change, Changed
-from kvstrata.tiers.files import Files
-from kvstrata.tiers.lookups import Lookup
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
 from tests.tiny import VOCAB, tiny_loaded

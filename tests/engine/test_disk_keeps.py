@@ -12,18 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstrata.disk.pause import Pause
+from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Failed, Request
 from kvstrata.index.ids import as_ids
-from kvstrata.store.chains import finish
-from kvstrata.tiers.disk import DiskTier
-from kvstrata.tiers.pause import Pause
+from kvstrata.store.cold.chains import finish
+from tests.disk.faults import FaultyFiles, fail, fail_once
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import MIB, cached, engine_on, flush_tier, make_computing_slow, make_prefill_fail, settle
 from tests.engine.test_engine import Reply
-from tests.tiers.faults import FaultyFiles, fail, fail_once
 from tests.tiny import VOCAB, tiny_loaded
 
 SMALL_DISK = 3 * MIB  # some prompts of 600 tokens
@@ -84,7 +84,7 @@ class LongPause(Pause):
 def test_what_the_disk_failed_to_write_is_written_when_it_can_be(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstrata.tiers.writer.Pause", LongPause)
+    monkeypatch.setattr("kvstrata.disk.writer.Pause", LongPause)
     loaded, files = tiny_loaded(architecture), FaultyFiles()
     with engine_on(tmp_path, loaded, Storage(write_through=True), files=files) as engine:
         files.before = {"sync": fail(errno.ENOSPC)}

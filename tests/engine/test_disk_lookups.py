@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 
+from kvstrata.disk import rates
+from kvstrata.disk.block import BlockId
+from kvstrata.disk.files import Files
+from kvstrata.disk.shelf import Shelf
 from kvstrata.engine import resume
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.rates import Rate
 from kvstrata.engine.request import Piece, Request
-from kvstrata.store.requantize import Change
-from kvstrata.tiers import rates
-from kvstrata.tiers.block import BlockId
-from kvstrata.tiers.files import Files
-from kvstrata.tiers.shelf import Shelf
+from kvstrata.store.precision.requantize import Change
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, engine_on, flush_tier, make_computing_slow, settle, why
 from tests.engine.test_engine import Reply

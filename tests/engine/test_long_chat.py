@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.disk.usage import Usage
 from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Request
 from kvstrata.store.store import MAX_SPANS
-from kvstrata.tiers.usage import Usage
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import engine_on, flush_tier, settle
 from tests.engine.test_engine import Reply

@@ -10,7 +10,7 @@ import pytest
 from kvstrata.engine.limits import Limits, Storage
 from kvstrata.errors import ConfigError, InvalidRequest
 from kvstrata.spans.estimate import LOWER
-from kvstrata.store.requantize import RECURRENT, Change
+from kvstrata.store.precision.requantize import RECURRENT, Change
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
 from tests.tiny import tiny_loaded

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.engine.limits import Limits, Storage
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.store.requantize import Change
+from kvstrata.store.precision.requantize import Change
 from tests.engine.drive import Client, Drive
 from tests.engine.test_loop import prompt
 from tests.tiny import tiny_loaded

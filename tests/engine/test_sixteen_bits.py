@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.request import Sampling
 from kvstrata.index.keys import chain
@@ -23,8 +24,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.contents import tally
 from kvstrata.spans.gather import num_arrays
 from kvstrata.spans.span import SpanRange, prefix_of
-from kvstrata.store.requantize import Change
-from kvstrata.tiers.disk import DiskTier
+from kvstrata.store.precision.requantize import Change
 from tests.engine.drive import Client, Drive
 from tests.sixteen import CASES, OFFSET, Error, Sixteen, check, rms, sixteen
 from tests.spans.test_sixteen_bits import decoded

@@ -31,11 +31,11 @@ from kvstrata.engine.rates import Rate
 from kvstrata.engine.request import Piece, Request
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
+from tests.disk.blocks import real_bytes
+from tests.disk.faults import flip
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import settle
 from tests.engine.test_engine import Reply
-from tests.tiers.blocks import real_bytes
-from tests.tiers.faults import flip
 from tests.tiny import VOCAB, tiny_loaded
 
 # In a run of all slow tests; `make soak` asks for twenty.

@@ -10,19 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvstrata.disk.tier import DiskTier
 from kvstrata.index.identity import Identity
 from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.contents import tally
 from kvstrata.spans.plan import make_plan
-from kvstrata.store.chains import finish
-from kvstrata.store.cold import Cold
-from kvstrata.store.loads import Load
-from kvstrata.store.precision import PrecisionOptions
-from kvstrata.store.pressure import LadderOptions
+from kvstrata.store.cold.chains import finish
+from kvstrata.store.cold.cold import Cold
+from kvstrata.store.cold.loads import Load
+from kvstrata.store.precision.pressure import LadderOptions
+from kvstrata.store.precision.target import PrecisionOptions
 from kvstrata.store.store import Store, StoreOptions
-from kvstrata.tiers.disk import DiskTier
 from tests.store.kv import LAYOUT, Clock, settle, store_tokens
 
 MIB = 1 << 20

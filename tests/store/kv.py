@@ -20,7 +20,7 @@ from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import make_plan
 from kvstrata.store.entry import Lease
 from kvstrata.store.filing import Filing
-from kvstrata.store.precision import PrecisionOptions
+from kvstrata.store.precision.target import PrecisionOptions
 from kvstrata.store.store import Store, StoreOptions
 
 DIM = 64

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.store.pressure import LadderOptions
+from kvstrata.store.precision.pressure import LadderOptions
 from kvstrata.store.store import Store
+from tests.disk.faults import FaultyFiles, fail, wait_for
 from tests.store.disk import MIB, random_tokens, reachable, store_on, written
 from tests.store.kv import TOKEN_BYTES, settle, store_tokens
-from tests.tiers.faults import FaultyFiles, fail, wait_for
 
 CHATS = [random_tokens(1024, seed) for seed in range(10)]  # 1 MiB each, in 4 blocks
 BLOCK_BYTES = 256 * TOKEN_BYTES

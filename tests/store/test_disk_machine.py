@@ -10,7 +10,7 @@ import pytest
 from kvstrata.index.ids import as_ids
 from kvstrata.index.tree import Tree
 from kvstrata.spans.plan import make_plan
-from kvstrata.store.requantize import Change
+from kvstrata.store.precision.requantize import Change
 from kvstrata.store.store import Store
 from tests.store.disk import load, random_tokens, reachable, store_on, written
 from tests.store.kv import LAYOUT, Run, check_lease, settle, store_tokens

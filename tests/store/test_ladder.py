@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.store.ladder import Bits, Floors, Held, Ladder, Move, parse_lengths
+from kvstrata.store.precision.ladder import Bits, Floors, Held, Ladder, Move, parse_lengths
 
 NUMBERS = st.sampled_from([32, 16, 8, 4, 2, 0])
 BITS = st.builds(Bits, NUMBERS, NUMBERS)

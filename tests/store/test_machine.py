@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstrata.index.identity import root_key
 from kvstrata.spans.plan import make_plan
 from kvstrata.store.entry import Lease
-from kvstrata.store.requantize import Change
+from kvstrata.store.precision.requantize import Change
 from kvstrata.store.store import Store
 from kvstrata.store.totals import Share, share_of
 from tests.store.kv import HYBRID, LAYOUT, Clock, Run, check_lease, make_store, settle, store_tokens

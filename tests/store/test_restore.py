@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvstrata.disk.files import Files
 from kvstrata.spans.plan import make_plan
-from kvstrata.store.requantize import NO_ROOM, Change
+from kvstrata.store.precision.requantize import NO_ROOM, Change
 from kvstrata.store.store import Store
-from kvstrata.tiers.files import Files
 from tests.store.disk import random_tokens, store_on, write_turns, written
 from tests.store.kv import LAYOUT, TOKEN_BYTES, check_lease, settle
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
+from kvstrata.disk.admission import SECONDS_OF_A_DAY
+from kvstrata.disk.block import Block
+from kvstrata.disk.tier import Accepted
 from kvstrata.index.identity import root_key
 from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.plan import make_plan
-from kvstrata.store.requantize import Change
+from kvstrata.store.precision.requantize import Change
 from kvstrata.store.store import MAX_SPANS, Store
 from kvstrata.store.totals import share_of
-from kvstrata.tiers.admission import SECONDS_OF_A_DAY
-from kvstrata.tiers.block import Block
-from kvstrata.tiers.disk import Accepted
 from tests.store.disk import begin_load, chat, load, random_tokens, reachable, store_on, write_turns, written
 from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, settle, store_tokens
 

@@ -13,7 +13,7 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import make_plan
 from kvstrata.store.entry import Lease
-from kvstrata.store.requantize import Change
+from kvstrata.store.precision.requantize import Change
 from kvstrata.store.store import MAX_SPANS, Store
 from kvstrata.store.totals import share_of
 from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, make_store, settle, store_tokens

@@ -19,13 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstrata.disk.files import Files
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Disk, Limits, Storage
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.tiers.files import Files
 
 DISK_BYTES = 8 << 30
 WARM_TOKENS = 64

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import psutil
 
+from kvstrata.eviction.order import Eviction
+from kvstrata.eviction.worth import Kind, PrefillCost, Reuse
 from kvstrata.index.ids import TokenIds
 from kvstrata.index.tree import Node, Tree
-from kvstrata.store.eviction import Eviction
-from kvstrata.store.policy import Kind, PrefillCost, Reuse
 
 ROOT = b"cost"
 SHARED_TOKENS = 32

@@ -24,11 +24,11 @@ import numpy as np
 from kvstrata.bench.lru import LruTree
 from kvstrata.bench.trace import BLOCK_TOKENS, Asked, Trace
 from kvstrata.errors import ConfigError
+from kvstrata.eviction.history import History
+from kvstrata.eviction.order import Eviction
+from kvstrata.eviction.uses import Uses
+from kvstrata.eviction.worth import PrefillCost, Reuse
 from kvstrata.index.tree import Node, Tree
-from kvstrata.store.eviction import Eviction
-from kvstrata.store.history import History
-from kvstrata.store.policy import PrefillCost, Reuse
-from kvstrata.store.uses import Uses
 
 PolicyName = Literal["kvstrata", "lru", "optimal"]
 POLICIES: tuple[PolicyName, ...] = ("kvstrata", "lru", "optimal")

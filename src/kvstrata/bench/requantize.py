@@ -21,7 +21,7 @@ from kvstrata.errors import KvstrataError
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.store.requantize import Change, Changed, Progress
+from kvstrata.store.precision.requantize import Change, Changed, Progress
 
 STEADY_TOKENS = 12  # of each stream, before anything is changed
 USUAL_STEPS = 8  # before a change, that tell how long a step usually takes

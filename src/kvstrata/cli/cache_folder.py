@@ -12,8 +12,8 @@ import typer
 from kvstrata.cli.remote import AsJson
 
 if TYPE_CHECKING:
-    from kvstrata.tiers.rebuild import DamagedFile, UnreadFile
-    from kvstrata.tiers.row import Row
+    from kvstrata.disk.rebuild import DamagedFile, UnreadFile
+    from kvstrata.disk.row import Row
 
 Folder = Annotated[
     Path,
@@ -26,7 +26,7 @@ Folder = Annotated[
 def ls(folder: Folder, as_json: AsJson = False) -> None:
     """What is in a folder, from the headers of its blocks. Ends with 1 if some could not be read."""
     from kvstrata.config import human_bytes
-    from kvstrata.tiers.inspect import list_blocks
+    from kvstrata.disk.inspect import list_blocks
 
     listing = list_blocks(folder)
     rows = [_row(row) for row in listing.rows]
@@ -50,8 +50,8 @@ def ls(folder: Folder, as_json: AsJson = False) -> None:
 def verify(folder: Folder, as_json: AsJson = False) -> None:
     """Read every block and check it. Changes nothing; ends with 1 if something is damaged or could not be read."""
     from kvstrata.config import human_bytes
+    from kvstrata.disk.inspect import verify as verify_blocks
     from kvstrata.index.keys import chain
-    from kvstrata.tiers.inspect import verify as verify_blocks
 
     found = verify_blocks(folder, chain=chain)
     if as_json:
@@ -71,7 +71,7 @@ def gc(
     as_json: AsJson = False,
 ) -> None:
     """Remove what no server can use: left-over temporaries, damaged and orphaned blocks, quarantined files."""
-    from kvstrata.tiers.inspect import collect_garbage, find_garbage
+    from kvstrata.disk.inspect import collect_garbage, find_garbage
 
     garbage = find_garbage(folder) if dry_run else collect_garbage(folder)
     paths = [str(path) for path in garbage.paths()]

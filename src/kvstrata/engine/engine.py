@@ -23,6 +23,7 @@ from kvstrata.backend.allocator import limits_restored
 from kvstrata.backend.heap import map_large_buffers, trim_heap
 from kvstrata.backend.streams import streams
 from kvstrata.codecs import paths
+from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.cache import Cache
 from kvstrata.engine.limits import Disk, EngineState, Limits, Storage
 from kvstrata.engine.loop import Loop
@@ -42,10 +43,9 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.spans.contents import tally
 from kvstrata.spans.marks import needs_marks
-from kvstrata.store.cold import Cold
+from kvstrata.store.cold.cold import Cold
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.special import special_tokens
-from kvstrata.tiers.disk import DiskTier
 
 log = logging.getLogger(__name__)
 

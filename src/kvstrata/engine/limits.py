@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstrata.tiers.files import Files
+from kvstrata.disk.files import Files
 
 
 @dataclass(frozen=True)

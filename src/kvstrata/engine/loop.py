@@ -31,7 +31,7 @@ from kvstrata.index.identity import owner_of
 from kvstrata.layers.buffers import without_cache
 from kvstrata.metrics import Metrics
 from kvstrata.store.entry import Entry
-from kvstrata.store.requantize import Change, Changed, Progress
+from kvstrata.store.precision.requantize import Change, Changed, Progress
 from kvstrata.store.store import Store
 from kvstrata.text.detokenizer import Detokenizer
 

@@ -29,12 +29,12 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.spans.span import SEAL_TOKENS, RawWindow
-from kvstrata.store.cold import Cold
+from kvstrata.store.cold.cold import Cold
 from kvstrata.store.entry import Found
 from kvstrata.store.filing import Filing
-from kvstrata.store.ladder import Floors
-from kvstrata.store.precision import PrecisionOptions
-from kvstrata.store.pressure import LadderOptions
+from kvstrata.store.precision.ladder import Floors
+from kvstrata.store.precision.pressure import LadderOptions
+from kvstrata.store.precision.target import PrecisionOptions
 from kvstrata.store.search import NOTHING
 from kvstrata.store.store import Store, StoreOptions
 

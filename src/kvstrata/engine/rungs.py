@@ -14,7 +14,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.layers.buffers import round_up
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.plan import Plan, make_plan
-from kvstrata.store.ladder import RUNGS
+from kvstrata.store.precision.ladder import RUNGS
 
 
 @dataclass(frozen=True)

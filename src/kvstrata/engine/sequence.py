@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvstrata.disk.lookups import Lookup
 from kvstrata.engine.request import (
     Event,
     Failed,
@@ -23,13 +24,12 @@ from kvstrata.engine.rungs import RAW
 from kvstrata.engine.sampling import Sampler
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.store.chains import ColdMatch
+from kvstrata.store.cold.chains import ColdMatch
+from kvstrata.store.cold.loads import Load
 from kvstrata.store.entry import Found
 from kvstrata.store.filing import Filing
-from kvstrata.store.loads import Load
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.stop import StopMatcher
-from kvstrata.tiers.lookups import Lookup
 
 
 class Sequence:

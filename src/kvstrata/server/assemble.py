@@ -20,7 +20,7 @@ from kvstrata.server.auth import ApiKey
 from kvstrata.server.service import Service
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.spans.plan import choose_names
-from kvstrata.store.ladder import parse_lengths
+from kvstrata.store.precision.ladder import parse_lengths
 from kvstrata.text.harmony import harmony_marks
 from kvstrata.text.template import ChatTemplate
 from kvstrata.text.tokens import longest_token_chars

@@ -19,9 +19,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
+from kvstrata.disk.reasons import Drop, Fault, Refusal
+from kvstrata.disk.tier import Refused
 from kvstrata.store.entry import Entry
-from kvstrata.tiers.disk import Refused
-from kvstrata.tiers.reasons import Drop, Fault, Refusal
 
 DiskReason = Literal["disk_slow", "disk_failed", "disk_full", "first_touch", "write_budget"]
 Reason = Literal["too_large", "no_room", "least_worth", "expired"] | DiskReason

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvstrata.eviction.worth import Kind
 from kvstrata.index.ids import TokenIds
 from kvstrata.index.tree import Node
 from kvstrata.layers.sequence import Prefix
 from kvstrata.spans.plan import Plan
 from kvstrata.spans.span import Span, SpanRange
-from kvstrata.store.policy import Kind
 
 # Of the bytes that it has elsewhere: a span that has fewer has stepped down since.
 STEPPED_DOWN = 0.95

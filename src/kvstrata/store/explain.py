@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstrata.index.ids import TokenIds
 from kvstrata.index.tree import Divergence
-from kvstrata.store.chains import OnDisk
+from kvstrata.store.cold.chains import OnDisk
 from kvstrata.store.entry import Found
 from kvstrata.store.report import Ending, Explanation
 from kvstrata.store.shelf import Shelf

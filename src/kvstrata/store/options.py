@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstrata.store.precision import PrecisionOptions
-from kvstrata.store.pressure import LadderOptions
+from kvstrata.store.precision.pressure import LadderOptions
+from kvstrata.store.precision.target import PrecisionOptions
 
 
 @dataclass(frozen=True)

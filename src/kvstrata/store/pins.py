@@ -14,7 +14,7 @@ import numpy as np
 from kvstrata.errors import Forbidden
 from kvstrata.index.identity import owner_of
 from kvstrata.index.ids import TokenIds
-from kvstrata.store.cold import Cold
+from kvstrata.store.cold.cold import Cold
 from kvstrata.store.entry import Entry
 from kvstrata.store.shelf import Shelf
 

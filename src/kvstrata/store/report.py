@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvstrata.disk.row import Totals
+from kvstrata.disk.usage import Usage
 from kvstrata.spans.contents import KIND, PRECISION, by_label
 from kvstrata.spans.marks import RecurrentState
 from kvstrata.spans.span import Span
-from kvstrata.tiers.row import Totals
-from kvstrata.tiers.usage import Usage
 
 # complete  all that can be found was: the last prompt token is always computed
 # new       what is stored ends there: the rest was never seen

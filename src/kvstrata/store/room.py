@@ -11,12 +11,12 @@ from typing import Literal
 
 from kvstrata.index.tree import Node
 from kvstrata.store.admission import Admission
+from kvstrata.store.cold.spills import Handover, Spills
 from kvstrata.store.entry import Entry
-from kvstrata.store.ladder import HIGH
-from kvstrata.store.mover import Mover
-from kvstrata.store.pressure import Pressure
+from kvstrata.store.precision.ladder import HIGH
+from kvstrata.store.precision.mover import Mover
+from kvstrata.store.precision.pressure import Pressure
 from kvstrata.store.shelf import Shelf
-from kvstrata.store.spills import Handover, Spills
 
 # done         no more than the limit is held, or only what is in use, or what nothing can be done about
 # steps_down   spans are about to step down: `work` does it

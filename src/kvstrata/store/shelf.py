@@ -11,17 +11,17 @@ from itertools import pairwise
 
 import numpy as np
 
+from kvstrata.eviction.history import History
+from kvstrata.eviction.order import Eviction
+from kvstrata.eviction.uses import Uses
+from kvstrata.eviction.worth import Kind, PrefillCost, Reuse
 from kvstrata.index.ids import TokenIds
 from kvstrata.index.tree import Node, Tree
 from kvstrata.spans.gather import num_arrays
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.span import empty_span
 from kvstrata.store.entry import Entry, Found
-from kvstrata.store.eviction import Eviction
-from kvstrata.store.history import History
 from kvstrata.store.journal import Journal
-from kvstrata.store.policy import Kind, PrefillCost, Reuse
-from kvstrata.store.uses import Uses
 
 # Tokens of what was evicted that are remembered, so that a miss can be explained.
 GHOST_TOKENS = 1 << 20

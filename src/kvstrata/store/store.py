@@ -12,6 +12,9 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Literal
 
+from kvstrata.disk.lookups import Lookup
+from kvstrata.eviction.history import kind_of
+from kvstrata.eviction.worth import Kind
 from kvstrata.index.identity import Identity, owner_key, owner_of, root_key
 from kvstrata.index.ids import TokenIds, Tokens, as_ids
 from kvstrata.layers.kinds import Layout
@@ -20,32 +23,29 @@ from kvstrata.spans.marks import Mark, needs_marks
 from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.spans.span import live_span, prefix_of
 from kvstrata.store.admission import Admission
-from kvstrata.store.chains import OnDisk
-from kvstrata.store.changes import Changes
-from kvstrata.store.cold import Cold
+from kvstrata.store.cold.chains import OnDisk
+from kvstrata.store.cold.cold import Cold
+from kvstrata.store.cold.fetches import Fetches
+from kvstrata.store.cold.restore import Restorer
+from kvstrata.store.cold.spills import Spills
+from kvstrata.store.cold.unwritten import Unwritten
 from kvstrata.store.entry import Entry, Found, Lease, note_asked_twice
 from kvstrata.store.explain import ending, explain
 from kvstrata.store.failures import Failures
-from kvstrata.store.fetches import Fetches
 from kvstrata.store.filing import Filing
-from kvstrata.store.history import kind_of
-from kvstrata.store.mover import Job, Mover
 from kvstrata.store.options import Cleared, StoreOptions
-from kvstrata.store.pending import Pending
 from kvstrata.store.pins import Pins
-from kvstrata.store.policy import Kind
-from kvstrata.store.precision import Precision
-from kvstrata.store.pressure import PlanOf, Pressure
+from kvstrata.store.precision.changes import Changes
+from kvstrata.store.precision.mover import Job, Mover
+from kvstrata.store.precision.pending import Pending
+from kvstrata.store.precision.pressure import PlanOf, Pressure
+from kvstrata.store.precision.requantize import Change, Changed, Progress
+from kvstrata.store.precision.target import Precision
 from kvstrata.store.report import Ending, Explanation, TierUsage, disk_counts, disk_usage, totals_usage
-from kvstrata.store.requantize import Change, Changed, Progress
-from kvstrata.store.restore import Restorer
 from kvstrata.store.room import Room, Shrunk
 from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
-from kvstrata.store.spills import Spills
 from kvstrata.store.totals import Totals
-from kvstrata.store.unwritten import Unwritten
-from kvstrata.tiers.lookups import Lookup
 
 # Tokens of requests that eviction learns from.
 MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20

@@ -1,0 +1,136 @@
+"""The names in a folder against the rows that are known: what only one side knows is added or removed.
+
+Opens only files that have no row. Where the catalogue is lost that is all of them, and they can be found one after the
+other as this goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from kvstrata.disk.block import BlockId, Tally
+from kvstrata.disk.files import unlink_if_there
+from kvstrata.disk.folder import CacheFolder, file_name
+from kvstrata.disk.format import FORMAT_VERSION
+from kvstrata.disk.quarantine import Quarantine
+from kvstrata.disk.reasons import Damage, Eviction, Fault, fault_of
+from kvstrata.disk.rebuild import DamagedFile, UnreadFile, rows_of
+from kvstrata.disk.records import Records
+from kvstrata.disk.row import Row
+from kvstrata.disk.usage import Counters, Event
+
+log = logging.getLogger(__name__)
+
+# Found together, and shown together.
+NUM_FILES_AT_ONCE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    has_lost: bool  # blocks that were known were gone
+    strays: tuple[Path, ...]  # files that can neither be read nor deleted
+
+
+@dataclass
+class _Outdated:
+    """Files of a format that this version does not read."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    formats: set[str] = field(default_factory=set)
+
+    def say(self) -> None:
+        if self.num_blocks:
+            log.warning(
+                "Removed %d blocks of the disk cache (%.1f MiB): another version of kvstrata wrote them (%s), "
+                "and this one reads format %d",
+                self.num_blocks,
+                self.num_bytes / 2**20,
+                ", ".join(sorted(self.formats)),
+                FORMAT_VERSION,
+            )
+
+
+def compare(
+    folder: CacheFolder,
+    records: Records,
+    quarantine: Quarantine,
+    counters: Counters,
+    tally: Tally,
+    lock: AbstractContextManager[object],
+) -> Compared:
+    """The lock is taken for some files at a time."""
+    with lock:
+        records.load_rest()
+    names = folder.names()
+    known = {file_name(row.id): row for row in records.index.rows()}
+    leaving = {file_name(row.id) for row in records.index.leaving.rows()}
+    gone = [row for name, row in known.items() if name not in names]
+    with lock:
+        records.forget(gone)
+        records.strike(gone)
+    comparison = _Comparison(folder, records, quarantine, counters, tally)
+    unknown = folder.stored(names - known.keys() - leaving)
+    while some := list(islice(unknown, NUM_FILES_AT_ONCE)):
+        with lock:
+            comparison.add(some)
+    comparison.outdated.say()
+    with lock:
+        records.finish_comparing()
+    return Compared(bool(gone), tuple(comparison.strays))
+
+
+class _Comparison:
+    def __init__(
+        self, folder: CacheFolder, records: Records, quarantine: Quarantine, counters: Counters, tally: Tally
+    ) -> None:
+        self._files = folder.files
+        self._path = folder.path
+        self._records = records
+        self._quarantine = quarantine
+        self._counters = counters
+        self._tally = tally
+        self.outdated = _Outdated()
+        self.strays: list[Path] = []
+
+    def add(self, stored: Iterable[tuple[Path, BlockId]]) -> None:
+        found: list[Row] = []
+        for entry in rows_of(self._files, stored, self._tally):
+            match entry:
+                case Row() if self._records.index.contradicts(entry):
+                    self._put_away(self._path(entry.id), Damage.ROOT, "")
+                case Row():
+                    found.append(self._records.doubted.get(entry.id, entry))
+                case DamagedFile(path, reason, what):
+                    self._put_away(path, reason, what)
+                case UnreadFile(path, reason):
+                    self._counters.add(Event.FAILED, reason)
+                    if reason is not Fault.NOT_A_FILE:
+                        self.strays.append(path)
+        self._records.found(found)
+
+    def _put_away(self, path: Path, reason: Damage, what: str) -> None:
+        """One that can neither be moved nor deleted must not keep the others from being found."""
+        try:
+            if reason is Damage.VERSION:
+                self._remove_outdated(path, what)
+            else:
+                self._quarantine.take(path, reason)
+                self._counters.add(Event.QUARANTINED, reason)
+        except OSError as error:
+            self._counters.add(Event.FAILED, fault_of(error))
+            self.strays.append(path)
+            log.warning("A damaged block of the disk cache (%s) cannot be deleted: %s", reason, error)
+
+    def _remove_outdated(self, path: Path, what: str) -> None:
+        disk_bytes = self._files.status(path).disk_bytes
+        unlink_if_there(self._files, path)
+        self._counters.add(Event.EVICTED, Eviction.OUTDATED, nbytes=disk_bytes)
+        self.outdated.num_blocks += 1
+        self.outdated.num_bytes += disk_bytes
+        self.outdated.formats.add(what)

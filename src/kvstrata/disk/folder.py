@@ -1,0 +1,232 @@
+"""The names in a cache folder, and the lock that makes it one server's. Knows no catalogue.
+
+DIR/lock                                  held while a server uses the folder
+DIR/catalogue.sqlite                      can be lost
+DIR/blocks/ab/<key in hex>.<part>.safetensors
+DIR/tmp/<number>.tmp                      what is being written; none after a start
+DIR/quarantine/<file name>.<reason>       files that were not what they said
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kvstrata.disk.block import KEY_BYTES, PART_NAME, BlockId
+from kvstrata.disk.files import (
+    FILE_MODE,
+    FOLDER_MODE,
+    Files,
+    make_folder_if_missing,
+    plain_files,
+    unlink_if_there,
+)
+from kvstrata.errors import CacheDirectoryBusy, ConfigError
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".safetensors"
+TEMPORARY_NAME = re.compile(r"[0-9]+\.tmp")
+OF_THE_SYSTEM = {"lost+found", ".DS_Store"}  # in folders that are empty to their user
+OF_OTHERS = 0o077  # what a mode lets them do
+# Empty where the process ended before it wrote its id.
+LOCK_TEXT = re.compile(rb"([0-9]+\n)?")
+LONGEST_LOCK_TEXT = 32
+
+
+def file_name(block: BlockId) -> str:
+    return f"{block.key.hex()}.{block.part}{SUFFIX}"
+
+
+def parse_file_name(name: str) -> list[BlockId]:
+    """The block that a file of this name holds; none where the name is not one of ours."""
+    key, _, part = name.removesuffix(SUFFIX).partition(".")
+    if not name.endswith(SUFFIX) or len(key) != 2 * KEY_BYTES or not PART_NAME.fullmatch(part):
+        return []
+    try:
+        block = BlockId(bytes.fromhex(key), part)
+    except ValueError:
+        return []
+    return [block] if file_name(block) == name else []
+
+
+class CacheFolder:
+    def __init__(self, directory: Path, files: Files) -> None:
+        self.directory = directory
+        self.files = files
+        self.blocks = directory / "blocks"
+        self.temporaries = directory / "tmp"
+        self.quarantine = directory / "quarantine"
+        self.catalogue = directory / "catalogue.sqlite"
+        self.lock_path = directory / "lock"
+        self._folders = (self.blocks, self.temporaries, self.quarantine)
+        self._lock_fds: list[int] = []
+
+    def path(self, block: BlockId) -> Path:
+        return self.blocks / block.key[:1].hex() / file_name(block)
+
+    def catalogue_paths(self) -> tuple[Path, Path, Path]:
+        return self.catalogue, Path(f"{self.catalogue}-wal"), Path(f"{self.catalogue}-shm")
+
+    def acquire(self) -> None:
+        """Take the lock and make what is missing. The parent of the folder must be there.
+
+        ConfigError, and nothing is changed, where the folder is somebody else's.
+        """
+        # The folder itself may be a link: somebody chose where it leads.
+        make_folder_if_missing(self.files, self.directory.resolve())
+        self.check()
+        try:
+            fd = self.files.lock(self.lock_path)
+        except BlockingIOError:
+            raise CacheDirectoryBusy(
+                f"{self.directory} is used by another kvstrata{_owner(self.lock_path)}. "
+                "Stop that one, or use another --disk-cache-dir"
+            ) from None
+        self.release()
+        self._lock_fds.append(fd)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        self.make_missing()
+        self.tighten()
+
+    def tighten(self) -> None:
+        """Conversations are for their owner alone, also where the folder was there before; said where that fails."""
+        is_closed = self._is_tightened(self.directory.resolve(), FOLDER_MODE)
+        inside = dict.fromkeys(self._folders, FOLDER_MODE)
+        inside |= dict.fromkeys((self.lock_path, *self.catalogue_paths()), FILE_MODE)
+        open_to_others = [path for path, mode in inside.items() if not self._is_tightened(path, mode)]
+        # Either is enough: that the folder is closed to others, or all that is in it.
+        if open_to_others and not is_closed:
+            log.warning(
+                "Others on this machine may read the disk cache, which holds conversations: the mode of %s cannot be "
+                "changed. Give it mode 0700, or use another --disk-cache-dir",
+                ", ".join(map(str, open_to_others)),
+            )
+
+    def _is_tightened(self, path: Path, mode: int) -> bool:
+        try:
+            if self.files.status(path).mode & OF_OTHERS:
+                self.files.set_mode(path, mode)
+            return not self.files.status(path).mode & OF_OTHERS
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+
+    def check(self) -> None:
+        """ConfigError where this is no folder for a disk cache: it holds something else, or leads elsewhere."""
+        for path in (self.lock_path, *self._folders, *self.catalogue_paths()):
+            problem = self._problem_of(path)
+            if problem:
+                raise ConfigError(f"{path} is {problem}. Remove it, or use another --disk-cache-dir")
+        if not self._is_ours():
+            raise ConfigError(
+                f"{self.directory} holds other things than a disk cache, and was left as it is. "
+                f"Use an empty or a new folder, such as {self.directory / 'kvstrata-cache'}"
+            )
+
+    def make_missing(self) -> bool:
+        """True where one of the folders in it was made now."""
+        made = [make_folder_if_missing(self.files, folder) for folder in self._folders]
+        return any(made)
+
+    def release(self) -> None:
+        while self._lock_fds:
+            self.files.close(self._lock_fds.pop())
+
+    def is_intact(self) -> bool:
+        """Whether the folder that was locked is still the one of this name."""
+        try:
+            there = self.files.status(self.lock_path).inode
+        except OSError:
+            return False
+        return any(self.files.status(fd).inode == there for fd in self._lock_fds)
+
+    def left_temporaries(self) -> list[Path]:
+        found = plain_files(self.files, self.temporaries)
+        return [path for path, _ in found if TEMPORARY_NAME.fullmatch(path.name)]
+
+    def remove_temporaries(self) -> None:
+        for path in self.left_temporaries():
+            unlink_if_there(self.files, path)
+
+    def shards(self) -> list[Path]:
+        try:
+            names = self.files.names(self.blocks)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [self.blocks / name for name in sorted(names) if len(name) == 2]
+
+    def names(self) -> set[str]:
+        """The names of all files where blocks are, ours or not; nothing is opened."""
+        return {name for shard in self.shards() for name in self._names_in(shard)}
+
+    def stored(self, names: Iterable[str]) -> Iterator[tuple[Path, BlockId]]:
+        """Those of `names` that are names of blocks, and their files."""
+        for name in names:
+            for block in parse_file_name(name):
+                yield self.path(block), block
+
+    def _is_ours(self) -> bool:
+        """Empty, or with what we leave behind. The catalogue is no sign: it can be lost, and others use that name."""
+        names = set(self.files.names(self.directory)) - OF_THE_SYSTEM
+        return not names or self._has_our_lock(names) or any(map(parse_file_name, self.names()))
+
+    def _has_our_lock(self, names: set[str]) -> bool:
+        """Our kind of lock, beside all of our folders or, where a start was cut short, nothing but what is ours."""
+        folders = {path.name for path in self._folders}
+        own = {self.lock_path.name, *folders, *(path.name for path in self.catalogue_paths())}
+        if self.lock_path.name not in names or not (folders <= names or names <= own):
+            return False
+        status = self.files.status(self.lock_path)
+        is_likely = status.is_plain and status.size_bytes <= LONGEST_LOCK_TEXT
+        return is_likely and bool(LOCK_TEXT.fullmatch(self.lock_path.read_bytes()))
+
+    def _problem_of(self, path: Path) -> str:
+        """Why this cannot be one of our files or folders; empty where it can, or is not there."""
+        try:
+            status = self.files.status(path)
+        except FileNotFoundError:
+            return ""
+        if status.is_link:
+            return "a link, and the disk cache follows none inside its folder"
+        if path in self._folders:
+            return "" if status.is_folder else "no folder, and the disk cache needs one of that name"
+        return "" if status.is_plain else "no plain file, and the disk cache opens nothing else"
+
+    def _is_link(self, path: Path) -> bool:
+        try:
+            return self.files.status(path).is_link
+        except FileNotFoundError:
+            return False
+
+    def _names_in(self, shard: Path) -> list[str]:
+        try:
+            return [] if self._is_link(shard) else self.files.names(shard)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
+def _owner(lock_path: Path) -> str:
+    try:
+        pid = lock_path.read_text().strip()
+    except OSError:
+        return ""
+    return f" (process {pid})" if pid.isdigit() else ""
+
+
+def prepare(folder: CacheFolder) -> None:
+    """At start: a folder that cannot be used is a mistake in the settings, said at once."""
+    try:
+        folder.directory.parent.mkdir(parents=True, exist_ok=True)
+        folder.acquire()
+        folder.remove_temporaries()
+    except OSError as error:
+        raise ConfigError(
+            f"{folder.directory} cannot hold the disk cache: {error.strerror or error}. "
+            "Make it writable, or use another --disk-cache-dir"
+        ) from error

@@ -1,0 +1,235 @@
+"""The blocks of one folder and what is known of them, kept in step. Knows rows and paths; payloads pass it by.
+
+The files are the truth. A row is written down before its file gets its name and struck after its file is gone: a crash
+leaves rows too many, never a file that nobody counts. After a start names are compared with rows all the same, on the
+thread that writes and before it writes: a machine that lost power may have lost rows, and nobody need wait for that.
+
+Lookups never raise and never wait for a disk. What changes the folder raises OSError or CatalogueFault, for the thread
+that writes; it has the lock then, which the engine's thread never takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from kvstrata.disk.account import Account
+from kvstrata.disk.block import BlockId, Tally
+from kvstrata.disk.catalogue import CatalogueFault
+from kvstrata.disk.compare import compare
+from kvstrata.disk.files import make_folder_if_missing
+from kvstrata.disk.folder import CacheFolder, file_name
+from kvstrata.disk.quarantine import Quarantine
+from kvstrata.disk.reasons import Damage, Drop
+from kvstrata.disk.records import Records
+from kvstrata.disk.room import GivenUp, Room
+from kvstrata.disk.row import Row, Totals, read_tally
+from kvstrata.disk.row_index import RowIndex
+from kvstrata.disk.usage import Counters, Event
+
+log = logging.getLogger(__name__)
+
+
+class Shelf:
+    def __init__(
+        self,
+        folder: CacheFolder,
+        *,
+        limit_bytes: int,
+        reserve_bytes: int,
+        quarantine_bytes: int,
+        quarantine_files: int,
+        counters: Counters,
+        is_pinned: Callable[[bytes], bool],
+        tally: Tally,
+    ) -> None:
+        self.folder = folder
+        self.tally = tally
+        self._counters = counters
+        self._lock = threading.RLock()
+        self._is_compared = False
+        self.num_losses = 0  # how often blocks were gone that nobody here removed
+        self.quarantine = Quarantine(
+            folder.quarantine, folder.files, limit_files=quarantine_files, limit_bytes=quarantine_bytes
+        )
+        self.records = Records(folder, counters)
+        self._account = Account(folder, self.quarantine)
+        self._room = Room(
+            folder,
+            self.records,
+            self._account,
+            counters,
+            limit_bytes=limit_bytes,
+            reserve_bytes=reserve_bytes,
+            is_pinned=is_pinned,
+        )
+
+    # Lookups, from any thread.
+
+    @property
+    def index(self) -> RowIndex:
+        return self.records.index
+
+    def has(self, block: BlockId) -> bool:
+        return self.index.row(block) is not None
+
+    def lengths(self, parent: bytes) -> tuple[int, ...]:
+        return self.index.lengths(parent)
+
+    def size(self, block: BlockId) -> int:
+        """On the disk, at least 1: some file systems keep small files elsewhere. 0 where it is not there."""
+        row = self.index.row(block)
+        return 0 if row is None else max(1, row.disk_bytes)
+
+    def contents(self, block: BlockId) -> Mapping[str, int]:
+        """Bytes by label; nothing where it is not there."""
+        row = self.index.row(block)
+        return {} if row is None else read_tally(row.tally)
+
+    def rows(self, under: bytes = b"") -> list[Row]:
+        """Parents before children."""
+        return sorted(self.index.rows(under), key=lambda row: (row.start, row.id.key, row.id.part))
+
+    @property
+    def totals(self) -> Totals:
+        return self.index.totals()
+
+    def disk_bytes(self) -> int:
+        return self._room.disk_bytes()
+
+    def touch(self, blocks: Iterable[BlockId], now: float) -> None:
+        self.records.touch(blocks, now)
+
+    # Changes, on the tier's threads.
+
+    def make_room(self, nbytes: int, kept: frozenset[bytes], *, may_evict: bool) -> None:
+        with self._lock:
+            self._room.make(nbytes, kept, may_evict=may_evict)
+
+    def keep_to_limit(self) -> None:
+        with self._lock:
+            self._room.keep_to_limit()
+
+    def purge(self) -> bool:
+        """Delete the files of some blocks that were taken away. False: there was nothing left to delete."""
+        with self._lock:
+            return self._room.purge()
+
+    def expire(self, oldest: float, kept: frozenset[bytes]) -> float:
+        with self._lock:
+            return self._room.expire(oldest, kept)
+
+    def publish(self, temporary: Path, row: Row, is_wanted: Callable[[], bool]) -> None:
+        """When this returns the block is on the disk under its name. GivenUp where it is not wanted any more."""
+        path = self.folder.path(row.id)
+        files = self.folder.files
+        with self._lock:
+            if not is_wanted():
+                raise GivenUp(Drop.CLEARED)
+            try:
+                if make_folder_if_missing(files, path.parent):
+                    files.sync_folder(self.folder.blocks)
+                self._rename(temporary, path, row)
+                # The file is there from here on, whatever the sync says.
+                is_kept = self.records.publish(row, is_wanted)
+                files.sync_folder(path.parent)
+            finally:
+                self._account.look_at_shard(path.parent)
+                self._account.look_at_catalogue()
+        if not is_kept:
+            raise GivenUp(Drop.CLEARED)
+
+    def _rename(self, temporary: Path, path: Path, row: Row) -> None:
+        """The row first. What has this name already is counted until the new file has it."""
+        self.records.catalogue.add([row])
+        try:
+            self.folder.files.rename(temporary, path)
+        except OSError:
+            self.records.restore(row.id)
+            raise
+
+    def forget(self, block: BlockId) -> None:
+        """A row whose file turned out not to be there, or not to be a file: unless it is by now."""
+        with self._lock:
+            try:
+                is_there = self.folder.files.status(self.folder.path(block)).is_plain
+            except FileNotFoundError:
+                is_there = False
+            except OSError:
+                return
+            row = self.index.row(block)
+            if row is not None and not is_there:
+                self.records.forget([row])
+                self._strike([row])
+
+    def put_away(self, block: BlockId, reason: Damage) -> None:
+        """A damaged file leaves; never raises, because it is a reader that finds one."""
+        self._counters.add(Event.QUARANTINED, reason)
+        log.warning("Quarantined a damaged block of the disk cache (%s): %s", reason, file_name(block))
+        self.index.hide([block])
+        with self._lock:
+            if self.has(block):
+                return  # it was written again meanwhile
+            try:
+                self.quarantine.take(self.folder.path(block), reason)
+            except OSError as error:
+                log.warning("It could not be moved or deleted: %s", error)
+                return
+            row = self.index.leaving.row(block)
+            if row is not None:
+                self.index.left([row])
+                self.records.order.removed([row])
+                self._strike([row])
+
+    def note(self, notes: Mapping[str, int]) -> None:
+        with self._lock, self.records.catalogue.changing():
+            for name, value in notes.items():
+                self.records.catalogue.set_note(name, value)
+        self._account.look_at_catalogue()
+
+    def reopen(self) -> None:
+        """The folder is another than before."""
+        with self._lock:
+            self.records.close_catalogue()
+            self.quarantine.reload()
+            self.records.open()
+            self._account.look_at_all()
+            self._is_compared = False
+            self.num_losses += 1
+
+    def rewrite_if_needed(self) -> None:
+        """The catalogue turned out to be damaged."""
+        with self._lock:
+            if self.records.needs_rewrite:
+                self.records.rewrite()
+                self._account.look_at_catalogue()
+
+    def recheck(self) -> None:
+        """Some of the folder was taken away: what is left is compared again."""
+        with self._lock:
+            self.quarantine.reload()
+            self._is_compared = False
+
+    def compare_once(self) -> None:
+        """Names against rows: what only one side knows is added or removed."""
+        if self._is_compared:
+            return
+        compared = compare(self.folder, self.records, self.quarantine, self._counters, self.tally, self._lock)
+        with self._lock:
+            self.num_losses += compared.has_lost
+            self._account.look_at_all()
+            self._account.look_at_strays(compared.strays)
+            self._is_compared = True
+
+    def close(self) -> None:
+        with self._lock:
+            self.records.close()
+
+    def _strike(self, rows: list[Row]) -> None:
+        try:
+            self.records.strike(rows)
+            self._account.look_at_catalogue()
+        except CatalogueFault as fault:
+            self.records.fail(fault)

@@ -1,0 +1,218 @@
+"""Blocks on their way from the disk into memory, block by block and never more of them than a bound.
+
+Bytes are read by the tier's threads and become arrays here, on the thread that owns MLX, one block between two steps of
+the engine. Half of the bound is for what is read and not yet an array, half for arrays that nobody uses yet: before
+more would come, they are handed on. Does not know what they are used for.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvstrata.attention.parts import SealedPart
+from kvstrata.disk.block import Block, BlockId
+from kvstrata.disk.reader import Loaded, Missing, Ticket
+from kvstrata.disk.tier import DiskTier
+from kvstrata.errors import ConfigError
+from kvstrata.index.ids import TokenIds
+from kvstrata.layers.kinds import Layout
+from kvstrata.spans.blocks import Packed, PackedArray, unpack, unpack_mark
+from kvstrata.spans.marks import Mark
+from kvstrata.store.cold.chains import MARK, Step
+from kvstrata.store.entry import Lease
+
+log = logging.getLogger(__name__)
+
+# A load that cannot pay is given up after this share of the time that computing the tokens would take.
+PATIENCE = 0.03
+
+Arrays = dict[int, SealedPart]  # of one block, by layer
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Blocks that follow each other."""
+
+    blocks: tuple[Arrays, ...]
+    start: int
+    end: int
+
+
+@dataclass(eq=False)
+class Load:
+    """Blocks of a prompt on their way into memory."""
+
+    root: bytes
+    salt: str
+    ids: TokenIds  # all tokens up to the last block's end
+    steps: tuple[Step, ...]  # to be loaded; what comes before is in memory
+    began_s: float
+    on_done: Callable[[Load], None]
+    on_batch: Callable[[Load], None]  # take what has come, to make room for more
+    lease: Lease | None = None  # on what it continues, and on what was taken
+    blocks: list[Arrays] = field(default_factory=list)  # come and not taken
+    num_bytes: int = 0  # of those
+    num_taken: int = 0
+    mark: Mark | None = None
+    ticket: Ticket | None = None
+    is_done: bool = False
+
+    @property
+    def num_come(self) -> int:
+        return self.num_taken + len(self.blocks)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.num_come == len(self.steps)
+
+    @property
+    def num_loaded_tokens(self) -> int:
+        return self.steps[self.num_come - 1].end - self.steps[0].start if self.num_come else 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.steps[-1].end - self.steps[0].start
+
+    def take(self) -> Batch:
+        """What has come since the last time."""
+        steps = self.steps[self.num_taken : self.num_come]
+        batch = Batch(tuple(self.blocks), steps[0].start, steps[-1].end) if steps else Batch((), 0, 0)
+        self.num_taken += len(self.blocks)
+        self.blocks, self.num_bytes = [], 0
+        return batch
+
+    def gives_up_at(self, prefill_tokens_s: float) -> float:
+        """When computing would have been faster, so far; 0: how fast that is is not known."""
+        if not prefill_tokens_s:
+            return math.inf
+        return self.began_s + (self.num_loaded_tokens + PATIENCE * self.num_tokens) / prefill_tokens_s
+
+
+class Loads:
+    """`wake` is called on a thread of the tier when something came: `take_in` should be called soon."""
+
+    def __init__(
+        self, tier: DiskTier, layout: Layout, *, wake: Callable[[], None], bound_bytes: int, clock: Callable[[], float]
+    ) -> None:
+        self._tier = tier
+        self._layout = layout
+        self._wake = wake
+        self._bound_bytes = bound_bytes
+        self._clock = clock
+        self._arrived: deque[tuple[Load, Loaded | Missing]] = deque()  # filled by the tier's threads
+        self._active: dict[Load, None] = {}
+        self.num_unreadable = 0  # blocks that were whole, and of no use
+
+    @property
+    def has_arrived(self) -> bool:
+        return bool(self._arrived)
+
+    @property
+    def unused_bytes(self) -> int:
+        """Arrays that wait to be taken."""
+        return sum(load.num_bytes for load in self._active)
+
+    def begin(
+        self,
+        root: bytes,
+        salt: str,
+        ids: TokenIds,
+        steps: Sequence[Step],
+        *,
+        mark_bytes: int = 0,
+        on_done: Callable[[Load], None],
+        on_batch: Callable[[Load], None],
+    ) -> Load:
+        load = Load(root, salt, ids, tuple(steps), self._clock(), on_done, on_batch)
+        self._active[load] = None
+        wanted, sizes = [BlockId(step.key) for step in steps], [step.nbytes for step in steps]
+        if mark_bytes:
+            # First: without it the rest is of no use.
+            wanted.insert(0, BlockId(steps[-1].key, MARK))
+            sizes.insert(0, mark_bytes)
+        load.ticket = self._tier.read(wanted, lambda came: self._arrive(load, came), root=root, sizes=sizes)
+        return load
+
+    def give_up(self, load: Load) -> None:
+        if load.ticket is not None:
+            load.ticket.cancel()
+        self._end(load)
+
+    def take_in(self, slice_s: float) -> None:
+        """At least one block, then as many as the time allows."""
+        until_s = time.monotonic() + slice_s
+        while self._arrived:
+            load, came = self._arrived.popleft()
+            self._take_in(load, came)
+            if time.monotonic() >= until_s:
+                return
+
+    def _arrive(self, load: Load, came: Loaded | Missing) -> None:
+        self._arrived.append((load, came))
+        self._wake()
+
+    def _take_in(self, load: Load, came: Loaded | Missing) -> None:
+        try:
+            if not load.is_done:
+                self._keep(load, came)
+        finally:
+            came.release()
+
+    def _keep(self, load: Load, came: Loaded | Missing) -> None:
+        if isinstance(came, Missing):
+            self._fail(load)
+            return
+        self._make_room(came.block.nbytes)
+        if load.is_done:
+            return  # there was no room
+        try:
+            if came.block.part == MARK:
+                load.mark = unpack_mark(_packed(came.block))
+                return
+            start, end = came.block.start, came.block.start + came.block.num_tokens
+            load.blocks.append(unpack(self._layout, _packed(came.block), start, end))
+        except Exception as error:
+            # Verified bytes that this version cannot read: a miss, whatever the reason, and never a failed request.
+            self.num_unreadable += 1
+            log.exception("a block of the disk cache cannot be read by this version")
+            if isinstance(error, ConfigError):
+                # It would stand for one that can be read.
+                self._tier.remove([came.block.id])
+            self._fail(load)
+            return
+        load.num_bytes += came.block.nbytes
+        if load.is_whole:
+            self._end(load)
+            load.on_done(load)
+
+    def _make_room(self, nbytes: int) -> None:
+        if self.unused_bytes + nbytes <= self._bound_bytes:
+            return
+        for other in list(self._active):
+            if other.blocks:
+                other.on_batch(other)
+
+    def _fail(self, load: Load) -> None:
+        self.give_up(load)
+        load.on_done(load)
+
+    def _end(self, load: Load) -> None:
+        load.is_done = True
+        self._active.pop(load, None)
+
+
+def _packed(block: Block) -> Packed:
+    arrays: dict[str, PackedArray] = {}
+    for name, tensor in block.tensors.items():
+        octets = np.frombuffer(tensor.view(), np.uint8)
+        arrays[name] = PackedArray(tensor.dtype, tensor.shape, octets)
+    description: dict[str, Any] = dict(block.description)
+    return Packed(arrays, description)

@@ -1,0 +1,146 @@
+"""Changes of precision that were asked for: what they concern, how far they are, and the end of them.
+
+Decides what every entry should be stored as; the mover does it bit by bit, the restorer brings back from the disk.
+Several changes may be under way: each entry follows the last one that concerns it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from kvstrata.spans.plan import Plan
+from kvstrata.store.cold.restore import Restorer
+from kvstrata.store.entry import Entry
+from kvstrata.store.precision.mover import Mover
+from kvstrata.store.precision.requantize import Assessment, Assessor, Change, Progress, Requantizing, in_scope, total_of
+from kvstrata.store.precision.target import Precision
+from kvstrata.store.report import TierUsage
+from kvstrata.store.room import Room
+from kvstrata.store.shelf import Shelf
+
+# Of the bytes that a plan asks for: a span that has fewer is in a lower precision.
+RESTORE_SHARE = 0.9
+
+
+class Changes:
+    """`review` is told of every entry that should be stored in another way, or no longer should. What goes up takes the
+    room that there is: nothing has to go for it."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        precision: Precision,
+        mover: Mover,
+        restorer: Restorer,
+        room: Room,
+        *,
+        puts_away: bool,
+        review: Callable[[Entry], None],
+    ) -> None:
+        self._shelf = shelf
+        self._precision = precision
+        self._mover = mover
+        self._restorer = restorer
+        self._puts_away = puts_away
+        self._review = review
+        self._room = room
+        self._asked: list[Requantizing] = []  # in order, since the last time that none was under way
+
+    def assess(
+        self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None, disk: TierUsage | None
+    ) -> Assessment:
+        """What it would free, and what it would leave alone."""
+        assessor = Assessor(
+            self._precision.options.window,
+            self._restorer.restored_bytes,
+            disk=disk,
+            puts_away=self._puts_away,
+            room_bytes=self._room.left_bytes,
+        )
+        # What was used last goes up first.
+        entries = sorted(self._concerned(change, sequence_entries), key=self._shelf.used_s, reverse=True)
+        return assessor.assess(entries, plan, change)
+
+    def begin(self, change: Change, plan: Plan, assessed: Assessment, *, asked_at_s: float) -> None:
+        """Beside those that are under way, and in their place for the entries that they share."""
+        entries = assessed.entries
+        if not self.is_running:
+            self._asked.clear()
+        before = self._target_before() if change.is_general else None
+        before_bytes = {entry: entry.span.nbytes for entry in entries}
+        for earlier in self._asked:
+            before_bytes |= earlier.leave(entries)
+        self._asked.append(Requantizing(before_bytes, plan, before, self._is_pending, asked_at_s, change.owner))
+        if change.is_general:
+            self._precision.target = plan
+        for entry in entries:
+            self._give_target(entry, plan, change, has_room=entry not in assessed.without_room)
+        self.look()
+
+    def _target_before(self) -> Plan:
+        """What new spans were stored as before the changes that are under way."""
+        running = [change for change in self._asked if change.is_running]
+        return next((change.before for change in running if change.before is not None), self._precision.target)
+
+    def _give_target(self, entry: Entry, plan: Plan, change: Change, *, has_room: bool) -> None:
+        entry.target, entry.goes_up = plan, change.force and has_room
+        entry.asked_at = entry.span.written_end if entry.is_running else None
+        # What was begun for another target goes no further.
+        self._mover.discard(entry)
+        self._restorer.discard(entry)
+        if not change.force and has_room and _is_lower(entry, plan):
+            self._restorer.add(entry)
+        self._shelf.journal.note(entry)
+        self._review(entry)
+
+    def _concerned(self, change: Change, sequence_entries: Collection[Entry] | None) -> list[Entry]:
+        return [entry for entry in self._shelf.entries if in_scope(entry, change, sequence_entries)]
+
+    def _is_pending(self, entry: Entry) -> bool:
+        return self._mover.has(entry) or self._restorer.has(entry)
+
+    def progress(self, owner: str | None = None) -> Progress:
+        """Of all changes since the last time that none was under way, or of those that an owner asked for."""
+        return total_of([change.progress() for change in self._asked_by(owner)])
+
+    def _asked_by(self, owner: str | None) -> list[Requantizing]:
+        return [change for change in self._asked if owner is None or change.owner == owner]
+
+    def look(self) -> None:
+        """Whether one has ended is noticed when somebody looks."""
+        for change in self._asked:
+            change.look()
+
+    @property
+    def is_running(self) -> bool:
+        self.look()
+        return any(change.is_running for change in self._asked)
+
+    def cancel(self, owner: str | None = None) -> Progress:
+        """All of them, or those that an owner asked for. What is not done yet stays as it is; every span is whole. New
+        spans are stored as before the changes."""
+        progress, cancelled = self.progress(owner), self._asked_by(owner)
+        if owner is None:
+            self._precision.target = self._target_before()
+        for change in [change for change in cancelled if change.is_running]:
+            # What runs may have nothing to be encoded now, and would later.
+            for entry in [entry for entry in change.entries if entry.is_running or self._is_pending(entry)]:
+                self._give_up(entry, change.plan)
+        if owner is None:
+            self._restorer.clear()
+        self._asked = [change for change in self._asked if change not in cancelled]
+        return progress
+
+    def _give_up(self, entry: Entry, plan: Plan) -> None:
+        self._restorer.discard(entry)
+        if entry.target is plan:
+            self._mover.discard(entry)
+            entry.target, entry.goes_up, entry.asked_at = None, False, None
+            # One that waits to be trimmed still is.
+            self._review(entry)
+
+
+def _is_lower(entry: Entry, plan: Plan) -> bool:
+    """Whether it is stored in fewer bits than the plan has."""
+    target = plan.token_bytes(entry.span.layout) * entry.span.num_tokens
+    return not entry.is_running and entry.span.kv_bytes < RESTORE_SHARE * target

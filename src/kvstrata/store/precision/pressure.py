@@ -1,0 +1,121 @@
+"""Steps spans down when memory runs short, before anything is thrown away: the ladder at work."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvstrata.codecs.base import Codec
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.spans.plan import Plan
+from kvstrata.store.entry import Entry
+from kvstrata.store.journal import Changed
+from kvstrata.store.precision.ladder import HIGH, LOW, Bits, Floors, Held, Ladder, Move
+from kvstrata.store.precision.target import Precision
+from kvstrata.store.shelf import Shelf
+
+PlanOf = Callable[[str, str], Plan]  # from the names of a K and a V precision
+
+
+@dataclass(frozen=True)
+class LadderOptions:
+    by_pressure: bool = False  # step down as memory fills up
+    by_length: tuple[tuple[int, str], ...] = ()  # (tokens, precision): longer sequences are stored so
+    floors: Floors = field(default_factory=Floors)
+
+
+class Pressure:
+    def __init__(
+        self,
+        shelf: Shelf,
+        plan_of: PlanOf,
+        options: LadderOptions,
+        precision: Precision,
+        review: Callable[[Entry], None],
+    ) -> None:
+        self._shelf = shelf
+        self._plan_of = plan_of
+        self._options = options
+        self._precision = precision
+        self._review = review  # has an entry brought to its target, in time
+        self._by_length = [(tokens, plan_of(name, name)) for tokens, name in options.by_length]
+        self._sizes: dict[Bits, float] = {}  # bytes of a token
+        self._ladder: Ladder[Entry] = Ladder(options.floors, self._token_bytes)
+        self._changed: Changed = shelf.journal.reader()
+        self.num_steps = 0
+        self._in_vain_bytes = 0  # with so much in use there was nothing left to step down
+
+    def relieve(self, used_bytes: int, limit_bytes: int) -> None:
+        """Ahead of need. Begins late and goes on for a while, so that it does not saw."""
+        if used_bytes <= HIGH * limit_bytes:
+            self._in_vain_bytes = 0
+        elif used_bytes > self._in_vain_bytes:
+            before = self.num_steps
+            self.make_room(int(used_bytes - LOW * limit_bytes))
+            self._in_vain_bytes = used_bytes if self.num_steps == before else 0
+
+    def make_room(self, need_bytes: int) -> None:
+        """Let spans step down until so much would be free, as far as the floors allow."""
+        if not self._options.by_pressure or need_bytes <= 0:
+            return
+        self._look()
+        for move in self._ladder.choose(need_bytes):
+            self._lower(move.id, self._plan_after(move))
+
+    def _look(self) -> None:
+        """Where the entries stand that have changed."""
+        for entry in self._changed.take():
+            if entry in self._shelf.entries and entry.span.layers:
+                self._ladder.put(entry, self._held(entry))
+            else:
+                self._ladder.discard(entry)
+
+    def grown(self, entries: set[Entry], num_tokens: int) -> None:
+        """A sequence that holds these has so many tokens now."""
+        plans = [plan for tokens, plan in self._by_length if num_tokens >= tokens]
+        for entry in entries if plans else ():
+            # A longer one that shares it may have taken it further down.
+            if self._precision.lowers(entry, plans[-1]):
+                self._lower(entry, plans[-1])
+
+    def _lower(self, entry: Entry, plan: Plan) -> None:
+        entry.target, entry.goes_up = plan, False
+        self.num_steps += 1
+        self._review(entry)
+
+    def _held(self, entry: Entry) -> Held:
+        specs = self._precision.layout.flat()
+        layers = [(8 * specs[i].dtype.size, pairs) for i, pairs in self._precision.expected(entry).items()]
+        # Layers at the edges keep more bits: the others tell how far it has stepped down.
+        bits = Bits(
+            k=min(max(_bits(k, raw_bits) for k, _ in pairs) for raw_bits, pairs in layers),
+            v=min(max(_bits(v, raw_bits) for _, v in pairs) for raw_bits, pairs in layers),
+        )
+        if entry.is_running:
+            return Held(bits, entry.span.sealable_tokens(self._precision.options.window), math.inf)
+        return Held(bits, entry.span.num_tokens, self._shelf.used_s(entry))
+
+    def _plan_after(self, move: Move[Entry]) -> Plan:
+        wanted = self._precision.wanted(move.id)
+        k = wanted.k if move.after.k == move.before.k else _name(move.after.k)
+        v = wanted.v if move.after.v == move.before.v else _name(move.after.v)
+        return self._plan_of(k, v)
+
+    def _token_bytes(self, bits: Bits) -> float:
+        """What cannot step down counts like raw: only differences matter."""
+        if bits not in self._sizes:
+            self._sizes[bits] = self._plan_of(_name(bits.k), _name(bits.v)).token_bytes(self._precision.layout)
+        return self._sizes[bits]
+
+
+def _bits(codec: Codec, raw_bits: int) -> int:
+    if isinstance(codec, RawCodec):
+        return raw_bits
+    # Another family would have to be decoded and encoded again, at a loss: it stays.
+    return codec.bits if isinstance(codec, PlanesCodec) else 0
+
+
+def _name(bits: int) -> str:
+    return f"planes:{bits}" if 0 < bits <= 8 else "raw"

@@ -1,0 +1,127 @@
+"""What each entry should be stored as, and the jobs that bring it there.
+
+New spans follow the target. A change that somebody asked for gives entries a target of their own, which holds for those
+that run too; without it the values under a running sequence do not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvstrata.attention.parts import SealedPart
+from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.layers.sequence import Pair
+from kvstrata.spans.gather import gathering, is_gathered
+from kvstrata.spans.marks import Mark
+from kvstrata.spans.plan import Plan, raw_plan
+from kvstrata.spans.rewrite import LayerProgress, lower_of
+from kvstrata.spans.span import RawWindow
+from kvstrata.store.entry import Entry
+from kvstrata.store.precision.mover import Job
+
+
+@dataclass(frozen=True)
+class PrecisionOptions:
+    min_quantize_tokens: int = 256  # shorter sequences stay raw: their overhead exceeds what is saved
+    live: bool = False  # running sequences are encoded too
+    gathers: bool = False  # planes of layers that are stored alike become rows of one array
+    window: RawWindow = field(default_factory=RawWindow)  # but for this
+
+
+class Precision:
+    def __init__(self, layout: Layout, target: Plan, options: PrecisionOptions) -> None:
+        self.layout = layout
+        self._raw = raw_plan(layout)
+        self.target = target  # of new spans
+        self.options = options
+        self._sizes: dict[tuple[str, str], float] = {}  # bytes of a token
+
+    def plan_for(self, entry: Entry) -> Plan | None:
+        """What it should be stored as now; None: as it is."""
+        if entry.is_stuck:
+            return None
+        span, wanted = entry.span, self.wanted(entry)
+        if entry.is_running:
+            return wanted if self._has_to_seal(entry, wanted) else None
+        done = all(span.settles(layer, wanted.pairs[layer], upward=entry.goes_up) for layer in span.layers)
+        done = done and all(self._mark_settles(mark, wanted) for mark in span.marks.values())
+        return None if done and (not self.options.gathers or is_gathered(span)) else wanted
+
+    def wanted(self, entry: Entry) -> Plan:
+        """What it should be stored as, or lower; of a running one what is to be encoded."""
+        if entry.target is not None:
+            return entry.target
+        if (entry.is_running or entry.num_leases) and not self.options.live:
+            # Its owner and its readers go on over the values that they began with.
+            return self._raw
+        return self.target if entry.is_running or entry.span.end >= self.options.min_quantize_tokens else self._raw
+
+    def expected(self, entry: Entry) -> dict[int, list[Pair]]:
+        """The codecs that each layer is under when the work on it is done."""
+        wanted, specs = self.wanted(entry).pairs, self.layout.flat()
+        return {i: [_lower(pair, wanted[i], specs[i]) for pair in entry.span.pairs(i)] for i in entry.span.layers}
+
+    def lowers(self, entry: Entry, plan: Plan) -> bool:
+        """Whether a plan takes bits from what it is expected to have."""
+        specs = self.layout.flat()
+        return any(
+            _lower(pair, plan.pairs[layer], specs[layer]) != pair
+            for layer, pairs in self.expected(entry).items()
+            for pair in pairs
+        )
+
+    def pending_bytes(self, entry: Entry) -> int:
+        """What work on it is about to free. Of a running sequence nothing: that is its own."""
+        if entry.is_running:
+            return 0
+        wanted_bytes = self._token_bytes(self.wanted(entry)) * entry.span.num_tokens
+        return max(0, int(entry.nbytes - entry.span.mark_bytes - wanted_bytes))
+
+    def _token_bytes(self, plan: Plan) -> float:
+        # There are many plans, and few pairs of names that they are made from.
+        names = plan.k, plan.v
+        if names not in self._sizes:
+            self._sizes[names] = plan.token_bytes(self.layout)
+        return self._sizes[names]
+
+    def _mark_settles(self, mark: Mark, plan: Plan) -> bool:
+        """Whether its rings are under the plan, or lower. A model may have no other KV."""
+        states = zip(mark.states, plan.pairs, self.layout.flat(), strict=True)
+        rings = [(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedPart)]
+        return all(
+            lower_of(planes.codec, codec, planes.dim, dtype) == planes.codec
+            for ring, pair, dtype in rings
+            for planes, codec in zip((ring.k, ring.v), pair, strict=True)
+        )
+
+    def _has_to_seal(self, entry: Entry, plan: Plan) -> bool:
+        """A running sequence: whether enough has come to be encoded, or what is encoded has to step down."""
+        span, window = entry.span, self.options.window
+        return not plan.is_raw and any(span.has_to_seal(i, plan.pairs[i], window) for i in span.layers)
+
+    def job(self, entry: Entry, plan: Plan) -> Job:
+        return self._seal(entry, plan) if entry.is_running else self._rewrite(entry, plan)
+
+    def _seal(self, entry: Entry, plan: Plan) -> Job:
+        # All layers up to the same token, whatever comes while the job waits for its next turn.
+        span, up_to = entry.span, entry.span.written_end if entry.asked_at is None else entry.asked_at
+        entry.asked_at = None
+        for layer in span.layers:
+            yield from span.sealing(layer, plan.pairs[layer], self.options.window, up_to=up_to)
+            yield
+
+    def _rewrite(self, entry: Entry, plan: Plan) -> Job:
+        # The span is asked for anew at each step: were it kept, an entry that is evicted would keep its memory.
+        for layer in entry.span.layers:
+            progress = LayerProgress()
+            while entry.span.rewrite_some(layer, plan.pairs[layer], progress, upward=entry.goes_up):
+                yield
+            yield
+        yield from entry.span.rewriting_marks(plan)
+        if self.options.gathers:
+            yield from gathering(entry.span)
+
+
+def _lower(pair: Pair, wanted: Pair, spec: LayerSpec) -> Pair:
+    k, v = lower_of(pair[0], wanted[0], spec.k_dim, spec.dtype), lower_of(pair[1], wanted[1], spec.v_dim, spec.dtype)
+    return k, v
