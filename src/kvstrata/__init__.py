@@ -2,15 +2,19 @@
 
 Importing this package before mlx.core is what makes MLX fast on a CPU: the BLAS that the process uses is decided by
 whoever loads one first, so it happens here and nowhere else. Importing it before mlx-lm keeps the limits of open files
-that the process was given.
+that the process was given. Products of float32 stay float32: some GPUs would round what they multiply to ten bits, and
+scores over planes are such products (MLX_ENABLE_TF32=1 in the environment turns that on again).
 """
 
 from __future__ import annotations
+
+import os
 
 from kvstrata.backend.blas_loader import blas
 from kvstrata.backend.open_files import keep_open_files
 
 __version__ = "0.1.0"
 
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
 blas()
 keep_open_files()

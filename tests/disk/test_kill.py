@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-NUM_KILLS = int(os.environ.get("KVSTRATA_KILLS", "30"))
+NUM_KILLS = int(os.environ.get("KVSTRATA_KILLS", "20"))
 NUM_STEPS = 60
 WRONG = (
     "temporaries",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from kvstrata.engine import scratch
+from kvstrata.engine import remembered, scratch
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.memory import MemoryShares, Scratch, limit_for, share_memory
@@ -36,8 +37,13 @@ def shares_of_a_start(architecture: str) -> MemoryShares:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_every_start_gives_the_same_budget(architecture: str) -> None:
-    assert len({shares_of_a_start(architecture) for _ in range(4)}) == 1
+def test_every_start_gives_the_same_budget(architecture: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What was measured once is remembered; measured anew, on a machine that is busy, it is nearly the same."""
+    anew = [shares_of_a_start(architecture).kv_bytes for _ in range(2)]
+    assert max(anew) < 1.1 * min(anew)
+    monkeypatch.setenv("KVSTRATA_HOME", str(tmp_path))
+    monkeypatch.setattr(remembered, "WORTH_KEEPING_S", 0.0)
+    assert len({shares_of_a_start(architecture) for _ in range(3)}) == 1
 
 
 @pytest.mark.parametrize("chunk", [32, 256])

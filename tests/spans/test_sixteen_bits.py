@@ -15,7 +15,7 @@ from kvstrata.spans import rewrite
 from kvstrata.spans.marks import Mark, MarkState, RecurrentState, needs_marks, take_mark
 from kvstrata.spans.plan import RAW, make_plan
 from kvstrata.spans.span import Span, SpanRange, live_span, prefix_of
-from tests.sixteen import NUM_SCORED, NUM_TOKENS, WITH_DTYPES, Error, Sixteen, check, rms, run, scored
+from tests.sixteen import NUM_SCORED, NUM_TOKENS, OFFSET, WITH_DTYPES, Error, Sixteen, check, rms, run, scored
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")
 
@@ -117,16 +117,23 @@ def _is_float(array: mx.array) -> bool:
     return mx.issubdtype(array.dtype, mx.floating)
 
 
-def encoded_error(m: Sixteen, names: tuple[str, str]) -> Error:
+def encoded_error(m: Sixteen, names: tuple[str, str], num_tokens: int = NUM_TOKENS) -> Error:
     """Against the same planes decoded to float32; theirs are the same planes decoded to 16 bits."""
+    ids, before = (m.ids * 20)[:num_tokens], num_tokens - NUM_SCORED
     side, wide_side = (m.model, m.layout), (m.wide, m.wide_layout)
-    span, mark = stored(side, m.ids, BEFORE, make_plan(m.layout, *names).pairs)
-    found = scored(m.model, resumed(side, [SpanRange(span, 0, BEFORE)], mark), m.ids)
+    span, mark = stored(side, ids, before, make_plan(m.layout, *names).pairs)
+    found = scored(m.model, resumed(side, [SpanRange(span, 0, before)], mark), ids)
     wide, wide_mark = decoded(m.wide_layout, span, mark, mx.float32)
-    expected = scored(m.wide, resumed(wide_side, [SpanRange(wide, 0, BEFORE)], wide_mark), m.ids)
+    expected = scored(m.wide, resumed(wide_side, [SpanRange(wide, 0, before)], wide_mark), ids)
     narrow, narrow_mark = decoded(m.layout, span, mark, m.dtype)
-    theirs = scored(m.model, resumed(side, [SpanRange(narrow, 0, BEFORE)], narrow_mark), m.ids)
+    theirs = scored(m.model, resumed(side, [SpanRange(narrow, 0, before)], narrow_mark), ids)
     return Error(rms(found - expected), rms(theirs - expected))
+
+
+@pytest.mark.parametrize("case", ["llama", OFFSET])
+@pytest.mark.parametrize("name", ["raw", "planes:8", "affine:8:g32"])
+def test_more_tokens_than_a_group_has(case: str, name: str) -> None:
+    check(case, "bfloat16", lambda m: encoded_error(m, (name, name), 700))
 
 
 @pytest.mark.parametrize(("case", "dtype"), WITH_DTYPES)

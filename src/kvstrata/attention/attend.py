@@ -64,8 +64,8 @@ def attend(
     if mask == "causal" and sinks is None and cpu.fits(queries, k, v):
         return cpu.prefill(queries, k, v, scale)
     out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
-    if paths.active() == "cpu":
-        # They have decoded this layer already: left lazy, the pass would keep what every layer decoded until its end.
+    if paths.active() == "cpu" or (paths.active() != "cuda" and keys.has_codes):
+        # This layer is decoded already: left lazy, the pass would keep what every layer decoded until its end.
         mx.eval(out)
     return out
 

@@ -105,6 +105,10 @@ class SealedPart:
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
 
+    @property
+    def is_raw(self) -> bool:
+        return isinstance(self.k.codec, RawCodec) and isinstance(self.v.codec, RawCodec)
+
     def arrays(self) -> list[mx.array]:
         return [*self.k.arrays.values(), *self.v.arrays.values()]
 
@@ -118,7 +122,7 @@ class SealedPart:
     @cached_property
     def _cuda_range(self) -> cuda.Range:
         """With tables that are made once."""
-        if isinstance(self.k.codec, RawCodec) and isinstance(self.v.codec, RawCodec):
+        if self.is_raw:
             return cuda.RawRange(self.k.arrays["values"][None], self.v.arrays["values"][None], 0, self.num_tokens)
         return cuda.PlanesRange(self.k, self.v, 0, self.num_tokens)
 
@@ -177,6 +181,12 @@ class Parts:
     """For each row of the batch its parts, oldest first. Stands for the keys and for the values."""
 
     rows: tuple[tuple[Part, ...], ...]
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether some of it has to be decoded before it is a plain array."""
+        wholes = [part.whole if isinstance(part, CutPart) else part for row in self.rows for part in row]
+        return any(isinstance(part, SealedPart) and not part.is_raw for part in wholes)
 
     def joined(self, like: mx.array) -> tuple[mx.array, mx.array]:
         """The only row's keys and values as plain arrays."""

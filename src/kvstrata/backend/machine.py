@@ -60,7 +60,7 @@ def device() -> Device:
 
 
 def max_arrays() -> int | None:
-    """That MLX can have allocated at once; None: any number. Metal alone counts them."""
+    """How many arrays MLX can have allocated at once; None: any number. Metal alone counts them."""
     import mlx.core as mx
 
     if not mx.metal.is_available():

@@ -9,19 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention.attend import attend
+from kvstrata.attention.attend import kernels as attention_kernels
 from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
-from kvstrata.codecs import products
+from kvstrata.codecs import paths, products
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
 
 HEADS, KV_HEADS, DIM = 8, 2, 128
 TOKENS, OWN_TOKENS, CUT = 1000, 37, 700
+ONE = 1  # a new buffer begins with one token
 TIMED_TOKENS, TIMED_KV_HEADS = 8192, 8
 OFFSET = 6.0  # of keys: what they have in common is far larger than what differs
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -47,13 +50,20 @@ class Check:
 @dataclass(frozen=True)
 class Timing:
     what: str
-    milliseconds: float
+    milliseconds: float | None  # None: it could not be run
     gigabytes_s: float | None = None
+    reason: str = ""  # why it could not be run
 
 
 def checks() -> list[Check]:
     return [
         *(_tried(f"16-bit scores, {name}", 1e-4, lambda d=dtype: _scores_error(d)) for name, dtype in _halves()),
+        *(
+            _tried(
+                f"attention beside one new token, {name}", ALLOWED[name], lambda d=d: _attention_error("raw", d, ONE)
+            )
+            for name, d in _halves()
+        ),
         *(_tried(f"{p} loses", LOSES[p], lambda p=p: _loss(parse(p))) for p in PRECISIONS),
         *(
             _tried(f"attention over {p}, {name}", ALLOWED[name], lambda p=p, d=d: _attention_error(p, d))
@@ -73,7 +83,18 @@ def checks() -> list[Check]:
 
 
 def timings() -> list[Timing]:
-    return [*_copy_timing(), *_codec_timings(), *_attention_timings()]
+    return [timing for times in (_copy_timing, _codec_timings, _attention_timings) for timing in _timed(times)]
+
+
+def kernels() -> dict[str, Any]:
+    """What computes here."""
+    halves = dict(_halves())
+    kinds = [(dtype, DIM, DIM) for dtype in DTYPES.values()]
+    return {
+        "path": paths.active(),
+        "attention": attention_kernels(kinds),
+        "rows_for_16_bit_scores": {name: products.least_rows(dtype) for name, dtype in halves.items()},
+    }
 
 
 def _halves() -> Iterator[tuple[str, mx.Dtype]]:
@@ -88,6 +109,13 @@ def _tried(what: str, allowed: float, measure: Callable[[], float]) -> Check:
         return Check(what, None, allowed, f"{type(error).__name__}: {error}"[:300])
 
 
+def _timed(times: Callable[[], Iterator[Timing]]) -> Iterator[Timing]:
+    try:
+        yield from times()
+    except Exception as error:  # noqa: BLE001
+        yield Timing(times.__name__.strip("_"), None, reason=f"{type(error).__name__}: {error}"[:300])
+
+
 def _scores_error(dtype: mx.Dtype) -> float:
     q, k = (_normal((KV_HEADS, rows, DIM), rows, OFFSET).astype(dtype) for rows in (4, TOKENS))
     expected = _wide(q) @ _wide(k).swapaxes(-1, -2)
@@ -100,8 +128,8 @@ def _loss(codec: Codec) -> float:
     return float(np.sqrt(np.mean((_wide(decoded) - _wide(x)) ** 2)) / np.std(_wide(x)))
 
 
-def _attention_error(precision: str, dtype: mx.Dtype, *, is_cut: bool = False) -> float:
-    parts = _parts(parse(precision), dtype, is_cut=is_cut)
+def _attention_error(precision: str, dtype: mx.Dtype, own_tokens: int = OWN_TOKENS, *, is_cut: bool = False) -> float:
+    parts = _parts(parse(precision), dtype, own_tokens, is_cut=is_cut)
     q = (_normal((1, HEADS, 1, DIM), 6) / 2).astype(dtype)
     keys = Parts((parts,))
     found = _wide(attend(q, keys, keys, None, DIM**-0.5, None))
@@ -111,14 +139,14 @@ def _attention_error(precision: str, dtype: mx.Dtype, *, is_cut: bool = False) -
     return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
-def _parts(codec: Codec, dtype: mx.Dtype, *, is_cut: bool) -> tuple[Part, ...]:
+def _parts(codec: Codec, dtype: mx.Dtype, own_tokens: int, *, is_cut: bool) -> tuple[Part, ...]:
     k, v = (_normal((KV_HEADS, TOKENS, DIM), seed, offset).astype(dtype) for seed, offset in ((4, OFFSET), (5, 0.0)))
     if isinstance(codec, RawCodec):
         sealed = SealedPart(codec.adopt(k), codec.adopt(v))
     else:
         sealed = SealedPart(codec.encode(k), codec.encode(v))
-    own_k, own_v = (_normal((1, KV_HEADS, OWN_TOKENS, DIM), seed, offset) for seed, offset in ((7, OFFSET), (8, 0.0)))
-    own = RawPart(own_k.astype(dtype), own_v.astype(dtype), OWN_TOKENS)
+    own_k, own_v = (_normal((1, KV_HEADS, own_tokens, DIM), seed, offset) for seed, offset in ((7, OFFSET), (8, 0.0)))
+    own = RawPart(own_k.astype(dtype), own_v.astype(dtype), own_tokens)
     return (CutPart(sealed, 0, CUT) if is_cut else sealed, own)
 
 

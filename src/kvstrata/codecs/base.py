@@ -60,7 +60,7 @@ class Planes:
     position: int  # of the first token, in its sequence
     dim: int
     segments: Segments = ()  # tokens under each mean, for a codec that has means
-    is_gathered: bool = False  # its arrays are rows of arrays that other layers share (spans/gather.py)
+    gathered: int = 0  # its arrays are rows of arrays that others with this number share; 0: they are its own
 
     def __post_init__(self) -> None:
         expected = self.codec.layout(Extent(self.dim, self.num_tokens, len(self.segments)))

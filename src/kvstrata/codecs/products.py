@@ -1,8 +1,9 @@
-"""Products with 16-bit keys and values that keep what float32 has, without a float32 copy of them.
+"""Products with 16-bit keys and values that lose no more than rounding their result, without a float32 copy of them.
 
 MLX adds up in float32 and rounds what it returns to the arrays' dtype: a score of 300 comes back as a multiple of 2 in
 bfloat16. So the product is computed once more, less what came back: that difference is small, and rounding it costs
-nothing. Weights are split into a 16-bit number and its rest, which ride through one product as two rows.
+nothing. Weights are split into a 16-bit number and its rest, which ride through one product as two rows; the sum of
+each part is rounded to 16 bits, as what attention returns is.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ TRIED_ROWS = (1, 2)
 TRIED_TOKENS, TRIED_DIM = 96, 64
 # Of the largest score. Sixteen bits alone are at 4e-3 (bfloat16) and 5e-4 (float16).
 WRONG_BY = 5e-5
+REST_SCALE = 2048.0
 
 
 def scores(q: mx.array, k: mx.array, scale: float = 1.0) -> mx.array:
     """q [..., queries, dim], k [..., tokens, dim] -> float32 [..., queries, tokens], times `scale`"""
     keys, num_queries = k.swapaxes(-1, -2), q.shape[-2]
-    least = least_rows(k.dtype) if q.dtype == k.dtype != mx.float32 else None
+    is_narrow = q.dtype == k.dtype != mx.float32
+    # A product with one token is one with a vector: there Metal rounds before it subtracts.
+    least = least_rows(k.dtype) if is_narrow and k.shape[-2] > 1 else None
     if least is None:
         return (q.astype(mx.float32) * scale) @ keys.astype(mx.float32)
     if num_queries < least:
@@ -39,10 +43,11 @@ def mix(weights: mx.array, v: mx.array) -> mx.array:
     if v.dtype == mx.float32:
         return weights @ v
     near = weights.astype(v.dtype)
-    rest = (weights - near).astype(v.dtype)
+    # Made larger, because the rest of a small weight is smaller than the smallest number that float16 has.
+    rest = ((weights - near) * REST_SCALE).astype(v.dtype)
     both = mx.concatenate([near, rest], axis=-2) @ v
     near, rest = mx.split(both.astype(mx.float32), 2, axis=-2)
-    return near + rest
+    return near + rest / REST_SCALE
 
 
 @cache

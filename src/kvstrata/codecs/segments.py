@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 GROUP_TOKENS = 256
-MAX_TABLES = 16  # of a hundred thousand tokens each: 13 MB in all
+MAX_TABLES = 128  # of parts that were joined; of ten thousand tokens each they take 10 MB in all
 
 Segments = tuple[int, ...]
 
@@ -45,20 +45,29 @@ def spread(by_segment: mx.array, segments: Segments, axis: int) -> mx.array:
     """One entry for each segment -> one for each token."""
     if len(segments) == 1:
         return by_segment  # broadcasts
-    return mx.take(by_segment, _segment_of_token(segments), axis=axis)
+    if not _is_regular(segments):
+        return mx.take(by_segment, _segment_of_token(segments), axis=axis)
+    start = GROUP_TOKENS - segments[0]
+    groups = mx.repeat(by_segment, GROUP_TOKENS, axis=axis)
+    return mx.split(groups, [start, start + sum(segments)], axis=axis)[1]
 
 
 def sums(p: mx.array, segments: Segments) -> mx.array:
     """[..., tokens] -> [..., segments]"""
-    first, *middle, last = segments if len(segments) > 1 else (*segments, 0)
-    if not any(size != GROUP_TOKENS for size in middle):
-        # As it was encoded: read where it lies.
-        head, groups, tail = mx.split(p, [first, sum(segments) - last], axis=-1)
-        ends = [mx.sum(end, axis=-1, keepdims=True) for end in (head, tail)]
-        whole = [mx.sum(mx.unflatten(groups, -1, (-1, GROUP_TOKENS)), axis=-1)] if middle else []
-        return mx.concatenate([ends[0], *whole, *ends[1 : len(segments)]], axis=-1)
+    if len(segments) == 1:
+        return mx.sum(p, axis=-1, keepdims=True)
+    if _is_regular(segments):
+        head, groups, tail = mx.split(p, [segments[0], sum(segments[:-1])], axis=-1)
+        first, last = (mx.sum(end, axis=-1, keepdims=True) for end in (head, tail))
+        whole = [mx.sum(mx.unflatten(groups, -1, (-1, GROUP_TOKENS)), axis=-1)] if len(segments) > 2 else []
+        return mx.concatenate([first, *whole, last], axis=-1)
     padded = mx.pad(p, [(0, 0)] * (p.ndim - 1) + [(0, 1)])
     return mx.sum(mx.take(padded, _tokens_of_segment(segments), axis=-1), axis=-1)
+
+
+def _is_regular(segments: Segments) -> bool:
+    """As it was encoded: nothing was joined inside a group. Then no table is needed."""
+    return all(size == GROUP_TOKENS for size in segments[1:-1])
 
 
 # Every layer asks for the same ones at every step.

@@ -15,6 +15,8 @@ from kvstrata.codecs.segments import GROUP_TOKENS
 
 # More tiles save little: what is read and written is then what counts.
 MOST_TILES = 8
+# An array of so many values is one tile: its scratch is some MiB.
+SMALL_VALUES = 1 << 18
 
 
 def encode_tiles(
@@ -22,7 +24,7 @@ def encode_tiles(
 ) -> dict[str, mx.array]:
     """Planes of [..., tokens, dim], the first token at `position`. Tiles end where segments do."""
     tiles: list[dict[str, mx.array]] = []
-    for start, end in _ranges(position, x.shape[-2]):
+    for start, end in _ranges(position, x.shape[-2], x.size):
         tiles.append(encode(x[..., start:end, :], position + start))
         mx.eval(list(tiles[-1].values()))
     return {name: _joined([tile[name] for tile in tiles]) for name in tiles[0]}
@@ -30,7 +32,7 @@ def encode_tiles(
 
 def decode_tiles(planes: Planes, decode: Callable[[Planes], mx.array]) -> mx.array:
     tiles: list[mx.array] = []
-    ranges = list(_ranges(planes.position, planes.num_tokens))
+    ranges = list(_ranges(planes.position, planes.num_tokens, planes.num_values))
     for start, end in ranges:
         tiles.append(decode(planes.view(start, end) if len(ranges) > 1 else planes))
         if len(ranges) > 1:
@@ -38,7 +40,10 @@ def decode_tiles(planes: Planes, decode: Callable[[Planes], mx.array]) -> mx.arr
     return _joined(tiles)
 
 
-def _ranges(position: int, num_tokens: int) -> Iterator[tuple[int, int]]:
+def _ranges(position: int, num_tokens: int, num_values: int) -> Iterator[tuple[int, int]]:
+    if num_values <= SMALL_VALUES:
+        yield 0, num_tokens
+        return
     groups = -(-num_tokens // GROUP_TOKENS)
     size = -(-groups // MOST_TILES) * GROUP_TOKENS
     start = 0

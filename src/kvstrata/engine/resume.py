@@ -27,7 +27,7 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.marks import take_mark
-from kvstrata.spans.plan import Plan, make_plan
+from kvstrata.spans.plan import Plan, edges_of, make_plan
 from kvstrata.spans.span import SEAL_TOKENS, RawWindow
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.entry import Found
@@ -255,6 +255,7 @@ def make_resume(
             min_quantize_tokens=storage.min_quantize_tokens,
             live=storage.live,
             gathers=allowed is not None,
+            apart=edges_of(layout, storage.edge_layers),
             window=RawWindow(storage.first_raw_tokens, storage.recent_raw_tokens),
         ),
         ladder=LadderOptions(

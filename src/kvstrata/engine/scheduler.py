@@ -17,9 +17,9 @@ OLDEST_EVERY = 4
 # While nothing decodes a chunk takes about this long, where the speed allows it: a request that comes waits for it.
 CHUNK_S = 0.5
 MIN_CHUNK_TOKENS = 128
-# A chunk beside streams costs some steps of theirs before its first token: on a CPU because BLAS copies all weights for
-# a product of more than one row, and as much again as a pass of its own. With fewer tokens it gets hardly shorter, and
-# the prompt takes several times as long.
+# However few tokens a chunk beside streams has, it costs about one step of theirs: on a CPU because BLAS copies all
+# weights for a product of more than one row. So a chunk of fewer tokens is hardly shorter, and the prompt takes several
+# times as long.
 MIN_BESIDE_TOKENS = 16
 # From one chunk to the next, sizes grow by no more than this: one measurement may be off.
 MAX_GROWTH = 2.0

@@ -20,7 +20,7 @@ CONTENT_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*
 # Defaults of sampling, and our own marker: neither changes what is computed for a prompt.
 OTHER_FILES = {"generation_config.json", "kvstrata.json"}
 BIG_FILE_BYTES = 1 << 20
-MEMORY = "fingerprints"
+NOTES = "fingerprints"
 
 Digests = dict[str, str]
 
@@ -34,7 +34,7 @@ def fingerprint(folder: Path, adapter: Path | None = None) -> str:
         for path in content_files(place):
             identity.update(f"{path.name}\0{_digest(path, digests)}\0".encode())
     if digests != remembered:
-        write_notes(MEMORY, digests)
+        write_notes(NOTES, digests)
     return identity.hexdigest()
 
 
@@ -54,4 +54,4 @@ def _digest(path: Path, digests: Digests) -> str:
 
 
 def _remembered() -> Digests:
-    return {key: digest for key, digest in read_notes(MEMORY).items() if isinstance(digest, str)}
+    return {key: digest for key, digest in read_notes(NOTES).items() if isinstance(digest, str)}

@@ -63,6 +63,7 @@ def probe(model: Any, max_kv_size: int | None = None) -> Layout:
         reached = _run_together(model, together)
     except Exception as error:  # noqa: BLE001
         # Whatever a model does with objects that it does not expect.
+        log.info("every sequence gets passes of its own: %s: %s", type(error).__name__, error)
         return dataclasses.replace(alone, reason=f"not over parts: {type(error).__name__}: {error}"[:200])
     bound = _Bound(model, alone, expected)
     if not bound.holds(reached):
@@ -108,7 +109,10 @@ def _mixes(model: Any, layout: Layout, bound: _Bound) -> bool:
         # Whatever a model does with objects that it does not expect: prompts then get passes of their own.
         log.info("no mixed passes: %s: %s", type(error).__name__, error)
         return False
-    return bound.holds(reached)
+    if not bound.holds(reached):
+        log.warning("prompts get passes of their own: mixed ones differ by %.2g of the spread", bound.distance(reached))
+        return False
+    return True
 
 
 def _run_alone(model: Any, layout: Layout, cut: Cut | None = None) -> tuple[list[mx.array], list[SequenceCache]]:

@@ -66,14 +66,18 @@ def raw_plan(layout: Layout) -> Plan:
     return Plan("raw", "raw", (RAW,) * len(layout.flat()))
 
 
+def edges_of(layout: Layout, edge_layers: int) -> frozenset[int]:
+    """The first and the last so many layers that have keys and values."""
+    attention = [i for i, spec in enumerate(layout.flat()) if spec.kind in ("full", "window", "chunked")]
+    return frozenset(attention[:edge_layers] + attention[-edge_layers:]) if edge_layers else frozenset()
+
+
 def make_plan(layout: Layout, k: str, v: str, *, edge_layers: int = 0, edge: str = "planes:8") -> Plan:
     """At least `edge` for K and V of the first and the last `edge_layers` that have any.
 
     Refuses what a layer cannot store.
     """
-    specs = layout.flat()
-    attention = [i for i, spec in enumerate(specs) if spec.kind in ("full", "window", "chunked")]
-    edges = {*attention[:edge_layers], *attention[len(attention) - edge_layers :]} if edge_layers else set()
+    specs, edges = layout.flat(), edges_of(layout, edge_layers)
     pairs = [_pair(spec, k, v, edge if i in edges else None) for i, spec in enumerate(specs)]
     return Plan(k, v, tuple(pairs))
 

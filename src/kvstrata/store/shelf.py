@@ -38,10 +38,12 @@ class Shelf:
         ttl_s: float | None,
         before_eviction: Callable[[Node[Entry]], None],
         evicted: Callable[[Node[Entry], int], None],
+        trimmed: Callable[[Entry], None] = lambda _: None,
         clock: Callable[[], float],
         counts_arrays: bool = False,
     ) -> None:
         self._before_eviction = before_eviction  # the last chance to keep a leaf elsewhere
+        self._trimmed = trimmed  # told which entry has been cut short: it may be stored in another way now
         self._evicted = evicted  # told what of a leaf goes: its tokens from a position on
         self.tree: Tree[Entry] = Tree()
         self.ghosts: Tree[None] = Tree()
@@ -236,6 +238,13 @@ class Shelf:
         self.version += dropped
         return dropped
 
+    def evict_least(self) -> bool:
+        """All of what has expired, or of the leaf that is worth least. False: everything is in use."""
+        chosen = self._eviction.choose(1, self._clock())
+        for drop in chosen:
+            self._evict(drop.leaf, drop.leaf.start)
+        return bool(chosen)
+
     def _evict(self, leaf: Node[Entry], end: int) -> None:
         """What a leaf has from a position on."""
         self._before_eviction(leaf)
@@ -247,6 +256,7 @@ class Shelf:
         self._evicted(leaf, goes_from)
         if leaf.start < end < leaf.end:
             self.trim(leaf, end)
+            self._trimmed(leaf.payload)
         else:
             self.remove(leaf)
 

@@ -78,6 +78,7 @@ class Store:
             ttl_s=options.ttl_s,
             before_eviction=lambda leaf: self.room.before_eviction(leaf),
             evicted=lambda leaf, start: self.room.evicted(leaf, start),
+            trimmed=lambda entry: self._mover.add(entry) if options.precision.gathers else None,
             clock=clock,
             counts_arrays=options.max_arrays is not None,
         )
@@ -265,11 +266,8 @@ class Store:
     def _keep_arrays_few(self) -> None:
         """What is worth least goes while there are more arrays than the machine allows."""
         most = self.options.max_arrays
-        while most is not None and self._shelf.num_arrays > most:
-            num_entries = len(self._shelf.entries)
-            self._shelf.shrink_to(self._shelf.held_bytes - 1)
-            if len(self._shelf.entries) == num_entries:
-                return  # all of them are in use
+        while most is not None and self._shelf.num_arrays > most and self._shelf.evict_least():
+            pass
 
     def _get_stuck(self, entry: Entry, error: Exception) -> None:
         """Every layer of it is whole, as it was or as it should be."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from kvstrata.attention.parts import SealedPart
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import Pair
-from kvstrata.spans.gather import gathering, is_gathered
+from kvstrata.spans.gather import gather_some, has_to_gather
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import Plan, raw_plan
 from kvstrata.spans.rewrite import LayerProgress, lower_of
@@ -24,7 +24,8 @@ from kvstrata.store.precision.mover import Job
 class PrecisionOptions:
     min_quantize_tokens: int = 256  # shorter sequences stay raw: their overhead exceeds what is saved
     live: bool = False  # running sequences are encoded too
-    gathers: bool = False  # planes of layers that are stored alike become rows of one array
+    gathers: bool = False  # planes of layers that are stored alike become rows of one array,
+    apart: frozenset[int] = frozenset()  # but for these layers, which keep more bits than the others
     window: RawWindow = field(default_factory=RawWindow)  # but for this
 
 
@@ -45,7 +46,7 @@ class Precision:
             return wanted if self._has_to_seal(entry, wanted) else None
         done = all(span.settles(layer, wanted.pairs[layer], upward=entry.goes_up) for layer in span.layers)
         done = done and all(self._mark_settles(mark, wanted) for mark in span.marks.values())
-        return None if done and (not self.options.gathers or is_gathered(span)) else wanted
+        return None if done and not (self.options.gathers and has_to_gather(span, self.options.apart)) else wanted
 
     def wanted(self, entry: Entry) -> Plan:
         """What it should be stored as, or lower; of a running one what is to be encoded."""
@@ -118,8 +119,8 @@ class Precision:
                 yield
             yield
         yield from entry.span.rewriting_marks(plan)
-        if self.options.gathers:
-            yield from gathering(entry.span)
+        while self.options.gathers and gather_some(entry.span, self.options.apart):
+            yield
 
 
 def _lower(pair: Pair, wanted: Pair, spec: LayerSpec) -> Pair:
