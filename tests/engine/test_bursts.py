@@ -72,7 +72,7 @@ def num_kept(drive: Drive, seed: int) -> int:
 def step_until_it_waits_for_room(drive: Drive) -> None:
     """First the disk is asked what it has for it."""
     until_s = time.monotonic() + 60
-    while drive.loop._waiting[0].awaits_room_s is None or not drive.loop.is_stalled:
+    while drive.loop._waiting[0].stored.awaits_room_s is None or not drive.loop.is_stalled:
         assert time.monotonic() < until_s
         drive.loop.step()
 

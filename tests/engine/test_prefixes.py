@@ -458,4 +458,4 @@ def test_a_prompt_is_counted_once_when_its_request_begins() -> None:
     after = drive.store.count()
     assert after["queried_tokens"] - before["queried_tokens"] == 299
     assert after["hit_tokens"] - before.get("hit_tokens", 0) == 299
-    assert sequence.asked_twice == 299
+    assert sequence.stored.asked_twice == 299

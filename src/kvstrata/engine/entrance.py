@@ -27,7 +27,8 @@ class Entrance:
         those that run leave. `slice_s`: of work that may be done here and now."""
         if self._store is None:
             return len(requests)
-        self._hold(self._store, [entry for r in requests if r.found is not None for entry in r.found.entries])
+        found = [request.stored.found for request in requests]
+        self._hold(self._store, [entry for each in found if each is not None for entry in each.entries])
         for number, (request, nbytes) in enumerate(zip(requests, own_bytes, strict=True)):
             limit_bytes -= nbytes
             if self._has_to_wait(request, self._store, limit_bytes, slice_s):
@@ -38,17 +39,17 @@ class Entrance:
     def _has_to_wait(self, request: Request, store: Store, limit_bytes: int, slice_s: float) -> bool:
         shrunk = store.shrink_to(limit_bytes, slice_s)
         if shrunk != "awaits_disk":
-            request.awaits_room_s = None
+            request.stored.awaits_room_s = None
             return shrunk == "steps_down"
-        if request.awaits_room_s is None:
-            request.awaits_room_s = self._clock()
+        if request.stored.awaits_room_s is None:
+            request.stored.awaits_room_s = self._clock()
         return self.seconds_left(request) > 0
 
     def seconds_left(self, request: Request) -> float:
         """For which it still waits for the disk to take what has to go; infinite where it does not."""
-        if request.awaits_room_s is None or self._store is None or self._store.cold is None:
+        if request.stored.awaits_room_s is None or self._store is None or self._store.cold is None:
             return math.inf
-        return request.awaits_room_s + self._store.cold.patience_s - self._clock()
+        return request.stored.awaits_room_s + self._store.cold.patience_s - self._clock()
 
     def let_go(self) -> None:
         """Nobody waits here now."""

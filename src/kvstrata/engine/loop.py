@@ -123,8 +123,8 @@ class Loop:
             return None
         for sequence in self._running.values():
             is_own = owner is None or owner_of(sequence.request.salt) == owner
-            if sequence.request.id == request_id and is_own and sequence.filing is not None:
-                return sequence.filing.entries
+            if sequence.request.id == request_id and is_own and sequence.stored.filing is not None:
+                return sequence.stored.filing.entries
         raise InvalidRequest(f"No request {request_id[:80]!r} is running. GET /cache/usage lists those that are.")
 
     def seconds_to_wait(self) -> float:
@@ -305,7 +305,7 @@ class Loop:
                     admit_bytes=self._capacity.admit_bytes(sequence, found),
                     prefill_left=len(sequence.tokens) - 1 - found.num_tokens,
                     chunk_limit=self._resume.next_stop(sequence, found.num_tokens),
-                    follows=self._resume.awaits_disk(sequence) or self._resume.follows(sequence, ahead),
+                    follows=self._resume.awaits_disk(sequence) or self._resume.follow(sequence, ahead),
                 )
             )
             ahead.append(sequence)
@@ -374,7 +374,7 @@ class Loop:
         ):
             return
         self._waiting.remove(sequence)
-        sequence.awaits_room_s = None
+        sequence.stored.awaits_room_s = None
         if is_first:
             self._metrics.prefix_queries.inc(len(sequence.request.prompt))
             self._metrics.prefix_hits.inc(sequence.cached_tokens or 0)

@@ -69,9 +69,9 @@ def _running_bytes(sequences: Iterable[Sequence], budget: Budget) -> int:
 def _sequence(sequence: Sequence, budget: Budget) -> SequenceUsage:
     if sequence.cache is None:
         return SequenceUsage(sequence.request.id, 0, ())
-    lease = sequence.filing.lease if sequence.filing else None
+    lease = sequence.stored.filing.lease if sequence.stored.filing else None
     parts = [_shared(run, lease.readers(run.span)) for run in lease.ranges] if lease else []
-    readers = 1 + (sequence.filing.entry.num_leases if sequence.filing else 0)
+    readers = 1 + (sequence.stored.filing.entry.num_leases if sequence.stored.filing else 0)
     parts += _own(sequence.cache, budget, readers)
     return SequenceUsage(sequence.request.id, sequence.cache.num_tokens, tuple(parts))
 

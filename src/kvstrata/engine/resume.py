@@ -67,51 +67,52 @@ class Resume:
         if self.store is None:
             return NOTHING
         self.store.expire()
-        if sequence.found is None or sequence.found_version != self.store.version:
-            sequence.found = self.store.find(sequence.ids()[:-1], sequence.request.salt)
-            sequence.found_version = self.store.version
-        return sequence.found
+        if sequence.stored.found is None or sequence.stored.found_version != self.store.version:
+            sequence.stored.found = self.store.find(sequence.ids()[:-1], sequence.request.salt)
+            sequence.stored.found_version = self.store.version
+        return sequence.stored.found
 
     def fetch(self, sequence: Sequence, prefill_tokens_s: float) -> None:
         """Go on with what the disk has for it: ask, load if that pays, and hand it to the store. Never waits."""
         if self._fetches is None:
             return
-        prompt, salt = sequence.ids()[:-1], sequence.request.salt
-        if not sequence.looked_on_disk:
-            sequence.looked_on_disk = True
-            sequence.lookup = self._fetches.look(prompt, salt)
-        lookup, load = sequence.lookup, sequence.load
-        if lookup is not None and lookup.is_done:
-            sequence.lookup = None
-            load = sequence.load = self._fetches.load(lookup.answer, prompt, salt, prefill_tokens_s=prefill_tokens_s)
+        prompt, salt, stored = sequence.ids()[:-1], sequence.request.salt, sequence.stored
+        if not stored.looked_on_disk:
+            stored.looked_on_disk = True
+            stored.lookup = self._fetches.look(prompt, salt)
+        if stored.lookup is not None and stored.lookup.is_done:
+            answer, stored.lookup = stored.lookup.answer, None
+            stored.load = self._fetches.load(answer, prompt, salt, prefill_tokens_s=prefill_tokens_s)
+        load = stored.load
         if load is not None and (load.is_done or time.monotonic() >= load.gives_up_at(prefill_tokens_s)):
             self._fetches.promote(load)
-            sequence.load = None
+            stored.load = None
 
     def awaits_disk(self, sequence: Sequence) -> bool:
         """Whether it should wait for what is on its way from the disk, or for what the disk has to say."""
-        if sequence.load is not None:
+        if sequence.stored.load is not None:
             return True
-        return sequence.lookup is not None and time.monotonic() < sequence.lookup.asked_s + LOOKUP_S
+        return sequence.stored.lookup is not None and time.monotonic() < sequence.stored.lookup.asked_s + LOOKUP_S
 
     def seconds_to_wait(self, sequence: Sequence, prefill_tokens_s: float) -> float:
         """Until it should look again what it waits for from the disk; infinite where it waits for nothing."""
         now_s = time.monotonic()
-        if sequence.load is not None:
-            return sequence.load.gives_up_at(prefill_tokens_s) - now_s
-        if sequence.lookup is not None and self.awaits_disk(sequence):
-            return sequence.lookup.asked_s + LOOKUP_S - now_s
+        if sequence.stored.load is not None:
+            return sequence.stored.load.gives_up_at(prefill_tokens_s) - now_s
+        if sequence.stored.lookup is not None and self.awaits_disk(sequence):
+            return sequence.stored.lookup.asked_s + LOOKUP_S - now_s
         return math.inf
 
-    def follows(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
-        """Whether somebody ahead is about to compute what it needs: then it waits and shares that."""
+    def follow(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
+        """Have a sequence ahead, which is about to compute what this one needs, pause where both part. True: there is
+        such a one, so this one waits and shares what it computes."""
         if self.store is None:
             return False
         known = self.found(sequence).num_tokens
         for other in ahead:
             shared = _shared_tokens(sequence, other)
             if shared - known >= MIN_FOLLOW_TOKENS and other.num_computed < shared:
-                other.stops.add(shared)
+                other.stored.stops.add(shared)
                 return True
         return False
 
@@ -120,22 +121,22 @@ class Resume:
 
         What is stored may be less than when it was last looked at. False: it has to go on waiting.
         """
-        sequence.found = None
+        sequence.stored.found = None
         self._withdraw_lookup(sequence)
         if self.store is None:
             sequence.cache = runner.new_cache(capacity_after(0))
             return True
         salt = sequence.request.salt
-        lease = self.store.match(sequence.ids()[:-1], salt, sequence.asked_twice)
+        lease = self.store.match(sequence.ids()[:-1], salt, sequence.stored.asked_twice)
         capacity = capacity_after(lease.num_tokens)
         if not capacity:
             self.store.release(lease)
             return False
-        sequence.asked_twice = lease.asked_twice
+        sequence.stored.asked_twice = lease.asked_twice
         sequence.cache = runner.new_cache(capacity, lease.prefix, sequence.rung.raw_tokens)
-        sequence.filing = self.store.open(lease, sequence.cache, salt)
+        sequence.stored.filing = self.store.open(lease, sequence.cache, salt)
         if sequence.rung.raw_tokens is not None and not self.store.options.precision.live:
-            sequence.filing.entry.target = self.plan(sequence.rung.k, sequence.rung.v)
+            sequence.stored.filing.entry.target = self.plan(sequence.rung.k, sequence.rung.v)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = lease.num_tokens
             sequence.miss = self.store.miss(sequence.ids(), salt)
@@ -149,30 +150,34 @@ class Resume:
 
     def drop_marks(self, sequence: Sequence) -> bool:
         """It runs and has no room to grow. False: it has none."""
-        return self.store is not None and sequence.filing is not None and self.store.drop_marks(sequence.filing)
+        return (
+            self.store is not None
+            and sequence.stored.filing is not None
+            and self.store.drop_marks(sequence.stored.filing)
+        )
 
     def next_stop(self, sequence: Sequence, at: int) -> int | None:
         """How many tokens after `at` its prefill should pause, so that others can resume there. None: it need not."""
         if not self._needs_marks:
             return None
-        stops = [stop - at for stop in sequence.stops if stop > at]
+        stops = [stop - at for stop in sequence.stored.stops if stop > at]
         return min([*stops, self._mark_every - at % self._mark_every])
 
     def after_chunk(self, sequence: Sequence) -> None:
         """What it has computed is open to others from now on."""
-        if sequence.filing is None or sequence.cache is None:
+        if sequence.stored.filing is None or sequence.cache is None:
             return
         at = sequence.cache.num_tokens
-        pauses = at in sequence.stops or at % self._mark_every == 0 or not sequence.prefill_left
+        pauses = at in sequence.stored.stops or at % self._mark_every == 0 or not sequence.prefill_left
         mark = take_mark(sequence.cache) if self._needs_marks and pauses else None
-        sequence.filing.seal(sequence.ids()[:at], mark, is_end=not sequence.prefill_left)
+        sequence.stored.filing.seal(sequence.ids()[:at], mark, is_end=not sequence.prefill_left)
         self._seal_in_time(sequence.cache, sequence.rung, SEAL_TOKENS)
-        self._has_grown(sequence.filing, at)
+        self._has_grown(sequence.stored.filing, at)
 
     def after_step(self, sequence: Sequence) -> None:
         """It has one token more: enough for another piece to be encoded, maybe."""
-        if sequence.filing is not None and sequence.num_generated % SEAL_TOKENS == 0:
-            self._has_grown(sequence.filing, sequence.num_computed)
+        if sequence.stored.filing is not None and sequence.num_generated % SEAL_TOKENS == 0:
+            self._has_grown(sequence.stored.filing, sequence.num_computed)
         if sequence.cache is not None:
             self._seal_in_time(sequence.cache, sequence.rung, sequence.rung.raw_tokens or 0)
 
@@ -201,24 +206,24 @@ class Resume:
     def forget(self, sequence: Sequence) -> None:
         """It will not begin: nobody waits for what is on its way."""
         self._withdraw_lookup(sequence)
-        if sequence.load is not None and self._fetches is not None:
-            self._fetches.forget(sequence.load)
-            sequence.load = None
+        if sequence.stored.load is not None and self._fetches is not None:
+            self._fetches.forget(sequence.stored.load)
+            sequence.stored.load = None
 
     def _withdraw_lookup(self, sequence: Sequence) -> None:
-        if sequence.lookup is not None:
-            sequence.lookup.withdraw()
-            sequence.lookup = None
+        if sequence.stored.lookup is not None:
+            sequence.stored.lookup.withdraw()
+            sequence.stored.lookup = None
 
     def end(self, sequence: Sequence) -> None:
         """It runs no more: what it has computed stays in the store."""
-        if sequence.filing is None or sequence.cache is None:
+        if sequence.stored.filing is None or sequence.cache is None:
             return
         at = sequence.cache.num_tokens
         mark = take_mark(sequence.cache) if self._needs_marks and at > sequence.cache.start else None
-        sequence.filing.seal(sequence.ids()[:at], mark)
-        sequence.filing.end()
-        sequence.filing = None
+        sequence.stored.filing.seal(sequence.ids()[:at], mark)
+        sequence.stored.filing.end()
+        sequence.stored.filing = None
 
 
 def make_resume(
@@ -273,9 +278,9 @@ def _shared_tokens(sequence: Sequence, other: Sequence) -> int:
     """How much of its prompt the other computes too. The last token of a prompt is nobody's to share."""
     if sequence.request.salt != other.request.salt:
         return 0
-    if other.arrival not in sequence.shared:
-        sequence.shared[other.arrival] = _common(sequence.ids()[:-1], other.ids()[:-1])
-    return sequence.shared[other.arrival]
+    if other.arrival not in sequence.stored.shared:
+        sequence.stored.shared[other.arrival] = _common(sequence.ids()[:-1], other.ids()[:-1])
+    return sequence.stored.shared[other.arrival]
 
 
 def _common(a: TokenIds, b: TokenIds) -> int:

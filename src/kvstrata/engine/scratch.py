@@ -91,8 +91,7 @@ def _measured_tokens(runner: Runner, chunk: int) -> int:
 def measure_prefill(runner: Runner, chunk_tokens: int) -> float:
     """Tokens a second, of a pass that is not the first of its size: that one may load kernels."""
     tokens = min(chunk_tokens, TIMED_TOKENS)
-    for _ in range(2):
-        _, seconds = _peak(partial(runner.prefill, runner.new_cache(tokens), [0] * tokens))
+    _, seconds = [_peak(partial(runner.prefill, runner.new_cache(tokens), [0] * tokens))[1] for _ in range(2)]
     return tokens / seconds
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -32,6 +33,22 @@ from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.stop import StopMatcher
 
 
+@dataclass
+class Stored:
+    """What a sequence has in the store, and what it waits for from there. `Resume` sees to it."""
+
+    stops: set[int]  # where others will resume: prefill pauses there if the model needs it
+    filing: Filing | None = None  # its way into the store, while it runs
+    found: Found | None = None  # what the store had for it, when last asked
+    found_version: int = 0
+    asked_twice: int | None = None  # how far an earlier request had its prompt; None: it has not begun yet
+    shared: dict[int, int] = field(default_factory=dict)  # tokens that it has in common with another, by arrival
+    looked_on_disk: bool = False
+    lookup: Lookup[ColdMatch] | None = None  # what the disk was asked for it
+    load: Load | None = None  # what is on its way from the disk for it
+    awaits_room_s: float | None = None  # since when it waits for the disk to take what has to go; None: it does not
+
+
 class Sequence:
     def __init__(self, request: Request, sink: Sink, max_tokens: int, arrival: int) -> None:
         self.request = request
@@ -42,17 +59,8 @@ class Sequence:
         self.rung = RAW  # how it is held while it runs
         self.num_launched = 0  # tokens of the reply, those in flight included
         self.cached_tokens: int | None = None  # of the prompt, when it first began; None: it has not yet
-        self.filing: Filing | None = None  # its way into the store, while it runs
-        self.stops = set(request.resume_at)  # where others will resume: prefill pauses there if the model needs it
-        self.found: Found | None = None  # what the store had for it, when last asked
-        self.found_version = 0
-        self.lookup: Lookup[ColdMatch] | None = None  # what the disk was asked for it
-        self.load: Load | None = None  # what is on its way from the disk for it
-        self.looked_on_disk = False
-        self.awaits_room_s: float | None = None  # since when it waits for the disk to take what has to go; None: no
-        self.asked_twice: int | None = None  # how far an earlier request had its prompt; None: it has not begun yet
+        self.stored = Stored(set(request.resume_at))
         self.miss = ""  # why not more of the prompt was found
-        self.shared: dict[int, int] = {}  # tokens that it has in common with another, by arrival
         self._ids = np.empty(0, np.int32)
         self._sampler: Sampler | None = None
         self.submitted_s = time.monotonic()
