@@ -181,7 +181,7 @@ def test_the_engine_is_woken_when_the_disk_has_taken_something(tmp_path: Path, m
 
 
 def leave_room_for_one(loop: Loop) -> None:
-    loop.budget = dataclasses.replace(loop.budget, total_bytes=1000 * loop.budget.token_bytes)
+    loop._capacity.budget = dataclasses.replace(loop.budget, total_bytes=1000 * loop.budget.token_bytes)
 
 
 def logged_at_the_end(

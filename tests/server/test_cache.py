@@ -164,7 +164,7 @@ def test_what_does_not_fit_beside_pins_is_refused_and_not_tried_again(stream: bo
 
         def leave_room(loop: Loop) -> None:
             pinned_bytes = loop.usage().tiers["hot"].nbytes
-            loop.budget = replace(loop.budget, total_bytes=pinned_bytes * 3 // 2)
+            loop._capacity.budget = replace(loop.budget, total_bytes=pinned_bytes * 3 // 2)
 
         served.server.service.engine.ask(leave_room).result(60)
         with served.openai() as client, pytest.raises(openai.BadRequestError) as refused:

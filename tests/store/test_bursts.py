@@ -55,10 +55,18 @@ def test_a_burst_gets_to_the_disk_through_a_small_queue(queue_bytes: int, tmp_pa
 
 
 def test_the_ladder_and_the_disk_together_lose_nothing(tmp_path: Path) -> None:
-    ladder = LadderOptions(by_pressure=True)
-    with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=9 * MIB // 16, ladder=ladder) as store:
+    ladder, goes_on = LadderOptions(by_pressure=True), threading.Event()
+    files = FaultyFiles(before={"sync": wait_for(goes_on)})
+    with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=9 * MIB // 16, ladder=ladder, files=files) as store:
         fill(store)
-        # How much steps down and how often it waits depends on how fast the disk is: what it has goes first.
+        # As long as the disk takes nothing, spans step down as far as they may; then the store waits for it.
+        assert store.shrink_to(MIB // 2, 0.0) == "steps_down"
+        while not store._mover.idle:
+            store._mover.work(1.0)
+        assert store.shrink_to(MIB // 2, 0.0) == "awaits_disk"
+        assert set(store.usage().by_precision) == {"planes:4"}
+        assert [store.find(chat, "").num_tokens for chat in CHATS] == [1024] * 10
+        goes_on.set()
         shrink_with_the_disk(store, MIB // 2)
         assert store.held_bytes <= MIB // 2
         assert [num_found(store, chat) for chat in CHATS] == [1024] * 10
