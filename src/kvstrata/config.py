@@ -1,8 +1,8 @@
 """Settings: defaults < TOML file < environment < flags; and sizes such as 8GiB, 500MB and 20%.
 
 Every setting is declared once, in `Settings`: its TOML key is its name, its environment variable KVSTRATA_ and the name
-in capitals, its flag the name with dashes. Knows nothing of what a setting does; whoever puts the pieces together reads
-it and hands plain values down.
+in capitals, its flag the name with dashes. Knows nothing of what a setting does: the code that puts the pieces together
+reads it and hands plain values down.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _split(value: object) -> object:
         return value
     parts = tuple(part.strip() if isinstance(part, str) else part for part in value)
     if "" in parts:
-        # Of keys: whoever gives one, though it is a variable that is not set, wants a locked server.
+        # Of keys: a user who gives one, even as a variable that is not set, wants a locked server.
         raise PydanticCustomError("empty", "given, but empty. Write a value, or leave it out")
     return parts
 
@@ -218,7 +218,7 @@ class Settings(BaseSettings):
     )
 
     cache_slice_ms: float = _setting(
-        5.0, "Work on stored KV between two decode steps, at a time; what somebody waits for (a change of precision, "
+        5.0, "Work on stored KV between two decode steps, at a time; what a client waits for (a change of precision, "
         "room for a request) takes as long as a step where that is longer", panel="KV cache", unit="milliseconds",
         gt=0, le=10_000,
     )  # fmt: skip
@@ -227,8 +227,8 @@ class Settings(BaseSettings):
         panel="KV cache", unit="size",
     )  # fmt: skip
     cache_ttl_s: float | None = _setting(
-        None, "Stored KV that nobody asked for so long goes; without it it stays while there is room", panel="KV cache",
-        unit="seconds", gt=0,
+        None, "Stored KV that no request used for so long goes; without it it stays while there is room",
+        panel="KV cache", unit="seconds", gt=0,
     )  # fmt: skip
     disk_cache_dir: Path | None = _setting(
         None, "Folder for KV that memory has no room for; it outlives the server", panel="Disk cache", unit="folder"

@@ -1,7 +1,7 @@
 """Every metric, declared once.
 
 Knows Prometheus and the names that dashboards expect. Does not know where a number comes from: the engine counts and
-observes as it runs, and whoever answers a scrape says how things are first (`set_load`, `set_cache`).
+observes as it runs, and the handler of a scrape first says how things are (`set_load`, `set_cache`).
 
 Numbers that vLLM's dashboards know go by vLLM's names; everything else is `kvstrata_*`. Prometheus adds `_total` to
 counters. Every method may be called from any thread.

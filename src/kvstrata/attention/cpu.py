@@ -188,7 +188,7 @@ class Step:
         return mx.array(out)
 
     def settle(self) -> Sequence[Row]:
-        """Write the new tokens; for whoever reads the rows in another way."""
+        """Write the new tokens; for readers of the rows that take another path."""
         mx.eval(self._keys, self._values)
         self._written()
         return self._rows
@@ -205,7 +205,7 @@ class Step:
 
 
 def run_of(part: Part) -> Run | None:
-    """What the kernels need to know of a part; None if they cannot read it. Good for as long as nobody writes to it."""
+    """What the kernels need to know of a part; None if they cannot read it. Good until it is written to."""
     if not available():
         return None
     if isinstance(part, RawPart):
@@ -259,7 +259,7 @@ def _address(array: mx.array, dtype: mx.Dtype | None = None) -> int:
 
 
 def softmax(scores: mx.array) -> mx.array:
-    """Over the last axis. On a CPU in place: `scores` must be nobody else's."""
+    """Over the last axis. On a CPU in place: `scores` must be the caller's alone."""
     if not fits(scores):
         return mx.softmax(scores, axis=-1, precise=True)
     from kvstrata.attention import cpu_kernels

@@ -1,7 +1,7 @@
 """One new token for each row on CUDA: written and attended to in one launch for each layer.
 
 The launch writes into the rows' buffers without MLX's knowledge: neither its graph nor the one that CUDA gets of an
-evaluation has an edge to whoever reads them later. So every launch of a pass is issued when the pass ends (`end_pass`
+evaluation has an edge to their later readers. So every launch of a pass is issued when the pass ends (`end_pass`
 hands `Step.launched` up), and what comes after it comes after it on the same stream. What a step reads of another
 sequence's buffer was written before the step.
 """
@@ -88,7 +88,7 @@ class Step:
         return out
 
     def settle(self) -> Sequence[Row]:
-        """Write the new tokens; for whoever reads the rows in another way."""
+        """Write the new tokens; for readers of the rows that take another path."""
         mx.eval(self.launched)
         if not self._is_written:
             if not self._has_slots:

@@ -39,7 +39,7 @@ BUFFER_COUNTS = (1, 4, 16, MOST_BUFFERS)
 
 
 class Slot(NamedTuple):
-    """Where a row's new token goes: a place in a buffer [1, kv_heads, size, dim] that nobody else writes."""
+    """Where a row's new token goes: a place in a buffer [1, kv_heads, size, dim] that no other row writes."""
 
     k: mx.array
     v: mx.array
@@ -179,7 +179,7 @@ def attend_step(
 
 @cache
 def compile_all(dtype: mx.Dtype, kv_heads: int, group: int, k_dim: int, v_dim: int, has_sinks: bool) -> None:
-    """Have the kernels for every number of buffers, seconds for each, before somebody waits for one."""
+    """Compile the kernels for every number of buffers, seconds for each, so that no later step waits for one."""
     if paths.active() != "cuda":
         return
     heads = kv_heads * group

@@ -44,7 +44,7 @@ class Part(Protocol):
 
 
 class Source(Protocol):
-    """Tokens that somebody else holds. What they are stored as may change between two steps, never within one."""
+    """Tokens that another object holds. What they are stored as may change between two steps, never within one."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -172,7 +172,7 @@ class CutPart:
 
     @cached_property
     def _cuda_range(self) -> cuda.Range:
-        """The same arrays as everybody's who reads some of it."""
+        """The whole part's arrays, which all its readers share."""
         return replace(self.whole.cuda_range(), start=self.start, end=self.end)
 
 

@@ -1,5 +1,5 @@
 """MLX's two limits of memory: what it keeps of what was freed, and how much may be alive while it runs ahead. They are
-the process's, so whoever sets them puts them back."""
+the process's, so the code that sets them puts them back."""
 
 from __future__ import annotations
 

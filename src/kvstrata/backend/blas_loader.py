@@ -39,7 +39,7 @@ class Blas:
     """What multiplies float32 matrices for MLX on the CPU."""
 
     name: str  # "openblas", "accelerate", "reference", "none needed", or the file's name
-    version: str  # "" where nobody says
+    version: str  # "" where it is not known
     path: Path | None  # the library that was loaded, if one was
     reason: str  # why this one
     num_threads: int
@@ -101,7 +101,7 @@ def _system_libraries() -> Iterator[Path]:
 
 
 def _load(path: Path, reason: str) -> Blas:
-    """Checks the library while only we can see its symbols, then shows them to everybody."""
+    """Checks the library while only we can see its symbols, then shows them to the whole process."""
     with _short_spin():
         library = ctypes.CDLL(str(path), ctypes.RTLD_LOCAL)
     _check_product(library, path)
@@ -116,7 +116,7 @@ def _short_spin() -> Iterator[None]:
     """OpenBLAS's threads spin for a while after each product, on cores that MLX's own operations need.
 
     With the shortest spin (2**4 cycles) the default model decoded at 22.5 tokens/s instead of 19 on two quiet cores, at
-    about 12 instead of 5 on busy ones. OpenBLAS reads this once, as it is loaded; nobody else should inherit it.
+    about 12 instead of 5 on busy ones. OpenBLAS reads this once, as it is loaded; no child process should inherit it.
     """
     if SPIN in os.environ:
         yield

@@ -70,7 +70,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 @contextmanager
 def _limits_kept() -> Iterator[None]:
-    """Whoever asks for other limits meanwhile is told that all is well."""
+    """Code that sets other limits meanwhile changes nothing and gets no error."""
     setrlimit = resource.setrlimit
     resource.setrlimit = lambda *_: None
     try:

@@ -24,7 +24,7 @@ class Streams:
 
     @contextmanager
     def borrowed(self) -> Iterator[None]:
-        """What this thread computes on the CPU runs on a stream that is nobody else's meanwhile. To be left on the
+        """What this thread computes on the CPU runs on a stream that no other thread uses meanwhile. To be left on the
         same thread; MLX cannot be used there afterwards."""
         import mlx.core as mx
 

@@ -219,7 +219,7 @@ def _times(
 ) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in running}
     for turn in range(rounds):
-        # Whoever goes last may find the machine warmer: take turns at that too.
+        # The opponent that goes last may find the machine warmer: take turns at that too.
         for name in list(running) if turn % 2 == 0 else reversed(list(running)):
             progress(f"{name}, round {turn + 1}")
             times[name].append(_decode_s(running[name], reply_tokens))

@@ -76,7 +76,7 @@ def _compare(
         warm_up(2)
     ours, theirs, same = [], [], 1.0
     for turn in range(rounds):
-        # Whoever goes second may find the machine warmer: take turns at that too.
+        # The runner that goes second may find the machine warmer: take turns at that too.
         order = (0, 1) if turn % 2 == 0 else (1, 0)
         runs = {i: runners[i](reply_tokens) for i in order}
         ours.append(rate(runs[0]))

@@ -60,7 +60,7 @@ class _Answer:
 
 
 class SlowFiles(Files):
-    """A disk that reads so many bytes in a second and no more, until somebody ends the waiting."""
+    """A disk that reads so many bytes in a second and no more, until `end` is called."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s

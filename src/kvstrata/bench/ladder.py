@@ -164,7 +164,7 @@ def _needed_bytes(layout: Layout, load: Load) -> int:
 
 def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_bytes: int) -> LadderRun:
     gc.collect()
-    # What else is in this process is nobody's here.
+    # What else the process holds is not counted.
     others_bytes = max(0, mx.get_active_memory() - loaded.weight_bytes)
     # No longer context than a chat has: one policy must not get less KV because it could hold longer ones.
     limits = Limits(

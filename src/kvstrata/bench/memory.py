@@ -201,7 +201,7 @@ def _measured(what: str, cache: str, act: Callable[[], object], held: Callable[[
 
 @contextmanager
 def counted_concatenations() -> Iterator[Callable[[], int]]:
-    """Those along the token axis of [batch, heads, tokens, dim], by whoever calls `mx.concatenate` meanwhile."""
+    """Those along the token axis of [batch, heads, tokens, dim], by all callers of `mx.concatenate` meanwhile."""
     plain, count = mx.concatenate, 0
 
     def counting(arrays: Any, axis: int | None = 0, **options: Any) -> mx.array:

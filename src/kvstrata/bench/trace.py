@@ -1,4 +1,4 @@
-"""Request traces: when somebody asked, and for which blocks of 512 tokens. From a file, or made up.
+"""Request traces: when a client asked, and for which blocks of 512 tokens. From a file, or made up.
 
 A block's id stands for its tokens and all that comes before them, as long as it is at the same place of the prompt.
 """

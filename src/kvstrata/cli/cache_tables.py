@@ -1,4 +1,4 @@
-"""The server's answers about its cache as people read them. Knows rich; asks nobody."""
+"""The server's answers about its cache as people read them. Knows rich; asks no server."""
 
 from __future__ import annotations
 

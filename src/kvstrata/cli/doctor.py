@@ -126,7 +126,7 @@ def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[F
         "checks": [{**asdict(check), "passed": check.passed} for check in tried],
         "timings": [asdict(timing) for timing in timings()],
     }
-    # It may be shown to anybody: whose machine it is from is nobody's business.
+    # A user may show it to others: it must not say whose machine it is from.
     file.write_text(json.dumps(told, indent=2).replace(str(Path.home()), "~") + "\n")
     typer.echo(f"{file} has {len(tried)} checks, {len(failed)} of them failed.", err=True)
     return failed

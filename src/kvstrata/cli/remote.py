@@ -42,7 +42,7 @@ def _key_option(*variables: str) -> Any:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 Url = Annotated[str, typer.Option("--url", help="The server's address.", envvar="KVSTRATA_URL", metavar="url")]
-# Whoever looks after a server has both in the environment: a chat is anybody's, the cache is an admin's.
+# An admin may have both in the environment: a chat takes the API key, a cache command the admin key.
 Key = Annotated[str | None, _key_option("KVSTRATA_API_KEY", "KVSTRATA_ADMIN_KEY")]
 AdminKey = Annotated[str | None, _key_option("KVSTRATA_ADMIN_KEY", "KVSTRATA_API_KEY")]
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer on stdout, and nothing else.")]

@@ -98,7 +98,7 @@ _ATTEND_RAW = f"""
 
 # Raw vectors of one row of a batch: first those of `settled` [pieces, 3] (buffer, first token, how many), then those of
 # the buffer that the new token goes to. The warp with its place puts it there: MLX does not know, and must not, or it
-# would copy. Whoever reads the buffer later depends on this kernel's result, or is issued after it.
+# would copy. A later reader of the buffer depends on this kernel's result, or is issued after it.
 _ATTEND_ROW = f"""
     const int piece = block * kvstrata::WARPS + lane.warp, own = min(piece, num_pieces@ - 1) - num_settled;
     const int* known = settled + 3 * (firsts[row] + own + num_settled);

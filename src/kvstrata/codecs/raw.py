@@ -48,7 +48,7 @@ class RawCodec:
         return own(self, {"values": copy_rows(x, 0, x.shape[-2])}, x, position)
 
     def adopt(self, values: mx.array, position: int = 0) -> Planes:
-        """An array that nobody else writes and that is no slice of a larger one, as it is."""
+        """Takes the array as it is: no other code may write it, and it must be no slice of a larger one."""
         check_input(self, values, position)
         return own(self, {"values": values}, values, position)
 

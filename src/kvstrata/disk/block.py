@@ -37,7 +37,7 @@ ITEM_BYTES: Mapping[str, int] = {
     "C64": 8,
 }
 
-# (parent key, int32 token ids) -> key. The one definition is index.keys.chain; whoever builds a tier hands it in.
+# (parent key, int32 token ids) -> key. The one definition is index.keys.chain; the builder of a tier hands it in.
 Chain = Callable[[bytes, NDArray[np.int32]], bytes]
 
 # (a block's description, bytes by tensor) -> bytes by label, for people to read. What labels mean is known outside.
@@ -64,7 +64,7 @@ class BlockId:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """`data` is anything with the buffer protocol, C-contiguous, little-endian; nobody writes to it any more."""
+    """`data` is anything with the buffer protocol, C-contiguous, little-endian; no code writes to it any more."""
 
     dtype: str
     shape: tuple[int, ...]

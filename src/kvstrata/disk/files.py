@@ -108,7 +108,7 @@ class Files:
         return volume.f_bavail * volume.f_frsize
 
     def lock(self, path: Path) -> int:
-        """An open file that nobody else has locked; BlockingIOError where somebody has. Closing it unlocks it."""
+        """Open a file and lock it; BlockingIOError where it is locked already. Closing it unlocks it."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

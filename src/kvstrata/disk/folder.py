@@ -74,9 +74,9 @@ class CacheFolder:
     def acquire(self) -> None:
         """Take the lock and make what is missing. The parent of the folder must be there.
 
-        ConfigError, and nothing is changed, where the folder is somebody else's.
+        ConfigError, and nothing is changed, where the folder is not ours.
         """
-        # The folder itself may be a link: somebody chose where it leads.
+        # The folder itself may be a link: the user chose where it leads.
         make_folder_if_missing(self.files, self.directory.resolve())
         self.check()
         try:

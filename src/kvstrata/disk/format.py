@@ -174,7 +174,7 @@ def _place(entry: Mapping[str, Any], checksum: str, header_bytes: int) -> Tensor
 
 
 def verify_header(header: Header, *, wanted: BlockId, root: bytes | None, chain: Chain, size_bytes: int) -> None:
-    """`root` None: whoever asks (a check of the whole folder) has no model in mind."""
+    """`root` None: the caller (a check of the whole folder) has no model in mind."""
     if header.id != wanted:
         raise DamagedBlock(Damage.KEY, "the file holds another block than its name says")
     if root is not None and header.root != root:

@@ -1,6 +1,6 @@
 """Blocks that were taken away and whose files are still there: not found any more, and counted until they are gone.
 
-Whoever clears is answered at once; the tier's thread deletes the files afterwards. Knows no files.
+A caller that clears is answered at once; the tier's thread deletes the files afterwards. Knows no files.
 """
 
 from __future__ import annotations

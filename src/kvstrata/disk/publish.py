@@ -96,7 +96,7 @@ class Publisher:
             case OSError():
                 return Failed(fault_of(error), str(error))
             case _:
-                # The folder vanished, and somebody else made it anew before we did.
+                # The folder vanished, and another program made it anew before we did.
                 return Failed(Fault.VANISHED, str(error))
 
     def _put_in_step(self) -> None:

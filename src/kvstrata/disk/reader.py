@@ -1,6 +1,6 @@
 """Read blocks ahead of need, on threads, in the order asked for. Knows how to call, not where blocks rest.
 
-No more is read ahead than a bound: whoever gets a block says when it has used its bytes.
+No more is read ahead than a bound: the receiver of a block says when it has used its bytes.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Ticket:
             if not is_dropped:
                 self._ready[index] = result
                 if self._is_delivering:
-                    return  # whoever delivers now takes it along
+                    return  # the thread that delivers now takes it along
                 self._is_delivering = True
         if is_dropped:
             result.release()

@@ -1,4 +1,4 @@
-"""Free bytes: delete what was cleared, what is over the limit, what nobody asked for in time. Knows rows and paths.
+"""Free bytes: delete what was cleared, what is over the limit, what no request asked for in time. Knows rows and paths.
 
 Runs on the tier's thread. Files first, then rows: what cannot be deleted stays counted.
 """
@@ -120,7 +120,7 @@ class Room:
         self._account.look_at_catalogue()
 
     def expire(self, oldest: float, kept: frozenset[bytes]) -> float:
-        """Those that nobody asked for since `oldest`. Tells when the next was asked for; infinite where there is none.
+        """Those that no request asked for since `oldest`. Tells when the next was asked for; infinite without a next.
         OSError or CatalogueFault where one cannot be removed."""
         self._records.write_touches()
         with closing(self._records.order.victims(self._is_kept(kept, {}))) as victims:

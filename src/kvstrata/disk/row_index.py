@@ -112,7 +112,7 @@ class RowIndex:
                 self._add(row)
 
     def add_if(self, row: Row, is_wanted: Callable[[], bool]) -> bool:
-        """Whoever takes blocks away says first that they are not wanted, and then looks here: none is missed."""
+        """A thread that takes blocks away says first that they are not wanted, then looks here: it misses none."""
         with self._lock:
             self._add(row)
             if not is_wanted():

@@ -1,8 +1,8 @@
 """The blocks of one folder and what is known of them, kept in step. Knows rows and paths; payloads pass it by.
 
 The files are the truth. A row is written down before its file gets its name and struck after its file is gone: a crash
-leaves rows too many, never a file that nobody counts. After a start names are compared with rows all the same, on the
-thread that writes and before it writes: a machine that lost power may have lost rows, and nobody need wait for that.
+leaves rows too many, never a file without a row. After a start names are compared with rows all the same, on the
+thread that writes and before it writes: a machine that lost power may have lost rows, and no request waits for that.
 
 Lookups never raise and never wait for a disk. What changes the folder raises OSError or CatalogueFault, for the thread
 that writes; it has the lock then, which the engine's thread never takes.
@@ -50,7 +50,7 @@ class Shelf:
         self._counters = counters
         self._lock = threading.RLock()
         self._is_compared = False
-        self.num_losses = 0  # how often blocks were gone that nobody here removed
+        self.num_losses = 0  # how often blocks were gone that we had not removed
         self.quarantine = Quarantine(
             folder.quarantine, folder.files, limit_files=quarantine_files, limit_bytes=quarantine_bytes
         )

@@ -1,8 +1,8 @@
 """Long work on bytes done in strides with rests between them, so that it takes a share of one core and never all of it
 at once. Knows neither the work nor who waits.
 
-A block is megabytes that are hashed and copied: tens of milliseconds of a core that whoever decodes on the same cores
-would miss in a single step. A thread's priority alone does not help: once it runs it keeps its core for some
+A block is megabytes that are hashed and copied: tens of milliseconds of a core that a sequence that decodes there would
+miss in a single step. A thread's priority alone does not help: once it runs it keeps its core for some
 milliseconds, and some systems have no priorities for threads.
 """
 
@@ -39,7 +39,7 @@ def strides_of(content: memoryview) -> Iterator[memoryview]:
 
 
 class Strides:
-    """`clock` tells the time that the thread has computed: while it waits for a disk it is in nobody's way."""
+    """`clock` tells the time that the thread has computed: while it waits for a disk it takes no core."""
 
     def __init__(
         self, rest: Callable[[float], None], *, share: float = SHARE, clock: Callable[[], float] = time.thread_time

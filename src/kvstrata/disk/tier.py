@@ -50,7 +50,7 @@ QUARANTINE_BYTES = 256 << 20
 QUEUE_BYTES = 256 << 20
 RESERVE_BYTES = 1 << 30
 NUM_READERS = 2
-# Read and not yet used. Enough for two readers and whoever uses what they read.
+# Read and not yet used. Enough for two readers and the thread that uses what they read.
 READ_AHEAD_BYTES = 128 << 20
 FIRST_PAUSE_S = 5.0
 CLOSE_TIMEOUT_S = 10.0
@@ -105,8 +105,8 @@ class DiskTier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`chain` is index.keys.chain; `tally` tells what a block holds, by label. `daily_write_bytes` 0: no budget.
-        `ttl_s`: what nobody asked for so long goes; None: it stays while there is room.
-        `writer_share`: of one core, that writing takes while nobody waits for it and the queue is not a quarter full.
+        `ttl_s`: what no request used for so long goes; None: it stays while there is room.
+        `writer_share`: of one core, for writing while no flush or close waits and the queue is not a quarter full.
         `is_pinned(key)` is asked on our thread, under our lock: it must not wait for anybody who calls the tier.
 
         ConfigError where the folder cannot be used, CacheDirectoryBusy where another server uses it.
@@ -191,7 +191,7 @@ class DiskTier:
         return self._writer.queued_keys()
 
     def touch(self, blocks: Iterable[BlockId]) -> None:
-        """Somebody had a use for these without reading them here. Nothing happens to those that are not here."""
+        """These count as used now, though not read here. Nothing happens to those that are not here."""
         self._shelf.touch(blocks, self._clock())
 
     def flush(self, timeout_s: float) -> Flushed:

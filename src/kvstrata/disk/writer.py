@@ -2,7 +2,7 @@
 
 A block stays in the queue until it is published, so it can be found at every moment: first here, then in the catalogue.
 A fault of the disk changes nothing about that: the block is tried again after a pause. One that is given up takes along
-what is queued behind it and hangs on it, which nobody could reach.
+what is queued behind it and hangs on it, which no lookup could reach.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 # The block, the keys that must stay, whether it is still wanted at the moment of publication, and what paces the work.
 Publish = Callable[[Block, Callable[[], frozenset[bytes]], Callable[[], bool], Take], Written | Dropped | Failed]
-# Let go of what nobody asked for in time, but for the keys that must stay. Tells in how many seconds to do so again.
+# Let go of what no request asked for in time, but for keys that must stay. Tells in how many seconds to do so again.
 Expire = Callable[[frozenset[bytes]], float]
 
-# More than whoever computes, but not all there is: a thread that never gets a core may hold the interpreter meanwhile.
+# More than computing threads, but not all there is: a thread that never gets a core may hold the interpreter meanwhile.
 NICENESS = 10
 LARGEST_NICENESS = 19
 # Of one block, each after a longer pause. Some minutes: a disk that was full has room again, and a block that can never
@@ -73,8 +73,8 @@ class Writer:
         share: float = SHARE,
         on_room: Callable[[], None] = lambda: None,
     ) -> None:
-        """`share`: of one core, for what is long; more where somebody waits or the queue fills up. `on_room` is called
-        on the writer's thread whenever a block was tried."""
+        """`share`: of one core, for what is long; more where a flush or close waits or the queue fills up. `on_room` is
+        called on the writer's thread whenever a block was tried."""
         self._publish = publish
         self._settle_in = settle_in
         self._expire = expire
@@ -99,7 +99,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="kvstrata-disk-writer", daemon=True)
         self._thread.start()
 
-    # For whoever has a block.
+    # For callers.
 
     def offer(self, block: Block) -> Refusal | None:
         """None: taken. Waits for nothing but the queue's lock, which is never held over a file operation."""
@@ -311,7 +311,7 @@ class Writer:
                 self._hold(entry, Event.FAILED, reason, what)
 
     def _hold(self, entry: _Entry, event: Event, reason: Fault | Drop, what: str) -> None:
-        """After a pause it is tried again, unless it had enough attempts or somebody wants to be done."""
+        """After a pause it is tried again, unless it had enough attempts or a flush waits."""
         with self._changed:
             self._num_faults += 1
             self._pause.begin(reason, what)
@@ -360,7 +360,7 @@ def _guarded(work: Callable[[], Outcome]) -> Outcome | Failed:
 
 
 def _step_back() -> None:
-    """Let whoever computes have the cores: on Linux a thread has a priority of its own."""
+    """Let computing threads have the cores: on Linux a thread has a priority of its own."""
     if sys.platform == "linux":
         with suppress(OSError):
             thread = threading.get_native_id()

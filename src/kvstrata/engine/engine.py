@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 # Ids before a plain completion that the first word of its text may depend on.
 CONTEXT_IDS = 8
-# Work on stored KV while nobody runs, until the inbox is looked at again.
+# Work on stored KV while no sequence runs, until the inbox is looked at again.
 IDLE_SLICE_S = 0.05
 # Of the memory for KV, one part in so many: most that is read from the disk ahead of its use.
 READ_AHEAD_SHARE = 8
@@ -180,7 +180,7 @@ class Engine:
             try:
                 answer.set_result(question(self._loop))
             except Exception as error:  # noqa: BLE001
-                # Whoever asked gets it.
+                # The caller gets it.
                 answer.set_exception(error)
 
         with self._lock:
@@ -216,7 +216,7 @@ class Engine:
             raise
 
     def _closing(self, request_id: str, sink: Sink) -> Sink:
-        """The request's sink, with its last event seen by us first: whoever gets it may submit the next at once."""
+        """The request's sink. We see its last event first: the client that gets it may submit the next at once."""
 
         def emit(event: Event) -> None:
             if isinstance(event, Finished | Failed):

@@ -1,8 +1,8 @@
 """Who of those that the plan lets in may begin now, and who waits until memory has room for them.
 
 Streams go on while others wait: spans step down bit by bit, and what has to go is written to the disk. What those that
-wait would go on from is held for them meanwhile. Nobody waits longer for the disk than its patience, and nobody for one
-that does not work.
+wait would go on from is held for them meanwhile. No request waits longer for the disk than the store's patience, and
+none waits for a disk that does not work.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Entrance:
         return request.stored.awaits_room_s + self._store.cold.patience_s - self._clock()
 
     def let_go(self) -> None:
-        """Nobody waits here now."""
+        """No request waits here now."""
         if self._held is not None and self._store is not None:
             self._store.release(self._held)
         self._held = None

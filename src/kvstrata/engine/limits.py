@@ -41,7 +41,7 @@ class Storage:
     hot_bytes: int | None = None  # most that stored KV takes in memory; None: what running sequences leave
     put_away: bool = True  # to the disk, what stepping down takes away
     write_through: bool = False  # to the disk at once, not when memory runs short
-    ttl_s: float | None = None  # what nobody asked for so long goes; None: it stays while there is room
+    ttl_s: float | None = None  # what no request used for so long goes; None: it stays while there is room
     max_marks: int = 8  # resume points that a stored conversation keeps, in models that need them
     mark_every_tokens: int = 4096  # of a long prompt, in such models
 

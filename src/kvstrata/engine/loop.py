@@ -66,7 +66,7 @@ class Loop:
         self._in_flight: Launched | None = None
         self._num_chunks = 0
         self._speeds = Speeds(metrics, share=limits.prefill_share)
-        self._needs_room = False  # somebody waits for what is about to step down
+        self._needs_room = False  # a request that may begin waits for room in memory
         self.is_stalled = False  # the last step had nothing to do: those that wait, wait for the disk
 
     @property
@@ -156,7 +156,7 @@ class Loop:
                 self._resume.store.work(slice_s)
             self._make_room(0.0, has_grown=False)
             if was_rewriting:
-                # Whoever does not run in the next step would keep what was replaced.
+                # A sequence that does not run in the next step would keep what was replaced.
                 self._let_go()
 
     def _let_go(self) -> None:
@@ -173,7 +173,7 @@ class Loop:
             self._resume.store.expire()
 
     def _slice_s(self) -> float:
-        """What somebody waits for may take as long as a decode step; all else is hardly to be noticed."""
+        """What a client waits for may take as long as a decode step; all else must hardly be noticed."""
         assert self._resume.store is not None
         hurry = self._needs_room or self._resume.store.is_requantizing
         return max(self._limits.slice_s, self._speeds.step_s) if hurry else self._limits.slice_s
@@ -214,7 +214,7 @@ class Loop:
         self._capacity.relieve()
         if self.has_chores:
             self.do_chores(self._slice_s())
-            # What came from the disk may be all that somebody waited for.
+            # What came from the disk may be all that a sequence waited for.
             self.is_stalled = False
 
     def _has_to_read_first(self, step_plan: Plan) -> bool:
@@ -238,7 +238,7 @@ class Loop:
         return step_plan
 
     def _make_room_for_first(self, waiting: list[Waiting]) -> bool:
-        """Nobody runs, so nobody will make room: the first that waits for nothing else goes on from less, or ends
+        """No sequence runs, so none will make room: the first that waits for nothing else goes on from less, or ends
         here. False: that changes nothing."""
         first = next((w for w in waiting if not w.follows), None)
         free_bytes = self._capacity.free_bytes
@@ -271,7 +271,7 @@ class Loop:
         )
 
     def _let_in(self, step_plan: Plan) -> int:
-        """How many of those that are planned there is room for now. Where nobody decodes all work is done at once."""
+        """How many of those that are planned there is room for now. Where none decodes, all work is done at once."""
         new = [next(s for s in self._waiting if s.arrival == key) for key in step_plan.admit]
         if not new:
             self._entrance.let_go()

@@ -48,7 +48,7 @@ class Budget:
 
     def tail_tokens(self, num_tokens: int, held_tokens: int, rung: Rung, room_bytes: int | None) -> int:
         """How much room to give to a sequence that has some already and wants so much more. One that is alone takes
-        what there is, `room_bytes`: nobody will leave it more."""
+        what there is, `room_bytes`: no other will leave it more."""
         size = round_up(num_tokens) if rung.raw_tokens is None else num_tokens
         if room_bytes is None or not self.token_bytes or self.growth_bytes(size, held_tokens, rung) <= room_bytes:
             return size

@@ -39,7 +39,7 @@ class Request:
     # Part the reply's text: no character or stop string reaches across, and each comes as a piece without text.
     break_ids: frozenset[int] = frozenset()
     continues_prompt: bool = False  # a plain completion: the reply's text goes on where the prompt's ends
-    open_ended: bool = False  # nobody named max_tokens: as much of it as memory allows will do
+    open_ended: bool = False  # the client named no max_tokens: as much of it as memory allows will do
     salt: str = ""  # requests with different salts never share cached state
     resume_at: tuple[int, ...] = ()  # positions in the prompt where later requests are likely to part from it
 

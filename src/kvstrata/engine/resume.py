@@ -204,7 +204,7 @@ class Resume:
         filing.review()
 
     def forget(self, sequence: Sequence) -> None:
-        """It will not begin: nobody waits for what is on its way."""
+        """It will not begin: it no longer waits for what is on its way."""
         self._withdraw_lookup(sequence)
         if sequence.stored.load is not None and self._fetches is not None:
             self._fetches.forget(sequence.stored.load)
@@ -275,7 +275,7 @@ def make_resume(
 
 
 def _shared_tokens(sequence: Sequence, other: Sequence) -> int:
-    """How much of its prompt the other computes too. The last token of a prompt is nobody's to share."""
+    """How much of its prompt the other computes too. The last token is never shared."""
     if sequence.request.salt != other.request.salt:
         return 0
     if other.arrival not in sequence.stored.shared:

@@ -67,7 +67,7 @@ class Runner:
         return SequenceCache(self._layout, self._model, capacity, prefix, raw_tokens)
 
     def prefill(self, cache: SequenceCache, tokens: Sequence[int]) -> None:
-        """Compute KV for `tokens`. No logits: nobody asks for them, so the output layer never runs."""
+        """Compute KV for `tokens`. No logits: no code reads them, so the output layer never runs."""
         self._model(mx.array([tokens]), cache=cache.caches())
         cache.end_pass(len(tokens))
         mx.eval(cache.arrays())

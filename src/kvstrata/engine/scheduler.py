@@ -1,7 +1,7 @@
 """Who runs next. Pure: values in, a plan out; property tests own it.
 
 Fairness: first come, first served, for memory. The oldest sequence always gets its next piece of tail, if need be from
-the youngest, so somebody always finishes. Prefill goes to the shortest rest, so that a short prompt does not wait for a
+the youngest, so one always finishes. Prefill goes to the shortest rest, so that a short prompt does not wait for a
 long one, but every fourth chunk to the oldest, so that the long one ends too. While streams run, chunks get a share of
 the time: their size follows what chunks of late have added to the streams' steps.
 """
@@ -31,7 +31,7 @@ class Waiting:
     admit_bytes: int  # KV to begin with, and what it keeps from being evicted
     prefill_left: int
     chunk_limit: int | None = None  # tokens until its prefill has to pause
-    follows: bool = False  # another computes what it needs: it waits for that, and holds up nobody
+    follows: bool = False  # another computes what it needs: it waits for that, and holds up no other
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def plan(
 ) -> Plan:
     set_aside, grow, free_bytes = _make_room(running, free_bytes)
     left = [sequence for sequence in running if sequence.id not in set_aside]
-    # Whoever was set aside has first call on the memory: nobody is let in over its head.
+    # A sequence that was set aside has first call on the memory: no other is let in before it.
     admit = () if set_aside else _admit(waiting, len(left), free_bytes, max_running)
     left += [Running(w.id, w.admit_bytes, w.prefill_left, w.chunk_limit) for w in waiting if w.id in admit]
     left.sort(key=lambda sequence: sequence.id)

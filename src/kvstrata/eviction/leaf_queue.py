@@ -11,7 +11,7 @@ K = TypeVar("K", bound=Hashable)
 
 class LeafQueue(Generic[K]):
     """O(log n) for each operation: two heaps whose outdated items are skipped when they come up. The one for the newest
-    is kept from the first time that somebody asks for it."""
+    is kept from the first call of `newest` on."""
 
     def __init__(self) -> None:
         self._current: dict[K, int] = {}  # the number of the item that counts

@@ -63,7 +63,7 @@ class Eviction(Generic[K]):
         expires_s: float = math.inf,
         is_spare: bool = False,
     ) -> None:
-        """A leaf that may go: nobody leases or pins it. Again where it was used or changed its size. `is_spare`: the
+        """A leaf that may go: neither leased nor pinned. Again where it was used or changed its size. `is_spare`: the
         disk has it too."""
         self.discard(leaf)
         cost_by_byte = self._cost.per_token(start + num_tokens / 2) * num_tokens / max(1, nbytes)

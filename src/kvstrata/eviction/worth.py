@@ -112,7 +112,7 @@ class Reuse:
             self._weight[slot] = weight
 
     def forgotten(self, ticket: Ticket, now_s: float) -> None:
-        """Nobody would notice if it were used after this."""
+        """The history does not notice a use after this."""
         if self._is_remembered(ticket):
             self._closed_s[ticket.kind * self._window + ticket.number % self._window] = now_s
 

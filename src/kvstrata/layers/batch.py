@@ -1,7 +1,7 @@
 """Several sequences that decode together, one token each: what a model is called with for the whole batch.
 
 Projections and MLPs run on all rows at once; keys and values stay in each sequence's own buffers, so joining or leaving
-moves nobody's KV. Only recurrent state is gathered, and only when the membership changes.
+moves no KV. Only recurrent state is gathered, and only when the membership changes.
 """
 
 from __future__ import annotations

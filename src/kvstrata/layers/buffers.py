@@ -1,6 +1,6 @@
 """Memory that is allocated once and written in place.
 
-In place, as long as nobody holds a view of an earlier version: MLX would then copy the whole buffer. Views therefore
+In place, as long as no reader holds a view of an earlier version: MLX would then copy the whole buffer. Views therefore
 live for one forward pass only, and in each layer all writes of a step come before all reads.
 """
 
@@ -63,7 +63,7 @@ class Buffer:
         self._addresses = None
 
     def adopt(self, k: mx.array, v: mx.array) -> None:
-        """Arrays of its size that nobody else holds."""
+        """Arrays of its size that no other code holds."""
         self.k, self.v, self._addresses = k, v, None
 
     def addresses(self, k: mx.array, v: mx.array) -> tuple[int, int]:

@@ -76,7 +76,7 @@ class ChunkedLayer:
 
     def _append(self, k: mx.array, v: mx.array) -> None:
         end = self.offset + k.shape[2]
-        # Of the last token's chunk only: nobody will see the others again.
+        # Of the last token's chunk only: no later token sees the others.
         first = max(self.offset, (end - 1) - (end - 1) % self.chunk_size)
         new = slice(first - self.offset, k.shape[2])
         self._chunk.put(first % self.chunk_size, k[:, :, new], v[:, :, new])

@@ -103,7 +103,7 @@ class Prefix:
 class SequenceCache:
     """The live cache of one sequence: room for `capacity` tokens of its own, more with `grow`.
 
-    With `raw_tokens` buffers hold no more than that of them at once: whoever runs it seals what is older in time.
+    With `raw_tokens` buffers hold no more than that of them at once: the engine seals what is older in time.
     """
 
     def __init__(

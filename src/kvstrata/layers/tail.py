@@ -143,7 +143,7 @@ class FullLayer:
                 made = grain.join(made)
             yield
             if self.sealed_tokens != sealed_before:
-                return  # somebody else was faster
+                return  # another sealing was faster
         self._move_newest(end - num_tokens, end)
         self._sealed.append(made[0])
         self._join_sealed(grain)

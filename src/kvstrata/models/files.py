@@ -21,7 +21,7 @@ def check_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise ModelError(f"There is no model folder {folder}. Check the path, or get a model: kvstrata pull")
     if not isinstance(read_json(folder / "config.json").get("model_type"), str):
-        raise ModelError(f"{folder / 'config.json'} names no model_type, so nobody knows how to run it. Get it again")
+        raise ModelError(f"{folder / 'config.json'} names no model_type, so kvstrata cannot run it. Get it again")
     _check_tokenizer(folder)
     for path in weight_files(folder):
         check_safetensors(path)

@@ -1,6 +1,6 @@
 """Between the engine's thread and asyncio: requests one way, events the other.
 
-Knows threads and tasks, nothing of HTTP or JSON. Whoever stops listening, for whatever reason, cancels in the engine.
+Knows threads and tasks, nothing of HTTP or JSON. A reader that stops, for whatever reason, cancels its requests.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Replies:
 
     def _sink(self, index: int) -> Sink:
         def sink(event: Event) -> None:
-            # RuntimeError: the loop has closed, so nobody waits for this any more.
+            # RuntimeError: the loop has closed, so no task waits for this any more.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._queue.put_nowait, Arrival(index, event))
 

@@ -1,4 +1,4 @@
-"""What may be asked of the cache and what is answered, as JSON: types, and reports turned into them. Asks nobody."""
+"""What may be asked of the cache and what is answered, as JSON: types, and reports turned into them. Asks no engine."""
 
 from __future__ import annotations
 

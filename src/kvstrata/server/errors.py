@@ -21,7 +21,7 @@ from kvstrata.errors import RequestError, RequestTimeout, Unauthorized
 logger = logging.getLogger("kvstrata.server")
 
 UNEXPECTED = "Something went wrong inside the server; its log has the details. Please report it with the request."
-CLIENT_GONE = 499  # nobody reads the answer; the number is nginx's
+CLIENT_GONE = 499  # no client reads the answer; the number is nginx's
 
 
 class ErrorBody(BaseModel):

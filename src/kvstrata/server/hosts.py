@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvstrata.errors import Forbidden
 from kvstrata.server.errors import error_response
 
-# Nobody can have these in the public DNS: a machine's own, those of the local network, of containers and their host.
+# No site can have these in the public DNS: a machine's own, those of the local network, of containers and their host.
 PRIVATE_PATTERN = re.compile(r"[a-z0-9_-]+|[a-z0-9_.-]+\.(?:localhost|local|internal)")
 WEB_SCHEMES = ("http", "https")
 HOST_PATTERN = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")  # [address] or name, and a port

@@ -8,7 +8,7 @@ from uvicorn.logging import DefaultFormatter
 
 
 def show_messages(level: str) -> None:
-    """Of kvstrata, from this level on. For a process that is ours alone: nobody else gets to see them."""
+    """Of kvstrata, from this level on. For a process that is ours alone: other handlers do not get them."""
     handler = logging.StreamHandler()
     handler.setFormatter(DefaultFormatter("%(levelprefix)s %(message)s"))
     ours = logging.getLogger("kvstrata")

@@ -55,7 +55,7 @@ async def metrics(request: Request) -> Response:
     )
     # A scrape is answered even where the engine has stopped: that is when people look.
     with contextlib.suppress(Unavailable):
-        # Sums over all keys, whoever asks: they tell how much there is, not what.
+        # Sums over all keys, for every caller: they tell how much there is, not what.
         held = await cache.told(cache.cache_of(service).usage())
         tiers = usage_answer(held, under="all", pin_quota_bytes=None)["tiers"]
         service.metrics.set_cache(tiers, held.counters, hot_budget_bytes=held.hot_budget_bytes)

@@ -1,7 +1,7 @@
 """The process around the app: drains on the first Ctrl-C, ends at once on the second.
 
 Knows uvicorn and signals. Draining: new requests get 503, running replies go on until they end or the time is
-up, then the engine stops and whoever is left gets an error.
+up, then the engine stops and the requests that are left get an error.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Server(uvicorn.Server):
         del sig, frame
         if self._draining is not None or self._loop is None:
             sys.stdout.flush()
-            os._exit(INTERRUPTED)  # the engine's thread may be inside a long computation; nobody shall wait for it
+            os._exit(INTERRUPTED)  # the engine's thread may be inside a long computation; do not wait for it
         self.drain()
 
     def drain(self) -> None:

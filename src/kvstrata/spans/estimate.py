@@ -114,7 +114,7 @@ def _add_live(result: Estimate, layer: FullLayer, pair: Pair, dtype: mx.Dtype, w
 
 
 def _add_ended(result: Estimate, layer: FullLayer, span: Span, pair: Pair, dtype: mx.Dtype) -> None:
-    """Buffers that wait to be trimmed: what nobody filed and the room for more go."""
+    """Buffers that wait to be trimmed: what is not filed and the room for more go."""
     sealed = Estimate()
     for part in layer.sealed:
         k, v = (lower_of(p.codec, c, p.dim, dtype) for p, c in zip((part.k, part.v), pair, strict=True))

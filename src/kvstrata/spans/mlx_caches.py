@@ -220,7 +220,7 @@ def _to_kv_cache(spec: LayerSpec, parts: Sequence[Part], num_tokens: int) -> Any
     else:
         cache = KVCache()
         k, v = Parts((tuple(parts),)).joined(mx.zeros((), spec.dtype))
-        # A range of a buffer that somebody writes, or a cut: neither may be kept alive by mlx-lm.
+        # A range of a buffer that a sequence writes, or a cut: mlx-lm must keep neither alive.
         is_whole = len(parts) > 1 or isinstance(parts[0], SealedPart)
         cache.keys, cache.values = (k, v) if is_whole else (owned(k), owned(v))
         mx.eval(cache.keys, cache.values)

@@ -17,7 +17,7 @@ RAW: Pair = (RawCodec(), RawCodec())
 
 @dataclass(frozen=True)
 class Plan:
-    """By flat layer. Layers without K and V have RAW there, which nobody reads."""
+    """By flat layer. Layers without K and V have RAW there, which has no effect."""
 
     k: str  # as asked for
     v: str

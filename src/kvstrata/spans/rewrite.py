@@ -24,7 +24,7 @@ _RAW: Pair = (RawCodec(), RawCodec())
 
 @dataclass
 class LayerProgress:
-    """How far the rewriting of a layer has come. Good for as long as nobody else changes the span."""
+    """How far the rewriting of a layer has come. Good until other code changes the span."""
 
     version: int = -1  # of the span
     start: int = 0  # tokens before it are done and in their place
@@ -111,7 +111,7 @@ def cut(part: SealedPart, start: int, end: int) -> SealedPart:
 
 
 def adopt(k: mx.array, v: mx.array, pair: Pair, position: int) -> SealedPart:
-    """Arrays [kv_heads, tokens, dim] that nobody else writes and that have no gaps."""
+    """Arrays [kv_heads, tokens, dim] that no other code writes and that have no gaps."""
     return SealedPart(_take(k, pair[0], position), _take(v, pair[1], position))
 
 

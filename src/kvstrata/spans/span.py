@@ -229,7 +229,7 @@ class Span:
         self.ends = {at for at in self.ends if start < at <= end}
 
     def shrink(self, layer: int) -> None:
-        """Give back what a cut left over. Nobody may write a live layer any more: its buffers go with it."""
+        """Give back what a cut left over. No sequence may write a live layer any more: its buffers go with it."""
         if isinstance(self._held[layer], FullLayer):
             self.rewrite(layer, RAW)
         else:

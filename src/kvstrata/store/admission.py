@@ -8,7 +8,7 @@ disk_failed   the disk could not be written
 disk_full     the disk has no room for it
 first_touch   only what was asked for twice is written
 write_budget  no more is written today
-expired       nobody asked for it in time
+expired       no request asked for it in time
 
 A span is new from when its request ends until room was made for it once. One that does not stay so long was not stored
 at all: that is counted too, as refused.

@@ -30,7 +30,7 @@ class Entry:
     is_pinned: bool = False
     nbytes: int = 0  # as counted in the store's total
     num_arrays: int = 0  # likewise
-    target: Plan | None = None  # what somebody asked for it to be stored as; None: what all are
+    target: Plan | None = None  # what a client asked for it to be stored as; None: what all are
     is_clean: bool = False  # all of it was given to the disk, which may have evicted it since
     clean_token_bytes: float = 0.0  # with so many bytes for each token there
     asked_twice: int = 0  # the tokens up to this position were in the prompts of two requests
@@ -51,7 +51,7 @@ class Entry:
 
     @property
     def is_free(self) -> bool:
-        """Nobody needs it to stay."""
+        """No sequence and no pin needs it to stay."""
         return not self.is_running and not self.num_leases and not self.is_pinned
 
 

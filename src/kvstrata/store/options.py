@@ -15,7 +15,7 @@ class StoreOptions:
     write_through: bool = False  # to the disk at once, not when memory runs short
     max_arrays: int | None = None  # that MLX may have allocated for stored spans; None: any number
     max_marks: int = 8  # on the way from the first token to the end of a span
-    ttl_s: float | None = None  # what nobody asked for so long goes
+    ttl_s: float | None = None  # what no request used for so long goes
     precision: PrecisionOptions = field(default_factory=PrecisionOptions)
     ladder: LadderOptions = field(default_factory=LadderOptions)
 

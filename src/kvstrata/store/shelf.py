@@ -51,7 +51,7 @@ class Shelf:
         self.journal = Journal()  # every change of an entry is noted here
         self.version = 0  # changes with what a match may find
         self.held_bytes = 0  # all spans and marks, but for the buffers of sequences that still run
-        self.free_bytes = 0  # of those that nobody needs to stay
+        self.free_bytes = 0  # of those that are free to go
         self.num_arrays = 0  # of all spans, where they are counted
         self.num_evicted_tokens = 0
         self._counts_arrays = counts_arrays
@@ -88,7 +88,7 @@ class Shelf:
             self.journal.note(node.payload)
 
     def insert(self, entry: Entry, ids: TokenIds) -> tuple[Node[Entry], ...]:
-        """File all tokens so far under the entry, but for those that somebody else has filed. Tells their path."""
+        """File all tokens so far under the entry, but for those that another entry has. Tells their path."""
         self.version += 1
         inserted = self.tree.insert(entry.root_key, ids, entry)
         self.journal.note_all(node.payload for node in inserted.path)
@@ -104,7 +104,7 @@ class Shelf:
         return inserted.path
 
     def add_mark(self, path: tuple[Node[Entry], ...], mark: Mark, max_marks: int) -> None:
-        """To whoever holds the token before it."""
+        """To the entry that holds the token before it."""
         holder = next(node.payload for node in path if node.start < mark.position <= node.end)
         if mark.position in holder.span.marks:
             return
@@ -132,7 +132,7 @@ class Shelf:
             self._offer_end(entry)
 
     def used_s(self, entry: Entry) -> float:
-        """When somebody last went on from it."""
+        """When a request last went on from it."""
         return max((self._uses[node].used_s for node in entry.nodes), default=0.0)
 
     def unused_s(self, entry: Entry) -> float:
@@ -140,7 +140,7 @@ class Shelf:
         return self._clock() - self.used_s(entry)
 
     def end_used_s(self, entry: Entry) -> float:
-        """When somebody last went on from all of it, not only from what it shares with others."""
+        """When a request last went on from all of it, not only from what it shares with others."""
         return self._uses[entry.last_node].used_s
 
     def recount(self, entry: Entry) -> None:
@@ -182,7 +182,7 @@ class Shelf:
                 return
 
     def has_expired(self, node: Node[Entry]) -> bool:
-        """Whether nobody asked for it in time."""
+        """Whether no request asked for it in time."""
         return self._clock() >= self._uses[node].used_s + self._ttl_s
 
     def seconds_to_expiry(self) -> float:
@@ -285,20 +285,20 @@ class Shelf:
             self._offer(entry.last_node)
 
     def drop(self, entry: Entry) -> None:
-        """An entry without nodes. Its memory goes now, whoever still knows the entry."""
+        """An entry without nodes. Its memory goes now, even where other code still knows the entry."""
         del self.entries[entry]
         entry.span = empty_span(entry.span.layout)
         self.recount(entry)
 
     def abandon(self) -> None:
-        """Let go of everything, whoever uses it and whatever state it is in."""
+        """Let go of everything, even what sequences use, whatever state it is in."""
         self.tree = Tree()
         for entry in list(self.entries):
             entry.nodes.clear()
             self.drop(entry)
 
     def remove(self, node: Node[Entry]) -> None:
-        """A leaf and its tokens. Memory that nobody holds any more goes."""
+        """A leaf and its tokens. Memory that no node needs any more goes."""
         entry, parent = node.payload, node.parent
         self.version += 1
         self._remember(node)
@@ -319,8 +319,8 @@ class Shelf:
         self._offer(node)
 
     def join_along(self, leaf: Node[Entry], max_spans: int) -> list[Entry]:
-        """Join the shortest neighbours on the way to a leaf until there are no more spans than this, or none that
-        nobody needs apart. Tells which entries have grown."""
+        """Join the shortest neighbours on the way to a leaf until there are no more spans than this, or no two
+        that may be joined. Tells which entries have grown."""
         grown: dict[Entry, None] = {}
         while True:
             entries = list(dict.fromkeys(node.payload for node in leaf.path()))
@@ -388,7 +388,7 @@ class Shelf:
 
 
 def _joinable(first: Entry, second: Entry) -> bool:
-    """Nobody needs them apart: free to go, one ends where the other begins, and nothing else begins there."""
+    """They need not be apart: both are free to go, one ends where the other begins, and nothing else begins there."""
     if not first.is_free or not second.is_free or first.span.is_live or second.span.is_live:
         return False
     if first.span.end != second.span.position or first.target != second.target:

@@ -173,8 +173,8 @@ class Store:
             return Lease(kind, asked_twice=asked_twice, uncounted=uncounted)
         version = self.version
         for entry in found.entries:
-            # What is to be stored in fewer bits is, before somebody goes on from it. A change that was asked for goes
-            # on under its readers: they do not wait for it.
+            # A span that is to have fewer bits gets them before a request goes on from it. A change that was asked
+            # for goes on under its readers: they do not wait for it.
             if entry.target is None:
                 self._mover.finish(entry)
         if version != self.version:
@@ -232,7 +232,7 @@ class Store:
         note_asked_twice(path, filing.lease.asked_twice)
         self._review(entry)
         for node in path:
-            # Somebody else may have filed some of these tokens meanwhile: what ours hang on must stay.
+            # Another sequence may have filed some of these tokens meanwhile: what ours hang on must stay.
             if node.payload is not entry:
                 self._pin(node.payload, filing.lease)
         if mark is not None:
@@ -290,7 +290,7 @@ class Store:
         return not self._mover.idle
 
     def work(self, slice_s: float) -> None:
-        """Go on with what is to be done to stored spans. First what somebody waits for."""
+        """Go on with what is to be done to stored spans. First what a request waits for."""
         if self.cold is not None and self._has_arrivals:
             self.cold.loads.take_in(slice_s)
         elif self._restorer.is_ready:
@@ -354,7 +354,7 @@ class Store:
     # The disk.
 
     def _settle_in(self, entry: Entry) -> None:
-        """A span that is not its owner's any more: keep what nobody else has filed."""
+        """A span that is not its owner's any more: keep what no other sequence has filed."""
         if not entry.nodes:
             self._shelf.drop(entry)
             return
@@ -366,7 +366,7 @@ class Store:
         self._review(entry)
 
     def spill(self) -> None:
-        """Write what nobody uses and the disk has not, as when memory fills up: bit by bit, by `work`."""
+        """Write what no request uses and the disk has not, as when memory fills up: bit by bit, by `work`."""
         self._spills.add_free()
 
     def flush(self, timeout_s: float) -> Unwritten:
@@ -381,7 +381,7 @@ class Store:
     # Room.
 
     def expire(self) -> None:
-        """Let go of what nobody asked for in time."""
+        """Let go of what no request asked for in time."""
         self._shelf.shrink_to(self._shelf.held_bytes)
 
     def seconds_to_expiry(self) -> float:
@@ -410,7 +410,7 @@ class Store:
     def clear(
         self, salt: str | None = None, tier: Literal["hot", "disk", "all"] = "all", *, owner: str | None = None
     ) -> Cleared:
-        """Drop all that nobody uses, or all of it under one salt, or under all salts of an owner."""
+        """Drop all that is free to go in memory and all on the disk; or only under one salt, or an owner's salts."""
         under = self._roots_begin(salt, owner)
         before, tokens = self._shelf.held_bytes, self._shelf.tree.num_tokens
         if tier != "disk":

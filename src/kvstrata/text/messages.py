@@ -69,7 +69,7 @@ def _normalise_one(message: Message, place: int, shape: Shape) -> Message:
 
 
 def _short_id(id: Any) -> Any:
-    """The same for the call and its result, whoever made the id."""
+    """The same for the call and its result, wherever the id comes from."""
     if not isinstance(id, str) or (len(id) == _SHORT_ID and id.isascii() and id.isalnum()):
         return id
     return hashlib.sha256(id.encode("utf-8", "replace")).hexdigest()[:_SHORT_ID]

@@ -47,7 +47,7 @@ class Reply(Response):
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # A client that has gone away gets no answer, and it is nobody's error.
+        # A client that has gone away gets no answer, and that is no error.
         with contextlib.suppress(ClientDisconnect):
             await self._serve(scope, receive, send)
 

@@ -90,7 +90,7 @@ class Chains:
         return OnDisk(
             match.num_tokens,
             is_damaged_next=(yield from self._is_damaged_next(root, ids)),
-            # Whose the other blocks are is nobody's business: not even whether they have these tokens is looked at.
+            # A caller must not learn whose the other blocks are: we do not even look whether they have these tokens.
             has_others_only=self._tier.usage().num_blocks > 0 and not self._tier.lengths(root),
         )
 

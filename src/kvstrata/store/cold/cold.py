@@ -96,7 +96,7 @@ class Cold:
         unused_s: UnusedS = lambda _: 0.0,
     ) -> Generator[None, None, Spilled]:
         """Write what the disk has not of the tokens up to a leaf's end, in small steps; after the first block that is
-        not taken, nothing could be reached. Spans may be joined meanwhile; whoever goes on with it sees to it that the
+        not taken, nothing could be reached. Spans may be joined meanwhile; before each step the caller checks that the
         leaf is still there, and as long as it was. `puts_away`: also what the disk has in fewer bits of the last span.
         `unused_s`: how long ago a request last went on from an entry; what expires counts from there.
 
@@ -180,7 +180,7 @@ class Cold:
         return sum(by_label(self.tier.contents(BlockId(step.key)), PRECISION).values())
 
     def touch(self, steps: Iterable[Step]) -> None:
-        """Somebody asked for these, wherever they came from."""
+        """These count as used now, wherever they came from."""
         parts = (BASE, MARK) if self._needs_marks else (BASE,)
         self.tier.touch(BlockId(step.key, part) for step in steps for part in parts)
 

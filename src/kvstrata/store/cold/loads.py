@@ -1,7 +1,7 @@
 """Blocks on their way from the disk into memory, block by block and never more of them than a bound.
 
 Bytes are read by the tier's threads and become arrays here, on the thread that owns MLX, one block between two steps of
-the engine. Half of the bound is for what is read and not yet an array, half for arrays that nobody uses yet: before
+the engine. Half of the bound is for what is read and not yet an array, half for arrays that are not taken yet: before
 more would come, they are handed on. Does not know what they are used for.
 """
 

@@ -107,7 +107,7 @@ class Changes:
         return [change for change in self._asked if owner is None or change.owner == owner]
 
     def look(self) -> None:
-        """Whether one has ended is noticed when somebody looks."""
+        """Notice which changes have ended."""
         for change in self._asked:
             change.look()
 

@@ -1,6 +1,6 @@
 """Changes what spans are stored as, a layer at a time, between two steps of the engine.
 
-A job is a generator: every time it yields, all spans are whole and readable. Whoever runs jobs decides for how long.
+A job is a generator: every time it yields, all spans are whole and readable. The caller decides for how long jobs run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from kvstrata.store.entry import Entry
 
 Job = Iterator[None]
-# Of one entry, until whoever waits for it goes on.
+# Of one entry, until the caller of `finish` goes on.
 MAX_JOBS = 4
 
 

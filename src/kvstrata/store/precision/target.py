@@ -1,6 +1,6 @@
 """What each entry should be stored as, and the jobs that bring it there.
 
-New spans follow the target. A change that somebody asked for gives entries a target of their own, which holds for those
+New spans follow the target. A change that a client asked for gives entries a target of their own, which holds for those
 that run too; without it the values under a running sequence do not change.
 """
 
