@@ -56,7 +56,7 @@ def _key(loaded: LoadedModel, runner: Runner, shape: Shape) -> str:
 
 @cache
 def _code() -> str:
-    """Of the code that is alive in a pass."""
+    """Of all our modules: any of them may change what a pass takes."""
     root = Path(kvstrata.__file__).parent
     digest = blake3()
     for path in sorted(root.rglob("*.py")):
