@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvstrata.disk.admission import DailyBudget
 from kvstrata.disk.block import BASE, Block
+from kvstrata.disk.daily_budget import DailyBudget
 from kvstrata.disk.reasons import Drop, Refusal
 from kvstrata.disk.row import Row
 from kvstrata.disk.tier import Accepted, Refused

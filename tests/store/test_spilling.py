@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvstrata.disk.admission import SECONDS_OF_A_DAY
 from kvstrata.disk.block import Block
+from kvstrata.disk.daily_budget import SECONDS_OF_A_DAY
 from kvstrata.disk.tier import Accepted
 from kvstrata.index.identity import root_key
 from kvstrata.index.ids import as_ids

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstrata.disk.admission import DailyBudget
 from kvstrata.disk.block import Block
 from kvstrata.disk.catalogue import CatalogueFault
 from kvstrata.disk.checksum import Checksum
+from kvstrata.disk.daily_budget import DailyBudget
 from kvstrata.disk.files import unlink_if_there, write_all
 from kvstrata.disk.format import EncodedBlock, encode
 from kvstrata.disk.reasons import Drop, Fault, fault_of

@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from kvstrata.disk.admission import DailyBudget, day_of
 from kvstrata.disk.block import BASE, Block, BlockId, Chain, Tally, no_tally
 from kvstrata.disk.catalogue import CatalogueFault
 from kvstrata.disk.checksum import Checksum, fastest
+from kvstrata.disk.daily_budget import DailyBudget, day_of
 from kvstrata.disk.files import Files
 from kvstrata.disk.folder import CacheFolder, prepare
 from kvstrata.disk.loading import Loader

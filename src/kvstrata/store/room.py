@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Literal
 
 from kvstrata.index.tree import Node
-from kvstrata.store.admission import Admission
 from kvstrata.store.cold.spills import Handover, Spills
 from kvstrata.store.entry import Entry
+from kvstrata.store.losses import Losses
 from kvstrata.store.precision.ladder import HIGH
 from kvstrata.store.precision.mover import Mover
 from kvstrata.store.precision.pressure import Pressure
@@ -33,7 +33,7 @@ class Room:
         mover: Mover,
         pressure: Pressure,
         spills: Spills,
-        admission: Admission,
+        losses: Losses,
         *,
         pending_bytes: Callable[[], int],
         disk_is_working: Callable[[], bool],
@@ -43,7 +43,7 @@ class Room:
         self._mover = mover
         self._pressure = pressure
         self._spills = spills
-        self._admission = admission
+        self._losses = losses
         self._pending_bytes = pending_bytes
         self._disk_is_working = disk_is_working
         self._hot_bytes = hot_bytes
@@ -80,7 +80,7 @@ class Room:
             self._shelf.shrink_to(most_bytes, spare_only=True)
             self._shelf.shrink_to(most_bytes)
         if shrunk == "done":
-            self._admission.settled()
+            self._losses.settled()
         return shrunk
 
     def _shrink_as_disk_takes(self, limit_bytes: int, until_s: float) -> Shrunk:
@@ -103,4 +103,4 @@ class Room:
     def evicted(self, leaf: Node[Entry], start: int) -> None:
         """The tokens of a leaf from here on go."""
         lost_tokens = max(0, leaf.end - max(start, self._handed.end))
-        self._admission.evicted(leaf.payload, lost_tokens, self._handed.reason, self._shelf.free_bytes)
+        self._losses.evicted(leaf.payload, lost_tokens, self._handed.reason, self._shelf.free_bytes)

@@ -22,7 +22,6 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.marks import Mark, needs_marks
 from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.spans.span import live_span, prefix_of
-from kvstrata.store.admission import Admission
 from kvstrata.store.cold.chains import OnDisk
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.cold.fetches import Fetches
@@ -33,6 +32,7 @@ from kvstrata.store.entry import Entry, Found, Lease, note_asked_twice
 from kvstrata.store.explain import ending, explain
 from kvstrata.store.failures import Failures
 from kvstrata.store.filing import Filing
+from kvstrata.store.losses import Losses
 from kvstrata.store.options import Cleared, StoreOptions
 from kvstrata.store.pins import Pins
 from kvstrata.store.precision.changes import Changes
@@ -83,7 +83,7 @@ class Store:
             counts_arrays=options.max_arrays is not None,
         )
         self.pins = Pins(self._shelf, cold)
-        self._admission = Admission(self.counters, options.hot_bytes)
+        self._losses = Losses(self.counters, options.hot_bytes)
         self._failures = Failures(self.counters)
         changed = self._shelf.journal.reader()
         self._mover = Mover(self._job, self._tidy, self._get_stuck, changed.add)
@@ -97,7 +97,7 @@ class Store:
             self._mover,
             self.pressure,
             self._spills,
-            self._admission,
+            self._losses,
             pending_bytes=self._pending.nbytes,
             disk_is_working=lambda: cold is not None and cold.is_working,
             hot_bytes=options.hot_bytes,
@@ -362,7 +362,7 @@ class Store:
         entry.span.cut(start, end)
         self._shelf.change(entry, is_running=False)
         self.pins.look_at(entry)
-        self._admission.stored(entry)
+        self._losses.stored(entry)
         self._review(entry)
 
     def spill(self) -> None:

@@ -13,12 +13,12 @@ from kvstrata.disk.lookups import Lookup
 from kvstrata.disk.reasons import Refusal
 from kvstrata.disk.tier import Refused
 from kvstrata.index.tree import Node
-from kvstrata.store.admission import Reason, disk_reason
 from kvstrata.store.cold.chains import Step, finish
 from kvstrata.store.cold.cold import Cold, Spilled, ids_to
 from kvstrata.store.cold.unwritten import Unwritten
 from kvstrata.store.entry import Entry
 from kvstrata.store.failures import Failures
+from kvstrata.store.losses import Reason, disk_reason
 from kvstrata.store.precision.mover import Job, Mover
 from kvstrata.store.shelf import Shelf
 

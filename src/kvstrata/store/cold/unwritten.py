@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvstrata.store.admission import Reason
+from kvstrata.store.losses import Reason
 
 WORDS: Mapping[Reason, str] = {
     "disk_slow": "the time was up",

@@ -29,7 +29,7 @@ Reason = Literal["too_large", "no_room", "least_worth", "expired"] | DiskReason
 FULL = (Fault.NO_SPACE, Drop.RESERVE)
 
 
-class Admission:
+class Losses:
     def __init__(self, counters: Counter[str], hot_bytes: int) -> None:
         self._counters = counters
         self._hot_bytes = hot_bytes
