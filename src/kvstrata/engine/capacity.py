@@ -91,7 +91,7 @@ class Capacity:
     def relieve(self) -> None:
         """Memory fills up: begin in time."""
         if self._store is not None:
-            self._store.room.relieve(self.running_bytes + self.stored_bytes, self.budget.total_bytes)
+            self._store.relieve(self.running_bytes + self.stored_bytes, self.budget.total_bytes)
 
     def make_room(self, slice_s: float, *, has_grown: bool) -> None:
         """Work for so long at most. What has not stepped down by then goes, where a sequence has grown; while one is

@@ -31,7 +31,6 @@ from kvstrata.spans.plan import Plan, edges_of, make_plan
 from kvstrata.spans.span import SEAL_TOKENS, RawWindow
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.entry import Found
-from kvstrata.store.filing import Filing
 from kvstrata.store.precision.ladder import Floors
 from kvstrata.store.precision.pressure import LadderOptions
 from kvstrata.store.precision.target import PrecisionOptions
@@ -172,12 +171,12 @@ class Resume:
         mark = take_mark(sequence.cache) if self._needs_marks and pauses else None
         sequence.stored.filing.seal(sequence.ids()[:at], mark, is_end=not sequence.prefill_left)
         self._seal_in_time(sequence.cache, sequence.rung, SEAL_TOKENS)
-        self._has_grown(sequence.stored.filing, at)
+        sequence.stored.filing.has_grown(at)
 
     def after_step(self, sequence: Sequence) -> None:
         """It has one token more: enough for another piece to be encoded, maybe."""
         if sequence.stored.filing is not None and sequence.num_generated % SEAL_TOKENS == 0:
-            self._has_grown(sequence.stored.filing, sequence.num_computed)
+            sequence.stored.filing.has_grown(sequence.num_computed)
         if sequence.cache is not None:
             self._seal_in_time(sequence.cache, sequence.rung, sequence.rung.raw_tokens or 0)
 
@@ -197,11 +196,6 @@ class Resume:
             return budget
         rungs, live = self._rungs(self.store.precision.target)
         return replace(budget, rungs=rungs, live_rungs=live)
-
-    def _has_grown(self, filing: Filing, num_tokens: int) -> None:
-        assert self.store is not None
-        self.store.pressure.grown(filing.entries, num_tokens)
-        filing.review()
 
     def forget(self, sequence: Sequence) -> None:
         """It will not begin: it no longer waits for what is on its way."""

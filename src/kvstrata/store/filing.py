@@ -29,8 +29,9 @@ class Filing:
         if is_end:
             self.entry.span.ends.add(len(tokens))
 
-    def review(self) -> None:
-        """The sequence has grown: maybe more of it should be encoded."""
+    def has_grown(self, num_tokens: int) -> None:
+        """To so many tokens: maybe it should be held in fewer bits, or more of it should be encoded."""
+        self._store.pressure.grown(self.entries, num_tokens)
         self._store._review(self.entry)
 
     def end(self) -> None:

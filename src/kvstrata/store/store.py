@@ -388,6 +388,10 @@ class Store:
         """Until something has not been asked for in time; infinite where nothing waits for that."""
         return self._shelf.seconds_to_expiry()
 
+    def relieve(self, used_bytes: int, limit_bytes: int) -> None:
+        """Ahead of need: let spans step down when so much is in use, stored and running, of what there is."""
+        self.room.relieve(used_bytes, limit_bytes)
+
     def shrink_to(self, limit_bytes: int, slice_s: float = math.inf, *, most_bytes: int | None = None) -> Shrunk:
         """Let spans step down and evict until no more than this is held, or only what is in use. What a working disk is
         about to take stays until then, but no more than `most_bytes` are held in any case. `slice_s`: the work that is
