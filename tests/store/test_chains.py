@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from kvstrata.layers.kinds import Layout
-from kvstrata.store.store import MAX_SPANS
+from kvstrata.store.store import MAX_SPANS, Store
 from tests.store.disk import chat, load, random_tokens, reachable, store_on, write_turns, written
 from tests.store.kv import HYBRID, LAYOUT, check_lease
 
@@ -58,6 +59,15 @@ def test_a_chat_that_parts_shares_what_comes_before(tmp_path: Path) -> None:
         assert written(store) <= len(tokens) + len(other) - 400 + 256
 
 
+def await_rows(store: Store, num_blocks: int) -> None:
+    """A catalogue that was lost is rebuilt while the server answers."""
+    assert store.cold is not None
+    deadline = time.monotonic() + 30
+    while store.cold.tier.usage().num_blocks < num_blocks and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert store.cold.tier.usage().num_blocks == num_blocks
+
+
 def test_the_longest_of_several_chains_is_continued(tmp_path: Path) -> None:
     """A folder may have a conversation more than once, cut into other blocks."""
     tokens = random_tokens(900, 0)
@@ -72,6 +82,7 @@ def test_the_longest_of_several_chains_is_continued(tmp_path: Path) -> None:
     for catalogue in (tmp_path / "a").glob("catalogue*"):
         catalogue.unlink()
     with store_on(tmp_path / "a") as store:
+        await_rows(store, len(list((tmp_path / "a").rglob("*.safetensors"))))
         write_turns(store, tokens, [900])
         assert reachable(store, tokens) == 900
         assert written(store) == 300 + 700 + 200
