@@ -26,7 +26,7 @@ def test_a_share_of_the_memory_is_at_most_what_metal_recommends() -> None:
     assert memory_limit_bytes(Settings(), MACHINE) == 48 * GIB
     assert memory_limit_bytes(Settings(), MAC) == MAC.working_set_bytes
     assert memory_limit_bytes(Settings(memory_limit=Size(percent=50.0)), MAC) == 8 * GIB
-    # Whoever gives a number means it.
+    # A user who gives a number means it.
     assert memory_limit_bytes(Settings(memory_limit=Size(num_bytes=14 * GIB)), MAC) == 14 * GIB
 
 

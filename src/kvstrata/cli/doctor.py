@@ -64,8 +64,8 @@ def doctor(
         Path | None,
         typer.Option(
             "--report",
-            help="Also try and time what the cache computes, about a minute, and write all of it to this file, as JSON "
-            "that can be attached to an issue.",
+            help="Also try and time what the cache computes, for up to two minutes, and write it all to this file: "
+            "JSON that can be attached to an issue.",
             metavar="file",
             show_default="none",
         ),
@@ -108,7 +108,7 @@ def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[F
         file.write_text("")
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}. Give --report another file.") from error
-    typer.echo("Trying what the cache computes, about a minute ...", err=True)
+    typer.echo("Trying what the cache computes, up to two minutes ...", err=True)
     tried = checks()
     failed = [
         Finding(
@@ -127,7 +127,9 @@ def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[F
         "timings": [asdict(timing) for timing in timings()],
     }
     # A user may show it to others: it must not say whose machine it is from.
-    file.write_text(json.dumps(told, indent=2).replace(str(Path.home()), "~") + "\n")
+    home = Path.home()
+    text = json.dumps(told, indent=2)
+    file.write_text((text.replace(str(home), "~") if home != home.parent else text) + "\n")
     typer.echo(f"{file} has {len(tried)} checks, {len(failed)} of them failed.", err=True)
     return failed
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
+from kvstrata.codecs import paths
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.segments import GROUP_TOKENS
 
@@ -31,6 +32,9 @@ def encode_tiles(
 
 
 def decode_tiles(planes: Planes, decode: Callable[[Planes], mx.array]) -> mx.array:
+    """On CUDA in one piece, and lazily: a prefill there does not stop at each layer."""
+    if paths.active() == "cuda":
+        return decode(planes)
     tiles: list[mx.array] = []
     ranges = list(_ranges(planes.position, planes.num_tokens, planes.num_values))
     for start, end in ranges:
