@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvstrata.attention import cuda, cuda_step
 from kvstrata.codecs import cuda_codes, paths
 from kvstrata.codecs.base import Planes
-from kvstrata.codecs.planes import HELD, PlanesCodec, encode_stock
+from kvstrata.codecs.planes import HELD, PlanesCodec
 from tests.codecs.arrays import keys
 
 needs_cuda = pytest.mark.skipif(paths.active() != "cuda", reason="needs a GPU and mlx[cuda13] or mlx[cuda12]")
@@ -74,7 +74,7 @@ def test_encoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: m
     x = keys(2, 301, dim, dtype=dtype)
     x[0, 3], x[0, 7, 2], x[1, 9, 1] = 0.0, float("nan"), float("inf")
     planes = PlanesCodec(bits).encode(x, 100)
-    stock = encode_stock(x, 100)
+    stock = PlanesCodec(8).encode_stock(x, 100)
     stock = {name: stock[name] for name in (*HELD[bits], "scales", "means")}
     wanted = _dense(Planes(planes.codec, stock, 301, 100, dim, planes.segments))
     # A sum in another order may round a mean or a scale to its neighbour in float16, and a code with it.

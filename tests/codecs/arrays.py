@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
+
+from kvstrata.codecs.base import Codec
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.registry import parse
+from kvstrata.codecs.turns import Turn, make_turn
 
 HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 AFFINE = tuple(f"affine:{bits}{group}" for bits in (8, 6, 5, 4, 3, 2) for group in ("", ":g32", ":g128"))
 NAMES = ("raw", *AFFINE, "rotated:4", "rotated:3", "rotated:2", "planes:8", "planes:4", "planes:2")
+TURNING = tuple(f"planes:{bits} {kind}" for bits in (8, 4, 2) for kind in ("halves", "neighbours", "last"))
+
+# All dims turn, or the first ones, or the last ones; as two halves or as neighbours.
+TURNS = ("halves", "neighbours", "last")
+
+
+def a_turn(kind: str, dim: int, base: float = 10_000.0) -> Turn:
+    num_pairs = dim // 4 if kind == "last" else dim // 2
+    frequencies = base ** (-np.arange(num_pairs) / num_pairs)
+    first = dim - 2 * num_pairs if kind == "last" else 0
+    return make_turn(frequencies, first=first, is_interleaved=kind == "neighbours")
+
+
+def named(name: str, dim: int) -> Codec:
+    """`planes:4` and its like, and `planes:4 halves`, whose means turn."""
+    precision, _, turn = name.partition(" ")
+    codec = parse(precision)
+    return PlanesCodec(codec.bits, a_turn(turn, dim)) if isinstance(codec, PlanesCodec) and turn else codec
 
 
 def keys(*shape: int, seed: int = 0, dtype: mx.Dtype = mx.float32) -> mx.array:

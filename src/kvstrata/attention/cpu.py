@@ -27,6 +27,8 @@ from kvstrata.codecs.base import Planes
 from kvstrata.codecs.cpu import rotation_of
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.segments import GROUP_TOKENS
+from kvstrata.codecs.turns import tables
 
 # Queries of one block of a causal prefill: keys that no query of the block sees are not multiplied at all.
 BLOCK = 128
@@ -52,6 +54,12 @@ class Coded(NamedTuple):
     means_address: int = 0
     ends_address: int = 0  # int64: the first token after each segment
     num_segments: int = 0
+    columns_address: int = 0  # float32 [dim, 256]: see turns.Tables
+    offset: int = 0  # of its first token in the group that shares a mean
+    first_dim: int = 0  # that turns
+    num_pairs: int = 0  # 0: the means do not turn
+    step: int = 0  # from a pair to the next
+    gap: int = 0  # from the first dim of a pair to its second
 
 
 RAW = Coded()
@@ -215,16 +223,16 @@ def run_of(part: Part) -> Run | None:
     if not isinstance(whole, SealedPart):
         return None
     k, v = _sealed(whole.k), _sealed(whole.v)
-    if k is None or v is None:
+    if k is None or v is None or v.coded.num_pairs:
         return None
-    holds = (part, k.ends, v.ends)
+    holds = (part, k.holds, v.holds)
     return Run(k.address, v.address, whole.num_tokens, NOWHERE, part.num_tokens, start, k.coded, v.coded, holds)
 
 
 class _Sealed(NamedTuple):
     address: int
     coded: Coded
-    ends: np.ndarray | None = None  # must be held
+    holds: tuple[np.ndarray, ...] = ()
 
 
 def _sealed(planes: Planes) -> _Sealed | None:
@@ -246,7 +254,18 @@ def _sealed(planes: Planes) -> _Sealed | None:
         ends.ctypes.data,
         len(ends),
     )
-    return _Sealed(addresses["top"], coded, ends)
+    turn = planes.codec.turn
+    if turn is None:
+        return _Sealed(addresses["top"], coded, (ends,))
+    columns = tables(turn, planes.dim).columns
+    turned = coded._replace(
+        columns_address=columns.ctypes.data,
+        offset=planes.position % GROUP_TOKENS,
+        first_dim=turn.first,
+        num_pairs=turn.num_pairs,
+        **dict(zip(("step", "gap"), turn.strides, strict=True)),
+    )
+    return _Sealed(addresses["top"], turned, (ends, columns))
 
 
 def _address(array: mx.array, dtype: mx.Dtype | None = None) -> int:

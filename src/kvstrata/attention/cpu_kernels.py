@@ -21,23 +21,27 @@ from numba.extending import intrinsic
 from kvstrata.codecs.cpu_blocks import (
     BLOCK,
     CHUNK,
+    GROUP,
     mix_block,
     rotate,
     rotate_back,
     score_block,
     step_of,
+    turned_shares,
     unpack_block,
 )
+from kvstrata.codecs.cpu_vectors import LANES
 
 # Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
 # that a change there is one here; a test says what it has to be.
-BUILT_ON = "b2ad8a87c6dc139f"
+BUILT_ON = "e2ce75ab99d4c6a2"
 
 RAW_BITS = 32
 
 # Fields of a run. Those of K's planes and of V's follow, in the same order.
-ROW, K, V, SIZE, WRITE_AT, NUM_TOKENS, START, K_PLANES, V_PLANES = 0, 1, 2, 3, 4, 5, 6, 7, 14
+ROW, K, V, SIZE, WRITE_AT, NUM_TOKENS, START, K_PLANES, V_PLANES = 0, 1, 2, 3, 4, 5, 6, 7, 20
 BITS, NEXT, LOW, SCALES, MEANS, ENDS, NUM_SEGMENTS = 0, 1, 2, 3, 4, 5, 6
+COLUMNS, OFFSET, FIRST_DIM, PAIRS, STEP, GAP = 7, 8, 9, 10, 11, 12
 # Fields of a piece.
 RUN, FIRST, COUNT, K_SEGMENT, V_SEGMENT = 0, 1, 2, 3, 4
 
@@ -182,6 +186,31 @@ def _mean_of(run, planes, h, segment, dim):
     return carray(_pointer(run[planes + MEANS], np.uint16), (h + 1, run[planes + NUM_SEGMENTS], dim))[h, segment]
 
 
+@_inner(fastmath=True)
+def _shares(queries, mean, run, piece):
+    """What the mean of keys adds to the scores, [queries, tokens of the piece and some more]; how it turns: see
+    codecs/turns.py"""
+    dim, pairs = queries.shape[1], run[K_PLANES + PAIRS]
+    start, step, gap = run[K_PLANES + FIRST_DIM], run[K_PLANES + STEP], run[K_PLANES + GAP]
+    num_tokens = (piece[COUNT] + LANES - 1) // LANES * LANES
+    factors, shares = np.empty(queries.shape, np.float32), np.empty((len(queries), num_tokens), np.float32)
+    for r in range(len(queries)):
+        for d in range(dim):
+            factors[r, d] = queries[r, d] * _from_half(mean[d])
+        for i in range(pairs):
+            a, b = start + i * step, start + i * step + gap
+            crossed = queries[r, b] * _from_half(mean[a]) - queries[r, a] * _from_half(mean[b])
+            factors[r, a] += factors[r, b]
+            factors[r, b] = crossed
+    if not pairs:
+        for r in range(len(queries)):
+            shares[r, :] = factors[r].sum()
+        return shares
+    columns = carray(_pointer(run[K_PLANES + COLUMNS], np.float32), (dim * GROUP + LANES,))
+    turned_shares(factors, columns, (run[K_PLANES + OFFSET] + piece[FIRST]) % GROUP, shares)
+    return shares
+
+
 @_inner(fastmath=True, error_model="numpy")
 def _score(scaled, rotated, run, piece, h, codes, scores):
     """-> scores [queries of head h, tokens of the piece]"""
@@ -199,12 +228,10 @@ def _score(scaled, rotated, run, piece, h, codes, scores):
         unpack_block(top, following, low, first + t, num_tokens, dim // 4, bits, codes)
         score_block(rotated, q_at, codes, np.int64(0), num_tokens, dim, scores, t)
     mean, step = _mean_of(run, np.int64(K_PLANES), h, piece[K_SEGMENT], dim), step_of(bits)
+    shares = _shares(scaled[row, h * queries : (h + 1) * queries], mean, run, piece)
     for r in range(queries):
-        base = np.float32(0)
-        for d in range(dim):
-            base += scaled[row, h * queries + r, d] * _from_half(mean[d])
         for t in range(count):
-            scores[r, t] = scores[r, t] * (_from_half(scales[first + t]) * step) + base
+            scores[r, t] = scores[r, t] * (_from_half(scales[first + t]) * step) + shares[r, t]
 
 
 @_inner(fastmath=True, error_model="numpy")

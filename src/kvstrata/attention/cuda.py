@@ -28,6 +28,7 @@ from kvstrata.codecs.cuda_codes import (
     tiles_for,
 )
 from kvstrata.codecs.cuda_kernels import WARPS, Constant, Kind
+from kvstrata.codecs.planes import PlanesCodec
 
 RAW_DTYPES = (mx.bfloat16, mx.float16)
 
@@ -99,7 +100,9 @@ def _raw_fits(k: mx.array, v: mx.array) -> bool:
 
 def fits(planes: Planes) -> bool:
     """Whether the kernels read these planes; others are decoded."""
-    return "top" in planes.arrays and planes.dim in FUSED_DIMS and len(planes.leading) == 1
+    codec = planes.codec
+    has_kernels = isinstance(codec, PlanesCodec) and codec.turn is None
+    return has_kernels and planes.dim in FUSED_DIMS and len(planes.leading) == 1
 
 
 def fit_together(ranges: Sequence[Range]) -> bool:

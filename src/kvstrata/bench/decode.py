@@ -15,13 +15,12 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from kvstrata.codecs.base import Codec
-from kvstrata.codecs.registry import parse_for
 from kvstrata.errors import ModelError
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
+from kvstrata.spans.plan import make_plan
 
 PRECISIONS = ("raw", "planes:8", "planes:4")
 QUANTIZED_BITS = (8, 4)  # of mlx-lm's quantized cache, in groups of 64
@@ -123,14 +122,15 @@ class _Ours:
     def __init__(self, loaded: LoadedModel, shapes: Shapes, name: str, context_tokens: int, room: int) -> None:
         self.name = name
         self._model: Any = loaded.module
-        self._cache = SequenceCache(probe(loaded.module), loaded.module, context_tokens + room)
-        for layer, shape in zip(self._cache.layers, shapes, strict=True):
+        layout = probe(loaded.module)
+        self._cache = SequenceCache(layout, loaded.module, context_tokens + room)
+        for layer, shape, pair in zip(self._cache.layers, shapes, make_plan(layout, name, name).pairs, strict=True):
             assert isinstance(layer, FullLayer)
             for k, v in _random_kv(shape, context_tokens):
                 layer.append(k, v)
                 mx.eval(layer.arrays())
             if name != "raw":
-                layer.seal(_codec(name, shape[0].dim), _codec(name, shape[1].dim))
+                layer.seal(*pair)
         self._cache.end_pass(context_tokens)
 
     @property
@@ -194,10 +194,6 @@ def _shapes(loaded: LoadedModel) -> Shapes:
 
 def _vectors(array: mx.array) -> Vectors:
     return Vectors(array.shape[1], array.shape[3], array.dtype)
-
-
-def _codec(name: str, dim: int) -> Codec:
-    return parse_for(name, dim)
 
 
 def _their_name(bits: int) -> str:

@@ -13,10 +13,11 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs import paths
+from kvstrata.codecs import paths, turns
 from kvstrata.codecs import segments as seg
 from kvstrata.codecs.base import LARGEST, finite
 from kvstrata.codecs.rotation import block_of, rotate, rotate_back, sign_values
+from kvstrata.codecs.turns import Turn
 
 # More queries than this (a prefill) are better served by decoding once and BLAS.
 FUSED_QUERIES = 16
@@ -35,10 +36,10 @@ def warm_up() -> None:
     if paths.active() != "cpu":
         return
     x, weights, segments = mx.zeros((1, 1, 64)), mx.zeros((1, 1, 1)), (1,)
-    encode_planes(mx.zeros((PARALLEL_VALUES // 64, 1, 64)), segments)
-    arrays = encode_planes(x, segments)
-    decode_planes(arrays, 8, segments)
-    score_planes(x, arrays, 8, segments)
+    encode_planes(mx.zeros((PARALLEL_VALUES // 64, 1, 64)), 0, None)
+    arrays = encode_planes(x, 0, None)
+    decode_planes(arrays, 8, turns.Means(x, segments, 0, None))
+    score_planes(x, arrays, 8)
     mix_planes(weights, arrays, 8, segments)
     look_up(*encode_rotated(x, np.zeros(4, np.float32)), np.zeros(4, np.float32), 64)
 
@@ -49,22 +50,39 @@ def rotation_of(dim: int) -> tuple[np.ndarray, int]:
     return sign_values(dim).copy(), block_of(dim)
 
 
-def encode_planes(x: mx.array, segments: seg.Segments) -> dict[str, mx.array]:
+# How means turn, as the kernels read it: cos and sin [256, pairs], the first dim that turns, the way from a pair to the
+# next, and from the first dim of a pair to its second. Without pairs they do not turn.
+Angles = tuple[np.ndarray, np.ndarray, int, int, int]
+
+_NO_ANGLES: Angles = (np.empty((0, 0), np.float32), np.empty((0, 0), np.float32), 0, 1, 0)
+
+
+def _angles(turn: Turn | None, dim: int) -> Angles:
+    if turn is None:
+        return _NO_ANGLES
+    cos, sin, _ = turns.tables(turn, dim)
+    return (cos, sin, turn.first, *turn.strides)
+
+
+def encode_planes(x: mx.array, position: int, turn: Turn | None) -> dict[str, mx.array]:
     """float32 [..., tokens, dim] -> all three code planes, scales and means"""
-    codes, is_plain = _encoded(x, segments)
+    codes, is_plain = _encoded(x, position, turn)
     if is_plain:
         return codes
     # A vector with something odd in it must not move the mean of the others.
-    means = seg.means_of(mx.where(mx.abs(x) <= LARGEST, x, 0.0), segments)
-    return _encoded(finite(x), segments, means.astype(mx.float16))[0]
+    means = turns.means_of(mx.where(mx.abs(x) <= LARGEST, x, 0.0), position, turn)
+    return _encoded(finite(x), position, turn, means.astype(mx.float16))[0]
 
 
-def _encoded(x: mx.array, segments: seg.Segments, given: mx.array | None = None) -> tuple[dict[str, mx.array], bool]:
+def _encoded(
+    x: mx.array, position: int, turn: Turn | None, given: mx.array | None = None
+) -> tuple[dict[str, mx.array], bool]:
     """Under the means that are given, or its own. Tells, too, whether it can be used: nothing odd moved a mean."""
     from kvstrata.codecs import cpu_encoding
 
     source, stride = _rows(x)
     tokens, dim = x.shape[-2:]
+    segments = seg.segments_of(position, tokens)
     leading, rows = x.shape[:-2], math.prod(x.shape[:-2])
     top, following = np.empty((2, rows, tokens, dim // 4), np.uint8)
     low = np.empty((rows, tokens, dim // 4), np.uint16)
@@ -74,8 +92,9 @@ def _encoded(x: mx.array, segments: seg.Segments, given: mx.array | None = None)
         means[...] = np.asarray(given).reshape(means.shape)
     is_large = rows * tokens * dim >= PARALLEL_VALUES
     encode = cpu_encoding.encode_planes_parallel if is_large else cpu_encoding.encode_planes
+    where = (source.ctypes.data, stride, position % seg.GROUP_TOKENS, bounds)
     out = (top, following, low, scales)
-    is_plain = encode(source.ctypes.data, stride, bounds, given is not None, means, *rotation_of(dim), *out)
+    is_plain = encode(where, given is not None, means, _angles(turn, dim), *rotation_of(dim), out)
     words = {"top": top.view(np.uint32), "next": following.view(np.uint32), "low": low.view(np.uint32)}
     halves = {"scales": scales.astype(np.float16), "means": means.astype(np.float16)}
     arrays = {name: _to_mlx(plane, (*leading, plane.shape[1])) for name, plane in {**words, **halves}.items()}
@@ -93,30 +112,30 @@ def _rows(x: mx.array) -> tuple[np.ndarray, int]:
     return view, outer[0] // view.itemsize
 
 
-def decode_planes(arrays: Mapping[str, mx.array], bits: int, segments: seg.Segments) -> mx.array:
+def decode_planes(arrays: Mapping[str, mx.array], bits: int, means: turns.Means) -> mx.array:
     """float32 [..., tokens, dim]"""
     from kvstrata.codecs import cpu_kernels
 
-    codes, scales, means = _views(arrays, bits)
-    dim = means.shape[-1]
+    codes, scales = _views(arrays, bits)
+    mx.eval(means.values)
+    values = _flat(np.asarray(means.values))
+    dim = values.shape[-1]
+    centres = (values, seg.ids(means.segments), means.position % seg.GROUP_TOKENS, _angles(means.turn, dim))
     out = np.empty((*scales.shape, dim), np.float32)
-    cpu_kernels.decode_planes(*codes, scales, means, seg.ids(segments), *rotation_of(dim), bits, out)
+    cpu_kernels.decode_planes(*codes, scales, centres, *rotation_of(dim), bits, out)
     return _to_mlx(out, arrays["scales"].shape[:-1])
 
 
-def score_planes(q: mx.array, arrays: Mapping[str, mx.array], bits: int, segments: seg.Segments) -> mx.array:
-    """q [..., queries, dim] -> [..., queries, tokens]"""
+def score_planes(q: mx.array, arrays: Mapping[str, mx.array], bits: int) -> mx.array:
+    """q [..., queries, dim] -> [..., queries, tokens], without what the means add"""
     from kvstrata.codecs import cpu_kernels
 
-    by_segment = q @ arrays["means"].astype(mx.float32).swapaxes(-1, -2)
     # The kernels unpack four values of each word at a time: dims 0, 4, 8 ... come first, then 1, 5, 9 ...
     permuted = mx.contiguous(rotate(q).reshape(*q.shape[:-1], -1, 4).swapaxes(-1, -2)).reshape(q.shape)
-    mx.eval(by_segment, permuted)
-    codes, scales, _ = _views(arrays, bits)
+    mx.eval(permuted)
+    codes, scales = _views(arrays, bits)
     out = np.empty((scales.shape[0], q.shape[-2], scales.shape[1]), np.float32)
-    cpu_kernels.score_planes(
-        _flat(np.asarray(permuted)), _flat(np.asarray(by_segment)), *codes, scales, seg.ids(segments), bits, out
-    )
+    cpu_kernels.score_planes(_flat(np.asarray(permuted)), *codes, scales, bits, out)
     return _to_mlx(out, q.shape[:-1])
 
 
@@ -126,8 +145,8 @@ def mix_planes(p: mx.array, arrays: Mapping[str, mx.array], bits: int, segments:
 
     mx.eval(p)
     weights = _flat(np.ascontiguousarray(np.asarray(p)))
-    codes, scales, means = _views(arrays, bits)
-    dim = means.shape[-1]
+    codes, scales = _views(arrays, bits)
+    dim = arrays["means"].shape[-1]
     chunks = -(-weights.shape[2] // cpu_kernels.CHUNK)
     partial = np.zeros((weights.shape[0], chunks, weights.shape[1], dim), np.float32)
     cpu_kernels.mix_planes(weights, *codes, scales, bits, partial)
@@ -166,15 +185,14 @@ def look_up(stream: mx.array, norms: mx.array, table: np.ndarray, dim: int) -> m
     return _to_mlx(out, stream.shape[:-1])
 
 
-def _views(arrays: Mapping[str, mx.array], bits: int) -> tuple[Codes, np.ndarray, np.ndarray]:
-    """(top, next, low), scales, means; all with one leading axis, planes that are not held empty."""
+def _views(arrays: Mapping[str, mx.array], bits: int) -> tuple[Codes, np.ndarray]:
+    """(top, next, low), and scales; all with one leading axis, planes that are not held empty."""
     mx.eval(list(arrays.values()))
     top = _flat(np.asarray(arrays["top"])).view(np.uint8)
     following = _flat(np.asarray(arrays["next"])).view(np.uint8) if bits > 2 else _NO_CRUMBS
     low = _flat(np.asarray(arrays["low"])).view(np.uint16) if bits > 4 else _NO_NIBBLES
     scales = _flat(np.asarray(arrays["scales"]).astype(np.float32))[:, :, 0]
-    means = _flat(np.asarray(arrays["means"]).astype(np.float32))
-    return (top, following, low), np.ascontiguousarray(scales), means
+    return (top, following, low), np.ascontiguousarray(scales)
 
 
 def _flat(array: np.ndarray) -> np.ndarray:

@@ -26,6 +26,7 @@ from kvstrata.codecs.cpu_vectors import (
     unpack_8,
     zeros,
 )
+from kvstrata.codecs.segments import GROUP_TOKENS as GROUP
 
 CHUNK = 256  # tokens of one piece of parallel work
 BLOCK = 32  # tokens that are unpacked at once: their values stay in the first cache
@@ -158,6 +159,71 @@ def rotate_back(y, signs, block, out, other):
     from_codes(y, other, *stages_of(block))
     for d in range(len(out)):
         out[d] += y[d % block * blocks + d // block] * signs[d] * shrink
+
+
+# Means that turn: see turns.py. `angles` are cos and sin [GROUP, pairs], the first dim that turns, the way from a pair
+# to the next and that from the first dim of a pair to its second; no pairs: nothing turns.
+
+
+@njit(fastmath=True)
+def turn_mean(mean, offset, angles, out):
+    """-> out [dim], the mean at an offset into its group"""
+    cos, sin, first, step, gap = angles
+    for d in range(len(out)):
+        out[d] = mean[d]
+    for i in range(cos.shape[1]):
+        a = first + i * step
+        x, y = mean[a], mean[a + gap]
+        out[a] = x * cos[offset, i] - y * sin[offset, i]
+        out[a + gap] = x * sin[offset, i] + y * cos[offset, i]
+
+
+@njit(fastmath=True)
+def add_turned_back(x, at, offset, angles, sums):
+    """sums [dim] += x[at : at + dim], turned back to the start of its group"""
+    cos, sin, first, step, gap = angles
+    for d in range(first):
+        sums[d] += load_one(x, at + d)
+    for d in range(first + 2 * cos.shape[1], len(sums)):
+        sums[d] += load_one(x, at + d)
+    for i in range(cos.shape[1]):
+        a = first + i * step
+        u, v = load_one(x, at + a), load_one(x, at + a + gap)
+        sums[a] += u * cos[offset, i] + v * sin[offset, i]
+        sums[a + gap] += v * cos[offset, i] - u * sin[offset, i]
+
+
+@njit(fastmath=True)
+def turned_shares(factors, columns, offset, shares):
+    """shares [queries, tokens] = factors [queries, dim] @ columns [dim, ...] from `offset` on, a multiple of 16 tokens.
+
+    Rows of `columns` are GROUP wide, and 16 numbers follow the last.
+    """
+    num_queries, dim = factors.shape
+    row = 0
+    while row + 3 <= num_queries:
+        for t in range(0, shares.shape[1], LANES):
+            a, b, c = zeros(), zeros(), zeros()
+            for d in range(dim):
+                x = load(columns, d * GROUP + offset + t)
+                a = multiply_add(splat(factors[row, d]), x, a)
+                b = multiply_add(splat(factors[row + 1, d]), x, b)
+                c = multiply_add(splat(factors[row + 2, d]), x, c)
+            store(shares, row * shares.shape[1] + t, a)
+            store(shares, (row + 1) * shares.shape[1] + t, b)
+            store(shares, (row + 2) * shares.shape[1] + t, c)
+        row += 3
+    while row < num_queries:
+        other = min(row + 1, num_queries - 1)
+        for t in range(0, shares.shape[1], LANES):
+            a, b = zeros(), zeros()
+            for d in range(dim):
+                x = load(columns, d * GROUP + offset + t)
+                a = multiply_add(splat(factors[row, d]), x, a)
+                b = multiply_add(splat(factors[other, d]), x, b)
+            store(shares, row * shares.shape[1] + t, a)
+            store(shares, other * shares.shape[1] + t, b)
+        row += 2
 
 
 # Products over a block of tokens that fits the first cache, for all queries at once. Arrays but `scores` and `weights`

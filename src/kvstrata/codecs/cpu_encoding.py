@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, njit, prange, types  # pyright: ignore[reportPrivateImportUsage]
 from numba.extending import intrinsic
 
-from kvstrata.codecs.cpu_blocks import stages_of, to_codes
+from kvstrata.codecs.cpu_blocks import GROUP, add_turned_back, stages_of, to_codes, turn_mean
 from kvstrata.codecs.cpu_vectors import (
     LANES,
     add,
@@ -27,7 +27,7 @@ from kvstrata.codecs.cpu_vectors import (
 )
 
 # As in cpu_kernels.py.
-BUILT_ON = "b2ad8a87c6dc139f"
+BUILT_ON = "e2ce75ab99d4c6a2"
 
 _to_half = njit(to_half, inline="always")
 
@@ -45,6 +45,14 @@ def _floats_at(_context, _address):
 
 
 @njit(error_model="numpy")
+def _round_mean(sums, tokens):
+    """In place, to the mean as float16 has it."""
+    for d in range(len(sums)):
+        value = sums[d] / np.float32(tokens)
+        sums[d] = _to_half(value) if value >= 0 else -_to_half(-value)
+
+
+@njit(error_model="numpy")
 def _mean(x, at, tokens, mean):
     """-> mean [dim], as float16 has it; tells the largest magnitude"""
     dim = len(mean)
@@ -56,9 +64,7 @@ def _mean(x, at, tokens, mean):
             sums = add(sums, values)
             most = larger(most, values)
         store(mean, d, sums)
-    for d in range(dim):
-        value = mean[d] / np.float32(tokens)
-        mean[d] = _to_half(value) if value >= 0 else -_to_half(-value)
+    _round_mean(mean, tokens)
     return largest(most)
 
 
@@ -117,53 +123,88 @@ def _pack(codes, at, top, following, low):
         store_one(low, at + j, np.uint16((a & 15) | ((b & 15) << 4) | ((c & 15) << 8) | ((d & 15) << 12)))
 
 
+@njit(fastmath=True, error_model="numpy")
+def _turning_mean(x, at, tokens, offset, angles, mean):
+    """As `_mean`, of vectors turned back to the start of their group"""
+    dim = len(mean)
+    mean[:] = 0
+    most = zeros()
+    for t in range(tokens):
+        add_turned_back(x, at + t * dim, offset + t, angles, mean)
+        for d in range(0, dim, LANES):
+            most = larger(most, load(x, at + t * dim + d))
+    _round_mean(mean, tokens)
+    return largest(most)
+
+
+@njit(fastmath=True, error_model="numpy")
+def _centred(x, at, tokens, offset, angles, mean):
+    """-> vectors less the mean turned to their place, [tokens * dim]"""
+    dim = len(mean)
+    out, centre = np.empty(tokens * dim, np.float32), np.empty(dim, np.float32)
+    for t in range(tokens):
+        turn_mean(mean, offset + t, angles, centre)
+        for d in range(dim):
+            out[t * dim + d] = load_one(x, at + t * dim + d) - centre[d]
+    return out
+
+
 @njit(error_model="numpy")
-def _encode_segment(piece, x, stride, bounds, has_means, means, signs, block, top, following, low, scales):
+def _encode_vectors(x, at, tokens, mean, signs, block, out, vector):
+    top, following, low, scales = out
+    if len(mean) == 64:
+        _encode_64(x, at, tokens, mean, signs, top, following, low, scales, vector)
+    elif len(mean) == 128:
+        _encode_128(x, at, tokens, mean, signs, top, following, low, scales, vector)
+    else:
+        _encode_plain(x, at, tokens, mean, signs, block, top, following, low, scales, vector)
+
+
+@njit(error_model="numpy")
+def _encode_segment(piece, x, where, has_means, means, angles, signs, block, out):
     """Tells whether it was plain."""
+    _, stride, position, bounds = where
     segments, dim = means.shape[1:]
     row, segment = piece // segments, piece % segments
     first, count = bounds[segment], bounds[segment + 1] - bounds[segment]
     at, vector, mean = row * stride + first * dim, row * bounds[segments] + first, means[row, segment]
-    is_plain = True
+    turns, offset, most = angles[0].shape[1] > 0, (position + first) % GROUP, np.float32(0)
     if not has_means:
-        is_plain = np.float32(_mean(x, at, count, mean)).view(np.uint32) <= _LARGEST_BITS
-    if dim == 64:
-        _encode_64(x, at, count, mean, signs, top, following, low, scales, vector)
-    elif dim == 128:
-        _encode_128(x, at, count, mean, signs, top, following, low, scales, vector)
+        most = _turning_mean(x, at, count, offset, angles, mean) if turns else _mean(x, at, count, mean)
+    if turns:
+        centred = _centred(x, at, count, offset, angles, mean)
+        _encode_vectors(centred, 0, count, np.zeros(dim, np.float32), signs, block, out, vector)
     else:
-        _encode_plain(x, at, count, mean, signs, block, top, following, low, scales, vector)
-    return is_plain
+        _encode_vectors(x, at, count, mean, signs, block, out, vector)
+    return np.float32(most).view(np.uint32) <= _LARGEST_BITS
 
 
 @njit
-def _values_at(address, stride, bounds, means):
+def _values_at(where, means):
+    address, stride, _, bounds = where
     rows, segments, dim = means.shape
     return carray(_floats_at(address), ((rows - 1) * stride + bounds[segments] * dim,))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def encode_planes(address, stride, bounds, has_means, means, signs, block, top, following, low, scales):
-    """Row r of float32 [rows, tokens, dim] lies at `address`, r * stride values further -> the planes, and means
-    [rows, segments, dim] unless it has them.
+def encode_planes(where, has_means, means, angles, signs, block, out):
+    """Vectors -> the planes top, next, low and scales of `out`, and means [rows, segments, dim] unless it has them.
 
-    `bounds` [segments + 1] are the segments' first tokens. Tells whether all was plain: if not, nothing of it is to be
-    used.
+    `where`: row r of float32 [rows, tokens, dim] lies at an address, r * stride values further; its first token is at a
+    position; bounds [segments + 1] are the segments' first tokens. `angles`: see cpu_blocks.py. Tells whether all was
+    plain: if not, nothing of it is to be used.
     """
-    x, turned = _values_at(address, stride, bounds, means), signs * np.float32(1 / np.sqrt(block))
-    out = top, following, low, scales
+    x, turned = _values_at(where, means), signs * np.float32(1 / np.sqrt(block))
     num_odd = 0
     for piece in range(means.shape[0] * means.shape[1]):
-        num_odd += not _encode_segment(piece, x, stride, bounds, has_means, means, turned, block, *out)
+        num_odd += not _encode_segment(piece, x, where, has_means, means, angles, turned, block, out)
     return num_odd == 0
 
 
 @njit(nogil=True, cache=True, parallel=True, error_model="numpy")
-def encode_planes_parallel(address, stride, bounds, has_means, means, signs, block, top, following, low, scales):
-    x, turned = _values_at(address, stride, bounds, means), signs * np.float32(1 / np.sqrt(block))
+def encode_planes_parallel(where, has_means, means, angles, signs, block, out):
+    x, turned = _values_at(where, means), signs * np.float32(1 / np.sqrt(block))
     is_plain = np.empty(means.shape[0] * means.shape[1], np.bool_)
     for piece in prange(len(is_plain)):
-        is_plain[piece] = _encode_segment(
-            piece, x, stride, bounds, has_means, means, turned, block, top, following, low, scales
-        )
+        is_plain[piece] = _encode_segment(piece, x, where, has_means, means, angles, turned, block, out)
     return is_plain.all()

@@ -12,26 +12,29 @@ from numba import njit, prange
 from kvstrata.codecs.cpu_blocks import (
     BLOCK,
     CHUNK,
+    GROUP,
     from_codes,
     mix_block,
     rotate,
     score_block,
     stages_of,
     step_of,
+    turn_mean,
     unpack_block,
 )
 
 # Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
 # that a change there is one here; a test says what it has to be.
-BUILT_ON = "b2ad8a87c6dc139f"
+BUILT_ON = "e2ce75ab99d4c6a2"
 
 _LARGEST = np.float32(65504)
 _SMALLEST_NORM = np.float32(1e-30)  # of a vector that is not taken as zero
 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
-def decode_planes(top, following, low, scales, means, segment, signs, block, bits, out):
-    """-> out [rows, tokens, dim]"""
+def decode_planes(top, following, low, scales, centres, signs, block, bits, out):
+    """-> out [rows, tokens, dim]; `centres`: means, each token's segment, the offset of the first token, angles"""
+    means, segment, offset, angles = centres
     rows, tokens, dim = out.shape
     chunks = (tokens + CHUNK - 1) // CHUNK
     blocks, width = dim // block, dim // 4
@@ -40,26 +43,25 @@ def decode_planes(top, following, low, scales, means, segment, signs, block, bit
     for piece in prange(rows * chunks):
         row, first = piece // chunks, piece % chunks * CHUNK
         y, other = np.empty(dim, np.float32), np.empty(dim, np.float32)
+        centre = np.empty(dim, np.float32)
         for t in range(first, min(first + CHUNK, tokens)):
             unpack_block(top, following, low, row * tokens + t, 1, width, bits, y)
             from_codes(y, other, pairs, odd)
             factor = step * scales[row, t]
-            centre = segment[t]
+            turn_mean(means[row, segment[t]], (offset + t) % GROUP, angles, centre)
             if blocks == 1:
                 for d in range(dim):
-                    out[row, t, d] = y[d] * factor * signs[d] + means[row, centre, d]
+                    out[row, t, d] = y[d] * factor * signs[d] + centre[d]
             else:
                 for b in range(blocks):
                     for k in range(block):
                         d = b * block + k
-                        out[row, t, d] = y[k * blocks + b] * factor * signs[d] + means[row, centre, d]
+                        out[row, t, d] = y[k * blocks + b] * factor * signs[d] + centre[d]
 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
-def score_planes(q, base, top, following, low, scales, segment, bits, out):
-    """q [rows, queries, dim], rotated, in the order above;
-    base [rows, queries, segments] -> out [rows, queries, tokens]
-    """
+def score_planes(q, top, following, low, scales, bits, out):
+    """q [rows, queries, dim], rotated, in the order above -> out [rows, queries, tokens]"""
     rows, queries, tokens = out.shape
     dim = q.shape[2]
     width, step = dim // 4, step_of(bits)
@@ -74,7 +76,7 @@ def score_planes(q, base, top, following, low, scales, segment, bits, out):
             score_block(q, row * queries * dim, codes, 0, num_tokens, dim, out[row], t)
         for r in range(queries):
             for t in range(first, end):
-                out[row, r, t] = out[row, r, t] * (step * scales[row, t]) + base[row, r, segment[t]]
+                out[row, r, t] *= step * scales[row, t]
 
 
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")

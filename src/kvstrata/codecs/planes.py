@@ -7,8 +7,9 @@ A value is (code - middle) * step * scale in the rotated basis: `scale` is the l
 float16 stored for it; `step` and `middle` follow from the bits. So each plane is also an affine array for
 `mx.quantized_matmul`, its scales and biases derived when read. Stepping down drops planes and touches no other.
 
-Vectors are centred on the mean of their segment (see segments.py), values as well as keys. A vector that is smaller,
-once centred, than float16's smallest number decodes to the mean.
+Vectors are centred on the mean of their segment (see segments.py), values as well as keys; the means of keys turn as
+their layer's keys do (see turns.py). A vector that is smaller, once centred, than float16's smallest number decodes to
+the mean.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvstrata.codecs import cpu, cuda_codes, paths
+from kvstrata.codecs import cpu, cuda_codes, paths, turns
 from kvstrata.codecs.base import (
     HALF,
     LARGEST,
@@ -37,8 +38,9 @@ from kvstrata.codecs.base import (
 )
 from kvstrata.codecs.packing import pack, unpack
 from kvstrata.codecs.rotation import check_dim, rotate, rotate_back
-from kvstrata.codecs.segments import GROUP_TOKENS, means_of, segments_of, spread, sums
+from kvstrata.codecs.segments import GROUP_TOKENS, segments_of, sums
 from kvstrata.codecs.tiles import decode_tiles, encode_tiles
+from kvstrata.codecs.turns import Turn
 
 
 class CodePlane(NamedTuple):
@@ -71,6 +73,7 @@ class _Affine(NamedTuple):
 @dataclass(frozen=True)
 class PlanesCodec:
     bits: int
+    turn: Turn | None = None  # of the means; None: they stay as they are
 
     def __post_init__(self) -> None:
         if self.bits not in HELD:
@@ -81,10 +84,14 @@ class PlanesCodec:
         return f"planes:{self.bits}"
 
     def spec(self) -> dict[str, Any]:
-        return {"codec": "planes", "version": 1, "bits": self.bits}
+        """Version 2 is version 1 with a turn."""
+        spec = {"codec": "planes", "version": 1, "bits": self.bits}
+        return spec if self.turn is None else {**spec, "version": 2, "turn": self.turn.spec()}
 
     def check(self, dim: int) -> None:
         check_dim(self.name, dim)
+        if self.turn is not None and self.turn.end > dim:
+            raise UnsupportedCodec(f"{self.name} cannot turn {self.turn.end} dims of vectors that have {dim}.")
 
     def layout(self, extent: Extent) -> dict[str, Plane]:
         dim, num_tokens, num_segments = extent
@@ -94,29 +101,49 @@ class PlanesCodec:
     def bits_per_value(self, dim: int) -> float:
         return self.bits + 16 / dim + 16 / GROUP_TOKENS
 
+    @property
+    def _on_cuda(self) -> bool:
+        """Whether CUDA's kernels can be asked: they know no means that turn."""
+        return paths.active() == "cuda" and self.turn is None
+
     def encode(self, x: mx.array, position: int = 0) -> Planes:
         check_input(self, x, position)
         segments = segments_of(position, x.shape[-2])
-        if paths.active() == "cuda" and x.shape[-1] <= cuda_codes.MAX_DIM:
+        if self._on_cuda and x.shape[-1] <= cuda_codes.MAX_DIM:
             return own(self, cuda_codes.encode_planes(x, self.bits, segments), x, position, segments)
         if paths.active() == "cpu":
-            arrays = cpu.encode_planes(x.astype(mx.float32), segments)
+            arrays = cpu.encode_planes(x.astype(mx.float32), position, self.turn)
         else:
-            arrays = encode_tiles(x, position, encode_stock)
+            arrays = encode_tiles(x, position, self.encode_stock)
         return own(self, {name: arrays[name] for name in (*HELD[self.bits], "scales", "means")}, x, position, segments)
+
+    def encode_stock(self, x: mx.array, position: int) -> dict[str, mx.array]:
+        """All planes, whatever the bits."""
+        x, segments = x.astype(mx.float32), segments_of(position, x.shape[-2])
+        # A vector with something odd in it must not move the mean of the others.
+        usual = mx.where(mx.abs(x) <= LARGEST, x, 0.0)
+        means = turns.means_of(usual, position, self.turn).astype(mx.float16)
+        centres = turns.Means(means.astype(mx.float32), segments, position, self.turn).centres()
+        y = rotate(finite(x) - centres)
+        scales = half(mx.max(mx.abs(y), axis=-1, keepdims=True))
+        # Codes belong to the scale as it is stored, so its rounding costs nothing.
+        unit = y / mx.where(scales == 0, 1.0, scales.astype(mx.float32))
+        code = mx.clip(mx.floor((unit + 1) * 128), 0, 255).astype(mx.uint32)
+        codes = {"top": pack(code >> 6, 2), "next": pack((code >> 4) & 3, 2), "low": pack(code & 15, 4)}
+        return {**codes, "scales": scales, "means": means}
 
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
         if paths.active() == "cpu":
-            return cpu.decode_planes(planes.arrays, self.bits, planes.segments).astype(dtype)
-        if paths.active() == "cuda" and planes.dim <= cuda_codes.MAX_DIM:
+            return cpu.decode_planes(planes.arrays, self.bits, self._means(planes)).astype(dtype)
+        if self._on_cuda and planes.dim <= cuda_codes.MAX_DIM:
             return cuda_codes.decode_planes(planes, dtype)
         return decode_tiles(planes, lambda tile: self.decode_stock(tile).astype(dtype))
 
     def scores(self, q: mx.array, planes: Planes) -> mx.array:
         check_queries(q, planes, planes.dim)
         if paths.active() == "cpu" and q.shape[-2] <= cpu.FUSED_QUERIES:
-            return cpu.score_planes(q.astype(mx.float32), planes.arrays, self.bits, planes.segments)
-        if paths.active() == "cuda" and cuda_codes.pays(q.shape[-2], planes.dim):
+            return cpu.score_planes(q.astype(mx.float32), planes.arrays, self.bits) + self._means(planes).shares(q)
+        if self._on_cuda and cuda_codes.pays(q.shape[-2], planes.dim):
             return cuda_codes.score_planes(q, planes)
         if paths.active() == "metal" and _product_group(planes.dim):
             return self.scores_packed(q, planes)
@@ -124,9 +151,12 @@ class PlanesCodec:
 
     def mix(self, p: mx.array, planes: Planes) -> mx.array:
         check_queries(p, planes, planes.num_tokens)
+        if self.turn is not None:
+            # Values do not turn, but for those of models that put keys there, which they fetch as plain arrays.
+            return p.astype(mx.float32) @ self._decoded(planes)
         if paths.active() == "cpu" and p.shape[-2] <= cpu.FUSED_QUERIES:
             return cpu.mix_planes(p.astype(mx.float32), planes.arrays, self.bits, planes.segments)
-        if paths.active() == "cuda" and cuda_codes.pays(p.shape[-2], planes.dim):
+        if self._on_cuda and cuda_codes.pays(p.shape[-2], planes.dim):
             return cuda_codes.mix_planes(p, planes)
         if paths.active() == "metal" and _product_group(planes.dim):
             return self.mix_packed(p, planes)
@@ -142,17 +172,16 @@ class PlanesCodec:
             first, *others = (_dequantized(plane) * step for step, plane in self._affine(planes))
         else:
             first, *others = (_unpacked(planes, name) for name in HELD[self.bits])
-        return rotate_back(sum(others, start=first)) + spread(_means(planes), planes.segments, axis=-2)
+        return rotate_back(sum(others, start=first)) + self._means(planes).centres()
 
     def scores_packed(self, q: mx.array, planes: Planes) -> mx.array:
         q = q.astype(mx.float32)
-        by_segment = q @ _means(planes).swapaxes(-1, -2)
         rotated = rotate(q)
         products = [
             mx.quantized_matmul(rotated * step, *plane[:3], transpose=True, group_size=plane.group, bits=plane.bits)
             for step, plane in self._affine(planes)
         ]
-        return sum(products, start=spread(by_segment, planes.segments, axis=-1))
+        return sum(products, start=self._means(planes).shares(q))
 
     def mix_packed(self, p: mx.array, planes: Planes) -> mx.array:
         p = p.astype(mx.float32)
@@ -160,7 +189,11 @@ class PlanesCodec:
             mx.quantized_matmul(p, *plane[:3], transpose=False, group_size=plane.group, bits=plane.bits) * step
             for step, plane in self._affine(planes)
         )
-        return rotate_back(sum(others, start=first)) + sums(p, planes.segments) @ _means(planes)
+        return rotate_back(sum(others, start=first)) + sums(p, planes.segments) @ self._means(planes).values
+
+    def _means(self, planes: Planes) -> turns.Means:
+        values = planes.arrays["means"].astype(mx.float32)
+        return turns.Means(values, planes.segments, planes.position, self.turn)
 
     def _affine(self, planes: Planes) -> Iterator[tuple[float, _Affine]]:
         """Each plane as the affine array that it is, in units of its step: so planes share scales, and biases where
@@ -193,36 +226,20 @@ class PlanesCodec:
 
 def step_down(planes: Planes, bits: int) -> Planes:
     """The arrays that stay are the same objects. They are exactly what encoding with `bits` would have made."""
-    held = _progressive(planes).bits
+    codec = _progressive(planes)
+    held = codec.bits
     if bits not in HELD or bits >= held:
         lower = [f"{fewer}" for fewer in HELD if fewer < held]
         raise UnsupportedCodec(f"{planes.name} steps down to {' or '.join(lower) or 'nothing'}, not to {bits} bits.")
     gone = {*HELD[held]}.difference(HELD[bits])
     stay = {name: array for name, array in planes.arrays.items() if name not in gone}
-    return replace(planes, codec=PlanesCodec(bits), arrays=stay)
+    return replace(planes, codec=replace(codec, bits=bits), arrays=stay)
 
 
 def _progressive(planes: Planes) -> PlanesCodec:
     if not isinstance(planes.codec, PlanesCodec):
         raise UnsupportedCodec(f"{planes.name} has no planes to drop. Decode it and encode it as planes.")
     return planes.codec
-
-
-def encode_stock(x: mx.array, position: int) -> dict[str, mx.array]:
-    x, segments = x.astype(mx.float32), segments_of(position, x.shape[-2])
-    # A vector with something odd in it must not move the mean of the others.
-    means = means_of(mx.where(mx.abs(x) <= LARGEST, x, 0.0), segments).astype(mx.float16)
-    y = rotate(finite(x) - spread(means.astype(mx.float32), segments, axis=-2))
-    scales = half(mx.max(mx.abs(y), axis=-1, keepdims=True))
-    # Codes belong to the scale as it is stored, so its rounding costs nothing.
-    unit = y / mx.where(scales == 0, 1.0, scales.astype(mx.float32))
-    code = mx.clip(mx.floor((unit + 1) * 128), 0, 255).astype(mx.uint32)
-    codes = {"top": pack(code >> 6, 2), "next": pack((code >> 4) & 3, 2), "low": pack(code & 15, 4)}
-    return {**codes, "scales": scales, "means": means}
-
-
-def _means(planes: Planes) -> mx.array:
-    return planes.arrays["means"].astype(mx.float32)
 
 
 def _product_group(dim: int) -> int | None:

@@ -20,13 +20,14 @@ from kvstrata.codecs.base import Codec, MismatchedPlanes, Planes, UnsupportedCod
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.rotated import RotatedCodec
+from kvstrata.codecs.turns import Turn, turn_from
 
 NAMES = "raw, affine:8 (or 6, 5, 4, 3, 2; :g32 or :g128), rotated:4 (3, 2), planes:8 (4, 2)"
 LLAMA_CPP = {"f16": "raw", "bf16": "raw", "q8_0": "planes:8", "q4_0": "planes:4"}
 
 _NAME = re.compile(r"(raw|affine|rotated|planes)(?::(\d+))?(?::g(\d+))?")
 _FIELDS = {"raw": (), "affine": ("bits", "group"), "rotated": ("bits",), "planes": ("bits",)}
-_VERSION = 1
+_VERSIONS = {"raw": (1,), "affine": (1,), "rotated": (1,), "planes": (1, 2)}
 
 
 def parse(name: str) -> Codec:
@@ -52,14 +53,24 @@ def from_spec(spec: Mapping[str, Any]) -> Codec:
     family, version = spec.get("codec"), spec.get("version")
     if not isinstance(family, str) or family not in _FIELDS:
         raise UnsupportedCodec(f"This version knows no codec {family!r}; it knows {', '.join(_FIELDS)}.")
-    if version != _VERSION:
-        raise UnsupportedCodec(f"This version reads {family} of version {_VERSION}, not {version!r}.")
+    if version not in _VERSIONS[family]:
+        known = " and ".join(map(str, _VERSIONS[family]))
+        raise UnsupportedCodec(f"This version reads {family} of version {known}, not {version!r}.")
     fields = {name: spec.get(name) for name in _FIELDS[family]}
     for name, value in fields.items():
         if type(value) is not int:
             raise UnsupportedCodec(f"A spec of {family} needs {name!r} as a whole number, not {value!r}.")
+    if (family, version) == ("planes", 2):
+        return PlanesCodec(spec["bits"], _turn_from(spec.get("turn")))
     types = {"raw": RawCodec, "affine": AffineCodec, "rotated": RotatedCodec, "planes": PlanesCodec}
     return types[family](**fields)
+
+
+def _turn_from(spec: object) -> Turn:
+    try:
+        return turn_from(spec)
+    except ValueError as error:
+        raise UnsupportedCodec(f"Planes of version 2 cannot be read: {error}.") from error
 
 
 def planes_from(spec: Mapping[str, Any], where: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> Planes:

@@ -155,6 +155,7 @@ class Engine:
                 "kernels": attend.kernels(self._layout.head_kinds()),
                 "quantized": paths.active(),
             },
+            "key_means": self._layout.turning(),
             "max_kv_size": self._limits.max_kv_size,
             "kv": {"k": self._storage.k, "v": self._storage.v, "dtype": self._loaded.dtype},
             "kv_bytes_per_token": self._budget.token_bytes,

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from kvstrata.codecs.turns import Turn
 from kvstrata.errors import ConfigError
 
 Kind = Literal["full", "window", "chunked", "recurrent", "composite", "foreign"]
@@ -38,6 +39,9 @@ class LayerSpec:
     k_dim: int = 0
     v_dim: int = 0
     dtype: mx.Dtype = mx.float32
+    k_turn: Turn | None = None  # how its keys turn from token to token; None: they do not, or it is not known
+    v_turn: Turn | None = None  # of a model that puts keys where values go
+    turn_reason: str = ""  # why it is not known
 
     @property
     def signature(self) -> str:
@@ -82,6 +86,19 @@ class Layout:
     def head_kinds(self) -> set[tuple[mx.Dtype, int, int]]:
         """Of layers that attend to parts: dtype, and the sizes of a key and of a value."""
         return {(spec.dtype, spec.k_dim, spec.v_dim) for spec in self.flat() if spec.kind in ("full", "window")}
+
+    def turning(self) -> dict[str, Any]:
+        """Which layers' keys are stored with means that turn, and why others are not. For people to read."""
+        keys = [(i, spec) for i, spec in enumerate(self.flat()) if spec.kind in ("full", "window", "chunked")]
+        unknown: dict[str, list[int]] = {}
+        for i, spec in keys:
+            if spec.turn_reason:
+                unknown.setdefault(spec.turn_reason, []).append(i)
+        return {
+            "turning_layers": sum(spec.k_turn is not None or spec.v_turn is not None for _, spec in keys),
+            "layers_without_rope": sum(not (spec.k_turn or spec.v_turn or spec.turn_reason) for _, spec in keys),
+            "plain_because": unknown,
+        }
 
     def count_by_kind(self) -> dict[str, int]:
         return dict(Counter(layer.kind for layer in self.layers))

@@ -23,6 +23,7 @@ from kvstrata.layers.mixed import MixedPass, can_mix
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.experts import mend_products
 from kvstrata.models.heads import trim_rows
+from kvstrata.models.turning import with_turns
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,10 @@ _NOISE = 3.0
 
 
 def probe(model: Any, max_kv_size: int | None = None) -> Layout:
+    return with_turns(model, _probe(model, max_kv_size))
+
+
+def _probe(model: Any, max_kv_size: int | None) -> Layout:
     install()
     mend_products()
     trim_rows(model)

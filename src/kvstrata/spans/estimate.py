@@ -19,7 +19,7 @@ from kvstrata.layers.sequence import Pair
 from kvstrata.layers.tail import FullLayer
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import RAW, Plan
-from kvstrata.spans.rewrite import lower_of, lower_pair
+from kvstrata.spans.rewrite import becomes, lower_pair
 from kvstrata.spans.span import SEAL_TOKENS, RawWindow, Span
 
 # Why something is left alone.
@@ -84,14 +84,14 @@ def _add_part(result: Estimate, part: SealedPart, pair: Pair, dtype: mx.Dtype, u
 
 
 def _add_planes(result: Estimate, planes: Planes, wanted: Codec, dtype: mx.Dtype, upward: bool) -> None:
-    becomes = wanted if upward else lower_of(planes.codec, wanted, planes.dim, dtype)
+    codec = becomes(planes.codec, wanted, planes.dim, dtype, upward=upward)
     result.bytes_before += planes.nbytes
-    if becomes == planes.codec:
+    if codec == planes.codec:
         result.bytes_after += planes.nbytes
-        result.left_alone[STORED_SO if planes.codec == wanted else LOWER] += planes.nbytes
+        result.left_alone[STORED_SO if codec.name == wanted.name else LOWER] += planes.nbytes
         return
     (heads,) = planes.leading
-    result.bytes_after += encoded_bytes(becomes, heads, planes.dim, planes.position, planes.num_tokens, dtype)
+    result.bytes_after += encoded_bytes(codec, heads, planes.dim, planes.position, planes.num_tokens, dtype)
 
 
 def _add_live(result: Estimate, layer: FullLayer, pair: Pair, dtype: mx.Dtype, window: RawWindow) -> None:
@@ -117,7 +117,7 @@ def _add_ended(result: Estimate, layer: FullLayer, span: Span, pair: Pair, dtype
     """Buffers that wait to be trimmed: what is not filed and the room for more go."""
     sealed = Estimate()
     for part in layer.sealed:
-        k, v = (lower_of(p.codec, c, p.dim, dtype) for p, c in zip((part.k, part.v), pair, strict=True))
+        k, v = (becomes(p.codec, c, p.dim, dtype) for p, c in zip((part.k, part.v), pair, strict=True))
         _add_part(sealed, part, (k, v), dtype, upward=False)
     raw = max(0, span.num_tokens - layer.sealed_tokens)
     result.bytes_before += layer.nbytes
@@ -165,5 +165,5 @@ def _becomes(part: Part, wanted: Codec, dtype: mx.Dtype, upward: bool) -> Codec 
     """None: the keys stay as they are."""
     if not isinstance(part, SealedPart):
         return None if isinstance(wanted, RawCodec) else wanted
-    becomes = wanted if upward else lower_of(part.k.codec, wanted, part.k.dim, dtype)
-    return None if becomes == part.k.codec else becomes
+    codec = becomes(part.k.codec, wanted, part.k.dim, dtype, upward=upward)
+    return None if codec == part.k.codec else codec

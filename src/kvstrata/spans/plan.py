@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstrata.codecs.base import Codec
+from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse, parse_for
+from kvstrata.codecs.turns import Turn
 from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import Pair
@@ -85,9 +87,10 @@ def make_plan(layout: Layout, k: str, v: str, *, edge_layers: int = 0, edge: str
 def _pair(spec: LayerSpec, k: str, v: str, at_least: str | None) -> Pair:
     if spec.kind not in ("full", "window", "chunked"):
         return RAW
-    return _codec(k, at_least, spec.k_dim), _codec(v, at_least, spec.v_dim)
+    return _codec(k, at_least, spec.k_dim, spec.k_turn), _codec(v, at_least, spec.v_dim, spec.v_turn)
 
 
-def _codec(name: str, at_least: str | None, dim: int) -> Codec:
+def _codec(name: str, at_least: str | None, dim: int, turn: Turn | None) -> Codec:
     codecs = [parse_for(each, dim) for each in (name, at_least) if each is not None]
-    return max(codecs, key=lambda codec: codec.bits_per_value(dim))
+    codec = max(codecs, key=lambda codec: codec.bits_per_value(dim))
+    return replace(codec, turn=turn) if isinstance(codec, PlanesCodec) else codec

@@ -6,6 +6,7 @@ are joined as they are. Everything else is decoded and encoded, which never gain
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -55,7 +56,7 @@ def next_piece(
         return SealedPart(pair[0].encode(k.squeeze(0), start), pair[1].encode(v.squeeze(0), start))
     whole, first = (part.whole, part.start) if isinstance(part, CutPart) else (part, 0)
     assert isinstance(whole, SealedPart)
-    k, v = pair if upward else _lower_pair(whole, pair, dtype)
+    k, v = _new_pair(whole, pair, dtype, upward=upward)
     encodes = not (_is_cheap(whole.k, k) and _is_cheap(whole.v, v))
     if part is whole and not encodes:
         return whole if (k, v) == _codecs(whole) else SealedPart(convert(whole.k, k, dtype), convert(whole.v, v, dtype))
@@ -68,14 +69,17 @@ def _step_tokens(start: int, num_tokens: int, grain: Grain, *, encodes: bool) ->
     return end - first
 
 
-def lower_of(held: Codec, wanted: Codec, dim: int, dtype: mx.Dtype) -> Codec:
-    """What `held` becomes where `wanted` is asked for: never more bits than it has."""
-    return wanted if bits_of(wanted, dim, dtype) < bits_of(held, dim, dtype) else held
+def becomes(held: Codec, wanted: Codec, dim: int, dtype: mx.Dtype, *, upward: bool = False) -> Codec:
+    """What `held` becomes where `wanted` is asked for: never more bits than it has, unless `upward`. Planes keep their
+    means: only what is encoded anew gets those of `wanted`."""
+    if isinstance(held, PlanesCodec) and isinstance(wanted, PlanesCodec) and wanted.bits <= held.bits:
+        return dataclasses.replace(held, bits=wanted.bits)
+    return wanted if upward or bits_of(wanted, dim, dtype) < bits_of(held, dim, dtype) else held
 
 
 def whole(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> SealedPart:
     """All of a part at once, never in more bits than it has. The same object where that changes nothing."""
-    k, v = _lower_pair(part, pair, dtype)
+    k, v = _new_pair(part, pair, dtype)
     return part if (k, v) == _codecs(part) else SealedPart(convert(part.k, k, dtype), convert(part.v, v, dtype))
 
 
@@ -88,12 +92,15 @@ def lowered(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> SealedPart:
 def lower_pair(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> Pair:
     """What the codecs of a running sequence's part become."""
     held = _codecs(part)
-    return held if held == _RAW else _lower_pair(part, pair, dtype)
+    return held if held == _RAW else _new_pair(part, pair, dtype)
 
 
-def _lower_pair(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> Pair:
+def _new_pair(part: SealedPart, pair: Pair, dtype: mx.Dtype, *, upward: bool = False) -> Pair:
     k, v = _codecs(part)
-    return lower_of(k, pair[0], part.k.dim, dtype), lower_of(v, pair[1], part.v.dim, dtype)
+    return (
+        becomes(k, pair[0], part.k.dim, dtype, upward=upward),
+        becomes(v, pair[1], part.v.dim, dtype, upward=upward),
+    )
 
 
 def bits_of(codec: Codec, dim: int, dtype: mx.Dtype) -> float:
@@ -126,8 +133,10 @@ def convert(planes: Planes, codec: Codec, dtype: mx.Dtype) -> Planes:
 
 def _is_cheap(planes: Planes, codec: Codec) -> bool:
     """Whether nothing has to be encoded anew."""
-    steps = isinstance(planes.codec, PlanesCodec) and isinstance(codec, PlanesCodec) and codec.bits < planes.codec.bits
-    return planes.codec == codec or steps
+    held = planes.codec
+    if isinstance(held, PlanesCodec) and isinstance(codec, PlanesCodec):
+        return held.turn == codec.turn and codec.bits <= held.bits
+    return held == codec
 
 
 def _converted(planes: Planes, start: int, end: int, codec: Codec, dtype: mx.Dtype) -> Planes:

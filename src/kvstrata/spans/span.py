@@ -283,8 +283,7 @@ class Span:
 
 
 def _stays(planes: Planes, wanted: Codec, dtype: mx.Dtype, upward: bool) -> bool:
-    becomes = wanted if upward else rewrite.lower_of(planes.codec, wanted, planes.dim, dtype)
-    return becomes == planes.codec
+    return rewrite.becomes(planes.codec, wanted, planes.dim, dtype, upward=upward) == planes.codec
 
 
 def empty_span(layout: Layout) -> Span:

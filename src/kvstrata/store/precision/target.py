@@ -14,7 +14,7 @@ from kvstrata.layers.sequence import Pair
 from kvstrata.spans.gather import gather_some, has_to_gather
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import Plan, raw_plan
-from kvstrata.spans.rewrite import LayerProgress, lower_of
+from kvstrata.spans.rewrite import LayerProgress, becomes
 from kvstrata.spans.span import RawWindow
 from kvstrata.store.entry import Entry
 from kvstrata.store.precision.mover import Job
@@ -90,7 +90,7 @@ class Precision:
         states = zip(mark.states, plan.pairs, self.layout.flat(), strict=True)
         rings = [(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedPart)]
         return all(
-            lower_of(planes.codec, codec, planes.dim, dtype) == planes.codec
+            becomes(planes.codec, codec, planes.dim, dtype) == planes.codec
             for ring, pair, dtype in rings
             for planes, codec in zip((ring.k, ring.v), pair, strict=True)
         )
@@ -124,5 +124,5 @@ class Precision:
 
 
 def _lower(pair: Pair, wanted: Pair, spec: LayerSpec) -> Pair:
-    k, v = lower_of(pair[0], wanted[0], spec.k_dim, spec.dtype), lower_of(pair[1], wanted[1], spec.v_dim, spec.dtype)
+    k, v = becomes(pair[0], wanted[0], spec.k_dim, spec.dtype), becomes(pair[1], wanted[1], spec.v_dim, spec.dtype)
     return k, v
