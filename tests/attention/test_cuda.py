@@ -18,7 +18,7 @@ from kvstrata.attention import cuda, cuda_step
 from kvstrata.codecs import cuda_codes, paths
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.planes import HELD, PlanesCodec
-from tests.codecs.arrays import keys
+from tests.codecs.arrays import TURNS, a_turn, keys
 
 needs_cuda = pytest.mark.skipif(paths.active() != "cuda", reason="needs a GPU and mlx[cuda13] or mlx[cuda12]")
 
@@ -35,8 +35,9 @@ def test_pieces_cover_the_range_once_and_cross_no_segment(
     start, end = sorted(number % (num_tokens + 1) for number in ends)
     if start == end:
         start, end = 0, num_tokens
-    pieces = np.asarray(cuda_codes.pieces_of(tuple(k_sizes), tuple(v_sizes), start, end, 64))
-    covered = np.concatenate([np.arange(first, first + count) for first, count, _, _ in pieces])
+    pieces = np.asarray(cuda_codes.pieces_of((tuple(k_sizes), tuple(v_sizes)), 100, start, end, 64))
+    covered = np.concatenate([np.arange(first, first + count) for first, count, _, _, _ in pieces])
+    assert (pieces[:, 4] == (100 + pieces[:, 0]) % 256).all()
     assert covered.tolist() == list(range(start, end))
     assert pieces[:, 1].max() <= 64
     for column, sizes in ((2, k_sizes), (3, v_sizes)):
@@ -70,11 +71,13 @@ DTYPES = [
 @needs_cuda
 @pytest.mark.parametrize("bits", HELD)
 @pytest.mark.parametrize(("dim", "dtype"), DTYPES)
-def test_encoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: mx.Dtype) -> None:
+@pytest.mark.parametrize("turns", [False, True])
+def test_encoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: mx.Dtype, turns: bool) -> None:
     x = keys(2, 301, dim, dtype=dtype)
     x[0, 3], x[0, 7, 2], x[1, 9, 1] = 0.0, float("nan"), float("inf")
-    planes = PlanesCodec(bits).encode(x, 100)
-    stock = PlanesCodec(8).encode_stock(x, 100)
+    codec = PlanesCodec(bits, a_turn(_kind(dim), dim) if turns else None)
+    planes = codec.encode(x, 100)
+    stock = codec.encode_stock(x, 100)
     stock = {name: stock[name] for name in (*HELD[bits], "scales", "means")}
     wanted = _dense(Planes(planes.codec, stock, 301, 100, dim, planes.segments))
     # A sum in another order may round a mean or a scale to its neighbour in float16, and a code with it.
@@ -84,8 +87,9 @@ def test_encoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: m
 @needs_cuda
 @pytest.mark.parametrize("bits", HELD)
 @pytest.mark.parametrize(("dim", "dtype"), DTYPES)
-def test_decoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: mx.Dtype) -> None:
-    planes = _encoded(bits, dim)
+@pytest.mark.parametrize("turns", [False, True])
+def test_decoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: mx.Dtype, turns: bool) -> None:
+    planes = _encoded(bits, dim, turn=_kind(dim) if turns else "")
     wanted = _dense(planes)
     bound = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 5e-3}[dtype]
     assert _error(cuda_codes.decode_planes(planes, dtype), wanted) < bound
@@ -94,10 +98,11 @@ def test_decoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: m
 
 @needs_cuda
 @pytest.mark.parametrize(("k_bits", "v_bits", "dim", "queries"), CASES)
+@pytest.mark.parametrize("turns", [False, True])
 def test_attention_over_planes_is_attention_over_what_they_decode_to(
-    k_bits: int, v_bits: int, dim: int, queries: int
+    k_bits: int, v_bits: int, dim: int, queries: int, turns: bool
 ) -> None:
-    k, v = _encoded(k_bits, dim), _encoded(v_bits, dim, seed=3)
+    k, v = _encoded(k_bits, dim, turn=_kind(queries) if turns else ""), _encoded(v_bits, dim, seed=3)
     q = _queries(2, queries, dim)
     out, log_sum = cuda.attend_planes(q, k, v, 17, 540, 0.25)
     wanted, wanted_log_sum = _attention(q, _dense(k)[:, 17:540], _dense(v)[:, 17:540], 0.25)
@@ -112,7 +117,8 @@ def test_scores_and_sums_of_planes(bits: int, dim: int) -> None:
     planes = _encoded(bits, dim)
     q = _queries(2, 7, dim)
     p = mx.softmax(_queries(2, 7, planes.num_tokens), axis=-1)
-    assert _error(cuda_codes.score_planes(q, planes), _float64(q) @ _dense(planes).swapaxes(1, 2)) < 2e-6
+    for k in (planes, _encoded(bits, dim, turn=_kind(bits))):
+        assert _error(cuda_codes.score_planes(q, k), _float64(q) @ _dense(k).swapaxes(1, 2)) < 2e-6
     assert _error(cuda_codes.mix_planes(p, planes), _float64(p) @ _dense(planes)) < 2e-6
 
 
@@ -144,11 +150,17 @@ def test_a_step_writes_its_tokens_and_attends_over_them(with_planes: bool) -> No
     check_step(mx.bfloat16, 64, with_planes)
 
 
-def check_step(dtype: mx.Dtype, dim: int, with_planes: bool) -> None:
+@needs_cuda
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_step_over_keys_whose_means_turn(turn: str) -> None:
+    check_step(mx.bfloat16, 128, with_planes=True, turn=turn)
+
+
+def check_step(dtype: mx.Dtype, dim: int, with_planes: bool, turn: str = "") -> None:
     """Three rows with buffers of their own; some also read a buffer that another row writes, and planes."""
     scale, sinks = 0.1, mx.array([0.0, 5, 10, 15, 20, 25])
     buffers = [_pair(1, 2, size, dim, seed=size, dtype=dtype) for size in (256, 300, 512)]
-    planes = cuda.PlanesRange(_encoded(8, dim), _encoded(4, dim, seed=3), 5, 590)
+    planes = cuda.PlanesRange(_encoded(8, dim, turn=turn), _encoded(4, dim, seed=3), 5, 590)
     first = _pair(1, 2, 4, dim, seed=5, dtype=dtype)
     before: list[list[cuda.Range]] = [[], [cuda.RawRange(*first, 0, 4)], [cuda.RawRange(*buffers[0], 7, 90)]]
     if with_planes:
@@ -196,9 +208,15 @@ def test_odd_vectors_are_read_as_they_decode() -> None:
     assert _error(out, wanted) < 1e-4
 
 
-def _encoded(bits: int, dim: int, seed: int = 0) -> Planes:
+def _kind(number: int) -> str:
+    """All kinds of turn over many cases, where each case is seconds of compiling."""
+    return TURNS[number % len(TURNS)]
+
+
+def _encoded(bits: int, dim: int, seed: int = 0, turn: str = "") -> Planes:
     """Several segments, the first and the last of them short."""
-    return PlanesCodec(bits).encode(keys(2, 601, dim, seed=seed), position=200)
+    codec = PlanesCodec(bits, a_turn(turn, dim) if turn else None)
+    return codec.encode(keys(2, 601, dim, seed=seed), position=200)
 
 
 def _queries(*shape: int) -> mx.array:

@@ -57,7 +57,7 @@ def _by_tables(
         seen = []
         for number, part in enumerate(rows.planes):
             first, count = ranges[row, number].tolist()
-            for start, size, _, _ in np.asarray(tables.pieces[number])[first : first + count].tolist():
+            for start, size, *_ in np.asarray(tables.pieces[number])[first : first + count].tolist():
                 seen.append([x.codec.decode(x, DTYPE)[None, :, start : start + size] for x in (part.k, part.v)])
         for buffer, start, count in settled[firsts[row] : firsts[row + 1]].tolist():
             seen.append([array[:, :, start : start + count] for array in rows.buffers[buffer]])

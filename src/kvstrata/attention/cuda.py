@@ -21,14 +21,18 @@ from kvstrata.codecs.cuda_codes import (
     THREADS,
     arrays_of,
     bits_of,
+    columns_of,
+    longest_piece,
     piece_tokens,
     pieces_of,
     scalar,
     signs,
     tiles_for,
+    turn_constants,
+    turn_of,
 )
 from kvstrata.codecs.cuda_kernels import WARPS, Constant, Kind
-from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.segments import GROUP_TOKENS, Segments
 
 RAW_DTYPES = (mx.bfloat16, mx.float16)
 
@@ -36,6 +40,15 @@ RAW_DTYPES = (mx.bfloat16, mx.float16)
 PARTS_AT_ONCE = 3
 
 _COMBINE_THREADS = 1024
+
+
+class PieceSegments(NamedTuple):
+    segments: tuple[Segments, Segments]  # of keys and of values
+    offset: int  # of token 0 in the group that shares a mean
+    longest: int  # piece, in tokens
+
+    def pieces(self, start: int, end: int, heads: int) -> mx.array:
+        return pieces_of(self.segments, self.offset, start, end, piece_tokens(end - start, heads, self.longest))
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,16 +62,26 @@ class PlanesRange:
 
     @cached_property
     def fits(self) -> bool:
-        return fits(self.k) and fits(self.v)
+        turns_fit = turn_of(self.v) is None and (turn_of(self.k) is None or self.k.dim == self.v.dim)
+        return fits(self.k) and fits(self.v) and turns_fit
 
     @cached_property
     def arrays(self) -> list[mx.array]:
-        return [*arrays_of(self.k), *arrays_of(self.v)]
+        return [*arrays_of(self.k), *arrays_of(self.v), columns_of(turn_of(self.k), self.k.dim)]
+
+    def constants(self, number: int) -> list[Constant]:
+        """Of part `number` of a launch."""
+        bits: list[Constant] = [(f"K_BITS{number}", bits_of(self.k)), (f"V_BITS{number}", bits_of(self.v))]
+        return bits + turn_constants(turn_of(self.k), "K_", str(number))
+
+    @property
+    def segments(self) -> PieceSegments:
+        """All that pieces depend on, beside the range and their number."""
+        return PieceSegments((self.k.segments, self.v.segments), self.k.position % GROUP_TOKENS, longest_piece(self.k))
 
     @cached_property
     def pieces(self) -> mx.array:
-        size = piece_tokens(self.end - self.start, self.k.leading[0])
-        return pieces_of(self.k.segments, self.v.segments, self.start, self.end, size)
+        return self.segments.pieces(self.start, self.end, self.k.leading[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +123,7 @@ def _raw_fits(k: mx.array, v: mx.array) -> bool:
 
 def fits(planes: Planes) -> bool:
     """Whether the kernels read these planes; others are decoded."""
-    codec = planes.codec
-    has_kernels = isinstance(codec, PlanesCodec) and codec.turn is None
-    return has_kernels and planes.dim in FUSED_DIMS and len(planes.leading) == 1
+    return "top" in planes.arrays and planes.dim in FUSED_DIMS and len(planes.leading) == 1
 
 
 def fit_together(ranges: Sequence[Range]) -> bool:
@@ -184,8 +205,7 @@ def _call(i: int, part: Range, heads: int) -> _Call:
         num_tokens = part.end - part.start
         size = piece_tokens(num_tokens, heads)
         return _Call("raw", part.views(), [(f"SIZE{i}", size)], -(-num_tokens // (size * WARPS)))
-    bits: list[Constant] = [(f"K_BITS{i}", bits_of(part.k)), (f"V_BITS{i}", bits_of(part.v))]
-    return _Call("planes", [part.pieces, *part.arrays], bits, -(-part.pieces.shape[0] // WARPS))
+    return _Call("planes", [part.pieces, *part.arrays], part.constants(i), -(-part.pieces.shape[0] // WARPS))
 
 
 def _is_bf16(parts: Sequence[Range]) -> bool:

@@ -11,12 +11,14 @@ from collections.abc import Sequence
 from functools import cache
 
 import mlx.core as mx
+import numpy as np
 
 from kvstrata.attention import cuda_step
 from kvstrata.attention.cuda import RAW_DTYPES, PlanesRange, Range, RawRange
 from kvstrata.codecs import paths
 from kvstrata.codecs.cuda_codes import FUSED_DIMS
 from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.turns import make_turn
 
 _HEADS, _GROUP, _SCALE = 2, 2, 0.1
 _BUFFER_TOKENS, _NUM_BEFORE = 512, 300
@@ -43,8 +45,9 @@ def step_works(dtype: mx.Dtype, k_dim: int, v_dim: int) -> bool:
 
 def _error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
     """Two rows of two steps, the second of them over planes and over what the first one has: the largest difference."""
+    turn = make_turn(100.0 ** (-np.arange(k_dim // 2) / k_dim)) if k_dim == v_dim else None
     planes = PlanesRange(
-        PlanesCodec(8).encode(_random((_HEADS, _NUM_BEFORE, k_dim), 0, dtype), 0),
+        PlanesCodec(8, turn).encode(_random((_HEADS, _NUM_BEFORE, k_dim), 0, dtype), 0),
         PlanesCodec(8).encode(_random((_HEADS, _NUM_BEFORE, v_dim), 1, dtype), 0),
         *(3, _NUM_BEFORE),
     )

@@ -15,21 +15,17 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention.cuda import RAW_DTYPES, PlanesRange, Range, RawRange
+from kvstrata.attention.cuda import RAW_DTYPES, PieceSegments, PlanesRange, Range, RawRange
 from kvstrata.codecs import cuda_kernels, paths
-from kvstrata.codecs.base import Planes
 from kvstrata.codecs.cuda_codes import (
     FUSED_DIMS,
     THREADS,
-    bits_of,
     piece_tokens,
-    pieces_of,
     scalar,
     signs,
     tiles_for,
 )
 from kvstrata.codecs.cuda_kernels import WARPS
-from kvstrata.codecs.segments import Segments
 
 # Beyond these a launch has too many arguments: rows go one by one.
 MOST_PLANES = 3
@@ -66,8 +62,7 @@ class Rows:
     @property
     def tables(self) -> Tables:
         heads = self.slots[0].k.shape[1]
-        segments = tuple([(part.k.segments, part.v.segments) for part in self.planes])
-        return _tables(self.reads, self.sizes, segments, heads)
+        return _tables(self.reads, self.sizes, tuple([part.segments for part in self.planes]), heads)
 
 
 class RowReads(NamedTuple):
@@ -150,10 +145,10 @@ def attend_step(
             for blocks, settled, slot in zip(tables.num_blocks, tables.num_settled, slots, strict=True)
         ]
     )
-    bits = [(f"{x}_BITS{i}", bits_of(planes)) for i, part in enumerate(rows.planes) for x, planes in _both(part)]
+    of_planes = [constant for i, part in enumerate(rows.planes) for constant in part.constants(i)]
     constants = (
         *(("T", q.dtype), ("BF", k.dtype == mx.bfloat16), ("K_DIM", k_dim), ("V_DIM", v_dim)),
-        *(("TILES", tiles_for(group, max(k_dim, v_dim))), ("HAS_SINKS", sinks is not None), *bits),
+        *(("TILES", tiles_for(group, max(k_dim, v_dim))), ("HAS_SINKS", sinks is not None), *of_planes),
     )
     buffers = _padded(rows.buffers)
     out, _, _ = cuda_kernels.attend_step(len(rows.planes), len(buffers)).run(
@@ -200,7 +195,7 @@ def _own_alone(num_rows: int) -> tuple[RowReads, ...]:
 def _tables(
     reads: tuple[RowReads, ...],
     sizes: tuple[int, ...],
-    segments: tuple[tuple[Segments, Segments], ...],
+    segments: tuple[PieceSegments, ...],
     heads: int,
 ) -> Tables:
     num_heads = len(reads) * heads
@@ -209,7 +204,7 @@ def _tables(
     ranges = np.zeros((len(reads), max(1, len(segments)), 2), np.int32)
     for row, read in enumerate(reads):
         for number, start, end in read.planes:
-            mine = np.asarray(pieces_of(*segments[number], start, end, piece_tokens(end - start, num_heads)))
+            mine = np.asarray(segments[number].pieces(start, end, num_heads))
             if not ranges[row, number, 1]:
                 ranges[row, number, 0] = sum(map(len, pieces[number]))
             ranges[row, number, 1] += len(mine)
@@ -228,10 +223,6 @@ def _tables(
 def _pieces(buffer: int, start: int, end: int, num_heads: int) -> list[tuple[int, int, int]]:
     size = piece_tokens(end - start, num_heads)
     return [(buffer, first, min(size, end - first)) for first in range(start, end, size)]
-
-
-def _both(part: PlanesRange) -> tuple[tuple[str, Planes], tuple[str, Planes]]:
-    return ("K", part.k), ("V", part.v)
 
 
 def _padded(buffers: Sequence[tuple[mx.array, mx.array]]) -> list[tuple[mx.array, mx.array]]:

@@ -14,9 +14,10 @@ import numpy as np
 
 from kvstrata.codecs import cuda_kernels
 from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda_kernels import WARPS
+from kvstrata.codecs.cuda_kernels import WARPS, Constant
 from kvstrata.codecs.rotation import sign_values
-from kvstrata.codecs.segments import Segments
+from kvstrata.codecs.segments import GROUP_TOKENS, Segments, segments_of
+from kvstrata.codecs.turns import Turn, tables
 
 # A lane of a warp holds 16 dims of a key, so that a head_dim is shared out in units of 64.
 FUSED_DIMS = (64, 128, 192, 256)
@@ -38,18 +39,47 @@ def pays(num_queries: int, dim: int) -> bool:
     return num_queries <= FUSED_QUERIES and dim in FUSED_DIMS
 
 
+def turn_of(planes: Planes) -> Turn | None:
+    return getattr(planes.codec, "turn", None)
+
+
+def turn_constants(turn: Turn | None, prefix: str = "", suffix: str = "") -> list[Constant]:
+    """As kernels know it: no pairs, and it does not turn."""
+    numbers = (turn.num_pairs, turn.first, turn.is_interleaved) if turn else (0, 0, False)
+    return [(f"{prefix}{name}{suffix}", n) for name, n in zip(("PAIRS", "FIRST", "INTERLEAVED"), numbers, strict=True)]
+
+
+@lru_cache(maxsize=8)
+def angles_of(turn: Turn | None) -> mx.array:
+    """float32 [256, 2 * pairs]: cos, then sin"""
+    if turn is None:
+        return mx.zeros((1,))
+    cos, sin, _ = tables(turn, turn.end)
+    return mx.array(np.concatenate([cos, sin], axis=1))
+
+
+@lru_cache(maxsize=8)
+def columns_of(turn: Turn | None, dim: int) -> mx.array:
+    """float16 [2, 256, dim]: see `turns.Tables`; then what float16 leaves of it, times 2048"""
+    if turn is None:
+        return mx.zeros((1,), mx.float16)
+    wide = np.ascontiguousarray(tables(turn, dim).columns.T)
+    upper = wide.astype(np.float16)
+    return mx.array(np.stack([upper, ((wide - upper.astype(np.float32)) * 2048).astype(np.float16)]))
+
+
 def decode_planes(planes: Planes, dtype: mx.Dtype, start: int = 0, end: int | None = None) -> mx.array:
     """Tokens [start, end) -> [..., tokens, dim]"""
+    turn = turn_of(planes)
     count = (planes.num_tokens if end is None else end) - start
     rows = planes.num_values // (planes.num_tokens * planes.dim)
     num_units = rows * count * (planes.dim // 16)
     (out,) = cuda_kernels.decode_planes().run(
-        inputs=[signs(planes.dim), starts_of(planes.segments, start, count), *arrays_of(planes)],
-        constants=(
-            ("T", dtype),
-            ("BITS", bits_of(planes)),
-            ("DIM", planes.dim),
-        ),
+        inputs=[
+            *(signs(planes.dim), angles_of(turn)),
+            *(starts_of(planes.segments, start, count, planes.position % GROUP_TOKENS), *arrays_of(planes)),
+        ],
+        constants=(("T", dtype), ("BITS", bits_of(planes)), ("DIM", planes.dim), *turn_constants(turn)),
         grid=(-(-num_units // _DECODE_THREADS) * _DECODE_THREADS, 1, 1),
         threadgroup=(_DECODE_THREADS, 1, 1),
         output_shapes=[(*planes.leading, count, planes.dim)],
@@ -58,20 +88,20 @@ def decode_planes(planes: Planes, dtype: mx.Dtype, start: int = 0, end: int | No
     return out
 
 
-def encode_planes(x: mx.array, bits: int, segments: Segments) -> dict[str, mx.array]:
+def encode_planes(x: mx.array, bits: int, position: int, turn: Turn | None) -> dict[str, mx.array]:
     """[..., tokens, dim] -> the planes that a code of `bits` has, scales and means"""
     rows = x.reshape(-1, *x.shape[-2:])
     heads, num_tokens, dim = rows.shape
+    segments = segments_of(position, num_tokens)
     widths = {"top": dim // 16, "next": dim // 16 if bits >= 4 else 0, "low": dim // 8 if bits == 8 else 0}
     # An output that is not written still needs room for something.
     shapes = [(heads, num_tokens, width) if width else (1, 1, 1) for width in widths.values()]
     planes = cuda_kernels.encode_planes().run(
-        inputs=[rows, signs(dim), starts_of(segments, 0, num_tokens)[2:]],
-        constants=(
-            ("T", x.dtype),
-            ("BITS", bits),
-            ("DIM", dim),
-        ),
+        inputs=[
+            *(rows, signs(dim), angles_of(turn)),
+            starts_of(segments, 0, num_tokens, position % GROUP_TOKENS),
+        ],
+        constants=(("T", x.dtype), ("BITS", bits), ("DIM", dim), *turn_constants(turn)),
         output_shapes=[*shapes, (heads, num_tokens, 1), (heads, len(segments), dim)],
         output_dtypes=[mx.uint32, mx.uint32, mx.uint32, mx.float16, mx.float16],
         grid=(len(segments) * _ENCODE_THREADS, heads, 1),
@@ -86,15 +116,13 @@ def score_planes(q: mx.array, planes: Planes) -> mx.array:
     """q [..., queries, dim] -> float32 [..., queries, tokens]"""
     flat = q.reshape(-1, *q.shape[-2:])
     heads, queries, dim = flat.shape
-    tiles = tiles_for(queries, dim)
-    pieces = pieces_of(planes.segments, planes.segments, 0, planes.num_tokens, piece_tokens(planes.num_tokens, heads))
+    tiles, turn = tiles_for(queries, dim), turn_of(planes)
+    pieces = all_pieces(planes, heads)
     (scores,) = cuda_kernels.score_planes().run(
-        inputs=[flat, signs(dim), pieces, *arrays_of(planes)],
+        inputs=[flat, signs(dim), columns_of(turn, dim), pieces, *arrays_of(planes)],
         constants=(
-            ("T", q.dtype),
-            ("K_BITS", bits_of(planes)),
-            ("K_DIM", dim),
-            ("TILES", tiles),
+            *(("T", q.dtype), ("K_BITS", bits_of(planes)), ("K_DIM", dim), ("TILES", tiles)),
+            *turn_constants(turn, "K_"),
         ),
         output_shapes=[(heads, queries, planes.num_tokens)],
         output_dtypes=[mx.float32],
@@ -108,7 +136,7 @@ def mix_planes(p: mx.array, planes: Planes) -> mx.array:
     flat = p.astype(mx.float32).reshape(-1, *p.shape[-2:])
     heads, queries, _ = flat.shape
     tiles = tiles_for(queries, planes.dim)
-    pieces = pieces_of(planes.segments, planes.segments, 0, planes.num_tokens, piece_tokens(planes.num_tokens, heads))
+    pieces = all_pieces(planes, heads)
     (sums,) = cuda_kernels.mix_planes().run(
         inputs=[flat, signs(planes.dim), pieces, *arrays_of(planes)],
         constants=(
@@ -135,11 +163,22 @@ def tiles_for(queries: int, dim: int) -> int:
     return 2 if queries > 4 and dim <= 128 else 1
 
 
-def piece_tokens(num_tokens: int, heads: int) -> int:
-    size = _LONGEST_PIECE
+def piece_tokens(num_tokens: int, heads: int, longest: int = _LONGEST_PIECE) -> int:
+    size = longest
     while size > _SHORTEST_PIECE and num_tokens * heads < _ENOUGH_WARPS * size:
         size //= 2
     return size
+
+
+def longest_piece(keys: Planes) -> int:
+    """Of keys whose mean turns: as many tokens as the memory of a warp has room for."""
+    return _LONGEST_PIECE if turn_of(keys) is None else min(_LONGEST_PIECE, keys.dim // 64 * 64)
+
+
+def all_pieces(planes: Planes, heads: int) -> mx.array:
+    size = piece_tokens(planes.num_tokens, heads, longest_piece(planes))
+    offset = planes.position % GROUP_TOKENS
+    return pieces_of((planes.segments, planes.segments), offset, 0, planes.num_tokens, size)
 
 
 def bits_of(planes: Planes) -> int:
@@ -164,16 +203,17 @@ def signs(dim: int) -> mx.array:
 
 
 @lru_cache(maxsize=256)
-def starts_of(segments: Segments, start: int, count: int) -> mx.array:
-    return mx.array(np.array([start, count, *np.cumsum((0, *segments))], np.int32))
+def starts_of(segments: Segments, start: int, count: int, offset: int) -> mx.array:
+    return mx.array(np.array([start, count, offset, *np.cumsum((0, *segments))], np.int32))
 
 
 @lru_cache(maxsize=256)
-def pieces_of(k_segments: Segments, v_segments: Segments, start: int, end: int, size: int) -> mx.array:
-    """int32 [pieces, 4]: first token, how many, segment of keys, segment of values. No piece crosses a segment."""
-    k_starts, v_starts = (np.cumsum((0, *segments)) for segments in (k_segments, v_segments))
+def pieces_of(segments: tuple[Segments, Segments], offset: int, start: int, end: int, size: int) -> mx.array:
+    """int32 [pieces, 5]: first token, how many, segment of keys, segment of values, where in its group the first token
+    is. No piece crosses a segment. `segments` of keys and values; `offset`: where in its group token 0 is."""
+    k_starts, v_starts = (np.cumsum((0, *each)) for each in segments)
     bounds = np.unique(np.clip(np.concatenate([k_starts, v_starts, [start, end]]), start, end))
     runs = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
     firsts = np.array([(first, min(size, b - first)) for a, b in runs for first in range(a, b, size)], np.int32)
-    segments = [np.searchsorted(starts, firsts[:, 0], side="right") - 1 for starts in (k_starts, v_starts)]
-    return mx.array(np.column_stack([firsts, *segments]).astype(np.int32))
+    numbers = [np.searchsorted(starts, firsts[:, 0], side="right") - 1 for starts in (k_starts, v_starts)]
+    return mx.array(np.column_stack([firsts, *numbers, (offset + firsts[:, 0]) % GROUP_TOKENS]).astype(np.int32))

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 FOLDER = Path(__file__).parent / "cuda_source"
-ATTENTION = ("intrinsics", "codes", "shares", "attention")
+ATTENTION = ("intrinsics", "codes", "shares", "turn", "attention")
 WARPS = 4  # of a block, as in attention.cuh
 
 Kind = Literal["planes", "raw", "row"]
@@ -41,11 +41,11 @@ _QUERIES = """
   const int total_queries = {x}_shape[1], num_queries = min(4 * TILES, total_queries - first_query);
 """
 
-# In these, @ is the number of the part. pieces [n, 4]: first token, how many, segment of keys, segment of values.
-# A warp that has no piece still helps with the queries.
+# In these, @ is the number of the part. pieces [n, 5]: first token, how many, segment of keys, segment of values, and
+# where the first token is in the group that shares a mean. A warp that has no piece still helps with the queries.
 _PIECE = """
     const int piece = block * kvstrata::WARPS + lane.warp;
-    const int* place = pieces@ + 4 * (first_piece@ + min(piece, num_pieces@ - 1));
+    const int* place = pieces@ + 5 * (first_piece@ + min(piece, num_pieces@ - 1));
     const int start = place[0], count = place[1];
 """
 _ATTEND_PLANES = f"""{_PIECE}
@@ -60,10 +60,17 @@ _ATTEND_PLANES = f"""{_PIECE}
     if (piece < num_pieces@) {{
       kvstrata::Asked<false, K_BITS@, K_DIM, TILES> asked;
       asked.take(rotated, num_queries, lane);
-      asked.centre(queries, k@_source.mean, num_queries, lane);
+      // Until the piece is done, what it finds has no need of its memory.
+      float* shares = K_PAIRS@ > 0 ? found.sums[lane.warp][0] : nullptr;
+      if constexpr (K_PAIRS@ > 0) {{
+        using Turn = kvstrata::Turn<K_PAIRS@, K_FIRST@, K_INTERLEAVED@>;
+        kvstrata::add_turned<Turn>(queries, k@_source.mean, turns@, place[4], count, num_queries, shares, lane);
+      }} else {{
+        asked.centre(queries, k@_source.mean, num_queries, lane);
+      }}
       kvstrata::attend<false, K_BITS@, V_BITS@, K_DIM, V_DIM, TILES>(
-          exchange, asked, k, v, k@_source, v@_source, v_signs, start, count, num_queries, found.sums[lane.warp][0],
-          found.stats[lane.warp][0], lane);
+          exchange, asked, k, v, k@_source, v@_source, shares, v_signs, start, count, num_queries,
+          found.sums[lane.warp][0], found.stats[lane.warp][0], lane);
     }} else {{
       found.nothing(lane);
     }}
@@ -81,8 +88,8 @@ _ATTEND_VECTORS = """
       kvstrata::Asked<BF, kvstrata::RAW, K_DIM, TILES> asked;
       asked.take(queries, num_queries, lane);
       kvstrata::attend<BF, kvstrata::RAW, kvstrata::RAW, K_DIM, V_DIM, TILES>(
-          exchange, asked, k, v, k_source, v_source, nullptr, start, count, num_queries, found.sums[lane.warp][0],
-          found.stats[lane.warp][0], lane);
+          exchange, asked, k, v, k_source, v_source, nullptr, nullptr, start, count, num_queries,
+          found.sums[lane.warp][0], found.stats[lane.warp][0], lane);
     } else {
       found.nothing(lane);
     }
@@ -163,9 +170,16 @@ _SCORE = f"""{_PLACE}{_QUERIES.format(x="q")}
   if (piece >= num_pieces0) return;
   kvstrata::Asked<false, K_BITS, K_DIM, TILES> asked;
   asked.take(rotated, num_queries, lane);
-  asked.centre(queries, k_source.mean, num_queries, lane);
+  __shared__ float turned[K_PAIRS > 0 ? kvstrata::WARPS : 1][K_PAIRS > 0 ? 4 * TILES * K_DIM : 1];
+  float* shares = K_PAIRS > 0 ? turned[lane.warp] : nullptr;
+  if constexpr (K_PAIRS > 0) {{
+    using Turn = kvstrata::Turn<K_PAIRS, K_FIRST, K_INTERLEAVED>;
+    kvstrata::add_turned<Turn>(queries, k_source.mean, turns, place[4], count, num_queries, shares, lane);
+  }} else {{
+    asked.centre(queries, k_source.mean, num_queries, lane);
+  }}
   const long num_tokens = k_scales_shape[1];
-  kvstrata::score(asked, k_source, start, count, num_queries, scores + row * num_tokens, num_tokens, lane);
+  kvstrata::score(asked, k_source, shares, start, count, num_queries, scores + row * num_tokens, num_tokens, lane);
 """
 
 _MIX = f"""{_PLACE}{_QUERIES.format(x="p")}
@@ -179,12 +193,14 @@ _MIX = f"""{_PLACE}{_QUERIES.format(x="p")}
       v_source, weights, num_tokens, v_signs, start, count, num_queries, out, lane);
 """
 
-# starts: the first token and the number of tokens to decode, then where each segment begins, and the end.
+# starts: the first token and the number of tokens to decode, where token 0 is in its group, where each segment begins,
+# and the end.
 _DECODE = """
+  using Turn = kvstrata::Turn<PAIRS, FIRST, INTERLEAVED>;
   const int num_tokens = k_scales_shape[1], num_segments = k_means_shape[1], start = starts[0], count = starts[1];
   const long num_units = long(k_scales_shape[0]) * count * (DIM / 16);
-  kvstrata::decode<T, BITS, DIM>(
-      k_top, k_next, k_low, k_scales, k_means, k_signs, starts + 2, num_segments,
+  kvstrata::decode<Turn, T, BITS, DIM>(
+      k_top, k_next, k_low, k_scales, k_means, k_signs, angles, starts[2], starts + 3, num_segments,
       long(blockIdx.x) * blockDim.x + threadIdx.x, num_units, num_tokens, start, count, out);
 """
 
@@ -192,13 +208,15 @@ _DECODE = """
 _ENCODE = """
   __shared__ float sums[kvstrata::ENCODE_THREADS];
   __shared__ float mean[DIM];
-  const int num_tokens = x_shape[1], num_segments = starts_shape[0] - 1, head = blockIdx.y;
-  const int start = starts[blockIdx.x], end = starts[blockIdx.x + 1];
+  using Turn = kvstrata::Turn<PAIRS, FIRST, INTERLEAVED>;
+  const int num_tokens = x_shape[1], num_segments = starts_shape[0] - 4, head = blockIdx.y, offset = starts[2];
+  const int start = starts[3 + blockIdx.x], end = starts[4 + blockIdx.x];
   const long row = long(head) * num_tokens;
-  kvstrata::mean_of<DIM>(x + row * DIM, start, end, sums, mean, means + (long(head) * num_segments + blockIdx.x) * DIM);
-  kvstrata::encode<BITS, DIM>(
-      x + row * DIM, mean, signs, start, end, top + row * (DIM / 16), next + (BITS >= 4 ? row * (DIM / 16) : 0),
-      low + (BITS == 8 ? row * (DIM / 8) : 0), scales + row);
+  kvstrata::mean_of<Turn, DIM>(
+      x + row * DIM, angles, offset, start, end, sums, mean, means + (long(head) * num_segments + blockIdx.x) * DIM);
+  kvstrata::encode<Turn, BITS, DIM>(
+      x + row * DIM, mean, signs, angles, offset, start, end, top + row * (DIM / 16),
+      next + (BITS >= 4 ? row * (DIM / 16) : 0), low + (BITS == 8 ? row * (DIM / 8) : 0), scales + row);
 """
 
 
@@ -275,7 +293,8 @@ def attend_step(num_planes: int, num_buffers: int) -> Kernel:
 def attend_inputs(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
     names = ["q", "scale", "k_signs", "v_signs"]
     for i, kind in enumerate(kinds):
-        names += [f"pieces{i}", *_names(f"k{i}"), *_names(f"v{i}")] if kind == "planes" else [f"k{i}", f"v{i}"]
+        planes = [f"pieces{i}", *_names(f"k{i}"), *_names(f"v{i}"), f"turns{i}"]
+        names += planes if kind == "planes" else [f"k{i}", f"v{i}"]
     return tuple(names)
 
 
@@ -325,7 +344,7 @@ def _letters(kinds: tuple[Kind, ...]) -> str:
 
 @cache
 def score_planes() -> Kernel:
-    return _make("score_planes", ("q", "k_signs", "pieces0", *_names("k")), ("scores",), _SCORE, ATTENTION)
+    return _make("score_planes", ("q", "k_signs", "turns", "pieces0", *_names("k")), ("scores",), _SCORE, ATTENTION)
 
 
 @cache
@@ -335,14 +354,14 @@ def mix_planes() -> Kernel:
 
 @cache
 def decode_planes() -> Kernel:
-    inputs = ("k_signs", "starts", *_names("k"))
-    return _make("decode_planes", inputs, ("out",), _DECODE, ("intrinsics", "codes", "decode"))
+    inputs = ("k_signs", "angles", "starts", *_names("k"))
+    return _make("decode_planes", inputs, ("out",), _DECODE, ("intrinsics", "codes", "turn", "decode"))
 
 
 @cache
 def encode_planes() -> Kernel:
-    files = ("intrinsics", "codes", "encode")
-    return _make("encode_planes", ("x", "signs", "starts"), _PLANES, _ENCODE, files)
+    files = ("intrinsics", "codes", "turn", "encode")
+    return _make("encode_planes", ("x", "signs", "angles", "starts"), _PLANES, _ENCODE, files)
 
 
 @cache

@@ -101,16 +101,11 @@ class PlanesCodec:
     def bits_per_value(self, dim: int) -> float:
         return self.bits + 16 / dim + 16 / GROUP_TOKENS
 
-    @property
-    def _on_cuda(self) -> bool:
-        """Whether CUDA's kernels can be asked: they know no means that turn."""
-        return paths.active() == "cuda" and self.turn is None
-
     def encode(self, x: mx.array, position: int = 0) -> Planes:
         check_input(self, x, position)
         segments = segments_of(position, x.shape[-2])
-        if self._on_cuda and x.shape[-1] <= cuda_codes.MAX_DIM:
-            return own(self, cuda_codes.encode_planes(x, self.bits, segments), x, position, segments)
+        if paths.active() == "cuda" and x.shape[-1] <= cuda_codes.MAX_DIM:
+            return own(self, cuda_codes.encode_planes(x, self.bits, position, self.turn), x, position, segments)
         if paths.active() == "cpu":
             arrays = cpu.encode_planes(x.astype(mx.float32), position, self.turn)
         else:
@@ -135,7 +130,7 @@ class PlanesCodec:
     def decode(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
         if paths.active() == "cpu":
             return cpu.decode_planes(planes.arrays, self.bits, self._means(planes)).astype(dtype)
-        if self._on_cuda and planes.dim <= cuda_codes.MAX_DIM:
+        if paths.active() == "cuda" and planes.dim <= cuda_codes.MAX_DIM:
             return cuda_codes.decode_planes(planes, dtype)
         return decode_tiles(planes, lambda tile: self.decode_stock(tile).astype(dtype))
 
@@ -143,7 +138,7 @@ class PlanesCodec:
         check_queries(q, planes, planes.dim)
         if paths.active() == "cpu" and q.shape[-2] <= cpu.FUSED_QUERIES:
             return cpu.score_planes(q.astype(mx.float32), planes.arrays, self.bits) + self._means(planes).shares(q)
-        if self._on_cuda and cuda_codes.pays(q.shape[-2], planes.dim):
+        if paths.active() == "cuda" and cuda_codes.pays(q.shape[-2], planes.dim):
             return cuda_codes.score_planes(q, planes)
         if paths.active() == "metal" and _product_group(planes.dim):
             return self.scores_packed(q, planes)
@@ -156,7 +151,7 @@ class PlanesCodec:
             return p.astype(mx.float32) @ self._decoded(planes)
         if paths.active() == "cpu" and p.shape[-2] <= cpu.FUSED_QUERIES:
             return cpu.mix_planes(p.astype(mx.float32), planes.arrays, self.bits, planes.segments)
-        if self._on_cuda and cuda_codes.pays(p.shape[-2], planes.dim):
+        if paths.active() == "cuda" and cuda_codes.pays(p.shape[-2], planes.dim):
             return cuda_codes.mix_planes(p, planes)
         if paths.active() == "metal" and _product_group(planes.dim):
             return self.mix_packed(p, planes)

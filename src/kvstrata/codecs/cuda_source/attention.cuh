@@ -9,7 +9,8 @@
 // holds rows `group` and `group + 8`, on the left columns by `quarter`, on the right rows by `quarter` of column
 // `group`, and of the result columns 2 * quarter and 2 * quarter + 1.
 //
-// Pieces end where the mean of a segment does, so a piece has one mean for keys and one for values. Results are
+// Pieces end where the mean of a segment does, so a piece has one mean for keys and one for values. Where the mean of
+// keys turns, its share of the scores comes first, from tensor cores too, and waits in shared memory. Results are
 // partial: not yet divided by the sum of exponentials, which stands beside the largest score. Scores are in units of
 // log(2).
 
@@ -127,6 +128,29 @@ __device__ __forceinline__ void rotate_queries(
   }
 }
 
+// The right sides of products of keys with values [queries, DIM], none of which is larger than 1.
+template <bool BF, typename K, int DIM, int TILES>
+__device__ __forceinline__ void take_fragments(
+    const float* values, int num_queries, unsigned (&fragments)[TILES][K::PRODUCTS][2], const Lane& at) {
+#pragma unroll
+  for (int t = 0; t < TILES; ++t) {
+    int query = query_of<TILES>(t, at.group);
+    bool lower = is_lower<TILES>(t, at.group);
+#pragma unroll
+    for (int p = 0; p < K::PRODUCTS; ++p) {
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        unsigned bits = 0;
+        if (query < num_queries) {
+          bits = split<BF>(values[query * DIM + K::dim_of(p, 2 * pair, at)], lower);
+          bits |= unsigned(split<BF>(values[query * DIM + K::dim_of(p, 2 * pair + 1, at)], lower)) << 16;
+        }
+        fragments[t][p][pair] = bits;
+      }
+    }
+  }
+}
+
 // What a warp knows of its queries: fragments of all of them, facts of the two that its lane has results of.
 template <bool BF, int BITS, int DIM, int TILES>
 struct Asked {
@@ -135,23 +159,7 @@ struct Asked {
   float factor[2], half_sum[2], base[2];
 
   __device__ __forceinline__ void take(const Queries<DIM, TILES>& queries, int num_queries, const Lane& at) {
-#pragma unroll
-    for (int t = 0; t < TILES; ++t) {
-      int query = query_of<TILES>(t, at.group);
-      bool lower = is_lower<TILES>(t, at.group);
-#pragma unroll
-      for (int p = 0; p < K::PRODUCTS; ++p) {
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-          unsigned bits = 0;
-          if (query < num_queries) {
-            bits = split<BF>(queries.values[query][K::dim_of(p, 2 * pair, at)], lower);
-            bits |= unsigned(split<BF>(queries.values[query][K::dim_of(p, 2 * pair + 1, at)], lower)) << 16;
-          }
-          fragments[t][p][pair] = bits;
-        }
-      }
-    }
+    take_fragments<BF, K, DIM, TILES>(queries.values[0], num_queries, fragments, at);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int query = query_of_lane<TILES>(at) + h;
@@ -162,7 +170,7 @@ struct Asked {
     }
   }
 
-  // Adds q . mean to all scores.
+  // Adds q . mean to all scores, of a mean that does not turn.
   __device__ __forceinline__ void centre(
       const Queries<DIM, TILES>& queries, const __half* mean, int num_queries, const Lane& at) {
     for (int query = 0; query < num_queries; ++query) {
@@ -192,6 +200,68 @@ struct Asked {
     }
   }
 };
+
+// What a mean that turns adds to the scores of `count` tokens from `offset` of its group on: memory [tokens][4 * TILES].
+// First it has the factors of cos and sin for each query, which is why it needs 4 * TILES * DIM numbers. The columns
+// are cos and sin, [GROUP, DIM] in 16 bits, and then what 16 bits leave of them, times LOWER.
+template <typename TURN, int DIM, int TILES>
+__device__ __forceinline__ void add_turned(
+    const Queries<DIM, TILES>& queries, const __half* mean, const __half* columns, int offset, int count,
+    int num_queries, float* memory, const Lane& at) {
+  using K = Keys<RAW, DIM>;
+  auto mean_at = [&](int d) { return __half2float(mean[d]); };
+  float factor[2] = {0, 0};
+  for (int query = 0; query < num_queries; ++query) {
+    const float* q = queries.values[query];
+    float largest = 0;
+    for (int d = at.lane; d < DIM; d += 32) {
+      float x = q[d] * mean_at(d);
+      if (TURN::turns(d)) {
+        int other = TURN::partner(d);
+        x = TURN::is_second(d) ? q[d] * mean_at(other) - q[other] * mean_at(d) : x + q[other] * mean_at(other);
+      }
+      memory[query * DIM + d] = x, largest = fmaxf(largest, fabsf(x));
+    }
+    largest = warp_max(largest);
+    float inverse = largest > 0 ? 1 / largest : 0;
+    for (int d = at.lane; d < DIM; d += 32) memory[query * DIM + d] *= inverse;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (query == query_of_lane<TILES>(at) + h) factor[h] = largest * queries.factor[query];
+    }
+  }
+  __syncwarp();
+  unsigned fragments[TILES][K::PRODUCTS][2];
+  take_fragments<false, K, DIM, TILES>(memory, num_queries, fragments, at);
+  __syncwarp();
+  const Source upper{columns, nullptr, nullptr, nullptr, nullptr, DIM};
+  const Source lower{columns + GROUP * DIM, nullptr, nullptr, nullptr, nullptr, DIM};
+  const int last = offset + count - 1;
+  for (int first = 0; first < count; first += TOKENS) {
+    float sums[TILES][4] = {}, rests[TILES][4] = {};
+    K keys;
+    keys.load(upper, offset + first, last, at);
+    keys.template multiply_raw<false>(fragments, sums);
+    keys.load(lower, offset + first, last, at);
+    keys.template multiply_raw<false>(fragments, rests);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float sum = add_halves<false, TILES>(sums, e, at) + add_halves<false, TILES>(rests, e, at) / LOWER<false>;
+      int token = first + at.group + 8 * (e / 2);
+      if (TILES == 2 || at.quarter < 2) {
+        memory[token * (4 * TILES) + query_of_lane<TILES>(at) + e % 2] = sum * factor[e % 2];
+      }
+    }
+  }
+  __syncwarp();
+}
+
+// The same of a token and query of this lane; nothing where the mean does not turn.
+template <int TILES>
+__device__ __forceinline__ float turned_share(const float* memory, int first, int e, const Lane& at) {
+  if (memory == nullptr) return 0;
+  return memory[(first + at.group + 8 * (e / 2)) * (4 * TILES) + query_of_lane<TILES>(at) + e % 2];
+}
 
 // Values by weights, so far.
 template <bool BF, int BITS, int DIM, int TILES>
@@ -341,8 +411,8 @@ struct Exchange {
 template <bool BF, int K_BITS, int V_BITS, int K_DIM, int V_DIM, int TILES>
 __device__ __forceinline__ void attend(
     Exchange<TILES>& exchange, const Asked<BF, K_BITS, K_DIM, TILES>& asked, Keys<K_BITS, K_DIM>& k,
-    Values<V_BITS, V_DIM>& v, const Source& keys, const Source& values, const float* v_signs, int start, int count,
-    int num_queries, float* out, float* stats, const Lane& at) {
+    Values<V_BITS, V_DIM>& v, const Source& keys, const Source& values, const float* shares, const float* v_signs,
+    int start, int count, int num_queries, float* out, float* stats, const Lane& at) {
   const int last = start + count - 1;
   float scale = V_BITS == RAW ? 1.0f : largest_scale(values, start, count, at.lane);
   float inverse = scale > 0 ? 1 / scale : 0;
@@ -355,6 +425,7 @@ __device__ __forceinline__ void attend(
     float top[2] = {largest[0], largest[1]};
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
+      scores[e] += turned_share<TILES>(shares, first, e, at);
       if (first + at.group + 8 * (e / 2) >= count) scores[e] = -INFINITY;
       top[e % 2] = fmaxf(top[e % 2], scores[e]);
     }
@@ -434,8 +505,8 @@ struct Found {
 // By one warp: scores as they are, to scores [queries, stride].
 template <int BITS, int DIM, int TILES>
 __device__ __forceinline__ void score(
-    const Asked<false, BITS, DIM, TILES>& asked, const Source& keys, int start, int count, int num_queries,
-    float* scores, long stride, const Lane& at) {
+    const Asked<false, BITS, DIM, TILES>& asked, const Source& keys, const float* shares, int start, int count,
+    int num_queries, float* scores, long stride, const Lane& at) {
   for (int first = 0; first < count; first += TOKENS) {
     Keys<BITS, DIM> k;
     k.load(keys, start + first, start + count - 1, at);
@@ -445,7 +516,8 @@ __device__ __forceinline__ void score(
     for (int e = 0; e < 4; ++e) {
       int query = query_of_lane<TILES>(at) + e % 2, token = first + at.group + 8 * (e / 2);
       if ((TILES == 2 || at.quarter < 2) && query < num_queries && token < count) {
-        scores[query * stride + start + token] = found[e] * LOG_2;
+        float score = found[e] + turned_share<TILES>(shares, first, e, at);
+        scores[query * stride + start + token] = score * LOG_2;
       }
     }
   }

@@ -36,11 +36,11 @@ __device__ __forceinline__ void store(__half* to, const float (&x)[16]) { store_
 __device__ __forceinline__ void store(__nv_bfloat16* to, const float (&x)[16]) { store_halves<true>(to, x); }
 
 // Tokens [start, start + count) of each row -> out [rows, count, DIM]. One thread for each 16 dims.
-template <typename T, int BITS, int DIM>
+template <typename TURN, typename T, int BITS, int DIM>
 __device__ __forceinline__ void decode(
     const unsigned* top, const unsigned* next, const unsigned* low, const __half* scales, const __half* means,
-    const float* signs, const int* starts, int num_segments, long index, long num_units, int num_tokens, int start,
-    int count, T* out) {
+    const float* signs, const float* angles, int offset, const int* starts, int num_segments, long index,
+    long num_units, int num_tokens, int start, int count, T* out) {
   constexpr int UNITS = DIM / 16;
   bool is_ours = index < num_units;
   long unit = is_ours ? index : num_units - 1;  // all lanes take part in the rotation
@@ -55,9 +55,13 @@ __device__ __forceinline__ void decode(
   for (int i = 0; i < 16; ++i) x[i] = to_float<BITS>(codes[i % 4], i / 4);
   rotate_sixteen<DIM>(x);
   float factor = __half2float(scales[long(row) * num_tokens + token]) * STEP<BITS> * rsqrtf(float(DIM & -DIM));
-  const __half* mean = means + (long(row) * num_segments + segment_of(starts, num_segments, token)) * DIM + dim;
+  const __half* mean = means + (long(row) * num_segments + segment_of(starts, num_segments, token)) * DIM;
+  auto mean_at = [&](int d) { return __half2float(mean[d]); };
 #pragma unroll
-  for (int i = 0; i < 16; ++i) x[i] = x[i] * (factor * signs[dim + i]) + __half2float(mean[i]);
+  for (int i = 0; i < 16; ++i) {
+    float centre = TURN::turned(mean_at, dim + i, angles, (offset + token) % GROUP);
+    x[i] = x[i] * (factor * signs[dim + i]) + centre;
+  }
   if (is_ours) store(out + unit * 16, x);
 }
 

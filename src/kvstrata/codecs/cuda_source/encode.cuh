@@ -13,17 +13,21 @@ constexpr __device__ int lanes_for(int units) {
 }
 
 // Of tokens [start, end); a vector with something odd in it must not move the mean of the others.
-template <int DIM, typename T>
+template <typename TURN, int DIM, typename T>
 __device__ __forceinline__ void mean_of(
-    const T* x, int start, int end, float (&sums)[ENCODE_THREADS], float (&mean)[DIM], __half* out) {
+    const T* x, const float* angles, int offset, int start, int end, float (&sums)[ENCODE_THREADS],
+    float (&mean)[DIM], __half* out) {
   constexpr int GROUPS = ENCODE_THREADS / DIM > 0 ? ENCODE_THREADS / DIM : 1;
   for (int base = 0; base < DIM; base += ENCODE_THREADS) {
     int group = threadIdx.x / DIM, d = base + threadIdx.x % DIM;
     float sum = 0;
     if (group < GROUPS && d < DIM) {
       for (int token = start + group; token < end; token += GROUPS) {
-        float value = static_cast<float>(x[long(token) * DIM + d]);
-        sum += fabsf(value) <= LARGEST ? value : 0;
+        auto usual = [&](int i) {
+          float value = static_cast<float>(x[long(token) * DIM + i]);
+          return fabsf(value) <= LARGEST ? value : 0.0f;
+        };
+        sum += TURN::turned_back(usual, d, angles, (offset + token) % GROUP);
       }
     }
     sums[threadIdx.x] = sum;
@@ -43,22 +47,24 @@ __device__ __forceinline__ unsigned code_of(float y, float scale) {
 }
 
 // x [tokens, DIM] of one head; the planes of the same head.
-template <int BITS, int DIM, typename T>
+template <typename TURN, int BITS, int DIM, typename T>
 __device__ __forceinline__ void encode(
-    const T* x, const float (&mean)[DIM], const float* signs, int start, int end, unsigned* top, unsigned* next,
-    unsigned* low, __half* scales) {
+    const T* x, const float (&mean)[DIM], const float* signs, const float* angles, int offset, int start, int end,
+    unsigned* top, unsigned* next, unsigned* low, __half* scales) {
   constexpr int UNITS = DIM / 16, LANES = lanes_for(UNITS), VECTORS = ENCODE_THREADS / LANES;
   int unit = threadIdx.x % LANES, dim = min(unit, UNITS - 1) * 16;
   for (int first = start; first < end; first += VECTORS) {
     int token = first + threadIdx.x / LANES;
     bool is_ours = unit < UNITS && token < end;
+    int within = (offset + min(token, end - 1)) % GROUP;
     const T* vector = x + long(min(token, end - 1)) * DIM + dim;
+    auto mean_at = [&](int d) { return mean[d]; };
     float y[16], largest = 0;
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       float value = static_cast<float>(vector[i]);
       value = isnan(value) ? 0 : fminf(fmaxf(value, -LARGEST), LARGEST);
-      y[i] = (value - mean[dim + i]) * signs[dim + i];
+      y[i] = (value - TURN::turned(mean_at, dim + i, angles, within)) * signs[dim + i];
     }
     rotate_sixteen<DIM>(y);
 #pragma unroll
