@@ -8,6 +8,7 @@ import numpy as np
 
 from kvstrata.disk.block import BASE, ITEM_BYTES, Block, Tensor
 from kvstrata.disk.checksum import Checksum
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.reader import Loaded, Missing
 from kvstrata.disk.tier import DiskTier
 from kvstrata.index.keys import chain
@@ -72,8 +73,11 @@ def make_chain(
 
 def open_tier(directory: Path, limit_bytes: int = 64 << 20, **settings) -> DiskTier:
     """Settings that a test does not care about: no reserve on a machine that others fill, short pauses."""
-    defaults = {"chain": chain, "reserve_bytes": 0, "first_pause_s": 0.05, "checksum": Checksum.BLAKE3}
-    return DiskTier(directory, limit_bytes, **{**defaults, **settings})
+    beside = {
+        name: settings.pop(name) for name in ("chain", "tally", "is_pinned", "files", "clock") if name in settings
+    }
+    defaults = {"reserve_bytes": 0, "first_pause_s": 0.05, "checksum": Checksum.BLAKE3}
+    return DiskTier(DiskOptions(directory, limit_bytes, **{**defaults, **settings}), **{"chain": chain, **beside})
 
 
 def same(left: Block, right: Block) -> bool:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvstrata.disk.block import Block
 from kvstrata.disk.checksum import Checksum
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.strides import SHORTEST_REST_S, STRIDE_BYTES, Strides, at_once, strides_of
 from kvstrata.disk.tier import Accepted, DiskTier
 from kvstrata.disk.writer import LARGEST_NICENESS, NICENESS
@@ -88,15 +89,8 @@ def test_a_checksum_in_strides_is_that_of_the_whole(checksum: Checksum) -> None:
 
 def resting_tier(folder: Path, files: FaultyFiles | None = None, *, queue_bytes: int = 1 << 30) -> DiskTier:
     """The first stride is followed by a rest that does not end by itself."""
-    return DiskTier(
-        folder,
-        1 << 30,
-        chain=chain,
-        reserve_bytes=0,
-        queue_bytes=queue_bytes,
-        writer_share=NEARLY_NOTHING,
-        files=files,
-    )
+    options = DiskOptions(folder, 1 << 30, reserve_bytes=0, queue_bytes=queue_bytes, writer_share=NEARLY_NOTHING)
+    return DiskTier(options, chain=chain, files=files)
 
 
 def put_all(tier: DiskTier, blocks: list[Block]) -> None:

@@ -25,6 +25,7 @@ def make_writer(publish: Publish, counters: Counters, first_pause_s: float = 60,
         on_written=lambda _: None,
         limit_bytes=limit_bytes,
         first_pause_s=first_pause_s,
+        share=0.05,
     )
 
 

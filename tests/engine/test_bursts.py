@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.disk.files import Files
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.loop import Loop
@@ -45,7 +46,8 @@ def full_drive(
     """Memory holds some chats, of which nothing is on the disk, and the disk's queue a sixteenth of them."""
     chat_bytes = CHAT_TOKENS * Drive(loaded).budget.token_bytes
     queue_bytes = NUM_CHATS * chat_bytes // 16
-    tier = DiskTier(folder, 256 * MIB, chain=chain, tally=tally, queue_bytes=queue_bytes, reserve_bytes=0, files=files)
+    options = DiskOptions(folder, 256 * MIB, queue_bytes=queue_bytes, reserve_bytes=0)
+    tier = DiskTier(options, chain=chain, tally=tally, files=files)
     kv_bytes = (NUM_CHATS + 4) * chat_bytes
     drive = Drive(loaded, LIMITS, kv_bytes=kv_bytes, storage=storage, tier=tier)
     spill_ahead = drive.store._spills.add_some

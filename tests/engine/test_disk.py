@@ -18,8 +18,9 @@ import pytest
 
 from kvstrata.disk.files import Files
 from kvstrata.disk.lookups import Lookup
+from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Disk, Limits, Storage
+from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.rates import Rate
 from kvstrata.engine.request import Failed, Piece, Request
@@ -43,8 +44,9 @@ def engine_on(
     folder: Path, loaded: LoadedModel, storage: Storage | None = None, limit_bytes: int = 256 * MIB, **settings: Any
 ) -> Iterator[Engine]:
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
-    disk = Disk(folder, limit_bytes, reserve_bytes=0, **{"queue_bytes": 64 * MIB, **settings})
-    engine = Engine(loaded, Limits(memory_bytes=4096 * MIB), Metrics(), storage, disk)
+    files = settings.pop("files", None)
+    disk = DiskOptions(folder, limit_bytes, reserve_bytes=0, **{"queue_bytes": 64 * MIB, **settings})
+    engine = Engine(loaded, Limits(memory_bytes=4096 * MIB), Metrics(), storage, disk, files)
     engine.start()
     try:
         yield engine
@@ -311,7 +313,7 @@ def test_a_long_match_comes_in_batches_within_the_bound_while_others_decode(
     with engine_on(tmp_path, loaded) as engine:
         first = answer(engine, "first", 4000)
     files = Watched()
-    with engine_on(tmp_path, loaded, files=files, read_ahead_bytes=bound_bytes) as engine:
+    with engine_on(tmp_path, loaded, files=files, read_ahead_bytes=bound_bytes // 2) as engine:
         cold = engine._cold
         assert cold is not None
         files.look = lambda: cold.tier.usage().unused_bytes + cold.loads.unused_bytes
@@ -335,7 +337,7 @@ def test_a_match_that_memory_has_no_room_for_is_loaded_as_far_as_it_has(tmp_path
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded) as engine:
         first = answer(engine, "first", 4000)
-    with engine_on(tmp_path, loaded, Storage(hot_bytes=2 * MIB), read_ahead_bytes=MIB) as engine:
+    with engine_on(tmp_path, loaded, Storage(hot_bytes=2 * MIB), read_ahead_bytes=MIB // 2) as engine:
         again = answer(engine, "again", 4000)
         assert again.ids == first.ids
         assert 1000 < cached(again) < 2100

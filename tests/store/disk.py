@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.index.identity import Identity
 from kvstrata.index.ids import as_ids
@@ -46,7 +47,8 @@ def store_on(
     **disk: Any,
 ) -> Iterator[Store]:
     limits: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
-    tier = DiskTier(folder, chain=chain, tally=tally, **limits)
+    beside = {name: limits.pop(name) for name in ("files", "clock", "is_pinned") if name in limits}
+    tier = DiskTier(DiskOptions(folder, **limits), chain=chain, tally=tally, **beside)
     options = StoreOptions(
         hot_bytes,
         write_through=write_through,

@@ -11,6 +11,11 @@ from kvstrata.disk.files import Files, plain_files, unlink_if_there
 from kvstrata.disk.folder import parse_file_name
 from kvstrata.disk.reasons import Damage
 
+MOST_FILES = 32
+# Of the cache's limit, and at most so many bytes.
+LARGEST_SHARE = 0.02
+LARGEST_BYTES = 256 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
@@ -38,11 +43,11 @@ def quarantined(files: Files, folder: Path) -> list[Held]:
 class Quarantine:
     """Changed by one thread at a time, read from anywhere: its lock is never held over a file operation."""
 
-    def __init__(self, folder: Path, files: Files, *, limit_files: int, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, files: Files, cache_bytes: int) -> None:
+        """`cache_bytes`: the limit of the whole cache."""
         self._folder = folder
         self._files = files
-        self._limit_files = limit_files
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = min(int(LARGEST_SHARE * cache_bytes), LARGEST_BYTES)
         self._lock = threading.Lock()
         self._held: dict[str, Held] = {}  # the oldest first
         self.reload()
@@ -69,7 +74,7 @@ class Quarantine:
         name = f"{path.name}.{reason}"
         try:
             status = self._files.status(path)
-            if status.disk_bytes > self._limit_bytes or not self._limit_files:
+            if status.disk_bytes > self._limit_bytes:
                 self._files.unlink(path)
                 return
             if name in self._held:
@@ -85,7 +90,7 @@ class Quarantine:
         self._shrink()
 
     def _shrink(self) -> None:
-        while len(self._held) > self._limit_files or self.disk_bytes > self._limit_bytes:
+        while len(self._held) > MOST_FILES or self.disk_bytes > self._limit_bytes:
             oldest = next(iter(self._held))
             unlink_if_there(self._files, self._folder / oldest)
             with self._lock:

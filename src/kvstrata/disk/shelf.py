@@ -21,6 +21,7 @@ from kvstrata.disk.catalogue import CatalogueFault
 from kvstrata.disk.compare import compare
 from kvstrata.disk.files import make_folder_if_missing
 from kvstrata.disk.folder import CacheFolder, file_name
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.quarantine import Quarantine
 from kvstrata.disk.reasons import Damage, Drop
 from kvstrata.disk.records import Records
@@ -36,12 +37,9 @@ class Shelf:
     def __init__(
         self,
         folder: CacheFolder,
-        *,
-        limit_bytes: int,
-        reserve_bytes: int,
-        quarantine_bytes: int,
-        quarantine_files: int,
+        options: DiskOptions,
         counters: Counters,
+        *,
         is_pinned: Callable[[bytes], bool],
         tally: Tally,
     ) -> None:
@@ -51,9 +49,7 @@ class Shelf:
         self._lock = threading.RLock()
         self._is_compared = False
         self.num_losses = 0  # how often blocks were gone that we had not removed
-        self.quarantine = Quarantine(
-            folder.quarantine, folder.files, limit_files=quarantine_files, limit_bytes=quarantine_bytes
-        )
+        self.quarantine = Quarantine(folder.quarantine, folder.files, options.limit_bytes)
         self.records = Records(folder, counters)
         self._account = Account(folder, self.quarantine)
         self._room = Room(
@@ -61,8 +57,8 @@ class Shelf:
             self.records,
             self._account,
             counters,
-            limit_bytes=limit_bytes,
-            reserve_bytes=reserve_bytes,
+            limit_bytes=options.limit_bytes,
+            reserve_bytes=options.reserve_bytes,
             is_pinned=is_pinned,
         )
 

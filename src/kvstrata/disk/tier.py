@@ -18,23 +18,22 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
 
 from kvstrata.disk.block import BASE, Block, BlockId, Chain, Tally, no_tally
 from kvstrata.disk.catalogue import CatalogueFault
-from kvstrata.disk.checksum import Checksum, fastest
+from kvstrata.disk.checksum import fastest
 from kvstrata.disk.daily_budget import DailyBudget, day_of
 from kvstrata.disk.files import Files
 from kvstrata.disk.folder import CacheFolder, prepare
 from kvstrata.disk.loading import Loader
 from kvstrata.disk.lookups import Lookup, Lookups, Work
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.publish import Publisher, Written
 from kvstrata.disk.reader import Deliver, Loaded, Missing, Reader, Ticket
 from kvstrata.disk.reasons import Fault, Refusal, fault_of
 from kvstrata.disk.row import Row, Totals
 from kvstrata.disk.shelf import Shelf
-from kvstrata.disk.strides import SHARE
 from kvstrata.disk.usage import Counters, Event, Rates, Usage
 from kvstrata.disk.writer import Flushed, Writer
 from kvstrata.errors import ConfigError
@@ -43,16 +42,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-QUARANTINE_FILES = 32
-# Of the limit, and at most so many bytes.
-QUARANTINE_SHARE = 0.02
-QUARANTINE_BYTES = 256 << 20
-QUEUE_BYTES = 256 << 20
-RESERVE_BYTES = 1 << 30
-NUM_READERS = 2
-# Read and not yet used. Enough for two readers and the thread that uses what they read.
-READ_AHEAD_BYTES = 128 << 20
-FIRST_PAUSE_S = 5.0
 CLOSE_TIMEOUT_S = 10.0
 
 # Notes in the catalogue: a restart does not give a new day's budget.
@@ -85,58 +74,45 @@ def _nothing_pinned(_key: bytes) -> bool:
 class DiskTier:
     def __init__(
         self,
-        directory: Path,
-        limit_bytes: int,
+        options: DiskOptions,
         *,
         chain: Chain,
         tally: Tally = no_tally,
-        queue_bytes: int = QUEUE_BYTES,
-        reserve_bytes: int = RESERVE_BYTES,
-        daily_write_bytes: int = 0,
-        second_touch: bool = False,
-        ttl_s: float | None = None,
         is_pinned: Callable[[bytes], bool] = _nothing_pinned,
-        num_readers: int = NUM_READERS,
-        read_ahead_bytes: int = READ_AHEAD_BYTES,
-        first_pause_s: float = FIRST_PAUSE_S,
-        writer_share: float = SHARE,
-        checksum: Checksum | None = None,
         files: Files | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`chain` is index.keys.chain; `tally` tells what a block holds, by label. `daily_write_bytes` 0: no budget.
-        `ttl_s`: what no request used for so long goes; None: it stays while there is room.
-        `writer_share`: of one core, for writing while no flush or close waits and the queue is not a quarter full.
-        `is_pinned(key)` is asked on our thread, under our lock: it must not wait for anybody who calls the tier.
+        """`chain` is index.keys.chain; `tally` tells what a block holds, by label. `is_pinned(key)` is asked on our
+        thread, under our lock: it must not wait for a thread that calls the tier.
 
         ConfigError where the folder cannot be used, CacheDirectoryBusy where another server uses it.
         """
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = options.limit_bytes
+        self.read_ahead_bytes = options.read_ahead_bytes
         self._clock = clock
-        self._ttl_s = math.inf if ttl_s is None else ttl_s
+        self._ttl_s = math.inf if options.ttl_s is None else options.ttl_s
         self.on_room: Callable[[], None] = lambda: None  # called on our thread when the queue may have room again
         self._counters = Counters()
-        self._folder = CacheFolder(directory, files or Files())
+        self._folder = CacheFolder(options.directory, files or Files())
         prepare(self._folder)
-        self._shelf = self._open_shelf(reserve_bytes, is_pinned, tally)
-        self._second_touch = second_touch
-        self._budget = self._open_budget(daily_write_bytes)
-        publisher = Publisher(self._shelf, checksum or fastest(), clock, self._budget)
+        self._shelf = self._open_shelf(options, is_pinned, tally)
+        self._second_touch = options.second_touch
+        self._budget = self._open_budget(options.daily_write_bytes)
+        publisher = Publisher(self._shelf, options.checksum or fastest(), clock, self._budget)
         self._writer = Writer(
             publisher.publish,
             settle_in=publisher.settle_in,
             counters=self._counters,
             on_written=self._on_written,
-            limit_bytes=queue_bytes,
-            first_pause_s=first_pause_s,
+            limit_bytes=options.queue_bytes,
+            first_pause_s=options.first_pause_s,
             expire=self._expire,
-            share=writer_share,
+            share=options.writer_share,
             on_room=lambda: self.on_room(),
         )
         self._loader = Loader(self._shelf, self._writer.queued, self._counters, chain=chain, clock=clock)
         self._is_closed = False
-        self.read_ahead_bytes = read_ahead_bytes
-        self._reader = Reader(self._loader.load, num_readers, read_ahead_bytes)
+        self._reader = Reader(self._loader.load, options.num_readers, options.read_ahead_bytes)
         self._lookups = Lookups()
 
     # Writing.
@@ -345,18 +321,9 @@ class DiskTier:
             # Their threads may still touch both; the end of the process closes them.
             log.warning("The disk cache did not close within %.0f s: the disk does not answer", timeout_s)
 
-    def _open_shelf(self, reserve_bytes: int, is_pinned: Callable[[bytes], bool], tally: Tally) -> Shelf:
+    def _open_shelf(self, options: DiskOptions, is_pinned: Callable[[bytes], bool], tally: Tally) -> Shelf:
         try:
-            return Shelf(
-                self._folder,
-                limit_bytes=self.limit_bytes,
-                reserve_bytes=reserve_bytes,
-                quarantine_bytes=min(int(QUARANTINE_SHARE * self.limit_bytes), QUARANTINE_BYTES),
-                quarantine_files=QUARANTINE_FILES,
-                counters=self._counters,
-                is_pinned=is_pinned,
-                tally=tally,
-            )
+            return Shelf(self._folder, options, self._counters, is_pinned=is_pinned, tally=tally)
         except (OSError, CatalogueFault) as error:
             self._folder.release()
             raise ConfigError(

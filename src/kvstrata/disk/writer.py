@@ -22,7 +22,7 @@ from kvstrata.disk.block import BASE, Block, BlockId
 from kvstrata.disk.pause import LONGEST_PAUSE_S, Pause
 from kvstrata.disk.publish import Dropped, Failed, SettledIn, Written
 from kvstrata.disk.reasons import Drop, Fault, Refusal
-from kvstrata.disk.strides import SHARE, Strides, Take
+from kvstrata.disk.strides import Strides, Take
 from kvstrata.disk.usage import Counters, Event
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Writer:
         limit_bytes: int,
         first_pause_s: float,
         expire: Expire = lambda _: math.inf,
-        share: float = SHARE,
+        share: float,
         on_room: Callable[[], None] = lambda: None,
     ) -> None:
         """`share`: of one core, for what is long; more where a flush or close waits or the queue fills up. `on_room` is

@@ -32,7 +32,6 @@ from kvstrata.store.entry import STEPPED_DOWN, Entry
 
 # Of a chain that is looked up, in one step: about a millisecond.
 STEPS_AT_ONCE = 8
-PATIENCE_S = 5.0
 
 T = TypeVar("T")
 UnusedS = Callable[[Entry], float]  # how long ago a request last went on from an entry
@@ -63,7 +62,7 @@ class Cold:
         *,
         post: Post,
         pinned: set[bytes] | None = None,
-        patience_s: float = PATIENCE_S,
+        patience_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`pinned`: the keys that the tier asks about on a thread of its own, before it evicts. `patience_s`: how long
