@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstrata.disk.block import BASE, ITEM_BYTES, Block, Tensor
 from kvstrata.disk.checksum import Checksum
 from kvstrata.disk.options import DiskOptions
-from kvstrata.disk.reader import Loaded, Missing
+from kvstrata.disk.row import Row
 from kvstrata.disk.tier import DiskTier
 from kvstrata.index.keys import chain
+from kvstrata.tier.base import Tier
+from kvstrata.tier.block import BASE, ITEM_BYTES, Block, BlockId, Tensor
+from kvstrata.tier.reading import Loaded, Missing
 
 ROOT = bytes(range(32))
 OTHER_ROOT = bytes(range(32, 64))
@@ -78,6 +80,19 @@ def open_tier(directory: Path, limit_bytes: int = 64 << 20, **settings) -> DiskT
     }
     defaults = {"reserve_bytes": 0, "first_pause_s": 0.05, "checksum": Checksum.BLAKE3}
     return DiskTier(DiskOptions(directory, limit_bytes, **{**defaults, **settings}), **{"chain": chain, **beside})
+
+
+def read_now(tier: DiskTier, block: BlockId, *, root: bytes) -> Loaded | Missing:
+    results: list[Loaded | Missing] = []
+    assert tier.read([block], results.append, root=root).wait(60)
+    results[0].release()
+    return results[0]
+
+
+def rows_of(tier: Tier, under: bytes = b"") -> list[Row]:
+    """Parents before children."""
+    assert isinstance(tier, DiskTier)
+    return sorted(tier._shelf.index.rows(under), key=lambda row: (row.start, row.id.key, row.id.part))
 
 
 def same(left: Block, right: Block) -> bool:

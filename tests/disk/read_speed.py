@@ -18,12 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstrata.disk.block import Block, BlockId, Tensor
 from kvstrata.disk.checksum import fastest
 from kvstrata.disk.options import DiskOptions
-from kvstrata.disk.reader import Loaded, Missing
-from kvstrata.disk.tier import Accepted, DiskTier
+from kvstrata.disk.tier import DiskTier
 from kvstrata.index.keys import chain
+from kvstrata.tier.base import Accepted
+from kvstrata.tier.block import Block, BlockId, Tensor
+from kvstrata.tier.reading import Loaded, Missing
 from tests.disk.blocks import ROOT
 from tests.disk.test_damage import path_of
 

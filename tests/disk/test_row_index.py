@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.disk.block import BASE, BlockId
 from kvstrata.disk.eviction import LARGEST_REST, Order
 from kvstrata.disk.row import Row, Totals, write_tally
 from kvstrata.disk.row_index import RowIndex
+from kvstrata.tier.block import BASE, BlockId
 from tests.disk.blocks import OTHER_ROOT, ROOT
 
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvstrata.disk.block import Block
 from kvstrata.disk.publish import Dropped, Failed, SettledIn, Written
-from kvstrata.disk.reasons import Drop, Fault, Refusal
+from kvstrata.disk.reasons import Drop, Fault
 from kvstrata.disk.strides import Take
 from kvstrata.disk.usage import Counters
 from kvstrata.disk.writer import MAX_ATTEMPTS, Publish, Writer
+from kvstrata.tier.base import Refusal, Refused
+from kvstrata.tier.block import Block
 from tests.disk.blocks import make_block, make_chain
 
 
@@ -69,7 +70,7 @@ def test_what_is_given_up_takes_along_what_hangs_on_it_and_nothing_else(outcome:
     assert writer.flush(10).is_empty
     assert tried[-1] is other
     assert not {third.id, mark.id} & {block.id for block in tried}
-    assert bool(writer.num_faults) == (outcome != Dropped(Drop.NO_ROOM))
+    assert bool(writer.state(0).num_faults) == (outcome != Dropped(Drop.NO_ROOM))
     assert writer.close(10)
 
 
@@ -91,7 +92,7 @@ def test_a_block_that_can_never_be_written_keeps_the_others_waiting_only_so_long
         pass
     assert is_written.wait(10)
     assert num_attempts == MAX_ATTEMPTS
-    assert writer.num_faults == MAX_ATTEMPTS
+    assert writer.state(0).num_faults == MAX_ATTEMPTS
     assert writer.close(10)
 
 
@@ -107,10 +108,11 @@ def test_a_block_that_is_larger_than_the_queue_is_taken_alone() -> None:
     writer = make_writer(publish, Counters(), limit_bytes=first.nbytes - 1)
     assert writer.offer(first) is None
     assert writer.offer(second) is Refusal.QUEUE_FULL
-    assert not writer.has_room(second.nbytes)
+    refused = Refused(Refusal.QUEUE_FULL, second.nbytes)
+    assert not writer.state(0).would_take(refused)
     goes_on.set()
     assert writer.flush(10).is_empty
-    assert writer.has_room(second.nbytes)
+    assert writer.state(0).would_take(refused)
     assert writer.offer(second) is None
     assert writer.flush(10).is_empty
     assert written == [first, second]

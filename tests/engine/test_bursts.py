@@ -23,7 +23,7 @@ from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.contents import tally
-from kvstrata.store.cold.chains import finish
+from kvstrata.tier.lookups import finish
 from tests.disk.faults import Act, FaultyFiles, fail, wait_for
 from tests.engine.drive import GREEDY, Drive
 from tests.engine.test_disk import MIB, answer, cached, engine_on, settle
@@ -66,8 +66,7 @@ def full_drive(
 def num_kept(drive: Drive, seed: int) -> int:
     """Tokens of a chat that memory or the disk has."""
     ids = as_ids(prompt(CHAT_TOKENS, seed=seed)[:-1])
-    assert drive.store.cold is not None
-    on_disk = finish(drive.store.cold.chains.match(drive.store.root_of(""), ids))
+    on_disk = finish(drive.store.cold.longest(drive.store.root_of(""), ids))
     return max(drive.store.find(ids, "").num_tokens, on_disk.num_tokens)
 
 

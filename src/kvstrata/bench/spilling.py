@@ -150,7 +150,6 @@ def _rest(engine: Engine, seconds: float) -> _Window:
 
 def _is_spilling(loop: Loop) -> bool:
     store = _store_of(loop)
-    assert store.cold is not None
     return store.has_work or store.cold.tier.usage().num_queued > 0
 
 
@@ -163,7 +162,7 @@ def _empty_disk(loop: Loop) -> None:
 
 
 def _store_of(loop: Loop) -> Store:
-    if loop.store is None or loop.store.cold is None:
+    if loop.store is None:
         raise KvstrataError("This model brings caches of its own kind, which are not stored.")
     return loop.store
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvstrata.disk.block import BlockId
 from kvstrata.disk.files import FILE_MODE
 from kvstrata.disk.row import Row
+from kvstrata.tier.block import BlockId
 
 SCHEMA_VERSION = 3
 # Pages of 4 KiB. Small, because the limit of the tier counts the log too.

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from kvstrata.disk.block import BlockId, Tally
 from kvstrata.disk.files import unlink_if_there
 from kvstrata.disk.folder import CacheFolder, file_name
 from kvstrata.disk.format import FORMAT_VERSION
@@ -23,6 +22,7 @@ from kvstrata.disk.rebuild import DamagedFile, UnreadFile, rows_of
 from kvstrata.disk.records import Records
 from kvstrata.disk.row import Row
 from kvstrata.disk.usage import Counters, Event
+from kvstrata.tier.block import BlockId, Tally
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Callable, Generator, Iterable
 from typing import Protocol
 
-from kvstrata.disk.block import BlockId
 from kvstrata.disk.row import Row
+from kvstrata.tier.block import BlockId
 
 # Entries for each row that is there, and some, before those that are out of date are swept out.
 LARGEST_SHARE = 4

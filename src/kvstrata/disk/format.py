@@ -15,11 +15,11 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvstrata.disk.block import ITEM_BYTES, Block, BlockId, Chain, Tensor, key_of
 from kvstrata.disk.checksum import Checksum, matches
 from kvstrata.disk.reasons import Damage
 from kvstrata.disk.strides import Take, at_once
 from kvstrata.errors import KvstrataError
+from kvstrata.tier.block import ITEM_BYTES, Block, BlockId, Chain, Tensor, key_of
 
 FORMAT_VERSION = 1
 ALIGNMENT_BYTES = 4096

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvstrata.disk.block import BASE, BlockId, Chain
 from kvstrata.disk.blockfile import read_block
 from kvstrata.disk.files import Files, unlink_if_there
 from kvstrata.disk.folder import CacheFolder
@@ -17,6 +16,7 @@ from kvstrata.disk.reasons import fault_of
 from kvstrata.disk.rebuild import DamagedFile, UnreadFile, rows_of
 from kvstrata.disk.row import Row
 from kvstrata.errors import ConfigError
+from kvstrata.tier.block import BASE, BlockId, Chain
 
 Progress = Callable[[int, int], None]  # blocks done, blocks in all
 

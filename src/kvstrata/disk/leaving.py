@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvstrata.disk.block import BlockId
 from kvstrata.disk.row import Row
+from kvstrata.tier.block import BlockId
 
 
 @dataclass(eq=False, slots=True)

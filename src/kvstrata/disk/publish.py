@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstrata.disk.block import Block
 from kvstrata.disk.catalogue import CatalogueFault
 from kvstrata.disk.checksum import Checksum
 from kvstrata.disk.daily_budget import DailyBudget
@@ -22,6 +21,7 @@ from kvstrata.disk.row import Row, write_tally
 from kvstrata.disk.shelf import Shelf
 from kvstrata.disk.strides import Take
 from kvstrata.errors import ConfigError
+from kvstrata.tier.block import Block
 
 log = logging.getLogger(__name__)
 

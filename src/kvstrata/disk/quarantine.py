@@ -6,10 +6,10 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstrata.disk.block import BlockId
 from kvstrata.disk.files import Files, plain_files, unlink_if_there
 from kvstrata.disk.folder import parse_file_name
 from kvstrata.disk.reasons import Damage
+from kvstrata.tier.block import BlockId
 
 MOST_FILES = 32
 # Of the cache's limit, and at most so many bytes.

@@ -8,18 +8,6 @@ from enum import StrEnum
 from kvstrata.disk.files import NotAFile
 
 
-class Refusal(StrEnum):
-    """`put` did not take a block."""
-
-    PRESENT = "present"
-    QUEUE_FULL = "queue_full"
-    TOO_LARGE = "too_large"
-    FIRST_TOUCH = "first_touch"
-    WRITE_BUDGET = "write_budget"
-    PAUSED = "paused"
-    CLOSED = "closed"
-
-
 class Drop(StrEnum):
     """A block was taken and then given up without a fault of the disk."""
 
@@ -41,13 +29,6 @@ class Damage(StrEnum):
     TOKENS = "tokens"
     ROOT = "root"
     TENSOR = "tensor"
-
-
-class Miss(StrEnum):
-    """A block was asked for and is not there. Faults and damage are reasons too, under their own names."""
-
-    ABSENT = "absent"
-    CLOSED = "closed"
 
 
 class Fault(StrEnum):

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstrata.disk.block import BlockId, Tally, no_tally
 from kvstrata.disk.blockfile import opened, read_header
 from kvstrata.disk.files import Files
 from kvstrata.disk.format import DamagedBlock
 from kvstrata.disk.reasons import Damage, Fault, fault_of
 from kvstrata.disk.row import Row, write_tally
+from kvstrata.tier.block import BlockId, Tally, no_tally
 
 
 @dataclass(frozen=True, slots=True)

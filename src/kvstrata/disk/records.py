@@ -12,7 +12,6 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstrata.disk.block import BlockId
 from kvstrata.disk.catalogue import FORMAT, Catalogue, CatalogueFault
 from kvstrata.disk.eviction import Order
 from kvstrata.disk.files import unlink_if_there
@@ -22,6 +21,7 @@ from kvstrata.disk.reasons import Fault
 from kvstrata.disk.row import Row
 from kvstrata.disk.row_index import RowIndex
 from kvstrata.disk.usage import Counters, Event
+from kvstrata.tier.block import BlockId
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 
 from kvstrata.disk.account import Account, whole_pages
-from kvstrata.disk.block import BlockId
 from kvstrata.disk.files import unlink_if_there
 from kvstrata.disk.folder import CacheFolder
 from kvstrata.disk.reasons import Drop, Eviction, fault_of
 from kvstrata.disk.records import NUM_ROWS_AT_ONCE, Records
 from kvstrata.disk.row import Row
 from kvstrata.disk.usage import Counters, Event
+from kvstrata.tier.block import BlockId
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvstrata.disk.block import BASE, BlockId
+from kvstrata.tier.block import BASE, BlockId
 
 
 @dataclass(frozen=True, slots=True)

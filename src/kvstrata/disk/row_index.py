@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from kvstrata.disk.block import BASE, BlockId
 from kvstrata.disk.leaving import Leaving
 from kvstrata.disk.row import Row, Sums, Totals, read_tally
+from kvstrata.tier.block import BASE, BlockId
 
 
 class Section:
@@ -86,21 +86,13 @@ class RowIndex:
                 rows += self._sections[root].rows.values()
         return rows
 
-    def totals_under(self, under: bytes) -> Totals:
+    def totals(self, under: bytes = b"") -> Totals:
         """Of those whose roots begin so."""
-        sums = Sums()
         with self._lock:
-            for root in self._roots(under):
-                sums.count_all(self._sections[root].sums, 1)
-        return sums.totals()
-
-    def totals(self) -> Totals:
-        with self._lock:
+            if under:
+                return self._sum(self._roots(under))
             if self._totals is None:
-                sums = Sums()
-                for section in self._sections.values():
-                    sums.count_all(section.sums, 1)
-                self._totals = sums.totals()
+                self._totals = self._sum(self._sections)
             return self._totals
 
     # Coming.
@@ -198,6 +190,12 @@ class RowIndex:
         if under in self._sections:
             return [under]
         return [root for root in self._sections if root.startswith(under)]
+
+    def _sum(self, roots: Iterable[bytes]) -> Totals:
+        sums = Sums()
+        for root in roots:
+            sums.count_all(self._sections[root].sums, 1)
+        return sums.totals()
 
     def _section_of(self, key: bytes) -> Section | None:
         root = self._root_of.get(key)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from kvstrata.disk.account import Account
-from kvstrata.disk.block import BlockId, Tally
 from kvstrata.disk.catalogue import CatalogueFault
 from kvstrata.disk.compare import compare
 from kvstrata.disk.files import make_folder_if_missing
@@ -26,9 +25,10 @@ from kvstrata.disk.quarantine import Quarantine
 from kvstrata.disk.reasons import Damage, Drop
 from kvstrata.disk.records import Records
 from kvstrata.disk.room import GivenUp, Room
-from kvstrata.disk.row import Row, Totals, read_tally
+from kvstrata.disk.row import Row
 from kvstrata.disk.row_index import RowIndex
 from kvstrata.disk.usage import Counters, Event
+from kvstrata.tier.block import BlockId, Tally
 
 log = logging.getLogger(__name__)
 
@@ -67,30 +67,6 @@ class Shelf:
     @property
     def index(self) -> RowIndex:
         return self.records.index
-
-    def has(self, block: BlockId) -> bool:
-        return self.index.row(block) is not None
-
-    def lengths(self, parent: bytes) -> tuple[int, ...]:
-        return self.index.lengths(parent)
-
-    def size(self, block: BlockId) -> int:
-        """On the disk, at least 1: some file systems keep small files elsewhere. 0 where it is not there."""
-        row = self.index.row(block)
-        return 0 if row is None else max(1, row.disk_bytes)
-
-    def contents(self, block: BlockId) -> Mapping[str, int]:
-        """Bytes by label; nothing where it is not there."""
-        row = self.index.row(block)
-        return {} if row is None else read_tally(row.tally)
-
-    def rows(self, under: bytes = b"") -> list[Row]:
-        """Parents before children."""
-        return sorted(self.index.rows(under), key=lambda row: (row.start, row.id.key, row.id.part))
-
-    @property
-    def totals(self) -> Totals:
-        return self.index.totals()
 
     def disk_bytes(self) -> int:
         return self._room.disk_bytes()
@@ -166,7 +142,7 @@ class Shelf:
         log.warning("Quarantined a damaged block of the disk cache (%s): %s", reason, file_name(block))
         self.index.hide([block])
         with self._lock:
-            if self.has(block):
+            if self.index.row(block) is not None:
                 return  # it was written again meanwhile
             try:
                 self.quarantine.take(self.folder.path(block), reason)

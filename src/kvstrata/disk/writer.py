@@ -18,12 +18,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvstrata.disk.block import BASE, Block, BlockId
 from kvstrata.disk.pause import LONGEST_PAUSE_S, Pause
 from kvstrata.disk.publish import Dropped, Failed, SettledIn, Written
-from kvstrata.disk.reasons import Drop, Fault, Refusal
+from kvstrata.disk.reasons import Drop, Fault
 from kvstrata.disk.strides import Strides, Take
 from kvstrata.disk.usage import Counters, Event
+from kvstrata.tier.base import Flushed, Refusal, Writing
+from kvstrata.tier.block import BASE, Block, BlockId
 
 log = logging.getLogger(__name__)
 
@@ -38,17 +39,9 @@ LARGEST_NICENESS = 19
 # Of one block, each after a longer pause. Some minutes: a disk that was full has room again, and a block that can never
 # be written does not keep the others waiting for good.
 MAX_ATTEMPTS = 6
+FULL = (Fault.NO_SPACE, Drop.RESERVE)
 # Of the queue. What is past it is written without a rest: rather that than refuse blocks.
 REST_BELOW = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Flushed:
-    """`is_empty`: all that was queued has been written, dropped or failed."""
-
-    is_empty: bool
-    num_left: int
-    bytes_left: int
 
 
 @dataclass(slots=True, eq=False)
@@ -142,37 +135,24 @@ class Writer:
         with self._changed:
             return self._bytes
 
-    def has_room(self, nbytes: int) -> bool:
-        """Again, for what found none: not just for it, but half of the queue is empty."""
+    def state(self, budget_bytes: float) -> Writing:
         with self._changed:
-            return not self._bytes or self._bytes + max(nbytes, self._limit_bytes // 2) <= self._limit_bytes
-
-    def is_working(self, within_s: float) -> bool:
-        """Whether what is queued gets to the disk: the last attempt did not fail, and a block left the queue no longer
-        ago than this. A disk that hangs says nothing."""
-        with self._changed:
-            if self._is_closing or self._pause.reason:
-                return False
-            return not self._queue or time.monotonic() < self._moved_s + within_s
-
-    def queued_keys(self) -> frozenset[bytes]:
-        with self._changed:
-            return frozenset(block.key for block in self._queue)
+            is_paused = self._pause.is_on
+            return Writing(
+                queue_bytes=self._bytes,
+                limit_bytes=self._limit_bytes,
+                budget_bytes=budget_bytes,
+                unmoved_s=time.monotonic() - self._moved_s if self._queue else 0.0,
+                is_failing=self._is_closing or bool(self._pause.reason),
+                paused_because=self._pause.reason if is_paused else "",
+                is_full=is_paused and self._pause.reason in FULL,
+                num_faults=self._num_faults,
+            )
 
     @property
     def num_blocks(self) -> int:
         with self._changed:
             return len(self._queue)
-
-    @property
-    def paused_because(self) -> str:
-        with self._changed:
-            return self._pause.reason if self._pause.is_on else ""
-
-    @property
-    def num_faults(self) -> int:
-        with self._changed:
-            return self._num_faults
 
     def end_pause(self) -> None:
         """Take blocks again, whatever the disk said: there may be no later. Until it says so again."""

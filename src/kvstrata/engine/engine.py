@@ -45,7 +45,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.spans.contents import tally
 from kvstrata.spans.marks import needs_marks
-from kvstrata.store.cold.cold import Cold
+from kvstrata.store.cold.cold import Cold, no_cold
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.special import special_tokens
 
@@ -92,7 +92,7 @@ class Engine:
         self._state = EngineState()
         # Made by the engine's thread before start() returns.
         self._layout: Layout
-        self._cold: Cold | None
+        self._cold: Cold
         self._shares: MemoryShares
         self._budget: Budget
         self._prefill_tokens_s: float
@@ -314,10 +314,10 @@ class Engine:
             pairs=sealed_pairs(self._layout, self._storage),
         )
 
-    def _open_disk(self) -> Cold | None:
+    def _open_disk(self) -> Cold:
         """Raises ConfigError where the folder cannot be used."""
         if self._disk is None or any(spec.kind == "foreign" for spec in self._layout.flat()):
-            return None
+            return no_cold(self._layout)
         pinned: set[bytes] = set()
         # Half of what may be ahead waits in the tier, half in the store.
         ahead_bytes = min(self._disk.read_ahead_bytes, self._budget.total_bytes // READ_AHEAD_SHARE // 2)
