@@ -8,7 +8,7 @@ import numpy as np
 
 from kvstrata.disk.checksum import Checksum
 from kvstrata.disk.options import DiskOptions
-from kvstrata.disk.row import Row
+from kvstrata.disk.row import BlockRow
 from kvstrata.disk.tier import DiskTier
 from kvstrata.index.keys import chain
 from kvstrata.tier.base import Tier
@@ -89,10 +89,10 @@ def read_now(tier: DiskTier, block: BlockId, *, root: bytes) -> Loaded | Missing
     return results[0]
 
 
-def rows_of(tier: Tier, under: bytes = b"") -> list[Row]:
+def rows_of(tier: Tier, under: bytes = b"") -> list[BlockRow]:
     """Parents before children."""
     assert isinstance(tier, DiskTier)
-    return sorted(tier._shelf.index.rows(under), key=lambda row: (row.start, row.id.key, row.id.part))
+    return sorted(tier._holdings.index.rows(under), key=lambda row: (row.start, row.id.key, row.id.part))
 
 
 def same(left: Block, right: Block) -> bool:

@@ -18,8 +18,8 @@ from tests.disk.faults import flip
 from tests.disk.test_damage import path_of
 
 OURS, THEIRS = make_chain(4), make_chain(3, seed=5, root=OTHER_ROOT)
-LOW = [Block(b.key, b.parent, b.root, b.start, b.token_ids, b.tensors, {}, part="low") for b in OURS[:2]]
-BLOCKS = [*OURS, *THEIRS, *LOW]
+MARKS = [Block(b.key, b.parent, b.root, b.start, b.token_ids, b.tensors, {}, part="mark") for b in OURS[:2]]
+BLOCKS = [*OURS, *THEIRS, *MARKS]
 some_block = st.sampled_from(BLOCKS)
 
 

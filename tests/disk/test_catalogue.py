@@ -15,7 +15,7 @@ from kvstrata.disk.files import Files
 from kvstrata.disk.folder import file_name
 from kvstrata.disk.format import FORMAT_VERSION
 from kvstrata.disk.reasons import Damage
-from kvstrata.disk.row import Row
+from kvstrata.disk.row import BlockRow
 from kvstrata.tier.block import BlockId
 from tests.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes, rows_of
 from tests.disk.faults import FaultyFiles, flip
@@ -175,8 +175,8 @@ def test_uses_are_remembered(tmp_path: Path) -> None:
     tier.close()
 
 
-def a_row(number: int) -> Row:
-    return Row(BlockId(bytes([number]) * 32), ROOT, ROOT, 0, 4, 4096, float(number), 0, 0.0)
+def a_row(number: int) -> BlockRow:
+    return BlockRow(BlockId(bytes([number]) * 32), ROOT, ROOT, 0, 4, 4096, float(number), 0, 0.0)
 
 
 def test_a_transaction_is_taken_back_whole_with_what_joined_it(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_rows_of_one_key_under_two_roots_are_not_believed(
 class Many(FaultyFiles):
     """Has the files of `rows` by name: a start must not open, stat or read one of them."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[BlockRow]) -> None:
         super().__init__()
         self.by_shard: dict[str, list[str]] = {f"{first:02x}": [] for first in range(256)}
         for row in rows:
@@ -271,16 +271,16 @@ class Many(FaultyFiles):
 
 
 @pytest.fixture(scope="module")
-def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
+def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[BlockRow]]:
     directory = tmp_path_factory.mktemp("large") / "cache"
     open_tier(directory).close()
     generator = np.random.default_rng(0)
     keys = generator.bytes(32 * 100_000)
-    rows: list[Row] = []
+    rows: list[BlockRow] = []
     for index in range(100_000):
         key = keys[32 * index : 32 * index + 32]
         parent = rows[-1].id.key if index % 200 else ROOT
-        rows.append(Row(BlockId(key), parent, ROOT, index % 200 * 256, 256, 4096, float(index), 1, 0.0))
+        rows.append(BlockRow(BlockId(key), parent, ROOT, index % 200 * 256, 256, 4096, float(index), 1, 0.0))
     catalogue = Catalogue(directory / "catalogue.sqlite")
     catalogue.add(rows)
     catalogue.set_note(FORMAT, FORMAT_VERSION)
@@ -290,7 +290,7 @@ def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
     return directory, rows
 
 
-def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: tuple[Path, list[Row]]) -> None:
+def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: tuple[Path, list[BlockRow]]) -> None:
     directory, rows = hundred_thousand
     times_s: list[float] = []
     for _ in range(2):
@@ -308,7 +308,7 @@ def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: 
     assert min(times_s) < 1.0, times_s
 
 
-def test_lookups_among_100_000_blocks_are_quick(hundred_thousand: tuple[Path, list[Row]]) -> None:
+def test_lookups_among_100_000_blocks_are_quick(hundred_thousand: tuple[Path, list[BlockRow]]) -> None:
     directory, rows = hundred_thousand
     tier = open_tier(directory, limit_bytes=1 << 40, files=Many(rows))
     assert tier.flush(120).is_empty

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import pytest
 
-from kvstrata.disk.reasons import Drop, Fault
-from kvstrata.disk.room import NUM_PURGED_AT_ONCE
+from kvstrata.disk.reasons import DropReason, Fault
+from kvstrata.disk.space import NUM_PURGED_AT_ONCE
 from kvstrata.disk.tier import DiskTier
 from kvstrata.tier.base import Accepted
 from kvstrata.tier.block import Block
@@ -96,7 +96,7 @@ def test_whoever_asks_never_waits_for_a_write_that_hangs(
         assert tier.blocks.lengths(there[0].key) == (4,)
         assert tier.blocks.contents(there[0].id) == {}
         assert tier.usage().num_blocks == len(rows_of(tier)) == 4
-        assert tier._shelf.quarantine.keys() == frozenset()
+        assert tier._holdings.quarantine.keys() == frozenset()
         tier.touch([there[0].id])
         assert tier.put(make_block(10)) == Accepted()
         assert tier.remove([there[2].id]).num_blocks == 1
@@ -123,12 +123,12 @@ def test_whoever_asks_never_waits_for_the_quarantine(tmp_path: Path, go_on: thre
     has_come = hang(files, "unlink", go_on)
     reading = tier.read([blocks[2].id], lambda _: None, root=ROOT)
     assert has_come.wait(20)
-    assert len(in_time(tier._shelf.quarantine.keys)) == 3
+    assert len(in_time(tier._holdings.quarantine.keys)) == 3
     assert in_time(tier.usage).num_blocks == 1
     assert not tier.blocks.find(blocks[2].key)
     go_on.set()
     assert reading.wait(20)
-    assert len(tier._shelf.quarantine.keys()) == 2
+    assert len(tier._holdings.quarantine.keys()) == 2
     tier.close()
 
 
@@ -184,12 +184,12 @@ def test_what_is_put_again_is_not_deleted_by_the_clear_that_still_goes_on(
 def test_files_that_a_fault_kept_are_deleted_when_the_disk_works_again(tier: DiskTier, tmp_path: Path) -> None:
     blocks, other = make_chain(4), make_block(9)
     put_all(tier, blocks)
-    tier._shelf.records.catalogue._connection.execute("PRAGMA query_only = ON")
+    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = ON")
     tier.clear()
     assert tier.flush(20).is_empty
     assert tier.usage().counters["failed"] == {Fault.CATALOGUE: 1}
     assert all(path_of(tmp_path / "cache", block).exists() for block in blocks)
-    tier._shelf.records.catalogue._connection.execute("PRAGMA query_only = OFF")
+    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = OFF")
     tier.end_pause()
     put_all(tier, [other])
     assert list((tmp_path / "cache").rglob("*.safetensors")) == [path_of(tmp_path / "cache", other)]
@@ -210,7 +210,7 @@ def test_a_block_that_is_just_being_published_is_cleared_too(
     assert tier.flush(20).is_empty
     assert not tier.blocks.find(block.key)
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
-    assert tier.usage().counters["dropped"] == {Drop.CLEARED: 1}
+    assert tier.usage().counters["dropped"] == {DropReason.CLEARED: 1}
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 

@@ -123,9 +123,9 @@ def test_swapped_files(stored) -> None:
 
 def test_a_part_under_another_parts_name(stored) -> None:
     tier, blocks, directory = stored
-    low = BlockId(blocks[0].key, "low")
-    path_of(directory, blocks[0]).rename(path_of(directory, blocks[0]).with_name(file_name(low)))
-    assert read_now(tier, low, root=ROOT) == Missing(low, Damage.KEY)
+    mark = BlockId(blocks[0].key, "mark")
+    path_of(directory, blocks[0]).rename(path_of(directory, blocks[0]).with_name(file_name(mark)))
+    assert read_now(tier, mark, root=ROOT) == Missing(mark, Damage.KEY)
 
 
 def plant(directory: Path, block: Block, name: BlockId) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstrata.disk.reasons import Damage, Drop
+from kvstrata.disk.reasons import Damage, DropReason
 from kvstrata.disk.tier import DiskTier
 from kvstrata.errors import CacheDirectoryBusy, ConfigError
 from kvstrata.tier.base import Accepted, Refusal, Refused
@@ -102,15 +102,15 @@ def test_a_prompt_is_matched_by_parent_and_length(tmp_path: Path) -> None:
 
 def test_parts_of_a_block_come_and_go_alone(tier: DiskTier) -> None:
     base = make_block()
-    low = Block(base.key, ROOT, ROOT, 0, base.token_ids, {"k.low": base.tensors["k.high"]}, {}, part="low")
-    put_all(tier, [base, low])
+    mark = Block(base.key, ROOT, ROOT, 0, base.token_ids, {"k.low": base.tensors["k.high"]}, {}, part="mark")
+    put_all(tier, [base, mark])
     assert tier.blocks.find(base.key)
-    assert tier.blocks.find(base.key, "low")
-    assert is_same(read_now(tier, low.id, root=ROOT), low)
+    assert tier.blocks.find(base.key, "mark")
+    assert is_same(read_now(tier, mark.id, root=ROOT), mark)
     assert tier.usage().num_blocks == 1
     assert tier.usage().num_tokens == base.num_tokens
-    assert tier.remove([low.id]).disk_bytes > 0
-    assert not tier.blocks.find(base.key, "low")
+    assert tier.remove([mark.id]).disk_bytes > 0
+    assert not tier.blocks.find(base.key, "mark")
     assert is_same(read_now(tier, base.id, root=ROOT), base)
     assert tier.blocks.lengths(ROOT) == (base.num_tokens,)
 
@@ -189,7 +189,7 @@ def test_closing_drops_what_is_queued_and_counts_it(tmp_path: Path) -> None:
     assert held.is_writing.wait(10)
     threading.Timer(0.1, held.go_on.set).start()
     held.tier.close()
-    assert held.tier.usage().counters["dropped"] == {Drop.CLOSED: 3}
+    assert held.tier.usage().counters["dropped"] == {DropReason.CLOSED: 3}
     assert held.tier.put(make_block(9)) == Refused(Refusal.CLOSED)
     results: list[Loaded | Missing] = []
     assert held.tier.read([blocks[0].id], results.append, root=ROOT).wait(5)
@@ -419,5 +419,5 @@ def test_a_disk_that_hangs_does_not_hang_the_end(tmp_path: Path, caplog: pytest.
     assert "does not answer" in caplog.text
     held.go_on.set()
     held.tier._writer._thread.join(10)
-    held.tier._shelf.close()
+    held.tier._holdings.close()
     held.tier._folder.release()

@@ -14,9 +14,9 @@ import pytest
 
 from kvstrata.disk.files import Files
 from kvstrata.disk.folder import file_name
-from kvstrata.disk.pause import Pause
 from kvstrata.disk.reasons import Fault
 from kvstrata.disk.tier import DiskTier
+from kvstrata.disk.writer import Pause
 from kvstrata.tier.base import Accepted, Refusal, Refused
 from kvstrata.tier.reading import Missing
 from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, rows_of
@@ -199,6 +199,7 @@ def test_a_folder_inside_that_vanishes_is_made_again_at_once(tier: DiskTier, tmp
 
 def test_a_folder_whose_parent_is_gone_stays_gone_and_nothing_raises(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "volume" / "cache")
+    assert tier.flush(10).is_empty  # until then its thread may make folders anew while they are deleted
     shutil.rmtree(tmp_path / "volume")
     for block in make_chain(4):
         put_when_it_can(tier, block)
@@ -314,7 +315,7 @@ def test_an_eviction_that_the_catalogue_does_not_take_counts_by_its_files(tmp_pa
         tier.put(make_block(seed, num_values=12_000))
     assert tier.flush(10).is_empty
     third = sorted(rows_of(tier), key=lambda row: row.last_use)[2]
-    tier._shelf.records.catalogue._connection.execute(
+    tier._holdings.records.catalogue._connection.execute(
         "CREATE TRIGGER stop BEFORE DELETE ON blocks WHEN "
         f"OLD.key = x'{third.id.key.hex()}' BEGIN SELECT RAISE(ABORT, 'not this one'); END"
     )
@@ -347,8 +348,8 @@ def test_a_catalogue_that_is_damaged_while_it_runs_is_written_anew(tier: DiskTie
             return
 
     tier.touch([blocks[1].id])
-    tier._shelf.records.catalogue._connection.close()
-    tier._shelf.records.catalogue._connection = Damaged()  # pyright: ignore[reportAttributeAccessIssue]
+    tier._holdings.records.catalogue._connection.close()
+    tier._holdings.records.catalogue._connection = Damaged()  # pyright: ignore[reportAttributeAccessIssue]
     # Nobody who looks notices.
     assert all(tier.blocks.find(block.key) for block in blocks[:2])
     tier.put(blocks[2])
@@ -357,7 +358,7 @@ def test_a_catalogue_that_is_damaged_while_it_runs_is_written_anew(tier: DiskTie
     put_when_it_can(tier, blocks[2])
     assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
     assert tier.usage().num_blocks == 3
-    assert len(tier._shelf.records.catalogue.newest(10)) == 3
+    assert len(tier._holdings.records.catalogue.newest(10)) == 3
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 
@@ -365,14 +366,14 @@ def test_a_catalogue_on_a_full_volume_fails_the_write_and_nothing_else(tier: Dis
     blocks = make_chain(2)
     tier.put(blocks[0])
     assert tier.flush(10).is_empty
-    tier._shelf.records.catalogue._connection.execute("PRAGMA max_page_count = 1")
-    tier._shelf.records.catalogue._connection.execute("PRAGMA query_only = ON")
+    tier._holdings.records.catalogue._connection.execute("PRAGMA max_page_count = 1")
+    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = ON")
     tier.put(blocks[1])
     assert tier.flush(10).is_empty
     assert set(tier.usage().counters["failed"]) == {Fault.CATALOGUE}
     assert is_same(read_now(tier, blocks[0].id, root=ROOT), blocks[0])
     assert not list((tmp_path / "cache" / "tmp").iterdir())
-    tier._shelf.records.catalogue._connection.execute("PRAGMA query_only = OFF")
+    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = OFF")
     put_when_it_can(tier, blocks[1])
     assert is_same(read_now(tier, blocks[1].id, root=ROOT), blocks[1])
 

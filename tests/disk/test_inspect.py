@@ -21,7 +21,7 @@ def blocks(tmp_path: Path) -> list[Block]:
     """Five of a chain, and another part of the first."""
     blocks = make_chain(5)
     first = blocks[0]
-    blocks.append(Block(first.key, ROOT, ROOT, 0, first.token_ids, first.tensors, {}, part="low"))
+    blocks.append(Block(first.key, ROOT, ROOT, 0, first.token_ids, first.tensors, {}, part="mark"))
     tier = open_tier(tmp_path / "cache", clock=lambda: 1234.0)
     for block in blocks:
         tier.put(block)

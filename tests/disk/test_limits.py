@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.disk.daily_budget import DailyBudget
-from kvstrata.disk.reasons import Drop
-from kvstrata.disk.row import Row
+from kvstrata.disk.reasons import DropReason
+from kvstrata.disk.row import BlockRow
 from kvstrata.tier.base import Accepted, Refusal, Refused, Writing
 from kvstrata.tier.block import BASE, Block
 from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, rows_of
@@ -52,7 +52,7 @@ def test_the_limit_holds_under_ten_times_its_size(tmp_path: Path) -> None:
     tier.close()
 
 
-def assert_chains_are_whole(rows: list[Row]) -> None:
+def assert_chains_are_whole(rows: list[BlockRow]) -> None:
     keys = {row.id.key for row in rows}
     assert all(row.parent == row.root or row.parent in keys for row in rows)
 
@@ -103,7 +103,7 @@ def test_a_chain_longer_than_the_disk_keeps_its_beginning(tmp_path: Path) -> Non
     num_found = sum(found)
     assert found == [True] * num_found + [False] * (40 - num_found)
     assert num_found > 8
-    assert tier.usage().counters["dropped"] == {Drop.NO_ROOM: 40 - num_found}
+    assert tier.usage().counters["dropped"] == {DropReason.NO_ROOM: 40 - num_found}
     tier.close()
 
 
@@ -116,7 +116,7 @@ def test_what_hangs_on_a_block_without_room_takes_none_from_its_own_chain(tmp_pa
         assert tier.flush(20).is_empty
     usage = tier.usage()
     assert usage.counters["evicted"] == {}
-    assert usage.counters["dropped"] == {Drop.NO_ROOM: 24 - usage.num_blocks}
+    assert usage.counters["dropped"] == {DropReason.NO_ROOM: 24 - usage.num_blocks}
     found = [bool(tier.blocks.find(block.key)) for block in blocks]
     assert found == [True] * usage.num_blocks + [False] * (24 - usage.num_blocks)
     assert 8 < usage.num_blocks < 22
@@ -198,7 +198,7 @@ def test_extra_parts_go_before_their_base(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "cache", 2 * MIB)
     bases = make_chain(4, num_values=6_000)
     parts = [
-        Block(base.key, base.parent, ROOT, base.start, base.token_ids, base.tensors, {}, part="low") for base in bases
+        Block(base.key, base.parent, ROOT, base.start, base.token_ids, base.tensors, {}, part="mark") for base in bases
     ]
     for block in [*bases, *parts]:
         tier.put(block)
@@ -207,7 +207,7 @@ def test_extra_parts_go_before_their_base(tmp_path: Path) -> None:
         tier.put(make_block(seed, num_values=6_000))
         tier.flush(10)
         for base in bases:
-            assert tier.blocks.find(base.key) or not tier.blocks.find(base.key, "low")
+            assert tier.blocks.find(base.key) or not tier.blocks.find(base.key, "mark")
     assert not tier.blocks.find(bases[0].key)
     tier.close()
 
@@ -217,7 +217,7 @@ def test_too_large_for_the_limit(tmp_path: Path) -> None:
     assert tier.put(make_block(num_values=100_000)) == Refused(Refusal.TOO_LARGE)
     tier.put(make_block(num_values=100))
     assert tier.flush(5).is_empty
-    assert tier.usage().counters["dropped"] == {Drop.NO_ROOM: 1}
+    assert tier.usage().counters["dropped"] == {DropReason.NO_ROOM: 1}
     assert tier.usage().disk_bytes <= 200_000
     tier.close()
 
@@ -238,7 +238,7 @@ def test_a_lowered_limit_holds_from_the_start_whatever_is_free(tmp_path: Path) -
     assert set(tier.usage().counters["evicted"]) == {"limit"}
     tier.put(make_block(1000))
     assert tier.flush(10).is_empty
-    assert tier.usage().counters["dropped"] == {Drop.RESERVE: 1}
+    assert tier.usage().counters["dropped"] == {DropReason.RESERVE: 1}
     tier.close()
 
 
@@ -260,7 +260,7 @@ def test_what_is_over_the_limit_goes_before_the_reserve_is_looked_at(tmp_path: P
     shutil.rmtree(directory / "tmp")
     tier.put(make_block(1000))
     assert tier.flush(10).is_empty
-    assert tier.usage().counters["dropped"] == {Drop.RESERVE: 1}
+    assert tier.usage().counters["dropped"] == {DropReason.RESERVE: 1}
     assert 2 * MIB < tier.usage().disk_bytes == real_bytes(directory) <= 3 * MIB
     tier.close()
 
@@ -283,7 +283,7 @@ def test_the_volumes_reserve_is_respected(tmp_path: Path) -> None:
     num_blocks = tier.usage().num_blocks
     tier.put(make_block(51, num_values=12_000))
     assert tier.flush(10).is_empty
-    assert tier.usage().counters["dropped"] == {Drop.RESERVE: 1}
+    assert tier.usage().counters["dropped"] == {DropReason.RESERVE: 1}
     assert tier.usage().num_blocks == num_blocks
     tier.close()
 
@@ -332,7 +332,7 @@ def test_no_more_is_written_than_the_budget_allows(tmp_path: Path) -> None:
     usage = tier.usage()
     assert 50_000 < usage.written_bytes == usage.written_today_bytes <= 60_000
     num_written = usage.counters["written"][BASE]
-    assert usage.counters["dropped"] == {Drop.WRITE_BUDGET: 40 - num_written}
+    assert usage.counters["dropped"] == {DropReason.WRITE_BUDGET: 40 - num_written}
     found = [bool(tier.blocks.find(block.key)) for block in blocks]
     assert found == [True] * num_written + [False] * (40 - num_written)
     assert tier.put(make_block(1000, num_tokens=1, num_values=1)) == Refused(Refusal.WRITE_BUDGET)

@@ -15,7 +15,7 @@ import pytest
 
 from kvstrata.disk.files import Files
 from kvstrata.disk.inspect import collect_garbage, find_garbage, list_blocks, verify
-from kvstrata.disk.reasons import Drop, Fault
+from kvstrata.disk.reasons import DropReason, Fault
 from kvstrata.errors import ConfigError
 from kvstrata.index.keys import chain
 from kvstrata.tier.base import Accepted
@@ -130,7 +130,7 @@ def test_a_block_is_written_in_place_of_it_unless_it_is_a_folder(stranger: tuple
     assert tier.put(blocks[1]) == Accepted()
     assert tier.flush(20).is_empty
     if is_folder:
-        assert tier.usage().counters["dropped"] == {Drop.UNWRITABLE: 1}
+        assert tier.usage().counters["dropped"] == {DropReason.UNWRITABLE: 1}
         assert path_of(directory, blocks[1]).is_dir()
     else:
         assert is_same(read_now(tier, blocks[1].id, root=ROOT), blocks[1])

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstrata.disk.pause import Pause
 from kvstrata.disk.tier import DiskTier
+from kvstrata.disk.writer import Pause
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop

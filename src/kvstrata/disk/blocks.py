@@ -7,19 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from kvstrata.disk.holdings import Holdings
 from kvstrata.disk.loading import Loader
+from kvstrata.disk.queue import BlockQueue
 from kvstrata.disk.row import read_tally
-from kvstrata.disk.shelf import Shelf
-from kvstrata.disk.writer import Writer
 from kvstrata.tier.block import BASE, BLOCK_TOKENS, MARK, BlockId, Chain
 from kvstrata.tier.chains import Link, OnDisk, TierMatch, TokenIds
 from kvstrata.tier.lookups import Walk
 
 
 class DiskBlocks:
-    def __init__(self, shelf: Shelf, writer: Writer, loader: Loader, chain: Chain) -> None:
-        self._shelf = shelf
-        self._writer = writer
+    def __init__(self, holdings: Holdings, queue: BlockQueue, loader: Loader, chain: Chain) -> None:
+        self._holdings = holdings
+        self._queue = queue
         self._loader = loader
         self._chain = chain
 
@@ -29,23 +29,23 @@ class DiskBlocks:
 
     def size(self, block: BlockId) -> int:
         """As `find`, whether or not the block is left alone for a while."""
-        # In this order: a block is on the shelf before it leaves the queue.
-        for queued in self._writer.queued(block):
+        # In this order: a block has its row before it leaves the queue.
+        for queued in self._queue.find(block):
             return max(1, queued.nbytes)
-        row = self._shelf.index.row(block)
+        row = self._holdings.index.row(block)
         # At least 1: some file systems keep small files elsewhere.
         return 0 if row is None else max(1, row.disk_bytes)
 
     def contents(self, block: BlockId) -> Mapping[str, int]:
-        for queued in self._writer.queued(block):
-            return self._shelf.tally(queued.description, {name: each.nbytes for name, each in queued.tensors.items()})
-        row = self._shelf.index.row(block)
+        for queued in self._queue.find(block):
+            return self._holdings.tally(queued.description, queued.tensor_bytes)
+        row = self._holdings.index.row(block)
         return {} if row is None else read_tally(row.tally)
 
     def lengths(self, parent: bytes) -> tuple[int, ...]:
         """The lengths in tokens of the blocks that follow `parent`, the longest first."""
-        queued = self._writer.lengths(parent)
-        return tuple(sorted(queued.union(self._shelf.index.lengths(parent)), reverse=True))
+        queued = self._queue.lengths(parent)
+        return tuple(sorted(queued.union(self._holdings.index.lengths(parent)), reverse=True))
 
     def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
         best = TierMatch()
@@ -66,11 +66,11 @@ class DiskBlocks:
             match.num_tokens,
             is_damaged_next=(yield from self._is_damaged_next(root, ids)),
             # A caller must not learn whose the other blocks are: we do not even look whether they have these tokens.
-            has_others_only=self._shelf.index.totals().num_blocks > 0 and not self.lengths(root),
+            has_others_only=self._holdings.index.totals().num_blocks > 0 and not self.lengths(root),
         )
 
     def _is_damaged_next(self, root: bytes, ids: TokenIds) -> Walk[bool]:
-        damaged = self._shelf.quarantine.keys()
+        damaged = self._holdings.quarantine.keys()
         if not damaged:
             return False
         links = (yield from self.longest(root, 0, ids)).links
@@ -101,5 +101,5 @@ class DiskBlocks:
                 key = self._chain(parent, ids[start:end])
                 nbytes = self.find(key)
                 if nbytes:
-                    is_queued = bool(self._writer.queued(BlockId(key)))
+                    is_queued = bool(self._queue.find(BlockId(key)))
                     yield Link(key, parent, start, end, nbytes, is_queued)

@@ -34,7 +34,7 @@ CHECKSUM_ENDS = CHECKSUM_AT + NUM_DIGITS
 
 
 class DamagedBlock(KvstrataError):
-    """Raised and caught inside tiers/: outside it is a miss with `reason`."""
+    """Raised and caught inside disk/: outside it is a miss with `reason`."""
 
     def __init__(self, reason: Damage, what: str) -> None:
         super().__init__(what)

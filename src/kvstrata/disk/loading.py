@@ -10,8 +10,8 @@ from collections.abc import Callable
 from kvstrata.disk.blockfile import read_block
 from kvstrata.disk.files import NotAFile
 from kvstrata.disk.format import DamagedBlock
+from kvstrata.disk.holdings import Holdings
 from kvstrata.disk.reasons import Damage, Fault, fault_of
-from kvstrata.disk.shelf import Shelf
 from kvstrata.disk.usage import Counters, Event
 from kvstrata.tier.block import Block, BlockId, Chain
 from kvstrata.tier.rates import RateMeter
@@ -27,14 +27,14 @@ NUM_AVOIDED = 4096
 class Loader:
     def __init__(
         self,
-        shelf: Shelf,
+        holdings: Holdings,
         queued: Callable[[BlockId], list[Block]],
         counters: Counters,
         *,
         chain: Chain,
         clock: Callable[[], float],
     ) -> None:
-        self._shelf = shelf
+        self._holdings = holdings
         self._queued = queued
         self._counters = counters
         self._chain = chain
@@ -50,7 +50,7 @@ class Loader:
             case Missing(_, reason):
                 self._counters.add(Event.MISSED, reason)
             case Loaded():
-                self._shelf.records.touch([block], self._clock())
+                self._holdings.records.touches.add([block], self._clock())
         return result
 
     def avoided(self, block: BlockId) -> list[Fault]:
@@ -65,28 +65,28 @@ class Loader:
                 return Missing(block, Damage.ROOT)
             self._counters.add(Event.READ, "queue", nbytes=queued.nbytes)
             return Loaded(queued)
-        if self._shelf.index.leaving.row(block) is not None:
+        if self._holdings.index.leaving.row(block) is not None:
             return Missing(block, MissReason.ABSENT)  # it was cleared, and its file is still there
         for fault in self.avoided(block):
             return Missing(block, fault)
         try:
             return self._from_disk(block, root)
         except DamagedBlock as damage:
-            self._shelf.put_away(block, damage.reason)
+            self._holdings.isolate(block, damage.reason)
             return Missing(block, damage.reason)
         except FileNotFoundError:
-            if self._shelf.index.row(block) is not None:
-                self._shelf.forget(block)
+            if self._holdings.index.row(block) is not None:
+                self._holdings.forget(block)
             return Missing(block, MissReason.ABSENT)
         except NotAFile:
             self._counters.add(Event.FAILED, Fault.NOT_A_FILE)
-            self._shelf.forget(block)
+            self._holdings.forget(block)
             return Missing(block, Fault.NOT_A_FILE)
         except OSError as error:
             return Missing(block, self._fault(block, error))
 
     def _from_disk(self, block: BlockId, root: bytes) -> Loaded:
-        folder = self._shelf.folder
+        folder = self._holdings.folder
         with self.meter.reading() as measure:
             found = read_block(folder.files, folder.path(block), block, chain=self._chain, root=root)
             measure(found.nbytes)

@@ -18,7 +18,7 @@ LARGEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Quarantined:
     name: str
     disk_bytes: int
     modified: float
@@ -30,10 +30,10 @@ def parse_quarantined_name(name: str) -> list[BlockId]:
     return parse_file_name(file_name) if reason in list(Damage) else []
 
 
-def quarantined(files: Files, folder: Path) -> list[Held]:
+def list_quarantined(files: Files, folder: Path) -> list[Quarantined]:
     """What `take` has put there, the oldest first. What else lies there is not ours to count or to delete."""
     held = [
-        Held(path.name, status.disk_bytes, status.modified)
+        Quarantined(path.name, status.disk_bytes, status.modified)
         for path, status in plain_files(files, folder)
         if parse_quarantined_name(path.name)
     ]
@@ -49,7 +49,7 @@ class Quarantine:
         self._files = files
         self._limit_bytes = min(int(LARGEST_SHARE * cache_bytes), LARGEST_BYTES)
         self._lock = threading.Lock()
-        self._held: dict[str, Held] = {}  # the oldest first
+        self._held: dict[str, Quarantined] = {}  # the oldest first
         self.reload()
 
     @property
@@ -64,7 +64,7 @@ class Quarantine:
         return frozenset(block.key for name in names for block in parse_quarantined_name(name))
 
     def reload(self) -> None:
-        found = quarantined(self._files, self._folder)
+        found = list_quarantined(self._files, self._folder)
         with self._lock:
             self._held = {held.name: held for held in found}
         self._shrink()
@@ -86,7 +86,7 @@ class Quarantine:
             return
         with self._lock:
             self._held.pop(name, None)
-            self._held[name] = Held(name, status.disk_bytes, status.modified)
+            self._held[name] = Quarantined(name, status.disk_bytes, status.modified)
         self._shrink()
 
     def _shrink(self) -> None:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from kvstrata.disk.files import NotAFile
 
 
-class Drop(StrEnum):
+class DropReason(StrEnum):
     """A block was taken and then given up without a fault of the disk."""
 
     NO_ROOM = "no_room"
@@ -43,7 +43,7 @@ class Fault(StrEnum):
     OTHER = "other"
 
 
-class Eviction(StrEnum):
+class RemovalReason(StrEnum):
     LIMIT = "limit"
     RESERVE = "reserve"
     EXPIRED = "expired"

@@ -8,23 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from kvstrata.disk.blocks import DiskBlocks
 from kvstrata.disk.catalogue import CatalogueFault
-from kvstrata.disk.checksum import fastest
-from kvstrata.disk.daily_budget import DailyBudget, day_of
 from kvstrata.disk.files import Files
 from kvstrata.disk.folder import CacheFolder, prepare
+from kvstrata.disk.holdings import Holdings
 from kvstrata.disk.loading import Loader
 from kvstrata.disk.options import DiskOptions
-from kvstrata.disk.publish import Publisher, Written
-from kvstrata.disk.reasons import Fault, fault_of
-from kvstrata.disk.row import Totals
-from kvstrata.disk.shelf import Shelf
+from kvstrata.disk.publish import Publisher
+from kvstrata.disk.row import RowTotals
 from kvstrata.disk.usage import Counters, Event
 from kvstrata.disk.writer import Writer
 from kvstrata.errors import ConfigError
@@ -39,10 +35,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLOSE_TIMEOUT_S = 10.0
-
-# Notes in the catalogue: a restart does not give a new day's budget.
-DAY = "day"
-WRITTEN_BYTES = "written_bytes"
 
 
 def _nothing_pinned(_key: bytes) -> bool:
@@ -68,28 +60,17 @@ class DiskTier:
         self.limit_bytes = options.limit_bytes
         self.read_ahead_bytes = options.read_ahead_bytes
         self._clock = clock
-        self._ttl_s = math.inf if options.ttl_s is None else options.ttl_s
         self.on_room: Callable[[], None] = lambda: None  # called on our thread when the queue may have room again
         self._counters = Counters()
         self._folder = CacheFolder(options.directory, files or Files())
         prepare(self._folder)
-        self._shelf = self._open_shelf(options, is_pinned, tally)
+        self._holdings = self._open_holdings(options, is_pinned, tally)
         self._second_touch = options.second_touch
-        self._budget = self._open_budget(options.daily_write_bytes)
-        publisher = Publisher(self._shelf, options.checksum or fastest(), clock, self._budget)
-        self._writer = Writer(
-            publisher.publish,
-            settle_in=publisher.settle_in,
-            counters=self._counters,
-            on_written=self._on_written,
-            limit_bytes=options.queue_bytes,
-            first_pause_s=options.first_pause_s,
-            expire=self._expire,
-            share=options.writer_share,
-            on_room=lambda: self.on_room(),
-        )
-        self._loader = Loader(self._shelf, self._writer.queued, self._counters, chain=chain, clock=clock)
-        self.blocks = DiskBlocks(self._shelf, self._writer, self._loader, chain)
+        publisher = Publisher(self._holdings, options, self._counters, clock)
+        self._budget = publisher.budget
+        self._writer = Writer(publisher, options, self._counters, lambda: self.on_room())
+        self._loader = Loader(self._holdings, self._writer.queue.find, self._counters, chain=chain, clock=clock)
+        self.blocks = DiskBlocks(self._holdings, self._writer.queue, self._loader, chain)
         self._is_closed = False
         self._reader = Reader(self._loader.load, options.num_readers, options.read_ahead_bytes)
         self._lookups = Lookups()
@@ -119,10 +100,10 @@ class DiskTier:
 
     def writing(self) -> Writing:
         state = self._writer.state(self._budget.left_bytes(self._clock()))
-        return dataclasses.replace(state, num_faults=state.num_faults + self._shelf.num_losses)
+        return dataclasses.replace(state, num_faults=state.num_faults + self._holdings.num_losses)
 
     def touch(self, blocks: Iterable[BlockId]) -> None:
-        self._shelf.records.touch(blocks, self._clock())
+        self._holdings.records.touches.add(blocks, self._clock())
 
     def flush(self, timeout_s: float) -> Flushed:
         """Waits for the folder to be compared with its catalogue too."""
@@ -152,45 +133,33 @@ class DiskTier:
     def remove(self, blocks: Sequence[BlockId]) -> Removed:
         wanted = set(blocks)
         self._writer.withdraw(lambda block: block.id in wanted)
-        return self._removed(self._shelf.index.hide(wanted))
+        return self._removed(self._holdings.index.hide(wanted))
 
     def clear(self, under: bytes = b"") -> Removed:
         """The tier's thread deletes the files; what is put again meanwhile is not among them."""
         self._writer.withdraw(lambda block: block.root.startswith(under))
-        return self._removed(self._shelf.index.hide_under(under))
+        return self._removed(self._holdings.index.hide_under(under))
 
-    def _removed(self, totals: Totals) -> Removed:
+    def _removed(self, totals: RowTotals) -> Removed:
         self._writer.wake()
         return Removed(totals.num_blocks, totals.num_tokens, totals.disk_bytes)
-
-    def _expire(self, kept: frozenset[bytes]) -> float:
-        """On the writer's thread, the oldest first and leaves before what they hang on."""
-        if self._ttl_s == math.inf:
-            return math.inf
-        now = self._clock()
-        try:
-            return min(self._shelf.expire(now - self._ttl_s, kept) - now, 0.0) + self._ttl_s
-        except (OSError, CatalogueFault) as error:
-            self._counters.add(Event.FAILED, fault_of(error) if isinstance(error, OSError) else Fault.CATALOGUE)
-            log.warning("Blocks that expired could not be removed: %s", error)
-        return self._ttl_s
 
     # Being asked, and ending.
 
     def usage(self, under: bytes = b"") -> Usage:
-        index, state = self._shelf.index, self._writer.state(0)
+        index, state = self._holdings.index, self._writer.state(0)
         totals = index.totals(under)
         return Usage(
             limit_bytes=self.limit_bytes,
-            disk_bytes=self._shelf.disk_bytes(),
+            disk_bytes=self._holdings.space.disk_bytes(),
             leaving_bytes=index.leaving.num_bytes,
-            quarantine_bytes=self._shelf.quarantine.disk_bytes,
+            quarantine_bytes=self._holdings.quarantine.disk_bytes,
             block_bytes=totals.disk_bytes,
             num_blocks=totals.num_blocks,
             num_tokens=totals.num_tokens,
             labels=totals.labels,
             queue_bytes=state.queue_bytes,
-            num_queued=self._writer.num_blocks,
+            num_queued=len(self._writer.queue),
             num_pending_reads=self._reader.num_pending,
             unused_bytes=self._reader.ahead_bytes,
             written_bytes=self._counters.nbytes(Event.WRITTEN),
@@ -207,37 +176,21 @@ class DiskTier:
         self._is_closed = True
         until_s = time.monotonic() + timeout_s
         ends = [
-            part.close(max(0.0, until_s - time.monotonic())) for part in (self._lookups, self._reader, self._writer)
+            each.close(max(0.0, until_s - time.monotonic())) for each in (self._lookups, self._reader, self._writer)
         ]
         if all(ends):
-            self._shelf.close()
+            self._holdings.close()
             self._folder.release()
         else:
             # Their threads may still touch both; the end of the process closes them.
             log.warning("The disk cache did not close within %.0f s: the disk does not answer", timeout_s)
 
-    def _open_shelf(self, options: DiskOptions, is_pinned: Callable[[bytes], bool], tally: Tally) -> Shelf:
+    def _open_holdings(self, options: DiskOptions, is_pinned: Callable[[bytes], bool], tally: Tally) -> Holdings:
         try:
-            return Shelf(self._folder, options, self._counters, is_pinned=is_pinned, tally=tally)
+            return Holdings(self._folder, options, self._counters, is_pinned=is_pinned, tally=tally)
         except (OSError, CatalogueFault) as error:
             self._folder.release()
             raise ConfigError(
                 f"{self._folder.directory} cannot hold the disk cache: {error}. "
                 "Make it readable and writable, or use another --disk-cache-dir"
             ) from error
-
-    def _open_budget(self, limit_bytes: int) -> DailyBudget:
-        try:
-            day, written_bytes = (self._shelf.records.catalogue.note(name) for name in (DAY, WRITTEN_BYTES))
-        except CatalogueFault:
-            day, written_bytes = 0, 0
-        return DailyBudget(limit_bytes, day=day, written_bytes=written_bytes)
-
-    def _on_written(self, written: Written) -> None:
-        """On the writer's thread, after each block."""
-        now = self._clock()
-        self._writer.expire_within(written.last_use + self._ttl_s - now)
-        try:
-            self._shelf.note({DAY: day_of(now), WRITTEN_BYTES: self._budget.written_bytes(now)})
-        except CatalogueFault as fault:
-            log.debug("The bytes written today were not noted: %s", fault)

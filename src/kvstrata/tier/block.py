@@ -124,6 +124,10 @@ class Block:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
+    @property
+    def tensor_bytes(self) -> dict[str, int]:
+        return {name: tensor.nbytes for name, tensor in self.tensors.items()}
+
 
 def key_of(chain: Chain, parent: bytes, token_ids: bytes) -> bytes:
     return chain(parent, np.frombuffer(token_ids, dtype="<i4").astype(np.int32, copy=False))
