@@ -28,7 +28,7 @@ from kvstrata.tier.base import Accepted, Flushed, Refusal, Refused, Removed, Usa
 from kvstrata.tier.block import Block, BlockId, Chain, Tally, no_tally
 from kvstrata.tier.lookups import Lookup, Lookups, Walk
 from kvstrata.tier.rates import Rates
-from kvstrata.tier.reading import Deliver, Reader, Reading
+from kvstrata.tier.reading import BlockReading, Deliver, Reader
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +119,8 @@ class DiskTier:
 
     def read(
         self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
-    ) -> Reading:
-        reading = Reading(blocks, root, deliver, sizes or [self.blocks.size(block) for block in blocks])
+    ) -> BlockReading:
+        reading = BlockReading(blocks, root, deliver, sizes or [self.blocks.size(block) for block in blocks])
         self._reader.submit(reading)
         return reading
 

@@ -20,7 +20,7 @@ from kvstrata.tier.block import BASE, Block, BlockId
 from kvstrata.tier.chains import OnDisk, TierMatch, TokenIds
 from kvstrata.tier.lookups import Lookup, Walk
 from kvstrata.tier.rates import Rates
-from kvstrata.tier.reading import Deliver, Reading
+from kvstrata.tier.reading import BlockReading, Deliver
 
 T = TypeVar("T")
 
@@ -169,7 +169,7 @@ class Tier(Protocol):
 
     def read(
         self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
-    ) -> Reading:
+    ) -> BlockReading:
         """Each block in order to `deliver`, on a thread of the tier, as soon as it is verified. Past `read_ahead_bytes`
         reading waits until blocks that were delivered are released. `sizes`: of the blocks; asked for if not given."""
         ...

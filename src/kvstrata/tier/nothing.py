@@ -11,7 +11,7 @@ from kvstrata.tier.block import BASE, Block, BlockId
 from kvstrata.tier.chains import OnDisk, TierMatch, TokenIds
 from kvstrata.tier.lookups import Lookup, Walk, answered
 from kvstrata.tier.rates import Rates
-from kvstrata.tier.reading import Deliver, Missing, MissReason, Reading
+from kvstrata.tier.reading import BlockReading, Deliver, Missing, MissReason
 
 T = TypeVar("T")
 
@@ -52,8 +52,8 @@ class NoTier:
 
     def read(
         self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
-    ) -> Reading:
-        reading = Reading(blocks, root, deliver, sizes or [0] * len(blocks))
+    ) -> BlockReading:
+        reading = BlockReading(blocks, root, deliver, sizes or [0] * len(blocks))
         for index, block in enumerate(blocks):
             reading.give(index, Missing(block, MissReason.ABSENT))
         return reading

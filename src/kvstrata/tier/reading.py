@@ -55,7 +55,7 @@ Deliver = Callable[[Loaded | Missing], None]
 LoadBlock = Callable[[BlockId, bytes], Loaded | Missing]
 
 
-class Reading:
+class BlockReading:
     """One call of `read`. Results are delivered one at a time, in the order of the ids, on a thread of the reader."""
 
     def __init__(self, blocks: Sequence[BlockId], root: bytes, deliver: Deliver, sizes: Sequence[int]) -> None:
@@ -127,7 +127,7 @@ class Reader:
         self._load = load
         self._limit_bytes = ahead_bytes
         self._changed = threading.Condition()
-        self._jobs: deque[tuple[Reading, int]] = deque()
+        self._jobs: deque[tuple[BlockReading, int]] = deque()
         self._numbers = itertools.count()
         self._ahead: dict[int, int] = {}  # bytes of each read that was begun, until they are used
         self._is_closing = False
@@ -138,7 +138,7 @@ class Reader:
         for thread in self._threads:
             thread.start()
 
-    def submit(self, reading: Reading) -> None:
+    def submit(self, reading: BlockReading) -> None:
         jobs = [(reading, index) for index in range(len(reading.blocks))]
         with self._changed:
             if not self._is_closing:
@@ -193,7 +193,7 @@ class Reader:
         reading, index = self._jobs[0]
         return not self._ahead or sum(self._ahead.values()) + reading.sizes[index] <= self._limit_bytes
 
-    def _read(self, reading: Reading, index: int, number: int) -> Loaded | Missing:
+    def _read(self, reading: BlockReading, index: int, number: int) -> Loaded | Missing:
         result = self._attempt(reading.blocks[index], reading.root)
         if isinstance(result, Missing):
             self._used(number)

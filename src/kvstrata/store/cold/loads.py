@@ -27,7 +27,7 @@ from kvstrata.store.entry import Lease
 from kvstrata.tier.base import Tier
 from kvstrata.tier.block import MARK, Block, BlockId
 from kvstrata.tier.chains import Link, TierMatch
-from kvstrata.tier.reading import Loaded, Missing, Reading
+from kvstrata.tier.reading import BlockReading, Loaded, Missing
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class BlockLoad:
     num_bytes: int = 0  # of those
     num_taken: int = 0
     mark: Mark | None = None
-    reading: Reading | None = None
+    reading: BlockReading | None = None
     is_done: bool = False
 
     @property
