@@ -355,7 +355,6 @@ def test_a_prompt_larger_than_the_budget_is_counted_as_refused() -> None:
 
 def is_written(loop: Loop) -> bool:
     assert loop.store is not None
-    assert loop.store.cold is not None
     return loop.store.cold.tier.flush(60).is_empty
 
 

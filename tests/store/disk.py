@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.index.identity import Identity
 from kvstrata.index.ids import as_ids
@@ -17,12 +18,12 @@ from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.contents import tally
 from kvstrata.spans.plan import make_plan
-from kvstrata.store.cold.chains import finish
 from kvstrata.store.cold.cold import Cold
-from kvstrata.store.cold.loads import Load
+from kvstrata.store.cold.loads import BlockLoad
 from kvstrata.store.precision.pressure import LadderOptions
 from kvstrata.store.precision.target import PrecisionOptions
 from kvstrata.store.store import Store, StoreOptions
+from kvstrata.tier.lookups import finish
 from tests.store.kv import LAYOUT, Clock, settle, store_tokens
 
 MIB = 1 << 20
@@ -46,7 +47,8 @@ def store_on(
     **disk: Any,
 ) -> Iterator[Store]:
     limits: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
-    tier = DiskTier(folder, chain=chain, tally=tally, **limits)
+    beside = {name: limits.pop(name) for name in ("files", "clock", "is_pinned") if name in limits}
+    tier = DiskTier(DiskOptions(folder, **limits), chain=chain, tally=tally, **beside)
     options = StoreOptions(
         hot_bytes,
         write_through=write_through,
@@ -84,21 +86,18 @@ def write_turns(store: Store, tokens: list[int], ends: list[int]) -> None:
 
 def written(store: Store) -> int:
     """Tokens on the disk, over all chains."""
-    assert store.cold is not None
     assert store.cold.tier.flush(60).is_empty
     return store.cold.tier.usage().num_tokens
 
 
 def reachable(store: Store, tokens: list[int]) -> int:
     """How many a start would find."""
-    assert store.cold is not None
-    return finish(store.cold.chains.match(store.root_of(""), as_ids(tokens))).num_tokens
+    return finish(store.cold.longest(store.root_of(""), as_ids(tokens))).num_tokens
 
 
 def load(store: Store, tokens: list[int]) -> None:
     """What the disk has comes back."""
     loading = begin_load(store, tokens)
-    assert store.fetches is not None
     until_s = time.monotonic() + LOAD_TIMEOUT_S
     while not loading.is_done:
         assert time.monotonic() < until_s
@@ -106,8 +105,7 @@ def load(store: Store, tokens: list[int]) -> None:
     store.fetches.promote(loading)
 
 
-def begin_load(store: Store, tokens: list[int]) -> Load:
-    assert store.fetches is not None
+def begin_load(store: Store, tokens: list[int]) -> BlockLoad:
     lookup = store.fetches.look(tokens, "")
     assert lookup is not None
     assert lookup.wait(LOAD_TIMEOUT_S)

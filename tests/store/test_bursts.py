@@ -28,7 +28,6 @@ def fill(store: Store) -> None:
 def shrink_with_the_disk(store: Store, limit_bytes: int) -> int:
     """As the engine does it. Tells how often it had to wait for the disk."""
     num_waits = 0
-    assert store.cold is not None
     while store.shrink_to(limit_bytes) == "awaits_disk":
         num_waits += 1
         assert store.cold.tier.flush(60).is_empty
@@ -110,10 +109,9 @@ def test_what_the_disk_has_goes_rather_than_what_would_be_lost(tmp_path: Path) -
 )
 def test_a_disk_that_fails_holds_up_nobody(code: int, reason: str, tmp_path: Path) -> None:
     with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=FaultyFiles(before={"sync": fail(code)})) as store:
-        assert store.cold is not None
         fill(store)
         store.shrink_to(9 * MIB)
-        while not store.cold.tier.paused_because:
+        while not store.cold.tier.usage().paused_because:
             pass
         assert store.shrink_to(MIB) == "done"
         assert store.held_bytes <= MIB
@@ -149,7 +147,6 @@ def test_what_is_not_written_by_choice_is_counted_so(tmp_path: Path) -> None:
 def test_what_found_the_queue_full_is_written_as_soon_as_there_is_room(tmp_path: Path) -> None:
     """Also where no request comes that would need the memory."""
     with store_on(tmp_path, queue_bytes=BLOCK_BYTES) as store:
-        assert store.cold is not None
         fill(store)
         store.spill()
         for _ in range(1000):

@@ -9,6 +9,7 @@ import pytest
 
 from kvstrata.layers.kinds import Layout
 from kvstrata.store.store import MAX_SPANS, Store
+from tests.disk.blocks import rows_of
 from tests.store.disk import chat, load, random_tokens, reachable, store_on, write_turns, written
 from tests.store.kv import HYBRID, LAYOUT, check_lease
 
@@ -61,7 +62,6 @@ def test_a_chat_that_parts_shares_what_comes_before(tmp_path: Path) -> None:
 
 def await_rows(store: Store, num_blocks: int) -> None:
     """A catalogue that was lost is rebuilt while the server answers."""
-    assert store.cold is not None
     deadline = time.monotonic() + 30
     while store.cold.tier.usage().num_blocks < num_blocks and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -95,11 +95,10 @@ def test_the_longest_of_several_chains_is_continued(tmp_path: Path) -> None:
 
 def test_a_block_that_is_missing_is_written_and_the_rest_hangs_on_it(tmp_path: Path) -> None:
     with store_on(tmp_path, write_through=True) as store:
-        assert store.cold is not None
         tier = store.cold.tier
         tokens = chat(store, [], 1, turn_tokens=2000)
         written(store)
-        tier.remove([row.id for row in tier.rows() if row.start == 512])
+        tier.remove([row.id for row in rows_of(tier) if row.start == 512])
         assert reachable(store, tokens) == 512
         tokens = chat(store, tokens, 1, seed=1)
         assert written(store) == reachable(store, tokens) == len(tokens)

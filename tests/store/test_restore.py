@@ -28,7 +28,6 @@ class Watched(Files):
 
     def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
         if self.store is not None:
-            assert self.store.cold is not None
             cold = self.store.cold
             self.unused_bytes.append(cold.tier.usage().unused_bytes + cold.loads.unused_bytes)
         return super().read_into(fd, buffer, offset)
@@ -132,7 +131,6 @@ def test_blocks_that_left_the_disk_end_a_restore(tmp_path: Path) -> None:
     tokens = random_tokens(1000, 0)
     with store_on(tmp_path) as store:
         step_down(store, tokens)
-        assert store.cold is not None
         store.cold.tier.clear()
         go_up(store)
         assert store.counters["restored_spans"] == 0

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.disk.block import Block
 from kvstrata.disk.daily_budget import SECONDS_OF_A_DAY
-from kvstrata.disk.tier import Accepted
 from kvstrata.index.identity import root_key
 from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
@@ -19,6 +17,9 @@ from kvstrata.spans.plan import make_plan
 from kvstrata.store.precision.requantize import Change
 from kvstrata.store.store import MAX_SPANS, Store
 from kvstrata.store.totals import share_of
+from kvstrata.tier.base import Accepted
+from kvstrata.tier.block import Block
+from tests.disk.blocks import rows_of
 from tests.store.disk import begin_load, chat, load, random_tokens, reachable, store_on, write_turns, written
 from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, settle, store_tokens
 
@@ -112,7 +113,6 @@ def test_spans_are_joined_while_their_chain_is_written(tmp_path: Path) -> None:
 
 def test_a_block_that_cannot_be_read_is_removed_and_written_again(tmp_path: Path) -> None:
     with store_on(tmp_path) as store:
-        assert store.cold is not None
         tokens = random_tokens(300, 0)
         root, ids = root_key(store._identity, ""), as_ids(tokens)[:256]
         empty = Block(chain(root, ids), root, root, 0, ids.tobytes(), {}, {"groups": []})
@@ -121,7 +121,6 @@ def test_a_block_that_cannot_be_read_is_removed_and_written_again(tmp_path: Path
         loading = begin_load(store, tokens)
         while not loading.is_done:
             store.work(0)
-        assert store.fetches is not None
         store.fetches.forget(loading)
         assert store.count()["unreadable_blocks"] == 1
         assert reachable(store, tokens) == 0
@@ -291,8 +290,7 @@ def test_a_block_was_last_used_when_its_tokens_were_and_not_when_it_is_written(t
         clock.now_s += 50
         store_tokens(store, new)
         store.flush(60)
-        assert store.cold is not None
-        last_uses = sorted(row.last_use for row in store.cold.tier.rows())
+        last_uses = sorted(row.last_use for row in rows_of(store.cold.tier))
     assert last_uses == pytest.approx([950.0, 1000.0], abs=1.0)
 
 

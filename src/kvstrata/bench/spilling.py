@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from kvstrata.bench.requantize import Stream
+from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Disk, Limits, Storage
+from kvstrata.engine.limits import Limits, Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.errors import KvstrataError
@@ -86,7 +87,7 @@ def measure(
     progress: Callable[[str], None] = lambda _: None,
 ) -> Spilling:
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
-        disk = Disk(Path(folder), DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES, flush_s=0)
+        disk = DiskOptions(Path(folder), DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES, flush_s=0)
         storage = Storage(k=precision, v=precision)
         limits = Limits(memory_bytes=memory_bytes, max_running=max(streams, 1))
         engine = Engine(loaded, limits, Metrics(), storage, disk)
@@ -149,7 +150,6 @@ def _rest(engine: Engine, seconds: float) -> _Window:
 
 def _is_spilling(loop: Loop) -> bool:
     store = _store_of(loop)
-    assert store.cold is not None
     return store.has_work or store.cold.tier.usage().num_queued > 0
 
 
@@ -162,7 +162,7 @@ def _empty_disk(loop: Loop) -> None:
 
 
 def _store_of(loop: Loop) -> Store:
-    if loop.store is None or loop.store.cold is None:
+    if loop.store is None:
         raise KvstrataError("This model brings caches of its own kind, which are not stored.")
     return loop.store
 

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeVar
 
 from kvstrata.codecs.registry import parse
-from kvstrata.disk.lookups import Lookup
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.report import CacheUsage, SequenceUsage
 from kvstrata.errors import InvalidRequest
 from kvstrata.index.ids import TokenIds, as_ids
-from kvstrata.store.cold.chains import OnDisk
 from kvstrata.store.precision.requantize import Change, Changed, Progress, Scope, TierChange
 from kvstrata.store.report import Explanation, PartUsage, TierUsage
 from kvstrata.store.store import Cleared, Store
+from kvstrata.tier.chains import OnDisk
+from kvstrata.tier.lookups import Lookup
 
 __all__ = [
     "Cache",

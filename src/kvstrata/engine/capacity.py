@@ -84,7 +84,7 @@ class Capacity:
 
     def left_bytes(self, growing_bytes: int) -> int:
         """For those that come, if those that run take so much more; with a disk, if one of them grows at all."""
-        if not growing_bytes and self._store is not None and self._store.cold is not None:
+        if not growing_bytes and self._store is not None and self._store.cold.has_tier:
             growing_bytes = self.most_next_bytes()
         return self.budget.total_bytes - self.running_bytes - growing_bytes
 
@@ -101,7 +101,7 @@ class Capacity:
         limit_bytes = self.budget.total_bytes - self.running_bytes
         most_bytes = limit_bytes if has_grown or not self._store.is_rewriting else None
         self._store.shrink_to(limit_bytes, slice_s, most_bytes=most_bytes)
-        if self._store.cold is not None:
+        if self._store.cold.has_tier:
             # A stream waits for no disk when it grows: for the next that does there should be room by then.
             self._store.shrink_to(limit_bytes - self.most_next_bytes(), 0.0)
 

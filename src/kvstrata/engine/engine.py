@@ -23,9 +23,11 @@ from kvstrata.backend.allocator import limits_restored
 from kvstrata.backend.heap import map_large_buffers, trim_heap
 from kvstrata.backend.streams import streams
 from kvstrata.codecs import paths
+from kvstrata.disk.files import Files
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.cache import Cache
-from kvstrata.engine.limits import Disk, EngineState, Limits, Storage
+from kvstrata.engine.limits import EngineState, Limits, Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.memory import DEFAULT_SHARE, Budget, MemoryShares, make_budget, share_memory
 from kvstrata.engine.planned import least_token_bytes, sealed_pairs
@@ -43,7 +45,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.spans.contents import tally
 from kvstrata.spans.marks import needs_marks
-from kvstrata.store.cold.cold import Cold
+from kvstrata.store.cold.cold import Cold, no_cold
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.special import special_tokens
 
@@ -66,10 +68,13 @@ class Engine:
         limits: Limits,
         metrics: Metrics,
         storage: Storage | None = None,
-        disk: Disk | None = None,
+        disk: DiskOptions | None = None,
+        files: Files | None = None,
     ) -> None:
+        """`files`: how the disk's files are read and written; None: as the system does."""
         self._loaded = loaded
         self._disk = disk  # None: what memory has no room for is gone
+        self._files = files
         self._limits = limits
         self._storage = storage or Storage()
         self._metrics = metrics
@@ -87,7 +92,7 @@ class Engine:
         self._state = EngineState()
         # Made by the engine's thread before start() returns.
         self._layout: Layout
-        self._cold: Cold | None
+        self._cold: Cold
         self._shares: MemoryShares
         self._budget: Budget
         self._prefill_tokens_s: float
@@ -309,25 +314,15 @@ class Engine:
             pairs=sealed_pairs(self._layout, self._storage),
         )
 
-    def _open_disk(self) -> Cold | None:
+    def _open_disk(self) -> Cold:
         """Raises ConfigError where the folder cannot be used."""
         if self._disk is None or any(spec.kind == "foreign" for spec in self._layout.flat()):
-            return None
+            return no_cold(self._layout)
         pinned: set[bytes] = set()
-        tier = DiskTier(
-            self._disk.directory,
-            self._disk.limit_bytes,
-            chain=chain,
-            tally=tally,
-            queue_bytes=self._disk.queue_bytes,
-            reserve_bytes=self._disk.reserve_bytes,
-            daily_write_bytes=self._disk.daily_write_bytes,
-            second_touch=self._disk.second_touch,
-            ttl_s=self._storage.ttl_s,
-            is_pinned=pinned.__contains__,
-            read_ahead_bytes=min(self._disk.read_ahead_bytes, self._budget.total_bytes // READ_AHEAD_SHARE) // 2,
-            files=self._disk.files,
-        )
+        # Half of what may be ahead waits in the tier, half in the store.
+        ahead_bytes = min(self._disk.read_ahead_bytes, self._budget.total_bytes // READ_AHEAD_SHARE // 2)
+        options = dataclasses.replace(self._disk, ttl_s=self._storage.ttl_s, read_ahead_bytes=ahead_bytes)
+        tier = DiskTier(options, chain=chain, tally=tally, is_pinned=pinned.__contains__, files=self._files)
         return Cold(tier, self._layout, post=self._inbox.put, pinned=pinned, patience_s=self._disk.wait_s)
 
     def _make_loop(self) -> Loop:

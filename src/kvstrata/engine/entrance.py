@@ -47,7 +47,7 @@ class Entrance:
 
     def seconds_left(self, request: Request) -> float:
         """For which it still waits for the disk to take what has to go; infinite where it does not."""
-        if request.stored.awaits_room_s is None or self._store is None or self._store.cold is None:
+        if request.stored.awaits_room_s is None or self._store is None:
             return math.inf
         return request.stored.awaits_room_s + self._store.cold.patience_s - self._clock()
 

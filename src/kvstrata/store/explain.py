@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvstrata.index.ids import TokenIds
 from kvstrata.index.tree import Divergence
-from kvstrata.store.cold.chains import OnDisk
 from kvstrata.store.entry import Found
 from kvstrata.store.report import Ending, Explanation
 from kvstrata.store.shelf import Shelf
+from kvstrata.tier.chains import OnDisk
 
 
 def explain(shelf: Shelf, on_disk: OnDisk | None, key: bytes, ids: TokenIds, found: Found) -> Explanation:

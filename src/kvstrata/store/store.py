@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Literal
 
-from kvstrata.disk.lookups import Lookup
 from kvstrata.eviction.history import kind_of
 from kvstrata.eviction.worth import Kind
 from kvstrata.index.identity import Identity, owner_key, owner_of, root_key
@@ -22,9 +21,10 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.marks import Mark, needs_marks
 from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.spans.span import live_span, prefix_of
-from kvstrata.store.cold.chains import OnDisk
-from kvstrata.store.cold.cold import Cold
+from kvstrata.store.cold.cold import Cold, no_cold
 from kvstrata.store.cold.fetches import Fetches
+from kvstrata.store.cold.flush import Flush
+from kvstrata.store.cold.refusals import Refusals
 from kvstrata.store.cold.restore import Restorer
 from kvstrata.store.cold.spills import Spills
 from kvstrata.store.cold.unwritten import Unwritten
@@ -41,11 +41,13 @@ from kvstrata.store.precision.pending import Pending
 from kvstrata.store.precision.pressure import PlanOf, Pressure
 from kvstrata.store.precision.requantize import Change, Changed, Progress
 from kvstrata.store.precision.target import Precision
-from kvstrata.store.report import Ending, Explanation, TierUsage, disk_counts, disk_usage, totals_usage
+from kvstrata.store.report import Ending, Explanation, TierUsage, disk_counts, disk_usage
 from kvstrata.store.room import Room, Shrunk
 from kvstrata.store.search import mark_of, search
 from kvstrata.store.shelf import Shelf
 from kvstrata.store.totals import Totals
+from kvstrata.tier.chains import OnDisk
+from kvstrata.tier.lookups import Lookup
 
 # Tokens of requests that eviction learns from.
 MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20
@@ -71,7 +73,7 @@ class Store:
         self.options = options
         self.needs_marks = needs_marks(layout)  # it can be resumed at marks only
         self.counters: Counter[str] = Counter()
-        self.cold = cold  # None: what is evicted is gone
+        self.cold = cold = cold or no_cold(layout)
         self._shelf = Shelf(
             needs_marks=self.needs_marks,
             max_tokens=self._max_tokens(plan),
@@ -89,7 +91,9 @@ class Store:
         self._mover = Mover(self._job, self._tidy, self._get_stuck, changed.add)
         self._totals = Totals(self._shelf.journal.reader(), self._shelf.entries)
         self._pending = Pending(changed, self._mover.has, self.precision.pending_bytes)
-        self._spills = Spills(cold, self._shelf, self.counters, self._failures, self._mover)
+        refusals = Refusals(cold.tier, self._shelf.used_s)
+        self._spills = Spills(cold, self._shelf, self.counters, self._failures, self._mover, refusals)
+        self._flush = Flush(cold, self._shelf, self._spills, refusals)
         plan_of = plan_of or partial(make_plan, layout)
         self.pressure = Pressure(self._shelf, plan_of, options.ladder, self.precision, self._review)
         self.room = Room(
@@ -99,7 +103,7 @@ class Store:
             self._spills,
             self._losses,
             pending_bytes=self._pending.nbytes,
-            disk_is_working=lambda: cold is not None and cold.is_working,
+            disk_is_working=lambda: cold.is_working,
             hot_bytes=options.hot_bytes,
         )
         self._restorer = Restorer(cold, self._shelf, self.room, self.counters, self._failures, self._review)
@@ -112,7 +116,7 @@ class Store:
             puts_away=options.put_away,
             review=self._review,
         )
-        self.fetches = None if cold is None else Fetches(self, cold)
+        self.fetches = Fetches(self, cold)
 
     def _max_tokens(self, plan: Plan) -> int:
         """About what memory holds under a plan; for what is remembered of tokens there is a bound of its own."""
@@ -282,7 +286,7 @@ class Store:
 
     @property
     def _has_arrivals(self) -> bool:
-        return self.cold is not None and self.cold.loads.has_arrived
+        return self.cold.loads.has_arrived
 
     @property
     def is_rewriting(self) -> bool:
@@ -291,7 +295,7 @@ class Store:
 
     def work(self, slice_s: float) -> None:
         """Go on with what is to be done to stored spans. First what a request waits for."""
-        if self.cold is not None and self._has_arrivals:
+        if self._has_arrivals:
             self.cold.loads.take_in(slice_s)
         elif self._restorer.is_ready:
             self._restorer.work()
@@ -372,11 +376,10 @@ class Store:
     def flush(self, timeout_s: float) -> Unwritten:
         """The end: write all that the disk has not, for at most so long. Tells what is left."""
         self.expire()
-        return self._spills.flush(timeout_s)
+        return self._flush.run(timeout_s)
 
     def close(self) -> None:
-        if self.cold is not None:
-            self.cold.tier.close()
+        self.cold.tier.close()
 
     # Room.
 
@@ -420,7 +423,7 @@ class Store:
         if tier != "disk":
             self._shelf.clear(under)
         hot = Cleared(before - self._shelf.held_bytes, tokens - self._shelf.tree.num_tokens)
-        if tier == "hot" or self.cold is None:
+        if tier == "hot":
             return hot
         self._spills.give_up(under)
         for entry in self._shelf.entries:
@@ -453,24 +456,25 @@ class Store:
         return self._totals.usage(lambda salt: owner is None or owner_of(salt) == owner)
 
     def disk_usage(self, owner: str | None = None) -> TierUsage | None:
-        if self.cold is None:
+        """None: there is no disk."""
+        if not self.cold.has_tier:
             return None
-        if owner is None:
-            return disk_usage(self.cold.tier.usage())
-        return totals_usage(self.cold.tier.totals_under(self._roots_begin(None, owner)))
+        usage = self.cold.tier.usage(self._roots_begin(None, owner))
+        # Files that were cleared and are being deleted are told by `disk_counts`.
+        return disk_usage(usage, usage.disk_bytes - usage.leaving_bytes if owner is None else usage.block_bytes)
 
     def count(self) -> dict[str, int]:
         """What happened since the start."""
         counts = {**self.counters, "stepped_down_spans": self.pressure.num_steps}
         counts["evicted_tokens"] = self._shelf.num_evicted_tokens
-        if self.cold is not None:
+        if self.cold.has_tier:
             counts["unreadable_blocks"] = self.cold.loads.num_unreadable
             counts |= disk_counts(self.cold.tier.usage())
         return counts
 
     def ask_disk(self, tokens: Tokens, salt: str) -> Lookup[OnDisk] | None:
         """What the disk has to say about a prompt. None: there is none."""
-        if self.cold is None:
+        if not self.cold.has_tier:
             return None
         return self.cold.about(self.root_of(salt), as_ids(tokens)[:-1])
 
