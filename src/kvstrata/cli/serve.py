@@ -22,7 +22,7 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder or Hugging Face id of a model that mlx-lm can load.",
+            help="Folder or Hugging Face id of a model that mlx-lm can load, or a GGUF file.",
             envvar="KVSTRATA_MODEL",
             show_default="the default model, SmolLM2-135M-Instruct",
         ),

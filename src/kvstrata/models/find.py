@@ -1,4 +1,5 @@
-"""From what the user typed to a model folder: a path, a hub id, or nothing for the default model. Loads nothing."""
+"""From what the user typed to a model folder: a folder, a GGUF file, a hub id, or nothing for the default model. Loads
+nothing."""
 
 from __future__ import annotations
 
@@ -16,12 +17,16 @@ class Found:
 
 
 def find(name_or_path: str | None) -> Found:
-    """Downloads what is not here. Raises ModelError."""
+    """Downloads what is not here, and converts a GGUF file when it is first asked for. Raises ModelError."""
     if name_or_path is None:
         return Found(default.NAME, default.get_default())
-    folder = Path(name_or_path).expanduser()
-    if folder.is_dir():
-        return Found(folder.resolve().name, folder.resolve())
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return Found(path.resolve().name, path.resolve())
+    if path.suffix == ".gguf":
+        from kvstrata.models.gguf.folder import folder_of
+
+        return Found(path.stem, folder_of(path))
     if name_or_path == default.NAME:
         return Found(default.NAME, default.get_default())
     return Found(name_or_path, fetch(name_or_path))
