@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 
 Model = Annotated[
-    str | None, typer.Argument(help="Folder, GGUF file or Hugging Face id of a model.", show_default="the default model")
+    str | None,
+    typer.Argument(help="Folder, GGUF file or Hugging Face id of a model.", show_default="the default model"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value and nothing else.")]
 Rounds = Annotated[int, typer.Option(min=1, help="How often to measure; medians are shown.")]
