@@ -1,14 +1,11 @@
-"""Full attention, one sequence: what others computed before, then preallocated buffers that are written in place.
+"""Full attention, one sequence: what others computed before, what is encoded of its own, then buffers for the newest.
 
-Buffers come in pieces: the first is sized from the request, later ones are added while it runs. No piece is ever copied
-into another, so growing costs only what it adds. A sequence that is encoded while it runs has buffers for its newest
-tokens alone: room for the rest is promised, and allocated when it is needed.
+A sequence that is encoded while it runs has buffers for its newest tokens alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
@@ -16,26 +13,12 @@ from mlx_lm.models.base import create_causal_mask
 from kvstrata.attention import cpu, cuda_rows
 from kvstrata.attention.attend import Keys
 from kvstrata.attention.cuda_step import Slot
-from kvstrata.attention.parts import Part, Parts, RawPart, SealedPart, Source, cut_parts
+from kvstrata.attention.parts import Part, Parts, SealedPart, Source, cut_parts
 from kvstrata.attention.runs import RunCache
 from kvstrata.codecs.base import Codec, copy_rows
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.layers.buffers import Buffer, round_up
 from kvstrata.layers.grain import Grain, grain_for, ranges
-
-# Room beside the newest tokens when the others were encoded, and of every buffer that is added later: what is encoded
-# next moves the newest tokens again, and would move all room that they have.
-ROOM_TOKENS = 512
-
-
-@dataclass
-class Piece:
-    buffer: Buffer
-    used: int = 0
-
-    @property
-    def free(self) -> int:
-        return self.buffer.size - self.used
+from kvstrata.layers.pieces import Pieces
 
 
 class FullLayer:
@@ -50,10 +33,7 @@ class FullLayer:
         self._sealed: list[SealedPart] = []
         self.sealed_tokens = 0  # asked for by every plan of a step, so kept
         self.sealed_bytes = 0
-        self._raw_tokens = raw_tokens
-        first = capacity if raw_tokens is None else min(capacity, raw_tokens)
-        self._pieces = [_piece(first)]
-        self._promised = capacity - first  # tokens that there is no buffer for yet
+        self._pieces = Pieces(capacity, raw_tokens)
         self._runs = RunCache()
         self._counters = cuda_rows.Counters()
         self._step: cuda_rows.Step | None = None
@@ -61,16 +41,16 @@ class FullLayer:
     @property
     def capacity(self) -> int:
         """Of its own buffers, in tokens, those that are only promised included."""
-        return sum(piece.buffer.size for piece in self._pieces) + self._promised
+        return self._pieces.capacity
 
     @property
     def nbytes(self) -> int:
         """Its own: what comes before is counted where it is held."""
-        return sum(piece.buffer.nbytes for piece in self._pieces) + sum(part.nbytes for part in self._sealed)
+        return self._pieces.nbytes + sum(part.nbytes for part in self._sealed)
 
     @property
     def token_bytes(self) -> int:
-        return self._pieces[0].buffer.token_bytes
+        return self._pieces.token_bytes
 
     @property
     def sealed(self) -> tuple[SealedPart, ...]:
@@ -89,21 +69,10 @@ class FullLayer:
         self.sealed_bytes = sum(part.nbytes for part in self._sealed)
 
     def arrays(self) -> list[mx.array]:
-        return [array for piece in self._pieces for array in piece.buffer.arrays()]
+        return self._pieces.arrays()
 
     def grow(self, tokens: int) -> None:
-        if self._raw_tokens is None and not self._promised:
-            self._pieces.append(_piece(tokens))
-        else:
-            self._promised += tokens
-
-    def _make_room(self, num_tokens: int) -> None:
-        """Buffers for so many more, out of what was promised. Few of them, whatever the sequence grows to."""
-        free = sum(piece.free for piece in self._pieces)
-        if free < num_tokens and self._promised:
-            size = max(num_tokens - free, self._raw_tokens or max(ROOM_TOKENS, self.capacity // 4))
-            self._pieces.append(_piece(min(size, self._promised)))
-            self._promised = max(0, self._promised - self._pieces[-1].buffer.size)
+        self._pieces.grow(tokens)
 
     def num_to_seal(self, first_raw: int, recent_raw: int) -> int:
         """How many tokens `seal` would encode."""
@@ -113,9 +82,7 @@ class FullLayer:
 
     def buffer_tokens_after(self, num_recent: int) -> int:
         """The size of the buffer that the newest tokens move to when all others are sealed."""
-        room = self.capacity - sum(piece.used for piece in self._pieces)
-        most = ROOM_TOKENS if self._raw_tokens is None else max(0, self._raw_tokens - num_recent)
-        return round_up(num_recent + min(room, most))
+        return self._pieces.size_for(num_recent)
 
     def seal(self, k: Codec, v: Codec, *, first_raw: int = 4, recent_raw: int = 128) -> int:
         """Encode what is raw, but for the sequence's first tokens and the newest; tells how many tokens were encoded.
@@ -154,25 +121,21 @@ class FullLayer:
         """Raw tokens from position `start` on get a buffer of their own; those before `first_end` are sealed as they
         are."""
         num_recent = self.offset - start
-        room = self.capacity - sum(piece.used for piece in self._pieces)
-        tail = Piece(Buffer(self.buffer_tokens_after(num_recent)), num_recent)
+        size = self._pieces.size_for(num_recent)
         recent = self._raw_arrays(start, self.offset) if num_recent else ()
-        raw_start = self.offset - sum(piece.used for piece in self._pieces)
+        raw_start = self.offset - self._pieces.num_tokens
         first = self._raw_arrays(raw_start, first_end) if raw_start < first_end else ()
         kept = [copy_rows(array, 0, array.shape[1]) for array in first]
-        moved = [_with_room(array[None], tail.buffer.size) for array in recent]
+        moved = [_with_room(array[None], size) for array in recent]
         mx.eval(moved, kept)  # at once: the host waits for it each time
-        if moved:
-            tail.buffer.adopt(*moved)
         if kept:
             self._sealed.append(SealedPart(*(RawCodec().adopt(array, raw_start) for array in kept)))
-        self._pieces = [tail]
-        self._promised = max(0, room - tail.free)
+        self._pieces.keep_only(moved, num_recent)
 
     def _raw_arrays(self, start: int, end: int) -> tuple[mx.array, mx.array]:
         """K and V, [kv_heads, tokens, dim], of positions [start, end) that are not sealed."""
-        first = self.offset - sum(piece.used for piece in self._pieces)
-        raw = tuple(cut_parts(self._raw_parts(), start - first, end - first))
+        first = self.offset - self._pieces.num_tokens
+        raw = tuple(cut_parts(self._pieces.parts(), start - first, end - first))
         k, v = Parts((raw,)).joined(self.arrays()[0])
         return k.squeeze(0), v.squeeze(0)  # an index would copy
 
@@ -192,61 +155,31 @@ class FullLayer:
 
     def append(self, k: mx.array, v: mx.array) -> None:
         """Write tokens; the caller has made sure that there is room."""
-        start, total = 0, k.shape[2]
-        self._make_room(total)
-        for piece in self._pieces:
-            count = min(piece.free, total - start)
-            if count:
-                piece.buffer.put(piece.used, k[:, :, start : start + count], v[:, :, start : start + count])
-                piece.used += count
-                start += count
-        self._count(total, start)
+        self._count(k.shape[2], self._pieces.append(k, v))
 
     def runs_with_next(self, k: mx.array, v: mx.array) -> list[cpu.Run]:
         """Make room for one more token, which the caller writes where the runs say. Only if `has_runs`."""
-        self._make_room(1)
-        runs = self._runs.of(self._parts_before())
-        left = 1
-        for piece in self._pieces:
-            at = piece.used if left and piece.free else cpu.NOWHERE
-            if at != cpu.NOWHERE:
-                piece.used += 1
-                left = 0
-            if piece.used:
-                runs.append(cpu.Run(*piece.buffer.addresses(k, v), piece.buffer.size, at, piece.used))
-        self._count(1, 1 - left)
-        return runs
+        runs, is_placed = self._pieces.runs_with_next(k, v)
+        self._count(1, int(is_placed))
+        return [*self._runs.of(self._parts_before()), *runs]
 
     def slot_for_next(self, k: mx.array, v: mx.array) -> Slot:
         """Make room for one more token, which the caller writes there, or has written by `put_last`."""
-        self._make_room(1)
-        piece = self._pieces[self._num_full()]
-        used, buffer = piece.used + 1, piece.buffer
-        self._count(1, int(used <= buffer.size))
-        if buffer.k is None or buffer.v is None:
-            buffer.allocate(k, v)
-            assert buffer.k is not None
-            assert buffer.v is not None
-        piece.used = used
-        return Slot(buffer.k, buffer.v, buffer.size, used - 1, used)
+        slot = self._pieces.next_slot(k, v)
+        if slot is None:
+            raise self._no_room(1)
+        self.offset += 1
+        return slot
 
     def put_last(self, k: mx.array, v: mx.array) -> None:
-        piece = next(piece for piece in reversed(self._pieces) if piece.used)
-        piece.buffer.put(piece.used - 1, k, v)
+        self._pieces.put_last(k, v)
 
     def before_slot(self) -> tuple[Part, ...]:
         """All that it reads beside the buffer that the next token goes to."""
-        self._make_room(1)
-        num_full = self._num_full()
-        if not (self._before or self._sealed or num_full):
+        self._pieces.make_room(1)
+        if not (self._before or self._sealed or self._pieces.num_full):
             return ()
-        return (*self._parts_before(), *map(_part, self._pieces[:num_full]))
-
-    def _num_full(self) -> int:
-        """Buffers that the next token does not go to: they fill up in their order."""
-        if len(self._pieces) == 1:
-            return 0
-        return next((i for i, piece in enumerate(self._pieces) if piece.free), len(self._pieces) - 1)
+        return (*self._parts_before(), *self._pieces.full_parts())
 
     @property
     def has_runs(self) -> bool:
@@ -255,22 +188,22 @@ class FullLayer:
 
     def _count(self, wanted: int, written: int) -> None:
         if written != wanted:
-            raise IndexError(f"{wanted} tokens do not fit: {self.capacity} reserved, {self.offset} used")
+            raise self._no_room(wanted)
         self.offset += wanted
 
+    def _no_room(self, wanted: int) -> IndexError:
+        return IndexError(f"{wanted} tokens do not fit: {self.capacity} reserved, {self.offset} used")
+
     def parts(self) -> tuple[Part, ...]:
-        return (*self._parts_before(), *self._raw_parts())
+        return (*self._parts_before(), *self._pieces.parts())
 
     def own_parts(self, start: int, end: int) -> tuple[Part, ...]:
         """Of its own tokens, [start, end) counted from the first of them. Good until the next write."""
-        return tuple(cut_parts((*self._sealed, *self._raw_parts()), start, end))
+        return tuple(cut_parts((*self._sealed, *self._pieces.parts()), start, end))
 
     def own_arrays(self) -> tuple[mx.array, mx.array] | None:
         """K and V if they fill one buffer exactly: it can be kept as it is, if the layer is not used again."""
-        piece = self._pieces[0]
-        if self._sealed or len(self._pieces) > 1 or piece.free or piece.buffer.k is None or piece.buffer.v is None:
-            return None
-        return piece.buffer.k.squeeze(0), piece.buffer.v.squeeze(0)  # an index would copy
+        return None if self._sealed else self._pieces.whole_arrays()
 
     def _parts_before(self) -> tuple[Part, ...]:
         """All that it does not write."""
@@ -279,9 +212,6 @@ class FullLayer:
     def let_go(self) -> None:
         """Keep nothing of what is stored in another way now."""
         self._runs.keep_only(self._parts_before())
-
-    def _raw_parts(self) -> list[RawPart]:
-        return [_part(piece) for piece in self._pieces if piece.used]
 
     def end_pass(self) -> list[mx.array]:
         """What has to be issued before the next pass."""
@@ -327,13 +257,3 @@ def _with_room(array: mx.array, size: int) -> mx.array:
         return copy_rows(array, 0, size)
     room = mx.zeros((*array.shape[:2], missing, array.shape[3]), array.dtype)
     return mx.concatenate([array, room], axis=2)
-
-
-def _piece(num_tokens: int) -> Piece:
-    return Piece(Buffer(round_up(num_tokens)))
-
-
-def _part(piece: Piece) -> RawPart:
-    assert piece.buffer.k is not None
-    assert piece.buffer.v is not None
-    return RawPart(piece.buffer.k, piece.buffer.v, piece.used)

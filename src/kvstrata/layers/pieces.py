@@ -1,0 +1,158 @@
+"""The newest tokens of one sequence in one layer: buffers that are written in place, one after the other.
+
+The first is sized from the request, later ones are added while it runs. No piece is ever copied into another, so
+growing costs only what it adds. Room may also be promised: it is allocated when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from kvstrata.attention import cpu
+from kvstrata.attention.cuda_step import Slot
+from kvstrata.attention.parts import RawPart
+from kvstrata.layers.buffers import Buffer, round_up
+
+# Room beside the newest tokens when the others were encoded, and of every buffer that is added later: what is encoded
+# next moves the newest tokens again, and would move all room that they have.
+ROOM_TOKENS = 512
+
+
+@dataclass
+class Piece:
+    buffer: Buffer
+    used: int = 0
+
+    @property
+    def free(self) -> int:
+        return self.buffer.size - self.used
+
+    def part(self) -> RawPart:
+        assert self.buffer.k is not None
+        assert self.buffer.v is not None
+        return RawPart(self.buffer.k, self.buffer.v, self.used)
+
+
+class Pieces:
+    def __init__(self, capacity: int, raw_tokens: int | None) -> None:
+        """Room for `capacity` tokens; buffers for no more than `raw_tokens` of them at once."""
+        self._raw_tokens = raw_tokens
+        first = capacity if raw_tokens is None else min(capacity, raw_tokens)
+        self._pieces = [_piece(first)]
+        self._promised = capacity - first  # tokens that there is no buffer for yet
+
+    @property
+    def capacity(self) -> int:
+        """In tokens, those that are only promised included."""
+        return sum(piece.buffer.size for piece in self._pieces) + self._promised
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.buffer.nbytes for piece in self._pieces)
+
+    @property
+    def token_bytes(self) -> int:
+        return self._pieces[0].buffer.token_bytes
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(piece.used for piece in self._pieces)
+
+    def arrays(self) -> list[mx.array]:
+        return [array for piece in self._pieces for array in piece.buffer.arrays()]
+
+    def parts(self) -> list[RawPart]:
+        return [piece.part() for piece in self._pieces if piece.used]
+
+    def grow(self, tokens: int) -> None:
+        if self._raw_tokens is None and not self._promised:
+            self._pieces.append(_piece(tokens))
+        else:
+            self._promised += tokens
+
+    def make_room(self, num_tokens: int) -> None:
+        """Buffers for so many more, out of what was promised. Few of them, whatever the sequence grows to."""
+        free = sum(piece.free for piece in self._pieces)
+        if free < num_tokens and self._promised:
+            size = max(num_tokens - free, self._raw_tokens or max(ROOM_TOKENS, self.capacity // 4))
+            self._pieces.append(_piece(min(size, self._promised)))
+            self._promised = max(0, self._promised - self._pieces[-1].buffer.size)
+
+    def append(self, k: mx.array, v: mx.array) -> int:
+        """Write tokens [1, kv_heads, tokens, dim] as far as there is room; tells how many were written."""
+        start, total = 0, k.shape[2]
+        self.make_room(total)
+        for piece in self._pieces:
+            count = min(piece.free, total - start)
+            if count:
+                piece.buffer.put(piece.used, k[:, :, start : start + count], v[:, :, start : start + count])
+                piece.used += count
+                start += count
+        return start
+
+    def runs_with_next(self, k: mx.array, v: mx.array) -> tuple[list[cpu.Run], bool]:
+        """All of it and a place for one more token, which the caller writes there; and whether there was one."""
+        self.make_room(1)
+        runs, is_placed = [], False
+        for piece in self._pieces:
+            at = cpu.NOWHERE if is_placed or not piece.free else piece.used
+            if at != cpu.NOWHERE:
+                piece.used += 1
+                is_placed = True
+            if piece.used:
+                runs.append(cpu.Run(*piece.buffer.addresses(k, v), piece.buffer.size, at, piece.used))
+        return runs, is_placed
+
+    def next_slot(self, k: mx.array, v: mx.array) -> Slot | None:
+        """A place for one more token, which the caller writes, or has written by `put_last`; None: there is none."""
+        self.make_room(1)
+        piece = self._pieces[self.num_full]
+        used, buffer = piece.used + 1, piece.buffer
+        if used > buffer.size:
+            return None
+        k_buffer, v_buffer = buffer.allocate(k, v)
+        piece.used = used
+        return Slot(k_buffer, v_buffer, buffer.size, used - 1, used)
+
+    def put_last(self, k: mx.array, v: mx.array) -> None:
+        piece = next(piece for piece in reversed(self._pieces) if piece.used)
+        piece.buffer.put(piece.used - 1, k, v)
+
+    @property
+    def num_full(self) -> int:
+        """Buffers that the next token does not go to: they fill up in their order."""
+        if len(self._pieces) == 1:
+            return 0
+        return next((i for i, piece in enumerate(self._pieces) if piece.free), len(self._pieces) - 1)
+
+    def full_parts(self) -> list[RawPart]:
+        return [piece.part() for piece in self._pieces[: self.num_full]]
+
+    def whole_arrays(self) -> tuple[mx.array, mx.array] | None:
+        """K and V if they fill one buffer exactly: it can be kept as it is, if it is not written again."""
+        piece = self._pieces[0]
+        if len(self._pieces) > 1 or piece.free or piece.buffer.k is None or piece.buffer.v is None:
+            return None
+        return piece.buffer.k.squeeze(0), piece.buffer.v.squeeze(0)  # an index would copy
+
+    def size_for(self, num_recent: int) -> int:
+        """The size of the buffer that the newest tokens move to when all others are encoded."""
+        room = self.capacity - self.num_tokens
+        most = ROOM_TOKENS if self._raw_tokens is None else max(0, self._raw_tokens - num_recent)
+        return round_up(num_recent + min(room, most))
+
+    def keep_only(self, recent: Sequence[mx.array], num_recent: int) -> None:
+        """Let all buffers go but one with `recent`, K and V as long as `size_for` says; none where no token stays."""
+        room = self.capacity - self.num_tokens
+        tail = Piece(Buffer(self.size_for(num_recent)), num_recent)
+        if recent:
+            tail.buffer.adopt(*recent)
+        self._pieces = [tail]
+        self._promised = max(0, room - tail.free)
+
+
+def _piece(num_tokens: int) -> Piece:
+    return Piece(Buffer(round_up(num_tokens)))
