@@ -13,7 +13,7 @@ from kvstrata.bench.watch import Watch
 
 @contextmanager
 def watched(num_passes: int) -> Iterator[Watch]:
-    """While the bar is shown, lines that go to stdout appear above it."""
+    """While the bar is shown, what is printed appears above it; typer.echo would write into it."""
     if not sys.stderr.isatty():
         yield Watch(told=lambda what: typer.echo(f"measuring {what} ...", err=True))
         return

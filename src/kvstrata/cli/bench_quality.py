@@ -52,11 +52,11 @@ def quality(
     with watched(protocol.num_passes(len(texts))) as watch:
         measured = figure.measure(loaded, texts, protocol, watch)
         if not as_json:
-            typer.echo(QUALITY_HEAD)
+            print(QUALITY_HEAD, flush=True)
         for row in measured:
             rows.append(row)
             if not as_json:
-                typer.echo(_quality_line(row))
+                print(_quality_line(row), flush=True)
     if plot is not None:
         from kvstrata.bench.plots import plot_quality
 
@@ -134,11 +134,11 @@ def layers(
     with watched(protocol.num_passes(subject.layout)) as watch:
         measured = figure.measure(subject, _read(loaded, text or SAMPLE), protocol, watch)
         if not as_json:
-            typer.echo(_layers_head(protocol.bits))
+            print(_layers_head(protocol.bits), flush=True)
         for loss in measured:
             losses.append(loss)
             if not as_json and len(losses) % (2 * len(protocol.bits)) == 0:
-                typer.echo(_layers_line(losses[-2 * len(protocol.bits) :]))
+                print(_layers_line(losses[-2 * len(protocol.bits) :]), flush=True)
     if plot is not None:
         from kvstrata.bench.plots import plot_layers
 
