@@ -19,6 +19,7 @@ from kvstrata.bench.watch import Watch
 from kvstrata.cli.bench import app
 from kvstrata.errors import ConfigError
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.spans.plan import make_plan
 from kvstrata.text.tokens import encode_text
 from tests.tiny import VOCAB, tiny_loaded
 
@@ -189,3 +190,27 @@ def test_layers_prints_a_line_for_each_layer_and_the_sums(words: Path, tmp_path:
     assert [float(each) for each in sums.split()[1:]] == pytest.approx([sum(column) for column in columns], abs=1e-5)
     assert (tmp_path / "layers.svg").is_file()
     assert CliRunner().invoke(app, [*command, "--bits", "3"]).exit_code == 2
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_layers_compares_plans_of_the_same_bytes_on_another_text(words: Path) -> None:
+    command = ["layers", "--text", str(words), "--context", "32", "--held-out", str(words), "--json"]
+    told = json.loads(CliRunner().invoke(app, [*command, "--pairs", "planes:8/planes:4,planes:2"]).stdout)
+    assert len(told["layers"]) == 4 * 2 * 3
+    _, uniform, by_layer, lowest, lowest_by_layer = told["held_out"]
+    assert (uniform["k"], uniform["v"], by_layer["k"], by_layer["v"]) == ("planes:8", "planes:4", "by layer,", "8/4")
+    assert by_layer["bits_per_value"] == pytest.approx(uniform["bits_per_value"])
+    # K of such a model matters little, and the plan is made on this very text.
+    assert by_layer["kl_mean"] < uniform["kl_mean"]
+    assert lowest_by_layer["kl_mean"] == lowest["kl_mean"]
+
+
+def test_a_plan_by_layer_is_like_planes_alone() -> None:
+    subject = subject_of(tiny_loaded("llama"))
+    losses = [
+        layers.LayerLoss(i, side, bits, 1 / bits, 0, 1) for i in range(4) for side in ("k", "v") for bits in (8, 4)
+    ]
+    with pytest.raises(ConfigError, match="planes"):
+        layers.plan_by_layer(subject.layout, losses, make_plan(subject.layout, "rotated:4", "rotated:4"))
+    by_layer = layers.plan_by_layer(subject.layout, losses, make_plan(subject.layout, "planes:4", "planes:4"))
+    assert layers.bits_by_layer(by_layer) == "0:4/4 1:4/4 2:4/4 3:4/4"

@@ -12,8 +12,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from kvstrata.bench.allot import Choice, allot
 from kvstrata.bench.passes import Run, Score, Subject, Text, Window, run, score, windows_of
 from kvstrata.bench.watch import UNWATCHED, Watch
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.plan import Plan, make_plan, raw_plan
 
@@ -73,6 +76,44 @@ def one_side(layout: Layout, plan: Plan, layer: int, side: Side) -> Plan:
     (k, v), (raw_k, raw_v) = plan.pairs[layer], raw.pairs[layer]
     pair = (k, raw_v) if side == "k" else (raw_k, v)
     return replace(raw, pairs=(*raw.pairs[:layer], pair, *raw.pairs[layer + 1 :]))
+
+
+def plan_by_layer(layout: Layout, losses: Sequence[LayerLoss], like: Plan) -> Plan:
+    """The plan that loses least, by what each layer loses alone, and takes no more bytes than another of `planes`."""
+    by_bits = {bits: make_plan(layout, f"planes:{bits}", f"planes:{bits}") for bits in {loss.bits for loss in losses}}
+    found: dict[tuple[int, Side], dict[int, float]] = {}
+    for loss in losses:
+        found.setdefault((loss.layer, loss.side), {})[loss.bits] = loss.kl_mean
+    choices = [Choice(key, _num_values(layout, key), by_bit) for key, by_bit in found.items()]
+    budget_bits = sum(choice.num_values * _code_bits(like, choice.key) for choice in choices)
+    bits = allot(choices, budget_bits)
+    pairs = list(raw_plan(layout).pairs)
+    for layer in {layer for layer, _ in bits}:
+        pairs[layer] = (by_bits[bits[layer, "k"]].pairs[layer][0], by_bits[bits[layer, "v"]].pairs[layer][1])
+    return replace(like, pairs=tuple(pairs))
+
+
+def _num_values(layout: Layout, key: tuple[int, Side]) -> int:
+    layer, side = key
+    spec = layout.flat()[layer]
+    return spec.kv_heads * (spec.k_dim if side == "k" else spec.v_dim)
+
+
+def _code_bits(plan: Plan, key: tuple[int, Side]) -> int:
+    """Without means and scales, which are as large at any precision."""
+    layer, side = key
+    codec = plan.pairs[layer][0 if side == "k" else 1]
+    if not isinstance(codec, PlanesCodec):
+        raise ConfigError(f"Only planes are compared by layer, and this is {codec.name}. Choose planes:8, 4 or 2.")
+    return codec.bits
+
+
+def bits_by_layer(plan: Plan) -> str:
+    """`0:8/4 1:4/4`: bits of K and V of each layer that has any."""
+    pairs = [(i, k, v) for i, (k, v) in enumerate(plan.pairs)]
+    return " ".join(
+        f"{i}:{k.bits}/{v.bits}" for i, k, v in pairs if isinstance(k, PlanesCodec) and isinstance(v, PlanesCodec)
+    )
 
 
 def _scores(

@@ -27,7 +27,7 @@ from kvstrata.bench.watch import UNWATCHED, Watch
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.spans.plan import Plan, make_plan
+from kvstrata.spans.plan import Plan, make_plan, raw_plan
 
 Pair = tuple[str, str]
 
@@ -107,25 +107,44 @@ def measure(
     """One row for each text, context, mode and pair, as soon as it is known; the first of each is full precision
     itself. Refuses what cannot be measured at once."""
     subject = subject_of(loaded)
-    cases = [
-        (f"{text.name}, {mode}, context {context}", text.name, windows_of(text.ids, context, mode, protocol.windows))
+    cases = _cases(texts, protocol)
+    plans = {pair: make_plan(subject.layout, *pair) for pair in protocol.pairs}
+    return _measured(subject, cases, plans, watch)
+
+
+def measure_plans(
+    subject: Subject, texts: Sequence[Text], plans: Mapping[Pair, Plan], protocol: Protocol, watch: Watch = UNWATCHED
+) -> Iterator[Quality]:
+    """Likewise for plans that no pair of names gives; they are called by the names that they are given under."""
+    return _measured(subject, _cases(texts, protocol), plans, watch)
+
+
+def _cases(texts: Sequence[Text], protocol: Protocol) -> list[tuple[str, list[Window]]]:
+    """The names of texts, and windows."""
+    return [
+        (text.name, windows_of(text.ids, context, mode, protocol.windows))
         for text in texts
         for context in protocol.contexts
         for mode in protocol.modes
     ]
-    plans = {pair: make_plan(subject.layout, *pair) for pair in (RAW, *protocol.pairs)}
-    return (row for title, name, windows in cases for row in _rows(subject, plans, windows, name, watch.under(title)))
+
+
+def _measured(
+    subject: Subject, cases: Sequence[tuple[str, list[Window]]], plans: Mapping[Pair, Plan], watch: Watch
+) -> Iterator[Quality]:
+    for text, windows in cases:
+        title = f"{text}, {windows[0].mode}, context {windows[0].context}"
+        yield from _rows(subject, plans, windows, text, watch.under(title))
 
 
 def _rows(
     subject: Subject, plans: Mapping[Pair, Plan], windows: Sequence[Window], text: str, watch: Watch
 ) -> Iterator[Quality]:
     watch.say("raw / raw")
-    references = [watch.passed(run(subject, plans[RAW], window)) for window in windows]
+    raw = raw_plan(subject.layout)
+    references = [watch.passed(run(subject, raw, window)) for window in windows]
     yield _row(text, RAW, windows[0], list(map(score, references, references)))
     for pair, plan in plans.items():
-        if pair == RAW:
-            continue
         watch.say(f"{pair[0]} / {pair[1]}")
         runs = (watch.passed(run(subject, plan, window)) for window in windows)
         yield _row(text, pair, windows[0], list(map(score, references, runs)))

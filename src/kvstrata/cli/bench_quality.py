@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,10 +13,12 @@ import typer
 from kvstrata.cli.bench_options import Json, Model
 
 if TYPE_CHECKING:
-    from kvstrata.bench.layers import LayerLoss
-    from kvstrata.bench.passes import Text
-    from kvstrata.bench.quality import Quality
+    from kvstrata.bench.layers import LayerLoss, LayersProtocol
+    from kvstrata.bench.passes import Subject, Text
+    from kvstrata.bench.quality import Protocol, Quality
+    from kvstrata.bench.watch import Watch
     from kvstrata.models.loaded import LoadedModel
+    from kvstrata.spans.plan import Plan
 
 SAMPLE = Path(__file__).parents[1] / "bench" / "sample.txt"
 
@@ -41,28 +43,36 @@ def quality(
 ) -> None:
     """What each precision does to what the model says: KL to full precision, same first choice, perplexity."""
     from kvstrata.bench import quality as figure
-    from kvstrata.cli.bench_progress import watched
     from kvstrata.models.load import load
 
     asked = _asked(pairs, modes, context, windows)
     loaded = load(model)
     texts = [_read(loaded, path) for path in text or [SAMPLE]]
     protocol = replace(figure.full_protocol(loaded, texts) if full else figure.FIRST_LOOK, **asked)
-    rows: list[Quality] = []
-    with watched(protocol.num_passes(len(texts))) as watch:
-        measured = figure.measure(loaded, texts, protocol, watch)
-        if not as_json:
-            print(QUALITY_HEAD, flush=True)
-        for row in measured:
-            rows.append(row)
-            if not as_json:
-                print(_quality_line(row), flush=True)
+    num_passes = protocol.num_passes(len(texts))
+    rows = _shown(lambda watch: figure.measure(loaded, texts, protocol, watch), num_passes, as_json)
     if plot is not None:
         from kvstrata.bench.plots import plot_quality
 
         plot_quality(rows, plot)
     if as_json:
         typer.echo(json.dumps([row.as_json() for row in rows]))
+
+
+def _shown(measure: Callable[[Watch], Iterator[Quality]], num_passes: int, as_json: bool) -> list[Quality]:
+    """The rows, each printed as soon as it is done; not where JSON is asked for."""
+    from kvstrata.cli.bench_progress import watched
+
+    rows: list[Quality] = []
+    with watched(num_passes) as watch:
+        measured = measure(watch)
+        if as_json:
+            return list(measured)
+        print(QUALITY_HEAD, flush=True)
+        for row in measured:
+            rows.append(row)
+            print(_quality_line(row), flush=True)
+    return rows
 
 
 def _asked(pairs: str | None, modes: str | None, context: str | None, windows: int | None) -> dict[str, Any]:
@@ -118,32 +128,74 @@ def layers(
     bits: Annotated[str, typer.Option(help="Precisions of planes, with commas between.")] = "8,4,2",
     context: Annotated[int, typer.Option(min=8, help="Tokens of a window.")] = 512,
     windows: Annotated[int, typer.Option(min=1, help="Windows of the text.")] = 1,
+    held_out: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="Compare plans on this text; give it again for more."),
+    ] = None,
+    pairs: Annotated[
+        str, typer.Option(help="Plans with which those by layer are compared, at the same bytes.")
+    ] = "planes:8/planes:4,planes:4,planes:4/planes:2",
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
     """What each layer's K and V lose alone at each precision of planes: KL to full precision, all else raw."""
     from kvstrata.bench import layers as figure
     from kvstrata.bench.passes import subject_of
-    from kvstrata.cli.bench_progress import watched
+    from kvstrata.bench.quality import Protocol, parse_pairs
     from kvstrata.models.load import load
 
     protocol = figure.LayersProtocol(context, windows, _bits(bits))
-    loaded = load(model)
-    subject = subject_of(loaded)
-    losses: list[LayerLoss] = []
-    with watched(protocol.num_passes(subject.layout)) as watch:
-        measured = figure.measure(subject, _read(loaded, text or SAMPLE), protocol, watch)
-        if not as_json:
-            print(_layers_head(protocol.bits), flush=True)
-        for loss in measured:
-            losses.append(loss)
-            if not as_json and len(losses) % (2 * len(protocol.bits)) == 0:
-                print(_layers_line(losses[-2 * len(protocol.bits) :]), flush=True)
+    compared = Protocol(parse_pairs(pairs), (context,), windows, ("prefill",))
+    subject = subject_of(load(model))
+    losses = _losses(subject, _read(subject.loaded, text or SAMPLE), protocol, as_json=as_json)
     if plot is not None:
         from kvstrata.bench.plots import plot_layers
 
         plot_layers(losses, plot)
-    typer.echo(json.dumps([loss.as_json() for loss in losses]) if as_json else _layers_sums(losses))
+    texts = [_read(subject.loaded, path) for path in held_out or []]
+    rows = _compared(subject, texts, losses, compared, as_json=as_json) if texts else []
+    if as_json:
+        told = {"layers": [loss.as_json() for loss in losses], "held_out": [row.as_json() for row in rows]}
+        typer.echo(json.dumps(told))
+
+
+def _losses(subject: Subject, text: Text, protocol: LayersProtocol, *, as_json: bool) -> list[LayerLoss]:
+    from kvstrata.bench.layers import measure
+    from kvstrata.cli.bench_progress import watched
+
+    losses: list[LayerLoss] = []
+    with watched(protocol.num_passes(subject.layout)) as watch:
+        measured = measure(subject, text, protocol, watch)
+        if as_json:
+            return list(measured)
+        print(_layers_head(protocol.bits), flush=True)
+        for loss in measured:
+            losses.append(loss)
+            if len(losses) % (2 * len(protocol.bits)) == 0:
+                print(_layers_line(losses[-2 * len(protocol.bits) :]), flush=True)
+    typer.echo(_layers_sums(losses))
+    return losses
+
+
+def _compared(
+    subject: Subject, texts: Sequence[Text], losses: Sequence[LayerLoss], protocol: Protocol, *, as_json: bool
+) -> list[Quality]:
+    """Each plan, and after it the one by layer that takes the same bytes."""
+    from kvstrata.bench.layers import bits_by_layer, plan_by_layer
+    from kvstrata.bench.quality import measure_plans
+    from kvstrata.spans.plan import make_plan
+
+    plans: dict[tuple[str, str], Plan] = {}
+    for pair in protocol.pairs:
+        plans[pair] = make_plan(subject.layout, *pair)
+        by_layer = plan_by_layer(subject.layout, losses, plans[pair])
+        plans["by layer,", "/".join(name.removeprefix("planes:") for name in pair)] = by_layer
+        if not as_json:
+            typer.echo(f"as {pair[0]} / {pair[1]}, K/V by layer: {bits_by_layer(by_layer)}")
+    asked = replace(protocol, pairs=tuple(plans))
+    return _shown(
+        lambda watch: measure_plans(subject, texts, plans, asked, watch), asked.num_passes(len(texts)), as_json
+    )
 
 
 def _bits(words: str) -> tuple[int, ...]:
