@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
-import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 from typer.testing import CliRunner
 
-from kvstrata.bench import quality
 from kvstrata.bench.engine import compare
 from kvstrata.bench.first_token import measure as measure_first_token
 from kvstrata.bench.ladder import Load
 from kvstrata.bench.ladder import measure as measure_ladder
-from kvstrata.bench.plots import plot_quality
 from kvstrata.bench.prefill_share import measure as measure_prefill_share
 from kvstrata.bench.requantize import measure as measure_requantize
 from kvstrata.bench.server import measure as measure_server
@@ -25,19 +19,11 @@ from kvstrata.bench.spilling import measure as measure_spilling
 from kvstrata.cli.bench import app
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
-from kvstrata.errors import ConfigError
 from kvstrata.metrics import Metrics
-from kvstrata.models.loaded import LoadedModel
-from kvstrata.text.tokens import encode_text
-from tests.tiny import VOCAB, tiny_loaded
+from tests.tiny import tiny_loaded
 
 GIB = 1 << 30
 WIKITEXT = Path(__file__).parents[3] / "shared" / "text" / "wikitext2_test_raw.txt"
-
-
-def text(num_tokens: int) -> list[int]:
-    rng = random.Random(0)
-    return [rng.randrange(VOCAB) for _ in range(num_tokens)]
 
 
 def test_engine_figures_have_both_rates_and_the_same_tokens() -> None:
@@ -104,61 +90,6 @@ def test_spilling_figures_come_from_bytes_that_were_spilled() -> None:
     assert figures.num_intervals > 0
     assert 0 < figures.quiet_p50_s <= figures.quiet_p99_s
     assert figures.as_json()["p99_ratio"] == pytest.approx(figures.spilling_p99_s / figures.quiet_p99_s)
-
-
-def test_quality_of_full_precision_is_perfect_and_falls_with_the_bits() -> None:
-    protocol = quality.Protocol((("planes:8", "planes:8"), ("planes:2", "planes:2")), (64,), 1)
-    rows = quality.measure(tiny_loaded("llama"), text(400), protocol)
-    assert [(row.mode, row.k) for row in rows] == [
-        (mode, k) for mode in ("prefill", "decode") for k in ("raw", "planes:8", "planes:2")
-    ]
-    for raw, fine, coarse in (rows[:3], rows[3:]):
-        assert raw.kl_mean == 0
-        assert raw.top1 == 1
-        assert fine.kl_mean < coarse.kl_mean
-        assert coarse.bits_per_value < fine.bits_per_value < raw.bits_per_value
-        assert fine.ppl == pytest.approx(raw.ppl, rel=1e-2)
-
-
-def test_quality_refuses_what_it_cannot_measure() -> None:
-    with pytest.raises(ConfigError, match="longer --text"):
-        quality.measure(tiny_loaded("llama"), text(100))
-    with pytest.raises(ConfigError, match=r"recurrent state alone.*bench kv-cache"):
-        quality.measure(tiny_loaded("mamba2"), text(2000))
-
-
-@pytest.mark.parametrize("architecture", ["gemma3_text", "qwen3_next", "falcon_h1"])
-def test_quality_with_full_precision_is_the_models_own(architecture: str) -> None:
-    """Windows, states and both in one layer: what is encoded as `raw` is what mlx-lm's caches would have held."""
-    loaded, ids = tiny_loaded(architecture), text(200)
-    protocol = quality.Protocol((("planes:2", "planes:2"),), (64,), 1)
-    rows = quality.measure(loaded, ids, protocol)
-    for raw, coarse in (rows[:2], rows[2:]):
-        assert coarse.kl_mean > raw.kl_mean == 0
-        first, last = (32, 64) if raw.mode == "prefill" else (64, 64 + quality.DECODE_TOKENS)
-        logits = loaded.module(mx.array([ids[:last]]), cache=make_prompt_cache(loaded.module))[0, first:]
-        surprise = nn.losses.cross_entropy(logits, mx.array(ids[first + 1 : last + 1]), reduction="mean")
-        assert raw.ppl == pytest.approx(mx.exp(surprise).item(), rel=1e-3)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not WIKITEXT.is_file(), reason="the shared text wikitext2_test_raw.txt is not beside the checkout")
-def test_planes_keep_more_of_what_the_default_model_says_than_affine(default_model: LoadedModel) -> None:
-    """At 8 bits half the KL of affine in groups of 64 or less, at 4 bits a third of it or less."""
-    names = ("planes:8", "affine:8:g64", "planes:4", "affine:4:g64")
-    ids = encode_text(default_model.tokenizer, WIKITEXT.read_text(encoding="utf-8"))
-    protocol = quality.Protocol(tuple((name, name) for name in names), (512,), 1, ("prefill",))
-    rows = {row.k: row for row in quality.measure(default_model, ids, protocol)}
-    assert rows["planes:8"].kl_mean <= rows["affine:8:g64"].kl_mean / 2
-    assert rows["planes:4"].kl_mean <= rows["affine:4:g64"].kl_mean / 3
-    assert rows["planes:8"].bits_per_value < rows["affine:8:g64"].bits_per_value
-    assert rows["planes:4"].bits_per_value < rows["affine:4:g64"].bits_per_value
-
-
-def test_a_plot_is_written(tmp_path: Path) -> None:
-    protocol = quality.Protocol((("planes:8", "planes:4"),), (32,), 1)
-    plot_quality(quality.measure(tiny_loaded("llama"), text(200), protocol), tmp_path / "quality.png")
-    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_json_is_one_value_and_nothing_else() -> None:

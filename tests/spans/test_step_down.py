@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvstrata.bench
-from kvstrata.bench.quality import _kl, _logprobs
+from kvstrata.bench.passes import kl_of, logprobs_of
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
@@ -129,11 +129,11 @@ def test_the_kl_of_stepping_down_is_that_of_encoding_directly(default_model: Loa
 
     def logprobs(span: Span) -> np.ndarray:
         cache = SequenceCache(layout, model, len(fed), prefix_of(layout, [SpanRange(span, 0, len(prompt))], None))
-        return _logprobs(model(mx.array([fed]), cache=cache.caches())[0])
+        return logprobs_of(model(mx.array([fed]), cache=cache.caches())[0])
 
     reference = logprobs(stored_as(("raw",)))
     for path, direct in ((("planes:8", "planes:4"), "planes:4"), (("planes:8", "planes:4", "planes:2"), "planes:2")):
-        stepped_kl = _kl(reference, logprobs(stored_as(path))).mean()
-        direct_kl = _kl(reference, logprobs(stored_as((direct,)))).mean()
+        stepped_kl = kl_of(reference, logprobs(stored_as(path))).mean()
+        direct_kl = kl_of(reference, logprobs(stored_as((direct,)))).mean()
         assert direct_kl > 1e-4
         assert stepped_kl == pytest.approx(direct_kl, rel=0.05)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+from kvstrata.bench.layers import LayerLoss
 from kvstrata.bench.quality import Quality
 from kvstrata.errors import ConfigError
 
 COLOURS = {"planes": "#0b6e4f", "affine": "#b5651d", "rotated": "#4a5899"}
+SHADES = {8: "#9bd3bf", 4: "#0b6e4f", 2: "#06382a"}  # by bits: the darker, the fewer
 
 
-def plot_quality(rows: Sequence[Quality], path: Path) -> None:
-    """Bits against KL, a panel for each mode and context. Low and to the left is better."""
+def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
@@ -20,17 +22,27 @@ def plot_quality(rows: Sequence[Quality], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = list(dict.fromkeys((row.mode, row.context) for row in rows))
+    return pyplot
+
+
+def plot_quality(rows: Sequence[Quality], path: Path) -> None:
+    """Bits against KL, a panel for each text, mode and context. Low and to the left is better."""
+    pyplot = _pyplot()
+    panels = list(dict.fromkeys(_panel_of(row) for row in rows))
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4.2), squeeze=False, sharey=True)
     for axis, panel in zip(axes[0], panels, strict=True):
-        _panel(axis, panel, [row for row in rows if (row.mode, row.context) == panel and row.k != "raw"])
+        _panel(axis, panel, [row for row in rows if _panel_of(row) == panel and row.k != "raw"])
     axes[0][0].set_ylabel("KL to full precision, mean (nats)")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
-def _panel(axis, panel: tuple[str, int], rows: Sequence[Quality]) -> None:
+def _panel_of(row: Quality) -> str:
+    return f"{row.text}, {row.mode}, context {row.context}"
+
+
+def _panel(axis: Any, panel: str, rows: Sequence[Quality]) -> None:
     for row in rows:
         family = row.k.partition(":")[0]
         axis.scatter(row.bits_per_value, row.kl_mean, color=COLOURS.get(family, "black"), s=40, zorder=3)
@@ -40,6 +52,26 @@ def _panel(axis, panel: tuple[str, int], rows: Sequence[Quality]) -> None:
         axis.annotate(name, at, textcoords="offset points", xytext=(6, below), fontsize=8)
     axis.set_yscale("log")
     axis.set_xlabel("bits per value, allocated")
-    axis.set_title(f"{panel[0]}, context {panel[1]}")
+    axis.set_title(panel)
     axis.margins(x=0.25, y=0.15)
     axis.grid(True, which="major", alpha=0.3)
+
+
+def plot_layers(losses: Sequence[LayerLoss], path: Path) -> None:
+    """What each layer loses alone, a panel for K and one for V, a line for each precision."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True)
+    for axis, side in zip(axes, ("k", "v"), strict=True):
+        for bits in dict.fromkeys(loss.bits for loss in losses):
+            line = [(loss.layer, loss.kl_mean) for loss in losses if (loss.side, loss.bits) == (side, bits)]
+            numbers, kl = zip(*line, strict=True)
+            axis.plot(numbers, kl, marker="o", markersize=4, color=SHADES[bits], label=f"planes:{bits}")
+        axis.set_yscale("log")
+        axis.set_xlabel("layer")
+        axis.set_title(side.upper())
+        axis.grid(True, which="major", alpha=0.3)
+    axes[0].set_ylabel("KL to full precision, mean (nats)")
+    axes[1].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

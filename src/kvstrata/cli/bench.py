@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstrata.cli import bench_cache, bench_sharing
+from kvstrata.cli import bench_cache, bench_quality, bench_sharing
 from kvstrata.cli.bench_options import MIB, Json, Model, RandomWeights, Rounds, chosen
 
 if TYPE_CHECKING:
     from kvstrata.bench.engine import EngineFigures
     from kvstrata.bench.index_cost import IndexCost
     from kvstrata.bench.kv_cache import CodecFigures
-    from kvstrata.bench.quality import Quality
     from kvstrata.bench.replay import PolicyName, Row
     from kvstrata.bench.trace import Trace
 
@@ -27,7 +26,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-SAMPLE = Path(__file__).parents[1] / "bench" / "sample.txt"
 KV_CACHE_CODECS = ("raw", "affine:8", "planes:8", "affine:4", "rotated:4", "planes:4", "planes:2")
 MAX_BATCH = 16  # what the engine runs at once by default
 
@@ -112,44 +110,6 @@ def _kv_cache_table(rows: list[CodecFigures]) -> str:
         line += f"{row.bits_per_value:>7.2f}{row.value_error:>11.4f}{row.score_error:>11.4f}"
         lines.append(line + f"{row.encode_s:>10.3f}{row.decode_s:>10.3f}")
     return "\n".join([*lines, f"ratio: to 16 bits ({rows[0].full_bytes / MIB:.2f} MiB)"])
-
-
-@app.command()
-def quality(
-    model: Model = None,
-    text: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Text to measure on.", show_default="a short one")
-    ] = None,
-    full: Annotated[bool, typer.Option("--full", help="More windows, precisions and contexts; takes an hour.")] = False,
-    plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG, SVG) here.", show_default="none")] = None,
-    as_json: Json = False,
-) -> None:
-    """What each precision does to what the model says: KL to full precision, same first choice, perplexity."""
-    from kvstrata.bench import quality as figure
-    from kvstrata.models.load import load
-    from kvstrata.text.tokens import encode_text
-
-    loaded = load(model)
-    words = (text or SAMPLE).read_text(encoding="utf-8")
-    ids = encode_text(loaded.tokenizer, words)
-    options = figure.full_protocol(loaded, ids) if full else figure.FIRST_LOOK
-    rows = figure.measure(loaded, ids, options, progress=lambda what: typer.echo(f"measuring {what} ...", err=True))
-    if plot is not None:
-        from kvstrata.bench.plots import plot_quality
-
-        plot_quality(rows, plot)
-    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else _quality_table(rows))
-
-
-def _quality_table(rows: list[Quality]) -> str:
-    lines = [
-        f"{'mode':<9}{'context':>8}  {'K':<10}{'V':<10}{'bits':>6}{'KL mean':>10}{'median':>10}{'99.9 %':>10}"
-        f"{'same top-1':>12}{'perplexity':>12}"
-    ]
-    for row in rows:
-        line = f"{row.mode:<9}{row.context:>8}  {row.k:<10}{row.v:<10}{row.bits_per_value:>6.2f}{row.kl_mean:>10.5f}"
-        lines.append(line + f"{row.kl_median:>10.5f}{row.kl_p999:>10.4f}{row.top1:>12.3f}{row.ppl:>12.2f}")
-    return "\n".join(lines)
 
 
 @app.command()
@@ -278,6 +238,8 @@ def _table(figures: EngineFigures) -> str:
     return "\n".join(lines)
 
 
+app.command()(bench_quality.quality)
+app.command()(bench_quality.layers)
 app.command("first-token")(bench_cache.first_token)
 app.command()(bench_cache.spilling)
 app.command()(bench_cache.memory)
