@@ -10,6 +10,7 @@ import pytest
 
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Storage
+from kvstrata.engine.operations import Operations
 from kvstrata.engine.request import Request
 from kvstrata.spans.span import Span
 from tests.engine.drive import GREEDY
@@ -45,7 +46,7 @@ def ask(engine: Engine, name: str, seed: int, max_tokens: int) -> int:
 
 
 def counters(engine: Engine) -> dict[str, int]:
-    return engine.ask(lambda loop: dict(loop.usage().counters)).result(60)
+    return engine.ask(lambda loop: dict(Operations(loop).usage().counters)).result(60)
 
 
 def num_logged(caplog: pytest.LogCaptureFixture) -> int:
@@ -60,7 +61,10 @@ def test_a_span_that_cannot_be_rewritten_stays_as_it_is(
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
         assert [ask(engine, "failing again", 1, 9), ask(engine, "good again", 2, 5)] == [599, 599]
         assert counters(engine)["failed_rewrites"] == 1
-        assert set(engine.ask(lambda loop: loop.usage().tiers["hot"].by_precision).result(60)) == {"raw", "planes:8"}
+        assert set(engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].by_precision).result(60)) == {
+            "raw",
+            "planes:8",
+        }
     assert num_logged(caplog) == 1
 
 

@@ -15,10 +15,11 @@ from kvstrata.disk import rates
 from kvstrata.disk.block import BlockId
 from kvstrata.disk.files import Files
 from kvstrata.disk.shelf import Shelf
-from kvstrata.engine import resume
+from kvstrata.engine import fetching
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop
+from kvstrata.engine.operations import Operations
 from kvstrata.engine.rates import Rate
 from kvstrata.engine.request import Piece, Request
 from kvstrata.store.precision.requantize import Change
@@ -29,8 +30,8 @@ from tests.tiny import VOCAB, tiny_loaded
 
 
 def shelf_of(engine: Engine) -> Shelf:
-    assert engine._cold is not None
-    return engine._cold.tier._shelf
+    assert engine._thread.cold is not None
+    return engine._thread.cold.tier._shelf
 
 
 class Hanging:
@@ -74,14 +75,14 @@ def filled(tmp_path: Path, num_tokens: int = 700) -> Iterator[Engine]:
 
 
 def test_an_answer_that_does_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "LOOKUP_S", 0.05)
+    monkeypatch.setattr(fetching, "LOOKUP_S", 0.05)
     with filled(tmp_path) as engine:
         with Hanging(shelf_of(engine)) as disk:
             assert cached(answer(engine, "one", 700)) == 0
             assert disk.was_asked.is_set()
         # It answers again.
-        monkeypatch.setattr(resume, "LOOKUP_S", 60.0)
-        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
+        monkeypatch.setattr(fetching, "LOOKUP_S", 60.0)
+        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
         assert cached(answer(engine, "two", 700)) == 699
 
 
@@ -93,7 +94,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_streams_go_on_while_the_disk_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "LOOKUP_S", 3600.0)
+    monkeypatch.setattr(fetching, "LOOKUP_S", 3600.0)
     with filled(tmp_path) as engine:
         stream = Reply()
         engine.submit(Request("stream", tuple(range(40)), 3000, GREEDY), stream.sink)
@@ -115,7 +116,7 @@ def test_streams_go_on_while_the_disk_is_asked(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_is_withdrawn_is_not_looked_up_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "LOOKUP_S", 3600.0)
+    monkeypatch.setattr(fetching, "LOOKUP_S", 3600.0)
     with filled(tmp_path, 2000) as engine:
         asked: list[bytes] = []
         shelf = shelf_of(engine)
@@ -152,25 +153,25 @@ def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(
     with engine_on(tmp_path, loaded, storage) as engine:
         answer(engine, "first", 700)
         settle(engine)
-        engine.ask(lambda loop: loop.requantize(Change("planes:4", "planes:4"))).result(60)
+        engine.ask(lambda loop: Operations(loop).requantize(Change("planes:4", "planes:4"))).result(60)
         settle(engine)
         assert engine.ask(flush_tier).result(60)
         threads = asking_threads(shelf_of(engine))
-        engine.ask(lambda loop: loop.requantize(Change("planes:8", "planes:8"))).result(60)
+        engine.ask(lambda loop: Operations(loop).requantize(Change("planes:8", "planes:8"))).result(60)
         wait_for(lambda: engine.ask(is_done).result(60))
-        assert engine.ask(lambda loop: loop.usage().counters["restored_spans"]).result(60) >= 1
-        engine.ask(lambda loop: loop.store and loop.store.pin(prompt, "")).result(60)
-        engine.ask(lambda loop: loop.store and loop.store.unpin(prompt, "")).result(60)
+        assert engine.ask(lambda loop: Operations(loop).usage().counters["restored_spans"]).result(60) >= 1
+        engine.ask(lambda loop: loop.stock.pins.pin(prompt, "")).result(60)
+        engine.ask(lambda loop: loop.stock.pins.unpin(prompt, "")).result(60)
         assert why(engine, 700).ends_because == "complete"
         answer(engine, "again", 700)
-        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
         assert cached(answer(engine, "from the disk", 700)) == 699
         assert threads["lengths"] == {"kvstrata-disk-lookups"}
         assert "kvstrata-engine" not in threads["size"]
 
 
 def is_done(loop: Loop) -> bool:
-    return not loop.requantize_progress().is_running
+    return not Operations(loop).requantize_progress().is_running
 
 
 class Disk(Files):
@@ -188,7 +189,7 @@ def test_a_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: py
     loaded, files = tiny_loaded("llama"), Disk()
 
     def ask(name: str) -> int:
-        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
         engine.ask(make_computing_take_a_second).result(60)
         reply = Reply()
         engine.submit(Request(name, tuple(i * 7 % VOCAB for i in range(700)), 2, GREEDY), reply.sink)
@@ -211,10 +212,10 @@ def test_a_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: py
 
 
 def make_computing_take_a_second(loop: Loop) -> None:
-    loop._speeds.alone = Rate()
-    loop._speeds.alone.add(700, 1.0)
+    loop.speeds.alone = Rate()
+    loop.speeds.alone.add(700, 1.0)
 
 
 def disk_rates(engine: Engine) -> rates.Rates:
-    assert engine._cold is not None
-    return engine._cold.tier.rates
+    assert engine._thread.cold is not None
+    return engine._thread.cold.tier.rates

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.engine.limits import Limits, Storage
-from tests.engine.drive import Drive
+from tests.engine.drive import Drive, do_one_step
 from tests.engine.test_loop import prompt
 from tests.engine.test_requantize import settle
 from tests.tiny import tiny_loaded
@@ -36,8 +36,8 @@ def test_a_quarter_of_the_memory_keeps_all_chats_at_a_lower_precision() -> None:
     stepped = chats(ladder, 10)
     assert sum(stepped) > sum(plain)
     assert sum(stepped) == 10 * 399
-    assert set(ladder.store.usage().by_precision) <= {"raw", "planes:8", "planes:4"}
-    assert ladder.store.count()["stepped_down_spans"] > 0
+    assert set(ladder.stock.reporter.usage().by_precision) <= {"raw", "planes:8", "planes:4"}
+    assert ladder.stock.reporter.count()["stepped_down_spans"] > 0
 
 
 def test_layers_at_the_edges_do_not_hide_how_far_the_others_have_stepped_down() -> None:
@@ -48,17 +48,17 @@ def test_layers_at_the_edges_do_not_hide_how_far_the_others_have_stepped_down() 
         drive.submit(prompt(700, seed=i), 8)
         drive.run()
         settle(drive)
-    counts = drive.store.count()
+    counts = drive.stock.reporter.count()
     assert counts["evicted_tokens"] == 0
     # V to 8 bits, K to 8, V to 4, K to 4: more steps than these there are not.
     assert 13 < counts["stepped_down_spans"] <= 4 * 13
-    assert drive.store.usage().by_precision["planes:4"] > 0
+    assert drive.stock.reporter.usage().by_precision["planes:4"] > 0
     # All is as low as it may be, and stays so.
-    drive.store.pressure.make_room(kv_bytes)
+    drive.stock.pressure.make_room(kv_bytes)
     settle(drive)
-    counts = drive.store.count()
-    drive.store.pressure.make_room(kv_bytes)
-    assert drive.store.count() == counts
+    counts = drive.stock.reporter.count()
+    drive.stock.pressure.make_room(kv_bytes)
+    assert drive.stock.reporter.count() == counts
 
 
 def test_what_cannot_step_down_stays_beside_what_can() -> None:
@@ -67,8 +67,10 @@ def test_what_cannot_step_down_stays_beside_what_can() -> None:
     storage = Storage(k="rotated:4", v="raw", dynamic=True)
     drive = Drive(loaded, Limits(tail_step_tokens=16), kv_bytes=kv_bytes, storage=storage)
     chats(drive, 6)
-    assert drive.store.count()["stepped_down_spans"] > 0
-    pairs = {pair for entry in drive.store.entries for layer in entry.span.layers for pair in entry.span.pairs(layer)}
+    assert drive.stock.reporter.count()["stepped_down_spans"] > 0
+    pairs = {
+        pair for entry in drive.stock.shelf.entries for layer in entry.span.layers for pair in entry.span.pairs(layer)
+    }
     assert {k.name for k, _ in pairs} == {"rotated:4"}
     assert "planes:8" in {v.name for _, v in pairs}
 
@@ -78,7 +80,7 @@ def test_without_the_ladder_precision_stays() -> None:
     token_bytes = Drive(loaded).budget.token_bytes
     drive = Drive(loaded, Limits(tail_step_tokens=16), kv_bytes=1500 * token_bytes)
     chats(drive, 6)
-    assert set(drive.store.usage().by_precision) == {"raw"}
+    assert set(drive.stock.reporter.usage().by_precision) == {"raw"}
 
 
 @pytest.mark.parametrize("live", [False, True])
@@ -89,7 +91,7 @@ def test_long_conversations_step_down_at_their_length(live: bool) -> None:
         drive.submit(prompt(tokens, seed=tokens), 8)
         drive.run()
         settle(drive)
-        assert set(drive.store.usage().by_precision) == expected
+        assert set(drive.stock.reporter.usage().by_precision) == expected
         drive.clear()
 
 
@@ -102,13 +104,13 @@ def test_what_a_long_and_a_short_sequence_share_steps_down_once() -> None:
     drive.submit([*prompt(300), *prompt(100, seed=2)], 300)
     drive.run()
     settle(drive)
-    assert {entry.span.num_tokens: entry.target.k for entry in drive.store.entries if entry.target} == {
+    assert {entry.span.num_tokens: entry.target.k for entry in drive.stock.shelf.entries if entry.target} == {
         301: "planes:4",
         1199: "planes:4",
         399: "planes:8",
     }
     # What they share and the long one twice, the short one once.
-    assert drive.store.count()["stepped_down_spans"] == 5
+    assert drive.stock.reporter.count()["stepped_down_spans"] == 5
 
 
 def test_a_request_waits_for_what_steps_down_and_streams_go_on() -> None:
@@ -123,8 +125,8 @@ def test_a_request_waits_for_what_steps_down_and_streams_go_on() -> None:
     stream = drive.submit(prompt(100, seed=99), 60)
     while len(stream.ids) < 4:
         drive.loop.step()
-    assert drive.store.count()["stepped_down_spans"] == 0
-    drive.loop._slice_s = lambda: 0.0  # a layer of a span in each step
+    assert drive.stock.reporter.count()["stepped_down_spans"] == 0
+    do_one_step(drive.loop.housekeeping)  # a layer of a span in each step
     late = drive.submit(prompt(900, seed=77), 2)
     before = len(stream.ids)
     while not late.events:
@@ -133,6 +135,6 @@ def test_a_request_waits_for_what_steps_down_and_streams_go_on() -> None:
     assert len(stream.ids) - before > 4
     drive.run()
     assert late.finished.usage.completion_tokens == 2
-    assert drive.store.count()["evicted_tokens"] == 0
+    assert drive.stock.reporter.count()["evicted_tokens"] == 0
     # Not further than was needed.
-    assert set(drive.store.usage().by_precision) == {"raw", "planes:8"}
+    assert set(drive.stock.reporter.usage().by_precision) == {"raw", "planes:8"}

@@ -11,7 +11,7 @@ from kvstrata.disk.usage import Usage
 from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Request
-from kvstrata.store.store import MAX_SPANS
+from kvstrata.store.tidying import MAX_SPANS
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import engine_on, flush_tier, settle
 from tests.engine.test_engine import Reply
@@ -21,9 +21,8 @@ NUM_TURNS = 2 * MAX_SPANS
 
 
 def disk_usage(loop: Loop) -> Usage:
-    assert loop.store is not None
-    assert loop.store.cold is not None
-    return loop.store.cold.tier.usage()
+    assert loop.stock.cold is not None
+    return loop.stock.cold.tier.usage()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
@@ -60,5 +59,4 @@ def test_an_idle_engine_rests_while_the_disk_takes_nothing(tmp_path: Path) -> No
 
 
 def refused_spills(loop: Loop) -> int:
-    assert loop.store is not None
-    return loop.store.counters["refused_spills"]
+    return loop.stock.counters["refused_spills"]

@@ -78,8 +78,8 @@ def serve_within(drive: Drive, tokens: list[int], max_tokens: int) -> Client:
     client = drive.submit(tokens, max_tokens)
     while not drive.loop.idle:
         drive.loop.step()
-        running = [s.cache for s in drive.loop._running.values() if s.cache is not None]
-        allocated = sum(cache.nbytes for cache in running) + drive.store.held_bytes
+        running = [s.cache for s in drive.loop.sequences.running.values() if s.cache is not None]
+        allocated = sum(cache.nbytes for cache in running) + drive.stock.shelf.held_bytes
         assert max(drive.loop.state().kv_bytes, allocated) <= drive.budget.total_bytes
     return client
 
@@ -107,7 +107,7 @@ def test_a_prompt_of_two_and_a_half_times_what_raw_holds(how: str) -> None:
     assert first.finished.usage.completion_tokens == 16
     assert all(math.isfinite(logprob.logprob) for logprob in first.logprobs)
     settle(drive)
-    assert drive.store.held_bytes <= drive.budget.total_bytes
+    assert drive.stock.shelf.held_bytes <= drive.budget.total_bytes
     again = serve_within(drive, [*tokens, *first.ids, 5, 6, 7], 8)
     assert again.finished.usage.cached_tokens == len(tokens) + 15
 
@@ -115,8 +115,7 @@ def test_a_prompt_of_two_and_a_half_times_what_raw_holds(how: str) -> None:
 def test_what_fits_raw_is_held_raw_unless_it_is_to_be_encoded() -> None:
     drive = drive_with(STORAGES["dynamic"])
     rungs = drive.loop.budget.rungs
-    assert [(rung.k, rung.v) for rung in rungs] == [
-        ("raw", "raw"),
+    assert [(rung.plan.k, rung.plan.v) for rung in rungs if rung.plan is not None] == [
         ("planes:8", "planes:8"),
         ("planes:8", "planes:4"),
         ("planes:4", "planes:4"),
@@ -124,12 +123,12 @@ def test_what_fits_raw_is_held_raw_unless_it_is_to_be_encoded() -> None:
     assert drive.loop.budget.rung_for(RAW_HOLDS) is RAW
     assert drive.loop.budget.rung_for(RAW_HOLDS + 1) is rungs[1]
     assert drive.loop.budget.rung_for(10 * RAW_HOLDS) is None
-    assert [rung.k for rung in drive_with(FOUR).loop.budget.rungs] == ["planes:4"]
+    assert [rung.plan and rung.plan.k for rung in drive_with(FOUR).loop.budget.rungs] == ["planes:4"]
 
 
 def test_floors_and_lengths_bound_what_is_let_in() -> None:
     high = drive_with(Storage(dynamic=True, floor_k_bits=8, floor_v_bits=8)).loop.budget
-    assert {rung.v for rung in high.rungs} == {"raw", "planes:8"}
+    assert {rung.plan and rung.plan.v for rung in high.rungs} == {None, "planes:8"}
     at = drive_with(Storage(dynamic_at=((1500, "planes:4"),))).loop.budget
     # Shorter ones are not held in fewer bits: they are refused as without the setting.
     assert at.rung_for(1400) is None
@@ -148,7 +147,7 @@ def test_a_long_reply_is_encoded_as_it_grows() -> None:
     reply = serve_within(drive, prompt(700), 400)
     assert reply.finished.usage.completion_tokens == 400
     settle(drive)
-    assert set(drive.store.usage().by_precision) == {"planes:4"}
+    assert set(drive.stock.reporter.usage().by_precision) == {"planes:4"}
 
 
 def test_no_precision_is_named_that_would_not_do() -> None:
@@ -166,7 +165,7 @@ def peak_of_longest(storage: Storage, limit_bytes: int) -> tuple[int, int]:
     engine = Engine(loaded, limits, Metrics(), storage)
     engine.start()
     try:
-        budget = engine._loop.budget
+        budget = engine._thread.loop.budget
         most = budget.most_tokens(budget.rungs[-1])
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         before = mx.get_active_memory() - loaded.weight_bytes  # of other tests

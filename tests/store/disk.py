@@ -20,9 +20,10 @@ from kvstrata.spans.plan import make_plan
 from kvstrata.store.cold.chains import finish
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.cold.loads import Load
+from kvstrata.store.options import StoreOptions
 from kvstrata.store.precision.pressure import LadderOptions
 from kvstrata.store.precision.target import PrecisionOptions
-from kvstrata.store.store import Store, StoreOptions
+from kvstrata.store.stock import Stock, make_stock
 from tests.store.kv import LAYOUT, Clock, settle, store_tokens
 
 MIB = 1 << 20
@@ -44,7 +45,7 @@ def store_on(
     ladder: LadderOptions | None = None,
     patience_s: float = 60.0,
     **disk: Any,
-) -> Iterator[Store]:
+) -> Iterator[Stock]:
     limits: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
     tier = DiskTier(folder, chain=chain, tally=tally, **limits)
     options = StoreOptions(
@@ -55,7 +56,9 @@ def store_on(
     )
     plan_of = partial(make_plan, layout)
     cold = Cold(tier, layout, post=lambda _: None, patience_s=patience_s)
-    yield Store(layout, identity_of(layout), plan_of(name, name), options, plan_of=plan_of, cold=cold, clock=Clock())
+    yield make_stock(
+        layout, identity_of(layout), plan_of(name, name), options, plan_of=plan_of, cold=cold, clock=Clock()
+    )
     tier.close()
 
 
@@ -64,53 +67,53 @@ def random_tokens(count: int, seed: int) -> list[int]:
     return [source.randrange(1000) for _ in range(count)]
 
 
-def chat(store: Store, tokens: list[int], num_turns: int, *, seed: int = 0, turn_tokens: int = 40) -> list[int]:
+def chat(stock: Stock, tokens: list[int], num_turns: int, *, seed: int = 0, turn_tokens: int = 40) -> list[int]:
     """So many more turns, each settled before the next comes."""
     for turn in range(num_turns):
         tokens = [*tokens, *random_tokens(turn_tokens, 1000 * seed + turn)]
-        store_tokens(store, tokens)
-        settle(store)
+        store_tokens(stock, tokens)
+        settle(stock)
     return tokens
 
 
-def write_turns(store: Store, tokens: list[int], ends: list[int]) -> None:
+def write_turns(stock: Stock, tokens: list[int], ends: list[int]) -> None:
     for end in ends:
-        store_tokens(store, tokens[:end])
-        settle(store)
-    store.spill()
-    settle(store)
-    written(store)
+        store_tokens(stock, tokens[:end])
+        settle(stock)
+    stock.spills.add_free()
+    settle(stock)
+    written(stock)
 
 
-def written(store: Store) -> int:
+def written(stock: Stock) -> int:
     """Tokens on the disk, over all chains."""
-    assert store.cold is not None
-    assert store.cold.tier.flush(60).is_empty
-    return store.cold.tier.usage().num_tokens
+    assert stock.cold is not None
+    assert stock.cold.tier.flush(60).is_empty
+    return stock.cold.tier.usage().num_tokens
 
 
-def reachable(store: Store, tokens: list[int]) -> int:
+def reachable(stock: Stock, tokens: list[int]) -> int:
     """How many a start would find."""
-    assert store.cold is not None
-    return finish(store.cold.chains.match(store.root_of(""), as_ids(tokens))).num_tokens
+    assert stock.cold is not None
+    return finish(stock.cold.chains.match(stock.search.root_of(""), as_ids(tokens))).num_tokens
 
 
-def load(store: Store, tokens: list[int]) -> None:
+def load(stock: Stock, tokens: list[int]) -> None:
     """What the disk has comes back."""
-    loading = begin_load(store, tokens)
-    assert store.fetches is not None
+    loading = begin_load(stock, tokens)
+    assert stock.fetches is not None
     until_s = time.monotonic() + LOAD_TIMEOUT_S
     while not loading.is_done:
         assert time.monotonic() < until_s
-        store.work(0)
-    store.fetches.promote(loading)
+        stock.chores.work(0)
+    stock.fetches.promote(loading)
 
 
-def begin_load(store: Store, tokens: list[int]) -> Load:
-    assert store.fetches is not None
-    lookup = store.fetches.look(tokens, "")
+def begin_load(stock: Stock, tokens: list[int]) -> Load:
+    assert stock.fetches is not None
+    lookup = stock.fetches.look(tokens, "")
     assert lookup is not None
     assert lookup.wait(LOAD_TIMEOUT_S)
-    loading = store.fetches.load(lookup.answer, tokens, "")
+    loading = stock.fetches.load(lookup.answer, tokens, "")
     assert loading is not None
     return loading

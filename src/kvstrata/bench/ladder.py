@@ -183,7 +183,7 @@ def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_
             chats = _talk(engine, loaded, load)
         seconds = time.perf_counter() - began_s
         peak_bytes = mx.get_peak_memory() - others_bytes
-        usage = engine.ask(lambda loop: loop.usage()).result()
+        usage = engine.cache.usage().result()
     finally:
         engine.stop()
     return LadderRun(

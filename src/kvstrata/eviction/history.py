@@ -6,6 +6,7 @@ times as long as the store can hold them, tells how much of a prompt was known, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstrata.eviction.leaf_queue import LeafQueue
@@ -31,20 +32,17 @@ def kind_of(known_tokens: int, num_tokens: int) -> Kind:
 
 
 class History:
-    """`store_tokens`: about what the store can hold."""
+    """`store_tokens` tells about how many the store can hold now."""
 
-    def __init__(self, reuse: Reuse, store_tokens: int) -> None:
+    def __init__(self, reuse: Reuse, store_tokens: Callable[[], int]) -> None:
         self._reuse = reuse
-        self._max_tokens = HISTORY_FACTOR * store_tokens
+        self._store_tokens = store_tokens
         self._tree: Tree[Seen | None] = Tree()
         self._leaves: LeafQueue[Node[Seen | None]] = LeafQueue()
 
     @property
     def num_tokens(self) -> int:
         return self._tree.num_tokens
-
-    def resize(self, store_tokens: int) -> None:
-        self._max_tokens = HISTORY_FACTOR * store_tokens
 
     def known_tokens(self, root_key: bytes, tokens: Tokens) -> int:
         """How far a prompt was asked for before, by whatever prompt."""
@@ -61,7 +59,8 @@ class History:
             self._leaves.discard(node)
         if inserted.path and inserted.path[-1].is_leaf:
             self._put(inserted.path[-1])
-        while self._tree.num_tokens > self._max_tokens:
+        most = HISTORY_FACTOR * self._store_tokens()
+        while self._tree.num_tokens > most:
             self._forget_oldest(now_s)
         return kind
 

@@ -1,4 +1,4 @@
-"""What a store is told when it is made, and what it tells when it was cleared. Plain values."""
+"""What a store is told when it is made. Plain values."""
 
 from __future__ import annotations
 
@@ -11,16 +11,9 @@ from kvstrata.store.precision.target import PrecisionOptions
 @dataclass(frozen=True)
 class StoreOptions:
     hot_bytes: int  # most that stored spans may take
-    put_away: bool = True  # to the disk, what stepping down takes away
     write_through: bool = False  # to the disk at once, not when memory runs short
     max_arrays: int | None = None  # that MLX may have allocated for stored spans; None: any number
     max_marks: int = 8  # on the way from the first token to the end of a span
     ttl_s: float | None = None  # what no request used for so long goes
     precision: PrecisionOptions = field(default_factory=PrecisionOptions)
     ladder: LadderOptions = field(default_factory=LadderOptions)
-
-
-@dataclass(frozen=True)
-class Cleared:
-    nbytes: int
-    tokens: int

@@ -18,6 +18,7 @@ from kvstrata.store.cold.cold import Cold, Spilled, ids_to
 from kvstrata.store.cold.unwritten import Unwritten
 from kvstrata.store.entry import Entry
 from kvstrata.store.failures import Failures
+from kvstrata.store.leaves import Leaves
 from kvstrata.store.losses import Reason, disk_reason
 from kvstrata.store.precision.mover import Job, Mover
 from kvstrata.store.shelf import Shelf
@@ -51,7 +52,7 @@ class Handover:
 
     end: int  # of the tokens that it has, or that are on their way
     reason: Reason | None = None  # why not all; None: it has all, or there is no disk that could
-    waits: bool = False  # more will be on its way when the queue has room, or its bytes are packed
+    waits: bool = False  # the disk works, and takes more when its queue has room, or the bytes are packed
 
 
 class Spills:
@@ -61,12 +62,14 @@ class Spills:
         self,
         cold: Cold | None,
         shelf: Shelf,
+        leaves: Leaves,
         counters: Counter[str],
         failures: Failures,
         rewriter: Mover,
     ) -> None:
         self._cold = cold
         self._shelf = shelf
+        self._leaves = leaves
         self._counters = counters
         self._rewriter = rewriter
         self._failures = failures
@@ -141,7 +144,7 @@ class Spills:
         return before.refused is None or not cold.tier.would_take(before.refused)
 
     def _as_untaken(self, entry: Entry, refused: Refused | None, disk_end: int = 0) -> Untaken:
-        return Untaken(entry.span.end, entry.span.kv_bytes, self._shelf.used_s(entry), refused, disk_end)
+        return Untaken(entry.span.end, entry.span.kv_bytes, self._leaves.used_s(entry), refused, disk_end)
 
     def give_up(self, under: bytes = b"") -> None:
         """What is being written, under all roots that begin so: the disk is cleared."""
@@ -165,11 +168,12 @@ class Spills:
         if entry.is_clean:
             return Handover(leaf.end)
         if self._rewriter.has(entry) or self._mover.has(entry):
-            return Handover(leaf.start, "disk_slow", waits=True)
+            return Handover(leaf.start, "disk_slow", waits=self._cold.is_working)
         untaken = self._untaken.get(entry)
         if untaken is None:
             return Handover(leaf.start)  # what it hangs on is still being computed
-        waits = untaken.refused is not None and untaken.refused.reason is Refusal.QUEUE_FULL
+        is_queue_full = untaken.refused is not None and untaken.refused.reason is Refusal.QUEUE_FULL
+        waits = is_queue_full and self._cold.is_working
         return Handover(untaken.disk_end, disk_reason(untaken.refused, self._cold.tier.paused_because), waits)
 
     def _settle_to(self, leaf: Node[Entry], until_s: float = math.inf) -> None:
@@ -244,7 +248,7 @@ class Spills:
         out again; but the beginning of a conversation that is longer than the disk is better than nothing."""
         chosen, left_bytes = list[Entry](), room_bytes
         ended = [entry for entry in self._shelf.entries if entry.nodes and not entry.is_running]
-        for entry in sorted(ended, key=lambda e: (e.is_pinned, self._shelf.end_used_s(e)), reverse=True):
+        for entry in sorted(ended, key=lambda e: (e.is_pinned, self._leaves.end_used_s(e)), reverse=True):
             if left_bytes >= min(entry.span.nbytes, room_bytes):
                 left_bytes -= entry.span.nbytes
                 chosen.append(entry)
@@ -305,7 +309,7 @@ class Spills:
     def _spill(self, entry: Entry, cold: Cold, *, puts_away: bool = False) -> Job:
         leaf = entry.last_node
         end = leaf.end
-        steps = cold.spill(leaf, puts_away=puts_away, unused_s=self._shelf.unused_s)
+        steps = cold.spill(leaf, puts_away=puts_away, unused_s=self._leaves.unused_s)
         while True:
             try:
                 next(steps)

@@ -23,10 +23,11 @@ from kvstrata.store.precision.mover import Job
 @dataclass(frozen=True)
 class PrecisionOptions:
     min_quantize_tokens: int = 256  # shorter sequences stay raw: their overhead exceeds what is saved
-    live: bool = False  # running sequences are encoded too
+    live: bool = False  # running sequences are encoded too,
+    window: RawWindow = field(default_factory=RawWindow)  # but for this
+    put_away: bool = True  # to the disk, what stepping down takes away
     gathers: bool = False  # planes of layers that are stored alike become rows of one array,
     apart: frozenset[int] = frozenset()  # but for these layers, which keep more bits than the others
-    window: RawWindow = field(default_factory=RawWindow)  # but for this
 
 
 class Precision:
@@ -45,7 +46,7 @@ class Precision:
         if entry.is_running:
             return wanted if self._has_to_seal(entry, wanted) else None
         done = all(span.settles(layer, wanted.pairs[layer], upward=entry.goes_up) for layer in span.layers)
-        done = done and all(self._mark_settles(mark, wanted) for mark in span.marks.values())
+        done = done and all(self._mark_is_under(mark, wanted) for mark in span.marks.values())
         return None if done and not (self.options.gathers and has_to_gather(span, self.options.apart)) else wanted
 
     def wanted(self, entry: Entry) -> Plan:
@@ -78,6 +79,10 @@ class Precision:
         wanted_bytes = self._token_bytes(self.wanted(entry)) * entry.span.num_tokens
         return max(0, int(entry.nbytes - entry.span.mark_bytes - wanted_bytes))
 
+    def target_token_bytes(self) -> float:
+        """Of a token that is stored from now on."""
+        return self._token_bytes(self.target)
+
     def _token_bytes(self, plan: Plan) -> float:
         # There are many plans, and few pairs of names that they are made from.
         names = plan.k, plan.v
@@ -85,7 +90,7 @@ class Precision:
             self._sizes[names] = plan.token_bytes(self.layout)
         return self._sizes[names]
 
-    def _mark_settles(self, mark: Mark, plan: Plan) -> bool:
+    def _mark_is_under(self, mark: Mark, plan: Plan) -> bool:
         """Whether its rings are under the plan, or lower. A model may have no other KV."""
         states = zip(mark.states, plan.pairs, self.layout.flat(), strict=True)
         rings = [(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedPart)]
