@@ -8,8 +8,10 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.codecs.registry import parse
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.resume import MIN_FOLLOW_TOKENS
+from kvstrata.engine.storage import Storage
 from kvstrata.store.precision.requantize import Change
 from tests.engine.drive import Client, Drive
 from tests.engine.test_loop import assert_same, prompt
@@ -100,7 +102,7 @@ def test_quantized_kv_in_a_batch(architecture: str, head_dim: int, name: str) ->
     """Rings too, and any head size."""
     config = {**tiny_config(architecture), "head_dim": head_dim}
     loaded = replace(tiny_loaded(architecture), module=tiny_module(architecture, head_dim=head_dim), config=config)
-    drive = Drive(loaded, storage=Storage(k=name, v=name, min_quantize_tokens=0))
+    drive = Drive(loaded, storage=Storage(k=parse(name), v=parse(name), min_quantize_tokens=0))
     serve(drive, prompt(100), 2)
     clients = [drive.submit([*prompt(99), i, *prompt(5, seed=i)], 60) for i in range(4)]
     while not all(client.ids for client in clients):
@@ -178,9 +180,9 @@ def test_the_partial_tail_is_stored_too() -> None:
 
 
 def test_after_a_change_of_bits_what_is_stored_stays_usable() -> None:
-    drive = Drive(tiny_loaded(LLAMA), storage=Storage(k="planes:4", v="planes:4"))
+    drive = Drive(tiny_loaded(LLAMA), storage=Storage(k=parse("planes:4"), v=parse("planes:4")))
     serve(drive, prompt(400))
-    drive.cache.requantize(Change("planes:8", "planes:8"))
+    drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
     settle(drive)
     assert cached(serve(drive, [*prompt(400), 1, 2])) == 400
     serve(drive, prompt(400, seed=1))
@@ -194,7 +196,7 @@ def test_requantizing_lets_streams_run_on() -> None:
     running = drive.submit(prompt(500, seed=9), 200)
     while len(running.ids) < 5:
         drive.loop.step()
-    drive.cache.requantize(Change("planes:4", "planes:4", scope="stored"))
+    drive.cache.requantize(Change(parse("planes:4"), parse("planes:4"), scope="stored"))
     steps = 0
     while drive.cache.requantize_progress().is_running:
         before = len(running.ids)

@@ -9,12 +9,13 @@ import mlx.core as mx
 
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.housekeeping import Housekeeping
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.make import Served, make_loop
 from kvstrata.engine.memory import Budget
 from kvstrata.engine.operations import Operations
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, Request, Sampling, TokenLogprob
 from kvstrata.engine.sequence import Sequence
+from kvstrata.engine.storage import Storage
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.store.cold.cold import Cold

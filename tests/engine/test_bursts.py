@@ -15,9 +15,10 @@ import pytest
 
 from kvstrata.disk.files import Files
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Finished, Request
+from kvstrata.engine.storage import Storage
 from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
 from kvstrata.models.loaded import LoadedModel

@@ -16,14 +16,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.lookups import Lookup
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Disk, Limits, Storage
+from kvstrata.engine.limits import Disk, Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.operations import Operations
 from kvstrata.engine.rates import Rate
 from kvstrata.engine.request import Failed, Piece, Request
+from kvstrata.engine.storage import Storage
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -104,7 +106,7 @@ def test_a_failed_step_costs_what_is_in_memory_and_nothing_else(
     with engine_on(tmp_path, tiny_loaded("llama")) as engine:
         before = engine.ask(lambda _: mx.get_active_memory()).result(60)
         answer(engine, "first", 2000)
-        engine.ask(lambda loop: Operations(loop).requantize(Change("raw", "planes:8"))).result(60)
+        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("raw"), parse("planes:8")))).result(60)
         settle(engine)
         engine.ask(lambda loop: loop.stock.flush(30)).result(60)
         counted = engine.ask(lambda loop: Operations(loop).usage().counters).result(60)
@@ -200,7 +202,7 @@ def test_what_is_evicted_comes_back_from_the_disk_with_memory_full(tmp_path: Pat
 @pytest.mark.parametrize("name", ["planes:8", "planes:2", "rotated:4"])
 def test_blocks_rest_at_the_precision_that_they_have_in_memory(name: str, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k=name, v=name)
+    storage = Storage(k=parse(name), v=parse(name))
     with engine_on(tmp_path, loaded, storage) as engine:
         answer(engine, "first", 700)
         warm = answer(engine, "warm", 700)
@@ -215,7 +217,7 @@ def test_blocks_rest_at_the_precision_that_they_have_in_memory(name: str, tmp_pa
 
 def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k="planes:8", v="planes:8")
+    storage = Storage(k=parse("planes:8"), v=parse("planes:8"))
 
     def planes(loop: Loop) -> list[bytes]:
         (entry,) = [entry for entry in loop.stock.shelf.entries if entry.span.end > 600]
@@ -226,17 +228,17 @@ def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> N
         answer(engine, "first", 700)
         settle(engine)
         before = engine.ask(planes).result(60)
-        engine.ask(lambda loop: Operations(loop).requantize(Change("planes:4", "planes:4"))).result(60)
+        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:4"), parse("planes:4")))).result(60)
         settle(engine)
         assert len(engine.ask(planes).result(60)) < len(before)
         assert engine.ask(flush_tier).result(60)
         of_disk = engine.ask(
-            lambda loop: Operations(loop).requantize(Change("planes:2", scope="disk", dry_run=True))
+            lambda loop: Operations(loop).requantize(Change(parse("planes:2"), scope="disk", dry_run=True))
         ).result(60)
         assert [left.reason for left in of_disk.left_alone] == [
             "blocks on the disk keep the precision they were written in"
         ]
-        engine.ask(lambda loop: Operations(loop).requantize(Change("planes:8", "planes:8"))).result(60)
+        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:8"), parse("planes:8")))).result(60)
         until_s = time.monotonic() + 30
         while not engine.ask(lambda loop: Operations(loop).usage().counters.get("restored_spans", 0)).result(60):
             assert time.monotonic() < until_s
@@ -244,7 +246,9 @@ def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> N
 
 
 def change(engine: Engine, name: str, *, dry_run: bool = False) -> Changed:
-    changed = engine.ask(lambda loop: Operations(loop).requantize(Change(name, name, dry_run=dry_run))).result(60)
+    changed = engine.ask(
+        lambda loop: Operations(loop).requantize(Change(parse(name), parse(name), dry_run=dry_run))
+    ).result(60)
     until_s = time.monotonic() + 30
     while engine.ask(lambda loop: Operations(loop).requantize_progress().is_running).result(60):
         assert time.monotonic() < until_s
@@ -255,7 +259,7 @@ def change(engine: Engine, name: str, *, dry_run: bool = False) -> Changed:
 @pytest.mark.parametrize("began", ["raw", "planes:8"])
 def test_output_after_stepping_down_and_back_is_that_of_a_run_that_never_did(began: str, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k=began, v=began)
+    storage = Storage(k=parse(began), v=parse(began))
     with engine_on(tmp_path / "never", loaded, storage) as engine:
         answer(engine, "first", 700)
         change(engine, "planes:8")

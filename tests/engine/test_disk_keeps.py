@@ -15,10 +15,10 @@ import pytest
 from kvstrata.disk.pause import Pause
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.operations import Operations
 from kvstrata.engine.request import Failed, Request
+from kvstrata.engine.storage import Storage
 from kvstrata.index.ids import as_ids
 from kvstrata.store.cold.chains import finish
 from tests.disk.faults import FaultyFiles, fail, fail_once

@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.disk import rates
 from kvstrata.disk.block import BlockId
 from kvstrata.disk.files import Files
 from kvstrata.disk.shelf import Shelf
 from kvstrata.engine import fetching
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.operations import Operations
 from kvstrata.engine.rates import Rate
 from kvstrata.engine.request import Piece, Request
+from kvstrata.engine.storage import Storage
 from kvstrata.store.precision.requantize import Change
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, engine_on, flush_tier, make_computing_slow, settle, why
@@ -148,16 +149,16 @@ def asking_threads(shelf: Shelf) -> dict[str, set[str]]:
 
 def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k="planes:8", v="planes:8", write_through=True)
+    storage = Storage(k=parse("planes:8"), v=parse("planes:8"), write_through=True)
     prompt = [i * 7 % VOCAB for i in range(700)]
     with engine_on(tmp_path, loaded, storage) as engine:
         answer(engine, "first", 700)
         settle(engine)
-        engine.ask(lambda loop: Operations(loop).requantize(Change("planes:4", "planes:4"))).result(60)
+        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:4"), parse("planes:4")))).result(60)
         settle(engine)
         assert engine.ask(flush_tier).result(60)
         threads = asking_threads(shelf_of(engine))
-        engine.ask(lambda loop: Operations(loop).requantize(Change("planes:8", "planes:8"))).result(60)
+        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:8"), parse("planes:8")))).result(60)
         wait_for(lambda: engine.ask(is_done).result(60))
         assert engine.ask(lambda loop: Operations(loop).usage().counters["restored_spans"]).result(60) >= 1
         engine.ask(lambda loop: loop.stock.pins.pin(prompt, "")).result(60)

@@ -18,8 +18,9 @@ import pytest
 from kvstrata.backend.streams import Streams
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.housekeeping import Housekeeping
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, NeverFits, QueueFull, Unavailable
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.codecs.registry import parse
+from kvstrata.engine.limits import Limits
+from kvstrata.engine.storage import Storage
 from tests.engine.drive import Drive, do_one_step
 from tests.engine.test_loop import prompt
 from tests.engine.test_requantize import settle
@@ -64,7 +66,7 @@ def test_layers_at_the_edges_do_not_hide_how_far_the_others_have_stepped_down() 
 def test_what_cannot_step_down_stays_beside_what_can() -> None:
     loaded = tiny_loaded("llama")
     kv_bytes = 1500 * Drive(loaded).budget.token_bytes
-    storage = Storage(k="rotated:4", v="raw", dynamic=True)
+    storage = Storage(k=parse("rotated:4"), v=parse("raw"), dynamic=True)
     drive = Drive(loaded, Limits(tail_step_tokens=16), kv_bytes=kv_bytes, storage=storage)
     chats(drive, 6)
     assert drive.stock.reporter.count()["stepped_down_spans"] > 0
@@ -85,7 +87,7 @@ def test_without_the_ladder_precision_stays() -> None:
 
 @pytest.mark.parametrize("live", [False, True])
 def test_long_conversations_step_down_at_their_length(live: bool) -> None:
-    steps = ((600, "planes:8"), (1200, "planes:4"))
+    steps = ((600, parse("planes:8")), (1200, parse("planes:4")))
     drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=300), storage=Storage(dynamic_at=steps, live=live))
     for tokens, expected in ((500, {"raw"}), (700, {"planes:8"}), (1300, {"planes:4"})):
         drive.submit(prompt(tokens, seed=tokens), 8)
@@ -96,7 +98,7 @@ def test_long_conversations_step_down_at_their_length(live: bool) -> None:
 
 
 def test_what_a_long_and_a_short_sequence_share_steps_down_once() -> None:
-    steps = ((256, "planes:8"), (1024, "planes:4"))
+    steps = ((256, parse("planes:8")), (1024, parse("planes:4")))
     drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=64), storage=Storage(dynamic_at=steps))
     drive.submit(prompt(300), 2)
     drive.run()
@@ -104,7 +106,7 @@ def test_what_a_long_and_a_short_sequence_share_steps_down_once() -> None:
     drive.submit([*prompt(300), *prompt(100, seed=2)], 300)
     drive.run()
     settle(drive)
-    assert {entry.span.num_tokens: entry.target.k for entry in drive.stock.shelf.entries if entry.target} == {
+    assert {entry.span.num_tokens: entry.target.k.name for entry in drive.stock.shelf.entries if entry.target} == {
         301: "planes:4",
         1199: "planes:4",
         399: "planes:8",

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvstrata.disk.usage import Usage
-from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Request
+from kvstrata.engine.storage import Storage
 from kvstrata.store.tidying import MAX_SPANS
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import engine_on, flush_tier, settle

@@ -10,11 +10,13 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.memory import Budget
 from kvstrata.engine.request import Event, Failed, Finished, Request
 from kvstrata.engine.rungs import RAW, live_rungs, make_rungs
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import NeverFits
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
 from kvstrata.metrics import Metrics
@@ -30,11 +32,11 @@ LAYER_8B = LayerSpec("full", token_bytes=8 * 256 * 2, kv_heads=8, k_dim=128, v_d
 LAYOUT_8B = Layout((LAYER_8B,) * 32)
 CHUNK = 64
 RAW_HOLDS = 1000
-FOUR = Storage(k="planes:4", v="planes:4", live=True, recent_raw_tokens=32)
+FOUR = Storage(k=parse("planes:4"), v=parse("planes:4"), live=True, recent_raw_tokens=32)
 STORAGES = {
     "live": FOUR,
     "dynamic": Storage(dynamic=True, recent_raw_tokens=32),
-    "at a length": Storage(dynamic_at=((500, "planes:8"), (2000, "planes:4")), recent_raw_tokens=32),
+    "at a length": Storage(dynamic_at=((500, parse("planes:8")), (2000, parse("planes:4"))), recent_raw_tokens=32),
 }
 
 
@@ -89,7 +91,7 @@ def test_the_8b_shape_in_6_gib() -> None:
     assert budget.most_tokens() == 49_152
     with pytest.raises(NeverFits):
         budget.reply_tokens(60_000, 100)
-    live = Storage(k="planes:4", v="planes:4", live=True)
+    live = Storage(k=parse("planes:4"), v=parse("planes:4"), live=True)
     budget = Budget(6 * GIB, 0, LAYOUT_8B.token_bytes, make_rungs(LAYOUT_8B, live, 2048))
     assert budget.reply_tokens(60_000, 100) == 100
     assert 175_000 < budget.most_tokens(budget.rungs[0]) < 188_000
@@ -115,7 +117,7 @@ def test_a_prompt_of_two_and_a_half_times_what_raw_holds(how: str) -> None:
 def test_what_fits_raw_is_held_raw_unless_it_is_to_be_encoded() -> None:
     drive = drive_with(STORAGES["dynamic"])
     rungs = drive.loop.budget.rungs
-    assert [(rung.plan.k, rung.plan.v) for rung in rungs if rung.plan is not None] == [
+    assert [(rung.plan.k.name, rung.plan.v.name) for rung in rungs if rung.plan is not None] == [
         ("planes:8", "planes:8"),
         ("planes:8", "planes:4"),
         ("planes:4", "planes:4"),
@@ -123,13 +125,13 @@ def test_what_fits_raw_is_held_raw_unless_it_is_to_be_encoded() -> None:
     assert drive.loop.budget.rung_for(RAW_HOLDS) is RAW
     assert drive.loop.budget.rung_for(RAW_HOLDS + 1) is rungs[1]
     assert drive.loop.budget.rung_for(10 * RAW_HOLDS) is None
-    assert [rung.plan and rung.plan.k for rung in drive_with(FOUR).loop.budget.rungs] == ["planes:4"]
+    assert [rung.plan and rung.plan.k.name for rung in drive_with(FOUR).loop.budget.rungs] == ["planes:4"]
 
 
 def test_floors_and_lengths_bound_what_is_let_in() -> None:
     high = drive_with(Storage(dynamic=True, floor_k_bits=8, floor_v_bits=8)).loop.budget
-    assert {rung.plan and rung.plan.v for rung in high.rungs} == {None, "planes:8"}
-    at = drive_with(Storage(dynamic_at=((1500, "planes:4"),))).loop.budget
+    assert {rung.plan and rung.plan.v.name for rung in high.rungs} == {None, "planes:8"}
+    at = drive_with(Storage(dynamic_at=((1500, parse("planes:4")),))).loop.budget
     # Shorter ones are not held in fewer bits: they are refused as without the setting.
     assert at.rung_for(1400) is None
     assert at.rung_for(1500) is at.rungs[1]

@@ -11,10 +11,12 @@ from functools import cache
 import mlx.core as mx
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.config import load
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.engine.sequence import Sequence
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
 from kvstrata.index.ids import Tokens
 from kvstrata.layers.sequence import SequenceCache
@@ -124,7 +126,7 @@ def test_the_same_prompt_again_prefills_one_token(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
 def test_quantized_storage_equals_resuming_from_the_same_spans_by_hand(architecture: str) -> None:
     loaded = steady_loaded(architecture)
-    storage = Storage(k="planes:8", v="planes:4", min_quantize_tokens=0)
+    storage = Storage(k=parse("planes:8"), v=parse("planes:4"), min_quantize_tokens=0)
     replies = []
     for _ in range(2):
         drive = Drive(loaded, storage=storage)
@@ -300,7 +302,7 @@ def test_bounded_sequences_store_what_they_still_hold(length: int) -> None:
 
 def test_bounded_sequences_are_stored_quantized_too() -> None:
     """All that such a model keeps is rings."""
-    storage = Storage(k="planes:8", v="planes:8", min_quantize_tokens=0)
+    storage = Storage(k=parse("planes:8"), v=parse("planes:8"), min_quantize_tokens=0)
     drive = Drive(tiny_loaded("llama"), Limits(max_kv_size=64), storage=storage)
     tokens = prompt(200)
     for turn in range(3):
@@ -331,7 +333,7 @@ def test_a_long_chat_of_many_turns_has_few_spans() -> None:
 @pytest.mark.parametrize("name", ["raw", "planes:8"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
 def test_a_chat_of_eight_turns_holds_little_more_than_its_last_state(architecture: str, name: str) -> None:
-    storage = Storage(k=name, v=name, min_quantize_tokens=0)
+    storage = Storage(k=parse(name), v=parse(name), min_quantize_tokens=0)
     drive, last = Drive(tiny_loaded(architecture), storage=storage), Drive(tiny_loaded(architecture), storage=storage)
     asked = tokens = prompt(200)
     for turn in range(8):
@@ -346,14 +348,14 @@ def test_a_chat_of_eight_turns_holds_little_more_than_its_last_state(architectur
 @pytest.mark.parametrize(("length", "name"), [(252, "raw"), (253, "planes:8")])
 def test_shorter_sequences_stay_raw(length: int, name: str) -> None:
     """Of a reply of four tokens three are stored."""
-    drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:8", v="planes:8"))
+    drive = Drive(tiny_loaded("llama"), storage=Storage(k=parse("planes:8"), v=parse("planes:8")))
     serve(drive, prompt(length), 4)
     assert drive.stock.reporter.usage().tokens in (255, 256)
     assert set(drive.stock.reporter.usage().by_precision) == {name}
 
 
 def test_a_chat_of_short_turns_is_compressed_once_it_is_long() -> None:
-    drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:4", v="planes:4"))
+    drive = Drive(tiny_loaded("llama"), storage=Storage(k=parse("planes:4"), v=parse("planes:4")))
     tokens: list[int] = []
     for turn in range(8):
         tokens = tokens + prompt(50, seed=turn)
@@ -369,7 +371,7 @@ def test_a_negative_shortest_length_is_refused() -> None:
 
 
 def test_a_hundred_times_the_same_is_encoded_once() -> None:
-    drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:8", v="planes:8"))
+    drive = Drive(tiny_loaded("llama"), storage=Storage(k=parse("planes:8"), v=parse("planes:8")))
     clients = []
     for _ in range(100):
         clients.append(drive.submit(prompt(300), 2))
@@ -384,7 +386,7 @@ def test_a_hundred_times_the_same_is_encoded_once() -> None:
 
 
 def test_live_sequences_are_encoded_and_finish() -> None:
-    storage = Storage(k="planes:8", v="planes:8", live=True)
+    storage = Storage(k=parse("planes:8"), v=parse("planes:8"), live=True)
     drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=128), storage=storage)
     clients = [drive.submit([*prompt(700), *prompt(50, seed=i + 1)], 300, DRAWN) for i in range(3)]
     while not all(len(client.ids) > 270 for client in clients):
@@ -404,7 +406,7 @@ def test_live_sequences_are_encoded_and_finish() -> None:
 
 
 def test_without_live_what_runs_stays_as_it_is() -> None:
-    storage = Storage(k="planes:2", v="planes:2")
+    storage = Storage(k=parse("planes:2"), v=parse("planes:2"))
     drive = Drive(tiny_loaded("llama"), storage=storage)
     running = drive.submit(prompt(400), 60, DRAWN)
     while len(running.ids) < 20:

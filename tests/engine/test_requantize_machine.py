@@ -12,7 +12,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.codecs.registry import parse
+from kvstrata.engine.limits import Limits
+from kvstrata.engine.storage import Storage
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.store.precision.requantize import Change
 from tests.engine.drive import Client, Drive, do_one_step
@@ -58,8 +60,10 @@ class Played:
     def requantize(self, k: str, v: str, scope: Any, force: bool, of: int | None, salt: str | None) -> None:
         running = [sequence.id for sequence in self.drive.cache.usage().sequences]
         sequence = running[of % len(running)] if of is not None and running else None
-        change = Change(k, v, scope=scope, force=force, sequence=sequence, salt=salt)
-        said = self.drive.cache.requantize(Change(k, v, scope=scope, force=force, dry_run=True, salt=salt))
+        change = Change(parse(k), parse(v), scope=scope, force=force, sequence=sequence, salt=salt)
+        said = self.drive.cache.requantize(
+            Change(parse(k), parse(v), scope=scope, force=force, dry_run=True, salt=salt)
+        )
         assert said.tiers["hot"].bytes_freed >= 0 or force
         self.drive.cache.requantize(change)
 

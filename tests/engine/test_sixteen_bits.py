@@ -18,8 +18,9 @@ import pytest
 from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Sampling
+from kvstrata.engine.storage import Storage
 from kvstrata.index.keys import chain
 from kvstrata.layers.sequence import Prefix, SequenceCache
 from kvstrata.models.loaded import LoadedModel
@@ -167,9 +168,9 @@ def test_after_a_change_of_precision(case: str, dtype: str) -> None:
     def error(m: Sixteen) -> Error:
         drive = drive_with(m, case, storage=Storage(min_quantize_tokens=0))
         ask(drive, m.ids[:CACHED])
-        drive.cache.requantize(Change("planes:8", "planes:8"))
+        drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
         settle(drive)
-        drive.cache.requantize(Change("planes:8", "planes:4"))
+        drive.cache.requantize(Change(parse("planes:8"), parse("planes:4")))
         settle(drive)
         return encoded_error(m, drive)
 
@@ -181,7 +182,9 @@ def test_live(case: str) -> None:
     """Encoded while it runs: the reply is computed over planes, a raw window and new buffers."""
     m = sixteen(case, "bfloat16", 0)
     ids = tuple((m.ids * 8)[:500])
-    drive = drive_with(m, case, storage=Storage(k="planes:8", v="planes:8", live=True, recent_raw_tokens=32))
+    drive = drive_with(
+        m, case, storage=Storage(k=parse("planes:8"), v=parse("planes:8"), live=True, recent_raw_tokens=32)
+    )
     client = drive.submit(list(ids), 40, dataclasses.replace(FIRST_TOKEN, num_logprobs=VOCAB))
     drive.run()
     settle(drive)
@@ -209,7 +212,7 @@ def _distributions(model: Any, layout: Any, ids: tuple[int, ...], reply: tuple[i
 
 def test_stored_spans_have_few_arrays() -> None:
     m = sixteen("llama", "bfloat16", 0)
-    drive = drive_with(m, "llama", storage=Storage(k="planes:8", v="planes:4", min_quantize_tokens=0))
+    drive = drive_with(m, "llama", storage=Storage(k=parse("planes:8"), v=parse("planes:4"), min_quantize_tokens=0))
     ask(drive, m.ids[:CACHED])
     (entry,) = drive.stock.shelf.entries
     assert num_arrays(entry.span) == 9
@@ -232,7 +235,7 @@ def test_the_number_of_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_is_cut_short_is_gathered_again() -> None:
     m = sixteen("llama", "bfloat16", 0)
-    drive = drive_with(m, "llama", storage=Storage(k="planes:8", v="planes:8", min_quantize_tokens=0))
+    drive = drive_with(m, "llama", storage=Storage(k=parse("planes:8"), v=parse("planes:8"), min_quantize_tokens=0))
     ask(drive, (m.ids * 9)[:600])
     (entry,) = drive.stock.shelf.entries
     drive.stock.evictor.shrink_to(drive.stock.shelf.held_bytes - 1)

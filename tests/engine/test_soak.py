@@ -25,11 +25,12 @@ import psutil
 import pytest
 
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Disk, Limits, Storage
+from kvstrata.engine.limits import Disk, Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.operations import Operations
 from kvstrata.engine.rates import Rate
 from kvstrata.engine.request import Piece, Request
+from kvstrata.engine.storage import Storage
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from tests.disk.blocks import real_bytes

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Failed, Finished
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import NeverFits
 from tests.engine.drive import Client, Drive
 from tests.engine.test_loop import assert_same, prompt

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvstrata.codecs.registry import parse
 from kvstrata.disk.tier import DiskTier
 from kvstrata.index.identity import Identity
 from kvstrata.index.ids import as_ids
@@ -20,9 +21,7 @@ from kvstrata.spans.plan import make_plan
 from kvstrata.store.cold.chains import finish
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.cold.loads import Load
-from kvstrata.store.options import StoreOptions
-from kvstrata.store.precision.pressure import LadderOptions
-from kvstrata.store.precision.target import PrecisionOptions
+from kvstrata.store.options import LadderOptions, PrecisionOptions, StoreOptions
 from kvstrata.store.stock import Stock, make_stock
 from tests.store.kv import LAYOUT, Clock, settle, store_tokens
 
@@ -48,17 +47,16 @@ def store_on(
 ) -> Iterator[Stock]:
     limits: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
     tier = DiskTier(folder, chain=chain, tally=tally, **limits)
+    codec = parse(name)
     options = StoreOptions(
         hot_bytes,
         write_through=write_through,
-        precision=PrecisionOptions(min_quantize_tokens=0),
+        precision=PrecisionOptions(k=codec, v=codec, min_quantize_tokens=0),
         ladder=ladder or LadderOptions(),
     )
-    plan_of = partial(make_plan, layout)
     cold = Cold(tier, layout, post=lambda _: None, patience_s=patience_s)
-    yield make_stock(
-        layout, identity_of(layout), plan_of(name, name), options, plan_of=plan_of, cold=cold, clock=Clock()
-    )
+    plan_of = partial(make_plan, layout)
+    yield make_stock(layout, identity_of(layout), options, plan_of, cold=cold, clock=Clock())
     tier.close()
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.registry import parse
 from kvstrata.index.identity import Identity
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.recurrent import RecurrentLayer
@@ -20,8 +21,7 @@ from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import make_plan
 from kvstrata.store.entry import Lease
 from kvstrata.store.filing import Filing
-from kvstrata.store.options import StoreOptions
-from kvstrata.store.precision.target import PrecisionOptions
+from kvstrata.store.options import PrecisionOptions, StoreOptions
 from kvstrata.store.stock import Stock, make_stock
 
 DIM = 64
@@ -132,11 +132,11 @@ def new_stock(
     ttl_s: float | None = None,
     clock: Clock | None = None,
 ) -> Stock:
-    precision = PrecisionOptions(min_quantize_tokens=min_quantize_tokens, live=live)
+    codec = parse(name)
+    precision = PrecisionOptions(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, live=live)
     options = StoreOptions(hot_bytes=hot_bytes, ttl_s=ttl_s, precision=precision)
     identity = Identity(fingerprint, "float32", tuple(spec.signature for spec in layout.flat()))
-    plan_of = partial(make_plan, layout)
-    return make_stock(layout, identity, plan_of(name, name), options, plan_of=plan_of, clock=clock or Clock())
+    return make_stock(layout, identity, options, partial(make_plan, layout), clock=clock or Clock())
 
 
 class Clock:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.store.precision.pressure import LadderOptions
+from kvstrata.store.options import LadderOptions
 from kvstrata.store.stock import Stock
 from tests.disk.faults import FaultyFiles, fail, wait_for
 from tests.store.disk import MIB, random_tokens, reachable, store_on, written

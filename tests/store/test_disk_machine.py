@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.index.ids import as_ids
 from kvstrata.index.tree import Tree
 from kvstrata.spans.plan import make_plan
@@ -76,7 +77,7 @@ class Conversations:
 
     def lower(self) -> None:
         name = self.source.choice(["raw", "planes:8"])
-        self.stock.changes.requantize(Change(k=name, v=name), make_plan(LAYOUT, name, name))
+        self.stock.changes.requantize(Change(k=parse(name), v=parse(name)), make_plan(LAYOUT, parse(name), parse(name)))
 
     def longer(self, tokens: list[int]) -> list[int]:
         return [*tokens, *random_tokens(self.source.choice([5, 40, 100, 300, 700]), self.source.randrange(1 << 30))]

@@ -14,6 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstrata.codecs.registry import parse
 from kvstrata.index.identity import root_key
 from kvstrata.spans.plan import make_plan
 from kvstrata.store.entry import Lease
@@ -230,8 +231,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(k=NAMES, v=NAMES, scope=st.sampled_from(["all", "live", "stored"]), force=RARELY, dry=st.booleans())
     def requantize(self, k: str, v: str, scope: str, force: bool, dry: bool) -> None:
-        change = Change(k, v, scope=scope, force=force, dry_run=dry)  # pyright: ignore[reportArgumentType]
-        told = self.stock.changes.requantize(change, make_plan(self.layout, k, v))
+        change = Change(parse(k), parse(v), scope=scope, force=force, dry_run=dry)  # pyright: ignore[reportArgumentType]
+        told = self.stock.changes.requantize(change, make_plan(self.layout, parse(k), parse(v)))
         assert told.dry_run == dry
         if force and not dry:
             self.at_least = 2
@@ -287,7 +288,7 @@ class StoreMachine(RuleBasedStateMachine):
         stock.pressure._look()
         known = {entry: held for entry, held in stock.pressure._ladder._spans.items() if not entry.is_running}
         ended = [entry for entry in stock.shelf.entries if not entry.is_running and entry.span.layers]
-        assert known == {entry: stock.pressure._held(entry) for entry in ended}
+        assert known == {entry: stock.pressure._standing(entry) for entry in ended}
 
     @invariant()
     def what_may_go_is_known_with_its_size(self) -> None:

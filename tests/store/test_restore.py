@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
-from kvstrata.spans.plan import make_plan
+from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.store.precision.requantize import NO_ROOM, Change
 from kvstrata.store.stock import Stock
 from tests.store.disk import random_tokens, store_on, write_turns, written
 from tests.store.kv import LAYOUT, TOKEN_BYTES, check_lease, settle
 
-plan = partial(make_plan, LAYOUT)
-RAW, LOW = Change(k="raw", v="raw"), Change(k="planes:4", v="planes:4")
+
+def plan(name: str) -> Plan:
+    return make_plan(LAYOUT, parse(name), parse(name))
+
+
+RAW, LOW = Change(k=parse("raw"), v=parse("raw")), Change(k=parse("planes:4"), v=parse("planes:4"))
 TIMEOUT_S = 60.0
 
 
@@ -38,14 +42,14 @@ def step_down(stock: Stock, *prompts: list[int]) -> None:
     """They are on the disk as they were, and in memory in fewer bits."""
     for tokens in prompts:
         write_turns(stock, tokens, [len(tokens)])
-    stock.changes.requantize(LOW, plan("planes:4", "planes:4"))
+    stock.changes.requantize(LOW, plan("planes:4"))
     settle(stock)
     written(stock)
 
 
 def go_up(stock: Stock) -> int:
     """Tells how much was held at most."""
-    stock.changes.requantize(RAW, plan("raw", "raw"))
+    stock.changes.requantize(RAW, plan("raw"))
     until_s, most = time.monotonic() + TIMEOUT_S, 0
     while stock.changes.is_running:
         assert time.monotonic() < until_s
@@ -81,7 +85,7 @@ def test_what_finds_no_room_stays_lower_and_nothing_goes_for_it(tmp_path: Path) 
         step_down(stock, *prompts)
         held = stock.shelf.held_bytes
         stock.room.limit_bytes = held + 1100 * TOKEN_BYTES
-        told = stock.changes.requantize(Change(k="raw", v="raw", dry_run=True), plan("raw", "raw"))
+        told = stock.changes.requantize(Change(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
         assert [left.spans for left in told.left_alone if left.reason == NO_ROOM] == [2]
         assert go_up(stock) <= stock.room.limit_bytes
         settle(stock)
@@ -99,7 +103,7 @@ def test_memory_that_is_gone_when_it_comes_ends_it(tmp_path: Path) -> None:
     tokens = random_tokens(4000, 0)
     with store_on(tmp_path, read_ahead_bytes=512 * TOKEN_BYTES) as stock:
         step_down(stock, tokens)
-        stock.changes.requantize(RAW, plan("raw", "raw"))
+        stock.changes.requantize(RAW, plan("raw"))
         stock.room.limit_bytes = stock.shelf.held_bytes + 1000 * TOKEN_BYTES
         limit_bytes = stock.room.limit_bytes
         until_s = time.monotonic() + TIMEOUT_S
@@ -121,8 +125,8 @@ def test_a_later_change_ends_a_restore_where_it_is(tmp_path: Path) -> None:
     tokens = random_tokens(4000, 0)
     with store_on(tmp_path, read_ahead_bytes=512 * TOKEN_BYTES) as stock:
         step_down(stock, tokens)
-        stock.changes.requantize(RAW, plan("raw", "raw"))
-        stock.changes.requantize(LOW, plan("planes:4", "planes:4"))
+        stock.changes.requantize(RAW, plan("raw"))
+        stock.changes.requantize(LOW, plan("planes:4"))
         settle(stock)
         assert not stock.changes.is_running
         assert set(stock.reporter.usage().by_precision) == {"planes:4"}

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.disk.block import Block
 from kvstrata.disk.daily_budget import SECONDS_OF_A_DAY
 from kvstrata.disk.tier import Accepted
@@ -15,7 +15,7 @@ from kvstrata.index.identity import root_key
 from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import Layout
-from kvstrata.spans.plan import make_plan
+from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.store.precision.requantize import Change
 from kvstrata.store.stock import Stock
 from kvstrata.store.tidying import MAX_SPANS
@@ -24,7 +24,10 @@ from tests.store.disk import begin_load, chat, load, random_tokens, reachable, s
 from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, settle, store_tokens
 
 LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
-plan = partial(make_plan, LAYOUT)
+
+
+def plan(name: str) -> Plan:
+    return make_plan(LAYOUT, parse(name), parse(name))
 
 
 def unsettled_chat(stock: Stock, num_turns: int) -> list[int]:
@@ -229,13 +232,13 @@ def test_what_the_disk_has_in_fewer_bits_is_put_away_all_the_same(tmp_path: Path
         tokens = random_tokens(600, 0)
         write_turns(stock, tokens, [600])
         stock.clearing.clear(tier="hot")
-        stock.changes.requantize(Change(k="raw", v="raw"), plan("raw", "raw"))
+        stock.changes.requantize(Change(k=parse("raw"), v=parse("raw")), plan("raw"))
         store_tokens(stock, tokens)
         settle(stock)
-        stock.changes.requantize(Change(k="planes:4", v="planes:4"), plan("planes:4", "planes:4"))
+        stock.changes.requantize(Change(k=parse("planes:4"), v=parse("planes:4")), plan("planes:4"))
         settle(stock)
         assert written(stock) == 600
-        up = stock.changes.requantize(Change(k="raw", v="raw", dry_run=True), plan("raw", "raw"))
+        up = stock.changes.requantize(Change(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
         assert up.bytes_after == 600 * TOKEN_BYTES
         go_up(stock)
         assert stock.counters["restored_spans"] == 1
@@ -246,7 +249,7 @@ def test_what_the_disk_has_in_fewer_bits_is_put_away_all_the_same(tmp_path: Path
 
 
 def go_up(stock: Stock) -> None:
-    stock.changes.requantize(Change(k="raw", v="raw"), plan("raw", "raw"))
+    stock.changes.requantize(Change(k=parse("raw"), v=parse("raw")), plan("raw"))
     while stock.changes.is_running:
         if stock.chores.has_work:
             stock.chores.work(0)
@@ -257,7 +260,7 @@ def test_nothing_is_promised_or_counted_where_the_disk_has_it_in_fewer_bits(tmp_
         tokens = random_tokens(600, 0)
         write_turns(stock, tokens, [600])
         before = stock.shelf.held_bytes
-        up = stock.changes.requantize(Change(k="raw", v="raw", dry_run=True), plan("raw", "raw"))
+        up = stock.changes.requantize(Change(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
         assert up.bytes_after == up.bytes_before == before
         go_up(stock)
         assert stock.counters["restored_spans"] == 0
@@ -272,7 +275,7 @@ def test_a_span_that_begins_inside_a_block_comes_back(tmp_path: Path) -> None:
         written(stock)
         load(stock, tokens)
         assert [entry.span.position for entry in stock.shelf.entries] == [0, 100, 1636]
-        stock.changes.requantize(Change(k="planes:4", v="planes:4"), plan("planes:4", "planes:4"))
+        stock.changes.requantize(Change(k=parse("planes:4"), v=parse("planes:4")), plan("planes:4"))
         settle(stock)
         assert stock.shelf.held_bytes < 2100 * TOKEN_BYTES / 2
         go_up(stock)
@@ -307,7 +310,7 @@ def test_what_is_evicted_is_settled_and_what_it_hangs_on_is_left_as_it_is(tmp_pa
             store_tokens(stock, tokens[:end])
         settle(stock)
         above, leaf = stock.shelf.entries
-        stock.changes.requantize(Change(k="planes:8", v="planes:8"), plan("planes:8", "planes:8"))
+        stock.changes.requantize(Change(k=parse("planes:8"), v=parse("planes:8")), plan("planes:8"))
         stock.room.shrink_to(stock.shelf.held_bytes, 0.0, most_bytes=stock.shelf.held_bytes - 1)
         assert tuple(stock.shelf.entries) == (above,)
         assert not leaf.nodes

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstrata.store.precision.pressure import LadderOptions
+from kvstrata.store.options import LadderOptions
 from kvstrata.store.stock import Stock
 from tests.store.disk import store_on
 from tests.store.kv import settle, store_tokens

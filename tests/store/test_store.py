@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import make_plan
@@ -30,7 +31,8 @@ def found(stock: Stock, ids: Sequence[int], salt: str = "") -> int:
 
 
 def requantize(stock: Stock, name: str, *, dry_run: bool = False, force: bool = False) -> None:
-    stock.changes.requantize(Change(name, name, dry_run=dry_run, force=force), make_plan(LAYOUT, name, name))
+    codec = parse(name)
+    stock.changes.requantize(Change(codec, codec, dry_run=dry_run, force=force), make_plan(LAYOUT, codec, codec))
 
 
 def held_names(stock: Stock) -> set[str]:

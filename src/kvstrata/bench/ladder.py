@@ -17,13 +17,14 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.memory import limit_for
 from kvstrata.engine.planned import least_token_bytes, sealed_pairs
 from kvstrata.engine.remembered import remembered_scratch
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.scratch import Shape, max_chunk
+from kvstrata.engine.storage import Storage
 from kvstrata.layers.kinds import Layout, arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel

@@ -17,6 +17,7 @@ import numpy as np
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from kvstrata.bench.encoding_cache import EncodingLayer
+from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
 from kvstrata.models.loaded import LoadedModel
@@ -154,7 +155,7 @@ def _run(loaded: LoadedModel, layout: Layout, ids: list[int], context: int, pair
 
 def _caches(loaded: LoadedModel, layout: Layout, pair: Pair, block: int) -> tuple[list[Any], list[EncodingLayer]]:
     """What the model is called with, and those of it that encode: by the plan that the store would have."""
-    codecs = iter(make_plan(layout, *pair).pairs)
+    codecs = iter(make_plan(layout, *map(parse, pair)).pairs)
     encoding: list[EncodingLayer] = []
 
     def cache_of(spec: LayerSpec, theirs: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.codecs.registry import parse
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
@@ -155,8 +156,8 @@ def _change(
 
 def _begin(loop: Loop, precision: str) -> Changed:
     """A dry run and the change, between the same two steps: tokens that came between them would be in one only."""
-    said = Operations(loop).requantize(Change(precision, precision, dry_run=True))
-    Operations(loop).requantize(Change(precision, precision))
+    said = Operations(loop).requantize(Change(parse(precision), parse(precision), dry_run=True))
+    Operations(loop).requantize(Change(parse(precision), parse(precision)))
     return said
 
 

@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 
 from kvstrata.bench.requantize import Stream
+from kvstrata.codecs.registry import parse
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Disk, Limits, Storage
+from kvstrata.engine.limits import Disk, Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Request, Sampling
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -87,7 +89,7 @@ def measure(
 ) -> Spilling:
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
         disk = Disk(Path(folder), DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES, flush_s=0)
-        storage = Storage(k=precision, v=precision)
+        storage = Storage(k=parse(precision), v=parse(precision))
         limits = Limits(memory_bytes=memory_bytes, max_running=max(streams, 1))
         engine = Engine(loaded, limits, Metrics(), storage, disk)
         engine.start()

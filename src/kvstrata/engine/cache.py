@@ -10,7 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-from kvstrata.codecs.registry import parse
+from kvstrata.codecs.base import Codec
+from kvstrata.codecs.registry import parse as parse_precision
 from kvstrata.disk.lookups import Lookup
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.operations import Left, Operations, Tier
@@ -27,6 +28,7 @@ __all__ = [
     "Change",
     "Changed",
     "Cleared",
+    "Codec",
     "Explanation",
     "OnDisk",
     "PartUsage",
@@ -38,7 +40,7 @@ __all__ = [
     "TierUsage",
     "TokenIds",
     "as_ids",
-    "known_precision",
+    "parse_precision",
 ]
 
 T = TypeVar("T")
@@ -46,11 +48,6 @@ T = TypeVar("T")
 
 class Ask(Protocol):
     def __call__(self, question: Callable[[Loop], T], /) -> Future[T]: ...
-
-
-def known_precision(name: str) -> str:
-    """As it is shown. Raises ConfigError, with the names that there are."""
-    return parse(name).name
 
 
 class Cache:

@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 from kvstrata.attention import attend
 from kvstrata.codecs import paths
 from kvstrata.engine.cache import Cache
-from kvstrata.engine.limits import Disk, EngineState, Limits, Storage
+from kvstrata.engine.limits import Disk, EngineState, Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
 from kvstrata.engine.sequence import Sequence
+from kvstrata.engine.storage import Storage
 from kvstrata.engine.thread import EngineThread
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
 from kvstrata.metrics import Metrics
@@ -108,9 +109,9 @@ class Engine:
                 "kernels": attend.kernels(layout.head_kinds()),
                 "quantized": paths.active(),
             },
-            "key_means": self._layout.turning(),
+            "key_means": layout.turning(),
             "max_kv_size": self._limits.max_kv_size,
-            "kv": {"k": storage.k, "v": storage.v, "dtype": served.loaded.dtype},
+            "kv": {"k": storage.k.name, "v": storage.v.name, "dtype": served.loaded.dtype},
             "kv_bytes_per_token": budget.token_bytes,
             "kv_bytes_per_sequence": budget.fixed_bytes,
             "kv_budget_bytes": budget.total_bytes,

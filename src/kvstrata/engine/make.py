@@ -13,7 +13,7 @@ from kvstrata.engine.entrance import Entrance
 from kvstrata.engine.fetching import Fetching
 from kvstrata.engine.first_in_line import FirstInLine
 from kvstrata.engine.housekeeping import Housekeeping
-from kvstrata.engine.limits import Disk, Limits, Storage
+from kvstrata.engine.limits import Disk, Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.membership import Membership
 from kvstrata.engine.memory import Budget
@@ -27,6 +27,7 @@ from kvstrata.engine.rungs import Plans
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.scratch import max_chunk
 from kvstrata.engine.sequences import Sequences
+from kvstrata.engine.storage import Storage
 from kvstrata.engine.view import View
 from kvstrata.index.identity import Identity
 from kvstrata.index.keys import chain
@@ -35,12 +36,8 @@ from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.contents import tally
 from kvstrata.spans.plan import edges_of
-from kvstrata.spans.span import RawWindow
 from kvstrata.store.cold.cold import Cold, Post
-from kvstrata.store.options import StoreOptions
-from kvstrata.store.precision.ladder import Floors
-from kvstrata.store.precision.pressure import LadderOptions
-from kvstrata.store.precision.target import PrecisionOptions
+from kvstrata.store.options import Floors, LadderOptions, PrecisionOptions, StoreOptions
 from kvstrata.store.stock import Stock, make_stock
 from kvstrata.text.detokenizer import Detokenizer
 
@@ -107,7 +104,7 @@ def make_loop(
         stock.store,
         stock.evictor,
         stock.explainer,
-        stock.rewriting.precision.options,
+        stock.rewriting.precision,
         mark_every_tokens=storage.mark_every_tokens,
     )
     speeds = Speeds(metrics, share=limits.prefill_share, max_chunk=max_chunk(), fixed_chunk=limits.prefill_chunk_tokens)
@@ -140,11 +137,9 @@ def with_rungs(budget: Budget, stock: Stock, plans: Plans) -> Budget:
 
 
 def _make_stock(served: Served, plans: Plans, cold: Cold | None) -> Stock:
-    storage = served.storage
     signature = tuple(spec.signature for spec in served.layout.flat())
     identity = Identity(served.loaded.fingerprint, served.loaded.dtype, signature, served.limits.max_kv_size)
-    plan = plans.plan_of(storage.k, storage.v)
-    return make_stock(served.layout, identity, plan, _store_options(served), plan_of=plans.plan_of, cold=cold)
+    return make_stock(served.layout, identity, _store_options(served), plans.plan_of, cold=cold)
 
 
 def _store_options(served: Served) -> StoreOptions:
@@ -157,9 +152,12 @@ def _store_options(served: Served) -> StoreOptions:
         max_marks=storage.max_marks,
         ttl_s=storage.ttl_s,
         precision=PrecisionOptions(
+            k=storage.k,
+            v=storage.v,
             min_quantize_tokens=storage.min_quantize_tokens,
             live=storage.live,
-            window=RawWindow(storage.first_raw_tokens, storage.recent_raw_tokens),
+            first_raw_tokens=storage.first_raw_tokens,
+            recent_raw_tokens=storage.recent_raw_tokens,
             put_away=storage.put_away,
             gathers=allowed is not None,
             apart=edges_of(served.layout, storage.edge_layers),

@@ -56,7 +56,7 @@ def cache_usage(stock: Stock, budget: Budget, running: Iterable[Sequence], owner
         headroom_bytes=max(0, budget.total_bytes - held_bytes),
         allocator_bytes=mx.get_active_memory(),
         counters=stock.reporter.count(),
-        target=(target.k, target.v),
+        target=(target.k.name, target.v.name),
         has_store=stock.store.can_share,
     )
 

@@ -20,7 +20,7 @@ from kvstrata.spans.span import SEAL_TOKENS
 from kvstrata.store.entry import Found
 from kvstrata.store.evictor import Evictor
 from kvstrata.store.explain import Explainer
-from kvstrata.store.precision.target import PrecisionOptions
+from kvstrata.store.precision.target import Precision
 from kvstrata.store.store import Store
 
 # A prefill in flight is waited for if it saves at least this many tokens.
@@ -33,7 +33,7 @@ class Resume:
         store: Store,
         evictor: Evictor,
         explainer: Explainer,
-        precision: PrecisionOptions,
+        precision: Precision,
         *,
         mark_every_tokens: int,
     ) -> None:
@@ -81,7 +81,7 @@ class Resume:
         sequence.stored.asked_twice = lease.asked_twice
         sequence.cache = runner.new_cache(capacity, lease.prefix, sequence.rung.raw_tokens)
         filing = sequence.stored.filing = self._store.open(lease, sequence.cache, salt)
-        if sequence.rung.plan is not None and not self._precision.live:
+        if sequence.rung.plan is not None and not self._precision.options.live:
             filing.entry.target = sequence.rung.plan
         if sequence.cached_tokens is None:
             sequence.cached_tokens = lease.num_tokens

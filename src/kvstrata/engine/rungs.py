@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import product
 
+from kvstrata.codecs.base import Codec
+from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.segments import GROUP_TOKENS
-from kvstrata.engine.limits import Storage
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
 from kvstrata.layers.buffers import round_up
 from kvstrata.layers.kinds import Layout
@@ -37,9 +39,9 @@ def make_rungs(layout: Layout, storage: Storage, chunk_tokens: int) -> tuple[Run
         bits = [(k, v) for k, v in product(RUNGS, RUNGS) if k >= storage.floor_k_bits and v >= storage.floor_v_bits]
         # Values step down before keys.
         steps = [(k, v) for k, v in bits if k in (v, 2 * v)]
-        found += [_rung(layout, storage, f"planes:{k}", f"planes:{v}", chunk_tokens) for k, v in steps]
-    for tokens, name in storage.dynamic_at:
-        found.append(_rung(layout, storage, name, name, chunk_tokens, from_tokens=tokens))
+        found += [_rung(layout, storage, PlanesCodec(k), PlanesCodec(v), chunk_tokens) for k, v in steps]
+    for tokens, codec in storage.dynamic_at:
+        found.append(_rung(layout, storage, codec, codec, chunk_tokens, from_tokens=tokens))
     highest = layout.token_bytes if found[0] is RAW or found[0] is None else found[0].token_bytes
     lower = [rung for rung in found[1:] if rung is not None and rung is not RAW and rung.token_bytes < highest]
     return (found[0] or RAW, *sorted(lower, key=lambda rung: -rung.token_bytes))
@@ -47,11 +49,11 @@ def make_rungs(layout: Layout, storage: Storage, chunk_tokens: int) -> tuple[Run
 
 def live_rungs(layout: Layout, storage: Storage, chunk_tokens: int) -> dict[int, Rung]:
     """What `--kv-cache-live` would come to, by bits."""
-    rungs = {bits: _rung(layout, storage, f"planes:{bits}", f"planes:{bits}", chunk_tokens) for bits in RUNGS}
+    rungs = {bits: _rung(layout, storage, PlanesCodec(bits), PlanesCodec(bits), chunk_tokens) for bits in RUNGS}
     return {bits: rung for bits, rung in rungs.items() if rung is not None and rung is not RAW}
 
 
-def _rung(layout: Layout, storage: Storage, k: str, v: str, chunk_tokens: int, from_tokens: int = 0) -> Rung | None:
+def _rung(layout: Layout, storage: Storage, k: Codec, v: Codec, chunk_tokens: int, from_tokens: int = 0) -> Rung | None:
     """None: this model's layers cannot be stored so."""
     try:
         plan = make_plan(layout, k, v, edge_layers=storage.edge_layers, edge=storage.edge)
@@ -72,7 +74,7 @@ class Plans:
         self._layout = layout
         self._storage = storage
         self._chunk_tokens = chunk_tokens
-        # From the names of a K and a V precision. Raises ConfigError for one that the layers cannot be stored in.
+        # From a K and a V precision. Raises ConfigError for one that the layers cannot be stored in.
         self.plan_of = cache(partial(make_plan, layout, edge_layers=storage.edge_layers, edge=storage.edge))
 
     def rungs(self, target: Plan) -> tuple[tuple[Rung, ...], dict[int, Rung]]:

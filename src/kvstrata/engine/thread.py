@@ -15,7 +15,7 @@ from kvstrata.backend import device
 from kvstrata.backend.allocator import limits_restored
 from kvstrata.backend.heap import map_large_buffers, trim_heap
 from kvstrata.backend.streams import streams
-from kvstrata.engine.limits import Disk, EngineState, Limits, Storage
+from kvstrata.engine.limits import Disk, EngineState, Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.make import Served, make_loop, open_disk
 from kvstrata.engine.memory import DEFAULT_SHARE, MemoryShares, make_budget, share_memory
@@ -24,6 +24,7 @@ from kvstrata.engine.remembered import remembered_scratch
 from kvstrata.engine.request import Request
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.scratch import Shape, max_chunk, measure_prefill
+from kvstrata.engine.storage import Storage
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel

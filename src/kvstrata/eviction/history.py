@@ -1,7 +1,8 @@
 """What was asked for lately, whether it is still stored or not: tokens and times only, a few bytes for each token.
 
 A store that learns only from its own hits never sees what it evicted too early. This remembers prompts for several
-times as long as the store can hold them, tells how much of a prompt was known, and closes the tickets of `Reuse`.
+times as long as the store can hold them, tells how much of a prompt was known, and
+tells `Reuse` when a use that it awaits has come.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstrata.eviction.leaf_queue import LeafQueue
-from kvstrata.eviction.worth import Kind, Reuse, Ticket
+from kvstrata.eviction.worth import AwaitedUse, Kind, Reuse
 from kvstrata.index.ids import Tokens, as_ids
 from kvstrata.index.tree import Inserted, Node, Tree
 
@@ -21,7 +22,7 @@ HISTORY_FACTOR = 8
 class Seen(NamedTuple):
     """The last use of a node."""
 
-    ticket: Ticket
+    awaited: AwaitedUse
     kind: Kind
     used_s: float
 
@@ -65,7 +66,8 @@ class History:
         return kind
 
     def _split(self, inserted: Inserted[Seen | None]) -> None:
-        """The upper half takes over the ticket; the lower one was not used again so far, and waits as another kind."""
+        """The upper half takes over the awaited use; the lower one was not used again so far, and waits as another
+        kind."""
         if not inserted.halves:
             return
         _, lower = inserted.halves
@@ -78,7 +80,7 @@ class History:
 
     def _use(self, node: Node[Seen | None], num_tokens: int, kind: Kind, now_s: float) -> None:
         if node.payload is not None:
-            self._reuse.reused(node.payload.ticket, num_tokens, now_s)
+            self._reuse.reused(node.payload.awaited, num_tokens, now_s)
         node.payload = Seen(self._reuse.opened(kind, node.num_tokens, now_s), kind, now_s)
 
     def _put(self, leaf: Node[Seen | None]) -> None:
@@ -89,7 +91,7 @@ class History:
         leaf = self._leaves.oldest()
         assert leaf is not None
         assert leaf.payload is not None
-        self._reuse.forgotten(leaf.payload.ticket, now_s)
+        self._reuse.forgotten(leaf.payload.awaited, now_s)
         self._leaves.discard(leaf)
         self._tree.remove(leaf)
         if leaf.parent is not None and leaf.parent.is_leaf:

@@ -12,14 +12,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from kvstrata.eviction.history import History
 from kvstrata.eviction.worth import Reuse
 from kvstrata.index.identity import Identity
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.marks import needs_marks
-from kvstrata.spans.plan import Plan, make_plan, raw_plan
+from kvstrata.spans.plan import RAW, raw_plan
 from kvstrata.store.chores import Chores
 from kvstrata.store.clearing import Clearing
 from kvstrata.store.cold.cold import Cold
@@ -98,18 +97,19 @@ class Stock:
 def make_stock(
     layout: Layout,
     identity: Identity,
-    plan: Plan,
     options: StoreOptions,
+    plan_of: PlanOf,
     *,
-    plan_of: PlanOf | None = None,
     cold: Cold | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Stock:
-    """`plan`: what new spans are stored as. For a model that brings caches of its own kind the store stays empty."""
+    """For a model that brings caches of its own kind the store stays empty. Raises ConfigError for a precision that the
+    layers cannot be stored in."""
     can_share = all(spec.kind != "foreign" for spec in layout.flat())
     counters = Counter(stepped_down_spans=0, evicted_tokens=0) if can_share else Counter[str]()
     reuse, failures = Reuse(), Failures(counters)
-    precision = Precision(layout, plan if can_share else raw_plan(layout), options.precision)
+    k, v = options.precision.k or RAW[0], options.precision.v or RAW[1]
+    precision = Precision(layout, plan_of(k, v) if can_share else raw_plan(layout), options.precision)
     leaves = Leaves(reuse, options.ttl_s, clock)
     shelf = Shelf(leaves, max_bytes=options.hot_bytes if can_share else 0, max_arrays=options.max_arrays)
     search = Search(shelf, layout, identity)
@@ -127,7 +127,7 @@ def make_stock(
     )
     mover, review = rewriting.mover, rewriting.review
     spills = Spills(cold, shelf, leaves, counters, failures, mover)
-    pressure = Pressure(shelf, leaves, rewriting, plan_of or partial(make_plan, layout), options.ladder, counters)
+    pressure = Pressure(shelf, leaves, rewriting, plan_of, options.ladder, counters)
     evictor = Evictor(shelf, leaves, marks, spills, losses, mover.add if options.precision.gathers else _ignore)
     room = Room(shelf, evictor, rewriting, pressure, spills, losses)
     restorer = Restorer(cold, shelf, room, counters, failures, review)

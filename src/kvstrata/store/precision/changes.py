@@ -72,7 +72,7 @@ class Changes:
     def _assess(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None) -> Assessment:
         """What it would free, and what it would leave alone."""
         assessor = Assessor(
-            self._precision.options.window,
+            self._precision.window,
             self._restorer.restored_bytes,
             disk=self._disk_usage(change.owner),
             puts_away=self._precision.options.put_away,
