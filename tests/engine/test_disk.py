@@ -16,7 +16,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.codecs.registry import parse
+from kvstrata.codecs.registry import _VERSIONS, parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.lookups import Lookup
 from kvstrata.engine.engine import Engine
@@ -436,7 +436,7 @@ def test_blocks_that_cannot_be_read_are_counted_and_computed_again(
     with engine_on(tmp_path, loaded) as engine:
         first = answer(engine, "first", 700)
     # As if a later version had written them.
-    monkeypatch.setattr("kvstrata.codecs.registry._VERSION", 2)
+    monkeypatch.setitem(_VERSIONS, "raw", (9,))
     with engine_on(tmp_path, loaded) as engine:
         again = answer(engine, "again", 700)
         assert (cached(again), again.ids) == (0, first.ids)
