@@ -22,6 +22,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.sources import InitSettingsSource
 
+from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.limits import MARK_EVERY_TOKENS, Limits
 from kvstrata.errors import ConfigError
 from kvstrata.server.wire.bounds import Bounds
@@ -208,15 +209,16 @@ class Settings(BaseSettings):
         unit="size",
     )  # fmt: skip
     disk_reserve: ByteCount = _setting(
-        1024**3, "Free space of the volume that is left to others", panel="Disk cache", unit="size", ge=0
-    )
+        DiskOptions.reserve_bytes, "Free space of the volume that is left to others", panel="Disk cache",
+        unit="size", ge=0,
+    )  # fmt: skip
     disk_queue: ByteCount = _setting(
-        256 * 1024**2, "Bytes that may wait to be written; a block that is larger goes alone", panel="Disk cache",
-        unit="size", ge=1024**2,
+        DiskOptions.queue_bytes, "Bytes that may wait to be written; a block that is larger goes alone",
+        panel="Disk cache", unit="size", ge=1024**2,
     )  # fmt: skip
     disk_wait_s: float = _setting(
-        5.0, "Longest that a new request waits while what memory must let go is written to a disk that works; then "
-        "that is dropped. Running replies never wait", panel="Disk cache", unit="seconds", ge=0, le=3600,
+        DiskOptions.wait_s, "Longest that a new request waits while what memory must let go is written to a disk that "
+        "works; then that is dropped. Running replies never wait", panel="Disk cache", unit="seconds", ge=0, le=3600,
     )  # fmt: skip
     disk_write_through: bool = _setting(
         StoreOptions.write_through,
@@ -228,10 +230,13 @@ class Settings(BaseSettings):
         "Write what stepping down takes away, so that precision can come back",
         panel="Disk cache",
     )
-    disk_second_touch: bool = _setting(False, "Write only what was asked for twice", panel="Disk cache")
-    disk_daily_writes: ByteCount = _setting(
-        0, "Most that is written in a day; 0: no limit", panel="Disk cache", unit="size", ge=0
+    disk_second_touch: bool = _setting(
+        DiskOptions.second_touch, "Write only what was asked for twice", panel="Disk cache"
     )
+    disk_daily_writes: ByteCount = _setting(
+        DiskOptions.daily_write_bytes, "Most that is written in a day; 0: no limit", panel="Disk cache",
+        unit="size", ge=0,
+    )  # fmt: skip
     hot_cache_only: bool = _setting(False, "Never write to a disk, whatever the other settings say", panel="Disk cache")
 
     kv_cache_quantization: bool = _setting(False, "Store KV as planes:8", panel="KV cache")

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstrata.disk.block import BASE, ITEM_BYTES, Block, Tensor
 from kvstrata.disk.checksum import Checksum
-from kvstrata.disk.reader import Loaded, Missing
+from kvstrata.disk.options import DiskOptions
+from kvstrata.disk.row import BlockRow
 from kvstrata.disk.tier import DiskTier
 from kvstrata.index.keys import chain
+from kvstrata.tier.base import Tier
+from kvstrata.tier.block import BASE, ITEM_BYTES, Block, BlockId, Tensor
+from kvstrata.tier.reading import Loaded, Missing
 
 ROOT = bytes(range(32))
 OTHER_ROOT = bytes(range(32, 64))
@@ -72,8 +75,24 @@ def make_chain(
 
 def open_tier(directory: Path, limit_bytes: int = 64 << 20, **settings) -> DiskTier:
     """Settings that a test does not care about: no reserve on a machine that others fill, short pauses."""
-    defaults = {"chain": chain, "reserve_bytes": 0, "first_pause_s": 0.05, "checksum": Checksum.BLAKE3}
-    return DiskTier(directory, limit_bytes, **{**defaults, **settings})
+    beside = {
+        name: settings.pop(name) for name in ("chain", "tally", "is_pinned", "files", "clock") if name in settings
+    }
+    defaults = {"reserve_bytes": 0, "first_pause_s": 0.05, "checksum": Checksum.BLAKE3}
+    return DiskTier(DiskOptions(directory, limit_bytes, **{**defaults, **settings}), **{"chain": chain, **beside})
+
+
+def read_now(tier: DiskTier, block: BlockId, *, root: bytes) -> Loaded | Missing:
+    results: list[Loaded | Missing] = []
+    assert tier.read([block], results.append, root=root).wait(60)
+    results[0].release()
+    return results[0]
+
+
+def rows_of(tier: Tier, under: bytes = b"") -> list[BlockRow]:
+    """Parents before children."""
+    assert isinstance(tier, DiskTier)
+    return sorted(tier._holdings.index.rows(under), key=lambda row: (row.start, row.id.key, row.id.part))
 
 
 def same(left: Block, right: Block) -> bool:

@@ -18,11 +18,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from kvstrata.disk.block import Block
 from kvstrata.disk.files import Files
 from kvstrata.disk.inspect import verify
 from kvstrata.index.keys import chain
-from tests.disk.blocks import ROOT, is_same, make_chain, open_tier, real_bytes
+from kvstrata.tier.block import Block
+from tests.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes
 from tests.disk.faults import FaultyFiles, kill
 
 LIMIT_BYTES = 256 << 20
@@ -44,7 +44,7 @@ def write_until_killed(directory: Path, files: Files, limit_bytes: int, first_se
         tier.flush(30)
         if tier.usage().counters["written"].get("base", 0) == CHAIN_LENGTH * (seed - first_seed + 1):
             os.write(report, f"{seed}\n".encode())
-        tier.read_now(blocks[0].id, root=ROOT)
+        read_now(tier, blocks[0].id, root=ROOT)
     os._exit(3)
 
 
@@ -82,9 +82,9 @@ def look(directory: Path, limit_bytes: int, seeds: list[int], found: Counter[str
     for seed in seeds:
         for block in blocks_of(seed):
             found["reported"] += 1
-            is_there = tier.find(block.key)
+            is_there = bool(tier.blocks.find(block.key))
             found["reported and lost"] += not is_there
-            found["wrong"] += is_there and not is_same(tier.read_now(block.id, root=ROOT), block)
+            found["wrong"] += is_there and not is_same(read_now(tier, block.id, root=ROOT), block)
     usage = tier.usage()
     found["quarantined"] += sum(usage.counters["quarantined"].values())
     found["miscounted"] += usage.disk_bytes != real_bytes(directory)

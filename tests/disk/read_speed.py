@@ -1,6 +1,6 @@
 """How fast verified blocks come back, against plain preadv of the same files, in one run.
 
-    python -m tests.disk.read_speed DIRECTORY [NUM_BLOCKS] [MIB_OF_EACH] [NUM_READERS]
+    python -m tests.disk.read_speed DIRECTORY [NUM_BLOCKS] [MIB_OF_EACH] [DiskOptions.num_readers]
 
 The page cache is dropped before each reading (Linux). Prints a line for each round: GB/s plain, GB/s of `DiskTier.read`
 with all checks, and their ratio; then how many seconds of processor each took for a gigabyte.
@@ -18,11 +18,13 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstrata.disk.block import Block, BlockId, Tensor
 from kvstrata.disk.checksum import fastest
-from kvstrata.disk.reader import Loaded, Missing
-from kvstrata.disk.tier import NUM_READERS, Accepted, DiskTier
+from kvstrata.disk.options import DiskOptions
+from kvstrata.disk.tier import DiskTier
 from kvstrata.index.keys import chain
+from kvstrata.tier.base import Accepted
+from kvstrata.tier.block import Block, BlockId, Tensor
+from kvstrata.tier.reading import Loaded, Missing
 from tests.disk.blocks import ROOT
 from tests.disk.test_damage import path_of
 
@@ -86,9 +88,10 @@ def gigabytes_per_s(paths: list[Path], read: Callable[[], None]) -> tuple[float,
 
 def main() -> None:
     numbers = [int(word) for word in sys.argv[2:]]
-    num_blocks, mib, num_readers = (*numbers, *(64, 4, NUM_READERS)[len(numbers) :])
+    num_blocks, mib, num_readers = (*numbers, *(64, 4, DiskOptions.num_readers)[len(numbers) :])
     directory = Path(sys.argv[1])
-    tier = DiskTier(directory, 64 << 30, chain=chain, reserve_bytes=0, num_readers=num_readers)
+    options = DiskOptions(directory, 64 << 30, reserve_bytes=0, num_readers=num_readers)
+    tier = DiskTier(options, chain=chain)
     blocks = fill(tier, num_blocks, mib << 20)
     paths = [path_of(directory, block) for block in blocks]
     ids = [block.id for block in blocks]

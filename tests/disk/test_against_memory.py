@@ -10,16 +10,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstrata.disk.block import Block, BlockId
-from kvstrata.disk.reader import Loaded, Missing
-from kvstrata.disk.tier import Accepted
-from tests.disk.blocks import OTHER_ROOT, ROOT, is_same, make_chain, open_tier, real_bytes
+from kvstrata.tier.base import Accepted
+from kvstrata.tier.block import Block, BlockId
+from kvstrata.tier.reading import Loaded, Missing
+from tests.disk.blocks import OTHER_ROOT, ROOT, is_same, make_chain, open_tier, read_now, real_bytes
 from tests.disk.faults import flip
 from tests.disk.test_damage import path_of
 
 OURS, THEIRS = make_chain(4), make_chain(3, seed=5, root=OTHER_ROOT)
-LOW = [Block(b.key, b.parent, b.root, b.start, b.token_ids, b.tensors, {}, part="low") for b in OURS[:2]]
-BLOCKS = [*OURS, *THEIRS, *LOW]
+MARKS = [Block(b.key, b.parent, b.root, b.start, b.token_ids, b.tensors, {}, part="mark") for b in OURS[:2]]
+BLOCKS = [*OURS, *THEIRS, *MARKS]
 some_block = st.sampled_from(BLOCKS)
 
 
@@ -42,7 +42,7 @@ class TierAgainstMemory(RuleBasedStateMachine):
 
     @rule(block=some_block)
     def read(self, block: Block) -> None:
-        result = self.tier.read_now(block.id, root=block.root)
+        result = read_now(self.tier, block.id, root=block.root)
         assert is_same(result, block) if block.id in self.expected else isinstance(result, Missing)
 
     @rule(blocks=st.lists(some_block, max_size=6))
@@ -70,7 +70,7 @@ class TierAgainstMemory(RuleBasedStateMachine):
         assert self.tier.flush(20).is_empty
         if block.id in self.expected:
             flip(path_of(self.directory, block), offset)
-            assert isinstance(self.tier.read_now(block.id, root=block.root), Missing)
+            assert isinstance(read_now(self.tier, block.id, root=block.root), Missing)
             del self.expected[block.id]
 
     @rule(is_catalogue_lost=st.booleans())
@@ -87,10 +87,10 @@ class TierAgainstMemory(RuleBasedStateMachine):
     def finds_what_there_is(self) -> None:
         if not hasattr(self, "tier"):
             return
-        assert {b.id for b in BLOCKS if self.tier.find(b.key, b.part)} == self.expected.keys()
+        assert {b.id for b in BLOCKS if self.tier.blocks.find(b.key, b.part)} == self.expected.keys()
         for parent in {block.parent for block in BLOCKS}:
             lengths = {b.num_tokens for b in self.expected.values() if b.parent == parent and b.part == "base"}
-            assert set(self.tier.lengths(parent)) == lengths
+            assert set(self.tier.blocks.lengths(parent)) == lengths
 
     def teardown(self) -> None:
         if hasattr(self, "tier"):

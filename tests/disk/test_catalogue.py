@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstrata.disk.block import BlockId
 from kvstrata.disk.catalogue import FORMAT, Catalogue, CatalogueFault
 from kvstrata.disk.files import Files
 from kvstrata.disk.folder import file_name
 from kvstrata.disk.format import FORMAT_VERSION
 from kvstrata.disk.reasons import Damage
-from kvstrata.disk.row import Row
-from tests.disk.blocks import ROOT, is_same, make_chain, open_tier, real_bytes
+from kvstrata.disk.row import BlockRow
+from kvstrata.tier.block import BlockId
+from tests.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes, rows_of
 from tests.disk.faults import FaultyFiles, flip
 from tests.disk.test_damage import path_of
 
@@ -35,9 +35,9 @@ def fill(directory: Path, num_blocks: int = 12) -> list:
 def assert_all_there(directory: Path, blocks: list) -> None:
     tier = open_tier(directory)
     assert tier.flush(20).is_empty
-    assert all(tier.find(block.key) for block in blocks)
-    assert tier.lengths(blocks[3].key) == (4,)
-    assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in blocks)
+    assert all(tier.blocks.find(block.key) for block in blocks)
+    assert tier.blocks.lengths(blocks[3].key) == (4,)
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
     assert tier.usage().num_blocks == len(blocks)
     assert tier.usage().disk_bytes == real_bytes(directory)
     tier.close()
@@ -93,9 +93,9 @@ def test_flipped_bytes_in_the_catalogue_never_give_wrong_blocks(tmp_path: Path) 
         for _ in range(3):
             flip(path, int(generator.integers(len(content))), 1 << int(generator.integers(8)))
         tier = open_tier(tmp_path / "cache")
-        tier.lengths(ROOT)
-        tier.rows()
-        assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in blocks)
+        tier.blocks.lengths(ROOT)
+        rows_of(tier)
+        assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
         tier.close()
 
 
@@ -144,7 +144,7 @@ def test_names_and_rows_are_compared_at_start(tmp_path: Path) -> None:
     (path_of(tmp_path / "cache", blocks[0]).parent / "notes.txt").write_text("not ours")
     tier = open_tier(tmp_path / "cache")
     assert tier.flush(10).is_empty
-    assert [tier.find(block.key) for block in blocks] == [True] * 11 + [False]
+    assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True] * 11 + [False]
     assert tier.usage().num_blocks == 11
     tier.close()
 
@@ -166,17 +166,17 @@ def test_uses_are_remembered(tmp_path: Path) -> None:
     assert tier.flush(10).is_empty
     now[0] = 2000.0
     for _ in range(3):
-        tier.read_now(blocks[0].id, root=ROOT)
+        read_now(tier, blocks[0].id, root=ROOT)
     tier.close()
     tier = open_tier(tmp_path / "cache")
-    first, second = tier.rows()
+    first, second = rows_of(tier)
     assert (first.uses, first.last_use, first.created) == (3, 2000.0, 1000.0)
     assert (second.uses, second.last_use) == (0, 1000.0)
     tier.close()
 
 
-def a_row(number: int) -> Row:
-    return Row(BlockId(bytes([number]) * 32), ROOT, ROOT, 0, 4, 4096, float(number), 0, 0.0)
+def a_row(number: int) -> BlockRow:
+    return BlockRow(BlockId(bytes([number]) * 32), ROOT, ROOT, 0, 4, 4096, float(number), 0, 0.0)
 
 
 def test_a_transaction_is_taken_back_whole_with_what_joined_it(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_rows_of_one_key_under_two_roots_are_not_believed(
 class Many(FaultyFiles):
     """Has the files of `rows` by name: a start must not open, stat or read one of them."""
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[BlockRow]) -> None:
         super().__init__()
         self.by_shard: dict[str, list[str]] = {f"{first:02x}": [] for first in range(256)}
         for row in rows:
@@ -271,16 +271,16 @@ class Many(FaultyFiles):
 
 
 @pytest.fixture(scope="module")
-def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Row]]:
+def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[BlockRow]]:
     directory = tmp_path_factory.mktemp("large") / "cache"
     open_tier(directory).close()
     generator = np.random.default_rng(0)
     keys = generator.bytes(32 * 100_000)
-    rows: list[Row] = []
+    rows: list[BlockRow] = []
     for index in range(100_000):
         key = keys[32 * index : 32 * index + 32]
         parent = rows[-1].id.key if index % 200 else ROOT
-        rows.append(Row(BlockId(key), parent, ROOT, index % 200 * 256, 256, 4096, float(index), 1, 0.0))
+        rows.append(BlockRow(BlockId(key), parent, ROOT, index % 200 * 256, 256, 4096, float(index), 1, 0.0))
     catalogue = Catalogue(directory / "catalogue.sqlite")
     catalogue.add(rows)
     catalogue.set_note(FORMAT, FORMAT_VERSION)
@@ -290,17 +290,17 @@ def hundred_thousand(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
     return directory, rows
 
 
-def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: tuple[Path, list[Row]]) -> None:
+def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: tuple[Path, list[BlockRow]]) -> None:
     directory, rows = hundred_thousand
     times_s: list[float] = []
     for _ in range(2):
         files = Many(rows)
         started_s = time.thread_time()  # of this thread alone, whatever else the machine does
         tier = open_tier(directory, limit_bytes=1 << 40, files=files)
-        assert tier.lengths(rows[-7].id.key) == (256,)  # what was used last can be found at once
+        assert tier.blocks.lengths(rows[-7].id.key) == (256,)  # what was used last can be found at once
         times_s.append(time.thread_time() - started_s)
         assert tier.flush(120).is_empty
-        assert tier.lengths(rows[7].id.key) == (256,)
+        assert tier.blocks.lengths(rows[7].id.key) == (256,)
         assert tier.usage().num_blocks == 100_000
         assert tier.usage().num_tokens == 25_600_000
         assert not {"open", "read_into"}.intersection(files.steps)
@@ -308,14 +308,14 @@ def test_a_start_with_100_000_blocks_takes_less_than_a_second(hundred_thousand: 
     assert min(times_s) < 1.0, times_s
 
 
-def test_lookups_among_100_000_blocks_are_quick(hundred_thousand: tuple[Path, list[Row]]) -> None:
+def test_lookups_among_100_000_blocks_are_quick(hundred_thousand: tuple[Path, list[BlockRow]]) -> None:
     directory, rows = hundred_thousand
     tier = open_tier(directory, limit_bytes=1 << 40, files=Many(rows))
     assert tier.flush(120).is_empty
     started_s = time.thread_time()
     for row in rows[::100]:
-        assert tier.find(row.id.key)
-        tier.lengths(row.id.key)
+        assert tier.blocks.find(row.id.key)
+        tier.blocks.lengths(row.id.key)
     per_lookup_s = (time.thread_time() - started_s) / 2000
     tier.close()
     assert per_lookup_s < 0.0005

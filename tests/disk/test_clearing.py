@@ -10,12 +10,23 @@ from typing import TypeVar
 
 import pytest
 
-from kvstrata.disk.block import Block
-from kvstrata.disk.reader import Missing
-from kvstrata.disk.reasons import Drop, Fault, Miss
-from kvstrata.disk.room import NUM_PURGED_AT_ONCE
-from kvstrata.disk.tier import Accepted, DiskTier
-from tests.disk.blocks import OTHER_ROOT, ROOT, is_same, make_block, make_chain, open_tier, real_bytes
+from kvstrata.disk.reasons import DropReason, Fault
+from kvstrata.disk.space import NUM_PURGED_AT_ONCE
+from kvstrata.disk.tier import DiskTier
+from kvstrata.tier.base import Accepted
+from kvstrata.tier.block import Block
+from kvstrata.tier.reading import Missing, MissReason
+from tests.disk.blocks import (
+    OTHER_ROOT,
+    ROOT,
+    is_same,
+    make_block,
+    make_chain,
+    open_tier,
+    read_now,
+    real_bytes,
+    rows_of,
+)
 from tests.disk.faults import FaultyFiles, flip, kill, wait_for
 from tests.disk.test_damage import path_of
 
@@ -81,23 +92,23 @@ def test_whoever_asks_never_waits_for_a_write_that_hangs(
     assert has_come.wait(20)
 
     def ask() -> bool:
-        assert all(tier.find(block.key) for block in (*there, theirs, coming))
-        assert tier.lengths(there[0].key) == (4,)
-        assert tier.contents(there[0].id) == {}
-        assert tier.usage().num_blocks == len(tier.rows()) == 4
-        assert tier.damaged_keys() == frozenset()
+        assert all(tier.blocks.find(block.key) for block in (*there, theirs, coming))
+        assert tier.blocks.lengths(there[0].key) == (4,)
+        assert tier.blocks.contents(there[0].id) == {}
+        assert tier.usage().num_blocks == len(rows_of(tier)) == 4
+        assert tier._holdings.quarantine.keys() == frozenset()
         tier.touch([there[0].id])
         assert tier.put(make_block(10)) == Accepted()
         assert tier.remove([there[2].id]).num_blocks == 1
-        assert not tier.find(there[2].key)
+        assert not tier.blocks.find(there[2].key)
         assert tier.clear(ROOT).num_blocks == 2
-        return any(tier.find(block.key) for block in (*there, coming)) or bool(tier.lengths(ROOT))
+        return any(tier.blocks.find(block.key) for block in (*there, coming)) or bool(tier.blocks.lengths(ROOT))
 
     assert in_time(ask) is False
-    assert tier.find(theirs.key)
+    assert tier.blocks.find(theirs.key)
     go_on.set()
     assert tier.flush(20).is_empty
-    assert [row.id for row in tier.rows()] == [theirs.id]
+    assert [row.id for row in rows_of(tier)] == [theirs.id]
 
 
 def test_whoever_asks_never_waits_for_the_quarantine(tmp_path: Path, go_on: threading.Event) -> None:
@@ -108,16 +119,16 @@ def test_whoever_asks_never_waits_for_the_quarantine(tmp_path: Path, go_on: thre
     for block in blocks:
         flip(path_of(tmp_path / "cache", block), 4096)
     for block in blocks[:2]:
-        assert isinstance(tier.read_now(block.id, root=ROOT), Missing)
+        assert isinstance(read_now(tier, block.id, root=ROOT), Missing)
     has_come = hang(files, "unlink", go_on)
-    ticket = tier.read([blocks[2].id], lambda _: None, root=ROOT)
+    reading = tier.read([blocks[2].id], lambda _: None, root=ROOT)
     assert has_come.wait(20)
-    assert len(in_time(tier.damaged_keys)) == 3
+    assert len(in_time(tier._holdings.quarantine.keys)) == 3
     assert in_time(tier.usage).num_blocks == 1
-    assert not tier.find(blocks[2].key)
+    assert not tier.blocks.find(blocks[2].key)
     go_on.set()
-    assert ticket.wait(20)
-    assert len(tier.damaged_keys()) == 2
+    assert reading.wait(20)
+    assert len(tier._holdings.quarantine.keys()) == 2
     tier.close()
 
 
@@ -134,10 +145,10 @@ def test_a_clear_is_done_for_who_asks_before_a_file_is_deleted(
     usage = in_time(tier.usage)
     assert (usage.num_blocks, usage.num_tokens, usage.block_bytes) == (0, 0, 0)
     assert usage.leaving_bytes == before.block_bytes
-    assert not any(tier.find(block.key) for block in blocks)
+    assert not any(tier.blocks.find(block.key) for block in blocks)
     assert all(path_of(tmp_path / "cache", block).exists() for block in blocks)
     # What is there and was cleared is not read either.
-    assert in_time(lambda: tier.read_now(blocks[0].id, root=ROOT)) == Missing(blocks[0].id, Miss.ABSENT)
+    assert in_time(lambda: read_now(tier, blocks[0].id, root=ROOT)) == Missing(blocks[0].id, MissReason.ABSENT)
     assert in_time(tier.clear).num_blocks == 0
     go_on.set()
     assert tier.flush(20).is_empty
@@ -156,29 +167,29 @@ def test_what_is_put_again_is_not_deleted_by_the_clear_that_still_goes_on(
     tier.clear()
     assert has_come.wait(20)
     assert [tier.put(block) for block in blocks[:3]] == [Accepted()] * 3
-    assert all(tier.find(block.key) for block in blocks[:3])
+    assert all(tier.blocks.find(block.key) for block in blocks[:3])
     files.before = {}
     go_on.set()
     assert tier.flush(20).is_empty
-    assert [tier.find(block.key) for block in blocks] == [True] * 3 + [False] * 3
-    assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in blocks[:3])
+    assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True] * 3 + [False] * 3
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks[:3])
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
     tier.close()
     tier = open_tier(tmp_path / "cache")
     assert tier.flush(20).is_empty
-    assert [tier.find(block.key) for block in blocks] == [True] * 3 + [False] * 3
+    assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True] * 3 + [False] * 3
     tier.close()
 
 
 def test_files_that_a_fault_kept_are_deleted_when_the_disk_works_again(tier: DiskTier, tmp_path: Path) -> None:
     blocks, other = make_chain(4), make_block(9)
     put_all(tier, blocks)
-    tier._shelf.records.catalogue._connection.execute("PRAGMA query_only = ON")
+    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = ON")
     tier.clear()
     assert tier.flush(20).is_empty
     assert tier.usage().counters["failed"] == {Fault.CATALOGUE: 1}
     assert all(path_of(tmp_path / "cache", block).exists() for block in blocks)
-    tier._shelf.records.catalogue._connection.execute("PRAGMA query_only = OFF")
+    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = OFF")
     tier.end_pause()
     put_all(tier, [other])
     assert list((tmp_path / "cache").rglob("*.safetensors")) == [path_of(tmp_path / "cache", other)]
@@ -194,12 +205,12 @@ def test_a_block_that_is_just_being_published_is_cleared_too(
     tier.put(block)
     assert has_come.wait(20)
     in_time(tier.clear)
-    assert not tier.find(block.key)
+    assert not tier.blocks.find(block.key)
     go_on.set()
     assert tier.flush(20).is_empty
-    assert not tier.find(block.key)
+    assert not tier.blocks.find(block.key)
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
-    assert tier.usage().counters["dropped"] == {Drop.CLEARED: 1}
+    assert tier.usage().counters["dropped"] == {DropReason.CLEARED: 1}
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 
@@ -281,7 +292,7 @@ def test_a_start_without_a_catalogue_waits_for_no_block_and_shows_them_as_they_a
 
     tier = in_time(lambda: open_tier(tmp_path / "cache", files=FaultyFiles(before={"open": act})))
     assert has_come.wait(20)
-    found = in_time(lambda: [block for block in blocks if tier.find(block.key)])
+    found = in_time(lambda: [block for block in blocks if tier.blocks.find(block.key)])
     assert 0 < len(found) <= 150
     assert tier.usage().num_blocks == len(found)
     # What is cleared before it was met does not come up later.
@@ -293,7 +304,7 @@ def test_a_start_without_a_catalogue_waits_for_no_block_and_shows_them_as_they_a
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
     tier.put(blocks[0])
     assert tier.flush(20).is_empty
-    assert tier.find(blocks[0].key)
+    assert tier.blocks.find(blocks[0].key)
     tier.close()
 
 
@@ -307,9 +318,9 @@ def test_rows_that_are_too_many_for_the_start_follow(tmp_path: Path, monkeypatch
     tier.close()
     monkeypatch.setattr("kvstrata.disk.records.NUM_ROWS_AT_START", 5)
     tier = open_tier(tmp_path / "cache", files=FaultyFiles(before={"names": lambda: time.sleep(0.05)}))
-    assert all(tier.find(block.key) for block in blocks[:5])  # used last
+    assert all(tier.blocks.find(block.key) for block in blocks[:5])  # used last
     assert tier.flush(20).is_empty
-    assert all(tier.find(block.key) for block in blocks)
+    assert all(tier.blocks.find(block.key) for block in blocks)
     assert tier.usage().num_blocks == 30
     assert tier.usage().counters["quarantined"] == {}
     tier.close()

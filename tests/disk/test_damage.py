@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstrata.disk.block import Block, BlockId
 from kvstrata.disk.blockfile import read_block
 from kvstrata.disk.checksum import Checksum
 from kvstrata.disk.files import Files, FileStatus
 from kvstrata.disk.folder import file_name
 from kvstrata.disk.format import DamagedBlock, encode
-from kvstrata.disk.reader import Missing
-from kvstrata.disk.reasons import Damage, Miss
+from kvstrata.disk.reasons import Damage
 from kvstrata.disk.tier import DiskTier
 from kvstrata.index.keys import chain
-from tests.disk.blocks import OTHER_ROOT, ROOT, is_same, make_block, make_chain, open_tier, real_bytes, same
+from kvstrata.tier.block import Block, BlockId
+from kvstrata.tier.reading import Missing, MissReason
+from tests.disk.blocks import OTHER_ROOT, ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, same
 from tests.disk.faults import FaultyFiles, cut, fail, flip, swap
 
 
@@ -91,41 +91,41 @@ def test_a_damaged_file_is_put_away_and_missed(stored, offset: int, reason: Dama
     tier, blocks, directory = stored
     path = path_of(directory, blocks[1])
     flip(path, offset)
-    assert tier.read_now(blocks[1].id, root=ROOT) == Missing(blocks[1].id, reason)
+    assert read_now(tier, blocks[1].id, root=ROOT) == Missing(blocks[1].id, reason)
     assert not path.exists()
     assert quarantined(directory) == [f"{path.name}.{reason}"]
-    assert not tier.find(blocks[1].key)
-    assert tier.lengths(blocks[0].key) == ()
+    assert not tier.blocks.find(blocks[1].key)
+    assert tier.blocks.lengths(blocks[0].key) == ()
     usage = tier.usage()
     assert usage.counters["quarantined"] == {reason: 1}
     assert usage.counters["missed"] == {reason: 1}
     assert usage.num_blocks == 2
     assert usage.quarantine_bytes > 0
-    assert is_same(tier.read_now(blocks[2].id, root=ROOT), blocks[2])
+    assert is_same(read_now(tier, blocks[2].id, root=ROOT), blocks[2])
 
 
 def test_a_damaged_block_can_be_written_again(stored) -> None:
     tier, blocks, directory = stored
     cut(path_of(directory, blocks[1]), 4000)
-    assert isinstance(tier.read_now(blocks[1].id, root=ROOT), Missing)
+    assert isinstance(read_now(tier, blocks[1].id, root=ROOT), Missing)
     tier.put(blocks[1])
     assert tier.flush(10).is_empty
-    assert is_same(tier.read_now(blocks[1].id, root=ROOT), blocks[1])
+    assert is_same(read_now(tier, blocks[1].id, root=ROOT), blocks[1])
 
 
 def test_swapped_files(stored) -> None:
     tier, blocks, directory = stored
     swap(path_of(directory, blocks[0]), path_of(directory, blocks[2]))
     for block in (blocks[0], blocks[2]):
-        assert tier.read_now(block.id, root=ROOT) == Missing(block.id, Damage.KEY)
+        assert read_now(tier, block.id, root=ROOT) == Missing(block.id, Damage.KEY)
     assert len(quarantined(directory)) == 2
 
 
 def test_a_part_under_another_parts_name(stored) -> None:
     tier, blocks, directory = stored
-    low = BlockId(blocks[0].key, "low")
-    path_of(directory, blocks[0]).rename(path_of(directory, blocks[0]).with_name(file_name(low)))
-    assert tier.read_now(low, root=ROOT) == Missing(low, Damage.KEY)
+    mark = BlockId(blocks[0].key, "mark")
+    path_of(directory, blocks[0]).rename(path_of(directory, blocks[0]).with_name(file_name(mark)))
+    assert read_now(tier, mark, root=ROOT) == Missing(mark, Damage.KEY)
 
 
 def plant(directory: Path, block: Block, name: BlockId) -> None:
@@ -138,7 +138,7 @@ def test_a_block_of_another_model_or_salt(stored) -> None:
     tier, _, directory = stored
     foreign = make_block(9, parent=OTHER_ROOT, root=OTHER_ROOT)
     plant(directory, foreign, foreign.id)
-    assert tier.read_now(foreign.id, root=ROOT) == Missing(foreign.id, Damage.ROOT)
+    assert read_now(tier, foreign.id, root=ROOT) == Missing(foreign.id, Damage.ROOT)
 
 
 def test_token_ids_that_do_not_give_the_key(stored) -> None:
@@ -147,24 +147,24 @@ def test_token_ids_that_do_not_give_the_key(stored) -> None:
     other = make_block(77)
     lying = Block(blocks[0].key, ROOT, ROOT, 0, other.token_ids, other.tensors, {})
     plant(directory, lying, lying.id)
-    assert tier.read_now(lying.id, root=ROOT) == Missing(lying.id, Damage.TOKENS)
+    assert read_now(tier, lying.id, root=ROOT) == Missing(lying.id, Damage.TOKENS)
 
 
 def test_another_format_version(stored) -> None:
     tier, blocks, directory = stored
     path = path_of(directory, blocks[0])
     path.write_bytes(path.read_bytes().replace(b"kvstrata.block.1", b"kvstrata.block.0", 1))
-    assert tier.read_now(blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.VERSION)
+    assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.VERSION)
 
 
 def test_a_file_that_is_no_block_and_a_link(stored) -> None:
     tier, blocks, directory = stored
     path_of(directory, blocks[0]).write_bytes(b"something else, long enough to be read as a header of some kind" * 100)
-    assert tier.read_now(blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.HEADER)
+    assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.HEADER)
     path = path_of(directory, blocks[1])
     aside = path.rename(directory / "aside")
     path.symlink_to(aside)
-    assert isinstance(tier.read_now(blocks[1].id, root=ROOT), Missing)
+    assert isinstance(read_now(tier, blocks[1].id, root=ROOT), Missing)
 
 
 def test_headers_with_right_checksums_that_make_no_sense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,13 +239,13 @@ def test_ten_thousand_random_damages(tmp_path: Path, caplog: pytest.LogCaptureFi
         files.content = contents[0]
         while files.content == contents[0]:  # padding moved onto padding damages nothing
             files.content = damaged(generator, contents[0], contents[1])
-        num_missed += isinstance(tier.read_now(blocks[0].id, root=ROOT), Missing) and not path.exists()
+        num_missed += isinstance(read_now(tier, blocks[0].id, root=ROOT), Missing) and not path.exists()
     assert num_missed == 10_000
     assert len(quarantined(tmp_path / "cache")) <= 32
     assert sum(tier.usage().counters["quarantined"].values()) == 10_000
     files.content = contents[0]
     path.touch()
-    assert is_same(tier.read_now(blocks[0].id, root=ROOT), blocks[0])
+    assert is_same(read_now(tier, blocks[0].id, root=ROOT), blocks[0])
     tier.close()
 
 
@@ -260,7 +260,7 @@ def test_random_damages_of_real_files(tmp_path: Path, caplog: pytest.LogCaptureF
     for block, other in zip(blocks, blocks[1:] + blocks[:1], strict=True):
         content = damaged(generator, contents[block.key], contents[other.key])
         path_of(tmp_path / "cache", block).write_bytes(content)
-        result = tier.read_now(block.id, root=ROOT)
+        result = read_now(tier, block.id, root=ROOT)
         assert is_same(result, block) if content == contents[block.key] else isinstance(result, Missing)
     tier.close()
 
@@ -277,7 +277,7 @@ def test_bits_that_flip_on_the_way_from_the_disk(tmp_path: Path) -> None:
     block = make_block()
     tier.put(block)
     assert tier.flush(10).is_empty
-    assert tier.read_now(block.id, root=ROOT) == Missing(block.id, Damage.TENSOR)
+    assert read_now(tier, block.id, root=ROOT) == Missing(block.id, Damage.TENSOR)
     tier.close()
 
 
@@ -291,11 +291,11 @@ def test_what_cannot_be_moved_is_deleted_and_what_cannot_be_deleted_is_missed(tm
     for block in blocks:
         flip(path_of(tmp_path / "cache", block), 4096)
     files.before = {"rename": fail(errno.EIO)}
-    assert tier.read_now(blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.TENSOR)
+    assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, Damage.TENSOR)
     assert not path_of(tmp_path / "cache", blocks[0]).exists()
     files.before = {"rename": fail(errno.EROFS), "unlink": fail(errno.EROFS)}
-    assert tier.read_now(blocks[1].id, root=ROOT) == Missing(blocks[1].id, Damage.TENSOR)
-    assert tier.read_now(blocks[1].id, root=ROOT) == Missing(blocks[1].id, Miss.ABSENT)
+    assert read_now(tier, blocks[1].id, root=ROOT) == Missing(blocks[1].id, Damage.TENSOR)
+    assert read_now(tier, blocks[1].id, root=ROOT) == Missing(blocks[1].id, MissReason.ABSENT)
     usage = tier.usage()
     assert usage.num_blocks == 0
     assert usage.leaving_bytes == path_of(tmp_path / "cache", blocks[1]).stat().st_blocks * 512
@@ -315,7 +315,7 @@ def test_the_quarantine_is_bounded_in_bytes(tmp_path: Path) -> None:
     assert tier.flush(10).is_empty
     for block in blocks:
         cut(path_of(tmp_path / "cache", block), 20_000)
-        assert isinstance(tier.read_now(block.id, root=ROOT), Missing)
+        assert isinstance(read_now(tier, block.id, root=ROOT), Missing)
     assert 0 < tier.usage().quarantine_bytes <= 0.02 * (4 << 20)
     assert 0 < len(quarantined(tmp_path / "cache")) < 6
     tier.close()

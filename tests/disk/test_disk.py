@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstrata.disk.block import ITEM_BYTES, Block, BlockId
-from kvstrata.disk.reader import Loaded, Missing
-from kvstrata.disk.reasons import Damage, Drop, Miss, Refusal
-from kvstrata.disk.tier import Accepted, DiskTier, Refused
+from kvstrata.disk.reasons import Damage, DropReason
+from kvstrata.disk.tier import DiskTier
 from kvstrata.errors import CacheDirectoryBusy, ConfigError
+from kvstrata.tier.base import Accepted, Refusal, Refused
+from kvstrata.tier.block import ITEM_BYTES, Block, BlockId
+from kvstrata.tier.reading import Loaded, Missing, MissReason
 from tests.disk.blocks import (
     OTHER_ROOT,
     ROOT,
@@ -26,6 +27,7 @@ from tests.disk.blocks import (
     make_chain,
     open_tier,
     random_tensor,
+    read_now,
     real_bytes,
 )
 from tests.disk.faults import FaultyFiles, wait_for
@@ -47,7 +49,7 @@ def put_all(tier: DiskTier, blocks: list[Block]) -> None:
 def test_blocks_come_back_from_the_disk(tier: DiskTier) -> None:
     blocks = make_chain(5)
     put_all(tier, blocks)
-    assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in blocks)
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
     assert tier.usage().counters["read"] == {"disk": 5}
     assert tier.usage().num_blocks == 5
     assert tier.usage().num_tokens == 20
@@ -62,7 +64,7 @@ def test_every_dtype_after_a_restart(tmp_path: Path) -> None:
     put_all(tier, [block])
     tier.close()
     tier = open_tier(tmp_path / "cache")
-    assert is_same(tier.read_now(block.id, root=ROOT), block)
+    assert is_same(read_now(tier, block.id, root=ROOT), block)
     tier.close()
 
 
@@ -70,9 +72,9 @@ def match(tier: DiskTier, token_ids: np.ndarray, chain) -> int:
     """As the store does it: no token ids come from the tier."""
     key, position = ROOT, 0
     while True:
-        for length in tier.lengths(key):
+        for length in tier.blocks.lengths(key):
             piece = token_ids[position : position + length]
-            if len(piece) == length and tier.find(chain(key, piece)):
+            if len(piece) == length and tier.blocks.find(chain(key, piece)):
                 key, position = chain(key, piece), position + length
                 break
         else:
@@ -86,8 +88,8 @@ def test_a_prompt_is_matched_by_parent_and_length(tmp_path: Path) -> None:
     blocks = make_chain(6)
     longer = make_block(99, parent=blocks[2].key, start=12, num_tokens=7)
     put_all(tier, [*blocks, longer])
-    assert tier.lengths(blocks[2].key) == (7, 4)
-    assert tier.lengths(blocks[5].key) == ()
+    assert tier.blocks.lengths(blocks[2].key) == (7, 4)
+    assert tier.blocks.lengths(blocks[5].key) == ()
     ids = np.concatenate([np.frombuffer(block.token_ids, "<i4") for block in blocks])
     assert match(tier, ids, chain) == 24
     ids[13] += 1
@@ -100,26 +102,17 @@ def test_a_prompt_is_matched_by_parent_and_length(tmp_path: Path) -> None:
 
 def test_parts_of_a_block_come_and_go_alone(tier: DiskTier) -> None:
     base = make_block()
-    low = Block(base.key, ROOT, ROOT, 0, base.token_ids, {"k.low": base.tensors["k.high"]}, {}, part="low")
-    put_all(tier, [base, low])
-    assert tier.find(base.key)
-    assert tier.find(base.key, "low")
-    assert is_same(tier.read_now(low.id, root=ROOT), low)
+    mark = Block(base.key, ROOT, ROOT, 0, base.token_ids, {"k.low": base.tensors["k.high"]}, {}, part="mark")
+    put_all(tier, [base, mark])
+    assert tier.blocks.find(base.key)
+    assert tier.blocks.find(base.key, "mark")
+    assert is_same(read_now(tier, mark.id, root=ROOT), mark)
     assert tier.usage().num_blocks == 1
     assert tier.usage().num_tokens == base.num_tokens
-    assert tier.remove([low.id]).disk_bytes > 0
-    assert not tier.find(base.key, "low")
-    assert is_same(tier.read_now(base.id, root=ROOT), base)
-    assert tier.lengths(ROOT) == (base.num_tokens,)
-
-
-def test_one_tensor_can_be_asked_for(tier: DiskTier) -> None:
-    block = make_block()
-    put_all(tier, [block])
-    result = tier.read_now(block.id, root=ROOT, names={"v"})
-    assert isinstance(result, Loaded)
-    assert result.block.tensors.keys() == {"v"}
-    assert bytes(result.block.tensors["v"].view()) == block.tensors["v"].data
+    assert tier.remove([mark.id]).disk_bytes > 0
+    assert not tier.blocks.find(base.key, "mark")
+    assert is_same(read_now(tier, base.id, root=ROOT), base)
+    assert tier.blocks.lengths(ROOT) == (base.num_tokens,)
 
 
 class Held:
@@ -148,10 +141,10 @@ def test_blocks_in_the_queue_are_found_and_read(held: Held) -> None:
     blocks = make_chain(3)
     for block in blocks:
         assert held.tier.put(block) == Accepted()
-    assert all(held.tier.find(block.key) for block in blocks)
-    assert held.tier.lengths(blocks[0].key) == (4,)
-    assert all(is_same(held.tier.read_now(block.id, root=ROOT), block) for block in blocks)
-    assert held.tier.read_now(blocks[0].id, root=OTHER_ROOT) == Missing(blocks[0].id, Damage.ROOT)
+    assert all(held.tier.blocks.find(block.key) for block in blocks)
+    assert held.tier.blocks.lengths(blocks[0].key) == (4,)
+    assert all(is_same(read_now(held.tier, block.id, root=ROOT), block) for block in blocks)
+    assert read_now(held.tier, blocks[0].id, root=OTHER_ROOT) == Missing(blocks[0].id, Damage.ROOT)
     results: list[Loaded | Missing] = []
     assert held.tier.read([block.id for block in blocks], results.append, root=ROOT).wait(5)
     assert [result.id for result in results] == [block.id for block in blocks]
@@ -162,7 +155,7 @@ def test_blocks_in_the_queue_are_found_and_read(held: Held) -> None:
     assert held.tier.flush(10).is_empty
     assert held.tier.usage().counters["written"] == {"base": 3}
     assert held.tier.usage().queue_bytes == 0
-    assert is_same(held.tier.read_now(blocks[2].id, root=ROOT), blocks[2])
+    assert is_same(read_now(held.tier, blocks[2].id, root=ROOT), blocks[2])
 
 
 def test_a_full_queue_refuses_and_counts_and_never_waits(held: Held) -> None:
@@ -175,7 +168,7 @@ def test_a_full_queue_refuses_and_counts_and_never_waits(held: Held) -> None:
     assert answers[num_taken:] == [Refused(Refusal.QUEUE_FULL)] * (40 - num_taken)
     assert held.tier.usage().counters["refused"] == {"queue_full": 40 - num_taken}
     assert held.tier.usage().queue_bytes <= 4000
-    assert not held.tier.find(blocks[-1].key)
+    assert not held.tier.blocks.find(blocks[-1].key)
     huge = make_block(5, num_values=4000)
     assert held.tier.put(huge) == Refused(Refusal.QUEUE_FULL)
 
@@ -196,13 +189,13 @@ def test_closing_drops_what_is_queued_and_counts_it(tmp_path: Path) -> None:
     assert held.is_writing.wait(10)
     threading.Timer(0.1, held.go_on.set).start()
     held.tier.close()
-    assert held.tier.usage().counters["dropped"] == {Drop.CLOSED: 3}
+    assert held.tier.usage().counters["dropped"] == {DropReason.CLOSED: 3}
     assert held.tier.put(make_block(9)) == Refused(Refusal.CLOSED)
     results: list[Loaded | Missing] = []
     assert held.tier.read([blocks[0].id], results.append, root=ROOT).wait(5)
-    assert results == [Missing(blocks[0].id, Miss.CLOSED)]
+    assert results == [Missing(blocks[0].id, MissReason.CLOSED)]
     tier = open_tier(tmp_path / "cache")
-    assert [tier.find(block.key) for block in blocks] == [True, False, False, False]
+    assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True, False, False, False]
     tier.close()
 
 
@@ -213,7 +206,7 @@ def test_what_is_there_is_not_written_again(tier: DiskTier) -> None:
     other = Block(block.key, ROOT, ROOT, 0, block.token_ids, {"v": block.tensors["v"]}, {"codec": "planes:2"})
     assert tier.put(other, replace=True) == Accepted()
     assert tier.flush(10).is_empty
-    assert is_same(tier.read_now(block.id, root=ROOT), other)
+    assert is_same(read_now(tier, block.id, root=ROOT), other)
     assert tier.usage().num_blocks == 1
 
 
@@ -232,7 +225,7 @@ def test_reads_are_delivered_in_order_one_at_a_time(tier: DiskTier) -> None:
     ticket = tier.read([block.id for block in blocks], deliver, root=ROOT)
     assert ticket.wait(20)
     assert [result.id for result in results] == [block.id for block in blocks]
-    assert results[7] == Missing(blocks[7].id, Miss.ABSENT)
+    assert results[7] == Missing(blocks[7].id, MissReason.ABSENT)
     assert all(is_same(result, block) for result, block in zip(results, blocks, strict=True) if block is not blocks[7])
     assert tier.usage().num_pending_reads == 0
 
@@ -301,14 +294,14 @@ def test_a_delivery_that_fails_stops_nobody(tier: DiskTier, caplog: pytest.LogCa
     for _ in range(3):
         assert tier.read([block.id for block in blocks], deliver, root=ROOT).wait(5)
     assert "Delivering a block" in caplog.text
-    assert is_same(tier.read_now(blocks[0].id, root=ROOT), blocks[0])
+    assert is_same(read_now(tier, blocks[0].id, root=ROOT), blocks[0])
 
 
 def test_an_unknown_block_is_absent_and_leaves_no_trace(tier: DiskTier) -> None:
     unknown = BlockId(bytes(32))
-    assert tier.read_now(unknown, root=ROOT) == Missing(unknown, Miss.ABSENT)
-    assert not tier.find(unknown.key)
-    assert tier.lengths(unknown.key) == ()
+    assert read_now(tier, unknown, root=ROOT) == Missing(unknown, MissReason.ABSENT)
+    assert not tier.blocks.find(unknown.key)
+    assert tier.blocks.lengths(unknown.key) == ()
     assert tier.usage().counters["missed"] == {"absent": 1}
 
 
@@ -316,9 +309,9 @@ def test_a_file_that_somebody_deleted_is_forgotten(tier: DiskTier, tmp_path: Pat
     blocks = make_chain(2)
     put_all(tier, blocks)
     next((tmp_path / "cache").rglob(f"{blocks[1].key.hex()}*")).unlink()
-    assert tier.find(blocks[1].key)
-    assert tier.read_now(blocks[1].id, root=ROOT) == Missing(blocks[1].id, Miss.ABSENT)
-    assert not tier.find(blocks[1].key)
+    assert tier.blocks.find(blocks[1].key)
+    assert read_now(tier, blocks[1].id, root=ROOT) == Missing(blocks[1].id, MissReason.ABSENT)
+    assert not tier.blocks.find(blocks[1].key)
     assert tier.usage().num_blocks == 1
 
 
@@ -353,8 +346,8 @@ def test_clearing_one_root_leaves_the_other(tier: DiskTier, tmp_path: Path) -> N
     put_all(tier, [*ours, *theirs])
     removed = tier.clear(ROOT)
     assert (removed.num_blocks, removed.num_tokens) == (4, 16)
-    assert not any(tier.find(block.key) for block in ours)
-    assert all(is_same(tier.read_now(block.id, root=OTHER_ROOT), block) for block in theirs)
+    assert not any(tier.blocks.find(block.key) for block in ours)
+    assert all(is_same(read_now(tier, block.id, root=OTHER_ROOT), block) for block in theirs)
     assert tier.clear().num_blocks == 3
     assert tier.flush(10).is_empty
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
@@ -367,7 +360,7 @@ def test_clearing_reaches_the_queue_and_what_is_being_written(held: Held) -> Non
     for block in blocks:
         held.tier.put(block)
     held.tier.clear()
-    assert not any(held.tier.find(block.key) for block in blocks)
+    assert not any(held.tier.blocks.find(block.key) for block in blocks)
     held.go_on.set()
     held.tier.close()
     assert not list(held.tier._folder.directory.rglob("*.safetensors"))
@@ -426,5 +419,5 @@ def test_a_disk_that_hangs_does_not_hang_the_end(tmp_path: Path, caplog: pytest.
     assert "does not answer" in caplog.text
     held.go_on.set()
     held.tier._writer._thread.join(10)
-    held.tier._shelf.close()
+    held.tier._holdings.close()
     held.tier._folder.release()

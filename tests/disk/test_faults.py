@@ -14,11 +14,12 @@ import pytest
 
 from kvstrata.disk.files import Files
 from kvstrata.disk.folder import file_name
-from kvstrata.disk.pause import Pause
-from kvstrata.disk.reader import Missing
-from kvstrata.disk.reasons import Fault, Refusal
-from kvstrata.disk.tier import Accepted, DiskTier, Refused
-from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, real_bytes
+from kvstrata.disk.reasons import Fault
+from kvstrata.disk.tier import DiskTier
+from kvstrata.disk.writer import Pause
+from kvstrata.tier.base import Accepted, Refusal, Refused
+from kvstrata.tier.reading import Missing
+from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, rows_of
 from tests.disk.faults import FaultyFiles, fail, fail_once
 
 CODES = [
@@ -66,15 +67,15 @@ def test_a_write_that_fails_at_any_step(
     usage = tier.usage()
     assert set(usage.counters["failed"]) == {fault}  # once, or again when the flush began
     assert usage.counters["written"] == {"base": 1}
-    assert usage.is_writing_paused
+    assert usage.paused_because
     assert usage.paused_because == fault
     assert tier.put(after) == Refused(Refusal.PAUSED)
-    assert is_same(tier.read_now(before.id, root=ROOT), before)
+    assert is_same(read_now(tier, before.id, root=ROOT), before)
     files.before = {}
     monkeypatch.setattr(Pause, "remaining_s", 0.0)  # the minute is over
     assert tier.put(after) == Accepted()
     assert tier.flush(10).is_empty
-    assert is_same(tier.read_now(after.id, root=ROOT), after)
+    assert is_same(read_now(tier, after.id, root=ROOT), after)
     assert tier.usage().paused_because == ""
     assert not list((tmp_path / "cache" / "tmp").iterdir())
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
@@ -99,12 +100,12 @@ def test_a_torn_write_leaves_nothing(tier: DiskTier, files: FaultyFiles, tmp_pat
     tier.put(block)
     assert tier.flush(10).is_empty
     assert set(tier.usage().counters["failed"]) == {Fault.NO_SPACE}
-    assert not tier.find(block.key)
+    assert not tier.blocks.find(block.key)
     assert not list((tmp_path / "cache" / "tmp").iterdir())
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
     files.torn_after_bytes = None
     put_when_it_can(tier, block)
-    assert is_same(tier.read_now(block.id, root=ROOT), block)
+    assert is_same(read_now(tier, block.id, root=ROOT), block)
 
 
 def test_short_writes_and_reads_are_gone_on_with(tmp_path: Path) -> None:
@@ -119,7 +120,7 @@ def test_short_writes_and_reads_are_gone_on_with(tmp_path: Path) -> None:
     block = make_block(num_values=500)
     tier.put(block)
     assert tier.flush(10).is_empty
-    assert is_same(tier.read_now(block.id, root=ROOT), block)
+    assert is_same(read_now(tier, block.id, root=ROOT), block)
     tier.close()
 
 
@@ -134,15 +135,15 @@ def test_a_read_that_fails_is_a_miss(
     assert tier.flush(10).is_empty
     files.before = {step: fail(code)}
     for block in blocks[:2]:
-        assert tier.read_now(block.id, root=ROOT) == Missing(block.id, fault)
+        assert read_now(tier, block.id, root=ROOT) == Missing(block.id, fault)
     assert caplog.text.count("cannot be read") == 1
     files.before = {}
     # What could not be read is left alone for a while; the others are served.
     num_steps = len(files.steps)
-    assert tier.read_now(blocks[0].id, root=ROOT) == Missing(blocks[0].id, fault)
+    assert read_now(tier, blocks[0].id, root=ROOT) == Missing(blocks[0].id, fault)
     assert len(files.steps) == num_steps
-    assert not tier.find(blocks[0].key)
-    assert is_same(tier.read_now(blocks[2].id, root=ROOT), blocks[2])
+    assert not tier.blocks.find(blocks[0].key)
+    assert is_same(read_now(tier, blocks[2].id, root=ROOT), blocks[2])
     assert tier.usage().counters["failed"] == {fault: 2}
     assert tier.usage().counters["quarantined"] == {}
 
@@ -154,11 +155,11 @@ def test_a_block_is_tried_again_later(tmp_path: Path, files: FaultyFiles) -> Non
     tier.put(block)
     assert tier.flush(10).is_empty
     files.before = {"read_into": fail(errno.EIO)}
-    assert tier.read_now(block.id, root=ROOT) == Missing(block.id, Fault.IO_ERROR)
+    assert read_now(tier, block.id, root=ROOT) == Missing(block.id, Fault.IO_ERROR)
     files.before = {}
     now[0] += 61
-    assert tier.find(block.key)
-    assert is_same(tier.read_now(block.id, root=ROOT), block)
+    assert tier.blocks.find(block.key)
+    assert is_same(read_now(tier, block.id, root=ROOT), block)
     tier.close()
 
 
@@ -168,14 +169,14 @@ def test_a_folder_that_vanishes_is_made_again(tier: DiskTier, tmp_path: Path, ca
         tier.put(block)
     assert tier.flush(10).is_empty
     shutil.rmtree(tmp_path / "cache")
-    assert isinstance(tier.read_now(blocks[0].id, root=ROOT), Missing)
+    assert isinstance(read_now(tier, blocks[0].id, root=ROOT), Missing)
     assert tier.put(blocks[2]) == Accepted()
     assert tier.flush(10).is_empty
     assert tier.usage().counters["failed"] == {Fault.VANISHED: 1}
     assert "cannot be written (vanished)" in caplog.text
     put_when_it_can(tier, blocks[3])
-    assert is_same(tier.read_now(blocks[3].id, root=ROOT), blocks[3])
-    assert not tier.find(blocks[1].key)
+    assert is_same(read_now(tier, blocks[3].id, root=ROOT), blocks[3])
+    assert not tier.blocks.find(blocks[1].key)
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 
@@ -191,20 +192,21 @@ def test_a_folder_inside_that_vanishes_is_made_again_at_once(tier: DiskTier, tmp
     usage = tier.usage()
     assert usage.counters["failed"] == {}
     assert usage.num_blocks == (1 if name == "blocks" else 3)
-    assert tier.num_faults == (1 if name == "blocks" else 0)  # who put the others should look again
-    assert is_same(tier.read_now(blocks[2].id, root=ROOT), blocks[2])
+    assert tier.writing().num_faults == (1 if name == "blocks" else 0)  # who put the others should look again
+    assert is_same(read_now(tier, blocks[2].id, root=ROOT), blocks[2])
     assert usage.disk_bytes == real_bytes(tmp_path / "cache")
 
 
 def test_a_folder_whose_parent_is_gone_stays_gone_and_nothing_raises(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "volume" / "cache")
+    assert tier.flush(10).is_empty  # until then its thread may make folders anew while they are deleted
     shutil.rmtree(tmp_path / "volume")
     for block in make_chain(4):
         put_when_it_can(tier, block)
     failed = tier.usage().counters["failed"]
     assert set(failed) == {Fault.VANISHED}
     assert failed[Fault.VANISHED] >= 4  # and once more wherever a pause was over before the next block came
-    assert tier.lengths(ROOT) == ()
+    assert tier.blocks.lengths(ROOT) == ()
     assert not (tmp_path / "volume").exists()
     tier.close()
 
@@ -272,8 +274,8 @@ def test_a_block_that_cannot_be_deleted_is_passed_over(tmp_path: Path, caplog) -
         assert tier.usage().disk_bytes == real_bytes(directory) <= limit_bytes
     usage = tier.usage()
     assert usage.counters["written"] == {"base": 40}
-    assert usage.block_bytes == sum(row.disk_bytes for row in tier.rows())
-    assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in stuck)
+    assert usage.block_bytes == sum(row.disk_bytes for row in rows_of(tier))
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in stuck)
     assert usage.counters["failed"][Fault.READ_ONLY] >= 2
     assert caplog.text.count("cannot be deleted") == 2
     tier.close()
@@ -296,7 +298,7 @@ def test_a_damaged_file_that_cannot_be_deleted_keeps_no_other_from_being_found(
     files.names_stuck = frozenset([damaged.name])
     tier = open_tier(directory, files=files, first_pause_s=60)
     assert tier.flush(10).is_empty
-    assert [tier.find(block.key) for block in blocks] == [True] * 3 + [False]
+    assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True] * 3 + [False]
     assert tier.usage().counters["failed"] == {Fault.READ_ONLY: 1}
     assert caplog.text.count("cannot be deleted") == 1
     assert "Removed" not in caplog.text
@@ -312,8 +314,8 @@ def test_an_eviction_that_the_catalogue_does_not_take_counts_by_its_files(tmp_pa
     for seed in range(10):
         tier.put(make_block(seed, num_values=12_000))
     assert tier.flush(10).is_empty
-    third = sorted(tier.rows(), key=lambda row: row.last_use)[2]
-    tier._shelf.records.catalogue._connection.execute(
+    third = sorted(rows_of(tier), key=lambda row: row.last_use)[2]
+    tier._holdings.records.catalogue._connection.execute(
         "CREATE TRIGGER stop BEFORE DELETE ON blocks WHEN "
         f"OLD.key = x'{third.id.key.hex()}' BEGIN SELECT RAISE(ABORT, 'not this one'); END"
     )
@@ -323,7 +325,7 @@ def test_an_eviction_that_the_catalogue_does_not_take_counts_by_its_files(tmp_pa
     assert usage.counters["failed"] == {Fault.CATALOGUE: 1}
     num_files = len(list((tmp_path / "cache").rglob("*.safetensors")))
     assert usage.counters["evicted"] == {"limit": 10 - num_files}
-    assert usage.num_blocks == len(tier.rows()) == num_files < 10
+    assert usage.num_blocks == len(rows_of(tier)) == num_files < 10
     assert usage.disk_bytes == real_bytes(tmp_path / "cache")
     tier.close()
     tier = open_tier(tmp_path / "cache", 2 << 20)
@@ -346,17 +348,17 @@ def test_a_catalogue_that_is_damaged_while_it_runs_is_written_anew(tier: DiskTie
             return
 
     tier.touch([blocks[1].id])
-    tier._shelf.records.catalogue._connection.close()
-    tier._shelf.records.catalogue._connection = Damaged()  # pyright: ignore[reportAttributeAccessIssue]
+    tier._holdings.records.catalogue._connection.close()
+    tier._holdings.records.catalogue._connection = Damaged()  # pyright: ignore[reportAttributeAccessIssue]
     # Nobody who looks notices.
-    assert all(tier.find(block.key) for block in blocks[:2])
+    assert all(tier.blocks.find(block.key) for block in blocks[:2])
     tier.put(blocks[2])
     assert tier.flush(10).is_empty
     assert tier.usage().counters["failed"][Fault.CATALOGUE] >= 1
     put_when_it_can(tier, blocks[2])
-    assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in blocks)
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
     assert tier.usage().num_blocks == 3
-    assert len(tier._shelf.records.catalogue.newest(10)) == 3
+    assert len(tier._holdings.records.catalogue.newest(10)) == 3
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
 
 
@@ -364,16 +366,16 @@ def test_a_catalogue_on_a_full_volume_fails_the_write_and_nothing_else(tier: Dis
     blocks = make_chain(2)
     tier.put(blocks[0])
     assert tier.flush(10).is_empty
-    tier._shelf.records.catalogue._connection.execute("PRAGMA max_page_count = 1")
-    tier._shelf.records.catalogue._connection.execute("PRAGMA query_only = ON")
+    tier._holdings.records.catalogue._connection.execute("PRAGMA max_page_count = 1")
+    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = ON")
     tier.put(blocks[1])
     assert tier.flush(10).is_empty
     assert set(tier.usage().counters["failed"]) == {Fault.CATALOGUE}
-    assert is_same(tier.read_now(blocks[0].id, root=ROOT), blocks[0])
+    assert is_same(read_now(tier, blocks[0].id, root=ROOT), blocks[0])
     assert not list((tmp_path / "cache" / "tmp").iterdir())
-    tier._shelf.records.catalogue._connection.execute("PRAGMA query_only = OFF")
+    tier._holdings.records.catalogue._connection.execute("PRAGMA query_only = OFF")
     put_when_it_can(tier, blocks[1])
-    assert is_same(tier.read_now(blocks[1].id, root=ROOT), blocks[1])
+    assert is_same(read_now(tier, blocks[1].id, root=ROOT), blocks[1])
 
 
 def test_what_failed_is_written_after_the_pause_and_what_hangs_on_it_after_that(
@@ -390,8 +392,8 @@ def test_what_failed_is_written_after_the_pause_and_what_hangs_on_it_after_that(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert tier.usage().counters["failed"] == {Fault.NO_SPACE: 1}
-    assert [row.id for row in tier.rows()] == [block.id for block in blocks]
-    assert tier.num_faults == 1
+    assert [row.id for row in rows_of(tier)] == [block.id for block in blocks]
+    assert tier.writing().num_faults == 1
 
 
 def test_a_pause_can_be_ended(tmp_path: Path, files: FaultyFiles) -> None:
@@ -410,7 +412,7 @@ def test_a_pause_can_be_ended(tmp_path: Path, files: FaultyFiles) -> None:
     tier.end_pause()
     assert tier.put(failing) == Accepted()
     assert tier.flush(10).is_empty
-    assert is_same(tier.read_now(failing.id, root=ROOT), failing)
+    assert is_same(read_now(tier, failing.id, root=ROOT), failing)
     tier.close()
 
 
@@ -422,7 +424,7 @@ def test_a_description_that_is_no_json_is_dropped(tier: DiskTier) -> None:
     assert tier.usage().counters["dropped"] == {"unwritable": 1}
     tier.put(block)
     assert tier.flush(10).is_empty
-    assert is_same(tier.read_now(block.id, root=ROOT), block)
+    assert is_same(read_now(tier, block.id, root=ROOT), block)
 
 
 def test_pauses_grow_and_end() -> None:

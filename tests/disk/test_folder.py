@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.disk.block import Block
 from kvstrata.disk.inspect import collect_garbage, find_garbage, list_blocks, verify
 from kvstrata.errors import ConfigError
 from kvstrata.index.keys import chain
-from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier
+from kvstrata.tier.block import Block
+from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now
 
 
 def everything_in(directory: Path) -> dict[str, bytes]:
@@ -82,7 +82,7 @@ def test_a_cache_that_lost_something_is_still_ours(cache: Path, lost: list[str])
         (cache / name).unlink()
     (cache / "README").write_text("put here by somebody")
     tier = open_tier(cache)
-    assert is_same(tier.read_now(make_block().id, root=ROOT), make_block())
+    assert is_same(read_now(tier, make_block().id, root=ROOT), make_block())
     tier.close()
     assert collect_garbage(cache).paths() == ()
     assert (cache / "README").exists()
@@ -114,7 +114,7 @@ def test_only_what_we_write_is_ever_deleted(cache: Path) -> None:
         path.write_text("left")
     tier = open_tier(cache)
     assert tier.flush(10).is_empty
-    assert tier.damaged_keys() == {bytes(32)}
+    assert tier._holdings.quarantine.keys() == {bytes(32)}
     tier.close()
     assert not ours[0].exists()
     ours[0].write_text("left")

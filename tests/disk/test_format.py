@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from kvstrata.disk.block import ITEM_BYTES, Block, BlockId, Tensor
 from kvstrata.disk.blockfile import opened, read_block, read_header
 from kvstrata.disk.checksum import Checksum, fastest
 from kvstrata.disk.files import Files
 from kvstrata.disk.format import ALIGNMENT_BYTES, encode
 from kvstrata.index.keys import chain
+from kvstrata.tier.block import ITEM_BYTES, Block, BlockId, Tensor
 from tests.disk.blocks import ROOT, make_block, random_tensor, same
 
 GOLDEN = Path(__file__).parent / "golden" / "block-1.safetensors"
@@ -46,8 +46,8 @@ def write(path: Path, block: Block, checksum: Checksum = Checksum.BLAKE3) -> Pat
     return path
 
 
-def read(path: Path, block: Block, names: set[str] | None = None) -> Block:
-    return read_block(Files(), path, block.id, chain=chain, root=block.root, names=names)
+def read(path: Path, block: Block) -> Block:
+    return read_block(Files(), path, block.id, chain=chain, root=block.root)
 
 
 def test_the_bytes_are_those_of_format_1() -> None:
@@ -128,24 +128,6 @@ def test_the_safetensors_library_reads_the_same_values(tmp_path: Path) -> None:
         np.testing.assert_array_equal(file.get_tensor("narrow"), narrow)
         assert file.metadata()["description"] == '{"codec":"raw"}'
         assert file.metadata()["format"] == "kvstrata.block.1"
-
-
-def test_one_tensor_is_read_alone(tmp_path: Path) -> None:
-    class Counting(Files):
-        num_bytes = 0
-
-        def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
-            count = super().read_into(fd, buffer, offset)
-            self.num_bytes += count
-            return count
-
-    block = make_block(num_values=10_000)
-    path = write(tmp_path / "block", block)
-    files = Counting()
-    found = read_block(files, path, block.id, chain=chain, root=ROOT, names={"k.scale"})
-    assert found.tensors.keys() == {"k.scale"}
-    assert bytes(found.tensors["k.scale"].view()) == block.tensors["k.scale"].data
-    assert files.num_bytes == ALIGNMENT_BYTES + block.tensors["k.scale"].nbytes
 
 
 def test_a_long_header_is_read_whole(tmp_path: Path) -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.disk.block import Block
 from kvstrata.disk.inspect import collect_garbage, find_garbage, list_blocks, orphans, verify
 from kvstrata.disk.reasons import Damage
 from kvstrata.errors import CacheDirectoryBusy, ConfigError
 from kvstrata.index.keys import chain
-from tests.disk.blocks import ROOT, is_same, make_chain, open_tier
+from kvstrata.tier.block import Block
+from tests.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now
 from tests.disk.faults import flip
 from tests.disk.test_damage import path_of
 
@@ -21,12 +21,12 @@ def blocks(tmp_path: Path) -> list[Block]:
     """Five of a chain, and another part of the first."""
     blocks = make_chain(5)
     first = blocks[0]
-    blocks.append(Block(first.key, ROOT, ROOT, 0, first.token_ids, first.tensors, {}, part="low"))
+    blocks.append(Block(first.key, ROOT, ROOT, 0, first.token_ids, first.tensors, {}, part="mark"))
     tier = open_tier(tmp_path / "cache", clock=lambda: 1234.0)
     for block in blocks:
         tier.put(block)
     assert tier.flush(10).is_empty
-    tier.read_now(blocks[1].id, root=ROOT)
+    read_now(tier, blocks[1].id, root=ROOT)
     tier.close()
     return blocks
 
@@ -51,7 +51,7 @@ def test_a_listing_needs_no_catalogue_and_disturbs_no_server(tmp_path: Path, blo
     assert verify(tmp_path / "cache", chain=chain).num_blocks == 6
     with pytest.raises(CacheDirectoryBusy):
         collect_garbage(tmp_path / "cache")
-    assert is_same(tier.read_now(blocks[2].id, root=ROOT), blocks[2])
+    assert is_same(read_now(tier, blocks[2].id, root=ROOT), blocks[2])
     tier.close()
 
 
@@ -94,8 +94,8 @@ def test_garbage_is_collected_and_the_rest_is_served(tmp_path: Path, blocks: lis
     tier = open_tier(directory)
     assert tier.flush(10).is_empty
     assert tier.usage().num_blocks == 1
-    assert is_same(tier.read_now(blocks[0].id, root=ROOT), blocks[0])
-    assert is_same(tier.read_now(blocks[5].id, root=ROOT), blocks[5])
+    assert is_same(read_now(tier, blocks[0].id, root=ROOT), blocks[0])
+    assert is_same(read_now(tier, blocks[5].id, root=ROOT), blocks[5])
     tier.close()
 
 

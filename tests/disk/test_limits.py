@@ -8,12 +8,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvstrata.disk.block import BASE, Block
 from kvstrata.disk.daily_budget import DailyBudget
-from kvstrata.disk.reasons import Drop, Refusal
-from kvstrata.disk.row import Row
-from kvstrata.disk.tier import Accepted, Refused
-from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, real_bytes
+from kvstrata.disk.reasons import DropReason
+from kvstrata.disk.row import BlockRow
+from kvstrata.tier.base import Accepted, Refusal, Refused, Writing
+from kvstrata.tier.block import BASE, Block
+from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, rows_of
 from tests.disk.faults import FaultyFiles
 
 MIB = 1 << 20
@@ -48,11 +48,11 @@ def test_the_limit_holds_under_ten_times_its_size(tmp_path: Path) -> None:
     assert usage.disk_bytes == real_bytes(directory) <= limit_bytes
     assert usage.counters["written"] == {BASE: 180}
     assert usage.counters["evicted"]["limit"] == 180 - usage.num_blocks
-    assert_chains_are_whole(tier.rows())
+    assert_chains_are_whole(rows_of(tier))
     tier.close()
 
 
-def assert_chains_are_whole(rows: list[Row]) -> None:
+def assert_chains_are_whole(rows: list[BlockRow]) -> None:
     keys = {row.id.key for row in rows}
     assert all(row.parent == row.root or row.parent in keys for row in rows)
 
@@ -67,17 +67,17 @@ def test_least_recently_used_chains_go_first(tmp_path: Path) -> None:
         assert tier.flush(10).is_empty
         now[0] += 10
     for block in chains[0]:
-        assert is_same(tier.read_now(block.id, root=ROOT), block)
+        assert is_same(read_now(tier, block.id, root=ROOT), block)
     now[0] += 10
     for chain in [make_chain(3, seed=seed, num_values=12_000) for seed in (10, 11)]:
         for block in chain:
             tier.put(block)
     assert tier.flush(10).is_empty
-    left = [sum(tier.find(block.key) for block in chain) for chain in chains]
+    left = [sum(tier.blocks.find(block.key) > 0 for block in chain) for chain in chains]
     assert left[0] == 3
     assert left[1] <= left[2] <= left[3]
     assert left[1] < 3
-    assert_chains_are_whole(tier.rows())
+    assert_chains_are_whole(rows_of(tier))
     tier.close()
 
 
@@ -88,7 +88,7 @@ def test_pinned_blocks_and_what_they_hang_on_stay(tmp_path: Path) -> None:
         for block in pinned if seed == 1 else make_chain(2, seed=seed, num_values=12_000):
             tier.put(block)
     assert tier.flush(20).is_empty
-    assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in pinned)
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in pinned)
     assert tier.usage().counters["evicted"]["limit"] > 10
     tier.close()
 
@@ -99,11 +99,11 @@ def test_a_chain_longer_than_the_disk_keeps_its_beginning(tmp_path: Path) -> Non
     for block in blocks:
         tier.put(block)
     assert tier.flush(20).is_empty
-    found = [tier.find(block.key) for block in blocks]
+    found = [bool(tier.blocks.find(block.key)) for block in blocks]
     num_found = sum(found)
     assert found == [True] * num_found + [False] * (40 - num_found)
     assert num_found > 8
-    assert tier.usage().counters["dropped"] == {Drop.NO_ROOM: 40 - num_found}
+    assert tier.usage().counters["dropped"] == {DropReason.NO_ROOM: 40 - num_found}
     tier.close()
 
 
@@ -116,8 +116,9 @@ def test_what_hangs_on_a_block_without_room_takes_none_from_its_own_chain(tmp_pa
         assert tier.flush(20).is_empty
     usage = tier.usage()
     assert usage.counters["evicted"] == {}
-    assert usage.counters["dropped"] == {Drop.NO_ROOM: 24 - usage.num_blocks}
-    assert [tier.find(block.key) for block in blocks] == [True] * usage.num_blocks + [False] * (24 - usage.num_blocks)
+    assert usage.counters["dropped"] == {DropReason.NO_ROOM: 24 - usage.num_blocks}
+    found = [bool(tier.blocks.find(block.key)) for block in blocks]
+    assert found == [True] * usage.num_blocks + [False] * (24 - usage.num_blocks)
     assert 8 < usage.num_blocks < 22
     tier.close()
 
@@ -141,9 +142,9 @@ def test_what_nobody_asked_for_in_time_goes_at_the_next_start(tmp_path: Path) ->
     now[0] += 30
     tier = open_tier(tmp_path / "cache", is_pinned=pinned[-1].key.__eq__, **settings)
     assert tier.flush(10).is_empty
-    assert {row.id for row in tier.rows()} == {block.id for block in (*used[:2], *new, *pinned)}
+    assert {row.id for row in rows_of(tier)} == {block.id for block in (*used[:2], *new, *pinned)}
     assert tier.usage().counters["evicted"] == {"expired": 4}
-    assert_chains_are_whole(tier.rows())
+    assert_chains_are_whole(rows_of(tier))
     tier.close()
 
 
@@ -154,7 +155,7 @@ def test_the_time_to_live_counts_from_the_last_use_and_not_from_the_writing(tmp_
     tier.put(old, unused_s=50.0)
     tier.put(new)
     assert tier.flush(10).is_empty
-    assert {row.id: (row.last_use, row.created) for row in tier.rows()} == {
+    assert {row.id: (row.last_use, row.created) for row in rows_of(tier)} == {
         old.id: (950.0, 1000.0),
         new.id: (1000.0, 1000.0),
     }
@@ -162,7 +163,7 @@ def test_the_time_to_live_counts_from_the_last_use_and_not_from_the_writing(tmp_
     now[0] += 10
     tier = open_tier(tmp_path / "cache", ttl_s=60.0, clock=lambda: now[0])
     assert tier.flush(10).is_empty
-    assert [row.id for row in tier.rows()] == [new.id]
+    assert [row.id for row in rows_of(tier)] == [new.id]
     tier.close()
 
 
@@ -173,7 +174,7 @@ def test_a_block_that_has_little_time_left_goes_in_time(tmp_path: Path) -> None:
     tier.put(make_block(1), unused_s=3599.9)
     tier.put(make_block(2))
     deadline = time.monotonic() + 20
-    while [row.id for row in tier.rows()] != [make_block(2).id]:
+    while [row.id for row in rows_of(tier)] != [make_block(2).id]:
         assert time.monotonic() < deadline
         time.sleep(0.005)
     assert tier.usage().counters["evicted"] == {"expired": 1}
@@ -197,7 +198,7 @@ def test_extra_parts_go_before_their_base(tmp_path: Path) -> None:
     tier = open_tier(tmp_path / "cache", 2 * MIB)
     bases = make_chain(4, num_values=6_000)
     parts = [
-        Block(base.key, base.parent, ROOT, base.start, base.token_ids, base.tensors, {}, part="low") for base in bases
+        Block(base.key, base.parent, ROOT, base.start, base.token_ids, base.tensors, {}, part="mark") for base in bases
     ]
     for block in [*bases, *parts]:
         tier.put(block)
@@ -206,8 +207,8 @@ def test_extra_parts_go_before_their_base(tmp_path: Path) -> None:
         tier.put(make_block(seed, num_values=6_000))
         tier.flush(10)
         for base in bases:
-            assert tier.find(base.key) or not tier.find(base.key, "low")
-    assert not tier.find(bases[0].key)
+            assert tier.blocks.find(base.key) or not tier.blocks.find(base.key, "mark")
+    assert not tier.blocks.find(bases[0].key)
     tier.close()
 
 
@@ -216,7 +217,7 @@ def test_too_large_for_the_limit(tmp_path: Path) -> None:
     assert tier.put(make_block(num_values=100_000)) == Refused(Refusal.TOO_LARGE)
     tier.put(make_block(num_values=100))
     assert tier.flush(5).is_empty
-    assert tier.usage().counters["dropped"] == {Drop.NO_ROOM: 1}
+    assert tier.usage().counters["dropped"] == {DropReason.NO_ROOM: 1}
     assert tier.usage().disk_bytes <= 200_000
     tier.close()
 
@@ -233,11 +234,11 @@ def test_a_lowered_limit_holds_from_the_start_whatever_is_free(tmp_path: Path) -
     tier = open_tier(directory, 4 * MIB, files=FaultyFiles(free=MIB), reserve_bytes=64 * MIB)
     assert tier.flush(20).is_empty
     assert 3 * MIB < tier.usage().disk_bytes == real_bytes(directory) <= 4 * MIB
-    assert_chains_are_whole(tier.rows())
+    assert_chains_are_whole(rows_of(tier))
     assert set(tier.usage().counters["evicted"]) == {"limit"}
     tier.put(make_block(1000))
     assert tier.flush(10).is_empty
-    assert tier.usage().counters["dropped"] == {Drop.RESERVE: 1}
+    assert tier.usage().counters["dropped"] == {DropReason.RESERVE: 1}
     tier.close()
 
 
@@ -259,7 +260,7 @@ def test_what_is_over_the_limit_goes_before_the_reserve_is_looked_at(tmp_path: P
     shutil.rmtree(directory / "tmp")
     tier.put(make_block(1000))
     assert tier.flush(10).is_empty
-    assert tier.usage().counters["dropped"] == {Drop.RESERVE: 1}
+    assert tier.usage().counters["dropped"] == {DropReason.RESERVE: 1}
     assert 2 * MIB < tier.usage().disk_bytes == real_bytes(directory) <= 3 * MIB
     tier.close()
 
@@ -282,7 +283,7 @@ def test_the_volumes_reserve_is_respected(tmp_path: Path) -> None:
     num_blocks = tier.usage().num_blocks
     tier.put(make_block(51, num_values=12_000))
     assert tier.flush(10).is_empty
-    assert tier.usage().counters["dropped"] == {Drop.RESERVE: 1}
+    assert tier.usage().counters["dropped"] == {DropReason.RESERVE: 1}
     assert tier.usage().num_blocks == num_blocks
     tier.close()
 
@@ -331,13 +332,14 @@ def test_no_more_is_written_than_the_budget_allows(tmp_path: Path) -> None:
     usage = tier.usage()
     assert 50_000 < usage.written_bytes == usage.written_today_bytes <= 60_000
     num_written = usage.counters["written"][BASE]
-    assert usage.counters["dropped"] == {Drop.WRITE_BUDGET: 40 - num_written}
-    assert [tier.find(block.key) for block in blocks] == [True] * num_written + [False] * (40 - num_written)
+    assert usage.counters["dropped"] == {DropReason.WRITE_BUDGET: 40 - num_written}
+    found = [bool(tier.blocks.find(block.key)) for block in blocks]
+    assert found == [True] * num_written + [False] * (40 - num_written)
     assert tier.put(make_block(1000, num_tokens=1, num_values=1)) == Refused(Refusal.WRITE_BUDGET)
     now[0] += 86_400
     assert tier.put(blocks[num_written]) == Accepted()
     assert tier.flush(10).is_empty
-    assert tier.find(blocks[num_written].key)
+    assert tier.blocks.find(blocks[num_written].key)
     tier.close()
 
 
@@ -353,9 +355,15 @@ def test_what_could_not_be_written_does_not_count_for_the_budget() -> None:
 
 def test_what_is_queued_counts_for_the_budget() -> None:
     budget = DailyBudget(100)
-    assert budget.allows(50, 50, now=0)
-    assert not budget.allows(50, 51, now=0)
+
+    def allows(nbytes: int, queued_bytes: int, now: float) -> bool:
+        writing = Writing(queue_bytes=queued_bytes, budget_bytes=budget.left_bytes(now))
+        return writing.would_take(Refused(Refusal.WRITE_BUDGET, nbytes))
+
+    assert allows(50, 50, now=0)
+    assert not allows(50, 51, now=0)
     assert budget.take(30, now=10)
-    assert not budget.allows(50, 50, now=20)
-    assert budget.allows(50, 50, now=86_401)
-    assert DailyBudget(0).allows(10**12, 0, now=0)
+    assert not allows(50, 50, now=20)
+    assert allows(50, 50, now=86_401)
+    budget = DailyBudget(0)
+    assert allows(10**12, 0, now=0)

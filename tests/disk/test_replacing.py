@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.disk.block import Block
-from kvstrata.disk.tier import Accepted
-from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, real_bytes
+from kvstrata.tier.base import Accepted
+from kvstrata.tier.block import Block
+from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes
 from tests.disk.faults import FaultyFiles, fail
 from tests.disk.test_damage import path_of
 
@@ -37,18 +37,18 @@ def test_a_replacement_that_fails_leaves_what_is_there_counted(tmp_path: Path, s
     usage = tier.usage()
     assert usage.num_blocks == 2
     assert usage.disk_bytes == real_bytes(tmp_path / "cache")
-    assert tier.find(old.key)
-    assert is_same(tier.read_now(old.id, root=ROOT), there)
+    assert tier.blocks.find(old.key)
+    assert is_same(read_now(tier, old.id, root=ROOT), there)
     files.before = {}
     tier.close()
     tier = open_tier(tmp_path / "cache", files=files)
-    assert tier.find(old.key)
+    assert tier.blocks.find(old.key)
     assert tier.flush(10).is_empty
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
-    assert is_same(tier.read_now(old.id, root=ROOT), there)
+    assert is_same(read_now(tier, old.id, root=ROOT), there)
     assert tier.put(new, replace=True) == Accepted()
     assert tier.flush(10).is_empty
-    assert is_same(tier.read_now(old.id, root=ROOT), new)
+    assert is_same(read_now(tier, old.id, root=ROOT), new)
     assert tier.usage().disk_bytes == real_bytes(tmp_path / "cache")
     tier.close()
 
@@ -64,13 +64,13 @@ def test_a_block_that_was_cleared_and_fails_to_come_again_leaves_all_the_same(tm
     tier.clear()
     tier.put(block)
     tier.flush(10)
-    assert not tier.find(block.key)
+    assert not tier.blocks.find(block.key)
     assert path_of(tmp_path / "cache", block).exists()
     assert tier.usage().leaving_bytes > 0
     tier.close()
     files.before = {}
     tier = open_tier(tmp_path / "cache", files=files)
-    assert not tier.find(block.key)
+    assert not tier.blocks.find(block.key)
     assert tier.flush(10).is_empty
     assert not path_of(tmp_path / "cache", block).exists()
     tier.close()

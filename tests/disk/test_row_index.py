@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.disk.block import BASE, BlockId
-from kvstrata.disk.eviction import LARGEST_REST, Order
-from kvstrata.disk.row import Row, Totals, write_tally
+from kvstrata.disk.row import BlockRow, RowTotals, write_tally
 from kvstrata.disk.row_index import RowIndex
+from kvstrata.disk.victims import LARGEST_REST, Victims
+from kvstrata.tier.block import BASE, BlockId
 from tests.disk.blocks import OTHER_ROOT, ROOT
 
 
@@ -24,37 +24,37 @@ def key_of(number: int) -> bytes:
 
 def make_row(
     number: int,
-    parent: Row | None = None,
+    parent: BlockRow | None = None,
     *,
     root: bytes = ROOT,
     last_use: float = 0.0,
     part: str = BASE,
     tokens: int = 1,
-) -> Row:
+) -> BlockRow:
     above, start = (root, 0) if parent is None else (parent.id.key, parent.start + parent.num_tokens)
     tally = write_tally({"codec:raw": 100 + tokens})
-    return Row(BlockId(key_of(number), part), above, root, start, tokens, 4096, last_use, 0, 0.0, tally)
+    return BlockRow(BlockId(key_of(number), part), above, root, start, tokens, 4096, last_use, 0, 0.0, tally)
 
 
-def random_rows(generator: np.random.Generator, size: int) -> list[Row]:
+def random_rows(generator: np.random.Generator, size: int) -> list[BlockRow]:
     """Trees of bases, and other parts of some of them."""
-    rows: list[Row] = []
+    rows: list[BlockRow] = []
     for index in range(size):
         above = int(generator.integers(-1, index)) if index else -1
         parent = rows[above] if above >= 0 else None
         rows.append(make_row(index + 1, parent, last_use=float(generator.integers(12))))
     extras = [
-        replace(row, id=BlockId(row.id.key, "low"), last_use=float(generator.integers(12)))
+        replace(row, id=BlockId(row.id.key, "mark"), last_use=float(generator.integers(12)))
         for row in rows
         if generator.random() < 0.3
     ]
     return rows + extras
 
 
-def leaves_of(rows: list[Row]) -> list[Row]:
+def leaves_of(rows: list[BlockRow]) -> list[BlockRow]:
     """What can go without breaking a chain, the oldest first."""
 
-    def is_leaf(row: Row) -> bool:
+    def is_leaf(row: BlockRow) -> bool:
         if row.id.part != BASE:
             return True
         hang_on_it = (o for o in rows if o.parent == row.id.key or (o.id.key == row.id.key and o.id.part != BASE))
@@ -63,10 +63,10 @@ def leaves_of(rows: list[Row]) -> list[Row]:
     return sorted(filter(is_leaf, rows), key=lambda row: (row.last_use, -row.start))
 
 
-def filled(rows: list[Row]) -> tuple[RowIndex, Order]:
+def filled(rows: list[BlockRow]) -> tuple[RowIndex, Victims]:
     index = RowIndex()
-    index.add(rows)
-    return index, Order(index)
+    index.add_found(rows)
+    return index, Victims(index)
 
 
 @given(st.integers(0, 2**32), st.integers(1, 40), st.integers(0, 12))
@@ -75,7 +75,7 @@ def test_the_victim_is_always_the_oldest_leaf_that_is_left(seed: int, size: int,
     rows = random_rows(generator, size)
     pinned = {rows[int(number)].id.key for number in generator.integers(0, size, num_pinned)}
     index, order = filled(rows)
-    with closing(order.victims(pinned.__contains__)) as victims:
+    with closing(order.oldest(pinned.__contains__)) as victims:
         for victim in victims:
             allowed = [row for row in leaves_of(rows) if row.id.key not in pinned]
             assert (victim.last_use, -victim.start) == (allowed[0].last_use, -allowed[0].start)
@@ -99,7 +99,7 @@ def test_the_order_follows_what_is_added_used_passed_over_and_removed(seed: int)
                 parent = rows[int(generator.integers(len(rows)))] if rows else None
                 row = make_row(number, parent, last_use=float(generator.integers(20)))
                 rows.append(row)
-                index.add([row])
+                index.add_found([row])
                 order.added([row])
             case 1 if rows:
                 at = int(generator.integers(len(rows)))
@@ -110,12 +110,12 @@ def test_the_order_follows_what_is_added_used_passed_over_and_removed(seed: int)
                 assert used.uses == rows[at].uses + 1
                 rows[at] = used
             case 2:
-                with closing(order.victims(lambda _: False)) as victims:
+                with closing(order.oldest(lambda _: False)) as victims:
                     seen = [row.id for row, _ in zip(victims, range(3), strict=False)]  # none of them is removed
                 assert len(seen) == len(set(seen)) == min(3, len(leaves_of(rows)))
             case _:
                 victim = next(iter(leaves_of(rows)), None)
-                with closing(order.victims(lambda _: False)) as victims:
+                with closing(order.oldest(lambda _: False)) as victims:
                     chosen = next(victims, None)
                     assert (chosen is None) == (victim is None)
                     if chosen is not None and victim is not None:
@@ -130,19 +130,19 @@ def test_entries_that_are_out_of_date_are_swept_out() -> None:
     index, order = filled([parent])
     for number in range(2, 3 * LARGEST_REST):
         child = make_row(number, parent)
-        index.add([child])
+        index.add_found([child])
         order.added([child])
         index.discard([child.id])
         order.removed([child])
     assert len(order._heap) <= LARGEST_REST + 8
-    with closing(order.victims(lambda _: False)) as victims:
+    with closing(order.oldest(lambda _: False)) as victims:
         assert [row.id for row in victims] == [parent.id]
 
 
 @pytest.mark.parametrize("num_pinned", [0, 5])
 def test_a_victim_costs_the_same_whatever_the_number_of_rows(num_pinned: int) -> None:
     def median_s(size: int) -> float:
-        rows: list[Row] = []
+        rows: list[BlockRow] = []
         for number in range(size):
             parent = rows[-1] if number % 200 else None
             rows.append(make_row(number + 1, parent, last_use=float(number)))
@@ -151,7 +151,7 @@ def test_a_victim_costs_the_same_whatever_the_number_of_rows(num_pinned: int) ->
         times_s: list[float] = []
         for _ in range(51):
             began_s = time.perf_counter()
-            with closing(order.victims(pinned.__contains__)) as victims:
+            with closing(order.oldest(pinned.__contains__)) as victims:
                 row = next(victims)
                 index.discard([row.id])
                 order.removed([row])
@@ -162,51 +162,51 @@ def test_a_victim_costs_the_same_whatever_the_number_of_rows(num_pinned: int) ->
     assert large_s < 5 * small_s, (small_s, large_s)
 
 
-def tree(root: bytes, first: int) -> list[Row]:
+def tree(root: bytes, first: int) -> list[BlockRow]:
     base = make_row(first, root=root, tokens=4)
     child = make_row(first + 1, base, root=root, tokens=7)
     other = make_row(first + 2, base, root=root, tokens=3)
-    return [base, child, other, replace(child, id=BlockId(child.id.key, "low"))]
+    return [base, child, other, replace(child, id=BlockId(child.id.key, "mark"))]
 
 
 def test_rows_are_found_by_id_and_by_parent_and_counted() -> None:
     index = RowIndex()
     ours, theirs = tree(ROOT, 1), tree(OTHER_ROOT, 11)
-    index.add([*ours, *theirs])
+    index.add_found([*ours, *theirs])
     assert all(index.row(row.id) is row for row in (*ours, *theirs))
-    assert index.row(BlockId(ours[0].id.key, "low")) is None
+    assert index.row(BlockId(ours[0].id.key, "mark")) is None
     assert index.lengths(ROOT) == (4,)
     assert index.lengths(ours[0].id.key) == (7, 3)
     assert index.lengths(ours[1].id.key) == ()
     assert [index.is_leaf(row.id) for row in ours] == [False, False, True, True]
-    assert index.totals() == Totals(6, 28, 8 * 4096, {"codec:raw": 842})
-    index.add([replace(ours[2], num_tokens=5, disk_bytes=8192)])
+    assert index.totals() == RowTotals(6, 28, 8 * 4096, {"codec:raw": 842})
+    index.add_found([replace(ours[2], num_tokens=5, disk_bytes=8192)])
     assert index.lengths(ours[0].id.key) == (7, 5)
-    assert index.totals() == Totals(6, 30, 9 * 4096, {"codec:raw": 842})
-    assert index.discard([ours[3].id, ours[3].id]) == [ours[3]]
+    assert index.totals() == RowTotals(6, 30, 9 * 4096, {"codec:raw": 842})
+    index.discard([ours[3].id, ours[3].id])
     assert index.is_leaf(ours[1].id)
-    assert index.discard([ours[1].id]) == [ours[1]]
+    index.discard([ours[1].id])
     assert index.lengths(ours[0].id.key) == (5,)
     assert sorted(row.id.key for row in index.rows(ROOT)) == [ours[0].id.key, ours[2].id.key]
     index.discard(row.id for row in (*ours, *theirs))
-    assert index.totals() == Totals(0, 0, 0, {})
+    assert index.totals() == RowTotals(0, 0, 0, {})
     assert index.rows() == []
-    assert index._root_of == {}
-    assert index._sections == {}
+    assert index._sections._root_of == {}
+    assert index._sections._by_root == {}
 
 
 def test_what_is_hidden_is_not_found_and_stays_counted_until_its_files_are_gone() -> None:
     index = RowIndex()
     ours, theirs = tree(ROOT, 1), tree(OTHER_ROOT, 11)
-    index.add([*ours, *theirs])
-    assert index.hide_under(ROOT) == Totals(3, 14, 4 * 4096, {"codec:raw": 421})
-    assert index.hide_under(ROOT) == Totals(0, 0, 0, {})
+    index.add_found([*ours, *theirs])
+    assert index.hide_under(ROOT) == RowTotals(3, 14, 4 * 4096, {"codec:raw": 421})
+    assert index.hide_under(ROOT) == RowTotals(0, 0, 0, {})
     assert not any(index.row(row.id) for row in ours)
     assert index.lengths(ROOT) == index.lengths(ours[0].id.key) == ()
     assert all(index.row(row.id) is row for row in theirs)
-    assert index.totals() == Totals(3, 14, 4 * 4096, {"codec:raw": 421})
+    assert index.totals() == RowTotals(3, 14, 4 * 4096, {"codec:raw": 421})
     assert index.leaving.num_bytes == 4 * 4096
-    index.add([ours[0]])  # it was put again
+    assert index.add_if(ours[0], lambda: True)  # it was put again
     assert index.leaving.row(ours[0].id) is None
     assert index.leaving.num_bytes == 3 * 4096
     assert index.lengths(ROOT) == (4,)
@@ -219,8 +219,8 @@ def test_what_is_hidden_is_not_found_and_stays_counted_until_its_files_are_gone(
     assert index.row(ours[0].id) is ours[0]
     assert index.hide_under(b"").num_blocks == 4
     index.left(index.leaving.rows())
-    assert index._root_of == {}
-    assert index._labels.keys() == {row.tally for row in ours}
+    assert index._sections._root_of == {}
+    assert index._sections._labels.keys() == {row.tally for row in ours}
 
 
 def key_id(number: int) -> BlockId:
@@ -230,7 +230,7 @@ def key_id(number: int) -> BlockId:
 def test_files_are_deleted_children_first_and_what_cannot_be_is_tried_again_later() -> None:
     index = RowIndex()
     rows = tree(ROOT, 1)
-    index.add(rows)
+    index.add_found(rows)
     index.hide_under(b"")
     assert index.leaving.note() == [row.id for row in rows]
     assert index.leaving.note() == []

@@ -14,12 +14,12 @@ import pytest
 
 from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.registry import parse_for
-from kvstrata.disk.block import Block, Tensor
-from kvstrata.disk.tier import Accepted
 from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.spans.blocks import boundaries, pack
 from kvstrata.spans.span import Span
+from kvstrata.tier.base import Accepted
+from kvstrata.tier.block import Block, Tensor
 from tests.disk.blocks import ROOT, open_tier
 
 # SmolLM2-135M.

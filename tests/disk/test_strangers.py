@@ -15,12 +15,12 @@ import pytest
 
 from kvstrata.disk.files import Files
 from kvstrata.disk.inspect import collect_garbage, find_garbage, list_blocks, verify
-from kvstrata.disk.reader import Loaded, Missing
-from kvstrata.disk.reasons import Drop, Fault
-from kvstrata.disk.tier import Accepted
+from kvstrata.disk.reasons import DropReason, Fault
 from kvstrata.errors import ConfigError
 from kvstrata.index.keys import chain
-from tests.disk.blocks import ROOT, is_same, make_chain, open_tier, real_bytes
+from kvstrata.tier.base import Accepted
+from kvstrata.tier.reading import Loaded, Missing
+from tests.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes
 from tests.disk.faults import FaultyFiles, fail
 from tests.disk.test_clearing import in_time, lose_catalogue, put_all
 from tests.disk.test_damage import path_of
@@ -110,13 +110,13 @@ def test_a_server_does_not_hang(stranger: tuple[Path, list], is_catalogue_lost: 
         lose_catalogue(directory)
     tier = in_time(lambda: open_tier(directory))
     assert tier.flush(20).is_empty
-    assert tier.find(blocks[1].key) == (not is_catalogue_lost)
+    assert bool(tier.blocks.find(blocks[1].key)) == (not is_catalogue_lost)
     results: list[Loaded | Missing] = []
     ids = [block.id for block in blocks]
     assert tier.read([*ids, *ids], results.append, root=ROOT).wait(20)
     assert [isinstance(result, Loaded) for result in results] == [True, False, True] * 2
     assert results[1] == Missing(blocks[1].id, Fault.NOT_A_FILE)
-    assert not tier.find(blocks[1].key)
+    assert not tier.blocks.find(blocks[1].key)
     assert tier.usage().num_blocks == 2
     tier.close()
 
@@ -130,13 +130,13 @@ def test_a_block_is_written_in_place_of_it_unless_it_is_a_folder(stranger: tuple
     assert tier.put(blocks[1]) == Accepted()
     assert tier.flush(20).is_empty
     if is_folder:
-        assert tier.usage().counters["dropped"] == {Drop.UNWRITABLE: 1}
+        assert tier.usage().counters["dropped"] == {DropReason.UNWRITABLE: 1}
         assert path_of(directory, blocks[1]).is_dir()
     else:
-        assert is_same(tier.read_now(blocks[1].id, root=ROOT), blocks[1])
+        assert is_same(read_now(tier, blocks[1].id, root=ROOT), blocks[1])
         assert tier.usage().disk_bytes == real_bytes(directory)
     # Others are written all the same.
-    assert not tier.usage().is_writing_paused
+    assert not tier.usage().paused_because
     assert tier.put(make_chain(1, seed=9)[0]) == Accepted()
     tier.close()
 

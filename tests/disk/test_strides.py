@@ -13,13 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.disk.block import Block
 from kvstrata.disk.checksum import Checksum
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.strides import SHORTEST_REST_S, STRIDE_BYTES, Strides, at_once, strides_of
-from kvstrata.disk.tier import Accepted, DiskTier
+from kvstrata.disk.tier import DiskTier
 from kvstrata.disk.writer import LARGEST_NICENESS, NICENESS
 from kvstrata.index.keys import chain
-from tests.disk.blocks import ROOT, is_same, make_block, make_chain
+from kvstrata.tier.base import Accepted
+from kvstrata.tier.block import Block
+from tests.disk.blocks import ROOT, is_same, make_block, make_chain, read_now
 from tests.disk.faults import FaultyFiles
 
 T = TypeVar("T")
@@ -88,15 +90,8 @@ def test_a_checksum_in_strides_is_that_of_the_whole(checksum: Checksum) -> None:
 
 def resting_tier(folder: Path, files: FaultyFiles | None = None, *, queue_bytes: int = 1 << 30) -> DiskTier:
     """The first stride is followed by a rest that does not end by itself."""
-    return DiskTier(
-        folder,
-        1 << 30,
-        chain=chain,
-        reserve_bytes=0,
-        queue_bytes=queue_bytes,
-        writer_share=NEARLY_NOTHING,
-        files=files,
-    )
+    options = DiskOptions(folder, 1 << 30, reserve_bytes=0, queue_bytes=queue_bytes, writer_share=NEARLY_NOTHING)
+    return DiskTier(options, chain=chain, files=files)
 
 
 def put_all(tier: DiskTier, blocks: list[Block]) -> None:
@@ -107,11 +102,11 @@ def test_a_flush_does_not_wait_for_rests_and_what_rests_can_be_read(tmp_path: Pa
     tier = resting_tier(tmp_path)
     block = make_block(num_values=NUM_VALUES)
     put_all(tier, [block])
-    assert is_same(tier.read_now(block.id, root=ROOT), block)
+    assert is_same(read_now(tier, block.id, root=ROOT), block)
     assert not tier.flush(0).is_empty
     assert tier.flush(60).is_empty
     assert tier.usage().num_blocks == 1
-    assert is_same(tier.read_now(block.id, root=ROOT), block)
+    assert is_same(read_now(tier, block.id, root=ROOT), block)
     tier.close()
 
 

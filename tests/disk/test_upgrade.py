@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.disk.block import Block
 from kvstrata.disk.catalogue import FORMAT
 from kvstrata.disk.format import FORMAT_VERSION
-from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, real_bytes
+from kvstrata.tier.block import Block
+from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, rows_of
 from tests.disk.faults import FaultyFiles
 from tests.disk.test_clearing import lose_catalogue, put_all
 from tests.disk.test_damage import path_of
@@ -46,7 +46,7 @@ def uses(directory: Path, files: FaultyFiles | None = None, **settings) -> list[
     tier = open_tier(directory, files=files, **settings)
     assert tier.flush(20).is_empty
     assert tier.usage().disk_bytes == real_bytes(directory)
-    found = [(row.uses, row.last_use) for row in tier.rows()]
+    found = [(row.uses, row.last_use) for row in rows_of(tier)]
     tier.close()
     return found
 
@@ -74,7 +74,7 @@ def test_the_catalogue_of_the_version_before_is_taken_over(tmp_path: Path) -> No
     assert uses(directory, files) == [(number, 1000.0) for number in range(6)]
     assert "open" not in files.steps  # no header was needed
     tier = open_tier(directory)
-    assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in blocks)
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks)
     tier.close()
 
 
@@ -108,9 +108,9 @@ def test_blocks_of_an_older_or_a_newer_format_are_removed_with_one_line(
         connection.close()
     tier = open_tier(directory)
     assert tier.flush(20).is_empty
-    assert [tier.find(block.key) for block in blocks] == [True] * 3 + [False] * 3
+    assert [bool(tier.blocks.find(block.key)) for block in blocks] == [True] * 3 + [False] * 3
     assert [path_of(directory, block).exists() for block in blocks] == [True] * 3 + [False] * 3
-    assert all(is_same(tier.read_now(block.id, root=ROOT), block) for block in blocks[:3])
+    assert all(is_same(read_now(tier, block.id, root=ROOT), block) for block in blocks[:3])
     usage = tier.usage()
     assert usage.counters["evicted"] == {"outdated": 3}
     assert usage.counters["quarantined"] == {}
@@ -141,7 +141,7 @@ def test_an_upgrade_keeps_what_can_be_read_however_often_it_is_cut_short(tmp_pat
         tier.close()
     assert uses(directory) == [(number, 1000.0) for number in range(6)]
     tier = open_tier(directory)
-    assert all(tier.find(block.key) for block in blocks)
+    assert all(tier.blocks.find(block.key) for block in blocks)
     tier.put(make_block(99))
     assert tier.flush(20).is_empty
     tier.close()

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from kvstrata.disk.block import Block
-from kvstrata.disk.publish import Dropped, Failed, SettledIn, Written
-from kvstrata.disk.reasons import Drop, Fault, Refusal
+from kvstrata.disk.options import DiskOptions
+from kvstrata.disk.publish import CaughtUp, Dropped, WriteFailed, Written
+from kvstrata.disk.reasons import DropReason, Fault
 from kvstrata.disk.strides import Take
 from kvstrata.disk.usage import Counters
-from kvstrata.disk.writer import MAX_ATTEMPTS, Publish, Writer
+from kvstrata.disk.writer import MAX_ATTEMPTS, Writer
+from kvstrata.tier.base import Refusal, Refused
+from kvstrata.tier.block import Block
 from tests.disk.blocks import make_block, make_chain
 
 
-def make_writer(publish: Publish, counters: Counters, first_pause_s: float = 60, limit_bytes: int = 1 << 30) -> Writer:
-    return Writer(
-        publish,
-        settle_in=SettledIn,
-        counters=counters,
-        on_written=lambda _: None,
-        limit_bytes=limit_bytes,
-        first_pause_s=first_pause_s,
-    )
+class Publishing:
+    """Takes blocks to no disk."""
+
+    def __init__(self, publish: Callable[..., Written | Dropped | WriteFailed]) -> None:
+        self.publish = publish
+
+    def catch_up(self) -> CaughtUp:
+        return CaughtUp()
+
+    def expire(self, kept: frozenset[bytes]) -> float:  # noqa: ARG002
+        return math.inf
+
+
+def make_writer(
+    publish: Callable[..., Written | Dropped | WriteFailed],
+    counters: Counters,
+    first_pause_s: float = 60,
+    limit_bytes: int = 1 << 30,
+) -> Writer:
+    options = DiskOptions(Path(), 0, queue_bytes=limit_bytes, first_pause_s=first_pause_s)
+    return Writer(Publishing(publish), options, counters, lambda: None)
 
 
 def test_a_parent_stays_for_a_child_that_comes_while_another_block_is_written() -> None:
@@ -37,7 +53,7 @@ def test_a_parent_stays_for_a_child_that_comes_while_another_block_is_written() 
         has_begun.set()
         assert goes_on.wait(10)
         kept_for.append(kept())
-        return Dropped(Drop.NO_ROOM)
+        return Dropped(DropReason.NO_ROOM)
 
     writer = make_writer(publish, Counters())
     assert writer.offer(make_block(9)) is None
@@ -49,13 +65,15 @@ def test_a_parent_stays_for_a_child_that_comes_while_another_block_is_written() 
     assert writer.close(10)
 
 
-@pytest.mark.parametrize("outcome", [Failed(Fault.NO_SPACE, ""), Dropped(Drop.RESERVE), Dropped(Drop.NO_ROOM)])
-def test_what_is_given_up_takes_along_what_hangs_on_it_and_nothing_else(outcome: Failed | Dropped) -> None:
+@pytest.mark.parametrize(
+    "outcome", [WriteFailed(Fault.NO_SPACE, ""), Dropped(DropReason.RESERVE), Dropped(DropReason.NO_ROOM)]
+)
+def test_what_is_given_up_takes_along_what_hangs_on_it_and_nothing_else(outcome: WriteFailed | Dropped) -> None:
     first, second, third = make_chain(3)
     mark = replace(third, part="mark")
     other, tried, goes_on = make_block(9), list[Block](), threading.Event()
 
-    def publish(block: Block, *_: object) -> Written | Failed | Dropped:
+    def publish(block: Block, *_: object) -> Written | WriteFailed | Dropped:
         assert goes_on.wait(10)
         tried.append(block)
         return outcome if block is second else Written(1)
@@ -68,7 +86,7 @@ def test_what_is_given_up_takes_along_what_hangs_on_it_and_nothing_else(outcome:
     assert writer.flush(10).is_empty
     assert tried[-1] is other
     assert not {third.id, mark.id} & {block.id for block in tried}
-    assert bool(writer.num_faults) == (outcome != Dropped(Drop.NO_ROOM))
+    assert bool(writer.state(0).num_faults) == (outcome != Dropped(DropReason.NO_ROOM))
     assert writer.close(10)
 
 
@@ -76,11 +94,11 @@ def test_a_block_that_can_never_be_written_keeps_the_others_waiting_only_so_long
     bad, good = make_block(1), make_block(2)
     num_attempts, is_written = 0, threading.Event()
 
-    def publish(block: Block, *_: object) -> Written | Failed:
+    def publish(block: Block, *_: object) -> Written | WriteFailed:
         nonlocal num_attempts
         if block is bad:
             num_attempts += 1
-            return Failed(Fault.OTHER, "a defect of ours")
+            return WriteFailed(Fault.OTHER, "a defect of ours")
         is_written.set()
         return Written(1)
 
@@ -90,7 +108,7 @@ def test_a_block_that_can_never_be_written_keeps_the_others_waiting_only_so_long
         pass
     assert is_written.wait(10)
     assert num_attempts == MAX_ATTEMPTS
-    assert writer.num_faults == MAX_ATTEMPTS
+    assert writer.state(0).num_faults == MAX_ATTEMPTS
     assert writer.close(10)
 
 
@@ -106,10 +124,11 @@ def test_a_block_that_is_larger_than_the_queue_is_taken_alone() -> None:
     writer = make_writer(publish, Counters(), limit_bytes=first.nbytes - 1)
     assert writer.offer(first) is None
     assert writer.offer(second) is Refusal.QUEUE_FULL
-    assert not writer.has_room(second.nbytes)
+    refused = Refused(Refusal.QUEUE_FULL, second.nbytes)
+    assert not writer.state(0).would_take(refused)
     goes_on.set()
     assert writer.flush(10).is_empty
-    assert writer.has_room(second.nbytes)
+    assert writer.state(0).would_take(refused)
     assert writer.offer(second) is None
     assert writer.flush(10).is_empty
     assert written == [first, second]

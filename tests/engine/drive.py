@@ -21,6 +21,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.stock import Stock
 from kvstrata.text.detokenizer import Detokenizer
+from kvstrata.tier.nothing import NoTier
 from tests.tiny import layout_of
 
 GIB = 1 << 30
@@ -74,7 +75,7 @@ class Drive:
     ) -> None:
         limits = limits or Limits()
         layout = layout_of(loaded, limits.max_kv_size)
-        cold = None if tier is None else Cold(tier, layout, post=lambda _: None, patience_s=patience_s)
+        cold = Cold(tier or NoTier(), layout, post=lambda _: None, patience_s=patience_s)
         self.budget = Budget(kv_bytes or 4 * GIB, layout.fixed_bytes, layout.token_bytes)
         self.metrics = Metrics()
         served = Served(loaded, layout, self.budget, limits, storage or Storage())

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.disk.files import Files
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
@@ -23,7 +24,7 @@ from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.contents import tally
-from kvstrata.store.cold.chains import finish
+from kvstrata.tier.lookups import finish
 from tests.disk.faults import Act, FaultyFiles, fail, wait_for
 from tests.engine.drive import GREEDY, Drive
 from tests.engine.test_disk import MIB, answer, cached, engine_on, settle
@@ -46,7 +47,8 @@ def full_drive(
     """Memory holds some chats, of which nothing is on the disk, and the disk's queue a sixteenth of them."""
     chat_bytes = CHAT_TOKENS * Drive(loaded).budget.token_bytes
     queue_bytes = NUM_CHATS * chat_bytes // 16
-    tier = DiskTier(folder, 256 * MIB, chain=chain, tally=tally, queue_bytes=queue_bytes, reserve_bytes=0, files=files)
+    options = DiskOptions(folder, 256 * MIB, queue_bytes=queue_bytes, reserve_bytes=0)
+    tier = DiskTier(options, chain=chain, tally=tally, files=files)
     kv_bytes = (NUM_CHATS + 4) * chat_bytes
     drive = Drive(loaded, LIMITS, kv_bytes=kv_bytes, storage=storage, tier=tier)
     spill_ahead = drive.stock.spills.add_some
@@ -65,8 +67,7 @@ def full_drive(
 def num_kept(drive: Drive, seed: int) -> int:
     """Tokens of a chat that memory or the disk has."""
     ids = as_ids(prompt(CHAT_TOKENS, seed=seed)[:-1])
-    assert drive.stock.cold is not None
-    on_disk = finish(drive.stock.cold.chains.match(drive.stock.search.root_of(""), ids))
+    on_disk = finish(drive.stock.cold.longest(drive.stock.search.root_of(""), ids))
     return max(drive.stock.store.find(ids, "").num_tokens, on_disk.num_tokens)
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstrata.disk.pause import Pause
 from kvstrata.disk.tier import DiskTier
+from kvstrata.disk.writer import Pause
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.operations import Operations
 from kvstrata.engine.request import Failed, Request
 from kvstrata.engine.storage import Storage
 from kvstrata.index.ids import as_ids
-from kvstrata.store.cold.chains import finish
+from kvstrata.tier.lookups import finish
 from tests.disk.faults import FaultyFiles, fail, fail_once
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import MIB, cached, engine_on, flush_tier, make_computing_slow, make_prefill_fail, settle
@@ -54,8 +54,9 @@ def fill_disk_with_others(engine: Engine, *, first: int = 100, between: Callable
 
 def disk_of(engine: Engine) -> DiskTier:
     def question(loop: Loop) -> DiskTier:
-        assert loop.stock.cold is not None
-        return loop.stock.cold.tier
+        tier = loop.stock.cold.tier
+        assert isinstance(tier, DiskTier)
+        return tier
 
     return engine.ask(question).result(60)
 
@@ -64,9 +65,8 @@ def is_on_disk(engine: Engine, seed: int) -> bool:
     """All of a prompt but its last token, as a restart would find it."""
 
     def question(loop: Loop) -> bool:
-        assert loop.stock.cold is not None
         root = next(entry.root_key for entry in loop.stock.shelf.entries)
-        match = finish(loop.stock.cold.chains.match(root, as_ids(prompt_of(seed)[:-1])))
+        match = finish(loop.stock.cold.longest(root, as_ids(prompt_of(seed)[:-1])))
         return match.num_tokens == 599
 
     return engine.ask(question).result(60)
@@ -89,7 +89,7 @@ def test_what_the_disk_failed_to_write_is_written_when_it_can_be(
         files.before = {"sync": fail(errno.ENOSPC)}
         assert ask(engine, 1) == 0
         assert not list(tmp_path.rglob("*.safetensors"))
-        assert disk_of(engine).usage().is_writing_paused
+        assert disk_of(engine).usage().paused_because
         files.before = {}
         # The pause is still on, and these are not taken either.
         assert [ask(engine, seed) for seed in (2, 3)] == [0, 0]

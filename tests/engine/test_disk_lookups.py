@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.disk import rates
-from kvstrata.disk.block import BlockId
+from kvstrata.disk.blocks import DiskBlocks
 from kvstrata.disk.files import Files
-from kvstrata.disk.shelf import Shelf
 from kvstrata.engine import fetching
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.loop import Loop
@@ -24,29 +22,32 @@ from kvstrata.engine.rates import Rate
 from kvstrata.engine.request import Piece, Request
 from kvstrata.engine.storage import Storage
 from kvstrata.store.precision.requantize import Change
+from kvstrata.tier import rates
+from kvstrata.tier.block import BlockId
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, engine_on, flush_tier, make_computing_slow, settle, why
 from tests.engine.test_engine import Reply
 from tests.tiny import VOCAB, tiny_loaded
 
 
-def shelf_of(engine: Engine) -> Shelf:
-    assert engine._thread.cold is not None
-    return engine._thread.cold.tier._shelf
+def blocks_of(engine: Engine) -> DiskBlocks:
+    blocks = engine._thread.cold.tier.blocks
+    assert isinstance(blocks, DiskBlocks)
+    return blocks
 
 
 class Hanging:
     """A disk whose catalogue does not answer until it is let go. What came to it may be looked at."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
-        self._lengths, self._size = shelf.lengths, shelf.size
+    def __init__(self, blocks: DiskBlocks) -> None:
+        self._blocks = blocks
+        self._lengths, self._size = blocks.lengths, blocks.size
         self._goes_on = threading.Event()
         self.was_asked = threading.Event()
 
     def __enter__(self) -> Hanging:
-        self._shelf.lengths = self.lengths
-        self._shelf.size = self.size
+        self._blocks.lengths = self.lengths
+        self._blocks.size = self.size
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -78,7 +79,7 @@ def filled(tmp_path: Path, num_tokens: int = 700) -> Iterator[Engine]:
 def test_an_answer_that_does_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "LOOKUP_S", 0.05)
     with filled(tmp_path) as engine:
-        with Hanging(shelf_of(engine)) as disk:
+        with Hanging(blocks_of(engine)) as disk:
             assert cached(answer(engine, "one", 700)) == 0
             assert disk.was_asked.is_set()
         # It answers again.
@@ -101,7 +102,7 @@ def test_streams_go_on_while_the_disk_is_asked(tmp_path: Path, monkeypatch: pyte
         engine.submit(Request("stream", tuple(range(40)), 3000, GREEDY), stream.sink)
         wait_for(lambda: bool(stream.ids))
         waiting, others = Reply(), Reply()
-        with Hanging(shelf_of(engine)) as disk:
+        with Hanging(blocks_of(engine)) as disk:
             engine.ask(make_computing_slow).result(60)
             engine.submit(Request("waiting", tuple(i * 7 % VOCAB for i in range(700)), 2, GREEDY), waiting.sink)
             assert disk.was_asked.wait(60)
@@ -120,10 +121,10 @@ def test_what_is_withdrawn_is_not_looked_up_to_its_end(tmp_path: Path, monkeypat
     monkeypatch.setattr(fetching, "LOOKUP_S", 3600.0)
     with filled(tmp_path, 2000) as engine:
         asked: list[bytes] = []
-        shelf = shelf_of(engine)
-        lengths = shelf.lengths
+        blocks = blocks_of(engine)
+        lengths = blocks.lengths
         reply = Reply()
-        with Hanging(shelf) as disk:
+        with Hanging(blocks) as disk:
             engine.submit(Request("cancelled", tuple(i * 7 % VOCAB for i in range(2000)), 2, GREEDY), reply.sink)
             assert disk.was_asked.wait(60)
             engine.cancel("cancelled")
@@ -133,17 +134,17 @@ def test_what_is_withdrawn_is_not_looked_up_to_its_end(tmp_path: Path, monkeypat
         assert len(asked) <= 2 + 8 + 2
 
 
-def asking_threads(shelf: Shelf) -> dict[str, set[str]]:
+def asking_threads(blocks: DiskBlocks) -> dict[str, set[str]]:
     """Which threads ask the catalogue for what, by their names."""
     found: dict[str, set[str]] = {}
-    for name in ("has", "lengths", "size", "contents"):
-        ask: Callable[..., Any] = getattr(shelf, name)
+    for name in ("find", "lengths", "size", "contents"):
+        ask: Callable[..., Any] = getattr(blocks, name)
 
         def noted(*args: Any, name: str = name, ask: Callable[..., Any] = ask) -> Any:
             found.setdefault(name, set()).add(threading.current_thread().name)
             return ask(*args)
 
-        setattr(shelf, name, noted)
+        setattr(blocks, name, noted)
     return found
 
 
@@ -157,7 +158,7 @@ def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(
         engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:4"), parse("planes:4")))).result(60)
         settle(engine)
         assert engine.ask(flush_tier).result(60)
-        threads = asking_threads(shelf_of(engine))
+        threads = asking_threads(blocks_of(engine))
         engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:8"), parse("planes:8")))).result(60)
         wait_for(lambda: engine.ask(is_done).result(60))
         assert engine.ask(lambda loop: Operations(loop).usage().counters["restored_spans"]).result(60) >= 1
@@ -167,7 +168,7 @@ def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(
         answer(engine, "again", 700)
         engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
         assert cached(answer(engine, "from the disk", 700)) == 699
-        assert threads["lengths"] == {"kvstrata-disk-lookups"}
+        assert threads["lengths"] == {"kvstrata-tier-lookups"}
         assert "kvstrata-engine" not in threads["size"]
 
 
@@ -218,5 +219,4 @@ def make_computing_take_a_second(loop: Loop) -> None:
 
 
 def disk_rates(engine: Engine) -> rates.Rates:
-    assert engine._thread.cold is not None
     return engine._thread.cold.tier.rates

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.disk.usage import Usage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Request
 from kvstrata.engine.storage import Storage
 from kvstrata.store.tidying import MAX_SPANS
+from kvstrata.tier.base import Usage
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import engine_on, flush_tier, settle
 from tests.engine.test_engine import Reply
@@ -21,7 +21,6 @@ NUM_TURNS = 2 * MAX_SPANS
 
 
 def disk_usage(loop: Loop) -> Usage:
-    assert loop.stock.cold is not None
     return loop.stock.cold.tier.usage()
 
 

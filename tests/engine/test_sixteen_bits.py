@@ -17,6 +17,7 @@ import pytest
 
 from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.registry import parse
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Sampling
@@ -46,7 +47,8 @@ NUM_SEEDS = 3
 
 @contextmanager
 def tier_in(folder: Path) -> Iterator[DiskTier]:
-    tier = DiskTier(folder, 256 * MIB, chain=chain, tally=tally, queue_bytes=64 * MIB, reserve_bytes=0)
+    options = DiskOptions(folder, 256 * MIB, queue_bytes=64 * MIB, reserve_bytes=0)
+    tier = DiskTier(options, chain=chain, tally=tally)
     try:
         yield tier
     finally:

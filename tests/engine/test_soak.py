@@ -24,8 +24,9 @@ import mlx.core as mx
 import psutil
 import pytest
 
+from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Disk, Limits
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.operations import Operations
 from kvstrata.engine.rates import Rate
@@ -90,13 +91,13 @@ class Soak:
         """One life of a server."""
         self.architecture = architecture
         loaded = tiny_loaded(architecture)
-        disk = Disk(
+        disk = DiskOptions(
             self.directory / architecture,
             DISK_BYTES,
             reserve_bytes=0,
             queue_bytes=self.rng.choice([256 * KIB, 4 * MIB]),
             flush_s=self.rng.choice([0.0, 0.05, 5.0]),
-            read_ahead_bytes=self.rng.choice([256 * KIB, 4 * MIB]),
+            read_ahead_bytes=self.rng.choice([128 * KIB, 2 * MIB]),
         )
         storage = Storage(hot_bytes=HOT_BYTES, write_through=self.rng.random() < 0.3)
         with engine_of(loaded, storage, disk) as cached, engine_of(loaded, Storage(hot_bytes=0), None) as cold:
@@ -165,7 +166,7 @@ class Soak:
 
 
 @contextmanager
-def engine_of(loaded: LoadedModel, storage: Storage, disk: Disk | None) -> Iterator[Engine]:
+def engine_of(loaded: LoadedModel, storage: Storage, disk: DiskOptions | None) -> Iterator[Engine]:
     engine = Engine(loaded, Limits(memory_bytes=MEMORY_BYTES), Metrics(), storage, disk)
     engine.start()
     try:

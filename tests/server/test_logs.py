@@ -22,7 +22,7 @@ show_messages(sys.argv[1])
 uvicorn.Config(None, log_level=sys.argv[1])
 logging.error("a library")
 for level in sys.argv[2:]:
-    getattr(logging.getLogger("kvstrata.disk.pause"), level)("it is %s", level)
+    getattr(logging.getLogger("kvstrata.disk.writer"), level)("it is %s", level)
 """
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.codecs.registry import parse
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.index.identity import Identity
 from kvstrata.index.ids import as_ids
@@ -18,11 +19,11 @@ from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.contents import tally
 from kvstrata.spans.plan import make_plan
-from kvstrata.store.cold.chains import finish
 from kvstrata.store.cold.cold import Cold
-from kvstrata.store.cold.loads import Load
+from kvstrata.store.cold.loads import BlockLoad
 from kvstrata.store.options import LadderOptions, PrecisionOptions, StoreOptions
 from kvstrata.store.stock import Stock, make_stock
+from kvstrata.tier.lookups import finish
 from tests.store.kv import LAYOUT, Clock, settle, store_tokens
 
 MIB = 1 << 20
@@ -46,7 +47,8 @@ def store_on(
     **disk: Any,
 ) -> Iterator[Stock]:
     limits: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
-    tier = DiskTier(folder, chain=chain, tally=tally, **limits)
+    beside = {each: limits.pop(each) for each in ("files", "clock", "is_pinned") if each in limits}
+    tier = DiskTier(DiskOptions(folder, **limits), chain=chain, tally=tally, **beside)
     codec = parse(name)
     options = StoreOptions(
         hot_bytes,
@@ -85,21 +87,18 @@ def write_turns(stock: Stock, tokens: list[int], ends: list[int]) -> None:
 
 def written(stock: Stock) -> int:
     """Tokens on the disk, over all chains."""
-    assert stock.cold is not None
     assert stock.cold.tier.flush(60).is_empty
     return stock.cold.tier.usage().num_tokens
 
 
 def reachable(stock: Stock, tokens: list[int]) -> int:
     """How many a start would find."""
-    assert stock.cold is not None
-    return finish(stock.cold.chains.match(stock.search.root_of(""), as_ids(tokens))).num_tokens
+    return finish(stock.cold.longest(stock.search.root_of(""), as_ids(tokens))).num_tokens
 
 
 def load(stock: Stock, tokens: list[int]) -> None:
     """What the disk has comes back."""
     loading = begin_load(stock, tokens)
-    assert stock.fetches is not None
     until_s = time.monotonic() + LOAD_TIMEOUT_S
     while not loading.is_done:
         assert time.monotonic() < until_s
@@ -107,8 +106,7 @@ def load(stock: Stock, tokens: list[int]) -> None:
     stock.fetches.promote(loading)
 
 
-def begin_load(stock: Stock, tokens: list[int]) -> Load:
-    assert stock.fetches is not None
+def begin_load(stock: Stock, tokens: list[int]) -> BlockLoad:
     lookup = stock.fetches.look(tokens, "")
     assert lookup is not None
     assert lookup.wait(LOAD_TIMEOUT_S)

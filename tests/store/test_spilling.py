@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.disk.block import Block
 from kvstrata.disk.daily_budget import SECONDS_OF_A_DAY
-from kvstrata.disk.tier import Accepted
 from kvstrata.index.identity import root_key
 from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
@@ -20,6 +18,9 @@ from kvstrata.store.precision.requantize import Change
 from kvstrata.store.stock import Stock
 from kvstrata.store.tidying import MAX_SPANS
 from kvstrata.store.totals import share_of
+from kvstrata.tier.base import Accepted
+from kvstrata.tier.block import Block
+from tests.disk.blocks import rows_of
 from tests.store.disk import begin_load, chat, load, random_tokens, reachable, store_on, write_turns, written
 from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, settle, store_tokens
 
@@ -116,7 +117,6 @@ def test_spans_are_joined_while_their_chain_is_written(tmp_path: Path) -> None:
 
 def test_a_block_that_cannot_be_read_is_removed_and_written_again(tmp_path: Path) -> None:
     with store_on(tmp_path) as stock:
-        assert stock.cold is not None
         tokens = random_tokens(300, 0)
         root, ids = root_key(stock.search._identity, ""), as_ids(tokens)[:256]
         empty = Block(chain(root, ids), root, root, 0, ids.tobytes(), {}, {"groups": []})
@@ -125,7 +125,6 @@ def test_a_block_that_cannot_be_read_is_removed_and_written_again(tmp_path: Path
         loading = begin_load(stock, tokens)
         while not loading.is_done:
             stock.chores.work(0)
-        assert stock.fetches is not None
         stock.fetches.forget(loading)
         assert stock.reporter.count()["unreadable_blocks"] == 1
         assert reachable(stock, tokens) == 0
@@ -295,8 +294,7 @@ def test_a_block_was_last_used_when_its_tokens_were_and_not_when_it_is_written(t
         clock.now_s += 50
         store_tokens(stock, new)
         stock.flush(60)
-        assert stock.cold is not None
-        last_uses = sorted(row.last_use for row in stock.cold.tier.rows())
+        last_uses = sorted(row.last_use for row in rows_of(stock.cold.tier))
     assert last_uses == pytest.approx([950.0, 1000.0], abs=1.0)
 
 

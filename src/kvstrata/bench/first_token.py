@@ -21,8 +21,9 @@ from typing import Any
 
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
+from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Disk, Limits
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.engine.storage import Storage
 from kvstrata.errors import KvstrataError
@@ -119,7 +120,7 @@ def _round(
             disks[f"the same, read at {speed / 1e6:.3g} MB/s"] = SlowFiles(speed)
         for case, files in disks.items():
             _leave_page_cache(folder)
-            with _engine(loaded, memory_bytes, storage, _disk(folder, files)) as engine:
+            with _engine(loaded, memory_bytes, storage, _disk(folder), files) as engine:
                 answers[case] = _first_token(engine, prompt)
                 files.end()
     return answers
@@ -138,8 +139,8 @@ def _row(case: str, prompt_tokens: int, found: Sequence[dict[str, _Answer]]) -> 
     )
 
 
-def _disk(folder: Path, files: Files | None = None) -> Disk:
-    return Disk(folder, DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES, files=files)
+def _disk(folder: Path) -> DiskOptions:
+    return DiskOptions(folder, DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES)
 
 
 def _leave_page_cache(folder: Path) -> None:
@@ -153,9 +154,11 @@ def _leave_page_cache(folder: Path) -> None:
 
 
 @contextmanager
-def _engine(loaded: LoadedModel, memory_bytes: int, storage: Storage, disk: Disk | None) -> Iterator[Engine]:
+def _engine(
+    loaded: LoadedModel, memory_bytes: int, storage: Storage, disk: DiskOptions | None, files: Files | None = None
+) -> Iterator[Engine]:
     """Compiled and warm."""
-    engine = Engine(loaded, Limits(memory_bytes=memory_bytes), Metrics(), storage, disk)
+    engine = Engine(loaded, Limits(memory_bytes=memory_bytes), Metrics(), storage, disk, files)
     engine.start()
     try:
         _first_token(engine, tuple(range(WARM_TOKENS)))

@@ -20,8 +20,9 @@ import numpy as np
 
 from kvstrata.bench.requantize import Stream
 from kvstrata.codecs.registry import parse
+from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Disk, Limits
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.engine.storage import Storage
@@ -88,7 +89,7 @@ def measure(
     progress: Callable[[str], None] = lambda _: None,
 ) -> Spilling:
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
-        disk = Disk(Path(folder), DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES, flush_s=0)
+        disk = DiskOptions(Path(folder), DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES, flush_s=0)
         storage = Storage(k=parse(precision), v=parse(precision))
         limits = Limits(memory_bytes=memory_bytes, max_running=max(streams, 1))
         engine = Engine(loaded, limits, Metrics(), storage, disk)
@@ -151,7 +152,6 @@ def _rest(engine: Engine, seconds: float) -> _Window:
 
 def _is_spilling(loop: Loop) -> bool:
     stock = _stock_of(loop)
-    assert stock.cold is not None
     return stock.chores.has_work or stock.cold.tier.usage().num_queued > 0
 
 
@@ -164,7 +164,7 @@ def _empty_disk(loop: Loop) -> None:
 
 
 def _stock_of(loop: Loop) -> Stock:
-    if loop.stock.cold is None:
+    if not loop.stock.store.can_share:
         raise KvstrataError("This model brings caches of its own kind, which are not stored.")
     return loop.stock
 

@@ -13,7 +13,7 @@ from kvstrata.cli.remote import AsJson
 
 if TYPE_CHECKING:
     from kvstrata.disk.rebuild import DamagedFile, UnreadFile
-    from kvstrata.disk.row import Row
+    from kvstrata.disk.row import BlockRow
 
 Folder = Annotated[
     Path,
@@ -92,7 +92,7 @@ def _echo_files(files: Sequence[DamagedFile | UnreadFile]) -> None:
         typer.echo(f"  {file.path}: {file.reason}")
 
 
-def _row(row: Row) -> dict[str, Any]:
+def _row(row: BlockRow) -> dict[str, Any]:
     return {
         "key": row.id.key.hex(),
         "part": row.id.part,

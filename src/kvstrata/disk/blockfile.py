@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 
-from kvstrata.disk.block import Block, BlockId, Chain, Tensor
 from kvstrata.disk.files import Files, read_all
 from kvstrata.disk.format import (
     ALIGNMENT_BYTES,
@@ -20,6 +19,7 @@ from kvstrata.disk.format import (
     verify_header,
 )
 from kvstrata.disk.reasons import Damage
+from kvstrata.tier.block import Block, BlockId, Chain, Tensor
 
 
 @contextmanager
@@ -43,34 +43,21 @@ def read_header(files: Files, fd: int) -> Header:
     return parse_header(beginning + rest)
 
 
-def read_block(
-    files: Files,
-    path: Path,
-    wanted: BlockId,
-    *,
-    chain: Chain,
-    root: bytes | None,
-    names: Collection[str] | None = None,
-) -> Block:
-    """Everything verified, or DamagedBlock; OSError where the file cannot be read. `names`: only these tensors."""
+def read_block(files: Files, path: Path, wanted: BlockId, *, chain: Chain, root: bytes | None) -> Block:
+    """Everything verified, or DamagedBlock; OSError where the file cannot be read."""
     try:
-        return _read_block(files, path, wanted, chain=chain, root=root, names=names)
+        return _read_block(files, path, wanted, chain=chain, root=root)
     except ValueError as error:
         # Right checksums over what no block can be: no tokens, a negative size.
         raise DamagedBlock(Damage.HEADER, str(error)) from error
 
 
-def _read_block(
-    files: Files, path: Path, wanted: BlockId, *, chain: Chain, root: bytes | None, names: Collection[str] | None
-) -> Block:
+def _read_block(files: Files, path: Path, wanted: BlockId, *, chain: Chain, root: bytes | None) -> Block:
     with opened(files, path) as fd:
         size_bytes = files.status(fd).size_bytes
         header = read_header(files, fd)
         verify_header(header, wanted=wanted, root=root, chain=chain, size_bytes=size_bytes)
-        if names is None:
-            tensors = _read_all_tensors(files, fd, header)
-        else:
-            tensors = _read_some_tensors(files, fd, header, names)
+        tensors = _read_tensors(files, fd, header)
     return Block(
         key=header.id.key,
         parent=header.parent,
@@ -83,19 +70,11 @@ def _read_block(
     )
 
 
-def _read_all_tensors(files: Files, fd: int, header: Header) -> dict[str, Tensor]:
+def _read_tensors(files: Files, fd: int, header: Header) -> dict[str, Tensor]:
     payload = _fill(files, fd, header.header_bytes, header.file_bytes - header.header_bytes)
     return {
         name: take_tensor(name, place, payload[place.offset - header.header_bytes :][: place.nbytes])
         for name, place in header.places.items()
-    }
-
-
-def _read_some_tensors(files: Files, fd: int, header: Header, names: Collection[str]) -> dict[str, Tensor]:
-    return {
-        name: take_tensor(name, place, _fill(files, fd, place.offset, place.nbytes))
-        for name, place in header.places.items()
-        if name in names
     }
 
 

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvstrata.disk.block import BlockId
 from kvstrata.disk.files import FILE_MODE
-from kvstrata.disk.row import Row
+from kvstrata.disk.row import BlockRow
+from kvstrata.tier.block import BlockId
 
 SCHEMA_VERSION = 3
 # Pages of 4 KiB. Small, because the limit of the tier counts the log too.
@@ -61,7 +61,7 @@ COLUMNS = "key, part, parent, root, start, num_tokens, disk_bytes, last_use, use
 
 
 class CatalogueFault(Exception):
-    """Raised and caught inside tiers/. `damaged`: rebuild it; otherwise the volume has a problem."""
+    """Raised and caught inside disk/. `damaged`: rebuild it; otherwise the volume has a problem."""
 
     def __init__(self, cause: sqlite3.Error) -> None:
         super().__init__(str(cause))
@@ -105,24 +105,24 @@ class Catalogue:
     def _version(self) -> int:
         return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
 
-    def newest(self, count: int) -> list[Row]:
+    def newest(self, count: int) -> list[BlockRow]:
         """Those that were used last."""
         return self._rows("ORDER BY last_use DESC LIMIT ?", (count,))
 
-    def after(self, block: BlockId | None, count: int) -> list[Row]:
+    def after(self, block: BlockId | None, count: int) -> list[BlockRow]:
         """Every row, some at a time: those that follow the last of those before."""
         key, part = (b"", "") if block is None else (block.key, block.part)
         return self._rows("WHERE (key, part) > (?, ?) ORDER BY key, part LIMIT ?", (key, part, count))
 
-    def leaving(self) -> list[Row]:
+    def leaving(self) -> list[BlockRow]:
         """Those whose files are to be deleted."""
         return self._rows("NATURAL JOIN leaving", ())
 
-    def _rows(self, which: str, values: tuple[object, ...]) -> list[Row]:
+    def _rows(self, which: str, values: tuple[object, ...]) -> list[BlockRow]:
         with self._lock, faults():
             return [_row(fields) for fields in self._ask(f"SELECT {COLUMNS} FROM blocks {which}", values)]
 
-    def add(self, rows: Iterable[Row]) -> None:
+    def add(self, rows: Iterable[BlockRow]) -> None:
         """In place of those with the same id, which do not leave any more."""
         rows = list(rows)
         with self.changing() as connection:
@@ -208,15 +208,15 @@ def _connect(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _fields(row: Row) -> tuple[object, ...]:
+def _fields(row: BlockRow) -> tuple[object, ...]:
     identity = (row.id.key, row.id.part, row.parent, row.root, row.start, row.num_tokens)
     return (*identity, row.disk_bytes, row.last_use, row.uses, row.created, row.tally)
 
 
-def _row(fields: tuple) -> Row:
+def _row(fields: tuple) -> BlockRow:
     key, part, parent, root, *numbers, tally = fields
     try:
-        row = Row(BlockId(key, part), bytes(parent), bytes(root), *numbers, tally=tally)
+        row = BlockRow(BlockId(key, part), bytes(parent), bytes(root), *numbers, tally=tally)
         sum(numbers)
     except (TypeError, ValueError) as error:
         raise sqlite3.DatabaseError(f"a row that makes no sense: {error}") from error

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from kvstrata.disk.block import BlockId, Tally
 from kvstrata.disk.files import unlink_if_there
 from kvstrata.disk.folder import CacheFolder, file_name
 from kvstrata.disk.format import FORMAT_VERSION
 from kvstrata.disk.quarantine import Quarantine
-from kvstrata.disk.reasons import Damage, Eviction, Fault, fault_of
+from kvstrata.disk.reasons import Damage, Fault, RemovalReason, fault_of
 from kvstrata.disk.rebuild import DamagedFile, UnreadFile, rows_of
 from kvstrata.disk.records import Records
-from kvstrata.disk.row import Row
+from kvstrata.disk.row import BlockRow
 from kvstrata.disk.usage import Counters, Event
+from kvstrata.tier.block import BlockId, Tally
 
 log = logging.getLogger(__name__)
 
@@ -62,25 +61,24 @@ def compare(
     quarantine: Quarantine,
     counters: Counters,
     tally: Tally,
-    lock: AbstractContextManager[object],
 ) -> Compared:
-    """The lock is taken for some files at a time."""
-    with lock:
+    """The lock of the records is taken for some files at a time."""
+    with records.lock:
         records.load_rest()
     names = folder.names()
     known = {file_name(row.id): row for row in records.index.rows()}
     leaving = {file_name(row.id) for row in records.index.leaving.rows()}
     gone = [row for name, row in known.items() if name not in names]
-    with lock:
+    with records.lock:
         records.forget(gone)
         records.strike(gone)
     comparison = _Comparison(folder, records, quarantine, counters, tally)
     unknown = folder.stored(names - known.keys() - leaving)
     while some := list(islice(unknown, NUM_FILES_AT_ONCE)):
-        with lock:
+        with records.lock:
             comparison.add(some)
     comparison.outdated.say()
-    with lock:
+    with records.lock:
         records.finish_comparing()
     return Compared(bool(gone), tuple(comparison.strays))
 
@@ -99,22 +97,22 @@ class _Comparison:
         self.strays: list[Path] = []
 
     def add(self, stored: Iterable[tuple[Path, BlockId]]) -> None:
-        found: list[Row] = []
+        found: list[BlockRow] = []
         for entry in rows_of(self._files, stored, self._tally):
             match entry:
-                case Row() if self._records.index.contradicts(entry):
-                    self._put_away(self._path(entry.id), Damage.ROOT, "")
-                case Row():
+                case BlockRow() if self._records.index.contradicts(entry):
+                    self._isolate(self._path(entry.id), Damage.ROOT, "")
+                case BlockRow():
                     found.append(self._records.doubted.get(entry.id, entry))
                 case DamagedFile(path, reason, what):
-                    self._put_away(path, reason, what)
+                    self._isolate(path, reason, what)
                 case UnreadFile(path, reason):
                     self._counters.add(Event.FAILED, reason)
                     if reason is not Fault.NOT_A_FILE:
                         self.strays.append(path)
         self._records.found(found)
 
-    def _put_away(self, path: Path, reason: Damage, what: str) -> None:
+    def _isolate(self, path: Path, reason: Damage, what: str) -> None:
         """One that can neither be moved nor deleted must not keep the others from being found."""
         try:
             if reason is Damage.VERSION:
@@ -130,7 +128,7 @@ class _Comparison:
     def _remove_outdated(self, path: Path, what: str) -> None:
         disk_bytes = self._files.status(path).disk_bytes
         unlink_if_there(self._files, path)
-        self._counters.add(Event.EVICTED, Eviction.OUTDATED, nbytes=disk_bytes)
+        self._counters.add(Event.EVICTED, RemovalReason.OUTDATED, nbytes=disk_bytes)
         self.outdated.num_blocks += 1
         self.outdated.num_bytes += disk_bytes
         self.outdated.formats.add(what)

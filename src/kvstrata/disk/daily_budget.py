@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 SECONDS_OF_A_DAY = 86_400
@@ -17,12 +18,12 @@ class DailyBudget:
         self._written_bytes = written_bytes
         self._is_spent = False
 
-    def allows(self, nbytes: int, queued_bytes: int, now: float) -> bool:
-        """As far as is known before a block is encoded: its header comes on top."""
+    def left_bytes(self, now: float) -> float:
+        """Infinite without a limit. The headers of blocks that are encoded later come on top."""
         if not self._limit_bytes:
-            return True
-        total = self.written_bytes(now) + queued_bytes + nbytes
-        return total <= self._limit_bytes and not self._is_spent
+            return math.inf
+        written_bytes = self.written_bytes(now)
+        return -math.inf if self._is_spent else self._limit_bytes - written_bytes
 
     def take(self, nbytes: int, now: float) -> bool:
         """Count so many bytes as written, unless that would be too many. After the first that is too many none are

@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from kvstrata.disk.block import KEY_BYTES, PART_NAME, BlockId
 from kvstrata.disk.files import (
     FILE_MODE,
     FOLDER_MODE,
@@ -25,6 +24,7 @@ from kvstrata.disk.files import (
     unlink_if_there,
 )
 from kvstrata.errors import CacheDirectoryBusy, ConfigError
+from kvstrata.tier.block import KEY_BYTES, PART_NAME, BlockId
 
 log = logging.getLogger(__name__)
 

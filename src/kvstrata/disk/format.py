@@ -15,11 +15,11 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvstrata.disk.block import ITEM_BYTES, Block, BlockId, Chain, Tensor, key_of
 from kvstrata.disk.checksum import Checksum, matches
 from kvstrata.disk.reasons import Damage
 from kvstrata.disk.strides import Take, at_once
 from kvstrata.errors import KvstrataError
+from kvstrata.tier.block import ITEM_BYTES, Block, BlockId, Chain, Tensor, key_of
 
 FORMAT_VERSION = 1
 ALIGNMENT_BYTES = 4096
@@ -34,7 +34,7 @@ CHECKSUM_ENDS = CHECKSUM_AT + NUM_DIGITS
 
 
 class DamagedBlock(KvstrataError):
-    """Raised and caught inside tiers/: outside it is a miss with `reason`."""
+    """Raised and caught inside disk/: outside it is a miss with `reason`."""
 
     def __init__(self, reason: Damage, what: str) -> None:
         super().__init__(what)

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvstrata.disk.block import BASE, BlockId, Chain
 from kvstrata.disk.blockfile import read_block
 from kvstrata.disk.files import Files, unlink_if_there
 from kvstrata.disk.folder import CacheFolder
 from kvstrata.disk.format import DamagedBlock
-from kvstrata.disk.quarantine import quarantined
+from kvstrata.disk.quarantine import list_quarantined
 from kvstrata.disk.reasons import fault_of
 from kvstrata.disk.rebuild import DamagedFile, UnreadFile, rows_of
-from kvstrata.disk.row import Row
+from kvstrata.disk.row import BlockRow
 from kvstrata.errors import ConfigError
+from kvstrata.tier.block import BASE, BlockId, Chain
 
 Progress = Callable[[int, int], None]  # blocks done, blocks in all
 
@@ -27,7 +27,7 @@ def _no_progress(_done: int, _total: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    rows: tuple[Row, ...]  # parents before children
+    rows: tuple[BlockRow, ...]  # parents before children
     damaged: tuple[DamagedFile, ...]
     unread: tuple[UnreadFile, ...]
 
@@ -58,14 +58,14 @@ class Garbage:
 
 @dataclass
 class _Sorted:
-    rows: list[Row] = field(default_factory=list)
+    rows: list[BlockRow] = field(default_factory=list)
     damaged: list[DamagedFile] = field(default_factory=list)
     unread: list[UnreadFile] = field(default_factory=list)
 
-    def take(self, entries: Iterable[Row | DamagedFile | UnreadFile], progress: Progress, total: int) -> None:
+    def take(self, entries: Iterable[BlockRow | DamagedFile | UnreadFile], progress: Progress, total: int) -> None:
         for done, entry in enumerate(entries, 1):
             match entry:
-                case Row():
+                case BlockRow():
                     self.rows.append(entry)
                 case DamagedFile():
                     self.damaged.append(entry)
@@ -110,7 +110,7 @@ def find_garbage(directory: Path, *, files: Files | None = None, progress: Progr
     found = _sort(folder, progress)
     garbage = Garbage(
         temporaries=tuple(folder.left_temporaries()),
-        quarantined=tuple(folder.quarantine / held.name for held in quarantined(folder.files, folder.quarantine)),
+        quarantined=tuple(folder.quarantine / held.name for held in list_quarantined(folder.files, folder.quarantine)),
         damaged=tuple(damaged.path for damaged in found.damaged),
         orphans=tuple(folder.path(block) for block in orphans(found.rows)),
     )
@@ -134,7 +134,7 @@ def collect_garbage(directory: Path, *, files: Files | None = None, progress: Pr
     return garbage
 
 
-def orphans(rows: Iterable[Row]) -> list[BlockId]:
+def orphans(rows: Iterable[BlockRow]) -> list[BlockId]:
     """Blocks that no match can reach: an ancestor is missing, or the base of a part."""
     ordered = sorted(rows, key=lambda row: (row.start, row.id.part != BASE))
     reachable: set[bytes] = set()
@@ -178,6 +178,6 @@ def _recorded_uses(path: Path) -> dict[BlockId, tuple[float, int, float]]:
         return {}
 
 
-def _with_uses(row: Row, uses: dict[BlockId, tuple[float, int, float]]) -> Row:
+def _with_uses(row: BlockRow, uses: dict[BlockId, tuple[float, int, float]]) -> BlockRow:
     last_use, num_uses, created = uses.get(row.id, (row.last_use, row.uses, row.created))
     return replace(row, last_use=last_use, uses=num_uses, created=created)

@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvstrata.disk.block import BlockId
-from kvstrata.disk.row import Row
+from kvstrata.disk.row import BlockRow
+from kvstrata.tier.block import BlockId
 
 
 @dataclass(eq=False, slots=True)
-class Batch:
+class Group:
     """Rows that were taken away together."""
 
-    rows: dict[BlockId, Row]
+    rows: dict[BlockId, BlockRow]
     is_noted: bool = False  # the catalogue knows that they leave
 
 
@@ -27,16 +27,16 @@ class Leaving:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._batches: deque[Batch] = deque()
-        self._stuck: dict[BlockId, Row] = {}
+        self._groups: deque[Group] = deque()
+        self._stuck: dict[BlockId, BlockRow] = {}
         self._bytes = 0
 
-    def take(self, rows: dict[BlockId, Row], nbytes: int, *, is_noted: bool = False) -> None:
+    def take(self, rows: dict[BlockId, BlockRow], nbytes: int, *, is_noted: bool = False) -> None:
         with self._lock:
-            if len(rows) == 1 and self._batches and self._batches[-1].is_noted == is_noted:
-                self._batches[-1].rows.update(rows)
+            if len(rows) == 1 and self._groups and self._groups[-1].is_noted == is_noted:
+                self._groups[-1].rows.update(rows)
             elif rows:
-                self._batches.append(Batch(rows, is_noted))
+                self._groups.append(Group(rows, is_noted))
             self._bytes += nbytes
 
     def stay(self, block: BlockId) -> None:
@@ -44,7 +44,7 @@ class Leaving:
         with self._lock:
             self._drop(block)
 
-    def set_stuck(self, row: Row) -> None:
+    def set_stuck(self, row: BlockRow) -> None:
         """Its file could not be deleted: it stays counted, and is tried again when others leave."""
         with self._lock:
             self._drop(row.id)
@@ -54,7 +54,7 @@ class Leaving:
     def retry(self) -> None:
         with self._lock:
             if self._stuck:
-                self._batches.append(Batch(self._stuck, is_noted=True))
+                self._groups.append(Group(self._stuck, is_noted=True))
                 self._stuck = {}
 
     @property
@@ -62,13 +62,13 @@ class Leaving:
         with self._lock:
             return self._bytes
 
-    def row(self, block: BlockId) -> Row | None:
+    def row(self, block: BlockId) -> BlockRow | None:
         with self._lock:
             found = (rows[block] for rows in self._all() if block in rows)
             return next(found, None)
 
-    def rows(self) -> list[Row]:
-        found: list[Row] = []
+    def rows(self) -> list[BlockRow]:
+        found: list[BlockRow] = []
         with self._lock:
             for rows in self._all():
                 found += rows.values()
@@ -78,24 +78,24 @@ class Leaving:
         """Those that the catalogue is to be told of, now."""
         with self._lock:
             blocks: list[BlockId] = []
-            for batch in self._batches:
-                blocks += () if batch.is_noted else batch.rows
-                batch.is_noted = True
+            for group in self._groups:
+                blocks += () if group.is_noted else group.rows
+                group.is_noted = True
             return blocks
 
-    def next_rows(self, count: int) -> list[Row]:
+    def next_rows(self, count: int) -> list[BlockRow]:
         """Some of those whose files are to be deleted, the last first; none where none are left."""
         with self._lock:
-            while self._batches and not self._batches[0].rows:
-                self._batches.popleft()
-            rows = self._batches[0].rows if self._batches else {}
+            while self._groups and not self._groups[0].rows:
+                self._groups.popleft()
+            rows = self._groups[0].rows if self._groups else {}
             return [row for row, _ in zip(reversed(rows.values()), range(count), strict=False)]
 
-    def _all(self) -> Iterable[dict[BlockId, Row]]:
-        return (self._stuck, *(batch.rows for batch in self._batches))
+    def _all(self) -> Iterable[dict[BlockId, BlockRow]]:
+        return (self._stuck, *(group.rows for group in self._groups))
 
     def _drop(self, block: BlockId) -> None:
-        if not self._batches and not self._stuck:
+        if not self._groups and not self._stuck:
             return
         for rows in self._all():
             row = rows.pop(block, None)

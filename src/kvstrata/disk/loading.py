@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable
 
-from kvstrata.disk.block import Block, BlockId, Chain
 from kvstrata.disk.blockfile import read_block
 from kvstrata.disk.files import NotAFile
 from kvstrata.disk.format import DamagedBlock
-from kvstrata.disk.rates import RateMeter
-from kvstrata.disk.reader import Loaded, Missing
-from kvstrata.disk.reasons import Damage, Fault, Miss, fault_of
-from kvstrata.disk.shelf import Shelf
+from kvstrata.disk.holdings import Holdings
+from kvstrata.disk.reasons import Damage, Fault, fault_of
 from kvstrata.disk.usage import Counters, Event
+from kvstrata.tier.block import Block, BlockId, Chain
+from kvstrata.tier.rates import RateMeter
+from kvstrata.tier.reading import Loaded, Missing, MissReason
 
 log = logging.getLogger(__name__)
 
@@ -28,14 +27,14 @@ NUM_AVOIDED = 4096
 class Loader:
     def __init__(
         self,
-        shelf: Shelf,
+        holdings: Holdings,
         queued: Callable[[BlockId], list[Block]],
         counters: Counters,
         *,
         chain: Chain,
         clock: Callable[[], float],
     ) -> None:
-        self._shelf = shelf
+        self._holdings = holdings
         self._queued = queued
         self._counters = counters
         self._chain = chain
@@ -45,13 +44,13 @@ class Loader:
         self._said: set[Fault] = set()
         self.meter = RateMeter()
 
-    def load(self, block: BlockId, root: bytes, names: Collection[str] | None = None) -> Loaded | Missing:
-        result = self._load(block, root, names)
+    def load(self, block: BlockId, root: bytes) -> Loaded | Missing:
+        result = self._load(block, root)
         match result:
             case Missing(_, reason):
                 self._counters.add(Event.MISSED, reason)
             case Loaded():
-                self._shelf.touch([block], self._clock())
+                self._holdings.records.touches.add([block], self._clock())
         return result
 
     def avoided(self, block: BlockId) -> list[Fault]:
@@ -60,36 +59,36 @@ class Loader:
             until, fault = self._avoided.get(block, (0.0, Fault.OTHER))
             return [fault] if until > self._clock() else []
 
-    def _load(self, block: BlockId, root: bytes, names: Collection[str] | None) -> Loaded | Missing:
+    def _load(self, block: BlockId, root: bytes) -> Loaded | Missing:
         for queued in self._queued(block):
             if queued.root != root:
                 return Missing(block, Damage.ROOT)
             self._counters.add(Event.READ, "queue", nbytes=queued.nbytes)
-            return Loaded(_only(queued, names))
-        if self._shelf.index.leaving.row(block) is not None:
-            return Missing(block, Miss.ABSENT)  # it was cleared, and its file is still there
+            return Loaded(queued)
+        if self._holdings.index.leaving.row(block) is not None:
+            return Missing(block, MissReason.ABSENT)  # it was cleared, and its file is still there
         for fault in self.avoided(block):
             return Missing(block, fault)
         try:
-            return self._from_disk(block, root, names)
+            return self._from_disk(block, root)
         except DamagedBlock as damage:
-            self._shelf.put_away(block, damage.reason)
+            self._holdings.isolate(block, damage.reason)
             return Missing(block, damage.reason)
         except FileNotFoundError:
-            if self._shelf.has(block):
-                self._shelf.forget(block)
-            return Missing(block, Miss.ABSENT)
+            if self._holdings.index.row(block) is not None:
+                self._holdings.forget(block)
+            return Missing(block, MissReason.ABSENT)
         except NotAFile:
             self._counters.add(Event.FAILED, Fault.NOT_A_FILE)
-            self._shelf.forget(block)
+            self._holdings.forget(block)
             return Missing(block, Fault.NOT_A_FILE)
         except OSError as error:
             return Missing(block, self._fault(block, error))
 
-    def _from_disk(self, block: BlockId, root: bytes, names: Collection[str] | None) -> Loaded:
-        folder = self._shelf.folder
+    def _from_disk(self, block: BlockId, root: bytes) -> Loaded:
+        folder = self._holdings.folder
         with self.meter.reading() as measure:
-            found = read_block(folder.files, folder.path(block), block, chain=self._chain, root=root, names=names)
+            found = read_block(folder.files, folder.path(block), block, chain=self._chain, root=root)
             measure(found.nbytes)
         self._counters.add(Event.READ, "disk", nbytes=found.nbytes)
         return Loaded(found)
@@ -106,9 +105,3 @@ class Loader:
         if is_news:
             log.warning("The disk cache cannot be read (%s): %s. Such blocks are computed again", fault, error)
         return fault
-
-
-def _only(block: Block, names: Collection[str] | None) -> Block:
-    if names is None:
-        return block
-    return replace(block, tensors={name: tensor for name, tensor in block.tensors.items() if name in names})

@@ -6,14 +6,19 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvstrata.disk.block import BlockId
 from kvstrata.disk.files import Files, plain_files, unlink_if_there
 from kvstrata.disk.folder import parse_file_name
 from kvstrata.disk.reasons import Damage
+from kvstrata.tier.block import BlockId
+
+MOST_FILES = 32
+# Of the cache's limit, and at most so many bytes.
+LARGEST_SHARE = 0.02
+LARGEST_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class Quarantined:
     name: str
     disk_bytes: int
     modified: float
@@ -25,10 +30,10 @@ def parse_quarantined_name(name: str) -> list[BlockId]:
     return parse_file_name(file_name) if reason in list(Damage) else []
 
 
-def quarantined(files: Files, folder: Path) -> list[Held]:
+def list_quarantined(files: Files, folder: Path) -> list[Quarantined]:
     """What `take` has put there, the oldest first. What else lies there is not ours to count or to delete."""
     held = [
-        Held(path.name, status.disk_bytes, status.modified)
+        Quarantined(path.name, status.disk_bytes, status.modified)
         for path, status in plain_files(files, folder)
         if parse_quarantined_name(path.name)
     ]
@@ -38,13 +43,13 @@ def quarantined(files: Files, folder: Path) -> list[Held]:
 class Quarantine:
     """Changed by one thread at a time, read from anywhere: its lock is never held over a file operation."""
 
-    def __init__(self, folder: Path, files: Files, *, limit_files: int, limit_bytes: int) -> None:
+    def __init__(self, folder: Path, files: Files, cache_bytes: int) -> None:
+        """`cache_bytes`: the limit of the whole cache."""
         self._folder = folder
         self._files = files
-        self._limit_files = limit_files
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = min(int(LARGEST_SHARE * cache_bytes), LARGEST_BYTES)
         self._lock = threading.Lock()
-        self._held: dict[str, Held] = {}  # the oldest first
+        self._held: dict[str, Quarantined] = {}  # the oldest first
         self.reload()
 
     @property
@@ -59,7 +64,7 @@ class Quarantine:
         return frozenset(block.key for name in names for block in parse_quarantined_name(name))
 
     def reload(self) -> None:
-        found = quarantined(self._files, self._folder)
+        found = list_quarantined(self._files, self._folder)
         with self._lock:
             self._held = {held.name: held for held in found}
         self._shrink()
@@ -69,7 +74,7 @@ class Quarantine:
         name = f"{path.name}.{reason}"
         try:
             status = self._files.status(path)
-            if status.disk_bytes > self._limit_bytes or not self._limit_files:
+            if status.disk_bytes > self._limit_bytes:
                 self._files.unlink(path)
                 return
             if name in self._held:
@@ -81,11 +86,11 @@ class Quarantine:
             return
         with self._lock:
             self._held.pop(name, None)
-            self._held[name] = Held(name, status.disk_bytes, status.modified)
+            self._held[name] = Quarantined(name, status.disk_bytes, status.modified)
         self._shrink()
 
     def _shrink(self) -> None:
-        while len(self._held) > self._limit_files or self.disk_bytes > self._limit_bytes:
+        while len(self._held) > MOST_FILES or self.disk_bytes > self._limit_bytes:
             oldest = next(iter(self._held))
             unlink_if_there(self._files, self._folder / oldest)
             with self._lock:

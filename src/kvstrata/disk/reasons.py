@@ -8,19 +8,7 @@ from enum import StrEnum
 from kvstrata.disk.files import NotAFile
 
 
-class Refusal(StrEnum):
-    """`put` did not take a block."""
-
-    PRESENT = "present"
-    QUEUE_FULL = "queue_full"
-    TOO_LARGE = "too_large"
-    FIRST_TOUCH = "first_touch"
-    WRITE_BUDGET = "write_budget"
-    PAUSED = "paused"
-    CLOSED = "closed"
-
-
-class Drop(StrEnum):
+class DropReason(StrEnum):
     """A block was taken and then given up without a fault of the disk."""
 
     NO_ROOM = "no_room"
@@ -43,13 +31,6 @@ class Damage(StrEnum):
     TENSOR = "tensor"
 
 
-class Miss(StrEnum):
-    """A block was asked for and is not there. Faults and damage are reasons too, under their own names."""
-
-    ABSENT = "absent"
-    CLOSED = "closed"
-
-
 class Fault(StrEnum):
     """What the operating system said."""
 
@@ -62,7 +43,7 @@ class Fault(StrEnum):
     OTHER = "other"
 
 
-class Eviction(StrEnum):
+class RemovalReason(StrEnum):
     LIMIT = "limit"
     RESERVE = "reserve"
     EXPIRED = "expired"

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvstrata.disk.block import BlockId, Tally, no_tally
 from kvstrata.disk.blockfile import opened, read_header
 from kvstrata.disk.files import Files
 from kvstrata.disk.format import DamagedBlock
 from kvstrata.disk.reasons import Damage, Fault, fault_of
-from kvstrata.disk.row import Row, write_tally
+from kvstrata.disk.row import BlockRow, write_tally
+from kvstrata.tier.block import BlockId, Tally, no_tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class UnreadFile:
 
 def rows_of(
     files: Files, stored: Iterable[tuple[Path, BlockId]], tally: Tally = no_tally
-) -> Iterator[Row | DamagedFile | UnreadFile]:
+) -> Iterator[BlockRow | DamagedFile | UnreadFile]:
     for path, block in stored:
         try:
             yield _row_of(files, path, block, tally)
@@ -43,7 +43,7 @@ def rows_of(
             yield UnreadFile(path, fault_of(error))
 
 
-def _row_of(files: Files, path: Path, block: BlockId, tally: Tally) -> Row:
+def _row_of(files: Files, path: Path, block: BlockId, tally: Tally) -> BlockRow:
     with opened(files, path) as fd:
         status = files.status(fd)
         header = read_header(files, fd)
@@ -51,7 +51,7 @@ def _row_of(files: Files, path: Path, block: BlockId, tally: Tally) -> Row:
         raise DamagedBlock(Damage.KEY, "the file holds another block than its name says")
     if header.file_bytes != status.size_bytes:
         raise DamagedBlock(Damage.LENGTH, "the file is not as long as its header says")
-    return Row(
+    return BlockRow(
         id=block,
         parent=header.parent,
         root=header.root,

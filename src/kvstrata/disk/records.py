@@ -2,7 +2,7 @@
 
 What is in memory is true, and the catalogue follows. So a catalogue that turns out to be damaged is written anew from
 memory, and nothing that is asked for while the server runs waits for SQLite. The tier's threads change things here,
-under the shelf's lock; lookups come from anywhere.
+with the lock, which the engine's thread never takes; lookups come from anywhere.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import sqlite3
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
-from kvstrata.disk.block import BlockId
 from kvstrata.disk.catalogue import FORMAT, Catalogue, CatalogueFault
-from kvstrata.disk.eviction import Order
 from kvstrata.disk.files import unlink_if_there
 from kvstrata.disk.folder import CacheFolder
 from kvstrata.disk.format import FORMAT_VERSION
 from kvstrata.disk.reasons import Fault
-from kvstrata.disk.row import Row
+from kvstrata.disk.row import BlockRow
 from kvstrata.disk.row_index import RowIndex
 from kvstrata.disk.usage import Counters, Event
+from kvstrata.disk.victims import Victims
+from kvstrata.tier.block import BlockId
 
 log = logging.getLogger(__name__)
 
@@ -30,12 +30,31 @@ NUM_ROWS_AT_ONCE = 512
 NUM_ROWS_AT_START = 8_192
 
 
+class Touches:
+    """Uses of blocks, written down later: a lookup must not wait for the disk."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._touched: dict[BlockId, tuple[int, float]] = {}
+
+    def add(self, blocks: Iterable[BlockId], now: float) -> None:
+        with self._lock:
+            for block in blocks:
+                count, _ = self._touched.get(block, (0, 0.0))
+                self._touched[block] = (count + 1, now)
+
+    def take(self) -> dict[BlockId, tuple[int, float]]:
+        with self._lock:
+            touched, self._touched = self._touched, {}
+            return touched
+
+
 class Records:
     def __init__(self, folder: CacheFolder, counters: Counters) -> None:
         self._folder = folder
         self._counters = counters
-        self._touched: dict[BlockId, tuple[int, float]] = {}
-        self._touch_lock = threading.Lock()
+        self.lock = threading.RLock()  # held over file operations by the thread that changes the folder
+        self.touches = Touches()
         self.needs_rewrite = False
         self.open()
 
@@ -57,7 +76,7 @@ class Records:
     def _open(self) -> None:
         self.catalogue = Catalogue(self._folder.catalogue)
         self.index = RowIndex()
-        self.doubted: dict[BlockId, Row] = {}
+        self.doubted: dict[BlockId, BlockRow] = {}
         self.needs_rewrite = False
         try:
             leaving = {row.id: row for row in self.catalogue.leaving()}
@@ -68,7 +87,7 @@ class Records:
         except CatalogueFault:
             self.close_catalogue()
             raise
-        self.order = Order(self.index)
+        self.victims = Victims(self.index)
 
     def load_rest(self) -> None:
         """What was too much for the start, or was written for another format of the blocks."""
@@ -80,7 +99,7 @@ class Records:
                 new = [row for row in rows if self.index.row(row.id) is None and not self.index.leaving.row(row.id)]
                 if self._is_trusted:
                     self._load(new)
-                    self.order.added(new)
+                    self.victims.added(new)
                 else:
                     # They count when their files turn out to be readable.
                     self.doubted.update({row.id: row for row in new})
@@ -89,10 +108,10 @@ class Records:
                 raise
             self._say_damaged(fault)
             self.index.forget_all()
-            self.order = Order(self.index)
+            self.victims = Victims(self.index)
             self.rewrite()
 
-    def _load(self, rows: Sequence[Row]) -> None:
+    def _load(self, rows: Sequence[BlockRow]) -> None:
         for row in rows:
             if self.index.contradicts(row):
                 raise CatalogueFault(sqlite3.DatabaseError("a key of two roots"))
@@ -133,29 +152,19 @@ class Records:
         self._counters.add(Event.FAILED, Fault.CATALOGUE)
         self.needs_rewrite = self.needs_rewrite or fault.damaged
 
-    # Uses.
-
-    def touch(self, blocks: Iterable[BlockId], now: float) -> None:
-        """Written down later: a lookup must not wait for the disk."""
-        with self._touch_lock:
-            for block in blocks:
-                count, _ = self._touched.get(block, (0, 0.0))
-                self._touched[block] = (count + 1, now)
-
     def write_touches(self) -> None:
-        with self._touch_lock:
-            touched, self._touched = self._touched, {}
+        touched = self.touches.take()
         if touched:
             self.index.touch(touched)
             self.catalogue.touch(touched)
 
     # Files that are there, and files that are gone.
 
-    def found(self, rows: Sequence[Row]) -> None:
+    def found(self, rows: Sequence[BlockRow]) -> None:
         """Files without a row, as a comparison meets them."""
         self.catalogue.add(rows)
         self.index.add_found(rows)
-        self.order.added(rows)
+        self.victims.added(rows)
 
     def finish_comparing(self) -> None:
         """Every file has its row."""
@@ -165,10 +174,10 @@ class Records:
         self._is_trusted = True
         self.index.finish_comparing()
 
-    def publish(self, row: Row, is_wanted: Callable[[], bool]) -> bool:
+    def publish(self, row: BlockRow, is_wanted: Callable[[], bool]) -> bool:
         """A file that has its name now. False: it is not wanted any more, and leaves."""
         is_kept = self.index.add_if(row, is_wanted)
-        self.order.added([row])
+        self.victims.added([row])
         return is_kept
 
     def restore(self, block: BlockId) -> None:
@@ -183,19 +192,19 @@ class Records:
             self.fail(fault)
             self.needs_rewrite = True
 
-    def forget(self, rows: Sequence[Row]) -> None:
+    def forget(self, rows: Sequence[BlockRow]) -> None:
         """Their files are gone: in memory, where it counts at once."""
         self.index.discard(row.id for row in rows)
-        self.order.removed(rows)
+        self.victims.removed(rows)
 
-    def strike(self, rows: Sequence[Row]) -> None:
+    def strike(self, rows: Sequence[BlockRow]) -> None:
         """And in the catalogue. CatalogueFault: it has rows too many, which the next start takes out."""
         self.catalogue.remove(row.id for row in rows)
 
-    def left(self, rows: Sequence[Row]) -> None:
+    def left(self, rows: Sequence[BlockRow]) -> None:
         """Files of rows that were taken away before are gone."""
         self.index.left(rows)
-        self.order.removed(rows)
+        self.victims.removed(rows)
         self.strike(rows)
 
     def note_leaving(self) -> None:

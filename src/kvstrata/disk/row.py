@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvstrata.disk.block import BASE, BlockId
+from kvstrata.tier.block import BASE, BlockId
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BlockRow:
     id: BlockId
     parent: bytes
     root: bytes
@@ -25,7 +25,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class RowTotals:
     num_blocks: int
     num_tokens: int
     disk_bytes: int
@@ -41,7 +41,7 @@ class Sums:
         self.disk_bytes = 0
         self._labels: Counter[str] = Counter()
 
-    def count(self, row: Row, labels: Mapping[str, int], sign: int) -> None:
+    def count(self, row: BlockRow, labels: Mapping[str, int], sign: int) -> None:
         if row.id.part == BASE:
             self._num_blocks += sign
             self._num_tokens += sign * row.num_tokens
@@ -56,9 +56,9 @@ class Sums:
         for label, nbytes in others._labels.items():
             self._labels[label] += sign * nbytes
 
-    def totals(self) -> Totals:
+    def totals(self) -> RowTotals:
         labels = {label: nbytes for label, nbytes in self._labels.items() if nbytes}
-        return Totals(self._num_blocks, self._num_tokens, self.disk_bytes, labels)
+        return RowTotals(self._num_blocks, self._num_tokens, self.disk_bytes, labels)
 
 
 def write_tally(labels: Mapping[str, int]) -> str:

@@ -16,8 +16,6 @@ from typing import Protocol, TypeVar
 T = TypeVar("T")
 
 STRIDE_BYTES = 1 << 20
-# Of one core: tens of megabytes a second, which is more than a model that computes on such a core makes.
-SHARE = 0.05
 # Shorter ones are put together: to sleep and wake has its price too.
 SHORTEST_REST_S = 0.005
 
@@ -42,7 +40,7 @@ class Strides:
     """`clock` tells the time that the thread has computed: while it waits for a disk it takes no core."""
 
     def __init__(
-        self, rest: Callable[[float], None], *, share: float = SHARE, clock: Callable[[], float] = time.thread_time
+        self, rest: Callable[[float], None], *, share: float, clock: Callable[[], float] = time.thread_time
     ) -> None:
         if not 0 < share <= 1:
             raise ValueError(f"A share is above 0 and at most 1, not {share}")

@@ -1,7 +1,6 @@
-"""The queue of blocks on their way to the disk, and the thread that empties it. Knows no files.
+"""The thread that takes blocks from the queue to the disk, its pauses and its pace. Knows no files.
 
-A block stays in the queue until it is published, so it can be found at every moment: first here, then in the catalogue.
-A fault of the disk changes nothing about that: the block is tried again after a pause. One that is given up takes along
+A fault of the disk takes no block from the queue: it is tried again after a pause. A block that is given up takes along
 what is queued behind it and hangs on it, which no lookup could reach.
 """
 
@@ -15,22 +14,18 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from kvstrata.disk.block import BASE, Block, BlockId
-from kvstrata.disk.pause import LONGEST_PAUSE_S, Pause
-from kvstrata.disk.publish import Dropped, Failed, SettledIn, Written
-from kvstrata.disk.reasons import Drop, Fault, Refusal
-from kvstrata.disk.strides import SHARE, Strides, Take
+from kvstrata.disk.options import DiskOptions
+from kvstrata.disk.publish import CaughtUp, Dropped, WriteFailed, Written
+from kvstrata.disk.queue import BlockQueue, Offer
+from kvstrata.disk.reasons import DropReason, Fault
+from kvstrata.disk.strides import Strides, Take
 from kvstrata.disk.usage import Counters, Event
+from kvstrata.tier.base import Flushed, Refusal, Writing
+from kvstrata.tier.block import Block
 
 log = logging.getLogger(__name__)
-
-# The block, the keys that must stay, whether it is still wanted at the moment of publication, and what paces the work.
-Publish = Callable[[Block, Callable[[], frozenset[bytes]], Callable[[], bool], Take], Written | Dropped | Failed]
-# Let go of what no request asked for in time, but for keys that must stay. Tells in how many seconds to do so again.
-Expire = Callable[[frozenset[bytes]], float]
 
 # More than computing threads, but not all there is: a thread that never gets a core may hold the interpreter meanwhile.
 NICENESS = 10
@@ -38,63 +33,90 @@ LARGEST_NICENESS = 19
 # Of one block, each after a longer pause. Some minutes: a disk that was full has room again, and a block that can never
 # be written does not keep the others waiting for good.
 MAX_ATTEMPTS = 6
+LONGEST_PAUSE_S = 300.0
+FULL = (Fault.NO_SPACE, DropReason.RESERVE)
 # Of the queue. What is past it is written without a rest: rather that than refuse blocks.
 REST_BELOW = 0.25
 
 
-@dataclass(frozen=True, slots=True)
-class Flushed:
-    """`is_empty`: all that was queued has been written, dropped or failed."""
+class DiskWork(Protocol):
+    """What the thread does to the disk. None of it raises for the disk's sake."""
 
-    is_empty: bool
-    num_left: int
-    bytes_left: int
+    def publish(
+        self, block: Block, kept: Callable[[], frozenset[bytes]], is_wanted: Callable[[], bool], take: Take
+    ) -> Written | Dropped | WriteFailed:
+        """`kept`: keys that must stay on disk, asked for when this makes room. `is_wanted`: whether it still is, at the
+        moment of publication. `take` paces what is long."""
+        ...
+
+    def catch_up(self) -> CaughtUp | WriteFailed:
+        """Bring catalogue, folder and limit in step, and delete some of what was cleared."""
+        ...
+
+    def expire(self, kept: frozenset[bytes]) -> float:
+        """Let go of what no request asked for in time, but for keys that must stay. Tells in how many seconds to do so
+        again."""
+        ...
 
 
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """One offer of a block: the same block, offered again after it was withdrawn, is another."""
+class Pause:
+    """When to try again after the disk said no: each time twice as long, up to a limit."""
 
-    block: Block
-    num_attempts: int = 0
+    def __init__(self, first_s: float, clock: Callable[[], float]) -> None:
+        self._first_s = first_s
+        self._clock = clock
+        self._next_s = first_s
+        self._until = 0.0
+        self.reason = ""
+
+    @property
+    def remaining_s(self) -> float:
+        return max(0.0, self._until - self._clock()) if self.reason else 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self.remaining_s > 0
+
+    def begin(self, reason: Fault | DropReason, what: str) -> None:
+        """Said once for each reason, until a write succeeds."""
+        if reason != self.reason:
+            log.warning(
+                "The disk cache cannot be written (%s): %s. The server goes on from memory and tries again in %.0f s",
+                reason,
+                what,
+                self._next_s,
+            )
+        self.reason = reason
+        self._until = self._clock() + self._next_s
+        self._next_s = min(2 * self._next_s, max(self._first_s, LONGEST_PAUSE_S))
+
+    def lift(self) -> None:
+        """Try now. After another fault the next is longer all the same."""
+        self._until = 0.0
+
+    def end(self) -> None:
+        if self.reason:
+            log.info("The disk cache can be written again")
+        self.reason = ""
+        self._next_s = self._first_s
 
 
 class Writer:
-    def __init__(
-        self,
-        publish: Publish,
-        *,
-        settle_in: Callable[[], SettledIn | Failed],
-        counters: Counters,
-        on_written: Callable[[Written], None],
-        limit_bytes: int,
-        first_pause_s: float,
-        expire: Expire = lambda _: math.inf,
-        share: float = SHARE,
-        on_room: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`share`: of one core, for what is long; more where a flush or close waits or the queue fills up. `on_room` is
-        called on the writer's thread whenever a block was tried."""
-        self._publish = publish
-        self._settle_in = settle_in
-        self._expire = expire
-        self._expires_s = -math.inf  # when to call it
-        self._on_written = on_written
-        self._on_room = on_room
+    def __init__(self, work: DiskWork, options: DiskOptions, counters: Counters, on_room: Callable[[], None]) -> None:
+        """`on_room` is called on the writer's thread whenever a block was tried."""
+        self.queue = BlockQueue(options.queue_bytes)
+        self._changed = self.queue.changed
+        self._work = work
         self._counters = counters
-        self._limit_bytes = limit_bytes
-        self._changed = threading.Condition()
-        self._queue: dict[BlockId, _Entry] = {}
-        self._lengths: dict[bytes, dict[BlockId, int]] = {}  # of the bases in it, by parent
+        self._on_room = on_room
+        self._pause = Pause(options.first_pause_s, time.monotonic)
+        self._strides = Strides(self._rest, share=options.writer_share)
+        self._expires_s = -math.inf  # when something on the disk may have to go
+        self._must_catch_up = True
+        self._has_just_caught_up = False
         self._is_writing = False
-        self._bytes = 0
-        self._moved_s = 0.0  # when a block last left the queue, or came to an empty one
-        self._pause = Pause(first_pause_s, time.monotonic)
-        self._strides = Strides(self._rest, share=share)
         self._num_flushing = 0
         self._num_faults = 0
-        self._is_settled_in = False
-        self._has_just_settled = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="kvstrata-disk-writer", daemon=True)
         self._thread.start()
@@ -106,73 +128,29 @@ class Writer:
         with self._changed:
             if self._is_closing:
                 return Refusal.CLOSED
-            if self._pause.is_on:
-                return Refusal.PAUSED
-            if block.id in self._queue:
-                return Refusal.PRESENT
-            # A block that is larger than the whole queue goes alone: otherwise it could never be written.
-            if self._queue and self._bytes + block.nbytes > self._limit_bytes:
-                return Refusal.QUEUE_FULL
-            if not self._queue:
-                self._moved_s = time.monotonic()
-            self._queue[block.id] = _Entry(block)
-            self._bytes += block.nbytes
-            if block.part == BASE:
-                self._lengths.setdefault(block.parent, {})[block.id] = block.num_tokens
-            self._changed.notify_all()
-        return None
-
-    def queued(self, block: BlockId) -> list[Block]:
-        with self._changed:
-            return [self._queue[block].block] if block in self._queue else []
-
-    def lengths(self, parent: bytes) -> set[int]:
-        with self._changed:
-            return set(self._lengths.get(parent, {}).values())
+            return Refusal.PAUSED if self._pause.is_on else self.queue.add(block)
 
     def withdraw(self, is_unwanted: Callable[[Block], bool]) -> None:
-        """What is being written is not published any more, unless it just was: then it is on the disk."""
+        """What is being written is not published any more, unless it just was: then it is on the disk, and the caller
+        takes it away there. The thread deletes files once no pause is on."""
         with self._changed:
-            for entry in [entry for entry in self._queue.values() if is_unwanted(entry.block)]:
-                self._leave(entry)
-                self._counters.add(Event.DROPPED, Drop.CLEARED)
+            for offer in self.queue.offers():
+                if is_unwanted(offer.block):
+                    self._drop([offer], Event.DROPPED, DropReason.CLEARED)
 
-    @property
-    def num_bytes(self) -> int:
+    def state(self, budget_bytes: float) -> Writing:
         with self._changed:
-            return self._bytes
-
-    def has_room(self, nbytes: int) -> bool:
-        """Again, for what found none: not just for it, but half of the queue is empty."""
-        with self._changed:
-            return not self._bytes or self._bytes + max(nbytes, self._limit_bytes // 2) <= self._limit_bytes
-
-    def is_working(self, within_s: float) -> bool:
-        """Whether what is queued gets to the disk: the last attempt did not fail, and a block left the queue no longer
-        ago than this. A disk that hangs says nothing."""
-        with self._changed:
-            if self._is_closing or self._pause.reason:
-                return False
-            return not self._queue or time.monotonic() < self._moved_s + within_s
-
-    def queued_keys(self) -> frozenset[bytes]:
-        with self._changed:
-            return frozenset(block.key for block in self._queue)
-
-    @property
-    def num_blocks(self) -> int:
-        with self._changed:
-            return len(self._queue)
-
-    @property
-    def paused_because(self) -> str:
-        with self._changed:
-            return self._pause.reason if self._pause.is_on else ""
-
-    @property
-    def num_faults(self) -> int:
-        with self._changed:
-            return self._num_faults
+            is_paused = self._pause.is_on
+            return Writing(
+                queue_bytes=self.queue.num_bytes,
+                limit_bytes=self.queue.limit_bytes,
+                budget_bytes=budget_bytes,
+                unmoved_s=time.monotonic() - self.queue.moved_s if len(self.queue) else 0.0,
+                is_failing=self._is_closing or bool(self._pause.reason),
+                paused_because=self._pause.reason if is_paused else "",
+                is_full=is_paused and self._pause.reason in FULL,
+                num_faults=self._num_faults,
+            )
 
     def end_pause(self) -> None:
         """Take blocks again, whatever the disk said: there may be no later. Until it says so again."""
@@ -181,15 +159,10 @@ class Writer:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Something is out of step: settle in again, once no pause is on."""
+        """Something is out of step: catch up, once no pause is on."""
         with self._changed:
-            self._is_settled_in = False
+            self._must_catch_up = True
             self._changed.notify_all()
-
-    def expire_within(self, seconds: float) -> None:
-        """Something that was written may have to go by then."""
-        with self._changed:
-            self._expires_s = min(self._expires_s, time.monotonic() + seconds)
 
     def flush(self, timeout_s: float) -> Flushed:
         """Everything is tried at once, a pause or not, and what fails is given up: there may be no later."""
@@ -200,7 +173,7 @@ class Writer:
                 self._changed.wait_for(self._has_nothing_to_do, timeout_s)
             finally:
                 self._num_flushing -= 1
-            return Flushed(not self._queue, len(self._queue), self._bytes)
+            return Flushed(not len(self.queue), len(self.queue), self.queue.num_bytes)
 
     def close(self, timeout_s: float) -> bool:
         """The block at hand is finished, the rest dropped and counted. False: the thread still waits for the disk."""
@@ -209,9 +182,7 @@ class Writer:
             self._changed.notify_all()
         self._thread.join(timeout_s)
         with self._changed:
-            for entry in list(self._queue.values()):
-                self._leave(entry)
-                self._counters.add(Event.DROPPED, Drop.CLOSED)
+            self._drop(self.queue.offers(), Event.DROPPED, DropReason.CLOSED)
             self._changed.notify_all()
         return not self._thread.is_alive()
 
@@ -224,43 +195,43 @@ class Writer:
                 if not self._wait_for_work():
                     return
                 # What is deleted in slices leaves a turn to a block between two of them.
-                must_settle_in = not self._is_settled_in and not (self._has_just_settled and self._queue)
-                must_expire = self._must_expire()
-                batch = [] if must_settle_in or must_expire else list(self._queue.values())[:1]
+                catches_up = self._must_catch_up and not (self._has_just_caught_up and len(self.queue))
+                expires = not catches_up and self._must_expire()
+                offers = [] if catches_up or expires else self.queue.offers()[:1]
                 self._is_writing = True
-                self._has_just_settled = must_settle_in
-                self._is_settled_in = self._is_settled_in or must_settle_in
-            if must_settle_in:
-                self._settle_in_now()
-            elif must_expire:
-                self._expire_now()
-            for entry in batch:
-                self._settle(entry, self._attempt(entry))
+                self._has_just_caught_up = catches_up
+                self._must_catch_up = self._must_catch_up and not catches_up
+            if catches_up:
+                self._catch_up()
+            elif expires:
+                self._expire()
+            for offer in offers:
+                self._conclude(offer, self._attempt(offer))
             with self._changed:
                 self._is_writing = False
                 self._changed.notify_all()
-            if batch:
+            if offers:
                 self._on_room()
 
-    def _settle_in_now(self) -> None:
-        outcome = _guarded(self._settle_in)
+    def _catch_up(self) -> None:
+        outcome = _guarded(self._work.catch_up)
         with self._changed:
-            if isinstance(outcome, Failed):
+            if isinstance(outcome, WriteFailed):
                 self._counters.add(Event.FAILED, outcome.reason)
                 self._pause.begin(outcome.reason, outcome.what)
             elif not outcome.is_done:
-                self._is_settled_in = False
+                self._must_catch_up = True
 
-    def _expire_now(self) -> None:
-        seconds = _guarded(lambda: self._expire(self._kept()))
+    def _expire(self) -> None:
+        seconds = _guarded(lambda: self._work.expire(self.queue.needed_keys()))
         with self._changed:
-            self._expires_s = time.monotonic() + (LONGEST_PAUSE_S if isinstance(seconds, Failed) else seconds)
+            self._expires_s = time.monotonic() + (LONGEST_PAUSE_S if isinstance(seconds, WriteFailed) else seconds)
 
     def _must_expire(self) -> bool:
         return time.monotonic() >= self._expires_s
 
     def _has_work(self) -> bool:
-        return bool(self._queue) or not self._is_settled_in or self._must_expire()
+        return len(self.queue) > 0 or self._must_catch_up or self._must_expire()
 
     def _has_nothing_to_do(self) -> bool:
         return self._is_closing or not (self._is_writing or self._has_work())
@@ -274,89 +245,70 @@ class Writer:
             self._changed.wait(min(max(seconds, 0.0), threading.TIMEOUT_MAX))
         return False
 
-    def _attempt(self, entry: _Entry) -> Written | Dropped | Failed:
-        is_wanted, take = (lambda: self._is_queued(entry)), self._strides.take
-        return _guarded(lambda: self._publish(entry.block, self._kept, is_wanted, take))
-
-    def _kept(self) -> frozenset[bytes]:
-        """Parents stay while their children are on the way; a part stays with its base."""
-        with self._changed:
-            return frozenset(key for e in self._queue.values() for key in (e.block.parent, e.block.key))
+    def _attempt(self, offer: Offer) -> Written | Dropped | WriteFailed:
+        is_wanted, take = (lambda: self.queue.has(offer)), self._strides.take
+        return _guarded(lambda: self._work.publish(offer.block, self.queue.needed_keys, is_wanted, take))
 
     def _rest(self, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(self._is_pressed, seconds)
 
     def _is_pressed(self) -> bool:
-        return self._is_closing or self._num_flushing > 0 or self._bytes > REST_BELOW * self._limit_bytes
+        is_filling_up = self.queue.num_bytes > REST_BELOW * self.queue.limit_bytes
+        return self._is_closing or self._num_flushing > 0 or is_filling_up
 
-    def _settle(self, entry: _Entry, outcome: Written | Dropped | Failed) -> None:
+    def _conclude(self, offer: Offer, outcome: Written | Dropped | WriteFailed) -> None:
         match outcome:
-            case Written(file_bytes):
-                self._counters.add(Event.WRITTEN, entry.block.part, nbytes=file_bytes)
-                self._on_written(outcome)
+            case Written(file_bytes, expires_in_s):
+                self._counters.add(Event.WRITTEN, offer.block.part, nbytes=file_bytes)
                 with self._changed:
+                    self._expires_s = min(self._expires_s, time.monotonic() + expires_in_s)
                     # The disk works again: what it did not do meanwhile is to be done.
-                    self._is_settled_in = self._is_settled_in and not self._pause.reason
+                    self._must_catch_up = self._must_catch_up or bool(self._pause.reason)
                     self._pause.end()
-                    self._leave(entry)
-            case Dropped(Drop.CLEARED):
+                    self.queue.remove(offer)
+            case Dropped(DropReason.CLEARED):
                 pass  # it left when it was withdrawn
-            case Dropped(Drop.RESERVE as reason):
+            case Dropped(DropReason.RESERVE as reason):
                 # Others fill the volume, and may make room again: as with a full disk.
-                self._hold(entry, Event.DROPPED, reason, "what is free is left to others")
+                self._hold(offer, Event.DROPPED, reason, "what is free is left to others")
             case Dropped(reason):
-                self._give_up(entry, Event.DROPPED, reason)
-            case Failed(reason, what):
-                self._hold(entry, Event.FAILED, reason, what)
+                self._give_up(offer, Event.DROPPED, reason)
+            case WriteFailed(reason, what):
+                self._hold(offer, Event.FAILED, reason, what)
 
-    def _hold(self, entry: _Entry, event: Event, reason: Fault | Drop, what: str) -> None:
+    def _hold(self, offer: Offer, event: Event, reason: Fault | DropReason, what: str) -> None:
         """After a pause it is tried again, unless it had enough attempts or a flush waits."""
         with self._changed:
             self._num_faults += 1
             self._pause.begin(reason, what)
-            entry.num_attempts += 1
-            if self._num_flushing or entry.num_attempts == MAX_ATTEMPTS:
-                self._give_up(entry, event, reason)
+            offer.num_attempts += 1
+            if self._num_flushing or offer.num_attempts == MAX_ATTEMPTS:
+                self._give_up(offer, event, reason)
             elif event is Event.FAILED:
                 self._counters.add(event, reason)
 
-    def _give_up(self, entry: _Entry, event: Event, reason: Fault | Drop) -> None:
-        """And what is queued and hangs on it. Parents are queued before their children, a base before its parts."""
+    def _give_up(self, offer: Offer, event: Event, reason: Fault | DropReason) -> None:
+        """And what is queued and hangs on it."""
         with self._changed:
-            self._num_faults += reason is Drop.WRITE_BUDGET  # tomorrow it may be taken
-            gone = {entry.block.key} if entry.block.part == BASE else set[bytes]()
-            for other in list(self._queue.values()):
-                if other is entry or not gone.isdisjoint((other.block.key, other.block.parent)):
-                    if other.block.part == BASE:
-                        gone.add(other.block.key)
-                    self._leave(other)
-                    self._counters.add(event, reason)
+            self._num_faults += reason is DropReason.WRITE_BUDGET  # tomorrow it may be taken
+            self._drop(self.queue.hanging_on(offer), event, reason)
 
-    def _is_queued(self, entry: _Entry) -> bool:
-        with self._changed:
-            return self._queue.get(entry.block.id) is entry
-
-    def _leave(self, entry: _Entry) -> None:
-        if self._queue.get(entry.block.id) is entry:
-            del self._queue[entry.block.id]
-            self._bytes -= entry.block.nbytes
-            self._moved_s = time.monotonic()
-            following = self._lengths.get(entry.block.parent, {})
-            following.pop(entry.block.id, None)
-            if not following:
-                self._lengths.pop(entry.block.parent, None)
+    def _drop(self, offers: list[Offer], event: Event, reason: Fault | DropReason) -> None:
+        for offer in offers:
+            self.queue.remove(offer)
+            self._counters.add(event, reason)
 
 
 Outcome = TypeVar("Outcome")
 
 
-def _guarded(work: Callable[[], Outcome]) -> Outcome | Failed:
+def _guarded(work: Callable[[], Outcome]) -> Outcome | WriteFailed:
     try:
         return work()
     except Exception as error:  # The thread must outlive a mistake of ours, and say it.
         log.exception("The disk cache's writer failed in a way that it should not")
-        return Failed(Fault.OTHER, repr(error))
+        return WriteFailed(Fault.OTHER, repr(error))
 
 
 def _step_back() -> None:

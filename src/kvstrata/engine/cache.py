@@ -12,15 +12,15 @@ from typing import Protocol, TypeVar
 
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse as parse_precision
-from kvstrata.disk.lookups import Lookup
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.operations import Left, Operations, Tier
 from kvstrata.engine.report import CacheUsage, SequenceUsage
 from kvstrata.index.ids import TokenIds, as_ids
 from kvstrata.store.clearing import Cleared
-from kvstrata.store.cold.chains import OnDisk
 from kvstrata.store.precision.requantize import Change, Changed, Progress, Scope, TierChange
 from kvstrata.store.report import Explanation, PartUsage, TierUsage
+from kvstrata.tier.chains import OnDisk
+from kvstrata.tier.lookups import Lookup
 
 __all__ = [
     "Cache",

@@ -16,8 +16,10 @@ from typing import Any, TypeVar
 
 from kvstrata.attention import attend
 from kvstrata.codecs import paths
+from kvstrata.disk.files import Files
+from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.cache import Cache
-from kvstrata.engine.limits import Disk, EngineState, Limits
+from kvstrata.engine.limits import EngineState, Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
 from kvstrata.engine.sequence import Sequence
@@ -40,11 +42,14 @@ class Engine:
         limits: Limits,
         metrics: Metrics,
         storage: Storage | None = None,
-        disk: Disk | None = None,
+        disk: DiskOptions | None = None,
+        files: Files | None = None,
     ) -> None:
+        """Without a disk, what memory has no room for is gone. `files`: how files there are read and written; None: as
+        the system does."""
         self._limits = limits
         self._metrics = metrics
-        self._thread = EngineThread(loaded, limits, metrics, storage or Storage(), disk)
+        self._thread = EngineThread(loaded, limits, metrics, storage or Storage(), disk, files)
         self._lock = threading.Lock()  # guards the next two
         self._open: set[str] = set()  # submitted and not ended
         self._accepting = False

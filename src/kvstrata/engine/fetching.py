@@ -13,13 +13,11 @@ LOOKUP_S = 1.0
 
 
 class Fetching:
-    def __init__(self, fetches: Fetches | None) -> None:
-        self._fetches = fetches  # None: there is no disk
+    def __init__(self, fetches: Fetches) -> None:
+        self._fetches = fetches
 
     def fetch(self, sequence: Sequence, prefill_tokens_s: float) -> None:
         """Go on with what the disk has for it: ask, load if that pays, and hand it to the store."""
-        if self._fetches is None:
-            return
         prompt, salt, stored = sequence.ids()[:-1], sequence.request.salt, sequence.stored
         if not stored.looked_on_disk:
             stored.looked_on_disk = True
@@ -50,6 +48,6 @@ class Fetching:
     def forget(self, sequence: Sequence) -> None:
         """It will not begin: it no longer waits for what is on its way."""
         sequence.stored.withdraw_lookup()
-        if sequence.stored.load is not None and self._fetches is not None:
+        if sequence.stored.load is not None:
             self._fetches.forget(sequence.stored.load)
             sequence.stored.load = None

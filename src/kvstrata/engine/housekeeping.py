@@ -23,7 +23,7 @@ class Housekeeping:
         self._evictor = stock.evictor
         self._leaves = stock.leaves
         self._changes = stock.changes
-        self._has_disk = stock.cold is not None
+        self._has_disk = stock.cold.has_tier
         self._sequences = sequences
         self._capacity = capacity
         self._speeds = speeds

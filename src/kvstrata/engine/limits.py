@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-
-from kvstrata.disk.files import Files
 
 # Of a long prompt, between two points that models with window or recurrent layers can be resumed at.
 MARK_EVERY_TOKENS = 4096
@@ -23,24 +20,6 @@ class Limits:
     memory_bytes: int | None = None  # weights, KV and scratch; None: 75 % of the device's memory
     wired_bytes: int = 0  # that macOS must not page out; 0: it decides
     slice_s: float = 0.005  # of work on stored KV between two decode steps
-
-
-@dataclass(frozen=True)
-class Disk:
-    """Where KV goes that memory has no room for, and how much of it."""
-
-    directory: Path
-    limit_bytes: int
-    reserve_bytes: int  # of the volume, that are left to others
-    queue_bytes: int  # on their way to the disk
-    daily_write_bytes: int = 0  # 0: no limit
-    second_touch: bool = False  # write only what was asked for twice
-    wait_s: float = 5.0  # most that a request waits for what has to go to get there; 0: it does not
-    # Read and not yet used, at most: a second of a fast disk, and several blocks of any model that fits such a machine.
-    # A small budget for KV lowers it.
-    read_ahead_bytes: int = 256 << 20
-    flush_s: float = 30.0  # for what is not written yet when the server ends
-    files: Files | None = None  # how files are read and written; None: as the system does
 
 
 @dataclass(frozen=True)

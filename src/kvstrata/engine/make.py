@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kvstrata.backend import max_arrays
+from kvstrata.disk.files import Files
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.capacity import Capacity
 from kvstrata.engine.endings import Endings
@@ -13,7 +16,7 @@ from kvstrata.engine.entrance import Entrance
 from kvstrata.engine.fetching import Fetching
 from kvstrata.engine.first_in_line import FirstInLine
 from kvstrata.engine.housekeeping import Housekeeping
-from kvstrata.engine.limits import Disk, Limits
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.membership import Membership
 from kvstrata.engine.memory import Budget
@@ -36,7 +39,7 @@ from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.contents import tally
 from kvstrata.spans.plan import edges_of
-from kvstrata.store.cold.cold import Cold, Post
+from kvstrata.store.cold.cold import Cold, Post, no_cold
 from kvstrata.store.options import Floors, LadderOptions, PrecisionOptions, StoreOptions
 from kvstrata.store.stock import Stock, make_stock
 from kvstrata.text.detokenizer import Detokenizer
@@ -63,31 +66,20 @@ class Served:
         return self.limits.prefill_chunk_tokens or max_chunk()
 
 
-def open_disk(served: Served, disk: Disk | None, post: Post) -> Cold | None:
-    """Raises ConfigError where the folder cannot be used."""
+def open_disk(served: Served, disk: DiskOptions | None, files: Files | None, post: Post) -> Cold:
+    """`files`: how the disk's files are read and written; None: as the system does. Raises ConfigError where the folder
+    cannot be used."""
     if disk is None or any(spec.kind == "foreign" for spec in served.layout.flat()):
-        return None
+        return no_cold(served.layout)
     pinned: set[bytes] = set()
-    tier = DiskTier(
-        disk.directory,
-        disk.limit_bytes,
-        chain=chain,
-        tally=tally,
-        queue_bytes=disk.queue_bytes,
-        reserve_bytes=disk.reserve_bytes,
-        daily_write_bytes=disk.daily_write_bytes,
-        second_touch=disk.second_touch,
-        ttl_s=served.storage.ttl_s,
-        is_pinned=pinned.__contains__,
-        read_ahead_bytes=min(disk.read_ahead_bytes, served.budget.total_bytes // READ_AHEAD_SHARE) // 2,
-        files=disk.files,
-    )
+    # Half of what may be ahead waits in the tier, half in the store.
+    ahead_bytes = min(disk.read_ahead_bytes, served.budget.total_bytes // READ_AHEAD_SHARE // 2)
+    options = dataclasses.replace(disk, ttl_s=served.storage.ttl_s, read_ahead_bytes=ahead_bytes)
+    tier = DiskTier(options, chain=chain, tally=tally, is_pinned=pinned.__contains__, files=files)
     return Cold(tier, served.layout, post=post, pinned=pinned, patience_s=disk.wait_s)
 
 
-def make_loop(
-    served: Served, metrics: Metrics, cold: Cold | None, detokenizer: Callable[[Request], Detokenizer]
-) -> Loop:
+def make_loop(served: Served, metrics: Metrics, cold: Cold, detokenizer: Callable[[Request], Detokenizer]) -> Loop:
     """Raises ConfigError for a precision that the model's layers cannot be stored in."""
     limits, storage = served.limits, served.storage
     plans = Plans(served.layout, storage, served.chunk_tokens)
@@ -98,7 +90,7 @@ def make_loop(
         sequences.running,
         stock.shelf,
         tail_step_tokens=limits.tail_step_tokens,
-        keeps_growth_free=cold is not None,
+        keeps_growth_free=cold.has_tier,
     )
     resume = Resume(
         stock.store,
@@ -109,7 +101,7 @@ def make_loop(
     )
     speeds = Speeds(metrics, share=limits.prefill_share, max_chunk=max_chunk(), fixed_chunk=limits.prefill_chunk_tokens)
     fetching = Fetching(stock.fetches)
-    entrance = Entrance(stock.room, stock.leases, 0.0 if cold is None else cold.patience_s)
+    entrance = Entrance(stock.room, stock.leases, cold.patience_s)
     endings = Endings(sequences, resume, fetching, entrance, runner, metrics)
     first = FirstInLine(sequences, capacity, fetching, entrance, stock.shortening, endings)
     pacing = Pacing(speeds, limits.max_running, runner.mixes)
@@ -133,10 +125,10 @@ def make_loop(
 def with_rungs(budget: Budget, stock: Stock, plans: Plans) -> Budget:
     """The budget with the ways to hold a running sequence that follow from what new spans are stored as."""
     rungs, live = plans.rungs(stock.changes.target)
-    return replace(budget, rungs=rungs, live_rungs=live)
+    return dataclasses.replace(budget, rungs=rungs, live_rungs=live)
 
 
-def _make_stock(served: Served, plans: Plans, cold: Cold | None) -> Stock:
+def _make_stock(served: Served, plans: Plans, cold: Cold) -> Stock:
     signature = tuple(spec.signature for spec in served.layout.flat())
     identity = Identity(served.loaded.fingerprint, served.loaded.dtype, signature, served.limits.max_kv_size)
     return make_stock(served.layout, identity, _store_options(served), plans.plan_of, cold=cold)

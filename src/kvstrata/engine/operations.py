@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from kvstrata.disk.lookups import Lookup
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.make import with_rungs
 from kvstrata.engine.report import CacheUsage, cache_usage
@@ -14,10 +13,11 @@ from kvstrata.errors import InvalidRequest
 from kvstrata.index.identity import owner_of
 from kvstrata.index.ids import TokenIds
 from kvstrata.store.clearing import Cleared
-from kvstrata.store.cold.chains import OnDisk
 from kvstrata.store.entry import Entry
 from kvstrata.store.precision.requantize import Change, Changed, Progress
 from kvstrata.store.report import Explanation
+from kvstrata.tier.chains import OnDisk
+from kvstrata.tier.lookups import Lookup
 
 Tier = Literal["hot", "disk", "all"]
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstrata.disk.lookups import Lookup
 from kvstrata.engine.request import (
     Event,
     Failed,
@@ -25,12 +24,13 @@ from kvstrata.engine.rungs import RAW
 from kvstrata.engine.sampling import Sampler
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.store.cold.chains import ColdMatch
-from kvstrata.store.cold.loads import Load
+from kvstrata.store.cold.loads import BlockLoad
 from kvstrata.store.entry import Found
 from kvstrata.store.filing import Filing
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.stop import StopMatcher
+from kvstrata.tier.chains import TierMatch
+from kvstrata.tier.lookups import Lookup
 
 
 @dataclass
@@ -44,8 +44,8 @@ class Stored:
     asked_twice: int | None = None  # how far an earlier request had its prompt; None: it has not begun yet
     shared: dict[int, int] = field(default_factory=dict)  # tokens that it has in common with another, by arrival
     looked_on_disk: bool = False
-    lookup: Lookup[ColdMatch] | None = None  # what the disk was asked for it
-    load: Load | None = None  # what is on its way from the disk for it
+    lookup: Lookup[TierMatch] | None = None  # what the disk was asked for it
+    load: BlockLoad | None = None  # what is on its way from the disk for it
     awaits_room_s: float | None = None  # since when it waits for the disk to take what has to go; None: it does not
 
     def withdraw_lookup(self) -> None:

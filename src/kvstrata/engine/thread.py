@@ -15,7 +15,9 @@ from kvstrata.backend import device
 from kvstrata.backend.allocator import limits_restored
 from kvstrata.backend.heap import map_large_buffers, trim_heap
 from kvstrata.backend.streams import streams
-from kvstrata.engine.limits import Disk, EngineState, Limits
+from kvstrata.disk.files import Files
+from kvstrata.disk.options import DiskOptions
+from kvstrata.engine.limits import EngineState, Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.make import Served, make_loop, open_disk
 from kvstrata.engine.memory import DEFAULT_SHARE, MemoryShares, make_budget, share_memory
@@ -43,13 +45,20 @@ IDLE_SLICE_S = 0.05
 
 class EngineThread:
     def __init__(
-        self, loaded: LoadedModel, limits: Limits, metrics: Metrics, storage: Storage, disk: Disk | None
+        self,
+        loaded: LoadedModel,
+        limits: Limits,
+        metrics: Metrics,
+        storage: Storage,
+        disk: DiskOptions | None,
+        files: Files | None,
     ) -> None:
         self._loaded = loaded
         self._limits = limits
         self._metrics = metrics
         self._storage = storage
         self._disk = disk  # None: what memory has no room for is gone
+        self._files = files
         self._special = special_tokens(loaded.tokenizer)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="kvstrata-engine", daemon=True)
@@ -62,7 +71,7 @@ class EngineThread:
         # Made by the thread before start() returns.
         self.served: Served
         self.shares: MemoryShares
-        self.cold: Cold | None
+        self.cold: Cold
         self.loop: Loop
         self._prefill_tokens_s: float
 
@@ -141,7 +150,7 @@ class EngineThread:
         self.served = Served(self._loaded, layout, make_budget(layout, self.shares), self._limits, self._storage)
         mx.set_cache_limit(self.shares.allocator_cache_bytes)
         mx.set_memory_limit(self.shares.run_ahead_bytes)
-        self.cold = open_disk(self.served, self._disk, self._inbox.put)
+        self.cold = open_disk(self.served, self._disk, self._files, self._inbox.put)
         self._prefill_tokens_s = measure_prefill(runner, shape.chunk_tokens)
         self.loop = self._make_loop()
         self.state = self.loop.state()

@@ -12,8 +12,9 @@ from kvstrata.backend import Device
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse
 from kvstrata.config import Settings
+from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Disk, Limits
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
 from kvstrata.metrics import Metrics
@@ -154,7 +155,7 @@ def _storage(settings: Settings, total_memory_bytes: int) -> Storage:
     )
 
 
-def _disk(settings: Settings) -> Disk | None:
+def _disk(settings: Settings) -> DiskOptions | None:
     if settings.disk_cache_dir is None or settings.hot_cache_only:
         return None
     directory = settings.disk_cache_dir.expanduser()
@@ -169,7 +170,7 @@ def _disk(settings: Settings) -> Disk | None:
             f"--disk-cache-size {settings.disk_cache_size} is too small to be of use: give it at least "
             f"{human_bytes(MIN_DISK_BYTES)}, or use --hot-cache-only."
         )
-    return Disk(
+    return DiskOptions(
         directory=directory,
         limit_bytes=limit_bytes,
         reserve_bytes=settings.disk_reserve,

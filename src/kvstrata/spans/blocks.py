@@ -22,8 +22,8 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.spans import rewrite
 from kvstrata.spans.marks import Mark, MarkState, RecurrentState
 from kvstrata.spans.span import Span
+from kvstrata.tier.block import BLOCK_TOKENS
 
-BLOCK_TOKENS = 256
 # In one step of packing: about a millisecond.
 LAYERS_AT_ONCE = 4
 

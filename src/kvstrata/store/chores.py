@@ -9,7 +9,7 @@ from kvstrata.store.precision.mover import Mover
 
 
 class Chores:
-    def __init__(self, cold: Cold | None, restorer: Restorer, mover: Mover, spills: Spills) -> None:
+    def __init__(self, cold: Cold, restorer: Restorer, mover: Mover, spills: Spills) -> None:
         self._cold = cold
         self._restorer = restorer
         self._mover = mover
@@ -21,7 +21,7 @@ class Chores:
 
     @property
     def _has_arrivals(self) -> bool:
-        return self._cold is not None and self._cold.loads.has_arrived
+        return self._cold.loads.has_arrived
 
     @property
     def is_rewriting(self) -> bool:
@@ -30,7 +30,7 @@ class Chores:
 
     def work(self, slice_s: float) -> None:
         """Go on with what is to be done. First what a request waits for."""
-        if self._cold is not None and self._has_arrivals:
+        if self._has_arrivals:
             self._cold.loads.take_in(slice_s)
         elif self._restorer.is_ready:
             self._restorer.work()

@@ -19,7 +19,7 @@ class Cleared:
 
 
 class Clearing:
-    def __init__(self, search: Search, shelf: Shelf, evictor: Evictor, spills: Spills, cold: Cold | None) -> None:
+    def __init__(self, search: Search, shelf: Shelf, evictor: Evictor, spills: Spills, cold: Cold) -> None:
         self._search = search
         self._shelf = shelf
         self._evictor = evictor
@@ -35,7 +35,7 @@ class Clearing:
         if tier != "disk":
             self._evictor.clear(under)
         hot = Cleared(before - self._shelf.held_bytes, tokens - self._shelf.tree.num_tokens)
-        if tier == "hot" or self._cold is None:
+        if tier == "hot":
             return hot
         self._spills.give_up(under)
         for entry in self._shelf.entries:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from kvstrata.disk.lookups import Lookup
 from kvstrata.index.ids import TokenIds, Tokens, as_ids
 from kvstrata.index.tree import Divergence
-from kvstrata.store.cold.chains import OnDisk
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.entry import Found
 from kvstrata.store.evictor import Evictor
 from kvstrata.store.report import Ending, Explanation
 from kvstrata.store.search import Search
 from kvstrata.store.shelf import Shelf
+from kvstrata.tier.chains import OnDisk
+from kvstrata.tier.lookups import Lookup
 
 
 class Explainer:
-    def __init__(self, shelf: Shelf, search: Search, evictor: Evictor, cold: Cold | None) -> None:
+    def __init__(self, shelf: Shelf, search: Search, evictor: Evictor, cold: Cold) -> None:
         self._shelf = shelf
         self._search = search
         self._evictor = evictor
@@ -23,7 +23,7 @@ class Explainer:
 
     def ask_disk(self, tokens: Tokens, salt: str) -> Lookup[OnDisk] | None:
         """What the disk has to say about a prompt. None: there is none."""
-        if self._cold is None:
+        if not self._cold.has_tier:
             return None
         return self._cold.about(self._search.root_of(salt), as_ids(tokens)[:-1])
 

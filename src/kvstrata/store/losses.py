@@ -19,15 +19,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Literal
 
-from kvstrata.disk.reasons import Drop, Fault, Refusal
-from kvstrata.disk.tier import Refused
 from kvstrata.store.entry import Entry
 from kvstrata.store.shelf import Shelf
+from kvstrata.tier.base import Refusal, Refused, Writing
 
 DiskReason = Literal["disk_slow", "disk_failed", "disk_full", "first_touch", "write_budget"]
 Reason = Literal["too_large", "no_room", "least_worth", "expired"] | DiskReason
-
-FULL = (Fault.NO_SPACE, Drop.RESERVE)
 
 
 class Losses:
@@ -62,11 +59,11 @@ class Losses:
         return "least_worth" if self._shelf.free_bytes > entry.nbytes else "no_room"
 
 
-def disk_reason(refused: Refused | None, paused_because: str) -> DiskReason:
+def disk_reason(refused: Refused | None, writing: Writing) -> DiskReason:
     """Why the disk did not take a block. None: one that it hangs on was given up, for want of room or a fault."""
     match refused:
         case None:
-            return "disk_failed" if paused_because and paused_because not in FULL else "disk_full"
+            return "disk_failed" if writing.paused_because and not writing.is_full else "disk_full"
         case Refused(Refusal.QUEUE_FULL):
             return "disk_slow"
         case Refused(Refusal.FIRST_TOUCH):
@@ -76,4 +73,4 @@ def disk_reason(refused: Refused | None, paused_because: str) -> DiskReason:
         case Refused(Refusal.TOO_LARGE):
             return "disk_full"
         case _:
-            return "disk_full" if paused_because in FULL else "disk_failed"
+            return "disk_full" if writing.is_full else "disk_failed"

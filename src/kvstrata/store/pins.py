@@ -39,7 +39,7 @@ class Pin:
 
 
 class Pins:
-    def __init__(self, shelf: Shelf, search: Search, cold: Cold | None) -> None:
+    def __init__(self, shelf: Shelf, search: Search, cold: Cold) -> None:
         self._shelf = shelf
         self._search = search
         self._cold = cold
@@ -100,8 +100,7 @@ class Pins:
 
     def _apply(self) -> None:
         self._hold(self._wanted())
-        if self._cold is not None:
-            self._cold.pin((pin.root_key, pin.ids) for pin in self._pins)
+        self._cold.pin((pin.root_key, pin.ids) for pin in self._pins)
 
     def _wanted(self) -> set[Entry]:
         """Those that hold what is pinned, where all of it is there: a few first tokens may be anybody's."""

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvstrata.disk.row import Totals
-from kvstrata.disk.usage import Usage
 from kvstrata.spans.contents import KIND, PRECISION, by_label
 from kvstrata.spans.marks import RecurrentState
 from kvstrata.spans.span import Span
+from kvstrata.tier.base import Usage
 
 # complete  all that can be found was: the last prompt token is always computed
 # new       what is stored ends there: the rest was never seen
@@ -58,16 +57,9 @@ class PartUsage:
     shared_by: int
 
 
-def disk_usage(usage: Usage) -> TierUsage:
-    """What stays there: files that were cleared and are being deleted are told by `disk_counts`."""
+def disk_usage(usage: Usage, nbytes: int) -> TierUsage:
     by_precision, by_kind = (by_label(usage.labels, what) for what in (PRECISION, KIND))
-    return TierUsage(usage.disk_bytes - usage.leaving_bytes, usage.num_tokens, usage.num_blocks, by_precision, by_kind)
-
-
-def totals_usage(totals: Totals) -> TierUsage:
-    """Of some of the blocks on the disk."""
-    by_precision, by_kind = (by_label(totals.labels, what) for what in (PRECISION, KIND))
-    return TierUsage(totals.disk_bytes, totals.num_tokens, totals.num_blocks, by_precision, by_kind)
+    return TierUsage(nbytes, usage.num_tokens, usage.num_blocks, by_precision, by_kind)
 
 
 def disk_counts(usage: Usage) -> dict[str, int]:

@@ -6,14 +6,14 @@ from collections import Counter
 
 from kvstrata.index.identity import owner_of
 from kvstrata.store.cold.cold import Cold
-from kvstrata.store.report import TierUsage, disk_counts, disk_usage, totals_usage
+from kvstrata.store.report import TierUsage, disk_counts, disk_usage
 from kvstrata.store.search import Search
 from kvstrata.store.shelf import Shelf
 from kvstrata.store.totals import Totals
 
 
 class Reporter:
-    def __init__(self, shelf: Shelf, search: Search, cold: Cold | None, counters: Counter[str]) -> None:
+    def __init__(self, shelf: Shelf, search: Search, cold: Cold, counters: Counter[str]) -> None:
         self._totals = Totals(shelf.journal.reader(), shelf.entries)
         self._search = search
         self._cold = cold
@@ -24,16 +24,17 @@ class Reporter:
         return self._totals.usage(lambda salt: owner is None or owner_of(salt) == owner)
 
     def disk_usage(self, owner: str | None = None) -> TierUsage | None:
-        if self._cold is None:
+        """None: there is no disk."""
+        if not self._cold.has_tier:
             return None
-        if owner is None:
-            return disk_usage(self._cold.tier.usage())
-        return totals_usage(self._cold.tier.totals_under(self._search.roots_begin(None, owner)))
+        usage = self._cold.tier.usage(self._search.roots_begin(None, owner))
+        # Files that were cleared and are being deleted are told by `disk_counts`.
+        return disk_usage(usage, usage.disk_bytes - usage.leaving_bytes if owner is None else usage.block_bytes)
 
     def count(self) -> dict[str, int]:
         """What happened since the start."""
         counts = dict(self._counters)
-        if self._cold is not None:
+        if self._cold.has_tier:
             counts["unreadable_blocks"] = self._cold.loads.num_unreadable
             counts |= disk_counts(self._cold.tier.usage())
         return counts

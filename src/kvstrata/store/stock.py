@@ -21,8 +21,9 @@ from kvstrata.spans.marks import needs_marks
 from kvstrata.spans.plan import RAW, raw_plan
 from kvstrata.store.chores import Chores
 from kvstrata.store.clearing import Clearing
-from kvstrata.store.cold.cold import Cold
+from kvstrata.store.cold.cold import Cold, no_cold
 from kvstrata.store.cold.fetches import Fetches
+from kvstrata.store.cold.flush import Flush
 from kvstrata.store.cold.restore import Restorer
 from kvstrata.store.cold.spills import Spills
 from kvstrata.store.cold.unwritten import Unwritten
@@ -61,7 +62,7 @@ class Stock:
     store: Store
     leases: Leases
     pins: Pins
-    fetches: Fetches | None  # None: there is no disk
+    fetches: Fetches
     room: Room
     evictor: Evictor
     shortening: Shortening
@@ -73,7 +74,8 @@ class Stock:
     explainer: Explainer
     reporter: Reporter
     spills: Spills
-    cold: Cold | None  # None: what is evicted is gone
+    flushing: Flush
+    cold: Cold
     counters: Counter[str]
 
     def take_over(self, failed: Stock) -> None:
@@ -87,11 +89,10 @@ class Stock:
     def flush(self, timeout_s: float) -> Unwritten:
         """The end: write all that the disk has not, for at most so long. Tells what is left."""
         self.evictor.expire()
-        return self.spills.flush(timeout_s)
+        return self.flushing.run(timeout_s)
 
     def close(self) -> None:
-        if self.cold is not None:
-            self.cold.tier.close()
+        self.cold.tier.close()
 
 
 def make_stock(
@@ -105,6 +106,7 @@ def make_stock(
 ) -> Stock:
     """For a model that brings caches of its own kind the store stays empty. Raises ConfigError for a precision that the
     layers cannot be stored in."""
+    cold = cold or no_cold(layout)
     can_share = all(spec.kind != "foreign" for spec in layout.flat())
     counters = Counter(stepped_down_spans=0, evicted_tokens=0) if can_share else Counter[str]()
     reuse, failures = Reuse(), Failures(counters)
@@ -144,7 +146,7 @@ def make_stock(
         store=(Store if can_share else NoStore)(search, desk, mover, history, counters, clock),
         leases=leases,
         pins=pins,
-        fetches=None if cold is None else Fetches(cold, search, desk, room, failures, counters),
+        fetches=Fetches(cold, search, desk, room, failures, counters),
         room=room,
         evictor=evictor,
         shortening=Shortening(shelf, search, marks, evictor, mover),
@@ -156,6 +158,7 @@ def make_stock(
         explainer=(Explainer if can_share else ForeignExplainer)(shelf, search, evictor, cold),
         reporter=reporter,
         spills=spills,
+        flushing=Flush(cold, shelf, leaves, spills),
         cold=cold,
         counters=counters,
     )

@@ -15,10 +15,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvstrata.disk.block import BASE, Block, BlockId, Tensor
-from kvstrata.disk.lookups import Lookup
-from kvstrata.disk.reasons import Refusal
-from kvstrata.disk.tier import DiskTier, Refused
 from kvstrata.index.ids import TokenIds
 from kvstrata.index.keys import chain
 from kvstrata.index.tree import Node
@@ -26,13 +22,16 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.spans.blocks import Packed, boundaries, pack_mark, packing
 from kvstrata.spans.contents import PRECISION, by_label
 from kvstrata.spans.marks import needs_marks
-from kvstrata.store.cold.chains import MARK, Chains, ColdMatch, OnDisk, Step, Walk
-from kvstrata.store.cold.loads import Load, Loads
+from kvstrata.store.cold.loads import Loads
 from kvstrata.store.entry import STEPPED_DOWN, Entry
+from kvstrata.tier.base import Refusal, Refused, Tier
+from kvstrata.tier.block import BASE, MARK, Block, BlockId, Tensor
+from kvstrata.tier.chains import Link, OnDisk, TierMatch
+from kvstrata.tier.lookups import Lookup, Walk
+from kvstrata.tier.nothing import NoTier
 
 # Of a chain that is looked up, in one step: about a millisecond.
 STEPS_AT_ONCE = 8
-PATIENCE_S = 5.0
 
 T = TypeVar("T")
 UnusedS = Callable[[Entry], float]  # how long ago a request last went on from an entry
@@ -58,12 +57,12 @@ class NotTaken(Exception):
 class Cold:
     def __init__(
         self,
-        tier: DiskTier,
+        tier: Tier,
         layout: Layout,
         *,
         post: Post,
         pinned: set[bytes] | None = None,
-        patience_s: float = PATIENCE_S,
+        patience_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`pinned`: the keys that the tier asks about on a thread of its own, before it evicts. `patience_s`: how long
@@ -76,17 +75,20 @@ class Cold:
         self._layout = layout
         self._needs_marks = needs_marks(layout)
         self._wake = lambda: post(_nothing)
-        self.chains = Chains(tier, needs_marks=self._needs_marks)
         # Half of what may be ahead waits in the tier, half here.
-        half_bytes = tier.read_ahead_bytes
-        self.loads = Loads(tier, layout, wake=self._wake, bound_bytes=half_bytes, clock=clock)
+        self.loads = Loads(tier, layout, wake=self._wake, bound_bytes=tier.read_ahead_bytes, clock=clock)
+
+    @property
+    def has_tier(self) -> bool:
+        """False: what memory lets go is gone."""
+        return self.tier.limit_bytes > 0
 
     # Out.
 
     @property
     def is_working(self) -> bool:
         """Whether it is worth waiting for: what is given to the disk gets there."""
-        return self.tier.is_working(self.patience_s)
+        return self.tier.writing().is_working(self.patience_s)
 
     def spill(
         self,
@@ -110,55 +112,55 @@ class Cold:
         try:
             while start < len(ids):
                 present = yield from self._walk(key, start, ids)
-                for step in present or (_next_step(leaf, key, start, ids),):
-                    is_better = puts_away and step.start >= own and self._is_lower(step, leaf)
+                for link in present or (_next_link(leaf, key, start, ids),):
+                    is_better = puts_away and link.start >= own and self._is_lower(link, leaf)
                     if is_better or not present:
-                        yield from self._put(step, leaf, ids, unused_s, replace=is_better)
-                    self._put_mark(step, leaf, ids, unused_s)
-                    if step.start >= own:
-                        own_bytes += self._held_bytes(step)
-                        own_tokens += step.end - step.start
-                    key, start = step.key, step.end
+                        yield from self._put(link, leaf, ids, unused_s, replace=is_better)
+                    self._put_mark(link, leaf, ids, unused_s)
+                    if link.start >= own:
+                        own_bytes += self._held_bytes(link)
+                        own_tokens += link.end - link.start
+                    key, start = link.key, link.end
                     yield
         except NotTaken as end:
             return Spilled(is_whole=False, refused=end.refused, end=start)
         return Spilled(is_whole=True, token_bytes=own_bytes / max(1, own_tokens), end=start)
 
-    def _walk(self, key: bytes, start: int, ids: TokenIds) -> Generator[None, None, tuple[Step, ...]]:
+    def _walk(self, key: bytes, start: int, ids: TokenIds) -> Generator[None, None, tuple[Link, ...]]:
         """The longest chain that is there, in small steps."""
-        walk, number = self.chains.longest(key, start, ids), 0
+        walk, number = self.tier.blocks.longest(key, start, ids), 0
         while True:
             try:
                 next(walk)
             except StopIteration as end:
-                return end.value.steps
+                return end.value.links
             number += 1
             if number % STEPS_AT_ONCE == 0:
                 yield
 
     def _put(
-        self, step: Step, leaf: Node[Entry], ids: TokenIds, unused_s: UnusedS, *, replace: bool
+        self, link: Link, leaf: Node[Entry], ids: TokenIds, unused_s: UnusedS, *, replace: bool
     ) -> Generator[None, None, None]:
-        entry, _ = _holder(leaf, step.start)
-        packed = yield from packing(entry.span, step.start, step.end)
-        if step.start and not self.tier.find(step.parent):
+        entry, _ = _holder(leaf, link.start)
+        packed = yield from packing(entry.span, link.start, link.end)
+        if link.start and not self.tier.blocks.find(link.parent):
             raise NotTaken  # it was taken, and has been given up since
-        asked_twice = step.end <= entry.asked_twice
-        block = _block(step, ids, leaf.root_key, packed, BASE)
+        asked_twice = link.end <= entry.asked_twice
+        block = _block(link, ids, leaf.root_key, packed, BASE)
         self._offer(block, asked_twice=asked_twice, replace=replace, unused_s=unused_s(entry))
 
-    def _put_mark(self, step: Step, leaf: Node[Entry], ids: TokenIds, unused_s: UnusedS) -> None:
+    def _put_mark(self, link: Link, leaf: Node[Entry], ids: TokenIds, unused_s: UnusedS) -> None:
         """Where there is one, and the disk has only its block."""
-        if not self.tier.find(step.key):
+        if not self.tier.blocks.find(link.key):
             raise NotTaken
-        entry, _ = _holder(leaf, step.end - 1)
+        entry, _ = _holder(leaf, link.end - 1)
         if entry.is_pinned:
-            self._pinned_lately.add(step.key)
-            self._pinned.add(step.key)
-        mark = entry.span.marks.get(step.end)
-        if mark is not None and not self.tier.find(step.key, MARK):
+            self._pinned_lately.add(link.key)
+            self._pinned.add(link.key)
+        mark = entry.span.marks.get(link.end)
+        if mark is not None and not self.tier.blocks.find(link.key, MARK):
             # Where its block was worth it, it is.
-            block = _block(step, ids, leaf.root_key, pack_mark(mark), MARK)
+            block = _block(link, ids, leaf.root_key, pack_mark(mark), MARK)
             self._offer(block, asked_twice=True, replace=False, unused_s=unused_s(entry))
 
     def _offer(self, block: Block, *, asked_twice: bool, replace: bool, unused_s: float) -> None:
@@ -166,23 +168,23 @@ class Cold:
         if isinstance(answer, Refused) and answer.reason is not Refusal.PRESENT:
             raise NotTaken(answer)
 
-    def _is_lower(self, step: Step, leaf: Node[Entry]) -> bool:
+    def _is_lower(self, link: Link, leaf: Node[Entry]) -> bool:
         """Whether a block that is there has fewer bits than memory, and can be made anew."""
-        entry, last = _holder(leaf, step.start)
+        entry, last = _holder(leaf, link.start)
         span = entry.span
-        in_memory = span.kv_bytes * (step.end - step.start) / max(1, span.num_tokens)
-        if step.end > last or self._held_bytes(step) >= STEPPED_DOWN * in_memory:
+        in_memory = span.kv_bytes * (link.end - link.start) / max(1, span.num_tokens)
+        if link.end > last or self._held_bytes(link) >= STEPPED_DOWN * in_memory:
             return False
-        return all(len(span.parts(layer, step.start, step.end)) == 1 for layer in span.layers)
+        return all(len(span.parts(layer, link.start, link.end)) == 1 for layer in span.layers)
 
-    def _held_bytes(self, step: Step) -> int:
+    def _held_bytes(self, link: Link) -> int:
         """Of a block's arrays, as it is on the disk."""
-        return sum(by_label(self.tier.contents(BlockId(step.key)), PRECISION).values())
+        return sum(by_label(self.tier.blocks.contents(BlockId(link.key)), PRECISION).values())
 
-    def touch(self, steps: Iterable[Step]) -> None:
+    def touch(self, steps: Iterable[Link]) -> None:
         """These count as used now, wherever they came from."""
         parts = (BASE, MARK) if self._needs_marks else (BASE,)
-        self.tier.touch(BlockId(step.key, part) for step in steps for part in parts)
+        self.tier.touch(BlockId(link.key, part) for link in steps for part in parts)
 
     def pin(self, chains: Iterable[tuple[bytes, TokenIds]]) -> None:
         """What the disk has of these tokens under these roots stays there, and nothing else: as soon as it has been
@@ -193,78 +195,58 @@ class Cold:
     def _pin(self, chains: Sequence[tuple[bytes, TokenIds]], lately: set[bytes]) -> Walk[None]:
         pinned = set[bytes]()
         for root, ids in chains:
-            pinned.update(step.key for step in (yield from self.chains.longest(root, 0, ids)).steps)
+            pinned.update(link.key for link in (yield from self.tier.blocks.longest(root, 0, ids)).links)
         # Never without what stays pinned, whenever the tier asks.
         self._pinned |= pinned | lately
         self._pinned &= pinned | lately
 
     # Found.
 
-    def look(self, root: bytes, ids: TokenIds) -> Lookup[ColdMatch]:
+    def look(self, root: bytes, ids: TokenIds) -> Lookup[TierMatch]:
         """Ask for the longest chain that a sequence with these tokens can go on from. It counts as used, wherever the
         sequence gets them: what is asked for often is not to be the first that leaves the disk."""
-        return self._ask(self._look(root, ids), ColdMatch())
+        return self._ask(self._look(root, ids), TierMatch())
 
     def about(self, root: bytes, ids: TokenIds) -> Lookup[OnDisk]:
-        return self._ask(self.chains.about(root, ids), OnDisk())
+        return self._ask(self.tier.blocks.about(root, ids, at_marks=self._needs_marks), OnDisk())
 
-    def blocks_to(self, leaf: Node[Entry], *, with_mark: bool) -> Lookup[tuple[Step, ...]]:
+    def blocks_to(self, leaf: Node[Entry], *, with_mark: bool) -> Lookup[tuple[Link, ...]]:
         """The blocks of all tokens up to a leaf's end, however they were cut; none where the disk has not all of it."""
-        return self._ask(self.chains.whole(leaf.root_key, ids_to(leaf), with_mark=with_mark), ())
+        return self._ask(self._whole(leaf.root_key, ids_to(leaf), with_mark=with_mark), ())
 
-    def _look(self, root: bytes, ids: TokenIds) -> Walk[ColdMatch]:
-        match = yield from self.chains.match(root, ids)
-        self.touch(match.steps)
+    def _whole(self, root: bytes, ids: TokenIds, *, with_mark: bool) -> Walk[tuple[Link, ...]]:
+        links = (yield from self.tier.blocks.longest(root, 0, ids)).links
+        is_whole = bool(links) and links[-1].end == len(ids)
+        if is_whole and with_mark:
+            is_whole = self.tier.blocks.find(links[-1].key, MARK) > 0
+        return links if is_whole else ()
+
+    def longest(self, root: bytes, ids: TokenIds) -> Walk[TierMatch]:
+        """The longest chain of blocks that begins these tokens, and that a sequence can go on from."""
+        return self.tier.blocks.longest(root, 0, ids, at_marks=self._needs_marks)
+
+    def _look(self, root: bytes, ids: TokenIds) -> Walk[TierMatch]:
+        match = yield from self.longest(root, ids)
+        self.touch(match.links)
         return match
 
     def _ask(self, walk: Walk[T], otherwise: T) -> Lookup[T]:
         return self.tier.look(walk, otherwise, self._wake)
 
-    # Back.
 
-    def load(
-        self,
-        root: bytes,
-        salt: str,
-        ids: TokenIds,
-        match: ColdMatch,
-        known_tokens: int,
-        *,
-        on_batch: Callable[[Load], None],
-        on_done: Callable[[Load], None] = lambda _: None,
-    ) -> Load:
-        """Begin to read what follows `known_tokens`. `on_batch` is called when what has come should be taken, to make
-        room for more, `on_done` when all is there, or no more will come."""
-        steps = [step for step in match.steps if step.end > known_tokens]
-        return self.loads.begin(
-            root,
-            salt,
-            ids[: match.num_tokens],
-            steps,
-            mark_bytes=match.mark_bytes,
-            on_done=on_done,
-            on_batch=on_batch,
-        )
-
-    def seconds_to_load(self, match: ColdMatch, known_tokens: int) -> float:
-        """What reading the blocks of what follows `known_tokens` is expected to take."""
-        sizes = [step.nbytes for step in match.steps if step.end > known_tokens]
-        if match.mark_bytes:
-            sizes.append(match.mark_bytes)
-        return self.tier.rates.seconds_for(sum(sizes), len(sizes))
-
-    def give_up(self, load: Load) -> None:
-        self.loads.give_up(load)
+def no_cold(layout: Layout) -> Cold:
+    """Of a store without a tier."""
+    return Cold(NoTier(), layout, post=lambda _: None, patience_s=0.0)
 
 
 def _nothing() -> None:
     return
 
 
-def _block(step: Step, ids: TokenIds, root: bytes, packed: Packed, part: str) -> Block:
+def _block(link: Link, ids: TokenIds, root: bytes, packed: Packed, part: str) -> Block:
     tensors = {name: Tensor(a.dtype, a.shape, a.octets) for name, a in packed.arrays.items()}
-    token_ids = ids[step.start : step.end].astype("<i4", copy=False).tobytes()
-    return Block(step.key, step.parent, root, step.start, token_ids, tensors, packed.description, part)
+    token_ids = ids[link.start : link.end].astype("<i4", copy=False).tobytes()
+    return Block(link.key, link.parent, root, link.start, token_ids, tensors, packed.description, part)
 
 
 def ids_to(leaf: Node[Entry]) -> TokenIds:
@@ -278,8 +260,8 @@ def _holder(leaf: Node[Entry], at: int) -> tuple[Entry, int]:
     return entry, max(node.end for node in path if node.payload is entry)
 
 
-def _next_step(leaf: Node[Entry], parent: bytes, start: int, ids: TokenIds) -> Step:
+def _next_link(leaf: Node[Entry], parent: bytes, start: int, ids: TokenIds) -> Link:
     """A block that is not there yet."""
     entry, last = _holder(leaf, start)
     end = boundaries(entry.span, start, last)[0]
-    return Step(chain(parent, ids[start:end]), parent, start, end)
+    return Link(chain(parent, ids[start:end]), parent, start, end)

@@ -11,23 +11,23 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvstrata.attention.parts import SealedPart
-from kvstrata.disk.block import Block, BlockId
-from kvstrata.disk.reader import Loaded, Missing, Ticket
-from kvstrata.disk.tier import DiskTier
 from kvstrata.errors import ConfigError
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.blocks import Packed, PackedArray, unpack, unpack_mark
 from kvstrata.spans.marks import Mark
-from kvstrata.store.cold.chains import MARK, Step
 from kvstrata.store.entry import Lease
+from kvstrata.tier.base import Tier
+from kvstrata.tier.block import MARK, Block, BlockId
+from kvstrata.tier.chains import Link, TierMatch
+from kvstrata.tier.reading import BlockReading, Loaded, Missing
 
 log = logging.getLogger(__name__)
 
@@ -47,23 +47,27 @@ class Batch:
 
 
 @dataclass(eq=False)
-class Load:
+class BlockLoad:
     """Blocks of a prompt on their way into memory."""
 
     root: bytes
     salt: str
-    ids: TokenIds  # all tokens up to the last block's end
-    steps: tuple[Step, ...]  # to be loaded; what comes before is in memory
-    began_s: float
-    on_done: Callable[[Load], None]
-    on_batch: Callable[[Load], None]  # take what has come, to make room for more
+    ids: TokenIds  # all tokens up to the last block's end, or more
+    match: TierMatch  # to be loaded; what comes before is in memory
+    on_batch: Callable[[BlockLoad], None]  # take what has come, to make room for more
+    on_done: Callable[[BlockLoad], None] = lambda _: None  # all is there, or no more will come
+    began_s: float = 0.0
     lease: Lease | None = None  # on what it continues, and on what was taken
     blocks: list[Arrays] = field(default_factory=list)  # come and not taken
     num_bytes: int = 0  # of those
     num_taken: int = 0
     mark: Mark | None = None
-    ticket: Ticket | None = None
+    reading: BlockReading | None = None
     is_done: bool = False
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        return self.match.links
 
     @property
     def num_come(self) -> int:
@@ -71,20 +75,20 @@ class Load:
 
     @property
     def is_whole(self) -> bool:
-        return self.num_come == len(self.steps)
+        return self.num_come == len(self.links)
 
     @property
     def num_loaded_tokens(self) -> int:
-        return self.steps[self.num_come - 1].end - self.steps[0].start if self.num_come else 0
+        return self.links[self.num_come - 1].end - self.links[0].start if self.num_come else 0
 
     @property
     def num_tokens(self) -> int:
-        return self.steps[-1].end - self.steps[0].start
+        return self.links[-1].end - self.links[0].start
 
     def take(self) -> Batch:
         """What has come since the last time."""
-        steps = self.steps[self.num_taken : self.num_come]
-        batch = Batch(tuple(self.blocks), steps[0].start, steps[-1].end) if steps else Batch((), 0, 0)
+        links = self.links[self.num_taken : self.num_come]
+        batch = Batch(tuple(self.blocks), links[0].start, links[-1].end) if links else Batch((), 0, 0)
         self.num_taken += len(self.blocks)
         self.blocks, self.num_bytes = [], 0
         return batch
@@ -100,15 +104,15 @@ class Loads:
     """`wake` is called on a thread of the tier when something came: `take_in` should be called soon."""
 
     def __init__(
-        self, tier: DiskTier, layout: Layout, *, wake: Callable[[], None], bound_bytes: int, clock: Callable[[], float]
+        self, tier: Tier, layout: Layout, *, wake: Callable[[], None], bound_bytes: int, clock: Callable[[], float]
     ) -> None:
         self._tier = tier
         self._layout = layout
         self._wake = wake
         self._bound_bytes = bound_bytes
         self._clock = clock
-        self._arrived: deque[tuple[Load, Loaded | Missing]] = deque()  # filled by the tier's threads
-        self._active: dict[Load, None] = {}
+        self._arrived: deque[tuple[BlockLoad, Loaded | Missing]] = deque()  # filled by the tier's threads
+        self._active: dict[BlockLoad, None] = {}
         self.num_unreadable = 0  # blocks that were whole, and of no use
 
     @property
@@ -120,30 +124,24 @@ class Loads:
         """Arrays that wait to be taken."""
         return sum(load.num_bytes for load in self._active)
 
-    def begin(
-        self,
-        root: bytes,
-        salt: str,
-        ids: TokenIds,
-        steps: Sequence[Step],
-        *,
-        mark_bytes: int = 0,
-        on_done: Callable[[Load], None],
-        on_batch: Callable[[Load], None],
-    ) -> Load:
-        load = Load(root, salt, ids, tuple(steps), self._clock(), on_done, on_batch)
+    def begin(self, load: BlockLoad) -> None:
+        load.began_s = self._clock()
         self._active[load] = None
-        wanted, sizes = [BlockId(step.key) for step in steps], [step.nbytes for step in steps]
+        links, mark_bytes = load.links, load.match.mark_bytes
+        wanted, sizes = [BlockId(link.key) for link in links], [link.nbytes for link in links]
         if mark_bytes:
             # First: without it the rest is of no use.
-            wanted.insert(0, BlockId(steps[-1].key, MARK))
+            wanted.insert(0, BlockId(links[-1].key, MARK))
             sizes.insert(0, mark_bytes)
-        load.ticket = self._tier.read(wanted, lambda came: self._arrive(load, came), root=root, sizes=sizes)
-        return load
+        load.reading = self._tier.read(wanted, lambda came: self._arrive(load, came), root=load.root, sizes=sizes)
 
-    def give_up(self, load: Load) -> None:
-        if load.ticket is not None:
-            load.ticket.cancel()
+    def seconds_for(self, match: TierMatch) -> float:
+        """What reading these blocks is expected to take."""
+        return self._tier.rates.seconds_for(sum(match.sizes), len(match.sizes))
+
+    def give_up(self, load: BlockLoad) -> None:
+        if load.reading is not None:
+            load.reading.cancel()
         self._end(load)
 
     def take_in(self, slice_s: float) -> None:
@@ -155,18 +153,18 @@ class Loads:
             if time.monotonic() >= until_s:
                 return
 
-    def _arrive(self, load: Load, came: Loaded | Missing) -> None:
+    def _arrive(self, load: BlockLoad, came: Loaded | Missing) -> None:
         self._arrived.append((load, came))
         self._wake()
 
-    def _take_in(self, load: Load, came: Loaded | Missing) -> None:
+    def _take_in(self, load: BlockLoad, came: Loaded | Missing) -> None:
         try:
             if not load.is_done:
                 self._keep(load, came)
         finally:
             came.release()
 
-    def _keep(self, load: Load, came: Loaded | Missing) -> None:
+    def _keep(self, load: BlockLoad, came: Loaded | Missing) -> None:
         if isinstance(came, Missing):
             self._fail(load)
             return
@@ -200,11 +198,11 @@ class Loads:
             if other.blocks:
                 other.on_batch(other)
 
-    def _fail(self, load: Load) -> None:
+    def _fail(self, load: BlockLoad) -> None:
         self.give_up(load)
         load.on_done(load)
 
-    def _end(self, load: Load) -> None:
+    def _end(self, load: BlockLoad) -> None:
         load.is_done = True
         self._active.pop(load, None)
 

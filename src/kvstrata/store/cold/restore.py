@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterable, Sequence
 import mlx.core as mx
 
 from kvstrata.attention.parts import CutPart, Part, SealedPart
-from kvstrata.disk.lookups import Lookup
 from kvstrata.spans.blocks import span_of
 from kvstrata.spans.plan import Plan
 from kvstrata.spans.rewrite import bits_of
 from kvstrata.spans.span import Span
-from kvstrata.store.cold.chains import ColdMatch, Step
 from kvstrata.store.cold.cold import Cold, ids_to
-from kvstrata.store.cold.loads import Load
+from kvstrata.store.cold.loads import BlockLoad
 from kvstrata.store.entry import STEPPED_DOWN, Entry
 from kvstrata.store.failures import Failures
 from kvstrata.store.room import Room
 from kvstrata.store.shelf import Shelf
+from kvstrata.tier.chains import Link, TierMatch
+from kvstrata.tier.lookups import Lookup
 
 
 class Restorer:
@@ -32,7 +32,7 @@ class Restorer:
 
     def __init__(
         self,
-        cold: Cold | None,
+        cold: Cold,
         shelf: Shelf,
         room: Room,
         counters: Counter[str],
@@ -47,8 +47,8 @@ class Restorer:
         self._failures = failures
         self._waiting: dict[Entry, None] = {}  # in order
         # Of the first of them:
-        self._lookup: Lookup[tuple[Step, ...]] | None = None
-        self._load: Load | None = None
+        self._lookup: Lookup[tuple[Link, ...]] | None = None
+        self._load: BlockLoad | None = None
         self._has_swapped = False
 
     @property
@@ -63,16 +63,15 @@ class Restorer:
         """What it would take under a plan when it has come back; 0 where the disk was given nothing better."""
         span = entry.span
         on_disk = entry.clean_token_bytes * span.num_tokens
-        if self._cold is None or span.is_live or not on_disk or span.kv_bytes >= STEPPED_DOWN * on_disk:
+        if span.is_live or not on_disk or span.kv_bytes >= STEPPED_DOWN * on_disk:
             return 0
         restored = int(min(on_disk, plan.token_bytes(span.layout) * span.num_tokens))
         return restored if restored * STEPPED_DOWN > span.kv_bytes else 0
 
     def add(self, entry: Entry) -> None:
         """Bring it back if the disk has all of it. That it has it in more bits is seen when it comes."""
-        if self._cold is not None:
-            self._waiting[entry] = None
-            self._begin()
+        self._waiting[entry] = None
+        self._begin()
 
     def discard(self, entry: Entry) -> None:
         """It stays as far as it has come."""
@@ -89,28 +88,27 @@ class Restorer:
 
     def work(self) -> None:
         """Between two steps, on the thread that owns MLX: the disk has said what it has of the first."""
-        if self._cold is None or self._lookup is None or not self._lookup.is_done:
+        if self._lookup is None or not self._lookup.is_done:
             return
         entry, blocks, self._lookup = next(iter(self._waiting)), self._lookup.answer, None
-        own = [step for step in blocks if step.end > entry.span.position]
+        own = [link for link in blocks if link.end > entry.span.position]
         if not own or not self._can_take(entry):
             self._end(entry)
             return
-        ids = ids_to(entry.last_node)
         self._has_swapped = False
-        self._load = self._cold.load(
+        self._load = BlockLoad(
             entry.root_key,
             entry.salt,
-            ids,
-            ColdMatch(tuple(own)),
-            own[0].start,
+            ids_to(entry.last_node),
+            TierMatch(tuple(own)),
             on_batch=lambda load: self._take(entry, load),
             on_done=lambda load: self._take_last(entry, load),
         )
+        self._cold.loads.begin(self._load)
 
     def _begin(self) -> None:
         """The next one, unless one is on its way."""
-        while self._cold is not None and self._waiting and self._lookup is None and self._load is None:
+        while self._waiting and self._lookup is None and self._load is None:
             entry = next(iter(self._waiting))
             if self._can_take(entry):
                 self._lookup = self._cold.blocks_to(entry.last_node, with_mark=False)
@@ -124,8 +122,8 @@ class Restorer:
         """Of what is on its way."""
         if self._lookup is not None:
             self._lookup.withdraw()
-        if self._load is not None and self._cold is not None:
-            self._cold.give_up(self._load)
+        if self._load is not None:
+            self._cold.loads.give_up(self._load)
         self._lookup = self._load = None
 
     def _end(self, entry: Entry) -> None:
@@ -133,7 +131,7 @@ class Restorer:
         self._waiting.pop(entry, None)
         self._begin()
 
-    def _take_last(self, entry: Entry, load: Load) -> None:
+    def _take_last(self, entry: Entry, load: BlockLoad) -> None:
         """All has come, or no more will."""
         if load is not self._load:
             return  # it is of no use any more
@@ -150,7 +148,7 @@ class Restorer:
             self._review(entry)
         self._end(entry)
 
-    def _take(self, entry: Entry, load: Load) -> None:
+    def _take(self, entry: Entry, load: BlockLoad) -> None:
         try:
             self._swap(entry, load)
         except Exception as error:  # noqa: BLE001
@@ -158,7 +156,7 @@ class Restorer:
             self._failures.note("restores", error)
             self._finish(entry)
 
-    def _swap(self, entry: Entry, load: Load) -> None:
+    def _swap(self, entry: Entry, load: BlockLoad) -> None:
         """What has come so far takes the place of what is there in fewer bits. The load ends where there is no room."""
         batch, span = load.take(), entry.span
         start, end = max(batch.start, span.position), min(batch.end, span.end)

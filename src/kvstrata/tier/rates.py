@@ -13,14 +13,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvstrata.disk.usage import Rates
-
 # Each block counts this much less for every block that comes after it.
 MEMORY = 0.98
 # While nothing is read: after so long the same blocks are expected to take half the time.
 HALF_LIFE_S = 60.0
 # Sizes that differ by less than this, of their mean, do not tell what a block takes from what its bytes take.
 LEAST_SPREAD = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Measured as reads really ran, several at a time where they did. All 0 before the first."""
+
+    read_bytes_per_s: float = 0.0  # as it was lately, for people
+    block_s: float = 0.0  # expected for each block, whatever its size
+    byte_s: float = 0.0  # expected for each byte
+    num_blocks: int = 0  # how many this rests on
+    under_way_s: float = 0.0  # how long the tier has been reading and no block came
+
+    def seconds_for(self, nbytes: int, num_blocks: int) -> float:
+        """What blocks are expected to take. Before anything was measured only what is under way counts: then the first
+        block is the measurement."""
+        return self.under_way_s + num_blocks * self.block_s + nbytes * self.byte_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +116,7 @@ class RateMeter:
         with self._lock:
             under_way_s = now - self._since if self._num_active else 0.0
             if not self._num_blocks:
-                return Rates(0.0, 0.0, 0.0, 0, under_way_s)
+                return Rates(under_way_s=under_way_s)
             block_s, byte_s = self._sums.line()
             fading = 1.0 if self._num_active else self._fading(now)
             per_s = self._sums.nbytes / max(self._sums.seconds, 1e-9)

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Work = Generator[None, None, T]
+Walk = Generator[None, None, T]  # yields now and then, and returns the answer
 # The engine's thread waits for the interpreter's lock for no longer than this, beside us,
 STRIDE_S = 0.0005
 # and gets it while we rest. Without a rest we would mostly have it back before the other thread wakes up.
@@ -26,10 +26,10 @@ REST_S = 0.00005
 class Lookup(Generic[T]):
     """One question. `answer` is `otherwise` until it is answered, and for good where it was withdrawn or failed."""
 
-    def __init__(self, work: Work[T], otherwise: T, asked_s: float, on_answer: Callable[[], None]) -> None:
+    def __init__(self, walk: Walk[T], otherwise: T, asked_s: float, on_answer: Callable[[], None]) -> None:
         self.answer = otherwise
         self.asked_s = asked_s
-        self._work = work
+        self._walk = walk
         self._on_answer = on_answer
         self._is_done = threading.Event()
         self._is_withdrawn = False
@@ -51,7 +51,7 @@ class Lookup(Generic[T]):
         try:
             self._run()
         except Exception:  # The thread must outlive a mistake of ours, and say it.
-            log.exception("A lookup in the disk cache failed in a way that it should not")
+            log.exception("A lookup of blocks failed in a way that it should not")
         finally:
             self.end()
 
@@ -59,7 +59,7 @@ class Lookup(Generic[T]):
         began_s = time.monotonic()
         while not self._is_withdrawn:
             try:
-                next(self._work)
+                next(self._walk)
             except StopIteration as end:
                 self.answer = end.value
                 return
@@ -68,9 +68,30 @@ class Lookup(Generic[T]):
                 began_s = time.monotonic()
 
     def end(self) -> None:
-        self._work.close()
+        self._walk.close()
         self._is_done.set()
         self._on_answer()
+
+
+def answered(answer: T) -> Lookup[T]:
+    """A question that needs no thread."""
+    lookup = Lookup(_no_steps(answer), answer, time.monotonic(), lambda: None)
+    lookup.end()
+    return lookup
+
+
+def _no_steps(answer: T) -> Walk[T]:
+    yield from ()
+    return answer
+
+
+def finish(walk: Walk[T]) -> T:
+    """All of it at once, on the caller's thread."""
+    while True:
+        try:
+            next(walk)
+        except StopIteration as end:
+            return end.value
 
 
 class Lookups:
@@ -78,12 +99,12 @@ class Lookups:
         self._lock = threading.Lock()
         self._is_closing = False
         self._asked: queue.SimpleQueue[Lookup[Any] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._answer_all, name="kvstrata-disk-lookups", daemon=True)
+        self._thread = threading.Thread(target=self._answer_all, name="kvstrata-tier-lookups", daemon=True)
         self._thread.start()
 
-    def ask(self, work: Work[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
+    def ask(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
         """Never waits. `on_answer` is called on our thread."""
-        lookup = Lookup(work, otherwise, time.monotonic(), on_answer)
+        lookup = Lookup(walk, otherwise, time.monotonic(), on_answer)
         with self._lock:
             if not self._is_closing:
                 self._asked.put(lookup)

@@ -11,27 +11,27 @@ import itertools
 from collections.abc import Callable, Generator, Iterable
 from typing import Protocol
 
-from kvstrata.disk.block import BlockId
-from kvstrata.disk.row import Row
+from kvstrata.disk.row import BlockRow
+from kvstrata.tier.block import BlockId
 
 # Entries for each row that is there, and some, before those that are out of date are swept out.
 LARGEST_SHARE = 4
 LARGEST_REST = 1024
 
-Entry = tuple[float, int, int, Row]
+Entry = tuple[float, int, int, BlockRow]
 
 
 class Leaves(Protocol):
     """What this asks of the rows that there are, at every moment."""
 
-    def row(self, block: BlockId) -> Row | None: ...
+    def row(self, block: BlockId) -> BlockRow | None: ...
 
     def is_leaf(self, block: BlockId) -> bool: ...
 
-    def rows(self) -> list[Row]: ...
+    def rows(self) -> list[BlockRow]: ...
 
 
-class Order:
+class Victims:
     """Used by one thread at a time."""
 
     def __init__(self, leaves: Leaves) -> None:
@@ -41,22 +41,22 @@ class Order:
         heapq.heapify(self._heap)
         self._sweep_at = self._limit(len(self._heap))
 
-    def added(self, rows: Iterable[Row]) -> None:
+    def added(self, rows: Iterable[BlockRow]) -> None:
         for row in rows:
             if self._leaves.is_leaf(row.id):
                 heapq.heappush(self._heap, self._entry(row))
         self._sweep()
 
-    def removed(self, rows: Iterable[Row]) -> None:
+    def removed(self, rows: Iterable[BlockRow]) -> None:
         """What they hung on may be a leaf now."""
         for row in rows:
             bases = (self._leaves.row(BlockId(key)) for key in (row.parent, row.id.key))
             self.added(base for base in bases if base is not None)
 
-    def victims(self, is_kept: Callable[[bytes], bool]) -> Generator[Row, None, None]:
+    def oldest(self, is_kept: Callable[[bytes], bool]) -> Generator[BlockRow, None, None]:
         """The caller says `removed` of each that it removes before it asks for the next. Close this when done: what was
         passed over takes its place again."""
-        passed: dict[BlockId, Row] = {}
+        passed: dict[BlockId, BlockRow] = {}
         try:
             while self._heap:
                 last_use, _, _, row = heapq.heappop(self._heap)
@@ -72,7 +72,7 @@ class Order:
         finally:
             self.added(row for row in passed.values() if self._leaves.row(row.id) is not None)
 
-    def _entry(self, row: Row) -> Entry:
+    def _entry(self, row: BlockRow) -> Entry:
         return row.last_use, -row.start, next(self._serial), row
 
     def _sweep(self) -> None:

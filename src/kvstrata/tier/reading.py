@@ -12,11 +12,19 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
-from kvstrata.disk.block import Block, BlockId
-from kvstrata.disk.reasons import Fault, Miss
+from kvstrata.tier.block import Block, BlockId
 
 log = logging.getLogger(__name__)
+
+
+class MissReason(StrEnum):
+    """A block was asked for and did not come. Faults and damage are reasons too, under the tier's names."""
+
+    ABSENT = "absent"
+    CLOSED = "closed"
+    OTHER = "other"
 
 
 def _nothing() -> None:
@@ -37,17 +45,17 @@ class Loaded:
 @dataclass(frozen=True, slots=True)
 class Missing:
     id: BlockId
-    reason: str  # a Miss, a Damage or a Fault
+    reason: str  # a MissReason, or what the tier calls damage and faults
 
     def release(self) -> None:
         """There are no bytes."""
 
 
 Deliver = Callable[[Loaded | Missing], None]
-Load = Callable[[BlockId, bytes], Loaded | Missing]
+LoadBlock = Callable[[BlockId, bytes], Loaded | Missing]
 
 
-class Ticket:
+class BlockReading:
     """One call of `read`. Results are delivered one at a time, in the order of the ids, on a thread of the reader."""
 
     def __init__(self, blocks: Sequence[BlockId], root: bytes, deliver: Deliver, sizes: Sequence[int]) -> None:
@@ -109,41 +117,41 @@ class Ticket:
         try:
             self._deliver(result)
         except Exception:  # The caller's mistake must not end the thread that others wait for
-            log.exception("Delivering a block of the disk cache failed")
+            log.exception("Delivering a block of the tier failed")
             result.release()
         return True
 
 
 class Reader:
-    def __init__(self, load: Load, num_threads: int, ahead_bytes: int) -> None:
+    def __init__(self, load: LoadBlock, num_threads: int, ahead_bytes: int) -> None:
         self._load = load
         self._limit_bytes = ahead_bytes
         self._changed = threading.Condition()
-        self._jobs: deque[tuple[Ticket, int]] = deque()
+        self._jobs: deque[tuple[BlockReading, int]] = deque()
         self._numbers = itertools.count()
         self._ahead: dict[int, int] = {}  # bytes of each read that was begun, until they are used
         self._is_closing = False
         self._threads = [
-            threading.Thread(target=self._run, name=f"kvstrata-disk-reader-{index}", daemon=True)
+            threading.Thread(target=self._run, name=f"kvstrata-tier-reader-{index}", daemon=True)
             for index in range(num_threads)
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, ticket: Ticket) -> None:
-        jobs = [(ticket, index) for index in range(len(ticket.blocks))]
+    def submit(self, reading: BlockReading) -> None:
+        jobs = [(reading, index) for index in range(len(reading.blocks))]
         with self._changed:
             if not self._is_closing:
                 self._jobs.extend(jobs)
                 self._changed.notify_all()
                 return
         for _, index in jobs:
-            ticket.give(index, Missing(ticket.blocks[index], Miss.CLOSED))
+            reading.give(index, Missing(reading.blocks[index], MissReason.CLOSED))
 
     @property
     def num_pending(self) -> int:
         with self._changed:
-            return sum(not ticket.is_cancelled for ticket, _ in self._jobs)
+            return sum(not reading.is_cancelled for reading, _ in self._jobs)
 
     @property
     def ahead_bytes(self) -> int:
@@ -152,7 +160,7 @@ class Reader:
             return sum(self._ahead.values())
 
     def close(self, timeout_s: float) -> bool:
-        """What was not begun is answered as a miss. False: a thread still waits for the disk."""
+        """What was not begun is answered as a miss. False: a thread still waits for the tier."""
         with self._changed:
             self._is_closing = True
             left = list(self._jobs)
@@ -161,8 +169,8 @@ class Reader:
         ends = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, ends - time.monotonic()))
-        for ticket, index in left:
-            ticket.give(index, Missing(ticket.blocks[index], Miss.CLOSED))
+        for reading, index in left:
+            reading.give(index, Missing(reading.blocks[index], MissReason.CLOSED))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
@@ -171,10 +179,10 @@ class Reader:
                 self._changed.wait_for(lambda: self._is_closing or self._may_begin())
                 if self._is_closing:
                     return
-                ticket, index = self._jobs.popleft()
+                reading, index = self._jobs.popleft()
                 number = next(self._numbers)
-                self._ahead[number] = ticket.sizes[index]
-            ticket.give(index, self._read(ticket, index, number))
+                self._ahead[number] = reading.sizes[index]
+            reading.give(index, self._read(reading, index, number))
 
     def _may_begin(self) -> bool:
         """Whether the next block fits beside what is not used yet. One that never would is read alone."""
@@ -182,11 +190,11 @@ class Reader:
             self._jobs.popleft()
         if not self._jobs:
             return False
-        ticket, index = self._jobs[0]
-        return not self._ahead or sum(self._ahead.values()) + ticket.sizes[index] <= self._limit_bytes
+        reading, index = self._jobs[0]
+        return not self._ahead or sum(self._ahead.values()) + reading.sizes[index] <= self._limit_bytes
 
-    def _read(self, ticket: Ticket, index: int, number: int) -> Loaded | Missing:
-        result = self._attempt(ticket.blocks[index], ticket.root)
+    def _read(self, reading: BlockReading, index: int, number: int) -> Loaded | Missing:
+        result = self._attempt(reading.blocks[index], reading.root)
         if isinstance(result, Missing):
             self._used(number)
             return result
@@ -203,5 +211,5 @@ class Reader:
         try:
             return self._load(block, root)
         except Exception:  # The thread must outlive a mistake of ours, and say it
-            log.exception("Reading a block of the disk cache failed in a way that it should not")
-            return Missing(block, Fault.OTHER)
+            log.exception("Reading a block of the tier failed in a way that it should not")
+            return Missing(block, MissReason.OTHER)

@@ -14,7 +14,10 @@ from numpy.typing import NDArray
 
 KEY_BYTES = 32
 TOKEN_BYTES = 4
+BLOCK_TOKENS = 256  # at most
+# The parts of a block: the K and V of its tokens, and the mark at its end, of models that are resumed at marks.
 BASE = "base"
+MARK = "mark"
 PART_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 
 # The names of the safetensors format, with the bytes of one element.
@@ -50,7 +53,7 @@ def no_tally(_description: Mapping[str, Any], _tensor_bytes: Mapping[str, int]) 
 
 @dataclass(frozen=True, slots=True)
 class BlockId:
-    """A block may rest in several files, so that planes that were put away can be fetched or deleted alone."""
+    """One part of a block: its base, or the mark at its end. Each is written, read and removed by itself."""
 
     key: bytes
     part: str = BASE
@@ -120,6 +123,10 @@ class Block:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
+
+    @property
+    def tensor_bytes(self) -> dict[str, int]:
+        return {name: tensor.nbytes for name, tensor in self.tensors.items()}
 
 
 def key_of(chain: Chain, parent: bytes, token_ids: bytes) -> bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.disk.rates import HALF_LIFE_S, RateMeter
+from kvstrata.tier.rates import HALF_LIFE_S, RateMeter
 
 MB = 10**6
 

@@ -11,123 +11,59 @@ that writes; it has the lock then, which the engine's thread never takes.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from kvstrata.disk.account import Account
-from kvstrata.disk.block import BlockId, Tally
 from kvstrata.disk.catalogue import CatalogueFault
 from kvstrata.disk.compare import compare
 from kvstrata.disk.files import make_folder_if_missing
 from kvstrata.disk.folder import CacheFolder, file_name
+from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.quarantine import Quarantine
-from kvstrata.disk.reasons import Damage, Drop
+from kvstrata.disk.reasons import Damage, DropReason
 from kvstrata.disk.records import Records
-from kvstrata.disk.room import GivenUp, Room
-from kvstrata.disk.row import Row, Totals, read_tally
+from kvstrata.disk.row import BlockRow
 from kvstrata.disk.row_index import RowIndex
+from kvstrata.disk.space import GivenUp, Space
 from kvstrata.disk.usage import Counters, Event
+from kvstrata.tier.block import BlockId, Tally
 
 log = logging.getLogger(__name__)
 
 
-class Shelf:
+class Holdings:
     def __init__(
         self,
         folder: CacheFolder,
-        *,
-        limit_bytes: int,
-        reserve_bytes: int,
-        quarantine_bytes: int,
-        quarantine_files: int,
+        options: DiskOptions,
         counters: Counters,
+        *,
         is_pinned: Callable[[bytes], bool],
         tally: Tally,
     ) -> None:
         self.folder = folder
         self.tally = tally
         self._counters = counters
-        self._lock = threading.RLock()
         self._is_compared = False
         self.num_losses = 0  # how often blocks were gone that we had not removed
-        self.quarantine = Quarantine(
-            folder.quarantine, folder.files, limit_files=quarantine_files, limit_bytes=quarantine_bytes
-        )
+        self.quarantine = Quarantine(folder.quarantine, folder.files, options.limit_bytes)
         self.records = Records(folder, counters)
-        self._account = Account(folder, self.quarantine)
-        self._room = Room(
-            folder,
-            self.records,
-            self._account,
-            counters,
-            limit_bytes=limit_bytes,
-            reserve_bytes=reserve_bytes,
-            is_pinned=is_pinned,
-        )
-
-    # Lookups, from any thread.
+        self.space = Space(folder, self.records, self.quarantine, counters, options, is_pinned)
+        self._account = self.space.account
 
     @property
     def index(self) -> RowIndex:
         return self.records.index
 
-    def has(self, block: BlockId) -> bool:
-        return self.index.row(block) is not None
-
-    def lengths(self, parent: bytes) -> tuple[int, ...]:
-        return self.index.lengths(parent)
-
-    def size(self, block: BlockId) -> int:
-        """On the disk, at least 1: some file systems keep small files elsewhere. 0 where it is not there."""
-        row = self.index.row(block)
-        return 0 if row is None else max(1, row.disk_bytes)
-
-    def contents(self, block: BlockId) -> Mapping[str, int]:
-        """Bytes by label; nothing where it is not there."""
-        row = self.index.row(block)
-        return {} if row is None else read_tally(row.tally)
-
-    def rows(self, under: bytes = b"") -> list[Row]:
-        """Parents before children."""
-        return sorted(self.index.rows(under), key=lambda row: (row.start, row.id.key, row.id.part))
-
-    @property
-    def totals(self) -> Totals:
-        return self.index.totals()
-
-    def disk_bytes(self) -> int:
-        return self._room.disk_bytes()
-
-    def touch(self, blocks: Iterable[BlockId], now: float) -> None:
-        self.records.touch(blocks, now)
-
     # Changes, on the tier's threads.
 
-    def make_room(self, nbytes: int, kept: frozenset[bytes], *, may_evict: bool) -> None:
-        with self._lock:
-            self._room.make(nbytes, kept, may_evict=may_evict)
-
-    def keep_to_limit(self) -> None:
-        with self._lock:
-            self._room.keep_to_limit()
-
-    def purge(self) -> bool:
-        """Delete the files of some blocks that were taken away. False: there was nothing left to delete."""
-        with self._lock:
-            return self._room.purge()
-
-    def expire(self, oldest: float, kept: frozenset[bytes]) -> float:
-        with self._lock:
-            return self._room.expire(oldest, kept)
-
-    def publish(self, temporary: Path, row: Row, is_wanted: Callable[[], bool]) -> None:
+    def publish(self, temporary: Path, row: BlockRow, is_wanted: Callable[[], bool]) -> None:
         """When this returns the block is on the disk under its name. GivenUp where it is not wanted any more."""
         path = self.folder.path(row.id)
         files = self.folder.files
-        with self._lock:
+        with self.records.lock:
             if not is_wanted():
-                raise GivenUp(Drop.CLEARED)
+                raise GivenUp(DropReason.CLEARED)
             try:
                 if make_folder_if_missing(files, path.parent):
                     files.sync_folder(self.folder.blocks)
@@ -139,9 +75,9 @@ class Shelf:
                 self._account.look_at_shard(path.parent)
                 self._account.look_at_catalogue()
         if not is_kept:
-            raise GivenUp(Drop.CLEARED)
+            raise GivenUp(DropReason.CLEARED)
 
-    def _rename(self, temporary: Path, path: Path, row: Row) -> None:
+    def _rename(self, temporary: Path, path: Path, row: BlockRow) -> None:
         """The row first. What has this name already is counted until the new file has it."""
         self.records.catalogue.add([row])
         try:
@@ -152,7 +88,7 @@ class Shelf:
 
     def forget(self, block: BlockId) -> None:
         """A row whose file turned out not to be there, or not to be a file: unless it is by now."""
-        with self._lock:
+        with self.records.lock:
             try:
                 is_there = self.folder.files.status(self.folder.path(block)).is_plain
             except FileNotFoundError:
@@ -164,13 +100,13 @@ class Shelf:
                 self.records.forget([row])
                 self._strike([row])
 
-    def put_away(self, block: BlockId, reason: Damage) -> None:
+    def isolate(self, block: BlockId, reason: Damage) -> None:
         """A damaged file leaves; never raises, because it is a reader that finds one."""
         self._counters.add(Event.QUARANTINED, reason)
         log.warning("Quarantined a damaged block of the disk cache (%s): %s", reason, file_name(block))
         self.index.hide([block])
-        with self._lock:
-            if self.has(block):
+        with self.records.lock:
+            if self.index.row(block) is not None:
                 return  # it was written again meanwhile
             try:
                 self.quarantine.take(self.folder.path(block), reason)
@@ -180,18 +116,18 @@ class Shelf:
             row = self.index.leaving.row(block)
             if row is not None:
                 self.index.left([row])
-                self.records.order.removed([row])
+                self.records.victims.removed([row])
                 self._strike([row])
 
     def note(self, notes: Mapping[str, int]) -> None:
-        with self._lock, self.records.catalogue.changing():
+        with self.records.lock, self.records.catalogue.changing():
             for name, value in notes.items():
                 self.records.catalogue.set_note(name, value)
         self._account.look_at_catalogue()
 
     def reopen(self) -> None:
         """The folder is another than before."""
-        with self._lock:
+        with self.records.lock:
             self.records.close_catalogue()
             self.quarantine.reload()
             self.records.open()
@@ -201,14 +137,14 @@ class Shelf:
 
     def rewrite_if_needed(self) -> None:
         """The catalogue turned out to be damaged."""
-        with self._lock:
+        with self.records.lock:
             if self.records.needs_rewrite:
                 self.records.rewrite()
                 self._account.look_at_catalogue()
 
     def recheck(self) -> None:
         """Some of the folder was taken away: what is left is compared again."""
-        with self._lock:
+        with self.records.lock:
             self.quarantine.reload()
             self._is_compared = False
 
@@ -216,18 +152,18 @@ class Shelf:
         """Names against rows: what only one side knows is added or removed."""
         if self._is_compared:
             return
-        compared = compare(self.folder, self.records, self.quarantine, self._counters, self.tally, self._lock)
-        with self._lock:
+        compared = compare(self.folder, self.records, self.quarantine, self._counters, self.tally)
+        with self.records.lock:
             self.num_losses += compared.has_lost
             self._account.look_at_all()
             self._account.look_at_strays(compared.strays)
             self._is_compared = True
 
     def close(self) -> None:
-        with self._lock:
+        with self.records.lock:
             self.records.close()
 
-    def _strike(self, rows: list[Row]) -> None:
+    def _strike(self, rows: list[BlockRow]) -> None:
         try:
             self.records.strike(rows)
             self._account.look_at_catalogue()

@@ -1,0 +1,83 @@
+# ruff: noqa: ARG002
+"""The tier of a server that has none: nothing is there, and nothing is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from kvstrata.tier.base import Accepted, Flushed, Refusal, Refused, Removed, Usage, Writing
+from kvstrata.tier.block import BASE, Block, BlockId
+from kvstrata.tier.chains import OnDisk, TierMatch, TokenIds
+from kvstrata.tier.lookups import Lookup, Walk, answered
+from kvstrata.tier.rates import Rates
+from kvstrata.tier.reading import BlockReading, Deliver, Missing, MissReason
+
+T = TypeVar("T")
+
+
+class NoBlocks:
+    def find(self, key: bytes, part: str = BASE) -> int:
+        return 0
+
+    def contents(self, block: BlockId) -> Mapping[str, int]:
+        return {}
+
+    def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
+        yield from ()
+        return TierMatch()
+
+    def about(self, root: bytes, ids: TokenIds, *, at_marks: bool) -> Walk[OnDisk]:
+        yield from ()
+        return OnDisk()
+
+
+class NoTier:
+    limit_bytes = 0
+    read_ahead_bytes = 0
+
+    def __init__(self) -> None:
+        self.on_room: Callable[[], None] = lambda: None
+        self.blocks = NoBlocks()
+        self.rates = Rates()
+
+    def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
+        """Answered already: no thread has to be told."""
+        return answered(otherwise)
+
+    def put(
+        self, block: Block, *, asked_twice: bool = False, replace: bool = False, unused_s: float = 0.0
+    ) -> Accepted | Refused:
+        return Refused(Refusal.TOO_LARGE, block.nbytes)
+
+    def read(
+        self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
+    ) -> BlockReading:
+        reading = BlockReading(blocks, root, deliver, sizes or [0] * len(blocks))
+        for index, block in enumerate(blocks):
+            reading.give(index, Missing(block, MissReason.ABSENT))
+        return reading
+
+    def touch(self, blocks: Iterable[BlockId]) -> None:
+        return
+
+    def remove(self, blocks: Sequence[BlockId]) -> Removed:
+        return Removed()
+
+    def clear(self, under: bytes = b"") -> Removed:
+        return Removed()
+
+    def writing(self) -> Writing:
+        return Writing(is_failing=True)
+
+    def end_pause(self) -> None:
+        return
+
+    def flush(self, timeout_s: float) -> Flushed:
+        return Flushed()
+
+    def usage(self, under: bytes = b"") -> Usage:
+        return Usage()
+
+    def close(self) -> None:
+        return
