@@ -20,7 +20,7 @@ import mlx.core as mx
 from kvstrata.attention import cpu
 from kvstrata.backend.machine import METAL_ARRAYS
 from kvstrata.codecs import paths
-from kvstrata.engine import resume
+from kvstrata.engine import make
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
 
@@ -54,7 +54,7 @@ def default_model() -> LoadedModel:
 @pytest.fixture
 def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a Mac runs: no kernels of ours, MLX's quantized products, and a GPU's sizes."""
-    monkeypatch.setattr(resume, "max_arrays", lambda: METAL_ARRAYS)
+    monkeypatch.setattr(make, "max_arrays", lambda: METAL_ARRAYS)
     # MLX has it on a CPU in float32 only. A GPU adds up in float32 too, and rounds what comes out.
     gather_mm = mx.gather_mm
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.config import Settings, Size, env_name, flag_name, human_bytes, is_loopback, load
+from kvstrata.config import Settings, env_name, flag_name, is_loopback, load
 from kvstrata.errors import ConfigError
+from kvstrata.sizes import Size, human_bytes
 
 
 @pytest.fixture(autouse=True)

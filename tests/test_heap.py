@@ -52,7 +52,7 @@ def ask(i, length):
     engine.submit(request, lambda e: isinstance(e, Finished) and end.set())
     assert end.wait(120)
 ask(0, 900)
-engine.ask(lambda loop: loop.store.clear()).result()
+engine.ask(lambda loop: loop.stock.clearing.clear()).result()
 def settled():
     values = []
     while len(values) < 5 or max(values[-5:]) - min(values[-5:]) > 1:
@@ -62,7 +62,7 @@ start = settled()
 for i in range(1, 5):
     ask(i, 900)
 held = settled()
-engine.ask(lambda loop: loop.store.clear()).result()
+engine.ask(lambda loop: loop.stock.clearing.clear()).result()
 after = settled()
 engine.stop()
 print(json.dumps([held - start, after - start]))

@@ -1,8 +1,8 @@
-"""Settings: defaults < TOML file < environment < flags; and sizes such as 8GiB, 500MB and 20%.
+"""Settings: defaults < TOML file < environment < flags.
 
 Every setting is declared once, in `Settings`: its TOML key is its name, its environment variable KVSTRATA_ and the name
-in capitals, its flag the name with dashes. Knows nothing of what a setting does: the code that puts the pieces together
-reads it and hands plain values down.
+in capitals, its flag the name with dashes. A default that a room has too is the room's. Knows nothing of what a setting
+does: the code that puts the pieces together reads it and hands plain values down.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,64 +23,19 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, Pydanti
 from pydantic_settings.sources import InitSettingsSource
 
 from kvstrata.disk.options import DiskOptions
+from kvstrata.engine.limits import MARK_EVERY_TOKENS, Limits
 from kvstrata.errors import ConfigError
+from kvstrata.server.wire.bounds import Bounds
+from kvstrata.sizes import Size, human_bytes
+from kvstrata.store.options import Floors, LadderOptions, PrecisionOptions, StoreOptions
 
 logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "KVSTRATA_"
-UNITS = {"": 1, "B": 1}
-UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
-UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
-SIZE_PATTERN = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*|%)")
 HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+")
 LINK_PATTERN = re.compile(r"(?:tcp|udp|sctp)://", re.IGNORECASE)
 NOT_A_KEY = "an API key must be printable ASCII without spaces"
 KEY_SETTINGS = ("api_key", "api_key_file", "admin_key", "admin_key_file")
-SIZE_EXAMPLES = "Write it like 8GiB, 500MB, 1.5GB, 1048576 or 20%"
-
-
-@dataclass(frozen=True)
-class Size:
-    """A number of bytes, or a percentage of something that is not known yet."""
-
-    num_bytes: int | None = None
-    percent: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Size:
-        match = SIZE_PATTERN.fullmatch(text.strip())
-        if match is None:
-            raise ConfigError(f"'{text}' is not a size. {SIZE_EXAMPLES}.")
-        number, unit = float(match[1]), match[2]
-        if unit == "%":
-            return cls._of_percent(number, text)
-        if unit.upper() not in UNITS:
-            raise ConfigError(f"'{text}' is not a size: the unit '{unit}' is unknown. {SIZE_EXAMPLES}.")
-        return cls(num_bytes=int(number * UNITS[unit.upper()]))
-
-    @classmethod
-    def _of_percent(cls, number: float, text: str) -> Size:
-        if not 0 < number <= 100:
-            raise ConfigError(f"'{text}' is not a share: it must be above 0% and at most 100%, for example 20%.")
-        return cls(percent=number)
-
-    def of(self, total_bytes: int, most_bytes: int | None = None) -> int:
-        """In bytes, where a percentage is of `total_bytes`, and not more than `most_bytes`."""
-        if self.num_bytes is not None:
-            return self.num_bytes
-        share = int(total_bytes * (self.percent or 0.0) / 100)
-        return share if most_bytes is None else min(share, most_bytes)
-
-    def __str__(self) -> str:
-        return f"{self.percent:g}%" if self.num_bytes is None else human_bytes(self.num_bytes)
-
-
-def human_bytes(num_bytes: int) -> str:
-    """What `Size.parse` reads again: 8GiB, 1.5MiB, 17B."""
-    for power, letter in ((4, "T"), (3, "G"), (2, "M"), (1, "K")):
-        if num_bytes >= 1024**power:
-            return f"{num_bytes / 1024**power:.4g}{letter}iB"
-    return f"{num_bytes}B"
 
 
 def _size(value: object) -> object:
@@ -195,31 +149,47 @@ class Settings(BaseSettings):
         "most what Metal recommends", panel="Engine", unit="size",
     )  # fmt: skip
     wired_limit: ByteCount = _setting(
-        0, "On a Mac: memory that macOS must not page out. Without it macOS decides; with it, kernel panics were "
+        Limits.wired_bytes,
+        "On a Mac: memory that macOS must not page out. Without it macOS decides; with it, kernel panics were "
         "reported (https://github.com/ml-explore/mlx/issues/3186)", panel="Engine", unit="size", ge=0,
     )  # fmt: skip
-    max_running: int = _setting(16, "Most requests in one batch", panel="Engine", unit="requests", ge=1, le=4096)
+    max_running: int = _setting(
+        Limits.max_running, "Most requests in one batch", panel="Engine", unit="requests", ge=1, le=4096
+    )
     max_waiting: int = _setting(
-        256, "Most requests in the queue; past it 429", panel="Engine", unit="requests", ge=0, le=1_000_000
+        Limits.max_waiting,
+        "Most requests in the queue; past it 429",
+        panel="Engine",
+        unit="requests",
+        ge=0,
+        le=1_000_000,
     )
     prefill_share: float = _setting(
-        0.5, "Of the time, what prompts may take while streams run: at 0.5 a stream's tokens come half as fast while a "
+        Limits.prefill_share,
+        "Of the time, what prompts may take while streams run: at 0.5 a stream's tokens come half as fast while a "
         "prompt is computed; 1 gives prompts all they can use", panel="Engine", unit="share", gt=0, le=1,
     )  # fmt: skip
     prefill_chunk_tokens: int | None = _setting(
-        None, "Prompt tokens computed at a time, whatever --prefill-share says; without it from the speeds that are "
+        Limits.prefill_chunk_tokens,
+        "Prompt tokens computed at a time, whatever --prefill-share says; without it from the speeds that are "
         "measured", panel="Engine", unit="tokens", ge=1,
     )  # fmt: skip
     max_kv_size: int | None = _setting(
-        None, "Most tokens that a sequence keeps in each layer, the first 4 and the newest; without it all",
+        Limits.max_kv_size,
+        "Most tokens that a sequence keeps in each layer, the first 4 and the newest; without it all",
         panel="Engine", unit="tokens", ge=16,
     )  # fmt: skip
     tail_step_tokens: int = _setting(
-        2048, "Tokens of reply that memory is reserved for at a time", panel="Engine", unit="tokens", ge=1
+        Limits.tail_step_tokens,
+        "Tokens of reply that memory is reserved for at a time",
+        panel="Engine",
+        unit="tokens",
+        ge=1,
     )
 
     cache_slice_ms: float = _setting(
-        5.0, "Work on stored KV between two decode steps, at a time; what a client waits for (a change of precision, "
+        1000 * Limits.slice_s,
+        "Work on stored KV between two decode steps, at a time; what a client waits for (a change of precision, "
         "room for a request) takes as long as a step where that is longer", panel="KV cache", unit="milliseconds",
         gt=0, le=10_000,
     )  # fmt: skip
@@ -228,7 +198,7 @@ class Settings(BaseSettings):
         panel="KV cache", unit="size",
     )  # fmt: skip
     cache_ttl_s: float | None = _setting(
-        None, "Stored KV that no request used for so long goes; without it it stays while there is room",
+        StoreOptions.ttl_s, "Stored KV that no request used for so long goes; without it it stays while there is room",
         panel="KV cache", unit="seconds", gt=0,
     )  # fmt: skip
     disk_cache_dir: Path | None = _setting(
@@ -251,10 +221,14 @@ class Settings(BaseSettings):
         "works; then that is dropped. Running replies never wait", panel="Disk cache", unit="seconds", ge=0, le=3600,
     )  # fmt: skip
     disk_write_through: bool = _setting(
-        False, "Write at the end of every request, not only when memory runs short", panel="Disk cache"
+        StoreOptions.write_through,
+        "Write at the end of every request, not only when memory runs short",
+        panel="Disk cache",
     )
     disk_put_away: bool = _setting(
-        True, "Write what stepping down takes away, so that precision can come back", panel="Disk cache"
+        PrecisionOptions.put_away,
+        "Write what stepping down takes away, so that precision can come back",
+        panel="Disk cache",
     )
     disk_second_touch: bool = _setting(
         DiskOptions.second_touch, "Write only what was asked for twice", panel="Disk cache"
@@ -278,56 +252,83 @@ class Settings(BaseSettings):
         None, "Group size of affine precisions: 32, 64 or 128", panel="KV cache", unit="values"
     )
     kv_cache_min_quantize_tokens: int = _setting(
-        256, "Shorter conversations are stored at full precision", panel="KV cache", unit="tokens", ge=0
+        PrecisionOptions.min_quantize_tokens,
+        "Shorter conversations are stored at full precision",
+        panel="KV cache",
+        unit="tokens",
+        ge=0,
     )
     kv_cache_live: bool = _setting(
-        False, "Encode the KV of running requests too, not only what they leave behind", panel="KV cache"
+        PrecisionOptions.live,
+        "Encode the KV of running requests too, not only what they leave behind",
+        panel="KV cache",
     )
     kv_cache_first_raw: int = _setting(
-        4, "First tokens of a running request that stay at full precision", panel="KV cache", unit="tokens", ge=0
+        PrecisionOptions.first_raw_tokens,
+        "First tokens of a running request that stay at full precision",
+        panel="KV cache",
+        unit="tokens",
+        ge=0,
     )
     kv_cache_recent_raw: int = _setting(
-        128, "Newest tokens of a running request that stay at full precision", panel="KV cache", unit="tokens", ge=0
+        PrecisionOptions.recent_raw_tokens,
+        "Newest tokens of a running request that stay at full precision",
+        panel="KV cache",
+        unit="tokens",
+        ge=0,
     )
     kv_cache_edge_layers: int = _setting(
         0, "First and last attention layers that are stored in another precision", panel="KV cache", unit="layers", ge=0
     )
     kv_cache_edge: str = _setting("planes:8", "That precision", panel="KV cache", unit="precision")
     kv_cache_marks: int = _setting(
-        8, "Resume points that a stored conversation keeps, in models with window or recurrent layers",
+        StoreOptions.max_marks,
+        "Resume points that a stored conversation keeps, in models with window or recurrent layers",
         panel="KV cache", unit="points", ge=1,
     )  # fmt: skip
     kv_cache_mark_every: int = _setting(
-        4096, "Prompt tokens between two such points", panel="KV cache", unit="tokens", ge=64
+        MARK_EVERY_TOKENS, "Prompt tokens between two such points", panel="KV cache", unit="tokens", ge=64
     )
 
     dynamic_cache: bool = _setting(
-        False, "Let precision step down by itself as memory fills up, before anything is evicted", panel="KV cache"
+        LadderOptions.by_pressure,
+        "Let precision step down by itself as memory fills up, before anything is evicted",
+        panel="KV cache",
     )
     dynamic_cache_at: str = _setting(
         "", "Step longer conversations down, as in 16k=planes:8,64k=planes:4", panel="KV cache", unit="steps"
     )
-    kv_floor_k: Bits = _setting(4, "Fewest bits of keys that --dynamic-cache goes to", panel="KV cache",
+    kv_floor_k: Bits = _setting(Floors.k_bits, "Fewest bits of keys that --dynamic-cache goes to", panel="KV cache",
                                             unit="bits")  # fmt: skip
-    kv_floor_v: Bits = _setting(4, "Fewest bits of values, likewise", panel="KV cache", unit="bits")
+    kv_floor_v: Bits = _setting(Floors.v_bits, "Fewest bits of values, likewise", panel="KV cache", unit="bits")
 
-    max_body_bytes: ByteCount = _setting(32 * 1024**2, "Largest request body", panel="Process", unit="size", ge=1024)
+    max_body_bytes: ByteCount = _setting(
+        Bounds.max_body_bytes, "Largest request body", panel="Process", unit="size", ge=1024
+    )
     body_timeout_s: float = _setting(
-        30.0, "How long a request body may take to arrive; each KiB that has arrived adds a second", panel="Process",
+        Bounds.body_timeout_s,
+        "How long a request body may take to arrive; each KiB that has arrived adds a second", panel="Process",
         unit="seconds", gt=0, le=86400,
     )  # fmt: skip
     max_header_bytes: ByteCount = _setting(
-        32 * 1024, "Largest headers of a request", panel="Process", unit="size", ge=1024, le=1024**2
+        Bounds.max_header_bytes, "Largest headers of a request", panel="Process", unit="size", ge=1024, le=1024**2
     )
     header_timeout_s: float = _setting(
-        20.0, "How long the headers of a request may take to arrive", panel="Process", unit="seconds", gt=0, le=86400
+        Bounds.header_timeout_s,
+        "How long the headers of a request may take to arrive",
+        panel="Process",
+        unit="seconds",
+        gt=0,
+        le=86400,
     )
     send_timeout_s: float = _setting(
-        60.0, "How long a client may read less than 1 KiB a second of an answer that waits for it", panel="Process",
+        Bounds.send_timeout_s,
+        "How long a client may read less than 1 KiB a second of an answer that waits for it", panel="Process",
         unit="seconds", gt=0, le=86400,
     )  # fmt: skip
     max_connections: int = _setting(
-        512, "Most connections at once; past it idle ones close, and if there are none 503", panel="Process",
+        Bounds.max_connections,
+        "Most connections at once; past it idle ones close, and if there are none 503", panel="Process",
         unit="connections", ge=1, le=100_000,
     )  # fmt: skip
     drain_timeout_s: float = _setting(

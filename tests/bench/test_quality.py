@@ -17,6 +17,7 @@ from kvstrata.bench.passes import DECODE_TOKENS, Text, subject_of
 from kvstrata.bench.plots import plot_layers, plot_quality
 from kvstrata.bench.watch import Watch
 from kvstrata.cli.bench import app
+from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.plan import make_plan
@@ -211,6 +212,8 @@ def test_a_plan_by_layer_is_like_planes_alone() -> None:
         layers.LayerLoss(i, side, bits, 1 / bits, 0, 1) for i in range(4) for side in ("k", "v") for bits in (8, 4)
     ]
     with pytest.raises(ConfigError, match="planes"):
-        layers.plan_by_layer(subject.layout, losses, make_plan(subject.layout, "rotated:4", "rotated:4"))
-    by_layer = layers.plan_by_layer(subject.layout, losses, make_plan(subject.layout, "planes:4", "planes:4"))
+        layers.plan_by_layer(subject.layout, losses, make_plan(subject.layout, parse("rotated:4"), parse("rotated:4")))
+    by_layer = layers.plan_by_layer(
+        subject.layout, losses, make_plan(subject.layout, parse("planes:4"), parse("planes:4"))
+    )
     assert layers.bits_by_layer(by_layer) == "0:4/4 1:4/4 2:4/4 3:4/4"

@@ -8,18 +8,20 @@ import itertools
 import mlx.core as mx
 
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.limits import Limits, Storage
-from kvstrata.engine.loop import Loop
+from kvstrata.engine.housekeeping import Housekeeping
+from kvstrata.engine.limits import Limits
+from kvstrata.engine.make import Served, make_loop
 from kvstrata.engine.memory import Budget
+from kvstrata.engine.operations import Operations
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, Request, Sampling, TokenLogprob
-from kvstrata.engine.resume import make_resume
-from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequence import Sequence
+from kvstrata.engine.storage import Storage
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.store.cold.cold import Cold
-from kvstrata.store.store import Store
+from kvstrata.store.stock import Stock
 from kvstrata.text.detokenizer import Detokenizer
+from kvstrata.tier.nothing import NoTier
 from tests.tiny import layout_of
 
 GIB = 1 << 30
@@ -73,38 +75,26 @@ class Drive:
     ) -> None:
         limits = limits or Limits()
         layout = layout_of(loaded, limits.max_kv_size)
-        cold = None if tier is None else Cold(tier, layout, post=lambda _: None, patience_s=patience_s)
+        cold = Cold(tier or NoTier(), layout, post=lambda _: None, patience_s=patience_s)
         self.budget = Budget(kv_bytes or 4 * GIB, layout.fixed_bytes, layout.token_bytes)
         self.metrics = Metrics()
-        self.loop = Loop(
-            Runner(loaded.module, layout),
-            make_resume(
-                loaded,
-                layout,
-                self.budget,
-                storage or Storage(),
-                limits.max_kv_size,
-                cold,
-                limits.prefill_chunk_tokens,
-            ),
-            self.budget,
-            limits,
-            self.metrics,
-            vocab_size=loaded.vocab_size,
-            detokenizer=lambda _: Detokenizer(loaded.tokenizer),
-        )
+        served = Served(loaded, layout, self.budget, limits, storage or Storage())
+        self.loop = make_loop(served, self.metrics, cold, lambda _: Detokenizer(loaded.tokenizer))
         self._numbers = itertools.count()
 
     @property
-    def store(self) -> Store:
-        assert self.loop._resume.store is not None
-        return self.loop._resume.store
+    def stock(self) -> Stock:
+        return self.loop.stock
+
+    @property
+    def cache(self) -> Operations:
+        return Operations(self.loop)
 
     def clear(self) -> None:
         """Forget all that is stored."""
-        while self.loop.has_chores:
-            self.loop.do_chores(1.0)
-        self.store.clear()
+        while self.loop.housekeeping.has_work:
+            self.loop.housekeeping.work(1.0)
+        self.stock.clearing.clear()
         gc.collect()  # what earlier tests left must not go while this one measures
         mx.clear_cache()
 
@@ -125,3 +115,8 @@ class Drive:
 
     def set_aside_count(self) -> float:
         return self.metrics.registry.get_sample_value("kvstrata_set_aside_total") or 0.0
+
+
+def do_one_step(housekeeping: Housekeeping) -> None:
+    """Of the work on stored KV, between two steps of the loop, whatever its slice."""
+    housekeeping.work_in_step = lambda **_: housekeeping.work(0.0)

@@ -16,9 +16,10 @@ import pytest
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Finished, Request
+from kvstrata.engine.storage import Storage
 from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
 from kvstrata.models.loaded import LoadedModel
@@ -50,14 +51,14 @@ def full_drive(
     tier = DiskTier(options, chain=chain, tally=tally, files=files)
     kv_bytes = (NUM_CHATS + 4) * chat_bytes
     drive = Drive(loaded, LIMITS, kv_bytes=kv_bytes, storage=storage, tier=tier)
-    spill_ahead = drive.store._spills.add_some
-    drive.store._spills.add_some = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+    spill_ahead = drive.stock.spills.add_some
+    drive.stock.spills.add_some = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
     for seed in range(NUM_CHATS):
         drive.submit(prompt(CHAT_TOKENS, seed=seed), 2)
         drive.run()
-    while drive.loop.has_chores:
-        drive.loop.do_chores(1.0)
-    drive.store._spills.add_some = spill_ahead
+    while drive.loop.housekeeping.has_work:
+        drive.loop.housekeeping.work(1.0)
+    drive.stock.spills.add_some = spill_ahead
     assert tier.usage().num_queued == tier.usage().num_blocks == 0
     yield drive
     tier.close()
@@ -66,20 +67,20 @@ def full_drive(
 def num_kept(drive: Drive, seed: int) -> int:
     """Tokens of a chat that memory or the disk has."""
     ids = as_ids(prompt(CHAT_TOKENS, seed=seed)[:-1])
-    on_disk = finish(drive.store.cold.longest(drive.store.root_of(""), ids))
-    return max(drive.store.find(ids, "").num_tokens, on_disk.num_tokens)
+    on_disk = finish(drive.stock.cold.longest(drive.stock.search.root_of(""), ids))
+    return max(drive.stock.store.find(ids, "").num_tokens, on_disk.num_tokens)
 
 
 def step_until_it_waits_for_room(drive: Drive) -> None:
     """First the disk is asked what it has for it."""
     until_s = time.monotonic() + 60
-    while drive.loop._waiting[0].stored.awaits_room_s is None or not drive.loop.is_stalled:
+    while drive.loop.sequences.waiting[0].stored.awaits_room_s is None or not drive.loop.is_stalled:
         assert time.monotonic() < until_s
         drive.loop.step()
 
 
 def dropped(drive: Drive) -> dict[str, int]:
-    return {name: count for name, count in drive.store.count().items() if name.startswith("dropped_")}
+    return {name: count for name, count in drive.stock.reporter.count().items() if name.startswith("dropped_")}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -116,7 +117,7 @@ def test_a_request_waits_no_longer_than_its_patience(tmp_path: Path) -> None:
         assert 0 < drive.loop.seconds_to_wait() <= 60
         assert not late.events
         now_s = time.monotonic()
-        drive.loop._entrance._clock = lambda: now_s + 61
+        drive.loop.entrance._clock = lambda: now_s + 61
         drive.run()
         assert late.finished.usage.completion_tokens == 2
         assert set(dropped(drive)) == {"dropped_tokens_disk_slow"}
@@ -150,10 +151,10 @@ def test_one_that_waits_and_is_cancelled_holds_nothing(tmp_path: Path) -> None:
     with full_drive(tmp_path, tiny_loaded("llama"), None, files) as drive:
         late = drive.submit(prompt(CHAT_TOKENS, seed=0) + prompt((NUM_CHATS + 1) * CHAT_TOKENS, seed=77), 2)
         step_until_it_waits_for_room(drive)
-        assert drive.store.free_bytes < drive.store.held_bytes
-        drive.loop.cancel(late.request.id)
+        assert drive.stock.shelf.free_bytes < drive.stock.shelf.held_bytes
+        drive.loop.endings.cancel(late.request.id)
         assert drive.loop.idle
-        assert drive.store.free_bytes == drive.store.held_bytes
+        assert drive.stock.shelf.free_bytes == drive.stock.shelf.held_bytes
         goes_on.set()
 
 
@@ -182,7 +183,7 @@ def test_the_engine_is_woken_when_the_disk_has_taken_something(tmp_path: Path, m
 
 
 def leave_room_for_one(loop: Loop) -> None:
-    loop._capacity.budget = dataclasses.replace(loop.budget, total_bytes=1000 * loop.budget.token_bytes)
+    loop.capacity.budget = dataclasses.replace(loop.budget, total_bytes=1000 * loop.budget.token_bytes)
 
 
 def logged_at_the_end(

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Storage
+from kvstrata.engine.operations import Operations
 from kvstrata.engine.request import Request
+from kvstrata.engine.storage import Storage
 from kvstrata.spans.span import Span
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import cached, engine_on, flush_tier, make_computing_slow, settle
@@ -45,7 +47,7 @@ def ask(engine: Engine, name: str, seed: int, max_tokens: int) -> int:
 
 
 def counters(engine: Engine) -> dict[str, int]:
-    return engine.ask(lambda loop: dict(loop.usage().counters)).result(60)
+    return engine.ask(lambda loop: dict(Operations(loop).usage().counters)).result(60)
 
 
 def num_logged(caplog: pytest.LogCaptureFixture) -> int:
@@ -56,11 +58,14 @@ def test_a_span_that_cannot_be_rewritten_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Span, "rewrite_some", failing(Span.rewrite_some))
-    with engine_on(tmp_path, tiny_loaded("llama"), Storage(k="planes:8", v="planes:8")) as engine:
+    with engine_on(tmp_path, tiny_loaded("llama"), Storage(k=parse("planes:8"), v=parse("planes:8"))) as engine:
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
         assert [ask(engine, "failing again", 1, 9), ask(engine, "good again", 2, 5)] == [599, 599]
         assert counters(engine)["failed_rewrites"] == 1
-        assert set(engine.ask(lambda loop: loop.usage().tiers["hot"].by_precision).result(60)) == {"raw", "planes:8"}
+        assert set(engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].by_precision).result(60)) == {
+            "raw",
+            "planes:8",
+        }
     assert num_logged(caplog) == 1
 
 

@@ -16,13 +16,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from kvstrata.codecs.registry import _VERSIONS, parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
+from kvstrata.engine.operations import Operations
 from kvstrata.engine.rates import Rate
 from kvstrata.engine.request import Failed, Piece, Request
+from kvstrata.engine.storage import Storage
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -56,8 +59,8 @@ def engine_on(
 
 def make_computing_slow(loop: Loop) -> None:
     """Tiny models compute a prompt faster than any disk reads it, and then nothing would be read."""
-    loop._speeds.alone = Rate()
-    loop._speeds.alone.add(1, 1.0)
+    loop.speeds.alone = Rate()
+    loop.speeds.alone.add(1, 1.0)
 
 
 def answer(engine: Engine, name: str, prompt_tokens: int, max_tokens: int = 12) -> Reply:
@@ -75,16 +78,15 @@ def cached(reply: Reply) -> int:
 
 def settle(engine: Engine) -> None:
     def work(loop: Loop) -> None:
-        while loop.has_chores:
-            loop.do_chores(1.0)
+        while loop.housekeeping.has_work:
+            loop.housekeeping.work(1.0)
 
     engine.ask(work).result(60)
 
 
 def flush_tier(loop: Loop) -> bool:
     """What is on its way to the disk gets there."""
-    assert loop.store is not None
-    return loop.store.cold.tier.flush(30).is_empty
+    return loop.stock.cold.tier.flush(30).is_empty
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -101,15 +103,15 @@ def test_a_failed_step_costs_what_is_in_memory_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What is logged would keep the frames of the step that failed, and what they hold.
-    monkeypatch.setattr(logging.getLogger("kvstrata.engine.engine"), "disabled", True)
+    monkeypatch.setattr(logging.getLogger("kvstrata.engine.thread"), "disabled", True)
     with engine_on(tmp_path, tiny_loaded("llama")) as engine:
         before = engine.ask(lambda _: mx.get_active_memory()).result(60)
         answer(engine, "first", 2000)
-        engine.ask(lambda loop: loop.requantize(Change("raw", "planes:8"))).result(60)
+        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("raw"), parse("planes:8")))).result(60)
         settle(engine)
-        engine.ask(lambda loop: loop.store and loop.store.flush(30)).result(60)
-        counted = engine.ask(lambda loop: loop.usage().counters).result(60)
-        held = engine.ask(lambda loop: loop.usage().tiers["hot"].nbytes).result(60)
+        engine.ask(lambda loop: loop.stock.flush(30)).result(60)
+        counted = engine.ask(lambda loop: Operations(loop).usage().counters).result(60)
+        held = engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].nbytes).result(60)
         engine.ask(make_prefill_fail).result(60)
         gc.disable()  # nothing may wait for it
         try:
@@ -118,11 +120,11 @@ def test_a_failed_step_costs_what_is_in_memory_and_nothing_else(
         finally:
             gc.enable()
         assert after - before < held / 10
-        usage = engine.ask(Loop.usage).result(60)
+        usage = engine.cache.usage().result(60)
         assert usage.tiers["hot"].nbytes == 0
         assert all(usage.counters[name] >= count for name, count in counted.items())
         assert usage.counters["stored_tokens"] == counted["stored_tokens"] > 2000
-        assert engine.ask(lambda loop: loop.requantize(Change(dry_run=True))).result(60).v == "planes:8"
+        assert engine.ask(lambda loop: Operations(loop).requantize(Change(dry_run=True))).result(60).v == "planes:8"
         assert cached(answer(engine, "again", 2000)) == 1999
 
 
@@ -130,7 +132,7 @@ def make_prefill_fail(loop: Loop) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("defect")
 
-    loop._runner.prefill = fail
+    loop.passes._runner.prefill = fail
 
 
 def test_weights_changed_under_the_same_name_find_nothing(tmp_path: Path) -> None:
@@ -147,8 +149,7 @@ def why(engine: Engine, prompt_tokens: int) -> Explanation:
     prompt = [i * 7 % VOCAB for i in range(prompt_tokens)]
 
     def ask_disk(loop: Loop) -> Lookup[OnDisk]:
-        assert loop.store is not None
-        lookup = loop.store.ask_disk(prompt, "")
+        lookup = loop.stock.explainer.ask_disk(prompt, "")
         assert lookup is not None
         return lookup
 
@@ -156,8 +157,7 @@ def why(engine: Engine, prompt_tokens: int) -> Explanation:
     assert lookup.wait(60)
 
     def question(loop: Loop) -> Explanation:
-        assert loop.store is not None
-        return loop.store.explain(prompt, "", lookup.answer)
+        return loop.stock.explainer.explain(prompt, "", lookup.answer)
 
     return engine.ask(question).result(60)
 
@@ -176,14 +176,14 @@ def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) ->
         again = answer(engine, "again", 700)
         assert cached(again) == 0
         assert again.ids == first.ids
-        counters = engine.ask(lambda loop: loop.usage().counters).result(60)
+        counters = engine.ask(lambda loop: Operations(loop).usage().counters).result(60)
         assert counters["disk_quarantined_tensor"] >= 1
         # A reader puts files aside while the answer is computed.
         deadline = time.monotonic() + 30
         while len([*tmp_path.rglob("*.tensor")]) < counters["disk_quarantined_tensor"]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
         said = why(engine, 700)
         assert (said.ends_because, said.at_token) == ("damaged", 0)
 
@@ -197,13 +197,13 @@ def test_what_is_evicted_comes_back_from_the_disk_with_memory_full(tmp_path: Pat
             again = answer(engine, f"b{n}", n)
             assert cached(again) == n - 1
             assert again.ids == before.ids
-            assert engine.ask(lambda loop: loop.usage().tiers["hot"].nbytes).result(60) <= 900 * 1024
+            assert engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].nbytes).result(60) <= 900 * 1024
 
 
 @pytest.mark.parametrize("name", ["planes:8", "planes:2", "rotated:4"])
 def test_blocks_rest_at_the_precision_that_they_have_in_memory(name: str, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k=name, v=name)
+    storage = Storage(k=parse(name), v=parse(name))
     with engine_on(tmp_path, loaded, storage) as engine:
         answer(engine, "first", 700)
         warm = answer(engine, "warm", 700)
@@ -212,17 +212,16 @@ def test_blocks_rest_at_the_precision_that_they_have_in_memory(name: str, tmp_pa
         assert cached(cold) == 699
         assert cold.ids == warm.ids
         settle(engine)
-        usage = engine.ask(lambda loop: loop.usage()).result(60)
+        usage = engine.cache.usage().result(60)
         assert set(usage.tiers["hot"].by_precision) == {name}
 
 
 def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k="planes:8", v="planes:8")
+    storage = Storage(k=parse("planes:8"), v=parse("planes:8"))
 
     def planes(loop: Loop) -> list[bytes]:
-        assert loop.store is not None
-        (entry,) = [entry for entry in loop.store.entries if entry.span.end > 600]
+        (entry,) = [entry for entry in loop.stock.shelf.entries if entry.span.end > 600]
         parts = [part for layer in entry.span.layers for part in entry.span.planes(layer)]
         return sorted(np.asarray(array).tobytes() for part in parts for array in part.arrays())
 
@@ -230,25 +229,29 @@ def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> N
         answer(engine, "first", 700)
         settle(engine)
         before = engine.ask(planes).result(60)
-        engine.ask(lambda loop: loop.requantize(Change("planes:4", "planes:4"))).result(60)
+        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:4"), parse("planes:4")))).result(60)
         settle(engine)
         assert len(engine.ask(planes).result(60)) < len(before)
         assert engine.ask(flush_tier).result(60)
-        of_disk = engine.ask(lambda loop: loop.requantize(Change("planes:2", scope="disk", dry_run=True))).result(60)
+        of_disk = engine.ask(
+            lambda loop: Operations(loop).requantize(Change(parse("planes:2"), scope="disk", dry_run=True))
+        ).result(60)
         assert [left.reason for left in of_disk.left_alone] == [
             "blocks on the disk keep the precision they were written in"
         ]
-        engine.ask(lambda loop: loop.requantize(Change("planes:8", "planes:8"))).result(60)
+        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:8"), parse("planes:8")))).result(60)
         until_s = time.monotonic() + 30
-        while not engine.ask(lambda loop: loop.usage().counters.get("restored_spans", 0)).result(60):
+        while not engine.ask(lambda loop: Operations(loop).usage().counters.get("restored_spans", 0)).result(60):
             assert time.monotonic() < until_s
         assert engine.ask(planes).result(60) == before
 
 
 def change(engine: Engine, name: str, *, dry_run: bool = False) -> Changed:
-    changed = engine.ask(lambda loop: loop.requantize(Change(name, name, dry_run=dry_run))).result(60)
+    changed = engine.ask(
+        lambda loop: Operations(loop).requantize(Change(parse(name), parse(name), dry_run=dry_run))
+    ).result(60)
     until_s = time.monotonic() + 30
-    while engine.ask(lambda loop: loop.requantize_progress().is_running).result(60):
+    while engine.ask(lambda loop: Operations(loop).requantize_progress().is_running).result(60):
         assert time.monotonic() < until_s
     settle(engine)
     return changed
@@ -257,7 +260,7 @@ def change(engine: Engine, name: str, *, dry_run: bool = False) -> Changed:
 @pytest.mark.parametrize("began", ["raw", "planes:8"])
 def test_output_after_stepping_down_and_back_is_that_of_a_run_that_never_did(began: str, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k=began, v=began)
+    storage = Storage(k=parse(began), v=parse(began))
     with engine_on(tmp_path / "never", loaded, storage) as engine:
         answer(engine, "first", 700)
         change(engine, "planes:8")
@@ -278,7 +281,7 @@ def test_output_after_stepping_down_and_back_is_that_of_a_run_that_never_did(beg
         change(engine, "planes:8")
         again = answer(engine, "again", 700, 40)
         settle(engine)
-        now = engine.ask(lambda loop: loop.usage().tiers["hot"].by_precision).result(60)
+        now = engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].by_precision).result(60)
     assert again.ids == never.ids
     assert logprobs(again) == logprobs(never)
     assert cached(again) == 699
@@ -313,7 +316,7 @@ def test_a_long_match_comes_in_batches_within_the_bound_while_others_decode(
         first = answer(engine, "first", 4000)
     files = Watched()
     with engine_on(tmp_path, loaded, files=files, read_ahead_bytes=bound_bytes // 2) as engine:
-        cold = engine._cold
+        cold = engine._thread.cold
         files.look = lambda: cold.tier.usage().unused_bytes + cold.loads.unused_bytes
         decodes = threading.Event()
         other = Reply(lambda event: decodes.set() if isinstance(event, Piece) else None)
@@ -323,7 +326,7 @@ def test_a_long_match_comes_in_batches_within_the_bound_while_others_decode(
         again = answer(engine, "again", 4000)
         assert (cached(again), again.ids) == (3999, first.ids)
         assert len(other.ids) > before + 10
-        usage = engine.ask(lambda loop: loop.usage()).result(60)
+        usage = engine.cache.usage().result(60)
         engine.cancel("other")
         other.wait()
     assert usage.counters["disk_read_bytes"] > bound_bytes
@@ -339,7 +342,7 @@ def test_a_match_that_memory_has_no_room_for_is_loaded_as_far_as_it_has(tmp_path
         again = answer(engine, "again", 4000)
         assert again.ids == first.ids
         assert 1000 < cached(again) < 2100
-        usage = engine.ask(lambda loop: loop.usage()).result(60)
+        usage = engine.cache.usage().result(60)
         assert usage.counters["refused_promotions"] == 1
         assert usage.tiers["hot"].nbytes <= 2 * MIB
 
@@ -351,24 +354,23 @@ def test_what_comes_for_a_beginning_that_is_gone_is_not_used(tmp_path: Path) -> 
     prompt = [i * 7 % VOCAB for i in range(700)]
 
     def load_and_lose_the_beginning(loop: Loop) -> tuple[int, int]:
-        store = loop.store
-        assert store is not None
-        lookup = store.fetches.look(prompt, "")
+        stock = loop.stock
+        lookup = stock.fetches.look(prompt, "")
         assert lookup is not None
         assert lookup.wait(30)
-        load = store.fetches.load(lookup.answer, prompt, "")
+        load = stock.fetches.load(lookup.answer, prompt, "")
         assert load is not None
         assert load.links[0].start > 0
         assert load.lease is not None
-        assert store.clear(tier="hot").tokens == 0  # it is kept for the load
-        store.release(load.lease)
-        assert store.clear(tier="hot").tokens > 0
+        assert stock.clearing.clear(tier="hot").tokens == 0  # it is kept for the load
+        stock.store.release(load.lease)
+        assert stock.clearing.clear(tier="hot").tokens > 0
         until_s = time.monotonic() + 30
         while not load.is_done:
             assert time.monotonic() < until_s
-            store.work(0.01)
-        store.fetches.promote(load)
-        return store.find(prompt, "").num_tokens, store.counters["refused_promotions"]
+            stock.chores.work(0.01)
+        stock.fetches.promote(load)
+        return stock.store.find(prompt, "").num_tokens, stock.counters["refused_promotions"]
 
     with engine_on(tmp_path, loaded) as engine:
         assert cached(answer(engine, "beginning", 300, 1)) == 256
@@ -405,7 +407,7 @@ def test_second_touch_counts_requests_however_often_a_span_is_offered(tmp_path: 
 
     def counts(loop: Loop) -> dict[str, int]:
         assert flush_tier(loop)
-        return dict(loop.usage().counters)
+        return dict(Operations(loop).usage().counters)
 
     with engine_on(tmp_path, loaded, Storage(hot_bytes=MIB), second_touch=True) as engine:
         for prompt in prompts:
@@ -432,11 +434,11 @@ def test_blocks_that_cannot_be_read_are_counted_and_computed_again(
     with engine_on(tmp_path, loaded) as engine:
         first = answer(engine, "first", 700)
     # As if a later version had written them.
-    monkeypatch.setattr("kvstrata.codecs.registry._VERSION", 2)
+    monkeypatch.setitem(_VERSIONS, "raw", (9,))
     with engine_on(tmp_path, loaded) as engine:
         again = answer(engine, "again", 700)
         assert (cached(again), again.ids) == (0, first.ids)
-        assert engine.ask(lambda loop: loop.usage().counters["unreadable_blocks"]).result(60) == 1
+        assert engine.ask(lambda loop: Operations(loop).usage().counters["unreadable_blocks"]).result(60) == 1
     assert "cannot be read by this version" in caplog.text
 
 
@@ -446,7 +448,7 @@ def test_hot_only_writes_nothing(tmp_path: Path) -> None:
     engine.start()
     for n in (600, 610):
         answer(engine, f"a{n}", n)
-    usage = engine.ask(lambda loop: loop.usage()).result(60)
+    usage = engine.cache.usage().result(60)
     engine.stop()
     assert set(usage.tiers) == {"hot"}
     assert not list(tmp_path.iterdir())

@@ -15,9 +15,10 @@ import pytest
 from kvstrata.disk.tier import DiskTier
 from kvstrata.disk.writer import Pause
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop
+from kvstrata.engine.operations import Operations
 from kvstrata.engine.request import Failed, Request
+from kvstrata.engine.storage import Storage
 from kvstrata.index.ids import as_ids
 from kvstrata.tier.lookups import finish
 from tests.disk.faults import FaultyFiles, fail, fail_once
@@ -53,8 +54,7 @@ def fill_disk_with_others(engine: Engine, *, first: int = 100, between: Callable
 
 def disk_of(engine: Engine) -> DiskTier:
     def question(loop: Loop) -> DiskTier:
-        assert loop.store is not None
-        tier = loop.store.cold.tier
+        tier = loop.stock.cold.tier
         assert isinstance(tier, DiskTier)
         return tier
 
@@ -65,9 +65,8 @@ def is_on_disk(engine: Engine, seed: int) -> bool:
     """All of a prompt but its last token, as a restart would find it."""
 
     def question(loop: Loop) -> bool:
-        assert loop.store is not None
-        root = next(entry.root_key for entry in loop.store.entries)
-        match = finish(loop.store.cold.longest(root, as_ids(prompt_of(seed)[:-1])))
+        root = next(entry.root_key for entry in loop.stock.shelf.entries)
+        match = finish(loop.stock.cold.longest(root, as_ids(prompt_of(seed)[:-1])))
         return match.num_tokens == 599
 
     return engine.ask(question).result(60)
@@ -101,9 +100,8 @@ def test_what_the_disk_failed_to_write_is_written_when_it_can_be(
 
 def test_what_somebody_deleted_is_written_again_before_it_is_evicted(tmp_path: Path) -> None:
     def evict_all(loop: Loop) -> int:
-        assert loop.store is not None
-        loop.store.shrink_to(0)
-        return loop.store.held_bytes
+        loop.stock.room.shrink_to(0)
+        return loop.stock.shelf.held_bytes
 
     with engine_on(tmp_path, tiny_loaded("llama"), Storage(write_through=True)) as engine:
         assert ask(engine, 1) == 0
@@ -141,7 +139,7 @@ def test_what_failed_to_be_written_is_written_again_before_it_is_evicted(tmp_pat
         ask(engine, 1)
         files.before = {}
         disk_of(engine).end_pause()
-        engine.ask(lambda loop: loop.store and loop.store.shrink_to(0)).result(60)
+        engine.ask(lambda loop: loop.stock.room.shrink_to(0)).result(60)
         assert engine.ask(flush_tier).result(60)
         assert ask(engine, 1) == 599
 
@@ -157,10 +155,10 @@ def test_what_is_asked_for_often_is_not_the_first_to_leave_the_disk(tmp_path: Pa
 def test_what_is_pinned_does_not_leave_the_disk(tmp_path: Path) -> None:
     with engine_on(tmp_path, tiny_loaded("llama"), Storage(write_through=True), SMALL_DISK) as engine:
         ask(engine, 1)
-        engine.ask(lambda loop: loop.store and loop.store.pin(prompt_of(1), "")).result(60)
+        engine.ask(lambda loop: loop.stock.pins.pin(prompt_of(1), "")).result(60)
         fill_disk_with_others(engine)
         assert is_on_disk(engine, 1)
-        engine.ask(lambda loop: loop.store and loop.store.unpin(prompt_of(1), "")).result(60)
+        engine.ask(lambda loop: loop.stock.pins.unpin(prompt_of(1), "")).result(60)
         fill_disk_with_others(engine, first=200)
         assert not is_on_disk(engine, 1)
 
@@ -168,7 +166,7 @@ def test_what_is_pinned_does_not_leave_the_disk(tmp_path: Path) -> None:
 def test_what_is_pinned_before_it_is_written_does_not_leave_the_disk(tmp_path: Path) -> None:
     with engine_on(tmp_path, tiny_loaded("llama"), Storage(), SMALL_DISK) as engine:
         ask(engine, 1)
-        engine.ask(lambda loop: loop.store and loop.store.pin(prompt_of(1), "")).result(60)
+        engine.ask(lambda loop: loop.stock.pins.pin(prompt_of(1), "")).result(60)
         for seed in range(100, 112):
             ask(engine, seed)
             engine.ask(write_all).result(60)
@@ -179,28 +177,27 @@ def test_pins_outlive_a_step_that_fails(tmp_path: Path) -> None:
     """On the disk; and in memory again as soon as it is there again."""
     with engine_on(tmp_path, tiny_loaded("llama"), Storage(write_through=True), SMALL_DISK) as engine:
         ask(engine, 1)
-        engine.ask(lambda loop: loop.store and loop.store.pin(prompt_of(1), "")).result(60)
+        engine.ask(lambda loop: loop.stock.pins.pin(prompt_of(1), "")).result(60)
         engine.ask(make_prefill_fail).result(60)
         engine.submit(Request("failing", prompt_of(2), 2, GREEDY), (failing := Reply()).sink)
         assert isinstance(failing.wait(), Failed)
-        assert engine.ask(lambda loop: loop.usage().tiers["hot"].tokens).result(60) == 0
+        assert engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].tokens).result(60) == 0
         fill_disk_with_others(engine)
         assert is_on_disk(engine, 1)
         assert ask(engine, 1) == 599
-        assert engine.ask(lambda loop: loop.usage().pinned_bytes).result(60) > 0
-        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
-        assert engine.ask(lambda loop: loop.store and loop.store.find(prompt_of(1), "").num_tokens).result(60) == 600
-        engine.ask(lambda loop: loop.store and loop.store.unpin(prompt_of(1), "")).result(60)
-        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
-        assert engine.ask(lambda loop: loop.usage().tiers["hot"].tokens).result(60) == 0
+        assert engine.ask(lambda loop: Operations(loop).usage().pinned_bytes).result(60) > 0
+        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        assert engine.ask(lambda loop: loop.stock.store.find(prompt_of(1), "").num_tokens).result(60) == 600
+        engine.ask(lambda loop: loop.stock.pins.unpin(prompt_of(1), "")).result(60)
+        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        assert engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].tokens).result(60) == 0
 
 
 def write_all(loop: Loop) -> bool:
-    assert loop.store is not None
-    for entry in loop.store.entries:
-        loop.store._spills.add(entry)
-    while loop.has_chores:
-        loop.do_chores(1.0)
+    for entry in loop.stock.shelf.entries:
+        loop.stock.spills.add(entry)
+    while loop.housekeeping.has_work:
+        loop.housekeeping.work(1.0)
     return flush_tier(loop)
 
 
@@ -236,6 +233,5 @@ def test_what_has_expired_is_neither_written_nor_kept(tmp_path: Path) -> None:
 
 
 def num_entries_in_time(loop: Loop) -> int:
-    assert loop.store is not None
-    loop.store.expire()
-    return len(loop.store.entries)
+    loop.stock.evictor.expire()
+    return len(loop.stock.shelf.entries)

@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.disk.blocks import DiskBlocks
 from kvstrata.disk.files import Files
-from kvstrata.engine import resume
+from kvstrata.engine import fetching
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop
+from kvstrata.engine.operations import Operations
 from kvstrata.engine.rates import Rate
 from kvstrata.engine.request import Piece, Request
+from kvstrata.engine.storage import Storage
 from kvstrata.store.precision.requantize import Change
 from kvstrata.tier import rates
 from kvstrata.tier.block import BlockId
@@ -29,7 +31,7 @@ from tests.tiny import VOCAB, tiny_loaded
 
 
 def blocks_of(engine: Engine) -> DiskBlocks:
-    blocks = engine._cold.tier.blocks
+    blocks = engine._thread.cold.tier.blocks
     assert isinstance(blocks, DiskBlocks)
     return blocks
 
@@ -75,14 +77,14 @@ def filled(tmp_path: Path, num_tokens: int = 700) -> Iterator[Engine]:
 
 
 def test_an_answer_that_does_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "LOOKUP_S", 0.05)
+    monkeypatch.setattr(fetching, "LOOKUP_S", 0.05)
     with filled(tmp_path) as engine:
         with Hanging(blocks_of(engine)) as disk:
             assert cached(answer(engine, "one", 700)) == 0
             assert disk.was_asked.is_set()
         # It answers again.
-        monkeypatch.setattr(resume, "LOOKUP_S", 60.0)
-        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
+        monkeypatch.setattr(fetching, "LOOKUP_S", 60.0)
+        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
         assert cached(answer(engine, "two", 700)) == 699
 
 
@@ -94,7 +96,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_streams_go_on_while_the_disk_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "LOOKUP_S", 3600.0)
+    monkeypatch.setattr(fetching, "LOOKUP_S", 3600.0)
     with filled(tmp_path) as engine:
         stream = Reply()
         engine.submit(Request("stream", tuple(range(40)), 3000, GREEDY), stream.sink)
@@ -116,7 +118,7 @@ def test_streams_go_on_while_the_disk_is_asked(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_is_withdrawn_is_not_looked_up_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "LOOKUP_S", 3600.0)
+    monkeypatch.setattr(fetching, "LOOKUP_S", 3600.0)
     with filled(tmp_path, 2000) as engine:
         asked: list[bytes] = []
         blocks = blocks_of(engine)
@@ -148,30 +150,30 @@ def asking_threads(blocks: DiskBlocks) -> dict[str, set[str]]:
 
 def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k="planes:8", v="planes:8", write_through=True)
+    storage = Storage(k=parse("planes:8"), v=parse("planes:8"), write_through=True)
     prompt = [i * 7 % VOCAB for i in range(700)]
     with engine_on(tmp_path, loaded, storage) as engine:
         answer(engine, "first", 700)
         settle(engine)
-        engine.ask(lambda loop: loop.requantize(Change("planes:4", "planes:4"))).result(60)
+        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:4"), parse("planes:4")))).result(60)
         settle(engine)
         assert engine.ask(flush_tier).result(60)
         threads = asking_threads(blocks_of(engine))
-        engine.ask(lambda loop: loop.requantize(Change("planes:8", "planes:8"))).result(60)
+        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:8"), parse("planes:8")))).result(60)
         wait_for(lambda: engine.ask(is_done).result(60))
-        assert engine.ask(lambda loop: loop.usage().counters["restored_spans"]).result(60) >= 1
-        engine.ask(lambda loop: loop.store and loop.store.pin(prompt, "")).result(60)
-        engine.ask(lambda loop: loop.store and loop.store.unpin(prompt, "")).result(60)
+        assert engine.ask(lambda loop: Operations(loop).usage().counters["restored_spans"]).result(60) >= 1
+        engine.ask(lambda loop: loop.stock.pins.pin(prompt, "")).result(60)
+        engine.ask(lambda loop: loop.stock.pins.unpin(prompt, "")).result(60)
         assert why(engine, 700).ends_because == "complete"
         answer(engine, "again", 700)
-        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
         assert cached(answer(engine, "from the disk", 700)) == 699
         assert threads["lengths"] == {"kvstrata-tier-lookups"}
         assert "kvstrata-engine" not in threads["size"]
 
 
 def is_done(loop: Loop) -> bool:
-    return not loop.requantize_progress().is_running
+    return not Operations(loop).requantize_progress().is_running
 
 
 class Disk(Files):
@@ -189,7 +191,7 @@ def test_a_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: py
     loaded, files = tiny_loaded("llama"), Disk()
 
     def ask(name: str) -> int:
-        engine.ask(lambda loop: loop.store and loop.store.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
         engine.ask(make_computing_take_a_second).result(60)
         reply = Reply()
         engine.submit(Request(name, tuple(i * 7 % VOCAB for i in range(700)), 2, GREEDY), reply.sink)
@@ -212,9 +214,9 @@ def test_a_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: py
 
 
 def make_computing_take_a_second(loop: Loop) -> None:
-    loop._speeds.alone = Rate()
-    loop._speeds.alone.add(700, 1.0)
+    loop.speeds.alone = Rate()
+    loop.speeds.alone.add(700, 1.0)
 
 
 def disk_rates(engine: Engine) -> rates.Rates:
-    return engine._cold.tier.rates
+    return engine._thread.cold.tier.rates

@@ -17,9 +17,10 @@ import pytest
 
 from kvstrata.backend.streams import Streams
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits, Storage
-from kvstrata.engine.loop import Loop
+from kvstrata.engine.housekeeping import Housekeeping
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, NeverFits, QueueFull, Unavailable
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -137,16 +138,15 @@ def test_an_idle_engine_lets_go_of_what_has_expired_and_rests_meanwhile(monkeypa
     mx.eval(loaded.module.parameters())
     engine = Engine(loaded, Limits(), Metrics(), Storage(ttl_s=0.5))
     held, is_gone = [], threading.Event()
-    expire = Loop.expire
+    expire = Housekeeping.expire
 
-    def watched(loop: Loop) -> None:
-        assert loop.store is not None
-        held.append(loop.store.held_bytes)
-        expire(loop)
-        if not loop.store.held_bytes:
+    def watched(housekeeping: Housekeeping) -> None:
+        held.append(housekeeping._capacity.stored_bytes)
+        expire(housekeeping)
+        if not housekeeping._capacity.stored_bytes:
             is_gone.set()
 
-    monkeypatch.setattr(Loop, "expire", watched)
+    monkeypatch.setattr(Housekeeping, "expire", watched)
     engine.start()
     try:
         engine.submit(request("r", 200), (reply := Reply()).sink)
@@ -210,14 +210,13 @@ def _settled_memory(engine: Engine) -> int:
     answer: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def measure() -> None:
-        store = engine._loop._resume.store
-        assert store is not None
-        while store.has_work:
-            store.work(1.0)
-        store.clear()
+        stock = engine._thread.loop.stock
+        while stock.chores.has_work:
+            stock.chores.work(1.0)
+        stock.clearing.clear()
         answer.put(mx.get_active_memory())
 
-    engine._inbox.put(measure)
+    engine._thread.post(measure)
     return answer.get(timeout=60)
 
 
@@ -267,7 +266,7 @@ def test_a_command_that_fails_does_not_end_the_engine(caplog: pytest.LogCaptureF
         replies = [Reply() for _ in range(2)]
         for i, reply in enumerate(replies):
             engine.submit(request(f"r{i}", max_tokens=8000), reply.sink)
-        engine._inbox.put(fail)
+        engine._thread.post(fail)
         assert all(isinstance(reply.wait(), Failed) for reply in replies)
         engine.submit(request("next"), (following := Reply()).sink)
         assert isinstance(following.wait(), Finished)

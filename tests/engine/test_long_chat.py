@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.engine.limits import Storage
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Request
-from kvstrata.store.store import MAX_SPANS
+from kvstrata.engine.storage import Storage
+from kvstrata.store.tidying import MAX_SPANS
 from kvstrata.tier.base import Usage
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import engine_on, flush_tier, settle
@@ -21,8 +21,7 @@ NUM_TURNS = 2 * MAX_SPANS
 
 
 def disk_usage(loop: Loop) -> Usage:
-    assert loop.store is not None
-    return loop.store.cold.tier.usage()
+    return loop.stock.cold.tier.usage()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
@@ -59,5 +58,4 @@ def test_an_idle_engine_rests_while_the_disk_takes_nothing(tmp_path: Path) -> No
 
 
 def refused_spills(loop: Loop) -> int:
-    assert loop.store is not None
-    return loop.store.counters["refused_spills"]
+    return loop.stock.counters["refused_spills"]

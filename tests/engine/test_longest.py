@@ -10,11 +10,13 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.memory import Budget
 from kvstrata.engine.request import Event, Failed, Finished, Request
 from kvstrata.engine.rungs import RAW, live_rungs, make_rungs
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import NeverFits
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
 from kvstrata.metrics import Metrics
@@ -30,11 +32,11 @@ LAYER_8B = LayerSpec("full", token_bytes=8 * 256 * 2, kv_heads=8, k_dim=128, v_d
 LAYOUT_8B = Layout((LAYER_8B,) * 32)
 CHUNK = 64
 RAW_HOLDS = 1000
-FOUR = Storage(k="planes:4", v="planes:4", live=True, recent_raw_tokens=32)
+FOUR = Storage(k=parse("planes:4"), v=parse("planes:4"), live=True, recent_raw_tokens=32)
 STORAGES = {
     "live": FOUR,
     "dynamic": Storage(dynamic=True, recent_raw_tokens=32),
-    "at a length": Storage(dynamic_at=((500, "planes:8"), (2000, "planes:4")), recent_raw_tokens=32),
+    "at a length": Storage(dynamic_at=((500, parse("planes:8")), (2000, parse("planes:4"))), recent_raw_tokens=32),
 }
 
 
@@ -78,8 +80,8 @@ def serve_within(drive: Drive, tokens: list[int], max_tokens: int) -> Client:
     client = drive.submit(tokens, max_tokens)
     while not drive.loop.idle:
         drive.loop.step()
-        running = [s.cache for s in drive.loop._running.values() if s.cache is not None]
-        allocated = sum(cache.nbytes for cache in running) + drive.store.held_bytes
+        running = [s.cache for s in drive.loop.sequences.running.values() if s.cache is not None]
+        allocated = sum(cache.nbytes for cache in running) + drive.stock.shelf.held_bytes
         assert max(drive.loop.state().kv_bytes, allocated) <= drive.budget.total_bytes
     return client
 
@@ -89,7 +91,7 @@ def test_the_8b_shape_in_6_gib() -> None:
     assert budget.most_tokens() == 49_152
     with pytest.raises(NeverFits):
         budget.reply_tokens(60_000, 100)
-    live = Storage(k="planes:4", v="planes:4", live=True)
+    live = Storage(k=parse("planes:4"), v=parse("planes:4"), live=True)
     budget = Budget(6 * GIB, 0, LAYOUT_8B.token_bytes, make_rungs(LAYOUT_8B, live, 2048))
     assert budget.reply_tokens(60_000, 100) == 100
     assert 175_000 < budget.most_tokens(budget.rungs[0]) < 188_000
@@ -107,7 +109,7 @@ def test_a_prompt_of_two_and_a_half_times_what_raw_holds(how: str) -> None:
     assert first.finished.usage.completion_tokens == 16
     assert all(math.isfinite(logprob.logprob) for logprob in first.logprobs)
     settle(drive)
-    assert drive.store.held_bytes <= drive.budget.total_bytes
+    assert drive.stock.shelf.held_bytes <= drive.budget.total_bytes
     again = serve_within(drive, [*tokens, *first.ids, 5, 6, 7], 8)
     assert again.finished.usage.cached_tokens == len(tokens) + 15
 
@@ -115,8 +117,7 @@ def test_a_prompt_of_two_and_a_half_times_what_raw_holds(how: str) -> None:
 def test_what_fits_raw_is_held_raw_unless_it_is_to_be_encoded() -> None:
     drive = drive_with(STORAGES["dynamic"])
     rungs = drive.loop.budget.rungs
-    assert [(rung.k, rung.v) for rung in rungs] == [
-        ("raw", "raw"),
+    assert [(rung.plan.k.name, rung.plan.v.name) for rung in rungs if rung.plan is not None] == [
         ("planes:8", "planes:8"),
         ("planes:8", "planes:4"),
         ("planes:4", "planes:4"),
@@ -124,13 +125,13 @@ def test_what_fits_raw_is_held_raw_unless_it_is_to_be_encoded() -> None:
     assert drive.loop.budget.rung_for(RAW_HOLDS) is RAW
     assert drive.loop.budget.rung_for(RAW_HOLDS + 1) is rungs[1]
     assert drive.loop.budget.rung_for(10 * RAW_HOLDS) is None
-    assert [rung.k for rung in drive_with(FOUR).loop.budget.rungs] == ["planes:4"]
+    assert [rung.plan and rung.plan.k.name for rung in drive_with(FOUR).loop.budget.rungs] == ["planes:4"]
 
 
 def test_floors_and_lengths_bound_what_is_let_in() -> None:
     high = drive_with(Storage(dynamic=True, floor_k_bits=8, floor_v_bits=8)).loop.budget
-    assert {rung.v for rung in high.rungs} == {"raw", "planes:8"}
-    at = drive_with(Storage(dynamic_at=((1500, "planes:4"),))).loop.budget
+    assert {rung.plan and rung.plan.v.name for rung in high.rungs} == {None, "planes:8"}
+    at = drive_with(Storage(dynamic_at=((1500, parse("planes:4")),))).loop.budget
     # Shorter ones are not held in fewer bits: they are refused as without the setting.
     assert at.rung_for(1400) is None
     assert at.rung_for(1500) is at.rungs[1]
@@ -148,7 +149,7 @@ def test_a_long_reply_is_encoded_as_it_grows() -> None:
     reply = serve_within(drive, prompt(700), 400)
     assert reply.finished.usage.completion_tokens == 400
     settle(drive)
-    assert set(drive.store.usage().by_precision) == {"planes:4"}
+    assert set(drive.stock.reporter.usage().by_precision) == {"planes:4"}
 
 
 def test_no_precision_is_named_that_would_not_do() -> None:
@@ -166,7 +167,7 @@ def peak_of_longest(storage: Storage, limit_bytes: int) -> tuple[int, int]:
     engine = Engine(loaded, limits, Metrics(), storage)
     engine.start()
     try:
-        budget = engine._loop.budget
+        budget = engine._thread.loop.budget
         most = budget.most_tokens(budget.rungs[-1])
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         before = mx.get_active_memory() - loaded.weight_bytes  # of other tests

@@ -11,14 +11,16 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.engine import remembered, scratch
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.memory import MemoryShares, Scratch, limit_for, share_memory
 from kvstrata.engine.planned import least_token_bytes, sealed_pairs
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.scratch import Shape, max_chunk, measure_scratch
+from kvstrata.engine.storage import Storage
 from kvstrata.metrics import Metrics
 from kvstrata.models.probe import probe
 from tests.tiny import VOCAB, layout_of, tiny_loaded, tiny_module
@@ -33,7 +35,7 @@ def shares_of_a_start(architecture: str) -> MemoryShares:
     engine = Engine(tiny_loaded(architecture), limits, Metrics())
     engine.start()
     engine.stop()
-    return engine._shares
+    return engine._thread.shares
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
@@ -135,7 +137,7 @@ def test_mlx_stays_within_the_limit_with_its_cache_while_kv_is_encoded() -> None
         loaded,
         Limits(memory_bytes=limit_bytes, max_running=4, prefill_chunk_tokens=64, context_tokens=1024),
         Metrics(),
-        Storage(k="planes:4", v="planes:4", live=True),
+        Storage(k=parse("planes:4"), v=parse("planes:4"), live=True),
     )
     engine.start()
     mx.reset_peak_memory()
@@ -152,7 +154,7 @@ def test_mlx_stays_within_the_limit_with_its_cache_while_kv_is_encoded() -> None
                 prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(200, 1000)))
                 engine.submit(Request(f"r{i}", prompt, 8, GREEDY), sink)
             assert all(end.wait(120) for end in ended)
-        shares = engine._shares
+        shares = engine._thread.shares
     finally:
         engine.stop()
     assert watch.most_kv_bytes > shares.kv_bytes / 2  # it was a load

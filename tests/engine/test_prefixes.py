@@ -11,10 +11,12 @@ from functools import cache
 import mlx.core as mx
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.config import load
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.engine.sequence import Sequence
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
 from kvstrata.index.ids import Tokens
 from kvstrata.layers.sequence import SequenceCache
@@ -39,8 +41,8 @@ def steady_loaded(architecture: str) -> LoadedModel:
 
 
 def settle(drive: Drive) -> None:
-    while drive.loop.has_chores:
-        drive.loop.do_chores(1.0)
+    while drive.loop.housekeeping.has_work:
+        drive.loop.housekeeping.work(1.0)
 
 
 def serve(drive: Drive, tokens: list[int], max_tokens: int = 4, **fields: object) -> Client:
@@ -75,13 +77,13 @@ def test_what_is_gone_when_a_request_is_let_in_is_computed(left: int, monkeypatc
     drive = Drive(steady_loaded("llama"))
     tokens = prompt(320, seed=1)
     serve(drive, tokens[:300])
-    match = drive.store.match
+    match = drive.stock.store.match
 
     def match_after_eviction(tokens: Tokens, salt: str, asked_twice: int | None = None) -> Lease:
-        drive.store.shrink_to(left * drive.budget.token_bytes)
+        drive.stock.room.shrink_to(left * drive.budget.token_bytes)
         return match(tokens, salt, asked_twice)
 
-    monkeypatch.setattr(drive.store, "match", match_after_eviction)
+    monkeypatch.setattr(drive.stock.store, "match", match_after_eviction)
     client = serve(drive, tokens, 6)
     assert cached(client) <= left
     monkeypatch.undo()
@@ -124,7 +126,7 @@ def test_the_same_prompt_again_prefills_one_token(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
 def test_quantized_storage_equals_resuming_from_the_same_spans_by_hand(architecture: str) -> None:
     loaded = steady_loaded(architecture)
-    storage = Storage(k="planes:8", v="planes:4", min_quantize_tokens=0)
+    storage = Storage(k=parse("planes:8"), v=parse("planes:4"), min_quantize_tokens=0)
     replies = []
     for _ in range(2):
         drive = Drive(loaded, storage=storage)
@@ -141,7 +143,7 @@ def test_quantized_storage_equals_resuming_from_the_same_spans_by_hand(architect
 def by_hand(drive: Drive, loaded: LoadedModel, tokens: list[int], num_steps: int) -> Callable[[list[int]], list[float]]:
     """The log-probabilities of a given reply, over what the store holds now."""
     layout = layout_of(loaded)
-    found = drive.store.find(tokens[:-1], "")
+    found = drive.stock.store.find(tokens[:-1], "")
     assert found.num_tokens
     prefix = prefix_of(layout, found.ranges, mark_of(found))
     cache = SequenceCache(layout, loaded.module, len(tokens) - found.num_tokens + num_steps, prefix)
@@ -175,7 +177,7 @@ def test_requests_that_arrive_together_prefill_what_they_share_once(architecture
     drive.run()
     assert [cached(client) for client in clients] == [0] + 5 * [300]
     settle(drive)
-    assert drive.store.usage().tokens == 300 + 6 * (10 + 3)
+    assert drive.stock.reporter.usage().tokens == 300 + 6 * (10 + 3)
     for i, client in enumerate(clients):
         assert_same(client, serve(drive, [*shared, i, *prompt(9, seed=i)], 4, salt=f"alone {i}"))
 
@@ -188,7 +190,7 @@ def test_who_goes_away_in_the_middle_of_prefill_leaves_what_it_computed(architec
     while first.prefilled[-1:] != [128]:
         drive.loop.step()
     assert not second.events
-    drive.loop.cancel(first.request.id)
+    drive.loop.endings.cancel(first.request.id)
     drive.run()
     assert first.finished.usage.completion_tokens == 0
     assert cached(second) == 128
@@ -222,9 +224,9 @@ def test_waiting_requests_hold_no_kv() -> None:
     for _ in range(5):
         drive.loop.step()
     assert active_bytes() - before < 64_000
-    assert sum(entry.num_leases for entry in drive.store.entries) == 0
+    assert sum(entry.num_leases for entry in drive.stock.shelf.entries) == 0
     for client in [running, *waiting]:
-        drive.loop.cancel(client.request.id)
+        drive.loop.endings.cancel(client.request.id)
     drive.run()
 
 
@@ -259,9 +261,9 @@ def test_snapshots_are_as_many_as_asked_for(architecture: str) -> None:
     tokens = prompt(700)
     for turn in range(5):
         tokens = tokens + serve(drive, tokens, 4).ids + prompt(20, seed=turn)
-        assert sum(len(entry.span.marks) for entry in drive.store.entries) <= 3
+        assert sum(len(entry.span.marks) for entry in drive.stock.shelf.entries) <= 3
     drive.clear()
-    assert drive.store.held_bytes == 0
+    assert drive.stock.shelf.held_bytes == 0
 
 
 @pytest.mark.usefixtures("exact_buffers")
@@ -269,7 +271,7 @@ def test_after_hundreds_of_requests_memory_is_where_it_was() -> None:
     """Thousands are in tests/store, without a model."""
     drive = Drive(tiny_loaded("qwen3_next"))
     serve(drive, prompt(12), 1)
-    room = 20 * drive.store.held_bytes
+    room = 20 * drive.stock.shelf.held_bytes
     drive = Drive(tiny_loaded("qwen3_next"), storage=Storage(hot_bytes=room))
     before = active_bytes()
     for i in range(320):
@@ -278,9 +280,9 @@ def test_after_hundreds_of_requests_memory_is_where_it_was() -> None:
             drive.run()
             settle(drive)
         if i % 80 == 79:
-            assert drive.store.held_bytes <= room
-            assert active_bytes() - before == pytest.approx(drive.store.held_bytes, rel=0.02)
-    assert drive.store.count()["evicted_tokens"] > 3000
+            assert drive.stock.shelf.held_bytes <= room
+            assert active_bytes() - before == pytest.approx(drive.stock.shelf.held_bytes, rel=0.02)
+    assert drive.stock.reporter.count()["evicted_tokens"] > 3000
     drive.clear()
     assert active_bytes() == before
 
@@ -295,20 +297,20 @@ def test_bounded_sequences_store_what_they_still_hold(length: int) -> None:
     longer = [*prompt(length), *first.ids, *prompt(10, seed=2)]
     assert_same(serve(drive, longer, 6), serve(drive, longer, 6, salt="cold"))
     # At the ends of two prompts and their replies, and of one under another salt.
-    assert drive.store.held_bytes <= 6 * drive.budget.fixed_bytes
+    assert drive.stock.shelf.held_bytes <= 6 * drive.budget.fixed_bytes
 
 
 def test_bounded_sequences_are_stored_quantized_too() -> None:
     """All that such a model keeps is rings."""
-    storage = Storage(k="planes:8", v="planes:8", min_quantize_tokens=0)
+    storage = Storage(k=parse("planes:8"), v=parse("planes:8"), min_quantize_tokens=0)
     drive = Drive(tiny_loaded("llama"), Limits(max_kv_size=64), storage=storage)
     tokens = prompt(200)
     for turn in range(3):
         client = serve(drive, tokens, 6)
         assert cached(client) == (len(tokens) - 11 if turn else 0)
         tokens = [*tokens, *client.ids, *prompt(10, seed=turn)]
-        assert set(drive.store.usage().by_precision) == {"planes:8"}
-    assert drive.store.held_bytes < 6 * 0.45 * drive.budget.fixed_bytes
+        assert set(drive.stock.reporter.usage().by_precision) == {"planes:8"}
+    assert drive.stock.shelf.held_bytes < 6 * 0.45 * drive.budget.fixed_bytes
 
 
 # How much, and in what precision.
@@ -324,21 +326,21 @@ def test_a_long_chat_of_many_turns_has_few_spans() -> None:
         # The last token of a reply is never computed, so it is not stored.
         assert client.finished.usage.cached_tokens == (len(tokens) - 7 - 1 if turn else 0)
         tokens = [*tokens, *client.ids, *prompt(7, seed=turn)]
-    assert len(drive.store.entries) <= 9
-    assert drive.store.held_bytes == pytest.approx(len(tokens) * drive.budget.token_bytes, rel=0.05)
+    assert len(drive.stock.shelf.entries) <= 9
+    assert drive.stock.shelf.held_bytes == pytest.approx(len(tokens) * drive.budget.token_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["raw", "planes:8"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
 def test_a_chat_of_eight_turns_holds_little_more_than_its_last_state(architecture: str, name: str) -> None:
-    storage = Storage(k=name, v=name, min_quantize_tokens=0)
+    storage = Storage(k=parse(name), v=parse(name), min_quantize_tokens=0)
     drive, last = Drive(tiny_loaded(architecture), storage=storage), Drive(tiny_loaded(architecture), storage=storage)
     asked = tokens = prompt(200)
     for turn in range(8):
         client = serve(drive, tokens, 10)
         asked, tokens = tokens, [*tokens, *client.ids, *prompt(40, seed=turn)]
     serve(last, asked, 10)
-    held, alone = drive.store.usage(), last.store.usage()
+    held, alone = drive.stock.reporter.usage(), last.stock.reporter.usage()
     assert alone.tokens == held.tokens
     assert held.by_kind["full"] <= 1.1 * alone.by_kind["full"]
 
@@ -346,20 +348,20 @@ def test_a_chat_of_eight_turns_holds_little_more_than_its_last_state(architectur
 @pytest.mark.parametrize(("length", "name"), [(252, "raw"), (253, "planes:8")])
 def test_shorter_sequences_stay_raw(length: int, name: str) -> None:
     """Of a reply of four tokens three are stored."""
-    drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:8", v="planes:8"))
+    drive = Drive(tiny_loaded("llama"), storage=Storage(k=parse("planes:8"), v=parse("planes:8")))
     serve(drive, prompt(length), 4)
-    assert drive.store.usage().tokens in (255, 256)
-    assert set(drive.store.usage().by_precision) == {name}
+    assert drive.stock.reporter.usage().tokens in (255, 256)
+    assert set(drive.stock.reporter.usage().by_precision) == {name}
 
 
 def test_a_chat_of_short_turns_is_compressed_once_it_is_long() -> None:
-    drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:4", v="planes:4"))
+    drive = Drive(tiny_loaded("llama"), storage=Storage(k=parse("planes:4"), v=parse("planes:4")))
     tokens: list[int] = []
     for turn in range(8):
         tokens = tokens + prompt(50, seed=turn)
         tokens = tokens + serve(drive, tokens, 10).ids
-        assert ("planes:4" in drive.store.usage().by_precision) == (len(tokens) - 1 >= 256)
-    for entry in drive.store.entries:
+        assert ("planes:4" in drive.stock.reporter.usage().by_precision) == (len(tokens) - 1 >= 256)
+    for entry in drive.stock.shelf.entries:
         assert ("raw" in share_of(entry).by_precision) == (entry.span.end < 256)
 
 
@@ -369,14 +371,14 @@ def test_a_negative_shortest_length_is_refused() -> None:
 
 
 def test_a_hundred_times_the_same_is_encoded_once() -> None:
-    drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:8", v="planes:8"))
+    drive = Drive(tiny_loaded("llama"), storage=Storage(k=parse("planes:8"), v=parse("planes:8")))
     clients = []
     for _ in range(100):
         clients.append(drive.submit(prompt(300), 2))
         drive.run()
         settle(drive)
     assert cached(clients[-1]) == 299
-    counters = drive.store.count()
+    counters = drive.stock.reporter.count()
     assert counters["encoded_spans"] == counters["stored_spans"] == 1
     assert counters["refused_present"] == 99
     assert counters["hit_tokens"] == 99 * 299
@@ -384,16 +386,18 @@ def test_a_hundred_times_the_same_is_encoded_once() -> None:
 
 
 def test_live_sequences_are_encoded_and_finish() -> None:
-    storage = Storage(k="planes:8", v="planes:8", live=True)
+    storage = Storage(k=parse("planes:8"), v=parse("planes:8"), live=True)
     drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=128), storage=storage)
     clients = [drive.submit([*prompt(700), *prompt(50, seed=i + 1)], 300, DRAWN) for i in range(3)]
     while not all(len(client.ids) > 270 for client in clients):
         drive.loop.step()
-    sequences = drive.loop.usage().sequences
+    sequences = drive.cache.usage().sequences
     assert len(sequences) == 3
     # Beside the newest of each there are those that came since it was last encoded.
     assert all(sequence.parts[-1].tokens <= 128 + 256 + 4 for sequence in sequences)
-    names = {name for sequence in drive.loop.usage().sequences for name in (sequence.parts[-2].k, sequence.parts[-1].k)}
+    names = {
+        name for sequence in drive.cache.usage().sequences for name in (sequence.parts[-2].k, sequence.parts[-1].k)
+    }
     assert names == {"planes:8", "raw"}
     drive.run()
     assert all(client.finished.usage.completion_tokens == 300 for client in clients)
@@ -402,7 +406,7 @@ def test_live_sequences_are_encoded_and_finish() -> None:
 
 
 def test_without_live_what_runs_stays_as_it_is() -> None:
-    storage = Storage(k="planes:2", v="planes:2")
+    storage = Storage(k=parse("planes:2"), v=parse("planes:2"))
     drive = Drive(tiny_loaded("llama"), storage=storage)
     running = drive.submit(prompt(400), 60, DRAWN)
     while len(running.ids) < 20:
@@ -414,7 +418,7 @@ def test_without_live_what_runs_stays_as_it_is() -> None:
         tokens = list(client.request.prompt)
         raw = Drive(tiny_loaded("llama"))
         assert_same(client, serve(raw, tokens, 60))
-    assert set(drive.store.usage().by_precision) == {"planes:2"}
+    assert set(drive.stock.reporter.usage().by_precision) == {"planes:2"}
 
 
 # Who shares with whom.
@@ -431,10 +435,10 @@ def test_another_salt_finds_nothing() -> None:
 def test_what_nobody_asked_for_in_time_is_gone_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(tiny_loaded("llama"), storage=Storage(ttl_s=60))
     serve(drive, prompt(200))
-    now_s = drive.store._shelf._clock()
-    monkeypatch.setattr(drive.store._shelf, "_clock", lambda: now_s + 59)
+    now_s = drive.stock.leaves._clock()
+    monkeypatch.setattr(drive.stock.leaves, "_clock", lambda: now_s + 59)
     assert cached(serve(drive, prompt(200))) == 199
-    monkeypatch.setattr(drive.store._shelf, "_clock", lambda: now_s + 59 + 61)
+    monkeypatch.setattr(drive.stock.leaves, "_clock", lambda: now_s + 59 + 61)
     late = serve(drive, prompt(200))
     assert cached(late) == 0
     assert len(late.ids) == 4
@@ -445,17 +449,17 @@ def test_a_prompt_is_counted_once_when_its_request_begins() -> None:
     drive = Drive(tiny_loaded("llama"))
     drive.submit(prompt(300), 2)
     drive.run()
-    before = dict(drive.store.count())
+    before = dict(drive.stock.reporter.count())
     sequence = Sequence(Request("tried", tuple(prompt(300)), 2, GREEDY), lambda _: None, 2, 99)
-    resume, runner = drive.loop._resume, drive.loop._runner
+    resume, runner = drive.loop.membership._resume, drive.loop.membership._runner
     for _ in range(3):
         assert not resume.begin(sequence, runner, lambda _: 0)
-        assert drive.store.count()["queried_tokens"] == before["queried_tokens"]
+        assert drive.stock.reporter.count()["queried_tokens"] == before["queried_tokens"]
     assert resume.begin(sequence, runner, lambda _: 256)
     resume.end(sequence)
     assert resume.begin(sequence, runner, lambda _: 256)
     resume.end(sequence)
-    after = drive.store.count()
+    after = drive.stock.reporter.count()
     assert after["queried_tokens"] - before["queried_tokens"] == 299
     assert after["hit_tokens"] - before.get("hit_tokens", 0) == 299
     assert sequence.stored.asked_twice == 299

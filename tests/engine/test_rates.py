@@ -23,10 +23,10 @@ class Clock:
 class Engine:
     """Steps as a loop launches and reads them, on a device that computes while it launches."""
 
-    def __init__(self, *, share: float = 0.5) -> None:
+    def __init__(self, *, share: float = 0.5, max_chunk: int = 256) -> None:
         self.clock = Clock()
         self.metrics = Metrics()
-        self.speeds = Speeds(self.metrics, share=share, clock=self.clock)
+        self.speeds = Speeds(self.metrics, share=share, max_chunk=max_chunk, clock=self.clock)
         self._in_flight: Launched | None = None
 
     def launch(self, seconds: float, rows: int = 1, riding: int = 0) -> Launched:
@@ -119,32 +119,32 @@ def test_separate_chunks_slow_streams_down_and_streams_them() -> None:
 
 def test_chunks_beside_streams_close_in_on_their_share() -> None:
     engine = Engine(share=0.5)
-    assert engine.speeds.beside_tokens(1, 256) == 0, "how long a step takes is not known yet"
+    assert engine.speeds.beside_tokens(1) == 0, "how long a step takes is not known yet"
     engine.speeds.count_chunk(800, 1.0, has_streams=False)
     engine.single(0.05)
     sizes = []
     for _ in range(FRESH_CHUNKS):
-        sizes.append(engine.speeds.beside_tokens(1, 256))
+        sizes.append(engine.speeds.beside_tokens(1))
         engine.single(0.07 + 0.001 * sizes[-1], riding=sizes[-1])
     # 0.07 + 0.001 * 30 is two steps.
     assert sizes[0] == 40
     assert set(sizes[8:]) <= {29, 30, 31}
     # A step without a chunk tells anew how long streams take.
-    assert engine.speeds.beside_tokens(1, 256) == 0
+    assert engine.speeds.beside_tokens(1) == 0
     engine.single(0.06)
-    assert engine.speeds.beside_tokens(1, 256) > 0
-    assert engine.speeds.beside_tokens(2, 256) == 0, "nor is it known of two"
+    assert engine.speeds.beside_tokens(1) > 0
+    assert engine.speeds.beside_tokens(2) == 0, "nor is it known of two"
 
 
 def test_the_share_is_what_prompts_get() -> None:
     sizes = []
     for share in (0.2, 0.5, 0.8):
-        engine = Engine(share=share)
+        engine = Engine(share=share, max_chunk=1000)
         engine.single(0.1)
         for _ in range(50):
-            size = engine.speeds.beside_tokens(1, 1000)
+            size = engine.speeds.beside_tokens(1)
             engine.single(0.1 + 0.001 * size, riding=size)
-        sizes.append(engine.speeds.beside_tokens(1, 1000))
+        sizes.append(engine.speeds.beside_tokens(1))
     assert sizes == pytest.approx([25, 100, 400], rel=0.1)
 
 
@@ -154,7 +154,7 @@ def test_where_a_chunk_costs_much_before_its_first_token_steps_without_one_pay_f
     engine.single(0.045)
     spent, prompt_tokens = 0.0, 0
     for _ in range(300):
-        size = engine.speeds.beside_tokens(1, 256)
+        size = engine.speeds.beside_tokens(1)
         assert size in (0, MIN_BESIDE_TOKENS)
         cost = 0.058 + 0.0036 * size if size else 0.0
         spent += cost

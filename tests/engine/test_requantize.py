@@ -7,7 +7,9 @@ import gc
 import mlx.core as mx
 import pytest
 
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.codecs.registry import parse
+from kvstrata.engine.limits import Limits
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError, InvalidRequest
 from kvstrata.spans.estimate import LOWER
 from kvstrata.store.precision.requantize import RECURRENT, Change
@@ -17,8 +19,8 @@ from tests.tiny import tiny_loaded
 
 
 def settle(drive: Drive) -> None:
-    while drive.loop.has_chores:
-        drive.loop.do_chores(1.0)
+    while drive.loop.housekeeping.has_work:
+        drive.loop.housekeeping.work(1.0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
@@ -27,40 +29,40 @@ def test_a_dry_run_tells_what_a_change_frees(architecture: str) -> None:
     drive.submit(prompt(700), 20)
     drive.run()
     settle(drive)
-    before = drive.store.held_bytes
-    told = drive.loop.requantize(Change("planes:8", "planes:4", dry_run=True))
-    assert drive.store.held_bytes == before
+    before = drive.stock.shelf.held_bytes
+    told = drive.cache.requantize(Change(parse("planes:8"), parse("planes:4"), dry_run=True))
+    assert drive.stock.shelf.held_bytes == before
     assert (told.k, told.v, told.dry_run) == ("planes:8", "planes:4", True)
     assert 0 < told.expected_error < 0.1
-    done = drive.loop.requantize(Change("planes:8", "planes:4"))
+    done = drive.cache.requantize(Change(parse("planes:8"), parse("planes:4")))
     settle(drive)
-    freed = before - drive.store.held_bytes
+    freed = before - drive.stock.shelf.held_bytes
     assert freed == told.tiers["hot"].bytes_freed == done.bytes_before - done.bytes_after
     assert set(told.tiers) == {"hot"}
     reasons = {RECURRENT} if architecture == "qwen3_next" else set()
     assert {left.reason for left in told.left_alone} == reasons
-    assert drive.loop.requantize_progress().bytes_freed == freed
+    assert drive.cache.requantize_progress().bytes_freed == freed
 
 
 def test_going_up_leaves_what_is_lower_and_says_so() -> None:
-    drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:4", v="planes:4"))
+    drive = Drive(tiny_loaded("llama"), storage=Storage(k=parse("planes:4"), v=parse("planes:4")))
     drive.submit(prompt(700), 20)
     drive.run()
     settle(drive)
-    before = drive.store.held_bytes
-    told = drive.loop.requantize(Change("planes:8", "planes:8"))
+    before = drive.stock.shelf.held_bytes
+    told = drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
     settle(drive)
-    assert drive.store.held_bytes == before
+    assert drive.stock.shelf.held_bytes == before
     assert told.spans == 0
     assert [left.reason for left in told.left_alone] == [LOWER]
     # New tokens follow the new target.
     drive.submit(prompt(700, seed=9), 20)
     drive.run()
     settle(drive)
-    assert set(drive.store.usage().by_precision) == {"planes:4", "planes:8"}
-    drive.loop.requantize(Change("planes:8", "planes:8", force=True))
+    assert set(drive.stock.reporter.usage().by_precision) == {"planes:4", "planes:8"}
+    drive.cache.requantize(Change(parse("planes:8"), parse("planes:8"), force=True))
     settle(drive)
-    assert set(drive.store.usage().by_precision) == {"planes:8"}
+    assert set(drive.stock.reporter.usage().by_precision) == {"planes:8"}
 
 
 def test_running_sequences_change_too_and_all_finish() -> None:
@@ -68,33 +70,33 @@ def test_running_sequences_change_too_and_all_finish() -> None:
     clients = [drive.submit(prompt(500 + i, seed=i), 120) for i in range(4)]
     while not all(len(client.ids) > 20 for client in clients):
         drive.loop.step()
-    before = drive.loop.usage().running_bytes
-    told = drive.loop.requantize(Change("planes:8", "planes:8", scope="live"))
+    before = drive.cache.usage().running_bytes
+    told = drive.cache.requantize(Change(parse("planes:8"), parse("planes:8"), scope="live"))
     settle(drive)
-    freed = before - drive.loop.usage().running_bytes
+    freed = before - drive.cache.usage().running_bytes
     assert freed == pytest.approx(told.bytes_before - told.bytes_after, rel=0.01)
     assert freed > 0
     # Again: what was sealed steps down under its owner.
-    before = drive.loop.usage().running_bytes
-    told = drive.loop.requantize(Change("planes:4", "planes:4", scope="live"))
+    before = drive.cache.usage().running_bytes
+    told = drive.cache.requantize(Change(parse("planes:4"), parse("planes:4"), scope="live"))
     settle(drive)
-    freed = before - drive.loop.usage().running_bytes
+    freed = before - drive.cache.usage().running_bytes
     assert freed == pytest.approx(told.bytes_before - told.bytes_after, rel=0.01)
     assert freed > 0
-    parts = {part.k for sequence in drive.loop.usage().sequences for part in sequence.parts}
+    parts = {part.k for sequence in drive.cache.usage().sequences for part in sequence.parts}
     assert parts == {"raw", "planes:4"}
     drive.run()
     assert all(client.finished.usage.completion_tokens == 120 for client in clients)
 
 
 def test_stepping_down_within_planes_keeps_the_planes_that_stay() -> None:
-    drive = Drive(tiny_loaded("llama"), storage=Storage(k="planes:8", v="planes:8"))
+    drive = Drive(tiny_loaded("llama"), storage=Storage(k=parse("planes:8"), v=parse("planes:8")))
     drive.submit(prompt(700), 20)
     drive.run()
     settle(drive)
-    (entry,) = drive.store.entries
+    (entry,) = drive.stock.shelf.entries
     before = {layer: entry.span.planes(layer)[0].k.arrays for layer in entry.span.layers}
-    drive.loop.requantize(Change("planes:4", "planes:4"))
+    drive.cache.requantize(Change(parse("planes:4"), parse("planes:4")))
     settle(drive)
     for layer, arrays in before.items():
         now = entry.span.planes(layer)[0].k.arrays
@@ -108,19 +110,19 @@ def test_a_later_change_replaces_an_earlier_one_and_work_can_be_cancelled() -> N
         drive.submit(prompt(600, seed=i), 4)
     drive.run()
     settle(drive)
-    drive.loop.requantize(Change("planes:2", "planes:2"))
-    drive.loop.do_chores(0)
-    halfway = drive.loop.cancel_requantize()
+    drive.cache.requantize(Change(parse("planes:2"), parse("planes:2")))
+    drive.loop.housekeeping.work(0)
+    halfway = drive.cache.cancel_requantize()
     assert halfway.is_running
     assert halfway.spans_done < halfway.spans_total == 6
     settle(drive)
-    assert drive.loop.requantize_progress().spans_total == 0
-    drive.loop.requantize(Change("planes:2", "planes:2"))
-    drive.loop.requantize(Change("planes:8", "planes:8"))
+    assert drive.cache.requantize_progress().spans_total == 0
+    drive.cache.requantize(Change(parse("planes:2"), parse("planes:2")))
+    drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
     settle(drive)
     # One layer of one span had been begun before it was cancelled.
-    assert set(drive.store.usage().by_precision) <= {"planes:8", "planes:2"}
-    assert drive.store.usage().by_precision["planes:8"] > 0
+    assert set(drive.stock.reporter.usage().by_precision) <= {"planes:8", "planes:2"}
+    assert drive.stock.reporter.usage().by_precision["planes:8"] > 0
     again = drive.submit(prompt(600, seed=3), 4)
     drive.run()
     assert again.finished.usage.cached_tokens == 599
@@ -134,15 +136,15 @@ def test_a_cancelled_change_does_not_go_on_in_a_running_request() -> None:
     while len(running.ids) < 8:
         drive.loop.step()
     settle(drive)
-    drive.loop.requantize(Change("planes:2", "planes:2"))
+    drive.cache.requantize(Change(parse("planes:2"), parse("planes:2")))
     # Of the running request nothing is to be encoded yet.
-    assert drive.loop.cancel_requantize().is_running
+    assert drive.cache.cancel_requantize().is_running
     while len(running.ids) < 390:
         drive.loop.step()
-    assert {part.k for sequence in drive.loop.usage().sequences for part in sequence.parts} == {"raw"}
+    assert {part.k for sequence in drive.cache.usage().sequences for part in sequence.parts} == {"raw"}
     drive.run()
     settle(drive)
-    assert set(drive.store.usage().by_precision) == {"raw"}
+    assert set(drive.stock.reporter.usage().by_precision) == {"raw"}
 
 
 def test_bad_changes_are_refused_and_nothing_is_lost() -> None:
@@ -150,14 +152,14 @@ def test_bad_changes_are_refused_and_nothing_is_lost() -> None:
     drive.submit(prompt(600), 4)
     drive.run()
     settle(drive)
-    before = drive.store.usage()
+    before = drive.stock.reporter.usage()
     with pytest.raises(ConfigError, match="planes"):
-        drive.loop.requantize(Change("plains:8", "planes:8"))
+        drive.cache.requantize(Change(parse("plains:8"), parse("planes:8")))
     with pytest.raises(InvalidRequest, match="No request"):
-        drive.loop.requantize(Change("planes:8", "planes:8", sequence="nobody"))
-    nothing = drive.loop.requantize(Change("planes:8", "planes:8", salt="nobody's"))
+        drive.cache.requantize(Change(parse("planes:8"), parse("planes:8"), sequence="nobody"))
+    nothing = drive.cache.requantize(Change(parse("planes:8"), parse("planes:8"), salt="nobody's"))
     assert (nothing.spans, nothing.bytes_before) == (0, 0)
-    assert drive.store.usage() == before
+    assert drive.stock.reporter.usage() == before
 
 
 @pytest.mark.usefixtures("exact_buffers")
@@ -172,13 +174,13 @@ def test_memory_that_is_said_to_be_free_is_free_before_the_readers_next_step() -
 
     def held() -> tuple[int, int]:
         mx.synchronize()
-        usage = drive.loop.usage()
+        usage = drive.cache.usage()
         return usage.running_bytes + usage.tiers["hot"].nbytes, mx.get_active_memory()
 
     gc.collect()
     for name in ("planes:8", "planes:4"):
         said_before, active_before = held()
-        drive.loop.requantize(Change(name, name))
+        drive.cache.requantize(Change(parse(name), parse(name)))
         settle(drive)
         said, active = held()
         assert said_before - said > 100_000

@@ -12,10 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.codecs.registry import parse
+from kvstrata.engine.limits import Limits
+from kvstrata.engine.storage import Storage
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.store.precision.requantize import Change
-from tests.engine.drive import Client, Drive
+from tests.engine.drive import Client, Drive, do_one_step
 from tests.engine.test_loop import prompt
 from tests.tiny import tiny_loaded
 
@@ -43,7 +45,7 @@ class Played:
         limits = Limits(max_running=3, tail_step_tokens=64, prefill_chunk_tokens=128)
         storage = Storage(live=self.live, first_raw_tokens=2, recent_raw_tokens=8, min_quantize_tokens=16)
         self.drive = Drive(loaded(), limits, storage=storage)
-        self.drive.loop._slice_s = lambda: 0.0
+        do_one_step(self.drive.loop.housekeeping)
 
     def submit(self, seed: int, length: int, max_tokens: int, salt: str) -> None:
         self.clients.append(self.drive.submit(prompt(length, seed=seed), max_tokens, salt=salt))
@@ -52,23 +54,25 @@ class Played:
         for _ in range(count):
             if not self.drive.loop.idle:
                 self.drive.loop.step()
-            elif self.drive.loop.has_chores:
-                self.drive.loop.do_chores(0)
+            elif self.drive.loop.housekeeping.has_work:
+                self.drive.loop.housekeeping.work(0)
 
     def requantize(self, k: str, v: str, scope: Any, force: bool, of: int | None, salt: str | None) -> None:
-        running = [sequence.id for sequence in self.drive.loop.usage().sequences]
+        running = [sequence.id for sequence in self.drive.cache.usage().sequences]
         sequence = running[of % len(running)] if of is not None and running else None
-        change = Change(k, v, scope=scope, force=force, sequence=sequence, salt=salt)
-        said = self.drive.loop.requantize(Change(k, v, scope=scope, force=force, dry_run=True, salt=salt))
+        change = Change(parse(k), parse(v), scope=scope, force=force, sequence=sequence, salt=salt)
+        said = self.drive.cache.requantize(
+            Change(parse(k), parse(v), scope=scope, force=force, dry_run=True, salt=salt)
+        )
         assert said.tiers["hot"].bytes_freed >= 0 or force
-        self.drive.loop.requantize(change)
+        self.drive.cache.requantize(change)
 
     def cancel(self) -> None:
-        self.drive.loop.cancel_requantize()
-        assert not self.drive.loop.requantize_progress().is_running
+        self.drive.cache.cancel_requantize()
+        assert not self.drive.cache.requantize_progress().is_running
 
     def leave(self, which: int) -> None:
-        self.drive.loop.cancel(self.clients[which % len(self.clients)].request.id)
+        self.drive.loop.endings.cancel(self.clients[which % len(self.clients)].request.id)
 
     def finish(self) -> None:
         self.drive.run()
@@ -134,7 +138,7 @@ class RequantizeMachine(RuleBasedStateMachine):
     def every_span_decodes(self) -> None:
         if not hasattr(self, "played"):
             return
-        for entry in self.played.drive.store.entries:
+        for entry in self.played.drive.stock.shelf.entries:
             span = entry.span
             for layer in span.layers if span.num_tokens else ():
                 parts = span.parts(layer, span.position, span.end)
@@ -146,8 +150,8 @@ class RequantizeMachine(RuleBasedStateMachine):
     @invariant()
     def counts_are_right(self) -> None:
         if hasattr(self, "played"):
-            entries = self.played.drive.store.entries
-            assert self.played.drive.store.held_bytes == sum(entry.nbytes for entry in entries)
+            entries = self.played.drive.stock.shelf.entries
+            assert self.played.drive.stock.shelf.held_bytes == sum(entry.nbytes for entry in entries)
 
     def teardown(self) -> None:
         """All finish, and the same rules on a fresh engine give the same output."""

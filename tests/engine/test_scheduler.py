@@ -10,9 +10,10 @@ from hypothesis import given
 from kvstrata.engine.scheduler import (
     MIN_CHUNK_TOKENS,
     Added,
-    Plan,
     Running,
     Sharing,
+    StepPlan,
+    Terms,
     Waiting,
     beside_tokens,
     chunk_tokens,
@@ -45,18 +46,9 @@ def situations(draw: st.DrawFn) -> tuple[list[Waiting], list[Running], int, int]
 
 def planned(
     situation: tuple[list[Waiting], list[Running], int, int], turn: int = 0, beside: int = 8, *, mixes: bool = False
-) -> Plan:
+) -> StepPlan:
     waiting, running, free, most = situation
-    return plan(
-        waiting,
-        running,
-        free_bytes=free,
-        max_running=most,
-        chunk_tokens=256,
-        beside_tokens=beside,
-        mixes=mixes,
-        turn=turn,
-    )
+    return plan(waiting, running, Terms(free, most, 256, beside, mixes, turn))
 
 
 @given(situations(), st.integers(0, 7))

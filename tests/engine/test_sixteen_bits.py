@@ -19,8 +19,9 @@ from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Sampling
+from kvstrata.engine.storage import Storage
 from kvstrata.index.keys import chain
 from kvstrata.layers.sequence import Prefix, SequenceCache
 from kvstrata.models.loaded import LoadedModel
@@ -69,8 +70,8 @@ def drive_with(m: Sixteen, case: str, **settings: Any) -> Drive:
 
 
 def settle(drive: Drive) -> None:
-    while drive.loop.has_chores:
-        drive.loop.do_chores(1.0)
+    while drive.loop.housekeeping.has_work:
+        drive.loop.housekeeping.work(1.0)
 
 
 def ask(drive: Drive, prompt: tuple[int, ...]) -> Client:
@@ -141,10 +142,10 @@ def test_after_a_restart(case: str, dtype: str, tmp_path: Path) -> None:
         with tier_in(folder) as tier:
             drive = drive_with(m, case, tier=tier)
             ask(drive, m.ids[:CACHED])
-            assert not drive.store.flush(30).tokens
+            assert not drive.stock.flush(30).tokens
         with tier_in(folder) as tier:
             drive = drive_with(m, case, tier=tier)
-            drive.loop._speeds.alone.add(1, 1.0)  # so that reading pays
+            drive.loop.speeds.alone.add(1, 1.0)  # so that reading pays
             return raw_error(m, drive)
 
     check(case, dtype, error, NUM_SEEDS)
@@ -152,7 +153,7 @@ def test_after_a_restart(case: str, dtype: str, tmp_path: Path) -> None:
 
 def encoded_error(m: Sixteen, drive: Drive) -> Error:
     """Against float32 over the same planes, decoded."""
-    found = drive.store.find(m.ids[: HELD - 1], "")
+    found = drive.stock.store.find(m.ids[: HELD - 1], "")
     (entry,) = found.entries
     mark = entry.span.marks.get(found.mark_position or -1)
     wide, wide_mark = decoded(m.wide_layout, entry.span, mark, mx.float32)
@@ -169,9 +170,9 @@ def test_after_a_change_of_precision(case: str, dtype: str) -> None:
     def error(m: Sixteen) -> Error:
         drive = drive_with(m, case, storage=Storage(min_quantize_tokens=0))
         ask(drive, m.ids[:CACHED])
-        drive.loop.requantize(Change("planes:8", "planes:8"))
+        drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
         settle(drive)
-        drive.loop.requantize(Change("planes:8", "planes:4"))
+        drive.cache.requantize(Change(parse("planes:8"), parse("planes:4")))
         settle(drive)
         return encoded_error(m, drive)
 
@@ -183,7 +184,9 @@ def test_live(case: str) -> None:
     """Encoded while it runs: the reply is computed over planes, a raw window and new buffers."""
     m = sixteen(case, "bfloat16", 0)
     ids = tuple((m.ids * 8)[:500])
-    drive = drive_with(m, case, storage=Storage(k="planes:8", v="planes:8", live=True, recent_raw_tokens=32))
+    drive = drive_with(
+        m, case, storage=Storage(k=parse("planes:8"), v=parse("planes:8"), live=True, recent_raw_tokens=32)
+    )
     client = drive.submit(list(ids), 40, dataclasses.replace(FIRST_TOKEN, num_logprobs=VOCAB))
     drive.run()
     settle(drive)
@@ -193,7 +196,7 @@ def test_live(case: str) -> None:
     theirs = rms(_distributions(m.model, m.layout, ids, reply) - expected)
     values = np.array([[value for _, value in sorted(each.top)] for each in client.logprobs])
     if case != "mamba2":  # which has no keys and values
-        assert "planes:8" in drive.store.usage().by_precision
+        assert "planes:8" in drive.stock.reporter.usage().by_precision
     # Against full precision: planes:8 lose less than 16 bits do.
     assert np.median(rms(values - expected)) <= 2 * np.median(theirs)
 
@@ -211,33 +214,33 @@ def _distributions(model: Any, layout: Any, ids: tuple[int, ...], reply: tuple[i
 
 def test_stored_spans_have_few_arrays() -> None:
     m = sixteen("llama", "bfloat16", 0)
-    drive = drive_with(m, "llama", storage=Storage(k="planes:8", v="planes:4", min_quantize_tokens=0))
+    drive = drive_with(m, "llama", storage=Storage(k=parse("planes:8"), v=parse("planes:4"), min_quantize_tokens=0))
     ask(drive, m.ids[:CACHED])
-    (entry,) = drive.store._shelf.entries
+    (entry,) = drive.stock.shelf.entries
     assert num_arrays(entry.span) == 9
-    assert drive.store._shelf.num_arrays == 9
+    assert drive.stock.shelf.num_arrays == 9
 
 
 def test_the_number_of_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstrata.engine import resume
+    from kvstrata.engine import make
 
-    monkeypatch.setattr(resume, "max_arrays", lambda: 40)
+    monkeypatch.setattr(make, "max_arrays", lambda: 40)
     m = sixteen("llama", "bfloat16", 0)
     drive = drive_with(m, "llama")
     for i in range(30):
         # Some are so long that an eviction by bytes would only shorten them.
         ask(drive, (i, *(m.ids * 9)[: 600 if i % 10 == 0 else 20]))
-        assert drive.store._shelf.num_arrays <= 30
-    assert len(drive.store._shelf.entries) == 15
+        assert drive.stock.shelf.num_arrays <= 30
+    assert len(drive.stock.shelf.entries) == 15
     assert ask(drive, (29, *m.ids[:20])).finished.usage.cached_tokens == 20
 
 
 def test_what_is_cut_short_is_gathered_again() -> None:
     m = sixteen("llama", "bfloat16", 0)
-    drive = drive_with(m, "llama", storage=Storage(k="planes:8", v="planes:8", min_quantize_tokens=0))
+    drive = drive_with(m, "llama", storage=Storage(k=parse("planes:8"), v=parse("planes:8"), min_quantize_tokens=0))
     ask(drive, (m.ids * 9)[:600])
-    (entry,) = drive.store._shelf.entries
-    drive.store._shelf.shrink_to(drive.store._shelf.held_bytes - 1)
+    (entry,) = drive.stock.shelf.entries
+    drive.stock.evictor.shrink_to(drive.stock.shelf.held_bytes - 1)
     settle(drive)
     assert entry.span.num_tokens == 512
     assert num_arrays(entry.span) == 10

@@ -26,10 +26,12 @@ import pytest
 
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
+from kvstrata.engine.operations import Operations
 from kvstrata.engine.rates import Rate
 from kvstrata.engine.request import Piece, Request
+from kvstrata.engine.storage import Storage
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from tests.disk.blocks import real_bytes
@@ -101,7 +103,7 @@ class Soak:
         with engine_of(loaded, storage, disk) as cached, engine_of(loaded, Storage(hot_bytes=0), None) as cold:
             for _ in range(self.rng.randint(3, 8)):
                 self.turn(cached, cold, self.rng.sample(chats, NUM_AT_ONCE))
-            usage = cached.ask(lambda loop: loop.usage()).result(60)
+            usage = cached.ask(lambda loop: Operations(loop).usage()).result(60)
         self.counters.update(usage.counters)
         assert usage.tiers["hot"].nbytes <= HOT_BYTES
         assert real_bytes(disk.directory) <= DISK_BYTES
@@ -175,8 +177,8 @@ def engine_of(loaded: LoadedModel, storage: Storage, disk: DiskOptions | None) -
 
 def pretend_slow(loop: Loop) -> None:
     """Tiny models compute a prompt faster than any disk reads it: then nothing would be read."""
-    loop._speeds.alone = Rate()
-    loop._speeds.alone.add(300, 1.0)
+    loop.speeds.alone = Rate()
+    loop.speeds.alone.add(300, 1.0)
 
 
 def steps_of(reply: Reply) -> list[tuple[int, float]]:

@@ -6,8 +6,9 @@ import random
 
 import pytest
 
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Failed, Finished
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import NeverFits
 from tests.engine.drive import Client, Drive
 from tests.engine.test_loop import assert_same, prompt
@@ -62,22 +63,22 @@ def test_one_that_grows_beside_its_own_marks(architecture: str) -> None:
 def test_what_does_not_fit_beside_pins_fails_and_holds_up_nobody() -> None:
     drive = tight()
     serve(drive, long := prompt(360))
-    drive.store.pin(long, "")
+    drive.stock.pins.pin(long, "")
     large, small = drive.submit(prompt(200, seed=9)), drive.submit(prompt(20, seed=8))
     drive.run()
     assert isinstance(large.end, Failed)
     assert large.end.reason == "pinned"
     assert "pinned" in large.end.message
     assert isinstance(small.end, Finished)
-    drive.store.unpin(long, "")
+    drive.stock.pins.unpin(long, "")
     assert serve(drive, prompt(200, seed=9)).finished
 
 
 def test_a_reply_beside_pins_ends_where_memory_ends() -> None:
     drive = tight(tail_step_tokens=64)
     serve(drive, other := prompt(150, seed=9), 1)
-    drive.store.pin(other, "")
-    pinned = drive.store.held_bytes // drive.budget.token_bytes
+    drive.stock.pins.pin(other, "")
+    pinned = drive.stock.shelf.held_bytes // drive.budget.token_bytes
     reply = serve(drive, prompt(100), SIZE_TOKENS - 100)
     assert reply.finished.reason == "length"
     # All that was free, and what it had computed stays.
@@ -88,7 +89,7 @@ def test_a_reply_beside_pins_ends_where_memory_ends() -> None:
 def test_those_behind_whom_nothing_fits_are_served_at_once() -> None:
     drive = tight()
     serve(drive, long := prompt(360))
-    drive.store.pin(long, "")
+    drive.stock.pins.pin(long, "")
     large = [drive.submit(prompt(200, seed=10 + number)) for number in range(5)]
     small = drive.submit(prompt(20, seed=8), 1)
     drive.loop.step()
@@ -105,7 +106,7 @@ def test_one_that_is_set_aside_has_asked_once() -> None:
     assert drive.set_aside_count() > 0
     assert all(client.finished for client in clients)
     # A token or two may be the same by chance.
-    assert max(entry.asked_twice for entry in drive.store.entries) < 5
+    assert max(entry.asked_twice for entry in drive.stock.shelf.entries) < 5
 
 
 @pytest.mark.parametrize("architecture", ["llama", *MARKS])
@@ -131,7 +132,7 @@ def test_everybody_who_was_accepted_is_served(architecture: str, seed: int) -> N
     for client in clients:
         assert isinstance(client.end, Finished), client.end
     assert_as_with_room(rng.choice(clients), architecture)
-    assert drive.store.free_bytes == drive.store.held_bytes <= drive.budget.total_bytes
+    assert drive.stock.shelf.free_bytes == drive.stock.shelf.held_bytes <= drive.budget.total_bytes
 
 
 def test_a_model_whose_tokens_take_nothing_fits_beside_its_marks_or_without() -> None:

@@ -12,6 +12,7 @@ from mlx.utils import tree_map
 from mlx_lm.models import llama4
 from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 
+from kvstrata.codecs.registry import parse
 from kvstrata.layers.chunked import ChunkedLayer
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
@@ -152,7 +153,7 @@ def test_marks_are_stored_under_the_plan() -> None:
     span.marks[60] = take_mark(cache)
     raw = span.mark_bytes
     assert raw == 3 * 12 * 2 * 2 * 16 * 4
-    span.rewrite_marks(make_plan(layout, "planes:8", "planes:8"))
+    span.rewrite_marks(make_plan(layout, parse("planes:8"), parse("planes:8")))
     assert span.mark_bytes < 0.5 * raw
     resumed = SequenceCache(layout, model, 60, prefix_of(layout, [SpanRange(span, 0, 60)], span.marks[60]))
     model(mx.array([ids()[60:90]]), cache=resumed.caches())

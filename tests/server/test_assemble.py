@@ -7,9 +7,10 @@ import dataclasses
 import pytest
 
 from kvstrata.backend import Device
-from kvstrata.config import Settings, Size
+from kvstrata.config import Settings
 from kvstrata.errors import ConfigError
 from kvstrata.server.assemble import _limits, memory_limit_bytes
+from kvstrata.sizes import Size
 
 GIB = 1 << 30
 MACHINE = Device("cpu", "x", 64 * GIB, 2, 64 * GIB)

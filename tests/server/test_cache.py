@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from kvstrata.engine.loop import Loop
+from kvstrata.engine.operations import Operations
 from tests.server.conftest import Served, running
 from tests.server.test_ops import scrape
 from tests.tiny import VOCAB, tiny_loaded
@@ -49,8 +50,8 @@ def settle(served: Served) -> None:
     """What follows a request, such as trimming its buffers, is done."""
 
     def work(loop: Loop) -> None:
-        while loop.has_chores:
-            loop.do_chores(1.0)
+        while loop.housekeeping.has_work:
+            loop.housekeeping.work(1.0)
 
     served.server.service.engine.ask(work).result(60)
 
@@ -163,8 +164,8 @@ def test_what_does_not_fit_beside_pins_is_refused_and_not_tried_again(stream: bo
         post(served, "/cache/pin", tokens=LONG)
 
         def leave_room(loop: Loop) -> None:
-            pinned_bytes = loop.usage().tiers["hot"].nbytes
-            loop._capacity.budget = replace(loop.budget, total_bytes=pinned_bytes * 3 // 2)
+            pinned_bytes = Operations(loop).usage().tiers["hot"].nbytes
+            loop.capacity.budget = replace(loop.budget, total_bytes=pinned_bytes * 3 // 2)
 
         served.server.service.engine.ask(leave_room).result(60)
         with served.openai() as client, pytest.raises(openai.BadRequestError) as refused:
@@ -354,8 +355,7 @@ def test_a_prompt_larger_than_the_budget_is_counted_as_refused() -> None:
 
 
 def is_written(loop: Loop) -> bool:
-    assert loop.store is not None
-    return loop.store.cold.tier.flush(60).is_empty
+    return loop.stock.cold.tier.flush(60).is_empty
 
 
 def test_the_disk_is_a_tier_like_memory(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def play_ids(harmony: Served, ids: tuple[int, ...], **asked: Any) -> tuple[list[
     events: list[Event] = []
     sequence = Sequence(job.requests[0], events.append, job.requests[0].max_tokens, 0)
     for id in ids:
-        sequence.accept(id, None, service.engine._make_detokenizer)
+        sequence.accept(id, None, service.engine._thread.make_detokenizer)
         if sequence.finish_reason:
             break
     assert sequence.finish_reason

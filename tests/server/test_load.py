@@ -206,10 +206,9 @@ def settled_bytes(served: Served) -> int:
     """MLX's active memory once nothing is stored, asked for on the engine's thread after all that came before."""
 
     def measure(loop: Loop) -> int:
-        while loop.has_chores:
-            loop.do_chores(1.0)
-        assert loop.store is not None
-        loop.store.clear()
+        while loop.housekeeping.has_work:
+            loop.housekeeping.work(1.0)
+        loop.stock.clearing.clear()
         mx.clear_cache()
         return mx.get_active_memory()
 

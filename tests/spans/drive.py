@@ -14,6 +14,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvstrata.attention.parts import SealedPart
+from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
@@ -99,7 +100,7 @@ def live(layer: FullLayer) -> Span:
 def stored(num_tokens: int, name: str = "raw", *, position: int = 0, seed: int = 0) -> Span:
     """A span of one layer that owns its memory."""
     k, v = (array[0] for array in random_kv(num_tokens, seed))
-    codecs = make_plan(LAYOUT, name, name).pairs[0]
+    codecs = make_plan(LAYOUT, parse(name), parse(name)).pairs[0]
     part = SealedPart(codecs[0].encode(k, position), codecs[1].encode(v, position))
     return Span(LAYOUT, position, num_tokens, {0: (part,)})
 

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.probe import probe
@@ -86,7 +87,7 @@ def _stored(model: Any, layout: Layout, ids: Sequence[int], name: str) -> tuple[
     span.num_tokens = len(ids)
     if needs_marks(layout):
         span.marks[len(ids)] = take_mark(cache)
-    plan = make_plan(layout, name, name)
+    plan = make_plan(layout, parse(name), parse(name))
     for layer in span.layers:
         span.rewrite(layer, plan.pairs[layer])
     span.rewrite_marks(plan)

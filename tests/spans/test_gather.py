@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.attention.parts import SealedPart
+from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.spans import gather
 from kvstrata.spans.gather import gather_some, has_to_gather, num_arrays
@@ -19,7 +20,7 @@ LAYOUT = Layout((LayerSpec("full", kv_heads=HEADS, k_dim=DIM, v_dim=DIM),) * LAY
 
 
 def stored(k: str = "planes:8", v: str = "planes:4", **edges: object) -> Span:
-    plan = make_plan(LAYOUT, k, v, **edges)  # pyright: ignore[reportArgumentType]
+    plan = make_plan(LAYOUT, parse(k), parse(v), **edges)  # pyright: ignore[reportArgumentType]
     held = {}
     for layer, (k_codec, v_codec) in enumerate(plan.pairs):
         arrays = keys(HEADS, TOKENS, DIM, seed=layer), keys(HEADS, TOKENS, DIM, seed=layer + 100)
@@ -51,7 +52,7 @@ def test_few_arrays_with_the_same_values(k: str, v: str, arrays: int) -> None:
 
 
 def test_layers_of_another_precision_are_gathered_apart() -> None:
-    span = gathered(stored("planes:4", "planes:4", edge_layers=1, edge="planes:8"))
+    span = gathered(stored("planes:4", "planes:4", edge_layers=1, edge=parse("planes:8")))
     assert num_arrays(span) == 2 * (4 + 5)
 
 
@@ -71,7 +72,7 @@ def test_it_takes_no_more_memory_and_copies_once() -> None:
 def test_stepping_down_frees_the_plane_with_its_last_layer() -> None:
     span = gathered(stored("planes:8", "planes:8"))
     before, kv_bytes = active_bytes(), span.kv_bytes
-    pair = make_plan(LAYOUT, "planes:4", "planes:4").pairs[0]
+    pair = make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0]
     for layer in span.layers:
         span.rewrite(layer, pair)
     freed = kv_bytes - span.kv_bytes
@@ -100,10 +101,12 @@ def test_large_arrays_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layers_that_keep_more_bits_keep_nothing_of_the_others() -> None:
     """Of planes:8 all are alike; then all but the edges step down."""
     edges = edges_of(LAYOUT, 1)
-    span = gathered(stored("planes:8", "planes:8", edge_layers=1, edge="planes:8"), edges)
+    span = gathered(stored("planes:8", "planes:8", edge_layers=1, edge=parse("planes:8")), edges)
     assert num_arrays(span) == 2 * 10
     before, kv_bytes = active_bytes(), span.kv_bytes
-    for layer, pair in enumerate(make_plan(LAYOUT, "planes:4", "planes:4", edge_layers=1, edge="planes:8").pairs):
+    for layer, pair in enumerate(
+        make_plan(LAYOUT, parse("planes:4"), parse("planes:4"), edge_layers=1, edge=parse("planes:8")).pairs
+    ):
         span.rewrite(layer, pair)
     assert before - active_bytes() == pytest.approx(kv_bytes - span.kv_bytes, rel=0.01)
 

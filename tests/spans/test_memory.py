@@ -12,6 +12,7 @@ import pytest
 
 from kvstrata.attention import cpu
 from kvstrata.attention.parts import SealedPart
+from kvstrata.codecs.registry import parse
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
@@ -150,7 +151,7 @@ def test_eight_sequences_over_spans_of_different_precisions(names: tuple[str, st
 def span_of(model: Any, position: int, name: str) -> Span:
     """600 random tokens from `position` on, stored."""
     layout = probe(model)
-    plan = make_plan(layout, name, name)
+    plan = make_plan(layout, parse(name), parse(name))
     held: dict[int, Any] = {}
     for layer, (k_codec, v_codec) in enumerate(plan.pairs):
         k, v = (array.squeeze(0) for array in random_kv(600, seed=position + layer))
@@ -175,7 +176,7 @@ def test_a_buffer_of_exactly_the_right_size_is_kept_as_it_is() -> None:
 def test_a_larger_buffer_is_trimmed_and_really_gone(name: str) -> None:
     before = active_bytes()
     span = live(filled(5000, capacity=20_000))
-    span.rewrite(0, make_plan(LAYOUT, name, name).pairs[0])
+    span.rewrite(0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
     assert active_bytes() - before == pytest.approx(span.kv_bytes, rel=0.02)
     assert span.kv_bytes <= 5000 * TOKEN_BYTES
 
@@ -200,7 +201,7 @@ def test_nothing_sealed_is_nothing_to_store() -> None:
 
 
 def test_a_thousand_seal_and_drop_cycles_leave_memory_where_it_was() -> None:
-    pairs = [make_plan(LAYOUT, name, name).pairs[0] for name in CODECS]
+    pairs = [make_plan(LAYOUT, parse(name), parse(name)).pairs[0] for name in CODECS]
 
     def cycle(i: int) -> None:
         span = live(filled(70, capacity=70 + i % 2))
@@ -219,7 +220,7 @@ def test_a_thousand_seal_and_drop_cycles_leave_memory_where_it_was() -> None:
 def test_sequences_that_resume_and_end_leave_memory_where_it_was() -> None:
     text = text_for("gemma3_text", num_tokens=20)
     layout = text.layout
-    plans = [make_plan(layout, name, name) for name in ("raw", "planes:8")]
+    plans = [make_plan(layout, parse(name), parse(name)) for name in ("raw", "planes:8")]
     base = SequenceCache(layout, text.model, 12)
     text.advance(base, 12)
     mark = take_mark(base)
@@ -267,7 +268,7 @@ def test_a_join_frees_what_it_was_made_of() -> None:
     del second
     held = first.kv_bytes
     assert active_bytes() - before == pytest.approx(held, rel=0.02)
-    first.rewrite(0, make_plan(LAYOUT, "planes:4", "planes:4").pairs[0])
+    first.rewrite(0, make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0])
     assert first.num_parts() == 1
     assert active_bytes() - before == pytest.approx(first.kv_bytes, rel=0.02)
     assert first.kv_bytes <= held

@@ -12,6 +12,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 
 from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.base import MismatchedPlanes
+from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.probe import probe
@@ -106,7 +107,7 @@ def test_spans_cut_and_of_several_precisions_are_decoded() -> None:
     text.advance(cache, 90)
     span = sealed(text, cache)
     for layer, name in zip(span.layers, ("raw", "planes:8", "rotated:4", "planes:8"), strict=True):
-        span.rewrite(layer, make_plan(text.layout, name, name).pairs[layer])
+        span.rewrite(layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
     runs = [SpanRange(span, 0, 50), SpanRange(span, 50, 80)]
     caches = to_mlx_lm(text.layout, runs, None)
     ours = SequenceCache(text.layout, text.model, 20, prefix_of(text.layout, runs, None))
@@ -186,7 +187,7 @@ def test_mlx_lm_goes_on_from_our_affine_spans(name: str) -> None:
     text.advance(cache, 70)
     span = sealed(text, cache)
     for layer in span.layers:
-        span.rewrite(layer, make_plan(text.layout, name, name).pairs[layer])
+        span.rewrite(layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
     for runs in (whole(span), [SpanRange(span, 0, 30), SpanRange(span, 30, 60)]):
         end = runs[-1].end
         caches = to_mlx_lm(text.layout, runs, None)
@@ -205,7 +206,7 @@ def test_k_and_v_under_different_affine_codecs_are_decoded() -> None:
     text.advance(cache, 40)
     span = sealed(text, cache)
     for layer in span.layers:
-        span.rewrite(layer, make_plan(text.layout, "affine:8", "affine:4").pairs[layer])
+        span.rewrite(layer, make_plan(text.layout, parse("affine:8"), parse("affine:4")).pairs[layer])
     assert {type(c) for c in to_mlx_lm(text.layout, whole(span), None)} == {KVCache}
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvstrata.attention.parts import Parts
 from kvstrata.codecs.base import Planes
+from kvstrata.codecs.registry import parse
 from kvstrata.layers.grain import grain_of, ranges
 from kvstrata.spans.plan import RAW, make_plan
 from kvstrata.spans.rewrite import LayerProgress
@@ -21,7 +22,7 @@ PLANES = ("planes:8", "planes:4")
 
 
 def steps(span: Span, name: str, *, upward: bool = False) -> Iterator[None]:
-    progress, pair = LayerProgress(), make_plan(LAYOUT, name, name).pairs[0]
+    progress, pair = LayerProgress(), make_plan(LAYOUT, parse(name), parse(name)).pairs[0]
     while span.rewrite_some(0, pair, progress, upward=upward):
         yield
 
@@ -36,7 +37,7 @@ def long_span() -> Span:
 
 def rewritten(name: str) -> Span:
     span = long_span()
-    span.rewrite(0, make_plan(LAYOUT, name, name).pairs[0])
+    span.rewrite(0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
     return span
 
 
@@ -49,7 +50,7 @@ def test_ranges_end_at_the_same_positions_wherever_they_begin() -> None:
 def test_pieces_hold_what_encoding_at_once_makes(name: str) -> None:
     span = rewritten(name)
     k, v = (array.squeeze(0) for array in random_kv(NUM_TOKENS))
-    codecs = make_plan(LAYOUT, name, name).pairs[0]
+    codecs = make_plan(LAYOUT, parse(name), parse(name)).pairs[0]
     for side, (array, codec) in enumerate(zip((k, v), codecs, strict=True)):
         wanted = codec.decode(codec.encode(array), mx.float32)
         assert mx.array_equal(dense(span)[side][0], wanted)
@@ -101,7 +102,7 @@ def test_a_span_that_is_cut_or_joined_meanwhile_is_whole_in_the_end() -> None:
     span.append(after)
     for _ in work:
         pass
-    pair = make_plan(LAYOUT, "planes:4", "planes:4").pairs[0]
+    pair = make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0]
     assert span.settles(0, pair)
     assert sum(part.num_tokens for part in span.planes(0)) == end + 500
     wanted = mx.concatenate([random_kv(NUM_TOKENS)[0][:, :, :end], random_kv(500, seed=3)[0]], axis=2)
@@ -128,7 +129,7 @@ def test_cutting_the_end_off_copies_one_part_at_most() -> None:
 
 def test_a_running_sequence_is_sealed_in_pieces_while_it_writes() -> None:
     layer = filled(NUM_TOKENS, capacity=NUM_TOKENS + 100)
-    span, pair = live(layer), make_plan(LAYOUT, "planes:8", "planes:8").pairs[0]
+    span, pair = live(layer), make_plan(LAYOUT, parse("planes:8"), parse("planes:8")).pairs[0]
     count = 0
     for _ in span.sealing(0, pair, RawWindow(), up_to=NUM_TOKENS):
         count += 1

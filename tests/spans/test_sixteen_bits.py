@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.attention.parts import SealedPart
+from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import Pair, SequenceCache
 from kvstrata.spans import rewrite
@@ -121,7 +122,7 @@ def encoded_error(m: Sixteen, names: tuple[str, str], num_tokens: int = NUM_TOKE
     """Against the same planes decoded to float32; theirs are the same planes decoded to 16 bits."""
     ids, before = (m.ids * 20)[:num_tokens], num_tokens - NUM_SCORED
     side, wide_side = (m.model, m.layout), (m.wide, m.wide_layout)
-    span, mark = stored(side, ids, before, make_plan(m.layout, *names).pairs)
+    span, mark = stored(side, ids, before, make_plan(m.layout, *map(parse, names)).pairs)
     found = scored(m.model, resumed(side, [SpanRange(span, 0, before)], mark), ids)
     wide, wide_mark = decoded(m.wide_layout, span, mark, mx.float32)
     expected = scored(m.wide, resumed(wide_side, [SpanRange(wide, 0, before)], wide_mark), ids)

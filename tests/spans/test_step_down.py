@@ -10,6 +10,7 @@ import pytest
 
 import kvstrata.bench
 from kvstrata.bench.passes import kl_of, logprobs_of
+from kvstrata.codecs.registry import parse
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
@@ -23,7 +24,7 @@ SAMPLE = Path(kvstrata.bench.__file__).parent / "sample.txt"
 
 
 def step(span: Span, k: str, v: str) -> None:
-    plan = make_plan(span.layout, k, v)
+    plan = make_plan(span.layout, parse(k), parse(v))
     for layer in span.layers:
         span.rewrite(layer, plan.pairs[layer])
     span.rewrite_marks(plan)

@@ -10,6 +10,7 @@ import pytest
 
 from kvstrata.attention.parts import Parts
 from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.blocks import Packed, pack, span_of, unpack
@@ -29,23 +30,23 @@ def as_turning(span: Span) -> Span:
 
 
 def rewritten(span: Span, name: str, *, upward: bool = False) -> PlanesCodec:
-    span.rewrite(0, make_plan(span.layout, name, name).pairs[0], upward=upward)
+    span.rewrite(0, make_plan(span.layout, parse(name), parse(name)).pairs[0], upward=upward)
     codec = span.planes(0)[0].k.codec
     assert isinstance(codec, PlanesCodec)
     return codec
 
 
 def test_keys_get_the_turn_of_their_layer_and_values_none() -> None:
-    k, v = make_plan(TURNING, "planes:4", "planes:8").pairs[0]
+    k, v = make_plan(TURNING, parse("planes:4"), parse("planes:8")).pairs[0]
     assert (k, v) == (PlanesCodec(4, TURN), PlanesCodec(8))
-    assert make_plan(TURNING, "affine:4", "raw").pairs[0][0].name == "affine:4"
+    assert make_plan(TURNING, parse("affine:4"), parse("raw")).pairs[0][0].name == "affine:4"
 
 
 @pytest.mark.parametrize("upward", [False, True])
 def test_what_is_stored_with_plain_means_stays_so(upward: bool) -> None:
     span = as_turning(stored(700, "planes:8"))
     arrays = span.planes(0)[0].k.arrays
-    assert span.settles(0, make_plan(TURNING, "planes:8", "planes:8").pairs[0], upward=upward)
+    assert span.settles(0, make_plan(TURNING, parse("planes:8"), parse("planes:8")).pairs[0], upward=upward)
     assert rewritten(span, "planes:4", upward=upward) == PlanesCodec(4)
     assert all(span.planes(0)[0].k.arrays[name] is arrays[name] for name in ("top", "next", "scales", "means"))
 
@@ -97,7 +98,7 @@ def test_a_model_resumes_from_planes_as_well_as_from_raw(architecture: str) -> N
     text.advance(owner, 100)
     span = live_span(text.layout, owner)
     span.num_tokens = 100
-    plan = make_plan(text.layout, "planes:8", "planes:8")
+    plan = make_plan(text.layout, parse("planes:8"), parse("planes:8"))
     for layer in span.layers:
         span.rewrite(layer, plan.pairs[layer])
     parts = [span.planes(layer)[0] for layer in span.layers]

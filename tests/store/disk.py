@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.index.identity import Identity
@@ -20,9 +21,8 @@ from kvstrata.spans.contents import tally
 from kvstrata.spans.plan import make_plan
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.cold.loads import BlockLoad
-from kvstrata.store.precision.pressure import LadderOptions
-from kvstrata.store.precision.target import PrecisionOptions
-from kvstrata.store.store import Store, StoreOptions
+from kvstrata.store.options import LadderOptions, PrecisionOptions, StoreOptions
+from kvstrata.store.stock import Stock, make_stock
 from kvstrata.tier.lookups import finish
 from tests.store.kv import LAYOUT, Clock, settle, store_tokens
 
@@ -45,19 +45,20 @@ def store_on(
     ladder: LadderOptions | None = None,
     patience_s: float = 60.0,
     **disk: Any,
-) -> Iterator[Store]:
+) -> Iterator[Stock]:
     limits: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
-    beside = {name: limits.pop(name) for name in ("files", "clock", "is_pinned") if name in limits}
+    beside = {each: limits.pop(each) for each in ("files", "clock", "is_pinned") if each in limits}
     tier = DiskTier(DiskOptions(folder, **limits), chain=chain, tally=tally, **beside)
+    codec = parse(name)
     options = StoreOptions(
         hot_bytes,
         write_through=write_through,
-        precision=PrecisionOptions(min_quantize_tokens=0),
+        precision=PrecisionOptions(k=codec, v=codec, min_quantize_tokens=0),
         ladder=ladder or LadderOptions(),
     )
-    plan_of = partial(make_plan, layout)
     cold = Cold(tier, layout, post=lambda _: None, patience_s=patience_s)
-    yield Store(layout, identity_of(layout), plan_of(name, name), options, plan_of=plan_of, cold=cold, clock=Clock())
+    plan_of = partial(make_plan, layout)
+    yield make_stock(layout, identity_of(layout), options, plan_of, cold=cold, clock=Clock())
     tier.close()
 
 
@@ -66,49 +67,49 @@ def random_tokens(count: int, seed: int) -> list[int]:
     return [source.randrange(1000) for _ in range(count)]
 
 
-def chat(store: Store, tokens: list[int], num_turns: int, *, seed: int = 0, turn_tokens: int = 40) -> list[int]:
+def chat(stock: Stock, tokens: list[int], num_turns: int, *, seed: int = 0, turn_tokens: int = 40) -> list[int]:
     """So many more turns, each settled before the next comes."""
     for turn in range(num_turns):
         tokens = [*tokens, *random_tokens(turn_tokens, 1000 * seed + turn)]
-        store_tokens(store, tokens)
-        settle(store)
+        store_tokens(stock, tokens)
+        settle(stock)
     return tokens
 
 
-def write_turns(store: Store, tokens: list[int], ends: list[int]) -> None:
+def write_turns(stock: Stock, tokens: list[int], ends: list[int]) -> None:
     for end in ends:
-        store_tokens(store, tokens[:end])
-        settle(store)
-    store.spill()
-    settle(store)
-    written(store)
+        store_tokens(stock, tokens[:end])
+        settle(stock)
+    stock.spills.add_free()
+    settle(stock)
+    written(stock)
 
 
-def written(store: Store) -> int:
+def written(stock: Stock) -> int:
     """Tokens on the disk, over all chains."""
-    assert store.cold.tier.flush(60).is_empty
-    return store.cold.tier.usage().num_tokens
+    assert stock.cold.tier.flush(60).is_empty
+    return stock.cold.tier.usage().num_tokens
 
 
-def reachable(store: Store, tokens: list[int]) -> int:
+def reachable(stock: Stock, tokens: list[int]) -> int:
     """How many a start would find."""
-    return finish(store.cold.longest(store.root_of(""), as_ids(tokens))).num_tokens
+    return finish(stock.cold.longest(stock.search.root_of(""), as_ids(tokens))).num_tokens
 
 
-def load(store: Store, tokens: list[int]) -> None:
+def load(stock: Stock, tokens: list[int]) -> None:
     """What the disk has comes back."""
-    loading = begin_load(store, tokens)
+    loading = begin_load(stock, tokens)
     until_s = time.monotonic() + LOAD_TIMEOUT_S
     while not loading.is_done:
         assert time.monotonic() < until_s
-        store.work(0)
-    store.fetches.promote(loading)
+        stock.chores.work(0)
+    stock.fetches.promote(loading)
 
 
-def begin_load(store: Store, tokens: list[int]) -> BlockLoad:
-    lookup = store.fetches.look(tokens, "")
+def begin_load(stock: Stock, tokens: list[int]) -> BlockLoad:
+    lookup = stock.fetches.look(tokens, "")
     assert lookup is not None
     assert lookup.wait(LOAD_TIMEOUT_S)
-    loading = store.fetches.load(lookup.answer, tokens, "")
+    loading = stock.fetches.load(lookup.answer, tokens, "")
     assert loading is not None
     return loading

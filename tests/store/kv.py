@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.registry import parse
 from kvstrata.index.identity import Identity
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.recurrent import RecurrentLayer
@@ -20,8 +21,8 @@ from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import make_plan
 from kvstrata.store.entry import Lease
 from kvstrata.store.filing import Filing
-from kvstrata.store.precision.target import PrecisionOptions
-from kvstrata.store.store import Store, StoreOptions
+from kvstrata.store.options import PrecisionOptions, StoreOptions
+from kvstrata.store.stock import Stock, make_stock
 
 DIM = 64
 NUM_LAYERS = 2
@@ -120,7 +121,7 @@ def check_lease(lease: Lease, tokens: Sequence[int], at_least: int = 8) -> None:
         assert check(parts, tokens, layer, at_least) == lease.num_tokens
 
 
-def make_store(
+def new_stock(
     name: str = "raw",
     *,
     layout: Layout = LAYOUT,
@@ -130,12 +131,12 @@ def make_store(
     fingerprint: str = "weights",
     ttl_s: float | None = None,
     clock: Clock | None = None,
-) -> Store:
-    precision = PrecisionOptions(min_quantize_tokens=min_quantize_tokens, live=live)
+) -> Stock:
+    codec = parse(name)
+    precision = PrecisionOptions(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, live=live)
     options = StoreOptions(hot_bytes=hot_bytes, ttl_s=ttl_s, precision=precision)
     identity = Identity(fingerprint, "float32", tuple(spec.signature for spec in layout.flat()))
-    plan_of = partial(make_plan, layout)
-    return Store(layout, identity, plan_of(name, name), options, plan_of=plan_of, clock=clock or Clock())
+    return make_stock(layout, identity, options, partial(make_plan, layout), clock=clock or Clock())
 
 
 class Clock:
@@ -152,13 +153,13 @@ class Clock:
 class Run:
     """A sequence: what it found, what it computes, and its way into the store."""
 
-    def __init__(self, store: Store, tokens: Sequence[int], salt: str = "", *, room: int = 0) -> None:
+    def __init__(self, stock: Stock, tokens: Sequence[int], salt: str = "", *, room: int = 0) -> None:
         self.tokens = tuple(tokens)
         self.salt = salt
-        lease = store.match(self.tokens[:-1], salt)
-        self.cache = SequenceCache(store._layout, None, len(self.tokens) - lease.num_tokens + room, lease.prefix)
-        self._needs_marks = store.needs_marks
-        self.filing: Filing = store.open(lease, self.cache, salt)
+        lease = stock.store.match(self.tokens[:-1], salt)
+        self.cache = SequenceCache(stock.search.layout, None, len(self.tokens) - lease.num_tokens + room, lease.prefix)
+        self._needs_marks = stock.store.needs_marks
+        self.filing: Filing = stock.store.open(lease, self.cache, salt)
         self.num_sealed = 0
 
     @property
@@ -191,15 +192,15 @@ class Run:
             assert check(layer.parts(), self.tokens, i, at_least) == self.num_computed
 
 
-def store_tokens(store: Store, tokens: Sequence[int], salt: str = "") -> int:
+def store_tokens(stock: Stock, tokens: Sequence[int], salt: str = "") -> int:
     """One request from its beginning to its end. Tells how many of its tokens were there."""
-    run = Run(store, tokens, salt)
+    run = Run(stock, tokens, salt)
     cached = run.num_computed
     run.compute(run.left)
     run.end()
     return cached
 
 
-def settle(store: Store) -> None:
-    while store.has_work:
-        store.work(0)
+def settle(stock: Stock) -> None:
+    while stock.chores.has_work:
+        stock.chores.work(0)

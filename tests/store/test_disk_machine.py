@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.index.ids import as_ids
 from kvstrata.index.tree import Tree
 from kvstrata.spans.plan import make_plan
 from kvstrata.store.precision.requantize import Change
-from kvstrata.store.store import Store
+from kvstrata.store.stock import Stock
 from tests.store.disk import load, random_tokens, reachable, store_on, written
 from tests.store.kv import LAYOUT, Run, check_lease, settle, store_tokens
 
@@ -22,8 +23,8 @@ MOVES += ["settle", "spill", "flush", "lower"]
 
 
 class Conversations:
-    def __init__(self, store: Store, seed: int) -> None:
-        self.store = store
+    def __init__(self, stock: Stock, seed: int) -> None:
+        self.stock = stock
         self.source = random.Random(seed)
         self.stored: list[list[int]] = []
         self.tree: Tree[None] = Tree()
@@ -43,7 +44,7 @@ class Conversations:
 
     def beside(self) -> None:
         """One ends while what it goes on from still runs."""
-        run = Run(self.store, self.longer(self.source.choice(self.stored)))
+        run = Run(self.stock, self.longer(self.source.choice(self.stored)))
         run.compute(self.source.randrange(1, run.left + 1))
         run.seal()
         self.keep(self.longer(list(run.tokens[: run.num_computed])))
@@ -53,36 +54,36 @@ class Conversations:
 
     def work(self) -> None:
         for _ in range(self.source.randrange(1, 12)):
-            if self.store.has_work:
-                self.store.work(0)
+            if self.stock.chores.has_work:
+                self.stock.chores.work(0)
 
     def shrink(self) -> None:
-        most_bytes = int(self.store.held_bytes * self.source.choice([0, 0.3, 0.7, 0.95]))
-        self.store.shrink_to(most_bytes, 0.0, most_bytes=most_bytes)
+        most_bytes = int(self.stock.shelf.held_bytes * self.source.choice([0, 0.3, 0.7, 0.95]))
+        self.stock.room.shrink_to(most_bytes, 0.0, most_bytes=most_bytes)
 
     def load(self) -> None:
         tokens = self.source.choice(self.stored)
-        if reachable(self.store, tokens) > self.store.find(tokens, "").num_tokens:
-            load(self.store, tokens)
+        if reachable(self.stock, tokens) > self.stock.store.find(tokens, "").num_tokens:
+            load(self.stock, tokens)
 
     def settle(self) -> None:
-        settle(self.store)
+        settle(self.stock)
 
     def spill(self) -> None:
-        self.store.spill()
+        self.stock.spills.add_free()
 
     def flush(self) -> None:
-        self.store.flush(60)
+        self.stock.flush(60)
 
     def lower(self) -> None:
         name = self.source.choice(["raw", "planes:8"])
-        self.store.requantize(Change(k=name, v=name), make_plan(LAYOUT, name, name))
+        self.stock.changes.requantize(Change(k=parse(name), v=parse(name)), make_plan(LAYOUT, parse(name), parse(name)))
 
     def longer(self, tokens: list[int]) -> list[int]:
         return [*tokens, *random_tokens(self.source.choice([5, 40, 100, 300, 700]), self.source.randrange(1 << 30))]
 
     def keep(self, tokens: list[int]) -> None:
-        store_tokens(self.store, tokens)
+        store_tokens(self.stock, tokens)
         self.note(tokens)
 
     def note(self, tokens: list[int]) -> None:
@@ -90,28 +91,28 @@ class Conversations:
         self.tree.insert(ROOT, as_ids(tokens), None)
 
     def check(self, tokens: list[int]) -> None:
-        lease = self.store.match(tokens, "")
+        lease = self.stock.store.match(tokens, "")
         check_lease(lease, tokens)
-        self.store.release(lease)
+        self.stock.store.release(lease)
         assert max(lease.num_tokens, self.on_disk(tokens)) == len(tokens)
 
     def on_disk(self, tokens: list[int]) -> int:
         """One that ends inside a block is there with one that goes on."""
         longer = (each for each in self.stored if each[: len(tokens)] == tokens)
-        return max(min(len(tokens), reachable(self.store, each)) for each in longer)
+        return max(min(len(tokens), reachable(self.stock, each)) for each in longer)
 
 
 @pytest.mark.parametrize("write_through", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_what_was_stored_stays(seed: int, write_through: bool, tmp_path: Path) -> None:
-    with store_on(tmp_path, write_through=write_through) as store:
-        conversations = Conversations(store, seed)
+    with store_on(tmp_path, write_through=write_through) as stock:
+        conversations = Conversations(stock, seed)
         for _ in range(NUM_STEPS):
             conversations.move()
             for tokens in conversations.source.choices(conversations.stored, k=2):
                 conversations.check(tokens)
-        store.flush(60)
+        stock.flush(60)
         assert all(conversations.on_disk(tokens) == len(tokens) for tokens in conversations.stored)
-        assert store.counters["refused_spills"] == 0
+        assert stock.counters["refused_spills"] == 0
         # A block more where two part, or where one was cut short.
-        assert written(store) <= 1.3 * conversations.tree.num_tokens
+        assert written(stock) <= 1.3 * conversations.tree.num_tokens

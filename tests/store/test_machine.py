@@ -14,13 +14,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstrata.codecs.registry import parse
 from kvstrata.index.identity import root_key
 from kvstrata.spans.plan import make_plan
 from kvstrata.store.entry import Lease
 from kvstrata.store.precision.requantize import Change
-from kvstrata.store.store import Store
+from kvstrata.store.stock import Stock
 from kvstrata.store.totals import Share, share_of
-from tests.store.kv import HYBRID, LAYOUT, Clock, Run, check_lease, make_store, settle, store_tokens
+from tests.store.kv import HYBRID, LAYOUT, Clock, Run, check_lease, new_stock, settle, store_tokens
 
 Tokens = tuple[int, ...]
 
@@ -42,10 +43,10 @@ def common(a: Tokens, b: Tokens) -> int:
 def warm_up() -> None:
     """What codecs keep for good, such as rotations, is there before anything is counted."""
     for name in ("raw", "planes:8", "planes:4", "planes:2"):
-        store = make_store(name, min_quantize_tokens=0)
-        store_tokens(store, range(300))
-        settle(store)
-        check_lease(store.match(range(300), ""), range(300))
+        stock = new_stock(name, min_quantize_tokens=0)
+        store_tokens(stock, range(300))
+        settle(stock)
+        check_lease(stock.store.match(range(300), ""), range(300))
 
 
 @dataclass
@@ -62,15 +63,15 @@ class Naive:
         if self.longest(tokens, salt) < len(tokens):
             self.filed[salt] = [*others, tokens]
 
-    def follow(self, store: Store) -> None:
+    def follow(self, stock: Stock) -> None:
         """After an eviction: of each only so much is there as the store still has."""
         for salt, known in self.filed.items():
-            left = {tokens[: store.find(tokens, salt).matched_tokens] for tokens in known}
+            left = {tokens[: stock.store.find(tokens, salt).matched_tokens] for tokens in known}
             self.filed[salt] = [tokens for tokens in left if tokens]
 
 
 class StoreMachine(RuleBasedStateMachine):
-    store: Store
+    stock: Stock
     naive: Naive
     runs: list[Run]
     leases: list[tuple[Lease, Tokens, str]]
@@ -91,7 +92,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.before_bytes = mx.get_active_memory()
         self.clock = Clock()
         self.layout = HYBRID if is_hybrid else LAYOUT
-        self.store = make_store(name, layout=self.layout, live=live, min_quantize_tokens=min_tokens, clock=self.clock)
+        self.stock = new_stock(name, layout=self.layout, live=live, min_quantize_tokens=min_tokens, clock=self.clock)
         self.naive, self.runs, self.leases, self.pins = Naive(), [], [], []
         self.at_least, self.num_asked = 8, 0
         for seed in seeds:
@@ -115,7 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(salt=SALTS, seed=SEEDS, room=st.sampled_from([0, 0, 100]))
     def start(self, salt: str, seed: int, room: int) -> None:
         tokens = self.known(salt, seed)
-        run = Run(self.store, tokens, salt, room=room)
+        run = Run(self.stock, tokens, salt, room=room)
         self.is_longest(run.num_computed, tokens[:-1], salt)
         run.check(self.at_least)
         self.runs.append(run)
@@ -123,7 +124,7 @@ class StoreMachine(RuleBasedStateMachine):
     def is_longest(self, num_tokens: int, tokens: Tokens, salt: str) -> None:
         """All that is there; or some of it, where a model cannot be resumed anywhere."""
         longest = self.naive.longest(tokens, salt)
-        assert num_tokens <= longest if self.store.needs_marks else num_tokens == longest
+        assert num_tokens <= longest if self.stock.store.needs_marks else num_tokens == longest
 
     @precondition(lambda self: self.runs)
     @rule(seed=SEEDS, share=SHARES, is_sealed=st.booleans(), is_marked=st.booleans())
@@ -158,7 +159,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def serve_one(self, salt: str, seed: int) -> None:
         """All of a request at once."""
-        run = Run(self.store, self.known(salt, seed), salt)
+        run = Run(self.stock, self.known(salt, seed), salt)
         self.is_longest(run.num_computed, run.tokens[:-1], salt)
         while run.left:
             run.compute(STOP_EVERY - run.num_computed % STOP_EVERY)
@@ -170,7 +171,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(salt=SALTS, seed=SEEDS)
     def match(self, salt: str, seed: int) -> None:
         tokens = self.known(salt, seed)
-        lease = self.store.match(tokens, salt)
+        lease = self.stock.store.match(tokens, salt)
         self.is_longest(lease.num_tokens, tokens, salt)
         check_lease(lease, tokens, self.at_least)
         self.leases.append((lease, tokens, salt))
@@ -180,8 +181,8 @@ class StoreMachine(RuleBasedStateMachine):
     def release(self, seed: int) -> None:
         lease, tokens, _ = self.leases.pop(seed % len(self.leases))
         check_lease(lease, tokens, self.at_least)
-        self.store.release(lease)
-        self.store.release(lease)
+        self.stock.store.release(lease)
+        self.stock.store.release(lease)
 
     # What is done to the store.
 
@@ -189,7 +190,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(salt=SALTS, seed=SEEDS)
     def pin(self, salt: str, seed: int) -> None:
         tokens = self.known(salt, seed)
-        num_tokens = self.store.pin(tokens, salt)
+        num_tokens = self.stock.pins.pin(tokens, salt)
         self.is_longest(num_tokens, tokens, salt)
         self.pins.append((tokens[:num_tokens], salt))
 
@@ -197,61 +198,61 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(seed=SEEDS)
     def unpin(self, seed: int) -> None:
         tokens, salt = self.pins.pop(seed % len(self.pins))
-        self.store.unpin(tokens, salt)
+        self.stock.pins.unpin(tokens, salt)
         # It may have taken the pin of another one's tokens, too.
         for other, others_salt in self.pins:
-            self.store.pin(other, others_salt)
+            self.stock.pins.pin(other, others_salt)
 
     @rule(share=SHARES, passed_s=st.sampled_from([0.0, 1.0, 3600.0]))
     def evict(self, share: float, passed_s: float) -> None:
         self.clock.now_s += passed_s
-        limit = int(self.store.held_bytes * share)
-        self.store.shrink_to(limit)
-        assert self.store.held_bytes <= limit or self.store.free_bytes == 0
+        limit = int(self.stock.shelf.held_bytes * share)
+        self.stock.room.shrink_to(limit)
+        assert self.stock.shelf.held_bytes <= limit or self.stock.shelf.free_bytes == 0
         self.keeps_what_is_used()
 
     @rule(salt=st.sampled_from([None, "", "other"]))
     def clear(self, salt: str | None) -> None:
-        before = self.store.held_bytes
-        cleared = self.store.clear(salt)
-        assert self.store.held_bytes == before - cleared.nbytes
+        before = self.stock.shelf.held_bytes
+        cleared = self.stock.clearing.clear(salt)
+        assert self.stock.shelf.held_bytes == before - cleared.nbytes
         if salt is None:
-            assert self.store.free_bytes == 0
+            assert self.stock.shelf.free_bytes == 0
         self.keeps_what_is_used()
 
     def keeps_what_is_used(self) -> None:
         for lease, tokens, salt in self.leases:
-            assert self.store.find(tokens, salt).matched_tokens >= lease.num_tokens
+            assert self.stock.store.find(tokens, salt).matched_tokens >= lease.num_tokens
         for tokens, salt in self.pins:
-            assert self.store.find(tokens, salt).num_tokens == len(tokens)
+            assert self.stock.store.find(tokens, salt).num_tokens == len(tokens)
         for run in self.runs:
-            assert self.store.find(run.tokens, run.salt).matched_tokens >= max(run.cache.start, run.num_sealed)
-        self.naive.follow(self.store)
+            assert self.stock.store.find(run.tokens, run.salt).matched_tokens >= max(run.cache.start, run.num_sealed)
+        self.naive.follow(self.stock)
 
     @rule(k=NAMES, v=NAMES, scope=st.sampled_from(["all", "live", "stored"]), force=RARELY, dry=st.booleans())
     def requantize(self, k: str, v: str, scope: str, force: bool, dry: bool) -> None:
-        change = Change(k, v, scope=scope, force=force, dry_run=dry)  # pyright: ignore[reportArgumentType]
-        told = self.store.requantize(change, make_plan(self.layout, k, v))
+        change = Change(parse(k), parse(v), scope=scope, force=force, dry_run=dry)  # pyright: ignore[reportArgumentType]
+        told = self.stock.changes.requantize(change, make_plan(self.layout, parse(k), parse(v)))
         assert told.dry_run == dry
         if force and not dry:
             self.at_least = 2
 
     @rule()
     def cancel_requantize(self) -> None:
-        self.store.cancel_requantize()
-        assert not self.store.requantize_progress().is_running
+        self.stock.changes.cancel()
+        assert not self.stock.changes.progress().is_running
 
     @rule(times=st.integers(1, 4))
     def work(self, times: int) -> None:
         for _ in range(times):
-            self.store.work(0)
+            self.stock.chores.work(0)
 
     @rule()
     def finish_work(self) -> None:
-        settle(self.store)
+        settle(self.stock)
         # What is in use is looked at again when it is released.
-        for entry in self.store.entries:
-            assert entry.is_running or entry.num_leases or self.store.precision.plan_for(entry) is None
+        for entry in self.stock.shelf.entries:
+            assert entry.is_running or entry.num_leases or self.stock.rewriting.precision.plan_for(entry) is None
 
     # What always holds.
 
@@ -265,9 +266,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_right(self) -> None:
-        entries = self.store.entries
-        assert self.store.held_bytes == sum(entry.nbytes for entry in entries)
-        assert self.store.free_bytes == sum(entry.nbytes for entry in entries if entry.is_free)
+        entries = self.stock.shelf.entries
+        assert self.stock.shelf.held_bytes == sum(entry.nbytes for entry in entries)
+        assert self.stock.shelf.free_bytes == sum(entry.nbytes for entry in entries if entry.is_free)
         for entry in entries:
             assert entry.nbytes == entry.span.nbytes - entry.span.live_bytes * entry.is_running
         used = [entry for lease, _, _ in self.leases for entry in lease.entries]
@@ -276,47 +277,47 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def running_sums_are_those_of_all_entries(self) -> None:
-        store, total = self.store, Share()
-        for entry in store.entries:
+        stock, total = self.stock, Share()
+        for entry in stock.shelf.entries:
             total.add(share_of(entry))
-        assert store.usage() == total.as_usage()
-        other = store.usage("other")
-        assert other.nbytes == sum(entry.nbytes for entry in store.entries if entry.salt == "other")
-        waiting = store._mover.waiting
-        assert store._pending.nbytes() == sum(map(store.precision.pending_bytes, waiting))
-        store.pressure._look()
-        known = {entry: held for entry, held in store.pressure._ladder._spans.items() if not entry.is_running}
-        ended = [entry for entry in store.entries if not entry.is_running and entry.span.layers]
-        assert known == {entry: store.pressure._held(entry) for entry in ended}
+        assert stock.reporter.usage() == total.as_usage()
+        other = stock.reporter.usage("other")
+        assert other.nbytes == sum(entry.nbytes for entry in stock.shelf.entries if entry.salt == "other")
+        waiting = stock.rewriting.mover.waiting
+        assert stock.rewriting.pending_bytes() == sum(map(stock.rewriting.precision.pending_bytes, waiting))
+        stock.pressure._look()
+        known = {entry: held for entry, held in stock.pressure._ladder._spans.items() if not entry.is_running}
+        ended = [entry for entry in stock.shelf.entries if not entry.is_running and entry.span.layers]
+        assert known == {entry: stock.pressure._standing(entry) for entry in ended}
 
     @invariant()
     def what_may_go_is_known_with_its_size(self) -> None:
-        shelf = self.store._shelf
-        known = shelf._eviction._leaves
+        shelf = self.stock.shelf
+        known = self.stock.leaves._order._leaves
         assert set(known) == {node for node in shelf.tree if node.is_leaf and node.payload.is_free}
-        for node, leaf in known.items():
+        for node, (leaf, _, _) in known.items():
             span = node.payload.span
             assert (leaf.num_tokens, leaf.nbytes) == (node.num_tokens, span.nbytes * node.num_tokens // span.num_tokens)
 
     @invariant()
     def every_node_is_its_entrys(self) -> None:
-        tree = self.store._shelf.tree
+        tree = self.stock.shelf.tree
         nodes = list(tree)
-        assert sum(len(entry.nodes) for entry in self.store.entries) == len(nodes)
+        assert sum(len(entry.nodes) for entry in self.stock.shelf.entries) == len(nodes)
         for node in nodes:
             entry = node.payload
-            assert entry in self.store.entries
+            assert entry in self.stock.shelf.entries
             assert node in entry.nodes
             assert entry.span.position <= node.start < node.end <= entry.span.end
-        assert set(tree.root_keys) <= {root_key(self.store._identity, salt) for salt in ("", "other")}
+        assert set(tree.root_keys) <= {root_key(self.stock.search._identity, salt) for salt in ("", "other")}
 
     def memory_is_what_is_counted(self) -> None:
         """Once every reader has looked, those included that have ended and wait to be trimmed: until its next step it
         holds what was there at the last."""
-        counted = self.store.held_bytes + sum(run.cache.nbytes for run in self.runs)
+        counted = self.stock.shelf.held_bytes + sum(run.cache.nbytes for run in self.runs)
         held = mx.get_active_memory() - self.before_bytes
         assert counted - SLACK_BYTES <= held
-        assert self.store.has_work or held <= counted * 1.02 + SLACK_BYTES
+        assert self.stock.chores.has_work or held <= counted * 1.02 + SLACK_BYTES
 
     def teardown(self) -> None:
         if hasattr(self, "cache_limit"):
@@ -326,12 +327,12 @@ class StoreMachine(RuleBasedStateMachine):
         while self.runs:
             self.runs.pop().end()
         while self.leases:
-            self.store.release(self.leases.pop()[0])
+            self.stock.store.release(self.leases.pop()[0])
         for tokens, salt in self.pins:
-            self.store.unpin(tokens, salt)
-        settle(self.store)
-        self.store.clear()
-        assert (self.store.held_bytes, self.store.free_bytes, self.store.entries) == (0, 0, ())
+            self.stock.pins.unpin(tokens, salt)
+        settle(self.stock)
+        self.stock.clearing.clear()
+        assert (self.stock.shelf.held_bytes, self.stock.shelf.free_bytes, self.stock.shelf.entries) == (0, 0, {})
         mx.clear_cache()
         assert mx.get_active_memory() == self.before_bytes
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvstrata.codecs.registry import parse
 from kvstrata.disk.daily_budget import SECONDS_OF_A_DAY
 from kvstrata.index.identity import root_key
 from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import Layout
-from kvstrata.spans.plan import make_plan
+from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.store.precision.requantize import Change
-from kvstrata.store.store import MAX_SPANS, Store
+from kvstrata.store.stock import Stock
+from kvstrata.store.tidying import MAX_SPANS
 from kvstrata.store.totals import share_of
 from kvstrata.tier.base import Accepted
 from kvstrata.tier.block import Block
@@ -24,25 +25,28 @@ from tests.store.disk import begin_load, chat, load, random_tokens, reachable, s
 from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, settle, store_tokens
 
 LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
-plan = partial(make_plan, LAYOUT)
 
 
-def unsettled_chat(store: Store, num_turns: int) -> list[int]:
+def plan(name: str) -> Plan:
+    return make_plan(LAYOUT, parse(name), parse(name))
+
+
+def unsettled_chat(stock: Stock, num_turns: int) -> list[int]:
     """The last turn has only just ended."""
-    tokens = chat(store, [], num_turns - 2)
-    tokens = [*chat(store, tokens, 1, seed=1, turn_tokens=20), *random_tokens(20, 2)]
-    store_tokens(store, tokens)
+    tokens = chat(stock, [], num_turns - 2)
+    tokens = [*chat(stock, tokens, 1, seed=1, turn_tokens=20), *random_tokens(20, 2)]
+    store_tokens(stock, tokens)
     return tokens
 
 
-def check_all(store: Store, tokens: list[int]) -> None:
+def check_all(stock: Stock, tokens: list[int]) -> None:
     """A start finds all of it, as it was."""
-    store.clear(tier="hot")
-    load(store, tokens)
-    lease = store.match(tokens, "")
+    stock.clearing.clear(tier="hot")
+    load(stock, tokens)
+    lease = stock.store.match(tokens, "")
     assert lease.num_tokens == len(tokens)
     check_lease(lease, tokens)
-    store.release(lease)
+    stock.store.release(lease)
 
 
 # Joined.
@@ -51,94 +55,94 @@ def check_all(store: Store, tokens: list[int]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_turns", [MAX_SPANS, MAX_SPANS + 1])
 def test_what_is_joined_when_it_is_evicted_is_written(layout: Layout, num_turns: int, tmp_path: Path) -> None:
-    with store_on(tmp_path, layout) as store:
-        tokens = unsettled_chat(store, num_turns)
-        store.shrink_to(store.held_bytes, 0.0, most_bytes=store.held_bytes - 1)
-        assert store.count()["evicted_tokens"] == 20
-        assert written(store) == reachable(store, tokens) == len(tokens)
+    with store_on(tmp_path, layout) as stock:
+        tokens = unsettled_chat(stock, num_turns)
+        stock.room.shrink_to(stock.shelf.held_bytes, 0.0, most_bytes=stock.shelf.held_bytes - 1)
+        assert stock.reporter.count()["evicted_tokens"] == 20
+        assert written(stock) == reachable(stock, tokens) == len(tokens)
 
 
 @pytest.mark.parametrize("num_turns", [MAX_SPANS, MAX_SPANS + 1, MAX_SPANS + 2])
 def test_a_flush_writes_what_is_joined_during_it(num_turns: int, tmp_path: Path) -> None:
-    with store_on(tmp_path) as store:
-        tokens = unsettled_chat(store, num_turns)
-        store.flush(60)
-        assert written(store) == reachable(store, tokens) == len(tokens)
-        assert all(entry.is_clean for entry in store.entries)
+    with store_on(tmp_path) as stock:
+        tokens = unsettled_chat(stock, num_turns)
+        stock.flush(60)
+        assert written(stock) == reachable(stock, tokens) == len(tokens)
+        assert all(entry.is_clean for entry in stock.shelf.entries)
 
 
 def test_what_is_evicted_is_written_with_what_it_hangs_on(tmp_path: Path) -> None:
     """Nobody had the time to trim either of them."""
-    with store_on(tmp_path) as store:
+    with store_on(tmp_path) as stock:
         tokens = random_tokens(600, 0)
-        first = Run(store, tokens[:300])
+        first = Run(stock, tokens[:300])
         first.compute(300)
         first.seal()
-        store_tokens(store, tokens)
+        store_tokens(stock, tokens)
         first.end()
-        store.shrink_to(store.held_bytes, 0.0, most_bytes=store.held_bytes - 1)
-        assert 0 < store.find(tokens, "").num_tokens < 600
-        assert written(store) == reachable(store, tokens) == 600
+        stock.room.shrink_to(stock.shelf.held_bytes, 0.0, most_bytes=stock.shelf.held_bytes - 1)
+        assert 0 < stock.store.find(tokens, "").num_tokens < 600
+        assert written(stock) == reachable(stock, tokens) == 600
 
 
 def test_what_has_grown_since_it_was_begun_is_written_whole(tmp_path: Path) -> None:
-    with store_on(tmp_path) as store:
-        tokens = chat(store, [], MAX_SPANS)
-        store.spill()
-        store.work(0)
+    with store_on(tmp_path) as stock:
+        tokens = chat(stock, [], MAX_SPANS)
+        stock.spills.add_free()
+        stock.chores.work(0)
         tokens = [*tokens, *random_tokens(20, 99)]
-        store_tokens(store, tokens)
-        store.shrink_to(0)
-        assert written(store) == reachable(store, tokens) == len(tokens)
+        store_tokens(stock, tokens)
+        stock.room.shrink_to(0)
+        assert written(stock) == reachable(stock, tokens) == len(tokens)
 
 
 def test_spans_are_joined_while_their_chain_is_written(tmp_path: Path) -> None:
-    with store_on(tmp_path) as store:
-        tokens = chat(store, [], MAX_SPANS, turn_tokens=30)
-        last = store.entries[-1]
-        store._spills.add(last)
-        store.work(0)
+    with store_on(tmp_path) as stock:
+        tokens = chat(stock, [], MAX_SPANS, turn_tokens=30)
+        last = tuple(stock.shelf.entries)[-1]
+        stock.spills.add(last)
+        stock.chores.work(0)
         longer = [*tokens, *random_tokens(30, 99)]
-        store_tokens(store, longer)
-        while not store._mover.idle:
-            store.work(0)
-        assert len(store.entries) == MAX_SPANS
-        settle(store)
-        assert written(store) == reachable(store, tokens) == len(tokens)
-        check_all(store, tokens)
+        store_tokens(stock, longer)
+        while not stock.rewriting.mover.idle:
+            stock.chores.work(0)
+        assert len(stock.shelf.entries) == MAX_SPANS
+        settle(stock)
+        assert written(stock) == reachable(stock, tokens) == len(tokens)
+        check_all(stock, tokens)
 
 
 # Unreadable.
 
 
 def test_a_block_that_cannot_be_read_is_removed_and_written_again(tmp_path: Path) -> None:
-    with store_on(tmp_path) as store:
+    with store_on(tmp_path) as stock:
         tokens = random_tokens(300, 0)
-        root, ids = root_key(store._identity, ""), as_ids(tokens)[:256]
+        root, ids = root_key(stock.search._identity, ""), as_ids(tokens)[:256]
         empty = Block(chain(root, ids), root, root, 0, ids.tobytes(), {}, {"groups": []})
-        assert store.cold.tier.put(empty) == Accepted()
-        written(store)
-        loading = begin_load(store, tokens)
+        assert stock.cold.tier.put(empty) == Accepted()
+        written(stock)
+        loading = begin_load(stock, tokens)
         while not loading.is_done:
-            store.work(0)
-        store.fetches.forget(loading)
-        assert store.count()["unreadable_blocks"] == 1
-        assert reachable(store, tokens) == 0
-        write_turns(store, tokens, [300])
-        assert reachable(store, tokens) == 300
-        check_all(store, tokens)
+            stock.chores.work(0)
+        stock.fetches.forget(loading)
+        assert stock.reporter.count()["unreadable_blocks"] == 1
+        assert reachable(stock, tokens) == 0
+        write_turns(stock, tokens, [300])
+        assert reachable(stock, tokens) == 300
+        check_all(stock, tokens)
 
 
 # Refused.
 
 
-def stubborn(store: Store) -> int:
+def stubborn(stock: Stock) -> int:
     """How often the disk is asked in vain while nothing changes."""
-    before = store.counters["refused_spills"]
+    before = stock.counters["refused_spills"]
     for _ in range(5):
-        store.shrink_to(store.options.hot_bytes)
-        settle(store)
-    return store.counters["refused_spills"] - before
+        stock.room.shrink_to(stock.shelf.max_bytes)
+        settle(stock)
+    return stock.counters["refused_spills"] - before
 
 
 HOT_BYTES = 1000 * TOKEN_BYTES
@@ -151,53 +155,53 @@ REFUSALS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("limits", REFUSALS, ids=lambda limits: next(iter(limits)))
 def test_what_the_disk_does_not_take_is_not_offered_again(limits: dict[str, Any], tmp_path: Path) -> None:
-    with store_on(tmp_path, hot_bytes=HOT_BYTES, **limits) as store:
-        write_turns(store, random_tokens(400, 0), [400])
-        write_turns(store, random_tokens(400, 1), [400])
-        store.shrink_to(HOT_BYTES)
-        settle(store)
-        assert store.counters["refused_spills"] > 0
-        assert stubborn(store) == 0
+    with store_on(tmp_path, hot_bytes=HOT_BYTES, **limits) as stock:
+        write_turns(stock, random_tokens(400, 0), [400])
+        write_turns(stock, random_tokens(400, 1), [400])
+        stock.room.shrink_to(HOT_BYTES)
+        settle(stock)
+        assert stock.counters["refused_spills"] > 0
+        assert stubborn(stock) == 0
 
 
 def test_on_the_next_day_it_is_offered_again(tmp_path: Path) -> None:
     now = [0.0]
     limits: dict[str, Any] = {"daily_write_bytes": 600 * TOKEN_BYTES, "clock": lambda: now[0]}
-    with store_on(tmp_path, hot_bytes=HOT_BYTES, **limits) as store:
+    with store_on(tmp_path, hot_bytes=HOT_BYTES, **limits) as stock:
         tokens = [random_tokens(400, seed) for seed in (0, 1)]
         for each in tokens:
-            write_turns(store, each, [400])
-        assert sorted(reachable(store, each) for each in tokens) < [400, 400]
+            write_turns(stock, each, [400])
+        assert sorted(reachable(stock, each) for each in tokens) < [400, 400]
         now[0] += SECONDS_OF_A_DAY
         # What is just being written may count twice for a moment.
         for _ in range(2):
-            store.shrink_to(HOT_BYTES)
-            settle(store)
-            written(store)
-        assert [reachable(store, each) for each in tokens] == [400, 400]
+            stock.room.shrink_to(HOT_BYTES)
+            settle(stock)
+            written(stock)
+        assert [reachable(stock, each) for each in tokens] == [400, 400]
 
 
 def test_when_it_is_asked_for_again_it_is_offered_again(tmp_path: Path) -> None:
-    with store_on(tmp_path, hot_bytes=HOT_BYTES, second_touch=True) as store:
+    with store_on(tmp_path, hot_bytes=HOT_BYTES, second_touch=True) as stock:
         tokens = random_tokens(800, 0)
-        write_turns(store, tokens, [800])
-        assert written(store) == 0
-        store.release(store.match(tokens, ""))
-        store.shrink_to(HOT_BYTES)
-        settle(store)
-        assert written(store) == 800
+        write_turns(stock, tokens, [800])
+        assert written(stock) == 0
+        stock.store.release(stock.store.match(tokens, ""))
+        stock.room.shrink_to(HOT_BYTES)
+        settle(stock)
+        assert written(stock) == 800
 
 
 def test_what_a_full_queue_refused_is_offered_when_it_is_empty(tmp_path: Path) -> None:
-    with store_on(tmp_path, hot_bytes=2 * HOT_BYTES, queue_bytes=300 * TOKEN_BYTES) as store:
+    with store_on(tmp_path, hot_bytes=2 * HOT_BYTES, queue_bytes=300 * TOKEN_BYTES) as stock:
         tokens = random_tokens(1600, 0)
-        store_tokens(store, tokens)
+        store_tokens(stock, tokens)
         for _ in range(100):
-            store.shrink_to(2 * HOT_BYTES)
-            settle(store)
-            if written(store) == 1600:
+            stock.room.shrink_to(2 * HOT_BYTES)
+            settle(stock)
+            if written(stock) == 1600:
                 break
-        assert written(store) == 1600
+        assert written(stock) == 1600
 
 
 # Cleared.
@@ -205,92 +209,92 @@ def test_what_a_full_queue_refused_is_offered_when_it_is_empty(tmp_path: Path) -
 
 @pytest.mark.parametrize("tier", ["disk", "all"])
 def test_what_is_being_written_when_the_disk_is_cleared_leaves_nothing(tier: Any, tmp_path: Path) -> None:
-    with store_on(tmp_path) as store:
+    with store_on(tmp_path) as stock:
         tokens = random_tokens(1500, 0)
-        store_tokens(store, tokens)
-        while not store._mover.idle:
-            store.work(0)
-        store.spill()
+        store_tokens(stock, tokens)
+        while not stock.rewriting.mover.idle:
+            stock.chores.work(0)
+        stock.spills.add_free()
         for _ in range(3):
-            store.work(0)
-        store.clear(tier=tier)
-        settle(store)
-        assert written(store) == 0
-        assert not any(entry.is_clean for entry in store.entries)
+            stock.chores.work(0)
+        stock.clearing.clear(tier=tier)
+        settle(stock)
+        assert written(stock) == 0
+        assert not any(entry.is_clean for entry in stock.shelf.entries)
 
 
 # Put away.
 
 
 def test_what_the_disk_has_in_fewer_bits_is_put_away_all_the_same(tmp_path: Path) -> None:
-    with store_on(tmp_path, name="planes:4") as store:
+    with store_on(tmp_path, name="planes:4") as stock:
         tokens = random_tokens(600, 0)
-        write_turns(store, tokens, [600])
-        store.clear(tier="hot")
-        store.requantize(Change(k="raw", v="raw"), plan("raw", "raw"))
-        store_tokens(store, tokens)
-        settle(store)
-        store.requantize(Change(k="planes:4", v="planes:4"), plan("planes:4", "planes:4"))
-        settle(store)
-        assert written(store) == 600
-        up = store.requantize(Change(k="raw", v="raw", dry_run=True), plan("raw", "raw"))
+        write_turns(stock, tokens, [600])
+        stock.clearing.clear(tier="hot")
+        stock.changes.requantize(Change(k=parse("raw"), v=parse("raw")), plan("raw"))
+        store_tokens(stock, tokens)
+        settle(stock)
+        stock.changes.requantize(Change(k=parse("planes:4"), v=parse("planes:4")), plan("planes:4"))
+        settle(stock)
+        assert written(stock) == 600
+        up = stock.changes.requantize(Change(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
         assert up.bytes_after == 600 * TOKEN_BYTES
-        go_up(store)
-        assert store.counters["restored_spans"] == 1
-        assert store.held_bytes == 600 * TOKEN_BYTES
-        lease = store.match(tokens, "")
+        go_up(stock)
+        assert stock.counters["restored_spans"] == 1
+        assert stock.shelf.held_bytes == 600 * TOKEN_BYTES
+        lease = stock.store.match(tokens, "")
         check_lease(lease, tokens)
-        store.release(lease)
+        stock.store.release(lease)
 
 
-def go_up(store: Store) -> None:
-    store.requantize(Change(k="raw", v="raw"), plan("raw", "raw"))
-    while store.is_requantizing:
-        if store.has_work:
-            store.work(0)
+def go_up(stock: Stock) -> None:
+    stock.changes.requantize(Change(k=parse("raw"), v=parse("raw")), plan("raw"))
+    while stock.changes.is_running:
+        if stock.chores.has_work:
+            stock.chores.work(0)
 
 
 def test_nothing_is_promised_or_counted_where_the_disk_has_it_in_fewer_bits(tmp_path: Path) -> None:
-    with store_on(tmp_path, name="planes:4") as store:
+    with store_on(tmp_path, name="planes:4") as stock:
         tokens = random_tokens(600, 0)
-        write_turns(store, tokens, [600])
-        before = store.held_bytes
-        up = store.requantize(Change(k="raw", v="raw", dry_run=True), plan("raw", "raw"))
+        write_turns(stock, tokens, [600])
+        before = stock.shelf.held_bytes
+        up = stock.changes.requantize(Change(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
         assert up.bytes_after == up.bytes_before == before
-        go_up(store)
-        assert store.counters["restored_spans"] == 0
-        assert store.held_bytes == before
+        go_up(stock)
+        assert stock.counters["restored_spans"] == 0
+        assert stock.shelf.held_bytes == before
 
 
 def test_a_span_that_begins_inside_a_block_comes_back(tmp_path: Path) -> None:
-    with store_on(tmp_path, write_through=True) as store:
-        tokens = chat(store, chat(store, [], 1, turn_tokens=100), 1, seed=1, turn_tokens=2000)
-        store.release(store.match(tokens, ""))
-        store.shrink_to(store.held_bytes - 10)
-        written(store)
-        load(store, tokens)
-        assert [entry.span.position for entry in store.entries] == [0, 100, 1636]
-        store.requantize(Change(k="planes:4", v="planes:4"), plan("planes:4", "planes:4"))
-        settle(store)
-        assert store.held_bytes < 2100 * TOKEN_BYTES / 2
-        go_up(store)
+    with store_on(tmp_path, write_through=True) as stock:
+        tokens = chat(stock, chat(stock, [], 1, turn_tokens=100), 1, seed=1, turn_tokens=2000)
+        stock.store.release(stock.store.match(tokens, ""))
+        stock.room.shrink_to(stock.shelf.held_bytes - 10)
+        written(stock)
+        load(stock, tokens)
+        assert [entry.span.position for entry in stock.shelf.entries] == [0, 100, 1636]
+        stock.changes.requantize(Change(k=parse("planes:4"), v=parse("planes:4")), plan("planes:4"))
+        settle(stock)
+        assert stock.shelf.held_bytes < 2100 * TOKEN_BYTES / 2
+        go_up(stock)
         # Of the one that was cut short, the end is inside a block.
-        assert [dict(share_of(entry).by_precision).keys() for entry in store.entries][2] == {"raw"}
-        lease = store.match(tokens, "")
+        assert [dict(share_of(entry).by_precision).keys() for entry in stock.shelf.entries][2] == {"raw"}
+        lease = stock.store.match(tokens, "")
         check_lease(lease, tokens, at_least=4)
-        store.release(lease)
+        stock.store.release(lease)
 
 
 def test_a_block_was_last_used_when_its_tokens_were_and_not_when_it_is_written(tmp_path: Path) -> None:
-    with store_on(tmp_path, clock=lambda: 1000.0) as store:
+    with store_on(tmp_path, clock=lambda: 1000.0) as stock:
         old, new = random_tokens(100, 1), random_tokens(100, 2)
-        store_tokens(store, old)
-        clock = store._shelf._clock
+        store_tokens(stock, old)
+        clock = stock.leaves._clock
         assert isinstance(clock, Clock)
         clock.now_s += 50
-        store_tokens(store, new)
-        store.flush(60)
-        last_uses = sorted(row.last_use for row in rows_of(store.cold.tier))
+        store_tokens(stock, new)
+        stock.flush(60)
+        last_uses = sorted(row.last_use for row in rows_of(stock.cold.tier))
     assert last_uses == pytest.approx([950.0, 1000.0], abs=1.0)
 
 
@@ -298,15 +302,15 @@ def test_a_block_was_last_used_when_its_tokens_were_and_not_when_it_is_written(t
 
 
 def test_what_is_evicted_is_settled_and_what_it_hangs_on_is_left_as_it_is(tmp_path: Path) -> None:
-    with store_on(tmp_path) as store:
+    with store_on(tmp_path) as stock:
         tokens = random_tokens(512, 0)
         for end in (256, 512):
-            store_tokens(store, tokens[:end])
-        settle(store)
-        above, leaf = store.entries
-        store.requantize(Change(k="planes:8", v="planes:8"), plan("planes:8", "planes:8"))
-        store.shrink_to(store.held_bytes, 0.0, most_bytes=store.held_bytes - 1)
-        assert store.entries == (above,)
+            store_tokens(stock, tokens[:end])
+        settle(stock)
+        above, leaf = stock.shelf.entries
+        stock.changes.requantize(Change(k=parse("planes:8"), v=parse("planes:8")), plan("planes:8"))
+        stock.room.shrink_to(stock.shelf.held_bytes, 0.0, most_bytes=stock.shelf.held_bytes - 1)
+        assert tuple(stock.shelf.entries) == (above,)
         assert not leaf.nodes
-        assert store.counters["encoded_spans"] == 1
+        assert stock.counters["encoded_spans"] == 1
         assert {k.name for layer in above.span.layers for k, _ in above.span.pairs(layer)} == {"raw"}

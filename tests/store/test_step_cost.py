@@ -7,24 +7,24 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from kvstrata.store.precision.pressure import LadderOptions
-from kvstrata.store.store import Store
+from kvstrata.store.options import LadderOptions
+from kvstrata.store.stock import Stock
 from tests.store.disk import store_on
 from tests.store.kv import settle, store_tokens
 
 FEW, MANY = 10, 300
 
 
-def _filled(store: Store, num_entries: int) -> None:
+def _filled(stock: Stock, num_entries: int) -> None:
     """All of them refused by a disk whose daily budget is spent, and as low as they may go."""
     for number in range(num_entries):
-        store_tokens(store, [10 * number + at for at in range(8)])
-    settle(store)
-    store.pressure.make_room(1 << 40)
-    settle(store)
-    store.spill()
-    settle(store)
-    store.spill()  # that they were refused has been seen
+        store_tokens(stock, [10 * number + at for at in range(8)])
+    settle(stock)
+    stock.pressure.make_room(1 << 40)
+    settle(stock)
+    stock.spills.add_free()
+    settle(stock)
+    stock.spills.add_free()  # that they were refused has been seen
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -40,14 +40,14 @@ def test_a_step_costs_the_same_however_many_entries_there_are(tmp_path: Path) ->
     costs: dict[int, dict[str, float]] = {}
     for num_entries in (FEW, MANY):
         ladder = LadderOptions(by_pressure=True)
-        with store_on(tmp_path / str(num_entries), ladder=ladder, daily_write_bytes=1) as store:
-            _filled(store, num_entries)
-            assert store.counters["refused_spills"] >= num_entries
-            held_bytes = store.held_bytes
+        with store_on(tmp_path / str(num_entries), ladder=ladder, daily_write_bytes=1) as stock:
+            _filled(stock, num_entries)
+            assert stock.counters["refused_spills"] >= num_entries
+            held_bytes = stock.shelf.held_bytes
             costs[num_entries] = {
-                "spilling ahead": _seconds(lambda s=store, b=held_bytes: s._spills.add_some(b, b)),
-                "stepping down": _seconds(lambda s=store, b=held_bytes: s.pressure.make_room(b)),
-                "usage": _seconds(store.usage),
+                "spilling ahead": _seconds(lambda s=stock, b=held_bytes: s.spills.add_some(b, b)),
+                "stepping down": _seconds(lambda s=stock, b=held_bytes: s.pressure.make_room(b)),
+                "usage": _seconds(stock.reporter.usage),
             }
     for what, few_s in costs[FEW].items():
         # In proportion it would be 30 times as much.

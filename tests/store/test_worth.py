@@ -14,7 +14,7 @@ from kvstrata.bench.replay import LruStore, StrataStore, serve_all
 from kvstrata.bench.trace import Asked, trace_of
 from kvstrata.eviction.history import HISTORY_FACTOR, History
 from kvstrata.eviction.leaf_queue import LeafQueue
-from kvstrata.eviction.order import Eviction
+from kvstrata.eviction.order import EvictionOrder, Leaf
 from kvstrata.eviction.uses import Uses
 from kvstrata.eviction.worth import (
     EDGES_S,
@@ -33,12 +33,12 @@ ROOT = b"root"
 CHANCES = st.lists(st.floats(0.0, 0.95), min_size=NUM_BUCKETS, max_size=NUM_BUCKETS).map(np.array)
 
 
-def eviction(reuse: Reuse | None = None, quantum_tokens: int = 1) -> Eviction[str]:
-    return Eviction(reuse or Reuse(), PrefillCost(), quantum_tokens)
+def eviction(reuse: Reuse | None = None, quantum_tokens: int = 1) -> EvictionOrder[str]:
+    return EvictionOrder(reuse or Reuse(), PrefillCost(), quantum_tokens)
 
 
-def add(queue: Eviction[str], leaf: str, used_s: float, num_tokens: int = 10, nbytes: int = 10, **rest) -> None:
-    queue.add(leaf, nbytes=nbytes, start=rest.pop("start", 0), num_tokens=num_tokens, used_s=used_s, **rest)
+def add(queue: EvictionOrder[str], leaf: str, used_s: float, num_tokens: int = 10, nbytes: int = 10, **rest) -> None:
+    queue.add(leaf, Leaf(nbytes, rest.pop("start", 0), num_tokens, used_s, **rest))
 
 
 # Leaves in the order of their use.
@@ -184,7 +184,7 @@ def test_bytes_count() -> None:
 
 
 def test_the_position_counts_where_it_is_given_weight() -> None:
-    queue: Eviction[str] = Eviction(Reuse(), PrefillCost(attention_tokens=1000), 1)
+    queue: EvictionOrder[str] = EvictionOrder(Reuse(), PrefillCost(attention_tokens=1000), 1)
     add(queue, "far", 1.0, start=100_000)
     add(queue, "near", 1.0, start=0)
     assert queue.choose(1, 2.0)[0].leaf == "near"
@@ -264,7 +264,7 @@ def test_the_lower_half_of_a_split_is_of_another_kind() -> None:
 
 
 def test_a_prompt_that_is_half_known_continues_something() -> None:
-    history = History(Reuse(), store_tokens=100)
+    history = History(Reuse(), store_tokens=lambda: 100)
     assert history.asked(ROOT, [1, 2, 3], 0.0) is Kind.FRESH
     assert history.asked(ROOT, [1, 2, 3, 4, 5, 6], 1.0) is Kind.CONTINUED
     assert history.asked(ROOT, [1, 2, 3, 7, 7, 7, 7], 2.0) is Kind.FRESH
@@ -272,7 +272,7 @@ def test_a_prompt_that_is_half_known_continues_something() -> None:
 
 
 def test_history_forgets_the_oldest_first_and_stays_bounded() -> None:
-    history = History(Reuse(), store_tokens=100)
+    history = History(Reuse(), store_tokens=lambda: 100)
     rng = random.Random(0)
     for at in range(500):
         start = rng.randrange(10**6)

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
+from kvstrata.codecs.registry import parse
 from kvstrata.errors import ModelError
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
@@ -124,7 +125,8 @@ class _Ours:
         self._model: Any = loaded.module
         layout = probe(loaded.module)
         self._cache = SequenceCache(layout, loaded.module, context_tokens + room)
-        for layer, shape, pair in zip(self._cache.layers, shapes, make_plan(layout, name, name).pairs, strict=True):
+        plan = make_plan(layout, parse(name), parse(name))
+        for layer, shape, pair in zip(self._cache.layers, shapes, plan.pairs, strict=True):
             assert isinstance(layer, FullLayer)
             for k, v in _random_kv(shape, context_tokens):
                 layer.append(k, v)

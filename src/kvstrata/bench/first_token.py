@@ -19,11 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -96,7 +98,9 @@ def measure(
         progress(f"round {number + 1} of {rounds}")
         rng = random.Random(number)
         prompt = tuple(rng.randrange(loaded.vocab_size) for _ in range(prompt_tokens))
-        found.append(_round(loaded, memory_bytes, Storage(k=precision, v=precision), prompt, slow_bytes_s))
+        found.append(
+            _round(loaded, memory_bytes, Storage(k=parse(precision), v=parse(precision)), prompt, slow_bytes_s)
+        )
     return [_row(case, prompt_tokens, found) for case in found[0]]
 
 

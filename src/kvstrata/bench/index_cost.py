@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from kvstrata.eviction.order import Eviction
+from kvstrata.eviction.order import EvictionOrder, Leaf
 from kvstrata.eviction.worth import Kind, PrefillCost, Reuse
 from kvstrata.index.ids import TokenIds
 from kvstrata.index.tree import Node, Tree
@@ -55,7 +55,7 @@ def measure(sizes: Sequence[int], progress: Callable[[str], None] = lambda _: No
 def _measure(num_nodes: int) -> IndexCost:
     tree: Tree[int] = Tree()
     reuse = Reuse()
-    eviction: Eviction[Node[int]] = Eviction(reuse, PrefillCost(), quantum_tokens=256)
+    eviction: EvictionOrder[Node[int]] = EvictionOrder(reuse, PrefillCost(), quantum_tokens=256)
     before = _resident_bytes()
     for which, prompt in enumerate(_prompts(num_nodes, first=0)):
         tree.insert(ROOT, prompt, which)
@@ -87,13 +87,13 @@ def _prompts(number: int, first: int) -> Iterator[TokenIds]:
         yield np.concatenate((shared, own))
 
 
-def _add(eviction: Eviction[Node[int]], leaf: Node[int], used_s: float) -> None:
+def _add(eviction: EvictionOrder[Node[int]], leaf: Node[int], used_s: float) -> None:
     kind = Kind(int(used_s) % len(Kind))
     nbytes = leaf.num_tokens * TOKEN_BYTES
-    eviction.add(leaf, nbytes=nbytes, start=leaf.start, num_tokens=leaf.num_tokens, used_s=used_s, kind=kind)
+    eviction.add(leaf, Leaf(nbytes, leaf.start, leaf.num_tokens, used_s, kind))
 
 
-def _evict(tree: Tree[int], eviction: Eviction[Node[int]], now_s: float) -> None:
+def _evict(tree: Tree[int], eviction: EvictionOrder[Node[int]], now_s: float) -> None:
     for leaf, _ in eviction.choose(TOKEN_BYTES * OWN_TOKENS, now_s):
         tree.remove(leaf)
 

@@ -17,13 +17,14 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.memory import limit_for
 from kvstrata.engine.planned import least_token_bytes, sealed_pairs
 from kvstrata.engine.remembered import remembered_scratch
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.scratch import Shape, max_chunk
+from kvstrata.engine.storage import Storage
 from kvstrata.layers.kinds import Layout, arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -183,7 +184,7 @@ def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_
             chats = _talk(engine, loaded, load)
         seconds = time.perf_counter() - began_s
         peak_bytes = mx.get_peak_memory() - others_bytes
-        usage = engine.ask(lambda loop: loop.usage()).result()
+        usage = engine.cache.usage().result()
     finally:
         engine.stop()
     return LadderRun(

@@ -61,7 +61,7 @@ def measure(subject: Subject, text: Text, protocol: LayersProtocol, watch: Watch
 def _losses(subject: Subject, windows: Sequence[Window], bits: Sequence[int], watch: Watch) -> Iterator[LayerLoss]:
     watch.say("full precision")
     references = [watch.passed(run(subject, raw_plan(subject.layout), window)) for window in windows]
-    plans = {each: make_plan(subject.layout, f"planes:{each}", f"planes:{each}") for each in bits}
+    plans = {each: make_plan(subject.layout, PlanesCodec(each), PlanesCodec(each)) for each in bits}
     for layer in encoded_layers(subject.layout):
         watch.say(f"layer {layer}")
         for side in SIDES:
@@ -80,7 +80,7 @@ def one_side(layout: Layout, plan: Plan, layer: int, side: Side) -> Plan:
 
 def plan_by_layer(layout: Layout, losses: Sequence[LayerLoss], like: Plan) -> Plan:
     """The plan that loses least, by what each layer loses alone, and takes no more bytes than another of `planes`."""
-    by_bits = {bits: make_plan(layout, f"planes:{bits}", f"planes:{bits}") for bits in {loss.bits for loss in losses}}
+    by_bits = {bits: make_plan(layout, PlanesCodec(bits), PlanesCodec(bits)) for bits in {loss.bits for loss in losses}}
     found: dict[tuple[int, Side], dict[int, float]] = {}
     for loss in losses:
         found.setdefault((loss.layer, loss.side), {})[loss.bits] = loss.kl_mean

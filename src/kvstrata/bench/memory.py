@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from kvstrata.codecs.registry import parse
 from kvstrata.layers.batch import AttentionRows, BatchCache
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
 from kvstrata.layers.sequence import SequenceCache
@@ -180,7 +181,7 @@ def store(tokens: int) -> list[MemoryFigures]:
             held[0] = span.kv_bytes
             cache.layers.clear()
             cache.flat.clear()
-            plan = make_plan(layout, name, name)
+            plan = make_plan(layout, parse(name), parse(name))
             for layer in span.layers:
                 span.rewrite(layer, plan.pairs[layer])
 

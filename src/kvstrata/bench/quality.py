@@ -108,7 +108,7 @@ def measure(
     itself. Refuses what cannot be measured at once."""
     subject = subject_of(loaded)
     cases = _cases(texts, protocol)
-    plans = {pair: make_plan(subject.layout, *pair) for pair in protocol.pairs}
+    plans = {pair: make_plan(subject.layout, *map(parse, pair)) for pair in protocol.pairs}
     return _measured(subject, cases, plans, watch)
 
 

@@ -25,7 +25,7 @@ from kvstrata.bench.lru import LruTree
 from kvstrata.bench.trace import BLOCK_TOKENS, Asked, Trace
 from kvstrata.errors import ConfigError
 from kvstrata.eviction.history import History
-from kvstrata.eviction.order import Eviction
+from kvstrata.eviction.order import EvictionOrder, Leaf
 from kvstrata.eviction.uses import Uses
 from kvstrata.eviction.worth import PrefillCost, Reuse
 from kvstrata.index.tree import Node, Tree
@@ -101,8 +101,8 @@ class StrataStore:
         self._num_blocks = num_blocks
         self.tree: Tree[Asked] = Tree()
         reuse = Reuse()
-        self._history = History(reuse, num_blocks)
-        self._eviction: Eviction[Node[Asked]] = Eviction(reuse, PrefillCost(), quantum_tokens=BLOCK_TOKENS)
+        self._history = History(reuse, lambda: num_blocks)
+        self._eviction: EvictionOrder[Node[Asked]] = EvictionOrder(reuse, PrefillCost(), quantum_tokens=BLOCK_TOKENS)
         self._uses = Uses()
 
     def serve(self, request: Asked) -> int:
@@ -133,14 +133,8 @@ class StrataStore:
             self._eviction.discard(node)
             return
         use = self._uses[node]
-        self._eviction.add(
-            node,
-            nbytes=node.num_tokens,
-            start=node.start * BLOCK_TOKENS,
-            num_tokens=node.num_tokens * BLOCK_TOKENS,
-            used_s=use.used_s,
-            kind=use.kind,
-        )
+        nbytes, start, num_tokens = node.num_tokens, node.start * BLOCK_TOKENS, node.num_tokens * BLOCK_TOKENS
+        self._eviction.add(node, Leaf(nbytes, start, num_tokens, use.used_s, use.kind))
 
 
 class LruStore:

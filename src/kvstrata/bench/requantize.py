@@ -13,9 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.codecs.registry import parse
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
+from kvstrata.engine.operations import Operations
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.errors import KvstrataError
 from kvstrata.layers.kinds import arrays_in
@@ -154,19 +156,19 @@ def _change(
 
 def _begin(loop: Loop, precision: str) -> Changed:
     """A dry run and the change, between the same two steps: tokens that came between them would be in one only."""
-    said = loop.requantize(Change(precision, precision, dry_run=True))
-    loop.requantize(Change(precision, precision))
+    said = Operations(loop).requantize(Change(parse(precision), parse(precision), dry_run=True))
+    Operations(loop).requantize(Change(parse(precision), parse(precision)))
     return said
 
 
 def _finish(engine: Engine) -> Progress:
     """Each question is answered between two steps: this waits, it does not spin."""
-    while (progress := engine.ask(lambda loop: loop.requantize_progress()).result()).is_running:
+    while (progress := engine.cache.requantize_progress().result()).is_running:
         pass
     return progress
 
 
 def _held(loop: Loop) -> tuple[int, int]:
     """By our own count, and by MLX's."""
-    usage = loop.usage()
+    usage = Operations(loop).usage()
     return usage.running_bytes + usage.tiers["hot"].nbytes, usage.allocator_bytes

@@ -19,15 +19,17 @@ from typing import Any
 import numpy as np
 
 from kvstrata.bench.requantize import Stream
+from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Request, Sampling
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.store.store import Store
+from kvstrata.store.stock import Stock
 
 DISK_BYTES = 8 << 30
 STREAM_PROMPT_TOKENS = 64
@@ -88,7 +90,7 @@ def measure(
 ) -> Spilling:
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
         disk = DiskOptions(Path(folder), DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES, flush_s=0)
-        storage = Storage(k=precision, v=precision)
+        storage = Storage(k=parse(precision), v=parse(precision))
         limits = Limits(memory_bytes=memory_bytes, max_running=max(streams, 1))
         engine = Engine(loaded, limits, Metrics(), storage, disk)
         engine.start()
@@ -132,7 +134,7 @@ def _windows(engine: Engine, running: list[Stream], rounds: int, progress: Calla
 
 
 def _spill(engine: Engine) -> _Window:
-    engine.ask(lambda loop: _store_of(loop).spill()).result()
+    engine.ask(lambda loop: _stock_of(loop).spills.add_free()).result()
     began = time.perf_counter()
     # Each question is answered between two steps: this waits, it does not spin.
     while engine.ask(_is_spilling).result():
@@ -149,22 +151,22 @@ def _rest(engine: Engine, seconds: float) -> _Window:
 
 
 def _is_spilling(loop: Loop) -> bool:
-    store = _store_of(loop)
-    return store.has_work or store.cold.tier.usage().num_queued > 0
+    stock = _stock_of(loop)
+    return stock.chores.has_work or stock.cold.tier.usage().num_queued > 0
 
 
 def _written_bytes(loop: Loop) -> int:
-    return _store_of(loop).count()["disk_written_bytes"]
+    return _stock_of(loop).reporter.count()["disk_written_bytes"]
 
 
 def _empty_disk(loop: Loop) -> None:
-    _store_of(loop).clear(tier="disk")
+    _stock_of(loop).clearing.clear(tier="disk")
 
 
-def _store_of(loop: Loop) -> Store:
-    if loop.store is None:
+def _stock_of(loop: Loop) -> Stock:
+    if not loop.stock.store.can_share:
         raise KvstrataError("This model brings caches of its own kind, which are not stored.")
-    return loop.store
+    return loop.stock
 
 
 def _store(engine: Engine, loaded: LoadedModel, conversations: int, num_tokens: int) -> None:
@@ -177,8 +179,8 @@ def _store(engine: Engine, loaded: LoadedModel, conversations: int, num_tokens: 
     for stream in stored:
         stream.ended.wait()
     # Trimmed or encoded: from here on there is nothing to do but to spill.
-    while engine.ask(lambda loop: loop.has_chores).result():
-        engine.ask(lambda loop: loop.do_chores(1.0)).result()
+    while engine.ask(lambda loop: loop.housekeeping.has_work).result():
+        engine.ask(lambda loop: loop.housekeeping.work(1.0)).result()
 
 
 def _start_streams(engine: Engine, loaded: LoadedModel, count: int) -> list[Stream]:

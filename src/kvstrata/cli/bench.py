@@ -164,7 +164,7 @@ def replay(
 def _share(text: str, trace: Trace, token_bytes: int) -> float:
     """Of what all distinct blocks take at 16 bits."""
     from kvstrata.bench.trace import BLOCK_TOKENS
-    from kvstrata.config import Size
+    from kvstrata.sizes import Size
 
     size = Size.parse(text.strip())
     if size.num_bytes is None:

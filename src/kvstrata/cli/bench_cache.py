@@ -29,8 +29,8 @@ def first_token(
     """How soon the first token comes: without a cache, with one that has nothing, from memory, and from disks."""
     from kvstrata.backend import device
     from kvstrata.bench.first_token import measure
-    from kvstrata.config import Size
     from kvstrata.models.load import load
+    from kvstrata.sizes import Size
 
     rows = measure(
         load(model),

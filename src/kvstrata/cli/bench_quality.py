@@ -183,11 +183,12 @@ def _compared(
     """Each plan, and after it the one by layer that takes the same bytes."""
     from kvstrata.bench.layers import bits_by_layer, plan_by_layer
     from kvstrata.bench.quality import measure_plans
+    from kvstrata.codecs.registry import parse
     from kvstrata.spans.plan import make_plan
 
     plans: dict[tuple[str, str], Plan] = {}
     for pair in protocol.pairs:
-        plans[pair] = make_plan(subject.layout, *pair)
+        plans[pair] = make_plan(subject.layout, *map(parse, pair))
         by_layer = plan_by_layer(subject.layout, losses, plans[pair])
         plans["by layer,", "/".join(name.removeprefix("planes:") for name in pair)] = by_layer
         if not as_json:

@@ -25,8 +25,8 @@ Folder = Annotated[
 
 def ls(folder: Folder, as_json: AsJson = False) -> None:
     """What is in a folder, from the headers of its blocks. Ends with 1 if some could not be read."""
-    from kvstrata.config import human_bytes
     from kvstrata.disk.inspect import list_blocks
+    from kvstrata.sizes import human_bytes
 
     listing = list_blocks(folder)
     rows = [_row(row) for row in listing.rows]
@@ -49,9 +49,9 @@ def ls(folder: Folder, as_json: AsJson = False) -> None:
 
 def verify(folder: Folder, as_json: AsJson = False) -> None:
     """Read every block and check it. Changes nothing; ends with 1 if something is damaged or could not be read."""
-    from kvstrata.config import human_bytes
     from kvstrata.disk.inspect import verify as verify_blocks
     from kvstrata.index.keys import chain
+    from kvstrata.sizes import human_bytes
 
     found = verify_blocks(folder, chain=chain)
     if as_json:

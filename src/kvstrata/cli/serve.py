@@ -77,8 +77,8 @@ def run(settings: Settings) -> None:
 
 
 def start_lines(settings: Settings, service: Service, machine: Device, url: str) -> list[str]:
-    from kvstrata.config import human_bytes
     from kvstrata.server.assemble import memory_limit_bytes
+    from kvstrata.sizes import human_bytes
 
     loaded, engine = service.loaded, service.engine.props()
     limit = memory_limit_bytes(settings, machine)

@@ -41,9 +41,18 @@ def parse(name: str) -> Codec:
 
 
 def parse_for(name: str, head_dim: int) -> Codec:
-    """The codec for vectors of this size: `affine` without a group takes 64 where that divides, else 32."""
+    """Likewise, for vectors of this size. A group that is named stays."""
     codec = parse(name)
-    if isinstance(codec, AffineCodec) and _parts(name)[2] is None and head_dim % codec.group:
+    if _parts(name)[2] is None:
+        return fit(codec, head_dim)
+    codec.check(head_dim)
+    return codec
+
+
+def fit(codec: Codec, head_dim: int) -> Codec:
+    """The codec for vectors of this size: groups of 64, which `affine` has by default, become 32 where 64 does not
+    divide."""
+    if isinstance(codec, AffineCodec) and codec.group == DEFAULT_GROUP and head_dim % codec.group:
         codec = AffineCodec(codec.bits, 32)
     codec.check(head_dim)
     return codec

@@ -1,28 +1,36 @@
 """How many bytes sequences and stored spans hold, how many are free, and how much room each sequence gets.
 
-Knows the budget, the sequences that run and the store. Does not know who runs next.
+Knows the budget, the sequences that run and what is stored. Does not know who runs next.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from kvstrata.engine.memory import Budget
 from kvstrata.engine.scheduler import tail_tokens
 from kvstrata.engine.sequence import Sequence
 from kvstrata.store.entry import Found
-from kvstrata.store.store import Store
+from kvstrata.store.shelf import Shelf
 
 
 class Capacity:
+    """`keeps_growth_free`: those that come leave room for the next growth of one that runs."""
+
     def __init__(
-        self, budget: Budget, running: Mapping[int, Sequence], store: Store | None, tail_step_tokens: int
+        self,
+        budget: Budget,
+        running: Mapping[int, Sequence],
+        shelf: Shelf,
+        *,
+        tail_step_tokens: int,
+        keeps_growth_free: bool,
     ) -> None:
         self.budget = budget  # replaced when the precision of what is to come changes
         self._running = running
-        self._store = store  # None: this model's caches cannot be stored
+        self._shelf = shelf
         self._tail_step_tokens = tail_step_tokens
+        self._keeps_growth_free = keeps_growth_free
 
     @property
     def running_bytes(self) -> int:
@@ -30,12 +38,12 @@ class Capacity:
 
     @property
     def stored_bytes(self) -> int:
-        return self._store.held_bytes if self._store else 0
+        return self._shelf.held_bytes
 
     @property
     def free_bytes(self) -> int:
         """What is stored and may go is free."""
-        leased_bytes = self.stored_bytes - (self._store.free_bytes if self._store else 0)
+        leased_bytes = self._shelf.held_bytes - self._shelf.free_bytes
         return self.budget.total_bytes - self.running_bytes - leased_bytes
 
     # Room of one sequence.
@@ -80,31 +88,8 @@ class Capacity:
         growing = [s for s in self._running.values() if s.cache and s.tokens_wanted > s.cache.free_tokens]
         return max(map(self.next_bytes, growing), default=0)
 
-    # Room beside what is stored.
-
     def left_bytes(self, growing_bytes: int) -> int:
-        """For those that come, if those that run take so much more; with a disk, if one of them grows at all."""
-        if not growing_bytes and self._store is not None and self._store.cold.has_tier:
+        """For those that come, if those that run take so much more."""
+        if not growing_bytes and self._keeps_growth_free:
             growing_bytes = self.most_next_bytes()
         return self.budget.total_bytes - self.running_bytes - growing_bytes
-
-    def relieve(self) -> None:
-        """Memory fills up: begin in time."""
-        if self._store is not None:
-            self._store.relieve(self.running_bytes + self.stored_bytes, self.budget.total_bytes)
-
-    def make_room(self, slice_s: float, *, has_grown: bool) -> None:
-        """Work for so long at most. What has not stepped down by then goes, where a sequence has grown; while one is
-        being encoded it takes more for a moment, which is no reason to let others go."""
-        if self._store is None:
-            return
-        limit_bytes = self.budget.total_bytes - self.running_bytes
-        most_bytes = limit_bytes if has_grown or not self._store.is_rewriting else None
-        self._store.shrink_to(limit_bytes, slice_s, most_bytes=most_bytes)
-        if self._store.cold.has_tier:
-            # A stream waits for no disk when it grows: for the next that does there should be room by then.
-            self._store.shrink_to(limit_bytes - self.most_next_bytes(), 0.0)
-
-    def seconds_to_expiry(self) -> float:
-        """Until something stored has to go, unless something comes."""
-        return math.inf if self._store is None else self._store.seconds_to_expiry()

@@ -1,7 +1,7 @@
 """Who of those that the plan lets in may begin now, and who waits until memory has room for them.
 
 Streams go on while others wait: spans step down bit by bit, and what has to go is written to the disk. What those that
-wait would go on from is held for them meanwhile. No request waits longer for the disk than the store's patience, and
+wait would go on from is held for them meanwhile. No request waits longer for the disk than its patience, and
 none waits for a disk that does not work.
 """
 
@@ -13,31 +13,36 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvstrata.engine.sequence import Sequence as Request
 from kvstrata.store.entry import Entry, Lease
-from kvstrata.store.store import Store
+from kvstrata.store.leases import Leases
+from kvstrata.store.room import Room
 
 
 class Entrance:
-    def __init__(self, store: Store | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store = store
+    """`patience_s`: how long a request may wait for the disk."""
+
+    def __init__(
+        self, room: Room, leases: Leases, patience_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._room = room
+        self._leases = leases
+        self._patience_s = patience_s
         self._clock = clock
         self._held: Lease | None = None
 
     def let_in(self, requests: Sequence[Request], own_bytes: Iterable[int], limit_bytes: int, *, slice_s: float) -> int:
         """How many of these, in their order, may begin now. `own_bytes`: what each of them takes; `limit_bytes`: what
         those that run leave. `slice_s`: of work that may be done here and now."""
-        if self._store is None:
-            return len(requests)
         found = [request.stored.found for request in requests]
-        self._hold(self._store, [entry for each in found if each is not None for entry in each.entries])
+        self._hold([entry for each in found if each is not None for entry in each.entries])
         for number, (request, nbytes) in enumerate(zip(requests, own_bytes, strict=True)):
             limit_bytes -= nbytes
-            if self._has_to_wait(request, self._store, limit_bytes, slice_s):
+            if self._has_to_wait(request, limit_bytes, slice_s):
                 return number
         self.let_go()
         return len(requests)
 
-    def _has_to_wait(self, request: Request, store: Store, limit_bytes: int, slice_s: float) -> bool:
-        shrunk = store.shrink_to(limit_bytes, slice_s)
+    def _has_to_wait(self, request: Request, limit_bytes: int, slice_s: float) -> bool:
+        shrunk = self._room.shrink_to(limit_bytes, slice_s)
         if shrunk != "awaits_disk":
             request.stored.awaits_room_s = None
             return shrunk == "steps_down"
@@ -47,17 +52,17 @@ class Entrance:
 
     def seconds_left(self, request: Request) -> float:
         """For which it still waits for the disk to take what has to go; infinite where it does not."""
-        if request.stored.awaits_room_s is None or self._store is None:
+        if request.stored.awaits_room_s is None:
             return math.inf
-        return request.stored.awaits_room_s + self._store.cold.patience_s - self._clock()
+        return request.stored.awaits_room_s + self._patience_s - self._clock()
 
     def let_go(self) -> None:
         """No request waits here now."""
-        if self._held is not None and self._store is not None:
-            self._store.release(self._held)
+        if self._held is not None:
+            self._leases.release(self._held)
         self._held = None
 
-    def _hold(self, store: Store, entries: Iterable[Entry]) -> None:
-        before, self._held = self._held, store.hold(entries)
+    def _hold(self, entries: Iterable[Entry]) -> None:
+        before, self._held = self._held, self._leases.hold(entries)
         if before is not None:
-            store.release(before)
+            self._leases.release(before)

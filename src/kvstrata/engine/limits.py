@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Of a long prompt, between two points that models with window or recurrent layers can be resumed at.
+MARK_EVERY_TOKENS = 4096
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -17,30 +20,6 @@ class Limits:
     memory_bytes: int | None = None  # weights, KV and scratch; None: 75 % of the device's memory
     wired_bytes: int = 0  # that macOS must not page out; 0: it decides
     slice_s: float = 0.005  # of work on stored KV between two decode steps
-
-
-@dataclass(frozen=True)
-class Storage:
-    """What becomes of KV that was computed."""
-
-    k: str = "raw"  # precision of stored keys, as in codecs/registry.py
-    v: str = "raw"
-    edge_layers: int = 0  # so many first and last attention layers
-    edge: str = "planes:8"  # are stored like this instead
-    min_quantize_tokens: int = 256  # shorter sequences stay raw
-    live: bool = False  # running sequences are encoded too,
-    first_raw_tokens: int = 4  # but for their first
-    recent_raw_tokens: int = 128  # and newest tokens
-    dynamic: bool = False  # precision steps down as memory fills up,
-    floor_k_bits: int = 4  # not below this
-    floor_v_bits: int = 4
-    dynamic_at: tuple[tuple[int, str], ...] = ()  # (tokens, precision): longer sequences step down, whatever the memory
-    hot_bytes: int | None = None  # most that stored KV takes in memory; None: what running sequences leave
-    put_away: bool = True  # to the disk, what stepping down takes away
-    write_through: bool = False  # to the disk at once, not when memory runs short
-    ttl_s: float | None = None  # what no request used for so long goes; None: it stays while there is room
-    max_marks: int = 8  # resume points that a stored conversation keeps, in models that need them
-    mark_every_tokens: int = 4096  # of a long prompt, in such models
 
 
 @dataclass(frozen=True)

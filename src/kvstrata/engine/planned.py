@@ -3,14 +3,15 @@ read them. Pure."""
 
 from __future__ import annotations
 
-from kvstrata.engine.limits import Storage
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import Pair
 from kvstrata.spans.plan import Plan, make_plan, raw_plan
 
 # What a running server may be told to change to, whatever it was started with: all codecs are read alike.
-ANY_CODEC = "planes:8"
+ANY_CODEC = PlanesCodec(8)
 
 
 def least_token_bytes(layout: Layout, storage: Storage) -> float:
@@ -32,12 +33,12 @@ def sealed_pairs(layout: Layout, storage: Storage) -> tuple[Pair, ...] | None:
 
 
 def _plans(layout: Layout, storage: Storage) -> list[Plan]:
-    names = [(storage.k, storage.v)]
+    pairs: list[Pair] = [(storage.k, storage.v)]
     if storage.dynamic:
-        names.append((f"planes:{storage.floor_k_bits}", f"planes:{storage.floor_v_bits}"))
-    names += [(name, name) for _, name in storage.dynamic_at]
+        pairs.append((PlanesCodec(storage.floor_k_bits), PlanesCodec(storage.floor_v_bits)))
+    pairs += [(codec, codec) for _, codec in storage.dynamic_at]
     plans = [raw_plan(layout)]
-    for k, v in names:
+    for k, v in pairs:
         try:
             plans.append(make_plan(layout, k, v, edge_layers=storage.edge_layers, edge=storage.edge))
         except ConfigError:

@@ -99,12 +99,24 @@ class Beside:
 
 
 class Speeds:
-    """Counts passes as they end."""
+    """Counts passes as they end. `share`: of the time, that prompts may take while streams run. `max_chunk`: largest
+    chunk of a prompt; `fixed_chunk`: the size of all, whatever is measured."""
 
-    def __init__(self, metrics: Metrics, *, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        share: float,
+        max_chunk: int,
+        fixed_chunk: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._metrics = metrics
         self._share = share
+        self._max_chunk = max_chunk
+        self._fixed_chunk = fixed_chunk
         self._clock = clock
+        self.num_chunks = 0
         self._last_read_s = 0.0
         self._did_chores = False  # since the last decode step was read
         self._beside = Beside(MIN_BESIDE_TOKENS)
@@ -117,19 +129,24 @@ class Speeds:
         """How long a decode step usually takes; 0: not known."""
         return self._beside.pace.step_s()
 
-    def chunk_tokens(self, most: int) -> int:
-        return chunk_tokens(self.alone.tokens_s, most)
+    def chunk_tokens(self) -> int:
+        """Of the next chunk while nothing decodes."""
+        return self._fixed_chunk or chunk_tokens(self.alone.tokens_s, self._max_chunk)
 
-    def beside_tokens(self, num_streams: int, most: int) -> int:
+    def beside_tokens(self, num_streams: int) -> int:
+        """Of the next chunk beside so many streams; 0: they go on without one."""
+        if self._fixed_chunk:
+            return self._fixed_chunk
         step_s = self._beside.step_s(num_streams)
         sharing = Sharing(self._share, step_s, self.alone.tokens_s, self._beside.recent, self._beside.steps_since_chunk)
-        return beside_tokens(sharing, least=MIN_BESIDE_TOKENS, most=most)
+        return beside_tokens(sharing, least=MIN_BESIDE_TOKENS, most=self._max_chunk)
 
     def did_chores(self) -> None:
         self._did_chores = True
 
     def count_chunk(self, num_tokens: int, seconds: float, *, has_streams: bool) -> None:
         """A pass of its own."""
+        self.num_chunks += 1
         self.prefill.add(num_tokens, seconds)
         self._metrics.step_s.labels(kind="prefill").observe(seconds)
         if has_streams:
@@ -158,6 +175,7 @@ class Speeds:
 
     def _count_mixed(self, step: Launched, seconds: float) -> None:
         """What it took more than a step without the chunk is the chunk's."""
+        self.num_chunks += 1
         step_s = min(self._beside.pace.step_s(len(step.ids)), seconds)
         self._beside.add_chunk(step.num_riding, seconds - step_s)
         self.prefill.add(step.num_riding, seconds)

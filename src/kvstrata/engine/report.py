@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from kvstrata.engine.memory import Budget
-from kvstrata.engine.resume import Resume
 from kvstrata.engine.sequence import Sequence
 from kvstrata.index.identity import owner_of
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.spans.span import SpanRange
 from kvstrata.store.report import PartUsage, TierUsage, precision_of
+from kvstrata.store.stock import Stock
 
 
 @dataclass(frozen=True)
@@ -39,26 +39,25 @@ class CacheUsage:
     has_store: bool = True  # False: this model's caches cannot be stored
 
 
-def cache_usage(resume: Resume, budget: Budget, running: Iterable[Sequence], owner: str | None = None) -> CacheUsage:
+def cache_usage(stock: Stock, budget: Budget, running: Iterable[Sequence], owner: str | None = None) -> CacheUsage:
     """What is under an owner's salts, or all; budgets, headroom and counters are the server's in either case."""
     sequences = list(running)
     own = [s for s in sequences if owner is None or owner_of(s.request.salt) == owner]
-    store = resume.store
-    hot = store.usage(owner) if store else TierUsage()
-    disk = store.disk_usage(owner) if store else None
-    held_bytes = _running_bytes(sequences, budget) + (store.held_bytes if store else 0)
+    disk = stock.reporter.disk_usage(owner)
+    held_bytes = _running_bytes(sequences, budget) + stock.shelf.held_bytes
+    target = stock.changes.target
     return CacheUsage(
-        tiers={"hot": hot, **({"disk": disk} if disk else {})},
+        tiers={"hot": stock.reporter.usage(owner), **({"disk": disk} if disk else {})},
         sequences=tuple(_sequence(s, budget) for s in own),
         budget_bytes=budget.total_bytes,
-        hot_budget_bytes=store.options.hot_bytes if store else 0,
+        hot_budget_bytes=stock.shelf.max_bytes,
         running_bytes=_running_bytes(own, budget),
-        pinned_bytes=store.pins.nbytes(owner) if store else 0,
+        pinned_bytes=stock.pins.nbytes(owner),
         headroom_bytes=max(0, budget.total_bytes - held_bytes),
         allocator_bytes=mx.get_active_memory(),
-        counters=dict(store.count()) if store else {},
-        target=(store.precision.target.k, store.precision.target.v) if store else ("raw", "raw"),
-        has_store=store is not None,
+        counters=stock.reporter.count(),
+        target=(target.k.name, target.v.name),
+        has_store=stock.store.can_share,
     )
 
 

@@ -21,7 +21,7 @@ from kvstrata.layers.sequence import Prefix, SequenceCache
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """One sequence in a step. `token` is its next input; None: what the step in flight gives it."""
 
     id: int
@@ -77,7 +77,7 @@ class Runner:
         """Whether a chunk may ride along with a decode step."""
         return self._layout.mixes
 
-    def launch(self, rows: Sequence[Row], before: Launched | None, riding: PromptChunk | None = None) -> Launched:
+    def launch(self, rows: Sequence[BatchRow], before: Launched | None, riding: PromptChunk | None = None) -> Launched:
         """Start one token for every row. `riding` goes through the same pass: only if it `mixes`."""
         began_s = time.perf_counter()
         tokens = _inputs(rows, before)
@@ -100,7 +100,7 @@ class Runner:
         """Forget the batch as it is: its sequences are at an end, and what it holds may not be computable."""
         self._batch = None
 
-    def _forward(self, rows: Sequence[Row], tokens: mx.array) -> mx.array:  # tokens: [rows] -> [rows, vocab]
+    def _forward(self, rows: Sequence[BatchRow], tokens: mx.array) -> mx.array:  # tokens: [rows] -> [rows, vocab]
         if len(rows) == 1 or self._layout.path == "rows":
             self.disband()
             return mx.concatenate([self._forward_alone(row, tokens[i : i + 1]) for i, row in enumerate(rows)])
@@ -110,7 +110,7 @@ class Runner:
         return logits[:, -1]
 
     def _forward_mixed(
-        self, rows: Sequence[Row], tokens: mx.array, riding: PromptChunk
+        self, rows: Sequence[BatchRow], tokens: mx.array, riding: PromptChunk
     ) -> mx.array:  # -> [rows, vocab]
         mixed = MixedPass(riding.cache, len(riding.tokens), self._batch_of(rows))
         inputs = mx.concatenate([mx.array(riding.tokens, mx.int32), tokens.astype(mx.int32)])
@@ -118,23 +118,23 @@ class Runner:
         mixed.end()
         return logits[-len(rows) :, -1]
 
-    def _batch_of(self, rows: Sequence[Row]) -> BatchCache:
+    def _batch_of(self, rows: Sequence[BatchRow]) -> BatchCache:
         caches = tuple(row.cache for row in rows)
         if self._batch is None or self._batch.sequences != caches:
             self.disband()
             self._batch = BatchCache(caches)
         return self._batch
 
-    def _forward_alone(self, row: Row, token: mx.array) -> mx.array:
+    def _forward_alone(self, row: BatchRow, token: mx.array) -> mx.array:
         logits = self._model(token[None], cache=row.cache.caches())
         row.cache.end_pass(1)
         return logits[:, -1]
 
-    def _state_arrays(self, rows: Sequence[Row]) -> list[mx.array]:
+    def _state_arrays(self, rows: Sequence[BatchRow]) -> list[mx.array]:
         return self._batch.states() if self._batch else [array for row in rows for array in row.cache.states()]
 
 
-def _inputs(rows: Sequence[Row], before: Launched | None) -> mx.array:
+def _inputs(rows: Sequence[BatchRow], before: Launched | None) -> mx.array:
     if before is not None and tuple(row.id for row in rows) == before.ids and all(row.token is None for row in rows):
         return before.sampled.tokens
     places = {id_: place for place, id_ in enumerate(before.ids)} if before else {}

@@ -70,7 +70,19 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Terms:
+    """What a plan goes by beside the sequences."""
+
+    free_bytes: int
+    max_running: int
+    chunk_tokens: int
+    beside_tokens: int  # of a chunk while streams run; 0: none in this step
+    mixes: bool = False  # whether such a chunk rides along with their step
+    turn: int = 0  # chunks so far
+
+
+@dataclass(frozen=True)
+class StepPlan:
     set_aside: tuple[int, ...] = ()
     grow: tuple[int, ...] = ()
     admit: tuple[int, ...] = ()
@@ -79,30 +91,21 @@ class Plan:
     rides: bool = False  # the chunk goes through the same pass as the decode step
 
 
-def plan(
-    waiting: Sequence[Waiting],  # in order of arrival; ids grow with it
-    running: Sequence[Running],  # likewise
-    *,
-    free_bytes: int,
-    max_running: int,
-    chunk_tokens: int,
-    beside_tokens: int,  # of a chunk while streams run; 0: none in this step
-    mixes: bool,  # whether such a chunk rides along with their step
-    turn: int,
-) -> Plan:
-    set_aside, grow, free_bytes = _make_room(running, free_bytes)
+def plan(waiting: Sequence[Waiting], running: Sequence[Running], terms: Terms) -> StepPlan:
+    """Both in order of arrival; ids grow with it."""
+    set_aside, grow, free_bytes = _make_room(running, terms.free_bytes)
     left = [sequence for sequence in running if sequence.id not in set_aside]
     # A sequence that was set aside has first call on the memory: no other is let in before it.
-    admit = () if set_aside else _admit(waiting, len(left), free_bytes, max_running)
+    admit = () if set_aside else _admit(waiting, len(left), free_bytes, terms.max_running)
     left += [Running(w.id, w.admit_bytes, w.prefill_left, w.chunk_limit) for w in waiting if w.id in admit]
     left.sort(key=lambda sequence: sequence.id)
     streams = [s for s in left if not s.prefill_left and not s.complete]
-    chunk = _next_chunk(left, beside_tokens if streams else chunk_tokens, turn)
-    rides = mixes and chunk is not None and bool(streams)
+    chunk = _next_chunk(left, terms.beside_tokens if streams else terms.chunk_tokens, terms.turn)
+    rides = terms.mixes and chunk is not None and bool(streams)
     # A prompt whose last chunk rides along has its first token in the next step: this one's rows are those of streams.
     decoding = streams if rides else [s for s in left if _decodes(s, chunk)]
     decode = tuple(s.id for s in decoding if not s.grow_bytes or s.id in grow)
-    return Plan(set_aside, grow, admit, chunk, decode, rides)
+    return StepPlan(set_aside, grow, admit, chunk, decode, rides)
 
 
 def _make_room(running: Sequence[Running], free_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -48,6 +48,12 @@ class Stored:
     load: BlockLoad | None = None  # what is on its way from the disk for it
     awaits_room_s: float | None = None  # since when it waits for the disk to take what has to go; None: it does not
 
+    def withdraw_lookup(self) -> None:
+        """The answer is of no use any more."""
+        if self.lookup is not None:
+            self.lookup.withdraw()
+            self.lookup = None
+
 
 class Sequence:
     def __init__(self, request: Request, sink: Sink, max_tokens: int, arrival: int) -> None:

@@ -1,15 +1,17 @@
 """What was asked for lately, whether it is still stored or not: tokens and times only, a few bytes for each token.
 
 A store that learns only from its own hits never sees what it evicted too early. This remembers prompts for several
-times as long as the store can hold them, tells how much of a prompt was known, and closes the tickets of `Reuse`.
+times as long as the store can hold them, tells how much of a prompt was known, and
+tells `Reuse` when a use that it awaits has come.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvstrata.eviction.leaf_queue import LeafQueue
-from kvstrata.eviction.worth import Kind, Reuse, Ticket
+from kvstrata.eviction.worth import AwaitedUse, Kind, Reuse
 from kvstrata.index.ids import Tokens, as_ids
 from kvstrata.index.tree import Inserted, Node, Tree
 
@@ -20,7 +22,7 @@ HISTORY_FACTOR = 8
 class Seen(NamedTuple):
     """The last use of a node."""
 
-    ticket: Ticket
+    awaited: AwaitedUse
     kind: Kind
     used_s: float
 
@@ -31,20 +33,17 @@ def kind_of(known_tokens: int, num_tokens: int) -> Kind:
 
 
 class History:
-    """`store_tokens`: about what the store can hold."""
+    """`store_tokens` tells about how many the store can hold now."""
 
-    def __init__(self, reuse: Reuse, store_tokens: int) -> None:
+    def __init__(self, reuse: Reuse, store_tokens: Callable[[], int]) -> None:
         self._reuse = reuse
-        self._max_tokens = HISTORY_FACTOR * store_tokens
+        self._store_tokens = store_tokens
         self._tree: Tree[Seen | None] = Tree()
         self._leaves: LeafQueue[Node[Seen | None]] = LeafQueue()
 
     @property
     def num_tokens(self) -> int:
         return self._tree.num_tokens
-
-    def resize(self, store_tokens: int) -> None:
-        self._max_tokens = HISTORY_FACTOR * store_tokens
 
     def known_tokens(self, root_key: bytes, tokens: Tokens) -> int:
         """How far a prompt was asked for before, by whatever prompt."""
@@ -61,12 +60,14 @@ class History:
             self._leaves.discard(node)
         if inserted.path and inserted.path[-1].is_leaf:
             self._put(inserted.path[-1])
-        while self._tree.num_tokens > self._max_tokens:
+        most = HISTORY_FACTOR * self._store_tokens()
+        while self._tree.num_tokens > most:
             self._forget_oldest(now_s)
         return kind
 
     def _split(self, inserted: Inserted[Seen | None]) -> None:
-        """The upper half takes over the ticket; the lower one was not used again so far, and waits as another kind."""
+        """The upper half takes over the awaited use; the lower one was not used again so far, and waits as another
+        kind."""
         if not inserted.halves:
             return
         _, lower = inserted.halves
@@ -79,7 +80,7 @@ class History:
 
     def _use(self, node: Node[Seen | None], num_tokens: int, kind: Kind, now_s: float) -> None:
         if node.payload is not None:
-            self._reuse.reused(node.payload.ticket, num_tokens, now_s)
+            self._reuse.reused(node.payload.awaited, num_tokens, now_s)
         node.payload = Seen(self._reuse.opened(kind, node.num_tokens, now_s), kind, now_s)
 
     def _put(self, leaf: Node[Seen | None]) -> None:
@@ -90,7 +91,7 @@ class History:
         leaf = self._leaves.oldest()
         assert leaf is not None
         assert leaf.payload is not None
-        self._reuse.forgotten(leaf.payload.ticket, now_s)
+        self._reuse.forgotten(leaf.payload.awaited, now_s)
         self._leaves.discard(leaf)
         self._tree.remove(leaf)
         if leaf.parent is not None and leaf.parent.is_leaf:

@@ -24,55 +24,53 @@ CLEARLY = 0.9
 SPARE_SHARE = 0.1
 
 
-class Drop(NamedTuple, Generic[K]):
+class Chosen(NamedTuple, Generic[K]):
+    """A leaf that goes, or its end."""
+
     leaf: K
     keep_tokens: int  # from its start on; 0: all of it goes
 
 
-class _Leaf(NamedTuple):
+class Leaf(NamedTuple):
+    """What is known of a leaf that may go."""
+
     nbytes: int
+    start: int
     num_tokens: int
     used_s: float
-    kind: Kind
+    kind: Kind = Kind.FRESH
+    expires_s: float = math.inf
+    is_spare: bool = False  # the disk has it too
+
+
+class _Placed(NamedTuple):
+    leaf: Leaf
     cost_by_byte: float
-    expires_s: float
     queue: QueueKey
 
 
-class Eviction(Generic[K]):
+class EvictionOrder(Generic[K]):
     def __init__(self, reuse: Reuse, cost: PrefillCost, quantum_tokens: int) -> None:
         self._reuse = reuse
         self._cost = cost
         self._quantum_tokens = quantum_tokens  # what stays of a leaf is a multiple of this
-        self._leaves: dict[K, _Leaf] = {}
+        self._leaves: dict[K, _Placed] = {}
         self._queues: dict[QueueKey, LeafQueue[K]] = {}
         self._expiring: LeafQueue[K] = LeafQueue()
 
     def __len__(self) -> int:
         return len(self._leaves)
 
-    def add(
-        self,
-        leaf: K,
-        *,
-        nbytes: int,
-        start: int,
-        num_tokens: int,
-        used_s: float,
-        kind: Kind = Kind.FRESH,
-        expires_s: float = math.inf,
-        is_spare: bool = False,
-    ) -> None:
-        """A leaf that may go: neither leased nor pinned. Again where it was used or changed its size. `is_spare`: the
-        disk has it too."""
-        self.discard(leaf)
-        cost_by_byte = self._cost.per_token(start + num_tokens / 2) * num_tokens / max(1, nbytes)
-        cost_by_byte *= SPARE_SHARE if is_spare else 1.0
-        queue = kind, math.floor(2 * math.log2(cost_by_byte)), is_spare
-        self._leaves[leaf] = _Leaf(nbytes, num_tokens, used_s, kind, cost_by_byte, expires_s, queue)
-        self._queues.setdefault(queue, LeafQueue()).put(leaf, used_s, start)
-        if expires_s < math.inf:
-            self._expiring.put(leaf, expires_s, start)
+    def add(self, key: K, leaf: Leaf) -> None:
+        """A leaf that may go: neither leased nor pinned. Again where it was used or changed its size."""
+        self.discard(key)
+        cost_by_byte = self._cost.per_token(leaf.start + leaf.num_tokens / 2) * leaf.num_tokens / max(1, leaf.nbytes)
+        cost_by_byte *= SPARE_SHARE if leaf.is_spare else 1.0
+        queue = leaf.kind, math.floor(2 * math.log2(cost_by_byte)), leaf.is_spare
+        self._leaves[key] = _Placed(leaf, cost_by_byte, queue)
+        self._queues.setdefault(queue, LeafQueue()).put(key, leaf.used_s, leaf.start)
+        if leaf.expires_s < math.inf:
+            self._expiring.put(key, leaf.expires_s, leaf.start)
 
     def discard(self, leaf: K) -> None:
         """It is in use, pinned, gone, or not a leaf any more. Nothing happens where it is not known."""
@@ -85,32 +83,32 @@ class Eviction(Generic[K]):
         if not len(queue):
             del self._queues[known.queue]
 
-    def choose(self, need_bytes: int, now_s: float, *, spare_only: bool = False) -> list[Drop[K]]:
+    def choose(self, need_bytes: int, now_s: float, *, spare_only: bool = False) -> list[Chosen[K]]:
         """What has expired; else, where room is needed, the one leaf that is worth least, or its end. One at a time:
         the node above it becomes the next candidate. Empty when there is none. Chosen leaves are no candidates any
         more: one that stays, or a part of it, is added again. `spare_only`: of those that the disk has too."""
-        chosen = [Drop(leaf, 0) for leaf in self._take_expired(now_s)]
+        chosen = [Chosen(leaf, 0) for leaf in self._take_expired(now_s)]
         least = self._least(now_s, spare_only) if need_bytes > 0 and not chosen else None
         if least is not None:
-            known = self._leaves[least]
+            known = self._leaves[least].leaf
             need_tokens = math.ceil(need_bytes * known.num_tokens / max(1, known.nbytes))
             self.discard(least)
-            chosen.append(Drop(least, kept_tokens(known.num_tokens, need_tokens, self._quantum_tokens)))
+            chosen.append(Chosen(least, kept_tokens(known.num_tokens, need_tokens, self._quantum_tokens)))
         return chosen
 
     def next_expiry_s(self) -> float:
         """When the first leaf expires; infinite where none will."""
         leaf = self._expiring.oldest()
-        return math.inf if leaf is None else self._leaves[leaf].expires_s
+        return math.inf if leaf is None else self._leaves[leaf].leaf.expires_s
 
     def worth(self, leaf: K, now_s: float) -> float:
         """Cost that keeping it saves, for each byte and second."""
-        known = self._leaves[leaf]
-        return self._reuse.density(known.kind, now_s - known.used_s) * known.cost_by_byte
+        (known, cost_by_byte, _) = self._leaves[leaf]
+        return self._reuse.density(known.kind, now_s - known.used_s) * cost_by_byte
 
     def _take_expired(self, now_s: float) -> list[K]:
         expired = []
-        while (leaf := self._expiring.oldest()) is not None and self._leaves[leaf].expires_s <= now_s:
+        while (leaf := self._expiring.oldest()) is not None and self._leaves[leaf].leaf.expires_s <= now_s:
             self.discard(leaf)
             expired.append(leaf)
         return expired
@@ -118,14 +116,13 @@ class Eviction(Generic[K]):
     def _least(self, now_s: float, spare_only: bool) -> K | None:
         queues = [queue for (_, _, is_spare), queue in self._queues.items() if is_spare or not spare_only]
         ends = [leaf for queue in queues if (leaf := queue.oldest()) is not None]
-        oldest = min(ends, key=lambda leaf: self._leaves[leaf].used_s, default=None)
+        oldest = min(ends, key=lambda leaf: self._leaves[leaf].leaf.used_s, default=None)
         if oldest is None:
             return None
         ends += [leaf for queue in queues if (leaf := queue.newest()) is not None]
         least, most = oldest, (CLEARLY * self.worth(oldest, now_s), -math.inf)
         for leaf in ends:
-            known = self._leaves[leaf]
-            worth = self._reuse.density(known.kind, now_s - known.used_s) * known.cost_by_byte, known.used_s
+            worth = self.worth(leaf, now_s), self._leaves[leaf].leaf.used_s
             if worth < most:
                 least, most = leaf, worth
         return least

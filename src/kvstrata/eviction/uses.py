@@ -1,4 +1,4 @@
-"""When each node of the tree was used last, and by what kind of request: what `Eviction` must know of a leaf.
+"""When each node of the tree was used last, and by what kind of request: what `EvictionOrder` must know of a leaf.
 
 Nodes that are no leaves have it too: they become leaves when what is below them goes.
 """

@@ -52,7 +52,7 @@ class PrefillCost:
         return 1.0 + position / self.attention_tokens
 
 
-class Ticket(NamedTuple):
+class AwaitedUse(NamedTuple):
     """One use that `Reuse` waits for the end of."""
 
     kind: Kind
@@ -74,7 +74,7 @@ MIN_TRIM = 8
 
 
 class Reuse:
-    """Learns from the last `window` uses of each kind. Every use gets a ticket, which is closed by the next use."""
+    """Learns from the last `window` uses of each kind. After every use the next one is awaited."""
 
     def __init__(self, window: int = 4096, refresh_every: int = 128) -> None:
         # One row after the other for each kind: writing one place takes half the time with a single index.
@@ -91,7 +91,7 @@ class Reuse:
         self._density: list[list[float]] = []
         self.refresh(0.0)
 
-    def opened(self, kind: Kind, weight: float, now_s: float) -> Ticket:
+    def opened(self, kind: Kind, weight: float, now_s: float) -> AwaitedUse:
         number = self._num_opened[kind]
         slot = kind * self._window + number % self._window
         self._num_opened[kind] = number + 1
@@ -102,22 +102,22 @@ class Reuse:
         self._until_refresh -= 1
         if self._until_refresh <= 0:
             self.refresh(now_s)
-        return Ticket(kind, number)
+        return AwaitedUse(kind, number)
 
-    def reused(self, ticket: Ticket, weight: float, now_s: float) -> None:
-        if self._is_remembered(ticket):
-            slot = ticket.kind * self._window + ticket.number % self._window
+    def reused(self, awaited: AwaitedUse, weight: float, now_s: float) -> None:
+        if self._is_remembered(awaited):
+            slot = awaited.kind * self._window + awaited.number % self._window
             self._closed_s[slot] = now_s
             self._is_reused[slot] = True
             self._weight[slot] = weight
 
-    def forgotten(self, ticket: Ticket, now_s: float) -> None:
+    def forgotten(self, awaited: AwaitedUse, now_s: float) -> None:
         """The history does not notice a use after this."""
-        if self._is_remembered(ticket):
-            self._closed_s[ticket.kind * self._window + ticket.number % self._window] = now_s
+        if self._is_remembered(awaited):
+            self._closed_s[awaited.kind * self._window + awaited.number % self._window] = now_s
 
-    def _is_remembered(self, ticket: Ticket) -> bool:
-        return self._num_opened[ticket.kind] - ticket.number <= self._window
+    def _is_remembered(self, awaited: AwaitedUse) -> bool:
+        return self._num_opened[awaited.kind] - awaited.number <= self._window
 
     def density(self, kind: Kind, age_s: float) -> float:
         """Uses per second that keeping it can bring, at best."""

@@ -9,10 +9,13 @@ import socket
 import time
 
 from kvstrata.backend import Device
-from kvstrata.config import Settings, human_bytes
+from kvstrata.codecs.base import Codec
+from kvstrata.codecs.registry import parse
+from kvstrata.config import Settings
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits, Storage
+from kvstrata.engine.limits import Limits
+from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
 from kvstrata.metrics import Metrics
 from kvstrata.models.generation import SamplingDefaults
@@ -20,7 +23,8 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.service import Service
 from kvstrata.server.wire.bounds import Bounds
-from kvstrata.spans.plan import choose_names
+from kvstrata.sizes import human_bytes
+from kvstrata.spans.plan import choose_codecs
 from kvstrata.store.precision.ladder import parse_lengths
 from kvstrata.text.harmony import harmony_marks
 from kvstrata.text.template import ChatTemplate
@@ -122,7 +126,7 @@ def _wired_bytes(settings: Settings, machine: Device) -> int:
 
 
 def _storage(settings: Settings, total_memory_bytes: int) -> Storage:
-    k, v = choose_names(
+    k, v = choose_codecs(
         quantization=settings.kv_cache_quantization,
         bits=settings.kv_cache_bits,
         k=settings.kv_cache_k,
@@ -133,7 +137,7 @@ def _storage(settings: Settings, total_memory_bytes: int) -> Storage:
         k=k,
         v=v,
         edge_layers=settings.kv_cache_edge_layers,
-        edge=settings.kv_cache_edge,
+        edge=parse(settings.kv_cache_edge),
         min_quantize_tokens=settings.kv_cache_min_quantize_tokens,
         live=settings.kv_cache_live,
         first_raw_tokens=settings.kv_cache_first_raw,
@@ -178,11 +182,11 @@ def _disk(settings: Settings) -> DiskOptions | None:
     )
 
 
-def _lengths(text: str) -> tuple[tuple[int, str], ...]:
+def _lengths(text: str) -> tuple[tuple[int, Codec], ...]:
     try:
         return parse_lengths(text)
-    except ValueError as error:
-        raise ConfigError(f"--dynamic-cache-at: {error}.") from None
+    except ConfigError as error:
+        raise ConfigError(f"--dynamic-cache-at: {str(error).rstrip('.')}.") from None
 
 
 def _hot_bytes(settings: Settings, total_memory_bytes: int) -> int | None:

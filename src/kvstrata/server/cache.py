@@ -16,8 +16,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.types import Scope
 
-from kvstrata.config import Size
-from kvstrata.engine.cache import Cache, CacheUsage, Change, Explanation, TokenIds, as_ids, known_precision
+from kvstrata.engine.cache import Cache, CacheUsage, Change, Codec, Explanation, TokenIds, as_ids, parse_precision
 from kvstrata.errors import ConfigError, InvalidRequest, Unavailable
 from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.cache_words import (
@@ -42,6 +41,7 @@ from kvstrata.server.openai.ask import chat_job_of, completion_job_of, read_body
 from kvstrata.server.openai.endpoints import body_of, require_json
 from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
 from kvstrata.server.service import Service, service_of
+from kvstrata.sizes import Size
 from kvstrata.text.tokens import token_bytes
 
 T = TypeVar("T")
@@ -252,16 +252,16 @@ def _change(asked: RequantizeAsked, scope: Scope) -> Change:
     )
 
 
-def _precision(asked: RequantizeAsked, name: str, llama_name: str) -> str | None:
+def _precision(asked: RequantizeAsked, name: str, llama_name: str) -> Codec | None:
     """By either word; a name that does not exist is refused with those that do."""
     words = {word: value for word in (name, llama_name) if (value := getattr(asked, word)) is not None}
     try:
-        names = {word: known_precision(value) for word, value in words.items()}
+        codecs = {word: parse_precision(value) for word, value in words.items()}
     except ConfigError as error:
         raise InvalidRequest(str(error)[:500], param=next(iter(words))) from None
-    if len(set(names.values())) > 1:
+    if len(set(codecs.values())) > 1:
         raise InvalidRequest(f"{name} and {llama_name} ask for different precisions. Send one.", param=llama_name)
-    return next(iter(names.values()), None)
+    return next(iter(codecs.values()), None)
 
 
 def _text(service: Service, tokens: tuple[int, ...]) -> str:

@@ -7,10 +7,10 @@ import asyncio
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvstrata.config import human_bytes
 from kvstrata.errors import BodyTooLarge, RequestTimeout
 from kvstrata.server.errors import error_response
 from kvstrata.server.wire.bounds import MIN_BYTES_S, Bounds
+from kvstrata.sizes import human_bytes
 
 
 class LimitBody:

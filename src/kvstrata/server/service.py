@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from kvstrata.config import Size
 from kvstrata.engine.engine import Engine
 from kvstrata.metrics import Metrics
 from kvstrata.models.generation import SamplingDefaults
@@ -14,6 +13,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.bridge import Door
 from kvstrata.server.wire.bounds import Bounds
+from kvstrata.sizes import Size
 from kvstrata.text.harmony import HarmonyMarks
 from kvstrata.text.template import ChatTemplate
 

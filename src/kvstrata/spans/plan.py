@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.codecs.registry import parse, parse_for
+from kvstrata.codecs.registry import fit, parse
 from kvstrata.codecs.turns import Turn
 from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import LayerSpec, Layout
@@ -15,14 +15,15 @@ from kvstrata.layers.sequence import Pair
 from kvstrata.spans.rewrite import bits_of
 
 RAW: Pair = (RawCodec(), RawCodec())
+EDGE = PlanesCodec(8)  # of layers that keep more bits than the others
 
 
 @dataclass(frozen=True)
 class Plan:
     """By flat layer. Layers without K and V have RAW there, which has no effect."""
 
-    k: str  # as asked for
-    v: str
+    k: Codec  # as asked for
+    v: Codec
     pairs: tuple[Pair, ...]
 
     def token_bytes(self, layout: Layout) -> float:
@@ -39,14 +40,14 @@ class Plan:
         return all(pair == RAW for pair in self.pairs)
 
 
-def choose_names(
+def choose_codecs(
     *,
     quantization: bool = False,
     bits: int | None = None,
     k: str | None = None,
     v: str | None = None,
     group_size: int | None = None,
-) -> tuple[str, str]:
+) -> Pair:
     """The precisions of K and V that these settings ask for together. Raises ConfigError where they contradict."""
     general = f"planes:{bits}" if bits is not None else "planes:8" if quantization else "raw"
     names = (_with_group(k or general, group_size), _with_group(v or general, group_size))
@@ -55,7 +56,7 @@ def choose_names(
             f"--kv-cache-group-size is for affine precisions, and K is {names[0]}, V {names[1]}. Leave it out, or "
             "choose --kv-cache-k affine:8 --kv-cache-v affine:8."
         )
-    return parse(names[0]).name, parse(names[1]).name
+    return parse(names[0]), parse(names[1])
 
 
 def _with_group(name: str, group_size: int | None) -> str:
@@ -65,7 +66,7 @@ def _with_group(name: str, group_size: int | None) -> str:
 
 
 def raw_plan(layout: Layout) -> Plan:
-    return Plan("raw", "raw", (RAW,) * len(layout.flat()))
+    return Plan(*RAW, (RAW,) * len(layout.flat()))
 
 
 def edges_of(layout: Layout, edge_layers: int) -> frozenset[int]:
@@ -74,7 +75,7 @@ def edges_of(layout: Layout, edge_layers: int) -> frozenset[int]:
     return frozenset(attention[:edge_layers] + attention[-edge_layers:]) if edge_layers else frozenset()
 
 
-def make_plan(layout: Layout, k: str, v: str, *, edge_layers: int = 0, edge: str = "planes:8") -> Plan:
+def make_plan(layout: Layout, k: Codec, v: Codec, *, edge_layers: int = 0, edge: Codec = EDGE) -> Plan:
     """At least `edge` for K and V of the first and the last `edge_layers` that have any.
 
     Refuses what a layer cannot store.
@@ -84,13 +85,13 @@ def make_plan(layout: Layout, k: str, v: str, *, edge_layers: int = 0, edge: str
     return Plan(k, v, tuple(pairs))
 
 
-def _pair(spec: LayerSpec, k: str, v: str, at_least: str | None) -> Pair:
+def _pair(spec: LayerSpec, k: Codec, v: Codec, at_least: Codec | None) -> Pair:
     if spec.kind not in ("full", "window", "chunked"):
         return RAW
     return _codec(k, at_least, spec.k_dim, spec.k_turn), _codec(v, at_least, spec.v_dim, spec.v_turn)
 
 
-def _codec(name: str, at_least: str | None, dim: int, turn: Turn | None) -> Codec:
-    codecs = [parse_for(each, dim) for each in (name, at_least) if each is not None]
+def _codec(asked: Codec, at_least: Codec | None, dim: int, turn: Turn | None) -> Codec:
+    codecs = [fit(each, dim) for each in (asked, at_least) if each is not None]
     codec = max(codecs, key=lambda codec: codec.bits_per_value(dim))
     return replace(codec, turn=turn) if isinstance(codec, PlanesCodec) else codec

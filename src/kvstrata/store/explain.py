@@ -1,42 +1,78 @@
-"""Why a prompt is found only so far. Reads the index, what was evicted and what the disk said; changes nothing."""
+"""Why a prompt is found only so far. Reads the index, what was evicted and what the disk said."""
 
 from __future__ import annotations
 
-from kvstrata.index.ids import TokenIds
+from kvstrata.index.ids import TokenIds, Tokens, as_ids
 from kvstrata.index.tree import Divergence
+from kvstrata.store.cold.cold import Cold
 from kvstrata.store.entry import Found
+from kvstrata.store.evictor import Evictor
 from kvstrata.store.report import Ending, Explanation
+from kvstrata.store.search import Search
 from kvstrata.store.shelf import Shelf
 from kvstrata.tier.chains import OnDisk
+from kvstrata.tier.lookups import Lookup
 
 
-def explain(shelf: Shelf, on_disk: OnDisk | None, key: bytes, ids: TokenIds, found: Found) -> Explanation:
-    """`ids`: a prompt but for its last token, which is always computed. `found`: what memory has of it, `on_disk`: what
-    the disk said about it."""
-    by_tier = {"hot": found.num_tokens}
-    if on_disk is not None:
-        by_tier["disk"] = max(0, on_disk.num_tokens - found.num_tokens)
-    cached = sum(by_tier.values())
-    diverged = shelf.tree.diverged(key, ids)
-    because: Ending = "complete" if cached == len(ids) else ending(shelf, key, ids, found, diverged)
-    if on_disk is not None and because != "complete":
-        because = _ending_on_disk(on_disk, because)
-    at = cached if because == "mark" else max(cached, found.matched_tokens)
-    parted = diverged if because == "diverged" and diverged.num_tokens == at else Divergence(at, (), 0, True)
-    return Explanation(len(ids) + 1, cached, by_tier, because, at, parted.instead, parted.num_instead)
+class Explainer:
+    def __init__(self, shelf: Shelf, search: Search, evictor: Evictor, cold: Cold) -> None:
+        self._shelf = shelf
+        self._search = search
+        self._evictor = evictor
+        self._cold = cold
+
+    def ask_disk(self, tokens: Tokens, salt: str) -> Lookup[OnDisk] | None:
+        """What the disk has to say about a prompt. None: there is none."""
+        if not self._cold.has_tier:
+            return None
+        return self._cold.about(self._search.root_of(salt), as_ids(tokens)[:-1])
+
+    def explain(self, tokens: Tokens, salt: str, on_disk: OnDisk | None = None) -> Explanation:
+        """How much of a prompt is there, and why not more. The last token is always computed. `on_disk`: what the disk
+        said; None: it was not asked."""
+        self._evictor.expire()
+        ids, key = as_ids(tokens)[:-1], self._search.root_of(salt)
+        found = self._search.find(ids, salt)
+        by_tier = {"hot": found.num_tokens}
+        if on_disk is not None:
+            by_tier["disk"] = max(0, on_disk.num_tokens - found.num_tokens)
+        cached = sum(by_tier.values())
+        diverged = self._shelf.tree.diverged(key, ids)
+        because: Ending = "complete" if cached == len(ids) else self._ending(key, ids, found, diverged)
+        if on_disk is not None and because != "complete":
+            because = _ending_on_disk(on_disk, because)
+        at = cached if because == "mark" else max(cached, found.matched_tokens)
+        parted = diverged if because == "diverged" and diverged.num_tokens == at else Divergence(at, (), 0, True)
+        return Explanation(len(ids) + 1, cached, by_tier, because, at, parted.instead, parted.num_instead)
+
+    def miss(self, tokens: Tokens, salt: str) -> str:
+        """Why not more of a prompt is in memory."""
+        ids, key = as_ids(tokens)[:-1], self._search.root_of(salt)
+        return self._ending(key, ids, self._search.find(ids, salt), self._shelf.tree.diverged(key, ids))
+
+    def _ending(self, key: bytes, ids: TokenIds, found: Found, diverged: Divergence) -> Ending:
+        """`ids`: a prompt but for its last token."""
+        if found.num_tokens == len(ids):
+            return "complete"
+        if self._shelf.ghosts.match(key, ids).num_tokens > found.matched_tokens:
+            return "evicted"
+        if found.matched_tokens > found.num_tokens:
+            return "mark"
+        if not diverged.is_root_known:
+            return "empty"
+        return "diverged" if diverged.instead else "new"
 
 
-def ending(shelf: Shelf, key: bytes, ids: TokenIds, found: Found, diverged: Divergence) -> Ending:
-    """Why not more of it is in memory."""
-    if found.num_tokens == len(ids):
-        return "complete"
-    if shelf.ghosts.match(key, ids).num_tokens > found.matched_tokens:
-        return "evicted"
-    if found.matched_tokens > found.num_tokens:
-        return "mark"
-    if not diverged.is_root_known:
-        return "empty"
-    return "diverged" if diverged.instead else "new"
+class ForeignExplainer(Explainer):
+    """Of a model whose caches cannot be shared."""
+
+    def explain(self, tokens: Tokens, salt: str, on_disk: OnDisk | None = None) -> Explanation:
+        del salt, on_disk
+        return Explanation(len(tokens), 0, {}, "foreign", 0)
+
+    def miss(self, tokens: Tokens, salt: str) -> str:
+        del tokens, salt
+        return ""
 
 
 def _ending_on_disk(on_disk: OnDisk, because: Ending) -> Ending:

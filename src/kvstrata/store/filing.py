@@ -1,20 +1,72 @@
-"""What a running sequence computes itself, on its way into the store."""
+"""What a running sequence computes itself, on its way into the store; and what has arrived there."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from kvstrata.index.ids import Tokens, as_ids
 from kvstrata.spans.marks import Mark
-from kvstrata.store.entry import Entry, Lease
+from kvstrata.store.entry import Entry, Lease, note_asked_twice
+from kvstrata.store.leases import Leases
+from kvstrata.store.losses import Losses
+from kvstrata.store.marks import Marks
+from kvstrata.store.pins import Pins
+from kvstrata.store.precision.pressure import Pressure
+from kvstrata.store.shelf import Shelf
 
-if TYPE_CHECKING:
-    from kvstrata.store.store import Store
+
+class Intake:
+    """Takes in spans that no sequence writes any more. `review` is told of each."""
+
+    def __init__(
+        self, shelf: Shelf, pins: Pins, losses: Losses, counters: Counter[str], review: Callable[[Entry], None]
+    ) -> None:
+        self._shelf = shelf
+        self._pins = pins
+        self._losses = losses
+        self._counters = counters
+        self.review = review
+
+    def end(self, entry: Entry) -> None:
+        """Its owner has ended."""
+        if entry.nodes:
+            self._counters["stored_spans"] += 1
+            self._counters["stored_tokens"] += sum(node.num_tokens for node in entry.nodes)
+            self._shelf.touch(entry.nodes, entry.kind)
+        else:
+            # It computed nothing, or nothing that was not there already.
+            self._counters["refused_present" if entry.span.num_tokens else "refused_empty"] += 1
+        self.take_in(entry)
+
+    def take_in(self, entry: Entry) -> None:
+        """Keep what no other sequence has filed."""
+        if not entry.nodes:
+            self._shelf.drop(entry)
+            return
+        start, end = min(node.start for node in entry.nodes), max(node.end for node in entry.nodes)
+        entry.span.cut(start, end)
+        self._shelf.change(entry, is_running=False)
+        self._pins.look_at(entry)
+        self._losses.stored(entry)
+        self.review(entry)
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What filing takes."""
+
+    shelf: Shelf
+    marks: Marks
+    leases: Leases
+    intake: Intake
+    pressure: Pressure
 
 
 class Filing:
-    def __init__(self, store: Store, entry: Entry, lease: Lease) -> None:
-        self._store = store
+    def __init__(self, desk: Desk, entry: Entry, lease: Lease) -> None:
+        self._desk = desk
         self.entry = entry
         self.lease = lease  # on what it goes on from, and on what it was filed under since
 
@@ -25,16 +77,46 @@ class Filing:
 
     def seal(self, tokens: Tokens, mark: Mark | None = None, *, is_end: bool = False) -> None:
         """From now on others may go on from `tokens`, all of the sequence so far. `is_end`: here a prompt ended."""
-        self._store._seal(self, as_ids(tokens), mark)
+        span = self.entry.span
+        if len(tokens) - span.position > span.num_tokens or mark is not None:
+            self._file(tokens, mark)
         if is_end:
-            self.entry.span.ends.add(len(tokens))
+            span.ends.add(len(tokens))
+
+    def _file(self, tokens: Tokens, mark: Mark | None) -> None:
+        entry, desk = self.entry, self._desk
+        entry.span.num_tokens = len(tokens) - entry.span.position
+        path = desk.shelf.insert(entry, as_ids(tokens))
+        note_asked_twice(path, self.lease.asked_twice)
+        desk.intake.review(entry)
+        # Another sequence may have filed some of these tokens meanwhile: what ours hang on must stay.
+        desk.leases.extend(self.lease, (node.payload for node in path if node.payload is not entry))
+        if mark is not None:
+            desk.marks.add(path, mark)
 
     def has_grown(self, num_tokens: int) -> None:
         """To so many tokens: maybe it should be held in fewer bits, or more of it should be encoded."""
-        self._store.pressure.grown(self.entries, num_tokens)
-        self._store._review(self.entry)
+        self._desk.pressure.grown(self.entries, num_tokens)
+        self._desk.intake.review(self.entry)
+
+    def drop_marks(self) -> bool:
+        """All on the way of its sequence, which needs none of them itself. False: there are none."""
+        return self._desk.marks.drop(self.entries)
 
     def end(self) -> None:
         """The sequence writes no more."""
-        self._store._end(self.entry)
-        self._store.release(self.lease)
+        self._desk.intake.end(self.entry)
+        self._desk.leases.release(self.lease)
+
+
+class NoFiling(Filing):
+    """Of a sequence whose caches cannot be shared."""
+
+    def seal(self, tokens: Tokens, mark: Mark | None = None, *, is_end: bool = False) -> None:
+        del tokens, mark, is_end
+
+    def has_grown(self, num_tokens: int) -> None:
+        del num_tokens
+
+    def end(self) -> None:
+        return

@@ -20,6 +20,7 @@ from collections import Counter
 from typing import Literal
 
 from kvstrata.store.entry import Entry
+from kvstrata.store.shelf import Shelf
 from kvstrata.tier.base import Refusal, Refused, Writing
 
 DiskReason = Literal["disk_slow", "disk_failed", "disk_full", "first_touch", "write_budget"]
@@ -27,34 +28,35 @@ Reason = Literal["too_large", "no_room", "least_worth", "expired"] | DiskReason
 
 
 class Losses:
-    def __init__(self, counters: Counter[str], hot_bytes: int) -> None:
+    def __init__(self, shelf: Shelf, counters: Counter[str]) -> None:
+        self._shelf = shelf
         self._counters = counters
-        self._hot_bytes = hot_bytes
         self._new: dict[Entry, None] = {}
 
     def stored(self, entry: Entry) -> None:
         self._new[entry] = None
 
-    def evicted(self, entry: Entry, lost_tokens: int, reason: Reason | None, free_bytes: int) -> None:
-        """All of it or its end goes, and so many of these tokens are not on the disk. `reason`: why not; None: there is
-        no disk that could have them. `free_bytes`: of all that could go, itself included."""
+    def evicted(self, entry: Entry, lost_tokens: int, reason: Reason | None, *, num_tokens: int) -> None:
+        """So many of its tokens are about to go, and `lost_tokens` of these are not on the disk. `reason`: why not;
+        None: there is no disk that could have them."""
+        self._counters["evicted_tokens"] += num_tokens
         is_new = entry in self._new
         self._new.pop(entry, None)
         if not lost_tokens:
             return
-        reason = reason or self._reason(entry, free_bytes)
+        reason = reason or self._reason(entry)
         self._counters[f"dropped_tokens_{reason}"] += lost_tokens
         if is_new:
             self._counters[f"refused_{reason}"] += 1
 
-    def settled(self) -> None:
+    def all_fit(self) -> None:
         """There is room for all that is left."""
         self._new.clear()
 
-    def _reason(self, entry: Entry, free_bytes: int) -> Reason:
-        if entry.nbytes > self._hot_bytes:
+    def _reason(self, entry: Entry) -> Reason:
+        if entry.nbytes > self._shelf.max_bytes:
             return "too_large"
-        return "least_worth" if free_bytes > entry.nbytes else "no_room"
+        return "least_worth" if self._shelf.free_bytes > entry.nbytes else "no_room"
 
 
 def disk_reason(refused: Refused | None, writing: Writing) -> DiskReason:

@@ -13,9 +13,10 @@ import numpy as np
 
 from kvstrata.errors import Forbidden
 from kvstrata.index.identity import owner_of
-from kvstrata.index.ids import TokenIds
+from kvstrata.index.ids import TokenIds, Tokens, as_ids
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.entry import Entry
+from kvstrata.store.search import Search
 from kvstrata.store.shelf import Shelf
 
 MIB = 1 << 20
@@ -38,8 +39,9 @@ class Pin:
 
 
 class Pins:
-    def __init__(self, shelf: Shelf, cold: Cold) -> None:
+    def __init__(self, shelf: Shelf, search: Search, cold: Cold) -> None:
         self._shelf = shelf
+        self._search = search
         self._cold = cold
         self._pins: list[Pin] = []
         self._entries: set[Entry] = set()  # that hold them
@@ -48,8 +50,14 @@ class Pins:
         """What was in memory is gone; on the disk it stays pinned."""
         self._pins = failed._pins
 
-    def add(self, root_key: bytes, asked: TokenIds, limit_bytes: int | None) -> None:
-        """Tokens that are in memory. Raises Forbidden where their owner would have more pinned than this."""
+    def pin(self, tokens: Tokens, salt: str, limit_bytes: int | None = None) -> int:
+        """Keep what is stored of these tokens, whatever else has to go. Tells how many are. Raises Forbidden where the
+        salt's owner would have more pinned than this."""
+        num_tokens = self._search.find(tokens, salt).num_tokens
+        self._add(self._search.root_of(salt), as_ids(tokens)[:num_tokens], limit_bytes)
+        return num_tokens
+
+    def _add(self, root_key: bytes, asked: TokenIds, limit_bytes: int | None) -> None:
         path = self._shelf.tree.match(root_key, asked).path
         if not path:
             return
@@ -63,10 +71,12 @@ class Pins:
         self._pins = [*(pin for pin in self._pins if pin not in same_way), Pin(root_key, ids, len(asked))]
         self._apply()
 
-    def remove(self, root_key: bytes, ids: TokenIds) -> None:
-        """Every pin that these tokens begin with, or that begins with them."""
+    def unpin(self, tokens: Tokens, salt: str) -> int:
+        """Every pin that these tokens begin with, or that begins with them. Tells how many of the tokens are stored."""
+        ids, root_key = as_ids(tokens), self._search.root_of(salt)
         self._pins = [pin for pin in self._pins if not pin.concerns(root_key, ids)]
         self._apply()
+        return self._search.find(ids, salt).num_tokens
 
     def look_at(self, entry: Entry) -> None:
         """It has come to memory: maybe it has some of what is pinned."""

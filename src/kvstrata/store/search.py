@@ -5,18 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvstrata.index.identity import Identity, owner_key, root_key
 from kvstrata.index.ids import Tokens
-from kvstrata.index.tree import Match, Node, Tree
+from kvstrata.index.tree import Match, Node
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.marks import Mark, needs_marks, reaches
 from kvstrata.spans.span import SpanRange
 from kvstrata.store.entry import Entry, Found
+from kvstrata.store.shelf import Shelf
 
 NOTHING = Found(0, (), (), (), None, 0)
 
 
-def search(tree: Tree[Entry], layout: Layout, root_key: bytes, tokens: Tokens) -> Found:
-    match = tree.match(root_key, tokens)
+class Search:
+    def __init__(self, shelf: Shelf, layout: Layout, identity: Identity) -> None:
+        self._shelf = shelf
+        self.layout = layout
+        self._identity = identity
+
+    def root_of(self, salt: str) -> bytes:
+        return root_key(self._identity, salt)
+
+    def roots_begin(self, salt: str | None, owner: str | None) -> bytes:
+        """What the roots have in common that are under a salt, an owner, or any."""
+        if salt is not None:
+            return self.root_of(salt)
+        return b"" if owner is None else owner_key(self._identity, owner)
+
+    def find(self, tokens: Tokens, salt: str) -> Found:
+        """What a match would give now. Keeps nothing from going."""
+        return _found(self._shelf.tree.match(self.root_of(salt), tokens), self.layout)
+
+
+def _found(match: Match[Entry], layout: Layout) -> Found:
     usable, mark = match.num_tokens, None
     if needs_marks(layout):
         mark = _best_mark(match, layout)

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kvstrata.config import human_bytes
 from kvstrata.errors import HeadersTooLarge, InvalidRequest, RequestError, RequestTimeout
 from kvstrata.server.errors import raw_error
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.server.wire.timers import Timers
+from kvstrata.sizes import human_bytes
 
 logger = logging.getLogger("kvstrata.server")
 

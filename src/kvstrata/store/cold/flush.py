@@ -7,10 +7,10 @@ from collections import Counter
 from itertools import takewhile
 
 from kvstrata.store.cold.cold import Cold, ids_to
-from kvstrata.store.cold.refusals import Refusals
 from kvstrata.store.cold.spills import Spills
 from kvstrata.store.cold.unwritten import Unwritten
 from kvstrata.store.entry import Entry
+from kvstrata.store.leaves import Leaves
 from kvstrata.store.losses import Reason, disk_reason
 from kvstrata.store.shelf import Shelf
 from kvstrata.tier.chains import Link
@@ -25,12 +25,12 @@ MAX_ATTEMPTS = 2
 
 
 class Flush:
-    def __init__(self, cold: Cold, shelf: Shelf, spills: Spills, refusals: Refusals) -> None:
+    def __init__(self, cold: Cold, shelf: Shelf, leaves: Leaves, spills: Spills) -> None:
         self._cold = cold
         self._tier = cold.tier
         self._shelf = shelf
+        self._leaves = leaves
         self._spills = spills
-        self._refusals = refusals
 
     def run(self, timeout_s: float) -> Unwritten:
         """For at most so long, whatever the disk said before."""
@@ -74,7 +74,7 @@ class Flush:
         out again; but the beginning of a conversation that is longer than the disk is better than nothing."""
         room_bytes = int(LARGEST_SHARE * self._tier.limit_bytes)
         chosen, left_bytes = list[Entry](), room_bytes
-        by_use = sorted(self._ended(), key=lambda e: (e.is_pinned, self._shelf.end_used_s(e)), reverse=True)
+        by_use = sorted(self._ended(), key=lambda e: (e.is_pinned, self._leaves.end_used_s(e)), reverse=True)
         for entry in by_use:
             if left_bytes >= min(entry.span.nbytes, room_bytes):
                 left_bytes -= entry.span.nbytes
@@ -115,5 +115,5 @@ class Flush:
 
     def _why_left(self, entry: Entry) -> Reason:
         """Where there was time."""
-        untaken = self._refusals.of(entry)
+        untaken = self._spills.refusals.of(entry)
         return disk_reason(untaken.refused if untaken else None, self._tier.writing())

@@ -12,6 +12,7 @@ from kvstrata.store.cold.cold import Cold, Spilled
 from kvstrata.store.cold.refusals import Refusals
 from kvstrata.store.entry import Entry
 from kvstrata.store.failures import Failures
+from kvstrata.store.leaves import Leaves
 from kvstrata.store.losses import Reason, disk_reason
 from kvstrata.store.precision.mover import Job, Mover
 from kvstrata.store.shelf import Shelf
@@ -29,7 +30,7 @@ class Handover:
 
     end: int  # of the tokens that it has, or that are on their way
     reason: Reason | None = None  # why not all; None: it has all, or there is no disk that could
-    waits: bool = False  # more will be on its way when the queue has room, or its bytes are packed
+    waits: bool = False  # the disk works, and takes more when its queue has room, or the bytes are packed
 
 
 class Spills:
@@ -39,17 +40,18 @@ class Spills:
         self,
         cold: Cold,
         shelf: Shelf,
+        leaves: Leaves,
         counters: Counter[str],
         failures: Failures,
         rewriter: Mover,
-        refusals: Refusals,
     ) -> None:
         self._cold = cold
         self._shelf = shelf
+        self._leaves = leaves
         self._counters = counters
         self._rewriter = rewriter
         self._failures = failures
-        self._refusals = refusals
+        self.refusals = Refusals(cold.tier, leaves.used_s)
         self._mover = Mover(self._job, lambda _: None, self._failed)
         self._num_faults = 0  # of the disk, when its blocks were last looked at
         self._changed = shelf.journal.reader()  # those that may have to be written
@@ -58,12 +60,12 @@ class Spills:
     @property
     def idle(self) -> bool:
         """Nothing is to be done now. More may be as soon as the disk takes blocks again."""
-        return self._mover.idle and self._refusals.next_takeable() is None
+        return self._mover.idle and self.refusals.next_takeable() is None
 
     def work(self, slice_s: float) -> None:
-        entry = self._refusals.next_takeable() if self._mover.idle else None
+        entry = self.refusals.next_takeable() if self._mover.idle else None
         if entry is not None:
-            self._refusals.unblock(entry)
+            self.refusals.unblock(entry)
             self._mover.add(entry)
         self._mover.work(slice_s)
 
@@ -93,12 +95,12 @@ class Spills:
         owner = _still_computed(entry)
         if owner is not None:
             self._behind.setdefault(owner, []).append(entry)
-        elif not self._refusals.would_recur(entry):
+        elif not self.refusals.would_recur(entry):
             self._mover.add(entry)
 
     def give_up(self, under: bytes = b"") -> None:
         """What is being written, under all roots that begin so: the disk is cleared."""
-        self._refusals.clear()
+        self.refusals.clear()
         for entry in self._shelf.entries:
             self._changed.add(entry)
             if entry.root_key.startswith(under):
@@ -109,18 +111,19 @@ class Spills:
         if not self._cold.has_tier:
             return Handover(leaf.start)
         self._look_again()
-        if not leaf.payload.is_clean and not self._refusals.would_recur(leaf.payload):
+        if not leaf.payload.is_clean and not self.refusals.would_recur(leaf.payload):
             self.rewrite_to(leaf, until_s)
             self.write_now(leaf.payload, until_s)
         entry = leaf.payload
         if entry.is_clean:
             return Handover(leaf.end)
         if self._rewriter.has(entry) or self._mover.has(entry):
-            return Handover(leaf.start, "disk_slow", waits=True)
-        untaken = self._refusals.of(entry)
+            return Handover(leaf.start, "disk_slow", waits=self._cold.is_working)
+        untaken = self.refusals.of(entry)
         if untaken is None:
             return Handover(leaf.start)  # what it hangs on is still being computed
-        waits = untaken.refused is not None and untaken.refused.reason is Refusal.QUEUE_FULL
+        is_queue_full = untaken.refused is not None and untaken.refused.reason is Refusal.QUEUE_FULL
+        waits = is_queue_full and self._cold.is_working
         return Handover(untaken.disk_end, disk_reason(untaken.refused, self._cold.tier.writing()), waits)
 
     def rewrite_to(self, leaf: Node[Entry], until_s: float = math.inf) -> None:
@@ -137,7 +140,7 @@ class Spills:
         if num_faults == self._num_faults:
             return
         self._num_faults = num_faults
-        self._refusals.forget()
+        self.refusals.forget()
         for entry in self._shelf.entries:
             self._shelf.set_clean(entry, is_clean=False)
             self._changed.add(entry)
@@ -161,7 +164,7 @@ class Spills:
     def _failed(self, entry: Entry, error: Exception) -> None:
         """It is not tried again before it changes."""
         self._failures.note("spills", error)
-        self._refusals.add(entry, None)
+        self.refusals.add(entry, None)
 
     def _job(self, entry: Entry) -> Job | None:
         return None if entry.is_clean or not self._can_be_written(entry) else self._spill(entry)
@@ -174,7 +177,7 @@ class Spills:
     def _spill(self, entry: Entry, *, puts_away: bool = False) -> Job:
         leaf = entry.last_node
         end = leaf.end
-        steps = self._cold.spill(leaf, puts_away=puts_away, unused_s=self._shelf.unused_s)
+        steps = self._cold.spill(leaf, puts_away=puts_away, unused_s=self._leaves.unused_s)
         while True:
             try:
                 next(steps)
@@ -191,7 +194,7 @@ class Spills:
         self._shelf.set_clean(entry, is_clean=spilled.is_whole and entry.span.end == end)
         entry.clean_token_bytes = spilled.token_bytes if entry.is_clean else 0.0
         if not spilled.is_whole:
-            self._refusals.add(entry, spilled.refused, spilled.end)
+            self.refusals.add(entry, spilled.refused, spilled.end)
         elif not entry.is_clean:
             self._changed.add(entry)  # it has grown
         self._counters["spilled_spans" if spilled.is_whole else "refused_spills"] += 1

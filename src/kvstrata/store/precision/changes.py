@@ -6,14 +6,24 @@ Several changes may be under way: each entry follows the last one that concerns 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 
 from kvstrata.spans.plan import Plan
 from kvstrata.store.cold.restore import Restorer
 from kvstrata.store.entry import Entry
-from kvstrata.store.precision.mover import Mover
-from kvstrata.store.precision.requantize import Assessment, Assessor, Change, Progress, Requantizing, in_scope, total_of
-from kvstrata.store.precision.target import Precision
+from kvstrata.store.leaves import Leaves
+from kvstrata.store.precision.requantize import (
+    Assessment,
+    Assessor,
+    Change,
+    Changed,
+    Progress,
+    Requantizing,
+    in_scope,
+    total_of,
+)
+from kvstrata.store.precision.rewriting import Rewriting
 from kvstrata.store.report import TierUsage
 from kvstrata.store.room import Room
 from kvstrata.store.shelf import Shelf
@@ -23,45 +33,56 @@ RESTORE_SHARE = 0.9
 
 
 class Changes:
-    """`review` is told of every entry that should be stored in another way, or no longer should. What goes up takes the
-    room that there is: nothing has to go for it."""
+    """What goes up takes the room that there is: nothing has to go for it. `disk_usage` tells what an owner, or all,
+    have on the disk; None where there is none."""
 
     def __init__(
         self,
         shelf: Shelf,
-        precision: Precision,
-        mover: Mover,
+        leaves: Leaves,
+        rewriting: Rewriting,
         restorer: Restorer,
         room: Room,
-        *,
-        puts_away: bool,
-        review: Callable[[Entry], None],
+        disk_usage: Callable[[str | None], TierUsage | None],
     ) -> None:
         self._shelf = shelf
-        self._precision = precision
-        self._mover = mover
+        self._leaves = leaves
+        self._rewriting = rewriting
+        self._precision = rewriting.precision
+        self._mover = rewriting.mover
         self._restorer = restorer
-        self._puts_away = puts_away
-        self._review = review
         self._room = room
+        self._disk_usage = disk_usage
         self._asked: list[Requantizing] = []  # in order, since the last time that none was under way
 
-    def assess(
-        self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None, disk: TierUsage | None
-    ) -> Assessment:
+    @property
+    def target(self) -> Plan:
+        """What new spans are stored as."""
+        return self._precision.target
+
+    def requantize(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None) -> Changed:
+        """Change what is cached, and what new spans are stored as. The work is done bit by bit, by the chores."""
+        asked_at_s = time.perf_counter()
+        assessed = self._assess(change, plan, sequence_entries)
+        if not change.dry_run:
+            self._begin(change, plan, assessed, asked_at_s)
+            self._has_new_target()
+        return assessed.changed
+
+    def _assess(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None) -> Assessment:
         """What it would free, and what it would leave alone."""
         assessor = Assessor(
-            self._precision.options.window,
+            self._precision.window,
             self._restorer.restored_bytes,
-            disk=disk,
-            puts_away=self._puts_away,
+            disk=self._disk_usage(change.owner),
+            puts_away=self._precision.options.put_away,
             room_bytes=self._room.left_bytes,
         )
         # What was used last goes up first.
-        entries = sorted(self._concerned(change, sequence_entries), key=self._shelf.used_s, reverse=True)
+        entries = sorted(self._concerned(change, sequence_entries), key=self._leaves.used_s, reverse=True)
         return assessor.assess(entries, plan, change)
 
-    def begin(self, change: Change, plan: Plan, assessed: Assessment, *, asked_at_s: float) -> None:
+    def _begin(self, change: Change, plan: Plan, assessed: Assessment, asked_at_s: float) -> None:
         """Beside those that are under way, and in their place for the entries that they share."""
         entries = assessed.entries
         if not self.is_running:
@@ -91,7 +112,7 @@ class Changes:
         if not change.force and has_room and _is_lower(entry, plan):
             self._restorer.add(entry)
         self._shelf.journal.note(entry)
-        self._review(entry)
+        self._rewriting.review(entry)
 
     def _concerned(self, change: Change, sequence_entries: Collection[Entry] | None) -> list[Entry]:
         return [entry for entry in self._shelf.entries if in_scope(entry, change, sequence_entries)]
@@ -129,7 +150,17 @@ class Changes:
         if owner is None:
             self._restorer.clear()
         self._asked = [change for change in self._asked if change not in cancelled]
+        self._has_new_target()
         return progress
+
+    def take_over(self, failed: Changes) -> None:
+        """New spans are stored as those of a store that has failed were; its changes end."""
+        self._precision.target = failed._precision.target
+        failed.cancel()
+
+    def _has_new_target(self) -> None:
+        """What entries without a target of their own are to be stored as may be another plan now."""
+        self._shelf.journal.note_all(self._shelf.entries)
 
     def _give_up(self, entry: Entry, plan: Plan) -> None:
         self._restorer.discard(entry)
@@ -137,7 +168,7 @@ class Changes:
             self._mover.discard(entry)
             entry.target, entry.goes_up, entry.asked_at = None, False, None
             # One that waits to be trimmed still is.
-            self._review(entry)
+            self._rewriting.review(entry)
 
 
 def _is_lower(entry: Entry, plan: Plan) -> bool:

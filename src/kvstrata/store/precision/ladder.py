@@ -11,7 +11,11 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+from kvstrata.codecs.base import Codec
+from kvstrata.codecs.registry import parse
+from kvstrata.errors import ConfigError
 from kvstrata.eviction.leaf_queue import LeafQueue
+from kvstrata.store.options import Floors
 
 T = TypeVar("T", bound=Hashable)
 
@@ -19,12 +23,6 @@ RUNGS = (8, 4, 2)
 # Shares of the budget: above the first it begins, down to the second it goes on, so that it does not saw.
 HIGH = 0.85
 LOW = 0.75
-
-
-@dataclass(frozen=True)
-class Floors:
-    k_bits: int = 4
-    v_bits: int = 4
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,8 @@ class Bits:
 
 
 @dataclass(frozen=True)
-class Held:
-    """A span that may step down."""
+class Standing:
+    """Where a span that may step down stands."""
 
     bits: Bits
     num_tokens: int
@@ -61,10 +59,10 @@ class Ladder(Generic[T]):
     def __init__(self, floors: Floors, token_bytes: Callable[[Bits], float]) -> None:
         self._floors = floors
         self._token_bytes = token_bytes
-        self._spans: dict[T, Held] = {}
+        self._spans: dict[T, Standing] = {}
         self._queues: dict[Bits, LeafQueue[T]] = {}
 
-    def put(self, id_: T, span: Held) -> None:
+    def put(self, id_: T, span: Standing) -> None:
         """Also where it is known, and was used or has changed."""
         self.discard(id_)
         if span.num_tokens > 0:
@@ -107,15 +105,16 @@ class Ladder(Generic[T]):
         return min(ends, key=lambda id_: self._spans[id_].used_s, default=None)
 
 
-def parse_lengths(text: str) -> tuple[tuple[int, str], ...]:
-    """'16k=planes:8,64k=planes:4' -> ((16384, 'planes:8'), (65536, 'planes:4')). Raises ValueError with the reason."""
+def parse_lengths(text: str) -> tuple[tuple[int, Codec], ...]:
+    """'16k=planes:8,64k=planes:4': from so many tokens on, so. Raises ConfigError with the reason."""
     steps = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         length, equals, name = part.partition("=")
         number = length.strip().lower().removesuffix("k")
         if not equals or not number.isdecimal() or not name.strip():
-            raise ValueError(f"'{part}' is not a step. Write it like 16k=planes:8,64k=planes:4")
-        steps.append((int(number) * (1024 if length.strip().lower().endswith("k") else 1), name.strip()))
-    if steps != sorted(steps) or len({tokens for tokens, _ in steps}) < len(steps):
-        raise ValueError(f"'{text}': the lengths must grow from step to step")
+            raise ConfigError(f"'{part}' is not a step. Write it like 16k=planes:8,64k=planes:4")
+        steps.append((int(number) * (1024 if length.strip().lower().endswith("k") else 1), parse(name.strip())))
+    lengths = [tokens for tokens, _ in steps]
+    if lengths != sorted(set(lengths)):
+        raise ConfigError(f"'{text}': the lengths must grow from step to step")
     return tuple(steps)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.planes import PlanesCodec
@@ -12,39 +12,36 @@ from kvstrata.codecs.raw import RawCodec
 from kvstrata.spans.plan import Plan
 from kvstrata.store.entry import Entry
 from kvstrata.store.journal import Changed
-from kvstrata.store.precision.ladder import HIGH, LOW, Bits, Floors, Held, Ladder, Move
-from kvstrata.store.precision.target import Precision
+from kvstrata.store.leaves import Leaves
+from kvstrata.store.options import LadderOptions
+from kvstrata.store.precision.ladder import HIGH, LOW, Bits, Ladder, Move, Standing
+from kvstrata.store.precision.rewriting import Rewriting
 from kvstrata.store.shelf import Shelf
 
-PlanOf = Callable[[str, str], Plan]  # from the names of a K and a V precision
-
-
-@dataclass(frozen=True)
-class LadderOptions:
-    by_pressure: bool = False  # step down as memory fills up
-    by_length: tuple[tuple[int, str], ...] = ()  # (tokens, precision): longer sequences are stored so
-    floors: Floors = field(default_factory=Floors)
+PlanOf = Callable[[Codec, Codec], Plan]  # from a K and a V precision
 
 
 class Pressure:
     def __init__(
         self,
         shelf: Shelf,
+        leaves: Leaves,
+        rewriting: Rewriting,
         plan_of: PlanOf,
         options: LadderOptions,
-        precision: Precision,
-        review: Callable[[Entry], None],
+        counters: Counter[str],
     ) -> None:
         self._shelf = shelf
+        self._leaves = leaves
+        self._rewriting = rewriting
+        self._precision = rewriting.precision
         self._plan_of = plan_of
         self._options = options
-        self._precision = precision
-        self._review = review  # has an entry brought to its target, in time
-        self._by_length = [(tokens, plan_of(name, name)) for tokens, name in options.by_length]
+        self._counters = counters
+        self._by_length = [(tokens, plan_of(codec, codec)) for tokens, codec in options.by_length]
         self._sizes: dict[Bits, float] = {}  # bytes of a token
         self._ladder: Ladder[Entry] = Ladder(options.floors, self._token_bytes)
         self._changed: Changed = shelf.journal.reader()
-        self.num_steps = 0
         self._in_vain_bytes = 0  # with so much in use there was nothing left to step down
 
     def relieve(self, used_bytes: int, limit_bytes: int) -> None:
@@ -52,23 +49,24 @@ class Pressure:
         if used_bytes <= HIGH * limit_bytes:
             self._in_vain_bytes = 0
         elif used_bytes > self._in_vain_bytes:
-            before = self.num_steps
-            self.make_room(int(used_bytes - LOW * limit_bytes))
-            self._in_vain_bytes = used_bytes if self.num_steps == before else 0
+            num_moves = self.make_room(int(used_bytes - LOW * limit_bytes))
+            self._in_vain_bytes = 0 if num_moves else used_bytes
 
-    def make_room(self, need_bytes: int) -> None:
-        """Let spans step down until so much would be free, as far as the floors allow."""
+    def make_room(self, need_bytes: int) -> int:
+        """Let spans step down until so much would be free, as far as the floors allow. Tells how many do."""
         if not self._options.by_pressure or need_bytes <= 0:
-            return
+            return 0
         self._look()
-        for move in self._ladder.choose(need_bytes):
+        moves = self._ladder.choose(need_bytes)
+        for move in moves:
             self._lower(move.id, self._plan_after(move))
+        return len(moves)
 
     def _look(self) -> None:
         """Where the entries stand that have changed."""
         for entry in self._changed.take():
             if entry in self._shelf.entries and entry.span.layers:
-                self._ladder.put(entry, self._held(entry))
+                self._ladder.put(entry, self._standing(entry))
             else:
                 self._ladder.discard(entry)
 
@@ -82,10 +80,10 @@ class Pressure:
 
     def _lower(self, entry: Entry, plan: Plan) -> None:
         entry.target, entry.goes_up = plan, False
-        self.num_steps += 1
-        self._review(entry)
+        self._counters["stepped_down_spans"] += 1
+        self._rewriting.review(entry)
 
-    def _held(self, entry: Entry) -> Held:
+    def _standing(self, entry: Entry) -> Standing:
         specs = self._precision.layout.flat()
         layers = [(8 * specs[i].dtype.size, pairs) for i, pairs in self._precision.expected(entry).items()]
         # Layers at the edges keep more bits: the others tell how far it has stepped down.
@@ -94,19 +92,19 @@ class Pressure:
             v=min(max(_bits(v, raw_bits) for _, v in pairs) for raw_bits, pairs in layers),
         )
         if entry.is_running:
-            return Held(bits, entry.span.sealable_tokens(self._precision.options.window), math.inf)
-        return Held(bits, entry.span.num_tokens, self._shelf.used_s(entry))
+            return Standing(bits, entry.span.sealable_tokens(self._precision.window), math.inf)
+        return Standing(bits, entry.span.num_tokens, self._leaves.used_s(entry))
 
     def _plan_after(self, move: Move[Entry]) -> Plan:
         wanted = self._precision.wanted(move.id)
-        k = wanted.k if move.after.k == move.before.k else _name(move.after.k)
-        v = wanted.v if move.after.v == move.before.v else _name(move.after.v)
+        k = wanted.k if move.after.k == move.before.k else _codec(move.after.k)
+        v = wanted.v if move.after.v == move.before.v else _codec(move.after.v)
         return self._plan_of(k, v)
 
     def _token_bytes(self, bits: Bits) -> float:
         """What cannot step down counts like raw: only differences matter."""
         if bits not in self._sizes:
-            self._sizes[bits] = self._plan_of(_name(bits.k), _name(bits.v)).token_bytes(self._precision.layout)
+            self._sizes[bits] = self._plan_of(_codec(bits.k), _codec(bits.v)).token_bytes(self._precision.layout)
         return self._sizes[bits]
 
 
@@ -117,5 +115,5 @@ def _bits(codec: Codec, raw_bits: int) -> int:
     return codec.bits if isinstance(codec, PlanesCodec) else 0
 
 
-def _name(bits: int) -> str:
-    return f"planes:{bits}" if 0 < bits <= 8 else "raw"
+def _codec(bits: int) -> Codec:
+    return PlanesCodec(bits) if 0 < bits <= 8 else RawCodec()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvstrata.codecs.base import Codec
 from kvstrata.index.identity import owner_of
 from kvstrata.spans.estimate import Estimate, estimate, score_error
 from kvstrata.spans.plan import Plan
@@ -27,10 +28,10 @@ Scope = Literal["all", "live", "stored", "disk"]
 
 @dataclass(frozen=True)
 class Change:
-    """What to do. Names as in codecs/registry.py; None leaves K or V as it is."""
+    """What to do. None leaves K or V as it is."""
 
-    k: str | None = None
-    v: str | None = None
+    k: Codec | None = None
+    v: Codec | None = None
     scope: Scope = "all"
     salt: str | None = None  # only what is under this salt
     owner: str | None = None  # only what is under the salts of this owner
@@ -216,8 +217,8 @@ class Assessor:
         )
         disk = self._on_disk(estimates)
         changed = Changed(
-            k=plan.k,
-            v=plan.v,
+            k=plan.k.name,
+            v=plan.v.name,
             dry_run=change.dry_run,
             tiers={"hot": hot, **({"disk": disk} if disk is not None else {})},
             left_alone=(*_left_alone(estimates), *self._left_on_disk(change)),

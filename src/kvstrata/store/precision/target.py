@@ -6,8 +6,6 @@ that run too; without it the values under a running sequence do not change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from kvstrata.attention.parts import SealedPart
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import Pair
@@ -17,16 +15,8 @@ from kvstrata.spans.plan import Plan, raw_plan
 from kvstrata.spans.rewrite import LayerProgress, becomes
 from kvstrata.spans.span import RawWindow
 from kvstrata.store.entry import Entry
+from kvstrata.store.options import PrecisionOptions
 from kvstrata.store.precision.mover import Job
-
-
-@dataclass(frozen=True)
-class PrecisionOptions:
-    min_quantize_tokens: int = 256  # shorter sequences stay raw: their overhead exceeds what is saved
-    live: bool = False  # running sequences are encoded too
-    gathers: bool = False  # planes of layers that are stored alike become rows of one array,
-    apart: frozenset[int] = frozenset()  # but for these layers, which keep more bits than the others
-    window: RawWindow = field(default_factory=RawWindow)  # but for this
 
 
 class Precision:
@@ -35,7 +25,8 @@ class Precision:
         self._raw = raw_plan(layout)
         self.target = target  # of new spans
         self.options = options
-        self._sizes: dict[tuple[str, str], float] = {}  # bytes of a token
+        self.window = RawWindow(options.first_raw_tokens, options.recent_raw_tokens)  # of running sequences
+        self._sizes: dict[Pair, float] = {}  # bytes of a token
 
     def plan_for(self, entry: Entry) -> Plan | None:
         """What it should be stored as now; None: as it is."""
@@ -45,7 +36,7 @@ class Precision:
         if entry.is_running:
             return wanted if self._has_to_seal(entry, wanted) else None
         done = all(span.settles(layer, wanted.pairs[layer], upward=entry.goes_up) for layer in span.layers)
-        done = done and all(self._mark_settles(mark, wanted) for mark in span.marks.values())
+        done = done and all(self._mark_is_under(mark, wanted) for mark in span.marks.values())
         return None if done and not (self.options.gathers and has_to_gather(span, self.options.apart)) else wanted
 
     def wanted(self, entry: Entry) -> Plan:
@@ -78,14 +69,18 @@ class Precision:
         wanted_bytes = self._token_bytes(self.wanted(entry)) * entry.span.num_tokens
         return max(0, int(entry.nbytes - entry.span.mark_bytes - wanted_bytes))
 
-    def _token_bytes(self, plan: Plan) -> float:
-        # There are many plans, and few pairs of names that they are made from.
-        names = plan.k, plan.v
-        if names not in self._sizes:
-            self._sizes[names] = plan.token_bytes(self.layout)
-        return self._sizes[names]
+    def target_token_bytes(self) -> float:
+        """Of a token that is stored from now on."""
+        return self._token_bytes(self.target)
 
-    def _mark_settles(self, mark: Mark, plan: Plan) -> bool:
+    def _token_bytes(self, plan: Plan) -> float:
+        # There are many plans, and few pairs that they are made from.
+        asked = plan.k, plan.v
+        if asked not in self._sizes:
+            self._sizes[asked] = plan.token_bytes(self.layout)
+        return self._sizes[asked]
+
+    def _mark_is_under(self, mark: Mark, plan: Plan) -> bool:
         """Whether its rings are under the plan, or lower. A model may have no other KV."""
         states = zip(mark.states, plan.pairs, self.layout.flat(), strict=True)
         rings = [(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedPart)]
@@ -97,7 +92,7 @@ class Precision:
 
     def _has_to_seal(self, entry: Entry, plan: Plan) -> bool:
         """A running sequence: whether enough has come to be encoded, or what is encoded has to step down."""
-        span, window = entry.span, self.options.window
+        span, window = entry.span, self.window
         return not plan.is_raw and any(span.has_to_seal(i, plan.pairs[i], window) for i in span.layers)
 
     def job(self, entry: Entry, plan: Plan) -> Job:
@@ -108,7 +103,7 @@ class Precision:
         span, up_to = entry.span, entry.span.written_end if entry.asked_at is None else entry.asked_at
         entry.asked_at = None
         for layer in span.layers:
-            yield from span.sealing(layer, plan.pairs[layer], self.options.window, up_to=up_to)
+            yield from span.sealing(layer, plan.pairs[layer], self.window, up_to=up_to)
             yield
 
     def _rewrite(self, entry: Entry, plan: Plan) -> Job:

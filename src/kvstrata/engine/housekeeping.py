@@ -1,0 +1,72 @@
+"""Work on what is stored, between steps and while no sequence runs; and the room that sequences need beside it."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+
+from kvstrata.engine.capacity import Capacity
+from kvstrata.engine.rates import Speeds
+from kvstrata.engine.sequences import Sequences
+from kvstrata.layers.buffers import without_cache
+from kvstrata.store.stock import Stock
+
+
+class Housekeeping:
+    """`slice_s`: of work on stored KV between two decode steps."""
+
+    def __init__(
+        self, stock: Stock, sequences: Sequences, capacity: Capacity, speeds: Speeds, *, slice_s: float
+    ) -> None:
+        self._chores = stock.chores
+        self._room = stock.room
+        self._evictor = stock.evictor
+        self._leaves = stock.leaves
+        self._changes = stock.changes
+        self._has_disk = stock.cold.has_tier
+        self._sequences = sequences
+        self._capacity = capacity
+        self._speeds = speeds
+        self._slice_s = slice_s
+
+    @property
+    def has_work(self) -> bool:
+        return self._chores.has_work
+
+    def work_in_step(self, *, is_awaited: bool) -> None:
+        """What a client waits for may take as long as a decode step; all else must hardly be noticed."""
+        in_hurry = is_awaited or self._changes.is_running
+        self.work(max(self._slice_s, self._speeds.step_s) if in_hurry else self._slice_s)
+
+    def work(self, slice_s: float) -> None:
+        """For about so long."""
+        self._speeds.did_chores()
+        was_rewriting = self._chores.is_rewriting
+        with without_cache() if was_rewriting else nullcontext():
+            self._chores.work(slice_s)
+        self.make_room(0.0, has_grown=False)
+        if was_rewriting:
+            self._sequences.let_go()
+
+    def relieve(self) -> None:
+        """Memory fills up: begin in time."""
+        used_bytes = self._capacity.running_bytes + self._capacity.stored_bytes
+        self._room.relieve(used_bytes, self._capacity.budget.total_bytes)
+
+    def make_room(self, slice_s: float, *, has_grown: bool) -> None:
+        """Streams wait for so long at most. What has not stepped down by then goes, where a sequence has grown; while
+        one is being encoded it takes more for a moment, which is no reason to let others go."""
+        slice_s = slice_s if self._sequences.has_streams else math.inf
+        limit_bytes = self._capacity.budget.total_bytes - self._capacity.running_bytes
+        most_bytes = limit_bytes if has_grown or not self._chores.is_rewriting else None
+        self._room.shrink_to(limit_bytes, slice_s, most_bytes=most_bytes)
+        if self._has_disk:
+            # A stream waits for no disk when it grows: for the next that does there should be room by then.
+            self._room.shrink_to(limit_bytes - self._capacity.most_next_bytes(), 0.0)
+
+    def expire(self) -> None:
+        self._evictor.expire()
+
+    def seconds_to_expiry(self) -> float:
+        """Until something stored has to go, unless something comes."""
+        return self._leaves.seconds_to_expiry()

@@ -1,0 +1,162 @@
+"""Puts an engine's pieces together: what is served, the disk, the store and the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstrata.backend import max_arrays
+from kvstrata.disk.files import Files
+from kvstrata.disk.options import DiskOptions
+from kvstrata.disk.tier import DiskTier
+from kvstrata.engine.capacity import Capacity
+from kvstrata.engine.endings import Endings
+from kvstrata.engine.entrance import Entrance
+from kvstrata.engine.fetching import Fetching
+from kvstrata.engine.first_in_line import FirstInLine
+from kvstrata.engine.housekeeping import Housekeeping
+from kvstrata.engine.limits import Limits
+from kvstrata.engine.loop import Loop
+from kvstrata.engine.membership import Membership
+from kvstrata.engine.memory import Budget
+from kvstrata.engine.passes import Passes
+from kvstrata.engine.planner import Pacing, Planner
+from kvstrata.engine.rates import Speeds
+from kvstrata.engine.replies import Replies
+from kvstrata.engine.request import Request
+from kvstrata.engine.resume import Resume
+from kvstrata.engine.rungs import Plans
+from kvstrata.engine.runner import Runner
+from kvstrata.engine.scratch import max_chunk
+from kvstrata.engine.sequences import Sequences
+from kvstrata.engine.storage import Storage
+from kvstrata.engine.view import View
+from kvstrata.index.identity import Identity
+from kvstrata.index.keys import chain
+from kvstrata.layers.kinds import Layout
+from kvstrata.metrics import Metrics
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.spans.contents import tally
+from kvstrata.spans.plan import edges_of
+from kvstrata.store.cold.cold import Cold, Post, no_cold
+from kvstrata.store.options import Floors, LadderOptions, PrecisionOptions, StoreOptions
+from kvstrata.store.stock import Stock, make_stock
+from kvstrata.text.detokenizer import Detokenizer
+
+# Of the arrays that a machine allows, for stored spans. The rest is for weights, running sequences and passes.
+STORED_ARRAYS = 0.75
+# Of the memory for KV, one part in so many: most that is read from the disk ahead of its use.
+READ_AHEAD_SHARE = 8
+
+
+@dataclass(frozen=True)
+class Served:
+    """What is served, and within which bounds."""
+
+    loaded: LoadedModel
+    layout: Layout
+    budget: Budget
+    limits: Limits
+    storage: Storage
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Of the largest chunk of a prompt."""
+        return self.limits.prefill_chunk_tokens or max_chunk()
+
+
+def open_disk(served: Served, disk: DiskOptions | None, files: Files | None, post: Post) -> Cold:
+    """`files`: how the disk's files are read and written; None: as the system does. Raises ConfigError where the folder
+    cannot be used."""
+    if disk is None or any(spec.kind == "foreign" for spec in served.layout.flat()):
+        return no_cold(served.layout)
+    pinned: set[bytes] = set()
+    # Half of what may be ahead waits in the tier, half in the store.
+    ahead_bytes = min(disk.read_ahead_bytes, served.budget.total_bytes // READ_AHEAD_SHARE // 2)
+    options = dataclasses.replace(disk, ttl_s=served.storage.ttl_s, read_ahead_bytes=ahead_bytes)
+    tier = DiskTier(options, chain=chain, tally=tally, is_pinned=pinned.__contains__, files=files)
+    return Cold(tier, served.layout, post=post, pinned=pinned, patience_s=disk.wait_s)
+
+
+def make_loop(served: Served, metrics: Metrics, cold: Cold, detokenizer: Callable[[Request], Detokenizer]) -> Loop:
+    """Raises ConfigError for a precision that the model's layers cannot be stored in."""
+    limits, storage = served.limits, served.storage
+    plans = Plans(served.layout, storage, served.chunk_tokens)
+    stock = _make_stock(served, plans, cold)
+    runner, sequences = Runner(served.loaded.module, served.layout), Sequences()
+    capacity = Capacity(
+        with_rungs(served.budget, stock, plans),
+        sequences.running,
+        stock.shelf,
+        tail_step_tokens=limits.tail_step_tokens,
+        keeps_growth_free=cold.has_tier,
+    )
+    resume = Resume(
+        stock.store,
+        stock.evictor,
+        stock.explainer,
+        stock.rewriting.precision,
+        mark_every_tokens=storage.mark_every_tokens,
+    )
+    speeds = Speeds(metrics, share=limits.prefill_share, max_chunk=max_chunk(), fixed_chunk=limits.prefill_chunk_tokens)
+    fetching = Fetching(stock.fetches)
+    entrance = Entrance(stock.room, stock.leases, cold.patience_s)
+    endings = Endings(sequences, resume, fetching, entrance, runner, metrics)
+    first = FirstInLine(sequences, capacity, fetching, entrance, stock.shortening, endings)
+    pacing = Pacing(speeds, limits.max_running, runner.mixes)
+    return Loop(
+        stock=stock,
+        plans=plans,
+        sequences=sequences,
+        capacity=capacity,
+        fetching=fetching,
+        entrance=entrance,
+        planner=Planner(sequences, View(sequences, capacity, resume, fetching), first, entrance, capacity, pacing),
+        membership=Membership(sequences, capacity, resume, runner, metrics),
+        passes=Passes(runner, sequences, resume, speeds, metrics, vocab_size=served.loaded.vocab_size),
+        replies=Replies(sequences, resume, endings, speeds, metrics, detokenizer),
+        endings=endings,
+        housekeeping=Housekeeping(stock, sequences, capacity, speeds, slice_s=limits.slice_s),
+        speeds=speeds,
+    )
+
+
+def with_rungs(budget: Budget, stock: Stock, plans: Plans) -> Budget:
+    """The budget with the ways to hold a running sequence that follow from what new spans are stored as."""
+    rungs, live = plans.rungs(stock.changes.target)
+    return dataclasses.replace(budget, rungs=rungs, live_rungs=live)
+
+
+def _make_stock(served: Served, plans: Plans, cold: Cold) -> Stock:
+    signature = tuple(spec.signature for spec in served.layout.flat())
+    identity = Identity(served.loaded.fingerprint, served.loaded.dtype, signature, served.limits.max_kv_size)
+    return make_stock(served.layout, identity, _store_options(served), plans.plan_of, cold=cold)
+
+
+def _store_options(served: Served) -> StoreOptions:
+    storage, allowed = served.storage, max_arrays()
+    total_bytes = served.budget.total_bytes
+    return StoreOptions(
+        hot_bytes=total_bytes if storage.hot_bytes is None else min(storage.hot_bytes, total_bytes),
+        write_through=storage.write_through,
+        max_arrays=None if allowed is None else int(STORED_ARRAYS * allowed),
+        max_marks=storage.max_marks,
+        ttl_s=storage.ttl_s,
+        precision=PrecisionOptions(
+            k=storage.k,
+            v=storage.v,
+            min_quantize_tokens=storage.min_quantize_tokens,
+            live=storage.live,
+            first_raw_tokens=storage.first_raw_tokens,
+            recent_raw_tokens=storage.recent_raw_tokens,
+            put_away=storage.put_away,
+            gathers=allowed is not None,
+            apart=edges_of(served.layout, storage.edge_layers),
+        ),
+        ladder=LadderOptions(
+            by_pressure=storage.dynamic,
+            by_length=storage.dynamic_at,
+            floors=Floors(storage.floor_k_bits, storage.floor_v_bits),
+        ),
+    )

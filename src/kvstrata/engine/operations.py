@@ -1,0 +1,105 @@
+"""What callers ask of the cache and change in it, on the engine's thread between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvstrata.engine.loop import Loop
+from kvstrata.engine.make import with_rungs
+from kvstrata.engine.report import CacheUsage, cache_usage
+from kvstrata.errors import InvalidRequest
+from kvstrata.index.identity import owner_of
+from kvstrata.index.ids import TokenIds
+from kvstrata.store.clearing import Cleared
+from kvstrata.store.entry import Entry
+from kvstrata.store.precision.requantize import Change, Changed, Progress
+from kvstrata.store.report import Explanation
+from kvstrata.tier.chains import OnDisk
+from kvstrata.tier.lookups import Lookup
+
+Tier = Literal["hot", "disk", "all"]
+
+
+@dataclass(frozen=True)
+class Left:
+    cleared: Cleared
+    left_bytes: int  # in the tiers that were cleared
+
+
+class Operations:
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._stock = loop.stock
+
+    def usage(self, owner: str | None = None) -> CacheUsage:
+        """Of what is under an owner's salts; None: all."""
+        return cache_usage(self._stock, self._loop.budget, self._loop.sequences.running.values(), owner)
+
+    def requantize(self, change: Change) -> Changed:
+        """Raises ConfigError for a precision that the model's layers cannot be stored in."""
+        self._require_store()
+        if change.scope == "disk":
+            self._require_tier("disk", param="scope")
+        loop, changes = self._loop, self._stock.changes
+        plan = loop.plans.plan_of(change.k or changes.target.k, change.v or changes.target.v)
+        changed = changes.requantize(change, plan, self._entries_of(change.sequence, change.owner))
+        loop.capacity.budget = with_rungs(loop.budget, self._stock, loop.plans)
+        return changed
+
+    def requantize_progress(self, owner: str | None = None) -> Progress:
+        self._require_store()
+        return self._stock.changes.progress(owner)
+
+    def cancel_requantize(self, owner: str | None = None) -> Progress:
+        self._require_store()
+        return self._stock.changes.cancel(owner)
+
+    def ask_disk(self, ids: TokenIds, salt: str) -> Lookup[OnDisk] | None:
+        """What the disk has of a prompt, which it tells on a thread of its own; None: there is no disk."""
+        return self._stock.explainer.ask_disk(ids, salt)
+
+    def explain(self, ids: TokenIds, salt: str, on_disk: OnDisk | None) -> Explanation:
+        """`on_disk`: what the disk told; None: it did not."""
+        return self._stock.explainer.explain(ids, salt, on_disk)
+
+    def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> Left:
+        self._require_tier(tier, param="tier")
+        self._require_store()
+        cleared = self._stock.clearing.clear(salt, tier, owner=owner)
+        tiers = self.usage(owner).tiers.items()
+        return Left(cleared, sum(left.nbytes for name, left in tiers if tier in ("all", name)))
+
+    def pin(self, ids: TokenIds, salt: str, quota: Callable[[int], int] | None) -> int:
+        """Tells how many tokens are kept. `quota`: how many bytes may be pinned, of those that there are for stored
+        KV; None: any number."""
+        self._require_store()
+        return self._stock.pins.pin(ids, salt, None if quota is None else quota(self._stock.shelf.max_bytes))
+
+    def unpin(self, ids: TokenIds, salt: str) -> int:
+        self._require_store()
+        return self._stock.pins.unpin(ids, salt)
+
+    def _entries_of(self, request_id: str | None, owner: str | None) -> set[Entry] | None:
+        """What a running request holds; None: no request was named. Another owner's is as good as none."""
+        if request_id is None:
+            return None
+        for sequence in self._loop.sequences.running.values():
+            is_own = owner is None or owner_of(sequence.request.salt) == owner
+            if sequence.request.id == request_id and is_own and sequence.stored.filing is not None:
+                return sequence.stored.filing.entries
+        raise InvalidRequest(f"No request {request_id[:80]!r} is running. GET /cache/usage lists those that are.")
+
+    def _require_store(self) -> None:
+        if not self._stock.store.can_share:
+            raise InvalidRequest(
+                "This model brings caches of its own kind, which cannot be shared: nothing is stored. GET /props shows "
+                "its layers.",
+                code="no_store",
+            )
+
+    def _require_tier(self, tier: Tier, *, param: str) -> None:
+        tiers = self.usage().tiers
+        if tier != "all" and tier not in tiers:
+            raise InvalidRequest(f"{param}: this server has no {tier} tier, only {', '.join(tiers)}.", param=param)

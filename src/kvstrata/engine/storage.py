@@ -1,0 +1,32 @@
+"""What becomes of KV that was computed. Plain values; the store's own defaults are in store/options.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvstrata.codecs.base import Codec
+from kvstrata.engine.limits import MARK_EVERY_TOKENS
+from kvstrata.spans.plan import EDGE, RAW
+from kvstrata.store.options import Floors, LadderOptions, PrecisionOptions, StoreOptions
+
+
+@dataclass(frozen=True)
+class Storage:
+    k: Codec = RAW[0]  # precision of stored keys
+    v: Codec = RAW[1]
+    edge_layers: int = 0  # so many first and last attention layers
+    edge: Codec = EDGE  # are stored like this instead
+    min_quantize_tokens: int = PrecisionOptions.min_quantize_tokens  # shorter sequences stay raw
+    live: bool = PrecisionOptions.live  # running sequences are encoded too,
+    first_raw_tokens: int = PrecisionOptions.first_raw_tokens  # but for their first
+    recent_raw_tokens: int = PrecisionOptions.recent_raw_tokens  # and newest tokens
+    dynamic: bool = LadderOptions.by_pressure  # precision steps down as memory fills up,
+    floor_k_bits: int = Floors.k_bits  # not below this
+    floor_v_bits: int = Floors.v_bits
+    dynamic_at: tuple[tuple[int, Codec], ...] = ()  # (tokens, precision): longer sequences step down
+    hot_bytes: int | None = None  # most that stored KV takes in memory; None: what running sequences leave
+    put_away: bool = PrecisionOptions.put_away  # to the disk, what stepping down takes away
+    write_through: bool = StoreOptions.write_through  # to the disk at once, not when memory runs short
+    ttl_s: float | None = None  # what no request used for so long goes; None: it stays while there is room
+    max_marks: int = StoreOptions.max_marks  # resume points that a stored conversation keeps, in models that need them
+    mark_every_tokens: int = MARK_EVERY_TOKENS  # of a long prompt, in such models

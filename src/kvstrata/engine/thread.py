@@ -1,0 +1,228 @@
+"""The thread that owns MLX: it sets the engine up, runs the loop, and does what other threads ask between two steps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+import mlx.core as mx
+
+from kvstrata.attention import cpu
+from kvstrata.backend import device
+from kvstrata.backend.allocator import limits_restored
+from kvstrata.backend.heap import map_large_buffers, trim_heap
+from kvstrata.backend.streams import streams
+from kvstrata.disk.files import Files
+from kvstrata.disk.options import DiskOptions
+from kvstrata.engine.limits import EngineState, Limits
+from kvstrata.engine.loop import Loop
+from kvstrata.engine.make import Served, make_loop, open_disk
+from kvstrata.engine.memory import DEFAULT_SHARE, MemoryShares, make_budget, share_memory
+from kvstrata.engine.planned import least_token_bytes, sealed_pairs
+from kvstrata.engine.remembered import remembered_scratch
+from kvstrata.engine.request import Request
+from kvstrata.engine.runner import Runner
+from kvstrata.engine.scratch import Shape, max_chunk, measure_prefill
+from kvstrata.engine.storage import Storage
+from kvstrata.layers.kinds import Layout
+from kvstrata.metrics import Metrics
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.models.probe import probe
+from kvstrata.store.cold.cold import Cold
+from kvstrata.text.detokenizer import Detokenizer
+from kvstrata.text.special import special_tokens
+
+log = logging.getLogger(__name__)
+
+# Ids before a plain completion that the first word of its text may depend on.
+CONTEXT_IDS = 8
+# Work on stored KV while no sequence runs, until the inbox is looked at again.
+IDLE_SLICE_S = 0.05
+
+
+class EngineThread:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        limits: Limits,
+        metrics: Metrics,
+        storage: Storage,
+        disk: DiskOptions | None,
+        files: Files | None,
+    ) -> None:
+        self._loaded = loaded
+        self._limits = limits
+        self._metrics = metrics
+        self._storage = storage
+        self._disk = disk  # None: what memory has no room for is gone
+        self._files = files
+        self._special = special_tokens(loaded.tokenizer)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._main, name="kvstrata-engine", daemon=True)
+        self._ready = threading.Event()
+        self._start_error: BaseException | None = None
+        self._lock = threading.Lock()  # guards the next one
+        self._stopped = False
+        self._stopping = False
+        self.state = EngineState()
+        # Made by the thread before start() returns.
+        self.served: Served
+        self.shares: MemoryShares
+        self.cold: Cold
+        self.loop: Loop
+        self._prefill_tokens_s: float
+
+    # Called by other threads.
+
+    def start(self) -> None:
+        """Blocks until the model was probed; raises what went wrong."""
+        self._thread.start()
+        self._ready.wait()
+        if self._start_error is not None:
+            self._thread.join()
+            raise self._start_error
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def context_tokens(self) -> int:
+        return min(self._limits.context_tokens or self._loaded.context_tokens, self._loaded.context_tokens)
+
+    def post(self, job: Callable[[], None]) -> bool:
+        """Have something done between two steps. False: the thread has stopped, and does nothing any more."""
+        with self._lock:
+            if not self._stopped:
+                self._inbox.put(job)
+            return not self._stopped
+
+    def stop(self) -> None:
+        self._inbox.put(self._end)
+        self._thread.join()
+
+    # From here on: the thread itself.
+
+    def _main(self) -> None:
+        try:
+            with streams().borrowed(), limits_restored():
+                self._live()
+        except BaseException as error:
+            if self._ready.is_set():
+                raise
+            self._start_error = error  # raised by the thread that waits in start()
+            self._ready.set()
+
+    def _live(self) -> None:
+        self._set_up()
+        self._ready.set()
+        while not self._stopping:
+            self._turn()
+        with self._lock:
+            self._stopped = True
+        self._receive_all()
+        self.loop.fail_all("The server was stopped.")
+        if self._disk is not None:
+            unwritten = self.loop.stock.flush(self._disk.flush_s)
+            if unwritten.tokens:
+                log.warning("%s", unwritten)
+            self.loop.stock.close()
+
+    def _set_up(self) -> None:
+        map_large_buffers()
+        if self._limits.wired_bytes:
+            mx.set_wired_limit(self._limits.wired_bytes)
+        cpu.warm_up()
+        layout = probe(self._loaded.module, self._limits.max_kv_size)
+        limit_bytes = self._limits.memory_bytes or _default_limit_bytes()
+        runner = Runner(self._loaded.module, layout)
+        shape = self._shape(layout, limit_bytes)
+        self.shares = share_memory(
+            limit_bytes,
+            self._loaded.weight_bytes,
+            remembered_scratch(self._loaded, runner, shape),
+            token_bytes=least_token_bytes(layout, self._storage),
+            context_tokens=self.context_tokens,
+        )
+        self.served = Served(self._loaded, layout, make_budget(layout, self.shares), self._limits, self._storage)
+        mx.set_cache_limit(self.shares.allocator_cache_bytes)
+        mx.set_memory_limit(self.shares.run_ahead_bytes)
+        self.cold = open_disk(self.served, self._disk, self._files, self._inbox.put)
+        self._prefill_tokens_s = measure_prefill(runner, shape.chunk_tokens)
+        self.loop = self._make_loop()
+        self.state = self.loop.state()
+
+    def _shape(self, layout: Layout, limit_bytes: int) -> Shape:
+        """Of the passes to come, no longer than memory allows."""
+        free_bytes = limit_bytes - self._loaded.weight_bytes
+        most_tokens = free_bytes // max(1, least_token_bytes(layout, self._storage))
+        return Shape(
+            rows=self._limits.max_running,
+            vocab_size=self._loaded.vocab_size,
+            max_context_tokens=int(min(most_tokens, self.context_tokens)),
+            chunk_tokens=self._limits.prefill_chunk_tokens or max_chunk(),
+            pairs=sealed_pairs(layout, self._storage),
+        )
+
+    def _make_loop(self) -> Loop:
+        loop = make_loop(self.served, self._metrics, self.cold, self.make_detokenizer)
+        # Before the first request: whether it is worth waiting for the disk must be known then.
+        loop.speeds.alone.add(1, 1 / self._prefill_tokens_s)
+        return loop
+
+    def make_detokenizer(self, request: Request) -> Detokenizer:
+        context = request.prompt[-CONTEXT_IDS:] if request.continues_prompt else ()
+        return Detokenizer(self._loaded.tokenizer, context, special=self._special)
+
+    def _turn(self) -> None:
+        try:
+            self._receive()
+            if not self._stopping and not self.loop.idle:
+                self.loop.step()
+        except Exception:
+            # A defect of ours or of the model: those that ran lose their reply, the server goes on with a fresh loop.
+            log.exception("a step failed")
+            self.loop.fail_all("The engine failed while it worked on this request. See the server's log.")
+            failed, self.loop = self.loop, self._make_loop()
+            self.loop.stock.take_over(failed.stock)
+            mx.clear_cache()
+        self.state = self.loop.state()
+
+    def _receive(self) -> None:
+        """Take in what other threads asked for; wait for it if there is nothing else to do."""
+        loop = self.loop
+        while loop.idle and loop.housekeeping.has_work and self._inbox.empty():
+            loop.housekeeping.work(IDLE_SLICE_S)
+        if loop.idle and self._inbox.empty():
+            mx.clear_cache()
+            trim_heap()
+            self.state = loop.state()
+            self._rest()
+        elif loop.is_stalled and self._inbox.empty():
+            with contextlib.suppress(queue.Empty):
+                self._inbox.get(timeout=loop.seconds_to_wait())()
+        self._receive_all()
+
+    def _rest(self) -> None:
+        """Until something comes, or something stored has not been asked for in time."""
+        seconds = self.loop.housekeeping.seconds_to_expiry()
+        try:
+            job = self._inbox.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            job = self.loop.housekeeping.expire
+        job()
+
+    def _receive_all(self) -> None:
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _end(self) -> None:
+        self._stopping = True
+
+
+def _default_limit_bytes() -> int:
+    machine = device()
+    return min(int(machine.memory_bytes * DEFAULT_SHARE), machine.working_set_bytes)

@@ -1,0 +1,94 @@
+"""Lets go of what is stored, from the leaves on: what has expired, what is worth least, what is cleared.
+
+Who is worth least is the order's to say (`store/leaves.py`). What goes is handed to the disk first, and counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvstrata.index.tree import Node
+from kvstrata.store.cold.spills import Handover, Spills
+from kvstrata.store.entry import Entry
+from kvstrata.store.leaves import Leaves
+from kvstrata.store.losses import Losses
+from kvstrata.store.marks import Marks
+from kvstrata.store.shelf import Shelf
+
+
+class Evictor:
+    """`trimmed` is told which entry was cut short: it may be stored in another way now."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        leaves: Leaves,
+        marks: Marks,
+        spills: Spills,
+        losses: Losses,
+        trimmed: Callable[[Entry], None],
+    ) -> None:
+        self._shelf = shelf
+        self._leaves = leaves
+        self._marks = marks
+        self._spills = spills
+        self._losses = losses
+        self._trimmed = trimmed
+
+    def expire(self) -> None:
+        """Let go of what no request asked for in time."""
+        self.shrink_to(self._shelf.held_bytes)
+
+    def shrink_to(
+        self,
+        limit_bytes: int,
+        may_go: Callable[[Node[Entry]], bool] = lambda _: True,
+        *,
+        spare_only: bool = False,
+    ) -> None:
+        """Evict what has expired, and from the leaves until no more than this is held, or only what is in use. It ends
+        at the first leaf of which `may_go` says no. `spare_only`: none but those that the disk has too."""
+        while True:
+            chosen = self._leaves.choose(self._shelf.held_bytes - limit_bytes, spare_only=spare_only)
+            # While one is written or removed, others may grow upward: what goes is known by its position.
+            ends = [(each.leaf, each.leaf.start + each.keep_tokens) for each in chosen]
+            for leaf, end in ends:
+                if not self._leaves.has_expired(leaf) and not may_go(leaf):
+                    self._leaves.offer(leaf)
+                    return
+                self.evict(leaf, end)
+            if not chosen:
+                return
+
+    def keep_arrays_few(self) -> None:
+        """What is worth least goes while there are more arrays than the machine allows."""
+        while self._shelf.has_too_many_arrays and (chosen := self._leaves.choose(1)):
+            for each in chosen:
+                self.evict(each.leaf, each.leaf.start)
+
+    def clear(self, under: bytes = b"") -> None:
+        """Remove every leaf that is free to go, and what becomes one by it; under all roots that begin so."""
+        shelf = self._shelf
+        nodes = [node for root in shelf.tree.root_keys if root.startswith(under) for node in shelf.tree.nodes(root)]
+        # Children before their parents.
+        for node in reversed(nodes):
+            if node in node.payload.nodes and node.is_leaf and node.payload.is_free:
+                shelf.remove(node)
+        for root in shelf.ghosts.root_keys:
+            if root.startswith(under):
+                shelf.ghosts.drop(root)
+
+    def evict(self, leaf: Node[Entry], end: int) -> None:
+        """What a leaf has from a position on."""
+        has_expired = self._leaves.has_expired(leaf)
+        handed = Handover(leaf.start, "expired") if has_expired else self._spills.hand_over(leaf)
+        end = self._marks.usable_end(leaf, end)
+        keeps_some = leaf.start < end < leaf.end
+        goes_from = end if keeps_some else leaf.start
+        lost_tokens = max(0, leaf.end - max(goes_from, handed.end))
+        self._losses.evicted(leaf.payload, lost_tokens, handed.reason, num_tokens=leaf.end - goes_from)
+        if keeps_some:
+            self._shelf.trim(leaf, end)
+            self._trimmed(leaf.payload)
+        else:
+            self._shelf.remove(leaf)

@@ -1,0 +1,73 @@
+"""Brings entries to what they should be stored as, bit by bit: trims, encodes, steps down."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from kvstrata.spans.plan import Plan
+from kvstrata.store.entry import Entry
+from kvstrata.store.failures import Failures
+from kvstrata.store.precision.mover import Job, Mover
+from kvstrata.store.precision.pending import Pending
+from kvstrata.store.precision.target import Precision
+from kvstrata.store.shelf import Shelf
+
+
+class Rewriting:
+    """`put_away` writes an entry to the disk, as part of the job that takes bits from it. `done` is told when an entry
+    has come to what it should be stored as."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        precision: Precision,
+        counters: Counter[str],
+        failures: Failures,
+        *,
+        put_away: Callable[[Entry], Job],
+        done: Callable[[Entry], None],
+    ) -> None:
+        self._shelf = shelf
+        self.precision = precision
+        self._counters = counters
+        self._failures = failures
+        self._put_away = put_away
+        changed = shelf.journal.reader()
+        self.mover = Mover(self._job, done, self._get_stuck, changed.add)
+        self._pending = Pending(changed, self.mover.has, precision.pending_bytes)
+
+    def review(self, entry: Entry) -> None:
+        """Something about it has changed: maybe it should be stored in another way now."""
+        self._shelf.journal.note(entry)
+        if entry in self._shelf.entries and self.precision.plan_for(entry) is not None:
+            self.mover.add(entry)
+
+    def pending_bytes(self) -> int:
+        """What the work that waits is about to free."""
+        return self._pending.nbytes()
+
+    def _job(self, entry: Entry) -> Job | None:
+        plan = self.precision.plan_for(entry) if entry in self._shelf.entries else None
+        return None if plan is None else self._rewrite(entry, plan)
+
+    def _rewrite(self, entry: Entry, plan: Plan) -> Job:
+        job = self.precision.job(entry, plan)
+        if not plan.is_raw:
+            self._counters["encoded_spans"] += 1
+        if self.precision.options.put_away and entry.target is not None and not entry.goes_up:
+            # What it loses now can be had back.
+            yield from self._put_away(entry)
+            if entry not in self._shelf.entries:
+                return
+        for _ in job:
+            self._shelf.recount(entry)
+            yield
+            if entry not in self._shelf.entries:
+                return
+        self._shelf.recount(entry)
+
+    def _get_stuck(self, entry: Entry, error: Exception) -> None:
+        """Every layer of it is whole, as it was or as it should be."""
+        entry.is_stuck = True
+        self._failures.note("rewrites", error)

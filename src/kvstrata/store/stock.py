@@ -1,0 +1,174 @@
+"""All that a store consists of, put together. Callers take the objects that they need.
+
+store, leases, pins, fetches    requests: match and commit, keep, bring back from the disk
+room, evictor, chores           memory: make room, let go, what is to be done between two steps
+changes, clearing               what callers ask for
+explainer, reporter             answers
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvstrata.eviction.history import History
+from kvstrata.eviction.worth import Reuse
+from kvstrata.index.identity import Identity
+from kvstrata.layers.kinds import Layout
+from kvstrata.spans.marks import needs_marks
+from kvstrata.spans.plan import RAW, raw_plan
+from kvstrata.store.chores import Chores
+from kvstrata.store.clearing import Clearing
+from kvstrata.store.cold.cold import Cold, no_cold
+from kvstrata.store.cold.fetches import Fetches
+from kvstrata.store.cold.flush import Flush
+from kvstrata.store.cold.restore import Restorer
+from kvstrata.store.cold.spills import Spills
+from kvstrata.store.cold.unwritten import Unwritten
+from kvstrata.store.entry import Entry
+from kvstrata.store.evictor import Evictor
+from kvstrata.store.explain import Explainer, ForeignExplainer
+from kvstrata.store.failures import Failures
+from kvstrata.store.filing import Desk, Intake
+from kvstrata.store.leases import Leases
+from kvstrata.store.leaves import Leaves
+from kvstrata.store.losses import Losses
+from kvstrata.store.marks import Marks
+from kvstrata.store.options import StoreOptions
+from kvstrata.store.pins import Pins
+from kvstrata.store.precision.changes import Changes
+from kvstrata.store.precision.pressure import PlanOf, Pressure
+from kvstrata.store.precision.rewriting import Rewriting
+from kvstrata.store.precision.target import Precision
+from kvstrata.store.reporter import Reporter
+from kvstrata.store.room import Room
+from kvstrata.store.search import Search
+from kvstrata.store.shelf import Shelf
+from kvstrata.store.shortening import Shortening
+from kvstrata.store.store import NoStore, Store
+from kvstrata.store.tidying import Tidying
+
+# Tokens of requests that eviction learns from.
+MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20
+
+
+@dataclass(frozen=True)
+class Stock:
+    shelf: Shelf
+    leaves: Leaves
+    search: Search
+    store: Store
+    leases: Leases
+    pins: Pins
+    fetches: Fetches
+    room: Room
+    evictor: Evictor
+    shortening: Shortening
+    chores: Chores
+    rewriting: Rewriting
+    pressure: Pressure
+    changes: Changes
+    clearing: Clearing
+    explainer: Explainer
+    reporter: Reporter
+    spills: Spills
+    flushing: Flush
+    cold: Cold
+    counters: Counter[str]
+
+    def take_over(self, failed: Stock) -> None:
+        """Go on in its place: with what it counted, and what new spans were to be stored as. What it held goes now."""
+        self.counters.update(failed.counters)
+        self.pins.take_over(failed.pins)
+        failed.shelf.abandon()
+        self.changes.take_over(failed.changes)
+        failed.rewriting.mover.clear()
+
+    def flush(self, timeout_s: float) -> Unwritten:
+        """The end: write all that the disk has not, for at most so long. Tells what is left."""
+        self.evictor.expire()
+        return self.flushing.run(timeout_s)
+
+    def close(self) -> None:
+        self.cold.tier.close()
+
+
+def make_stock(
+    layout: Layout,
+    identity: Identity,
+    options: StoreOptions,
+    plan_of: PlanOf,
+    *,
+    cold: Cold | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Stock:
+    """For a model that brings caches of its own kind the store stays empty. Raises ConfigError for a precision that the
+    layers cannot be stored in."""
+    cold = cold or no_cold(layout)
+    can_share = all(spec.kind != "foreign" for spec in layout.flat())
+    counters = Counter(stepped_down_spans=0, evicted_tokens=0) if can_share else Counter[str]()
+    reuse, failures = Reuse(), Failures(counters)
+    k, v = options.precision.k or RAW[0], options.precision.v or RAW[1]
+    precision = Precision(layout, plan_of(k, v) if can_share else raw_plan(layout), options.precision)
+    leaves = Leaves(reuse, options.ttl_s, clock)
+    shelf = Shelf(leaves, max_bytes=options.hot_bytes if can_share else 0, max_arrays=options.max_arrays)
+    search = Search(shelf, layout, identity)
+    pins, losses = Pins(shelf, search, cold), Losses(shelf, counters)
+    marks = Marks(shelf, options.max_marks, are_needed=can_share and needs_marks(layout))
+    reporter = Reporter(shelf, search, cold, counters)
+    # The disk is written to by those who rewrite, and has spans rewritten before it writes them.
+    rewriting = Rewriting(
+        shelf,
+        precision,
+        counters,
+        failures,
+        put_away=lambda entry: spills.write(entry),
+        done=lambda entry: tidying.tidy(entry),
+    )
+    mover, review = rewriting.mover, rewriting.review
+    spills = Spills(cold, shelf, leaves, counters, failures, mover)
+    pressure = Pressure(shelf, leaves, rewriting, plan_of, options.ladder, counters)
+    evictor = Evictor(shelf, leaves, marks, spills, losses, mover.add if options.precision.gathers else _ignore)
+    room = Room(shelf, evictor, rewriting, pressure, spills, losses)
+    restorer = Restorer(cold, shelf, room, counters, failures, review)
+    changes = Changes(shelf, leaves, rewriting, restorer, room, reporter.disk_usage)
+    tidying = Tidying(shelf, rewriting, changes, evictor, spills, write_through=options.write_through)
+    leases = Leases(shelf, review)
+    intake = Intake(shelf, pins, losses, counters, review)
+    desk = Desk(shelf, marks, leases, intake, pressure)
+    history = History(reuse, lambda: _watched_tokens(options.hot_bytes, precision))
+    return Stock(
+        shelf=shelf,
+        leaves=leaves,
+        search=search,
+        store=(Store if can_share else NoStore)(search, desk, mover, history, counters, clock),
+        leases=leases,
+        pins=pins,
+        fetches=Fetches(cold, search, desk, room, failures, counters),
+        room=room,
+        evictor=evictor,
+        shortening=Shortening(shelf, search, marks, evictor, mover),
+        chores=Chores(cold, restorer, mover, spills),
+        rewriting=rewriting,
+        pressure=pressure,
+        changes=changes,
+        clearing=Clearing(search, shelf, evictor, spills, cold),
+        explainer=(Explainer if can_share else ForeignExplainer)(shelf, search, evictor, cold),
+        reporter=reporter,
+        spills=spills,
+        flushing=Flush(cold, shelf, leaves, spills),
+        cold=cold,
+        counters=counters,
+    )
+
+
+def _watched_tokens(hot_bytes: int, precision: Precision) -> int:
+    """About what memory holds; for what is remembered of tokens there is a bound of its own."""
+    fits = hot_bytes / max(1.0, precision.target_token_bytes())
+    return int(min(max(fits, MIN_WATCHED), MAX_WATCHED))
+
+
+def _ignore(entry: Entry) -> None:
+    del entry

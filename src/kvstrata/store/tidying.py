@@ -1,0 +1,49 @@
+"""What follows when a span has come to what it should be stored as."""
+
+from __future__ import annotations
+
+from kvstrata.store.cold.spills import Spills
+from kvstrata.store.entry import Entry
+from kvstrata.store.evictor import Evictor
+from kvstrata.store.precision.changes import Changes
+from kvstrata.store.precision.rewriting import Rewriting
+from kvstrata.store.shelf import Shelf
+
+# On the way from the first token to the end of a conversation.
+MAX_SPANS = 8
+
+
+class Tidying:
+    """`write_through`: to the disk at once, not when memory runs short."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        rewriting: Rewriting,
+        changes: Changes,
+        evictor: Evictor,
+        spills: Spills,
+        *,
+        write_through: bool,
+    ) -> None:
+        self._shelf = shelf
+        self._rewriting = rewriting
+        self._changes = changes
+        self._evictor = evictor
+        self._spills = spills
+        self._write_through = write_through
+
+    def tidy(self, entry: Entry) -> None:
+        """Few and long spans are read faster than many short ones."""
+        # Unless something else was asked for meanwhile, or it has grown.
+        self._rewriting.review(entry)
+        self._changes.look()
+        if entry.is_running or not entry.nodes:
+            return
+        last = entry.last_node
+        for grown in self._shelf.join_along(last, MAX_SPANS):
+            self._rewriting.review(grown)
+        self._evictor.keep_arrays_few()
+        if self._write_through:
+            # It may have been joined to what comes before it.
+            self._spills.add(last.payload)
