@@ -176,7 +176,8 @@ def test_after_a_change_of_precision(case: str, dtype: str) -> None:
         settle(drive)
         return encoded_error(m, drive)
 
-    check(case, dtype, error, NUM_SEEDS)
+    # Of three models with experts two may choose others: see `check`.
+    check(case, dtype, error, NUM_SEEDS + 2)
 
 
 @pytest.mark.parametrize("case", CASES)
