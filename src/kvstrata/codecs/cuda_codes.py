@@ -40,7 +40,7 @@ def pays(num_queries: int, dim: int) -> bool:
 
 
 def turn_of(planes: Planes) -> Turn | None:
-    return getattr(planes.codec, "turn", None)
+    return getattr(planes.codec, "turn", None)  # by name: the module with its class imports this one
 
 
 def turn_constants(turn: Turn | None, prefix: str = "", suffix: str = "") -> list[Constant]:
