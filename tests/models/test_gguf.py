@@ -168,6 +168,19 @@ def test_a_changed_byte_of_the_header_never_crashes(
         config_of(read(broken))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"llama.attention.head_count": 0}, {"llama.embedding_length": "wide"}, {"general.alignment": 0}],
+)
+def test_settings_that_make_no_sense_are_clear_errors(changes: dict[str, Any], tmp_path: Path) -> None:
+    model, config = a_model("llama")
+    if "llama.attention.head_count" in changes:
+        changes = {**changes, "llama.attention.key_length": None}
+    path = write_gguf(tmp_path / "odd.gguf", "llama", model, config, **changes)
+    with pytest.raises(BadGguf, match=r"make no sense|aligns"):
+        config_of(read(path))
+
+
 def test_what_is_not_known_is_refused_before_anything_is_written(cache_home: Path, tmp_path: Path) -> None:
     model, config = a_model("llama")
 

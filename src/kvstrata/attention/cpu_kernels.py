@@ -1,8 +1,8 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 """The loops, compiled by numba when first called and kept on disk after that. float32 in, float32 out.
 
-A run is a row of int64: the batch row, then the fields of `cpu.Run`, which says what they mean. Whoever builds it keeps
-the memory alive. Runs of a batch row follow each other.
+A run is a row of int64: the batch row, then the fields of `cpu.Run`, which says what they mean. The code that builds
+it keeps the memory alive. Runs of a batch row follow each other.
 
 Decoding cuts runs into pieces, each within one segment of K and one of V, so that a piece has one mean of each to deal
 with. An item is a piece in one KV head: its scores, weights and weighted sum are computed at once for all queries of

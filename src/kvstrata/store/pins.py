@@ -103,7 +103,7 @@ class Pins:
         self._cold.pin((pin.root_key, pin.ids) for pin in self._pins)
 
     def _wanted(self) -> set[Entry]:
-        """Those that hold what is pinned, where all of it is there: a few first tokens may be anybody's."""
+        """Those that hold what is pinned, where all of it is there: a few first tokens may be of any prompt."""
         found = [(pin, self._shelf.tree.match(pin.root_key, pin.asked)) for pin in self._pins]
         return {node.payload for pin, match in found if match.num_tokens == pin.num_tokens for node in match.path}
 

@@ -61,7 +61,7 @@ class Room:
         self._evictor.shrink_to(limit_bytes, lambda leaf: leaf.payload.is_clean)
         if self._shelf.held_bytes > limit_bytes:
             self._pressure.make_room(self._shelf.held_bytes - limit_bytes - self._rewriting.pending_bytes())
-        # What waits to be trimmed or encoded gives more room than it takes from anybody.
+        # What waits to be trimmed or encoded gives more room than it takes.
         mover = self._rewriting.mover
         while self._shelf.held_bytes > limit_bytes and not mover.idle and time.monotonic() < until_s:
             mover.work(0)

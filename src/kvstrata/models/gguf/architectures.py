@@ -144,6 +144,13 @@ def changed(architecture: Architecture, name: str, array: mx.array, config: Conf
 
 
 def config_of(gguf: Gguf) -> Config:
+    try:
+        return _config_of(gguf)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise BadGguf(f"The settings in {gguf.path} make no sense: {error}. Get it again") from error
+
+
+def _config_of(gguf: Gguf) -> Config:
     architecture, settings = architecture_of(gguf), Settings(gguf)
     heads = settings.need("attention.head_count")
     config = {

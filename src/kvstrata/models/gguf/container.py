@@ -95,7 +95,7 @@ def _read_one(path: Path) -> Gguf:
     reader = _Reader(path, octets)
     try:
         return reader.read()
-    except (struct.error, UnicodeDecodeError, IndexError) as error:
+    except (struct.error, ValueError, TypeError, IndexError, RecursionError) as error:
         raise BadGguf(f"{path} is damaged near byte {reader.at}: {error}. Get it again") from error
 
 
@@ -116,6 +116,8 @@ class _Reader:
         metadata = {self._string(): self._value(self._number("<I")) for _ in range(num_entries)}
         described = [self._described() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 1:
+            raise BadGguf(f"{self._path} is damaged: it aligns its tensors to {alignment!r}. Get it again")
         start = -(-self.at // alignment) * alignment
         return Gguf(self._path, metadata, {each[0]: self._tensor(start, *each) for each in described})
 
