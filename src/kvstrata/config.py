@@ -25,6 +25,7 @@ from pydantic_settings.sources import InitSettingsSource
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.limits import MARK_EVERY_TOKENS, Limits
 from kvstrata.errors import ConfigError
+from kvstrata.models.cpu_options import CpuOptions, CpuWeights
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import Size, human_bytes
 from kvstrata.store.options import Floors, LadderOptions, PrecisionOptions, StoreOptions
@@ -86,6 +87,7 @@ def _whole(value: Any) -> Any:
 SizeSetting = Annotated[Size, NoDecode, BeforeValidator(_size), PlainSerializer(str)]
 ByteCount = Annotated[int, BeforeValidator(_absolute_bytes)]
 Bits = Annotated[Literal[8, 4, 2], BeforeValidator(_whole)]
+ActivationBits = Annotated[Literal[8, 16, 32], BeforeValidator(_whole)]
 GroupSize = Annotated[Literal[32, 64, 128], BeforeValidator(_whole)]
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 HostNames = Annotated[Texts, AfterValidator(_host_names)]
@@ -115,6 +117,15 @@ class Settings(BaseSettings):
     generation_config: Literal["model", "none"] = _setting(
         "model", "Sampling of requests that leave it out: 'model' is by its generation_config.json, 'none' by OpenAI's "
         "defaults", panel="Model", unit="source",
+    )  # fmt: skip
+
+    cpu_weights: CpuWeights = _setting(
+        CpuOptions.weights, "On a CPU: plain 16-bit weights are quantized to '8' or '4' bits, quantized ones stay as "
+        "they are; 'raw' makes all of them float32; 'auto' is 8, or 4 where 8 do not fit", panel="Model", unit="bits",
+    )  # fmt: skip
+    cpu_activations: ActivationBits = _setting(
+        CpuOptions.activations, "On a CPU: bits of what packed weights are multiplied by. 8 is fastest and loses "
+        "something, 32 is exact and slow", panel="Model", unit="bits",
     )  # fmt: skip
 
     host: str = _setting("127.0.0.1", "Address to listen on", panel="Address and keys", unit="address")

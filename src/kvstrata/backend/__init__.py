@@ -14,6 +14,7 @@ from kvstrata.backend.machine import (
     mlx_backend,
     usable_cores,
 )
+from kvstrata.backend.sgemm import sgemm
 
 __all__ = [
     "Blas",
@@ -25,5 +26,6 @@ __all__ = [
     "max_arrays",
     "memory_bytes",
     "mlx_backend",
+    "sgemm",
     "usable_cores",
 ]

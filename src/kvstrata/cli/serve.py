@@ -56,6 +56,7 @@ def run(settings: Settings) -> None:
     listener = bind(settings.host, settings.port)
     # Only now what takes seconds to import.
     from kvstrata.backend import device
+    from kvstrata.models.cpu_options import CpuOptions
     from kvstrata.models.load import load
     from kvstrata.server.assemble import memory_limit_bytes, start_service
     from kvstrata.server.logs import show_messages
@@ -64,7 +65,8 @@ def run(settings: Settings) -> None:
     show_messages(settings.log_level)
     machine = device()
     limit_bytes = memory_limit_bytes(settings, machine)
-    loaded = load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes)
+    cpu = CpuOptions(settings.cpu_weights, settings.cpu_activations)
+    loaded = load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes, cpu=cpu)
     service = start_service(settings, loaded, machine)
     server = Server(
         service,
@@ -87,6 +89,7 @@ def start_lines(settings: Settings, service: Service, machine: Device, url: str)
     return [
         f"model     {service.name}, {loaded.dtype}, {human_bytes(loaded.weight_bytes)} of weights, "
         f"context {service.context_tokens} tokens",
+        *([f"weights   {loaded.weights}"] if loaded.weights else []),
         f"back-end  {machine.backend} ({machine.name}), attention: {engine['attention']['path']}",
         *([f"BLAS      {_blas_line()}"] if machine.backend == "cpu" else []),
         f"memory    at most {human_bytes(limit)} ({settings.memory_limit}) of {human_bytes(machine.memory_bytes)}, "

@@ -27,7 +27,7 @@ from kvstrata.codecs.cpu_vectors import (
 )
 
 # As in cpu_kernels.py.
-BUILT_ON = "e2ce75ab99d4c6a2"
+BUILT_ON = "cee0bf45346b7ce7"
 
 _to_half = njit(to_half, inline="always")
 

@@ -41,14 +41,14 @@ class _VectorModel(models.PrimitiveModel):
         super().__init__(manager, kind, _VECTOR)
 
 
-def _place(context, builder, kind, array, offset, vector):
+def place_of(context, builder, kind, array, offset, vector):
     """Where `vector` lies in the array, as a pointer to it."""
     first = context.make_array(kind)(context, builder, value=array).data
     return builder.bitcast(builder.gep(first, [offset]), vector.as_pointer())
 
 
-def _load(context, builder, kind, array, offset, vector):
-    place = _place(context, builder, kind, array, offset, vector)
+def load_as(context, builder, kind, array, offset, vector):
+    place = place_of(context, builder, kind, array, offset, vector)
     return builder.load(place, align=context.get_abi_sizeof(vector.element))
 
 
@@ -57,7 +57,7 @@ def load(_context, array, _offset):
     """array[offset : offset + 16]"""
 
     def code(context, builder, signature, arguments):
-        return _load(context, builder, signature.args[0], *arguments, _VECTOR)
+        return load_as(context, builder, signature.args[0], *arguments, _VECTOR)
 
     return _vector(array, types.intp), code
 
@@ -66,7 +66,7 @@ def load(_context, array, _offset):
 def store(_context, array, _offset, _value):
     def code(context, builder, signature, arguments):
         array, offset, value = arguments
-        place = _place(context, builder, signature.args[0], array, offset, _VECTOR)
+        place = place_of(context, builder, signature.args[0], array, offset, _VECTOR)
         builder.store(value, place, align=4)
         return context.get_dummy_value()
 
@@ -105,14 +105,15 @@ def splat(_context, _value):
     """The same number in all lanes."""
 
     def code(_context, builder, _signature, arguments):
-        return _splat(builder, arguments[0])
+        return splatted(builder, arguments[0])
 
     return _vector(types.float32), code
 
 
-def _splat(builder, value):
-    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-    return _shuffled(builder, one, one, [0] * LANES)
+def splatted(builder, value, lanes: int = LANES):
+    vector = ir.VectorType(value.type, lanes)
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
+    return shuffled(builder, one, one, [0] * lanes)
 
 
 @intrinsic
@@ -157,13 +158,13 @@ def largest(_context, _value):
 def _largest(builder, magnitudes):
     while magnitudes.type.count > 1:
         half = magnitudes.type.count // 2
-        halves = (_shuffled(builder, magnitudes, magnitudes, range(i, i + half)) for i in (0, half))
+        halves = (shuffled(builder, magnitudes, magnitudes, range(i, i + half)) for i in (0, half))
         magnitudes = _larger(builder, *halves)
     return builder.bitcast(builder.extract_element(magnitudes, ir.Constant(ir.IntType(32), 0)), _F32)
 
 
 def _magnitude(builder, value):
-    return builder.and_(builder.bitcast(value, _WORDS), _same(_WORDS, 0x7FFFFFFF))
+    return builder.and_(builder.bitcast(value, _WORDS), constant(_WORDS, 0x7FFFFFFF))
 
 
 def _larger(builder, a, b):
@@ -178,7 +179,7 @@ def store_totals(_context, array, _offset, _a, _b, _c, _d):
         array, offset, *values = arguments
         a, b, c, d = (_folded(builder, value) for value in values)
         totals = _neighbours_added(builder, _neighbours_added(builder, a, b), _neighbours_added(builder, c, d))
-        place = _place(context, builder, signature.args[0], array, offset, totals.type)
+        place = place_of(context, builder, signature.args[0], array, offset, totals.type)
         builder.store(totals, place, align=4)
         return context.get_dummy_value()
 
@@ -202,17 +203,17 @@ def _folded(builder, value):
     """Halves added until 4 lanes are left."""
     while value.type.count > 4:
         half = value.type.count // 2
-        lower, upper = (_shuffled(builder, value, value, range(i, i + half)) for i in (0, half))
+        lower, upper = (shuffled(builder, value, value, range(i, i + half)) for i in (0, half))
         value = builder.fadd(lower, upper)
     return value
 
 
 def _neighbours_added(builder, a, b):
     """[a0 + a1, a2 + a3, b0 + b1, b2 + b3]"""
-    return builder.fadd(_shuffled(builder, a, b, (0, 2, 4, 6)), _shuffled(builder, a, b, (1, 3, 5, 7)))
+    return builder.fadd(shuffled(builder, a, b, (0, 2, 4, 6)), shuffled(builder, a, b, (1, 3, 5, 7)))
 
 
-def _shuffled(builder, a, b, lanes):
+def shuffled(builder, a, b, lanes):
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), list(lanes)))
 
 
@@ -227,19 +228,19 @@ def _unpacker(bits: int):
         def code(context, builder, signature, arguments):
             top, following, low, at, target, into, width = arguments
             kinds = signature.args
-            octets = _load(context, builder, kinds[0], top, at, _OCTETS)
-            second = _load(context, builder, kinds[1], following, at, _OCTETS) if bits > 2 else None
-            pairs = _load(context, builder, kinds[2], low, at, _PAIRS) if bits > 4 else None
+            octets = load_as(context, builder, kinds[0], top, at, _OCTETS)
+            second = load_as(context, builder, kinds[1], following, at, _OCTETS) if bits > 2 else None
+            pairs = load_as(context, builder, kinds[2], low, at, _PAIRS) if bits > 4 else None
             for i in range(4):
                 codes = _field(builder, octets, 2 * i, 2)
                 if second is not None:
                     codes = _appended(builder, codes, _field(builder, second, 2 * i, 2), 2)
                 if pairs is not None:
-                    nibbles = builder.trunc(builder.lshr(pairs, _same(_PAIRS, 4 * i)), _OCTETS)
-                    codes = _appended(builder, codes, builder.and_(nibbles, _same(_OCTETS, 15)), 4)
-                levels = builder.fsub(builder.uitofp(codes, _VECTOR), _same(_VECTOR, middle))
+                    nibbles = builder.trunc(builder.lshr(pairs, constant(_PAIRS, 4 * i)), _OCTETS)
+                    codes = _appended(builder, codes, builder.and_(nibbles, constant(_OCTETS, 15)), 4)
+                levels = builder.fsub(builder.uitofp(codes, _VECTOR), constant(_VECTOR, middle))
                 offset = builder.add(into, builder.mul(width, ir.Constant(width.type, i)))
-                place = _place(context, builder, kinds[4], target, offset, _VECTOR)
+                place = place_of(context, builder, kinds[4], target, offset, _VECTOR)
                 builder.store(levels, place, align=4)
             return context.get_dummy_value()
 
@@ -248,16 +249,16 @@ def _unpacker(bits: int):
     return unpack
 
 
-def _same(vector: ir.VectorType, value: float) -> ir.Constant:
-    return ir.Constant(vector, [value] * LANES)
+def constant(vector: ir.VectorType, value: float) -> ir.Constant:
+    return ir.Constant(vector, [value] * vector.count)
 
 
 def _field(builder, octets, shift: int, bits: int):
-    return builder.and_(builder.lshr(octets, _same(_OCTETS, shift)), _same(_OCTETS, 2**bits - 1))
+    return builder.and_(builder.lshr(octets, constant(_OCTETS, shift)), constant(_OCTETS, 2**bits - 1))
 
 
 def _appended(builder, codes, field, bits: int):
-    return builder.or_(builder.shl(codes, _same(_OCTETS, bits)), field)
+    return builder.or_(builder.shl(codes, constant(_OCTETS, bits)), field)
 
 
 unpack_8, unpack_4, unpack_2 = _unpacker(8), _unpacker(4), _unpacker(2)
@@ -279,15 +280,15 @@ def _encoder(dim: int, to_scale):
             vectors = []
             for first in range(0, dim, LANES):
                 offset = ir.Constant(at.type, first)
-                value = _load(context, builder, kinds[0], x, builder.add(at, offset), _VECTOR)
-                middle = _load(context, builder, kinds[2], mean, offset, _VECTOR)
-                sign = _load(context, builder, kinds[3], signs, offset, _VECTOR)
+                value = load_as(context, builder, kinds[0], x, builder.add(at, offset), _VECTOR)
+                middle = load_as(context, builder, kinds[2], mean, offset, _VECTOR)
+                sign = load_as(context, builder, kinds[3], signs, offset, _VECTOR)
                 vectors.append(builder.fmul(builder.fsub(value, middle), sign))
             vectors = _rotated(builder, vectors)
             magnitudes = reduce(lambda a, b: _larger(builder, a, b), (_magnitude(builder, v) for v in vectors))
             one = types.float32(types.float32)
             scale = context.compile_internal(builder, to_scale, one, [_largest(builder, magnitudes)])
-            factor = _splat(builder, context.compile_internal(builder, _steps_by, one, [scale]))
+            factor = splatted(builder, context.compile_internal(builder, _steps_by, one, [scale]))
             codes = [_codes(builder, vector, factor) for vector in vectors]
             for first in range(0, dim // 4, LANES):
                 entry = builder.add(into, ir.Constant(into.type, first))
@@ -341,7 +342,7 @@ def _woven(builder, values):
 def _zipped(builder, a, b):
     """a0, b0, a1, b1 ... in two values"""
     lanes = [i + part * LANES for i in range(LANES) for part in range(2)]
-    return _shuffled(builder, a, b, lanes[:LANES]), _shuffled(builder, a, b, lanes[LANES:])
+    return shuffled(builder, a, b, lanes[:LANES]), shuffled(builder, a, b, lanes[LANES:])
 
 
 def _store_packed(context, builder, kinds, planes, into, codes):
@@ -349,16 +350,16 @@ def _store_packed(context, builder, kinds, planes, into, codes):
     crumbs = (_joined(builder, [_field(builder, code, shift, 2) for code in codes], 2) for shift in (6, 4))
     nibbles = [builder.zext(_field(builder, code, 0, 4), _PAIRS) for code in codes]
     for kind, plane, values in zip(kinds, planes, (*crumbs, _joined(builder, nibbles, 4)), strict=True):
-        place = _place(context, builder, kind, plane, into, values.type)
+        place = place_of(context, builder, kind, plane, into, values.type)
         builder.store(values, place, align=context.get_abi_sizeof(values.type.element))
 
 
 def _codes(builder, values, factor):
     """value * factor + 128, cut off to a whole number from 0 to 255"""
-    shifted = builder.fadd(builder.fmul(values, factor, flags=("contract",)), _same(_VECTOR, 128), flags=("contract",))
+    shifted = builder.fadd(builder.fmul(values, factor, flags=("contract",)), constant(_VECTOR, 128), flags=("contract",))
     whole = builder.fptosi(shifted, _WORDS)
     for limit, beyond in ((0, "<"), (255, ">")):
-        edge = _same(_WORDS, limit)
+        edge = constant(_WORDS, limit)
         whole = builder.select(builder.icmp_signed(beyond, whole, edge), edge, whole)
     return builder.trunc(whole, _OCTETS)
 
@@ -367,7 +368,7 @@ def _joined(builder, fields, bits: int):
     """The first field in the lowest bits."""
     joined = fields[0]
     for i, field in enumerate(fields[1:], 1):
-        joined = builder.or_(joined, builder.shl(field, _same(field.type, i * bits)))
+        joined = builder.or_(joined, builder.shl(field, constant(field.type, i * bits)))
     return joined
 
 

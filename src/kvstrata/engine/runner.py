@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from kvstrata.engine.sampling import Sampled, Sampler, sample
 from kvstrata.layers.batch import BatchCache
+from kvstrata.layers.kept import PromptCaches
 from kvstrata.layers.kinds import Layout, arrays_in
 from kvstrata.layers.mixed import MixedPass
 from kvstrata.layers.sequence import Prefix, SequenceCache
@@ -68,7 +69,7 @@ class Runner:
 
     def prefill(self, cache: SequenceCache, tokens: Sequence[int]) -> None:
         """Compute KV for `tokens`. No logits: no code reads them, so the output layer never runs."""
-        self._model(mx.array([tokens]), cache=cache.caches())
+        self._model(mx.array([tokens]), cache=PromptCaches(cache.caches()))
         cache.end_pass(len(tokens))
         mx.eval(cache.arrays())
 

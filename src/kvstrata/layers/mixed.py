@@ -15,6 +15,7 @@ import mlx.core as mx
 from kvstrata.attention.attend import MixedKeys, as_chunk
 from kvstrata.attention.parts import Parts
 from kvstrata.layers.batch import AttentionRows, BatchCache
+from kvstrata.layers.kept import KeptCaches
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
@@ -56,12 +57,15 @@ class MixedLayer:
             raise NotImplementedError("a window over a layer that keeps everything needs a mask for each row")
 
 
-class MixedCaches(list[MixedLayer]):
+class MixedCaches(KeptCaches):
     """What the model is called with: a cache for each layer. The output layer runs for the last `num_kept` tokens."""
 
     def __init__(self, layers: Sequence[MixedLayer], num_kept: int) -> None:
         super().__init__(layers)
-        self.num_kept = num_kept
+        self._num_kept = num_kept
+
+    def keep(self, hidden: mx.array) -> mx.array:
+        return hidden[-self._num_kept :]
 
 
 class MixedPass:

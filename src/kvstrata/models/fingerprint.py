@@ -25,7 +25,8 @@ NOTES = "fingerprints"
 Digests = dict[str, str]
 
 
-def fingerprint(folder: Path, adapter: Path | None = None) -> str:
+def fingerprint(folder: Path, adapter: Path | None = None, form: str = "") -> str:
+    """`form`: what was made of the weights, where that changes what is computed."""
     remembered = _remembered()
     digests = dict(remembered)
     identity = blake3(b"kvstrata model 1")
@@ -33,6 +34,8 @@ def fingerprint(folder: Path, adapter: Path | None = None) -> str:
         identity.update(b"\0folder\0")
         for path in content_files(place):
             identity.update(f"{path.name}\0{_digest(path, digests)}\0".encode())
+    if form:
+        identity.update(f"\0form\0{form}".encode())
     if digests != remembered:
         write_notes(NOTES, digests)
     return identity.hexdigest()

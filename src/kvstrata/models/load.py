@@ -1,7 +1,7 @@
 """Loads a model for serving: finds its folder, checks it, lets mlx-lm build it, and says what it is.
 
-Knows mlx-lm's loader and the hub. Code that comes with a model is never run. On the CPU back-end weights become float32
-(dense.py); on Metal and CUDA dtype and quantization stay as they are.
+Knows mlx-lm's loader and the hub. Code that comes with a model is never run. On a CPU weights stay packed or become
+float32 (cpu_form.py); on Metal and CUDA dtype and quantization stay as they are.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ from mlx.utils import tree_flatten
 from kvstrata.backend.open_files import raise_open_files
 from kvstrata.errors import ModelError
 from kvstrata.layers.kinds import arrays_in
+from kvstrata.models.cpu_form import choose_form
+from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.files import check_folder
 from kvstrata.models.find import find
 from kvstrata.models.fingerprint import fingerprint
 from kvstrata.models.generation import read_sampling_defaults
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.models.room import check_room
+from kvstrata.models.room import check_room, room_bytes
+from kvstrata.packed.form import CpuForm
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -32,7 +35,11 @@ UNLIMITED_CONTEXT_TOKENS = 1 << 20
 
 
 def load(
-    name_or_path: str | None, *, adapter: Path | None = None, memory_limit_bytes: int | None = None
+    name_or_path: str | None,
+    *,
+    adapter: Path | None = None,
+    memory_limit_bytes: int | None = None,
+    cpu: CpuOptions = CpuOptions(),  # noqa: B008: frozen
 ) -> LoadedModel:
     """A folder, a hub id, or None for the default model. Raises ModelError, before the weights are read where they
     would take more than the limit or than what is free."""
@@ -41,10 +48,11 @@ def load(
     check_folder(folder)
     raise_open_files()  # each file of the weights stays open until it is read
     module, config = _build(folder)
-    check_room(module, folder, memory_limit_bytes)
+    form = choose_form(module, cpu, room_bytes(memory_limit_bytes)) if mx.default_device() == mx.cpu else None
+    check_room(module, folder, memory_limit_bytes, form)
     if adapter is not None:
         _add_adapter(module, adapter)
-    _place(module, folder)
+    _place(module, folder, form)
     tokenizer = _tokenizer(folder, config)
     return LoadedModel(
         name=found.name,
@@ -57,7 +65,8 @@ def load(
         eos_ids=frozenset(tokenizer.eos_token_ids),
         weight_bytes=sum(array.nbytes for array in _arrays(module)),
         dtype=_dtype(module),
-        fingerprint=fingerprint(folder, adapter),
+        fingerprint=fingerprint(folder, adapter, form.identity if form else ""),
+        weights=form.words if form else "",
         sampling=read_sampling_defaults(folder),
     )
 
@@ -105,13 +114,13 @@ def _add_adapter(module: nn.Module, adapter: Path) -> None:
     module.eval()
 
 
-def _place(module: nn.Module, folder: Path) -> None:
+def _place(module: nn.Module, folder: Path, form: CpuForm | None) -> None:
     """Brings the weights into memory, in the form that the device computes best."""
-    from kvstrata.models.dense import make_dense
-
     try:
-        if mx.default_device() == mx.cpu:
-            make_dense(module)
+        if form is not None:
+            from kvstrata.packed.place import place
+
+            place(module, form)
         # Not its parameters alone: frequencies of RoPE are kept apart, and what is lazy belongs to this thread.
         mx.eval(arrays_in(module))
     except (RuntimeError, ValueError) as error:

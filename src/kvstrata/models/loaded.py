@@ -25,5 +25,6 @@ class LoadedModel:
     eos_ids: frozenset[int]
     weight_bytes: int  # allocated, after load
     dtype: str  # what the model computes in: "float32", "bfloat16"
-    fingerprint: str  # blake3 over the content of weights, tokenizer, template, config and adapter
+    fingerprint: str  # blake3 over the content of weights, tokenizer, template, config and adapter, and over their form
+    weights: str = ""  # the form that they are in, where it is not that of the files: for people to read
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # what its makers recommend

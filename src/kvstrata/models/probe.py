@@ -24,6 +24,7 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.experts import mend_products
 from kvstrata.models.heads import trim_rows
 from kvstrata.models.turning import with_turns
+from kvstrata.packed.form import exact_activations
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ _NOISE = 3.0
 
 
 def probe(model: Any, max_kv_size: int | None = None) -> Layout:
-    return with_turns(model, _probe(model, max_kv_size))
+    with exact_activations(model):
+        return with_turns(model, _probe(model, max_kv_size))
 
 
 def _probe(model: Any, max_kv_size: int | None) -> Layout:

@@ -14,8 +14,8 @@ import mlx.core as mx
 from kvstrata.backend import free_memory_bytes
 from kvstrata.errors import ModelError
 from kvstrata.layers.kinds import arrays_in
-from kvstrata.models.dense import dense_bytes
 from kvstrata.models.files import weight_files
+from kvstrata.packed.form import CpuForm
 
 if TYPE_CHECKING:
     import mlx.nn as nn
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 
 
-def check_room(module: nn.Module, folder: Path, limit_bytes: int | None) -> None:
+def check_room(module: nn.Module, folder: Path, limit_bytes: int | None, form: CpuForm | None) -> None:
     """Raises ModelError where the weights alone take more than the limit, or than what is free."""
-    needed_bytes = placed_bytes(module)
+    needed_bytes = placed_bytes(module, form)
     if limit_bytes is not None and needed_bytes > limit_bytes:
         raise ModelError(
             f"{_needs(folder, needed_bytes)}, and the memory limit is {_size(limit_bytes)}. Raise --memory-limit if "
@@ -38,10 +38,18 @@ def check_room(module: nn.Module, folder: Path, limit_bytes: int | None) -> None
         )
 
 
-def placed_bytes(module: nn.Module) -> int:
-    """What its weights take once they are in memory, in the form that the device computes best."""
-    if mx.default_device() == mx.cpu:
-        return dense_bytes(module)
+def room_bytes(limit_bytes: int | None) -> int:
+    """What weights may take on a CPU."""
+    free_bytes = free_memory_bytes()
+    return free_bytes if limit_bytes is None else min(limit_bytes, free_bytes)
+
+
+def placed_bytes(module: nn.Module, form: CpuForm | None) -> int:
+    """What its weights take once they are in memory. `form`: on a CPU."""
+    if form is not None:
+        from kvstrata.packed.place import placed_bytes
+
+        return placed_bytes(module, form)
     return sum(array.nbytes for array in arrays_in(module.parameters()))
 
 

@@ -81,6 +81,7 @@ def properties(service: Service, target: TargetAnswer, held: HeldAnswer) -> dict
             "identity": loaded.fingerprint,
             "dtype": loaded.dtype,
             "weight_bytes": loaded.weight_bytes,
+            "weights": loaded.weights or "as in the files",
             "vocab_size": loaded.vocab_size,
             "context_tokens": service.context_tokens,
             "chat_template": service.template.exists,

@@ -1,0 +1,273 @@
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+"""Products with packed weights, compiled by numba when first called and kept on disk after that.
+
+`tiles.py` says how weights lie. Eight rows of them are spread once, then multiplied by every vector of activations.
+What is added up in which order depends on neither the number of threads nor that of vectors.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from numba import njit, prange
+
+from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS
+from kvstrata.packed.tiles import (
+    FP4,
+    TILE_FACTORS,
+    TILE_VALUES,
+    dot8_1,
+    dot8_4,
+    dot8_codes_4,
+    dot8_codes_8,
+    dot16_1,
+    dot16_4,
+    dot16_codes_4,
+    dot16_codes_8,
+    dot_exact,
+    factors_bfloat,
+    factors_exponent,
+    factors_float,
+    factors_half,
+    quantize_8,
+    quantize_16,
+    spread_2,
+    spread_3,
+    spread_4,
+    spread_5,
+    spread_6,
+    spread_8,
+    spread_fp4,
+    weights_of,
+)
+
+# As in attention/cpu_kernels.py.
+BUILT_ON = ""
+
+TASK_ROWS = 12  # times 8, for one thread at a time
+
+HALF, BFLOAT, FLOAT, EXPONENT = 0, 1, 2, 3  # how scales and biases are stored
+
+# As in attention/cpu_kernels.py: no entry from Python.
+_inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
+
+@_inner
+def _spread(codes, bits, row, num_tiles, levels):
+    """Eight rows, the `row`th such, -> levels"""
+    step = TILE_VALUES // 8 * (4 if bits == FP4 else bits)
+    at = row * num_tiles * step
+    # A loop for each: what is asked once a tile takes as long as the tile.
+    if bits == 4:
+        for tile in range(num_tiles):
+            spread_4(codes, at + tile * step, levels, tile * TILE_VALUES)
+    elif bits == 8:
+        for tile in range(num_tiles):
+            spread_8(codes, at + tile * step, levels, tile * TILE_VALUES)
+    elif bits == 6:
+        for tile in range(num_tiles):
+            spread_6(codes, at + tile * step, levels, tile * TILE_VALUES)
+    elif bits == 5:
+        for tile in range(num_tiles):
+            spread_5(codes, at + tile * step, levels, tile * TILE_VALUES)
+    elif bits == 3:
+        for tile in range(num_tiles):
+            spread_3(codes, at + tile * step, levels, tile * TILE_VALUES)
+    elif bits == 2:
+        for tile in range(num_tiles):
+            spread_2(codes, at + tile * step, levels, tile * TILE_VALUES)
+    else:
+        for tile in range(num_tiles):
+            spread_fp4(codes, at + tile * step, levels, tile * TILE_VALUES)
+
+
+@_inner
+def _spread_factors(scales, kind, base, row, num_tiles, group_tiles, factors):
+    """Those of eight rows. `scales` are bytes, whatever they hold."""
+    size = TILE_ROWS if kind == EXPONENT else TILE_FACTORS * (4 if kind == FLOAT else 2)
+    num_groups = num_tiles // group_tiles
+    at, into = row * num_groups * size, 0
+    for _ in range(num_groups):
+        for _ in range(group_tiles):
+            if kind == HALF:
+                factors_half(scales, at, factors, into, base)
+            elif kind == BFLOAT:
+                factors_bfloat(scales, at, factors, into, base)
+            elif kind == FLOAT:
+                factors_float(scales, at, factors, into, base)
+            else:
+                factors_exponent(scales, at, factors, into, base)
+            into += TILE_FACTORS
+        at += size
+
+
+@_inner
+def _spread_both(weight, row, levels, factors):
+    codes, scales, bits, kind, base, group_tiles, num_tiles, _ = weight
+    _spread(codes, bits, row, num_tiles, levels)
+    _spread_factors(scales, kind, base, row, num_tiles, group_tiles, factors)
+
+
+@_inner
+def _multiply_rows(weight, row, x, out, into, levels, factors):
+    """Eight rows of weights with all vectors"""
+    high, low, scales, sums = x
+    n = weight[6]
+    num, stride = out.shape
+    in_fours = num // 4 * 4
+    _spread_both(weight, row, levels, factors)
+    if low.size:
+        for i in range(0, in_fours, 4):
+            dot16_4(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+        for i in range(in_fours, num):
+            dot16_1(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+    else:
+        for i in range(0, in_fours, 4):
+            dot8_4(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+        for i in range(in_fours, num):
+            dot8_1(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+
+
+@_inner
+def _multiply_one(weight, row, x, out, into, factors):
+    """Eight rows of weights with one vector; weights of 4 or 8 bits"""
+    codes, stored, bits, kind, base, group_tiles, n, _ = weight
+    high, low, scales, sums = x
+    _spread_factors(stored, kind, base, row, n, group_tiles, factors)
+    at = row * n * TILE_VALUES * bits // 8
+    if bits == 4:
+        if low.size:
+            dot16_codes_4(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
+        else:
+            dot8_codes_4(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
+    elif low.size:
+        dot16_codes_8(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
+    else:
+        dot8_codes_8(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def multiply(weight, x, out, first):
+    """Activations of 8 or 16 bits (upper 8 and lower 8 [vectors, in], the latter maybe empty; scales and sums [vectors,
+    groups]) -> out[:, first:]"""
+    num_tiles, num_rows = weight[6], weight[7]
+    is_direct = out.shape[0] == 1 and weight[2] in (4, 8)
+    for task in prange((num_rows + TASK_ROWS - 1) // TASK_ROWS):
+        levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
+        for row in range(task * TASK_ROWS, min(num_rows, task * TASK_ROWS + TASK_ROWS)):
+            into = first + row * TILE_ROWS
+            if is_direct:
+                _multiply_one(weight, row, x, out, into, factors)
+            else:
+                _multiply_rows(weight, row, x, out, into, levels, factors)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def multiply_exactly(weight, x, sums, out, first):
+    """Activations as float32 -> out[:, first:]"""
+    num_tiles, num_rows = weight[6], weight[7]
+    num, stride = out.shape
+    for task in prange((num_rows + TASK_ROWS - 1) // TASK_ROWS):
+        levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
+        for row in range(task * TASK_ROWS, min(num_rows, task * TASK_ROWS + TASK_ROWS)):
+            _spread_both(weight, row, levels, factors)
+            for i in range(num):
+                place = i * stride + first + row * TILE_ROWS
+                dot_exact(levels, factors, x, sums, i * num_tiles, num_tiles, out, place)
+
+
+@_inner
+def _unpack(weight, row, out, into):
+    """Eight rows as float32 -> out, from element `into` on"""
+    num_tiles = weight[6]
+    levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
+    _spread_both(weight, row, levels, factors)
+    stride = num_tiles * TILE_COLUMNS
+    for tile in range(num_tiles):
+        weights_of(levels, factors, tile, out, into + tile * TILE_COLUMNS, stride)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def unpack(weight, first, out):
+    """Rows of weights as float32, from the `first` eight on -> out [rows, in]"""
+    for row in prange(out.shape[0] // TILE_ROWS):
+        _unpack(weight, first + row, out, row * TILE_ROWS * out.shape[1])
+
+
+@njit(nogil=True, cache=True)
+def unpack_some(weight, rows, out):
+    """The rows that are named -> out [rows, in]"""
+    eight = np.empty((TILE_ROWS, out.shape[1]), np.float32)
+    for i in range(len(rows)):
+        _unpack(weight, rows[i] // TILE_ROWS, eight, 0)
+        out[i] = eight[rows[i] % TILE_ROWS]
+
+
+@_inner
+def _quantize(x, made, first, end):
+    high, low, scales, sums = made
+    if low.size:
+        for group in range(first, end):
+            quantize_16(x, high, low, scales, sums, group)
+    else:
+        for group in range(first, end):
+            quantize_8(x, high, low, scales, sums, group)
+
+
+@njit(nogil=True, cache=True)
+def quantize(x, made):
+    _quantize(x, made, 0, made[2].size)
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def quantize_parallel(x, made):
+    num, groups = made[2].shape
+    for i in prange(num):
+        _quantize(x, made, i * groups, i * groups + groups)
+
+
+@njit(nogil=True, cache=True, fastmath=True)
+def add_groups(x, sums):
+    """The sums of 32 values each"""
+    for i in range(x.shape[0]):
+        for group in range(sums.shape[1]):
+            total = np.float32(0)
+            for j in range(group * TILE_COLUMNS, group * TILE_COLUMNS + TILE_COLUMNS):
+                total += x[i, j]
+            sums[i, group] = total
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def pack(stream, bits, row_bytes, codes):
+    """MLX's stream of codes, the lowest bits first -> planes in tiles. Rows past the last are left as they are."""
+    step = TILE_VALUES * bits // 8
+    num_rows = len(stream) // row_bytes
+    num_tiles = row_bytes * 8 // bits // TILE_COLUMNS
+    mask = (1 << bits) - 1
+    for row in prange(num_rows):
+        for column in range(num_tiles * TILE_COLUMNS):
+            at = column * bits
+            first = row * row_bytes + at // 8
+            pair = np.int64(stream[first])
+            if at % 8 + bits > 8:
+                pair |= np.int64(stream[first + 1]) << 8
+            code = (pair >> (at % 8)) & mask
+            tile = (row // TILE_ROWS) * num_tiles + column // TILE_COLUMNS
+            vector, lane = column % TILE_COLUMNS // 4, row % TILE_ROWS * 4 + column % 4
+            _put(codes, tile * step, vector, lane, code, bits)
+
+
+@_inner
+def _put(codes, at, vector, lane, code, bits):
+    """One code into the planes of its tile"""
+    left = bits
+    while left > 0:
+        plane = 8 if left >= 8 else 4 if left >= 4 else 2 if left >= 2 else 1
+        num = plane
+        place = at + vector % num * 4 * TILE_ROWS + lane
+        field = code & ((1 << plane) - 1)
+        codes[place] |= np.uint8(field << (vector // num * plane))
+        at += num * 4 * TILE_ROWS
+        code >>= plane
+        left -= plane

@@ -1,0 +1,95 @@
+"""Layers of a model whose weights stay packed, in place of MLX's quantized ones.
+
+Each computes at once: the kernels see memory, so on a CPU a product is a point where the graph is evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from kvstrata.packed.form import Activations
+from kvstrata.packed.weight import PackedWeight, Vectors
+
+
+class PackedModule(nn.Module):
+    """Holds weights. Their arrays are parameters, so that what counts a model's bytes finds them."""
+
+    def __init__(self, weights: Sequence[PackedWeight], activations: Activations, bias: mx.array | None = None) -> None:
+        super().__init__()
+        self.codes = [weight.arrays[0] for weight in weights]
+        self.scales = [weight.arrays[1] for weight in weights]
+        # Not a list: modules take lists for parameters.
+        self._weights = tuple(weights)
+        self.activations: Activations = activations
+        if bias is not None:
+            self.bias = bias.astype(mx.float32)
+            mx.eval(self.bias)
+        self.freeze()
+
+    @property
+    def weight(self) -> PackedWeight:
+        return self._weights[0]
+
+
+class PackedLinear(PackedModule):
+    def __call__(self, x: mx.array) -> mx.array:
+        made = product(self.weight, flat(x), self.activations)
+        out = mx.array(made).reshape(*x.shape[:-1], made.shape[1])
+        return out + self.bias if "bias" in self else out
+
+
+class PackedEmbedding(PackedModule):
+    def __call__(self, ids: mx.array) -> mx.array:
+        mx.eval(ids)
+        rows = self.weight.rows(np.asarray(ids).reshape(-1).astype(np.int64))
+        return mx.array(rows).reshape(*ids.shape, rows.shape[1])
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """The output layer of models that have one matrix for both."""
+        made = product(self.weight, flat(x), self.activations)
+        return mx.array(made).reshape(*x.shape[:-1], made.shape[1])
+
+
+class PackedSwitchLinear(PackedModule):
+    """One matrix for each expert."""
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:  # noqa: ARG002
+        """x [..., 1, in], whose leading axes are those of the indices or stretch to them -> [*indices, 1, out]"""
+        mx.eval(x, indices)
+        places = np.asarray(indices)
+        rows = np.broadcast_to(np.asarray(x.astype(mx.float32)), (*places.shape, *x.shape[-2:]))
+        experts, vectors = places.reshape(-1), rows.reshape(len(places.reshape(-1)), -1, x.shape[-1])
+        made = np.empty((*vectors.shape[:2], self.weight.shape[0]), np.float32)
+        for expert in np.unique(experts):
+            chosen = experts == expert
+            some = np.ascontiguousarray(vectors[chosen]).reshape(-1, x.shape[-1])
+            made[chosen] = product(self._weights[expert], some, self.activations).reshape(-1, *made.shape[1:])
+        out = mx.array(made).reshape(*places.shape, *made.shape[1:])
+        return out + mx.expand_dims(self.bias[indices], -2) if "bias" in self else out
+
+
+class PackedMultiLinear(PackedModule):
+    """One matrix for each head. Small, and multiplied from both sides: unpacked for each pass."""
+
+    def __call__(self, x: mx.array, transpose: bool = True) -> mx.array:
+        whole = mx.array(np.stack([weight.unpacked() for weight in self._weights]))
+        return x @ (whole.swapaxes(-1, -2) if transpose else whole)
+
+
+def flat(x: mx.array) -> np.ndarray:
+    """[..., in] -> float32 [vectors, in], without gaps"""
+    values = x.astype(mx.float32)
+    mx.eval(values)
+    return np.ascontiguousarray(np.asarray(values).reshape(-1, x.shape[-1]))
+
+
+def product(weight: PackedWeight, values: np.ndarray, activations: Activations) -> np.ndarray:
+    made = np.empty((len(values), weight.shape[0]), np.float32)
+    if len(values):
+        weight.multiply(Vectors(values, activations), made)
+    return made

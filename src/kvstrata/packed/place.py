@@ -1,0 +1,170 @@
+"""Puts packed layers into a model in place of MLX's, for a CPU, one layer at a time.
+
+Knows mlx's and mlx-lm's layers. What has no tiles for it (formats that few models have, a matrix whose rows are no
+whole groups) becomes float32, as everything did before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from kvstrata.packed.form import CpuForm
+from kvstrata.packed.quantized import Quantized
+
+PLAIN = {nn.Linear, nn.Embedding, SwitchLinear, MultiLinear}
+# What becomes float32 instead. Each plain layer takes its sizes from its weight, so it is born tiny and given the real
+# one.
+QUANTIZED = {
+    nn.QuantizedLinear: lambda: nn.Linear(1, 1, bias=False),
+    nn.QuantizedEmbedding: lambda: nn.Embedding(1, 1),
+    QuantizedSwitchLinear: lambda: SwitchLinear(1, 1, 1, bias=False),
+    QuantizedMultiLinear: lambda: MultiLinear(1, 1, 1),
+}
+WEIGHTS = ("weight", "scales", "biases", "global_scale")
+FLOAT_BYTES = 4
+GROUP = 32  # of what is quantized here
+
+
+def place(model: nn.Module, form: CpuForm) -> None:
+    """Loading peaks at one layer above the result. Layers of other classes (a few models fuse their own) stay as they
+    are; they work, slowly."""
+    for name, module in model.named_modules():
+        if type(module) in QUANTIZED or type(module) in PLAIN:
+            placed = _placed(module, form)
+            if placed is not None:
+                model.update_modules(tree_unflatten([(name, placed)]))
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    if form.packs:
+        from kvstrata.packed.blocks import shorten
+
+        shorten(model)
+    mx.clear_cache()
+
+
+def placed_bytes(model: nn.Module, form: CpuForm) -> int:
+    """What `place` would leave in memory. Computes nothing, so arrays that are not read yet stay so."""
+    total, seen = 0, set[int]()
+    for _, module in model.named_modules():
+        if type(module) in QUANTIZED or type(module) in PLAIN:
+            seen |= {id(module[name]) for name in WEIGHTS if name in module}
+            total += _matrix_bytes(module, form)
+    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    others = {id(array): array for _, array in parameters if id(array) not in seen}
+    return total + sum(map(_bytes_as_float32, others.values()))
+
+
+def _placed(module: nn.Module, form: CpuForm) -> nn.Module | None:
+    """None: it stays as it is."""
+    if type(module) in PLAIN and not _is_packed(module, form):
+        return None
+    if _is_packed(module, form):
+        made = _packed(module, form)
+    else:
+        made = QUANTIZED[type(module)]()
+        made.weight = _dequantized(module)
+        if "bias" in module:
+            made.bias = module["bias"].astype(mx.float32)
+    mx.eval(made.parameters())
+    # The weight goes now, not when the whole model is done.
+    for name in WEIGHTS:
+        module.pop(name, None)
+    return made
+
+
+def _packed(module: nn.Module, form: CpuForm) -> nn.Module:
+    from kvstrata.packed import layers
+    from kvstrata.packed.weight import pack
+
+    kinds: dict[type, type[layers.PackedModule]] = {
+        nn.Linear: layers.PackedLinear,
+        nn.QuantizedLinear: layers.PackedLinear,
+        nn.Embedding: layers.PackedEmbedding,
+        nn.QuantizedEmbedding: layers.PackedEmbedding,
+        SwitchLinear: layers.PackedSwitchLinear,
+        QuantizedSwitchLinear: layers.PackedSwitchLinear,
+        MultiLinear: layers.PackedMultiLinear,
+        QuantizedMultiLinear: layers.PackedMultiLinear,
+    }
+    weights = [pack(matrix) for matrix in _matrices(module, form)]
+    return kinds[type(module)](weights, form.activations, module.get("bias"))
+
+
+def _is_packed(module: nn.Module, form: CpuForm) -> bool:
+    if not form.packs:
+        return False
+    if type(module) in PLAIN:
+        # Rows of the weight, whatever is in front of them.
+        return form.plain_bits is not None and module["weight"].shape[-1] % GROUP == 0
+    return _quantized(module).fits and module.get("global_scale") is None
+
+
+def _matrices(module: nn.Module, form: CpuForm) -> Iterator[Quantized]:
+    """Each [out, in]: one, or one for each expert or head."""
+    if type(module) in PLAIN:
+        assert form.plain_bits is not None
+        for weight in _each(module["weight"]):
+            yield Quantized(*mx.quantize(weight, GROUP, form.plain_bits), GROUP, form.plain_bits, "affine")
+        return
+    whole = _quantized(module)
+    biases = [None] * _num(whole.scales) if whole.biases is None else _each(whole.biases)
+    for parts in zip(_each(whole.weight), _each(whole.scales), biases, strict=True):
+        yield Quantized(*parts, whole.group, whole.bits, whole.mode)
+
+
+def _quantized(module: nn.Module) -> Quantized:
+    options: Any = module
+    parts = (module["weight"], module["scales"], module.get("biases"))
+    return Quantized(*parts, options.group_size, options.bits, vars(module).get("mode", "affine"))
+
+
+def _each(array: mx.array) -> list[mx.array]:
+    return [array] if array.ndim == 2 else [array[i] for i in range(len(array))]
+
+
+def _num(array: mx.array) -> int:
+    return 1 if array.ndim == 2 else len(array)
+
+
+def _matrix_bytes(module: nn.Module, form: CpuForm) -> int:
+    if type(module) in PLAIN:
+        values = module["weight"].size
+        if not _is_packed(module, form):
+            return values * FLOAT_BYTES
+        assert form.plain_bits is not None
+        # Scale and bias of a group are as wide as the weights are.
+        return values * form.plain_bits // 8 + 2 * module["weight"].itemsize * (values // GROUP)
+    matrix = _quantized(module)
+    if _is_packed(module, form):
+        return _num(matrix.scales) * matrix.packed_bytes
+    return FLOAT_BYTES * matrix.scales.size * matrix.group
+
+
+def _bytes_as_float32(array: mx.array) -> int:
+    return array.size * FLOAT_BYTES if mx.issubdtype(array.dtype, mx.floating) else array.nbytes
+
+
+def _dequantized(module: nn.Module) -> mx.array:
+    scales, biases = module["scales"], module.get("biases")
+    if biases is not None:
+        # In float32, or scale * code + bias is rounded to 16 bits first.
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    options: Any = module
+    weight = mx.dequantize(
+        module["weight"],
+        scales,
+        biases,
+        group_size=options.group_size,
+        bits=options.bits,
+        mode=vars(module)["mode"],
+        global_scale=module.get("global_scale"),
+        dtype=mx.float32,
+    )
+    return weight.astype(mx.float32)

@@ -1,0 +1,51 @@
+"""A matrix as MLX quantizes it, and the sizes of tiles. Needs no numba."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+TILE_ROWS = 8
+TILE_COLUMNS = 32
+# Planes of codes by the bits of a code, the lowest bits first.
+PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+GROUPS = (32, 64, 128)
+SCALES = (mx.float16, mx.bfloat16, mx.float32)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """[out, in], or several such."""
+
+    weight: mx.array  # uint32 words
+    scales: mx.array
+    biases: mx.array | None
+    group: int
+    bits: int
+    mode: str
+
+    @property
+    def fits(self) -> bool:
+        """Whether there are tiles for it."""
+        if self.mode == "mxfp4":
+            return self.group == TILE_COLUMNS and self.bits == 4
+        return self.mode == "affine" and self.bits in PLANES and self.group in GROUPS and self.scales.dtype in SCALES
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.scales.shape[-2], self.scales.shape[-1] * self.group
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return [self.weight, self.scales, *([] if self.biases is None else [self.biases])]
+
+    @property
+    def packed_bytes(self) -> int:
+        """What it takes in tiles: as much, but that eight rows go together."""
+        rows = self.shape[0]
+        return sum(array.nbytes for array in self.arrays) // rows * whole_tiles(rows) * TILE_ROWS
+
+
+def whole_tiles(rows: int) -> int:
+    return -(-rows // TILE_ROWS)

@@ -1,0 +1,149 @@
+"""One matrix of weights in tiles, and its products.
+
+`tiles.py` says how it lies. The arrays are MLX's, so what counts MLX's memory counts them; the kernels read them where
+they are. Products need numba.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.backend import sgemm
+from kvstrata.packed import kernels
+from kvstrata.packed.form import Activations
+from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS, Quantized, whole_tiles
+from kvstrata.packed.tiles import BASES
+
+
+KINDS = {mx.float16: kernels.HALF, mx.bfloat16: kernels.BFLOAT, mx.float32: kernels.FLOAT}
+# More vectors of float32 than this are better served by BLAS over rows that are unpacked for it ...
+BLAS_VECTORS = 4
+# ... so many values at a time, which stay in a cache.
+UNPACKED_VALUES = 1 << 20
+# From so many values on it pays to wake other threads.
+PARALLEL_VALUES = 1 << 15
+
+
+class Vectors:
+    """Activations [vectors, in], in the form that the products take."""
+
+    def __init__(self, values: np.ndarray, activations: Activations) -> None:
+        self.values = values
+        self.coded: tuple[np.ndarray, ...] | None = None
+        if activations != 32:
+            groups = (values.shape[0], values.shape[1] // TILE_COLUMNS)
+            low = np.empty(values.shape if activations == 16 else (0, 0), np.int8)
+            self.coded = (np.empty(values.shape, np.int8), low, *np.empty((2, *groups), np.float32))
+            is_large = values.size >= PARALLEL_VALUES and len(values) > 1
+            (kernels.quantize_parallel if is_large else kernels.quantize)(values, self.coded)
+
+    @cached_property
+    def sums(self) -> np.ndarray:
+        made = np.empty((self.values.shape[0], self.values.shape[1] // TILE_COLUMNS), np.float32)
+        kernels.add_groups(self.values, made)
+        return made
+
+
+@dataclass(frozen=True)
+class Form:
+    """How codes and scales are stored. Matrices of the same form can be joined."""
+
+    bits: int
+    kind: int  # of scales: see kernels
+    group: int
+    columns: int
+
+
+class PackedWeight:
+    """[out, in]"""
+
+    def __init__(self, codes: mx.array, scales: mx.array, form: Form, rows: int) -> None:
+        self.arrays = (codes, scales)  # bytes, whatever they hold
+        self.form = form
+        self.shape = (rows, form.columns)
+        self._num_rows = whole_tiles(rows)
+        # As the kernels read them.
+        self._fields: Any = (
+            np.asarray(codes), np.asarray(scales), np.int64(form.bits), np.int64(form.kind),
+            np.float32(BASES[form.bits]), np.int64(form.group // TILE_COLUMNS),
+            np.int64(form.columns // TILE_COLUMNS), np.int64(self._num_rows),
+        )  # fmt: skip
+
+    def multiply(self, x: Vectors, out: np.ndarray, first: int = 0) -> None:
+        """x @ self.T -> out[:, first : first + rows]"""
+        rows = self.shape[0]
+        if rows % TILE_ROWS:
+            whole = np.empty((len(out), self._num_rows * TILE_ROWS), np.float32)
+            self._multiply(x, whole, 0)
+            out[:, first : first + rows] = whole[:, :rows]
+        else:
+            self._multiply(x, out, first)
+
+    def _multiply(self, x: Vectors, out: np.ndarray, first: int) -> None:
+        if x.coded is not None:
+            kernels.multiply(self._fields, x.coded, out, first)
+        elif len(x.values) <= BLAS_VECTORS:
+            kernels.multiply_exactly(self._fields, x.values, x.sums, out, first)
+        else:
+            step = max(TILE_ROWS, UNPACKED_VALUES // self.shape[1] // TILE_ROWS * TILE_ROWS)
+            for start in range(0, self._num_rows * TILE_ROWS, step):
+                some = self._unpacked(start, min(step, self._num_rows * TILE_ROWS - start))
+                sgemm(x.values, some, out[:, first + start : first + start + len(some)])
+
+    def unpacked(self) -> np.ndarray:
+        """float32 [out, in]"""
+        return self._unpacked(0, self._num_rows * TILE_ROWS)[: self.shape[0]]
+
+    def _unpacked(self, first: int, num: int) -> np.ndarray:
+        made = np.empty((num, self.shape[1]), np.float32)
+        kernels.unpack(self._fields, first // TILE_ROWS, made)
+        return made
+
+    def rows(self, places: np.ndarray) -> np.ndarray:
+        """Some rows as float32."""
+        made = np.empty((len(places), self.shape[1]), np.float32)
+        kernels.unpack_some(self._fields, places, made)
+        return made
+
+
+def pack(source: Quantized) -> PackedWeight:
+    rows, columns = source.shape
+    mx.eval(source.arrays)
+    stream = np.asarray(source.weight).view(np.uint8).reshape(-1)
+    codes = np.zeros(whole_tiles(rows) * TILE_ROWS * columns * source.bits // 8, np.uint8)
+    kernels.pack(stream, source.bits, len(stream) // rows, codes)
+    scales = np.stack([_by_tiles(_octets(part)) for part in source.arrays[1:]], axis=2)
+    if source.biases is None:
+        form = Form(kernels.FP4, kernels.EXPONENT, source.group, columns)
+    else:
+        form = Form(source.bits, KINDS[source.scales.dtype], source.group, columns)
+    return PackedWeight(mx.array(codes), mx.array(scales.reshape(-1).view(np.uint8)), form, rows)
+
+
+def joined(weights: Sequence[PackedWeight]) -> PackedWeight | None:
+    """One below the other. None where they differ in form, or do not fill tiles."""
+    first = weights[0]
+    if any(weight.form != first.form or weight.shape[0] % TILE_ROWS for weight in weights):
+        return None
+    codes, scales = (mx.concatenate([weight.arrays[i] for weight in weights]) for i in range(2))
+    mx.eval(codes, scales)
+    return PackedWeight(codes, scales, first.form, sum(weight.shape[0] for weight in weights))
+
+
+def _by_tiles(stored: np.ndarray) -> np.ndarray:
+    """[rows, groups] -> [rows / 8, groups, 8], with zeros for rows that are missing"""
+    rows, groups = stored.shape
+    whole = np.zeros((whole_tiles(rows) * TILE_ROWS, groups), stored.dtype)
+    whole[:rows] = stored
+    return whole.reshape(-1, TILE_ROWS, groups).swapaxes(1, 2)
+
+
+def _octets(array: mx.array) -> np.ndarray:
+    """As numpy has them: it does not know bfloat16."""
+    return np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)
