@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling, Usage
+from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling, TokenUsage
 from kvstrata.errors import KvstrataError
 from kvstrata.models.loaded import LoadedModel
 
@@ -61,7 +61,7 @@ class Stream(Reply):
         self._news = news  # told of each token and of the end
         self.ended = threading.Event()
         self.failure = ""
-        self.usage = Usage()  # of a request that finished
+        self.usage = TokenUsage()  # of a request that finished
 
     def sink(self, event: Event) -> None:
         with self._news:
