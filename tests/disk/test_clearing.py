@@ -1,4 +1,4 @@
-"""Clearing: nothing is found any more at once, files go on the tier's thread, and nobody waits for a disk."""
+"""Clearing: nothing is found any more at once, files go on the tier's thread, and no caller waits for a disk."""
 
 from __future__ import annotations
 

@@ -350,7 +350,7 @@ def test_a_catalogue_that_is_damaged_while_it_runs_is_written_anew(tier: DiskTie
     tier.touch([blocks[1].id])
     tier._holdings.records.catalogue._connection.close()
     tier._holdings.records.catalogue._connection = Damaged()  # pyright: ignore[reportAttributeAccessIssue]
-    # Nobody who looks notices.
+    # No lookup notices.
     assert all(tier.blocks.find(block.key) for block in blocks[:2])
     tier.put(blocks[2])
     assert tier.flush(10).is_empty
@@ -386,7 +386,7 @@ def test_what_failed_is_written_after_the_pause_and_what_hangs_on_it_after_that(
     for block in blocks:
         while tier.put(block) == Refused(Refusal.PAUSED):
             time.sleep(0.01)
-    # Nobody flushes: it is the writer that tries again.
+    # No caller flushes: it is the writer that tries again.
     deadline = time.monotonic() + 10
     while tier.usage().num_queued:
         assert time.monotonic() < deadline

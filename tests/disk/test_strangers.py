@@ -1,4 +1,4 @@
-"""What is no plain file is never opened and holds up nobody; what is ours is for its owner alone."""
+"""What is no plain file is never opened and holds up no request; what is ours is for its owner alone."""
 
 from __future__ import annotations
 

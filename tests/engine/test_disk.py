@@ -288,7 +288,7 @@ def logprobs(reply: Reply) -> list[float]:
 
 
 class Watched(Files):
-    """A disk that takes its time, and looks at each read how much was read that nobody has used yet."""
+    """A disk that takes its time, and looks at each read how much was read and not used yet."""
 
     def __init__(self) -> None:
         self.unused_bytes: list[int] = []

@@ -44,7 +44,7 @@ class Served:
             return client.post(path, json={"model": self.name, **body})
 
     def wait_idle(self) -> None:
-        """Until nobody is being served, which the server knows without being asked again and again."""
+        """Until no request is being served, which the server knows without being asked again and again."""
         loop = self.server._loop
         assert loop is not None
         assert asyncio.run_coroutine_threadsafe(self.server.service.door.wait_empty(60), loop).result(61)

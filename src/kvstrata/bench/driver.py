@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 
 def silent(_: str) -> None:
-    """Tells no one."""
+    """For callers that show no progress."""
 
 
 @dataclass(frozen=True)
