@@ -7,7 +7,6 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,18 +28,6 @@ CODES = [
     (errno.EROFS, Fault.READ_ONLY),
     (errno.EBUSY, Fault.OTHER),
 ]
-
-
-@pytest.fixture
-def files() -> FaultyFiles:
-    return FaultyFiles()
-
-
-@pytest.fixture
-def tier(tmp_path: Path, files: FaultyFiles) -> Iterator[DiskTier]:
-    tier = open_tier(tmp_path / "cache", files=files)
-    yield tier
-    tier.close()
 
 
 def put_when_it_can(tier: DiskTier, block) -> None:
