@@ -8,32 +8,35 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvstrata.bench.engine import compare
-from kvstrata.bench.first_token import measure as measure_first_token
-from kvstrata.bench.ladder import Load
-from kvstrata.bench.ladder import measure as measure_ladder
-from kvstrata.bench.prefill_share import measure as measure_prefill_share
-from kvstrata.bench.requantize import measure as measure_requantize
-from kvstrata.bench.server import measure as measure_server
-from kvstrata.bench.spilling import measure as measure_spilling
+from kvstrata.bench import engine, first_token, ladder, prefill_share, requantize, server, spilling
+from kvstrata.bench.driver import in_turns, lay_out
+from kvstrata.bench.streams import running
 from kvstrata.cli.bench import app
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
 from kvstrata.metrics import Metrics
 from tests.tiny import tiny_loaded
 
-GIB = 1 << 30
 WIKITEXT = Path(__file__).parents[3] / "shared" / "text" / "wikitext2_test_raw.txt"
+
+
+def test_cases_take_turns_and_every_other_round_goes_backwards() -> None:
+    said: list[str] = []
+    assert in_turns({"a": lambda: 1, "b": lambda: 2}, 2, said.append) == {"a": [1, 1], "b": [2, 2]}
+    assert said == ["a, round 1", "b, round 1", "b, round 2", "a, round 2"]
+
+
+def test_a_table_has_its_names_over_its_values() -> None:
+    text = lay_out(
+        [("raw", 1.25), ("none", "why")], [("cache", "<7", lambda r: r[0]), ("MiB", ">6.1f", lambda r: r[1])]
+    )
+    assert text == "cache     MiB\nraw       1.2\nnone      why"
 
 
 def test_engine_figures_have_both_rates_and_the_same_tokens() -> None:
     loaded = tiny_loaded("llama")
-    engine = Engine(loaded, Limits(prefill_share=1.0), Metrics())
-    engine.start()
-    try:
-        figures = compare(loaded, engine, batches=(1, 2), reply_tokens=6, rounds=1).as_json()
-    finally:
-        engine.stop()
+    with running(Engine(loaded, Limits(prefill_share=1.0), Metrics())) as ours:
+        figures = engine.measure(loaded, ours, engine.Load((1, 2), reply_tokens=6), rounds=1).as_json()
     assert set(figures["batch"]) == {"1", "2"}
     for row in (*figures["batch"].values(), figures["prefill"]):
         assert row["ours_tokens_s"] > 0
@@ -43,16 +46,15 @@ def test_engine_figures_have_both_rates_and_the_same_tokens() -> None:
 
 
 def test_server_figures_come_from_a_real_server() -> None:
-    figures = measure_server(tiny_loaded("llama"), streams=2, reply_tokens=4, rounds=1)
+    figures = server.measure(tiny_loaded("llama"), streams=2, reply_tokens=4, rounds=1)
     assert figures.streams == 2
     assert figures.http_tokens_s > 0
     assert figures.overhead == pytest.approx(figures.engine_tokens_s / figures.http_tokens_s - 1)
 
 
 def test_first_token_figures_have_every_case() -> None:
-    rows = measure_first_token(
-        tiny_loaded("llama"), memory_bytes=4 * GIB, prompt_tokens=600, slow_bytes_s=(1e3,), rounds=2
-    )
+    load = first_token.Load(prompt_tokens=600, slow_bytes_s=(1e3,))
+    rows = first_token.measure(tiny_loaded("llama"), load, rounds=2)
     by_case = {row.case: row.as_json() for row in rows}
     assert len(by_case) == 5
     without, cold, memory, _disk, slow = by_case.values()
@@ -66,9 +68,7 @@ def test_prefill_share_figures_have_both_sides() -> None:
     """Half of the time against nearly all of it: more tokens of the stream come while the same prompt is computed."""
     loaded = tiny_loaded("llama")
     said: list[str] = []
-    half, most = measure_prefill_share(
-        loaded, memory_bytes=4 * GIB, shares=(0.5, 1.0), prompt_tokens=2500, progress=said.append
-    )
+    half, most = prefill_share.measure(loaded, shares=(0.5, 1.0), prompt_tokens=2500, progress=said.append)
     assert len(said) == 2
     assert (half.share, most.share) == (0.5, 1.0)
     assert half.num_gaps > 2 * most.num_gaps
@@ -81,10 +81,8 @@ def test_prefill_share_figures_have_both_sides() -> None:
 
 
 def test_spilling_figures_come_from_bytes_that_were_spilled() -> None:
-    loaded = tiny_loaded("llama")
-    figures = measure_spilling(
-        loaded, memory_bytes=4 * GIB, streams=2, conversations=6, conversation_tokens=700, rounds=2
-    )
+    load = spilling.Load(streams=2, conversations=6, conversation_tokens=700)
+    figures = spilling.measure(tiny_loaded("llama"), load, rounds=2)
     # 4 layers, K and V of 2 heads of 16 values in float32; the token of a reply of one is never fed.
     assert figures.spilled_bytes >= 2 * 6 * 700 * 4 * 2 * 2 * 16 * 4
     assert figures.num_intervals > 0
@@ -104,28 +102,26 @@ def test_json_is_one_value_and_nothing_else() -> None:
 
 
 def test_a_quarter_of_the_memory_is_enough_with_the_ladder() -> None:
-    load = Load(chats=8, turns=2, turn_tokens=280, reply_tokens=8, at_once=2)
-    evict, ladder = measure_ladder(tiny_loaded("llama"), load)
-    assert (evict.policy, ladder.policy) == ("evict", "ladder")
-    for run in (evict, ladder):
+    load = ladder.Load(chats=8, turns=2, turn_tokens=280, reply_tokens=8, at_once=2)
+    evict, stepping = ladder.measure(tiny_loaded("llama"), load)
+    assert (evict.policy, stepping.policy) == ("evict", "ladder")
+    for run in (evict, stepping):
         assert run.failed == 0
         assert run.requests == 16
         assert run.prompt_tokens == 8 * (280 + 568)
         assert run.samples >= 1
-        # Not only when somebody looked: never.
+        # Not only when the sampler looked: never.
         assert run.sampled_peak_bytes <= run.peak_bytes <= run.limit_bytes
         assert run.budget_bytes < 0.3 * run.needed_bytes
-    assert ladder.hit_rate > 1.2 * evict.hit_rate
+    assert stepping.hit_rate > 1.2 * evict.hit_rate
     # 0.17 to 0.34: what passes take is measured at the start, and how far they overlap depends on the machine's load.
-    assert ladder.hit_rate > 0.1
-    assert ladder.stepped_down_spans > 0
+    assert stepping.hit_rate > 0.1
+    assert stepping.stepped_down_spans > 0
     assert evict.stepped_down_spans == 0
 
 
 def test_precision_changes_under_streams_that_all_finish() -> None:
-    rows = measure_requantize(
-        tiny_loaded("llama"), memory_bytes=4 * GIB, streams=3, prompt_tokens=600, reply_tokens=120
-    )
+    rows = requantize.measure(tiny_loaded("llama"), streams=3, prompt_tokens=600, reply_tokens=120)
     assert [row.precision for row in rows] == ["planes:8", "planes:4"]
     for row in rows:
         assert (row.finished, row.streams, row.computed_again) == (3, 3, 0)

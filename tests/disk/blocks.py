@@ -11,7 +11,7 @@ from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.row import BlockRow
 from kvstrata.disk.tier import DiskTier
 from kvstrata.index.keys import chain
-from kvstrata.tier.base import Tier
+from kvstrata.tier.base import Accepted, Tier
 from kvstrata.tier.block import BASE, ITEM_BYTES, Block, BlockId, Tensor
 from kvstrata.tier.reading import Loaded, Missing
 
@@ -80,6 +80,12 @@ def open_tier(directory: Path, limit_bytes: int = 64 << 20, **settings) -> DiskT
     }
     defaults = {"reserve_bytes": 0, "first_pause_s": 0.05, "checksum": Checksum.BLAKE3}
     return DiskTier(DiskOptions(directory, limit_bytes, **{**defaults, **settings}), **{"chain": chain, **beside})
+
+
+def put_all(tier: DiskTier, blocks: list[Block]) -> None:
+    for block in blocks:
+        assert tier.put(block) == Accepted()
+    assert tier.flush(20).is_empty
 
 
 def read_now(tier: DiskTier, block: BlockId, *, root: bytes) -> Loaded | Missing:

@@ -1,4 +1,4 @@
-"""Clearing: nothing is found any more at once, files go on the tier's thread, and nobody waits for a disk."""
+"""Clearing: nothing is found any more at once, files go on the tier's thread, and no caller waits for a disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from kvstrata.disk.reasons import DropReason, Fault
 from kvstrata.disk.space import NUM_PURGED_AT_ONCE
 from kvstrata.disk.tier import DiskTier
 from kvstrata.tier.base import Accepted
-from kvstrata.tier.block import Block
 from kvstrata.tier.reading import Missing, MissReason
 from tests.disk.blocks import (
     OTHER_ROOT,
@@ -23,6 +22,7 @@ from tests.disk.blocks import (
     make_block,
     make_chain,
     open_tier,
+    put_all,
     read_now,
     real_bytes,
     rows_of,
@@ -34,29 +34,10 @@ T = TypeVar("T")
 
 
 @pytest.fixture
-def files() -> FaultyFiles:
-    return FaultyFiles()
-
-
-@pytest.fixture
-def tier(tmp_path: Path, files: FaultyFiles) -> Iterator[DiskTier]:
-    tier = open_tier(tmp_path / "cache", files=files)
-    yield tier
-    files.before = {}
-    tier.close()
-
-
-@pytest.fixture
 def go_on() -> Iterator[threading.Event]:
     go_on = threading.Event()
     yield go_on
     go_on.set()
-
-
-def put_all(tier: DiskTier, blocks: list[Block]) -> None:
-    for block in blocks:
-        assert tier.put(block) == Accepted()
-    assert tier.flush(20).is_empty
 
 
 def in_time(work: Callable[[], T]) -> T:

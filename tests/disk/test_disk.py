@@ -26,24 +26,12 @@ from tests.disk.blocks import (
     make_block,
     make_chain,
     open_tier,
+    put_all,
     random_tensor,
     read_now,
     real_bytes,
 )
 from tests.disk.faults import FaultyFiles, wait_for
-
-
-@pytest.fixture
-def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    tier = open_tier(tmp_path / "cache")
-    yield tier
-    tier.close()
-
-
-def put_all(tier: DiskTier, blocks: list[Block]) -> None:
-    for block in blocks:
-        assert tier.put(block) == Accepted()
-    assert tier.flush(20).is_empty
 
 
 def test_blocks_come_back_from_the_disk(tier: DiskTier) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,18 +28,6 @@ CODES = [
     (errno.EROFS, Fault.READ_ONLY),
     (errno.EBUSY, Fault.OTHER),
 ]
-
-
-@pytest.fixture
-def files() -> FaultyFiles:
-    return FaultyFiles()
-
-
-@pytest.fixture
-def tier(tmp_path: Path, files: FaultyFiles) -> Iterator[DiskTier]:
-    tier = open_tier(tmp_path / "cache", files=files)
-    yield tier
-    tier.close()
 
 
 def put_when_it_can(tier: DiskTier, block) -> None:
@@ -350,7 +337,7 @@ def test_a_catalogue_that_is_damaged_while_it_runs_is_written_anew(tier: DiskTie
     tier.touch([blocks[1].id])
     tier._holdings.records.catalogue._connection.close()
     tier._holdings.records.catalogue._connection = Damaged()  # pyright: ignore[reportAttributeAccessIssue]
-    # Nobody who looks notices.
+    # No lookup notices.
     assert all(tier.blocks.find(block.key) for block in blocks[:2])
     tier.put(blocks[2])
     assert tier.flush(10).is_empty
@@ -386,7 +373,7 @@ def test_what_failed_is_written_after_the_pause_and_what_hangs_on_it_after_that(
     for block in blocks:
         while tier.put(block) == Refused(Refusal.PAUSED):
             time.sleep(0.01)
-    # Nobody flushes: it is the writer that tries again.
+    # No caller flushes: it is the writer that tries again.
     deadline = time.monotonic() + 10
     while tier.usage().num_queued:
         assert time.monotonic() < deadline

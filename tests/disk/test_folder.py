@@ -1,4 +1,4 @@
-"""Whose folder it is: a cache's own, or somebody else's, of which nothing is touched."""
+"""Whose folder it is: a cache's own, or another program's, of which nothing is touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is no plain file is never opened and holds up nobody; what is ours is for its owner alone."""
+"""What is no plain file is never opened and holds up no request; what is ours is for its owner alone."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvstrata.errors import ConfigError
 from kvstrata.index.keys import chain
 from kvstrata.tier.base import Accepted
 from kvstrata.tier.reading import Loaded, Missing
-from tests.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes
+from tests.disk.blocks import ROOT, is_same, make_chain, open_tier, put_all, read_now, real_bytes
 from tests.disk.faults import FaultyFiles, fail
-from tests.disk.test_clearing import in_time, lose_catalogue, put_all
+from tests.disk.test_clearing import in_time, lose_catalogue
 from tests.disk.test_damage import path_of
 
 # Longer than a machine that is busy needs to start an interpreter; a pipe that was opened would wait for good.

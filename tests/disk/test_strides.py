@@ -116,7 +116,7 @@ def test_a_queue_that_is_more_than_a_quarter_full_is_written_without_rests(tmp_p
     files = FaultyFiles(before={"rename": lambda: written.release()})
     tier = resting_tier(tmp_path, files, queue_bytes=4 * blocks[0].nbytes)
     put_all(tier, blocks)
-    # Nobody flushes: what is past the quarter goes on by itself, the last block rests.
+    # No caller flushes: what is past the quarter goes on by itself, the last block rests.
     assert all(written.acquire(timeout=60) for _ in range(3))
     assert not written.acquire(timeout=0.2)
     tier.close()

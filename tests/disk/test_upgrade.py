@@ -10,9 +10,9 @@ import pytest
 from kvstrata.disk.catalogue import FORMAT
 from kvstrata.disk.format import FORMAT_VERSION
 from kvstrata.tier.block import Block
-from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, rows_of
+from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, put_all, read_now, real_bytes, rows_of
 from tests.disk.faults import FaultyFiles
-from tests.disk.test_clearing import lose_catalogue, put_all
+from tests.disk.test_clearing import lose_catalogue
 from tests.disk.test_damage import path_of
 
 # As version 2 of the catalogue was made.

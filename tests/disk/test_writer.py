@@ -1,4 +1,4 @@
-"""What the writer tells whoever publishes its blocks."""
+"""What the writer tells the code that publishes its blocks."""
 
 from __future__ import annotations
 

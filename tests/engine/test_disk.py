@@ -32,8 +32,6 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.estimate import LOWER
 from kvstrata.store.precision.requantize import Change, Changed
 from kvstrata.store.report import Explanation
-from kvstrata.tier.chains import OnDisk
-from kvstrata.tier.lookups import Lookup
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
 from tests.tiny import VOCAB, tiny_loaded
@@ -148,12 +146,7 @@ def test_weights_changed_under_the_same_name_find_nothing(tmp_path: Path) -> Non
 def why(engine: Engine, prompt_tokens: int) -> Explanation:
     prompt = [i * 7 % VOCAB for i in range(prompt_tokens)]
 
-    def ask_disk(loop: Loop) -> Lookup[OnDisk]:
-        lookup = loop.stock.explainer.ask_disk(prompt, "")
-        assert lookup is not None
-        return lookup
-
-    lookup = engine.ask(ask_disk).result(60)
+    lookup = engine.ask(lambda loop: loop.stock.explainer.ask_disk(prompt, "")).result(60)
     assert lookup.wait(60)
 
     def question(loop: Loop) -> Explanation:
@@ -295,7 +288,7 @@ def logprobs(reply: Reply) -> list[float]:
 
 
 class Watched(Files):
-    """A disk that takes its time, and looks at each read how much was read that nobody has used yet."""
+    """A disk that takes its time, and looks at each read how much was read and not used yet."""
 
     def __init__(self) -> None:
         self.unused_bytes: list[int] = []

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.engine.limits import Limits
-from kvstrata.engine.request import Sampling, Usage
+from kvstrata.engine.request import Sampling, TokenUsage
 from tests.engine.drive import Client, Drive
 from tests.tiny import VOCAB, tiny_loaded
 
@@ -50,7 +50,7 @@ def test_requests_that_come_and_go_get_what_they_get_alone(architecture: str) ->
 
 def test_usage_counts_what_was_sent_and_what_came() -> None:
     client = alone("llama", prompt(9), 5, Sampling(temperature=0))
-    assert client.finished.usage == Usage(prompt_tokens=9, cached_tokens=0, completion_tokens=5)
+    assert client.finished.usage == TokenUsage(prompt_tokens=9, cached_tokens=0, completion_tokens=5)
     assert client.finished.reason == "length"
     assert len(client.text) == 5
 

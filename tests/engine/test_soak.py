@@ -149,7 +149,7 @@ class Soak:
                 return  # a tie: from here on they are different texts
 
     def between(self, architecture: str) -> None:
-        """What may happen to a folder while nobody uses it."""
+        """What may happen to a folder while no server uses it."""
         folder = self.directory / architecture
         blocks = sorted(folder.rglob("*.safetensors"))
         if blocks and self.rng.random() < 0.3:

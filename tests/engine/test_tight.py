@@ -1,4 +1,4 @@
-"""Memory for hardly more than one sequence: whoever was accepted gets on, whatever else is stored."""
+"""Memory for hardly more than one sequence: a request that was accepted gets on, whatever else is stored."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def find_browser() -> str | None:
 
 
 class Page:
-    """One tab. `complaints` are errors and warnings of its console, and exceptions that nobody caught."""
+    """One tab. `complaints` are errors and warnings of its console, and exceptions that were not caught."""
 
     def __init__(self, browser: Browser, target: str, session: str) -> None:
         self._browser = browser

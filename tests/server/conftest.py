@@ -19,6 +19,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.assemble import start_service
 from kvstrata.server.listen import bind, url_of
 from kvstrata.server.run import Server
+from tests.tiny import tiny_loaded
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Served:
             return client.post(path, json={"model": self.name, **body})
 
     def wait_idle(self) -> None:
-        """Until nobody is being served, which the server knows without being asked again and again."""
+        """Until no request is being served, which the server knows without being asked again and again."""
         loop = self.server._loop
         assert loop is not None
         assert asyncio.run_coroutine_threadsafe(self.server.service.door.wait_empty(60), loop).result(61)
@@ -93,3 +94,18 @@ def serve(default_model: LoadedModel) -> Iterator[Callable[..., Served]]:
 def client(served: Served) -> Iterator[openai.OpenAI]:
     with served.openai() as one:
         yield one
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[Served]:
+    with running(tiny_loaded("llama")) as one:
+        yield one
+
+
+@pytest.fixture
+def fresh(tiny: Served) -> Served:
+    """Nothing stored, everything raw."""
+    with tiny.http() as http:
+        http.post("/cache/requantize", json={"k": "raw", "v": "raw"}).raise_for_status()
+        http.post("/cache/clear", json={"tier": "all"}).raise_for_status()
+    return tiny

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from kvstrata.engine.request import Finished, Piece, Usage
+from kvstrata.engine.request import Finished, Piece, TokenUsage
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.openai.ask import chat_job
 from kvstrata.server.openai.endpoints import _chat_choices
@@ -42,7 +42,7 @@ def test_a_call_comes_and_can_be_sent_back(serve_template: ServeTemplate) -> Non
         [choice] = _chat_choices(service, chat_job(service, body, {"type": "http", "state": {}}))
         for letter in '{"name": "f", "parameters": {"a": 1}}':
             assert choice.add(Piece(letter)) == []
-        choice.end(Finished("stop", Usage()))
+        choice.end(Finished("stop", TokenUsage()))
         whole = choice.whole()
         assert whole["finish_reason"] == "tool_calls"
         [call] = whole["message"].get("tool_calls", [])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,20 +16,6 @@ from tests.server.test_ops import scrape
 from tests.tiny import VOCAB, tiny_loaded
 
 LONG = [5 + (i * 7 + i // 11) % (VOCAB - 10) for i in range(400)]
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[Served]:
-    with running(tiny_loaded("llama")) as one:
-        yield one
-
-
-@pytest.fixture
-def fresh(tiny: Served) -> Served:
-    """Nothing stored, everything raw."""
-    post(tiny, "/cache/requantize", k="raw", v="raw")
-    post(tiny, "/cache/clear", tier="all")
-    return tiny
 
 
 def post(served: Served, path: str, status: int = 200, key: str = "", **body: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 
-from kvstrata.engine.request import Finished, FinishReason, Piece, TokenLogprob, Usage
+from kvstrata.engine.request import Finished, FinishReason, Piece, TokenLogprob, TokenUsage
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.openai.answers import json_bytes
 from kvstrata.server.openai.choices import ChatChoice
@@ -33,7 +33,7 @@ def play(tokenizer: TokenizerWrapper, text: str, reason: FinishReason = "stop") 
     """The deltas and the whole of a reply that arrives letter by letter."""
     choice = ChatChoice(0, tokenizer, ToolCallSplitter(tokenizer, TOOLS))
     deltas = [delta for letter in text for delta in choice.add(Piece(letter))]
-    deltas += choice.end(Finished(reason, Usage()))
+    deltas += choice.end(Finished(reason, TokenUsage()))
     return deltas, choice.whole()
 
 
@@ -73,6 +73,6 @@ def test_empty_reply_still_has_a_role(tokenizer: TokenizerWrapper) -> None:
 def test_impossible_tokens_are_json(tokenizer: TokenizerWrapper) -> None:
     choice = ChatChoice(0, tokenizer)
     choice.add(Piece("a", (5,), (TokenLogprob(5, float("-inf"), ((5, float("-inf")),)),)))
-    choice.end(Finished("stop", Usage()))
+    choice.end(Finished("stop", TokenUsage()))
     logprobs = json.loads(json_bytes(choice.whole()))["logprobs"]
     assert logprobs["content"][0]["logprob"] == -9999.0

@@ -27,19 +27,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield one
 
 
-@pytest.fixture(scope="module")
-def tiny() -> Iterator[Served]:
-    with running(tiny_loaded("llama")) as one:
-        yield one
-
-
-@pytest.fixture
-def fresh(tiny: Served) -> Served:
-    post(tiny, "/cache/requantize", k="raw", v="raw")
-    post(tiny, "/cache/clear", tier="all")
-    return tiny
-
-
 @pytest.fixture
 def page(browser: Browser, fresh: Served) -> Iterator[Page]:
     one = browser.page()

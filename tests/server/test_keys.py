@@ -185,7 +185,7 @@ def test_pins_are_ones_own_and_within_the_quota() -> None:
         assert a.post("/cache/pin", tokens=LONG[:50])["tokens"] == 50
         refused = a.post("/cache/pin", 403, tokens=OTHER)["error"]
         assert (refused["code"], "--pin-quota" in refused["message"]) == ("pin_quota_exceeded", True)
-        # Each key has its own quota; nobody unpins another's, and an admin has none.
+        # Each key has its own quota; no key unpins another's, and an admin has none.
         assert b.post("/cache/pin", tokens=OTHER)["tokens"] == len(OTHER)
         b.post("/cache/unpin", tokens=LONG)
         assert [boss.post("/cache/pin", tokens=prompt)["tokens"] for prompt in (LONG, OTHER)] == [400, 400]

@@ -71,7 +71,7 @@ def test_full_queue_is_429_and_leaves_nothing_behind(narrow: Served) -> None:
             stream.close()
     narrow.wait_idle()
     assert scrape(narrow)['kvstrata_requests_refused_total{reason="queue_full"}'] == 1
-    # Of the list of two the first had found a place in the queue; it must not run on for nobody.
+    # Of the list of two the first had found a place in the queue; it must not run on for a client that got no answer.
     assert ended(narrow)
 
 

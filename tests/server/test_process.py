@@ -123,7 +123,7 @@ def test_first_ctrl_c_drains_and_the_second_ends_at_once(tmp_path: Path, default
         endless = {"max_tokens": 4000, "logit_bias": {str(id_): -100 for id_ in default_model.eos_ids}}
         body = {"model": "SmolLM2-135M-Instruct", "prompt": "Once", "stream": True, **endless}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
-            chunks = response.iter_raw()  # an iterator that nobody holds closes the connection
+            chunks = response.iter_raw()  # an iterator that is not kept closes the connection
             next(chunks)
             process.send_signal(signal.SIGINT)
             assert process.stdout is not None

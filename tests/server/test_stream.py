@@ -7,7 +7,7 @@ import re
 
 from starlette.types import Message
 
-from kvstrata.engine.request import Finished, Piece, Prefilled, Request, Sink, Usage
+from kvstrata.engine.request import Finished, Piece, Prefilled, Request, Sink, TokenUsage
 from kvstrata.server.bridge import Replies
 from kvstrata.server.openai.choices import CompletionChoice
 from kvstrata.server.openai.stream import Comments, EventWriter, send_stream
@@ -84,7 +84,7 @@ class CallWriter:
         for _ in range(self._num_tokens):
             await asyncio.sleep(self._gap_s)
             sink(Piece(""))
-        sink(Finished("stop", Usage(5, 0, self._num_tokens)))
+        sink(Finished("stop", TokenUsage(5, 0, self._num_tokens)))
 
 
 def test_a_long_tool_call_is_not_silent() -> None:

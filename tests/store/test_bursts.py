@@ -127,7 +127,7 @@ def test_a_disk_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
         assert stock.room.shrink_to(9 * MIB) == "awaits_disk"
         while stock.room.shrink_to(9 * MIB) == "awaits_disk":
             pass
-        # From now on nobody waits.
+        # From now on no request waits.
         assert stock.room.shrink_to(MIB) == "done"
         assert dropped(stock)["disk_slow"] >= 8 * 1024
         goes_on.set()

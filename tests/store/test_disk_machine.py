@@ -38,7 +38,7 @@ class Conversations:
         self.keep(self.longer(self.source.choice([[], *self.stored])))
 
     def part(self) -> None:
-        """Somebody edits what was said before."""
+        """A user edits what was said before."""
         tokens = self.source.choice(self.stored)
         self.keep(self.longer(tokens[: self.source.randrange(1, len(tokens) + 1)]))
 

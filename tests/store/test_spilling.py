@@ -72,7 +72,7 @@ def test_a_flush_writes_what_is_joined_during_it(num_turns: int, tmp_path: Path)
 
 
 def test_what_is_evicted_is_written_with_what_it_hangs_on(tmp_path: Path) -> None:
-    """Nobody had the time to trim either of them."""
+    """The mover had no time to trim either of them."""
     with store_on(tmp_path) as stock:
         tokens = random_tokens(600, 0)
         first = Run(stock, tokens[:300])

@@ -9,12 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
+from kvstrata.bench.driver import MIB, Figure, Progress, in_turns, lay_out, median_ratio, silent
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ModelError
 from kvstrata.layers.sequence import SequenceCache
@@ -30,7 +31,7 @@ CHUNK_TOKENS = 4096  # of random numbers at a time
 
 
 @dataclass(frozen=True)
-class DecodeFigures:
+class DecodeFigures(Figure):
     cache: str
     context_tokens: int
     nbytes: int  # K and V of all layers
@@ -38,15 +39,9 @@ class DecodeFigures:
     ratio: float  # to the first cache, median of the rounds' ratios
     failed: str = ""  # why there are no figures
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 class Opponent(Protocol):
     """A filled cache that decodes."""
-
-    @property
-    def name(self) -> str: ...
 
     @property
     def nbytes(self) -> int: ...
@@ -63,7 +58,7 @@ def measure(
     reply_tokens: int = 64,
     rounds: int = 3,
     precisions: Sequence[str] = PRECISIONS,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
 ) -> list[DecodeFigures]:
     shapes = _shapes(loaded)
     room = WARM_UP_TOKENS + rounds * reply_tokens
@@ -71,57 +66,53 @@ def measure(
         name: lambda name=name: _Ours(loaded, shapes, name, context_tokens, room) for name in precisions
     }
     for bits in (0, *QUANTIZED_BITS):
-        makers[_their_name(bits)] = lambda bits=bits: _Theirs(loaded, shapes, bits, context_tokens)
+        makers[f"mlx-lm quantized {bits}" if bits else "mlx-lm"] = lambda bits=bits: _Theirs(
+            loaded, shapes, bits, context_tokens
+        )
     running: dict[str, Opponent] = {}
     failed: dict[str, str] = {}
     for name, make in makers.items():
         progress(f"{name}, warming up")
         try:
-            running[name] = _warm(make())
+            cache = make()
+            _decode_s(cache, WARM_UP_TOKENS)
         except (RuntimeError, ValueError) as error:
             # MLX's own, for what it has no kernel for.
             failed[name] = " ".join(str(error).split())[:200]
-    times = _times(running, reply_tokens, rounds, progress)
-    return [_row(name, context_tokens, running.get(name), times, reply_tokens, failed.get(name, "")) for name in makers]
-
-
-def _row(
-    name: str,
-    context_tokens: int,
-    cache: Opponent | None,
-    times: dict[str, list[float]],
-    reply_tokens: int,
-    failed: str,
-) -> DecodeFigures:
-    if cache is None:
-        return DecodeFigures(name, context_tokens, 0, 0.0, 0.0, failed)
-    first = next(iter(times.values()))
-    return DecodeFigures(
-        cache=name,
-        context_tokens=context_tokens,
-        nbytes=cache.nbytes,
-        tokens_s=reply_tokens / statistics.median(times[name]),
-        ratio=statistics.median(a / b for a, b in zip(first, times[name], strict=True)),
-    )
-
-
-def _warm(cache: Opponent) -> Opponent:
-    _decode_s(cache, WARM_UP_TOKENS)
-    return cache
+        else:
+            running[name] = cache
+    cases = {name: lambda cache=cache: _decode_s(cache, reply_tokens) for name, cache in running.items()}
+    times = in_turns(cases, rounds, progress)
+    first = next(iter(times.values()), [])
+    return [
+        DecodeFigures(name, context_tokens, 0, 0.0, 0.0, failed[name])
+        if name in failed
+        else DecodeFigures(
+            cache=name,
+            context_tokens=context_tokens,
+            nbytes=running[name].nbytes,
+            tokens_s=reply_tokens / statistics.median(times[name]),
+            ratio=median_ratio(first, times[name]),
+        )
+        for name in makers
+    ]
 
 
 def table(rows: Sequence[DecodeFigures]) -> str:
-    lines = [f"{'cache':<22}{'context':>9}{'MiB':>10}{'tokens/s':>10}{'ratio':>8}"]
-    for row in rows:
-        line = f"{row.cache:<22}{row.context_tokens:>9}"
-        figures = f"{row.nbytes / (1 << 20):>10.1f}{row.tokens_s:>10.1f}{row.ratio:>8.2f}"
-        lines.append(line + (f"   failed: {row.failed}" if row.failed else figures))
-    return "\n".join(lines)
+    return lay_out(
+        rows,
+        [
+            ("cache", "<22", lambda row: row.cache),
+            ("context", ">9", lambda row: row.context_tokens),
+            ("MiB", ">10.1f", lambda row: f"   failed: {row.failed}" if row.failed else row.nbytes / MIB),
+            ("tokens/s", ">10.1f", lambda row: "" if row.failed else row.tokens_s),
+            ("ratio", ">8.2f", lambda row: "" if row.failed else row.ratio),
+        ],
+    )
 
 
 class _Ours:
     def __init__(self, loaded: LoadedModel, shapes: Shapes, name: str, context_tokens: int, room: int) -> None:
-        self.name = name
         self._model: Any = loaded.module
         layout = probe(loaded.module)
         self._cache = SequenceCache(layout, loaded.module, context_tokens + room)
@@ -151,7 +142,6 @@ class _Theirs:
     """mlx-lm's KVCache, or its QuantizedKVCache where `bits` is not 0."""
 
     def __init__(self, loaded: LoadedModel, shapes: Shapes, bits: int, context_tokens: int) -> None:
-        self.name = _their_name(bits)
         self._model: Any = loaded.module
         self._caches: list[KVCache | QuantizedKVCache] = []
         for shape in shapes:
@@ -198,10 +188,6 @@ def _vectors(array: mx.array) -> Vectors:
     return Vectors(array.shape[1], array.shape[3], array.dtype)
 
 
-def _their_name(bits: int) -> str:
-    return f"mlx-lm quantized {bits}" if bits else "mlx-lm"
-
-
 def _random_kv(shape: tuple[Vectors, Vectors], num_tokens: int) -> Iterator[tuple[mx.array, mx.array]]:
     for start in range(0, num_tokens, CHUNK_TOKENS):
         size = min(CHUNK_TOKENS, num_tokens - start)
@@ -210,18 +196,6 @@ def _random_kv(shape: tuple[Vectors, Vectors], num_tokens: int) -> Iterator[tupl
 
 def _random(vectors: Vectors, num_tokens: int) -> mx.array:
     return mx.random.normal((1, vectors.num_heads, num_tokens, vectors.dim), vectors.dtype)
-
-
-def _times(
-    running: dict[str, Opponent], reply_tokens: int, rounds: int, progress: Callable[[str], None]
-) -> dict[str, list[float]]:
-    times: dict[str, list[float]] = {name: [] for name in running}
-    for turn in range(rounds):
-        # The opponent that goes last may find the machine warmer: take turns at that too.
-        for name in list(running) if turn % 2 == 0 else reversed(list(running)):
-            progress(f"{name}, round {turn + 1}")
-            times[name].append(_decode_s(running[name], reply_tokens))
-    return times
 
 
 def _decode_s(cache: Opponent, num_tokens: int) -> float:

@@ -13,20 +13,20 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstrata.bench.driver import Figure, Progress, lay_out, median_ratio, silent
+from kvstrata.bench.streams import Prompt, Stream, answer, greedy, random_prompt, running
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
-from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.engine.storage import Storage
-from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 
@@ -42,7 +42,14 @@ DISK = "on the disk, after a restart"
 
 
 @dataclass(frozen=True)
-class FirstToken:
+class Load:
+    prompt_tokens: int = 4000
+    precision: str = "raw"
+    slow_bytes_s: Sequence[float] = (2e6,)  # what slow disks read in a second
+
+
+@dataclass(frozen=True)
+class FirstToken(Figure):
     case: str
     prompt_tokens: int
     cached_tokens: int  # median, like the next two
@@ -52,14 +59,7 @@ class FirstToken:
     is_same_reply: bool  # in all rounds
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "bound": BOUND, "is_within_bound": self.ratio <= BOUND}
-
-
-@dataclass(frozen=True)
-class _Answer:
-    seconds: float
-    cached_tokens: int
-    reply: tuple[int, ...]
+        return {**super().as_json(), "bound": BOUND, "is_within_bound": self.ratio <= BOUND}
 
 
 class SlowFiles(Files):
@@ -83,64 +83,65 @@ class SlowFiles(Files):
         self._ended.set()
 
 
-def measure(
-    loaded: LoadedModel,
-    *,
-    memory_bytes: int,
-    prompt_tokens: int = 4000,
-    precision: str = "raw",
-    slow_bytes_s: Sequence[float] = (2e6,),
-    rounds: int = 3,
-    progress: Callable[[str], None] = lambda _: None,
-) -> list[FirstToken]:
+def measure(loaded: LoadedModel, load: Load, *, rounds: int = 3, progress: Progress = silent) -> list[FirstToken]:
     found = []
     for number in range(rounds):
         progress(f"round {number + 1} of {rounds}")
-        rng = random.Random(number)
-        prompt = tuple(rng.randrange(loaded.vocab_size) for _ in range(prompt_tokens))
-        found.append(
-            _round(loaded, memory_bytes, Storage(k=parse(precision), v=parse(precision)), prompt, slow_bytes_s)
-        )
-    return [_row(case, prompt_tokens, found) for case in found[0]]
+        prompt = random_prompt(random.Random(number), loaded, load.prompt_tokens)
+        found.append(_round(loaded, load, prompt))
+    return [_row(case, load.prompt_tokens, found) for case in found[0]]
 
 
-def _round(
-    loaded: LoadedModel, memory_bytes: int, storage: Storage, prompt: tuple[int, ...], slow_bytes_s: Sequence[float]
-) -> dict[str, _Answer]:
-    answers: dict[str, _Answer] = {}
-    with _engine(loaded, memory_bytes, Storage(hot_bytes=0), None) as engine:
-        answers[WITHOUT] = _first_token(engine, prompt)
+def table(rows: Sequence[FirstToken]) -> str:
+    width = max(len(row.case) for row in rows) + 2
+    return lay_out(
+        rows,
+        [
+            ("the prompt is", f"<{width}", lambda row: row.case),
+            ("cached", ">14", lambda row: f"{row.cached_tokens}/{row.prompt_tokens}"),
+            ("seconds", ">10.2f", lambda row: row.seconds),
+            ("ratio", ">8.3f", lambda row: row.ratio),
+            ("largest", ">9.3f", lambda row: row.largest_ratio),
+            ("same reply", ">12", lambda row: "yes" if row.is_same_reply else "no"),
+        ],
+        "medians; ratio: to the same round without a cache, at most 1.05 whatever the disk",
+    )
+
+
+def _round(loaded: LoadedModel, load: Load, prompt: Prompt) -> dict[str, Stream]:
+    """Each case finds what those before it left: they cannot take turns."""
+    answers: dict[str, Stream] = {}
+    storage = Storage(k=parse(load.precision), v=parse(load.precision))
+    with _engine(loaded, Storage(hot_bytes=0), None) as engine:
+        answers[WITHOUT] = _answer(engine, prompt)
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as name:
         folder = Path(name)
-        with _engine(loaded, memory_bytes, storage, _disk(folder)) as engine:
-            answers[COLD] = _first_token(engine, prompt)
-            answers[MEMORY] = _first_token(engine, prompt)
+        with _engine(loaded, storage, folder) as engine:
+            answers[COLD] = _answer(engine, prompt)
+            answers[MEMORY] = _answer(engine, prompt)
         disks = {DISK: SlowFiles(math.inf)}
-        for speed in slow_bytes_s:
+        for speed in load.slow_bytes_s:
             disks[f"the same, read at {speed / 1e6:.3g} MB/s"] = SlowFiles(speed)
         for case, files in disks.items():
             _leave_page_cache(folder)
-            with _engine(loaded, memory_bytes, storage, _disk(folder), files) as engine:
-                answers[case] = _first_token(engine, prompt)
+            with _engine(loaded, storage, folder, files) as engine:
+                answers[case] = _answer(engine, prompt)
                 files.end()
     return answers
 
 
-def _row(case: str, prompt_tokens: int, found: Sequence[dict[str, _Answer]]) -> FirstToken:
-    ratios = [answers[case].seconds / answers[WITHOUT].seconds for answers in found]
+def _row(case: str, prompt_tokens: int, found: Sequence[dict[str, Stream]]) -> FirstToken:
+    answers, without = ([round_[each] for round_ in found] for each in (case, WITHOUT))
+    times, times_without = ([stream.first_token_s for stream in streams] for streams in (answers, without))
     return FirstToken(
         case=case,
         prompt_tokens=prompt_tokens,
-        cached_tokens=round(statistics.median(answers[case].cached_tokens for answers in found)),
-        seconds=statistics.median(answers[case].seconds for answers in found),
-        ratio=statistics.median(ratios),
-        largest_ratio=max(ratios),
-        is_same_reply=all(answers[case].reply == answers[WITHOUT].reply for answers in found),
+        cached_tokens=round(statistics.median(stream.usage.cached_tokens for stream in answers)),
+        seconds=statistics.median(times),
+        ratio=median_ratio(times, times_without),
+        largest_ratio=max(a / b for a, b in zip(times, times_without, strict=True)),
+        is_same_reply=all(a.ids == b.ids for a, b in zip(answers, without, strict=True)),
     )
-
-
-def _disk(folder: Path) -> DiskOptions:
-    return DiskOptions(folder, DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES)
 
 
 def _leave_page_cache(folder: Path) -> None:
@@ -154,36 +155,13 @@ def _leave_page_cache(folder: Path) -> None:
 
 
 @contextmanager
-def _engine(
-    loaded: LoadedModel, memory_bytes: int, storage: Storage, disk: DiskOptions | None, files: Files | None = None
-) -> Iterator[Engine]:
+def _engine(loaded: LoadedModel, storage: Storage, folder: Path | None, files: Files | None = None) -> Iterator[Engine]:
     """Compiled and warm."""
-    engine = Engine(loaded, Limits(memory_bytes=memory_bytes), Metrics(), storage, disk, files)
-    engine.start()
-    try:
-        _first_token(engine, tuple(range(WARM_TOKENS)))
+    disk = None if folder is None else DiskOptions(folder, DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES)
+    with running(Engine(loaded, Limits(), Metrics(), storage, disk, files)) as engine:
+        _answer(engine, tuple(range(WARM_TOKENS)))
         yield engine
-    finally:
-        engine.stop()
 
 
-def _first_token(engine: Engine, prompt: tuple[int, ...]) -> _Answer:
-    ended = threading.Event()
-    events: list[Event] = []
-    times: list[float] = []
-
-    def sink(event: Event) -> None:
-        events.append(event)
-        if isinstance(event, Piece):
-            times.append(time.perf_counter())
-        if isinstance(event, Finished | Failed):
-            ended.set()
-
-    began = time.perf_counter()
-    engine.submit(Request(f"first-token-{began}", prompt, 2, Sampling(temperature=0)), sink)
-    ended.wait()
-    end = events[-1]
-    if not isinstance(end, Finished):
-        raise KvstrataError(f"The request failed: {end.message if isinstance(end, Failed) else end}")
-    reply = tuple(id_ for event in events if isinstance(event, Piece) for id_ in event.ids)
-    return _Answer(times[0] - began, end.usage.cached_tokens, reply)
+def _answer(engine: Engine, prompt: Prompt) -> Stream:
+    return answer(engine, greedy(prompt, 2))

@@ -6,13 +6,14 @@ On the path without kernels of ours, as a Mac runs it. Nothing is timed, so any 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
 from kvstrata.attention.attend import attend
 from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
+from kvstrata.bench.driver import MIB, Figure, lay_out
 from kvstrata.codecs import paths
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.raw import RawCodec
@@ -36,7 +37,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class GraphFigure:
+class GraphFigure(Figure):
     case: str
     tokens: int
     primitives: int
@@ -48,7 +49,7 @@ class GraphFigure:
         return self.nbytes / self.part_bytes
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio}
+        return {**super().as_json(), "ratio": self.ratio}
 
 
 def graph_of(function: Callable[[mx.array], mx.array], argument: mx.array) -> Graph:
@@ -82,6 +83,21 @@ def _nbytes(shape: Sequence[int], dtype: mx.Dtype) -> int:
 def measure(tokens: Sequence[int] = (1024, 8192, 32768), dtype: mx.Dtype = mx.bfloat16) -> list[GraphFigure]:
     with paths.as_on_metal():
         return [_figure(case, count, parts, dtype) for count in tokens for case, parts in _cases(count, dtype)]
+
+
+def table(rows: Sequence[GraphFigure]) -> str:
+    return lay_out(
+        rows,
+        [
+            ("over", "<18", lambda row: row.case),
+            ("tokens", ">8", lambda row: row.tokens),
+            ("operations", ">12", lambda row: row.primitives),
+            ("MiB moved", ">11.1f", lambda row: row.nbytes / MIB),
+            ("MiB stored", ">12.1f", lambda row: row.part_bytes / MIB),
+            ("ratio", ">7.2f", lambda row: row.ratio),
+        ],
+        "32 heads, 8 of keys, 128 values each, bfloat16; views are not counted",
+    )
 
 
 def _cases(num_tokens: int, dtype: mx.Dtype) -> Iterator[tuple[str, tuple[Part, ...]]]:

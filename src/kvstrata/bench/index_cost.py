@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import psutil
 
+from kvstrata.bench.driver import Figure, Progress, lay_out, seconds, silent
 from kvstrata.eviction.order import EvictionOrder, Leaf
 from kvstrata.eviction.worth import Kind, PrefillCost, Reuse
 from kvstrata.index.ids import TokenIds
@@ -30,7 +29,7 @@ TOKEN_BYTES = 1000
 
 
 @dataclass(frozen=True)
-class IndexCost:
+class IndexCost(Figure):
     num_nodes: int
     match_us: float
     insert_us: float
@@ -40,16 +39,30 @@ class IndexCost:
     long_insert_us: float
     node_bytes: float  # what the tree takes for each, tokens included
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def measure(sizes: Sequence[int], progress: Callable[[str], None] = lambda _: None) -> list[IndexCost]:
+def measure(sizes: Sequence[int], progress: Progress = silent) -> list[IndexCost]:
     rows = []
     for size in sizes:
         progress(f"{size} nodes")
         rows.append(_measure(size))
     return rows
+
+
+def table(rows: Sequence[IndexCost]) -> str:
+    return lay_out(
+        rows,
+        [
+            ("nodes", ">9", lambda row: row.num_nodes),
+            ("match", ">9.1f", lambda row: row.match_us),
+            ("insert", ">9.1f", lambda row: row.insert_us),
+            ("add", ">9.1f", lambda row: row.add_us),
+            ("evict", ">9.1f", lambda row: row.evict_us),
+            ("match 100k", ">12.1f", lambda row: row.long_match_us),
+            ("insert 100k", ">13.1f", lambda row: row.long_insert_us),
+            ("bytes/node", ">12.0f", lambda row: row.node_bytes),
+        ],
+        "microseconds, medians; 100k: a prompt of 100,000 tokens",
+    )
 
 
 def _measure(num_nodes: int) -> IndexCost:
@@ -99,12 +112,7 @@ def _evict(tree: Tree[int], eviction: EvictionOrder[Node[int]], now_s: float) ->
 
 
 def _median_us(operations: Sequence[Callable[[], object]]) -> float:
-    times = []
-    for operation in operations:
-        started = time.perf_counter()
-        operation()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times) * 1e6
+    return statistics.median(map(seconds, operations)) * 1e6
 
 
 def _resident_bytes() -> int:

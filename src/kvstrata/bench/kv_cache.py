@@ -8,13 +8,12 @@ from zero, and queries that point along some of the keys, as attention does.
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import mlx.core as mx
 
+from kvstrata.bench.driver import MIB, Figure, lay_out, seconds
 from kvstrata.codecs.base import Codec, Planes
 from kvstrata.codecs.registry import parse_for
 
@@ -24,7 +23,7 @@ TIMES = 3  # the best is reported
 
 
 @dataclass(frozen=True)
-class CodecFigures:
+class CodecFigures(Figure):
     codec: str
     nbytes: int  # K and V of all layers
     allocated_bytes: int  # by MLX, measured
@@ -35,9 +34,6 @@ class CodecFigures:
     score_error: float  # of q . k / sqrt(dim), root mean square, relative to the spread over the tokens of a query
     encode_s: float  # K and V of all layers
     decode_s: float
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -54,17 +50,30 @@ def measure(
     heads: int = 8,
     head_dim: int = 128,
     codecs: Sequence[str] = CODECS,
-    progress: Callable[[str], None] = lambda _: None,
 ) -> list[CodecFigures]:
     """One row for each codec. Keys and values of all layers cost the same: one layer's keys are measured."""
     chosen = [parse_for(name, head_dim) for name in codecs]
     keys = _keys(heads, seq_len, head_dim)
     queries = _queries(keys)
-    rows = []
-    for codec in chosen:
-        progress(codec.name)
-        rows.append(_row(codec, keys, queries, 2 * layers))
-    return rows
+    return [_row(codec, keys, queries, 2 * layers) for codec in chosen]
+
+
+def table(rows: Sequence[CodecFigures]) -> str:
+    return lay_out(
+        rows,
+        [
+            ("precision", "<12", lambda row: row.codec),
+            ("MiB", ">9.2f", lambda row: row.nbytes / MIB),
+            ("allocated", ">11.2f", lambda row: row.allocated_bytes / MIB),
+            ("ratio", ">7.2f", lambda row: row.ratio),
+            ("bits", ">7.2f", lambda row: row.bits_per_value),
+            ("value err", ">11.4f", lambda row: row.value_error),
+            ("score err", ">11.4f", lambda row: row.score_error),
+            ("encode s", ">10.3f", lambda row: row.encode_s),
+            ("decode s", ">10.3f", lambda row: row.decode_s),
+        ],
+        f"ratio: to 16 bits ({rows[0].full_bytes / MIB:.2f} MiB)",
+    )
 
 
 def _row(codec: Codec, keys: mx.array, queries: mx.array, num_arrays: int) -> CodecFigures:
@@ -137,12 +146,7 @@ def _relative(found: mx.array, wanted: mx.array, *, centred: bool) -> float:
 
 
 def _best_s(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(TIMES):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return min(times)
+    return min(seconds(work) for _ in range(TIMES))
 
 
 def _allocated() -> int:

@@ -9,19 +9,20 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
+from kvstrata.bench.streams import Prompt, Stream, Streams, greedy, random_prompt, running
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.memory import limit_for
 from kvstrata.engine.planned import least_token_bytes, sealed_pairs
 from kvstrata.engine.remembered import remembered_scratch
-from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.scratch import Shape, max_chunk
 from kvstrata.engine.storage import Storage
@@ -53,7 +54,7 @@ class Load:
 
 
 @dataclass(frozen=True)
-class LadderRun:
+class LadderRun(Figure):
     policy: str  # "evict" at full precision, or "ladder"
     requests: int
     failed: int
@@ -74,7 +75,7 @@ class LadderRun:
         return self.cached_tokens / max(1, self.prompt_tokens)
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "hit_rate": self.hit_rate}
+        return {**super().as_json(), "hit_rate": self.hit_rate}
 
 
 class Sampler:
@@ -104,32 +105,7 @@ class Sampler:
                 return
 
 
-@dataclass
-class Chat:
-    """One conversation, a turn at a time."""
-
-    name: str
-    tokens: list[int] = field(default_factory=list)  # all turns so far, replies included
-    ended: threading.Event = field(default_factory=threading.Event)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    failed: int = 0
-
-    def sink(self, event: Event) -> None:
-        if isinstance(event, Piece):
-            self.tokens += event.ids
-        elif isinstance(event, Finished | Failed):
-            if isinstance(event, Finished):
-                self.prompt_tokens += event.usage.prompt_tokens
-                self.cached_tokens += event.usage.cached_tokens
-            else:
-                self.failed += 1
-            self.ended.set()
-
-
-def measure(
-    loaded: LoadedModel, load: Load, *, share: float = 0.25, progress: Callable[[str], None] = lambda _: None
-) -> list[LadderRun]:
+def measure(loaded: LoadedModel, load: Load, *, share: float = 0.25, progress: Progress = silent) -> list[LadderRun]:
     """Both policies under a memory limit that leaves KV this share of what the load needs at full precision."""
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
     layout = probe(loaded.module, None)
@@ -139,6 +115,23 @@ def measure(
         progress(policy)
         runs.append(_run(loaded, load, policy, limit_bytes, _needed_bytes(layout, load)))
     return runs
+
+
+def table(rows: Sequence[LadderRun]) -> str:
+    budget, needed = rows[0].budget_bytes / MIB, rows[0].needed_bytes / MIB
+    return lay_out(
+        rows,
+        [
+            ("policy", "<9", lambda row: row.policy),
+            ("hit rate", ">9.1%", lambda row: row.hit_rate),
+            ("failed", ">8", lambda row: row.failed),
+            ("sampled MiB", ">13.1f", lambda row: row.sampled_peak_bytes / MIB),
+            ("peak MiB", ">10.1f", lambda row: row.peak_bytes / MIB),
+            ("limit MiB", ">11.1f", lambda row: row.limit_bytes / MIB),
+            ("seconds", ">9.1f", lambda row: row.seconds),
+        ],
+        f"KV budget {budget:.1f} MiB; the load needs {needed:.1f} MiB at full precision",
+    )
 
 
 def _limit_bytes(loaded: LoadedModel, layout: Layout, load: Load, share: float) -> int:
@@ -174,25 +167,21 @@ def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_
         max_waiting=load.chats,
         context_tokens=load.chat_tokens,
     )
-    engine = Engine(loaded, limits, Metrics(), Storage(dynamic=policy == "ladder"))
-    engine.start()
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    sampler, began_s = Sampler(others_bytes), time.perf_counter()
-    try:
+    with running(Engine(loaded, limits, Metrics(), Storage(dynamic=policy == "ladder"))) as engine:
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        sampler, began_s = Sampler(others_bytes), time.perf_counter()
         with sampler.running():
-            chats = _talk(engine, loaded, load)
+            streams = _talk(engine, loaded, load)
         seconds = time.perf_counter() - began_s
         peak_bytes = mx.get_peak_memory() - others_bytes
         usage = engine.cache.usage().result()
-    finally:
-        engine.stop()
     return LadderRun(
         policy=policy,
-        requests=load.chats * load.turns,
-        failed=sum(chat.failed for chat in chats),
-        prompt_tokens=sum(chat.prompt_tokens for chat in chats),
-        cached_tokens=sum(chat.cached_tokens for chat in chats),
+        requests=len(streams),
+        failed=sum(bool(stream.failure) for stream in streams),
+        prompt_tokens=sum(stream.usage.prompt_tokens for stream in streams),
+        cached_tokens=sum(stream.usage.cached_tokens for stream in streams),
         limit_bytes=limit_bytes,
         budget_bytes=usage.budget_bytes,
         needed_bytes=needed_bytes,
@@ -205,16 +194,16 @@ def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_
     )
 
 
-def _talk(engine: Engine, loaded: LoadedModel, load: Load) -> list[Chat]:
+def _talk(engine: Engine, loaded: LoadedModel, load: Load) -> list[Stream]:
     rng = random.Random(1)
-    chats = [Chat(f"chat-{number}") for number in range(load.chats)]
-    for turn in range(load.turns):
-        for chat in chats:
-            chat.tokens += [rng.randrange(loaded.vocab_size) for _ in range(load.turn_tokens)]
-            chat.ended.clear()
-            name = f"{chat.name}-{turn}"
-            request = Request(name, tuple(chat.tokens), load.reply_tokens, Sampling(temperature=0))
-            engine.submit(request, chat.sink)
-        for chat in chats:
-            chat.ended.wait()
-    return chats
+    chats: list[Prompt] = [()] * load.chats  # all turns so far, replies included
+    streams: list[Stream] = []
+    for _ in range(load.turns):
+        turn = Streams(engine)
+        for number, before in enumerate(chats):
+            chats[number] = before + random_prompt(rng, loaded, load.turn_tokens)
+            turn.start(greedy(chats[number], load.reply_tokens))
+        turn.wait()
+        chats = [prompt + tuple(stream.ids) for prompt, stream in zip(chats, turn, strict=True)]
+        streams += turn
+    return streams

@@ -7,12 +7,13 @@ layers are worth more bits.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
 from kvstrata.bench.allot import Choice, allot
+from kvstrata.bench.driver import Figure
 from kvstrata.bench.passes import Run, Score, Subject, Text, Window, run, score, windows_of
 from kvstrata.bench.watch import UNWATCHED, Watch
 from kvstrata.codecs.planes import PlanesCodec
@@ -26,16 +27,13 @@ BITS = (8, 4, 2)
 
 
 @dataclass(frozen=True)
-class LayerLoss:
+class LayerLoss(Figure):
     layer: int  # among all entries of the cache, as a plan counts them
     side: Side
     bits: int
     kl_mean: float
     kl_p999: float
     top1: float
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.batch import AttentionRows, BatchCache
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
@@ -29,13 +30,10 @@ LAYERS = 8
 MODEL_LAYERS = 4
 NUM_ROWS = 8
 VOCAB = 64
-MIB = 1 << 20
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class MemoryFigures:
+class MemoryFigures(Figure):
     what: str
     cache: str  # kvstrata or mlx-lm
     held_bytes: int
@@ -47,10 +45,10 @@ class MemoryFigures:
         return self.peak_bytes / self.held_bytes
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "ratio": self.ratio}
+        return {**super().as_json(), "ratio": self.ratio}
 
 
-def measure(tokens: int = 4096, *, progress: Progress = lambda _: None) -> list[MemoryFigures]:
+def measure(tokens: int = 4096, *, progress: Progress = silent) -> list[MemoryFigures]:
     """Two rows for each operation: ours, then mlx-lm's. Float32 or the model's dtype makes no difference to a ratio."""
     figures = (grow_alone, grow_in_model, fill_window, join_and_leave, store)
     rows = []
@@ -62,12 +60,17 @@ def measure(tokens: int = 4096, *, progress: Progress = lambda _: None) -> list[
 
 def table(rows: Sequence[MemoryFigures]) -> str:
     width = max(len(row.what) for row in rows) + 2
-    head = f"{'operation':<{width}}{'cache':<10}{'held MiB':>10}{'peak MiB':>10}"
-    lines = [head + f"{'peak/held':>11}{'concatenations':>16}"]
-    for row in rows:
-        line = f"{row.what:<{width}}{row.cache:<10}{row.held_bytes / MIB:>10.2f}{row.peak_bytes / MIB:>10.2f}"
-        lines.append(line + f"{row.ratio:>11.2f}{row.concatenations:>16}")
-    return "\n".join(lines)
+    return lay_out(
+        rows,
+        [
+            ("operation", f"<{width}", lambda row: row.what),
+            ("cache", "<10", lambda row: row.cache),
+            ("held MiB", ">10.2f", lambda row: row.held_bytes / MIB),
+            ("peak MiB", ">10.2f", lambda row: row.peak_bytes / MIB),
+            ("peak/held", ">11.2f", lambda row: row.ratio),
+            ("concatenations", ">16", lambda row: row.concatenations),
+        ],
+    )
 
 
 def grow_alone(tokens: int) -> list[MemoryFigures]:

@@ -14,7 +14,7 @@ COLOURS = {"planes": "#0b6e4f", "affine": "#b5651d", "rotated": "#4a5899"}
 SHADES = {8: "#9bd3bf", 4: "#0b6e4f", 2: "#06382a"}  # by bits: the darker, the fewer
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
@@ -25,17 +25,21 @@ def _pyplot() -> Any:
     return pyplot
 
 
+def save(figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    load_pyplot().close(figure)
+
+
 def plot_quality(rows: Sequence[Quality], path: Path) -> None:
     """Bits against KL, a panel for each text, mode and context. Low and to the left is better."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     panels = list(dict.fromkeys(_panel_of(row) for row in rows))
     figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 4.2), squeeze=False, sharey=True)
     for axis, panel in zip(axes[0], panels, strict=True):
         _panel(axis, panel, [row for row in rows if _panel_of(row) == panel and row.k != "raw"])
     axes[0][0].set_ylabel("KL to full precision, mean (nats)")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _panel_of(row: Quality) -> str:
@@ -59,7 +63,7 @@ def _panel(axis: Any, panel: str, rows: Sequence[Quality]) -> None:
 
 def plot_layers(losses: Sequence[LayerLoss], path: Path) -> None:
     """What each layer loses alone, a panel for K and one for V, a line for each precision."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4.2), sharey=True)
     for axis, side in zip(axes, ("k", "v"), strict=True):
         for bits in dict.fromkeys(loss.bits for loss in losses):
@@ -72,6 +76,4 @@ def plot_layers(losses: Sequence[LayerLoss], path: Path) -> None:
         axis.grid(True, which="major", alpha=0.3)
     axes[0].set_ylabel("KL to full precision, mean (nats)")
     axes[1].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path)

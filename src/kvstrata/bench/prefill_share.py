@@ -5,20 +5,18 @@ from __future__ import annotations
 
 import random
 import statistics
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.bench.requantize import Stream
+from kvstrata.bench.driver import Figure, Progress, lay_out, silent
+from kvstrata.bench.streams import Streams, answer, greedy, random_prompt, running
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
-from kvstrata.engine.request import Request, Sampling
 from kvstrata.errors import KvstrataError
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
@@ -33,7 +31,7 @@ BOUND = 2.5
 
 
 @dataclass(frozen=True)
-class Sharing:
+class Sharing(Figure):
     share: float
     streams: int
     prompt_tokens: int
@@ -55,64 +53,64 @@ class Sharing:
     def as_json(self) -> dict[str, Any]:
         is_within = max(self.gap_ratio, self.first_ratio) <= BOUND
         ratios = {"gap_ratio": self.gap_ratio, "first_ratio": self.first_ratio}
-        return {**asdict(self), **ratios, "bound": BOUND, "is_within_bound": is_within}
+        return {**super().as_json(), **ratios, "bound": BOUND, "is_within_bound": is_within}
 
 
 def measure(
     loaded: LoadedModel,
     *,
-    memory_bytes: int,
     shares: Sequence[float] = SHARES,
     streams: int = 1,
     prompt_tokens: int = 3000,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
 ) -> list[Sharing]:
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
     rows = []
     for share in shares:
         progress(f"share {share:g}: {prompt_tokens} prompt tokens, alone and beside {streams}")
-        limits = Limits(memory_bytes=memory_bytes, max_running=streams + 1, prefill_share=share)
-        engine = Engine(loaded, limits, Metrics())
-        engine.start()
-        try:
+        limits = Limits(max_running=streams + 1, prefill_share=share)
+        with running(Engine(loaded, limits, Metrics())) as engine:
             rows.append(_measure(engine, loaded, share, streams, prompt_tokens))
-        finally:
-            engine.stop()
     return rows
+
+
+def table(rows: Sequence[Sharing]) -> str:
+    return lay_out(
+        rows,
+        [
+            ("share", "<7g", lambda row: row.share),
+            ("gap alone", ">11", lambda row: f"{row.gap_alone_s * 1e3:.0f} ms"),
+            ("p50", ">8.0f", lambda row: row.gap_p50_s * 1e3),
+            ("p95", ">8.0f", lambda row: row.gap_p95_s * 1e3),
+            ("ratio", ">7.2f", lambda row: row.gap_ratio),
+            ("first alone", ">13", lambda row: f"{row.first_alone_s:.2f} s"),
+            ("beside", ">9.2f", lambda row: row.first_s),
+            ("ratio", ">7.2f", lambda row: row.first_ratio),
+        ],
+        "gap: between two tokens of a stream, p95 to alone; first: the prompt's first token",
+    )
 
 
 def _measure(engine: Engine, loaded: LoadedModel, share: float, num_streams: int, prompt_tokens: int) -> Sharing:
     rng = random.Random(1)
-    news = threading.Condition()
 
-    def prompt(num_tokens: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(loaded.vocab_size) for _ in range(num_tokens))
+    def first_token_s() -> float:
+        return answer(engine, greedy(random_prompt(rng, loaded, prompt_tokens), 1)).first_token_s
 
-    def start(name: str, num_tokens: int, reply_tokens: int) -> Stream:
-        stream = Stream(news)
-        engine.submit(Request(name, prompt(num_tokens), reply_tokens, Sampling(temperature=0)), stream.sink)
-        return stream
-
-    def first_token_s(name: str) -> float:
-        began_s = time.perf_counter()
-        stream = start(name, prompt_tokens, 1)
-        stream.ended.wait()
-        if stream.failure:
-            raise KvstrataError(f"The prompt failed: {stream.failure}")
-        return stream.times[0] - began_s
-
-    reply_tokens = engine.context_tokens - STREAM_PROMPT_TOKENS
-    alone_s = first_token_s("alone")
-    running = [start(f"stream-{i}", STREAM_PROMPT_TOKENS, reply_tokens) for i in range(num_streams)]
-    _wait(news, running, STEADY_TOKENS + 1)
+    alone_s = first_token_s()
+    streams = Streams(engine)
+    for _ in range(num_streams):
+        prompt = random_prompt(rng, loaded, STREAM_PROMPT_TOKENS)
+        streams.start(greedy(prompt, engine.context_tokens - STREAM_PROMPT_TOKENS))
+    _wait_for(streams, STEADY_TOKENS + 1)
     began_s = time.perf_counter()
-    first_s = first_token_s("beside")
+    first_s = first_token_s()
     ended_s = time.perf_counter()
-    _wait(news, running, STEADY_TOKENS)
-    for i in range(num_streams):
-        engine.cancel(f"stream-{i}")
-    beside = [gap for stream in running for a, gap in _gaps(stream) if began_s <= a and a + gap <= ended_s]
-    alone = [gap for stream in running for a, gap in _gaps(stream) if a + gap < began_s or a > ended_s]
+    _wait_for(streams, STEADY_TOKENS)
+    streams.cancel()
+    gaps = [gap for stream in streams for gap in stream.gaps()]
+    beside = [b - a for a, b in gaps if began_s <= a and b <= ended_s]
+    alone = [b - a for a, b in gaps if b < began_s or a > ended_s]
     if not beside:
         raise KvstrataError("No token came while the prompt was computed. Take a longer one: --prompt-tokens.")
     p50, p95 = np.percentile(beside, (50, 95))
@@ -129,15 +127,6 @@ def _measure(engine: Engine, loaded: LoadedModel, share: float, num_streams: int
     )
 
 
-def _gaps(stream: Stream) -> list[tuple[float, float]]:
-    """Between tokens: when the earlier one came, and how long after it the later one."""
-    return [(a, b - a) for a, b in pairwise(list(stream.times))]
-
-
-def _wait(news: threading.Condition, running: list[Stream], num_tokens: int) -> None:
-    """Until every stream has so many tokens more. Raises if one ends: then it was too short."""
-    with news:
-        wanted = [len(stream.times) + num_tokens for stream in running]
-        news.wait_for(lambda: all(len(s.times) >= n or s.ended.is_set() for s, n in zip(running, wanted, strict=True)))
-    if any(stream.ended.is_set() for stream in running):
-        raise KvstrataError("A stream ended while others were measured. Take a shorter prompt: --prompt-tokens.")
+def _wait_for(streams: Streams, num_tokens: int) -> None:
+    streams.wait_for(num_tokens)
+    streams.require_running("take a shorter prompt: --prompt-tokens")

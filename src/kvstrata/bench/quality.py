@@ -6,11 +6,11 @@ The reference is the same weights and kernels with full-precision KV. `bench/pas
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
+from kvstrata.bench.driver import Figure
 from kvstrata.bench.passes import (
     DECODE_TOKENS,
     MODES,
@@ -44,7 +44,7 @@ PAIRS: tuple[Pair, ...] = (
 
 
 @dataclass(frozen=True)
-class Quality:
+class Quality(Figure):
     text: str
     k: str
     v: str
@@ -57,9 +57,6 @@ class Quality:
     top1: float  # share of positions with the same most likely token
     top1_min: float  # the smallest such share of a window
     ppl: float
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
 
 import numpy as np
 
+from kvstrata.bench.driver import Figure, Progress, lay_out, silent
 from kvstrata.bench.lru import LruTree
 from kvstrata.bench.trace import BLOCK_TOKENS, Asked, Trace
 from kvstrata.errors import ConfigError
@@ -37,7 +38,7 @@ FULL_BITS = 16
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(Figure):
     trace: str
     budget: float  # bytes, as a share of what all distinct blocks take at 16 bits
     policy: PolicyName
@@ -47,9 +48,6 @@ class Row:
     num_requests: int  # that count
     above_lru: float | None = None  # of `kvstrata`, where `lru` ran too: how much more it found
     above_lru_error: float | None = None  # the standard error of that difference
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)
@@ -191,7 +189,7 @@ def replay(
     *,
     policies: Sequence[PolicyName] = POLICIES,
     held_out: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress = silent,
 ) -> list[Row]:
     """A row for each budget (a share of what all distinct blocks take at 16 bits), precision and policy. With
     `held_out` the first half of the requests warms the store and the second half counts."""
@@ -210,6 +208,27 @@ def replay(
             found: dict[PolicyName, Hits] = {policy: hits[policy, num_blocks] for policy in policies}
             rows += [_row(trace.name, budget, each, num_blocks, policy, found) for policy in policies]
     return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line for each budget and precision, the policies side by side."""
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    lines = [rows[at : at + len(policies)] for at in range(0, len(rows), len(policies))]
+    return lay_out(
+        lines,
+        [
+            ("trace", "<22", lambda line: line[0].trace),
+            ("budget", ">8.2%", lambda line: line[0].budget),
+            ("bits", ">6", lambda line: line[0].bits),
+            ("blocks", ">9", lambda line: line[0].budget_blocks),
+            *((policy, ">10.4f", lambda line, at=at: line[at].hit_rate) for at, policy in enumerate(policies)),
+            *([("above lru", ">20", _above_lru)] if {"kvstrata", "lru"} <= set(policies) else []),
+        ],
+    )
+
+
+def _above_lru(line: Sequence[Row]) -> str:
+    return "".join(f"{row.above_lru:+.4f} ±{row.above_lru_error:.4f}" for row in line if row.above_lru is not None)
 
 
 def _row(

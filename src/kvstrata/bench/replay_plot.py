@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvstrata.bench.plots import load_pyplot, save
 from kvstrata.bench.replay import POLICIES, Row
-from kvstrata.errors import ConfigError
 
 COLOURS = {"kvstrata": "#0b6e4f", "lru": "#b5651d", "optimal": "#888888"}
 
 
 def plot_replay(rows: Sequence[Row], path: Path) -> None:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'kvstrata[plot]'") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = load_pyplot()
     traces = list(dict.fromkeys(row.trace for row in rows))
     bits = list(dict.fromkeys(row.bits for row in rows))
     size = (4.2 * len(bits), 3.6 * len(traces))
@@ -29,9 +23,7 @@ def plot_replay(rows: Sequence[Row], path: Path) -> None:
             axis.set_title(f"{trace}, {each} bits", fontsize=9)
         line[0].set_ylabel("hit rate")
     axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _panel(axis, rows: Sequence[Row]) -> None:

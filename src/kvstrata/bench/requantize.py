@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import random
 import statistics
-import threading
 import time
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.bench.driver import MIB, Figure, lay_out
+from kvstrata.bench.streams import Streams, greedy, random_prompt, running
 from kvstrata.codecs.registry import parse
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.operations import Operations
-from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
-from kvstrata.errors import KvstrataError
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -30,7 +29,7 @@ USUAL_STEPS = 8  # before a change, that tell how long a step usually takes
 
 
 @dataclass(frozen=True)
-class Requantized:
+class Requantized(Figure):
     precision: str
     streams: int
     finished: int  # streams that got all of their reply, at the end of the run
@@ -48,100 +47,71 @@ class Requantized:
         return self.seconds / self.prefill_s
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "share": self.share}
-
-
-class Stream:
-    def __init__(self, news: threading.Condition) -> None:
-        self._news = news  # told of each token and of the end
-        self.times: list[float] = []
-        self.ended = threading.Event()
-        self.failure = ""
-
-    def sink(self, event: Event) -> None:
-        with self._news:
-            if isinstance(event, Piece):
-                self.times.append(time.perf_counter())
-            elif isinstance(event, Finished | Failed):
-                self.failure = event.message if isinstance(event, Failed) else ""
-                self.ended.set()
-            self._news.notify_all()
-
-    def pauses(self, began_s: float, ended_s: float) -> list[float]:
-        """Between tokens, as far as they lie in this time."""
-        return [b - a for a, b in pairwise(self.times) if b >= began_s and a <= ended_s]
+        return {**super().as_json(), "share": self.share}
 
 
 def measure(
     loaded: LoadedModel,
     *,
-    memory_bytes: int,
     streams: int = 8,
     prompt_tokens: int = 512,
     reply_tokens: int = 160,
     precisions: tuple[str, ...] = ("planes:8", "planes:4"),
 ) -> list[Requantized]:
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
-    metrics = Metrics()
+    metrics, rng = Metrics(), random.Random(1)
     # All prompts first: the streams then run together, however many there are.
-    limits = Limits(memory_bytes=memory_bytes, max_running=streams, tail_step_tokens=reply_tokens, prefill_share=1.0)
-    engine = Engine(loaded, limits, metrics)
-    engine.start()
-    try:
-        news = threading.Condition()
-        running = [Stream(news) for _ in range(streams)]
-        _submit(engine, loaded, running, prompt_tokens, reply_tokens)
-        _wait(news, running, 1)
+    limits = Limits(max_running=streams, tail_step_tokens=reply_tokens, prefill_share=1.0)
+    with running(Engine(loaded, limits, metrics)) as engine:
+        started = Streams(engine)
+        for _ in range(streams):
+            started.start(greedy(random_prompt(rng, loaded, prompt_tokens), reply_tokens))
+        started.wait_for(1)
         rows = []
         for precision in precisions:
-            _wait(news, running, STEADY_TOKENS)
-            rows.append(_change(engine, news, running, precision, _sample(metrics, "step_seconds_sum", kind="prefill")))
-        for stream in running:
-            stream.ended.wait()
-    finally:
-        engine.stop()
-    if failures := [stream.failure for stream in running if stream.failure]:
-        raise KvstrataError(f"A stream failed: {failures[0]}")
-    finished = sum(len(stream.times) == reply_tokens for stream in running)
+            started.wait_for(STEADY_TOKENS)
+            rows.append(_change(engine, started, precision, _sample(metrics, "step_seconds_sum", kind="prefill")))
+        started.finish()
+    finished = sum(len(stream.ids) == reply_tokens for stream in started)
     again = int(_sample(metrics, "prefill_tokens_total")) - streams * (prompt_tokens - 1)
     return [replace(row, finished=finished, computed_again=again) for row in rows]
+
+
+def table(rows: Sequence[Requantized]) -> str:
+    last = rows[-1]
+    return lay_out(
+        rows,
+        [
+            ("to", "<10", lambda row: row.precision),
+            ("longest pause", ">15", lambda row: f"{row.longest_pause_steps:.1f} steps"),
+            ("said MiB", ">10.1f", lambda row: row.freed_said_bytes / MIB),
+            ("freed MiB", ">11.1f", lambda row: row.freed_bytes / MIB),
+            ("by MLX", ">9.1f", lambda row: row.allocator_freed_bytes / MIB),
+            ("seconds", ">9.2f", lambda row: row.seconds),
+            ("of prefill", ">12.1%", lambda row: row.share),
+        ],
+        f"{last.finished} of {last.streams} streams finished; {last.computed_again} prompt tokens again",
+    )
 
 
 def _sample(metrics: Metrics, name: str, **labels: str) -> float:
     return metrics.registry.get_sample_value(f"kvstrata_{name}", labels) or 0.0
 
 
-def _submit(engine: Engine, loaded: LoadedModel, running: list[Stream], prompt_tokens: int, reply_tokens: int) -> None:
-    rng = random.Random(1)
-    for number, stream in enumerate(running):
-        prompt = tuple(rng.randrange(loaded.vocab_size) for _ in range(prompt_tokens))
-        engine.submit(Request(f"stream-{number}", prompt, reply_tokens, Sampling(temperature=0)), stream.sink)
-
-
-def _wait(news: threading.Condition, running: list[Stream], num_tokens: int) -> None:
-    """Until every stream has so many tokens more, or has ended."""
-    with news:
-        wanted = [len(stream.times) + num_tokens for stream in running]
-        news.wait_for(lambda: all(len(s.times) >= n or s.ended.is_set() for s, n in zip(running, wanted, strict=True)))
-
-
-def _change(
-    engine: Engine, news: threading.Condition, running: list[Stream], precision: str, prefill_s: float
-) -> Requantized:
-    usual = [b - a for stream in running for a, b in pairwise(stream.times[-USUAL_STEPS - 1 :])]
-    step_s = statistics.median(usual)
+def _change(engine: Engine, streams: Streams, precision: str, prefill_s: float) -> Requantized:
+    step_s = statistics.median(b - a for stream in streams for a, b in stream.gaps()[-USUAL_STEPS:])
     before, active_before = engine.ask(_held).result()
     began_s = time.perf_counter()
     said = engine.ask(lambda loop: _begin(loop, precision)).result()
     progress = _finish(engine)
     ended_s = time.perf_counter()
     # The token after the change tells how long the one before it had to wait; and what a step in flight holds goes.
-    _wait(news, running, 2)
+    streams.wait_for(2)
     after, active_after = engine.ask(_held).result()
-    pauses = [pause for stream in running for pause in stream.pauses(began_s, ended_s)]
+    pauses = [b - a for stream in streams for a, b in stream.gaps() if b >= began_s and a <= ended_s]
     return Requantized(
         precision=precision,
-        streams=len(running),
+        streams=len(streams),
         finished=0,
         step_s=step_s,
         longest_pause_steps=max(pauses, default=0.0) / step_s,

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-import queue
 import statistics
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvstrata.backend import device
+from kvstrata.bench.driver import Figure, in_turns, median_ratio, seconds
+from kvstrata.bench.streams import Streams, greedy
 from kvstrata.config import load as load_settings
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling
+from kvstrata.engine.request import Sampling
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.assemble import start_service
 from kvstrata.server.listen import bind, url_of
@@ -27,14 +27,11 @@ PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class ServerFigures:
+class ServerFigures(Figure):
     streams: int
     engine_tokens_s: float
     http_tokens_s: float
     overhead: float  # share of time that HTTP adds: median of the rounds
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure(loaded: LoadedModel, *, streams: int = 8, reply_tokens: int = 32, rounds: int = 5) -> ServerFigures:
@@ -46,36 +43,30 @@ def measure(loaded: LoadedModel, *, streams: int = 8, reply_tokens: int = 32, ro
         def alone() -> None:
             _through_engine(server.service.engine, loaded, streams, reply_tokens)
 
-        _seconds(alone)
-        _seconds(through_http)
-        pairs = [(_seconds(alone), _seconds(through_http)) for _ in range(rounds)]
+        alone()
+        through_http()
+        times = in_turns({"engine": lambda: seconds(alone), "http": lambda: seconds(through_http)}, rounds)
+    engine_s, http_s = times.values()
     num_tokens = streams * reply_tokens
     return ServerFigures(
         streams,
-        num_tokens / statistics.median(engine_s for engine_s, _ in pairs),
-        num_tokens / statistics.median(http_s for _, http_s in pairs),
-        statistics.median(http_s / engine_s for engine_s, http_s in pairs) - 1,
+        num_tokens / statistics.median(engine_s),
+        num_tokens / statistics.median(http_s),
+        median_ratio(http_s, engine_s) - 1,
     )
 
 
-def _seconds(run: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+def table(figures: ServerFigures) -> str:
+    line = f"{figures.streams} streams: engine alone {figures.engine_tokens_s:.1f} tokens/s, over HTTP "
+    return line + f"{figures.http_tokens_s:.1f}, overhead {figures.overhead:.1%}"
 
 
 def _through_engine(engine: Engine, loaded: LoadedModel, streams: int, reply_tokens: int) -> None:
-    ends: queue.SimpleQueue[Event] = queue.SimpleQueue()
-
-    def sink(event: Event) -> None:
-        if isinstance(event, Finished | Failed):
-            ends.put(event)
-
+    running = Streams(engine)
     sampling = Sampling(temperature=0, logit_bias=tuple((id_, -100.0) for id_ in sorted(loaded.eos_ids)))
     for i in range(streams):
-        engine.submit(Request(f"alone-{i}", _prompt(i), reply_tokens, sampling, stop_ids=loaded.eos_ids), sink)
-    for _ in range(streams):
-        assert isinstance(ends.get(), Finished)
+        running.start(replace(greedy(_prompt(i), reply_tokens), sampling=sampling, stop_ids=loaded.eos_ids))
+    running.finish()
 
 
 def _prompt(index: int) -> tuple[int, ...]:

@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import random
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvstrata.bench.requantize import Stream
+from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
+from kvstrata.bench.streams import Streams, greedy, random_prompt, running
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
-from kvstrata.engine.request import Request, Sampling
 from kvstrata.engine.storage import Storage
 from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
@@ -40,7 +37,7 @@ BOUND = 1.2
 
 
 @dataclass(frozen=True)
-class Spilling:
+class Spilling(Figure):
     streams: int
     rounds: int
     num_intervals: int  # while it spilled
@@ -60,7 +57,15 @@ class Spilling:
 
     def as_json(self) -> dict[str, Any]:
         ratios = {"p50_ratio": self.p50_ratio, "p99_ratio": self.p99_ratio}
-        return {**asdict(self), **ratios, "bound": BOUND, "is_within_bound": self.p99_ratio <= BOUND}
+        return {**super().as_json(), **ratios, "bound": BOUND, "is_within_bound": self.p99_ratio <= BOUND}
+
+
+@dataclass(frozen=True)
+class Load:
+    streams: int = 4
+    conversations: int = 8  # that are spilled in each round
+    conversation_tokens: int = 512
+    precision: str = "raw"
 
 
 @dataclass(frozen=True)
@@ -68,44 +73,46 @@ class _Window:
     began_s: float
     ended_s: float
 
-    def intervals(self, streams: Sequence[Stream]) -> list[float]:
+    def intervals(self, streams: Streams) -> list[float]:
         """Between two tokens of a stream that both came in this window."""
-        found = []
-        for stream in streams:
-            times = [at for at in list(stream.times) if self.began_s <= at <= self.ended_s]
-            found += [b - a for a, b in pairwise(times)]
-        return found
+        gaps = [gap for stream in streams for gap in stream.gaps()]
+        return [b - a for a, b in gaps if self.began_s <= a and b <= self.ended_s]
 
 
-def measure(
-    loaded: LoadedModel,
-    *,
-    memory_bytes: int,
-    streams: int = 4,
-    conversations: int = 8,
-    conversation_tokens: int = 512,
-    precision: str = "raw",
-    rounds: int = 12,
-    progress: Callable[[str], None] = lambda _: None,
-) -> Spilling:
+def measure(loaded: LoadedModel, load: Load, *, rounds: int = 12, progress: Progress = silent) -> Spilling:
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
         disk = DiskOptions(Path(folder), DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES, flush_s=0)
-        storage = Storage(k=parse(precision), v=parse(precision))
-        limits = Limits(memory_bytes=memory_bytes, max_running=max(streams, 1))
-        engine = Engine(loaded, limits, Metrics(), storage, disk)
-        engine.start()
-        try:
-            progress(f"storing {conversations} conversations")
-            _store(engine, loaded, conversations, conversation_tokens)
-            running = _start_streams(engine, loaded, streams)
-            return _windows(engine, running, rounds, progress)
-        finally:
-            for number in range(streams):
-                engine.cancel(f"stream-{number}")
-            engine.stop()
+        storage = Storage(k=parse(load.precision), v=parse(load.precision))
+        limits = Limits(max_running=load.streams)
+        with running(Engine(loaded, limits, Metrics(), storage, disk)) as engine:
+            progress(f"storing {load.conversations} conversations")
+            _store(engine, loaded, load)
+            streams = _start_streams(engine, loaded, load.streams)
+            try:
+                return _windows(engine, streams, rounds, progress)
+            finally:
+                streams.cancel()
 
 
-def _windows(engine: Engine, running: list[Stream], rounds: int, progress: Callable[[str], None]) -> Spilling:
+def table(figures: Spilling) -> str:
+    spilled = f"{figures.spilled_bytes / MIB:.0f} MiB spilled in {figures.rounds} rounds"
+    rows = [
+        ("nothing is spilled", 1e3 * figures.quiet_p50_s, 1e3 * figures.quiet_p99_s),
+        ("while it spills", 1e3 * figures.spilling_p50_s, 1e3 * figures.spilling_p99_s),
+        ("ratio", f"{figures.p50_ratio:.2f}", f"{figures.p99_ratio:.2f}"),
+    ]
+    return lay_out(
+        rows,
+        [
+            ("between two tokens", "<20", lambda row: row[0]),
+            ("p50 ms", ">9.1f", lambda row: row[1]),
+            ("p99 ms", ">9.1f", lambda row: row[2]),
+        ],
+        f"{figures.streams} streams, {figures.num_intervals} intervals, {spilled}",
+    )
+
+
+def _windows(engine: Engine, streams: Streams, rounds: int, progress: Progress) -> Spilling:
     quiet: list[float] = []
     spilling: list[float] = []
     spilled_bytes = 0
@@ -114,15 +121,15 @@ def _windows(engine: Engine, running: list[Stream], rounds: int, progress: Calla
         before = engine.ask(_written_bytes).result()
         busy = _spill(engine)
         spilled_bytes += engine.ask(_written_bytes).result() - before
-        spilling += busy.intervals(running)
+        spilling += busy.intervals(streams)
         engine.ask(_empty_disk).result()
-        quiet += _rest(engine, busy.ended_s - busy.began_s).intervals(running)
-        _require_running(running)
+        quiet += _rest(engine, busy.ended_s - busy.began_s).intervals(streams)
+        streams.require_running("take fewer --rounds")
     if not spilling or not quiet:
         raise KvstrataError("No token came while it spilled. Store more: --conversations.")
     (quiet_p50, quiet_p99), (busy_p50, busy_p99) = (np.percentile(times, (50, 99)) for times in (quiet, spilling))
     return Spilling(
-        streams=len(running),
+        streams=len(streams),
         rounds=rounds,
         num_intervals=len(spilling),
         spilled_bytes=spilled_bytes,
@@ -169,35 +176,23 @@ def _stock_of(loop: Loop) -> Stock:
     return loop.stock
 
 
-def _store(engine: Engine, loaded: LoadedModel, conversations: int, num_tokens: int) -> None:
+def _store(engine: Engine, loaded: LoadedModel, load: Load) -> None:
     rng = random.Random(1)
-    news = threading.Condition()
-    stored = [Stream(news) for _ in range(conversations)]
-    for number, stream in enumerate(stored):
-        prompt = tuple(rng.randrange(loaded.vocab_size) for _ in range(num_tokens))
-        engine.submit(Request(f"stored-{number}", prompt, 1, Sampling(temperature=0)), stream.sink)
-    for stream in stored:
-        stream.ended.wait()
+    stored = Streams(engine)
+    for _ in range(load.conversations):
+        stored.start(greedy(random_prompt(rng, loaded, load.conversation_tokens), 1))
+    stored.wait()
     # Trimmed or encoded: from here on there is nothing to do but to spill.
     while engine.ask(lambda loop: loop.housekeeping.has_work).result():
         engine.ask(lambda loop: loop.housekeeping.work(1.0)).result()
 
 
-def _start_streams(engine: Engine, loaded: LoadedModel, count: int) -> list[Stream]:
+def _start_streams(engine: Engine, loaded: LoadedModel, count: int) -> Streams:
     rng = random.Random(2)
-    news = threading.Condition()
-    running = [Stream(news) for _ in range(count)]
+    streams = Streams(engine)
     reply_tokens = min(MAX_REPLY_TOKENS, engine.context_tokens - STREAM_PROMPT_TOKENS)
-    for number, stream in enumerate(running):
-        prompt = tuple(rng.randrange(loaded.vocab_size) for _ in range(STREAM_PROMPT_TOKENS))
-        engine.submit(Request(f"stream-{number}", prompt, reply_tokens, Sampling(temperature=0)), stream.sink)
-    with news:
-        news.wait_for(lambda: all(len(s.times) >= STEADY_TOKENS or s.ended.is_set() for s in running))
-    _require_running(running)
-    return running
-
-
-def _require_running(running: Sequence[Stream]) -> None:
-    if any(stream.ended.is_set() for stream in running):
-        failures = [stream.failure for stream in running if stream.failure]
-        raise KvstrataError(f"A stream ended early: {failures[0] if failures else 'take fewer --rounds'}")
+    for _ in range(count):
+        streams.start(greedy(random_prompt(rng, loaded, STREAM_PROMPT_TOKENS), reply_tokens))
+    streams.wait_for(STEADY_TOKENS)
+    streams.require_running("take fewer --rounds")
+    return streams

@@ -1,19 +1,12 @@
-"""`kvstrata bench first-token|spilling|memory|decode|graph|requantize|ladder`: figures of the cache itself."""
+"""Commands of `kvstrata bench` about the cache and how it serves."""
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kvstrata.cli.bench_options import MIB, Json, Model, RandomWeights, Rounds, chosen
-
-if TYPE_CHECKING:
-    from kvstrata.bench.first_token import FirstToken
-    from kvstrata.bench.ladder import LadderRun
-    from kvstrata.bench.requantize import Requantized
-    from kvstrata.bench.spilling import Spilling
+from kvstrata.cli.bench_options import Json, Model, RandomWeights, Rounds, chosen, numbers, say, show, words
 
 
 def first_token(
@@ -27,31 +20,12 @@ def first_token(
     as_json: Json = False,
 ) -> None:
     """How soon the first token comes: without a cache, with one that has nothing, from memory, and from disks."""
-    from kvstrata.backend import device
-    from kvstrata.bench.first_token import measure
+    from kvstrata.bench.first_token import Load, measure, table
     from kvstrata.models.load import load
     from kvstrata.sizes import Size
 
-    rows = measure(
-        load(model),
-        memory_bytes=int(device().memory_bytes * 0.75),
-        prompt_tokens=prompt_tokens,
-        precision=precision,
-        slow_bytes_s=[Size.parse(speed.strip()).of(0) for speed in slow_disk.split(",")],
-        rounds=rounds,
-        progress=lambda what: typer.echo(f"{what} ...", err=True),
-    )
-    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else _first_token_table(rows))
-
-
-def _first_token_table(rows: list[FirstToken]) -> str:
-    width = max(len(row.case) for row in rows) + 2
-    lines = [f"{'the prompt is':<{width}}{'cached':>14}{'seconds':>10}{'ratio':>8}{'largest':>9}{'same reply':>12}"]
-    for row in rows:
-        cached = f"{row.cached_tokens}/{row.prompt_tokens}"
-        line = f"{row.case:<{width}}{cached:>14}{row.seconds:>10.2f}{row.ratio:>8.3f}{row.largest_ratio:>9.3f}"
-        lines.append(f"{line}{'yes' if row.is_same_reply else 'no':>12}")
-    return "\n".join([*lines, "medians; ratio: to the same round without a cache, at most 1.05 whatever the disk"])
+    what = Load(prompt_tokens, precision, [Size.parse(speed).of(0) for speed in words(slow_disk)])
+    show(measure(load(model), what, rounds=rounds, progress=say), table, as_json=as_json)
 
 
 def spilling(
@@ -64,33 +38,11 @@ def spilling(
     as_json: Json = False,
 ) -> None:
     """What spilling to the disk does to running streams: time between two tokens with it and without."""
-    from kvstrata.backend import device
-    from kvstrata.bench.spilling import measure
+    from kvstrata.bench.spilling import Load, measure, table
     from kvstrata.models.load import load
 
-    figures = measure(
-        load(model),
-        memory_bytes=int(device().memory_bytes * 0.75),
-        streams=streams,
-        conversations=conversations,
-        conversation_tokens=conversation_tokens,
-        precision=precision,
-        rounds=rounds,
-        progress=lambda what: typer.echo(f"{what} ...", err=True),
-    )
-    typer.echo(json.dumps(figures.as_json()) if as_json else _spilling_table(figures))
-
-
-def _spilling_table(figures: Spilling) -> str:
-    lines = [f"{'between two tokens':<20}{'p50 ms':>9}{'p99 ms':>9}"]
-    for name, p50_s, p99_s in (
-        ("nothing is spilled", figures.quiet_p50_s, figures.quiet_p99_s),
-        ("while it spills", figures.spilling_p50_s, figures.spilling_p99_s),
-    ):
-        lines.append(f"{name:<20}{1e3 * p50_s:>9.1f}{1e3 * p99_s:>9.1f}")
-    lines.append(f"{'ratio':<20}{figures.p50_ratio:>9.2f}{figures.p99_ratio:>9.2f}")
-    spilled = f"{figures.spilled_bytes / MIB:.0f} MiB spilled in {figures.rounds} rounds"
-    return "\n".join([*lines, f"{figures.streams} streams, {figures.num_intervals} intervals, {spilled}"])
+    what = Load(streams, conversations, conversation_tokens, precision)
+    show(measure(load(model), what, rounds=rounds, progress=say), table, as_json=as_json)
 
 
 def memory(
@@ -99,8 +51,7 @@ def memory(
     """Peak against held memory while caches grow, join and leave: ours beside mlx-lm's."""
     from kvstrata.bench.memory import measure, table
 
-    rows = measure(tokens, progress=lambda what: typer.echo(f"{what} ...", err=True))
-    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else table(rows))
+    show(measure(tokens, progress=say), table, as_json=as_json)
 
 
 def decode(
@@ -120,10 +71,10 @@ def decode(
         context_tokens=context_tokens,
         reply_tokens=reply_tokens,
         rounds=rounds,
-        precisions=[name.strip() for name in precisions.split(",")],
-        progress=lambda what: typer.echo(f"{what} ...", err=True),
+        precisions=words(precisions),
+        progress=say,
     )
-    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else table(rows))
+    show(rows, table, as_json=as_json)
 
 
 def requantize(
@@ -135,33 +86,11 @@ def requantize(
     as_json: Json = False,
 ) -> None:
     """Step everything down to planes:8, then planes:4, under running streams: pauses, bytes, time."""
-    from kvstrata.backend import device
-    from kvstrata.bench.requantize import measure
+    from kvstrata.bench.requantize import measure, table
 
-    rows = measure(
-        chosen(model, random_weights=random_weights),
-        memory_bytes=int(device().memory_bytes * 0.75),
-        streams=streams,
-        prompt_tokens=prompt_tokens,
-        reply_tokens=reply_tokens,
-    )
-    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else _requantize_table(rows))
-
-
-def _requantize_table(rows: list[Requantized]) -> str:
-    head = (
-        f"{'to':<10}{'longest pause':>15}{'said MiB':>10}{'freed MiB':>11}{'by MLX':>9}{'seconds':>9}{'of prefill':>12}"
-    )
-    lines = [head]
-    for row in rows:
-        pause = f"{row.longest_pause_steps:.1f} steps"
-        said, freed, by_mlx = (n / MIB for n in (row.freed_said_bytes, row.freed_bytes, row.allocator_freed_bytes))
-        lines.append(
-            f"{row.precision:<10}{pause:>15}{said:>10.1f}{freed:>11.1f}{by_mlx:>9.1f}{row.seconds:>9.2f}{row.share:>12.1%}"
-        )
-    last = rows[-1]
-    lines.append(f"{last.finished} of {last.streams} streams finished; {last.computed_again} prompt tokens again")
-    return "\n".join(lines)
+    loaded = chosen(model, random_weights=random_weights)
+    rows = measure(loaded, streams=streams, prompt_tokens=prompt_tokens, reply_tokens=reply_tokens)
+    show(rows, table, as_json=as_json)
 
 
 def ladder(
@@ -177,25 +106,11 @@ def ladder(
     as_json: Json = False,
 ) -> None:
     """A load that does not fit: stepping down beside evicting at full precision. Hit rates, failures, memory."""
-    from kvstrata.bench.ladder import Load, measure
+    from kvstrata.bench.ladder import Load, measure, table
     from kvstrata.models.load import load
 
     what = Load(chats, turns, turn_tokens, reply_tokens, at_once)
-    rows = measure(load(model), what, share=share, progress=lambda name: typer.echo(f"{name} ...", err=True))
-    typer.echo(json.dumps([row.as_json() for row in rows]) if as_json else _ladder_table(rows))
-
-
-def _ladder_table(rows: list[LadderRun]) -> str:
-    lines = [
-        f"{'policy':<9}{'hit rate':>9}{'failed':>8}{'sampled MiB':>13}{'peak MiB':>10}{'limit MiB':>11}{'seconds':>9}"
-    ]
-    for row in rows:
-        sampled, peak, limit = (n / MIB for n in (row.sampled_peak_bytes, row.peak_bytes, row.limit_bytes))
-        memory = f"{sampled:>13.1f}{peak:>10.1f}{limit:>11.1f}"
-        lines.append(f"{row.policy:<9}{row.hit_rate:>9.1%}{row.failed:>8}{memory}{row.seconds:>9.1f}")
-    budget, needed = rows[0].budget_bytes / MIB, rows[0].needed_bytes / MIB
-    lines.append(f"KV budget {budget:.1f} MiB; the load needs {needed:.1f} MiB at full precision")
-    return "\n".join(lines)
+    show(measure(load(model), what, share=share, progress=say), table, as_json=as_json)
 
 
 def graph(
@@ -205,16 +120,34 @@ def graph(
     as_json: Json = False,
 ) -> None:
     """What one attention layer of a decode step asks of a Mac's GPU: operations, and bytes that they move."""
-    from kvstrata.bench.graph import measure
+    from kvstrata.bench.graph import measure, table
 
-    rows = measure([int(count) for count in tokens.split(",")])
-    if as_json:
-        typer.echo(json.dumps([row.as_json() for row in rows]))
-        return
-    lines = [f"{'over':<18}{'tokens':>8}{'operations':>12}{'MiB moved':>11}{'MiB stored':>12}{'ratio':>7}"]
-    lines += [
-        f"{row.case:<18}{row.tokens:>8}{row.primitives:>12}{row.nbytes / MIB:>11.1f}"
-        f"{row.part_bytes / MIB:>12.1f}{row.ratio:>7.2f}"
-        for row in rows
-    ]
-    typer.echo("\n".join([*lines, "32 heads, 8 of keys, 128 values each, bfloat16; views are not counted"]))
+    show(measure(numbers(tokens, 1)), table, as_json=as_json)
+
+
+def prefill_share(
+    model: Model = None,
+    shares: Annotated[
+        str, typer.Option(help="Values of --prefill-share, with commas between.", metavar="shares")
+    ] = "0.1,0.25,0.5,0.75,1",
+    streams: Annotated[int, typer.Option(min=1, max=15, help="Streams that run when the prompt comes.")] = 1,
+    prompt_tokens: Annotated[int, typer.Option(min=64, help="Tokens of the prompt.")] = 3000,
+    random_weights: RandomWeights = False,
+    as_json: Json = False,
+) -> None:
+    """A long prompt beside running streams: how much slower their tokens come, how much later its first one."""
+    from kvstrata.bench.prefill_share import measure, table
+
+    loaded = chosen(model, random_weights=random_weights)
+    rows = measure(loaded, shares=_shares(shares), streams=streams, prompt_tokens=prompt_tokens, progress=say)
+    show(rows, table, as_json=as_json)
+
+
+def _shares(text: str) -> list[float]:
+    try:
+        shares = [float(share) for share in text.split(",")]
+    except ValueError:
+        shares = []
+    if not shares or not all(0 < share <= 1 for share in shares):
+        raise typer.BadParameter("Give shares above 0 and up to 1, with commas between, as in 0.25,0.5,1.")
+    return shares

@@ -1,15 +1,19 @@
-"""What the commands of `kvstrata bench` have in common: arguments, and the model that they mean."""
+"""What the commands of `kvstrata bench` have in common: arguments, a model, how results are shown."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
+
+from kvstrata.bench.driver import Figure
 
 if TYPE_CHECKING:
     from kvstrata.models.loaded import LoadedModel
 
-MIB = 1 << 20
+Figures = TypeVar("Figures", bound=Figure | Sequence[Figure])
 
 Model = Annotated[
     str | None,
@@ -27,3 +31,28 @@ def chosen(model: str | None, *, random_weights: bool) -> LoadedModel:
     from kvstrata.models.load import load
 
     return random_model() if random_weights else load(model)
+
+
+def say(what: str) -> None:
+    """On stderr: stdout is for results."""
+    typer.echo(f"{what} ...", err=True)
+
+
+def show(figures: Figures, table: Callable[[Figures], str], *, as_json: bool) -> None:
+    if as_json:
+        found = figures.as_json() if isinstance(figures, Figure) else [row.as_json() for row in figures]
+        typer.echo(json.dumps(found))
+    else:
+        typer.echo(table(figures))
+
+
+def words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]
+
+
+def numbers(text: str, smallest: int, largest: int | None = None) -> tuple[int, ...]:
+    parts = words(text)
+    if not all(part.isdigit() and smallest <= int(part) <= (largest or int(part)) for part in parts):
+        bounds = f"from {smallest} on" if largest is None else f"from {smallest} to {largest}"
+        raise typer.BadParameter(f"'{text}' is not a list of numbers {bounds}, with commas between")
+    return tuple(map(int, parts))

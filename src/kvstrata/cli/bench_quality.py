@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.cli.bench_options import Json, Model
+from kvstrata.cli.bench_options import Json, Model, numbers
 
 if TYPE_CHECKING:
     from kvstrata.bench.layers import LayerLoss, LayersProtocol
@@ -88,17 +88,10 @@ def _asked(pairs: str | None, modes: str | None, context: str | None, windows: i
         if not set(asked["modes"]) <= set(MODES):
             raise typer.BadParameter(f"--modes '{modes}' is not of {', '.join(MODES)}")
     if context is not None:
-        asked["contexts"] = _numbers(context, smallest=8)
+        asked["contexts"] = numbers(context, smallest=8)
     if windows is not None:
         asked["windows"] = windows
     return asked
-
-
-def _numbers(words: str, smallest: int) -> tuple[int, ...]:
-    parts = [part.strip() for part in words.split(",")]
-    if not all(part.isdigit() and int(part) >= smallest for part in parts):
-        raise typer.BadParameter(f"'{words}' is not a list of numbers from {smallest} on, with commas between")
-    return tuple(int(part) for part in parts)
 
 
 def _read(loaded: LoadedModel, path: Path) -> Text:
@@ -200,10 +193,10 @@ def _compared(
 
 
 def _bits(words: str) -> tuple[int, ...]:
-    numbers = _numbers(words, smallest=2)
-    if not set(numbers) <= {8, 4, 2}:
+    bits = numbers(words, smallest=2)
+    if not set(bits) <= {8, 4, 2}:
         raise typer.BadParameter(f"--bits '{words}': planes have 8, 4 or 2")
-    return numbers
+    return bits
 
 
 def _layers_head(bits: Sequence[int]) -> str:

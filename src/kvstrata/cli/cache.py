@@ -54,21 +54,26 @@ def usage(url: Url = DEFAULT_URL, api_key: AdminKey = None, as_json: AsJson = Fa
     _show(answer, as_json, tables.usage)
 
 
-@app.command()
-def explain(
-    text: Text = None,
-    as_chat: AsChat = False,
-    request: RequestFile = None,
-    salt: Salt = None,
-    url: Url = DEFAULT_URL,
-    api_key: AdminKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """How much of a prompt is cached, and why not more."""
-    body = _prompt(text, request, salt, as_chat=as_chat)
-    with connect(url, api_key) as remote:
-        answer = remote.ask("POST", "/cache/explain", body)
-    _show(answer, as_json, tables.explanation)
+def _add_about_prompt(name: str, does: str, table: tables.Table) -> None:
+    """A command that asks the endpoint of its name about a prompt."""
+
+    @app.command(name, help=does)
+    def about_prompt(
+        text: Text = None,
+        as_chat: AsChat = False,
+        request: RequestFile = None,
+        salt: Salt = None,
+        url: Url = DEFAULT_URL,
+        api_key: AdminKey = None,
+        as_json: AsJson = False,
+    ) -> None:
+        body = _prompt(text, request, salt, as_chat=as_chat)
+        with connect(url, api_key) as remote:
+            answer = remote.ask("POST", f"/cache/{name}", body)
+        _show(answer, as_json, table)
+
+
+_add_about_prompt("explain", "How much of a prompt is cached, and why not more.", tables.explanation)
 
 
 @app.command()
@@ -85,38 +90,8 @@ def clear(
     _show(answer, as_json, tables.cleared)
 
 
-@app.command()
-def pin(
-    text: Text = None,
-    as_chat: AsChat = False,
-    request: RequestFile = None,
-    salt: Salt = None,
-    url: Url = DEFAULT_URL,
-    api_key: AdminKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """Keep what is stored of a prompt, whatever else has to go."""
-    body = _prompt(text, request, salt, as_chat=as_chat)
-    with connect(url, api_key) as remote:
-        answer = remote.ask("POST", "/cache/pin", body)
-    _show(answer, as_json, tables.pinned)
-
-
-@app.command()
-def unpin(
-    text: Text = None,
-    as_chat: AsChat = False,
-    request: RequestFile = None,
-    salt: Salt = None,
-    url: Url = DEFAULT_URL,
-    api_key: AdminKey = None,
-    as_json: AsJson = False,
-) -> None:
-    """Let it go again when room is needed."""
-    body = _prompt(text, request, salt, as_chat=as_chat)
-    with connect(url, api_key) as remote:
-        answer = remote.ask("POST", "/cache/unpin", body)
-    _show(answer, as_json, tables.unpinned)
+_add_about_prompt("pin", "Keep what is stored of a prompt, whatever else has to go.", tables.pinned)
+_add_about_prompt("unpin", "Let it go again when room is needed.", tables.unpinned)
 
 
 @app.command()

@@ -91,14 +91,14 @@ class CacheFolder:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self.make_missing()
-        self.tighten()
+        self._tighten()
 
-    def tighten(self) -> None:
+    def _tighten(self) -> None:
         """Conversations are for their owner alone, also where the folder was there before; said where that fails."""
-        is_closed = self._is_tightened(self.directory.resolve(), FOLDER_MODE)
+        is_closed = _tighten_one(self.files, self.directory.resolve(), FOLDER_MODE)
         inside = dict.fromkeys(self._folders, FOLDER_MODE)
         inside |= dict.fromkeys((self.lock_path, *self.catalogue_paths()), FILE_MODE)
-        open_to_others = [path for path, mode in inside.items() if not self._is_tightened(path, mode)]
+        open_to_others = [path for path, mode in inside.items() if not _tighten_one(self.files, path, mode)]
         # Either is enough: that the folder is closed to others, or all that is in it.
         if open_to_others and not is_closed:
             log.warning(
@@ -106,16 +106,6 @@ class CacheFolder:
                 "changed. Give it mode 0700, or use another --disk-cache-dir",
                 ", ".join(map(str, open_to_others)),
             )
-
-    def _is_tightened(self, path: Path, mode: int) -> bool:
-        try:
-            if self.files.status(path).mode & OF_OTHERS:
-                self.files.set_mode(path, mode)
-            return not self.files.status(path).mode & OF_OTHERS
-        except FileNotFoundError:
-            return True
-        except OSError:
-            return False
 
     def check(self) -> None:
         """ConfigError where this is no folder for a disk cache: it holds something else, or leads elsewhere."""
@@ -163,7 +153,7 @@ class CacheFolder:
 
     def names(self) -> set[str]:
         """The names of all files where blocks are, ours or not; nothing is opened."""
-        return {name for shard in self.shards() for name in self._names_in(shard)}
+        return {name for shard in self.shards() for name in _names_in(self.files, shard)}
 
     def stored(self, names: Iterable[str]) -> Iterator[tuple[Path, BlockId]]:
         """Those of `names` that are names of blocks, and their files."""
@@ -198,17 +188,24 @@ class CacheFolder:
             return "" if status.is_folder else "no folder, and the disk cache needs one of that name"
         return "" if status.is_plain else "no plain file, and the disk cache opens nothing else"
 
-    def _is_link(self, path: Path) -> bool:
-        try:
-            return self.files.status(path).is_link
-        except FileNotFoundError:
-            return False
 
-    def _names_in(self, shard: Path) -> list[str]:
-        try:
-            return [] if self._is_link(shard) else self.files.names(shard)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+def _tighten_one(files: Files, path: Path, mode: int) -> bool:
+    """Takes from others what they may do with it. Tells whether they can do nothing now."""
+    try:
+        if files.status(path).mode & OF_OTHERS:
+            files.set_mode(path, mode)
+        return not files.status(path).mode & OF_OTHERS
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+
+
+def _names_in(files: Files, shard: Path) -> list[str]:
+    try:
+        return [] if files.status(shard).is_link else files.names(shard)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
 
 
 def _owner(lock_path: Path) -> str:

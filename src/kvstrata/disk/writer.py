@@ -134,9 +134,8 @@ class Writer:
         """What is being written is not published any more, unless it just was: then it is on the disk, and the caller
         takes it away there. The thread deletes files once no pause is on."""
         with self._changed:
-            for offer in self.queue.offers():
-                if is_unwanted(offer.block):
-                    self._drop([offer], Event.DROPPED, DropReason.CLEARED)
+            unwanted = [offer for offer in self.queue.offers() if is_unwanted(offer.block)]
+            self._drop(unwanted, Event.DROPPED, DropReason.CLEARED)
 
     def state(self, budget_bytes: float) -> Writing:
         with self._changed:
@@ -206,7 +205,7 @@ class Writer:
             elif expires:
                 self._expire()
             for offer in offers:
-                self._conclude(offer, self._attempt(offer))
+                self._write(offer)
             with self._changed:
                 self._is_writing = False
                 self._changed.notify_all()
@@ -245,10 +244,6 @@ class Writer:
             self._changed.wait(min(max(seconds, 0.0), threading.TIMEOUT_MAX))
         return False
 
-    def _attempt(self, offer: Offer) -> Written | Dropped | WriteFailed:
-        is_wanted, take = (lambda: self.queue.has(offer)), self._strides.take
-        return _guarded(lambda: self._work.publish(offer.block, self.queue.needed_keys, is_wanted, take))
-
     def _rest(self, seconds: float) -> None:
         with self._changed:
             self._changed.wait_for(self._is_pressed, seconds)
@@ -257,8 +252,9 @@ class Writer:
         is_filling_up = self.queue.num_bytes > REST_BELOW * self.queue.limit_bytes
         return self._is_closing or self._num_flushing > 0 or is_filling_up
 
-    def _conclude(self, offer: Offer, outcome: Written | Dropped | WriteFailed) -> None:
-        match outcome:
+    def _write(self, offer: Offer) -> None:
+        is_wanted, take = (lambda: self.queue.has(offer)), self._strides.take
+        match _guarded(lambda: self._work.publish(offer.block, self.queue.needed_keys, is_wanted, take)):
             case Written(file_bytes, expires_in_s):
                 self._counters.add(Event.WRITTEN, offer.block.part, nbytes=file_bytes)
                 with self._changed:

@@ -73,7 +73,7 @@ class Cache:
     def cancel_requantize(self, owner: str | None = None) -> Future[Progress]:
         return self._ask(lambda loop: Operations(loop).cancel_requantize(owner))
 
-    def ask_disk(self, ids: TokenIds, salt: str) -> Future[Lookup[OnDisk] | None]:
+    def ask_disk(self, ids: TokenIds, salt: str) -> Future[Lookup[OnDisk | None]]:
         return self._ask(lambda loop: Operations(loop).ask_disk(ids, salt))
 
     def explain(self, ids: TokenIds, salt: str, on_disk: OnDisk | None) -> Future[Explanation]:

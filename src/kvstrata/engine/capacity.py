@@ -30,7 +30,7 @@ class Capacity:
         self._running = running
         self._shelf = shelf
         self._tail_step_tokens = tail_step_tokens
-        self._keeps_growth_free = keeps_growth_free
+        self.keeps_growth_free = keeps_growth_free
 
     @property
     def running_bytes(self) -> int:
@@ -90,6 +90,6 @@ class Capacity:
 
     def left_bytes(self, growing_bytes: int) -> int:
         """For those that come, if those that run take so much more."""
-        if not growing_bytes and self._keeps_growth_free:
+        if not growing_bytes and self.keeps_growth_free:
             growing_bytes = self.most_next_bytes()
         return self.budget.total_bytes - self.running_bytes - growing_bytes

@@ -23,7 +23,6 @@ class Housekeeping:
         self._evictor = stock.evictor
         self._leaves = stock.leaves
         self._changes = stock.changes
-        self._has_disk = stock.cold.has_tier
         self._sequences = sequences
         self._capacity = capacity
         self._speeds = speeds
@@ -60,7 +59,7 @@ class Housekeeping:
         limit_bytes = self._capacity.budget.total_bytes - self._capacity.running_bytes
         most_bytes = limit_bytes if has_grown or not self._chores.is_rewriting else None
         self._room.shrink_to(limit_bytes, slice_s, most_bytes=most_bytes)
-        if self._has_disk:
+        if self._capacity.keeps_growth_free:
             # A stream waits for no disk when it grows: for the next that does there should be room by then.
             self._room.shrink_to(limit_bytes - self._capacity.most_next_bytes(), 0.0)
 

@@ -40,7 +40,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.contents import tally
 from kvstrata.spans.plan import edges_of
 from kvstrata.store.cold.cold import Cold, Post, no_cold
-from kvstrata.store.options import Floors, LadderOptions, PrecisionOptions, StoreOptions
+from kvstrata.store.options import Floors, LadderOptions, StoreOptions
 from kvstrata.store.stock import Stock, make_stock
 from kvstrata.text.detokenizer import Detokenizer
 
@@ -143,16 +143,8 @@ def _store_options(served: Served) -> StoreOptions:
         max_arrays=None if allowed is None else int(STORED_ARRAYS * allowed),
         max_marks=storage.max_marks,
         ttl_s=storage.ttl_s,
-        precision=PrecisionOptions(
-            k=storage.k,
-            v=storage.v,
-            min_quantize_tokens=storage.min_quantize_tokens,
-            live=storage.live,
-            first_raw_tokens=storage.first_raw_tokens,
-            recent_raw_tokens=storage.recent_raw_tokens,
-            put_away=storage.put_away,
-            gathers=allowed is not None,
-            apart=edges_of(served.layout, storage.edge_layers),
+        precision=dataclasses.replace(
+            storage, gathers=allowed is not None, apart=edges_of(served.layout, storage.edge_layers)
         ),
         ladder=LadderOptions(
             by_pressure=storage.dynamic,

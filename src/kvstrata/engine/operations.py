@@ -56,8 +56,8 @@ class Operations:
         self._require_store()
         return self._stock.changes.cancel(owner)
 
-    def ask_disk(self, ids: TokenIds, salt: str) -> Lookup[OnDisk] | None:
-        """What the disk has of a prompt, which it tells on a thread of its own; None: there is no disk."""
+    def ask_disk(self, ids: TokenIds, salt: str) -> Lookup[OnDisk | None]:
+        """What the disk has of a prompt, which it tells on a thread of its own."""
         return self._stock.explainer.ask_disk(ids, salt)
 
     def explain(self, ids: TokenIds, salt: str, on_disk: OnDisk | None) -> Explanation:

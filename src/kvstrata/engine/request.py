@@ -71,7 +71,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Usage:
+class TokenUsage:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens that were really not computed
     completion_tokens: int = 0
@@ -80,7 +80,7 @@ class Usage:
 @dataclass(frozen=True)
 class Finished:
     reason: FinishReason
-    usage: Usage
+    usage: TokenUsage
 
 
 @dataclass(frozen=True)

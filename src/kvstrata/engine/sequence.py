@@ -18,7 +18,7 @@ from kvstrata.engine.request import (
     Request,
     Sink,
     TokenLogprob,
-    Usage,
+    TokenUsage,
 )
 from kvstrata.engine.rungs import RAW
 from kvstrata.engine.sampling import Sampler
@@ -109,8 +109,8 @@ class Sequence:
         return self._sampler
 
     @property
-    def usage(self) -> Usage:
-        return Usage(len(self.request.prompt), self.cached_tokens or 0, self.num_generated)
+    def usage(self) -> TokenUsage:
+        return TokenUsage(len(self.request.prompt), self.cached_tokens or 0, self.num_generated)
 
     def emit(self, event: Event) -> None:
         self._sink(event)

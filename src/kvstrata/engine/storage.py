@@ -11,21 +11,18 @@ from kvstrata.store.options import Floors, LadderOptions, PrecisionOptions, Stor
 
 
 @dataclass(frozen=True)
-class Storage:
+class Storage(PrecisionOptions):
+    """`gathers` and `apart` follow from the machine and the model's layers: engine/make.py sets them."""
+
     k: Codec = RAW[0]  # precision of stored keys
     v: Codec = RAW[1]
     edge_layers: int = 0  # so many first and last attention layers
     edge: Codec = EDGE  # are stored like this instead
-    min_quantize_tokens: int = PrecisionOptions.min_quantize_tokens  # shorter sequences stay raw
-    live: bool = PrecisionOptions.live  # running sequences are encoded too,
-    first_raw_tokens: int = PrecisionOptions.first_raw_tokens  # but for their first
-    recent_raw_tokens: int = PrecisionOptions.recent_raw_tokens  # and newest tokens
     dynamic: bool = LadderOptions.by_pressure  # precision steps down as memory fills up,
     floor_k_bits: int = Floors.k_bits  # not below this
     floor_v_bits: int = Floors.v_bits
     dynamic_at: tuple[tuple[int, Codec], ...] = ()  # (tokens, precision): longer sequences step down
     hot_bytes: int | None = None  # most that stored KV takes in memory; None: what running sequences leave
-    put_away: bool = PrecisionOptions.put_away  # to the disk, what stepping down takes away
     write_through: bool = StoreOptions.write_through  # to the disk at once, not when memory runs short
     ttl_s: float | None = None  # what no request used for so long goes; None: it stays while there is room
     max_marks: int = StoreOptions.max_marks  # resume points that a stored conversation keeps, in models that need them

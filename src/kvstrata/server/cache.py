@@ -189,9 +189,8 @@ async def _explain(service: Service, prompt: Prompt) -> Explanation:
 async def _explain_under(service: Service, ids: TokenIds, salt: str) -> Explanation:
     """The disk answers on a thread of its own, for at most so long, and no step waits for it."""
     lookup = await told(cache_of(service).ask_disk(ids, salt))
-    is_answered = lookup is not None and await to_thread.run_sync(lookup.wait, EXPLAIN_S)
-    on_disk = lookup.answer if lookup is not None and is_answered else None
-    return await told(cache_of(service).explain(ids, salt, on_disk))
+    await to_thread.run_sync(lookup.wait, EXPLAIN_S)
+    return await told(cache_of(service).explain(ids, salt, lookup.answer))
 
 
 def _quota_bytes(held: CacheUsage, owner: str | None, pin_quota: Size) -> int | None:

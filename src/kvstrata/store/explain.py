@@ -21,10 +21,8 @@ class Explainer:
         self._evictor = evictor
         self._cold = cold
 
-    def ask_disk(self, tokens: Tokens, salt: str) -> Lookup[OnDisk] | None:
-        """What the disk has to say about a prompt. None: there is none."""
-        if not self._cold.has_tier:
-            return None
+    def ask_disk(self, tokens: Tokens, salt: str) -> Lookup[OnDisk | None]:
+        """What the disk has to say about a prompt."""
         return self._cold.about(self._search.root_of(salt), as_ids(tokens)[:-1])
 
     def explain(self, tokens: Tokens, salt: str, on_disk: OnDisk | None = None) -> Explanation:

@@ -25,7 +25,7 @@ from kvstrata.store.cold.cold import Cold, no_cold
 from kvstrata.store.cold.fetches import Fetches
 from kvstrata.store.cold.flush import Flush
 from kvstrata.store.cold.restore import Restorer
-from kvstrata.store.cold.spills import Spills
+from kvstrata.store.cold.spills import NoSpills, Spills
 from kvstrata.store.cold.unwritten import Unwritten
 from kvstrata.store.entry import Entry
 from kvstrata.store.evictor import Evictor
@@ -128,7 +128,7 @@ def make_stock(
         done=lambda entry: tidying.tidy(entry),
     )
     mover, review = rewriting.mover, rewriting.review
-    spills = Spills(cold, shelf, leaves, counters, failures, mover)
+    spills = (Spills if cold.has_tier else NoSpills)(cold, shelf, leaves, counters, failures, mover)
     pressure = Pressure(shelf, leaves, rewriting, plan_of, options.ladder, counters)
     evictor = Evictor(shelf, leaves, marks, spills, losses, mover.add if options.precision.gathers else _ignore)
     room = Room(shelf, evictor, rewriting, pressure, spills, losses)

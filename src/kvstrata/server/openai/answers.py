@@ -10,7 +10,7 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from kvstrata.engine.request import Usage
+from kvstrata.engine.request import TokenUsage
 
 # Many clients end a line of a stream at these too, in the middle of an event. Below U+0020 json escapes by itself.
 SEPARATORS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}
@@ -22,7 +22,7 @@ class PromptTokensDetails(TypedDict):
     cached_tokens: int
 
 
-class UsageAnswer(TypedDict):
+class TokenUsageAnswer(TypedDict):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
@@ -78,7 +78,7 @@ class ChatAnswer(TypedDict):
     model: str
     system_fingerprint: str
     choices: list[ChatChoiceAnswer]
-    usage: UsageAnswer
+    usage: TokenUsageAnswer
 
 
 class CompletionLogprobs(TypedDict):
@@ -102,7 +102,7 @@ class CompletionAnswer(TypedDict):
     model: str
     system_fingerprint: str
     choices: list[CompletionChoiceAnswer]
-    usage: UsageAnswer
+    usage: TokenUsageAnswer
 
 
 class ModelAnswer(TypedDict):
@@ -118,7 +118,7 @@ class ModelList(TypedDict):
     data: list[ModelAnswer]
 
 
-def usage_answer(usages: list[Usage]) -> UsageAnswer:
+def token_usage_answer(usages: list[TokenUsage]) -> TokenUsageAnswer:
     prompt = sum(usage.prompt_tokens for usage in usages)
     completion = sum(usage.completion_tokens for usage in usages)
     cached = sum(usage.cached_tokens for usage in usages)

@@ -66,8 +66,7 @@ def chat_job_of(service: Service, asked: ChatAsked, scope: Scope) -> Job:
     require_possible_chat(service, asked.messages)
     ids = service.template.render(messages, tools=list(tools) or None, template_kwargs=asked.chat_template_kwargs)
     job_id = f"chatcmpl-{uuid.uuid4().hex}"
-    num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    (request,) = _requests(service, asked, scope, job_id, [ids], num_logprobs, asked.max_completion_tokens)
+    (request,) = _requests(service, asked, scope, job_id, [ids])
     if service.engine.resumes_at_marks:
         places = service.template.boundaries(
             messages, list(tools) or None, template_kwargs=asked.chat_template_kwargs, prompt=ids
@@ -84,22 +83,18 @@ def completion_job_of(service: Service, asked: CompletionAsked, scope: Scope) ->
     _check_model(service, asked.model)
     _check_completion(asked)
     job_id = f"cmpl-{uuid.uuid4().hex}"
-    prompts = _prompts(service, asked)
-    requests = _requests(service, asked, scope, job_id, prompts, asked.logprobs)
+    requests = _requests(service, asked, scope, job_id, _prompts(service, asked))
     return Job(job_id, requests, bool(asked.stream), _include_usage(asked))
 
 
 def _requests(
     service: Service,
-    asked: SamplingAsked,
+    asked: ChatAsked | CompletionAsked,
     scope: Scope,
     job_id: str,
     prompts: Sequence[tuple[int, ...]],
-    num_logprobs: int | None,
-    max_completion_tokens: int | None = None,
 ) -> tuple[Request, ...]:
-    sampling = _sampling(service, asked, num_logprobs)
-    limit = max_completion_tokens or asked.max_tokens
+    sampling, limit = _sampling(service, asked), asked.reply_tokens
     stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
     # Plain completions show a reply as the model writes it, marks and all.
     harmony = service.harmony if isinstance(asked, ChatAsked) else None
@@ -137,7 +132,7 @@ def _max_tokens(service: Service, asked: SamplingAsked, prompt: tuple[int, ...],
     return limit if limit is not None else context - num_prompt
 
 
-def _sampling(service: Service, asked: SamplingAsked, num_logprobs: int | None) -> Sampling:
+def _sampling(service: Service, asked: ChatAsked | CompletionAsked) -> Sampling:
     asked_for = {
         "temperature": asked.temperature,
         "top_p": asked.top_p,
@@ -153,7 +148,7 @@ def _sampling(service: Service, asked: SamplingAsked, num_logprobs: int | None) 
         **given,
         logit_bias=_logit_bias(service, asked.logit_bias or {}),
         seed=asked.seed,
-        num_logprobs=num_logprobs,
+        num_logprobs=asked.num_logprobs,
     )
     return replace(sampling, top_k=min(sampling.top_k, service.loaded.vocab_size))
 

@@ -15,10 +15,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvstrata.engine.request import Finished, Piece, Prefilled, Usage
+from kvstrata.engine.request import Finished, Piece, Prefilled, TokenUsage
 from kvstrata.server.bridge import Replies
 from kvstrata.server.disconnect import unless_gone
-from kvstrata.server.openai.answers import json_bytes, usage_answer
+from kvstrata.server.openai.answers import json_bytes, token_usage_answer
 from kvstrata.server.openai.ask import Job
 from kvstrata.server.openai.choices import Choice
 from kvstrata.server.openai.stream import EventWriter, failure, send_stream
@@ -65,7 +65,7 @@ class Reply(Response):
         await send_stream(replies, writer, send, keep_alive_s=keep_alive_s)
 
     async def _whole(self, replies: Replies) -> Response:
-        usages: list[Usage] = []
+        usages: list[TokenUsage] = []
         misses: dict[int, str] = {}  # why not more of each prompt was cached
         while not replies.ended:
             for arrival in await replies.take():
@@ -78,7 +78,7 @@ class Reply(Response):
                 elif isinstance(arrival.event, Finished):
                     self._choices[arrival.index].end(arrival.event)
                     usages.append(arrival.event.usage)
-        usage = usage_answer(usages)
+        usage = token_usage_answer(usages)
         answer = {**self._envelope, "choices": [choice.whole() for choice in self._choices], "usage": usage}
         headers = {
             "x-kvstrata-cached-tokens": str(usage["prompt_tokens_details"]["cached_tokens"]),

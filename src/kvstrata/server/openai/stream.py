@@ -9,11 +9,11 @@ from typing import Any
 
 from starlette.types import Send
 
-from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, Usage
+from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, TokenUsage
 from kvstrata.errors import MemoryPinned, ReplyFailed, RequestError
 from kvstrata.server.bridge import Arrival, Replies
 from kvstrata.server.errors import error_object
-from kvstrata.server.openai.answers import json_bytes, usage_answer
+from kvstrata.server.openai.answers import json_bytes, token_usage_answer
 from kvstrata.server.openai.choices import Choice
 
 CANCELLED = "The server cancelled this reply. Send the request again."
@@ -35,7 +35,7 @@ class EventWriter:
         self._envelope = envelope
         self._choices = choices
         self._include_usage = include_usage
-        self._usages: list[Usage] = []
+        self._usages: list[TokenUsage] = []
 
     def encode(self, arrival: Arrival) -> bytes:
         event, choice = arrival.event, self._choices[arrival.index]
@@ -49,7 +49,7 @@ class EventWriter:
     def end(self) -> bytes:
         if not self._include_usage:
             return DONE
-        return _event({**self._envelope, "choices": [], "usage": usage_answer(self._usages)}) + DONE
+        return _event({**self._envelope, "choices": [], "usage": token_usage_answer(self._usages)}) + DONE
 
     def _events(self, choices: list[Any]) -> bytes:
         extra = {"usage": None} if self._include_usage else {}

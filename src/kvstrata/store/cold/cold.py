@@ -207,8 +207,9 @@ class Cold:
         sequence gets them: what is asked for often is not to be the first that leaves the disk."""
         return self._ask(self._look(root, ids), TierMatch())
 
-    def about(self, root: bytes, ids: TokenIds) -> Lookup[OnDisk]:
-        return self._ask(self.tier.blocks.about(root, ids, at_marks=self._needs_marks), OnDisk())
+    def about(self, root: bytes, ids: TokenIds) -> Lookup[OnDisk | None]:
+        """The answer is None until there is one, and for good without a tier."""
+        return self._ask(self.tier.blocks.about(root, ids, at_marks=self._needs_marks), None)
 
     def blocks_to(self, leaf: Node[Entry], *, with_mark: bool) -> Lookup[tuple[Link, ...]]:
         """The blocks of all tokens up to a leaf's end, however they were cut; none where the disk has not all of it."""

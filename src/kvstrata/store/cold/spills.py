@@ -70,8 +70,7 @@ class Spills:
         self._mover.work(slice_s)
 
     def add(self, entry: Entry) -> None:
-        if self._cold.has_tier:
-            self._mover.add(entry)
+        self._mover.add(entry)
 
     def add_some(self, limit_bytes: int, hot_bytes: int) -> None:
         """Memory fills up: write what would have to go, so that it need not wait for the disk then. `limit_bytes`: what
@@ -82,8 +81,6 @@ class Spills:
     def add_free(self, max_entries: int | None = None) -> None:
         """What no request uses and the disk has not. Only entries that have changed are looked at, so many at most: the
         others wait to be written, are on the disk, or were refused."""
-        if not self._cold.has_tier:
-            return
         self._look_again()
         for entry in islice(self._changed.take(), max_entries):
             for each in (entry, *self._behind.pop(entry, ())):
@@ -108,8 +105,6 @@ class Spills:
 
     def hand_over(self, leaf: Node[Entry], until_s: float = math.inf) -> Handover:
         """A leaf is to go: give it to the disk, as far as that can be done until then."""
-        if not self._cold.has_tier:
-            return Handover(leaf.start)
         self._look_again()
         if not leaf.payload.is_clean and not self.refusals.would_recur(leaf.payload):
             self.rewrite_to(leaf, until_s)
@@ -171,8 +166,7 @@ class Spills:
 
     def _can_be_written(self, entry: Entry) -> bool:
         """Unless a request still computes it, or what it hangs on."""
-        is_whole = not entry.is_running and bool(entry.nodes) and _still_computed(entry) is None
-        return self._cold.has_tier and is_whole
+        return not entry.is_running and bool(entry.nodes) and _still_computed(entry) is None
 
     def _spill(self, entry: Entry, *, puts_away: bool = False) -> Job:
         leaf = entry.last_node
@@ -198,6 +192,24 @@ class Spills:
         elif not entry.is_clean:
             self._changed.add(entry)  # it has grown
         self._counters["spilled_spans" if spilled.is_whole else "refused_spills"] += 1
+
+
+class NoSpills(Spills):
+    """Without a tier nothing goes there."""
+
+    def add(self, entry: Entry) -> None:
+        del entry
+
+    def add_free(self, max_entries: int | None = None) -> None:
+        del max_entries
+
+    def hand_over(self, leaf: Node[Entry], until_s: float = math.inf) -> Handover:
+        del until_s
+        return Handover(leaf.start)
+
+    def write(self, entry: Entry) -> Job:
+        del entry
+        yield from ()
 
 
 def _still_computed(entry: Entry) -> Entry | None:
