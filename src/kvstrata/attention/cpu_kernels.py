@@ -34,7 +34,7 @@ from kvstrata.codecs.cpu_vectors import LANES
 
 # Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
 # that a change there is one here; a test says what it has to be.
-BUILT_ON = "cee0bf45346b7ce7"
+BUILT_ON = "045ef1fe50cb0ccb"
 
 RAW_BITS = 32
 

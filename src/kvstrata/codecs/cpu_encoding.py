@@ -27,7 +27,7 @@ from kvstrata.codecs.cpu_vectors import (
 )
 
 # As in cpu_kernels.py.
-BUILT_ON = "cee0bf45346b7ce7"
+BUILT_ON = "045ef1fe50cb0ccb"
 
 _to_half = njit(to_half, inline="always")
 

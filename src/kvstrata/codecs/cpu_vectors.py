@@ -356,7 +356,8 @@ def _store_packed(context, builder, kinds, planes, into, codes):
 
 def _codes(builder, values, factor):
     """value * factor + 128, cut off to a whole number from 0 to 255"""
-    shifted = builder.fadd(builder.fmul(values, factor, flags=("contract",)), constant(_VECTOR, 128), flags=("contract",))
+    scaled = builder.fmul(values, factor, flags=("contract",))
+    shifted = builder.fadd(scaled, constant(_VECTOR, 128), flags=("contract",))
     whole = builder.fptosi(shifted, _WORDS)
     for limit, beyond in ((0, "<"), (255, ">")):
         edge = constant(_WORDS, limit)

@@ -16,3 +16,6 @@ class CpuOptions:
 
     weights: CpuWeights = "auto"
     activations: Activations = 16
+
+
+DEFAULT = CpuOptions()

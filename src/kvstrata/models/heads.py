@@ -1,8 +1,8 @@
 """The output layer runs for tokens that are drawn from, not for those of a prompt.
 
 mlx-lm's models are an inner model that gives hidden states and an outer one that puts the output layer on top. The
-inner one is made to hand on only the tokens that a `KeptCaches` keeps. Where a model is built in another way, logits are
-computed for all rows: slower by that, and as right.
+inner one is made to hand on only the tokens that a `KeptCaches` keeps. Where a model is built in another way, logits
+are computed for all rows: slower by that, and as right.
 """
 
 from __future__ import annotations

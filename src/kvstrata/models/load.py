@@ -16,7 +16,7 @@ from kvstrata.backend.open_files import raise_open_files
 from kvstrata.errors import ModelError
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.models.cpu_form import choose_form
-from kvstrata.models.cpu_options import CpuOptions
+from kvstrata.models.cpu_options import DEFAULT, CpuOptions
 from kvstrata.models.files import check_folder
 from kvstrata.models.find import find
 from kvstrata.models.fingerprint import fingerprint
@@ -39,7 +39,7 @@ def load(
     *,
     adapter: Path | None = None,
     memory_limit_bytes: int | None = None,
-    cpu: CpuOptions = CpuOptions(),  # noqa: B008: frozen
+    cpu: CpuOptions = DEFAULT,
 ) -> LoadedModel:
     """A folder, a hub id, or None for the default model. Raises ModelError, before the weights are read where they
     would take more than the limit or than what is free."""

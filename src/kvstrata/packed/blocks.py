@@ -18,8 +18,8 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from kvstrata.packed import rows
-from kvstrata.packed.layers import PackedLinear, flat
 from kvstrata.packed.form import Activations, exact_activations
+from kvstrata.packed.layers import PackedLinear, flat
 from kvstrata.packed.weight import PackedWeight, Vectors, joined
 
 # Of the largest value, float32 on both sides.

@@ -6,7 +6,6 @@ Each computes at once: the kernels see memory, so on a CPU a product is a point 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -348,8 +348,8 @@ def dot_exact(_context, levels, factors, x, sums, _group, _num_tiles, out, _into
                 four = x.load(_plus(builder, _times(builder, place, TILE_COLUMNS), 4 * j), ir.VectorType(_F32, 4))
                 same = shuffled(builder, four, four, [*range(4)] * TILE_ROWS)
                 added = _add_product(builder, added, _as_floats(builder, vector), same)
-            while added.type.count > TILE_ROWS:
-                even, odd = (shuffled(builder, added, added, range(i, added.type.count, 2)) for i in (0, 1))
+            for count in (4 * TILE_ROWS, 2 * TILE_ROWS):
+                even, odd = (shuffled(builder, added, added, range(i, count, 2)) for i in (0, 1))
                 added = builder.fadd(even, odd)
             scale, base = _loaded_factors(builder, factors, loop.index)
             sums_of_x = splatted(builder, sums.load_one(place), TILE_ROWS)

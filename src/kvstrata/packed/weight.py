@@ -20,7 +20,6 @@ from kvstrata.packed.form import Activations
 from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS, Quantized, whole_tiles
 from kvstrata.packed.tiles import BASES
 
-
 KINDS = {mx.float16: kernels.HALF, mx.bfloat16: kernels.BFLOAT, mx.float32: kernels.FLOAT}
 # More vectors of float32 than this are better served by BLAS over rows that are unpacked for it ...
 BLAS_VECTORS = 4
