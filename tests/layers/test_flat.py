@@ -17,6 +17,7 @@ from kvstrata.bench.memory import counted_concatenations
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.batch import AttentionRows, BatchCache
 from kvstrata.layers.kinds import Layout
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
@@ -199,7 +200,7 @@ def test_sealing_needs_scratch_for_one_layer_only() -> None:
     cache.end_pass(4096)
     held = cache.nbytes
     pair = (parse("planes:8"), parse("planes:8"))
-    assert peak_bytes(lambda: cache.seal([pair] * memory.LAYERS, recent_raw=128)) <= 2.5 * held / memory.LAYERS
+    assert peak_bytes(lambda: cache.seal([pair] * memory.LAYERS, RawWindow(4, 128))) <= 2.5 * held / memory.LAYERS
     assert cache.nbytes < 0.35 * held
 
 

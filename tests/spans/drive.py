@@ -94,7 +94,7 @@ def filled(num_tokens: int, capacity: int, seed: int = 0) -> FullLayer:
 
 def live(layer: FullLayer) -> Span:
     """All that a layer holds, sealed and not stored yet."""
-    return Span(LAYOUT, layer.start, layer.offset - layer.start, {0: layer})
+    return Span(LAYOUT, layer.own.start, layer.own.end - layer.own.start, {0: layer.own})
 
 
 def stored(num_tokens: int, name: str = "raw", *, position: int = 0, seed: int = 0) -> Span:

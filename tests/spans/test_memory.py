@@ -195,7 +195,7 @@ def test_pieces_become_one_part() -> None:
 
 def test_nothing_sealed_is_nothing_to_store() -> None:
     layer = filled(10, capacity=10)
-    span = Span(LAYOUT, 0, 0, {0: layer})
+    span = Span(LAYOUT, 0, 0, {0: layer.own})
     with pytest.raises(ValueError, match="0 tokens"):
         span.rewrite(0, RAW)
 
@@ -274,7 +274,7 @@ def test_a_join_frees_what_it_was_made_of() -> None:
     assert first.kv_bytes <= held
 
 
-@pytest.mark.parametrize("act", [FullLayer.parts, lambda layer: layer.own_parts(10, 20)])
+@pytest.mark.parametrize("act", [FullLayer.parts, lambda layer: layer.own.parts(10, 20)])
 def test_a_reader_that_lets_go_leaves_the_buffer_to_its_owner(act: Callable[[FullLayer], object]) -> None:
     """A view that were kept would make the owner's next write a copy of everything."""
     layer = filled(10_000, capacity=10_010)

@@ -11,9 +11,10 @@ from kvstrata.attention.parts import Parts
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.grain import grain_of, ranges
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.spans.plan import RAW, make_plan
 from kvstrata.spans.rewrite import LayerProgress
-from kvstrata.spans.span import RawWindow, Span
+from kvstrata.spans.span import Span
 from tests.spans.drive import LAYOUT, TOKEN_BYTES, active_bytes, filled, live, peak_bytes, random_kv
 
 GRAIN = grain_of(LAYOUT.flat()[0])
@@ -131,13 +132,13 @@ def test_a_running_sequence_is_sealed_in_pieces_while_it_writes() -> None:
     layer = filled(NUM_TOKENS, capacity=NUM_TOKENS + 100)
     span, pair = live(layer), make_plan(LAYOUT, parse("planes:8"), parse("planes:8")).pairs[0]
     count = 0
-    for _ in span.sealing(0, pair, RawWindow(), up_to=NUM_TOKENS):
+    for _ in span.sealing(0, pair, RawWindow(4, 128), up_to=NUM_TOKENS):
         count += 1
-        assert not layer.sealed_tokens
+        assert not layer.own.sealed_tokens
         if count < 4:
             layer.append(*random_kv(1, seed=count))
     assert count == -(-(NUM_TOKENS - 128) // GRAIN.piece_tokens)
-    assert layer.sealed_tokens == NUM_TOKENS - 128
+    assert layer.own.sealed_tokens == NUM_TOKENS - 128
     assert layer.offset == NUM_TOKENS + 3
     k = Parts((layer.parts(),)).joined(random_kv(1)[0])[0]
     wanted = mx.concatenate([random_kv(NUM_TOKENS)[0], *(random_kv(1, seed=i)[0] for i in (1, 2, 3))], axis=2)

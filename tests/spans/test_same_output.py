@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.marks import Mark, needs_marks, reaches, take_mark
 from kvstrata.spans.plan import raw_plan
@@ -66,7 +67,7 @@ class Walk:
         at, end = cache.start, cache.num_tokens
         if self.flip():
             # Encoded while it runs: with `raw`, so that it must change nothing.
-            cache.seal(raw_plan(self.text.layout).pairs, first_raw=self.draw(0, 4), recent_raw=self.draw(0, 20))
+            cache.seal(raw_plan(self.text.layout).pairs, RawWindow(self.draw(0, 4), self.draw(0, 20)))
         if end <= self.end:
             return
         self.spans = [span for span in self.spans if span.position < at]

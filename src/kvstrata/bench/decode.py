@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ModelError
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.models.loaded import LoadedModel
@@ -132,7 +133,7 @@ class _Ours:
                 layer.append(k, v)
                 mx.eval(layer.arrays())
             if name != "raw":
-                layer.seal(*pair)
+                layer.own.seal(*pair, RawWindow())
         self._cache.end_pass(context_tokens)
 
     @property

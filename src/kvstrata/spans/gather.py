@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.base import Planes
-from kvstrata.layers.tail import FullLayer
+from kvstrata.layers.own import OwnTokens
 from kvstrata.spans.marks import RecurrentState
 from kvstrata.spans.span import Span
 
@@ -86,7 +86,7 @@ def _next_group(span: Span, apart: Collection[int]) -> list[_Place]:
 def _places(span: Span) -> Iterator[_Place]:
     for layer in span.layers:
         held = span.held(layer)
-        for number, part in enumerate(held.sealed if isinstance(held, FullLayer) else held):
+        for number, part in enumerate(held.sealed if isinstance(held, OwnTokens) else held):
             yield _Place(layer, number, "k", part.k)
             yield _Place(layer, number, "v", part.v)
 

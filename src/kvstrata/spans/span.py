@@ -17,24 +17,18 @@ from kvstrata.attention.parts import Part, SealedPart, cut_parts
 from kvstrata.codecs.base import Codec, Planes
 from kvstrata.layers.grain import Grain, grain_of
 from kvstrata.layers.kinds import Layout
+from kvstrata.layers.own import OwnTokens
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import Pair, Prefix, SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.spans import rewrite
 from kvstrata.spans.marks import Mark, needs_marks, states_at
 from kvstrata.spans.plan import RAW, Plan
 
-Held = FullLayer | tuple[SealedPart, ...]
+Held = OwnTokens | tuple[SealedPart, ...]
 
 # A running sequence is encoded again when so many tokens have come since.
 SEAL_TOKENS = 256
-
-
-@dataclass(frozen=True)
-class RawWindow:
-    """What of a running sequence stays raw."""
-
-    first_tokens: int = 4
-    recent_tokens: int = 128
 
 
 class Span:
@@ -53,7 +47,7 @@ class Span:
 
     @property
     def is_live(self) -> bool:
-        return any(isinstance(held, FullLayer) for held in self._held.values())
+        return any(isinstance(held, OwnTokens) for held in self._held.values())
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -66,7 +60,7 @@ class Span:
 
     @property
     def live_bytes(self) -> int:
-        return sum(held.nbytes for held in self._held.values() if isinstance(held, FullLayer))
+        return sum(held.nbytes for held in self._held.values() if isinstance(held, OwnTokens))
 
     @property
     def owned_bytes(self) -> int:
@@ -84,15 +78,15 @@ class Span:
     def pairs(self, layer: int) -> tuple[Pair, ...]:
         """The codecs that a layer is stored under."""
         held = self._held[layer]
-        if isinstance(held, FullLayer):
+        if isinstance(held, OwnTokens):
             return (RAW,)
         return tuple(dict.fromkeys((part.k.codec, part.v.codec) for part in held))
 
     def parts(self, layer: int, start: int, end: int) -> tuple[Part, ...]:
         """Tokens [start, end), positions in the sequence."""
         held = self._held[layer]
-        if isinstance(held, FullLayer):
-            return held.own_parts(start - held.start, end - held.start)
+        if isinstance(held, OwnTokens):
+            return held.parts(start, end)
         first = held[0].k.position
         return tuple(cut_parts(held, start - first, end - first))
 
@@ -131,9 +125,9 @@ class Span:
     def _adopt_buffer(self, layer: int) -> bool:
         """Keep a buffer as it is if the span fills it exactly."""
         held = self._held[layer]
-        if not isinstance(held, FullLayer) or (held.start, held.offset) != (self.position, self.end):
+        if not isinstance(held, OwnTokens) or (held.start, held.end) != (self.position, self.end):
             return False
-        whole = held.own_arrays()
+        whole = held.whole_arrays()
         if whole is not None:
             self.replace(layer, (rewrite.adopt(*whole, RAW, self.position),))
         return whole is not None
@@ -143,10 +137,10 @@ class Span:
         held = self._held[layer]
         after: tuple[SealedPart, ...] = ()
         if progress.at < self.end:
-            if isinstance(held, FullLayer) or any(p.k.position < progress.at < p.k.end for p in held):
+            if isinstance(held, OwnTokens) or any(p.k.position < progress.at < p.k.end for p in held):
                 return
             after = tuple(part for part in held if part.k.position >= progress.at)
-        done = () if isinstance(held, FullLayer) else held
+        done = () if isinstance(held, OwnTokens) else held
         before = (part for part in done if self.position < part.k.end <= progress.start)
         self.replace(layer, (*before, *progress.made, *after))
         progress.placed(self.version)
@@ -157,7 +151,7 @@ class Span:
     def settles(self, layer: int, pair: Pair, *, upward: bool = False) -> bool:
         """Whether a rewrite would leave the layer as it is."""
         held = self._held[layer]
-        if isinstance(held, FullLayer) or sum(part.num_tokens for part in held) != self.num_tokens:
+        if isinstance(held, OwnTokens) or sum(part.num_tokens for part in held) != self.num_tokens:
             return False
         dtype, grain = self.layout.flat()[layer].dtype, self._grain(layer)
         if any(grain.may_join(a, b) for a, b in pairwise(held)):
@@ -167,39 +161,39 @@ class Span:
     @property
     def written_end(self) -> int:
         """Where the owner of a live span is; of others, their end."""
-        live = (held.offset for held in self._held.values() if isinstance(held, FullLayer))
+        live = (held.end for held in self._held.values() if isinstance(held, OwnTokens))
         return next(live, self.end)
 
     def sealing(self, layer: int, pair: Pair, window: RawWindow, *, up_to: int) -> Iterator[None]:
         """Encode what the owner of a live layer had written when it was at `up_to`, but for the window; in small
         steps."""
         held = self._held[layer]
-        if not isinstance(held, FullLayer):
+        if not isinstance(held, OwnTokens):
             return
         dtype = self.layout.flat()[layer].dtype
         for part in held.sealed:
             if rewrite.lower_pair(part, pair, dtype) != (part.k.codec, part.v.codec):
                 held.replace_sealed(part, rewrite.lowered(part, pair, dtype))
                 yield
-        recent_raw = window.recent_tokens + max(0, held.offset - up_to)
-        if held.num_to_seal(window.first_tokens, recent_raw) >= SEAL_TOKENS:
-            yield from held.sealing(*pair, first_raw=window.first_tokens, recent_raw=recent_raw)
+        since = RawWindow(window.first_tokens, window.recent_tokens + max(0, held.end - up_to))
+        if held.num_to_seal(since) >= SEAL_TOKENS:
+            yield from held.sealing(*pair, since)
 
     def sealable_tokens(self, window: RawWindow) -> int:
         """How many of a live span are encoded, or could be."""
         for held in self._held.values():
-            if isinstance(held, FullLayer):
-                count = held.num_to_seal(window.first_tokens, window.recent_tokens)
+            if isinstance(held, OwnTokens):
+                count = held.num_to_seal(window)
                 return held.sealed_tokens + (count if count >= SEAL_TOKENS else 0)
         return 0
 
     def has_to_seal(self, layer: int, pair: Pair, window: RawWindow) -> bool:
         """Whether a live layer has enough to be encoded, or sealed tokens in more bits than the pair has."""
         held = self._held[layer]
-        if not isinstance(held, FullLayer):
+        if not isinstance(held, OwnTokens):
             return False
         dtype = self.layout.flat()[layer].dtype
-        return held.num_to_seal(window.first_tokens, window.recent_tokens) >= SEAL_TOKENS or any(
+        return held.num_to_seal(window) >= SEAL_TOKENS or any(
             rewrite.lower_pair(part, pair, dtype) != (part.k.codec, part.v.codec) for part in held.sealed
         )
 
@@ -230,7 +224,7 @@ class Span:
 
     def shrink(self, layer: int) -> None:
         """Give back what a cut left over. No sequence may write a live layer any more: its buffers go with it."""
-        if isinstance(self._held[layer], FullLayer):
+        if isinstance(self._held[layer], OwnTokens):
             self.rewrite(layer, RAW)
         else:
             self.replace(layer, self._trimmed(layer))
@@ -249,12 +243,12 @@ class Span:
         self.ends |= after.ends
 
     def num_parts(self) -> int:
-        return max((1 if isinstance(held, FullLayer) else len(held) for held in self._held.values()), default=1)
+        return max((1 if isinstance(held, OwnTokens) else len(held) for held in self._held.values()), default=1)
 
     def planes(self, layer: int) -> tuple[SealedPart, ...]:
         """What a sealed layer holds, as it is."""
         held = self._held[layer]
-        if isinstance(held, FullLayer):
+        if isinstance(held, OwnTokens):
             raise ValueError("a live layer has no planes yet")
         return held
 
@@ -270,7 +264,7 @@ class Span:
 
     def sealed_parts(self) -> Iterator[SealedPart]:
         for held in self._held.values():
-            if not isinstance(held, FullLayer):
+            if not isinstance(held, OwnTokens):
                 yield from held
 
     def _trimmed(self, layer: int) -> tuple[SealedPart, ...]:
@@ -292,7 +286,7 @@ def empty_span(layout: Layout) -> Span:
 
 def live_span(layout: Layout, cache: SequenceCache) -> Span:
     """What a sequence computes itself, nothing of it sealed yet."""
-    held: dict[int, Held] = {i: layer for i, layer in enumerate(cache.flat) if isinstance(layer, FullLayer)}
+    held: dict[int, Held] = {i: layer.own for i, layer in enumerate(cache.flat) if isinstance(layer, FullLayer)}
     return Span(layout, cache.start, 0, held)
 
 
@@ -320,9 +314,9 @@ class SpanSource:
 
     def parts(self) -> tuple[Part, ...]:
         held = self._run.span.held(self._layer)
-        if isinstance(held, FullLayer):
+        if isinstance(held, OwnTokens):
             self._held, self._parts = None, ()
-            return self._run.span.parts(self._layer, self._run.start, self._run.end)
+            return held.parts(self._run.start, self._run.end)
         if held is not self._held:
             self._parts = self._run.span.parts(self._layer, self._run.start, self._run.end)
             self._held = held

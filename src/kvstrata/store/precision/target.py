@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from kvstrata.attention.parts import SealedPart
 from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import Pair
 from kvstrata.spans.gather import gather_some, has_to_gather
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import Plan, raw_plan
 from kvstrata.spans.rewrite import LayerProgress, becomes
-from kvstrata.spans.span import RawWindow
 from kvstrata.store.entry import Entry
 from kvstrata.store.options import PrecisionOptions
 from kvstrata.store.precision.mover import Job
