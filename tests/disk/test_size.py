@@ -16,7 +16,7 @@ from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.registry import parse_for
 from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.spans.blocks import boundaries, pack
+from kvstrata.spans.blocks import boundaries, finish, packing
 from kvstrata.spans.span import Span
 from kvstrata.tier.base import Accepted
 from kvstrata.tier.block import Block, Tensor
@@ -49,7 +49,7 @@ def chain_of(span: Span) -> list[Block]:
     blocks: list[Block] = []
     start, parent = 0, ROOT
     for end in boundaries(span, 0, span.num_tokens):
-        packed = pack(span, start, end)
+        packed = finish(packing(span, start, end))
         tensors = {key: Tensor(array.dtype, array.shape, array.octets) for key, array in packed.arrays.items()}
         key = chain(parent, ids[start:end])
         token_ids = ids[start:end].astype("<i4").tobytes()

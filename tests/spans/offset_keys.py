@@ -17,9 +17,11 @@ from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.probe import probe
+from kvstrata.spans.live import live_span
 from kvstrata.spans.marks import Mark, needs_marks, take_mark
 from kvstrata.spans.plan import make_plan
-from kvstrata.spans.span import Span, SpanRange, live_span, prefix_of
+from kvstrata.spans.rewrite import rewrite_layer, rewriting_marks
+from kvstrata.spans.span import Span, SpanRange, prefix_of
 from tests.layers.test_same_output import steady_module
 from tests.spans.drive import forward
 from tests.tiny import ARCHITECTURES, VOCAB
@@ -89,8 +91,8 @@ def _stored(model: Any, layout: Layout, ids: Sequence[int], name: str) -> tuple[
         span.marks[len(ids)] = take_mark(cache)
     plan = make_plan(layout, parse(name), parse(name))
     for layer in span.layers:
-        span.rewrite(layer, plan.pairs[layer])
-    span.rewrite_marks(plan)
+        rewrite_layer(span, layer, plan.pairs[layer])
+    list(rewriting_marks(span, plan))
     return span, span.marks.get(len(ids))
 
 

@@ -17,9 +17,12 @@ from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.models.probe import probe
+from kvstrata.spans.convert import RAW
+from kvstrata.spans.live import live_span
 from kvstrata.spans.marks import take_mark
-from kvstrata.spans.plan import RAW, make_plan
-from kvstrata.spans.span import Span, SpanRange, live_span, prefix_of
+from kvstrata.spans.plan import make_plan
+from kvstrata.spans.rewrite import rewrite_layer, rewriting_marks, shrink
+from kvstrata.spans.span import Span, SpanRange, prefix_of
 from tests.spans.drive import (
     LAYOUT,
     TOKEN_BYTES,
@@ -166,8 +169,8 @@ def test_a_buffer_of_exactly_the_right_size_is_kept_as_it_is() -> None:
     layer = filled(100, capacity=100)
     before = [address(array) for array in layer.arrays()]
     span = live(layer)
-    span.rewrite(0, RAW)
-    part = span.planes(0)[0]
+    rewrite_layer(span, 0, RAW)
+    part = span.sealed(0)[0]
     assert [address(array) for array in part.arrays()] == before
     assert span.kv_bytes == 100 * TOKEN_BYTES
 
@@ -176,7 +179,7 @@ def test_a_buffer_of_exactly_the_right_size_is_kept_as_it_is() -> None:
 def test_a_larger_buffer_is_trimmed_and_really_gone(name: str) -> None:
     before = active_bytes()
     span = live(filled(5000, capacity=20_000))
-    span.rewrite(0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
+    rewrite_layer(span, 0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
     assert active_bytes() - before == pytest.approx(span.kv_bytes, rel=0.02)
     assert span.kv_bytes <= 5000 * TOKEN_BYTES
 
@@ -187,8 +190,8 @@ def test_pieces_become_one_part() -> None:
     layer.append(*random_kv(50, seed=1))
     before = [array for part in layer.parts() for array in (part.dense(random_kv(1)[0]))]
     span = live(layer)
-    span.rewrite(0, RAW)
-    k, v = span.planes(0)[0].dense(random_kv(1)[0])
+    rewrite_layer(span, 0, RAW)
+    k, v = span.sealed(0)[0].dense(random_kv(1)[0])
     assert distance(k, mx.concatenate(before[::2], axis=2)) == 0
     assert distance(v, mx.concatenate(before[1::2], axis=2)) == 0
 
@@ -197,7 +200,7 @@ def test_nothing_sealed_is_nothing_to_store() -> None:
     layer = filled(10, capacity=10)
     span = Span(LAYOUT, 0, 0, {0: layer.own})
     with pytest.raises(ValueError, match="0 tokens"):
-        span.rewrite(0, RAW)
+        rewrite_layer(span, 0, RAW)
 
 
 def test_a_thousand_seal_and_drop_cycles_leave_memory_where_it_was() -> None:
@@ -205,9 +208,9 @@ def test_a_thousand_seal_and_drop_cycles_leave_memory_where_it_was() -> None:
 
     def cycle(i: int) -> None:
         span = live(filled(70, capacity=70 + i % 2))
-        span.rewrite(0, pairs[i % len(CODECS)])
+        rewrite_layer(span, 0, pairs[i % len(CODECS)])
         span.cut(0, 40)
-        span.shrink(0)
+        shrink(span, 0)
 
     for i in range(len(CODECS)):
         cycle(i)
@@ -234,8 +237,8 @@ def test_sequences_that_resume_and_end_leave_memory_where_it_was() -> None:
         span.num_tokens = 2
         span.marks[14] = take_mark(cache)
         for layer in span.layers:
-            span.rewrite(layer, plans[i % 2].pairs[layer])
-        span.rewrite_marks(plans[i % 2])
+            rewrite_layer(span, layer, plans[i % 2].pairs[layer])
+        list(rewriting_marks(span, plans[i % 2]))
 
     for i in range(4):
         cycle(i)
@@ -254,9 +257,9 @@ def test_a_cut_owns_its_memory(name: str, start: int, end: int) -> None:
     before = active_bytes()
     span = stored(20_000, name)
     span.cut(start, end)
-    span.shrink(0)
+    shrink(span, 0)
     # A small array may get a freed buffer that is up to two pages larger.
-    slack = 0 if end - start > 10_000 else 2 * mmap.PAGESIZE * len(span.planes(0)[0].arrays())
+    slack = 0 if end - start > 10_000 else 2 * mmap.PAGESIZE * len(span.sealed(0)[0].arrays())
     assert active_bytes() - before == pytest.approx(span.kv_bytes, rel=0.02, abs=slack)
     assert span.kv_bytes < (end - start) * TOKEN_BYTES * 1.01
 
@@ -268,8 +271,8 @@ def test_a_join_frees_what_it_was_made_of() -> None:
     del second
     held = first.kv_bytes
     assert active_bytes() - before == pytest.approx(held, rel=0.02)
-    first.rewrite(0, make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0])
-    assert first.num_parts() == 1
+    rewrite_layer(first, 0, make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0])
+    assert len(first.sealed(0)) == 1
     assert active_bytes() - before == pytest.approx(first.kv_bytes, rel=0.02)
     assert first.kv_bytes <= held
 

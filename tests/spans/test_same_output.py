@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
+from kvstrata.spans.live import live_span
 from kvstrata.spans.marks import Mark, needs_marks, reaches, take_mark
 from kvstrata.spans.plan import raw_plan
-from kvstrata.spans.span import Span, SpanRange, live_span, prefix_of
+from kvstrata.spans.rewrite import rewrite_layer, shrink
+from kvstrata.spans.span import Span, SpanRange, prefix_of
 from tests.spans.drive import NUM_TOKENS, Text, text_for
 from tests.tiny import ARCHITECTURES
 
@@ -77,7 +79,7 @@ class Walk:
             self.spans[-1].cut(self.spans[-1].position, at)
             if self.flip():
                 for layer in self.spans[-1].layers:
-                    self.spans[-1].shrink(layer)
+                    shrink(self.spans[-1], layer)
         span = live_span(self.text.layout, cache)
         span.num_tokens = end - at
         self.spans.append(span)
@@ -88,7 +90,7 @@ class Walk:
 
     def store(self, span: Span) -> None:
         for layer in span.layers:
-            span.rewrite(layer, raw_plan(self.text.layout).pairs[layer])
+            rewrite_layer(span, layer, raw_plan(self.text.layout).pairs[layer])
 
     def join(self) -> None:
         """Two neighbours, if their sequences have ended."""
@@ -137,7 +139,7 @@ def test_a_join_after_a_cut_reads_the_neighbours_tokens_not_what_was_cut_off() -
     plan = raw_plan(text.layout)
     for each in (span, theirs):
         for layer in each.layers:
-            each.rewrite(layer, plan.pairs[layer])
+            rewrite_layer(each, layer, plan.pairs[layer])
     theirs.cut(0, 20)
     span.cut(20, 60)
     theirs.append(span)

@@ -14,9 +14,11 @@ from kvstrata.codecs.registry import parse
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
+from kvstrata.spans.live import live_span
 from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import make_plan
-from kvstrata.spans.span import Span, SpanRange, live_span, prefix_of
+from kvstrata.spans.rewrite import rewrite_layer, rewriting_marks
+from kvstrata.spans.span import Span, SpanRange, prefix_of
 from kvstrata.text.tokens import encode_text
 from tests.spans.drive import active_bytes, address, distance, random_kv, stored, text_for
 
@@ -26,12 +28,12 @@ SAMPLE = Path(kvstrata.bench.__file__).parent / "sample.txt"
 def step(span: Span, k: str, v: str) -> None:
     plan = make_plan(span.layout, parse(k), parse(v))
     for layer in span.layers:
-        span.rewrite(layer, plan.pairs[layer])
-    span.rewrite_marks(plan)
+        rewrite_layer(span, layer, plan.pairs[layer])
+    list(rewriting_marks(span, plan))
 
 
 def buffers(span: Span) -> dict[str, int]:
-    part = span.planes(0)[0]
+    part = span.sealed(0)[0]
     sides = (("k", part.k), ("v", part.v))
     return {f"{side}.{name}": address(array) for side, planes in sides for name, array in planes.arrays.items()}
 
@@ -60,7 +62,7 @@ def test_stepping_down_ends_where_encoding_directly_does(name: str) -> None:
     step(stepped, "planes:4", "planes:4")
     step(stepped, name, name)
     like = random_kv(1)[0]
-    for a, b in zip(stepped.planes(0)[0].dense(like), direct.planes(0)[0].dense(like), strict=True):
+    for a, b in zip(stepped.sealed(0)[0].dense(like), direct.sealed(0)[0].dense(like), strict=True):
         assert distance(a, b) == 0
 
 

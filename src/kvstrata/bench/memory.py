@@ -21,8 +21,9 @@ from kvstrata.layers.batch import AttentionRows, BatchCache
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.probe import probe
+from kvstrata.spans.live import live_span
 from kvstrata.spans.plan import make_plan
-from kvstrata.spans.span import live_span
+from kvstrata.spans.rewrite import rewrite_layer
 
 HEADS, HEAD_DIM = 2, 64
 LAYERS = 8
@@ -183,7 +184,7 @@ def store(tokens: int) -> list[MemoryFigures]:
             cache.flat.clear()
             plan = make_plan(layout, parse(name), parse(name))
             for layer in span.layers:
-                span.rewrite(layer, plan.pairs[layer])
+                rewrite_layer(span, layer, plan.pairs[layer])
 
         rows.append(_measured(what, "kvstrata", run, lambda held=held: held[0]))
     return rows

@@ -16,8 +16,8 @@ from kvstrata.engine.sequence import Sequence
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
+from kvstrata.spans.live import SEAL_TOKENS
 from kvstrata.spans.marks import take_mark
-from kvstrata.spans.span import SEAL_TOKENS
 from kvstrata.store.entry import Found
 from kvstrata.store.evictor import Evictor
 from kvstrata.store.explain import Explainer

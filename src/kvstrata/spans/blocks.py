@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import numpy as np
@@ -19,7 +19,7 @@ from kvstrata.codecs.registry import planes_from
 from kvstrata.errors import ConfigError
 from kvstrata.layers.grain import grain_of
 from kvstrata.layers.kinds import Layout
-from kvstrata.spans import rewrite
+from kvstrata.spans.convert import owned
 from kvstrata.spans.marks import Mark, MarkState, RecurrentState
 from kvstrata.spans.span import Span
 from kvstrata.tier.block import BLOCK_TOKENS
@@ -40,6 +40,9 @@ DTYPES: Mapping[mx.Dtype, str] = {
     mx.bool_: "BOOL",
 }
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+Made = TypeVar("Made")
 
 
 class UnreadableBlock(ConfigError):
@@ -66,30 +69,21 @@ def boundaries(span: Span, start: int, end: int) -> list[int]:
     places.update(at for at in (*span.marks, *span.ends) if start < at < end)
     for layer in span.layers:
         # A cut may have left more of the first and the last than the span has.
-        ends = (part.k.position + part.num_tokens for part in span.planes(layer))
+        ends = (part.k.position + part.num_tokens for part in span.sealed(layer))
         places.update(at for at in ends if start < at < end)
     return sorted(places)
 
 
-def pack(span: Span, start: int, end: int) -> Packed:
-    """Tokens [start, end) of a sealed span, which lie in one part of each layer. Copies them."""
-    steps = packing(span, start, end)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as ended:
-            return ended.value
-
-
 def packing(span: Span, start: int, end: int) -> Generator[None, None, Packed]:
-    """The same in small steps. What is packed is what the span held at the first of them."""
+    """Tokens [start, end) of a sealed span, which lie in one part of each layer: copied in small steps. What is packed
+    is what the span held at the first of them."""
     missing = set(_full_layers(span.layout)).difference(span.layers)
     if missing:
         raise ValueError(f"tokens {start} to {end} cannot be packed: their span does not have layers {missing}")
     found = [(layer, span.parts(layer, start, end)) for layer in span.layers]
     groups: dict[tuple[Any, ...], list[tuple[int, SealedPart]]] = {}
     for number, (layer, parts) in enumerate(found, 1):
-        (part,) = [_owned(part) for part in parts]
+        (part,) = [owned(part) for part in parts]
         groups.setdefault(_likeness(part), []).append((layer, part))
         if number % LAYERS_AT_ONCE == 0:
             yield
@@ -105,6 +99,15 @@ def packing(span: Span, start: int, end: int) -> Generator[None, None, Packed]:
             {"layers": [layer for layer, _ in members], "k": _described(first.k), "v": _described(first.v)}
         )
     return Packed(arrays, {"groups": described})
+
+
+def finish(steps: Generator[None, None, Made]) -> Made:
+    """All steps at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return ended.value
 
 
 def unpack(layout: Layout, packed: Packed, start: int, end: int) -> dict[int, SealedPart]:
@@ -158,10 +161,6 @@ def span_of(layout: Layout, blocks: Sequence[Mapping[int, SealedPart]], start: i
     return span
 
 
-def _owned(part: Any) -> SealedPart:
-    return part if isinstance(part, SealedPart) else rewrite.cut(part.whole, part.start, part.end)
-
-
 def _likeness(part: SealedPart) -> tuple[Any, ...]:
     return tuple(
         (planes.codec, planes.segments, tuple((name, a.shape, a.dtype) for name, a in planes.arrays.items()))
@@ -188,13 +187,7 @@ def _state(stacks: Mapping[str, mx.array], i: int, described: Mapping[str, Any] 
         return RecurrentState(
             tuple(stacks[f"{i}.{j}"][0] if j in held else None for j in range(described["recurrent"]))
         )
-    sides = []
-    for side in ("k", "v"):
-        prefix = f"{i}.{side}."
-        arrays = {name.removeprefix(prefix): stack[0] for name, stack in stacks.items() if name.startswith(prefix)}
-        mx.eval(list(arrays.values()))
-        sides.append(planes_from(described[side]["spec"], described[side]["where"], arrays))
-    return SealedPart(*sides)
+    return SealedPart(*(_planes(stacks, i, side, 0, described[side]) for side in ("k", "v")))
 
 
 def _check(layout: Layout, parts: Mapping[int, SealedPart], start: int, end: int) -> None:
@@ -213,12 +206,7 @@ def _full_layers(layout: Layout) -> list[int]:
 
 
 def _stack(arrays: Sequence[mx.array]) -> PackedArray:
-    steps = _stacking(arrays)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as ended:
-            return ended.value
+    return finish(_stacking(arrays))
 
 
 def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:

@@ -18,10 +18,11 @@ from kvstrata.layers.kinds import LayerSpec
 from kvstrata.layers.own import OwnTokens
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import Pair
+from kvstrata.spans.convert import RAW, becomes, live_pair, new_pair
+from kvstrata.spans.live import SEAL_TOKENS
 from kvstrata.spans.marks import Mark
-from kvstrata.spans.plan import RAW, Plan
-from kvstrata.spans.rewrite import becomes, lower_pair
-from kvstrata.spans.span import SEAL_TOKENS, Span
+from kvstrata.spans.plan import Plan
+from kvstrata.spans.span import Span
 
 # Why something is left alone.
 STORED_SO = "stored so already"
@@ -50,7 +51,7 @@ def estimate(span: Span, plan: Plan, *, upward: bool, window: RawWindow | None) 
     for layer in span.layers:
         held, pair, dtype = span.held(layer), plan.pairs[layer], specs[layer].dtype
         if not isinstance(held, OwnTokens):
-            for part in span.planes(layer):
+            for part in held:
                 _add_part(result, part, pair, dtype, upward)
         elif window is not None:
             _add_live(result, held, pair, dtype, window)
@@ -98,7 +99,7 @@ def _add_planes(result: Estimate, planes: Planes, wanted: Codec, dtype: mx.Dtype
 def _add_live(result: Estimate, own: OwnTokens, pair: Pair, dtype: mx.Dtype, window: RawWindow) -> None:
     """A running sequence: its buffers keep the newest tokens and the room for more."""
     for part in own.sealed:
-        _add_part(result, part, lower_pair(part, pair, dtype), dtype, upward=False)
+        _add_part(result, part, new_pair(part, live_pair(part, pair), dtype), dtype, upward=False)
     pieces, recent_tokens = own.pieces, window.recent_tokens
     buffer_bytes = pieces.nbytes
     result.bytes_before += buffer_bytes
@@ -119,8 +120,7 @@ def _add_ended(result: Estimate, own: OwnTokens, span: Span, pair: Pair, dtype: 
     """Buffers that wait to be trimmed: what is not filed and the room for more go."""
     sealed = Estimate()
     for part in own.sealed:
-        k, v = (becomes(p.codec, c, p.dim, dtype) for p, c in zip((part.k, part.v), pair, strict=True))
-        _add_part(sealed, part, (k, v), dtype, upward=False)
+        _add_part(sealed, part, pair, dtype, upward=False)
     raw = max(0, span.num_tokens - own.sealed_tokens)
     result.bytes_before += own.nbytes
     result.bytes_after += sealed.bytes_after

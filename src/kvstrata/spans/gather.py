@@ -67,7 +67,7 @@ def gather_some(span: Span, apart: Collection[int] = ()) -> bool:
 
 
 def _put(span: Span, place: _Place, planes: Planes) -> None:
-    parts = list(span.planes(place.layer))
+    parts = list(span.sealed(place.layer))
     part = parts[place.number]
     parts[place.number] = SealedPart(planes, part.v) if place.side == "k" else SealedPart(part.k, planes)
     span.replace(place.layer, parts)
