@@ -190,7 +190,7 @@ class Step:
         decode(q, kv_heads, table, scale, columns, *rotation_of(k_dim), *rotation_of(v_dim), out)
         return mx.array(out)
 
-    def settle(self) -> Sequence[Row]:
+    def write(self) -> Sequence[Row]:
         """Write the new tokens; for readers of the rows that take another path."""
         mx.eval(self._keys, self._values)
         self._written()

@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from kvstrata.attention import cpu, cuda_rows
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.batch import AttentionRows, BatchCache
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
@@ -233,8 +234,8 @@ def _append_rows(caches: Sequence[Any], rows: int) -> None:
     new = mx.zeros((rows, HEADS, 1, HEAD_DIM))
     for cache in caches:
         keys, _ = cache.update_and_fetch(new, new)
-        if hasattr(keys, "settle"):
-            keys.settle()
+        if isinstance(keys, cpu.Step | cuda_rows.Step):
+            keys.write()
     mx.eval([array for cache in caches for array in _arrays(cache)])
 
 

@@ -29,7 +29,7 @@ class Span:
         self._held = held  # by flat layer, those with full attention
         self.version = 0  # changes with what it holds
         self.marks: dict[int, Mark] = {}  # by position
-        self.ends: set[int] = set()  # where prompts ended: likely places to part from it or go on
+        self.ends: set[int] = set()  # where prompts ended: likely places to leave it or go on
 
     @property
     def end(self) -> int:
