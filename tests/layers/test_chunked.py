@@ -17,12 +17,12 @@ from kvstrata.layers.chunked import ChunkedLayer
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.probe import probe
-from kvstrata.spans.live import live_span
 from kvstrata.spans.marks import reaches, take_mark
 from kvstrata.spans.mlx_caches import adopt_mlx_lm, to_mlx_lm
 from kvstrata.spans.plan import make_plan, raw_plan
 from kvstrata.spans.rewrite import rewrite_layer, rewriting_marks
 from kvstrata.spans.span import SpanRange, prefix_of
+from tests.spans.drive import sealed_span
 from tests.tiny import VOCAB
 
 CHUNK = 16
@@ -128,8 +128,7 @@ def test_sequences_resume_at_marks_and_where_a_chunk_begins() -> None:
     for end in (10, 32, 57, 80):
         advance(owner, end)
         marks.append(take_mark(owner))
-    span = live_span(layout, owner)
-    span.num_tokens = 80
+    span = sealed_span(layout, owner)
     reached = {mark.position: [at for at in range(1, 81) if reaches(mark, layout, at)] for mark in marks}
     assert reached[10] == [*range(1, 11)]
     assert reached[32] == [*range(16, 33)]
@@ -150,8 +149,7 @@ def test_marks_are_stored_under_the_plan() -> None:
     model, layout = tiny_llama4()
     cache = SequenceCache(layout, model, 60)
     advance(cache, 60)
-    span = live_span(layout, cache)
-    span.num_tokens = 60
+    span = sealed_span(layout, cache)
     span.marks[60] = take_mark(cache)
     raw = span.mark_bytes
     assert raw == 3 * 12 * 2 * 2 * 16 * 4

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.models.probe import probe
+from kvstrata.spans.live import live_span
 from kvstrata.spans.plan import make_plan
 from kvstrata.spans.span import Span
 from tests.layers.test_same_output import steady_module
@@ -97,29 +97,19 @@ def live(layer: FullLayer) -> Span:
     return Span(LAYOUT, layer.own.start, layer.own.end - layer.own.start, {0: layer.own})
 
 
+def sealed_span(layout: Layout, cache: SequenceCache) -> Span:
+    """All that a sequence has computed itself."""
+    span = live_span(layout, cache)
+    span.num_tokens = cache.num_tokens - cache.start
+    return span
+
+
 def stored(num_tokens: int, name: str = "raw", *, position: int = 0, seed: int = 0) -> Span:
     """A span of one layer that owns its memory."""
     k, v = (array[0] for array in random_kv(num_tokens, seed))
     codecs = make_plan(LAYOUT, parse(name), parse(name)).pairs[0]
     part = SealedPart(codecs[0].encode(k, position), codecs[1].encode(v, position))
     return Span(LAYOUT, position, num_tokens, {0: (part,)})
-
-
-# Memory.
-
-
-def active_bytes() -> int:
-    gc.collect()
-    mx.clear_cache()
-    return mx.get_active_memory()
-
-
-def peak_bytes(act: Callable[[], object]) -> int:
-    """What MLX allocates at most while `act` runs, beyond what was there before."""
-    before = active_bytes()
-    mx.reset_peak_memory()
-    act()
-    return mx.get_peak_memory() - before
 
 
 def address(array: mx.array) -> int:

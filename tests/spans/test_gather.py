@@ -13,8 +13,8 @@ from kvstrata.spans.gather import gather_some, has_to_gather, num_arrays
 from kvstrata.spans.plan import edges_of, make_plan
 from kvstrata.spans.rewrite import rewrite_layer, shrink
 from kvstrata.spans.span import Span
+from tests.allocated import active_bytes
 from tests.codecs.arrays import keys, same_bits
-from tests.spans.drive import active_bytes
 
 LAYERS, HEADS, DIM, TOKENS = 6, 2, 64, 300
 LAYOUT = Layout((LayerSpec("full", kv_heads=HEADS, k_dim=DIM, v_dim=DIM),) * LAYERS)

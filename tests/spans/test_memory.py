@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention import cpu
 from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.batch import BatchCache
@@ -18,22 +17,21 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.models.probe import probe
 from kvstrata.spans.convert import RAW
-from kvstrata.spans.live import live_span
 from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import make_plan
 from kvstrata.spans.rewrite import rewrite_layer, rewriting_marks, shrink
 from kvstrata.spans.span import Span, SpanRange, prefix_of
+from tests.allocated import active_bytes, peak_bytes
 from tests.spans.drive import (
     LAYOUT,
     TOKEN_BYTES,
-    active_bytes,
     address,
     distance,
     filled,
     forward,
     live,
-    peak_bytes,
     random_kv,
+    sealed_span,
     stored,
     text_for,
 )
@@ -42,15 +40,6 @@ from tests.tiny import VOCAB, tiny_module
 CODECS = ["raw", "affine:4", "rotated:4", "planes:8", "planes:4", "planes:2"]
 OWNED_TOKENS = 6000
 NUM_STEPS = 4
-
-
-@pytest.fixture(params=["kernels", "plain"])
-def attention_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "plain":
-        monkeypatch.setattr(cpu, "available", lambda: False)
-    elif not cpu.available():
-        pytest.skip("no kernels on this machine")
-    return request.param
 
 
 # A span shared while its first owner writes.
@@ -82,8 +71,7 @@ def step_in_turn(model: Any, caches: Sequence[SequenceCache], tokens: Sequence[i
 def owner_and_reader(model: Any) -> tuple[SequenceCache, SequenceCache]:
     layout = probe(model)
     owner = with_random_past(SequenceCache(layout, model, OWNED_TOKENS + 100), OWNED_TOKENS)
-    span = live_span(layout, owner)
-    span.num_tokens = OWNED_TOKENS
+    span = sealed_span(layout, owner)
     reader = SequenceCache(layout, model, 100, prefix_of(layout, [SpanRange(span, 0, OWNED_TOKENS - 500)], None))
     return owner, reader
 
@@ -133,8 +121,7 @@ def test_eight_sequences_over_spans_of_different_precisions(names: tuple[str, st
 
     def caches() -> list[SequenceCache]:
         owner = with_random_past(SequenceCache(layout, model, OWNED_TOKENS + 20, owner_prefix), OWNED_TOKENS)
-        span = live_span(layout, owner)
-        span.num_tokens = OWNED_TOKENS
+        span = sealed_span(layout, owner)
         ends = [1000 + OWNED_TOKENS - 700 * i for i in range(7)]
         runs = [[*ranges, SpanRange(span, 1000, end)] for end in ends]
         return [owner, *(SequenceCache(layout, model, 20, prefix_of(layout, run, None)) for run in runs)]
@@ -227,14 +214,12 @@ def test_sequences_that_resume_and_end_leave_memory_where_it_was() -> None:
     base = SequenceCache(layout, text.model, 12)
     text.advance(base, 12)
     mark = take_mark(base)
-    root = live_span(layout, base)
-    root.num_tokens = 12
+    root = sealed_span(layout, base)
 
     def cycle(i: int) -> None:
         cache = SequenceCache(layout, text.model, 4, prefix_of(layout, [SpanRange(root, 0, 12)], mark))
         forward(text.model, cache, text.ids[12:14])
-        span = live_span(layout, cache)
-        span.num_tokens = 2
+        span = sealed_span(layout, cache)
         span.marks[14] = take_mark(cache)
         for layer in span.layers:
             rewrite_layer(span, layer, plans[i % 2].pairs[layer])

@@ -16,13 +16,13 @@ from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.probe import probe
-from kvstrata.spans.live import live_span
 from kvstrata.spans.marks import needs_marks, take_mark
 from kvstrata.spans.mlx_caches import adopt_mlx_lm, to_mlx_lm
 from kvstrata.spans.plan import make_plan, raw_plan
 from kvstrata.spans.rewrite import rewrite_layer
 from kvstrata.spans.span import Span, SpanRange, prefix_of
-from tests.spans.drive import TOLERANCE, Text, active_bytes, address, distance, forward, text_for
+from tests.allocated import active_bytes
+from tests.spans.drive import TOLERANCE, Text, address, distance, forward, sealed_span, text_for
 from tests.tiny import ARCHITECTURES
 
 MIXED = [50, *[1] * 3, 17]  # a ring that was filled, rotated, refilled
@@ -45,8 +45,7 @@ def resumed(text: Text, span: Span, capacity: int = 80) -> SequenceCache:
 
 
 def sealed(text: Text, cache: SequenceCache) -> Span:
-    span = live_span(text.layout, cache)
-    span.num_tokens = cache.num_tokens - cache.start
+    span = sealed_span(text.layout, cache)
     if needs_marks(text.layout):
         span.marks[span.end] = take_mark(cache)
     return span

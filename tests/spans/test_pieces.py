@@ -17,7 +17,8 @@ from kvstrata.spans.live import sealing
 from kvstrata.spans.plan import make_plan
 from kvstrata.spans.rewrite import LayerRewrite, is_under, rewrite_layer, shrink
 from kvstrata.spans.span import Span
-from tests.spans.drive import LAYOUT, TOKEN_BYTES, active_bytes, filled, live, peak_bytes, random_kv
+from tests.allocated import active_bytes, peak_bytes
+from tests.spans.drive import LAYOUT, TOKEN_BYTES, filled, live, random_kv
 
 GRAIN = grain_of(LAYOUT.flat()[0])
 NUM_TOKENS = 2 * GRAIN.part_tokens + 3000

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.spans.live import live_span
 from kvstrata.spans.marks import Mark, needs_marks, reaches, take_mark
 from kvstrata.spans.plan import raw_plan
 from kvstrata.spans.rewrite import rewrite_layer, shrink
 from kvstrata.spans.span import Span, SpanRange, prefix_of
-from tests.spans.drive import NUM_TOKENS, Text, text_for
+from tests.spans.drive import NUM_TOKENS, Text, sealed_span, text_for
 from tests.tiny import ARCHITECTURES
 
 ROUNDS = 3
@@ -80,8 +79,7 @@ class Walk:
             if self.flip():
                 for layer in self.spans[-1].layers:
                     shrink(self.spans[-1], layer)
-        span = live_span(self.text.layout, cache)
-        span.num_tokens = end - at
+        span = sealed_span(self.text.layout, cache)
         self.spans.append(span)
         if self.flip():
             self.owners.append(cache)
@@ -129,13 +127,11 @@ def test_a_join_after_a_cut_reads_the_neighbours_tokens_not_what_was_cut_off() -
     first, other = (SequenceCache(text.layout, text.model, 60) for _ in range(2))
     text.advance(first, 60)
     # The same 20 tokens, then different ones.
-    span = live_span(text.layout, first)
-    span.num_tokens = 60
+    span = sealed_span(text.layout, first)
     text.advance(other, 20)
     text.model(mx.array([text.ids[60:100]]), cache=other.caches())
     other.end_pass(40)
-    theirs = live_span(text.layout, other)
-    theirs.num_tokens = 60
+    theirs = sealed_span(text.layout, other)
     plan = raw_plan(text.layout)
     for each in (span, theirs):
         for layer in each.layers:
@@ -151,8 +147,7 @@ def test_what_does_not_follow_is_not_joined() -> None:
     text = text_for("llama")
     cache = SequenceCache(text.layout, text.model, 30)
     text.advance(cache, 30)
-    span = live_span(text.layout, cache)
-    span.num_tokens = 30
+    span = sealed_span(text.layout, cache)
     with pytest.raises(ValueError, match="cannot be joined"):
         span.append(span)
     for bad in ((0, 31), (-1, 10), (10, 10)):
@@ -164,7 +159,6 @@ def test_a_resume_without_the_mark_that_it_needs_is_refused() -> None:
     text = text_for("gemma3_text")
     cache = SequenceCache(text.layout, text.model, 30)
     text.advance(cache, 30)
-    span = live_span(text.layout, cache)
-    span.num_tokens = 30
+    span = sealed_span(text.layout, cache)
     with pytest.raises(ValueError, match="needs a mark"):
         prefix_of(text.layout, [SpanRange(span, 0, 30)], None)

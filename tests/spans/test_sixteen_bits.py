@@ -14,12 +14,12 @@ from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import Pair, SequenceCache
 from kvstrata.spans.convert import RAW
-from kvstrata.spans.live import live_span
 from kvstrata.spans.marks import Mark, MarkState, RecurrentState, needs_marks, take_mark
 from kvstrata.spans.plan import make_plan
 from kvstrata.spans.rewrite import rewrite_layer
 from kvstrata.spans.span import Span, SpanRange, prefix_of
 from tests.sixteen import NUM_SCORED, NUM_TOKENS, OFFSET, WITH_DTYPES, Error, Sixteen, check, rms, run, scored
+from tests.spans.drive import sealed_span
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")
 
@@ -33,8 +33,7 @@ def stored(side: Side, ids: tuple[int, ...], num_tokens: int, pairs: tuple[Pair,
     cache = SequenceCache(layout, model, num_tokens)
     run(model, cache, ids[:num_tokens])
     mark = take_mark(cache) if needs_marks(layout) else None
-    span = live_span(layout, cache)
-    span.num_tokens = num_tokens
+    span = sealed_span(layout, cache)
     for layer in span.layers:
         rewrite_layer(span, layer, pairs[layer] if pairs else RAW)
     return span, mark
@@ -52,8 +51,7 @@ def raw_error(m: Sixteen, at: tuple[int, ...]) -> Error:
         cache = resumed(side, ranges, mark) if ranges else SequenceCache(m.layout, m.model, NUM_TOKENS)
         run(m.model, cache, m.ids[start:end])
         mark = take_mark(cache) if needs_marks(m.layout) else None
-        span = live_span(m.layout, cache)
-        span.num_tokens = end - start
+        span = sealed_span(m.layout, cache)
         for layer in span.layers:
             rewrite_layer(span, layer, RAW)
         ranges.append(SpanRange(span, start, end))

@@ -14,13 +14,13 @@ from kvstrata.codecs.registry import parse
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
-from kvstrata.spans.live import live_span
 from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import make_plan
 from kvstrata.spans.rewrite import rewrite_layer, rewriting_marks
 from kvstrata.spans.span import Span, SpanRange, prefix_of
 from kvstrata.text.tokens import encode_text
-from tests.spans.drive import active_bytes, address, distance, random_kv, stored, text_for
+from tests.allocated import active_bytes
+from tests.spans.drive import address, distance, random_kv, sealed_span, stored, text_for
 
 SAMPLE = Path(kvstrata.bench.__file__).parent / "sample.txt"
 
@@ -70,8 +70,7 @@ def test_readers_see_the_replacement_at_their_next_step() -> None:
     text = text_for("qwen3")
     owner = SequenceCache(text.layout, text.model, 100)
     text.advance(owner, 100)
-    span = live_span(text.layout, owner)
-    span.num_tokens = 100
+    span = sealed_span(text.layout, owner)
     step(span, "planes:8", "planes:8")
 
     def resumed() -> SequenceCache:
@@ -103,8 +102,7 @@ def test_window_layers_step_down_in_their_marks() -> None:
     text = text_for("gemma3_text")
     cache = SequenceCache(text.layout, text.model, 60)
     text.advance(cache, 60)
-    span = live_span(text.layout, cache)
-    span.num_tokens = 60
+    span = sealed_span(text.layout, cache)
     span.marks[60] = take_mark(cache)
     sizes = []
     for name in ("raw", "planes:8", "planes:4", "planes:2"):
@@ -124,8 +122,7 @@ def test_the_kl_of_stepping_down_is_that_of_encoding_directly(default_model: Loa
     cache.end_pass(len(prompt))
 
     def stored_as(names: tuple[str, ...]) -> Span:
-        span = live_span(layout, cache)
-        span.num_tokens = len(prompt)
+        span = sealed_span(layout, cache)
         for name in names:
             step(span, name, name)
         return span

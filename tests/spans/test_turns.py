@@ -15,12 +15,11 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.blocks import Packed, finish, packing, span_of, unpack
 from kvstrata.spans.convert import becomes
-from kvstrata.spans.live import live_span
 from kvstrata.spans.plan import make_plan
 from kvstrata.spans.rewrite import is_under, rewrite_layer
 from kvstrata.spans.span import Span, SpanRange, prefix_of
 from tests.codecs.arrays import a_turn
-from tests.spans.drive import LAYOUT, distance, stored, text_for
+from tests.spans.drive import LAYOUT, distance, sealed_span, stored, text_for
 
 TURN = a_turn("halves", 64)
 TURNING = Layout((replace(LAYOUT.layers[0], k_turn=TURN),))
@@ -98,8 +97,7 @@ def test_a_model_resumes_from_planes_as_well_as_from_raw(architecture: str) -> N
     text = text_for(architecture)
     owner = SequenceCache(text.layout, text.model, 130)
     text.advance(owner, 100)
-    span = live_span(text.layout, owner)
-    span.num_tokens = 100
+    span = sealed_span(text.layout, owner)
     plan = make_plan(text.layout, parse("planes:8"), parse("planes:8"))
     for layer in span.layers:
         rewrite_layer(span, layer, plan.pairs[layer])

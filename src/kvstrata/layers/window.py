@@ -113,9 +113,7 @@ class WindowLayer(AttentionLayer):
         return self.ring.chunk_mask(self.offset, N, window)
 
     def _held_part(self) -> RawPart:
-        assert self._buffer.k is not None
-        assert self._buffer.v is not None
-        return RawPart(self._buffer.k, self._buffer.v, min(self.offset, self.ring.max_size))
+        return self._buffer.part(min(self.offset, self.ring.max_size))
 
     def _past(self) -> RawPart:
         """The newest max_size - 1 tokens, oldest first: all that a further token can see."""
