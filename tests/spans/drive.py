@@ -18,6 +18,7 @@ from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.models.probe import probe
+from kvstrata.spans.blocks import Packed, packing
 from kvstrata.spans.live import live_span
 from kvstrata.spans.plan import make_plan
 from kvstrata.spans.span import Span
@@ -102,6 +103,15 @@ def sealed_span(layout: Layout, cache: SequenceCache) -> Span:
     span = live_span(layout, cache)
     span.num_tokens = cache.num_tokens - cache.start
     return span
+
+
+def packed(span: Span, start: int, end: int) -> Packed:
+    steps = packing(span, start, end)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return ended.value
 
 
 def stored(num_tokens: int, name: str = "raw", *, position: int = 0, seed: int = 0) -> Span:

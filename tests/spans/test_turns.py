@@ -13,13 +13,13 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.spans.blocks import Packed, finish, packing, span_of, unpack
+from kvstrata.spans.blocks import Packed, span_of, unpack
 from kvstrata.spans.convert import becomes
 from kvstrata.spans.plan import make_plan
 from kvstrata.spans.rewrite import is_under, rewrite_layer
 from kvstrata.spans.span import Span, SpanRange, prefix_of
 from tests.codecs.arrays import a_turn
-from tests.spans.drive import LAYOUT, distance, sealed_span, stored, text_for
+from tests.spans.drive import LAYOUT, distance, packed, sealed_span, stored, text_for
 
 TURN = a_turn("halves", 64)
 TURNING = Layout((replace(LAYOUT.layers[0], k_turn=TURN),))
@@ -70,18 +70,18 @@ def test_what_a_codec_becomes() -> None:
 
 
 def blocks_of(span: Span) -> Packed:
-    packed = finish(packing(span, span.position, span.end))
-    return Packed(packed.arrays, json.loads(json.dumps(packed.description)))
+    block = packed(span, span.position, span.end)
+    return Packed(block.arrays, json.loads(json.dumps(block.description)))
 
 
 def test_blocks_of_both_versions_are_read_and_lie_side_by_side() -> None:
     old = as_turning(stored(300, "planes:8"))
     new = as_turning(stored(300, "raw", position=300, seed=1))
     rewritten(new, "planes:8")
-    packed = [blocks_of(span) for span in (old, new)]
-    specs = [each.description["groups"][0]["k"]["spec"] for each in packed]
+    blocks = [blocks_of(span) for span in (old, new)]
+    specs = [each.description["groups"][0]["k"]["spec"] for each in blocks]
     assert [spec["version"] for spec in specs] == [1, 2]
-    parts = [unpack(TURNING, each, a, a + 300) for each, a in zip(packed, (0, 300), strict=True)]
+    parts = [unpack(TURNING, each, a, a + 300) for each, a in zip(blocks, (0, 300), strict=True)]
     joined = span_of(TURNING, parts, 0, 600)
     assert [part.k.codec for part in joined.sealed(0)] == [PlanesCodec(8), PlanesCodec(8, TURN)]
     like = mx.zeros(())

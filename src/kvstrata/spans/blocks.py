@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -40,9 +40,6 @@ DTYPES: Mapping[mx.Dtype, str] = {
     mx.bool_: "BOOL",
 }
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
-
-
-Made = TypeVar("Made")
 
 
 class UnreadableBlock(ConfigError):
@@ -101,15 +98,6 @@ def packing(span: Span, start: int, end: int) -> Generator[None, None, Packed]:
     return Packed(arrays, {"groups": described})
 
 
-def finish(steps: Generator[None, None, Made]) -> Made:
-    """All steps at once."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as ended:
-            return ended.value
-
-
 def unpack(layout: Layout, packed: Packed, start: int, end: int) -> dict[int, SealedPart]:
     """Tokens [start, end), by layer. UnreadableBlock, or ConfigError for a codec that this version does not know."""
     parts: dict[int, SealedPart] = {}
@@ -131,12 +119,12 @@ def pack_mark(mark: Mark) -> Packed:
     for i, state in enumerate(mark.states):
         if isinstance(state, RecurrentState):
             held = [j for j, array in enumerate(state.arrays) if array is not None]
-            arrays |= {f"{i}.{j}": _stack([array]) for j, array in enumerate(state.arrays) if array is not None}
+            arrays |= {f"{i}.{j}": _alone(array) for j, array in enumerate(state.arrays) if array is not None}
             states.append({"recurrent": len(state.arrays), "held": held})
         elif isinstance(state, SealedPart):
             for side in ("k", "v"):
                 planes = getattr(state, side)
-                arrays |= {f"{i}.{side}.{name}": _stack([array]) for name, array in planes.arrays.items()}
+                arrays |= {f"{i}.{side}.{name}": _alone(array) for name, array in planes.arrays.items()}
             states.append({"k": _described(state.k), "v": _described(state.v)})
         else:
             states.append(None)
@@ -205,8 +193,9 @@ def _full_layers(layout: Layout) -> list[int]:
     return [layer for layer, spec in enumerate(layout.flat()) if spec.kind == "full"]
 
 
-def _stack(arrays: Sequence[mx.array]) -> PackedArray:
-    return finish(_stacking(arrays))
+def _alone(array: mx.array) -> PackedArray:
+    """[1, ...], copied."""
+    return PackedArray(DTYPES[array.dtype], (1, *array.shape), _octets(array).copy())
 
 
 def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:
