@@ -74,3 +74,12 @@ def exact_buffers() -> Iterator[None]:
     before = mx.set_cache_limit(0)
     yield
     mx.set_cache_limit(before)
+
+
+@pytest.fixture(params=["kernels", "plain"])
+def attention_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "plain":
+        monkeypatch.setattr(cpu, "available", lambda: False)
+    elif not cpu.available():
+        pytest.skip("no kernels on this machine")
+    return request.param

@@ -25,6 +25,7 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers.batch import AttentionRows, BatchCache
 from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
@@ -89,7 +90,7 @@ def _layers() -> list[FullLayer | WindowLayer]:
     shares = FullLayer(30, [planes, _Cut(CutPart(planes, 0, 31)), _Owner(plain, 11)])
     for seed, (layer, count) in enumerate([(plain, 12), (sealed, 300), (shares, 3), (grown, 13)]):
         layer.append(*(keys(1, HEADS, count, DIM, seed=20 + seed + i, dtype=DTYPE) for i in (0, 9)))
-    sealed.seal(PlanesCodec(4), PlanesCodec(4))
+    sealed.own.seal(PlanesCodec(4), PlanesCodec(4), RawWindow(4, 128))
     grown.grow(20)
     ring = WindowLayer(16, keep=4)
     ring.append(*(keys(1, HEADS, 21, DIM, seed=40 + i, dtype=DTYPE) for i in (0, 9)))
@@ -105,7 +106,7 @@ class _Owner:
         self.num_tokens = num_tokens
 
     def parts(self) -> tuple[Part, ...]:
-        return self._layer.own_parts(0, self.num_tokens)
+        return self._layer.own.parts(0, self.num_tokens)
 
 
 @pytest.fixture
@@ -174,8 +175,8 @@ def test_nothing_of_what_was_replaced_is_kept(monkeypatch: pytest.MonkeyPatch, l
     gc.collect()
     before = mx.get_active_memory()
     raw_bytes = layers[0].nbytes
-    layers[0].seal(PlanesCodec(4), PlanesCodec(4))
-    mx.eval(*(array for part in layers[0].sealed for array in part.arrays()))
+    layers[0].own.seal(PlanesCodec(4), PlanesCodec(4), RawWindow(4, 128))
+    mx.eval(*(array for part in layers[0].own.sealed for array in part.arrays()))
     gc.collect()
     assert before - mx.get_active_memory() == pytest.approx(raw_bytes - layers[0].nbytes, rel=0.02)
     mx.eval(_steps(rows, layers))

@@ -16,11 +16,12 @@ from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.registry import parse_for
 from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.spans.blocks import boundaries, pack
+from kvstrata.spans.blocks import boundaries
 from kvstrata.spans.span import Span
 from kvstrata.tier.base import Accepted
 from kvstrata.tier.block import Block, Tensor
 from tests.disk.blocks import ROOT, open_tier
+from tests.spans.drive import packed
 
 # SmolLM2-135M.
 NUM_LAYERS, KV_HEADS, HEAD_DIM = 30, 3, 64
@@ -49,11 +50,11 @@ def chain_of(span: Span) -> list[Block]:
     blocks: list[Block] = []
     start, parent = 0, ROOT
     for end in boundaries(span, 0, span.num_tokens):
-        packed = pack(span, start, end)
-        tensors = {key: Tensor(array.dtype, array.shape, array.octets) for key, array in packed.arrays.items()}
+        block = packed(span, start, end)
+        tensors = {key: Tensor(array.dtype, array.shape, array.octets) for key, array in block.arrays.items()}
         key = chain(parent, ids[start:end])
         token_ids = ids[start:end].astype("<i4").tobytes()
-        blocks.append(Block(key, parent, ROOT, start, token_ids, tensors, packed.description))
+        blocks.append(Block(key, parent, ROOT, start, token_ids, tensors, block.description))
         start, parent = end, key
     return blocks
 

@@ -13,6 +13,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.operations import Operations
 from kvstrata.engine.request import Request
 from kvstrata.engine.storage import Storage
+from kvstrata.spans.rewrite import LayerRewrite
 from kvstrata.spans.span import Span
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import cached, engine_on, flush_tier, make_computing_slow, settle
@@ -57,7 +58,9 @@ def num_logged(caplog: pytest.LogCaptureFixture) -> int:
 def test_a_span_that_cannot_be_rewritten_stays_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(Span, "rewrite_some", failing(Span.rewrite_some))
+    advance = LayerRewrite.advance
+    fail = failing(lambda span, rewriting, **named: advance(rewriting, span, **named))
+    monkeypatch.setattr(LayerRewrite, "advance", lambda rewriting, span, **named: fail(span, rewriting, **named))
     with engine_on(tmp_path, tiny_loaded("llama"), Storage(k=parse("planes:8"), v=parse("planes:8"))) as engine:
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
         assert [ask(engine, "failing again", 1, 9), ask(engine, "good again", 2, 5)] == [599, 599]

@@ -215,7 +215,7 @@ def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> N
 
     def planes(loop: Loop) -> list[bytes]:
         (entry,) = [entry for entry in loop.stock.shelf.entries if entry.span.end > 600]
-        parts = [part for layer in entry.span.layers for part in entry.span.planes(layer)]
+        parts = [part for layer in entry.span.layers for part in entry.span.sealed(layer)]
         return sorted(np.asarray(array).tobytes() for part in parts for array in part.arrays())
 
     with engine_on(tmp_path, loaded, storage) as engine:

@@ -95,11 +95,11 @@ def test_stepping_down_within_planes_keeps_the_planes_that_stay() -> None:
     drive.run()
     settle(drive)
     (entry,) = drive.stock.shelf.entries
-    before = {layer: entry.span.planes(layer)[0].k.arrays for layer in entry.span.layers}
+    before = {layer: entry.span.sealed(layer)[0].k.arrays for layer in entry.span.layers}
     drive.cache.requantize(Change(parse("planes:4"), parse("planes:4")))
     settle(drive)
     for layer, arrays in before.items():
-        now = entry.span.planes(layer)[0].k.arrays
+        now = entry.span.sealed(layer)[0].k.arrays
         assert set(arrays) - set(now) == {"low"}
         assert all(now[name] is arrays[name] for name in now)
 

@@ -20,7 +20,9 @@ from kvstrata.models.probe import probe
 from kvstrata.spans.marks import reaches, take_mark
 from kvstrata.spans.mlx_caches import adopt_mlx_lm, to_mlx_lm
 from kvstrata.spans.plan import make_plan, raw_plan
-from kvstrata.spans.span import SpanRange, live_span, prefix_of
+from kvstrata.spans.rewrite import rewrite_layer, rewriting_marks
+from kvstrata.spans.span import SpanRange, prefix_of
+from tests.spans.drive import sealed_span
 from tests.tiny import VOCAB
 
 CHUNK = 16
@@ -126,8 +128,7 @@ def test_sequences_resume_at_marks_and_where_a_chunk_begins() -> None:
     for end in (10, 32, 57, 80):
         advance(owner, end)
         marks.append(take_mark(owner))
-    span = live_span(layout, owner)
-    span.num_tokens = 80
+    span = sealed_span(layout, owner)
     reached = {mark.position: [at for at in range(1, 81) if reaches(mark, layout, at)] for mark in marks}
     assert reached[10] == [*range(1, 11)]
     assert reached[32] == [*range(16, 33)]
@@ -136,7 +137,7 @@ def test_sequences_resume_at_marks_and_where_a_chunk_begins() -> None:
     for stored in (False, True):
         if stored:
             for layer in span.layers:
-                span.rewrite(layer, raw_plan(layout).pairs[layer])
+                rewrite_layer(span, layer, raw_plan(layout).pairs[layer])
         for mark in marks:
             for at in {mark.position, reached[mark.position][0], reached[mark.position][-2]}:
                 cache = SequenceCache(layout, model, 100, prefix_of(layout, [SpanRange(span, 0, at)], mark))
@@ -148,12 +149,11 @@ def test_marks_are_stored_under_the_plan() -> None:
     model, layout = tiny_llama4()
     cache = SequenceCache(layout, model, 60)
     advance(cache, 60)
-    span = live_span(layout, cache)
-    span.num_tokens = 60
+    span = sealed_span(layout, cache)
     span.marks[60] = take_mark(cache)
     raw = span.mark_bytes
     assert raw == 3 * 12 * 2 * 2 * 16 * 4
-    span.rewrite_marks(make_plan(layout, parse("planes:8"), parse("planes:8")))
+    list(rewriting_marks(span, make_plan(layout, parse("planes:8"), parse("planes:8"))))
     assert span.mark_bytes < 0.5 * raw
     resumed = SequenceCache(layout, model, 60, prefix_of(layout, [SpanRange(span, 0, 60)], span.marks[60]))
     model(mx.array([ids()[60:90]]), cache=resumed.caches())

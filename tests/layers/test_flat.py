@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -10,44 +9,23 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention import cpu
 from kvstrata.attention.attend import attend
 from kvstrata.bench import memory
 from kvstrata.bench.memory import counted_concatenations
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.batch import AttentionRows, BatchCache
 from kvstrata.layers.kinds import Layout
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
 from kvstrata.models.probe import probe
+from tests.allocated import active_bytes, peak_bytes
 from tests.tiny import VOCAB, tiny_module
 
 HEADS, K_DIM, V_DIM = 2, 16, 8
 TOKEN_BYTES = HEADS * (K_DIM + V_DIM) * 4
 RING = 48
-
-
-@pytest.fixture(params=["kernels", "plain"])
-def attention_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "plain":
-        monkeypatch.setattr(cpu, "available", lambda: False)
-    elif not cpu.available():
-        pytest.skip("no kernels on this machine")
-    return request.param
-
-
-def active_bytes() -> int:
-    gc.collect()
-    mx.clear_cache()
-    return mx.get_active_memory()
-
-
-def peak_bytes(act: Callable[[], object]) -> int:
-    before = active_bytes()
-    mx.reset_peak_memory()
-    act()
-    return mx.get_peak_memory() - before
 
 
 def decode(cache: Any, arrays: Callable[[], list[mx.array]], rows: int = 1) -> None:
@@ -199,7 +177,7 @@ def test_sealing_needs_scratch_for_one_layer_only() -> None:
     cache.end_pass(4096)
     held = cache.nbytes
     pair = (parse("planes:8"), parse("planes:8"))
-    assert peak_bytes(lambda: cache.seal([pair] * memory.LAYERS, recent_raw=128)) <= 2.5 * held / memory.LAYERS
+    assert peak_bytes(lambda: cache.seal([pair] * memory.LAYERS, RawWindow(4, 128))) <= 2.5 * held / memory.LAYERS
     assert cache.nbytes < 0.35 * held
 
 

@@ -91,7 +91,7 @@ class Reader:
         self.num_tokens = num_tokens
 
     def parts(self) -> tuple[Any, ...]:
-        return self._layer.own_parts(0, self.num_tokens)
+        return self._layer.own.parts(0, self.num_tokens)
 
 
 def reading(owner: SequenceCache, num_tokens: int) -> Prefix:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,8 @@ from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.models.probe import probe
+from kvstrata.spans.blocks import Packed, packing
+from kvstrata.spans.live import live_span
 from kvstrata.spans.plan import make_plan
 from kvstrata.spans.span import Span
 from tests.layers.test_same_output import steady_module
@@ -94,7 +95,23 @@ def filled(num_tokens: int, capacity: int, seed: int = 0) -> FullLayer:
 
 def live(layer: FullLayer) -> Span:
     """All that a layer holds, sealed and not stored yet."""
-    return Span(LAYOUT, layer.start, layer.offset - layer.start, {0: layer})
+    return Span(LAYOUT, layer.own.start, layer.own.end - layer.own.start, {0: layer.own})
+
+
+def sealed_span(layout: Layout, cache: SequenceCache) -> Span:
+    """All that a sequence has computed itself."""
+    span = live_span(layout, cache)
+    span.num_tokens = cache.num_tokens - cache.start
+    return span
+
+
+def packed(span: Span, start: int, end: int) -> Packed:
+    steps = packing(span, start, end)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as ended:
+            return ended.value
 
 
 def stored(num_tokens: int, name: str = "raw", *, position: int = 0, seed: int = 0) -> Span:
@@ -103,23 +120,6 @@ def stored(num_tokens: int, name: str = "raw", *, position: int = 0, seed: int =
     codecs = make_plan(LAYOUT, parse(name), parse(name)).pairs[0]
     part = SealedPart(codecs[0].encode(k, position), codecs[1].encode(v, position))
     return Span(LAYOUT, position, num_tokens, {0: (part,)})
-
-
-# Memory.
-
-
-def active_bytes() -> int:
-    gc.collect()
-    mx.clear_cache()
-    return mx.get_active_memory()
-
-
-def peak_bytes(act: Callable[[], object]) -> int:
-    """What MLX allocates at most while `act` runs, beyond what was there before."""
-    before = active_bytes()
-    mx.reset_peak_memory()
-    act()
-    return mx.get_peak_memory() - before
 
 
 def address(array: mx.array) -> int:

@@ -19,9 +19,10 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.probe import probe
 from kvstrata.spans.marks import Mark, needs_marks, take_mark
 from kvstrata.spans.plan import make_plan
-from kvstrata.spans.span import Span, SpanRange, live_span, prefix_of
+from kvstrata.spans.rewrite import rewrite_layer, rewriting_marks
+from kvstrata.spans.span import Span, SpanRange, prefix_of
 from tests.layers.test_same_output import steady_module
-from tests.spans.drive import forward
+from tests.spans.drive import forward, sealed_span
 from tests.tiny import ARCHITECTURES, VOCAB
 
 # MLA's keys are a latent part, which a norm follows, and a part that turns.
@@ -83,14 +84,13 @@ def _stored(model: Any, layout: Layout, ids: Sequence[int], name: str) -> tuple[
     """A span under these codecs, and the mark at its end with its rings under them too."""
     cache = SequenceCache(layout, model, len(ids))
     forward(model, cache, ids)
-    span = live_span(layout, cache)
-    span.num_tokens = len(ids)
+    span = sealed_span(layout, cache)
     if needs_marks(layout):
         span.marks[len(ids)] = take_mark(cache)
     plan = make_plan(layout, parse(name), parse(name))
     for layer in span.layers:
-        span.rewrite(layer, plan.pairs[layer])
-    span.rewrite_marks(plan)
+        rewrite_layer(span, layer, plan.pairs[layer])
+    list(rewriting_marks(span, plan))
     return span, span.marks.get(len(ids))
 
 

@@ -11,9 +11,10 @@ from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.spans import gather
 from kvstrata.spans.gather import gather_some, has_to_gather, num_arrays
 from kvstrata.spans.plan import edges_of, make_plan
+from kvstrata.spans.rewrite import rewrite_layer, shrink
 from kvstrata.spans.span import Span
+from tests.allocated import active_bytes
 from tests.codecs.arrays import keys, same_bits
-from tests.spans.drive import active_bytes
 
 LAYERS, HEADS, DIM, TOKENS = 6, 2, 64, 300
 LAYOUT = Layout((LayerSpec("full", kv_heads=HEADS, k_dim=DIM, v_dim=DIM),) * LAYERS)
@@ -74,7 +75,7 @@ def test_stepping_down_frees_the_plane_with_its_last_layer() -> None:
     before, kv_bytes = active_bytes(), span.kv_bytes
     pair = make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0]
     for layer in span.layers:
-        span.rewrite(layer, pair)
+        rewrite_layer(span, layer, pair)
     freed = kv_bytes - span.kv_bytes
     assert freed > kv_bytes / 3
     assert before - active_bytes() == pytest.approx(freed, rel=0.01)
@@ -107,7 +108,7 @@ def test_layers_that_keep_more_bits_keep_nothing_of_the_others() -> None:
     for layer, pair in enumerate(
         make_plan(LAYOUT, parse("planes:4"), parse("planes:4"), edge_layers=1, edge=parse("planes:8")).pairs
     ):
-        span.rewrite(layer, pair)
+        rewrite_layer(span, layer, pair)
     assert before - active_bytes() == pytest.approx(kv_bytes - span.kv_bytes, rel=0.01)
 
 
@@ -115,6 +116,6 @@ def test_a_cut_of_it_has_memory_of_its_own() -> None:
     span = gathered(stored())
     span.cut(10, 200)
     for layer in span.layers:
-        span.shrink(layer)
+        shrink(span, layer)
     assert has_to_gather(span)
     assert not has_to_gather(gathered(span))

@@ -10,27 +10,28 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention import cpu
 from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.models.probe import probe
+from kvstrata.spans.convert import RAW
 from kvstrata.spans.marks import take_mark
-from kvstrata.spans.plan import RAW, make_plan
-from kvstrata.spans.span import Span, SpanRange, live_span, prefix_of
+from kvstrata.spans.plan import make_plan
+from kvstrata.spans.rewrite import rewrite_layer, rewriting_marks, shrink
+from kvstrata.spans.span import Span, SpanRange, prefix_of
+from tests.allocated import active_bytes, peak_bytes
 from tests.spans.drive import (
     LAYOUT,
     TOKEN_BYTES,
-    active_bytes,
     address,
     distance,
     filled,
     forward,
     live,
-    peak_bytes,
     random_kv,
+    sealed_span,
     stored,
     text_for,
 )
@@ -39,15 +40,6 @@ from tests.tiny import VOCAB, tiny_module
 CODECS = ["raw", "affine:4", "rotated:4", "planes:8", "planes:4", "planes:2"]
 OWNED_TOKENS = 6000
 NUM_STEPS = 4
-
-
-@pytest.fixture(params=["kernels", "plain"])
-def attention_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "plain":
-        monkeypatch.setattr(cpu, "available", lambda: False)
-    elif not cpu.available():
-        pytest.skip("no kernels on this machine")
-    return request.param
 
 
 # A span shared while its first owner writes.
@@ -79,8 +71,7 @@ def step_in_turn(model: Any, caches: Sequence[SequenceCache], tokens: Sequence[i
 def owner_and_reader(model: Any) -> tuple[SequenceCache, SequenceCache]:
     layout = probe(model)
     owner = with_random_past(SequenceCache(layout, model, OWNED_TOKENS + 100), OWNED_TOKENS)
-    span = live_span(layout, owner)
-    span.num_tokens = OWNED_TOKENS
+    span = sealed_span(layout, owner)
     reader = SequenceCache(layout, model, 100, prefix_of(layout, [SpanRange(span, 0, OWNED_TOKENS - 500)], None))
     return owner, reader
 
@@ -130,8 +121,7 @@ def test_eight_sequences_over_spans_of_different_precisions(names: tuple[str, st
 
     def caches() -> list[SequenceCache]:
         owner = with_random_past(SequenceCache(layout, model, OWNED_TOKENS + 20, owner_prefix), OWNED_TOKENS)
-        span = live_span(layout, owner)
-        span.num_tokens = OWNED_TOKENS
+        span = sealed_span(layout, owner)
         ends = [1000 + OWNED_TOKENS - 700 * i for i in range(7)]
         runs = [[*ranges, SpanRange(span, 1000, end)] for end in ends]
         return [owner, *(SequenceCache(layout, model, 20, prefix_of(layout, run, None)) for run in runs)]
@@ -166,8 +156,8 @@ def test_a_buffer_of_exactly_the_right_size_is_kept_as_it_is() -> None:
     layer = filled(100, capacity=100)
     before = [address(array) for array in layer.arrays()]
     span = live(layer)
-    span.rewrite(0, RAW)
-    part = span.planes(0)[0]
+    rewrite_layer(span, 0, RAW)
+    part = span.sealed(0)[0]
     assert [address(array) for array in part.arrays()] == before
     assert span.kv_bytes == 100 * TOKEN_BYTES
 
@@ -176,7 +166,7 @@ def test_a_buffer_of_exactly_the_right_size_is_kept_as_it_is() -> None:
 def test_a_larger_buffer_is_trimmed_and_really_gone(name: str) -> None:
     before = active_bytes()
     span = live(filled(5000, capacity=20_000))
-    span.rewrite(0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
+    rewrite_layer(span, 0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
     assert active_bytes() - before == pytest.approx(span.kv_bytes, rel=0.02)
     assert span.kv_bytes <= 5000 * TOKEN_BYTES
 
@@ -187,17 +177,17 @@ def test_pieces_become_one_part() -> None:
     layer.append(*random_kv(50, seed=1))
     before = [array for part in layer.parts() for array in (part.dense(random_kv(1)[0]))]
     span = live(layer)
-    span.rewrite(0, RAW)
-    k, v = span.planes(0)[0].dense(random_kv(1)[0])
+    rewrite_layer(span, 0, RAW)
+    k, v = span.sealed(0)[0].dense(random_kv(1)[0])
     assert distance(k, mx.concatenate(before[::2], axis=2)) == 0
     assert distance(v, mx.concatenate(before[1::2], axis=2)) == 0
 
 
 def test_nothing_sealed_is_nothing_to_store() -> None:
     layer = filled(10, capacity=10)
-    span = Span(LAYOUT, 0, 0, {0: layer})
+    span = Span(LAYOUT, 0, 0, {0: layer.own})
     with pytest.raises(ValueError, match="0 tokens"):
-        span.rewrite(0, RAW)
+        rewrite_layer(span, 0, RAW)
 
 
 def test_a_thousand_seal_and_drop_cycles_leave_memory_where_it_was() -> None:
@@ -205,9 +195,9 @@ def test_a_thousand_seal_and_drop_cycles_leave_memory_where_it_was() -> None:
 
     def cycle(i: int) -> None:
         span = live(filled(70, capacity=70 + i % 2))
-        span.rewrite(0, pairs[i % len(CODECS)])
+        rewrite_layer(span, 0, pairs[i % len(CODECS)])
         span.cut(0, 40)
-        span.shrink(0)
+        shrink(span, 0)
 
     for i in range(len(CODECS)):
         cycle(i)
@@ -224,18 +214,16 @@ def test_sequences_that_resume_and_end_leave_memory_where_it_was() -> None:
     base = SequenceCache(layout, text.model, 12)
     text.advance(base, 12)
     mark = take_mark(base)
-    root = live_span(layout, base)
-    root.num_tokens = 12
+    root = sealed_span(layout, base)
 
     def cycle(i: int) -> None:
         cache = SequenceCache(layout, text.model, 4, prefix_of(layout, [SpanRange(root, 0, 12)], mark))
         forward(text.model, cache, text.ids[12:14])
-        span = live_span(layout, cache)
-        span.num_tokens = 2
+        span = sealed_span(layout, cache)
         span.marks[14] = take_mark(cache)
         for layer in span.layers:
-            span.rewrite(layer, plans[i % 2].pairs[layer])
-        span.rewrite_marks(plans[i % 2])
+            rewrite_layer(span, layer, plans[i % 2].pairs[layer])
+        list(rewriting_marks(span, plans[i % 2]))
 
     for i in range(4):
         cycle(i)
@@ -254,9 +242,9 @@ def test_a_cut_owns_its_memory(name: str, start: int, end: int) -> None:
     before = active_bytes()
     span = stored(20_000, name)
     span.cut(start, end)
-    span.shrink(0)
+    shrink(span, 0)
     # A small array may get a freed buffer that is up to two pages larger.
-    slack = 0 if end - start > 10_000 else 2 * mmap.PAGESIZE * len(span.planes(0)[0].arrays())
+    slack = 0 if end - start > 10_000 else 2 * mmap.PAGESIZE * len(span.sealed(0)[0].arrays())
     assert active_bytes() - before == pytest.approx(span.kv_bytes, rel=0.02, abs=slack)
     assert span.kv_bytes < (end - start) * TOKEN_BYTES * 1.01
 
@@ -268,13 +256,13 @@ def test_a_join_frees_what_it_was_made_of() -> None:
     del second
     held = first.kv_bytes
     assert active_bytes() - before == pytest.approx(held, rel=0.02)
-    first.rewrite(0, make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0])
-    assert first.num_parts() == 1
+    rewrite_layer(first, 0, make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0])
+    assert len(first.sealed(0)) == 1
     assert active_bytes() - before == pytest.approx(first.kv_bytes, rel=0.02)
     assert first.kv_bytes <= held
 
 
-@pytest.mark.parametrize("act", [FullLayer.parts, lambda layer: layer.own_parts(10, 20)])
+@pytest.mark.parametrize("act", [FullLayer.parts, lambda layer: layer.own.parts(10, 20)])
 def test_a_reader_that_lets_go_leaves_the_buffer_to_its_owner(act: Callable[[FullLayer], object]) -> None:
     """A view that were kept would make the owner's next write a copy of everything."""
     layer = filled(10_000, capacity=10_010)

@@ -19,8 +19,10 @@ from kvstrata.models.probe import probe
 from kvstrata.spans.marks import needs_marks, take_mark
 from kvstrata.spans.mlx_caches import adopt_mlx_lm, to_mlx_lm
 from kvstrata.spans.plan import make_plan, raw_plan
-from kvstrata.spans.span import Span, SpanRange, live_span, prefix_of
-from tests.spans.drive import TOLERANCE, Text, active_bytes, address, distance, forward, text_for
+from kvstrata.spans.rewrite import rewrite_layer
+from kvstrata.spans.span import Span, SpanRange, prefix_of
+from tests.allocated import active_bytes
+from tests.spans.drive import TOLERANCE, Text, address, distance, forward, sealed_span, text_for
 from tests.tiny import ARCHITECTURES
 
 MIXED = [50, *[1] * 3, 17]  # a ring that was filled, rotated, refilled
@@ -43,8 +45,7 @@ def resumed(text: Text, span: Span, capacity: int = 80) -> SequenceCache:
 
 
 def sealed(text: Text, cache: SequenceCache) -> Span:
-    span = live_span(text.layout, cache)
-    span.num_tokens = cache.num_tokens - cache.start
+    span = sealed_span(text.layout, cache)
     if needs_marks(text.layout):
         span.marks[span.end] = take_mark(cache)
     return span
@@ -79,7 +80,7 @@ def test_mlx_lm_goes_on_from_our_spans(architecture: str, end: int) -> None:
     for stored in (False, True):
         if stored:
             for layer in span.layers:
-                span.rewrite(layer, raw_plan(text.layout).pairs[layer])
+                rewrite_layer(span, layer, raw_plan(text.layout).pairs[layer])
         caches = to_mlx_lm(text.layout, whole(span), span.marks.get(end))
         assert [type(c) for c in caches] == [type(c) for c in make_prompt_cache(text.model)]
         for start, stop in ((end, end + 1), (end + 1, end + 20), (end + 20, end + 21)):
@@ -107,7 +108,7 @@ def test_spans_cut_and_of_several_precisions_are_decoded() -> None:
     text.advance(cache, 90)
     span = sealed(text, cache)
     for layer, name in zip(span.layers, ("raw", "planes:8", "rotated:4", "planes:8"), strict=True):
-        span.rewrite(layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
+        rewrite_layer(span, layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
     runs = [SpanRange(span, 0, 50), SpanRange(span, 50, 80)]
     caches = to_mlx_lm(text.layout, runs, None)
     ours = SequenceCache(text.layout, text.model, 20, prefix_of(text.layout, runs, None))
@@ -187,11 +188,11 @@ def test_mlx_lm_goes_on_from_our_affine_spans(name: str) -> None:
     text.advance(cache, 70)
     span = sealed(text, cache)
     for layer in span.layers:
-        span.rewrite(layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
+        rewrite_layer(span, layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
     for runs in (whole(span), [SpanRange(span, 0, 30), SpanRange(span, 30, 60)]):
         end = runs[-1].end
         caches = to_mlx_lm(text.layout, runs, None)
-        reference = [Rounded(span.planes(layer)[0], caches[0], end) for layer in span.layers]
+        reference = [Rounded(span.sealed(layer)[0], caches[0], end) for layer in span.layers]
         for start, stop in ((end, end + 1), (end + 1, end + 9)):
             got = mlx_forward(text.model, caches, text.ids[start:stop])
             assert distance(got, mlx_forward(text.model, reference, text.ids[start:stop])) <= TOLERANCE
@@ -206,7 +207,7 @@ def test_k_and_v_under_different_affine_codecs_are_decoded() -> None:
     text.advance(cache, 40)
     span = sealed(text, cache)
     for layer in span.layers:
-        span.rewrite(layer, make_plan(text.layout, parse("affine:8"), parse("affine:4")).pairs[layer])
+        rewrite_layer(span, layer, make_plan(text.layout, parse("affine:8"), parse("affine:4")).pairs[layer])
     assert {type(c) for c in to_mlx_lm(text.layout, whole(span), None)} == {KVCache}
 
 
@@ -218,7 +219,7 @@ def test_a_full_buffer_is_adopted_as_it_is_and_others_are_trimmed() -> None:
     caches = make_prompt_cache(text.model)
     mlx_forward(text.model, caches, text.ids[:256])
     span = adopt_mlx_lm(text.layout, caches, 256)
-    assert address(span.planes(0)[0].k.arrays["values"]) == address(caches[0].keys)
+    assert address(span.sealed(0)[0].k.arrays["values"]) == address(caches[0].keys)
     mlx_forward(text.model, caches, text.ids[256:270])
     before = active_bytes()
     longer = adopt_mlx_lm(text.layout, caches, 270)
@@ -232,9 +233,9 @@ def test_a_stored_raw_span_is_given_without_a_copy() -> None:
     text.advance(cache, 60)
     span = sealed(text, cache)
     for layer in span.layers:
-        span.rewrite(layer, raw_plan(text.layout).pairs[layer])
+        rewrite_layer(span, layer, raw_plan(text.layout).pairs[layer])
     caches = to_mlx_lm(text.layout, whole(span), None)
-    assert address(caches[0].keys) == address(span.planes(0)[0].k.arrays["values"])
+    assert address(caches[0].keys) == address(span.sealed(0)[0].k.arrays["values"])
     mlx_forward(text.model, caches, text.ids[60:70])
     text.advance(resumed(text, span), 70)
 

@@ -11,10 +11,14 @@ from kvstrata.attention.parts import Parts
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.grain import grain_of, ranges
-from kvstrata.spans.plan import RAW, make_plan
-from kvstrata.spans.rewrite import LayerProgress
-from kvstrata.spans.span import RawWindow, Span
-from tests.spans.drive import LAYOUT, TOKEN_BYTES, active_bytes, filled, live, peak_bytes, random_kv
+from kvstrata.layers.raw_window import RawWindow
+from kvstrata.spans.convert import RAW
+from kvstrata.spans.live import sealing
+from kvstrata.spans.plan import make_plan
+from kvstrata.spans.rewrite import LayerRewrite, is_under, rewrite_layer, shrink
+from kvstrata.spans.span import Span
+from tests.allocated import active_bytes, peak_bytes
+from tests.spans.drive import LAYOUT, TOKEN_BYTES, filled, live, random_kv
 
 GRAIN = grain_of(LAYOUT.flat()[0])
 NUM_TOKENS = 2 * GRAIN.part_tokens + 3000
@@ -22,8 +26,8 @@ PLANES = ("planes:8", "planes:4")
 
 
 def steps(span: Span, name: str, *, upward: bool = False) -> Iterator[None]:
-    progress, pair = LayerProgress(), make_plan(LAYOUT, parse(name), parse(name)).pairs[0]
-    while span.rewrite_some(0, pair, progress, upward=upward):
+    rewriting = LayerRewrite(0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
+    while rewriting.advance(span, upward=upward):
         yield
 
 
@@ -37,7 +41,7 @@ def long_span() -> Span:
 
 def rewritten(name: str) -> Span:
     span = long_span()
-    span.rewrite(0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
+    rewrite_layer(span, 0, make_plan(LAYOUT, parse(name), parse(name)).pairs[0])
     return span
 
 
@@ -54,8 +58,8 @@ def test_pieces_hold_what_encoding_at_once_makes(name: str) -> None:
     for side, (array, codec) in enumerate(zip((k, v), codecs, strict=True)):
         wanted = codec.decode(codec.encode(array), mx.float32)
         assert mx.array_equal(dense(span)[side][0], wanted)
-    assert [part.num_tokens for part in span.planes(0)] == [GRAIN.part_tokens, GRAIN.part_tokens, 3000]
-    assert span.settles(0, codecs)
+    assert [part.num_tokens for part in span.sealed(0)] == [GRAIN.part_tokens, GRAIN.part_tokens, 3000]
+    assert is_under(span, 0, codecs)
 
 
 @pytest.mark.parametrize(("before", "after"), [("raw", "planes:8"), ("planes:8", "planes:4"), ("planes:8", "affine:4")])
@@ -93,18 +97,18 @@ def test_a_span_that_is_cut_or_joined_meanwhile_is_whole_in_the_end() -> None:
         next(work)
     end = GRAIN.part_tokens + 700
     span.cut(0, end)
-    span.shrink(0)
+    shrink(span, 0)
     after = live(filled(500, capacity=500, seed=3))
-    after.rewrite(0, RAW)
-    shifted = [Planes(p.codec, p.arrays, 500, end, p.dim) for p in (after.planes(0)[0].k, after.planes(0)[0].v)]
-    after.replace(0, [type(after.planes(0)[0])(*shifted)])
+    rewrite_layer(after, 0, RAW)
+    shifted = [Planes(p.codec, p.arrays, 500, end, p.dim) for p in (after.sealed(0)[0].k, after.sealed(0)[0].v)]
+    after.replace(0, [type(after.sealed(0)[0])(*shifted)])
     after.position = end
     span.append(after)
     for _ in work:
         pass
     pair = make_plan(LAYOUT, parse("planes:4"), parse("planes:4")).pairs[0]
-    assert span.settles(0, pair)
-    assert sum(part.num_tokens for part in span.planes(0)) == end + 500
+    assert is_under(span, 0, pair)
+    assert sum(part.num_tokens for part in span.sealed(0)) == end + 500
     wanted = mx.concatenate([random_kv(NUM_TOKENS)[0][:, :, :end], random_kv(500, seed=3)[0]], axis=2)
     assert float(mx.abs(dense(span)[0] - wanted).max().item()) < 1  # pyright: ignore[reportArgumentType]
 
@@ -122,22 +126,22 @@ def test_work_that_is_given_up_leaves_no_memory_behind() -> None:
 def test_cutting_the_end_off_copies_one_part_at_most() -> None:
     span = rewritten("planes:8")
     span.cut(0, NUM_TOKENS - 10)
-    first = span.planes(0)[0]
-    assert peak_bytes(lambda: span.shrink(0)) <= 3000 * TOKEN_BYTES / 3
-    assert span.planes(0)[0] is first
+    first = span.sealed(0)[0]
+    assert peak_bytes(lambda: shrink(span, 0)) <= 3000 * TOKEN_BYTES / 3
+    assert span.sealed(0)[0] is first
 
 
 def test_a_running_sequence_is_sealed_in_pieces_while_it_writes() -> None:
     layer = filled(NUM_TOKENS, capacity=NUM_TOKENS + 100)
     span, pair = live(layer), make_plan(LAYOUT, parse("planes:8"), parse("planes:8")).pairs[0]
     count = 0
-    for _ in span.sealing(0, pair, RawWindow(), up_to=NUM_TOKENS):
+    for _ in sealing(span, 0, pair, RawWindow(4, 128), up_to=NUM_TOKENS):
         count += 1
-        assert not layer.sealed_tokens
+        assert not layer.own.sealed_tokens
         if count < 4:
             layer.append(*random_kv(1, seed=count))
     assert count == -(-(NUM_TOKENS - 128) // GRAIN.piece_tokens)
-    assert layer.sealed_tokens == NUM_TOKENS - 128
+    assert layer.own.sealed_tokens == NUM_TOKENS - 128
     assert layer.offset == NUM_TOKENS + 3
     k = Parts((layer.parts(),)).joined(random_kv(1)[0])[0]
     wanted = mx.concatenate([random_kv(NUM_TOKENS)[0], *(random_kv(1, seed=i)[0] for i in (1, 2, 3))], axis=2)

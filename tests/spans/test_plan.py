@@ -7,7 +7,8 @@ import pytest
 from kvstrata.codecs.base import UnsupportedCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.spans.plan import RAW, make_plan, raw_plan
+from kvstrata.spans.convert import RAW
+from kvstrata.spans.plan import make_plan, raw_plan
 
 
 def full(dim: int = 64, v_dim: int | None = None) -> LayerSpec:

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.marks import Mark, needs_marks, reaches, take_mark
 from kvstrata.spans.plan import raw_plan
-from kvstrata.spans.span import Span, SpanRange, live_span, prefix_of
-from tests.spans.drive import NUM_TOKENS, Text, text_for
+from kvstrata.spans.rewrite import rewrite_layer, shrink
+from kvstrata.spans.span import Span, SpanRange, prefix_of
+from tests.spans.drive import NUM_TOKENS, Text, sealed_span, text_for
 from tests.tiny import ARCHITECTURES
 
 ROUNDS = 3
@@ -66,7 +68,7 @@ class Walk:
         at, end = cache.start, cache.num_tokens
         if self.flip():
             # Encoded while it runs: with `raw`, so that it must change nothing.
-            cache.seal(raw_plan(self.text.layout).pairs, first_raw=self.draw(0, 4), recent_raw=self.draw(0, 20))
+            cache.seal(raw_plan(self.text.layout).pairs, RawWindow(self.draw(0, 4), self.draw(0, 20)))
         if end <= self.end:
             return
         self.spans = [span for span in self.spans if span.position < at]
@@ -76,9 +78,8 @@ class Walk:
             self.spans[-1].cut(self.spans[-1].position, at)
             if self.flip():
                 for layer in self.spans[-1].layers:
-                    self.spans[-1].shrink(layer)
-        span = live_span(self.text.layout, cache)
-        span.num_tokens = end - at
+                    shrink(self.spans[-1], layer)
+        span = sealed_span(self.text.layout, cache)
         self.spans.append(span)
         if self.flip():
             self.owners.append(cache)
@@ -87,7 +88,7 @@ class Walk:
 
     def store(self, span: Span) -> None:
         for layer in span.layers:
-            span.rewrite(layer, raw_plan(self.text.layout).pairs[layer])
+            rewrite_layer(span, layer, raw_plan(self.text.layout).pairs[layer])
 
     def join(self) -> None:
         """Two neighbours, if their sequences have ended."""
@@ -126,17 +127,15 @@ def test_a_join_after_a_cut_reads_the_neighbours_tokens_not_what_was_cut_off() -
     first, other = (SequenceCache(text.layout, text.model, 60) for _ in range(2))
     text.advance(first, 60)
     # The same 20 tokens, then different ones.
-    span = live_span(text.layout, first)
-    span.num_tokens = 60
+    span = sealed_span(text.layout, first)
     text.advance(other, 20)
     text.model(mx.array([text.ids[60:100]]), cache=other.caches())
     other.end_pass(40)
-    theirs = live_span(text.layout, other)
-    theirs.num_tokens = 60
+    theirs = sealed_span(text.layout, other)
     plan = raw_plan(text.layout)
     for each in (span, theirs):
         for layer in each.layers:
-            each.rewrite(layer, plan.pairs[layer])
+            rewrite_layer(each, layer, plan.pairs[layer])
     theirs.cut(0, 20)
     span.cut(20, 60)
     theirs.append(span)
@@ -148,8 +147,7 @@ def test_what_does_not_follow_is_not_joined() -> None:
     text = text_for("llama")
     cache = SequenceCache(text.layout, text.model, 30)
     text.advance(cache, 30)
-    span = live_span(text.layout, cache)
-    span.num_tokens = 30
+    span = sealed_span(text.layout, cache)
     with pytest.raises(ValueError, match="cannot be joined"):
         span.append(span)
     for bad in ((0, 31), (-1, 10), (10, 10)):
@@ -161,7 +159,6 @@ def test_a_resume_without_the_mark_that_it_needs_is_refused() -> None:
     text = text_for("gemma3_text")
     cache = SequenceCache(text.layout, text.model, 30)
     text.advance(cache, 30)
-    span = live_span(text.layout, cache)
-    span.num_tokens = 30
+    span = sealed_span(text.layout, cache)
     with pytest.raises(ValueError, match="needs a mark"):
         prefix_of(text.layout, [SpanRange(span, 0, 30)], None)

@@ -9,14 +9,17 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.attention.parts import SealedPart
+from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import Pair, SequenceCache
-from kvstrata.spans import rewrite
+from kvstrata.spans.convert import RAW
 from kvstrata.spans.marks import Mark, MarkState, RecurrentState, needs_marks, take_mark
-from kvstrata.spans.plan import RAW, make_plan
-from kvstrata.spans.span import Span, SpanRange, live_span, prefix_of
+from kvstrata.spans.plan import make_plan
+from kvstrata.spans.rewrite import rewrite_layer
+from kvstrata.spans.span import Span, SpanRange, prefix_of
 from tests.sixteen import NUM_SCORED, NUM_TOKENS, OFFSET, WITH_DTYPES, Error, Sixteen, check, rms, run, scored
+from tests.spans.drive import sealed_span
 
 pytestmark = pytest.mark.usefixtures("as_on_metal")
 
@@ -30,10 +33,9 @@ def stored(side: Side, ids: tuple[int, ...], num_tokens: int, pairs: tuple[Pair,
     cache = SequenceCache(layout, model, num_tokens)
     run(model, cache, ids[:num_tokens])
     mark = take_mark(cache) if needs_marks(layout) else None
-    span = live_span(layout, cache)
-    span.num_tokens = num_tokens
+    span = sealed_span(layout, cache)
     for layer in span.layers:
-        span.rewrite(layer, pairs[layer] if pairs else RAW)
+        rewrite_layer(span, layer, pairs[layer] if pairs else RAW)
     return span, mark
 
 
@@ -49,10 +51,9 @@ def raw_error(m: Sixteen, at: tuple[int, ...]) -> Error:
         cache = resumed(side, ranges, mark) if ranges else SequenceCache(m.layout, m.model, NUM_TOKENS)
         run(m.model, cache, m.ids[start:end])
         mark = take_mark(cache) if needs_marks(m.layout) else None
-        span = live_span(m.layout, cache)
-        span.num_tokens = end - start
+        span = sealed_span(m.layout, cache)
         for layer in span.layers:
-            span.rewrite(layer, RAW)
+            rewrite_layer(span, layer, RAW)
         ranges.append(SpanRange(span, start, end))
         start = end
     return m.error(scored(m.model, resumed(side, ranges, mark), m.ids))
@@ -99,15 +100,19 @@ def decoded(layout: Layout, span: Span, mark: Mark | None, dtype: mx.Dtype) -> t
     for layer in span.layers:
         parts = [part.dense(mx.zeros(1, dtype)) for part in span.parts(layer, span.position, span.end)]
         k, v = (mx.concatenate([pair[i].squeeze(0) for pair in parts], axis=1) for i in range(2))
-        held[layer] = (rewrite.adopt(k, v, RAW, span.position),)
+        held[layer] = (_raw(k, v, span.position),)
     plain = Span(layout, span.position, span.num_tokens, held)
     return plain, mark and replace(mark, states=tuple(_decoded_state(state, dtype) for state in mark.states))
+
+
+def _raw(k: mx.array, v: mx.array, position: int) -> SealedPart:
+    return SealedPart(RawCodec().adopt(k, position), RawCodec().adopt(v, position))
 
 
 def _decoded_state(state: MarkState, dtype: mx.Dtype) -> MarkState:
     if isinstance(state, SealedPart):
         k, v = (array.squeeze(0) for array in state.dense(mx.zeros(1, dtype)))
-        return rewrite.adopt(k, v, RAW, state.k.position)
+        return _raw(k, v, state.k.position)
     if isinstance(state, RecurrentState):
         arrays = [array if array is None or not _is_float(array) else array.astype(dtype) for array in state.arrays]
         return RecurrentState(tuple(arrays))

@@ -16,9 +16,11 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import make_plan
-from kvstrata.spans.span import Span, SpanRange, live_span, prefix_of
+from kvstrata.spans.rewrite import rewrite_layer, rewriting_marks
+from kvstrata.spans.span import Span, SpanRange, prefix_of
 from kvstrata.text.tokens import encode_text
-from tests.spans.drive import active_bytes, address, distance, random_kv, stored, text_for
+from tests.allocated import active_bytes
+from tests.spans.drive import address, distance, random_kv, sealed_span, stored, text_for
 
 SAMPLE = Path(kvstrata.bench.__file__).parent / "sample.txt"
 
@@ -26,12 +28,12 @@ SAMPLE = Path(kvstrata.bench.__file__).parent / "sample.txt"
 def step(span: Span, k: str, v: str) -> None:
     plan = make_plan(span.layout, parse(k), parse(v))
     for layer in span.layers:
-        span.rewrite(layer, plan.pairs[layer])
-    span.rewrite_marks(plan)
+        rewrite_layer(span, layer, plan.pairs[layer])
+    list(rewriting_marks(span, plan))
 
 
 def buffers(span: Span) -> dict[str, int]:
-    part = span.planes(0)[0]
+    part = span.sealed(0)[0]
     sides = (("k", part.k), ("v", part.v))
     return {f"{side}.{name}": address(array) for side, planes in sides for name, array in planes.arrays.items()}
 
@@ -60,7 +62,7 @@ def test_stepping_down_ends_where_encoding_directly_does(name: str) -> None:
     step(stepped, "planes:4", "planes:4")
     step(stepped, name, name)
     like = random_kv(1)[0]
-    for a, b in zip(stepped.planes(0)[0].dense(like), direct.planes(0)[0].dense(like), strict=True):
+    for a, b in zip(stepped.sealed(0)[0].dense(like), direct.sealed(0)[0].dense(like), strict=True):
         assert distance(a, b) == 0
 
 
@@ -68,8 +70,7 @@ def test_readers_see_the_replacement_at_their_next_step() -> None:
     text = text_for("qwen3")
     owner = SequenceCache(text.layout, text.model, 100)
     text.advance(owner, 100)
-    span = live_span(text.layout, owner)
-    span.num_tokens = 100
+    span = sealed_span(text.layout, owner)
     step(span, "planes:8", "planes:8")
 
     def resumed() -> SequenceCache:
@@ -101,8 +102,7 @@ def test_window_layers_step_down_in_their_marks() -> None:
     text = text_for("gemma3_text")
     cache = SequenceCache(text.layout, text.model, 60)
     text.advance(cache, 60)
-    span = live_span(text.layout, cache)
-    span.num_tokens = 60
+    span = sealed_span(text.layout, cache)
     span.marks[60] = take_mark(cache)
     sizes = []
     for name in ("raw", "planes:8", "planes:4", "planes:2"):
@@ -122,8 +122,7 @@ def test_the_kl_of_stepping_down_is_that_of_encoding_directly(default_model: Loa
     cache.end_pass(len(prompt))
 
     def stored_as(names: tuple[str, ...]) -> Span:
-        span = live_span(layout, cache)
-        span.num_tokens = len(prompt)
+        span = sealed_span(layout, cache)
         for name in names:
             step(span, name, name)
         return span

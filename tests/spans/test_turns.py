@@ -13,12 +13,13 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.spans.blocks import Packed, pack, span_of, unpack
+from kvstrata.spans.blocks import Packed, span_of, unpack
+from kvstrata.spans.convert import becomes
 from kvstrata.spans.plan import make_plan
-from kvstrata.spans.rewrite import becomes
-from kvstrata.spans.span import Span, SpanRange, live_span, prefix_of
+from kvstrata.spans.rewrite import is_under, rewrite_layer
+from kvstrata.spans.span import Span, SpanRange, prefix_of
 from tests.codecs.arrays import a_turn
-from tests.spans.drive import LAYOUT, distance, stored, text_for
+from tests.spans.drive import LAYOUT, distance, packed, sealed_span, stored, text_for
 
 TURN = a_turn("halves", 64)
 TURNING = Layout((replace(LAYOUT.layers[0], k_turn=TURN),))
@@ -26,12 +27,12 @@ TURNING = Layout((replace(LAYOUT.layers[0], k_turn=TURN),))
 
 def as_turning(span: Span) -> Span:
     """The same memory, as a server of this version sees it."""
-    return Span(TURNING, span.position, span.num_tokens, {0: span.planes(0)})
+    return Span(TURNING, span.position, span.num_tokens, {0: span.sealed(0)})
 
 
 def rewritten(span: Span, name: str, *, upward: bool = False) -> PlanesCodec:
-    span.rewrite(0, make_plan(span.layout, parse(name), parse(name)).pairs[0], upward=upward)
-    codec = span.planes(0)[0].k.codec
+    rewrite_layer(span, 0, make_plan(span.layout, parse(name), parse(name)).pairs[0], upward=upward)
+    codec = span.sealed(0)[0].k.codec
     assert isinstance(codec, PlanesCodec)
     return codec
 
@@ -45,10 +46,10 @@ def test_keys_get_the_turn_of_their_layer_and_values_none() -> None:
 @pytest.mark.parametrize("upward", [False, True])
 def test_what_is_stored_with_plain_means_stays_so(upward: bool) -> None:
     span = as_turning(stored(700, "planes:8"))
-    arrays = span.planes(0)[0].k.arrays
-    assert span.settles(0, make_plan(TURNING, parse("planes:8"), parse("planes:8")).pairs[0], upward=upward)
+    arrays = span.sealed(0)[0].k.arrays
+    assert is_under(span, 0, make_plan(TURNING, parse("planes:8"), parse("planes:8")).pairs[0], upward=upward)
     assert rewritten(span, "planes:4", upward=upward) == PlanesCodec(4)
-    assert all(span.planes(0)[0].k.arrays[name] is arrays[name] for name in ("top", "next", "scales", "means"))
+    assert all(span.sealed(0)[0].k.arrays[name] is arrays[name] for name in ("top", "next", "scales", "means"))
 
 
 def test_what_is_encoded_anew_gets_means_that_turn() -> None:
@@ -69,20 +70,20 @@ def test_what_a_codec_becomes() -> None:
 
 
 def blocks_of(span: Span) -> Packed:
-    packed = pack(span, span.position, span.end)
-    return Packed(packed.arrays, json.loads(json.dumps(packed.description)))
+    block = packed(span, span.position, span.end)
+    return Packed(block.arrays, json.loads(json.dumps(block.description)))
 
 
 def test_blocks_of_both_versions_are_read_and_lie_side_by_side() -> None:
     old = as_turning(stored(300, "planes:8"))
     new = as_turning(stored(300, "raw", position=300, seed=1))
     rewritten(new, "planes:8")
-    packed = [blocks_of(span) for span in (old, new)]
-    specs = [each.description["groups"][0]["k"]["spec"] for each in packed]
+    blocks = [blocks_of(span) for span in (old, new)]
+    specs = [each.description["groups"][0]["k"]["spec"] for each in blocks]
     assert [spec["version"] for spec in specs] == [1, 2]
-    parts = [unpack(TURNING, each, a, a + 300) for each, a in zip(packed, (0, 300), strict=True)]
+    parts = [unpack(TURNING, each, a, a + 300) for each, a in zip(blocks, (0, 300), strict=True)]
     joined = span_of(TURNING, parts, 0, 600)
-    assert [part.k.codec for part in joined.planes(0)] == [PlanesCodec(8), PlanesCodec(8, TURN)]
+    assert [part.k.codec for part in joined.sealed(0)] == [PlanesCodec(8), PlanesCodec(8, TURN)]
     like = mx.zeros(())
     found = Parts((joined.parts(0, 0, 600),)).joined(like)
     wanted = [Parts((span.parts(0, span.position, span.end),)).joined(like) for span in (old, new)]
@@ -96,12 +97,11 @@ def test_a_model_resumes_from_planes_as_well_as_from_raw(architecture: str) -> N
     text = text_for(architecture)
     owner = SequenceCache(text.layout, text.model, 130)
     text.advance(owner, 100)
-    span = live_span(text.layout, owner)
-    span.num_tokens = 100
+    span = sealed_span(text.layout, owner)
     plan = make_plan(text.layout, parse("planes:8"), parse("planes:8"))
     for layer in span.layers:
-        span.rewrite(layer, plan.pairs[layer])
-    parts = [span.planes(layer)[0] for layer in span.layers]
+        rewrite_layer(span, layer, plan.pairs[layer])
+    parts = [span.sealed(layer)[0] for layer in span.layers]
     codecs = {planes.codec for part in parts for planes in (part.k, part.v)}
     assert any(isinstance(codec, PlanesCodec) and codec.turn is not None for codec in codecs)
     if text.layout.path == "parts" and architecture == "llama":

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstrata.codecs.registry import parse
 from kvstrata.index.identity import root_key
+from kvstrata.spans.live import live_bytes
 from kvstrata.spans.plan import make_plan
 from kvstrata.store.entry import Lease
 from kvstrata.store.precision.requantize import Change
@@ -270,7 +271,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.stock.shelf.held_bytes == sum(entry.nbytes for entry in entries)
         assert self.stock.shelf.free_bytes == sum(entry.nbytes for entry in entries if entry.is_free)
         for entry in entries:
-            assert entry.nbytes == entry.span.nbytes - entry.span.live_bytes * entry.is_running
+            assert entry.nbytes == entry.span.nbytes - live_bytes(entry.span) * entry.is_running
         used = [entry for lease, _, _ in self.leases for entry in lease.entries]
         used += [entry for run in self.runs for entry in run.filing.lease.entries]
         assert all(entry.num_leases == used.count(entry) for entry in entries)

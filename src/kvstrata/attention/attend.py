@@ -54,7 +54,7 @@ def attend(
     if isinstance(keys, cpu.Step | cuda_rows.Step):
         if mask is None and keys.takes(queries):
             return keys.attend(queries, scale, sinks)
-        keys = Parts(tuple(row.parts() for row in keys.settle()))
+        keys = Parts(tuple(row.parts() for row in keys.write()))
     if not isinstance(keys, Parts):
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     if queries.shape[2] == 1 and mask is None:

@@ -158,11 +158,6 @@ def _is_on_disk() -> bool:
     return any(path.stat().st_mtime >= changed_s for path in kept)
 
 
-def pays_alone(num_tokens: int, keys: mx.array, values: mx.array) -> bool:
-    """Whether one new token of one sequence, over `num_tokens`, goes by a `Step`."""
-    return keys.shape[2] == 1 and num_tokens >= ALONE_TOKENS and fits(keys, values)
-
-
 class Step:
     """One new token for each row, not written yet. Stands for the keys and for the values, as `Parts` does.
 
@@ -195,7 +190,7 @@ class Step:
         decode(q, kv_heads, table, scale, columns, *rotation_of(k_dim), *rotation_of(v_dim), out)
         return mx.array(out)
 
-    def settle(self) -> Sequence[Row]:
+    def write(self) -> Sequence[Row]:
         """Write the new tokens; for readers of the rows that take another path."""
         mx.eval(self._keys, self._values)
         self._written()

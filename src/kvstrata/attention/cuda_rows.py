@@ -87,7 +87,7 @@ class Step:
         self.launched.append(out)
         return out
 
-    def settle(self) -> Sequence[Row]:
+    def write(self) -> Sequence[Row]:
         """Write the new tokens; for readers of the rows that take another path."""
         mx.eval(self.launched)
         if not self._is_written:

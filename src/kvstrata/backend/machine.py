@@ -34,7 +34,7 @@ class Device:
 
 @functools.cache
 def mlx_backend() -> MlxBackend:
-    """The back-end that is installed, told by its distribution: importing mlx.core would settle the BLAS."""
+    """The back-end that is installed, told by its distribution: importing mlx.core would choose the BLAS."""
     spec = find_spec("mlx")
     if spec is None:
         return "none"

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from kvstrata.bench.driver import MIB, Figure, Progress, in_turns, lay_out, median_ratio, silent
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ModelError
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.models.loaded import LoadedModel
@@ -123,7 +124,7 @@ class _Ours:
                 layer.append(k, v)
                 mx.eval(layer.arrays())
             if name != "raw":
-                layer.seal(*pair)
+                layer.own.seal(*pair, RawWindow())
         self._cache.end_pass(context_tokens)
 
     @property

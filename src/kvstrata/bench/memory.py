@@ -16,14 +16,16 @@ import mlx.core as mx
 from mlx_lm.models import llama
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from kvstrata.attention import cpu, cuda_rows
 from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.batch import AttentionRows, BatchCache
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.probe import probe
+from kvstrata.spans.live import live_span
 from kvstrata.spans.plan import make_plan
-from kvstrata.spans.span import live_span
+from kvstrata.spans.rewrite import rewrite_layer
 
 HEADS, HEAD_DIM = 2, 64
 LAYERS = 8
@@ -186,7 +188,7 @@ def store(tokens: int) -> list[MemoryFigures]:
             cache.flat.clear()
             plan = make_plan(layout, parse(name), parse(name))
             for layer in span.layers:
-                span.rewrite(layer, plan.pairs[layer])
+                rewrite_layer(span, layer, plan.pairs[layer])
 
         rows.append(_measured(what, "kvstrata", run, lambda held=held: held[0]))
     return rows
@@ -235,8 +237,8 @@ def _append_rows(caches: Sequence[Any], rows: int) -> None:
     new = mx.zeros((rows, HEADS, 1, HEAD_DIM))
     for cache in caches:
         keys, _ = cache.update_and_fetch(new, new)
-        if hasattr(keys, "settle"):
-            keys.settle()
+        if isinstance(keys, cpu.Step | cuda_rows.Step):
+            keys.write()
     mx.eval([array for cache in caches for array in _arrays(cache)])
 
 

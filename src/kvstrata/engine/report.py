@@ -77,7 +77,7 @@ def _sequence(sequence: Sequence, budget: Budget) -> SequenceUsage:
 
 def _own(cache: SequenceCache, budget: Budget, readers: int) -> list[PartUsage]:
     """What a sequence computes itself: sealed parts, as the first layer that has some, then the buffers."""
-    full = [layer for layer in cache.flat if isinstance(layer, FullLayer)]
+    full = [layer.own for layer in cache.flat if isinstance(layer, FullLayer)]
     sealed = full[0].sealed if full else ()
     parts = [PartUsage(part.num_tokens, part.k.name, part.v.name, part.nbytes * len(full), readers) for part in sealed]
     raw = cache.num_tokens - cache.start - sum(part.num_tokens for part in sealed)

@@ -14,9 +14,10 @@ from kvstrata.engine.rungs import Rung
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequence import Sequence
 from kvstrata.index.ids import TokenIds
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
+from kvstrata.spans.live import SEAL_TOKENS
 from kvstrata.spans.marks import take_mark
-from kvstrata.spans.span import SEAL_TOKENS
 from kvstrata.store.entry import Found
 from kvstrata.store.evictor import Evictor
 from kvstrata.store.explain import Explainer
@@ -121,7 +122,7 @@ class Resume:
         window = self._precision.window
         end = cache.num_tokens - window.recent_tokens
         recent = window.recent_tokens + end % GROUP_TOKENS
-        cache.seal(rung.plan.pairs, first_raw=window.first_tokens, recent_raw=recent)
+        cache.seal(rung.plan.pairs, RawWindow(window.first_tokens, recent))
 
     def end(self, sequence: Sequence) -> None:
         """It runs no more: what it has computed stays in the store."""

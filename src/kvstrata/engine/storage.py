@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from kvstrata.codecs.base import Codec
 from kvstrata.engine.limits import MARK_EVERY_TOKENS
-from kvstrata.spans.plan import EDGE, RAW
+from kvstrata.spans.convert import RAW
+from kvstrata.spans.plan import EDGE
 from kvstrata.store.options import Floors, LadderOptions, PrecisionOptions, StoreOptions
 
 

@@ -14,17 +14,17 @@ import mlx.core as mx
 from kvstrata.attention import cpu, cuda_rows
 from kvstrata.attention.attend import Keys
 from kvstrata.attention.parts import Parts
+from kvstrata.layers.base import AttentionLayer
 from kvstrata.layers.chunked import ChunkedLayer
 from kvstrata.layers.recurrent import RecurrentLayer, RecurrentRows
 from kvstrata.layers.sequence import CompositeLayer, ForeignLayer, SequenceCache
-from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
 
 
 class AttentionRows:
     """One attention layer of several sequences."""
 
-    def __init__(self, layers: Sequence[FullLayer | WindowLayer]) -> None:
+    def __init__(self, layers: Sequence[AttentionLayer]) -> None:
         self._layers = layers
         self.offset: mx.array | int = 0  # [rows], set for each step: RoPE takes one offset for each row
         self._step: cpu.Step | cuda_rows.Step | None = None
@@ -59,7 +59,7 @@ class AttentionRows:
         if N != 1:
             raise ValueError(f"a batch decodes one token at a time, not {N}")
         for layer in self._layers:
-            if window_size is not None and not (isinstance(layer, WindowLayer) and layer.max_size <= window_size):
+            if window_size is not None and not (isinstance(layer, WindowLayer) and layer.ring.max_size <= window_size):
                 raise NotImplementedError("a window narrower than what the layer keeps needs a mask for each row")
 
     def arrays(self) -> list[mx.array]:
@@ -122,7 +122,7 @@ class BatchCache:
 
 def _rows_of(layers: Sequence[Any]) -> Any:
     first = layers[0]
-    if isinstance(first, FullLayer | WindowLayer):
+    if isinstance(first, AttentionLayer):
         return AttentionRows(layers)
     if isinstance(first, RecurrentLayer):
         return RecurrentRows(layers)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.attention.parts import RawPart
 from kvstrata.codecs.base import copy_rows
 
 CUDA_TOKENS = 256
@@ -55,6 +56,12 @@ class Buffer:
 
     def arrays(self) -> list[mx.array]:
         return [array for array in (self.k, self.v) if array is not None]
+
+    def part(self, num_tokens: int) -> RawPart:
+        """The first so many tokens of what was written."""
+        assert self.k is not None
+        assert self.v is not None
+        return RawPart(self.k, self.v, num_tokens)
 
     def put(self, at: int, k: mx.array, v: mx.array) -> None:  # [1, kv_heads, tokens, dim]
         k_buffer, v_buffer = self.allocate(k, v)

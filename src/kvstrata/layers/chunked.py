@@ -43,7 +43,7 @@ class ChunkedLayer:
 
     def held(self) -> tuple[mx.array, mx.array]:
         """K and V of the newest token's chunk, in memory of their own: [1, kv_heads, tokens, dim]."""
-        raw = self._part((self.offset - 1) % self.chunk_size + 1)
+        raw = self._chunk.part((self.offset - 1) % self.chunk_size + 1)
         k, v = owned(raw.k), owned(raw.v)
         mx.eval(k, v)
         return k, v
@@ -66,11 +66,11 @@ class ChunkedLayer:
         past, count = self.offset % self.chunk_size, keys.shape[2]
         if past + count <= self.chunk_size:
             self._append(keys, values)
-            seen = self._part(past + count)
+            seen = self._chunk.part(past + count)
             return seen.k, seen.v
         # The pass reaches into the next chunk, whose tokens take the place of those that its first queries see.
         new = RawPart(keys, values, count)
-        fetched = Parts(((self._part(past), new) if past else (new,),)).joined(keys)
+        fetched = Parts(((self._chunk.part(past), new) if past else (new,),)).joined(keys)
         self._append(keys, values)
         return fetched
 
@@ -81,8 +81,3 @@ class ChunkedLayer:
         new = slice(first - self.offset, k.shape[2])
         self._chunk.put(first % self.chunk_size, k[:, :, new], v[:, :, new])
         self.offset = end
-
-    def _part(self, num_tokens: int) -> RawPart:
-        assert self._chunk.k is not None
-        assert self._chunk.v is not None
-        return RawPart(self._chunk.k, self._chunk.v, num_tokens)

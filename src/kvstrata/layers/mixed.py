@@ -14,11 +14,11 @@ import mlx.core as mx
 
 from kvstrata.attention.attend import MixedKeys, as_chunk
 from kvstrata.attention.parts import Parts
+from kvstrata.layers.base import AttentionLayer
 from kvstrata.layers.batch import AttentionRows, BatchCache
 from kvstrata.layers.kept import KeptCaches
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
 
 
@@ -30,7 +30,7 @@ def can_mix(layout: Layout) -> bool:
 class MixedLayer:
     """One attention layer: of the sequence whose chunk it is, and of the streams."""
 
-    def __init__(self, chunk: FullLayer | WindowLayer, num_tokens: int, rows: AttentionRows, offsets: mx.array) -> None:
+    def __init__(self, chunk: AttentionLayer, num_tokens: int, rows: AttentionRows, offsets: mx.array) -> None:
         self._chunk = chunk
         self._num_tokens = num_tokens
         self._rows = rows

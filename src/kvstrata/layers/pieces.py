@@ -30,11 +30,6 @@ class Piece:
     def free(self) -> int:
         return self.buffer.size - self.used
 
-    def part(self) -> RawPart:
-        assert self.buffer.k is not None
-        assert self.buffer.v is not None
-        return RawPart(self.buffer.k, self.buffer.v, self.used)
-
 
 class Pieces:
     def __init__(self, capacity: int, raw_tokens: int | None) -> None:
@@ -65,7 +60,7 @@ class Pieces:
         return [array for piece in self._pieces for array in piece.buffer.arrays()]
 
     def parts(self) -> list[RawPart]:
-        return [piece.part() for piece in self._pieces if piece.used]
+        return [piece.buffer.part(piece.used) for piece in self._pieces if piece.used]
 
     def grow(self, tokens: int) -> None:
         if self._raw_tokens is None and not self._promised:
@@ -129,7 +124,7 @@ class Pieces:
         return next((i for i, piece in enumerate(self._pieces) if piece.free), len(self._pieces) - 1)
 
     def full_parts(self) -> list[RawPart]:
-        return [piece.part() for piece in self._pieces[: self.num_full]]
+        return [piece.buffer.part(piece.used) for piece in self._pieces[: self.num_full]]
 
     def whole_arrays(self) -> tuple[mx.array, mx.array] | None:
         """K and V if they fill one buffer exactly: it can be kept as it is, if it is not written again."""

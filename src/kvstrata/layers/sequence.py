@@ -11,8 +11,10 @@ import mlx.core as mx
 
 from kvstrata.attention.parts import Parts, Source
 from kvstrata.codecs.base import Codec
+from kvstrata.layers.base import AttentionLayer
 from kvstrata.layers.chunked import ChunkedLayer
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, make_foreign_cache
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
@@ -66,7 +68,7 @@ class ForeignLayer:
 class DenseLayer:
     """For models that compute on what they fetch (MLA): the layer's keys and values as plain arrays."""
 
-    def __init__(self, layer: FullLayer | WindowLayer) -> None:
+    def __init__(self, layer: AttentionLayer) -> None:
         self._layer = layer
 
     @property
@@ -123,7 +125,7 @@ class SequenceCache:
         make = partial(_make, model=model, capacity=capacity, raw_tokens=raw_tokens, sources=sources)
         self.layers: list[Layer] = [make(spec, index=i) for i, spec in enumerate(layout.layers)]
         self.flat: list[Any] = _flat(self.layers)
-        self._full = [layer for layer in self.flat if isinstance(layer, FullLayer)]
+        self._own = [layer.own for layer in self.flat if isinstance(layer, FullLayer)]
         self._path = layout.path
         if prefix:
             for layer, state in zip(self.flat, prefix.states, strict=True):
@@ -160,11 +162,11 @@ class SequenceCache:
 
     @property
     def _sealed_tokens(self) -> int:
-        return min([layer.sealed_tokens for layer in self._full], default=0)
+        return min([own.sealed_tokens for own in self._own], default=0)
 
     @property
     def sealed_bytes(self) -> int:
-        return sum([layer.sealed_bytes for layer in self._full])
+        return sum([own.sealed_bytes for own in self._own])
 
     def arrays(self) -> list[mx.array]:
         """Everything that a pass has changed."""
@@ -180,18 +182,17 @@ class SequenceCache:
         for layer in self.layers:
             layer.grow(tokens)
 
-    def seal(self, pairs: Sequence[Pair], *, first_raw: int = 4, recent_raw: int = 128) -> int:
-        """Encode its own past in every full-attention layer. Windows and recurrent states stay as they are.
-
-        Tells how many tokens were encoded in each.
-        """
-        full = [(layer, pair) for layer, pair in zip(self.flat, pairs, strict=True) if isinstance(layer, FullLayer)]
-        return max((layer.seal(*pair, first_raw=first_raw, recent_raw=recent_raw) for layer, pair in full), default=0)
+    def seal(self, pairs: Sequence[Pair], window: RawWindow) -> None:
+        """Encode its own past in every full-attention layer. Windows and recurrent states stay as they are."""
+        for layer, pair in zip(self.flat, pairs, strict=True):
+            if isinstance(layer, FullLayer):
+                layer.own.seal(*pair, window)
 
     def let_go(self) -> None:
         """Others have stored what it reads in another way: keep nothing of how it was."""
-        for layer in self._full:
-            layer.let_go()
+        for layer in self.flat:
+            if isinstance(layer, FullLayer):
+                layer.let_go()
 
     def caches(self) -> list[Any]:
         """What the model is called with."""
@@ -237,6 +238,6 @@ def _as_called(layer: Layer, path: str) -> Any:
         return layer.cache
     if isinstance(layer, CompositeLayer):
         return CompositeLayer([_as_called(child, path) for child in layer.caches])
-    if path == "rows" and isinstance(layer, FullLayer | WindowLayer):
+    if path == "rows" and isinstance(layer, AttentionLayer):
         return DenseLayer(layer)
     return layer

@@ -1,53 +1,50 @@
-"""Sliding-window attention, one sequence: a ring of `max_size` tokens, allocated whole by the first write.
+"""Sliding-window attention, one sequence: a ring of tokens, allocated whole by the first write.
 
-Tokens before `keep` stay where they are; the others go round. K is stored after RoPE, so a query may read the ring in
-whatever order it lies.
+K is stored after RoPE, so a query may read the ring in whatever order it lies.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
 
-from kvstrata.attention import cpu, cuda_rows
-from kvstrata.attention.attend import Keys
+from kvstrata.attention import cpu
 from kvstrata.attention.cuda_step import Slot
 from kvstrata.attention.parts import Part, Parts, RawPart
+from kvstrata.layers.base import AttentionLayer
 from kvstrata.layers.buffers import Buffer
+from kvstrata.layers.ring import Ring
 
 
-class WindowLayer:
+class WindowLayer(AttentionLayer):
     def __init__(self, max_size: int, keep: int = 0) -> None:
-        self.max_size = max_size
-        self.keep = keep
-        self.offset = 0
-        self._ring = Buffer(max_size)
-        self._counters = cuda_rows.Counters()
-        self._step: cuda_rows.Step | None = None
+        super().__init__(0)
+        self.ring = Ring(max_size, keep)
+        self._buffer = Buffer(max_size)
         self._chunk: RawPart | None = None  # what the queries of a chunk read, until the pass ends
 
     @property
     def nbytes(self) -> int:
-        return self._ring.nbytes
+        return self._buffer.nbytes
 
     @property
     def token_bytes(self) -> int:
-        return self._ring.token_bytes
+        return self._buffer.token_bytes
 
     @property
     def has_runs(self) -> bool:
         return True
 
     def arrays(self) -> list[mx.array]:
-        return self._ring.arrays()
+        return self._buffer.arrays()
 
     def grow(self, tokens: int) -> None:
         """The ring has its full size from the start."""
 
     def held(self) -> tuple[mx.array, mx.array]:
         """K and V of what the ring holds, by position, in memory of their own: [1, kv_heads, tokens, dim]."""
-        raw = self._ring_part()
-        order = [*range(min(self.keep, self.offset))]
-        order += [self._slot(position) for position in range(self._oldest(), self.offset)]
+        raw, ring = self._held_part(), self.ring
+        order = [*range(min(ring.keep, self.offset))]
+        order += [ring.slot(position) for position in range(ring.oldest(self.offset), self.offset)]
         slots = mx.array(order)
         k, v = mx.take(raw.k, slots, axis=2), mx.take(raw.v, slots, axis=2)
         mx.eval(k, v)
@@ -56,126 +53,76 @@ class WindowLayer:
     def resume(self, k: mx.array, v: mx.array, offset: int) -> None:
         """Hold what another ring of this size `held`; or its first `offset` tokens, if it had not dropped any."""
         self.offset = offset
-        kept = min(self.keep, offset)
+        kept = min(self.ring.keep, offset)
         if kept:
-            self._ring.put(0, k[:, :, :kept], v[:, :, :kept])
-        start = self._oldest()
-        for first, last in self._runs(start, offset):
-            rest = slice(kept + first - start, kept + last - start)
-            self._ring.put(self._slot(first), k[:, :, rest], v[:, :, rest])
+            self._buffer.put(0, k[:, :, :kept], v[:, :, :kept])
+        self._put(k[:, :, kept:], v[:, :, kept:], self.ring.oldest(offset), offset)
         mx.eval(self.arrays())
-
-    def _oldest(self) -> int:
-        """The first position that the ring holds beside the kept ones."""
-        return min(self.offset, max(self.keep, self.offset - (self.max_size - self.keep)))
 
     def append(self, k: mx.array, v: mx.array) -> None:
         if k.shape[2] > 1:
             # Early queries of a chunk see tokens that its last ones push out of the ring.
             new = RawPart(k, v, k.shape[2])
             self._chunk = _join(self._past(), new) if self.offset else new
-        start, end = self.offset, self.offset + k.shape[2]
-        for first, last in self._runs(start, end):
+        start, self.offset = self.offset, self.offset + k.shape[2]
+        self._put(k, v, start, self.offset)
+
+    def _put(self, k: mx.array, v: mx.array, start: int, end: int) -> None:
+        """Tokens of positions [start, end), as far as the ring will hold them."""
+        for first, last in self.ring.runs(start, end):
             new = slice(first - start, last - start)
-            self._ring.put(self._slot(first), k[:, :, new], v[:, :, new])
-        self.offset = end
+            self._buffer.put(self.ring.slot(first), k[:, :, new], v[:, :, new])
 
     def runs_with_next(self, k: mx.array, v: mx.array) -> list[cpu.Run]:
         """Make room for one more token, which the caller writes where the run says."""
-        at = self._slot(self.offset)
+        at = self.ring.slot(self.offset)
         self.offset += 1
-        return [cpu.Run(*self._ring.addresses(k, v), self._ring.size, at, min(self.offset, self.max_size))]
+        return [cpu.Run(*self._buffer.addresses(k, v), self._buffer.size, at, min(self.offset, self.ring.max_size))]
 
     def slot_for_next(self, k: mx.array, v: mx.array) -> Slot:
         """Make room for one more token, which the caller writes there, or has written by `put_last`."""
-        at = self._slot(self.offset)
-        k_ring, v_ring = self._ring.allocate(k, v)
+        at = self.ring.slot(self.offset)
+        k_buffer, v_buffer = self._buffer.allocate(k, v)
         self.offset += 1
-        return Slot(k_ring, v_ring, self._ring.size, at, min(self.offset, self.max_size))
+        return Slot(k_buffer, v_buffer, self._buffer.size, at, min(self.offset, self.ring.max_size))
 
     def put_last(self, k: mx.array, v: mx.array) -> None:
-        self._ring.put(self._slot(self.offset - 1), k, v)
+        self._buffer.put(self.ring.slot(self.offset - 1), k, v)
 
     def before_slot(self) -> tuple[Part, ...]:
         """All that it reads beside the ring."""
         return ()
 
     def parts(self) -> tuple[RawPart, ...]:
-        return (self._chunk or self._ring_part(),)
+        return (self._chunk or self._held_part(),)
 
     def end_pass(self) -> list[mx.array]:
-        """What has to be issued before the next pass."""
         self._chunk = None
-        step, self._step = self._step, None
-        return step.launched if step else []
+        return super().end_pass()
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
-        if cpu.pays_alone(min(self.offset, self.max_size), keys, values):
-            step = cpu.Step((self,), keys, values)
-            return step, step
-        if cuda_rows.fits(keys, values):
-            self._step = cuda_rows.Step((self,), keys, values, self._counters)
-            return self._step, self._step
-        self.append(keys, values)
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[Keys, Keys]:
-        parts = self._step or Parts((self.parts(),))
-        return parts, parts
+    def _prefers_runs(self) -> bool:
+        return min(self.offset, self.ring.max_size) >= cpu.ALONE_TOKENS
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:  # noqa: N803
+        max_size = self.ring.max_size
         if N == 1:
-            return self._narrow_mask(window_size) if window_size and window_size < self.max_size else None
-        window = min(window_size or self.max_size, self.max_size - self.keep)
+            return self.ring.narrow_mask(self.offset, window_size) if window_size and window_size < max_size else None
+        window = min(window_size or max_size, max_size - self.ring.keep)
         if self.offset + N <= window and not return_array:
             return "causal"
-        return self._chunk_mask(N, window)
+        return self.ring.chunk_mask(self.offset, N, window)
 
-    def _chunk_mask(self, num_tokens: int, window: int) -> mx.array:
-        """Queries of a chunk over the past and the chunk: each sees the kept tokens and the newest `window`."""
-        past = min(self.offset, self.max_size - 1)
-        columns = mx.arange(past + num_tokens)
-        # Kept tokens lie at their own position; the others end where the chunk ends.
-        positions = mx.where(columns < self.keep, columns, columns + (self.offset - past))
-        queries = mx.arange(self.offset, self.offset + num_tokens)[:, None]
-        return (positions <= queries) & ((positions < self.keep) | (positions > queries - window))
-
-    def _narrow_mask(self, window_size: int) -> mx.array:
-        """One query over the ring, for a model whose window is narrower than the ring that it asked for."""
-        positions = [-1] * min(self.max_size, self.offset + 1)
-        for position in range(max(0, self.offset + 1 - self.max_size), self.offset + 1):
-            positions[self._slot(position)] = position
-        return mx.array(positions) > self.offset - window_size
-
-    def _slot(self, position: int) -> int:
-        if position < self.keep:
-            return position
-        return self.keep + (position - self.keep) % (self.max_size - self.keep)
-
-    def _runs(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The positions of [start, end) that the ring will hold, cut where their slots are not consecutive."""
-        ring = self.max_size - self.keep
-        runs = [(start, min(end, self.keep))] if start < self.keep else []
-        first = max(start, self.keep, end - ring)
-        while first < end:
-            last = min(end, first + ring - (first - self.keep) % ring)
-            runs.append((first, last))
-            first = last
-        return runs
-
-    def _ring_part(self) -> RawPart:
-        assert self._ring.k is not None
-        assert self._ring.v is not None
-        return RawPart(self._ring.k, self._ring.v, min(self.offset, self.max_size))
+    def _held_part(self) -> RawPart:
+        return self._buffer.part(min(self.offset, self.ring.max_size))
 
     def _past(self) -> RawPart:
         """The newest max_size - 1 tokens, oldest first: all that a further token can see."""
-        held = self._ring_part()
-        if self.offset < self.max_size:
+        held, ring = self._held_part(), self.ring
+        if self.offset < ring.max_size:
             return held
         # Drop the oldest token that is not kept; the others in order of position.
-        oldest = self._slot(self.offset)
-        cut = [(0, self.keep), (oldest + 1, self.max_size), (self.keep, oldest)]
+        oldest = ring.slot(self.offset)
+        cut = [(0, ring.keep), (oldest + 1, ring.max_size), (ring.keep, oldest)]
         pieces = [RawPart(held.k[:, :, a:b], held.v[:, :, a:b], b - a) for a, b in cut if a < b]
         return _join(*pieces)
 

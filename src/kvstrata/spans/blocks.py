@@ -19,7 +19,7 @@ from kvstrata.codecs.registry import planes_from
 from kvstrata.errors import ConfigError
 from kvstrata.layers.grain import grain_of
 from kvstrata.layers.kinds import Layout
-from kvstrata.spans import rewrite
+from kvstrata.spans.convert import owned
 from kvstrata.spans.marks import Mark, MarkState, RecurrentState
 from kvstrata.spans.span import Span
 from kvstrata.tier.block import BLOCK_TOKENS
@@ -66,30 +66,21 @@ def boundaries(span: Span, start: int, end: int) -> list[int]:
     places.update(at for at in (*span.marks, *span.ends) if start < at < end)
     for layer in span.layers:
         # A cut may have left more of the first and the last than the span has.
-        ends = (part.k.position + part.num_tokens for part in span.planes(layer))
+        ends = (part.k.position + part.num_tokens for part in span.sealed(layer))
         places.update(at for at in ends if start < at < end)
     return sorted(places)
 
 
-def pack(span: Span, start: int, end: int) -> Packed:
-    """Tokens [start, end) of a sealed span, which lie in one part of each layer. Copies them."""
-    steps = packing(span, start, end)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as ended:
-            return ended.value
-
-
 def packing(span: Span, start: int, end: int) -> Generator[None, None, Packed]:
-    """The same in small steps. What is packed is what the span held at the first of them."""
+    """Tokens [start, end) of a sealed span, which lie in one part of each layer: copied in small steps. What is packed
+    is what the span held at the first of them."""
     missing = set(_full_layers(span.layout)).difference(span.layers)
     if missing:
         raise ValueError(f"tokens {start} to {end} cannot be packed: their span does not have layers {missing}")
     found = [(layer, span.parts(layer, start, end)) for layer in span.layers]
     groups: dict[tuple[Any, ...], list[tuple[int, SealedPart]]] = {}
     for number, (layer, parts) in enumerate(found, 1):
-        (part,) = [_owned(part) for part in parts]
+        (part,) = [owned(part) for part in parts]
         groups.setdefault(_likeness(part), []).append((layer, part))
         if number % LAYERS_AT_ONCE == 0:
             yield
@@ -128,12 +119,12 @@ def pack_mark(mark: Mark) -> Packed:
     for i, state in enumerate(mark.states):
         if isinstance(state, RecurrentState):
             held = [j for j, array in enumerate(state.arrays) if array is not None]
-            arrays |= {f"{i}.{j}": _stack([array]) for j, array in enumerate(state.arrays) if array is not None}
+            arrays |= {f"{i}.{j}": _alone(array) for j, array in enumerate(state.arrays) if array is not None}
             states.append({"recurrent": len(state.arrays), "held": held})
         elif isinstance(state, SealedPart):
             for side in ("k", "v"):
                 planes = getattr(state, side)
-                arrays |= {f"{i}.{side}.{name}": _stack([array]) for name, array in planes.arrays.items()}
+                arrays |= {f"{i}.{side}.{name}": _alone(array) for name, array in planes.arrays.items()}
             states.append({"k": _described(state.k), "v": _described(state.v)})
         else:
             states.append(None)
@@ -156,10 +147,6 @@ def span_of(layout: Layout, blocks: Sequence[Mapping[int, SealedPart]], start: i
     for layer in _full_layers(layout):
         span.replace(layer, grain_of(specs[layer]).join([block[layer] for block in blocks]))
     return span
-
-
-def _owned(part: Any) -> SealedPart:
-    return part if isinstance(part, SealedPart) else rewrite.cut(part.whole, part.start, part.end)
 
 
 def _likeness(part: SealedPart) -> tuple[Any, ...]:
@@ -188,13 +175,7 @@ def _state(stacks: Mapping[str, mx.array], i: int, described: Mapping[str, Any] 
         return RecurrentState(
             tuple(stacks[f"{i}.{j}"][0] if j in held else None for j in range(described["recurrent"]))
         )
-    sides = []
-    for side in ("k", "v"):
-        prefix = f"{i}.{side}."
-        arrays = {name.removeprefix(prefix): stack[0] for name, stack in stacks.items() if name.startswith(prefix)}
-        mx.eval(list(arrays.values()))
-        sides.append(planes_from(described[side]["spec"], described[side]["where"], arrays))
-    return SealedPart(*sides)
+    return SealedPart(*(_planes(stacks, i, side, 0, described[side]) for side in ("k", "v")))
 
 
 def _check(layout: Layout, parts: Mapping[int, SealedPart], start: int, end: int) -> None:
@@ -212,13 +193,9 @@ def _full_layers(layout: Layout) -> list[int]:
     return [layer for layer, spec in enumerate(layout.flat()) if spec.kind == "full"]
 
 
-def _stack(arrays: Sequence[mx.array]) -> PackedArray:
-    steps = _stacking(arrays)
-    while True:
-        try:
-            next(steps)
-        except StopIteration as ended:
-            return ended.value
+def _alone(array: mx.array) -> PackedArray:
+    """[1, ...], copied."""
+    return PackedArray(DTYPES[array.dtype], (1, *array.shape), _octets(array).copy())
 
 
 def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:

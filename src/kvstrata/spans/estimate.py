@@ -15,12 +15,14 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.segments import segments_of
 from kvstrata.layers.kinds import LayerSpec
+from kvstrata.layers.own import OwnTokens
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import Pair
-from kvstrata.layers.tail import FullLayer
+from kvstrata.spans.convert import RAW, becomes, live_pair, new_pair
+from kvstrata.spans.live import SEAL_TOKENS
 from kvstrata.spans.marks import Mark
-from kvstrata.spans.plan import RAW, Plan
-from kvstrata.spans.rewrite import becomes, lower_pair
-from kvstrata.spans.span import SEAL_TOKENS, RawWindow, Span
+from kvstrata.spans.plan import Plan
+from kvstrata.spans.span import Span
 
 # Why something is left alone.
 STORED_SO = "stored so already"
@@ -48,8 +50,8 @@ def estimate(span: Span, plan: Plan, *, upward: bool, window: RawWindow | None) 
     specs = span.layout.flat()
     for layer in span.layers:
         held, pair, dtype = span.held(layer), plan.pairs[layer], specs[layer].dtype
-        if not isinstance(held, FullLayer):
-            for part in span.planes(layer):
+        if not isinstance(held, OwnTokens):
+            for part in held:
                 _add_part(result, part, pair, dtype, upward)
         elif window is not None:
             _add_live(result, held, pair, dtype, window)
@@ -94,42 +96,42 @@ def _add_planes(result: Estimate, planes: Planes, wanted: Codec, dtype: mx.Dtype
     result.bytes_after += encoded_bytes(codec, heads, planes.dim, planes.position, planes.num_tokens, dtype)
 
 
-def _add_live(result: Estimate, layer: FullLayer, pair: Pair, dtype: mx.Dtype, window: RawWindow) -> None:
+def _add_live(result: Estimate, own: OwnTokens, pair: Pair, dtype: mx.Dtype, window: RawWindow) -> None:
     """A running sequence: its buffers keep the newest tokens and the room for more."""
-    for part in layer.sealed:
-        _add_part(result, part, lower_pair(part, pair, dtype), dtype, upward=False)
-    buffer_bytes = layer.nbytes - layer.sealed_bytes
+    for part in own.sealed:
+        _add_part(result, part, new_pair(part, live_pair(part, pair), dtype), dtype, upward=False)
+    pieces, recent_tokens = own.pieces, window.recent_tokens
+    buffer_bytes = pieces.nbytes
     result.bytes_before += buffer_bytes
-    raw = layer.offset - layer.start - layer.sealed_tokens
-    moved = layer.num_to_seal(window.first_tokens, window.recent_tokens)
+    raw = pieces.num_tokens
+    moved = own.num_to_seal(window)
     if moved < SEAL_TOKENS or pair == RAW:
         result.bytes_after += buffer_bytes
-        result.left_alone[RAW_WINDOW] += layer.token_bytes * raw
+        result.left_alone[RAW_WINDOW] += pieces.token_bytes * raw
         return
-    at = layer.offset - window.recent_tokens - moved
-    first = raw - moved - window.recent_tokens  # sealed as they are
-    buffer_tokens = layer.buffer_tokens_after(window.recent_tokens)
-    result.left_alone[RAW_WINDOW] += layer.token_bytes * (raw - moved)
-    result.bytes_after += layer.token_bytes * (first + buffer_tokens) + _encoded_pair(layer, pair, at, moved, dtype)
+    at = own.end - recent_tokens - moved
+    first = raw - moved - recent_tokens  # sealed as they are
+    buffer_tokens = pieces.size_for(recent_tokens)
+    result.left_alone[RAW_WINDOW] += pieces.token_bytes * (raw - moved)
+    result.bytes_after += pieces.token_bytes * (first + buffer_tokens) + _encoded_pair(own, pair, at, moved, dtype)
 
 
-def _add_ended(result: Estimate, layer: FullLayer, span: Span, pair: Pair, dtype: mx.Dtype) -> None:
+def _add_ended(result: Estimate, own: OwnTokens, span: Span, pair: Pair, dtype: mx.Dtype) -> None:
     """Buffers that wait to be trimmed: what is not filed and the room for more go."""
     sealed = Estimate()
-    for part in layer.sealed:
-        k, v = (becomes(p.codec, c, p.dim, dtype) for p, c in zip((part.k, part.v), pair, strict=True))
-        _add_part(sealed, part, (k, v), dtype, upward=False)
-    raw = max(0, span.num_tokens - layer.sealed_tokens)
-    result.bytes_before += layer.nbytes
+    for part in own.sealed:
+        _add_part(sealed, part, pair, dtype, upward=False)
+    raw = max(0, span.num_tokens - own.sealed_tokens)
+    result.bytes_before += own.nbytes
     result.bytes_after += sealed.bytes_after
     if raw:
-        result.bytes_after += _encoded_pair(layer, pair, span.end - raw, raw, dtype)
+        result.bytes_after += _encoded_pair(own, pair, span.end - raw, raw, dtype)
 
 
-def _encoded_pair(layer: FullLayer, pair: Pair, position: int, num_tokens: int, dtype: mx.Dtype) -> int:
+def _encoded_pair(own: OwnTokens, pair: Pair, position: int, num_tokens: int, dtype: mx.Dtype) -> int:
     return sum(
         encoded_bytes(codec, array.shape[1], array.shape[3], position, num_tokens, dtype)
-        for codec, array in zip(pair, layer.arrays()[:2], strict=True)
+        for codec, array in zip(pair, own.pieces.arrays()[:2], strict=True)
     )
 
 

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.base import Planes
-from kvstrata.layers.tail import FullLayer
+from kvstrata.layers.own import OwnTokens
 from kvstrata.spans.marks import RecurrentState
 from kvstrata.spans.span import Span
 
@@ -67,7 +67,7 @@ def gather_some(span: Span, apart: Collection[int] = ()) -> bool:
 
 
 def _put(span: Span, place: _Place, planes: Planes) -> None:
-    parts = list(span.planes(place.layer))
+    parts = list(span.sealed(place.layer))
     part = parts[place.number]
     parts[place.number] = SealedPart(planes, part.v) if place.side == "k" else SealedPart(part.k, planes)
     span.replace(place.layer, parts)
@@ -86,7 +86,7 @@ def _next_group(span: Span, apart: Collection[int]) -> list[_Place]:
 def _places(span: Span) -> Iterator[_Place]:
     for layer in span.layers:
         held = span.held(layer)
-        for number, part in enumerate(held.sealed if isinstance(held, FullLayer) else held):
+        for number, part in enumerate(held.sealed if isinstance(held, OwnTokens) else held):
             yield _Place(layer, number, "k", part.k)
             yield _Place(layer, number, "v", part.v)
 

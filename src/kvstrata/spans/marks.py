@@ -72,9 +72,15 @@ def _reaches_in(spec: LayerSpec, position: int, num_tokens: int) -> bool:
     return spec.kind != "recurrent"
 
 
-def states_at(mark: Mark, num_tokens: int, dtype: mx.Dtype) -> tuple[Any, ...]:
-    """What layers resume from, by flat layer."""
-    return tuple(_resumable(state, num_tokens, dtype) for state in mark.states)
+def states_at(layout: Layout, mark: Mark | None, num_tokens: int) -> tuple[Any, ...]:
+    """What layers resume from after `num_tokens`, by flat layer; None for those with full attention."""
+    specs = layout.flat()
+    if mark is None:
+        if needs_marks(layout):
+            raise ValueError(f"this model has window or recurrent layers: a resume at {num_tokens} needs a mark")
+        return (None,) * len(specs)
+    states = zip(mark.states, specs, strict=True)
+    return tuple(_resumable(state, num_tokens, spec.dtype) for state, spec in states)
 
 
 def _state(layer: Any, position: int) -> MarkState:

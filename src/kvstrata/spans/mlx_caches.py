@@ -26,7 +26,7 @@ from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers.buffers import owned
 from kvstrata.layers.grain import join
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.spans import rewrite
+from kvstrata.spans.convert import owned as owned_part
 from kvstrata.spans.marks import Mark, MarkState, RecurrentState, needs_marks, states_at
 from kvstrata.spans.span import Held, Span, SpanRange
 
@@ -72,12 +72,8 @@ def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> l
     A layer whose tokens are all under one affine codec becomes a QuantizedKVCache; other codecs are decoded.
     """
     num_tokens = runs[-1].end
-    if mark is None and needs_marks(layout):
-        raise ValueError(f"this model has window or recurrent layers: a resume at {num_tokens} needs a mark")
-    specs = layout.flat()
-    dtype = next((spec.dtype for spec in specs if spec.kind in ("window", "chunked")), mx.float32)
-    states = states_at(mark, num_tokens, dtype) if mark is not None else (None,) * len(specs)
-    made = iter([_given(spec, i, runs, states[i], num_tokens) for i, spec in enumerate(specs)])
+    states = states_at(layout, mark, num_tokens)
+    made = iter([_given(spec, i, runs, states[i], num_tokens) for i, spec in enumerate(layout.flat())])
     return [CacheList(*(next(made) for _ in spec.children)) if spec.children else next(made) for spec in layout.layers]
 
 
@@ -214,7 +210,7 @@ def _to_chunked(spec: LayerSpec, k: mx.array, v: mx.array, num_tokens: int) -> A
 def _to_kv_cache(spec: LayerSpec, parts: Sequence[Part], num_tokens: int) -> Any:
     codec = _common_affine(parts)
     if codec is not None:
-        whole = join([_sealed(part) for part in parts])
+        whole = join([owned_part(part) for part in parts])
         cache: Any = QuantizedKVCache(codec.group, codec.bits)
         cache.keys, cache.values = (_to_packed(codec, planes, spec.dtype) for planes in (whole.k, whole.v))
     else:
@@ -236,13 +232,6 @@ def _common_affine(parts: Sequence[Part]) -> AffineCodec | None:
     codecs = {planes.codec for part in wholes if isinstance(part, SealedPart) for planes in (part.k, part.v)}
     only = next(iter(codecs))
     return only if len(codecs) == 1 and isinstance(only, AffineCodec) else None
-
-
-def _sealed(part: Part) -> SealedPart:
-    if isinstance(part, CutPart):
-        return rewrite.cut(part.whole, part.start, part.end)
-    assert isinstance(part, SealedPart)
-    return part
 
 
 def _to_packed(codec: AffineCodec, planes: Planes, dtype: mx.Dtype) -> Packed:

@@ -6,15 +6,13 @@ from dataclasses import dataclass, replace
 
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import fit, parse
 from kvstrata.codecs.turns import Turn
 from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.sequence import Pair
-from kvstrata.spans.rewrite import bits_of
+from kvstrata.spans.convert import RAW, bits_of
 
-RAW: Pair = (RawCodec(), RawCodec())
 EDGE = PlanesCodec(8)  # of layers that keep more bits than the others
 
 

@@ -1,152 +1,128 @@
-"""Parts of one layer, put under one codec for K and one for V.
-
-Within a family of codecs this touches as little as it can: planes step down by dropping planes, parts of the same codec
-are joined as they are. Everything else is decoded and encoded, which never gains precision.
-"""
+"""Layers of a span, put under other codecs in small steps. Trimming, encoding, stepping down and joining are this."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 
-import mlx.core as mx
-
-from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart, cut_parts
-from kvstrata.codecs.base import Codec, Planes
-from kvstrata.codecs.planes import PlanesCodec, step_down
+from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.layers.grain import Grain, ranges
+from kvstrata.layers.grain import grain_of
+from kvstrata.layers.own import OwnTokens
 from kvstrata.layers.sequence import Pair
-
-_RAW: Pair = (RawCodec(), RawCodec())
-
-
-@dataclass
-class LayerProgress:
-    """How far the rewriting of a layer has come. Good until other code changes the span."""
-
-    version: int = -1  # of the span
-    start: int = 0  # tokens before it are done and in their place
-    at: int = 0  # tokens before it are done
-    made: list[SealedPart] = field(default_factory=list)  # tokens [start, at)
-
-    def restart(self, version: int, start: int) -> None:
-        self.version, self.start, self.at, self.made = version, start, start, []
-
-    def placed(self, version: int) -> None:
-        self.version, self.start, self.made = version, self.at, []
+from kvstrata.spans.convert import RAW, lowered, next_piece, owned, stays
+from kvstrata.spans.marks import Mark
+from kvstrata.spans.plan import Plan
+from kvstrata.spans.span import Span
 
 
-def next_piece(
-    parts: Sequence[Part], start: int, pair: Pair, dtype: mx.Dtype, grain: Grain, *, upward: bool
-) -> SealedPart:
-    """The first tokens of parts that follow each other, under a pair of codecs, in memory of their own: as many as are
-    done in one step. The first of them is at position `start`.
+class LayerRewrite:
+    """One layer on its way under a pair of codecs, in memory of its own, trimmed to what is used.
 
-    What is stored in fewer bits than `pair` stays so, unless `upward`: more bits would bring nothing back.
+    Readers see what was or what will be, and between two steps the layer is whole. It is given the span at each step
+    and does not keep it: the memory of a span that is evicted meanwhile goes at once.
     """
-    part = parts[0]
-    if isinstance(part, RawPart):
-        # Buffers end anywhere: a codec's group may lie in two of them.
-        raw = list(takewhile(lambda each: isinstance(each, RawPart), parts))
-        num_tokens = _step_tokens(start, sum(each.num_tokens for each in raw), grain, encodes=pair != _RAW)
-        k, v = Parts((tuple(cut_parts(raw, 0, num_tokens)),)).joined(part.k_buffer)
-        return SealedPart(pair[0].encode(k.squeeze(0), start), pair[1].encode(v.squeeze(0), start))
-    whole, first = (part.whole, part.start) if isinstance(part, CutPart) else (part, 0)
-    assert isinstance(whole, SealedPart)
-    k, v = _new_pair(whole, pair, dtype, upward=upward)
-    encodes = not (_is_cheap(whole.k, k) and _is_cheap(whole.v, v))
-    if part is whole and not encodes:
-        return whole if (k, v) == _codecs(whole) else SealedPart(convert(whole.k, k, dtype), convert(whole.v, v, dtype))
-    end = first + _step_tokens(start, part.num_tokens, grain, encodes=encodes)
-    return SealedPart(_converted(whole.k, first, end, k, dtype), _converted(whole.v, first, end, v, dtype))
+
+    def __init__(self, layer: int, pair: Pair) -> None:
+        self._layer = layer
+        self._pair = pair
+        self._version = -1  # of the span, when this was last at it
+        self._start = 0  # tokens before it are done and in their place
+        self._at = 0  # tokens before it are done
+        self._made: list[SealedPart] = []  # tokens [start, at)
+
+    def advance(self, span: Span, *, upward: bool = False) -> bool:
+        """Do the next small step: `next_piece`. Tells whether there is more to do. Where other code has changed the
+        span since the last step, the work starts over."""
+        if span.num_tokens < 1:
+            raise ValueError(f"a span of {span.num_tokens} tokens cannot be stored: seal some first")
+        if self._version != span.version:
+            self._version, self._start, self._at, self._made = span.version, span.position, span.position, []
+        if self._pair == RAW and self._at == span.position and _adopt_buffer(span, self._layer):
+            return False
+        spec = span.layout.flat()[self._layer]
+        grain = grain_of(spec)
+        is_same = True
+        while is_same and self._at < span.end:
+            parts = span.parts(self._layer, self._at, span.end)
+            piece = next_piece(parts, self._at, self._pair, spec.dtype, grain, upward=upward)
+            is_same = piece is parts[0]
+            self._made.append(piece)
+            self._at += piece.num_tokens
+            if self._at % grain.part_tokens == 0 or self._at == span.end:
+                self._made = grain.join(self._made)
+                self._put(span)
+        return self._at < span.end
+
+    def _put(self, span: Span) -> None:
+        """Put what was made into its place, if it replaces whole parts. A buffer goes when nothing of it is left."""
+        held = span.held(self._layer)
+        after: tuple[SealedPart, ...] = ()
+        if self._at < span.end:
+            if isinstance(held, OwnTokens) or any(part.k.position < self._at < part.k.end for part in held):
+                return
+            after = tuple(part for part in held if part.k.position >= self._at)
+        done = () if isinstance(held, OwnTokens) else held
+        before = (part for part in done if span.position < part.k.end <= self._start)
+        span.replace(self._layer, (*before, *self._made, *after))
+        self._version, self._start, self._made = span.version, self._at, []
 
 
-def _step_tokens(start: int, num_tokens: int, grain: Grain, *, encodes: bool) -> int:
-    first, end = next(ranges(start, start + num_tokens, grain.piece_tokens if encodes else grain.part_tokens))
-    return end - first
+def rewrite_layer(span: Span, layer: int, pair: Pair, *, upward: bool = False) -> None:
+    """All steps at once."""
+    rewriting = LayerRewrite(layer, pair)
+    while rewriting.advance(span, upward=upward):
+        pass
 
 
-def becomes(held: Codec, wanted: Codec, dim: int, dtype: mx.Dtype, *, upward: bool = False) -> Codec:
-    """What `held` becomes where `wanted` is asked for: never more bits than it has, unless `upward`. Planes keep their
-    means: only what is encoded anew gets those of `wanted`."""
-    if isinstance(held, PlanesCodec) and isinstance(wanted, PlanesCodec) and wanted.bits <= held.bits:
-        return dataclasses.replace(held, bits=wanted.bits)
-    return wanted if upward or bits_of(wanted, dim, dtype) < bits_of(held, dim, dtype) else held
+def is_under(span: Span, layer: int, pair: Pair, *, upward: bool = False) -> bool:
+    """Whether a rewrite would leave the layer as it is."""
+    held, spec = span.held(layer), span.layout.flat()[layer]
+    if isinstance(held, OwnTokens) or sum(part.num_tokens for part in held) != span.num_tokens:
+        return False
+    grain = grain_of(spec)
+    if any(grain.may_join(a, b) for a, b in pairwise(held)):
+        return False
+    return all(stays(part, pair, spec.dtype, upward=upward) for part in held)
 
 
-def whole(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> SealedPart:
-    """All of a part at once, never in more bits than it has. The same object where that changes nothing."""
-    k, v = _new_pair(part, pair, dtype)
-    return part if (k, v) == _codecs(part) else SealedPart(convert(part.k, k, dtype), convert(part.v, v, dtype))
+def shrink(span: Span, layer: int) -> None:
+    """Give back what a cut left over. No sequence may write a live layer any more: its buffers go with it."""
+    if isinstance(span.held(layer), OwnTokens):
+        rewrite_layer(span, layer, RAW)
+    else:
+        span.replace(layer, [owned(part) for part in span.parts(layer, span.position, span.end)])
 
 
-def lowered(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> SealedPart:
-    """A part of a running sequence. Its first tokens, which were sealed raw, stay so."""
-    k, v = lower_pair(part, pair, dtype)
-    return SealedPart(convert(part.k, k, dtype), convert(part.v, v, dtype))
+def rewriting_marks(span: Span, plan: Plan) -> Iterator[None]:
+    """One ring at a time. Each is soon done: no ring is longer than its window."""
+    for at in list(span.marks):
+        for i, (pair, spec) in enumerate(zip(plan.pairs, span.layout.flat(), strict=True)):
+            mark = span.marks.get(at)  # it may have gone meanwhile
+            ring = mark.states[i] if mark is not None else None
+            if mark is not None and isinstance(ring, SealedPart) and not stays(ring, pair, spec.dtype):
+                states = (*mark.states[:i], lowered(ring, pair, spec.dtype), *mark.states[i + 1 :])
+                span.marks[at] = replace(mark, states=states)
+                yield
 
 
-def lower_pair(part: SealedPart, pair: Pair, dtype: mx.Dtype) -> Pair:
-    """What the codecs of a running sequence's part become."""
-    held = _codecs(part)
-    return held if held == _RAW else _new_pair(part, pair, dtype)
+def marks_are_under(span: Span, plan: Plan) -> bool:
+    """Whether a rewrite would leave all marks as they are. A model may have no other KV."""
+    return all(_is_mark_under(span, mark, plan) for mark in span.marks.values())
 
 
-def _new_pair(part: SealedPart, pair: Pair, dtype: mx.Dtype, *, upward: bool = False) -> Pair:
-    k, v = _codecs(part)
-    return (
-        becomes(k, pair[0], part.k.dim, dtype, upward=upward),
-        becomes(v, pair[1], part.v.dim, dtype, upward=upward),
-    )
+def _is_mark_under(span: Span, mark: Mark, plan: Plan) -> bool:
+    states = zip(mark.states, plan.pairs, span.layout.flat(), strict=True)
+    return all(stays(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedPart))
 
 
-def bits_of(codec: Codec, dim: int, dtype: mx.Dtype) -> float:
-    """As allocated in memory, where raw is what the model computes in."""
-    return 8.0 * dtype.size if isinstance(codec, RawCodec) else codec.bits_per_value(dim)
-
-
-def _codecs(part: SealedPart) -> Pair:
-    return part.k.codec, part.v.codec
-
-
-def cut(part: SealedPart, start: int, end: int) -> SealedPart:
-    """Tokens [start, end), counted from its first, in memory of their own."""
-    return SealedPart(part.k.cut(start, end), part.v.cut(start, end))
-
-
-def adopt(k: mx.array, v: mx.array, pair: Pair, position: int) -> SealedPart:
-    """Arrays [kv_heads, tokens, dim] that no other code writes and that have no gaps."""
-    return SealedPart(_take(k, pair[0], position), _take(v, pair[1], position))
-
-
-def convert(planes: Planes, codec: Codec, dtype: mx.Dtype) -> Planes:
-    if planes.codec == codec:
-        return planes
-    if _is_cheap(planes, codec):
-        assert isinstance(codec, PlanesCodec)
-        return step_down(planes, codec.bits)
-    return _take(planes.codec.decode(planes, dtype), codec, planes.position)
-
-
-def _is_cheap(planes: Planes, codec: Codec) -> bool:
-    """Whether nothing has to be encoded anew."""
-    held = planes.codec
-    if isinstance(held, PlanesCodec) and isinstance(codec, PlanesCodec):
-        return held.turn == codec.turn and codec.bits <= held.bits
-    return held == codec
-
-
-def _converted(planes: Planes, start: int, end: int, codec: Codec, dtype: mx.Dtype) -> Planes:
-    """Tokens [start, end) of it, counted from its first."""
-    if (start, end) == (0, planes.num_tokens):
-        return convert(planes, codec, dtype)
-    if isinstance(planes.codec, RawCodec) and codec != planes.codec:
-        return codec.encode(planes.arrays["values"][:, start:end], planes.position + start)
-    return convert(planes.cut(start, end), codec, dtype)
-
-
-def _take(array: mx.array, codec: Codec, position: int) -> Planes:
-    return codec.adopt(array, position) if isinstance(codec, RawCodec) else codec.encode(array, position)
+def _adopt_buffer(span: Span, layer: int) -> bool:
+    """Keep a buffer as it is if the span fills it exactly."""
+    held = span.held(layer)
+    if not isinstance(held, OwnTokens) or (held.start, held.end) != (span.position, span.end):
+        return False
+    whole = held.whole_arrays()
+    if whole is not None:
+        span.replace(layer, (SealedPart(*(RawCodec().adopt(array, span.position) for array in whole)),))
+    return whole is not None

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvstrata.layers.raw_window import RawWindow
+
 if TYPE_CHECKING:
     from kvstrata.codecs.base import Codec
 
@@ -15,8 +17,8 @@ class PrecisionOptions:
     v: Codec | None = None
     min_quantize_tokens: int = 256  # shorter sequences stay raw: their overhead exceeds what is saved
     live: bool = False  # running sequences are encoded too,
-    first_raw_tokens: int = 4  # but for their first
-    recent_raw_tokens: int = 128  # and newest tokens
+    first_raw_tokens: int = RawWindow.first_tokens  # but for their first
+    recent_raw_tokens: int = RawWindow.recent_tokens  # and newest tokens
     put_away: bool = True  # to the disk, what stepping down takes away
     gathers: bool = False  # planes of layers that are stored alike become rows of one array,
     apart: frozenset[int] = frozenset()  # but for these layers, which keep more bits than the others

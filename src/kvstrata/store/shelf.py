@@ -15,6 +15,7 @@ from kvstrata.eviction.worth import Kind
 from kvstrata.index.ids import TokenIds
 from kvstrata.index.tree import Node, Tree
 from kvstrata.spans.gather import num_arrays
+from kvstrata.spans.rewrite import shrink
 from kvstrata.spans.span import empty_span
 from kvstrata.store.entry import Entry
 from kvstrata.store.journal import Journal
@@ -176,7 +177,7 @@ class Shelf:
         if (start, end) != (span.position, span.end):
             span.cut(start, end)
             for layer in span.layers:
-                span.shrink(layer)
+                shrink(span, layer)
         self.recount(entry)
 
     def _rejoin(self, parent: Node[Entry]) -> None:

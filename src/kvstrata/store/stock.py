@@ -17,8 +17,9 @@ from kvstrata.eviction.history import History
 from kvstrata.eviction.worth import Reuse
 from kvstrata.index.identity import Identity
 from kvstrata.layers.kinds import Layout
+from kvstrata.spans.convert import RAW
 from kvstrata.spans.marks import needs_marks
-from kvstrata.spans.plan import RAW, raw_plan
+from kvstrata.spans.plan import raw_plan
 from kvstrata.store.chores import Chores
 from kvstrata.store.clearing import Clearing
 from kvstrata.store.cold.cold import Cold, no_cold

@@ -12,7 +12,8 @@ from kvstrata.eviction.history import History, kind_of
 from kvstrata.eviction.worth import Kind
 from kvstrata.index.ids import Tokens, as_ids
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.spans.span import empty_span, live_span, prefix_of
+from kvstrata.spans.live import live_span
+from kvstrata.spans.span import empty_span, prefix_of
 from kvstrata.store.entry import Entry, Found, Lease, note_asked_twice
 from kvstrata.store.filing import Desk, Filing, NoFiling
 from kvstrata.store.precision.mover import Mover

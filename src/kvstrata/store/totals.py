@@ -7,6 +7,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
 from kvstrata.attention.parts import SealedPart
+from kvstrata.spans.live import live_bytes
 from kvstrata.spans.marks import RecurrentState
 from kvstrata.store.entry import Entry
 from kvstrata.store.journal import Changed
@@ -90,9 +91,9 @@ def share_of(entry: Entry) -> Share:
         share.sizes["spans"] = 1
         for part in entry.span.sealed_parts():
             _add_part(share, part, "full")
-        if live_bytes := entry.span.live_bytes:
-            share.by_kind["full"] += live_bytes
-            share.by_precision["raw"] += live_bytes
+        if buffer_bytes := live_bytes(entry.span):
+            share.by_kind["full"] += buffer_bytes
+            share.by_precision["raw"] += buffer_bytes
     return share
 
 

@@ -13,8 +13,9 @@ import mlx.core as mx
 
 from kvstrata.attention.parts import CutPart, Part, SealedPart
 from kvstrata.spans.blocks import span_of
+from kvstrata.spans.convert import bits_of
 from kvstrata.spans.plan import Plan
-from kvstrata.spans.rewrite import bits_of
+from kvstrata.spans.rewrite import shrink
 from kvstrata.spans.span import Span
 from kvstrata.store.cold.cold import Cold, ids_to
 from kvstrata.store.cold.loads import BlockLoad
@@ -166,14 +167,14 @@ class Restorer:
         came.cut(start, end)
         better = [layer for layer in span.layers if _bits(came, layer, start, end) > _bits(span, layer, start, end)]
         for layer in better:
-            came.shrink(layer)
-        grows = sum(_nbytes(came.planes(layer)) - _share(span, layer, start, end) for layer in better)
+            shrink(came, layer)
+        grows = sum(_nbytes(came.sealed(layer)) - _share(span, layer, start, end) for layer in better)
         if grows > self._room.left_bytes:
             self._counters["restores_without_room"] += 1
             self._finish(entry)
             return
         for layer in better:
-            span.replace_range(layer, came.planes(layer), start, end)
+            span.replace_range(layer, came.sealed(layer), start, end)
         self._has_swapped |= bool(better)
         self._shelf.recount(entry)
 

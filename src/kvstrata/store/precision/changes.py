@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
+from kvstrata.spans.live import written_end
 from kvstrata.spans.plan import Plan
 from kvstrata.store.cold.restore import Restorer
 from kvstrata.store.entry import Entry
@@ -105,7 +106,7 @@ class Changes:
 
     def _give_target(self, entry: Entry, plan: Plan, change: Change, *, has_room: bool) -> None:
         entry.target, entry.goes_up = plan, change.force and has_room
-        entry.asked_at = entry.span.written_end if entry.is_running else None
+        entry.asked_at = written_end(entry.span) if entry.is_running else None
         # What was begun for another target goes no further.
         self._mover.discard(entry)
         self._restorer.discard(entry)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
+from kvstrata.spans.live import sealable_tokens
 from kvstrata.spans.plan import Plan
 from kvstrata.store.entry import Entry
 from kvstrata.store.journal import Changed
@@ -92,7 +93,7 @@ class Pressure:
             v=min(max(_bits(v, raw_bits) for _, v in pairs) for raw_bits, pairs in layers),
         )
         if entry.is_running:
-            return Standing(bits, entry.span.sealable_tokens(self._precision.window), math.inf)
+            return Standing(bits, sealable_tokens(entry.span, self._precision.window), math.inf)
         return Standing(bits, entry.span.num_tokens, self._leaves.used_s(entry))
 
     def _plan_after(self, move: Move[Entry]) -> Plan:

@@ -10,9 +10,9 @@ from typing import Literal
 
 from kvstrata.codecs.base import Codec
 from kvstrata.index.identity import owner_of
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.spans.estimate import Estimate, estimate, score_error
 from kvstrata.spans.plan import Plan
-from kvstrata.spans.span import RawWindow
 from kvstrata.store.entry import Entry
 from kvstrata.store.report import TierUsage, recurrent_bytes
 

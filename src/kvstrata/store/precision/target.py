@@ -6,14 +6,14 @@ that run too; without it the values under a running sequence do not change.
 
 from __future__ import annotations
 
-from kvstrata.attention.parts import SealedPart
 from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import Pair
+from kvstrata.spans.convert import becomes
 from kvstrata.spans.gather import gather_some, has_to_gather
-from kvstrata.spans.marks import Mark
+from kvstrata.spans.live import has_to_seal, sealing, written_end
 from kvstrata.spans.plan import Plan, raw_plan
-from kvstrata.spans.rewrite import LayerProgress, becomes
-from kvstrata.spans.span import RawWindow
+from kvstrata.spans.rewrite import LayerRewrite, is_under, marks_are_under, rewriting_marks
 from kvstrata.store.entry import Entry
 from kvstrata.store.options import PrecisionOptions
 from kvstrata.store.precision.mover import Job
@@ -35,8 +35,8 @@ class Precision:
         span, wanted = entry.span, self.wanted(entry)
         if entry.is_running:
             return wanted if self._has_to_seal(entry, wanted) else None
-        done = all(span.settles(layer, wanted.pairs[layer], upward=entry.goes_up) for layer in span.layers)
-        done = done and all(self._mark_is_under(mark, wanted) for mark in span.marks.values())
+        done = all(is_under(span, i, wanted.pairs[i], upward=entry.goes_up) for i in span.layers)
+        done = done and marks_are_under(span, wanted)
         return None if done and not (self.options.gathers and has_to_gather(span, self.options.apart)) else wanted
 
     def wanted(self, entry: Entry) -> Plan:
@@ -80,40 +80,29 @@ class Precision:
             self._sizes[asked] = plan.token_bytes(self.layout)
         return self._sizes[asked]
 
-    def _mark_is_under(self, mark: Mark, plan: Plan) -> bool:
-        """Whether its rings are under the plan, or lower. A model may have no other KV."""
-        states = zip(mark.states, plan.pairs, self.layout.flat(), strict=True)
-        rings = [(state, pair, spec.dtype) for state, pair, spec in states if isinstance(state, SealedPart)]
-        return all(
-            becomes(planes.codec, codec, planes.dim, dtype) == planes.codec
-            for ring, pair, dtype in rings
-            for planes, codec in zip((ring.k, ring.v), pair, strict=True)
-        )
-
     def _has_to_seal(self, entry: Entry, plan: Plan) -> bool:
         """A running sequence: whether enough has come to be encoded, or what is encoded has to step down."""
         span, window = entry.span, self.window
-        return not plan.is_raw and any(span.has_to_seal(i, plan.pairs[i], window) for i in span.layers)
+        return not plan.is_raw and any(has_to_seal(span, i, plan.pairs[i], window) for i in span.layers)
 
     def job(self, entry: Entry, plan: Plan) -> Job:
         return self._seal(entry, plan) if entry.is_running else self._rewrite(entry, plan)
 
     def _seal(self, entry: Entry, plan: Plan) -> Job:
         # All layers up to the same token, whatever comes while the job waits for its next turn.
-        span, up_to = entry.span, entry.span.written_end if entry.asked_at is None else entry.asked_at
+        span, up_to = entry.span, written_end(entry.span) if entry.asked_at is None else entry.asked_at
         entry.asked_at = None
         for layer in span.layers:
-            yield from span.sealing(layer, plan.pairs[layer], self.window, up_to=up_to)
+            yield from sealing(span, layer, plan.pairs[layer], self.window, up_to=up_to)
             yield
 
     def _rewrite(self, entry: Entry, plan: Plan) -> Job:
-        # The span is asked for anew at each step: were it kept, an entry that is evicted would keep its memory.
         for layer in entry.span.layers:
-            progress = LayerProgress()
-            while entry.span.rewrite_some(layer, plan.pairs[layer], progress, upward=entry.goes_up):
+            rewriting = LayerRewrite(layer, plan.pairs[layer])
+            while rewriting.advance(entry.span, upward=entry.goes_up):
                 yield
             yield
-        yield from entry.span.rewriting_marks(plan)
+        yield from rewriting_marks(entry.span, plan)
         while self.options.gathers and gather_some(entry.span, self.options.apart):
             yield
 

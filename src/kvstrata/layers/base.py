@@ -1,0 +1,60 @@
+"""An attention layer of one sequence: what those that keep every token and those that keep a window have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import mlx.core as mx
+
+from kvstrata.attention import cpu, cuda_rows
+from kvstrata.attention.attend import Keys
+from kvstrata.attention.parts import Parts
+
+
+class AttentionLayer(cuda_rows.Row, cpu.Row, ABC):
+    def __init__(self, offset: int) -> None:
+        self.offset: int = offset  # position of the next token
+        self._counters = cuda_rows.Counters()
+        self._step: cuda_rows.Step | None = None
+
+    @property
+    @abstractmethod
+    def has_runs(self) -> bool:
+        """Whether a CPU's kernels can read all that it attends to."""
+
+    @abstractmethod
+    def arrays(self) -> list[mx.array]:
+        """What it writes to."""
+
+    @abstractmethod
+    def append(self, k: mx.array, v: mx.array) -> None:
+        """Write tokens [1, kv_heads, tokens, dim]."""
+
+    @abstractmethod
+    def _prefers_runs(self) -> bool:
+        """Whether the next token, of this sequence alone, is faster by a CPU's kernels. No if they cannot read all."""
+
+    def end_pass(self) -> list[mx.array]:
+        """What has to be issued before the next pass."""
+        step, self._step = self._step, None
+        return step.launched if step else []
+
+    # What mlx-lm's models call.
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
+        if keys.shape[2] == 1 and cpu.fits(keys, values) and self._prefers_runs():
+            step = cpu.Step((self,), keys, values)
+            return step, step
+        if cuda_rows.fits(keys, values):
+            self._step = cuda_rows.Step((self,), keys, values, self._counters)
+            return self._step, self._step
+        self.append(keys, values)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Keys, Keys]:
+        parts = self._step or Parts((self.parts(),))
+        return parts, parts
+
+    @abstractmethod
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:  # noqa: N803
+        """For the next `N` tokens."""
