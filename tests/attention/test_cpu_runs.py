@@ -270,8 +270,7 @@ def test_nothing_is_compiled_after_warm_up() -> None:
     from kvstrata.codecs import cpu_encoding
     from kvstrata.codecs import cpu_kernels as codec_kernels
 
-    kernels = [cpu_kernels.write, cpu_kernels.decode, cpu_kernels.decode_parallel]
-    kernels += [cpu_encoding.encode_planes, cpu_encoding.encode_planes_parallel]
+    kernels = [cpu_kernels.write, cpu_kernels.decode, cpu_encoding.encode_planes]
     kernels += [codec_kernels.decode_planes, codec_kernels.score_planes]
     kernels += [codec_kernels.mix_planes, codec_kernels.look_up, codec_kernels.encode_rotated]
     cpu.warm_up()

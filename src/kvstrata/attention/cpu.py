@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +24,7 @@ from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
 from kvstrata.codecs import cpu as codecs_cpu
 from kvstrata.codecs import paths
 from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cpu import rotation_of
+from kvstrata.codecs.cpu import rotation_of, threads_for
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.segments import GROUP_TOKENS
@@ -36,12 +36,13 @@ BLOCK = 128
 COMPILE_S = 120
 # Keys of a batch, over all rows and heads, from which on it pays to wake other threads.
 PARALLEL_KEYS = 4096
-# One sequence alone over fewer tokens than this: its step is faster as one graph, without stopping at each layer.
-ALONE_TOKENS = 1024
 NOWHERE = -1
 RAW_BITS = 32  # as in cpu_kernels, which needs numba to be looked at
 
 _NO_SINKS = np.empty(0, np.float32)
+
+# The process that compiles for this one, if there is one.
+_beside: list[subprocess.Popen[bytes]] = []
 
 
 class Coded(NamedTuple):
@@ -114,38 +115,36 @@ def warm_up() -> None:
 
     tokens, buffer = np.zeros((1, 1, 1, 4), np.float32), np.zeros((1, 1, 2, 4), np.float32)
     runs = np.array([(0, *Run(buffer.ctypes.data, buffer.ctypes.data, 2, 0, 1).fields())], np.int64)
-    with _codecs_compiled_beside():
+    compile_codecs_beside()
+    try:
         cpu_kernels.write(tokens, tokens, runs)
-        for decode in (cpu_kernels.decode, cpu_kernels.decode_parallel):
-            decode(tokens, 1, runs, 1.0, _NO_SINKS, *rotation_of(4), *rotation_of(4), np.zeros_like(tokens))
+        rotations = (*rotation_of(4), *rotation_of(4))
+        cpu_kernels.decode(tokens, 1, runs, 1.0, _NO_SINKS, *rotations, np.zeros_like(tokens))
         cpu_kernels.softmax_causal(np.zeros((1, 1), np.float32), 0, 1)
+        for other in _beside:
+            with suppress(subprocess.TimeoutExpired):
+                other.wait(COMPILE_S)
+    finally:
+        while _beside:
+            other = _beside.pop()
+            other.kill()
+            other.wait()
     codecs_cpu.warm_up()
 
 
-@contextmanager
-def _codecs_compiled_beside() -> Iterator[None]:
-    """On the very first start another process compiles the kernels of codecs/ meanwhile, and leaves them on disk.
+def compile_codecs_beside() -> None:
+    """On the very first start another process compiles the kernels of codecs/ meanwhile, and leaves them on disk. Call
+    it before a model is loaded, and `warm_up` after that.
 
-    Numba compiles one function at a time in a process. Whatever that process does not get done is done here later.
+    Numba compiles one function at a time in a process. What that process does not get done is done here later.
     """
-    if _is_on_disk() or not sys.executable:
-        yield
+    if _beside or not available() or _is_on_disk() or not sys.executable:
         return
     code = "import kvstrata; from kvstrata.codecs import cpu; cpu.warm_up()"
     quiet = subprocess.DEVNULL
-    try:
+    with suppress(OSError):
         # -P: nothing is imported from the folder that the server was started in.
-        other = subprocess.Popen([sys.executable, "-P", "-c", code], stdin=quiet, stdout=quiet, stderr=quiet)
-    except OSError:
-        yield
-        return
-    try:
-        yield
-        with suppress(subprocess.TimeoutExpired):
-            other.wait(COMPILE_S)
-    finally:
-        other.kill()
-        other.wait()
+        _beside.append(subprocess.Popen([sys.executable, "-P", "-c", code], stdin=quiet, stdout=quiet, stderr=quiet))
 
 
 def _is_on_disk() -> bool:
@@ -184,10 +183,11 @@ class Step:
         kv_heads, k_dim, v_dim = self._keys.shape[1], self._keys.shape[3], self._values.shape[3]
         out = np.zeros((*queries.shape[:3], v_dim), np.float32)
         num_keys = kv_heads * sum(run.num_tokens for run in self._runs)
-        decode = cpu_kernels.decode_parallel if num_keys > PARALLEL_KEYS else cpu_kernels.decode
         # Whatever the model has: another dtype or layout would have the kernels compiled once more, for seconds.
         columns = _NO_SINKS if sinks is None else np.array(sinks.astype(mx.float32))
-        decode(q, kv_heads, table, scale, columns, *rotation_of(k_dim), *rotation_of(v_dim), out)
+        rotations = (*rotation_of(k_dim), *rotation_of(v_dim))
+        with threads_for(is_large=num_keys > PARALLEL_KEYS):
+            cpu_kernels.decode(q, kv_heads, table, scale, columns, *rotations, out)
         return mx.array(out)
 
     def write(self) -> Sequence[Row]:

@@ -334,21 +334,13 @@ def _put_all_together(runs, pieces, largest, totals, sums, sinks, signs, block, 
             _put_together(runs, found, h, r, sinks, signs, block, rotated, other, out[row, i, 0])
 
 
-@njit(fastmath=True, nogil=True, cache=True, error_model="numpy")
-def decode(q, kv_heads, runs, scale, sinks, k_signs, k_block, v_signs, v_block, out):
-    """q [rows, heads, 1, k_dim] -> out [rows, heads, 1, v_dim], zero before"""
-    scaled, rotated = _queries(q, runs, np.float32(scale), k_signs, k_block)
-    pieces = _pieces_of(runs)
-    largest, totals, sums = _found(pieces, kv_heads, q.shape[1] // kv_heads, out.shape[3])
-    for i in range(len(pieces) * kv_heads):
-        p, h = i // kv_heads, i % kv_heads
-        _item(scaled, rotated, runs, pieces[p], h, largest[p, h], totals[p, h], sums[p, h])
-    _put_all_together(runs, pieces, largest, totals, sums, sinks, v_signs, v_block, out)
-
-
 @njit(fastmath=True, nogil=True, cache=True, parallel=True, error_model="numpy")
-def decode_parallel(q, kv_heads, runs, scale, sinks, k_signs, k_block, v_signs, v_block, out):
-    """Only the items: a second round of threads would wait for the slowest twice, and saves one part in a hundred."""
+def decode(q, kv_heads, runs, scale, sinks, k_signs, k_block, v_signs, v_block, out):
+    """q [rows, heads, 1, k_dim] -> out [rows, heads, 1, v_dim], zero before
+
+    Threads share only the items: a second round of them would wait for the slowest twice, and saves one part in a
+    hundred.
+    """
     scaled, rotated = _queries(q, runs, np.float32(scale), k_signs, k_block)
     pieces = _pieces_of(runs)
     largest, totals, sums = _found(pieces, kv_heads, q.shape[1] // kv_heads, out.shape[3])

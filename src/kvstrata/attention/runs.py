@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from kvstrata.attention import cpu
 from kvstrata.attention.parts import Part, RawPart
 
-RAW = cpu.RAW_BITS
-
 
 class RunCache:
     def __init__(self) -> None:
@@ -16,10 +14,6 @@ class RunCache:
 
     def covers(self, parts: Sequence[Part]) -> bool:
         return all(run is not None for run in self._look_up(parts))
-
-    def has_codes(self, parts: Sequence[Part]) -> bool:
-        """Whether something of it is not raw: then MLX has no fast way at any length."""
-        return any(run is not None and (run.k.bits, run.v.bits) != (RAW, RAW) for run in self._look_up(parts))
 
     def of(self, parts: Sequence[Part]) -> list[cpu.Run]:
         return [run for run in self._look_up(parts) if run is not None]

@@ -55,6 +55,7 @@ def run(settings: Settings) -> None:
 
     listener = bind(settings.host, settings.port)
     # Only now what takes seconds to import.
+    from kvstrata.attention.cpu import compile_codecs_beside
     from kvstrata.backend import device
     from kvstrata.models.cpu_options import CpuOptions
     from kvstrata.models.load import load
@@ -65,6 +66,7 @@ def run(settings: Settings) -> None:
     show_messages(settings.log_level)
     machine = device()
     limit_bytes = memory_limit_bytes(settings, machine)
+    compile_codecs_beside()
     cpu = CpuOptions(settings.cpu_weights, settings.cpu_activations)
     loaded = load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes, cpu=cpu)
     service = start_service(settings, loaded, machine)

@@ -7,7 +7,8 @@ lost by that. Results are float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 
 import mlx.core as mx
@@ -36,12 +37,27 @@ def warm_up() -> None:
     if paths.active() != "cpu":
         return
     x, weights, segments = mx.zeros((1, 1, 64)), mx.zeros((1, 1, 1)), (1,)
-    encode_planes(mx.zeros((PARALLEL_VALUES // 64, 1, 64)), 0, None)
     arrays = encode_planes(x, 0, None)
     decode_planes(arrays, 8, turns.Means(x, segments, 0, None))
     score_planes(x, arrays, 8)
     mix_planes(weights, arrays, 8, segments)
     look_up(*encode_rotated(x, np.zeros(4, np.float32)), np.zeros(4, np.float32), 64)
+
+
+@contextmanager
+def threads_for(*, is_large: bool) -> Iterator[None]:
+    """Small work stays on this thread: the others would come too late."""
+    import numba
+
+    if is_large:
+        yield
+        return
+    before = numba.get_num_threads()
+    numba.set_num_threads(1)
+    try:
+        yield
+    finally:
+        numba.set_num_threads(before)
 
 
 @cache
@@ -91,10 +107,11 @@ def _encoded(
     if given is not None:
         means[...] = np.asarray(given).reshape(means.shape)
     is_large = rows * tokens * dim >= PARALLEL_VALUES
-    encode = cpu_encoding.encode_planes_parallel if is_large else cpu_encoding.encode_planes
     where = (source.ctypes.data, stride, position % seg.GROUP_TOKENS, bounds)
     out = (top, following, low, scales)
-    is_plain = encode(where, given is not None, means, _angles(turn, dim), *rotation_of(dim), out)
+    with threads_for(is_large=is_large):
+        angles = _angles(turn, dim)
+        is_plain = cpu_encoding.encode_planes(where, given is not None, means, angles, *rotation_of(dim), out)
     words = {"top": top.view(np.uint32), "next": following.view(np.uint32), "low": low.view(np.uint32)}
     halves = {"scales": scales.astype(np.float16), "means": means.astype(np.float16)}
     arrays = {name: _to_mlx(plane, (*leading, plane.shape[1])) for name, plane in {**words, **halves}.items()}

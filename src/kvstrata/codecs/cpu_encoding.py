@@ -186,7 +186,7 @@ def _values_at(where, means):
     return carray(_floats_at(address), ((rows - 1) * stride + bounds[segments] * dim,))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@njit(nogil=True, cache=True, parallel=True, error_model="numpy")
 def encode_planes(where, has_means, means, angles, signs, block, out):
     """Vectors -> the planes top, next, low and scales of `out`, and means [rows, segments, dim] unless it has them.
 
@@ -194,15 +194,6 @@ def encode_planes(where, has_means, means, angles, signs, block, out):
     position; bounds [segments + 1] are the segments' first tokens. `angles`: see cpu_blocks.py. Tells whether all was
     plain: if not, nothing of it is to be used.
     """
-    x, turned = _values_at(where, means), signs * np.float32(1 / np.sqrt(block))
-    num_odd = 0
-    for piece in range(means.shape[0] * means.shape[1]):
-        num_odd += not _encode_segment(piece, x, where, has_means, means, angles, turned, block, out)
-    return num_odd == 0
-
-
-@njit(nogil=True, cache=True, parallel=True, error_model="numpy")
-def encode_planes_parallel(where, has_means, means, angles, signs, block, out):
     x, turned = _values_at(where, means), signs * np.float32(1 / np.sqrt(block))
     is_plain = np.empty(means.shape[0] * means.shape[1], np.bool_)
     for piece in prange(len(is_plain)):

@@ -30,10 +30,6 @@ class AttentionLayer(cuda_rows.Row, cpu.Row, ABC):
     def append(self, k: mx.array, v: mx.array) -> None:
         """Write tokens [1, kv_heads, tokens, dim]."""
 
-    @abstractmethod
-    def _prefers_runs(self) -> bool:
-        """Whether the next token, of this sequence alone, is faster by a CPU's kernels. No if they cannot read all."""
-
     def end_pass(self) -> list[mx.array]:
         """What has to be issued before the next pass."""
         step, self._step = self._step, None
@@ -42,7 +38,7 @@ class AttentionLayer(cuda_rows.Row, cpu.Row, ABC):
     # What mlx-lm's models call.
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
-        if keys.shape[2] == 1 and cpu.fits(keys, values) and self._prefers_runs():
+        if keys.shape[2] == 1 and cpu.fits(keys, values) and self.has_runs:
             step = cpu.Step((self,), keys, values)
             return step, step
         if cuda_rows.fits(keys, values):

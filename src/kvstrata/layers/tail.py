@@ -94,11 +94,6 @@ class FullLayer(AttentionLayer):
         """Keep nothing of what is stored in another way now."""
         self._runs.keep_only(self._parts_before())
 
-    def _prefers_runs(self) -> bool:
-        before = self._parts_before()
-        is_long = self.offset >= cpu.ALONE_TOKENS
-        return (is_long or self._runs.has_codes(before)) and self._runs.covers(before)
-
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:  # noqa: N803
         if window_size is not None:
             return create_causal_mask(N, self.offset, window_size=window_size)

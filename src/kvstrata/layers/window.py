@@ -100,9 +100,6 @@ class WindowLayer(AttentionLayer):
         self._chunk = None
         return super().end_pass()
 
-    def _prefers_runs(self) -> bool:
-        return min(self.offset, self.ring.max_size) >= cpu.ALONE_TOKENS
-
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:  # noqa: N803
         max_size = self.ring.max_size
         if N == 1:

@@ -17,14 +17,16 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
-from kvstrata.packed import rows
+from kvstrata.packed import block_kernels, rows
 from kvstrata.packed.form import Activations, exact_activations
 from kvstrata.packed.layers import PackedLinear, flat
 from kvstrata.packed.weight import PackedWeight, Vectors, joined
 
 # Of the largest value, float32 on both sides.
 TOLERANCE = 1e-4
+ROUNDED = 1e-2  # where activations are rounded to 16 bits
 TRIED_TOKENS = 5
+MOST_WEIGHTS = 3  # that share an input: those of q, k and v
 _HEADS = {"n_heads", "num_attention_heads"}
 
 NOTHING = np.empty(0, np.float32)
@@ -38,10 +40,11 @@ class Turning:
         self._dim = dim
         num_turned = min(int(getattr(rope, "dims", dim)), dim)
         is_interleaved = bool(getattr(rope, "traditional", False))
-        self.num_pairs = num_turned // 2
-        self.step, self.gap = (2, 1) if is_interleaved else (1, num_turned // 2)
+        num_pairs = num_turned // 2
+        # How pairs of dims lie: how many, from one to the next, from the first dim to the second.
+        self.lie = (num_pairs, 2, 1) if is_interleaved else (num_pairs, 1, num_pairs)
         unit = np.zeros(dim, np.float32)
-        unit[: self.num_pairs * self.step : self.step] = 1.0
+        unit[: num_pairs * self.lie[1] : self.lie[1]] = 1.0
         self._unit = mx.array(unit)
         self._last: tuple[Any, int, np.ndarray] | None = None
 
@@ -56,7 +59,7 @@ class Turning:
         return table
 
     def is_like(self, other: Turning) -> bool:
-        if (self._dim, self.num_pairs, self.step, self.gap) != (other._dim, other.num_pairs, other.step, other.gap):
+        if (self._dim, self.lie) != (other._dim, other.lie):
             return False
         return all(np.array_equal(self.turned(at, 1, 2), other.turned(at, 1, 2)) for at in (0, 1000))
 
@@ -81,25 +84,41 @@ class Fan:
             self.bias = flat(mx.concatenate([zero if bias is None else bias for bias, zero in pairs]))[0]
         else:
             self.bias = NOTHING
+        # Always as many, or the kernels are compiled anew for each number.
+        empty = PackedWeight(*(mx.zeros(0, mx.uint8) for _ in range(2)), weights[0].form, 0)
+        padding = [empty] * (MOST_WEIGHTS - len(self.weights))
+        self.fields = tuple(weight.fields for weight in (*self.weights, *padding))
 
-    def __call__(self, x: Vectors) -> np.ndarray:
-        """Without the bias."""
-        made, first = np.empty((len(x.values), self.num_columns), np.float32), 0
+    def with_bias(self, x: np.ndarray, activations: Activations) -> np.ndarray:
+        made = self.without_bias(x, activations)
+        if len(self.bias):
+            made += self.bias
+        return made
+
+    def without_bias(self, x: np.ndarray, activations: Activations) -> np.ndarray:
+        vectors = Vectors(x, activations)
+        made, first = np.empty((len(x), self.num_columns), np.float32), 0
         for weight in self.weights:
-            weight.multiply(x, made, first)
+            weight.multiply(vectors, made, first)
             first += weight.shape[0]
         return made
 
 
 class Norm:
-    """RMS norm over the last axis. Its weights are what the model's own module does to a vector of ones."""
+    """RMS norm over the last axis. Its weights are what the model's own module does to a vector of ones. Without a
+    module it does nothing."""
 
-    def __init__(self, module: Any) -> None:
-        self.eps = np.float32(module.eps)
-        dim = module.weight.shape[0]
-        self.weight = flat(module(mx.ones((1, dim))))[0] * np.sqrt(np.float32(1) + self.eps)
+    def __init__(self, module: Any = None) -> None:
+        self.weight, self.eps = NOTHING, np.float32(0)
+        if module is not None:
+            self.eps = np.float32(module.eps)
+            dim = module.weight.shape[0]
+            self.weight = flat(module(mx.ones((1, dim))))[0] * np.sqrt(np.float32(1) + self.eps)
+        self.fields = (self.weight, self.eps)
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
+        if not len(self.weight):
+            return x
         made = np.empty_like(x)
         (rows.norm if len(x) < rows.PARALLEL_ROWS else rows.norm_parallel)(x, self.weight, self.eps, made)
         return made
@@ -120,9 +139,10 @@ class ShortBlock(nn.Module):
         self._before = Norm(block.input_layernorm)
         has_both = "pre_feedforward_layernorm" in block
         self._between = Norm(block.pre_feedforward_layernorm if has_both else block.post_attention_layernorm)
-        self._behind_attention = Norm(block.post_attention_layernorm) if has_both else None
-        self._behind_mlp = Norm(block.post_feedforward_layernorm) if has_both else None
-        self._head_norms = tuple(Norm(attention[name]) if name in attention else None for name in ("q_norm", "k_norm"))
+        self._behind_attention = Norm(block.post_attention_layernorm if has_both else None)
+        self._behind_mlp = Norm(block.post_feedforward_layernorm if has_both else None)
+        q_norm, k_norm = (Norm(attention.get(name)) for name in ("q_norm", "k_norm"))
+        self._head_norms = ((q_norm.weight, k_norm.weight), q_norm.eps)
         self._dim = attention.q_proj.weight.shape[0] // _num_heads(attention)
         num_kv_heads = attention.k_proj.weight.shape[0] // self._dim
         self._num_heads = (_num_heads(attention), num_kv_heads, num_kv_heads)
@@ -132,34 +152,35 @@ class ShortBlock(nn.Module):
         self.freeze()
 
     def run(self, x: mx.array, mask: Any, cache: Any, attend: Any) -> mx.array:
-        num_rows, tokens, _ = x.shape
         h = flat(x)
-        projected = self._qkv(self._vectors(self._before(h)))
-        q, k, v = self._heads(projected, cache.offset, num_rows, tokens)
+        made = tuple(np.empty((x.shape[0], num, x.shape[1], self._dim), np.float32) for num in self._num_heads)
+        turn = (self._turning.turned(cache.offset, x.shape[0], x.shape[1]), *self._turning.lie)
+        if self._is_small(h):
+            fields = (self._before.fields, self._qkv.fields, self._qkv.bias, self.activations)
+            block_kernels.project(h, *fields, *self._head_norms, turn, made)
+        else:
+            projected = self._qkv.without_bias(self._before(h), self.activations)
+            heads = rows.heads if len(h) < rows.PARALLEL_ROWS else rows.heads_parallel
+            heads(projected, self._qkv.bias, *self._head_norms, turn, made)
+        q, k, v = map(mx.array, made)
         keys, values = cache.update_and_fetch(k, v)
-        mixed = attend(q, keys, values, cache=cache, scale=self._scale, mask=mask)
-        h = h + _behind(self._product(self._out, _by_token(mixed)), self._behind_attention)
-        wide = self._product(self._gate_up, self._between(h))
-        h = h + _behind(self._product(self._down, self._gated(wide)), self._behind_mlp)
-        return mx.array(h).reshape(x.shape)
+        mixed = _by_token(attend(q, keys, values, cache=cache, scale=self._scale, mask=mask))
+        return mx.array(self._finished(h, mixed).reshape(x.shape))
 
-    def _vectors(self, x: np.ndarray) -> Vectors:
-        return Vectors(x, self.activations)
+    def _finished(self, h: np.ndarray, mixed: np.ndarray) -> np.ndarray:
+        """All that comes after attention."""
+        if self._is_small(h):
+            out = (self._out.fields, self._out.bias, self._behind_attention.fields)
+            down = (self._down.fields, self._down.bias, self._behind_mlp.fields)
+            wide = (self._gate_up.fields, self._gate_up.bias, self._activation)
+            return block_kernels.finish(h, mixed, out, (self._between.fields, *wide, *down), self.activations)
+        bits = self.activations
+        h = h + self._behind_attention(self._out.with_bias(mixed, bits))
+        wide = self._gate_up.with_bias(self._between(h), bits)
+        return h + self._behind_mlp(self._down.with_bias(self._gated(wide), bits))
 
-    def _product(self, fan: Fan, x: np.ndarray) -> np.ndarray:
-        made = fan(self._vectors(x))
-        if len(fan.bias):
-            made += fan.bias
-        return made
-
-    def _heads(self, x: np.ndarray, offset: Any, num_rows: int, tokens: int) -> list[mx.array]:
-        turning = self._turning
-        turn = (turning.turned(offset, num_rows, tokens), turning.num_pairs, turning.step, turning.gap)
-        made = tuple(np.empty((num_rows, num, tokens, self._dim), np.float32) for num in self._num_heads)
-        norms = tuple(NOTHING if norm is None else norm.weight for norm in self._head_norms)
-        eps = np.float32(0) if self._head_norms[0] is None else self._head_norms[0].eps
-        (rows.heads if len(x) < rows.PARALLEL_ROWS else rows.heads_parallel)(x, self._qkv.bias, norms, eps, turn, made)
-        return [mx.array(array) for array in made]
+    def _is_small(self, h: np.ndarray) -> bool:
+        return len(h) < rows.PARALLEL_ROWS and self.activations != 32
 
     def _gated(self, x: np.ndarray) -> np.ndarray:
         made = np.empty((len(x), x.shape[1] // 2), np.float32)
@@ -171,16 +192,10 @@ def _num_heads(attention: Any) -> int:
     return attention.n_heads if hasattr(attention, "n_heads") else attention.num_attention_heads
 
 
-def _behind(x: np.ndarray, norm: Norm | None) -> np.ndarray:
-    return x if norm is None else norm(x)
-
-
 def _by_token(mixed: mx.array) -> np.ndarray:
     """[rows, heads, tokens, dim] -> [rows * tokens, heads * dim]"""
     num_rows, heads, tokens, dim = mixed.shape
-    mx.eval(mixed)
-    values = np.asarray(mixed)
-    return np.ascontiguousarray(values.transpose(0, 2, 1, 3)).reshape(num_rows * tokens, heads * dim)
+    return np.ascontiguousarray(np.asarray(mixed).transpose(0, 2, 1, 3)).reshape(num_rows * tokens, heads * dim)
 
 
 def shorten(model: nn.Module) -> int:
@@ -208,6 +223,9 @@ def _shorten(block: Any, turnings: list[Turning]) -> bool:
         wanted = _outputs(block)
         short = next((form for form in _forms(block, turnings) if _is_close(_outputs_of(block, form), wanted)), None)
     if short is None:
+        return False
+    short.activations = 16
+    if not _is_close(_outputs_of(block, short), wanted, ROUNDED):
         return False
     short.activations = block.self_attn.q_proj.activations
     block.short = short
@@ -243,8 +261,8 @@ def _outputs_of(block: Any, short: ShortBlock) -> np.ndarray:
     return _outputs(block, lambda x, mask, cache: short.run(x, mask, cache, attend))
 
 
-def _is_close(made: np.ndarray, wanted: np.ndarray) -> bool:
-    return bool(np.abs(made - wanted).max() <= TOLERANCE * np.abs(wanted).max())
+def _is_close(made: np.ndarray, wanted: np.ndarray, tolerance: float = TOLERANCE) -> bool:
+    return bool(np.abs(made - wanted).max() <= tolerance * np.abs(wanted).max())
 
 
 def _attend_of(block: Any) -> Any:

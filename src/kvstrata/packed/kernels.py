@@ -43,7 +43,7 @@ from kvstrata.packed.tiles import (
 )
 
 # As in attention/cpu_kernels.py.
-BUILT_ON = ""
+BUILT_ON = "a11e09a69f99f5f0"
 
 TASK_ROWS = 12  # times 8, for one thread at a time
 
@@ -103,64 +103,61 @@ def _spread_factors(scales, kind, base, row, num_tiles, group_tiles, factors):
 
 
 @_inner
-def _spread_both(weight, row, levels, factors):
-    codes, scales, bits, kind, base, group_tiles, num_tiles, _ = weight
-    _spread(codes, bits, row, num_tiles, levels)
-    _spread_factors(scales, kind, base, row, num_tiles, group_tiles, factors)
-
-
-@_inner
-def _multiply_rows(weight, row, x, out, into, levels, factors):
-    """Eight rows of weights with all vectors"""
+def _multiply_rows(weight, rows, x, out, first):
+    """Rows of weights, eights from `rows[0]` to `rows[1]`, with all vectors"""
+    codes, stored, bits, kind, base, group_tiles, n, _, _ = weight
     high, low, scales, sums = x
-    n = weight[6]
     num, stride = out.shape
+    levels, factors = np.empty(n * TILE_VALUES, np.int8), np.empty(n * TILE_FACTORS, np.float32)
     in_fours = num // 4 * 4
-    _spread_both(weight, row, levels, factors)
-    if low.size:
-        for i in range(0, in_fours, 4):
-            dot16_4(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
-        for i in range(in_fours, num):
-            dot16_1(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
-    else:
-        for i in range(0, in_fours, 4):
-            dot8_4(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
-        for i in range(in_fours, num):
-            dot8_1(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+    for row in range(rows[0], rows[1]):
+        into = first + row * TILE_ROWS
+        _spread(codes, bits, row, n, levels)
+        _spread_factors(stored, kind, base, row, n, group_tiles, factors)
+        if low.size:
+            for i in range(0, in_fours, 4):
+                dot16_4(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+            for i in range(in_fours, num):
+                dot16_1(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+        else:
+            for i in range(0, in_fours, 4):
+                dot8_4(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+            for i in range(in_fours, num):
+                dot8_1(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
 
 
 @_inner
-def _multiply_one(weight, row, x, out, into, factors):
-    """Eight rows of weights with one vector; weights of 4 or 8 bits"""
-    codes, stored, bits, kind, base, group_tiles, n, _ = weight
+def _multiply_one(weight, rows, x, out, first):
+    """Likewise with one vector; weights of 4 or 8 bits"""
+    codes, stored, bits, kind, base, group_tiles, n, _, _ = weight
     high, low, scales, sums = x
-    _spread_factors(stored, kind, base, row, n, group_tiles, factors)
-    at = row * n * TILE_VALUES * bits // 8
-    if bits == 4:
-        if low.size:
-            dot16_codes_4(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
+    factors = np.empty(n * TILE_FACTORS, np.float32)
+    for row in range(rows[0], rows[1]):
+        at, into = row * n * TILE_VALUES * bits // 8, first + row * TILE_ROWS
+        _spread_factors(stored, kind, base, row, n, group_tiles, factors)
+        if bits == 4:
+            if low.size:
+                dot16_codes_4(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
+            else:
+                dot8_codes_4(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
+        elif low.size:
+            dot16_codes_8(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
         else:
-            dot8_codes_4(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
-    elif low.size:
-        dot16_codes_8(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
-    else:
-        dot8_codes_8(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
+            dot8_codes_8(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
 
 
 @njit(parallel=True, nogil=True, cache=True)
 def multiply(weight, x, out, first):
     """Activations of 8 or 16 bits (upper 8 and lower 8 [vectors, in], the latter maybe empty; scales and sums [vectors,
     groups]) -> out[:, first:]"""
-    num_tiles, num_rows = weight[6], weight[7]
+    num_rows = weight[7]
     is_direct = out.shape[0] == 1 and weight[2] in (4, 8)
     for task in prange((num_rows + TASK_ROWS - 1) // TASK_ROWS):
-        levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
-        for row in range(task * TASK_ROWS, min(num_rows, task * TASK_ROWS + TASK_ROWS)):
-            into = first + row * TILE_ROWS
-            if is_direct:
-                _multiply_one(weight, row, x, out, into, factors)
-            else:
-                _multiply_rows(weight, row, x, out, into, levels, factors)
+        rows = (task * TASK_ROWS, min(num_rows, task * TASK_ROWS + TASK_ROWS))
+        if is_direct:
+            _multiply_one(weight, rows, x, out, first)
+        else:
+            _multiply_rows(weight, rows, x, out, first)
 
 
 @njit(parallel=True, nogil=True, cache=True)
@@ -171,37 +168,23 @@ def multiply_exactly(weight, x, sums, out, first):
     for task in prange((num_rows + TASK_ROWS - 1) // TASK_ROWS):
         levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
         for row in range(task * TASK_ROWS, min(num_rows, task * TASK_ROWS + TASK_ROWS)):
-            _spread_both(weight, row, levels, factors)
+            _spread(weight[0], weight[2], row, num_tiles, levels)
+            _spread_factors(weight[1], weight[3], weight[4], row, num_tiles, weight[5], factors)
             for i in range(num):
                 place = i * stride + first + row * TILE_ROWS
                 dot_exact(levels, factors, x, sums, i * num_tiles, num_tiles, out, place)
 
 
-@_inner
-def _unpack(weight, row, out, into):
-    """Eight rows as float32 -> out, from element `into` on"""
-    num_tiles = weight[6]
-    levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
-    _spread_both(weight, row, levels, factors)
-    stride = num_tiles * TILE_COLUMNS
-    for tile in range(num_tiles):
-        weights_of(levels, factors, tile, out, into + tile * TILE_COLUMNS, stride)
-
-
 @njit(parallel=True, nogil=True, cache=True)
-def unpack(weight, first, out):
-    """Rows of weights as float32, from the `first` eight on -> out [rows, in]"""
-    for row in prange(out.shape[0] // TILE_ROWS):
-        _unpack(weight, first + row, out, row * TILE_ROWS * out.shape[1])
-
-
-@njit(nogil=True, cache=True)
-def unpack_some(weight, rows, out):
-    """The rows that are named -> out [rows, in]"""
-    eight = np.empty((TILE_ROWS, out.shape[1]), np.float32)
-    for i in range(len(rows)):
-        _unpack(weight, rows[i] // TILE_ROWS, eight, 0)
-        out[i] = eight[rows[i] % TILE_ROWS]
+def unpack(weight, eights, out):
+    """Rows of weights as float32, the named eights of them -> out [8 * eights, in]"""
+    num_tiles, stride = weight[6], out.shape[1]
+    for i in prange(len(eights)):
+        levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
+        _spread(weight[0], weight[2], eights[i], num_tiles, levels)
+        _spread_factors(weight[1], weight[3], weight[4], eights[i], num_tiles, weight[5], factors)
+        for tile in range(num_tiles):
+            weights_of(levels, factors, tile, out, i * TILE_ROWS * stride + tile * TILE_COLUMNS, stride)
 
 
 @_inner

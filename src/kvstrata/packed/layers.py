@@ -82,9 +82,8 @@ class PackedMultiLinear(PackedModule):
 
 def flat(x: mx.array) -> np.ndarray:
     """[..., in] -> float32 [vectors, in], without gaps"""
-    values = x.astype(mx.float32)
-    mx.eval(values)
-    return np.ascontiguousarray(np.asarray(values).reshape(-1, x.shape[-1]))
+    values = np.asarray(x if x.dtype == mx.float32 else x.astype(mx.float32))
+    return np.ascontiguousarray(values.reshape(-1, x.shape[-1]))
 
 
 def product(weight: PackedWeight, values: np.ndarray, activations: Activations) -> np.ndarray:

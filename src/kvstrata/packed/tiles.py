@@ -286,15 +286,22 @@ def _dotter(num: int, *, width: int, bits: int | None = None):
                 if bits is None:
                     vectors = _loaded(builder, levels, loop.index)
                 else:
-                    tile_bytes = _LEVELS.count * (bits or 4)
-                    vectors = _spread(builder, levels, builder.add(at, _times(builder, loop.index, tile_bytes)), bits)
+                    tile_bytes = _LEVELS.count * bits
+                    place = builder.add(at, _times(builder, loop.index, tile_bytes))
+                    vectors = _spread(builder, levels, place, bits)
                 scale, base = _loaded_factors(builder, factors, loop.index)
                 for i, kept in enumerate(totals):
                     place = builder.add(group, builder.add(_times(builder, num_tiles, i), loop.index))
                     x = _times(builder, place, TILE_COLUMNS)
                     added = _dot_tile(builder, constant(_SUMS, 0), vectors, high, x)
                     if width == 16:
-                        added = _dot_tile(builder, builder.shl(added, constant(_SUMS, 8)), vectors, low, x)
+                        upper = builder.shl(added, constant(_SUMS, 8))
+                        if num == 1:
+                            # Two short chains instead of a long one.
+                            rest = _dot_tile(builder, constant(_SUMS, 0), vectors, low, x)
+                            added = builder.add(upper, rest)
+                        else:
+                            added = _dot_tile(builder, upper, vectors, low, x)
                     x_scale, x_sum = (splatted(builder, each.load_one(place), TILE_ROWS) for each in (scales, sums))
                     total = _add_product(builder, builder.load(kept), base, x_sum)
                     scaled = builder.fmul(scale, x_scale)

@@ -68,10 +68,10 @@ class PackedWeight:
         self.shape = (rows, form.columns)
         self._num_rows = whole_tiles(rows)
         # As the kernels read them.
-        self._fields: Any = (
+        self.fields: Any = (
             np.asarray(codes), np.asarray(scales), np.int64(form.bits), np.int64(form.kind),
             np.float32(BASES[form.bits]), np.int64(form.group // TILE_COLUMNS),
-            np.int64(form.columns // TILE_COLUMNS), np.int64(self._num_rows),
+            np.int64(form.columns // TILE_COLUMNS), np.int64(self._num_rows), np.int64(rows),
         )  # fmt: skip
 
     def multiply(self, x: Vectors, out: np.ndarray, first: int = 0) -> None:
@@ -86,28 +86,28 @@ class PackedWeight:
 
     def _multiply(self, x: Vectors, out: np.ndarray, first: int) -> None:
         if x.coded is not None:
-            kernels.multiply(self._fields, x.coded, out, first)
+            kernels.multiply(self.fields, x.coded, out, first)
         elif len(x.values) <= BLAS_VECTORS:
-            kernels.multiply_exactly(self._fields, x.values, x.sums, out, first)
+            kernels.multiply_exactly(self.fields, x.values, x.sums, out, first)
         else:
-            step = max(TILE_ROWS, UNPACKED_VALUES // self.shape[1] // TILE_ROWS * TILE_ROWS)
-            for start in range(0, self._num_rows * TILE_ROWS, step):
-                some = self._unpacked(start, min(step, self._num_rows * TILE_ROWS - start))
-                sgemm(x.values, some, out[:, first + start : first + start + len(some)])
+            step = max(1, UNPACKED_VALUES // self.shape[1] // TILE_ROWS)
+            for start in range(0, self._num_rows, step):
+                some = self._eights(np.arange(start, min(start + step, self._num_rows)))
+                place = first + start * TILE_ROWS
+                sgemm(x.values, some, out[:, place : place + len(some)])
 
     def unpacked(self) -> np.ndarray:
         """float32 [out, in]"""
-        return self._unpacked(0, self._num_rows * TILE_ROWS)[: self.shape[0]]
-
-    def _unpacked(self, first: int, num: int) -> np.ndarray:
-        made = np.empty((num, self.shape[1]), np.float32)
-        kernels.unpack(self._fields, first // TILE_ROWS, made)
-        return made
+        return self._eights(np.arange(self._num_rows))[: self.shape[0]]
 
     def rows(self, places: np.ndarray) -> np.ndarray:
         """Some rows as float32."""
-        made = np.empty((len(places), self.shape[1]), np.float32)
-        kernels.unpack_some(self._fields, places, made)
+        eights, which = np.unique(places // TILE_ROWS, return_inverse=True)
+        return self._eights(eights)[which * TILE_ROWS + places % TILE_ROWS]
+
+    def _eights(self, places: np.ndarray) -> np.ndarray:
+        made = np.empty((len(places) * TILE_ROWS, self.shape[1]), np.float32)
+        kernels.unpack(self.fields, places, made)
         return made
 
 
