@@ -128,6 +128,8 @@ ARCHITECTURES = tuple(_SPECIFIC)
 
 # Reaches into mlx-lm's caches, so it is served with those.
 FOREIGN = "deepseek_v32"
+# For what is done to weights: keys have a bias, and it is served as llama is.
+_SPECIFIC["qwen2"] = {}
 _SPECIFIC[FOREIGN] = {**_SPECIFIC["deepseek_v3"], "index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}
 
 

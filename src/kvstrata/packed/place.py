@@ -16,7 +16,7 @@ from mlx_lm.models.mla import MultiLinear, QuantizedMultiLinear
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvstrata.packed.form import CpuForm
-from kvstrata.packed.quantized import Quantized
+from kvstrata.packed.quantized import TILE_ROWS, Quantized, whole_tiles
 
 PLAIN = {nn.Linear, nn.Embedding, SwitchLinear, MultiLinear}
 # What becomes float32 instead. Each plain layer takes its sizes from its weight, so it is born tiny and given the real
@@ -140,10 +140,12 @@ def _matrix_bytes(module: nn.Module, form: CpuForm) -> int:
             return values * FLOAT_BYTES
         assert form.plain_bits is not None
         # Scale and bias of a group are as wide as the weights are.
-        return values * form.plain_bits // 8 + 2 * module["weight"].itemsize * (values // GROUP)
+        num_bytes = values * form.plain_bits // 8 + 2 * module["weight"].itemsize * (values // GROUP)
+        rows = module["weight"].shape[-2]
+        return num_bytes // rows * whole_tiles(rows) * TILE_ROWS
     matrix = _quantized(module)
     if _is_packed(module, form):
-        return _num(matrix.scales) * matrix.packed_bytes
+        return matrix.packed_bytes
     return FLOAT_BYTES * matrix.scales.size * matrix.group
 
 

@@ -1,0 +1,31 @@
+"""Random weights as MLX quantizes them, and what they are as float32."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.packed.quantized import Quantized
+
+DTYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
+FORMATS = [(bits, group, dtype) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128) for dtype in DTYPES]
+
+
+def quantized(rng: np.random.Generator, shape: tuple[int, ...], bits: int, group: int, dtype: str) -> Quantized:
+    weight = mx.array(rng.normal(size=shape).astype(np.float32)).astype(DTYPES[dtype])
+    return Quantized(*mx.quantize(weight, group, bits), group, bits, "affine")
+
+
+def mxfp4(rng: np.random.Generator, shape: tuple[int, ...]) -> Quantized:
+    weight = mx.array(rng.normal(size=shape).astype(np.float32)).astype(mx.bfloat16)
+    words, scales = mx.quantize(weight, 32, 4, mode="mxfp4")
+    return Quantized(words, scales, None, 32, 4, "mxfp4")
+
+
+def as_floats(source: Quantized) -> np.ndarray:
+    """By MLX."""
+    scales, biases = source.scales, source.biases
+    if biases is not None:
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    made = mx.dequantize(source.weight, scales, biases, source.group, source.bits, mode=source.mode)
+    return np.array(made.astype(mx.float32))
