@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType, quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.find import find
 from kvstrata.models.gguf import tokenizers
 from kvstrata.models.gguf.architectures import config_of, llama3_divisors
@@ -98,7 +99,7 @@ def a_model(architecture: str, **changes: Any) -> tuple[Any, dict[str, Any]]:
 def test_a_converted_model_says_what_the_model_says(architecture: str, cache_home: Path, tmp_path: Path) -> None:
     model, config = a_model(architecture)
     path = write_gguf(tmp_path / "tiny.gguf", architecture, model, config)
-    loaded = load(str(path))
+    loaded = load(str(path), cpu=CpuOptions("raw"))
     assert loaded.name == "tiny"
     assert loaded.path.is_relative_to(cache_home)
     assert (loaded.context_tokens, loaded.eos_ids) == (4096, frozenset({1}))

@@ -13,10 +13,12 @@ import pytest
 from mlx.utils import tree_flatten
 
 from kvstrata.errors import ModelError
+from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.load import UNLIMITED_CONTEXT_TOKENS, context_tokens, load
 from tests.models.conftest import QUANTIZATION, quantized_module, write_model
 from tests.tiny import VOCAB, tiny_config, tiny_module
 
+RAW = CpuOptions("raw")
 on_cpu = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="weights become float32 on the CPU back-end only")
 
 IDS = mx.array([[5, 9, 2, 40, 77]])
@@ -50,7 +52,7 @@ def test_weight_bytes_are_what_mlx_allocated(tmp_path: Path) -> None:
 def test_16_bit_weights_become_float32(tmp_path: Path, dtype: mx.Dtype) -> None:
     module = tiny_module("llama")
     module.set_dtype(dtype)
-    loaded = load(str(write_model(tmp_path / "half", module, tiny_config("llama"))))
+    loaded = load(str(write_model(tmp_path / "half", module, tiny_config("llama"))), cpu=RAW)
     parameters: Any = tree_flatten(loaded.module.parameters())
     assert {array.dtype for _, array in parameters} == {mx.float32}
     assert loaded.module(IDS).dtype == mx.float32
@@ -61,7 +63,7 @@ def test_16_bit_weights_become_float32(tmp_path: Path, dtype: mx.Dtype) -> None:
 def test_quantized_weights_become_float32_and_say_the_same(tmp_path: Path, architecture: str) -> None:
     module = quantized_module(architecture)
     config = {**tiny_config(architecture), "quantization": QUANTIZATION}
-    loaded = load(str(write_model(tmp_path / architecture, module, config)))
+    loaded = load(str(write_model(tmp_path / architecture, module, config)), cpu=RAW)
     assert not [name for name, part in loaded.module.named_modules() if "scales" in part]
     assert loaded.dtype == "float32"
     assert mx.allclose(loaded.module(IDS), module(IDS), rtol=0, atol=1e-4)
@@ -76,7 +78,7 @@ def test_quantized_heads_of_latent_attention_become_float32(tmp_path: Path) -> N
     module = Model(ModelArgs.from_dict(config))
     nn.quantize(module, group_size=32, bits=4, class_predicate=lambda _, part: hasattr(part, "to_quantized"))
     assert any(isinstance(part, QuantizedMultiLinear) for _, part in module.named_modules())
-    loaded = load(str(write_model(tmp_path / "mla", module, {**config, "quantization": QUANTIZATION})))
+    loaded = load(str(write_model(tmp_path / "mla", module, {**config, "quantization": QUANTIZATION})), cpu=RAW)
     assert not [name for name, part in loaded.module.named_modules() if "scales" in part]
     assert mx.allclose(loaded.module(IDS), module(IDS), rtol=0, atol=1e-4)
 
@@ -121,9 +123,11 @@ def test_an_adapter_changes_output_and_identity(tiny_folder: Path, tmp_path: Pat
 def test_an_adapter_on_quantized_weights_becomes_float32(tmp_path: Path) -> None:
     config = {**tiny_config("llama"), "quantization": QUANTIZATION}
     folder = write_model(tmp_path / "packed", quantized_module("llama"), config)
-    adapted = load(str(folder), adapter=write_adapter(tmp_path / "adapter"))
+    adapted = load(str(folder), adapter=write_adapter(tmp_path / "adapter"), cpu=RAW)
     assert not [name for name, part in adapted.module.named_modules() if "scales" in part]
     assert not mx.allclose(adapted.module(IDS), load(str(folder)).module(IDS), rtol=0, atol=1e-3)
+    packed = load(str(folder), adapter=tmp_path / "adapter")
+    assert mx.allclose(packed.module(IDS), adapted.module(IDS), rtol=0, atol=1e-3)
 
 
 def test_a_missing_adapter_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

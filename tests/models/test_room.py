@@ -14,13 +14,17 @@ import pytest
 from kvstrata.errors import ModelError
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.models import room
+from kvstrata.models.cpu_options import DEFAULT, CpuOptions
 from kvstrata.models.load import load
 from kvstrata.models.room import placed_bytes
+from kvstrata.packed.form import DENSE, CpuForm
 from tests.models.conftest import QUANTIZATION, quantized_module, write_model, write_tokenizer
 from tests.tiny import tiny_config, tiny_module
 
 on_cpu = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="weights become float32 on the CPU back-end only")
 
+RAW = CpuOptions("raw")
+CODED = CpuForm(packs=True, plain_bits=None, activations=16)
 GIB = 1 << 30
 # Of 8B parameters, as mlx-lm writes them in 4 bits.
 HIDDEN, INNER, VOCAB, KV, LAYERS, GROUP = 4096, 14336, 128_256, 1024, 32, 64
@@ -87,9 +91,9 @@ def test_a_model_that_would_get_the_process_killed_is_refused_with_both_numbers(
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     with pytest.raises(
-        ModelError, match=r"take 29\.9 GiB .*\(4\.2 GiB on the disk: on a CPU.*float32\).* 12\.0 GiB are free"
+        ModelError, match=r"take 29\.9 GiB .*\(4\.2 GiB on the disk; on this CPU.*float32\).* 12\.0 GiB are free"
     ):
-        load(str(eight_b))
+        load(str(eight_b), cpu=RAW)
     assert mx.get_peak_memory() - before < 1 << 20  # nothing was read
 
 
@@ -99,7 +103,7 @@ def test_a_model_beyond_the_memory_limit_is_refused_with_both_numbers(
 ) -> None:
     monkeypatch.setattr(room, "free_memory_bytes", lambda: 100 * GIB)
     with pytest.raises(ModelError, match=r"take 29\.9 GiB .* the memory limit is 20\.0 GiB. Raise --memory-limit"):
-        load(str(eight_b), memory_limit_bytes=20 * GIB)
+        load(str(eight_b), memory_limit_bytes=20 * GIB, cpu=RAW)
 
 
 @on_cpu
@@ -108,7 +112,20 @@ def test_what_is_told_beforehand_is_every_value_in_float32(eight_b: Path) -> Non
 
     module, _ = load_model(eight_b, lazy=True)
     norms = (2 * LAYERS + 1) * HIDDEN
-    assert placed_bytes(module) == 4 * (NUM_VALUES + norms)
+    assert placed_bytes(module, DENSE) == 4 * (NUM_VALUES + norms)
+
+
+@on_cpu
+def test_packed_weights_take_what_the_file_takes(eight_b: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_lm.utils import load_model
+
+    module, _ = load_model(eight_b, lazy=True)
+    norms = (2 * LAYERS + 1) * HIDDEN
+    # 4 bits, and a scale and a bias of 16 for each group.
+    assert placed_bytes(module, CODED) == NUM_VALUES * (4 + 2 * 16 / GROUP) / 8 + 4 * norms
+    monkeypatch.setattr(room, "free_memory_bytes", lambda: 3 * GIB)
+    with pytest.raises(ModelError, match=r"take 4\.2 GiB .*packed.* 3\.0 GiB are free"):
+        load(str(eight_b))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "gpt_oss", "deepseek_v3"])
@@ -118,7 +135,8 @@ def test_what_is_told_beforehand_is_what_is_allocated(tmp_path: Path, architectu
     config = {**tiny_config(architecture), "quantization": QUANTIZATION}
     folder = write_model(tmp_path / architecture, quantized_module(architecture), config)
     module, _ = load_model(folder, lazy=True)
-    assert placed_bytes(module) == load(str(folder)).weight_bytes
+    for form, options in ((DENSE, RAW), (CODED, DEFAULT)) if mx.default_device() == mx.cpu else ((None, DEFAULT),):
+        assert placed_bytes(module, form) == load(str(folder), cpu=options).weight_bytes
 
 
 def test_weights_of_16_bits_are_told_as_they_will_be(tmp_path: Path) -> None:
@@ -128,5 +146,7 @@ def test_weights_of_16_bits_are_told_as_they_will_be(tmp_path: Path) -> None:
     half.set_dtype(mx.bfloat16)
     folder = write_model(tmp_path / "half", half, tiny_config("llama"))
     module, _ = load_model(folder, lazy=True)
-    loaded = load(str(folder))
-    assert placed_bytes(module) == sum(array.nbytes for array in arrays_in(loaded.module.parameters()))
+    eight = CpuForm(packs=True, plain_bits=8, activations=16)
+    for form, options in ((DENSE, RAW), (eight, DEFAULT)) if mx.default_device() == mx.cpu else ((None, DEFAULT),):
+        loaded = load(str(folder), cpu=options)
+        assert placed_bytes(module, form) == sum(array.nbytes for array in arrays_in(loaded.module.parameters()))

@@ -165,7 +165,7 @@ def test_what_is_chosen() -> None:
     sixteen.set_dtype(mx.bfloat16)
     plenty = 1 << 40
     assert choose_form(quantized, CpuOptions(), plenty) == ROUNDED
-    assert choose_form(plain, CpuOptions(), plenty) == ROUNDED  # packs nothing: float32 weights stay
+    assert choose_form(plain, CpuOptions(), plenty) == DENSE
     assert choose_form(sixteen, CpuOptions(), plenty).plain_bits == 8
     assert choose_form(sixteen, CpuOptions("4"), plenty).plain_bits == 4
     assert choose_form(sixteen, CpuOptions("raw"), plenty) == DENSE
@@ -198,4 +198,3 @@ def test_another_form_is_another_model(tmp_path: Path) -> None:
     forms = [DENSE, EXACT, ROUNDED, *(CpuForm(packs=True, plain_bits=bits, activations=16) for bits in (8, 4))]
     assert len({fingerprint(tmp_path, form=form.identity) for form in forms}) == len(forms)
     assert fingerprint(tmp_path, form=DENSE.identity) == fingerprint(tmp_path)
-

@@ -158,6 +158,7 @@ def test_formats_without_tiles_say_so() -> None:
 def test_compiled_code_on_disk_belongs_to_the_modules_that_it_is_made_of() -> None:
     for built, parts in (
         (kernels, (cpu_vectors, quantized_module, tiles)),
+        (rows, (cpu_vectors,)),
         (block_kernels, (kernels, rows)),
     ):
         texts = [Path(str(module.__file__)).read_bytes() for module in parts]

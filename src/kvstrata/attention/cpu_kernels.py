@@ -30,11 +30,11 @@ from kvstrata.codecs.cpu_blocks import (
     turned_shares,
     unpack_block,
 )
-from kvstrata.codecs.cpu_vectors import LANES
+from kvstrata.codecs.cpu_vectors import LANES, exp
 
 # Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
 # that a change there is one here; a test says what it has to be.
-BUILT_ON = "045ef1fe50cb0ccb"
+BUILT_ON = "7f80627c2d92e9eb"
 
 RAW_BITS = 32
 
@@ -45,16 +45,6 @@ COLUMNS, OFFSET, FIRST_DIM, PAIRS, STEP, GAP = 7, 8, 9, 10, 11, 12
 # Fields of a piece.
 RUN, FIRST, COUNT, K_SEGMENT, V_SEGMENT = 0, 1, 2, 3, 4
 
-_LOG2_E = np.float32(1.4426950408889634)
-# A weight of 1e-30 is none. Much less, and products with it are no normal numbers any more, which are slow.
-_SMALLEST = np.float32(-100.0)
-# 2**f on [0, 1), a least-squares polynomial; relative error below 1e-6 in float32.
-_C0 = np.float32(9.9999994e-1)
-_C1 = np.float32(6.9315308e-1)
-_C2 = np.float32(2.4015361e-1)
-_C3 = np.float32(5.5826318e-2)
-_C4 = np.float32(8.9893397e-3)
-_C5 = np.float32(1.8775767e-3)
 # float16's exponents, taken as float32's, are too small by this.
 _HALF_RANGE = np.float32(2.0**112)
 
@@ -71,17 +61,6 @@ def _pointer(_context, _address, kind):
         return builder.inttoptr(arguments[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(kind.dtype)(types.int64, kind), code
-
-
-@njit(inline="always", fastmath=True)
-def _exp(x):
-    """e**x for x <= 0, without a branch or a call, so that the loops around it become vector instructions."""
-    t = max(x * _LOG2_E, _SMALLEST)
-    whole = np.floor(t)
-    f = t - whole
-    power = ((((_C5 * f + _C4) * f + _C3) * f + _C2) * f + _C1) * f + _C0
-    bits = (np.int32(whole) + np.int32(127)) << np.int32(23)
-    return power * np.int32(bits).view(np.float32)
 
 
 @njit(inline="always")
@@ -243,7 +222,7 @@ def _weigh(scores, largest, totals):
             top = max(top, scores[r, t])
         total = np.float32(0)
         for t in range(scores.shape[1]):
-            weight = _exp(scores[r, t] - top)
+            weight = exp(scores[r, t] - top)
             scores[r, t] = weight
             total += weight
         largest[r], totals[r] = top, total
@@ -294,11 +273,11 @@ def _put_together(runs, found, h, r, sinks, signs, block, rotated, other, out):
     total = np.float32(0)
     if len(sinks):
         top = max(top, sinks[sink])
-        total = _exp(sinks[sink] - top)
+        total = exp(sinks[sink] - top)
     rotated[:] = 0
     some = False
     for i in range(len(pieces)):
-        run, share = runs[pieces[i, RUN]], _exp(largest[i, h, r] - top)
+        run, share = runs[pieces[i, RUN]], exp(largest[i, h, r] - top)
         weight = share * totals[i, h, r]
         total += weight
         if run[V_PLANES + BITS] == RAW_BITS:
@@ -358,9 +337,9 @@ def _softmax(scores, sink, has_sink):
         largest = max(largest, scores[j])
     if has_sink:
         largest = max(largest, sink)
-    total = _exp(sink - largest) if has_sink else np.float32(0)
+    total = exp(sink - largest) if has_sink else np.float32(0)
     for j in range(len(scores)):
-        weight = _exp(scores[j] - largest)
+        weight = exp(scores[j] - largest)
         scores[j] = weight
         total += weight
     inverse = np.float32(1) / total

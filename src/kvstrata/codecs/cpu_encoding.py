@@ -27,7 +27,7 @@ from kvstrata.codecs.cpu_vectors import (
 )
 
 # As in cpu_kernels.py.
-BUILT_ON = "045ef1fe50cb0ccb"
+BUILT_ON = "7f80627c2d92e9eb"
 
 _to_half = njit(to_half, inline="always")
 

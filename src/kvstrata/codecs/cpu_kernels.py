@@ -25,7 +25,7 @@ from kvstrata.codecs.cpu_blocks import (
 
 # Numba keeps what it compiled by the text of this file alone. This names the text of the modules that it is made of, so
 # that a change there is one here; a test says what it has to be.
-BUILT_ON = "045ef1fe50cb0ccb"
+BUILT_ON = "7f80627c2d92e9eb"
 
 _LARGEST = np.float32(65504)
 _SMALLEST_NORM = np.float32(1e-30)  # of a vector that is not taken as zero

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 
 def choose_form(module: nn.Module, options: CpuOptions, room_bytes: int) -> CpuForm:
     """Weights that come quantized stay so. Plain ones of 16 bits get 8, or 4 where 8 do not fit; those of 32 bits stay
-    as they are: whoever keeps them wants them exact."""
-    from kvstrata.packed.place import placed_bytes
+    as they are: a user who keeps them wants them exact."""
+    from kvstrata.packed.place import packs_any, placed_bytes
 
     if options.weights == "raw":
         return DENSE
@@ -35,7 +35,8 @@ def choose_form(module: nn.Module, options: CpuOptions, room_bytes: int) -> CpuF
     if options.weights != "auto":
         return CpuForm(packs=True, plain_bits=int(options.weights), activations=options.activations)
     if not _has_sixteen_bits(module):
-        return CpuForm(packs=True, plain_bits=None, activations=options.activations)
+        form = CpuForm(packs=True, plain_bits=None, activations=options.activations)
+        return form if packs_any(module, form) else DENSE
     forms = [CpuForm(packs=True, plain_bits=bits, activations=options.activations) for bits in (8, 4)]
     chosen = next((form for form in forms if placed_bytes(module, form) <= room_bytes), forms[0])
     if chosen is not forms[0]:

@@ -26,16 +26,15 @@ GIB = 1 << 30
 def check_room(module: nn.Module, folder: Path, limit_bytes: int | None, form: CpuForm | None) -> None:
     """Raises ModelError where the weights alone take more than the limit, or than what is free."""
     needed_bytes = placed_bytes(module, form)
+    needs = _needs(folder, needed_bytes, form)
     if limit_bytes is not None and needed_bytes > limit_bytes:
         raise ModelError(
-            f"{_needs(folder, needed_bytes)}, and the memory limit is {_size(limit_bytes)}. Raise --memory-limit if "
+            f"{needs}, and the memory limit is {_size(limit_bytes)}. Raise --memory-limit if "
             f"the machine has more, or {_otherwise()}"
         )
     # Elsewhere weights lie in the GPU's memory, or macOS makes room by itself.
     if mx.default_device() == mx.cpu and needed_bytes > (free_bytes := free_memory_bytes()):
-        raise ModelError(
-            f"{_needs(folder, needed_bytes)}, and {_size(free_bytes)} are free. End other programs, or {_otherwise()}"
-        )
+        raise ModelError(f"{needs}, and {_size(free_bytes)} are free. End other programs, or {_otherwise()}")
 
 
 def room_bytes(limit_bytes: int | None) -> int:
@@ -53,9 +52,9 @@ def placed_bytes(module: nn.Module, form: CpuForm | None) -> int:
     return sum(array.nbytes for array in arrays_in(module.parameters()))
 
 
-def _needs(folder: Path, needed_bytes: int) -> str:
+def _needs(folder: Path, needed_bytes: int, form: CpuForm | None) -> str:
     file_bytes = sum(path.stat().st_size for path in weight_files(folder))
-    why = ": on a CPU they become float32" if needed_bytes > file_bytes else ""
+    why = "" if form is None else f"; on this CPU they are {form.words}"
     return f"The weights of {folder} take {_size(needed_bytes)} of memory ({_size(file_bytes)} on the disk{why})"
 
 

@@ -14,7 +14,7 @@ from kvstrata.packed.quantized import TILE_COLUMNS
 from kvstrata.packed.rows import gate, heads, norm
 
 # As in attention/cpu_kernels.py.
-BUILT_ON = "6fac692bbfe60b04"
+BUILT_ON = "2ab77cd702d2d5d0"
 
 
 @njit(nogil=True)

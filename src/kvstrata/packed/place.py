@@ -61,6 +61,11 @@ def placed_bytes(model: nn.Module, form: CpuForm) -> int:
     return total + sum(map(_bytes_as_float32, others.values()))
 
 
+def packs_any(model: nn.Module, form: CpuForm) -> bool:
+    layers = [module for _, module in model.named_modules() if type(module) in QUANTIZED or type(module) in PLAIN]
+    return any(_is_packed(layer, form) for layer in layers)
+
+
 def _placed(module: nn.Module, form: CpuForm) -> nn.Module | None:
     """None: it stays as it is."""
     if type(module) in PLAIN and not _is_packed(module, form):

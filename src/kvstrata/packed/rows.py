@@ -11,6 +11,11 @@ from functools import partial
 import numpy as np
 from numba import njit, prange
 
+from kvstrata.codecs.cpu_vectors import exp
+
+# As in attention/cpu_kernels.py.
+BUILT_ON = "625051f9f2d29c0d"
+
 # Sums in any order; NaN and infinity stay what they are.
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 
@@ -18,31 +23,12 @@ SILU, GELU = 0, 1
 # Fewer rows than this are not worth waking other threads.
 PARALLEL_ROWS = 16
 
-_LOG2_E = np.float32(1.4426950408889634)
-_LOWEST, _HIGHEST = np.float32(-126.0), np.float32(126.0)
-# 2**f on [0, 1), a least-squares polynomial; relative error below 1e-6 in float32.
-_C0 = np.float32(9.9999994e-1)
-_C1 = np.float32(6.9315308e-1)
-_C2 = np.float32(2.4015361e-1)
-_C3 = np.float32(5.5826318e-2)
-_C4 = np.float32(8.9893397e-3)
-_C5 = np.float32(1.8775767e-3)
 # gelu(x) by tanh: sqrt(2 / pi), twice, since tanh(u) = 1 - 2 / (1 + e**2u)
 _GELU_SLOPE, _GELU_CUBE = np.float32(2 * 0.7978845608028654), np.float32(0.044715)
 
-_one, _half = np.float32(1), np.float32(0.5)
+_one = np.float32(1)
 
 _inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True, fastmath=FAST)
-
-
-@njit(inline="always", fastmath=FAST)
-def _exp(x):
-    """e**x without a branch or a call, so that the loops around it become vector instructions."""
-    t = min(max(x * _LOG2_E, _LOWEST), _HIGHEST)
-    whole = np.floor(t)
-    part = t - whole
-    power = _C0 + part * (_C1 + part * (_C2 + part * (_C3 + part * (_C4 + part * _C5))))
-    return power * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @_inner
@@ -73,11 +59,11 @@ def _gate_row(x, kind, out):
     num = len(out)
     if kind == SILU:
         for i in range(num):
-            out[i] = x[i] / (_one + _exp(-x[i])) * x[num + i]
+            out[i] = x[i] / (_one + exp(-x[i])) * x[num + i]
     else:
         for i in range(num):
             u = _GELU_SLOPE * x[i] * (_one + _GELU_CUBE * x[i] * x[i])
-            out[i] = x[i] * (_one - _one / (_one + _exp(u))) * x[num + i]
+            out[i] = x[i] * (_one - _one / (_one + exp(u))) * x[num + i]
 
 
 @njit(nogil=True, cache=True, fastmath=FAST)
