@@ -18,8 +18,8 @@ def quantized(rng: np.random.Generator, shape: tuple[int, ...], bits: int, group
 
 def mxfp4(rng: np.random.Generator, shape: tuple[int, ...]) -> Quantized:
     weight = mx.array(rng.normal(size=shape).astype(np.float32)).astype(mx.bfloat16)
-    words, scales = mx.quantize(weight, 32, 4, mode="mxfp4")
-    return Quantized(words, scales, None, 32, 4, "mxfp4")
+    made = mx.quantize(weight, 32, 4, mode="mxfp4")
+    return Quantized(made[0], made[1], None, 32, 4, "mxfp4")
 
 
 def as_floats(source: Quantized) -> np.ndarray:

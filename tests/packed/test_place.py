@@ -96,7 +96,7 @@ def _greedy(model: Any, count: int) -> list[int]:
     caches, ids = make_prompt_cache(model), [5, 6, 7]
     made: list[int] = []
     for _ in range(count):
-        ids = [int(mx.argmax(model(mx.array([ids]), cache=caches)[0, -1]).item())]
+        ids = [int(np.argmax(model(mx.array([ids]), cache=caches)[0, -1]))]
         made += ids
     return made
 

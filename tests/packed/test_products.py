@@ -70,7 +70,8 @@ def test_products_are_those_of_float32(
     size = np.abs(x).astype(np.float64) @ np.abs(as_floats(source)).astype(np.float64).T
     assert np.all(np.abs(product(weight, x, 32) - wanted) <= 1e-5 * size + 1e-6)
     # The largest of 32 values is 127 steps of 8 bits and 32512 of 16; each is off by half a step at most.
-    for activations, steps in ((16, 32512), (8, 127)):
+    coded: tuple[tuple[Activations, int], ...] = ((16, 32512), (8, 127))
+    for activations, steps in coded:
         rounded = np.abs(x).reshape(vectors, -1, 32).max(-1).repeat(32, -1) / steps / 2
         # What a code is multiplied by is a level, not a weight: it may be larger than that.
         bound = rounded.astype(np.float64) @ _levels(source).T
@@ -151,8 +152,8 @@ def test_the_room_that_it_takes_is_that_of_the_file() -> None:
 
 def test_formats_without_tiles_say_so() -> None:
     weight = mx.zeros((8, 64))
-    words, scales = mx.quantize(weight, 16, 4, mode="nvfp4")
-    assert not Quantized(words, scales, None, 16, 4, "nvfp4").fits
+    made = mx.quantize(weight, 16, 4, mode="nvfp4")
+    assert not Quantized(made[0], made[1], None, 16, 4, "nvfp4").fits
 
 
 def test_compiled_code_on_disk_belongs_to_the_modules_that_it_is_made_of() -> None:

@@ -14,7 +14,6 @@ from kvstrata.backend.machine import (
     mlx_backend,
     usable_cores,
 )
-from kvstrata.backend.sgemm import sgemm
 
 __all__ = [
     "Blas",
@@ -26,6 +25,5 @@ __all__ = [
     "max_arrays",
     "memory_bytes",
     "mlx_backend",
-    "sgemm",
     "usable_cores",
 ]

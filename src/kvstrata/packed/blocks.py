@@ -83,7 +83,7 @@ class Fan:
         self._whole_bias = _joined_bias(layers)
         self.bias = NOTHING if self._whole_bias is None else np.asarray(self._whole_bias)
         # Always as many, or the kernels are compiled anew for each number.
-        empty = PackedWeight(*(mx.zeros(0, mx.uint8) for _ in range(2)), weights[0].form, 0)
+        empty = PackedWeight(mx.zeros(0, mx.uint8), mx.zeros(0, mx.uint8), weights[0].form, 0)
         padding = [empty] * (MOST_WEIGHTS - len(self.weights))
         self.fields = tuple(weight.fields for weight in (*self.weights, *padding))
 

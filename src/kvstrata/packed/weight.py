@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.backend import sgemm
+from kvstrata.backend.sgemm import sgemm
 from kvstrata.packed import kernels
 from kvstrata.packed.form import Activations
 from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS, Quantized, whole_tiles
