@@ -10,6 +10,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,30 @@ def get_default() -> Path:
         say(f"{folder} will be made again: {damage}")
     make_folder(folder, MADE_FROM, "The default model", _make)
     return folder
+
+
+def default_gguf() -> Path:
+    """Where the file is kept that the model is made from, if it was asked for."""
+    return cache_root() / "models" / "gguf" / Path(GGUF).name
+
+
+def get_default_gguf() -> Path:
+    """For benchmarks beside tools that read it. Serving does not need it, so it is downloaded when it is asked for."""
+    kept = default_gguf()
+    if kept.is_file() and kept.stat().st_size == GGUF_BYTES:
+        return kept
+    try:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent, prefix="making-") as making:
+            check_disk(Path(making), DISK_BYTES, "the default model")
+            # Publish by rename: a crash leaves no file or a whole one.
+            _extract(_download(Path(making)), Path(making)).rename(kept)
+    except OSError as error:
+        raise ModelError(
+            f"The default model's file could not be written to {kept.parent}: {error}. "
+            "Make room there, or set KVSTRATA_HOME to another folder"
+        ) from error
+    return kept
 
 
 def _make(making: Path, made: Path) -> None:
