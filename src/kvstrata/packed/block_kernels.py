@@ -14,7 +14,7 @@ from kvstrata.packed.quantized import TILE_COLUMNS
 from kvstrata.packed.rows import gate, heads, norm
 
 # As in attention/cpu_kernels.py.
-BUILT_ON = "2ab77cd702d2d5d0"
+BUILT_ON = "5297ac9e9eddef93"
 
 
 @njit(nogil=True)
@@ -44,8 +44,9 @@ def _product(x, weights, bias, width, columns):
     # Not a bare 0: numba compiles a function for each literal.
     made, first = np.empty((tokens, columns), np.float32), np.int64(0)
     for i in range(len(weights)):
-        multiply(weights[i], coded, made, first)
-        first += weights[i][8]
+        if weights[i][8]:
+            multiply(weights[i], coded, made, first)
+            first += weights[i][8]
     if len(bias):
         for row in range(tokens):
             for i in range(columns):

@@ -43,7 +43,7 @@ from kvstrata.packed.tiles import (
 )
 
 # As in attention/cpu_kernels.py.
-BUILT_ON = "772a5f57ef444507"
+BUILT_ON = "b7e5241bb4d3efff"
 
 TASK_ROWS = 12  # times 8, for one thread at a time
 

@@ -398,7 +398,7 @@ def _quantizer(width: int):
 
     @intrinsic
     def quantize(_context, x, high, low, scales, sums, _group):
-        """Group `group` of 32 values -> whole numbers of 8 or 16 bits, their scale, and the sum of the values"""
+        """Group `group` of 32 values -> whole numbers of 8 or 16 bits, their scale, and the sum of what they stand for"""
 
         def code(context, builder, signature, arguments):
             x, high, low, scales, sums, group = _given(context, builder, signature, arguments)
@@ -410,7 +410,8 @@ def _quantizer(width: int):
             scale = builder.fdiv(largest, ir.Constant(_F32, largest_code))
             is_any = builder.fcmp_ordered(">", scale, ir.Constant(_F32, 0.0))
             factor = builder.select(is_any, builder.fdiv(ir.Constant(_F32, 1.0), scale), ir.Constant(_F32, 0.0))
-            codes = _rounded(builder, builder.fmul(values, splatted(builder, factor, _VALUES.count)))
+            whole = _rounded(builder, builder.fmul(values, splatted(builder, factor, _VALUES.count)))
+            codes = builder.fptosi(whole, _WORDS)
             if width == 16:
                 # Rounded, so that what is left fits 8 bits with its sign.
                 upper = builder.ashr(builder.add(codes, constant(_WORDS, 128)), constant(_WORDS, 8))
@@ -419,7 +420,9 @@ def _quantizer(width: int):
                 codes = upper
             high.store(place, builder.trunc(codes, _LEVELS))
             one = ir.VectorType(_F32, 1)
-            for array, value in ((scales, scale), (sums, _folded(builder, values, _sum))):
+            # The sum of what they were rounded to: so an error is multiplied by a weight, not by its level.
+            total = builder.fmul(_folded(builder, whole, _sum), scale)
+            for array, value in ((scales, scale), (sums, total)):
                 array.store(group, builder.bitcast(value, one))
             return context.get_dummy_value()
 
@@ -434,7 +437,7 @@ quantize_8, quantize_16 = _quantizer(8), _quantizer(16)
 def _rounded(builder, values):
     name = f"llvm.rint.v{_VALUES.count}f32"
     rint = cgutils.get_or_insert_function(builder.module, ir.FunctionType(_VALUES, [_VALUES]), name)
-    return builder.fptosi(builder.call(rint, [values]), _WORDS)
+    return builder.call(rint, [values])
 
 
 _WORDS = ir.VectorType(_I32, _VALUES.count)
