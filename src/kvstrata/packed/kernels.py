@@ -43,7 +43,7 @@ from kvstrata.packed.tiles import (
 )
 
 # As in attention/cpu_kernels.py.
-BUILT_ON = "b7e5241bb4d3efff"
+BUILT_ON = "a0113fa396cb8233"
 
 TASK_ROWS = 12  # times 8, for one thread at a time
 

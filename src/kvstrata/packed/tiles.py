@@ -398,7 +398,7 @@ def _quantizer(width: int):
 
     @intrinsic
     def quantize(_context, x, high, low, scales, sums, _group):
-        """Group `group` of 32 values -> whole numbers of 8 or 16 bits, their scale, and the sum of what they stand for"""
+        """Group `group` of 32 values -> whole numbers of 8 or 16 bits, their scale, the sum of what they stand for"""
 
         def code(context, builder, signature, arguments):
             x, high, low, scales, sums, group = _given(context, builder, signature, arguments)
