@@ -126,6 +126,40 @@ def test_a_block_that_does_something_else_stays_as_it_is() -> None:
     assert np.abs(logits(other) - logits(wanted)).max() <= 2e-4 * logits(wanted).std()
 
 
+def test_a_block_that_changes_far_away_stays_as_it_is() -> None:
+    other = quantized_module("llama")
+    kind = type(other.layers[0].self_attn)
+
+    class Cooled(kind):
+        def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+            return super().__call__(x, mask, cache) * (0.5 if cache.offset > 8192 else 1.0)
+
+    Cooled.__module__ = kind.__module__
+    other.layers[0].self_attn.__class__ = Cooled
+    place(other, EXACT)
+    assert num_short(other) == 3
+
+
+def test_rows_of_a_batch_turn_by_their_own_offsets() -> None:
+    """Also where a cache adds to its offsets in place, and where two prompts have one whole number."""
+    from mlx_lm.models.cache import BatchKVCache
+
+    dense, exact = (quantized_module("llama", num_hidden_layers=1) for _ in range(2))
+    place(dense, DENSE)
+    place(exact, EXACT)
+    assert num_short(exact) == 1
+    ids = mx.array([[5, 6, 7, 8], [9, 10, 11, 12]])
+    for make in (make_prompt_cache, lambda _: [BatchKVCache([0, 2])]):
+        logits_of = []
+        for model in (dense, exact):
+            caches = make(model)
+            alone = make_prompt_cache(model)
+            made = [model(some, cache=caches) for some in (ids, ids[:, :1], ids[:, 1:2])]
+            made += [model(ids[:1, :1], cache=alone), model(ids[:1], cache=alone)]
+            logits_of.append(np.concatenate([np.array(each).reshape(-1, 97) for each in made]))
+        assert np.abs(logits_of[0] - logits_of[1]).max() <= 2e-4 * logits_of[0].std()
+
+
 @pytest.mark.parametrize("rope", ["linear", "llama3", "yarn"])
 def test_blocks_turn_as_their_rope_does(rope: str) -> None:
     scaling: dict[str, Any] = {"rope_type": rope, "factor": 4.0, "original_max_position_embeddings": 64}

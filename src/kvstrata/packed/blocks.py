@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import mlx.core as mx
@@ -35,6 +36,15 @@ _HEADS = {"n_heads", "num_attention_heads"}
 NOTHING = np.empty(0, np.float32)
 
 
+class FarCache:
+    """A cache of a sequence that is long already, and of which the new tokens alone are seen."""
+
+    offset = 20_000
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+
 class Turning:
     """How RoPE turns queries and keys: from the model's own module, once for all layers that turn alike."""
 
@@ -49,27 +59,22 @@ class Turning:
         unit = np.zeros(dim, np.float32)
         unit[: num_pairs * self.lie[1] : self.lie[1]] = 1.0
         self._unit = mx.array(unit)
-        self._last: tuple[Any, int, np.ndarray] | None = None
+        # Of the last pass: where it was, and the table.
+        self._last: tuple[Any, np.ndarray] = (None, NOTHING)
 
-    def turned(self, offset: Any, num_rows: int, tokens: int) -> np.ndarray:
+    def turned(self, offset: mx.array | int, num_rows: int, tokens: int) -> np.ndarray:
         """(1, 0) of each pair, at each token: float32 [rows * tokens, dim]"""
-        if self._last is not None and tokens == self._last[1] and _is_same(offset, self._last[0]):
-            return self._last[2]
-        units = mx.broadcast_to(self._unit, (num_rows, 1, tokens, self._dim))
-        made = self._rope(units, offset=offset)
-        table = np.ascontiguousarray(flat(made))
-        self._last = (offset, tokens, table)
-        return table
+        # By value: mlx-lm adds to its arrays of offsets in place.
+        place = (offset if isinstance(offset, int) else np.asarray(offset).tobytes(), num_rows, tokens)
+        if self._last[0] != place:
+            units = mx.broadcast_to(self._unit, (num_rows, 1, tokens, self._dim))
+            self._last = (place, flat(self._rope(units, offset=offset)))
+        return self._last[1]
 
     def is_like(self, other: Turning) -> bool:
         if (self._dim, self.lie) != (other._dim, other.lie):
             return False
         return all(np.array_equal(self.turned(at, 1, 2), other.turned(at, 1, 2)) for at in (0, 1000))
-
-
-def _is_same(offset: Any, last: Any) -> bool:
-    """Of a batch it is one array for all layers of a pass."""
-    return offset is last or (isinstance(offset, int) and isinstance(last, int) and offset == last)
 
 
 class Fan:
@@ -224,9 +229,16 @@ def _may_be_short(module: Any) -> bool:
     attention, mlp = module["self_attn"], module["mlp"]
     if not {"scale", "rope"} <= {*vars(attention), *attention} or not (_HEADS & set(vars(attention))):
         return False
-    layers = [attention.get(f"{name}_proj") for name in "qkvo"]
-    layers += [mlp.get(f"{name}_proj") for name in ("gate", "up", "down")]
-    return all(isinstance(layer, PackedLinear) for layer in layers)
+    q, k, v, o = (attention.get(f"{name}_proj") for name in "qkvo")
+    gate, up, down = (mlp.get(f"{name}_proj") for name in ("gate", "up", "down"))
+    if not all(isinstance(layer, PackedLinear) for layer in (q, k, v, o, gate, up, down)):
+        return False
+    if list(signature(type(module).__call__).parameters) != ["self", "x", "mask", "cache"]:
+        return False
+    # The kernels check no bounds.
+    dim, rest = divmod(q.weight.shape[0], _num_heads(attention))
+    is_even = not rest and not k.weight.shape[0] % dim
+    return is_even and k.weight.shape == v.weight.shape and gate.weight.shape == up.weight.shape
 
 
 def _shorten(block: Any, turnings: list[Turning]) -> bool:
@@ -264,12 +276,13 @@ def _forms(block: Any, turnings: list[Turning]) -> Iterator[ShortBlock]:
 
 
 def _outputs(block: Any, run: Callable[..., mx.array] | None = None) -> np.ndarray:
-    """Of a short prompt, and of a token after it."""
+    """Of a short prompt, of a token after it, and of tokens far away: some blocks do something else there."""
     dim = block.input_layernorm.weight.shape[0]
     x = mx.random.normal((1, TRIED_TOKENS + 1, dim), key=mx.random.key(7))
     kv = KVCache()
     call = run or block
     made = [call(x[:, :TRIED_TOKENS], mask="causal", cache=kv), call(x[:, TRIED_TOKENS:], mask=None, cache=kv)]
+    made.append(call(x, mask="causal", cache=FarCache()))
     return np.concatenate([flat(each) for each in made])
 
 
