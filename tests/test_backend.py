@@ -248,6 +248,8 @@ SLOW_CPU = replace(
         (replace(SLOW_CPU, mlx_gflops=60.0), ["The model runs on the CPU"]),
         (replace(GOOD, memory_available_bytes=1 << 30, disk_free_bytes=1), ["Little memory", "Little disk space"]),
         (replace(GOOD, default_model=False), ["The default model is not here"]),
+        (replace(GOOD, weights="stay packed, multiplied by sdot"), []),
+        (replace(GOOD, weights="become float32: numba is missing"), ["Weights become float32"]),
     ],
 )
 def test_doctor_names_what_is_wrong(report: Report, expected: list[str]) -> None:

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvstrata.errors import ModelError
-from kvstrata.models.cpu_form import choose_form
+from kvstrata.models.cpu_form import choose_form, weights_here
 from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.fingerprint import fingerprint
 from kvstrata.packed.blocks import ShortBlock
@@ -222,6 +222,7 @@ def test_without_numba_weights_become_float32(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     model = quantized_module("llama")
     assert choose_form(model, CpuOptions(), 1 << 40) == DENSE
+    assert weights_here().startswith("become float32")
     with pytest.raises(ModelError, match=r"kvstrata\[cpu\]"):
         choose_form(model, CpuOptions("8"), 1 << 40)
 

@@ -48,6 +48,7 @@ class Report:
     versions: dict[str, str]
     heap: Heap
     open_files: OpenFiles
+    weights: str = ""  # what becomes of quantized ones, on a CPU
     served_memory: dict[str, int] | None = None  # what the limit of a running server consists of
 
 
@@ -137,6 +138,7 @@ def _write_report(file: Path, report: Report, findings: list[Finding]) -> list[F
 def examine() -> Report:
     from kvstrata.backend import device
     from kvstrata.backend.speed import mlx_gflops, numpy_gflops
+    from kvstrata.models.cpu_form import weights_here
     from kvstrata.models.default import default_is_whole
 
     here = device()
@@ -152,12 +154,13 @@ def examine() -> Report:
         versions={"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}},
         heap=heap(),
         open_files=open_files(),
+        weights=weights_here() if here.backend == "cpu" else "",
     )
 
 
 def judge(report: Report) -> list[Finding]:
     """Pure: facts in, findings out."""
-    return [*_judge_speed(report), *_judge_room(report), *_judge_model(report)]
+    return [*_judge_speed(report), *_judge_weights(report), *_judge_room(report), *_judge_model(report)]
 
 
 def _judge_speed(report: Report) -> list[Finding]:
@@ -179,6 +182,13 @@ def _judge_speed(report: Report) -> list[Finding]:
             "pip install 'kvstrata[cpu]', or set KVSTRATA_BLAS to an OpenBLAS that exports cblas_sgemm",
         )
     ]
+
+
+def _judge_weights(report: Report) -> list[Finding]:
+    if not report.weights.startswith("become float32"):
+        return []
+    why = "numba is not installed: a model of 4 bits takes seven times its file, and decodes at half the speed"
+    return [Finding("Weights become float32", why, "pip install 'kvstrata[cpu]'")]
 
 
 def _judge_room(report: Report) -> list[Finding]:
@@ -221,6 +231,8 @@ def _table(report: Report) -> Table:
     table.add_row("back-end", f"{report.device.backend} ({report.device.name}, {report.device.num_cores} cores)")
     table.add_row("BLAS", f"{library}, {report.blas.num_threads} threads: {report.blas.reason}")
     table.add_row("speed", f"{rate} (float32)")
+    if report.weights:
+        table.add_row("weights", f"quantized ones {report.weights}")
     table.add_row("memory", f"{_size(report.device.memory_bytes)}, {_size(report.memory_available_bytes)} available")
     table.add_row("freed memory", f"goes back {report.heap.gives_back}")
     if report.served_memory is not None:

@@ -51,3 +51,14 @@ def _has_sixteen_bits(module: nn.Module) -> bool:
     plain = [layer["weight"] for _, layer in module.named_modules() if type(layer) in PLAIN]
     sixteen = sum(array.size for array in plain if array.dtype in (mx.bfloat16, mx.float16))
     return 2 * sixteen > sum(array.size for array in plain)
+
+
+def weights_here() -> str:
+    """What becomes of quantized weights on this CPU, and what multiplies them, for people to read."""
+    if importlib.util.find_spec("numba") is None:
+        return "become float32: numba is missing"
+    from kvstrata.packed.tiles import DOT
+
+    instruction = {"sdot": "sdot", "vpdpbusd": "VNNI"}
+    found = next((word for name, word in instruction.items() if name in DOT), "plain vector instructions")
+    return f"stay packed, multiplied by {found}"
