@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import struct
 from pathlib import Path
 from typing import Any
@@ -96,18 +97,18 @@ def test_context_comes_from_the_config(config: dict[str, Any], expected: int) ->
     assert context_tokens(config) == expected
 
 
-def write_adapter(folder: Path) -> Path:
-    """A LoRA adapter whose second matrix is not zero, so that it must change the output."""
+def write_adapter(folder: Path, kind: str = "lora") -> Path:
+    """An adapter whose second matrix is not zero, so that it must change the output."""
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     settings = {"rank": 4, "scale": 10.0, "dropout": 0.0}
     module = tiny_module("llama")
     module.freeze()
-    linear_to_lora_layers(module, 2, settings)
+    linear_to_lora_layers(module, 2, settings, use_dora=kind == "dora")
     trained: Any = dict(tree_flatten(module.trainable_parameters()))
     folder.mkdir()
     mx.save_safetensors(str(folder / "adapters.safetensors"), {k: mx.full(v.shape, 0.1) for k, v in trained.items()})
-    described = {"fine_tune_type": "lora", "num_layers": 2, "lora_parameters": settings}
+    described = {"fine_tune_type": kind, "num_layers": 2, "lora_parameters": settings}
     (folder / "adapter_config.json").write_text(json.dumps(described))
     return folder
 
@@ -128,6 +129,20 @@ def test_an_adapter_on_quantized_weights_becomes_float32(tmp_path: Path) -> None
     assert not mx.allclose(adapted.module(IDS), load(str(folder)).module(IDS), rtol=0, atol=1e-3)
     packed = load(str(folder), adapter=tmp_path / "adapter")
     assert mx.allclose(packed.module(IDS), adapted.module(IDS), rtol=0, atol=1e-3)
+
+
+@on_cpu
+def test_an_adapter_that_reads_the_weights_itself_has_them_as_float32(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {**tiny_config("llama"), "quantization": QUANTIZATION}
+    folder = write_model(tmp_path / "packed", quantized_module("llama"), config)
+    adapter = write_adapter(tmp_path / "adapter", "dora")
+    logging.getLogger("kvstrata").propagate = True
+    adapted, raw = load(str(folder), adapter=adapter), load(str(folder), adapter=adapter, cpu=RAW)
+    assert "does not run with packed weights" in caplog.text
+    assert (adapted.weights, adapted.fingerprint) == (raw.weights, raw.fingerprint)
+    assert mx.allclose(adapted.module(IDS), raw.module(IDS), rtol=0, atol=1e-5)
 
 
 def test_a_missing_adapter_is_refused(tiny_folder: Path, tmp_path: Path) -> None:

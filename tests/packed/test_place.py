@@ -206,6 +206,39 @@ def test_what_is_chosen() -> None:
     assert choose_form(quantized, CpuOptions(activations=8), plenty).activations == 8
 
 
+def test_plain_layers_of_a_quantized_model_stay_exact() -> None:
+    """Routers, say: they are few, of 16 bits, and were left plain on purpose."""
+    model = tiny_module("qwen3_moe")
+    nn.quantize(model, group_size=32, bits=4, class_predicate=_fits)
+    model.set_dtype(mx.bfloat16)
+    assert choose_form(model, CpuOptions(), 1 << 40) == ROUNDED
+
+
+def _fits(name: str, module: Any) -> bool:
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0 and not name.endswith("mlp.gate")
+
+
+def test_rows_that_fill_no_tile_stay_out_of_short_blocks() -> None:
+    """Kernels of blocks write whole tiles: a matrix of 20 rows would be written past its end."""
+    narrow = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 20}
+    dense, exact = (quantized_module("llama", **narrow) for _ in range(2))
+    place(dense, DENSE)
+    place(exact, ROUNDED)
+    assert num_short(exact) == 0
+    assert np.abs(logits(exact) - logits(dense)).max() <= 2e-2 * logits(dense).std()
+
+
+def test_a_layer_that_stands_in_two_places_is_packed_once() -> None:
+    dense, exact = quantized_module("llama"), quantized_module("llama")
+    for model in (dense, exact):
+        model.layers[1].mlp = model.layers[0].mlp
+    wanted = placed_bytes(exact, EXACT)
+    place(dense, DENSE)
+    place(exact, EXACT)
+    assert held_bytes(exact) <= wanted
+    assert np.abs(logits(exact) - logits(dense)).max() <= 2e-4 * logits(dense).std()
+
+
 def test_four_bits_where_eight_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     sixteen = tiny_module("llama")
     sixteen.set_dtype(mx.bfloat16)

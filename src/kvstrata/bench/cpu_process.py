@@ -1,7 +1,7 @@
 """The processes that `kvstrata bench cpu` measures: ours and llama.cpp's. Both take the same commands, one at a time.
 
-Only one works at any moment: a command is answered before the next one is sent, and whoever waits for a command reads
-from a pipe. What the waiting ones take of the machine all the same is counted.
+Only one works at any moment: a process answers a command before the benchmark sends the next one, and a process that
+waits for a command reads from a pipe. What waiting ones take of the machine all the same is counted.
 """
 
 from __future__ import annotations

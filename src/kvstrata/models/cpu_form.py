@@ -45,12 +45,14 @@ def choose_form(module: nn.Module, options: CpuOptions, room_bytes: int) -> CpuF
 
 
 def _has_sixteen_bits(module: nn.Module) -> bool:
-    """Whether most of its plain weights do."""
-    from kvstrata.packed.place import PLAIN
+    """Whether most of its weights are plain and do. In a quantized model plain layers were left so on purpose: routers
+    of experts, say, whose choices a rounding can turn."""
+    from kvstrata.packed.place import PLAIN, num_values, weight_layers
 
-    plain = [layer["weight"] for _, layer in module.named_modules() if type(layer) in PLAIN]
+    layers = weight_layers(module)
+    plain = [layer["weight"] for layer in layers if type(layer) in PLAIN]
     sixteen = sum(array.size for array in plain if array.dtype in (mx.bfloat16, mx.float16))
-    return 2 * sixteen > sum(array.size for array in plain)
+    return 2 * sixteen > sum(map(num_values, layers))
 
 
 def weights_here() -> str:

@@ -6,6 +6,8 @@ float32 (cpu_form.py); on Metal and CUDA dtype and quantization stay as they are
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     import mlx.nn as nn
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+logger = logging.getLogger(__name__)
+
 CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "n_positions", "seq_length", "n_ctx")
 # Purely recurrent models know no limit; a budget of memory is what ends their context.
 UNLIMITED_CONTEXT_TOKENS = 1 << 20
@@ -47,12 +51,12 @@ def load(
     folder = found.folder
     check_folder(folder)
     raise_open_files()  # each file of the weights stays open until it is read
-    module, config = _build(folder)
-    form = choose_form(module, cpu, room_bytes(memory_limit_bytes)) if mx.default_device() == mx.cpu else None
-    check_room(module, folder, memory_limit_bytes, form)
-    if adapter is not None:
-        _add_adapter(module, adapter)
-    _place(module, folder, form)
+    module, config, form = _loaded(folder, adapter, memory_limit_bytes, cpu)
+    if form is not None and form.packs and (reason := _why_it_fails(module)):
+        # Some code reads a layer's weight itself: adapters of the kind DoRA, for one.
+        logger.warning("The model does not run with packed weights (%s): they become float32.", reason)
+        del module
+        module, config, form = _loaded(folder, adapter, memory_limit_bytes, replace(cpu, weights="raw"))
     tokenizer = _tokenizer(folder, config)
     return LoadedModel(
         name=found.name,
@@ -69,6 +73,29 @@ def load(
         weights=form.words if form else "",
         sampling=read_sampling_defaults(folder),
     )
+
+
+def _loaded(
+    folder: Path, adapter: Path | None, limit_bytes: int | None, cpu: CpuOptions
+) -> tuple[nn.Module, dict[str, Any], CpuForm | None]:
+    """The module with its weights in memory, its config, and on a CPU the form that they have."""
+    module, config = _build(folder)
+    form = choose_form(module, cpu, room_bytes(limit_bytes)) if mx.default_device() == mx.cpu else None
+    check_room(module, folder, limit_bytes, form)
+    if adapter is not None:
+        _add_adapter(module, adapter)
+    _place(module, folder, form)
+    return module, config, form
+
+
+def _why_it_fails(module: nn.Module) -> str:
+    """Empty: it runs."""
+    try:
+        _num_logits(module)
+    except Exception as error:  # noqa: BLE001
+        # Whatever a model does with layers that it does not expect.
+        return f"{type(error).__name__}: {_shortened(str(error))}"
+    return ""
 
 
 def context_tokens(config: dict[str, Any]) -> int:

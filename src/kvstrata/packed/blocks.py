@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from inspect import signature
@@ -22,6 +23,7 @@ from mlx_lm.models.cache import KVCache
 from kvstrata.packed import block_kernels, rows
 from kvstrata.packed.form import Activations, exact_activations
 from kvstrata.packed.layers import PackedLinear, flat
+from kvstrata.packed.quantized import TILE_ROWS
 from kvstrata.packed.weight import PackedWeight, Vectors, joined
 
 log = logging.getLogger(__name__)
@@ -218,8 +220,12 @@ def _by_token(mixed: mx.array) -> np.ndarray:
 def shorten(model: nn.Module) -> int:
     """Gives blocks their short form where it computes the same. Tells how many have one."""
     turnings: list[Turning] = []
-    blocks = [module for _, module in model.named_modules() if _may_be_short(module)]
-    return sum(_shorten(block, turnings) for block in blocks)
+    blocks: list[Any] = list({id(module): module for _, module in model.named_modules()}.values())
+    blocks = [block for block in blocks if _may_be_short(block)]
+    # What a short form takes the place of goes, so it must be the block's alone.
+    uses = Counter(id(part) for block in blocks for part in (block.self_attn, block.mlp))
+    own = [block for block in blocks if uses[id(block.self_attn)] == uses[id(block.mlp)] == 1]
+    return sum(_shorten(block, turnings) for block in own)
 
 
 def _may_be_short(module: Any) -> bool:
@@ -233,28 +239,22 @@ def _may_be_short(module: Any) -> bool:
     gate, up, down = (mlp.get(f"{name}_proj") for name in ("gate", "up", "down"))
     if not all(isinstance(layer, PackedLinear) for layer in (q, k, v, o, gate, up, down)):
         return False
-    if list(signature(type(module).__call__).parameters) != ["self", "x", "mask", "cache"]:
-        return False
-    # The kernels check no bounds.
+    # The kernels check no bounds, and write whole tiles.
     dim, rest = divmod(q.weight.shape[0], _num_heads(attention))
-    is_even = not rest and not k.weight.shape[0] % dim
-    return is_even and k.weight.shape == v.weight.shape and gate.weight.shape == up.weight.shape
+    is_whole = not rest and not k.weight.shape[0] % dim and k.weight.shape == v.weight.shape
+    is_whole &= gate.weight.shape == up.weight.shape
+    return is_whole and not any(layer.weight.shape[0] % TILE_ROWS for layer in (q, k, v, o, gate, up, down))
 
 
 def _shorten(block: Any, turnings: list[Turning]) -> bool:
     """False: no short form computes the same, and the block is as it was."""
-    with exact_activations(block):
-        try:
-            wanted = _outputs(block)
-        except Exception as error:  # noqa: BLE001
-            # Whatever a block does that is called with less than it needs, or gives more than hidden states.
-            log.info("a block stays as it is: %s: %s", type(error).__name__, error)
-            return False
-        short = next((form for form in _forms(block, turnings) if _is_close(_outputs_of(block, form), wanted)), None)
-    if short is None:
+    try:
+        short = _fitting(block, turnings)
+    except Exception as error:  # noqa: BLE001
+        # Whatever a block does that is called with less than it needs, gives more than hidden states, or lacks a part.
+        log.info("a block stays as it is: %s: %s", type(error).__name__, error)
         return False
-    short.activations = 16
-    if not _is_close(_outputs_of(block, short), wanted, ROUNDED):
+    if short is None:
         return False
     short.activations = block.self_attn.q_proj.activations
     block.short = short
@@ -263,6 +263,19 @@ def _shorten(block: Any, turnings: list[Turning]) -> bool:
         for name in names:
             owner.pop(f"{name}_proj")
     return True
+
+
+def _fitting(block: Any, turnings: list[Turning]) -> ShortBlock | None:
+    """The form that computes what the block does, exactly and with activations that are rounded."""
+    if list(signature(type(block).__call__).parameters) != ["self", "x", "mask", "cache"]:
+        return None
+    with exact_activations(block):
+        wanted = _outputs(block)
+    for short in _forms(block, turnings):
+        if _is_close(_outputs_of(block, short), wanted):
+            short.activations = 16
+            return short if _is_close(_outputs_of(block, short), wanted, ROUNDED) else None
+    return None
 
 
 def _forms(block: Any, turnings: list[Turning]) -> Iterator[ShortBlock]:

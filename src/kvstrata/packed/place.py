@@ -35,10 +35,12 @@ GROUP = 32  # of what is quantized here
 def place(model: nn.Module, form: CpuForm) -> None:
     """Loading peaks at one layer above the result. Layers of other classes (a few models fuse their own) stay as they
     are; they work, slowly."""
+    done: dict[int, nn.Module | None] = {}  # a module may stand in two places
     for name, module in model.named_modules():
         if type(module) in QUANTIZED or type(module) in PLAIN:
-            placed = _placed(module, form)
-            if placed is not None:
+            if id(module) not in done:
+                done[id(module)] = _placed(module, form)
+            if (placed := done[id(module)]) is not None:
                 model.update_modules(tree_unflatten([(name, placed)]))
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
@@ -51,19 +53,26 @@ def place(model: nn.Module, form: CpuForm) -> None:
 
 def placed_bytes(model: nn.Module, form: CpuForm) -> int:
     """What `place` would leave in memory. Computes nothing, so arrays that are not read yet stay so."""
-    total, seen = 0, set[int]()
-    for _, module in model.named_modules():
-        if type(module) in QUANTIZED or type(module) in PLAIN:
-            seen |= {id(module[name]) for name in WEIGHTS if name in module}
-            total += _matrix_bytes(module, form)
+    layers = weight_layers(model)
+    seen = {id(layer[name]) for layer in layers for name in WEIGHTS if name in layer}
+    total = sum(_matrix_bytes(layer, form) for layer in layers)
     parameters = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
     others = {id(array): array for _, array in parameters if id(array) not in seen}
     return total + sum(map(_bytes_as_float32, others.values()))
 
 
 def packs_any(model: nn.Module, form: CpuForm) -> bool:
-    layers = [module for _, module in model.named_modules() if type(module) in QUANTIZED or type(module) in PLAIN]
-    return any(_is_packed(layer, form) for layer in layers)
+    return any(_is_packed(layer, form) for layer in weight_layers(model))
+
+
+def weight_layers(model: nn.Module) -> list[nn.Module]:
+    """Those that hold matrices, each once."""
+    modules = {id(module): module for _, module in model.named_modules()}
+    return [module for module in modules.values() if type(module) in QUANTIZED or type(module) in PLAIN]
+
+
+def num_values(layer: nn.Module) -> int:
+    return layer["weight"].size if type(layer) in PLAIN else layer["scales"].size * _quantized(layer).group
 
 
 def _placed(module: nn.Module, form: CpuForm) -> nn.Module | None:
@@ -151,7 +160,7 @@ def _matrix_bytes(module: nn.Module, form: CpuForm) -> int:
     matrix = _quantized(module)
     if _is_packed(module, form):
         return matrix.packed_bytes
-    return FLOAT_BYTES * matrix.scales.size * matrix.group
+    return FLOAT_BYTES * num_values(module)
 
 
 def _bytes_as_float32(array: mx.array) -> int:
