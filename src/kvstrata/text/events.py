@@ -1,0 +1,83 @@
+"""What a reply is made of, in the order in which it is written.
+
+Knows no model and no wire. Calls never nest and never interleave: `CallBegun`, any number of `CallArguments`, then
+`CallEnded`. A reply that ran out of tokens inside a call has no `CallEnded` for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Text:
+    """A piece of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """A piece of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallBegun:
+    """A tool call begins. `id` is the model's own, or a new one: nine letters or digits."""
+
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """The next piece of the arguments of the call that was begun: raw JSON text of one object."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallEnded:
+    """The call that was begun is over."""
+
+
+ReplyEvent = Text | Thinking | CallBegun | CallArguments | CallEnded
+
+
+class ReplyReader(Protocol):
+    """Takes one reply apart. One for each reply."""
+
+    def add(self, text: str, ids: Sequence[int] = (), /) -> list[ReplyEvent]:
+        """`ids`: the tokens that the piece completes, for those forms that text does not tell."""
+        ...
+
+    def finish(self, *, cut_off: bool = False) -> list[ReplyEvent]:
+        """What was held back. `cut_off`: the reply ran out of tokens, so an open call is only a part of one."""
+        ...
+
+
+def joined(events: Iterable[ReplyEvent]) -> list[ReplyEvent]:
+    """Neighbours of one kind become one event, empty ones go."""
+    out: list[ReplyEvent] = []
+    pieces: list[str] = []
+    for event in events:
+        if isinstance(event, CallBegun | CallEnded):
+            _close(out, pieces)
+            out.append(event)
+        elif event.text:
+            if not (out and pieces and type(out[-1]) is type(event)):
+                _close(out, pieces)
+                out.append(event)
+            pieces.append(event.text)
+    _close(out, pieces)
+    return out
+
+
+def _close(out: list[ReplyEvent], pieces: list[str]) -> None:
+    if pieces:
+        out[-1] = type(out[-1])("".join(pieces))  # pyright: ignore[reportCallIssue]
+        pieces.clear()
