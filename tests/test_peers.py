@@ -141,7 +141,7 @@ def test_a_change_of_membership_copies_nobodys_kv() -> None:
     for i in range(3):
         small = drive.submit(prompt(20, seed=i + 1), 3)
         assert peak_over(drive, small, 2) < held / 20
-    drive.loop.endings.cancel(big.request.id)
+    drive.loop.endings.end(big.request.id)
     drive.run()
 
 

@@ -110,6 +110,9 @@ class Settings(BaseSettings):
     model: str | None = _setting(None, "Folder or Hugging Face id; without it the default model", panel="Model")
     adapter: Path | None = _setting(None, "LoRA adapter to put on the model", panel="Model", unit="folder")
     served_name: str | None = _setting(None, "Another name that clients may call the model by", panel="Model")
+    any_model_name: bool = _setting(
+        False, "Answer whatever model a client names; without it: its own names, and claude-*", panel="Model"
+    )
     context_tokens: int | None = _setting(
         None, "Longest prompt and reply together; without it what the model was made for", panel="Model", unit="tokens",
         ge=1,

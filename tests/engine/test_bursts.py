@@ -152,7 +152,7 @@ def test_one_that_waits_and_is_cancelled_holds_nothing(tmp_path: Path) -> None:
         late = drive.submit(prompt(CHAT_TOKENS, seed=0) + prompt((NUM_CHATS + 1) * CHAT_TOKENS, seed=77), 2)
         step_until_it_waits_for_room(drive)
         assert drive.stock.shelf.free_bytes < drive.stock.shelf.held_bytes
-        drive.loop.endings.cancel(late.request.id)
+        drive.loop.endings.end(late.request.id)
         assert drive.loop.idle
         assert drive.stock.shelf.free_bytes == drive.stock.shelf.held_bytes
         goes_on.set()

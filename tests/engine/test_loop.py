@@ -115,7 +115,7 @@ def test_what_a_batch_holds_is_what_is_counted(architecture: str) -> None:
     # Beside it, a step in flight: a few vectors for each row.
     assert counted <= mx.get_active_memory() - before <= counted * 1.02 + 200_000
     for client in clients:
-        drive.loop.endings.cancel(client.request.id)
+        drive.loop.endings.end(client.request.id)
     drive.run()
 
 
@@ -168,7 +168,7 @@ def test_joining_and_leaving_copies_nobody_elses_kv() -> None:
         while small.end is None:
             drive.loop.step()
     assert mx.get_peak_memory() - before < held / 20
-    drive.loop.endings.cancel(big.request.id)
+    drive.loop.endings.end(big.request.id)
     drive.run()
 
 
@@ -180,7 +180,7 @@ def test_nothing_is_left_after_the_last_reply() -> None:
     before = mx.get_active_memory()
     for i in range(5):
         drive.submit(prompt(500 + i, seed=i), 100 + i)
-    drive.loop.endings.cancel("r3")
+    drive.loop.endings.end("r3")
     drive.run()
     drive.clear()
     assert mx.get_active_memory() <= before * 1.01
@@ -192,9 +192,9 @@ def test_cancelling_ends_a_request_wherever_it_is() -> None:
     running, waiting = drive.submit(prompt(10), 1000), drive.submit(prompt(10), 1000)
     while len(running.ids) < 5:
         drive.loop.step()
-    drive.loop.endings.cancel(waiting.request.id)
-    drive.loop.endings.cancel(running.request.id)
-    drive.loop.endings.cancel("unknown")
+    drive.loop.endings.end(waiting.request.id)
+    drive.loop.endings.end(running.request.id)
+    drive.loop.endings.end("unknown")
     drive.run()
     assert running.finished.reason == waiting.finished.reason == "cancelled"
     assert waiting.finished.usage.completion_tokens == 0

@@ -190,7 +190,7 @@ def test_who_goes_away_in_the_middle_of_prefill_leaves_what_it_computed(architec
     while first.prefilled[-1:] != [128]:
         drive.loop.step()
     assert not second.events
-    drive.loop.endings.cancel(first.request.id)
+    drive.loop.endings.end(first.request.id)
     drive.run()
     assert first.finished.usage.completion_tokens == 0
     assert cached(second) == 128
@@ -226,7 +226,7 @@ def test_waiting_requests_hold_no_kv() -> None:
     assert active_bytes() - before < 64_000
     assert sum(entry.num_leases for entry in drive.stock.shelf.entries) == 0
     for client in [running, *waiting]:
-        drive.loop.endings.cancel(client.request.id)
+        drive.loop.endings.end(client.request.id)
     drive.run()
 
 

@@ -72,7 +72,7 @@ class Played:
         assert not self.drive.cache.requantize_progress().is_running
 
     def leave(self, which: int) -> None:
-        self.drive.loop.endings.cancel(self.clients[which % len(self.clients)].request.id)
+        self.drive.loop.endings.end(self.clients[which % len(self.clients)].request.id)
 
     def finish(self) -> None:
         self.drive.run()

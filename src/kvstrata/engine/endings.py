@@ -35,16 +35,17 @@ class Endings:
         self._remove(sequence)
         self._metrics.requests.labels(outcome=reason).inc()
         self._metrics.request_s.observe(time.monotonic() - sequence.submitted_s)
-        sequence.end(Finished(reason, sequence.usage))
+        sequence.end(Finished(reason, sequence.usage, sequence.stop_found))
 
     def fail(self, sequence: Sequence, failed: Failed) -> None:
         self._remove(sequence)
         self._tell_failure(sequence, failed)
 
-    def cancel(self, request_id: str) -> None:
+    def end(self, request_id: str, reason: FinishReason = "cancelled") -> None:
+        """Before the model ends it."""
         for sequence in self._sequences.all:
             if sequence.request.id == request_id:
-                self.finish(sequence, "cancelled")
+                self.finish(sequence, reason)
 
     def fail_all(self, message: str) -> None:
         """End everything that runs or waits, and start from nothing."""

@@ -72,7 +72,11 @@ class Engine:
             self._require_place()
 
     def cancel(self, request_id: str) -> None:
-        self._thread.post(lambda: self._thread.loop.endings.cancel(request_id))
+        self._thread.post(lambda: self._thread.loop.endings.end(request_id, "cancelled"))
+
+    def end(self, request_id: str) -> None:
+        """The reply is complete as it is, though the model would go on."""
+        self._thread.post(lambda: self._thread.loop.endings.end(request_id, "stop"))
 
     def drain(self) -> None:
         """Take no new requests; those that wait or run go on."""

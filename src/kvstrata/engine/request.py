@@ -81,6 +81,7 @@ class TokenUsage:
 class Finished:
     reason: FinishReason
     usage: TokenUsage
+    stop: str = ""  # the stop string that ended the reply; empty: none did
 
 
 @dataclass(frozen=True)

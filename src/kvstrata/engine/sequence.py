@@ -72,6 +72,7 @@ class Sequence:
         self.submitted_s = time.monotonic()
         self.last_token_s: float | None = None
         self.finish_reason: FinishReason | None = None
+        self.stop_found = ""  # the stop string that ended the reply
         self._sink = sink
         self._detokenizer: Detokenizer | None = None  # made with the first token
         self._stop = StopMatcher(request.stop)
@@ -148,6 +149,7 @@ class Sequence:
         self._unshown.append((token, logprob))
         if shown.stopped:
             # Tokens of the stop string are as little shown as its text.
+            self.stop_found = shown.stop
             self._end("stop", shown.text)
             return
         self.emit(Piece(shown.text) if self._stop.holds else self._with_tokens(shown.text))

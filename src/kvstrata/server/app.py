@@ -12,19 +12,22 @@ from kvstrata.server import cache, dashboard, errors, ops
 from kvstrata.server.auth import RequireKey
 from kvstrata.server.hosts import RequireHost
 from kvstrata.server.limits import LimitBody
-from kvstrata.server.openai import endpoints
-from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
+from kvstrata.server.openai import endpoints as openai
 from kvstrata.server.service import Service
+
+# Each a folder that speaks one API: its paths, the bodies that they read, and how it writes errors.
+WIRES = (openai,)
 
 
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="kvstrata", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
-    app.include_router(endpoints.router)
+    for wire in WIRES:
+        app.include_router(wire.router)
     app.include_router(cache.router)
     app.include_router(ops.router)
     app.include_router(dashboard.router)
-    errors.install(app)
+    errors.install(app, {path: shape for wire in WIRES for path, shape in wire.ERROR_SHAPES.items()})
     # The one added last sees a request first.
     app.add_middleware(LimitBody, bounds=service.bounds)
     if service.keys:
@@ -37,7 +40,7 @@ def create_app(service: Service) -> FastAPI:
 
 def _document_bodies(app: FastAPI, *, needs_key: bool) -> None:
     """Bodies are read by hand (see endpoints.py), so FastAPI does not know their schemas."""
-    asked = (ChatAsked, CompletionAsked, *cache.ASKED)
+    asked = (*(each for wire in WIRES for each in wire.ASKED), *cache.ASKED)
     _, schemas = models_json_schema(
         [(each, "validation") for each in asked], ref_template="#/components/schemas/{model}"
     )

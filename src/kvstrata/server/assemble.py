@@ -17,6 +17,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
+from kvstrata.grammar import Grammars
 from kvstrata.metrics import Metrics
 from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
@@ -27,7 +28,9 @@ from kvstrata.sizes import human_bytes
 from kvstrata.spans.plan import choose_codecs
 from kvstrata.store.precision.ladder import parse_lengths
 from kvstrata.text.harmony import harmony_marks
+from kvstrata.text.reply_form import ReplyForm
 from kvstrata.text.template import ChatTemplate
+from kvstrata.text.thinking_switch import ThinkingSwitch
 from kvstrata.text.tokens import longest_token_chars
 
 logger = logging.getLogger(__name__)
@@ -45,18 +48,22 @@ def start_service(settings: Settings, loaded: LoadedModel, machine: Device) -> S
     limits, storage = _limits(settings, machine), _storage(settings, machine.memory_bytes)
     engine = Engine(loaded, limits, metrics, storage, _disk(settings))
     engine.start()
+    template = ChatTemplate(loaded.tokenizer)
     return Service(
         loaded=loaded,
         engine=engine,
         metrics=metrics,
-        template=ChatTemplate(loaded.tokenizer),
+        template=template,
+        form=ReplyForm(loaded.tokenizer, template, harmony_marks(loaded.tokenizer)),
+        thinking=ThinkingSwitch(template),
+        grammars=Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids),
         name=settings.served_name or loaded.name,
         names=_names(settings, loaded),
         context_tokens=engine.context_tokens,
         max_prompts=max(1, settings.max_waiting),
         longest_token_chars=longest_token_chars(loaded.tokenizer),
         sampling=loaded.sampling if settings.generation_config == "model" else SamplingDefaults(),
-        harmony=harmony_marks(loaded.tokenizer),
+        any_model_name=settings.any_model_name,
         keys=_keys(settings),
         pin_quota=settings.pin_quota,
         hosts=frozenset({settings.host, socket.gethostname(), *settings.allowed_host}),

@@ -1,4 +1,4 @@
-"""Bearer keys. Knows which paths are open and which salt belongs to a key; keeps digests, not keys.
+"""Keys, as bearer tokens or in `x-api-key`. Knows which paths are open and which salt belongs to a key; keeps digests, not keys.
 
 Requests with different keys never share cached state: each key has a salt of its own, derived from it. A client's
 `cache_salt` divides further within one key. A key sees and changes what is its own, an admin key everything; without
@@ -61,9 +61,9 @@ class RequireKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             return await self.app(scope, receive, send)
-        found = self._match(_bearer(scope))
+        found = self._match(_presented(scope))
         if found is None:
-            error = Unauthorized("This server wants a key. Send it as: Authorization: Bearer KEY")
+            error = Unauthorized("This server wants a key. Send it as: Authorization: Bearer KEY, or as: x-api-key: KEY")
             return await error_response(error)(scope, receive, send)
         scope[SCOPE_KEY] = found
         return await self.app(scope, receive, send)
@@ -78,9 +78,9 @@ class RequireKey:
         return found
 
 
-def _bearer(scope: Scope) -> bytes:
-    for name, value in scope["headers"]:
-        if name == b"authorization":
-            scheme, _, key = value.partition(b" ")
-            return key.strip() if scheme.lower() == b"bearer" else b""
-    return b""
+def _presented(scope: Scope) -> bytes:
+    headers = dict(reversed(scope["headers"]))  # the first of each name
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() == b"bearer":
+        return key.strip()
+    return headers.get(b"x-api-key", b"").strip()

@@ -27,6 +27,8 @@ class Submits(Protocol):
 
     def cancel(self, request_id: str) -> None: ...
 
+    def end(self, request_id: str) -> None: ...
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -66,6 +68,10 @@ class Replies:
         for index in tuple(self._open):
             self._engine.cancel(self.requests[index].id)
         self._open.clear()
+
+    def end(self, index: int) -> None:
+        """That reply is complete as it is: its last event comes as if the model had ended it."""
+        self._engine.end(self.requests[index].id)
 
     @property
     def ended(self) -> bool:

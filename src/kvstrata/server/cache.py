@@ -37,8 +37,8 @@ from kvstrata.server.cache_words import (
     usage_answer,
 )
 from kvstrata.server.errors import answers
-from kvstrata.server.openai.ask import chat_job_of, completion_job_of, read_body, validated
-from kvstrata.server.openai.endpoints import body_of, require_json
+from kvstrata.server.conversation.body import body_of, read_body, require_json, validated
+from kvstrata.server.openai.ask import job_of_chat, job_of_completion
 from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
 from kvstrata.server.service import Service, service_of
 from kvstrata.sizes import Size
@@ -228,9 +228,9 @@ def read_prompt(service: Service, body: bytes, scope: Scope) -> Prompt:
     ids = asked.tokens if asked.prompt is None else asked.prompt
     request = {**asked.model_dump(exclude_none=True, exclude={"tokens"}), "model": asked.model or service.name}
     if asked.messages is None:
-        job = completion_job_of(service, validated(CompletionAsked, {**request, "prompt": ids}), scope)
+        job = job_of_completion(service, validated(CompletionAsked, {**request, "prompt": ids}), scope)
     else:
-        job = chat_job_of(service, validated(ChatAsked, request), scope)
+        job = job_of_chat(service, validated(ChatAsked, request), scope)
     tokens = job.requests[0].prompt
     return Prompt(tokens, as_ids(tokens), job.requests[0].salt, salt_of(scope, None))
 

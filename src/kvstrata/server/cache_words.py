@@ -19,7 +19,8 @@ from kvstrata.engine.cache import (
     TierChange,
     TierUsage,
 )
-from kvstrata.server.openai.schema import Asked, Message, TokenId, ToolOffered
+from kvstrata.server.conversation.body import Asked
+from kvstrata.server.openai.schema import Message, TokenId, ToolOffered
 
 # Whose the figures of an answer are: one key's, or those of all.
 Under = Literal["key", "all"]

@@ -1,4 +1,4 @@
-"""Every error answer, in OpenAI's shape: {"error": {"message", "type", "param", "code"}}.
+"""Every error answer: in OpenAI's shape, {"error": {"message", "type", "param", "code"}}, or as the path's wire has it.
 
 Knows status codes and headers. Does not know what can go wrong: that is kvstrata.errors.
 """
@@ -6,7 +6,7 @@ Knows status codes and headers. Does not know what can go wrong: that is kvstrat
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -15,8 +15,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
 
-from kvstrata.errors import RequestError, RequestTimeout, Unauthorized
+from kvstrata.errors import InvalidRequest, ReplyFailed, RequestError, RequestTimeout, Unauthorized
 
 logger = logging.getLogger("kvstrata.server")
 
@@ -35,13 +36,35 @@ class ErrorAnswer(BaseModel):
     error: ErrorBody
 
 
-def error_object(
-    message: str, *, kind: str = "server_error", param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+# How a wire writes an error. An app's state has them by the path that a wire's endpoints begin with.
+Shape = Callable[[RequestError], dict[str, Any]]
 
 
-def error_response(error: RequestError) -> JSONResponse:
+def openai_shape(error: RequestError) -> dict[str, Any]:
+    return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
+
+
+def _shape_in(scope: Scope) -> Shape:
+    path, app = scope["path"], scope.get("app")
+    shapes: Mapping[str, Shape] = getattr(app.state, "error_shapes", {}) if app else {}
+    below = (shape for start, shape in shapes.items() if path == start or path.startswith(f"{start}/"))
+    return next(below, openai_shape)
+
+
+class ErrorResponse(JSONResponse):
+    """Takes its shape from the path that it answers."""
+
+    def __init__(self, error: RequestError, status: int | None = None, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(openai_shape(error), status or error.status, headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.body = self.render(_shape_in(scope)(self._error))
+        self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
+
+
+def error_response(error: RequestError) -> ErrorResponse:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
@@ -49,8 +72,7 @@ def error_response(error: RequestError) -> JSONResponse:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, RequestTimeout):
         headers["Connection"] = "close"  # what is left of the request may still come
-    body = error_object(error.message, kind=error.type, param=error.param, code=error.code)
-    return JSONResponse(body, error.status, headers)
+    return ErrorResponse(error, headers=headers)
 
 
 def raw_error(error: RequestError) -> bytes:
@@ -79,30 +101,31 @@ DESCRIPTIONS: Mapping[int, str] = {
 }
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, shapes: Mapping[str, Shape]) -> None:
+    app.state.error_shapes = dict(shapes)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)
 
 
-async def _on_request_error(_request: Request, error: Exception) -> JSONResponse:
+async def _on_request_error(_request: Request, error: Exception) -> ErrorResponse:
     assert isinstance(error, RequestError)
     return error_response(error)
 
 
-async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+async def _on_http_exception(request: Request, error: Exception) -> ErrorResponse:
     """Starlette's own: a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}. GET /openapi.json lists what there is."
-    body = error_object(message, kind="invalid_request_error", code="not_found" if error.status_code == 404 else None)
-    return JSONResponse(body, error.status_code, error.headers)
+    told = InvalidRequest(message, code="not_found" if error.status_code == 404 else None)
+    return ErrorResponse(told, error.status_code, error.headers)
 
 
-async def _on_disconnect(_request: Request, _error: Exception) -> JSONResponse:
-    return JSONResponse(error_object("The client went away."), CLIENT_GONE)
+async def _on_disconnect(_request: Request, _error: Exception) -> ErrorResponse:
+    return ErrorResponse(ReplyFailed("The client went away."), CLIENT_GONE)
 
 
-async def _on_unexpected(request: Request, error: Exception) -> JSONResponse:
+async def _on_unexpected(request: Request, error: Exception) -> ErrorResponse:
     logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return JSONResponse(error_object(UNEXPECTED, code="internal_error"), 500)
+    return ErrorResponse(ReplyFailed(UNEXPECTED, code="internal_error"))

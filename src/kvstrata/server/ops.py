@@ -17,7 +17,7 @@ from kvstrata.server import cache
 from kvstrata.server.auth import owner_in
 from kvstrata.server.cache_words import HeldAnswer, TargetAnswer, held_answer, target_answer, usage_answer
 from kvstrata.server.errors import answers
-from kvstrata.server.openai.ask import default_sampling
+from kvstrata.server.conversation.job import default_sampling
 from kvstrata.server.service import Service, service_of
 
 router = APIRouter(tags=["Operation"])
@@ -85,7 +85,7 @@ def properties(service: Service, target: TargetAnswer, held: HeldAnswer) -> dict
             "vocab_size": loaded.vocab_size,
             "context_tokens": service.context_tokens,
             "chat_template": service.template.exists,
-            "tools": service.template.has_tools,
+            "tools": service.form.calls,
         },
         "sampling": _sampling(service),
         **engine,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from kvstrata.engine.engine import Engine
+from kvstrata.grammar import Grammars
 from kvstrata.metrics import Metrics
 from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
@@ -14,8 +15,9 @@ from kvstrata.server.auth import ApiKey
 from kvstrata.server.bridge import Door
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import Size
-from kvstrata.text.harmony import HarmonyMarks
+from kvstrata.text.reply_form import ReplyForm
 from kvstrata.text.template import ChatTemplate
+from kvstrata.text.thinking_switch import ThinkingSwitch
 
 
 @dataclass(frozen=True)
@@ -24,20 +26,27 @@ class Service:
     engine: Engine
     metrics: Metrics
     template: ChatTemplate
+    form: ReplyForm  # how replies are taken apart
+    thinking: ThinkingSwitch
+    grammars: Grammars
     name: str  # what answers call the model
-    names: frozenset[str]  # what requests may call it
+    names: frozenset[str]  # what requests may call it, beside claude-*
     context_tokens: int
-    max_prompts: int  # in one completions request
+    max_prompts: int  # replies in one request
     longest_token_chars: int
     pin_quota: Size  # of the memory for stored KV, for each key that is no admin's
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that leave it out
-    harmony: HarmonyMarks | None = None  # None: the model's replies are plain text
+    any_model_name: bool = False
     keys: tuple[ApiKey, ...] = ()
     hosts: frozenset[str] = frozenset()  # names that it may be called by where there are no keys
     keep_alive_s: float = 10.0  # longest silence on a stream
     bounds: Bounds = field(default_factory=Bounds)  # of connections and what comes on them
     started: int = 0  # seconds since the epoch
     door: Door = field(default_factory=Door)
+
+    def answers_to(self, name: str) -> bool:
+        """Claude Code asks for models of that name wherever it is pointed to."""
+        return self.any_model_name or name in self.names or name.startswith("claude-")
 
 
 def service_of(request: Request) -> Service:

@@ -5,15 +5,11 @@ Typed dictionaries rather than models: an event goes out for every token, so bui
 
 from __future__ import annotations
 
-import json
-from typing import Any, Literal, NotRequired
+from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
 from kvstrata.engine.request import TokenUsage
-
-# Many clients end a line of a stream at these too, in the middle of an event. Below U+0020 json escapes by itself.
-SEPARATORS = {"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"}
 
 Finish = Literal["stop", "length", "tool_calls"]
 
@@ -111,28 +107,24 @@ class ModelAnswer(TypedDict):
     created: int
     owned_by: str
     max_model_len: int
+    # Anthropic's words for the same, so that its clients can read the list too.
+    type: Literal["model"]
+    display_name: str
+    created_at: str
 
 
 class ModelList(TypedDict):
     object: Literal["list"]
     data: list[ModelAnswer]
+    has_more: bool
+    first_id: str
+    last_id: str
 
 
-def token_usage_answer(usages: list[TokenUsage]) -> TokenUsageAnswer:
-    prompt = sum(usage.prompt_tokens for usage in usages)
-    completion = sum(usage.completion_tokens for usage in usages)
-    cached = sum(usage.cached_tokens for usage in usages)
+def token_usage_answer(usage: TokenUsage) -> TokenUsageAnswer:
     return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
-
-
-def json_bytes(answer: Any) -> bytes:
-    # "replace": a model may write half a surrogate pair into a tool call, which no UTF-8 can carry.
-    text = json.dumps(answer, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    for separator, escaped in SEPARATORS.items():
-        text = text.replace(separator, escaped)
-    return text.encode("utf-8", "replace")

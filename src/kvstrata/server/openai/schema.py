@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-MAX_STOPS = 4
+from kvstrata.server.conversation.body import Asked
+
+MAX_STOPS = 64
+MAX_CHOICES = 128
 MAX_STOP_CHARS = 1024
 INT64 = 2**63
-
-
-class Asked(BaseModel):
-    # strict: "5" is not a number and 1 is not true, as at OpenAI.
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class StreamOptions(Asked):
@@ -81,8 +79,35 @@ class ToolOffered(Asked):
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 
 
+class JsonSchemaFormat(Asked):
+    # `schema` is a method of every pydantic model.
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    name: str | None = None
+    strict: bool | None = None
+
+
 class ResponseFormat(Asked):
-    type: str
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = Field(None, description="With type json_schema")
+
+
+class StructuredOutputs(Asked):
+    """vLLM's names: exactly one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema")
+    json_object: bool | None = None
+    regex: str | None = Field(None, min_length=1)
+    choice: list[str] | None = Field(None, min_length=1)
+    grammar: str | None = Field(None, min_length=1, description="In Lark's form")
+
+
+class NamedFunction(Asked):
+    name: str = Field(min_length=1)
+
+
+class NamedTool(Asked):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class SamplingAsked(Asked):
@@ -102,7 +127,8 @@ class SamplingAsked(Asked):
     )
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    n: int | None = Field(None, description="Only 1")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices; the prompt is computed once for all")
+    structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = Field(None, description="Requests with different salts never share cached state")
 
 
@@ -112,8 +138,10 @@ class ChatAsked(SamplingAsked):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[ToolOffered] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = Field(None, description="none, minimal, low, medium, high, ...")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Handed to the chat template as they are")
     # Known to OpenAI's API and not done here: refused rather than ignored.
     functions: list[Any] | None = None

@@ -1,0 +1,167 @@
+"""From a conversation to requests that the engine takes, whatever wire it came by.
+
+Knows what this model and server can do, and refuses the rest with the reason. Pure but for the tokenizer; runs in a
+worker thread, because a long prompt takes a while to render and tokenize, and a grammar to compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from starlette.types import Scope
+
+from kvstrata.engine.request import Request, Sampling
+from kvstrata.errors import InvalidRequest, ModelNotFound
+from kvstrata.grammar import Grammar
+from kvstrata.server.auth import salt_of
+from kvstrata.server.conversation.chat import Chat, Wanted
+from kvstrata.server.conversation.constraints import constraint_of
+from kvstrata.server.conversation.lengths import reply_tokens, require_possible_chat
+from kvstrata.server.service import Service
+from kvstrata.text.events import ReplyEvent, ReplyReader, Text
+
+CLAMPED = "x-kvstrata-max-tokens"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a client asked for, ready for the engine. The `n` choices of a prompt stand one after the other."""
+
+    id: str
+    requests: tuple[Request, ...]
+    readers: tuple[ReplyReader, ...]  # one for each request
+    n: int = 1
+    one_call: bool = False  # a reply ends with its first call
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+class PlainReader:
+    """A text that goes on: all of it is text, marks and all."""
+
+    def add(self, text: str, _ids: Sequence[int] = (), /) -> list[ReplyEvent]:
+        return [Text(text)] if text else []
+
+    def finish(self, *, cut_off: bool = False) -> list[ReplyEvent]:
+        del cut_off
+        return []
+
+
+def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
+    check_model(service, chat.model)
+    prompt, resume_at = chat_prompt(service, chat)
+    tools = tools_told(chat)
+    constraint = constraint_of(service, chat)
+    grammar = service.grammars.compile(constraint) if constraint else None
+    form = service.form
+    request = _request(service, chat.wanted, scope, prompt, param="messages")
+    request = replace(
+        request,
+        resume_at=resume_at,
+        stop_ids=service.loaded.eos_ids | form.ending_ids,
+        break_ids=form.break_ids,
+        grammar=grammar,
+        grammar_after=form.before_answer(prompt) if grammar and chat.choice.mode != "required" else (),
+    )
+    job = _job(job_id, [request], chat.wanted, [form.reader(prompt, tools) for _ in range(chat.wanted.n)])
+    return replace(job, one_call=bool(tools) and not chat.choice.parallel)
+
+
+def chat_prompt(service: Service, chat: Chat) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token ids, and where later requests are likely to part from them."""
+    template = service.template
+    if not template.exists:
+        raise InvalidRequest(
+            "This model has no chat template. Use POST /v1/completions with a prompt, or serve an instruct model.",
+            code="no_chat_template",
+        )
+    require_possible_chat(service, chat.messages)
+    switched = service.thinking.switch(chat.thinking.effort, chat.thinking.enabled)
+    variables = {**switched, **chat.template_kwargs} or None
+    tools = list(tools_told(chat)) or None
+    prompt = template.render(chat.messages, tools=tools, template_kwargs=variables)
+    if not service.engine.resumes_at_marks:
+        return prompt, ()
+    return prompt, template.boundaries(chat.messages, tools, template_kwargs=variables, prompt=prompt)
+
+
+def tools_told(chat: Chat) -> tuple[dict[str, object], ...]:
+    """The tools that the model is told of; none where it must not call any."""
+    return () if chat.choice.mode == "none" else chat.tools
+
+
+def text_job(service: Service, prompts: Sequence[tuple[int, ...]], wanted: Wanted, scope: Scope, job_id: str) -> Job:
+    """Of plain texts that are to be continued."""
+    grammar = service.grammars.compile(wanted.constraint) if wanted.constraint else None
+    requests = [
+        replace(_request(service, wanted, scope, prompt, param="prompt"), continues_prompt=True, grammar=grammar)
+        for prompt in prompts
+    ]
+    return _job(job_id, requests, wanted, [PlainReader() for _ in range(len(prompts) * wanted.n)])
+
+
+def _job(job_id: str, requests: Sequence[Request], wanted: Wanted, readers: Sequence[ReplyReader]) -> Job:
+    """`requests`: one for each prompt."""
+    least = min(request.max_tokens for request in requests)
+    is_clamped = wanted.max_tokens is not None and least < wanted.max_tokens
+    headers = {CLAMPED: str(least)} if is_clamped else {}
+    choices = [_choice(request, index) for request in requests for index in range(wanted.n)]
+    named = [replace(request, id=f"{job_id}-{index}") for index, request in enumerate(choices)]
+    return Job(job_id, tuple(named), tuple(readers), wanted.n, headers=headers)
+
+
+def _choice(request: Request, index: int) -> Request:
+    """With one seed for all of them, all would be the same."""
+    seed = request.sampling.seed
+    if seed is None or index == 0:
+        return request
+    return replace(request, sampling=replace(request.sampling, seed=seed + index))
+
+
+def _request(service: Service, wanted: Wanted, scope: Scope, prompt: tuple[int, ...], *, param: str) -> Request:
+    max_tokens = reply_tokens(service, len(prompt), wanted.max_tokens, param=param)
+    is_as_asked = max_tokens == wanted.max_tokens
+    return Request(
+        id="",
+        prompt=prompt,
+        max_tokens=max_tokens,
+        sampling=_sampling(service, wanted),
+        stop=wanted.stop,
+        stop_ids=service.loaded.eos_ids,
+        open_ended=not (wanted.reserves and is_as_asked),
+        salt=salt_of(scope, wanted.cache_salt),
+    )
+
+
+def _sampling(service: Service, wanted: Wanted) -> Sampling:
+    given = {name: value for name, value in wanted.sampling.items() if value is not None}
+    sampling = replace(default_sampling(service), **given, logit_bias=_logit_bias(service, wanted.logit_bias))
+    return replace(sampling, top_k=min(max(sampling.top_k, 0), service.loaded.vocab_size))
+
+
+def default_sampling(service: Service) -> Sampling:
+    """Of a request that says nothing of it."""
+    return Sampling(**service.sampling.given())  # pyright: ignore[reportArgumentType]
+
+
+def _logit_bias(service: Service, bias: Mapping[str, float]) -> tuple[tuple[int, float], ...]:
+    pairs = []
+    for text, value in bias.items():
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) < service.loaded.vocab_size):
+            raise InvalidRequest(
+                f"logit_bias: '{text[:40]}' is not a token id of this model; they go from 0 to "
+                f"{service.loaded.vocab_size - 1}.",
+                param="logit_bias",
+            )
+        pairs.append((int(text), value))
+    return tuple(pairs)
+
+
+def check_model(service: Service, name: str | None) -> None:
+    """Left out, or empty as some clients send it: the one that is served."""
+    if name and not service.answers_to(name):
+        raise ModelNotFound(
+            f"The model '{name[:200]}' is not served here; this is '{service.name}'. GET /v1/models lists it. "
+            "--any-model-name answers to every name.",
+            param="model",
+        )

@@ -1,0 +1,49 @@
+"""How long prompts and replies may be here. Refuses a prompt that cannot fit before the work of tokenizing it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvstrata.errors import ContextTooLong
+from kvstrata.server.service import Service
+from kvstrata.text.messages import Message
+
+
+def require_possible_text(service: Service, text: str) -> None:
+    _require_possible(service, len(text), param="prompt")
+
+
+def require_possible_chat(service: Service, messages: Iterable[Message]) -> None:
+    # Of what the model said before some templates leave its thoughts out; all the rest is in the prompt.
+    num_chars = sum(_num_chars(message.get("content")) for message in messages if message["role"] != "assistant")
+    _require_possible(service, num_chars, param="messages")
+
+
+def reply_tokens(service: Service, num_prompt: int, asked: int | None, *, param: str) -> int:
+    """How long the reply may get: as asked, or what the context leaves."""
+    context = service.context_tokens
+    if num_prompt >= context:
+        raise ContextTooLong(
+            f"The prompt has {num_prompt} tokens and the context holds {context}, the reply included. "
+            "Send a shorter prompt.",
+            param=param,
+        )
+    left = context - num_prompt
+    return left if asked is None else min(asked, left)
+
+
+def _num_chars(content: object) -> int:
+    if isinstance(content, str):
+        return len(content)
+    parts = content if isinstance(content, list) else []
+    return sum(len(part.get("text") or "") for part in parts if isinstance(part, dict))
+
+
+def _require_possible(service: Service, num_chars: int, *, param: str) -> None:
+    least_tokens = num_chars // service.longest_token_chars
+    if least_tokens >= service.context_tokens:
+        raise ContextTooLong(
+            f"The prompt has at least {least_tokens} tokens and the context holds {service.context_tokens}, the reply "
+            "included. Send a shorter prompt.",
+            param=param,
+        )

@@ -1,0 +1,77 @@
+"""Carries a job through the engine and answers it, as one JSON value or as a stream.
+
+The answer is an ASGI response of its own: everything that can end a request early (a refusal, a failure, a client that
+goes away) is in one place, and leaving it cancels in the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvstrata.server.bridge import Replies
+from kvstrata.server.conversation.job import Job
+from kvstrata.server.conversation.stream import send_stream
+from kvstrata.server.conversation.telling import Telling
+from kvstrata.server.conversation.wire import Wire, json_bytes
+from kvstrata.server.disconnect import unless_gone
+from kvstrata.server.service import Service
+
+
+class Reply(Response):
+    """`on_end`: called with the whole answer of a reply that ended well, streamed or not."""
+
+    def __init__(
+        self,
+        service: Service,
+        job: Job,
+        wire: Wire,
+        *,
+        stream: bool,
+        on_end: Callable[[Any], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._service = service
+        self._job = job
+        self._wire = wire
+        self._is_stream = stream
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # A client that has gone away gets no answer, and that is no error.
+        with contextlib.suppress(ClientDisconnect):
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._service.door.pass_through(), Replies(self._service.engine, self._job.requests) as replies:
+            telling = Telling(self._job, self._wire, replies.end)
+            replies.submit()
+            if self._is_stream:
+                return await unless_gone(receive, self._stream(replies, telling, send))
+            answer = await unless_gone(receive, self._whole(replies, telling))
+            return await answer(scope, receive, send)
+
+    async def _stream(self, replies: Replies, telling: Telling, send: Send) -> None:
+        keep_alive_s, headers = self._service.keep_alive_s, self._job.headers
+        ended = await send_stream(replies, telling, self._wire, send, keep_alive_s=keep_alive_s, headers=headers)
+        if ended and self._on_end is not None:
+            self._on_end(self._wire.whole(telling.usage()))
+
+    async def _whole(self, replies: Replies, telling: Telling) -> Response:
+        while not replies.ended:
+            arrivals = await replies.take()
+            if error := telling.failure(arrivals):
+                raise error
+            for arrival in arrivals:
+                telling.told(arrival)
+        self._wire.close(telling.usage())
+        answer = self._wire.whole(telling.usage())
+        if self._on_end is not None:
+            self._on_end(answer)
+        headers = {**self._job.headers, **telling.whole_headers()}
+        return Response(json_bytes(answer), media_type="application/json", headers=headers)

@@ -1,0 +1,107 @@
+"""A reply as server-sent events. Knows when the client is to hear something, not in which words."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from starlette.types import Send
+
+from kvstrata.engine.request import Event, Piece, Prefilled
+from kvstrata.server.bridge import Arrival, Replies
+from kvstrata.server.conversation.telling import Telling
+from kvstrata.server.conversation.wire import Wire, encode
+
+PING_S = 1.0  # no two within this; and no client waits longer for the first byte
+
+
+class Heartbeat:
+    """When a client is to be told how far its prompt is, and when a silence has got too long.
+
+    Silence is what the client hears, whatever the engine does: a tool call that is held back is many tokens and no
+    event.
+    """
+
+    def __init__(self, keep_alive_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keep_alive_s = keep_alive_s
+        self._gap_s = min(PING_S, keep_alive_s)
+        self._clock = clock
+        self._sent = clock()  # when the client last heard anything
+        self._pinged = -math.inf
+        self._doing = "waiting"
+        self._is_news = False
+
+    def note(self, event: Event) -> None:
+        if isinstance(event, Prefilled):
+            self._doing, self._is_news = f"prefill {event.done}/{event.total}", True
+        elif isinstance(event, Piece):
+            self._doing, self._is_news = "writing", False
+
+    def left_s(self) -> float:
+        """Until the next one is due."""
+        silent_until = self._sent + self._keep_alive_s
+        due = min(silent_until, self._pinged + self._gap_s) if self._is_news else silent_until
+        return max(0.0, due - self._clock())
+
+    def due(self) -> str:
+        """What the client is to be told now, if anything."""
+        if self.left_s() > 0:
+            return ""
+        self._pinged, self._is_news = self._clock(), False
+        return self._doing
+
+    def on_sent(self) -> None:
+        self._sent = self._clock()
+
+
+async def send_stream(
+    replies: Replies, telling: Telling, wire: Wire, send: Send, *, keep_alive_s: float, headers: Mapping[str, str]
+) -> bool:
+    """Whether it came to its end. Headers wait for the first event, which tells how much was cached; but not for long."""
+    heartbeat = Heartbeat(keep_alive_s)
+    arrivals = await _take(replies, min(PING_S, keep_alive_s))
+    if failed := telling.failure(arrivals):
+        raise failed
+    await _send_start(send, {**headers, **telling.headers(arrivals)})
+    body = encode(wire.begin(telling.begun(arrivals)))
+    while True:
+        for arrival in arrivals:
+            heartbeat.note(arrival.event)
+        if doing := heartbeat.due():
+            body += wire.ping(doing)
+        body += encode([event for arrival in arrivals for event in telling.told(arrival)])
+        if failed := telling.failure(arrivals):
+            await _send_body(send, body + encode(wire.fail(failed)), more=False)
+            return False
+        if replies.ended:
+            break
+        if body:
+            await _send_body(send, body, more=True)
+            heartbeat.on_sent()
+        arrivals, body = await _take(replies, heartbeat.left_s()), b""
+    await _send_body(send, body + encode(wire.close(telling.usage())), more=False)
+    return True
+
+
+async def _take(replies: Replies, timeout_s: float) -> list[Arrival]:
+    """Nothing, if nothing came in time."""
+    try:
+        return await replies.take(timeout_s)
+    except TimeoutError:
+        return []
+
+
+async def _send_start(send: Send, headers: Mapping[str, str]) -> None:
+    all_headers = {
+        "content-type": "text/event-stream; charset=utf-8",
+        "cache-control": "no-cache",
+        "x-accel-buffering": "no",  # nginx would hold the events back
+        **headers,
+    }
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in all_headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": raw})
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})

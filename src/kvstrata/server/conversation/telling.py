@@ -1,0 +1,97 @@
+"""Between the engine's events and a wire: takes replies apart and tells the wire what is in them.
+
+Knows readers, usage and why a reply failed. Knows no JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, TokenLogprob, TokenUsage
+from kvstrata.errors import MemoryPinned, ReplyFailed, RequestError
+from kvstrata.server.bridge import Arrival
+from kvstrata.server.conversation.job import Job
+from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, Wire
+from kvstrata.text.events import CallEnded, ReplyEvent
+
+CANCELLED = "The server cancelled this reply. Send the request again."
+
+
+class Telling:
+    """One for each job. `enough`: ends the request at an index, whose reply needs no more tokens."""
+
+    def __init__(self, job: Job, wire: Wire, enough: Callable[[int], None]) -> None:
+        self._job = job
+        self._wire = wire
+        self._enough = enough
+        self._complete: set[int] = set()  # replies that were ended by us
+        self._usages: dict[int, TokenUsage] = {}
+        self._misses: dict[int, str] = {}  # why not more of each prompt was cached
+
+    def told(self, arrival: Arrival) -> list[ServerEvent]:
+        index, event = arrival.index, arrival.event
+        if isinstance(event, Prefilled):
+            self._misses.setdefault(index, event.miss)
+        elif isinstance(event, Piece) and index not in self._complete:
+            return self._add(index, self._job.readers[index].add(event.text, event.ids), event.logprobs)
+        elif isinstance(event, Finished):
+            return self._end(index, event)
+        return []
+
+    def failure(self, arrivals: Sequence[Arrival]) -> RequestError | None:
+        """Why a reply ended without a result, if one did."""
+        return next((error for arrival in arrivals if (error := _failure(arrival.event))), None)
+
+    def begun(self, arrivals: Sequence[Arrival]) -> Begun:
+        first = arrivals[0].event if arrivals else None
+        cached_tokens = first.cached if isinstance(first, Prefilled) else None
+        return Begun(len(self._job.requests[0].prompt), cached_tokens)
+
+    def headers(self, arrivals: Sequence[Arrival]) -> dict[str, str]:
+        """Known where there is one prompt and its first event is about it. Otherwise the usage tells, at the end."""
+        first = arrivals[0].event if arrivals else None
+        if isinstance(first, Prefilled) and len(self._job.requests) == 1:
+            return {"x-kvstrata-cached-tokens": str(first.cached), "x-kvstrata-miss": first.miss}
+        return {}
+
+    def whole_headers(self) -> dict[str, str]:
+        firsts = [miss for index, miss in sorted(self._misses.items()) if index % self._job.n == 0]
+        return {
+            "x-kvstrata-cached-tokens": str(self.usage().cached_tokens),
+            "x-kvstrata-miss": ",".join(dict.fromkeys(firsts)),
+        }
+
+    def usage(self) -> TokenUsage:
+        """Of all replies. A prompt counts once, however many choices it has."""
+        firsts = [usage for index, usage in self._usages.items() if index % self._job.n == 0]
+        return TokenUsage(
+            prompt_tokens=sum(usage.prompt_tokens for usage in firsts),
+            cached_tokens=sum(usage.cached_tokens for usage in firsts),
+            completion_tokens=sum(usage.completion_tokens for usage in self._usages.values()),
+        )
+
+    def _add(
+        self, index: int, events: Sequence[ReplyEvent], logprobs: Sequence[TokenLogprob] = ()
+    ) -> list[ServerEvent]:
+        if self._job.one_call:
+            last = next((place for place, event in enumerate(events) if isinstance(event, CallEnded)), None)
+            if last is not None:
+                events = events[: last + 1]
+                self._complete.add(index)
+                self._enough(index)
+        return self._wire.add(index, events, logprobs) if events or logprobs else []
+
+    def _end(self, index: int, finished: Finished) -> list[ServerEvent]:
+        reason = "length" if finished.reason == "length" else "stop"
+        rest: list[ServerEvent] = []
+        if index not in self._complete:
+            rest = self._add(index, self._job.readers[index].finish(cut_off=reason == "length"))
+        self._usages[index] = finished.usage
+        return [*rest, *self._wire.end(index, Ended(reason, finished.usage, finished.stop))]
+
+
+def _failure(event: Event) -> RequestError | None:
+    if isinstance(event, Failed):
+        return MemoryPinned(event.message) if event.reason == "pinned" else ReplyFailed(event.message)
+    is_cancelled = isinstance(event, Finished) and event.reason == "cancelled"
+    return ReplyFailed(CANCELLED) if is_cancelled else None

@@ -1,0 +1,223 @@
+"""Answers in OpenAI's two older forms, chat and text: piece by piece or whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvstrata.engine.request import TokenLogprob, TokenUsage
+from kvstrata.errors import RequestError
+from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, comment
+from kvstrata.server.errors import openai_shape
+from kvstrata.server.openai.answers import (
+    ChatChoiceAnswer,
+    ChatLogprobs,
+    ChatMessage,
+    ChatTokenLogprob,
+    CompletionChoiceAnswer,
+    CompletionLogprobs,
+    Finish,
+    ToolCallAnswer,
+    TopLogprob,
+    token_usage_answer,
+)
+from kvstrata.server.service import Service
+from kvstrata.text.events import CallArguments, CallBegun, ReplyEvent, Text, Thinking
+from kvstrata.text.tokens import token_bytes, token_text
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON has not
+DONE = ServerEvent("[DONE]")
+
+
+class ChatChoice:
+    """One reply of a chat. What `add` and `end` return are choices of chunks."""
+
+    def __init__(self, index: int, tokenizer: TokenizerWrapper) -> None:
+        self._index = index
+        self._tokenizer = tokenizer
+        self._text: list[str] = []
+        self._thinking: list[str] = []
+        self._calls: list[ToolCallAnswer] = []
+        self._logprobs: list[ChatTokenLogprob] | None = None
+        self._finish: Finish = "stop"
+        self._role_sent = False
+
+    def add(self, events: Sequence[ReplyEvent], tokens: Sequence[TokenLogprob]) -> list[Any]:
+        logprobs = self._add_logprobs(tokens)
+        deltas = [delta for event in events if (delta := self._add(event))]
+        if logprobs is None:
+            return [self._delta(delta, None, None) for delta in deltas]
+        # They go with the first of what they made; alone where it is held back.
+        first, rest = (deltas[0], deltas[1:]) if deltas else ({"content": ""}, [])
+        return [self._delta(first, logprobs, None), *(self._delta(delta, None, None) for delta in rest)]
+
+    def end(self, ended: Ended) -> list[Any]:
+        self._finish = "tool_calls" if self._calls and ended.reason == "stop" else ended.reason
+        return [self._delta({} if self._role_sent else {"content": ""}, None, self._finish)]
+
+    def whole(self) -> ChatChoiceAnswer:
+        text = "".join(self._text)
+        message: ChatMessage = {"role": "assistant", "content": text, "refusal": None}
+        if thinking := "".join(self._thinking):
+            message["reasoning_content"] = thinking
+        if self._calls:
+            message["content"] = text or None
+            message["tool_calls"] = self._calls
+        logprobs: ChatLogprobs | None = None
+        if self._logprobs is not None:
+            logprobs = {"content": self._logprobs, "refusal": None}
+        return {"index": self._index, "message": message, "logprobs": logprobs, "finish_reason": self._finish}
+
+    def _add(self, event: ReplyEvent) -> dict[str, Any]:
+        if isinstance(event, Text):
+            self._text.append(event.text)
+            return {"content": event.text}
+        if isinstance(event, Thinking):
+            self._thinking.append(event.text)
+            return {"reasoning_content": event.text}
+        if isinstance(event, CallBegun):
+            self._calls.append(
+                {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
+            )
+            called: dict[str, Any] = {"name": event.name, "arguments": ""}
+            return self._call_delta({"id": event.id, "type": "function", "function": called})
+        if isinstance(event, CallArguments):
+            self._calls[-1]["function"]["arguments"] += event.text
+            return self._call_delta({"function": {"arguments": event.text}})
+        return {}
+
+    def _call_delta(self, call: dict[str, Any]) -> dict[str, Any]:
+        return {"tool_calls": [{"index": len(self._calls) - 1, **call}]}
+
+    def _delta(self, delta: dict[str, Any], logprobs: ChatLogprobs | None, finish: Finish | None) -> dict[str, Any]:
+        if not self._role_sent:
+            self._role_sent = True
+            delta = {"role": "assistant", **delta}
+        return {"index": self._index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def _add_logprobs(self, logprobs: Sequence[TokenLogprob]) -> ChatLogprobs | None:
+        if not logprobs:
+            return None
+        new: list[ChatTokenLogprob] = [
+            {
+                **self._top(token.id, token.logprob),
+                "top_logprobs": [self._top(token_id, logprob) for token_id, logprob in token.top],
+            }
+            for token in logprobs
+        ]
+        self._logprobs = (self._logprobs or []) + new
+        return {"content": new, "refusal": None}
+
+    def _top(self, token_id: int, logprob: float) -> TopLogprob:
+        return {
+            "token": token_text(self._tokenizer, token_id),
+            "logprob": max(LEAST_LOGPROB, logprob),
+            "bytes": list(token_bytes(self._tokenizer, token_id)),
+        }
+
+
+class CompletionChoice:
+    def __init__(self, index: int, tokenizer: TokenizerWrapper) -> None:
+        self._index = index
+        self._tokenizer = tokenizer
+        self._text: list[str] = []
+        self._logprobs: CompletionLogprobs | None = None
+        self._offset = 0
+        self._finish: Finish = "stop"
+
+    def add(self, events: Sequence[ReplyEvent], tokens: Sequence[TokenLogprob]) -> list[Any]:
+        text = "".join(event.text for event in events if isinstance(event, Text))
+        self._text.append(text)
+        logprobs = self._add_logprobs(tokens)
+        return [{"index": self._index, "text": text, "logprobs": logprobs, "finish_reason": None}]
+
+    def end(self, ended: Ended) -> list[Any]:
+        self._finish = ended.reason
+        return [{"index": self._index, "text": "", "logprobs": None, "finish_reason": self._finish}]
+
+    def whole(self) -> CompletionChoiceAnswer:
+        text = "".join(self._text)
+        return {"index": self._index, "text": text, "logprobs": self._logprobs, "finish_reason": self._finish}
+
+    def _add_logprobs(self, logprobs: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
+        if not logprobs:
+            return None
+        new: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for token in logprobs:
+            text = token_text(self._tokenizer, token.id)
+            new["tokens"].append(text)
+            new["token_logprobs"].append(max(LEAST_LOGPROB, token.logprob))
+            new["top_logprobs"].append(self._top(token))
+            new["text_offset"].append(self._offset)
+            self._offset += len(text)
+        self._logprobs = _joined(self._logprobs, new)
+        return new
+
+    def _top(self, token: TokenLogprob) -> dict[str, float]:
+        return {token_text(self._tokenizer, token_id): max(LEAST_LOGPROB, logprob) for token_id, logprob in token.top}
+
+
+class OpenAIWire:
+    """Chunks that repeat an envelope; silences are broken by comments."""
+
+    def __init__(
+        self, envelope: dict[str, Any], choices: Sequence[ChatChoice | CompletionChoice], *, include_usage: bool = False
+    ) -> None:
+        self._envelope = envelope
+        self._choices = choices
+        self._include_usage = include_usage
+
+    def begin(self, begun: Begun) -> list[ServerEvent]:
+        del begun
+        return []
+
+    def add(self, index: int, events: Sequence[ReplyEvent], logprobs: Sequence[TokenLogprob]) -> list[ServerEvent]:
+        return self._chunks(self._choices[index].add(events, logprobs))
+
+    def end(self, index: int, ended: Ended) -> list[ServerEvent]:
+        return self._chunks(self._choices[index].end(ended))
+
+    def close(self, usage: TokenUsage) -> list[ServerEvent]:
+        if not self._include_usage:
+            return [DONE]
+        return [ServerEvent({**self._envelope, "choices": [], "usage": token_usage_answer(usage)}), DONE]
+
+    def ping(self, doing: str) -> bytes:
+        return comment(doing)
+
+    def fail(self, error: RequestError) -> list[ServerEvent]:
+        return [ServerEvent(openai_shape(error))]
+
+    def whole(self, usage: TokenUsage) -> Any:
+        choices = [choice.whole() for choice in self._choices]
+        return {**self._envelope, "choices": choices, "usage": token_usage_answer(usage)}
+
+    def _chunks(self, choices: list[Any]) -> list[ServerEvent]:
+        extra = {"usage": None} if self._include_usage else {}
+        return [ServerEvent({**self._envelope, "choices": [choice], **extra}) for choice in choices]
+
+
+def envelope(service: Service, job_id: str, kind: str) -> dict[str, Any]:
+    """What every chunk repeats."""
+    return {
+        "id": job_id,
+        "object": kind,
+        "created": int(time.time()),
+        "model": service.name,
+        "system_fingerprint": f"kvstrata-{service.loaded.fingerprint[:12]}",
+    }
+
+
+def _joined(old: CompletionLogprobs | None, new: CompletionLogprobs) -> CompletionLogprobs:
+    if old is None:
+        return new
+    return {
+        "tokens": old["tokens"] + new["tokens"],
+        "token_logprobs": old["token_logprobs"] + new["token_logprobs"],
+        "top_logprobs": old["top_logprobs"] + new["top_logprobs"],
+        "text_offset": old["text_offset"] + new["text_offset"],
+    }
