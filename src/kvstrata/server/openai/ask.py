@@ -65,7 +65,7 @@ def conversation(asked: ChatAsked) -> Chat:
     limit = asked.max_completion_tokens or asked.max_tokens
     num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     return Chat(
-        messages=[_message(message, f"messages.{index}") for index, message in enumerate(asked.messages)],
+        messages=[message_of(message, f"messages.{index}") for index, message in enumerate(asked.messages)],
         tools=tuple(tool.model_dump(exclude_none=True) for tool in asked.tools or ()),
         choice=_choice(asked),
         thinking=ThinkingWanted(effort=asked.reasoning_effort),
@@ -186,7 +186,7 @@ def _schema(value: dict[str, Any] | str, param: str) -> dict[str, Any]:
     return parsed
 
 
-def _message(message: Message, where: str) -> dict[str, Any]:
+def message_of(message: Message, where: str) -> dict[str, Any]:
     """Checked where the client can be told the place; the template brings it into its own shape."""
     if message.content is None and message.role != "assistant":
         raise InvalidRequest(f"{where}.content: a {message.role} message needs content.", param=f"{where}.content")
