@@ -57,6 +57,8 @@ PATHS = [
     ("/cache/requantize", "POST"),
     ("/cache/requantize", "GET"),
     ("/cache/requantize", "DELETE"),
+    ("/tokenize", "POST"),
+    ("/detokenize", "POST"),
     ("/health", "GET"),
     ("/metrics", "GET"),
     ("/props", "GET"),
