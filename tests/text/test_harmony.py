@@ -5,11 +5,11 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from kvstrata.text.tools import Split, ToolCall, join
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kvstrata.text.harmony import HarmonyMarks, HarmonySplitter, harmony_marks
 from kvstrata.text.tokens import encode_rendered
-from kvstrata.text.tools import Split, ToolCall, join
 from tests.text.chat_templates import HARMONY
 
 ANALYSIS = ["<|channel|>", "analysis", "<|message|>", "User says hi.", "<|end|>", "<|start|>", "assistant"]
