@@ -52,12 +52,18 @@ def load(
     check_folder(folder)
     raise_open_files()  # each file of the weights stays open until it is read
     module, config, form = _loaded(folder, adapter, memory_limit_bytes, cpu)
-    if form is not None and form.packs and (reason := _why_it_fails(module)):
+    tokenizer = _tokenizer(folder, config)
+    try:
+        vocab_size = _num_logits(module)
+    except Exception as error:
+        if form is None or not form.packs:
+            raise
         # Some code reads a layer's weight itself: adapters of the kind DoRA, for one.
+        reason = f"{type(error).__name__}: {_shortened(str(error))}"
         logger.warning("The model does not run with packed weights (%s): they become float32.", reason)
         del module
         module, config, form = _loaded(folder, adapter, memory_limit_bytes, replace(cpu, weights="raw"))
-    tokenizer = _tokenizer(folder, config)
+        vocab_size = _num_logits(module)
     return LoadedModel(
         name=found.name,
         path=folder,
@@ -65,7 +71,7 @@ def load(
         tokenizer=tokenizer,
         config=config,
         context_tokens=context_tokens(config),
-        vocab_size=_num_logits(module),
+        vocab_size=vocab_size,
         eos_ids=frozenset(tokenizer.eos_token_ids),
         weight_bytes=sum(array.nbytes for array in _arrays(module)),
         dtype=_dtype(module),
@@ -86,16 +92,6 @@ def _loaded(
         _add_adapter(module, adapter)
     _place(module, folder, form)
     return module, config, form
-
-
-def _why_it_fails(module: nn.Module) -> str:
-    """Empty: it runs."""
-    try:
-        _num_logits(module)
-    except Exception as error:  # noqa: BLE001
-        # Whatever a model does with layers that it does not expect.
-        return f"{type(error).__name__}: {_shortened(str(error))}"
-    return ""
 
 
 def context_tokens(config: dict[str, Any]) -> int:

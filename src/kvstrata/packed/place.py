@@ -35,13 +35,7 @@ GROUP = 32  # of what is quantized here
 def place(model: nn.Module, form: CpuForm) -> None:
     """Loading peaks at one layer above the result. Layers of other classes (a few models fuse their own) stay as they
     are; they work, slowly."""
-    done: dict[int, nn.Module | None] = {}  # a module may stand in two places
-    for name, module in model.named_modules():
-        if type(module) in QUANTIZED or type(module) in PLAIN:
-            if id(module) not in done:
-                done[id(module)] = _placed(module, form)
-            if (placed := done[id(module)]) is not None:
-                model.update_modules(tree_unflatten([(name, placed)]))
+    _replace_layers(model, form)
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
     if form.packs:
@@ -49,6 +43,16 @@ def place(model: nn.Module, form: CpuForm) -> None:
 
         shorten(model)
     mx.clear_cache()
+
+
+def _replace_layers(model: nn.Module, form: CpuForm) -> None:
+    done: dict[int, nn.Module | None] = {}  # a module may stand in two places
+    for name, module in model.named_modules():
+        if type(module) in QUANTIZED or type(module) in PLAIN:
+            if id(module) not in done:
+                done[id(module)] = _placed(module, form)
+            if (placed := done[id(module)]) is not None:
+                model.update_modules(tree_unflatten([(name, placed)]))
 
 
 def placed_bytes(model: nn.Module, form: CpuForm) -> int:

@@ -17,7 +17,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
-from kvstrata.grammar import Grammars
+from kvstrata.grammar.grammars import Grammars
 from kvstrata.metrics import Metrics
 from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel

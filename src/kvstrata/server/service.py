@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fastapi import Request
 
 from kvstrata.engine.engine import Engine
-from kvstrata.grammar import Grammars
+from kvstrata.grammar.grammars import Grammars
 from kvstrata.metrics import Metrics
 from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel

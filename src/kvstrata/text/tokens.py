@@ -66,6 +66,12 @@ def token_bytes(tokenizer: TokenizerWrapper, id: int) -> bytes:
     return _byte_level_bytes(token) if _is_byte_level(fast.decoder) else _sentencepiece_bytes(token)
 
 
+def decode_ids(tokenizer: TokenizerWrapper, ids: list[int]) -> str:
+    """The text of ids, special tokens written out."""
+    fast = fast_tokenizer(tokenizer)
+    return decode_slowly(tokenizer, ids) if fast is None else fast.decode(ids, skip_special_tokens=False)
+
+
 def _encode(tokenizer: TokenizerWrapper, text: str, *, with_special: bool) -> tuple[int, ...]:
     fast = fast_tokenizer(tokenizer)
     if fast is None or fast.truncation is not None or fast.padding is not None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from starlette.types import Scope
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.grammar import Constraint
+from kvstrata.grammar.constraint import Constraint
 from kvstrata.server.anthropic.schema import CountAsked, MessagesAsked, PromptAsked, ToolAsked
 from kvstrata.server.anthropic.turns import turns
 from kvstrata.server.conversation.body import read_body
@@ -66,6 +66,7 @@ def _chat(asked: PromptAsked, wanted: Wanted) -> Chat:
 
 
 def _wanted(asked: MessagesAsked) -> Wanted:
+    constraint, param = _constraint(asked)
     top_p = None if asked.top_p is None else max(asked.top_p, LEAST_TOP_P)
     return Wanted(
         sampling={"temperature": asked.temperature, "top_p": top_p, "top_k": asked.top_k},
@@ -73,17 +74,20 @@ def _wanted(asked: MessagesAsked) -> Wanted:
         # Agents name the most that any model could write: no room is kept free for that.
         reserves=False,
         stop=tuple(asked.stop_sequences or ()),
-        constraint=_constraint(asked),
+        constraint=constraint,
+        constraint_param=param,
         cache_salt=asked.cache_salt,
     )
 
 
-def _constraint(asked: MessagesAsked) -> Constraint | None:
-    if asked.output_config and asked.output_config.format:
-        return Constraint.json_schema(asked.output_config.format.schema_, strict=True, param="output_config.format")
+def _constraint(asked: MessagesAsked) -> tuple[Constraint | None, str]:
+    """And the field that it came by. The API promises that replies are valid: what cannot be enforced is refused."""
+    config = asked.output_config
+    if config and config.format:
+        return Constraint.json_schema(config.format.schema_, strict=True), "output_config.format"
     if asked.output_format:
-        return Constraint.json_schema(asked.output_format.schema_, strict=True, param="output_format")
-    return None
+        return Constraint.json_schema(asked.output_format.schema_, strict=True), "output_format"
+    return None, ""
 
 
 def _tools(asked: Sequence[ToolAsked]) -> tuple[Tool, ...]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvstrata.grammar import Constraint
+from kvstrata.grammar.constraint import Constraint
 from kvstrata.text.messages import Message
 
 Tool = dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters", ...}}
@@ -42,6 +42,7 @@ class Wanted:
     stop: tuple[str, ...] = ()
     n: int = 1
     constraint: Constraint | None = None
+    constraint_param: str = ""  # the field that it came by
     cache_salt: str | None = None
 
 

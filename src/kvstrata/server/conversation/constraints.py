@@ -1,14 +1,72 @@
 """What a reply must look like: the client's constraint, a call that it must make, or both.
 
-Composes constraints; kvstrata.grammar compiles them.
+Composes constraints and compiles them. Knows how this model writes calls (`ReplyForm.call_text`).
 """
 
 from __future__ import annotations
 
-from kvstrata.grammar import Constraint
-from kvstrata.server.conversation.chat import Chat
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kvstrata.errors import InvalidRequest
+from kvstrata.grammar.calls import CallForm, calls_grammar
+from kvstrata.grammar.grammars import Grammar
+from kvstrata.server.conversation.chat import Chat, Tool
 from kvstrata.server.service import Service
 
 
-def constraint_of(service: Service, chat: Chat) -> Constraint | None:
-    raise NotImplementedError
+def grammar_of(service: Service, chat: Chat, *, after_thinking: bool) -> Grammar | None:
+    """None: the reply is free."""
+    if chat.choice.mode == "required":
+        return _required(service, chat)
+    constraint, tools = chat.wanted.constraint, chat.tools if chat.choice.mode == "auto" else ()
+    if constraint is None:
+        return _told(service, tools, several=chat.choice.parallel) if tools and not service.form.shows_tools else None
+    if tools:
+        forms = _forms(service, tools)
+        constraint = calls_grammar(
+            forms, service.grammars.pieces, several=chat.choice.parallel, otherwise=constraint
+        )
+    elif after_thinking:
+        constraint = replace(constraint, padded=True)
+    return service.grammars.compile(constraint, param=chat.wanted.constraint_param)
+
+
+def _required(service: Service, chat: Chat) -> Grammar:
+    if chat.wanted.constraint is not None:
+        raise InvalidRequest(
+            f"{chat.wanted.constraint_param}: not together with a tool_choice that requires a call: the reply is then "
+            "that call.",
+            param=chat.wanted.constraint_param,
+        )
+    name = chat.choice.name
+    tools = [tool for tool in chat.tools if not name or tool["function"]["name"] == name]
+    constraint = calls_grammar(
+        _forms(service, tools), service.grammars.pieces, several=chat.choice.parallel and not name
+    )
+    return service.grammars.compile(constraint, param="tools")
+
+
+def _told(service: Service, tools: Sequence[Tool], *, several: bool) -> Grammar | None:
+    """For a model whose template knows no tools: a reply that begins like a call is one."""
+    constraint = calls_grammar(_forms(service, tools), service.grammars.pieces, several=several, or_text=True)
+    try:
+        return service.grammars.compile(constraint, param="tools")
+    except InvalidRequest:
+        # No client asked for a grammar: without one the model may still write a call.
+        return None
+
+
+def _forms(service: Service, tools: Sequence[Tool]) -> list[CallForm]:
+    forms: list[CallForm] = []
+    for tool in tools:
+        function = tool["function"]
+        before, after = service.form.call_text(function["name"]) or _bare(function["name"])
+        forms.append((before, function.get("parameters") or {"type": "object"}, after))
+    return forms
+
+
+def _bare(name: str) -> tuple[str, str]:
+    """Where the template's own form is no JSON. Readers take calls in this one too."""
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', "}"

@@ -13,10 +13,9 @@ from starlette.types import Scope
 
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.errors import InvalidRequest, ModelNotFound
-from kvstrata.grammar import Grammar
 from kvstrata.server.auth import salt_of
 from kvstrata.server.conversation.chat import Chat, Wanted
-from kvstrata.server.conversation.constraints import constraint_of
+from kvstrata.server.conversation.constraints import grammar_of
 from kvstrata.server.conversation.lengths import reply_tokens, require_possible_chat
 from kvstrata.server.service import Service
 from kvstrata.text.events import ReplyEvent, ReplyReader, Text
@@ -51,9 +50,9 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
     check_model(service, chat.model)
     prompt, resume_at = chat_prompt(service, chat)
     tools = tools_told(chat)
-    constraint = constraint_of(service, chat)
-    grammar = service.grammars.compile(constraint) if constraint else None
     form = service.form
+    before_answer = form.before_answer(prompt)
+    grammar = grammar_of(service, chat, after_thinking=bool(before_answer))
     request = _request(service, chat.wanted, scope, prompt, param="messages")
     request = replace(
         request,
@@ -61,7 +60,7 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
         stop_ids=service.loaded.eos_ids | form.ending_ids,
         break_ids=form.break_ids,
         grammar=grammar,
-        grammar_after=form.before_answer(prompt) if grammar and chat.choice.mode != "required" else (),
+        grammar_after=before_answer if grammar else (),
     )
     job = _job(job_id, [request], chat.wanted, [form.reader(prompt, tools) for _ in range(chat.wanted.n)])
     return replace(job, one_call=bool(tools) and not chat.choice.parallel)
@@ -92,7 +91,8 @@ def tools_told(chat: Chat) -> tuple[dict[str, object], ...]:
 
 def text_job(service: Service, prompts: Sequence[tuple[int, ...]], wanted: Wanted, scope: Scope, job_id: str) -> Job:
     """Of plain texts that are to be continued."""
-    grammar = service.grammars.compile(wanted.constraint) if wanted.constraint else None
+    constraint = wanted.constraint
+    grammar = service.grammars.compile(constraint, param=wanted.constraint_param) if constraint else None
     requests = [
         replace(_request(service, wanted, scope, prompt, param="prompt"), continues_prompt=True, grammar=grammar)
         for prompt in prompts

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.types import Scope
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.grammar import Constraint
+from kvstrata.grammar.constraint import Constraint
 from kvstrata.server.conversation.body import read_body
 from kvstrata.server.conversation.chat import Chat, ThinkingWanted, ToolChoice, Wanted
 from kvstrata.server.conversation.job import Job, chat_job, check_model, text_job
@@ -32,6 +32,9 @@ NOT_DONE = ("functions", "function_call", "audio", "web_search_options")
 NAMED_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
 )  # fmt: skip
+
+# What a reply is held to, and the field that says so.
+Limited = tuple[Constraint | None, str]
 
 
 def read_chat(service: Service, body: bytes, scope: Scope) -> tuple[ChatAsked, Job]:
@@ -62,7 +65,7 @@ def conversation(asked: ChatAsked) -> Chat:
     limit = asked.max_completion_tokens or asked.max_tokens
     num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     return Chat(
-        messages=[_message(message, f"messages.{index}") for index, message in enumerate(asked.messages)],
+        messages=[message_of(message, f"messages.{index}") for index, message in enumerate(asked.messages)],
         tools=tuple(tool.model_dump(exclude_none=True) for tool in asked.tools or ()),
         choice=_choice(asked),
         thinking=ThinkingWanted(effort=asked.reasoning_effort),
@@ -73,7 +76,7 @@ def conversation(asked: ChatAsked) -> Chat:
 
 
 def _wanted(
-    asked: SamplingAsked, max_tokens: int | None, num_logprobs: int | None, constraint: Constraint | None
+    asked: SamplingAsked, max_tokens: int | None, num_logprobs: int | None, limited: Limited
 ) -> Wanted:
     named = {name: getattr(asked, name) for name in NAMED_SAMPLING}
     return Wanted(
@@ -82,7 +85,8 @@ def _wanted(
         max_tokens=max_tokens,
         stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
         n=asked.n or 1,
-        constraint=constraint,
+        constraint=limited[0],
+        constraint_param=limited[1],
         cache_salt=asked.cache_salt,
     )
 
@@ -129,46 +133,45 @@ def _choice(asked: ChatAsked) -> ToolChoice:
 
 
 
-def _constraint(asked: ChatAsked) -> Constraint | None:
+def _constraint(asked: ChatAsked) -> Limited:
     structured, formatted = _structured(asked.structured_outputs), _format(asked.response_format)
-    if structured and formatted:
+    if structured[0] and formatted[0]:
         raise InvalidRequest(
             "structured_outputs: not together with response_format. Send one of them.", param="structured_outputs"
         )
-    return structured or formatted
+    return structured if structured[0] else formatted
 
 
-def _format(asked: ResponseFormat | None) -> Constraint | None:
+def _format(asked: ResponseFormat | None) -> Limited:
     if asked is None or asked.type == "text":
-        return None
+        return None, ""
     if asked.type == "json_object":
-        return Constraint.json_object(param="response_format")
+        return Constraint.json_object(), "response_format"
     if asked.json_schema is None or asked.json_schema.schema_ is None:
         raise InvalidRequest(
             "response_format: type json_schema needs json_schema.schema.", param="response_format.json_schema"
         )
     strict = bool(asked.json_schema.strict)
-    return Constraint.json_schema(asked.json_schema.schema_, strict=strict, param="response_format")
+    return Constraint.json_schema(asked.json_schema.schema_, strict=strict), "response_format.json_schema"
 
 
-def _structured(asked: StructuredOutputs | None) -> Constraint | None:
+def _structured(asked: StructuredOutputs | None) -> Limited:
     if asked is None:
-        return None
-    given = {name: value for name in ("json_", "json_object", "regex", "choice", "grammar")
-             if (value := getattr(asked, name)) is not None and value is not False}  # fmt: skip
+        return None, ""
+    names = {"json_": "json", "json_object": "json_object", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+    given = [name for name in names if getattr(asked, name) not in (None, False)]
     if len(given) != 1:
-        raise InvalidRequest(
-            "structured_outputs: give exactly one of json, json_object, regex, choice, grammar.",
-            param="structured_outputs",
-        )
-    ((name, value),) = given.items()
-    param = f"structured_outputs.{name.rstrip('_')}"
-    if name == "json_":
-        return Constraint.json_schema(_schema(value, param), strict=False, param=param)
-    if name == "json_object":
-        return Constraint.json_object(param=param)
-    makes = {"regex": Constraint.regex, "choice": Constraint.choice, "grammar": Constraint.lark}
-    return makes[name](value, param=param)
+        message = f"structured_outputs: give exactly one of {', '.join(names.values())}."
+        raise InvalidRequest(message, param="structured_outputs")
+    value, param = getattr(asked, given[0]), f"structured_outputs.{names[given[0]]}"
+    makes: dict[str, Callable[[Any], Constraint]] = {
+        "json_": lambda schema: Constraint.json_schema(_schema(schema, param), strict=False),
+        "json_object": lambda _: Constraint.json_object(),
+        "regex": Constraint.regex,
+        "choice": Constraint.choice,
+        "grammar": Constraint.lark,
+    }
+    return makes[given[0]](value), param
 
 
 def _schema(value: dict[str, Any] | str, param: str) -> dict[str, Any]:
@@ -183,7 +186,7 @@ def _schema(value: dict[str, Any] | str, param: str) -> dict[str, Any]:
     return parsed
 
 
-def _message(message: Message, where: str) -> dict[str, Any]:
+def message_of(message: Message, where: str) -> dict[str, Any]:
     """Checked where the client can be told the place; the template brings it into its own shape."""
     if message.content is None and message.role != "assistant":
         raise InvalidRequest(f"{where}.content: a {message.role} message needs content.", param=f"{where}.content")
