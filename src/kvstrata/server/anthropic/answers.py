@@ -11,7 +11,7 @@ from kvstrata.engine.request import TokenUsage
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
-class UsageAnswer(TypedDict):
+class MessageUsage(TypedDict):
     """The three inputs add up to the prompt."""
 
     input_tokens: int
@@ -49,7 +49,7 @@ class MessageAnswer(TypedDict):
     content: list[BlockAnswer]
     stop_reason: StopReason | None  # None: at the start of a stream
     stop_sequence: str | None
-    usage: UsageAnswer
+    usage: MessageUsage
 
 
 class CountAnswer(TypedDict):
@@ -66,7 +66,7 @@ class MessagesErrorAnswer(TypedDict):
     error: MessagesErrorBody
 
 
-def usage_answer(usage: TokenUsage) -> UsageAnswer:
+def message_usage(usage: TokenUsage) -> MessageUsage:
     """What was computed counts as plain input. Writing to the cache has no price here, and nobody asks for it: a number
     of its own would only tell clients that bill by these names of a cost that is none."""
     return {

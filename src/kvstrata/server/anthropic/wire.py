@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kvstrata.engine.request import TokenLogprob, TokenUsage
 from kvstrata.errors import RequestError
-from kvstrata.server.anthropic.answers import BlockAnswer, MessageAnswer, StopReason, usage_answer
+from kvstrata.server.anthropic.answers import BlockAnswer, MessageAnswer, StopReason, message_usage
 from kvstrata.server.anthropic.errors import messages_shape
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, encode
 from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
@@ -86,7 +86,7 @@ class MessagesWire:
 
     def close(self, usage: TokenUsage) -> list[ServerEvent]:
         delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
-        return [_event("message_delta", delta=delta, usage=usage_answer(usage)), _event("message_stop")]
+        return [_event("message_delta", delta=delta, usage=message_usage(usage)), _event("message_stop")]
 
     def ping(self, doing: str) -> bytes:
         del doing  # the API has no word for it
@@ -107,7 +107,7 @@ class MessagesWire:
             "content": content,
             "stop_reason": stop_reason,
             "stop_sequence": self._stop_sequence(),
-            "usage": usage_answer(usage),
+            "usage": message_usage(usage),
         }
 
     def _add(self, event: ReplyEvent) -> list[ServerEvent]:
