@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -11,11 +10,9 @@ from dataclasses import replace
 import pytest
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from kvstrata.engine.request import Finished, Piece, TokenUsage
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.server.openai.ask import chat_job
-from kvstrata.server.openai.endpoints import _chat_choices
 from tests.server.conftest import Served, running
+from tests.server.played import letters, play
 from tests.text.chat_templates import LLAMA
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -37,15 +34,10 @@ def serve_template(default_model: LoadedModel) -> ServeTemplate:
 
 def test_a_call_comes_and_can_be_sent_back(serve_template: ServeTemplate) -> None:
     with serve_template(LLAMA) as served:
-        service = served.server.service
-        body = json.dumps({"model": served.name, "messages": HELLO, "tools": TOOLS}).encode()
-        [choice] = _chat_choices(service, chat_job(service, body, {"type": "http", "state": {}}))
-        for letter in '{"name": "f", "parameters": {"a": 1}}':
-            assert choice.add(Piece(letter)) == []
-        choice.end(Finished("stop", TokenUsage()))
-        whole = choice.whole()
+        reply = letters('{"name": "f", "parameters": {"a": 1}}')
+        whole = play(served.server.service, reply, messages=HELLO, tools=TOOLS).whole
         assert whole["finish_reason"] == "tool_calls"
-        [call] = whole["message"].get("tool_calls", [])
+        [call] = whole["message"]["tool_calls"]
         assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
         result = {"role": "tool", "tool_call_id": call["id"], "content": "42"}
         messages = [*HELLO, whole["message"], result]

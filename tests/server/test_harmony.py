@@ -12,13 +12,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kvstrata.engine.request import Event, Finished, Piece
-from kvstrata.engine.sequence import Sequence
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.server.openai.ask import chat_job
-from kvstrata.server.openai.endpoints import _chat_choices
 from kvstrata.text.tokens import encode_rendered
 from tests.server.conftest import Served, running
+from tests.server.played import play_ids as played_ids
 from tests.text.chat_templates import GPT_OSS, HARMONY
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -47,20 +44,8 @@ def play(harmony: Served, text: str, **asked: Any) -> tuple[list[Any], Any]:
 
 
 def play_ids(harmony: Served, ids: tuple[int, ...], **asked: Any) -> tuple[list[Any], Any]:
-    service = harmony.server.service
-    body = json.dumps({"model": harmony.name, "messages": HELLO, **asked}).encode()
-    job = chat_job(service, body, {"type": "http", "state": {}})
-    [choice] = _chat_choices(service, job)
-    events: list[Event] = []
-    sequence = Sequence(job.requests[0], events.append, job.requests[0].max_tokens, 0)
-    for id in ids:
-        sequence.accept(id, None, service.engine._thread.make_detokenizer)
-        if sequence.finish_reason:
-            break
-    assert sequence.finish_reason
-    deltas = [delta for event in events if isinstance(event, Piece) for delta in choice.add(event)]
-    deltas += choice.end(Finished(sequence.finish_reason, sequence.usage))
-    return deltas, choice.whole()
+    played = played_ids(harmony.server.service, ids, **{"messages": HELLO, **asked})
+    return played.deltas, played.whole
 
 
 def joined(deltas: list[Any], field: str) -> str:
@@ -84,15 +69,16 @@ def test_a_call_ends_the_reply(harmony: Served) -> None:
     assert whole["message"]["content"] is None
     assert whole["message"]["reasoning_content"] == "User says hi. 🙂"
     assert whole["finish_reason"] == deltas[-1]["finish_reason"] == "tool_calls"
-    [streamed] = [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]
-    assert streamed == {"index": 0, **call}
+    first, *pieces = [call for delta in deltas for call in delta["delta"].get("tool_calls", [])]
+    assert (first["index"], first["id"], first["function"]["name"]) == (0, call["id"], "f")
+    assert len(pieces) > 1  # as they are written
+    assert "".join(piece["function"]["arguments"] for piece in pieces) == call["function"]["arguments"]
 
 
 def test_a_reply_that_runs_out_of_tokens(harmony: Served) -> None:
     num_tokens = len(encode_rendered(harmony.server.service.loaded.tokenizer, CALL))
     _, whole = play(harmony, CALL + "<|call|>", tools=TOOLS, max_tokens=num_tokens)
-    assert whole["message"]["content"] == '{"x": "ü"}'
-    assert "tool_calls" not in whole["message"]
+    assert whole["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"x": "ü"}'}
     assert whole["finish_reason"] == "length"
 
 

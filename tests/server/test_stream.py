@@ -9,8 +9,10 @@ from starlette.types import Message
 
 from kvstrata.engine.request import Finished, Piece, Prefilled, Request, Sink, TokenUsage
 from kvstrata.server.bridge import Replies
-from kvstrata.server.openai.choices import CompletionChoice
-from kvstrata.server.openai.stream import Comments, EventWriter, send_stream
+from kvstrata.server.conversation.job import Job, PlainReader
+from kvstrata.server.conversation.stream import Heartbeat, send_stream
+from kvstrata.server.conversation.telling import Telling
+from kvstrata.server.openai.wires import CompletionChoice, OpenAIWire
 from tests.server.conftest import running
 from tests.tiny import tiny_loaded
 
@@ -22,46 +24,46 @@ class Clock:
         return self.now_s
 
 
-def test_comments_are_a_second_apart_and_end_in_one_newline() -> None:
+def test_pings_are_a_second_apart() -> None:
     clock = Clock()
-    comments = Comments(10.0, clock)
+    heartbeat = Heartbeat(10.0, clock)
     said = []
     for step in range(41):  # a chunk every quarter of a second, for ten seconds
         clock.now_s = 100.0 + step / 4
-        comments.note(Prefilled(step, 41))
-        said.append(comments.due())
+        heartbeat.note(Prefilled(step, 41))
+        said.append(heartbeat.due())
         if said[-1]:
-            comments.on_sent()
-    assert [line for line in said if line] == [b": prefill %d/41\n" % step for step in range(0, 41, 4)]
+            heartbeat.on_sent()
+    assert [line for line in said if line] == [f"prefill {step}/41" for step in range(0, 41, 4)]
 
 
 def test_news_that_came_too_soon_is_told_when_it_is_time() -> None:
     clock = Clock()
-    comments = Comments(10.0, clock)
-    comments.note(Prefilled(1, 9))
-    assert comments.due() == b": prefill 1/9\n"
-    comments.on_sent()
+    heartbeat = Heartbeat(10.0, clock)
+    heartbeat.note(Prefilled(1, 9))
+    assert heartbeat.due() == "prefill 1/9"
+    heartbeat.on_sent()
     clock.now_s += 0.25
-    comments.note(Prefilled(2, 9))
-    assert comments.due() == b""
-    assert comments.left_s() == 0.75
+    heartbeat.note(Prefilled(2, 9))
+    assert heartbeat.due() == ""
+    assert heartbeat.left_s() == 0.75
     clock.now_s += 0.75
-    assert comments.due() == b": prefill 2/9\n"
+    assert heartbeat.due() == "prefill 2/9"
 
 
 def test_silence_is_what_the_client_hears() -> None:
     clock = Clock()
-    comments = Comments(10.0, clock)
+    heartbeat = Heartbeat(10.0, clock)
     for _ in range(19):  # tokens come all the time
         clock.now_s += 0.5
-        comments.note(Piece(""))
-        assert comments.due() == b""
+        heartbeat.note(Piece(""))
+        assert heartbeat.due() == ""
     clock.now_s += 0.5
-    assert comments.due() == b": writing\n"
-    comments.on_sent()
-    assert comments.left_s() == 10.0
+    assert heartbeat.due() == "writing"
+    heartbeat.on_sent()
+    assert heartbeat.left_s() == 10.0
     clock.now_s += 9.5
-    assert comments.due() == b""
+    assert heartbeat.due() == ""
 
 
 class CallWriter:
@@ -78,6 +80,9 @@ class CallWriter:
 
     def cancel(self, request_id: str) -> None:
         raise AssertionError(f"{request_id} has ended by itself")
+
+    def end(self, request_id: str) -> None:
+        raise AssertionError(f"{request_id} ends by itself")
 
     async def _write(self, sink: Sink) -> None:
         sink(Prefilled(0, 5))
@@ -97,15 +102,16 @@ def test_a_long_tool_call_is_not_silent() -> None:
         request = Request("one", (1, 2), 100)
         with Replies(CallWriter(num_tokens=40, gap_s=0.02), [request]) as replies:
             replies.submit()
-            writer = EventWriter({}, [CompletionChoice(0, tiny_loaded("llama").tokenizer)], include_usage=False)
-            await send_stream(replies, writer, send, keep_alive_s=0.1)
+            wire = OpenAIWire({}, [CompletionChoice(0, tiny_loaded("llama").tokenizer)])
+            telling = Telling(Job("one", (request,), (PlainReader(),)), wire, replies.end)
+            assert await send_stream(replies, telling, wire, send, keep_alive_s=0.1, headers={})
 
     asyncio.run(stream())
     # 0.8 s at least. The first comment tells of the prefill.
     assert sent.count(b": writing\n") >= 4
 
 
-def test_the_openai_client_skips_comments_before_events() -> None:
+def test_the_openai_client_skips_heartbeat_before_events() -> None:
     with (
         running(tiny_loaded("llama"), keep_alive_s=0.0001, prefill_chunk_tokens=1) as served,
         served.openai() as client,

@@ -39,3 +39,15 @@ LLAMA = """{% for message in messages %}{% if loop.first and tools %}{{ tools | 
 {{ message.content | trim }}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 
 {% endif %}"""
+
+# As Qwen 2.5 writes calls, and many others.
+HERMES = """{% if tools %}<|im_start|>system
+# Tools
+{{ tools | tojson }}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from kvstrata.errors import InvalidRequest, ModelNotFound
 from kvstrata.server.conversation.body import body_of, read
+from kvstrata.server.conversation.job import Job
 from kvstrata.server.conversation.reply import Reply
 from kvstrata.server.errors import Shape, answers
 from kvstrata.server.openai.answers import ChatAnswer, CompletionAnswer, ModelAnswer, ModelList
@@ -42,10 +43,7 @@ def answered_by(answer: Any) -> dict[int | str, dict[str, Any]]:
 async def chat_completions(request: Request) -> Response:
     service = service_of(request)
     asked, job = await read(request, read_chat)
-    kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-    choices = [ChatChoice(index, service.loaded.tokenizer) for index in range(len(job.requests))]
-    wire = OpenAIWire(envelope(service, job.id, kind), choices, include_usage=_include_usage(asked))
-    return Reply(service, job, wire, stream=bool(asked.stream))
+    return Reply(service, job, chat_wire(service, asked, job), stream=bool(asked.stream))
 
 
 @router.post(
@@ -86,6 +84,12 @@ async def _not_served(request: Request) -> Response:
 
 for _path in NOT_SERVED:
     router.add_api_route(_path, _not_served, methods=["POST"], include_in_schema=False)
+
+
+def chat_wire(service: Service, asked: ChatAsked, job: Job) -> OpenAIWire:
+    kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+    choices = [ChatChoice(index, service.loaded.tokenizer) for index in range(len(job.requests))]
+    return OpenAIWire(envelope(service, job.id, kind), choices, include_usage=_include_usage(asked))
 
 
 def _include_usage(asked: SamplingAsked) -> bool:
