@@ -41,7 +41,7 @@ class ToolUseAnswer(TypedDict):
 BlockAnswer = TextAnswer | ThinkingAnswer | ToolUseAnswer
 
 
-class MessageAnswer(TypedDict):
+class MessagesAnswer(TypedDict):
     id: str
     type: Literal["message"]
     role: Literal["assistant"]

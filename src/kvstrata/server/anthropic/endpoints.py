@@ -5,7 +5,7 @@ from __future__ import annotations
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 
-from kvstrata.server.anthropic.answers import CountAnswer, MessageAnswer
+from kvstrata.server.anthropic.answers import CountAnswer, MessagesAnswer
 from kvstrata.server.anthropic.ask import count_prompt, read_message
 from kvstrata.server.anthropic.errors import messages_answers, messages_shape
 from kvstrata.server.anthropic.schema import CountAsked, MessagesAsked
@@ -26,7 +26,7 @@ _EVENT = {
     "required": ["event", "data"],
 }
 _MESSAGE = {
-    "model": MessageAnswer,
+    "model": MessagesAnswer,
     "description": "The reply; with `stream` as server-sent events",
     "content": {"text/event-stream": {"schema": _EVENT}},
 }

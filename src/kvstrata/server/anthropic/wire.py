@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from kvstrata.engine.request import TokenLogprob, TokenUsage
 from kvstrata.errors import RequestError
-from kvstrata.server.anthropic.answers import BlockAnswer, MessageAnswer, StopReason, message_usage
+from kvstrata.server.anthropic.answers import BlockAnswer, MessagesAnswer, StopReason, message_usage
 from kvstrata.server.anthropic.errors import messages_shape
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, encode
 from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
@@ -95,10 +95,10 @@ class MessagesWire:
     def fail(self, error: RequestError) -> list[ServerEvent]:
         return [ServerEvent(messages_shape(error), "error")]
 
-    def whole(self, usage: TokenUsage) -> MessageAnswer:
+    def whole(self, usage: TokenUsage) -> MessagesAnswer:
         return self._message([block.whole() for block in self._blocks], self._stop_reason(), usage)
 
-    def _message(self, content: list[BlockAnswer], stop_reason: StopReason | None, usage: TokenUsage) -> MessageAnswer:
+    def _message(self, content: list[BlockAnswer], stop_reason: StopReason | None, usage: TokenUsage) -> MessagesAnswer:
         return {
             "id": self._id,
             "type": "message",
