@@ -25,7 +25,8 @@ def script(prompt: Prompt) -> str:
     return f"It says: {last.text}" if last.role == "tool" else SAID.get(last.text, "What?")
 
 
-@pytest.fixture(scope="session")
+# Not for the whole session: while it runs, no other server's replies are its model's own.
+@pytest.fixture(scope="module")
 def forced() -> Iterator[Forced]:
     with serving(script) as one:
         yield one
@@ -37,7 +38,7 @@ def client_of(served: Served, key: str = "none") -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=served.url, api_key=key, max_retries=0, timeout=60, http_client=http)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def claude(forced: Forced) -> Iterator[anthropic.Anthropic]:
     with client_of(forced.served) as one:
         yield one

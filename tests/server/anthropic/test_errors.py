@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import anthropic
@@ -12,8 +11,6 @@ import pytest
 from kvstrata import errors
 from kvstrata.server.anthropic.errors import messages_shape
 from tests.agents.forced import CONTEXT_TOKENS, Forced
-from tests.server.anthropic.conftest import client_of
-from tests.server.conftest import Served
 
 USER: Any = {"role": "user", "content": "hello"}
 ASKED: Any = {"model": "claude-x", "max_tokens": 5, "messages": [USER]}
@@ -137,15 +134,3 @@ def test_errors_as_the_client_raises_them(claude: anthropic.Anthropic) -> None:
     ):
         pass
     assert claude.messages.create(**ASKED).content
-
-
-def test_keys_and_sizes(serve: Callable[..., Served]) -> None:
-    guarded = serve(api_key=["secret"], max_body_bytes=2000)
-    with client_of(guarded, "wrong") as stranger, pytest.raises(anthropic.AuthenticationError, match="wants a key"):
-        stranger.messages.create(**ASKED)
-    with client_of(guarded, "secret") as friend:
-        assert friend.messages.create(**ASKED).usage.output_tokens > 0
-        with pytest.raises(anthropic.RequestTooLargeError) as refused:
-            friend.messages.count_tokens(model="claude-x", messages=[{"role": "user", "content": "x" * 3000}])
-    body: Any = refused.value.body
-    assert body["error"]["type"] == "request_too_large"

@@ -10,8 +10,7 @@ import pytest
 from anthropic.types import Message, ToolUseBlock
 
 from tests.agents.forced import Forced
-from tests.server.anthropic.conftest import LONG, client_of
-from tests.server.conftest import Served
+from tests.server.anthropic.conftest import LONG
 
 LOOK: Any = {
     "name": "look",
@@ -137,25 +136,8 @@ def test_counting_gives_what_a_reply_counts(claude: anthropic.Anthropic, more: d
     assert claude.messages.count_tokens(**words).input_tokens == input_tokens(message)
 
 
-def test_a_reply_that_must_follow_a_schema(served: Served) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"a": {"enum": ["x", "y"]}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    with client_of(served) as claude:
-        message = claude.messages.create(
-            **asked("hello", output_config={"format": {"type": "json_schema", "schema": schema}})
-        )
-    assert re.fullmatch(r'\s*\{\s*"a"\s*:\s*"[xy]"\s*\}\s*', message.content[0].text)  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def test_a_client_that_leaves_ends_its_reply(claude: anthropic.Anthropic, forced: Forced) -> None:
     with claude.messages.stream(**{**asked("go on"), "max_tokens": 100_000}) as stream:
         assert next(iter(stream.text_stream))
     forced.served.wait_idle()
     assert whole(claude, **asked("hello")).content[0].text == "Hello there."
-    # It was cut: the whole of it would be thousands of tokens, and all of them counted.
-    with forced.served.http() as http:
-        assert "vllm:num_requests_running 0.0" in http.get("/metrics").text
