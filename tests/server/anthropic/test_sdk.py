@@ -7,7 +7,7 @@ from typing import Any
 
 import anthropic
 import pytest
-from anthropic.types import Message, ToolUseBlock
+from anthropic.types import Message, TextBlock, ToolUseBlock
 
 from tests.agents.forced import Forced
 from tests.server.anthropic.conftest import LONG
@@ -137,7 +137,26 @@ def test_counting_gives_what_a_reply_counts(claude: anthropic.Anthropic, more: d
 
 
 def test_a_client_that_leaves_ends_its_reply(claude: anthropic.Anthropic, forced: Forced) -> None:
+    before = generated(forced)
     with claude.messages.stream(**{**asked("go on"), "max_tokens": 100_000}) as stream:
         assert next(iter(stream.text_stream))
     forced.served.wait_idle()
-    assert whole(claude, **asked("hello")).content[0].text == "Hello there."
+    # The whole of it has a token for each word at least.
+    assert 0 < generated(forced) - before < len(LONG.split())
+    assert get_text(claude.messages.create(**asked("hello"))) == "Hello there."
+
+
+def generated(forced: Forced) -> float:
+    with forced.served.http() as http:
+        lines = http.get("/metrics").text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("vllm:generation_tokens_total "))
+
+
+def get_text(message: Message) -> str:
+    return "".join(block.text for block in message.content if isinstance(block, TextBlock))
+
+
+def test_the_list_of_models_can_be_read(claude: anthropic.Anthropic, forced: Forced) -> None:
+    (only,) = claude.models.list().data
+    assert (only.id, only.type, only.display_name) == (forced.served.name, "model", forced.served.name)
+    assert claude.models.retrieve(only.id).created_at == only.created_at
