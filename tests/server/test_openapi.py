@@ -47,6 +47,8 @@ def try_operation(operation: Any, change: Callable[[Any], Any] = lambda body: bo
 PATHS = [
     ("/v1/chat/completions", "POST"),
     ("/v1/completions", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
     ("/v1/models", "GET"),
     ("/v1/models/{model}", "GET"),
     ("/cache/usage", "GET"),
@@ -81,7 +83,7 @@ def short_without_a_model(body: Any) -> Any:
     return {**body, "max_tokens": 1, "max_completion_tokens": 1} if is_answered else body
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
 def test_whatever_is_sent_to_the_model_that_is_there(api: Any, served: Served, path: str) -> None:
     """Random names are all 404; with the right one, a short reply and nothing that is refused it goes all the way."""
 
