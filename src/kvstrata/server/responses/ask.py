@@ -1,4 +1,4 @@
-"""From a body of /v1/responses to a conversation. Knows its fields, what is kept of earlier ones, and what is not served."""
+"""From a body of /v1/responses to a conversation. Knows its fields, what is kept of earlier ones, and what is refused."""
 
 from __future__ import annotations
 
