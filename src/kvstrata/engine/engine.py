@@ -197,6 +197,8 @@ class Engine:
             raise InvalidRequest("The prompt is empty.", param="prompt")
         if request.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1.", param="max_tokens")
+        if request.grammar is not None and request.grammar.vocab_size != self._thread.served.loaded.vocab_size:
+            raise ValueError("The grammar was compiled for another model.")
         needed = len(request.prompt) + request.max_tokens
         if needed > self.context_tokens:
             raise ContextTooLong(

@@ -9,7 +9,7 @@ import time
 
 from kvstrata.engine.rates import Speeds
 from kvstrata.engine.resume import Resume
-from kvstrata.engine.runner import BatchRow, Launched, PromptChunk, Runner
+from kvstrata.engine.runner import BatchRow, Guide, Launched, PromptChunk, Runner
 from kvstrata.engine.scheduler import StepPlan
 from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.sequences import Sequences
@@ -95,4 +95,6 @@ class Passes:
             raise RuntimeError(f"{sequence.prefill_left} tokens of a prompt are not computed: it cannot decode yet")
         known = sequence.num_launched == sequence.num_generated
         token = sequence.tokens[-1] if known else None
-        return BatchRow(sequence.arrival, sequence.cache, sequence.sampler(self._vocab_size), token)
+        sampler, matcher = sequence.sampler(self._vocab_size), sequence.matcher()
+        guide = None if matcher is None else Guide(matcher, sequence.num_generated)
+        return BatchRow(sequence.arrival, sequence.cache, sampler, token, guide)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvstrata.engine.endings import Endings
 from kvstrata.engine.rates import Speeds
-from kvstrata.engine.request import Request
+from kvstrata.engine.request import Failed, Request
 from kvstrata.engine.resume import Resume
 from kvstrata.engine.runner import Launched
 from kvstrata.engine.sequence import Sequence
@@ -42,7 +42,10 @@ class Replies:
             is_last = step is done[-1] and not is_overlapped
             self._speeds.count_step(step, len(kept), is_last=is_last, has_prompts=self._sequences.has_prompts)
             for row, key in kept:
-                self._accept(running[key], tokens[row], step, row)
+                if key in step.failures:
+                    self._endings.fail(running[key], Failed(_cannot_follow(step.failures[key]), "grammar"))
+                else:
+                    self._accept(running[key], tokens[row], step, row)
 
     def _accept(self, sequence: Sequence, token: int, step: Launched, row: int) -> None:
         logprobs = step.sampled.logprobs.get(row)
@@ -56,3 +59,7 @@ class Replies:
             self._metrics.first_token_s.observe(sequence.last_token_s - sequence.submitted_s)
         if sequence.finish_reason is not None:
             self._endings.finish(sequence, sequence.finish_reason)
+
+
+def _cannot_follow(reason: str) -> str:
+    return f"The schema or grammar of this request could not be followed further: {reason}. Make it simpler."

@@ -9,9 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvstrata.grammar.grammars import Grammar
+
 FinishReason = Literal["stop", "length", "cancelled"]
-# broken: the engine could not go on. pinned: what it needs is pinned, and another try would find it so
-FailReason = Literal["broken", "pinned"]
+# broken: the engine could not go on. pinned: what it needs is pinned, and another try would find it so. grammar: it
+# asks for more than can be followed
+FailReason = Literal["broken", "pinned", "grammar"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Request:
     open_ended: bool = False  # the client named no max_tokens: as much of it as memory allows will do
     salt: str = ""  # requests with different salts never share cached state
     resume_at: tuple[int, ...] = ()  # positions in the prompt where later requests are likely to part from it
+    grammar: Grammar | None = None  # what the reply is held to; its end must be among the `stop_ids`
+    grammar_after: tuple[int, ...] = ()  # it begins after these ids in a row (the end of thinking); none: at once
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,34 @@
 
 Knows the model and the sequences' caches; does not know requests. Decoding is pipelined: `launch` takes the tokens of
 the step before as they are, computed or not, so the device always has a step to work on while the host reads the last.
+Rows that follow a grammar need those tokens before theirs can be drawn: the pass is started first, then they are read.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
 from kvstrata.engine.sampling import Sampled, Sampler, sample
+from kvstrata.grammar.masks import Allowed, Masks
+from kvstrata.grammar.matcher import Matcher
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kept import PromptCaches
 from kvstrata.layers.kinds import Layout, arrays_in
 from kvstrata.layers.mixed import MixedPass
 from kvstrata.layers.sequence import Prefix, SequenceCache
+
+
+@dataclass(frozen=True)
+class Guide:
+    """The grammar of a row. `num_known`: tokens of the reply without the one in flight; the matcher has them all."""
+
+    matcher: Matcher
+    num_known: int
 
 
 @dataclass(frozen=True)
@@ -29,6 +40,7 @@ class BatchRow:
     cache: SequenceCache
     sampler: Sampler
     token: int | None
+    guide: Guide | None = None  # None: any token may come
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,7 @@ class Launched:
     sampled: Sampled
     began_s: float
     num_riding: int = 0  # prompt tokens
+    failures: dict[int, str] = field(default_factory=dict)  # by id: why a row's token is not to be used
 
 
 class Runner:
@@ -55,6 +68,7 @@ class Runner:
         self._model = model
         self._layout = layout
         self._batch: BatchCache | None = None
+        self._masks = Masks()
 
     @property
     def layout(self) -> Layout:
@@ -83,13 +97,26 @@ class Runner:
         began_s = time.perf_counter()
         tokens = _inputs(rows, before)
         logits = self._forward(rows, tokens) if riding is None else self._forward_mixed(rows, tokens, riding)
-        samplers = [row.sampler for row in rows]
-        sampled = sample(logits, samplers)
-        changed = [array for row in rows for array in row.sampler.arrays()]
         written = riding.cache.arrays() if riding else []
+        allowed = Allowed()
+        if any(row.guide is not None for row in rows):
+            mx.async_eval(logits, self._state_arrays(rows), written)
+            allowed = self._allowed(rows, before, vocab_size=logits.shape[-1])
+        sampled = sample(logits, [row.sampler for row in rows], allowed.tokens)
+        changed = [array for row in rows for array in row.sampler.arrays()]
         mx.async_eval(sampled.arrays(), changed, self._state_arrays(rows), written)
         num_riding = len(riding.tokens) if riding else 0
-        return Launched(tuple(row.id for row in rows), sampled, began_s, num_riding)
+        failures = {rows[place].id: why for place, why in allowed.failures.items()}
+        return Launched(tuple(row.id for row in rows), sampled, began_s, num_riding, failures)
+
+    def _allowed(self, rows: Sequence[BatchRow], before: Launched | None, vocab_size: int) -> Allowed:
+        """What may follow the tokens of the step before, which it waits for."""
+        ahead = [row for row in rows if row.guide is not None and row.token is None]
+        tokens = dict(zip(before.ids, before.sampled.read(), strict=True)) if before and ahead else {}
+        for row in ahead:
+            assert row.guide is not None
+            row.guide.matcher.consume(row.guide.num_known, tokens[row.id])
+        return self._masks.fill([row.guide.matcher if row.guide else None for row in rows], vocab_size)
 
     def disband(self) -> None:
         """Give every sequence of the batch its own state back."""

@@ -1,6 +1,7 @@
 """From logits to tokens, each row of the batch by its own rules, all on the device.
 
-The order is that of transformers: bias and penalties, temperature, top-k, top-p of what top-k leaves, min-p, draw. The
+The order is that of transformers: bias and penalties, temperature, top-k, top-p of what top-k leaves, min-p, draw; what
+a grammar does not allow is left out before the temperature. The
 draw inverts the cumulative distribution at one uniform number for each row, and that number comes from the request's
 own generator on the host: so a seed gives the same tokens whatever else is in the batch, and nothing random lives on
 the device.
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from kvstrata.engine.request import Sampling, TokenLogprob
 
@@ -94,11 +96,17 @@ class RowLogprobs:
         return TokenLogprob(token, _floats(self.chosen[None])[0], tuple((int(id_), value) for value, id_ in pairs))
 
 
-def sample(logits: mx.array, samplers: Sequence[Sampler]) -> Sampled:  # logits: [rows, vocab]
+def sample(
+    logits: mx.array,  # [rows, vocab]
+    samplers: Sequence[Sampler],
+    allowed: NDArray[np.bool_] | None = None,  # [rows, vocab], at least one in each row; None: all
+) -> Sampled:
     logits = logits.astype(mx.float32)
     adjusted = logits
     if any(sampler.adjusts for sampler in samplers):
         adjusted = mx.stack([sampler.adjust(logits[row]) for row, sampler in enumerate(samplers)])
+    if allowed is not None:
+        adjusted = mx.where(mx.array(allowed), adjusted, -mx.inf)
     tokens = mx.argmax(adjusted, axis=-1)
     if not all(sampler.greedy for sampler in samplers):
         greedy = mx.array([sampler.greedy for sampler in samplers])

@@ -22,6 +22,7 @@ from kvstrata.engine.request import (
 )
 from kvstrata.engine.rungs import RAW
 from kvstrata.engine.sampling import Sampler
+from kvstrata.grammar.matcher import Matcher
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.store.cold.loads import BlockLoad
@@ -69,6 +70,7 @@ class Sequence:
         self.miss = ""  # why not more of the prompt was found
         self._ids = np.empty(0, np.int32)
         self._sampler: Sampler | None = None
+        self._matcher: Matcher | None = None
         self.submitted_s = time.monotonic()
         self.last_token_s: float | None = None
         self.finish_reason: FinishReason | None = None
@@ -109,6 +111,17 @@ class Sequence:
             self._sampler = Sampler(self.request.sampling, self.request.prompt, vocab_size)
         return self._sampler
 
+    def matcher(self) -> Matcher | None:
+        """Where the reply stands in its grammar, as far as its tokens are known. It outlives being set aside."""
+        grammar = self.request.grammar
+        if grammar is None:
+            return None
+        if self._matcher is None:
+            self._matcher = grammar.matcher(self.request.grammar_after)
+        for place in range(self._matcher.num_consumed, self.num_generated):
+            self._matcher.consume(place, self.tokens[len(self.request.prompt) + place])
+        return self._matcher
+
     @property
     def usage(self) -> TokenUsage:
         return TokenUsage(len(self.request.prompt), self.cached_tokens or 0, self.num_generated)
@@ -126,6 +139,7 @@ class Sequence:
         """The last event. Nothing that the sequence held outlives it."""
         self.cache = None
         self._sampler = None
+        self._matcher = None
         self._sink(event)
 
     def set_aside(self) -> None:

@@ -4,21 +4,23 @@
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
 
 Goes by token ids: a reply that only talks about these marks is not cut by them. The text between two marks comes in
-pieces of any length. Knows no OpenAI JSON. A message's text is never lost: what is neither thought nor a call is
-content.
+pieces of any length. A message's text is never lost: what is neither thought nor a call is text.
 """
 
 from __future__ import annotations
 
-import json
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from kvstrata.text.calls.answer import AnswerReader
+from kvstrata.text.calls.json_scan import JsonScanner
+from kvstrata.text.calls.offered import Offered
+from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking, joined
 from kvstrata.text.fast import hf_tokenizer
 from kvstrata.text.tokens import token_text
-from kvstrata.text.tools import Split, ToolCall, join
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -51,32 +53,40 @@ def harmony_marks(tokenizer: TokenizerWrapper) -> HarmonyMarks | None:
     return HarmonyMarks({id: name for id, name in names.items() if name in _REQUIRED | {"<|constrain|>"}})
 
 
-class HarmonySplitter:
-    """One for each reply. `takes_calls`: tools were offered; otherwise what looks like a call is content."""
+class HarmonyReader:
+    """One for each reply. What looks like a call of something that was not offered is text."""
 
     def __init__(
-        self, tokenizer: TokenizerWrapper, marks: HarmonyMarks, prompt: Sequence[int], *, takes_calls: bool
+        self, tokenizer: TokenizerWrapper, marks: HarmonyMarks, prompt: Sequence[int], offered: Offered
     ) -> None:
         self._names = marks.names
-        self._takes_calls = takes_calls
+        self._offered = offered
+        self._events: list[ReplyEvent] = []
         self._header: str | None = None  # None: not inside one
         self._is_thought = False
-        self._function = ""  # of the call that is being written
-        self._arguments: list[str] = []
+        self._call: _Call | None = None
+        self._answer = self._new_answer()
         self._open(tokenizer, prompt[-_OPENING_TOKENS:])
 
-    def add(self, text: str, ids: Sequence[int] = (), /) -> Split:
+    def add(self, text: str, ids: Sequence[int] = (), /) -> list[ReplyEvent]:
         """`text` has no marks: each comes among the ids of a piece that has no text behind it."""
-        marks = [self._names[id] for id in ids if id in self._names]
-        return join([self._text(text), *(self._mark(mark) for mark in marks)])
+        self._text(text)
+        for id in ids:
+            if id in self._names:
+                self._mark(self._names[id])
+        return self._take()
 
-    def finish(self, *, cut_off: bool = False) -> Split:
-        """The rest. A call without its end counts if it is one, and the reply did not run out of tokens."""
-        arguments = "".join(self._arguments)
-        if self._function and (cut_off or not _is_object(arguments)):
-            self._function = ""
-            return Split(arguments)
-        return self._end_message()
+    def finish(self, *, cut_off: bool = False) -> list[ReplyEvent]:
+        """The rest. A call that ran out of tokens is not ended."""
+        self._end_message(cut_off=cut_off)
+        return self._take()
+
+    def _take(self) -> list[ReplyEvent]:
+        events, self._events = self._events, []
+        return joined(events)
+
+    def _new_answer(self) -> AnswerReader | None:
+        return AnswerReader(self._offered) if self._offered.tools else None
 
     def _open(self, tokenizer: TokenizerWrapper, tail: Sequence[int]) -> None:
         """Templates begin the reply's first message, most of them with its role only."""
@@ -90,28 +100,29 @@ class HarmonySplitter:
             else:
                 self._mark(name)
 
-    def _text(self, text: str) -> Split:
+    def _text(self, text: str) -> None:
         if self._header is not None:
             self._header += text
-        elif self._function:
-            self._arguments.append(text)
+        elif self._call is not None:
+            self._events += self._call.add(text)
+        elif self._is_thought:
+            self._events.append(Thinking(text))
         else:
-            return Split("", reasoning=text) if self._is_thought else Split(text)
-        return Split("")
+            self._say(text)
 
-    def _mark(self, mark: str) -> Split:
+    def _say(self, text: str) -> None:
+        """A message may hold calls in other forms, as any answer."""
+        self._events += self._answer.add(text) if self._answer else [Text(text)]
+
+    def _mark(self, mark: str) -> None:
         if mark == "<|message|>":
             self._begin_message()
-            return Split("")
-        if self._header is not None and mark in ("<|channel|>", "<|constrain|>"):
+        elif self._header is not None and mark in ("<|channel|>", "<|constrain|>"):
             self._header += mark
-            return Split("")
-        if mark == "<|constrain|>":
-            return Split("")
-        ended = self._end_message()
-        if mark in ("<|start|>", "<|channel|>"):
-            self._header = mark
-        return ended
+        elif mark != "<|constrain|>":
+            self._end_message()
+            if mark in ("<|start|>", "<|channel|>"):
+                self._header = mark
 
     def _begin_message(self) -> None:
         if self._header is None:
@@ -119,16 +130,60 @@ class HarmonySplitter:
         channel = self._header.partition("<|channel|>")[2].split(None, 1)
         function = _FUNCTION.search(self._header)
         self._is_thought = bool(channel) and channel[0].partition("<")[0] == "analysis"
-        self._function = function[1] if function and self._takes_calls else ""
+        self._call = _Call(function[1]) if function and function[1] in self._offered.names else None
         self._header = None
 
-    def _end_message(self) -> Split:
-        """And what follows up to the next header is content."""
-        function, arguments, header = self._function, "".join(self._arguments), self._header
-        self._function, self._arguments, self._header, self._is_thought = "", [], None, False
-        if function:
-            return Split("", (ToolCall(function, arguments.strip() or "{}"),))
-        return Split(_said_without_a_channel(header)) if header else Split("")
+    def _end_message(self, *, cut_off: bool = False) -> None:
+        """And what follows up to the next header is text."""
+        call, header = self._call, self._header
+        self._call, self._header, self._is_thought = None, None, False
+        if call:
+            self._events += call.finish(cut_off=cut_off)
+        elif header:
+            self._say(_said_without_a_channel(header))
+        if self._answer:
+            self._events += self._answer.finish(cut_off=cut_off)
+            self._answer = self._new_answer()
+
+
+class _Call:
+    """The message of one call: its arguments are handed on as they come, without the space around them."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._scanner = JsonScanner()
+        self._state: Literal["space", "arguments", "text"] = "space"
+        self._space: list[str] = []  # before or between; the end's is nobody's
+
+    def add(self, text: str) -> list[ReplyEvent]:
+        body = text.rstrip()
+        if not body:
+            self._space.append(text)
+            return []
+        body = "".join(self._space) + body
+        self._space = [text[len(text.rstrip()) :]]
+        if self._state == "space":
+            begins = body.lstrip().startswith("{")
+            self._state = "arguments" if begins else "text"
+            if begins:
+                begun = CallBegun(uuid.uuid4().hex[:9], self._name)
+                return [begun, CallArguments(self._scanned(body.lstrip()))]
+        return [CallArguments(self._scanned(body)) if self._state == "arguments" else Text(body)]
+
+    def finish(self, *, cut_off: bool) -> list[ReplyEvent]:
+        if self._state == "text":
+            return [Text("".join(self._space))]
+        if self._state == "space" and cut_off:
+            return []
+        whole = [CallBegun(uuid.uuid4().hex[:9], self._name), CallArguments("{}")] if self._state == "space" else []
+        return [*whole, *(() if cut_off and not self._scanner.done else (CallEnded(),))]
+
+    def _scanned(self, text: str) -> str:
+        """As JSON, as long as it is."""
+        if self._scanner.failed or self._scanner.done:
+            return text
+        end, shown = self._scanner.add(text)
+        return shown + text[end:]
 
 
 def _said_without_a_channel(header: str) -> str:
@@ -136,10 +191,3 @@ def _said_without_a_channel(header: str) -> str:
     if "<|channel|>" in header or _FUNCTION.search(header):
         return ""
     return header.removeprefix("<|start|>").removeprefix("assistant").replace("<|constrain|>", "")
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False

@@ -11,21 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.text.bare_calls import PYTHON_TAG
+from kvstrata.text.calls.answer import PYTHON_TAG
 from kvstrata.text.messages import Message, Shape, ShapeArguments, arguments_as_object, arguments_as_text
 
 Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
-_NAME = "kvstrata_probe_tool"
+PROBE_NAME = "kvstrata_probe_tool"
 _KEY = "kvstrata_probe_key"  # of the arguments only: tools may be written in another way
+PROBE_ARGUMENTS = {_KEY: "v"}
 _RESULT = "kvstrata_probe_result"
 _THOUGHT = "kvstrata_probe_thought"
-_SHORT_ID = "call00001"  # nine letters or digits: Mistral's templates refuse other ids
+_REPLY, _NOTE, _QUESTION = "kvstrata_probe_reply", "kvstrata_probe_note", "kvstrata_probe_question"
+PROBE_ID = "call00001"  # nine letters or digits: Mistral's templates refuse other ids
 _OTHER_IDS = ("call_0123456789abcdef01234567", "c1")
 _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
-        "name": _NAME,
+        "name": PROBE_NAME,
         "description": "A probe.",
         "parameters": {
             "type": "object",
@@ -41,7 +43,7 @@ _USER: Message = {"role": "user", "content": "U"}
 def shows_tools(render: Render) -> bool:
     # Some templates show tools only beside a system message, others refuse system messages.
     chats = ([_USER], [_SYSTEM, _USER])
-    return any(_NAME in _rendered(render, chat, [_TOOL]) for chat in chats)
+    return any(PROBE_NAME in _rendered(render, chat, [_TOOL]) for chat in chats)
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Shown:
 
 
 def shown_of_history(render: Render, shape: Shape) -> Shown:
-    chat = _call_chat(shape.arguments({_KEY: "v"}))
+    chat = _call_chat(shape.arguments(PROBE_ARGUMENTS))
     texts = [text for tools in (None, [_TOOL]) if (text := _rendered(render, chat, tools))]
     return Shown(
         calls=not texts or any(_KEY in text for text in texts),
@@ -61,23 +63,28 @@ def shown_of_history(render: Render, shape: Shape) -> Shown:
     )
 
 
+def probe_call(render: Render, shape: Shape) -> tuple[str, str]:
+    """A prompt, and the same chat with a call behind it. Either is empty where the template refuses it."""
+    chat = _call_chat(shape.arguments(PROBE_ARGUMENTS))
+    return _rendered(render, [_USER], [_TOOL]), _rendered(render, chat, [_TOOL])
+
+
 def writes_bare_calls(render: Render, shape: Shape) -> bool:
     """Whether a call in the history is a reply of bare JSON: so the model writes its own."""
-    prompt = _rendered(render, [_USER], [_TOOL])
-    chat = _rendered(render, _call_chat(shape.arguments({_KEY: "v"})), [_TOOL])
+    prompt, chat = probe_call(render, shape)
     if not prompt or not chat.startswith(prompt):
         return False
     try:
         call, _ = json.JSONDecoder().raw_decode(chat[len(prompt) :].removeprefix(PYTHON_TAG).lstrip())
     except ValueError:
         return False
-    return isinstance(call, dict) and call.get("name") == _NAME and ("parameters" in call or "arguments" in call)
+    return isinstance(call, dict) and call.get("name") == PROBE_NAME and ("parameters" in call or "arguments" in call)
 
 
 def wanted_shape(render: Render) -> Shape:
     """For a template that shows tools."""
     arguments = _wanted_arguments(render)
-    sample = arguments({_KEY: "v"})
+    sample = arguments(PROBE_ARGUMENTS)
 
     def takes(**options: Any) -> str:
         return _rendered(render, _call_chat(sample, **options), [_TOOL])
@@ -92,17 +99,17 @@ def wanted_shape(render: Render) -> Shape:
 
 def _wanted_arguments(render: Render) -> ShapeArguments:
     """Objects, unless the template fails on them or writes them as Python would, and does better with text."""
-    with_object = _rendered(render, _call_chat({_KEY: "v"}), [_TOOL])
+    with_object = _rendered(render, _call_chat(PROBE_ARGUMENTS), [_TOOL])
     if with_object and f"'{_KEY}'" not in with_object:
         return arguments_as_object
     with_text = _rendered(render, _call_chat(f'{{"{_KEY}": "v"}}'), [_TOOL])
     return arguments_as_text if f'"{_KEY}"' in with_text else arguments_as_object
 
 
-def _call_chat(arguments: Any, *, id: str = _SHORT_ID, content: str = "", **fields: str) -> list[Message]:
-    call = {"id": id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
+def _call_chat(arguments: Any, *, id: str = PROBE_ID, content: str = "", **fields: str) -> list[Message]:
+    call = {"id": id, "type": "function", "function": {"name": PROBE_NAME, "arguments": arguments}}
     asks = {"role": "assistant", "content": content, "tool_calls": [call], **fields}
-    return [_USER, asks, {"role": "tool", "tool_call_id": id, "name": _NAME, "content": _RESULT}]
+    return [_USER, asks, {"role": "tool", "tool_call_id": id, "name": PROBE_NAME, "content": _RESULT}]
 
 
 def _rendered(render: Render, chat: list[Message], tools: list[dict[str, Any]] | None) -> str:
@@ -110,3 +117,29 @@ def _rendered(render: Render, chat: list[Message], tools: list[dict[str, Any]] |
         return render(chat, tools)
     except InvalidRequest:
         return ""
+
+
+@dataclass(frozen=True)
+class SystemTurns:
+    """Where a template takes system messages and shows them where they stand."""
+
+    first: bool
+    second: bool  # one right after the first
+    later: bool  # between two turns
+
+
+def system_turns(render: Render) -> SystemTurns:
+    turn: Message = {"role": "assistant", "content": _REPLY}
+    last: Message = {"role": "user", "content": _QUESTION}
+    note: Message = {"role": "system", "content": _NOTE}
+    return SystemTurns(
+        first=_stands(_rendered(render, [note, last], None), _NOTE, _QUESTION),
+        second=_stands(_rendered(render, [_SYSTEM, note, last], None), _NOTE, _QUESTION),
+        later=_stands(_rendered(render, [_USER, turn, note, last], None), _REPLY, _NOTE, _QUESTION),
+    )
+
+
+def _stands(text: str, *words: str) -> bool:
+    """Whether all of them are there, in this order."""
+    places = [text.rfind(word) for word in words]
+    return places[0] >= 0 and places == sorted(places)

@@ -8,36 +8,138 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvstrata.text.events import ReplyReader
+from kvstrata.text.call_text import CallText, call_text
+from kvstrata.text.calls.answer import AnswerReader, NativeForm
+from kvstrata.text.calls.offered import Offered
+from kvstrata.text.calls.tagged_calls import glm
+from kvstrata.text.events import ReplyEvent, ReplyReader, Text, joined
+from kvstrata.text.harmony import HarmonyMarks, HarmonyReader
+from kvstrata.text.stop import StopMatcher
+from kvstrata.text.thinking import ThinkingReader, ThinkingTags, end_ids, opens_thinking, thinking_tags
+from kvstrata.text.told_tools import told_call_text
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-    from kvstrata.text.harmony import HarmonyMarks
     from kvstrata.text.template import ChatTemplate
 
 
 class ReplyForm:
     """`calls`: how calls are written, in a word or some. `shows_tools`: the template itself shows tools; otherwise they
-    are told in the system text. `think_end_ids`: the tokens that end thinking; empty: this model has none.
+    are told in the system text. `think_end_ids`: the tokens that end thinking; empty: there is no thinking, or no
+    tokens that always end it.
     """
 
-    shows_tools: bool
-    calls: str
-    think_end_ids: tuple[int, ...]
-
-    def __init__(self, tokenizer: TokenizerWrapper, template: ChatTemplate, harmony: HarmonyMarks | None) -> None: ...
+    def __init__(self, tokenizer: TokenizerWrapper, template: ChatTemplate, harmony: HarmonyMarks | None) -> None:
+        self._tokenizer = tokenizer
+        self._harmony = harmony
+        self._tags: ThinkingTags | None = None if harmony else thinking_tags(tokenizer)
+        self._markers = tuple(getattr(tokenizer, "structural_markers", ()) or ())
+        self.shows_tools: bool = template.has_tools
+        self._call_text = self._written_calls(template)
+        self._native = native_form(tokenizer, self._call_text)
+        self.calls: str = self._word(template)
+        self.think_end_ids: tuple[int, ...] = end_ids(tokenizer, self._tags) if self._tags else ()
 
     def reader(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> ReplyReader:
         """`tools` in OpenAI's form. Without tools no calls are looked for; thinking still is."""
-        raise NotImplementedError
+        offered = Offered(tools)
+        if self._harmony is not None:
+            return HarmonyReader(self._tokenizer, self._harmony, prompt, offered)
+        thinking = ThinkingReader(self._tags, is_open=self.opens_thinking(prompt)) if self._tags else None
+        return PlainReader(offered, self._native, thinking, self._markers)
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends inside thinking, so that the reply begins there."""
-        raise NotImplementedError
+        return self._tags is not None and opens_thinking(self._tokenizer, self._tags, prompt)
 
     def call_text(self, name: str) -> tuple[str, str] | None:
         """The text before and after the JSON arguments of a call to `name`, as the template writes calls. None where
         the template's form is no JSON.
         """
-        raise NotImplementedError
+        return self._call_text.around(name) if self._call_text else None
+
+    def _written_calls(self, template: ChatTemplate) -> CallText | None:
+        if not template.has_tools:
+            return told_call_text()
+        return call_text(template, self._tokenizer.tool_call_start or "", self._tokenizer.tool_call_end or "")
+
+    def _word(self, template: ChatTemplate) -> str:
+        if not template.has_tools:
+            return "told in the system text"
+        if self._harmony is not None:
+            return "harmony"
+        native = self._native
+        if _parser_name(self._tokenizer) == "qwen3_coder":
+            return f"xml in {native.start}"
+        if native.kind == "headers":
+            return f"json behind {native.start}"
+        if native.kind in ("tagged", "whole"):
+            return f"{_parser_name(self._tokenizer)} in {native.start}"
+        return f"json in {native.start}" if native.start else "bare json"
+
+
+class PlainReader:
+    """A reply that is text: thinking first, then the answer, with calls where tools were offered."""
+
+    def __init__(
+        self,
+        offered: Offered,
+        native: NativeForm | None = None,
+        thinking: ThinkingReader | None = None,
+        markers: tuple[str, ...] = (),
+    ) -> None:
+        self._thinking = thinking
+        self._answer = AnswerReader(offered, native) if offered.tools else None
+        self._markers = markers
+        self._matcher = StopMatcher(markers)
+
+    def add(self, text: str, _ids: Sequence[int] = (), /) -> list[ReplyEvent]:
+        parts = self._thinking.add(text) if self._thinking else [Text(text)]
+        return joined(event for part in parts for event in self._part(part))
+
+    def finish(self, *, cut_off: bool = False) -> list[ReplyEvent]:
+        parts = self._thinking.finish() if self._thinking else []
+        events = [event for part in parts for event in self._part(part)]
+        events += self._said(self._matcher.finish())
+        return joined([*events, *(self._answer.finish(cut_off=cut_off) if self._answer else ())])
+
+    def _part(self, part: ReplyEvent) -> list[ReplyEvent]:
+        return self._without_markers(part.text) if isinstance(part, Text) else [part]
+
+    def _without_markers(self, text: str) -> list[ReplyEvent]:
+        """Marks that frame the answer as a whole (Kimi K3's) are no text."""
+        if not self._markers:
+            return self._said(text)
+        events: list[ReplyEvent] = []
+        while text:
+            found = self._matcher.add(text)
+            events += self._said(found.text)
+            text = found.rest
+            if found.stopped:
+                self._matcher = StopMatcher(self._markers)
+        return events
+
+    def _said(self, text: str) -> list[ReplyEvent]:
+        return self._answer.add(text) if self._answer else [Text(text)]
+
+
+def native_form(tokenizer: TokenizerWrapper, written: CallText | None = None) -> NativeForm:
+    """By mlx-lm's parser for the model, or else by the marks that the template writes around JSON."""
+    start, end, parse = tokenizer.tool_call_start or "", tokenizer.tool_call_end or "", tokenizer.tool_parser
+    if not start or parse is None:
+        return NativeForm(written.start, written.end) if written else NativeForm()
+    match _parser_name(tokenizer):
+        case "json_tools" | "qwen3_coder":
+            return NativeForm(start, end)
+        case "mistral":
+            return NativeForm(start, end, "headers")
+        case "glm47" | "laguna":
+            return NativeForm(start, end, "tagged", glm("", end), parse)
+        case "longcat":
+            return NativeForm(start, end, "tagged", glm("longcat_", end), parse)
+    return NativeForm(start, end, "whole", parse=parse)
+
+
+def _parser_name(tokenizer: TokenizerWrapper) -> str:
+    return str(getattr(tokenizer.tool_parser, "__module__", "")).rpartition(".")[2]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstrata.text.fast import hf_tokenizer
+from kvstrata.text.thinking import thinking_tags
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -28,7 +29,7 @@ class SpecialTokens:
 
 
 def special_tokens(tokenizer: TokenizerWrapper) -> SpecialTokens:
-    """Takes a while (about 1 us for each added token): once for a model, not once for a reply."""
+    """Takes a while (some 1 us for each added token, and renders the template): once for a model, not for a reply."""
     names = _special_names(tokenizer)
     marks = _marks(tokenizer)
     shown = {id for id, name in names.items() if any(name in mark for mark in marks)}
@@ -52,6 +53,8 @@ def _special_names(tokenizer: TokenizerWrapper) -> dict[int, str]:
 def _marks(tokenizer: TokenizerWrapper) -> list[str]:
     names = ("tool_call_start", "tool_call_end", "think_start", "think_end")
     marks = [getattr(tokenizer, name, None) for name in names]
+    if tags := thinking_tags(tokenizer):
+        marks += (tags.start, tags.end)
     marks += getattr(tokenizer, "structural_markers", ())
     transitions = getattr(tokenizer, "response_transitions", {})
     marks += [mark for rules in transitions.values() for mark, _ in rules]

@@ -1,6 +1,8 @@
 """Chats to token ids, by the model's own chat template.
 
-Knows templates and where their parts begin. Does not know what a reply looks like (tools.py) or how ids are cached.
+Knows templates and where their parts begin. Does not know what a reply looks like (reply_form.py) or how ids are
+cached. What a template cannot show is brought into a form that it can: tools (told_tools.py), system messages in the
+middle of a chat (system_turns.py).
 Nothing changes after the constructor, so any number of threads may render.
 """
 
@@ -15,8 +17,18 @@ from transformers import PreTrainedTokenizerBase
 
 from kvstrata.errors import InvalidRequest
 from kvstrata.text.messages import Message, Shape, normalise
-from kvstrata.text.probe import shown_of_history, shows_tools, wanted_shape, writes_bare_calls
+from kvstrata.text.probe import (
+    SystemTurns,
+    probe_call,
+    shown_of_history,
+    shows_tools,
+    system_turns,
+    wanted_shape,
+    writes_bare_calls,
+)
+from kvstrata.text.system_turns import placed
 from kvstrata.text.tokens import encode_rendered, require_unicode
+from kvstrata.text.told_tools import without_tools
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -28,8 +40,8 @@ _RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).par
 
 
 class ChatTemplate:
-    """`exists`: the model has a template. `has_tools`: it shows the model which tools there are. `has_bare_calls`: it
-    writes calls without marks (bare_calls.py).
+    """`exists`: the model has a template. `has_tools`: it shows the model which tools there are; otherwise they are
+    told in the system text. `has_bare_calls`: it writes calls without marks.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
@@ -41,14 +53,27 @@ class ChatTemplate:
         self._shape = wanted_shape(self._with_generation_prompt) if self.has_tools else Shape()
         self._shown = shown_of_history(self._with_generation_prompt, self._shape)
         self.has_bare_calls = self.has_tools and writes_bare_calls(self._with_generation_prompt, self._shape)
+        everywhere = SystemTurns(first=True, second=True, later=True)
+        self._system_turns = system_turns(self._with_generation_prompt) if self.exists else everywhere
 
     def render(
         self, messages: list[Message], *, tools: Tools | None = None, template_kwargs: dict[str, Any] | None = None
     ) -> tuple[int, ...]:
         """Token ids up to where the reply begins. Raises InvalidRequest."""
-        self._refuse(tools, template_kwargs)
-        text = self._text(self._chat(messages), tools, template_kwargs, reply=True)
+        self._refuse(template_kwargs)
+        text = self._text(self._chat(messages, tools), self._shown_tools(tools), template_kwargs, reply=True)
         return encode_rendered(self._tokenizer, text)
+
+    def shown_with(self, template_kwargs: dict[str, Any]) -> str:
+        """A short chat under these variables; empty: the template refuses them."""
+        try:
+            return self._text([{"role": "user", "content": "U"}], None, template_kwargs, reply=True)
+        except InvalidRequest:
+            return ""
+
+    def probe_call(self) -> tuple[str, str]:
+        """A prompt, and the same chat with a call behind it (probe.py)."""
+        return probe_call(self._with_generation_prompt, self._shape)
 
     def boundaries(
         self,
@@ -63,37 +88,50 @@ class ChatTemplate:
 
         `prompt`: what `render` gave, to save tokenizing it again.
         """
-        self._refuse(tools, template_kwargs)
-        chat = self._chat(messages)
-        text_of = partial(self._text, tools=tools, template_kwargs=template_kwargs)
+        self._refuse(template_kwargs)
+        chat = self._chat(messages, tools)
+        text_of = partial(self._text, tools=self._shown_tools(tools), template_kwargs=template_kwargs)
         text = text_of(chat, reply=True)
         ids = encode_rendered(self._tokenizer, text) if prompt is None else prompt
-        found = {self._system_end(chat, text, ids, text_of), self._reply_start(chat, text, ids, text_of)}
+        openings = self._openings(messages, tools)
+        found = {self._system_end(openings, text, ids, text_of), self._reply_start(chat, text, ids, text_of)}
         return tuple(sorted(position for position in found if 0 < position < len(ids)))
 
-    def _refuse(self, tools: Tools | None, template_kwargs: dict[str, Any] | None) -> None:
+    def _refuse(self, template_kwargs: dict[str, Any] | None) -> None:
         if not self.exists:
             raise InvalidRequest("This model has no chat template: use /v1/completions with a plain prompt.")
-        if tools and not self.has_tools:
-            raise InvalidRequest("The model's template has no tools: send the request without tools.", param="tools")
         if reserved := _RESERVED & (template_kwargs or {}).keys():
             message = f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}: remove it."
             raise InvalidRequest(message, param="chat_template_kwargs")
 
-    def _chat(self, messages: list[Message]) -> list[Message]:
+    def _shown_tools(self, tools: Tools | None) -> Tools | None:
+        return tools if self.has_tools else None
+
+    def _chat(self, messages: list[Message], tools: Tools | None) -> list[Message]:
         chat = normalise(messages, self._shape)
-        # Templates without tools show any role; a result whose call is not shown is of no use to such a model.
-        shows_results = self._shown.results and (self._shown.calls or self.has_tools)
+        if self.has_tools:
+            self._refuse_hidden(chat)
+        else:
+            chat = without_tools(chat, tools)
+        return placed(chat, self._system_turns)
+
+    def _refuse_hidden(self, chat: list[Message]) -> None:
         for place, message in enumerate(chat):
             calls, result = "tool_calls" in message, message["role"] == "tool"
-            if (calls and not self._shown.calls) or (result and not shows_results):
+            if (calls and not self._shown.calls) or (result and not self._shown.results):
                 what = "tool_calls" if calls else "the role 'tool'"
                 raise InvalidRequest(
                     f"messages[{place}] has {what}, which this model's chat template cannot show. Leave it out, or "
                     "serve a model made for tools.",
                     param="messages",
                 )
-        return chat
+
+    def _openings(self, messages: list[Message], tools: Tools | None) -> list[list[Message]]:
+        """Two chats that share this one's system messages and tools, and nothing else."""
+        is_system = [message.get("role") in ("system", "developer") for message in messages]
+        num_system = is_system.index(False) if False in is_system else len(messages)
+        users = [{"role": "user", "content": content} for content in ("A", "0")]
+        return [self._chat([*messages[:num_system], user], tools) for user in users]
 
     def _with_generation_prompt(self, messages: list[Message], tools: Tools | None) -> str:
         return self._text(messages, tools, None, reply=True)
@@ -114,10 +152,10 @@ class ChatTemplate:
         require_unicode(str(text), param="messages")
         return str(text)
 
-    def _system_end(self, chat: list[Message], text: str, ids: tuple[int, ...], text_of: Callable[..., str]) -> int:
+    def _system_end(
+        self, openings: list[list[Message]], text: str, ids: tuple[int, ...], text_of: Callable[..., str]
+    ) -> int:
         """How many ids every chat with this system message and these tools begins with."""
-        num_system = next((place for place, message in enumerate(chat) if message["role"] != "system"), len(chat))
-        openings = [[*chat[:num_system], {"role": "user", "content": content}] for content in ("A", "0")]
         try:
             others = [text_of(opening, reply=False) for opening in openings]
         except InvalidRequest:

@@ -1,0 +1,176 @@
+"""Thinking: the tags around a model's reasoning, and how a reply is parted by them.
+
+Knows templates only as far as the tags go. Goes by text, not by token ids: a model that talks about `<think>` writes
+the same single token as one that thinks, so an id proves no more than the text does. What proves it is the place:
+thinking begins where the reply begins, or the prompt has opened it already.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvstrata.text.calls.offered import Offered
+from kvstrata.text.calls.reading import Reading, Steps, mark, space, until
+from kvstrata.text.events import Text, Thinking
+from kvstrata.text.fast import hf_tokenizer
+from kvstrata.text.tokens import encode_rendered, token_bytes
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+_OPENING_TOKENS = 32  # how near to a prompt's end a template opens the thinking of the reply
+_LINE_BREAKS = "\r\n"
+_THOUGHT = "kvstrata_probe_thought"
+_TAG_BEFORE = re.compile(r"([<\[][^<>\[\]\s]+[>\]])\s*$")
+_TAG_AFTER = re.compile(r"\s*([<\[][^<>\[\]\s]+[>\]])")
+_TAGS_IN_SOURCE = re.compile(r"<[\w:]*(?:think|thought|reason)[\w:]*>|\[[A-Z_]*THINK[A-Z_]*\]")
+_OTHER_WORDS = (("START", "END"), ("start", "end"), ("BEGIN", "END"), ("begin", "end"))
+
+
+@dataclass(frozen=True)
+class ThinkingTags:
+    start: str
+    end: str
+
+
+def thinking_tags(tokenizer: TokenizerWrapper) -> ThinkingTags | None:
+    """None where the model has none. Renders with the template: once for a model.
+
+    What the template writes around reasoning in the history comes first, then what mlx-lm knows by the vocabulary,
+    then pairs of tags in the template's source.
+    """
+    if shown := _shown_tags(tokenizer):
+        return shown
+    start, end = getattr(tokenizer, "think_start", None), getattr(tokenizer, "think_end", None)
+    if start and end:
+        return ThinkingTags(start, end)
+    source = _source(tokenizer)
+    for tag in _TAGS_IN_SOURCE.findall(source):
+        if (end := f"{tag[0]}/{tag[1:]}") in source:
+            return ThinkingTags(tag, end)
+    return None
+
+
+def opens_thinking(tokenizer: TokenizerWrapper, tags: ThinkingTags, prompt: Sequence[int]) -> bool:
+    """Whether the prompt ends inside thinking. Something behind the tag means that somebody talks about it."""
+    tail = b"".join(token_bytes(tokenizer, id) for id in prompt[-_OPENING_TOKENS:]).decode("utf-8", "replace")
+    return tail.rstrip().endswith(tags.start)
+
+
+def end_ids(tokenizer: TokenizerWrapper, tags: ThinkingTags) -> tuple[int, ...]:
+    """The tokens of the closing tag; none, where they depend on the text around it."""
+    ids = encode_rendered(tokenizer, tags.end)
+    added = hf_tokenizer(tokenizer).added_tokens_decoder
+    return ids if ids and ids[0] in added and ids[-1] in added else ()
+
+
+class ThinkingReader:
+    """Parts one reply. `is_open`: the prompt ends inside thinking.
+
+    Line breaks behind the opening tag and around the closing one belong to neither side.
+    """
+
+    def __init__(self, tags: ThinkingTags, *, is_open: bool) -> None:
+        self._tags = tags
+        self._reading = Reading(Offered(()))
+        self._is_answer = False
+        self._steps = self._reply(is_open=is_open)
+        next(self._steps)
+
+    def add(self, text: str) -> list[Text | Thinking]:
+        if not text or self._is_answer:
+            return [Text(text)] if text else []
+        self._reading.more(text)
+        next(self._steps)
+        return self._events()
+
+    def finish(self) -> list[Text | Thinking]:
+        self._reading.ended = True
+        next(self._steps, None)
+        return self._events()
+
+    def _events(self) -> list[Text | Thinking]:
+        events, self._reading.events = self._reading.events, []
+        return [event for event in events if isinstance(event, Text | Thinking)]
+
+    def _reply(self, *, is_open: bool) -> Steps[None]:
+        reading = self._reading
+        while True:
+            reading.hold()
+            begin = reading.place
+            yield from space(reading)
+            if (yield from mark(reading, (self._tags.start,))):
+                reading.drop()
+            elif is_open:
+                reading.back(begin)
+                reading.drop()
+            else:
+                break
+            is_open = False
+            yield from space(reading, _LINE_BREAKS)
+            thought = _Thought(reading)
+            found = yield from until(reading, (self._tags.end,), thought.add)
+            if not found:
+                return thought.finish()
+            yield from space(reading, _LINE_BREAKS)
+            if thought.has_begun:
+                break
+        reading.release()
+        self._is_answer = True
+        while (yield from reading.look()):
+            reading.say(reading.text[reading.pos :])
+            reading.pos = len(reading.text)
+
+
+class _Thought:
+    """Hands on what is thought, but for the line breaks at its end."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._line_breaks: list[str] = []
+        self.has_begun = False
+
+    def add(self, text: str) -> None:
+        if body := text.rstrip(_LINE_BREAKS):
+            self._give("".join(self._line_breaks) + body)
+            self._line_breaks = []
+        self._line_breaks.append(text[len(body) :])
+
+    def finish(self) -> None:
+        self._give("".join(self._line_breaks))
+
+    def _give(self, text: str) -> None:
+        if text:
+            self.has_begun = True
+            self._reading.events.append(Thinking(text))
+
+
+def _shown_tags(tokenizer: TokenizerWrapper) -> ThinkingTags | None:
+    # Templates name it differently, and most show it only in the last turn.
+    thought: dict[str, Any] = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), _THOUGHT)
+    chat = [{"role": "user", "content": "U"}, {"role": "assistant", "content": "C", **thought}]
+    try:
+        text = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=False))
+    except Exception:  # noqa: BLE001 a template is the model's own code and may raise anything
+        return None
+    before, found, after = text.partition(_THOUGHT)
+    start, end = _TAG_BEFORE.search(before), _TAG_AFTER.match(after)
+    if not found or not start or not end or not _is_pair(start[1], end[1]):
+        return None
+    return ThinkingTags(start[1], end[1])
+
+
+def _is_pair(start: str, end: str) -> bool:
+    if end == f"{start[0]}/{start[1:]}":
+        return True
+    return any(one in start and start.replace(one, other) == end for one, other in _OTHER_WORDS)
+
+
+def _source(tokenizer: TokenizerWrapper) -> str:
+    template = getattr(hf_tokenizer(tokenizer), "chat_template", None)
+    if isinstance(template, dict):
+        return "\n".join(str(one) for one in template.values())
+    return template if isinstance(template, str) else ""

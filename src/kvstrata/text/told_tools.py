@@ -1,0 +1,105 @@
+"""Tools for a model whose template knows none: they are told in the system text, and calls and results become text.
+
+Knows OpenAI's form of tools and the one form of calls that the model is asked for, which the reader of answers finds.
+The text depends on the tools alone, so that the prompts of one chat begin with the same tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from kvstrata.text.call_text import CallText
+from kvstrata.text.messages import Message, arguments_as_text
+from kvstrata.text.probe import PROBE_NAME
+
+_INTRODUCTION = """You can call tools. Each line describes one, with a JSON schema of its arguments:
+"""
+_HOW = """
+To call a tool, reply with nothing but one JSON object on a line of its own:
+{"name": "<the tool's name>", "arguments": {<the arguments by name>}}
+For several calls write one such line each. The results come in the next message. If no tool is needed, answer in
+plain text."""
+
+
+def told_call_text() -> CallText:
+    return CallText(f'{{"name": "{PROBE_NAME}", "arguments": ', "}")
+
+
+def without_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> list[Message]:
+    """Normalised messages in, messages that any template shows out."""
+    names: dict[str, str] = {}  # of calls, by id
+    chat: list[Message] = []
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[str(call.get("id"))] = call["function"]["name"]
+        if message["role"] == "tool":
+            _add_result(chat, _result(message, names))
+        else:
+            chat.append(_without_calls(message))
+    return _told(_joined_users(chat), tools) if tools else _joined_users(chat)
+
+
+def told_text(tools: Sequence[dict[str, Any]]) -> str:
+    lines = [json.dumps(_described(tool), ensure_ascii=False) for tool in tools]
+    return _INTRODUCTION + "\n".join(lines) + _HOW
+
+
+def _described(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool.get("function", {})
+    return {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
+
+
+def _told(chat: list[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    text = told_text(tools)
+    first = chat[0]
+    if first["role"] == "system":
+        content = f"{first['content']}\n\n{text}" if first["content"] else text
+        return [first | {"content": content}, *chat[1:]]
+    return [{"role": "system", "content": text}, *chat]
+
+
+def _without_calls(message: Message) -> Message:
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    lines = [message["content"]] if message["content"] else []
+    lines += [_call(call["function"]) for call in calls]
+    return {key: value for key, value in message.items() if key != "tool_calls"} | {"content": "\n".join(lines)}
+
+
+def _call(function: dict[str, Any]) -> str:
+    before, after = told_call_text().around(function["name"])
+    return before + arguments_as_text(function.get("arguments")) + after
+
+
+def _result(message: Message, names: dict[str, str]) -> str:
+    name = names.get(str(message.get("tool_call_id"))) or message.get("name") or "the tool"
+    return f"Result of {name}:\n{message['content']}"
+
+
+def _add_result(chat: list[Message], text: str) -> None:
+    """Results of calls in one turn are one turn."""
+    if chat and chat[-1].get("role") == "user" and chat[-1].get(_IS_RESULT):
+        chat[-1]["content"] += f"\n\n{text}"
+    else:
+        chat.append({"role": "user", "content": text, _IS_RESULT: True})
+
+
+_IS_RESULT = "kvstrata_is_result"
+
+
+def _joined_users(chat: list[Message]) -> list[Message]:
+    """A result and what the user says beside it are one turn: many templates want turns to alternate."""
+    out: list[Message] = []
+    was_result = False
+    for message in chat:
+        is_result = bool(message.get(_IS_RESULT))
+        plain = {key: value for key, value in message.items() if key != _IS_RESULT}
+        if out and out[-1]["role"] == plain["role"] == "user" and (is_result or was_result):
+            out[-1] = out[-1] | {"content": f"{out[-1]['content']}\n\n{plain['content']}"}
+        else:
+            out.append(plain)
+        was_result = is_result
+    return out

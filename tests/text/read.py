@@ -1,0 +1,82 @@
+"""Reads replies in tests: in any pieces, with ids of calls that can be compared."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from kvstrata.text.calls.answer import NativeForm
+from kvstrata.text.calls.offered import Offered
+from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, ReplyReader, Text, joined
+from kvstrata.text.reply_form import PlainReader
+from kvstrata.text.thinking import ThinkingReader, ThinkingTags
+
+
+def tool(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+TOOLS = [tool("f", x={"type": "integer"}), tool("find", x={"type": "string"}), tool("read_file")]
+TAGS = ThinkingTags("<think>", "</think>")
+HERMES = NativeForm("<tool_call>", "</tool_call>")
+
+
+def reader(
+    native: NativeForm | None = None,
+    *,
+    tools: Sequence[dict[str, Any]] = TOOLS,
+    tags: ThinkingTags | None = TAGS,
+    is_open: bool = False,
+) -> PlainReader:
+    thinking = ThinkingReader(tags, is_open=is_open) if tags else None
+    return PlainReader(Offered(tools), native, thinking)
+
+
+def read(reader: ReplyReader, pieces: Iterable[str], *, cut_off: bool = False) -> list[ReplyEvent]:
+    """Ids that the reader made up are empty."""
+    events = [event for piece in pieces for event in reader.add(piece)]
+    return known(joined(events + reader.finish(cut_off=cut_off)))
+
+
+def known(events: Iterable[ReplyEvent]) -> list[ReplyEvent]:
+    return [replace(event, id="") if isinstance(event, CallBegun) and is_new(event.id) else event for event in events]
+
+
+def is_new(id: str) -> bool:
+    return len(id) == 9 and id.isalnum()
+
+
+def call(name: str, arguments: str, *, id: str = "", ended: bool = True) -> list[ReplyEvent]:
+    given = [CallArguments(arguments)] if arguments else []
+    return [CallBegun(id, name), *given, *([CallEnded()] if ended else [])]
+
+
+def cut(text: str, cuts: Iterable[int]) -> list[str]:
+    places = sorted({place for place in cuts if 0 < place < len(text)} | {0, len(text)})
+    return [text[start:end] for start, end in pairwise(places)]
+
+
+def said(events: Iterable[ReplyEvent]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Text))
+
+
+def well_formed(events: Sequence[ReplyEvent], *, cut_off: bool = False) -> bool:
+    """Whether calls neither nest nor interleave."""
+    is_open = False
+    for event in events:
+        allowed = isinstance(event, CallArguments | CallEnded) if is_open else not isinstance(event, CallArguments | CallEnded)
+        if not allowed:
+            return False
+        is_open = isinstance(event, CallBegun) or (is_open and not isinstance(event, CallEnded))
+    return not is_open or cut_off
+
+
+def parses(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
