@@ -280,7 +280,7 @@ def test_a_prompt_that_is_too_long(client: openai.OpenAI, served: Served) -> Non
     text = "word " * 5000
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model=served.name, input=text)
-    assert caught.value.code == "context_length_exceeded"
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
     events = events_of(served, input=text)
     assert [name for name, _ in events] == ["response.created", "response.in_progress", "response.failed"]
     assert events[-1][1]["response"]["error"]["code"] == "context_length_exceeded"

@@ -1,4 +1,4 @@
-"""From a body of /v1/responses to a conversation. Knows its fields, what is kept of earlier ones, and what is refused."""
+"""From a body of /v1/responses to a conversation. Knows its fields, what is kept of earlier ones, what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from pydantic_core import from_json
 from starlette.types import Scope
 
-from kvstrata.errors import ContextTooLong, InvalidRequest
+from kvstrata.errors import ContextTooLong, InvalidRequest, RequestError
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.conversation.body import read_body
@@ -64,10 +64,7 @@ class Asking:
         self._memory.ignored.note(ignored_types(asked.tools or ()))
         chat = conversation(asked, box, items, num_before)
         response_id = f"resp_{uuid.uuid4().hex}"
-        try:
-            job: Job | ContextTooLong = chat_job(service, chat, scope, response_id)
-        except ContextTooLong as error:
-            job = error
+        job = _job(service, chat, scope, response_id)
         kept = _dumped(items) if asked.store is not False else b""
         return Question(response_id, asked, box, job, salt_of(scope, None), kept)
 
@@ -105,6 +102,17 @@ def conversation(asked: ResponseAsked, box: Toolbox, items: Sequence[Any], num_b
 
 def stored_items(response: StoredResponse) -> list[Any]:
     return ITEMS.validate_python(from_json(response.items))
+
+
+def _job(service: Service, chat: Chat, scope: Scope, response_id: str) -> Job | ContextTooLong:
+    try:
+        return chat_job(service, chat, scope, response_id)
+    except RequestError as error:
+        if error.param == "messages":  # what a conversation calls them
+            error.param = "input"
+        if isinstance(error, ContextTooLong):
+            return error
+        raise
 
 
 def _check(asked: ResponseAsked) -> None:

@@ -222,8 +222,9 @@ class Output:
         if isinstance(event, CallBegun):
             return self._begin_call(event)
         if isinstance(event, CallArguments):
-            is_call = isinstance(self._open, _FunctionCall | _CustomCall)
-            return self._open.add(event.text) if is_call and event.text else []
+            if event.text and isinstance(self._open, _FunctionCall | _CustomCall):
+                return self._open.add(event.text)
+            return []
         return self._close("completed")
 
     def _add_text(self, text: str) -> list[StreamEvent]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 
-from kvstrata.server.responses.schema import ReasoningItem, TextPart
+from kvstrata.server.responses.schema import Part, ReasoningItem, TextPart
 
 OURS = "kvstrata1."
 
@@ -24,7 +24,7 @@ def thinking_of(item: ReasoningItem) -> str:
     return told or _texts(item.summary)
 
 
-def _texts(parts: list[TextPart] | None) -> str:
+def _texts(parts: list[Part] | None) -> str:
     return "\n\n".join(part.text for part in parts or () if isinstance(part, TextPart))
 
 

@@ -96,9 +96,10 @@ def choice_of(asked: ResponseAsked, box: Toolbox) -> tuple[Toolbox, ToolChoice]:
     choice = asked.tool_choice or "auto"
     if isinstance(choice, ChosenTool):
         return box, ToolChoice("required", _chosen(box, choice), parallel)
-    mode = choice
     if isinstance(choice, AllowedTools):
         box, mode = box.only(_allowed(box, choice)), choice.mode
+    else:
+        mode = choice
     if mode == "required" and not box.tools:
         raise InvalidRequest("tool_choice: 'required' needs tools that this server can offer.", param="tool_choice")
     return box, ToolChoice(mode, parallel=parallel)
