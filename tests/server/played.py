@@ -49,4 +49,3 @@ def play_ids(service: Service, ids: Iterable[int], **asked: Any) -> Played:
             break
     assert sequence.finish_reason
     return play(service, [*events, Finished(sequence.finish_reason, sequence.usage)], **asked)
-

@@ -81,7 +81,7 @@ def test_only_a_call_has_no_content(hermes: Service) -> None:
 
 
 def test_a_call_that_was_cut_off_has_what_came_of_it(hermes: Service) -> None:
-    _, whole = play(hermes, CALL[:-16], "length")
+    _, whole = play(hermes, CALL[:-14], "length")
     [call] = whole["message"]["tool_calls"]
     assert call["function"] == {"name": "add", "arguments": '{"x": 1'}
     assert whole["finish_reason"] == "length"

@@ -9,10 +9,12 @@ from starlette.types import Message
 
 from kvstrata.engine.request import Finished, Piece, Prefilled, Request, Sink, TokenUsage
 from kvstrata.server.bridge import Replies
-from kvstrata.server.conversation.job import Job, PlainReader
+from kvstrata.server.conversation.job import Job
 from kvstrata.server.conversation.stream import Heartbeat, send_stream
 from kvstrata.server.conversation.telling import Telling
 from kvstrata.server.openai.wires import CompletionChoice, OpenAIWire
+from kvstrata.text.calls.offered import Offered
+from kvstrata.text.reply_form import PlainReader
 from tests.server.conftest import running
 from tests.tiny import tiny_loaded
 
@@ -103,7 +105,7 @@ def test_a_long_tool_call_is_not_silent() -> None:
         with Replies(CallWriter(num_tokens=40, gap_s=0.02), [request]) as replies:
             replies.submit()
             wire = OpenAIWire({}, [CompletionChoice(0, tiny_loaded("llama").tokenizer)])
-            telling = Telling(Job("one", (request,), (PlainReader(),)), wire, replies.end)
+            telling = Telling(Job("one", (request,), (PlainReader(Offered(())),)), wire, replies.end)
             assert await send_stream(replies, telling, wire, send, keep_alive_s=0.1, headers={})
 
     asyncio.run(stream())

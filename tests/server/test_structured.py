@@ -128,7 +128,12 @@ def test_constrained_and_free_replies_share_a_batch(served: Served) -> None:
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}, "strict": True}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"type": "nothing"}, "strict": True},
+                }
+            },
             "response_format.json_schema",
         ),
         ({"structured_outputs": {"regex": "(("}}, "structured_outputs.regex"),

@@ -68,7 +68,11 @@ def well_formed(events: Sequence[ReplyEvent], *, cut_off: bool = False) -> bool:
     """Whether calls neither nest nor interleave."""
     is_open = False
     for event in events:
-        allowed = isinstance(event, CallArguments | CallEnded) if is_open else not isinstance(event, CallArguments | CallEnded)
+        allowed = (
+            isinstance(event, CallArguments | CallEnded)
+            if is_open
+            else not isinstance(event, CallArguments | CallEnded)
+        )
         if not allowed:
             return False
         is_open = isinstance(event, CallBegun) or (is_open and not isinstance(event, CallEnded))

@@ -11,15 +11,23 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstrata.grammar.constraint import Constraint
-from kvstrata.grammar.source import PADDING, json_rule, literal
+from kvstrata.grammar.source import PADDING, json_rule, literal, rule_of
 
 CallForm = tuple[str, dict[str, Any], str]  # text before the arguments, their schema, text after them
 Encode = Callable[[str], Sequence[str | int]]  # plain text and ids of added tokens: Grammars.pieces
 
 
-def calls_grammar(tools: Sequence[CallForm], encode: Encode, *, several: bool, or_text: bool) -> Constraint:
+def calls_grammar(
+    tools: Sequence[CallForm],
+    encode: Encode,
+    *,
+    several: bool,
+    or_text: bool = False,
+    otherwise: Constraint | None = None,
+) -> Constraint:
     """A call to one of `tools`. `several`: or more of them, with whitespace between. `or_text`: or a free text that
-    does not begin as a call does. Calls that begin with an added token may follow such a text.
+    does not begin as a call does. Calls that begin with an added token may follow such a text. `otherwise`: or a reply
+    that keeps to this.
 
     Schemas are not strict: what llguidance cannot enforce is left to whoever runs the tool.
     """
@@ -32,6 +40,9 @@ def calls_grammar(tools: Sequence[CallForm], encode: Encode, *, several: bool, o
         marked = [call for call in calls if call.mark]
         start += f" | TEXT ({_run(marked, several=several)})?" if marked else " | TEXT"
         rules.append(f"TEXT: {_free_text(calls)}")
+    if otherwise is not None:
+        start += " | otherwise"
+        rules.append(f"otherwise: {rule_of(otherwise)}")
     return Constraint.lark("\n".join([f"start: {start}", *rules]))
 
 

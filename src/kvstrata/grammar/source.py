@@ -34,6 +34,24 @@ def source_of(constraint: Constraint) -> str:
             return LLMatcher.grammar_from_lark(_choice(constraint.choices))
 
 
+def rule_of(constraint: Constraint) -> str:
+    """The right side of a rule in a larger Lark grammar."""
+    _require_size(constraint)
+    match constraint.kind:
+        case "json_schema":
+            return f"PADDING? {json_rule(parse_json(constraint.text), strict=constraint.strict)}"
+        case "json_object":
+            return f"PADDING? {json_rule({'type': 'object'}, strict=True)}"
+        case "regex":
+            return f"%regex {json.dumps(constraint.text)}"
+        case "choice":
+            return " | ".join(map(literal, constraint.choices))
+        case "lark":
+            raise ValueError(
+                "a grammar cannot be joined with tool calls: send it without tools, or with tool_choice none"
+            )
+
+
 def parse_json(text: str) -> Any:
     try:
         return json.loads(text)

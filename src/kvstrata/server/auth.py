@@ -1,4 +1,5 @@
-"""Keys, as bearer tokens or in `x-api-key`. Knows which paths are open and which salt belongs to a key; keeps digests, not keys.
+"""Keys, as bearer tokens or in `x-api-key`. Knows which paths are open and which salt belongs to a key; keeps digests,
+not keys.
 
 Requests with different keys never share cached state: each key has a salt of its own, derived from it. A client's
 `cache_salt` divides further within one key. A key sees and changes what is its own, an admin key everything; without
@@ -63,7 +64,9 @@ class RequireKey:
             return await self.app(scope, receive, send)
         found = self._match(_presented(scope))
         if found is None:
-            error = Unauthorized("This server wants a key. Send it as: Authorization: Bearer KEY, or as: x-api-key: KEY")
+            error = Unauthorized(
+                "This server wants a key. Send it as: Authorization: Bearer KEY, or as: x-api-key: KEY"
+            )
             return await error_response(error)(scope, receive, send)
         scope[SCOPE_KEY] = found
         return await self.app(scope, receive, send)

@@ -36,8 +36,8 @@ from kvstrata.server.cache_words import (
     requantize_answer,
     usage_answer,
 )
-from kvstrata.server.errors import answers
 from kvstrata.server.conversation.body import body_of, read_body, require_json, validated
+from kvstrata.server.errors import answers
 from kvstrata.server.openai.ask import job_of_chat, job_of_completion
 from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
 from kvstrata.server.service import Service, service_of

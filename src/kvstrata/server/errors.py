@@ -54,7 +54,9 @@ def _shape_in(scope: Scope) -> Shape:
 class ErrorResponse(JSONResponse):
     """Takes its shape from the path that it answers."""
 
-    def __init__(self, error: RequestError, status: int | None = None, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, error: RequestError, status: int | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(openai_shape(error), status or error.status, headers)
         self._error = error
 

@@ -16,8 +16,8 @@ from kvstrata.metrics import CONTENT_TYPE
 from kvstrata.server import cache
 from kvstrata.server.auth import owner_in
 from kvstrata.server.cache_words import HeldAnswer, TargetAnswer, held_answer, target_answer, usage_answer
-from kvstrata.server.errors import answers
 from kvstrata.server.conversation.job import default_sampling
+from kvstrata.server.errors import answers
 from kvstrata.server.service import Service, service_of
 
 router = APIRouter(tags=["Operation"])

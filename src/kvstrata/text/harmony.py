@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 _REQUIRED = frozenset(("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"))
+FINAL = "<|channel|>final<|message|>"  # what an answer begins with
 _OPENING_TOKENS = 64  # how near to a prompt's end the message begins that the reply goes on with
 _FUNCTION = re.compile(r"\bto=functions\.([^\s<]+)")
 

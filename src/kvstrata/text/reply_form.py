@@ -13,9 +13,10 @@ from kvstrata.text.calls.answer import AnswerReader, NativeForm
 from kvstrata.text.calls.offered import Offered
 from kvstrata.text.calls.tagged_calls import glm
 from kvstrata.text.events import ReplyEvent, ReplyReader, Text, joined
-from kvstrata.text.harmony import HarmonyMarks, HarmonyReader
+from kvstrata.text.harmony import FINAL, HarmonyMarks, HarmonyReader
 from kvstrata.text.stop import StopMatcher
 from kvstrata.text.thinking import ThinkingReader, ThinkingTags, end_ids, opens_thinking, thinking_tags
+from kvstrata.text.tokens import encode_rendered
 from kvstrata.text.told_tools import told_call_text
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 class ReplyForm:
     """`calls`: how calls are written, in a word or some. `shows_tools`: the template itself shows tools; otherwise they
     are told in the system text. `think_end_ids`: the tokens that end thinking; empty: there is no thinking, or no
-    tokens that always end it.
+    tokens that always end it. `has_channels`: replies are messages in channels (Harmony). `ending_ids` end a reply of
+    this form, `break_ids` part its text.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, template: ChatTemplate, harmony: HarmonyMarks | None) -> None:
@@ -40,6 +42,10 @@ class ReplyForm:
         self._native = native_form(tokenizer, self._call_text)
         self.calls: str = self._word(template)
         self.think_end_ids: tuple[int, ...] = end_ids(tokenizer, self._tags) if self._tags else ()
+        self.has_channels = harmony is not None
+        self.ending_ids: frozenset[int] = harmony.ending if harmony else frozenset()
+        self.break_ids: frozenset[int] = harmony.ids if harmony else frozenset()
+        self._final_ids = encode_rendered(tokenizer, FINAL) if harmony else ()
 
     def reader(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> ReplyReader:
         """`tools` in OpenAI's form. Without tools no calls are looked for; thinking still is."""
@@ -52,6 +58,12 @@ class ReplyForm:
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends inside thinking, so that the reply begins there."""
         return self._tags is not None and opens_thinking(self._tokenizer, self._tags, prompt)
+
+    def before_answer(self, prompt: Sequence[int], *, is_call: bool) -> tuple[int, ...]:
+        """The tokens that a reply has to write before its answer can begin. `is_call`: the answer is a call."""
+        if self.has_channels:
+            return () if is_call else self._final_ids
+        return self.think_end_ids if self.opens_thinking(prompt) else ()
 
     def call_text(self, name: str) -> tuple[str, str] | None:
         """The text before and after the JSON arguments of a call to `name`, as the template writes calls. None where

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from kvstrata.errors import InvalidRequest
 from kvstrata.grammar.calls import CallForm, calls_grammar
+from kvstrata.grammar.constraint import Constraint
 from kvstrata.grammar.grammars import Grammar
 from kvstrata.server.conversation.chat import Chat, Tool
 from kvstrata.server.service import Service
@@ -23,10 +25,10 @@ def grammar_of(service: Service, chat: Chat, *, after_thinking: bool) -> Grammar
     constraint, tools = chat.wanted.constraint, chat.tools if chat.choice.mode == "auto" else ()
     if constraint is None:
         return _told(service, tools, several=chat.choice.parallel) if tools and not service.form.shows_tools else None
-    if tools:
+    if tools and not service.form.has_channels:
         forms = _forms(service, tools)
-        constraint = calls_grammar(
-            forms, service.grammars.pieces, several=chat.choice.parallel, otherwise=constraint
+        constraint = _calls(
+            service, forms, chat.wanted.constraint_param, several=chat.choice.parallel, otherwise=constraint
         )
     elif after_thinking:
         constraint = replace(constraint, padded=True)
@@ -42,20 +44,25 @@ def _required(service: Service, chat: Chat) -> Grammar:
         )
     name = chat.choice.name
     tools = [tool for tool in chat.tools if not name or tool["function"]["name"] == name]
-    constraint = calls_grammar(
-        _forms(service, tools), service.grammars.pieces, several=chat.choice.parallel and not name
-    )
+    constraint = _calls(service, _forms(service, tools), "tools", several=chat.choice.parallel and not name)
     return service.grammars.compile(constraint, param="tools")
 
 
 def _told(service: Service, tools: Sequence[Tool], *, several: bool) -> Grammar | None:
     """For a model whose template knows no tools: a reply that begins like a call is one."""
-    constraint = calls_grammar(_forms(service, tools), service.grammars.pieces, several=several, or_text=True)
     try:
+        constraint = _calls(service, _forms(service, tools), "tools", several=several, or_text=True)
         return service.grammars.compile(constraint, param="tools")
     except InvalidRequest:
         # No client asked for a grammar: without one the model may still write a call.
         return None
+
+
+def _calls(service: Service, forms: Sequence[CallForm], param: str, **options: Any) -> Constraint:
+    try:
+        return calls_grammar(forms, service.grammars.pieces, **options)
+    except ValueError as error:
+        raise InvalidRequest(f"{param}: cannot be used: {error}.", param=param) from error
 
 
 def _forms(service: Service, tools: Sequence[Tool]) -> list[CallForm]:

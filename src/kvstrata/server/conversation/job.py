@@ -18,7 +18,9 @@ from kvstrata.server.conversation.chat import Chat, Wanted
 from kvstrata.server.conversation.constraints import grammar_of
 from kvstrata.server.conversation.lengths import reply_tokens, require_possible_chat
 from kvstrata.server.service import Service
-from kvstrata.text.events import ReplyEvent, ReplyReader, Text
+from kvstrata.text.calls.offered import Offered
+from kvstrata.text.events import ReplyReader
+from kvstrata.text.reply_form import PlainReader
 
 CLAMPED = "x-kvstrata-max-tokens"
 
@@ -35,23 +37,12 @@ class Job:
     headers: Mapping[str, str] = field(default_factory=dict)
 
 
-class PlainReader:
-    """A text that goes on: all of it is text, marks and all."""
-
-    def add(self, text: str, _ids: Sequence[int] = (), /) -> list[ReplyEvent]:
-        return [Text(text)] if text else []
-
-    def finish(self, *, cut_off: bool = False) -> list[ReplyEvent]:
-        del cut_off
-        return []
-
-
 def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
     check_model(service, chat.model)
     prompt, resume_at = chat_prompt(service, chat)
     tools = tools_told(chat)
     form = service.form
-    before_answer = form.before_answer(prompt)
+    before_answer = form.before_answer(prompt, is_call=chat.choice.mode == "required")
     grammar = grammar_of(service, chat, after_thinking=bool(before_answer))
     request = _request(service, chat.wanted, scope, prompt, param="messages")
     request = replace(
@@ -97,7 +88,7 @@ def text_job(service: Service, prompts: Sequence[tuple[int, ...]], wanted: Wante
         replace(_request(service, wanted, scope, prompt, param="prompt"), continues_prompt=True, grammar=grammar)
         for prompt in prompts
     ]
-    return _job(job_id, requests, wanted, [PlainReader() for _ in range(len(prompts) * wanted.n)])
+    return _job(job_id, requests, wanted, [PlainReader(Offered(())) for _ in range(len(prompts) * wanted.n)])
 
 
 def _job(job_id: str, requests: Sequence[Request], wanted: Wanted, readers: Sequence[ReplyReader]) -> Job:

@@ -58,7 +58,7 @@ class Heartbeat:
 async def send_stream(
     replies: Replies, telling: Telling, wire: Wire, send: Send, *, keep_alive_s: float, headers: Mapping[str, str]
 ) -> bool:
-    """Whether it came to its end. Headers wait for the first event, which tells how much was cached; but not for long."""
+    """Whether it came to its end. Headers wait for the first event, which tells how much was cached; not for long."""
     heartbeat = Heartbeat(keep_alive_s)
     arrivals = await _take(replies, min(PING_S, keep_alive_s))
     if failed := telling.failure(arrivals):

@@ -48,9 +48,7 @@ class Wire(Protocol):
         """What a stream opens with."""
         ...
 
-    def add(
-        self, index: int, events: Sequence[ReplyEvent], logprobs: Sequence[TokenLogprob]
-    ) -> list[ServerEvent]: ...
+    def add(self, index: int, events: Sequence[ReplyEvent], logprobs: Sequence[TokenLogprob]) -> list[ServerEvent]: ...
 
     def end(self, index: int, ended: Ended) -> list[ServerEvent]:
         """The choice at `index` is complete."""

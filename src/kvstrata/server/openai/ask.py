@@ -1,4 +1,4 @@
-"""From bodies of OpenAI's chat and completions to conversations. Knows their fields, and which of them are not served."""
+"""From bodies of OpenAI's chat and completions to conversations. Knows their fields, and which are not served."""
 
 from __future__ import annotations
 
@@ -75,9 +75,7 @@ def conversation(asked: ChatAsked) -> Chat:
     )
 
 
-def _wanted(
-    asked: SamplingAsked, max_tokens: int | None, num_logprobs: int | None, limited: Limited
-) -> Wanted:
+def _wanted(asked: SamplingAsked, max_tokens: int | None, num_logprobs: int | None, limited: Limited) -> Wanted:
     named = {name: getattr(asked, name) for name in NAMED_SAMPLING}
     return Wanted(
         sampling={**named, "num_logprobs": num_logprobs},
@@ -129,8 +127,6 @@ def _choice(asked: ChatAsked) -> ToolChoice:
     if choice == "required" and not names:
         raise InvalidRequest("tool_choice: 'required' needs tools.", param="tool_choice")
     return ToolChoice(choice, parallel=parallel)
-
-
 
 
 def _constraint(asked: ChatAsked) -> Limited:

@@ -80,9 +80,7 @@ class ChatChoice:
             self._thinking.append(event.text)
             return {"reasoning_content": event.text}
         if isinstance(event, CallBegun):
-            self._calls.append(
-                {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}
-            )
+            self._calls.append({"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}})
             called: dict[str, Any] = {"name": event.name, "arguments": ""}
             return self._call_delta({"id": event.id, "type": "function", "function": called})
         if isinstance(event, CallArguments):
