@@ -14,6 +14,7 @@
         |-- Unauthorized        401: no key, or not one of ours
         |-- Forbidden           403: a host or page that a server without keys does not answer; pins past a key's quota
         |-- ModelNotFound       404: another model's name
+        |-- ResponseNotFound    404: a response that is not kept, or another key's
         |-- RequestTimeout      408: headers or body did not arrive in time
         |-- BodyTooLarge        413: more bytes than the server reads
         |-- QueueFull           429: try again in a while
@@ -96,6 +97,11 @@ class Forbidden(RequestError):
 class ModelNotFound(RequestError):
     status = 404
     code = "model_not_found"
+
+
+class ResponseNotFound(RequestError):
+    status = 404
+    code = "response_not_found"
 
 
 class RequestTimeout(RequestError):

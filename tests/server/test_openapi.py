@@ -20,8 +20,14 @@ from schemathesis.specs.openapi.checks import (
 from tests.server.conftest import Served
 
 CHECKS = (not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance)
-REFUSED = ("n", "tools", "tool_choice", "response_format", "functions", "function_call", "audio", "web_search_options",
-           "echo", "suffix", "best_of", "stream_options", "logit_bias")  # fmt: skip
+OLDER = ("n", "tools", "tool_choice", "response_format", "functions", "function_call", "audio", "web_search_options",
+         "echo", "suffix", "best_of", "stream_options", "logit_bias")  # fmt: skip
+REFUSED = {
+    "/v1/chat/completions": OLDER,
+    "/v1/completions": OLDER,
+    "/v1/responses": ("background", "conversation", "prompt", "previous_response_id", "tool_choice", "text"),
+}
+SHORT = {"max_tokens": 1, "max_completion_tokens": 1, "max_output_tokens": 1}
 FEW = settings(
     max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
 )
@@ -49,6 +55,10 @@ PATHS = [
     ("/v1/completions", "POST"),
     ("/v1/messages", "POST"),
     ("/v1/messages/count_tokens", "POST"),
+    ("/v1/responses", "POST"),
+    ("/v1/responses/{response_id}", "GET"),
+    ("/v1/responses/{response_id}", "DELETE"),
+    ("/v1/responses/{response_id}/input_items", "GET"),
     ("/v1/models", "GET"),
     ("/v1/models/{model}", "GET"),
     ("/cache/usage", "GET"),
@@ -79,16 +89,16 @@ def test_whatever_is_sent(api: Any, path: str, method: str) -> None:
 
 def short_without_a_model(body: Any) -> Any:
     """Any other model is 404, but a body without one is answered: at the context's length, unless it says less."""
-    is_answered = isinstance(body, dict) and ("prompt" in body or "messages" in body) and not body.get("model")
-    return {**body, "max_tokens": 1, "max_completion_tokens": 1} if is_answered else body
+    is_answered = isinstance(body, dict) and {"prompt", "messages", "input"} & set(body) and not body.get("model")
+    return {**body, **SHORT} if is_answered else body
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
 def test_whatever_is_sent_to_the_model_that_is_there(api: Any, served: Served, path: str) -> None:
     """Random names are all 404; with the right one, a short reply and nothing that is refused it goes all the way."""
 
     def with_model(body: Any) -> Any:
-        fixed = {"model": served.name, "max_tokens": 1, "max_completion_tokens": 1, **dict.fromkeys(REFUSED)}
+        fixed = {"model": served.name, **SHORT, **dict.fromkeys(REFUSED[path])}
         return {**body, **fixed} if isinstance(body, dict) else body
 
     try_operation(api[path]["POST"], with_model)

@@ -14,15 +14,17 @@ from kvstrata.server.auth import RequireKey
 from kvstrata.server.hosts import RequireHost
 from kvstrata.server.limits import LimitBody
 from kvstrata.server.openai import endpoints as openai
+from kvstrata.server.responses import endpoints as responses
 from kvstrata.server.service import Service
 
 # Each a folder that speaks one API: its paths, the bodies that they read, and how it writes errors.
-WIRES = (openai, anthropic, tokenizing)
+WIRES = (openai, anthropic, responses, tokenizing)
 
 
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="kvstrata", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
+    app.state.responses = responses.new_memory()
     for wire in WIRES:
         app.include_router(wire.router)
     app.include_router(cache.router)

@@ -1,0 +1,152 @@
+"""The paths of OpenAI's Responses API: make one, and what is kept of those that were made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic_core import from_json
+
+from kvstrata.errors import ContextTooLong, InvalidRequest, ResponseNotFound
+from kvstrata.server.auth import owner_in
+from kvstrata.server.conversation.body import body_of, read
+from kvstrata.server.conversation.job import default_sampling
+from kvstrata.server.conversation.reply import Reply
+from kvstrata.server.conversation.wire import Begun, encode
+from kvstrata.server.errors import ErrorAnswer, Shape, answers
+from kvstrata.server.responses.answers import DeletedAnswer, ItemList, ResponseAnswer, opening
+from kvstrata.server.responses.ask import ENCRYPTED, Asking, Memory, Question
+from kvstrata.server.responses.output import Output
+from kvstrata.server.responses.schema import ResponseAsked
+from kvstrata.server.responses.stored import StoredResponse, StoredResponses
+from kvstrata.server.responses.tools import IgnoredTools
+from kvstrata.server.responses.wire import Logprobs, ResponsesWire
+from kvstrata.server.service import Service, service_of
+
+router = APIRouter(prefix="/v1/responses", tags=["OpenAI Responses"])
+
+ASKED = (ResponseAsked,)
+ERROR_SHAPES: dict[str, Shape] = {}  # the server's own
+MAX_LISTED = 100
+EVENT_STREAM = "text/event-stream"
+NO_RESPONSE: dict[str, Any] = {"model": ErrorAnswer, "description": "No such response, or it is another key's"}
+
+
+def new_memory() -> Memory:
+    """For the state of an app."""
+    return Memory(StoredResponses(), IgnoredTools())
+
+
+def _answered() -> dict[int | str, dict[str, Any]]:
+    # Of each event: its `event` is the type of what `data` has as JSON.
+    event = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
+    whole = {
+        "model": ResponseAnswer,
+        "description": "The response; with `stream` as server-sent events",
+        "content": {EVENT_STREAM: {"schema": event}},
+    }
+    return {200: whole, **answers(400, 401, 404, 408, 413, 429, 503)}
+
+
+@router.post(
+    "", summary="A response to a text or to items", responses=_answered(), openapi_extra=body_of(ResponseAsked)
+)
+async def create_response(request: Request) -> Response:
+    service, memory = service_of(request), _memory(request)
+    question = await read(request, Asking(memory))
+    asked, job = question.asked, question.job
+    wire = _wire(service, question)
+    if isinstance(job, ContextTooLong):
+        return _too_long(wire, job, stream=bool(asked.stream))
+
+    def keep(answer: Any) -> None:
+        memory.stored.keep(question.stored(answer))
+
+    return Reply(service, job, wire, stream=bool(asked.stream), on_end=None if asked.store is False else keep)
+
+
+@router.get("/{response_id}", summary="A response that was kept", responses={**answers(400, 401), 404: NO_RESPONSE})
+async def get_response(request: Request, response_id: str) -> ResponseAnswer:
+    if request.query_params.get("stream", "").lower() == "true":
+        raise InvalidRequest("stream: a response that was kept comes whole. Leave it out.", param="stream")
+    return from_json(_found(request, response_id).answer)
+
+
+@router.delete("/{response_id}", summary="Forget a response", responses={**answers(401), 404: NO_RESPONSE})
+async def delete_response(request: Request, response_id: str) -> DeletedAnswer:
+    if not _memory(request).stored.remove(response_id, owner_in(request.scope)):
+        raise _no_response(response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+@router.get(
+    "/{response_id}/input_items",
+    summary="What a response answers, earlier responses included",
+    responses={**answers(400, 401), 404: NO_RESPONSE},
+)
+async def list_input_items(request: Request, response_id: str) -> ItemList:
+    """`order`: desc (the newest first) or asc; `limit`: 1 to 100; `after`: the id of an item."""
+    items: list[dict[str, Any]] = [_listed(item) for item in from_json(_found(request, response_id).items)]
+    asked = request.query_params
+    if asked.get("order", "desc") != "asc":
+        items.reverse()
+    if after := asked.get("after"):
+        place = next((place for place, item in enumerate(items) if item["id"] == after), None)
+        if place is None:
+            raise InvalidRequest(f"after: this response has no item '{after[:80]}'.", param="after")
+        items = items[place + 1 :]
+    shown = items[: _limit(asked.get("limit", "20"))]
+    ids = [item["id"] for item in shown]
+    first, last = (ids[0], ids[-1]) if ids else (None, None)
+    return {
+        "object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": len(shown) < len(items),
+    }  # fmt: skip
+
+
+def _memory(request: Request) -> Memory:
+    return request.app.state.responses
+
+
+def _wire(service: Service, question: Question) -> ResponsesWire:
+    asked = question.asked
+    output = Output(
+        question.box.names,
+        Logprobs(service.loaded.tokenizer),
+        packs_thinking=ENCRYPTED in (asked.include or ()),
+    )
+    return ResponsesWire(opening(asked, question.id, service.name, default_sampling(service)), output)
+
+
+def _too_long(wire: ResponsesWire, error: ContextTooLong, *, stream: bool) -> Response:
+    """Codex makes its history shorter where a stream fails with this, and gives up where the request does."""
+    if not stream:
+        raise error
+    body = encode([*wire.begin(Begun(0, None)), *wire.fail(error)])
+    return Response(body, media_type=EVENT_STREAM, headers={"cache-control": "no-cache"})
+
+
+def _found(request: Request, response_id: str) -> StoredResponse:
+    found = _memory(request).stored.find(response_id, owner_in(request.scope))
+    if found is None:
+        raise _no_response(response_id)
+    return found
+
+
+def _no_response(response_id: str) -> ResponseNotFound:
+    return ResponseNotFound(
+        f"Response with id '{response_id[:80]}' not found. The server keeps the last ones in memory, for their own key."
+    )
+
+
+def _listed(item: dict[str, Any]) -> dict[str, Any]:
+    """Contents of messages are lists of parts, however they were sent."""
+    if item["type"] != "message" or not isinstance(item["content"], str):
+        return item
+    kind = "output_text" if item["role"] == "assistant" else "input_text"
+    return {**item, "content": [{"type": kind, "text": item["content"]}]}
+
+
+def _limit(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 4 and 1 <= int(text) <= MAX_LISTED):
+        raise InvalidRequest(f"limit: a number from 1 to {MAX_LISTED}.", param="limit")
+    return int(text)

@@ -1,0 +1,85 @@
+"""Responses that are kept in memory, so that later requests can build on them. Bounded; the least recently used go.
+
+Keeps JSON as bytes: so its size is known, and what is returned cannot have been changed. Knows owners, not keys. Safe
+from any thread.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+MAX_RESPONSES = 1_000
+MAX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    id: str
+    owner: str  # the salt of the key that made it
+    answer: bytes  # as it was sent
+    items: bytes  # all that the model was shown, earlier responses included: a list of items
+    output_ids: tuple[str, ...] = ()  # of the items in the answer
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.answer) + len(self.items)
+
+
+class StoredResponses:
+    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._by_id: OrderedDict[str, StoredResponse] = OrderedDict()  # least recently used first
+        self._by_item: dict[str, str] = {}  # response ids by the ids of their output
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def keep(self, response: StoredResponse) -> None:
+        """One that is larger than everything may be is not kept, rather than all others dropped for nothing."""
+        if response.num_bytes > self._max_bytes:
+            return
+        with self._lock:
+            self._by_id[response.id] = response
+            self._by_item.update(dict.fromkeys(response.output_ids, response.id))
+            self._num_bytes += response.num_bytes
+            while len(self._by_id) > self._max_responses or self._num_bytes > self._max_bytes:
+                self._drop(next(iter(self._by_id)))
+
+    def find(self, response_id: str, owner: str | None) -> StoredResponse | None:
+        """`owner`: whose it must be; None: anyone's."""
+        with self._lock:
+            found = self._owned(response_id, owner)
+            if found is not None:
+                self._by_id.move_to_end(response_id)
+            return found
+
+    def find_with_item(self, item_id: str, owner: str | None) -> StoredResponse | None:
+        """The one that has this item in its output."""
+        with self._lock:
+            return self._owned(self._by_item.get(item_id, ""), owner)
+
+    def remove(self, response_id: str, owner: str | None) -> bool:
+        with self._lock:
+            found = self._owned(response_id, owner)
+            if found is not None:
+                self._drop(response_id)
+            return found is not None
+
+    def _owned(self, response_id: str, owner: str | None) -> StoredResponse | None:
+        found = self._by_id.get(response_id)
+        return found if found is not None and owner in (None, found.owner) else None
+
+    def _drop(self, response_id: str) -> None:
+        gone = self._by_id.pop(response_id)
+        self._num_bytes -= gone.num_bytes
+        for item_id in gone.output_ids:
+            self._by_item.pop(item_id, None)

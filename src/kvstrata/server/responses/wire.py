@@ -1,0 +1,113 @@
+"""Answers in the words of OpenAI's Responses API: numbered events, or one response. Implements `Wire`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvstrata.engine.request import TokenLogprob, TokenUsage
+from kvstrata.errors import RequestError
+from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, encode
+from kvstrata.server.responses.answers import OutputLogprob, ResponseAnswer, Status, TopLogprob, usage_answer
+from kvstrata.server.responses.output import Output, StreamEvent
+from kvstrata.text.events import ReplyEvent
+from kvstrata.text.tokens import token_bytes, token_text
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+LEAST_LOGPROB = -9999.0  # what OpenAI writes for minus infinity, which JSON has not
+
+
+class ResponsesWire:
+    """`opening`: the response when nothing is written yet."""
+
+    def __init__(self, opening: ResponseAnswer, output: Output) -> None:
+        self._opening = opening
+        self._output = output
+        self._num_events = 0
+        self._status: Status = "in_progress"
+        self._completed_at: int | None = None
+
+    def begin(self, begun: Begun) -> list[ServerEvent]:
+        del begun
+        return self._numbered([self._about("created", self._opening), self._about("in_progress", self._opening)])
+
+    def add(self, index: int, events: Sequence[ReplyEvent], logprobs: Sequence[TokenLogprob]) -> list[ServerEvent]:
+        del index  # there is one reply
+        return self._numbered(self._output.add(events, logprobs))
+
+    def end(self, index: int, ended: Ended) -> list[ServerEvent]:
+        del index
+        is_cut_off = ended.reason == "length"
+        events = self._output.end(cut_off=is_cut_off)
+        self._status = "incomplete" if is_cut_off else "completed"
+        self._completed_at = None if is_cut_off else int(time.time())
+        return self._numbered(events)
+
+    def close(self, usage: TokenUsage) -> list[ServerEvent]:
+        return self._numbered([self._about(self._status, self.whole(usage))])
+
+    def ping(self, doing: str) -> bytes:
+        """Codex counts events; comments do not keep it waiting."""
+        del doing
+        return encode(self._numbered([self._about("in_progress", self._opening)]))
+
+    def fail(self, error: RequestError) -> list[ServerEvent]:
+        failed: ResponseAnswer = {
+            **self._opening,
+            "status": "failed",
+            "error": {"code": _code(error), "message": error.message},
+            "output": self._output.items,
+        }
+        return self._numbered([self._about("failed", failed)])
+
+    def whole(self, usage: TokenUsage) -> ResponseAnswer:
+        return {
+            **self._opening,
+            "completed_at": self._completed_at,
+            "status": self._status,
+            "incomplete_details": {"reason": "max_output_tokens"} if self._status == "incomplete" else None,
+            "output": self._output.items,
+            "usage": usage_answer(usage),
+        }
+
+    def _about(self, what: str, response: ResponseAnswer) -> StreamEvent:
+        return {"type": f"response.{what}", "response": response}
+
+    def _numbered(self, events: Sequence[StreamEvent]) -> list[ServerEvent]:
+        first, self._num_events = self._num_events, self._num_events + len(events)
+        return [
+            ServerEvent({"type": event["type"], "sequence_number": number, **event}, event["type"])
+            for number, event in enumerate(events, first)
+        ]
+
+
+class Logprobs:
+    """Says what tokens were likely."""
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+
+    def __call__(self, tokens: Sequence[TokenLogprob]) -> list[OutputLogprob]:
+        return [
+            {**self._top(token.id, token.logprob), "top_logprobs": [self._top(*top) for top in token.top]}
+            for token in tokens
+        ]
+
+    def _top(self, token_id: int, logprob: float) -> TopLogprob:
+        return {
+            "token": token_text(self._tokenizer, token_id),
+            "logprob": max(LEAST_LOGPROB, logprob),
+            "bytes": list(token_bytes(self._tokenizer, token_id)),
+        }
+
+
+def _code(error: RequestError) -> str:
+    """One of those that OpenAI's clients know. They make a prompt shorter, wait, try again or give up by it."""
+    if error.code == "context_length_exceeded":
+        return error.code
+    if error.status == 429:
+        return "rate_limit_exceeded"
+    return "server_error" if error.status >= 500 else "invalid_prompt"

@@ -1,0 +1,248 @@
+"""Bodies of /v1/responses become conversations."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from kvstrata.errors import InvalidRequest
+from kvstrata.server.conversation.body import read_body
+from kvstrata.server.conversation.chat import Chat, ToolChoice
+from kvstrata.server.conversation.wire import json_bytes
+from kvstrata.server.responses.ask import conversation, understood
+from kvstrata.server.responses.reasoning import packed
+from kvstrata.server.responses.schema import ResponseAsked
+from kvstrata.server.responses.stored import StoredResponse, StoredResponses
+from kvstrata.server.responses.tools import IgnoredTools, ToolName, ignored_types, toolbox
+
+READ = {"type": "function", "name": "read", "parameters": {"type": "object"}, "description": "Reads.", "strict": True}
+PATCH = {"type": "custom", "name": "patch", "description": "Patches."}
+CALL = {"type": "function_call", "call_id": "c1", "name": "read", "arguments": '{"path": "a"}'}
+
+
+def chat(stored: StoredResponses | None = None, **body: Any) -> Chat:
+    asked = read_body(ResponseAsked, json.dumps(body).encode())
+    box, items, num_before = understood(asked, stored or StoredResponses(), "me")
+    return conversation(asked, box, items, num_before)
+
+
+def refusal(**body: Any) -> InvalidRequest:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(**body)
+    return caught.value
+
+
+def test_text_and_instructions() -> None:
+    assert chat(input="Hi", instructions="Be brief.").messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+    ]
+
+
+def test_systems_at_the_front_are_one_and_others_stay() -> None:
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "A"}, {"type": "input_text", "text": "B"}]},
+        {"type": "message", "role": "system", "content": "C"},
+        {"role": "user", "content": "Hi"},
+        {"role": "developer", "content": "D"},
+    ]
+    assert chat(input=items, instructions="I").messages == [
+        {"role": "system", "content": "I\n\nAB\n\nC"},
+        {"role": "user", "content": "Hi"},
+        {"role": "system", "content": "D"},
+    ]
+
+
+def test_one_reply_is_one_turn() -> None:
+    items = [
+        {"role": "user", "content": "Hi"},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I read."}]},
+        CALL,
+        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": 'say "ü"'},
+        {"type": "function_call_output", "call_id": "c1", "output": "A"},
+        {"type": "custom_tool_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "B"}]},
+        {"role": "assistant", "content": "Done"},
+        {"role": "assistant", "content": "and more."},
+    ]
+    assert chat(input=items, tools=[READ, PATCH]).messages[1:] == [
+        {
+            "role": "assistant",
+            "content": "I read.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"path": "a"}'}},
+                {
+                    "id": "c2",
+                    "type": "function",
+                    "function": {"name": "patch", "arguments": '{"input": "say \\"ü\\""}'},
+                },
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "A"},
+        {"role": "tool", "tool_call_id": "c2", "content": "B"},
+        {"role": "assistant", "content": "Done\nand more."},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "thinking"),
+    [
+        ({"summary": [{"type": "summary_text", "text": "S"}]}, "S"),
+        (
+            {"summary": [{"type": "summary_text", "text": "S"}], "content": [{"type": "reasoning_text", "text": "C"}]},
+            "C",
+        ),
+        ({"summary": [{"type": "summary_text", "text": "S"}], "encrypted_content": packed("Ö")}, "Ö"),
+        ({"summary": [{"type": "summary_text", "text": "S"}], "encrypted_content": "gAAAA"}, "S"),
+        ({"summary": [], "encrypted_content": "kvstrata1.?"}, None),
+    ],
+)
+def test_reasoning_comes_back(reasoning: dict[str, Any], thinking: str | None) -> None:
+    items = [{"type": "reasoning", **reasoning}, {"role": "assistant", "content": "Yes"}]
+    assert chat(input=items).messages[0].get("reasoning_content") == thinking
+
+
+def test_thoughts_that_led_to_nothing_go() -> None:
+    items = [
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "S"}]},
+        {"role": "user", "content": "x"},
+    ]
+    assert chat(input=items).messages == [{"role": "user", "content": "x"}]
+
+
+def test_tools_are_functions_for_the_model() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /x/"}
+    space = {"type": "namespace", "name": "team", "description": "T", "tools": [{**READ, "name": "spawn"}, READ, PATCH]}
+    tools = [space, READ, {**PATCH, "format": grammar}, {"type": "web_search", "filters": {}}, {"type": "mcp"}]
+    asked = read_body(ResponseAsked, json.dumps({"tools": tools}).encode())
+    box = toolbox(asked.tools or ())
+    told = {tool["function"]["name"]: tool["function"] for tool in box.tools}
+    assert list(told) == ["read", "patch", "spawn", "team__read", "team__patch"]
+    assert told["read"] == {key: value for key, value in READ.items() if key != "type"}
+    assert told["patch"]["description"] == "Patches.\n\nThe input must follow this lark grammar:\nstart: /x/"
+    assert told["patch"]["parameters"]["required"] == ["input"]
+    assert box.names["spawn"] == ToolName("spawn", "team")
+    assert box.names["team__patch"] == ToolName("patch", "team", is_custom=True)
+    assert box.told_as("read", "team") == "team__read"
+    assert box.told_as("read", None) == "read"
+    assert box.told_as("gone", "team") == "gone"
+    assert ignored_types(asked.tools or ()) == ["web_search", "mcp"]
+
+
+def test_what_runs_elsewhere_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    ignored = IgnoredTools()
+    with caplog.at_level(logging.INFO, "kvstrata.server"):
+        ignored.note(["web_search", "mcp", "web_search"])
+        ignored.note(["mcp"])
+    assert [record.args for record in caplog.records] == [("web_search",), ("mcp",)]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "offered"),
+    [
+        (None, ToolChoice("auto"), ["read", "patch"]),
+        ("none", ToolChoice("none"), ["read", "patch"]),
+        ("required", ToolChoice("required"), ["read", "patch"]),
+        ({"type": "function", "name": "read"}, ToolChoice("required", "read"), ["read", "patch"]),
+        ({"type": "custom", "name": "patch"}, ToolChoice("required", "patch"), ["read", "patch"]),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "patch"}]},
+            ToolChoice("required"),
+            ["patch"],
+        ),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}]}, ToolChoice("auto"), []),
+    ],
+)
+def test_choices_of_tools(choice: Any, expected: ToolChoice, offered: list[str]) -> None:
+    made = chat(input="x", tools=[READ, PATCH], tool_choice=choice)
+    assert made.choice == expected
+    assert [tool["function"]["name"] for tool in made.tools] == offered
+    assert not chat(input="x", tools=[READ], parallel_tool_calls=False).choice.parallel
+
+
+def test_what_is_wanted_of_the_reply() -> None:
+    made = chat(
+        input="x",
+        max_output_tokens=7,
+        temperature=0.5,
+        top_p=0.25,
+        top_logprobs=2,
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}},
+        stream_options={"include_obfuscation": False},
+        service_tier="auto",
+        truncation="auto",
+        brand_new=1,
+    )
+    assert made.thinking.effort == "low"
+    assert made.wanted.max_tokens == 7
+    assert not made.wanted.reserves
+    assert made.wanted.sampling == {"temperature": 0.5, "top_p": 0.25, "num_logprobs": 2}
+    assert made.wanted.constraint is not None
+    assert made.wanted.constraint_param == "text.format"
+    assert chat(input="x").wanted.sampling["num_logprobs"] is None
+    assert chat(input="x", include=["message.output_text.logprobs"]).wanted.sampling["num_logprobs"] == 0
+
+
+def kept(response_id: str, owner: str, items: list[Any], output: list[Any]) -> StoredResponse:
+    ids = tuple(item["id"] for item in output)
+    return StoredResponse(response_id, owner, json_bytes({"output": output}), json_bytes(items), ids)
+
+
+def test_earlier_responses_come_first_and_their_instructions_do_not() -> None:
+    stored = StoredResponses()
+    call = {**CALL, "id": "fc_1", "status": "completed"}
+    stored.keep(kept("resp_1", "me", [{"type": "message", "role": "user", "content": "Hi", "id": "m"}], [call]))
+    output = {"type": "function_call_output", "call_id": "c1", "output": "A"}
+    made = chat(stored, input=[output], previous_response_id="resp_1", instructions="New.")
+    assert [message["role"] for message in made.messages] == ["system", "user", "assistant", "tool"]
+    made = chat(stored, input=[{"type": "item_reference", "id": "fc_1"}, output])
+    assert [message["role"] for message in made.messages] == ["assistant", "tool"]
+    assert [message["role"] for message in chat(stored, input=[{"id": "fc_1"}, output]).messages] == [
+        "assistant",
+        "tool",
+    ]
+
+
+def test_another_keys_response_is_an_unknown_one() -> None:
+    stored = StoredResponses()
+    stored.keep(kept("resp_1", "somebody", [], [{**CALL, "id": "fc_1"}]))
+    with pytest.raises(InvalidRequest) as theirs:
+        chat(stored, input="x", previous_response_id="resp_1")
+    unknown = refusal(input="x", previous_response_id="resp_1")
+    assert theirs.value.message == unknown.message
+    assert unknown.code == "previous_response_not_found"
+    with pytest.raises(InvalidRequest, match="Item with id 'fc_1' not found"):
+        chat(stored, input=[{"type": "item_reference", "id": "fc_1"}])
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"input": [{"type": "local_shell_call", "id": "x"}]}, "input.0", "local_shell_call is not supported"),
+        ({"input": [{"type": "function_call_output", "call_id": "c9", "output": ""}]}, "input.0", "No tool call found"),
+        ({"input": [CALL, CALL, {"role": "user", "content": 5}]}, "input.2.content", "valid string"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "takes text"),
+        ({"input": [CALL, {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_image"}]}]},
+         "input.1.output", "takes text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0.text", "required"),
+        ({"input": [{"role": "robot", "content": ""}]}, "input.0.role", "developer"),
+        ({"input": ["x"]}, "input.0", "must be an item"),
+        ({"input": []}, "input", "empty"),
+        ({}, "input", "empty"),
+        ({"input": "x", "tools": [READ, READ]}, "tools.1", "another tool"),
+        ({"input": "x", "tools": [{"type": "namespace", "name": "n", "tools": [5]}]}, "tools.0.tools.0", "a tool"),
+        ({"input": "x", "tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"input": "x", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "not among"),
+        ({"input": "x", "tool_choice": {"type": "web_search"}}, "tool_choice", "do not run here"),
+        ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema", "schema"),
+    ],
+)  # fmt: skip
+def test_refusals(body: dict[str, Any], param: str, words: str) -> None:
+    error = refusal(**body)
+    assert (error.status, error.param) == (400, param)
+    assert words in error.message

@@ -1,0 +1,46 @@
+"""Responses that are kept: bounded in number and bytes, each for its own key."""
+
+from __future__ import annotations
+
+from kvstrata.server.responses.stored import StoredResponse, StoredResponses
+
+
+def response(name: str, owner: str = "a", num_bytes: int = 10) -> StoredResponse:
+    return StoredResponse(name, owner, b"x" * num_bytes, b"", (f"item of {name}",))
+
+
+def test_the_least_recently_used_go() -> None:
+    stored = StoredResponses(max_responses=2)
+    stored.keep(response("1"))
+    stored.keep(response("2"))
+    assert stored.find("1", "a")
+    stored.keep(response("3"))
+    assert [bool(stored.find(name, "a")) for name in "123"] == [True, False, True]
+    assert stored.find_with_item("item of 2", "a") is None
+    assert stored.find_with_item("item of 3", "a") == response("3")
+    assert (len(stored), stored.num_bytes) == (2, 20)
+
+
+def test_bytes_are_bounded() -> None:
+    stored = StoredResponses(max_bytes=100)
+    for name in "123":
+        stored.keep(response(name, num_bytes=45))
+    assert (len(stored), stored.num_bytes) == (2, 90)
+    stored.keep(response("huge", num_bytes=101))
+    assert stored.find("huge", "a") is None
+    assert len(stored) == 2  # and nobody went for it
+    stored.keep(response("large", num_bytes=100))
+    assert (len(stored), stored.num_bytes) == (1, 100)
+
+
+def test_another_key_finds_nothing() -> None:
+    stored = StoredResponses()
+    stored.keep(response("1", owner="a"))
+    assert stored.find("1", "b") is None
+    assert stored.find_with_item("item of 1", "b") is None
+    assert not stored.remove("1", "b")
+    assert stored.find("1", None) == response("1")  # an admin
+    assert stored.remove("1", "a")
+    assert not stored.remove("1", "a")
+    assert (len(stored), stored.num_bytes) == (0, 0)
+    assert stored.find_with_item("item of 1", "a") is None

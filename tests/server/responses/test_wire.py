@@ -1,0 +1,228 @@
+"""Events of replies in the words of the Responses API, each as the openai package defines it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from kvstrata.engine.request import Sampling, TokenLogprob, TokenUsage
+from kvstrata.errors import ContextTooLong, MemoryPinned, QueueFull, ReplyFailed, RequestError
+from kvstrata.server.conversation.body import validated
+from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, json_bytes
+from kvstrata.server.responses.answers import OutputLogprob, opening
+from kvstrata.server.responses.output import Output
+from kvstrata.server.responses.reasoning import packed
+from kvstrata.server.responses.schema import ResponseAsked
+from kvstrata.server.responses.tools import ToolName
+from kvstrata.server.responses.wire import ResponsesWire
+from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
+
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+NAMES = {
+    "read": ToolName("read"),
+    "patch": ToolName("patch", is_custom=True),
+    "spawn": ToolName("spawn", "team"),
+}
+TOOLS = [
+    {"type": "function", "name": "read"},
+    {"type": "custom", "name": "patch"},
+    {"type": "namespace", "name": "team", "description": "", "tools": [{"type": "function", "name": "spawn"}]},
+]
+USAGE = TokenUsage(prompt_tokens=7, cached_tokens=3, completion_tokens=5)
+
+
+def logprobs(tokens: Sequence[TokenLogprob]) -> list[OutputLogprob]:
+    return [{"token": str(token.id), "logprob": token.logprob, "bytes": [], "top_logprobs": []} for token in tokens]
+
+
+def wire(*, packs: bool = False) -> ResponsesWire:
+    asked = validated(ResponseAsked, {"input": "x", "instructions": "I", "tools": TOOLS, "metadata": {"a": "b"}})
+    first = opening(asked, "resp_1", "model", Sampling())
+    return ResponsesWire(first, Output(NAMES, logprobs, packs_thinking=packs))
+
+
+def stream(events: Sequence[ReplyEvent], reason: Any = "stop", on: ResponsesWire | None = None) -> list[Any]:
+    """All of a stream, checked against the package's types and for its numbers."""
+    one = on or wire()
+    sent = one.begin(Begun(7, 3))
+    for event in events:
+        sent += one.add(0, [event], [])
+    sent += one.end(0, Ended(reason, USAGE))
+    sent += one.close(USAGE)
+    return checked(sent, one)
+
+
+def checked(sent: Sequence[ServerEvent], one: ResponsesWire) -> list[Any]:
+    del one
+    events = [json.loads(json_bytes(event.data)) for event in sent]
+    assert [event["type"] for event in events] == [event.name for event in sent]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    for event in events:
+        assert EVENT.validate_python(event).type == event["type"]
+    return events
+
+
+def kinds(events: Sequence[Any]) -> list[str]:
+    return [event["type"].removeprefix("response.") for event in events]
+
+
+def test_everything_in_order() -> None:
+    events = stream(
+        [
+            Thinking("Hm"),
+            Thinking("."),
+            Text("I "),
+            Text("read."),
+            CallBegun("c1", "read"),
+            CallArguments('{"a":'),
+            CallArguments("1}"),
+            CallEnded(),
+            Text("\n"),
+            CallBegun("c2", "patch"),
+            CallArguments('{"input": "x\\'),
+            CallArguments('ny"}'),
+            CallEnded(),
+        ]
+    )
+    assert kinds(events) == [
+        "created", "in_progress",
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
+        "function_call_arguments.done", "output_item.done",
+        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.delta",
+        "custom_tool_call_input.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    added = [event for event in events if event["type"].endswith("output_item.added")]
+    done = [event for event in events if event["type"].endswith("output_item.done")]
+    assert [event["output_index"] for event in added] == [0, 1, 2, 3] == [event["output_index"] for event in done]
+    assert [event["item"]["id"] for event in added] == [event["item"]["id"] for event in done]
+    response = events[-1]["response"]
+    assert response["output"] == [event["item"] for event in done]
+    reasoning, message, call, patch = response["output"]
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hm."}]
+    assert message["content"][0]["text"] == "I read."
+    assert (call["call_id"], call["name"], call["arguments"]) == ("c1", "read", '{"a":1}')
+    assert (patch["type"], patch["call_id"], patch["input"]) == ("custom_tool_call", "c2", "x\ny")
+    assert {item["status"] for item in response["output"]} == {"completed"}
+
+
+def test_the_whole_answer_is_the_last_of_the_stream() -> None:
+    one = wire()
+    last = stream([Text("Hi")], on=one)[-1]["response"]
+    assert last == json.loads(json_bytes(one.whole(USAGE)))
+    answer = Response.model_validate(last)
+    assert answer.output_text == "Hi"
+    assert answer.status == "completed"
+    assert answer.usage is not None
+    assert (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens) == (7, 5, 12)
+    assert answer.usage.input_tokens_details.cached_tokens == 3
+    assert (answer.instructions, answer.metadata, answer.tool_choice) == ("I", {"a": "b"}, "auto")
+    assert [tool.type for tool in answer.tools] == ["function", "custom", "namespace"]
+
+
+def test_deltas_make_the_parts() -> None:
+    events = stream([Thinking("a"), Text("b"), Text("c"), CallBegun("c", "read"), CallArguments("{}"), CallEnded()])
+    for kind, key, text in [("reasoning_text", "text", "a"), ("output_text", "text", "bc"),
+                            ("function_call_arguments", "arguments", "{}")]:  # fmt: skip
+        deltas = [event["delta"] for event in events if event["type"] == f"response.{kind}.delta"]
+        [done] = [event for event in events if event["type"] == f"response.{kind}.done"]
+        assert "".join(deltas) == done[key] == text
+
+
+def test_a_call_in_a_namespace_says_so() -> None:
+    events = stream([CallBegun("c", "spawn"), CallArguments("{}"), CallEnded()])
+    [item] = events[-1]["response"]["output"]
+    assert (item["name"], item["namespace"]) == ("spawn", "team")
+
+
+@pytest.mark.parametrize("name", ["read", "patch"])
+def test_a_call_that_is_cut_off_is_never_done(name: str) -> None:
+    """Codex runs what is done at once."""
+    events = stream([Text("x"), CallBegun("c", name), CallArguments('{"input": "rm -rf /tm')], "length")
+    assert "output_item.done" not in kinds(events)[kinds(events).index("output_item.done") + 1 :]
+    assert kinds(events)[-1] == "incomplete"
+    response = events[-1]["response"]
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
+
+
+def test_a_text_that_is_cut_off() -> None:
+    events = stream([Text("x")], "length")
+    assert kinds(events)[-4:] == ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert events[-2]["item"]["status"] == "incomplete"
+    assert events[-1]["response"]["completed_at"] is None
+
+
+@pytest.mark.parametrize(
+    ("events", "texts"),
+    [
+        ([], [""]),
+        ([Text(" "), Text("\n")], [" \n"]),
+        ([Text("\n"), Text("a"), Text("\n")], ["\na\n"]),
+        ([Thinking("t"), Text("\n\n"), Text("a")], ["\n\na"]),
+        ([Text("\n"), CallBegun("c", "read"), CallEnded(), Text("\n")], []),
+    ],
+)
+def test_white_space_alone_is_a_message_only_where_there_is_nothing_else(
+    events: list[ReplyEvent], texts: list[str]
+) -> None:
+    output = stream(events)[-1]["response"]["output"]
+    assert [item["content"][0]["text"] for item in output if item["type"] == "message"] == texts
+
+
+def test_silence_is_broken_by_events_that_count() -> None:
+    one = wire()
+    sent = [event.data["sequence_number"] for event in one.begin(Begun(7, None))]
+    name, data, *rest = one.ping("prefill 1/2").decode().split("\n")
+    event = json.loads(data.removeprefix("data: "))
+    assert (name, rest) == ("event: response.in_progress", ["", ""])
+    assert EVENT.validate_python(event).type == event["type"] == "response.in_progress"
+    assert [*sent, event["sequence_number"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ContextTooLong("long"), "context_length_exceeded"),
+        (ReplyFailed("broken"), "server_error"),
+        (QueueFull("full"), "rate_limit_exceeded"),
+        (MemoryPinned("pinned"), "invalid_prompt"),
+    ],
+)
+def test_failures(error: RequestError, code: str) -> None:
+    one = wire()
+    sent = [*one.begin(Begun(7, None)), *one.add(0, [Text("a"), CallBegun("c", "read")], []), *one.fail(error)]
+    last = json.loads(json_bytes(sent[-1].data))
+    assert last["type"] == "response.failed"
+    assert last["sequence_number"] == len(sent) - 1
+    assert last["response"]["status"] == "failed"
+    assert last["response"]["error"] == {"code": code, "message": error.message}
+    assert [item["type"] for item in last["response"]["output"]] == ["message"]
+
+
+def test_reasoning_is_packed_for_clients_that_ask() -> None:
+    events = stream([Thinking("Ö"), Text("x")], on=wire(packs=True))
+    assert events[-1]["response"]["output"][0]["encrypted_content"] == packed("Ö")
+    assert stream([Thinking("Ö"), Text("x")])[-1]["response"]["output"][0]["encrypted_content"] is None
+
+
+def test_logprobs_go_with_their_text() -> None:
+    one = wire()
+    one.add(0, [Thinking("t")], [TokenLogprob(1, -1.0)])
+    one.add(0, [], [TokenLogprob(2, -1.0)])
+    [*_, delta] = one.add(0, [Text("ab")], [TokenLogprob(3, -1.0)])
+    assert [each["token"] for each in delta.data["logprobs"]] == ["2", "3"]
+    one.add(0, [Text("c")], [TokenLogprob(4, -1.0)])
+    one.end(0, Ended("stop", USAGE))
+    message = one.whole(USAGE)["output"][1]
+    assert message["type"] == "message"
+    assert [each["token"] for each in message["content"][0]["logprobs"]] == ["2", "3", "4"]
