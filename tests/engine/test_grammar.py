@@ -209,7 +209,7 @@ def test_a_cancelled_one_leaves_the_others_alone() -> None:
     gone, stays, free = submit(drive, 1, ENDLESS), submit(drive, 2, DIGITS), submit(drive, 3, None)
     while len(gone.ids) < 5:
         drive.loop.step()
-    drive.loop.endings.cancel(gone.request.id)
+    drive.loop.endings.end(gone.request.id)
     drive.run()
     assert gone.finished.reason == "cancelled"
     assert_same(stays, alone(2, DIGITS))

@@ -106,7 +106,7 @@ def sample(
     if any(sampler.adjusts for sampler in samplers):
         adjusted = mx.stack([sampler.adjust(logits[row]) for row, sampler in enumerate(samplers)])
     if allowed is not None:
-        adjusted = mx.where(mx.array(allowed), adjusted, -mx.inf)
+        adjusted = mx.where(mx.array(allowed), adjusted, -mx.inf)  # pyright: ignore[reportArgumentType]
     tokens = mx.argmax(adjusted, axis=-1)
     if not all(sampler.greedy for sampler in samplers):
         greedy = mx.array([sampler.greedy for sampler in samplers])
