@@ -26,8 +26,14 @@ class Turn:
     """One answer and what it took."""
 
     text: str
+    thinking: str
     first_token_s: float | None  # None: stopped before there was one
     usage: dict[str, Any] | None  # None: stopped before the end
+
+    def message(self) -> dict[str, str]:
+        """As it goes into the history. What the model thought is for the template to show or to leave out."""
+        thought = {"reasoning_content": self.thinking} if self.thinking else {}
+        return {"role": "assistant", "content": self.text, **thought}
 
     def summary(self) -> str:
         if self.first_token_s is None:
@@ -90,7 +96,7 @@ def _converse(client: httpx.Client, url: str, options: dict[str, Any], messages:
     for prompt in _prompts():
         messages.append({"role": "user", "content": prompt})
         turn = _answer(client, url, {**options, "messages": messages})
-        messages.append({"role": "assistant", "content": turn.text})
+        messages.append(turn.message())
         typer.echo()
         typer.secho(turn.summary(), err=True, dim=True)
 
@@ -117,6 +123,7 @@ def _answer(client: httpx.Client, url: str, body: dict[str, Any]) -> Turn:
 
     began = time.perf_counter()
     text: list[str] = []
+    thinking: list[str] = []
     first_token_s = None
     usage = None
     asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -125,15 +132,20 @@ def _answer(client: httpx.Client, url: str, body: dict[str, Any]) -> Turn:
             _require_success(response, url)
             for event in _events(response):
                 usage = event.get("usage") or usage
-                if piece := _content(event):
+                thought, said = _piece(event, "reasoning_content"), _piece(event, "content")
+                if thought or said:
                     first_token_s = first_token_s or time.perf_counter() - began
-                    text.append(piece)
-                    typer.echo(piece, nl=False)
+                thinking.append(thought)
+                typer.secho(thought, err=True, dim=True, nl=False)
+                if said and not text and any(thinking):
+                    typer.echo("\n", err=True)
+                text += [said] if said else []
+                typer.echo(said, nl=False)
     except KeyboardInterrupt:
         usage = None  # leaving the block closed the connection, which cancels on the server
     except httpx.HTTPError as error:
         raise _unreachable(url, error) from None
-    return Turn("".join(text), first_token_s, usage)
+    return Turn("".join(text), "".join(thinking), first_token_s, usage)
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -155,8 +167,8 @@ def _lines(response: httpx.Response) -> Iterator[str]:
     yield rest
 
 
-def _content(event: dict[str, Any]) -> str:
-    return "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+def _piece(event: dict[str, Any], field: str) -> str:
+    return "".join(choice["delta"].get(field) or "" for choice in event["choices"])
 
 
 def _model_name(client: httpx.Client, url: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, TokenLogprob, TokenUsage
-from kvstrata.errors import MemoryPinned, ReplyFailed, RequestError
+from kvstrata.errors import InvalidRequest, MemoryPinned, ReplyFailed, RequestError
 from kvstrata.server.bridge import Arrival
 from kvstrata.server.conversation.job import Job
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, Wire
@@ -92,6 +92,7 @@ class Telling:
 
 def _failure(event: Event) -> RequestError | None:
     if isinstance(event, Failed):
-        return MemoryPinned(event.message) if event.reason == "pinned" else ReplyFailed(event.message)
+        errors = {"pinned": MemoryPinned, "grammar": InvalidRequest}
+        return errors.get(event.reason, ReplyFailed)(event.message)
     is_cancelled = isinstance(event, Finished) and event.reason == "cancelled"
     return ReplyFailed(CANCELLED) if is_cancelled else None
