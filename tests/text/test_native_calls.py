@@ -209,6 +209,17 @@ def test_tags_that_break(wrap_byte_level) -> None:
     assert both(coder, begun + "oops</tool_call>c") == [*call("f", '{"s": "ab"oops'), Text("c")]
 
 
+def test_half_a_surrogate_pair_stays_an_escape(wrap_byte_level) -> None:
+    """No wire carries it."""
+    glm47 = wrap_byte_level(**marks_of("glm47"))
+    text = '<tool_call>g<arg_key>a</arg_key><arg_value>["\\ud83d ü"]</arg_value></tool_call>'
+    assert both(glm47, text) == call("g", '{"a": ["\\ud83d \\u00fc"]}')
+    kimi = wrap_byte_level(**marks_of("kimi_k2"))
+    body = '<|tool_call_begin|>functions.g:0<|tool_call_argument_begin|>{"a": "\\ud83d"}<|tool_call_end|>'
+    text = f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
+    assert both(kimi, text) == call("g", '{"a": "\\ud83d"}', id="functions.g:0")
+
+
 WRITTEN = {
     "function_gemma": "<start_function_call>call:f{x:1}<end_function_call>",
     "gemma4": "<|tool_call>call:f{x:1}<tool_call|>",

@@ -24,6 +24,7 @@ OPENS = (
     "{% if enable_thinking is not defined or enable_thinking %}<think>\n{% else %}<think>\n\n</think>\n\n{% endif %}"
 )
 OTHER_MARKS = HERMES.replace("<tool_call>", "<|call|>[").replace("</tool_call>", "]<|/call|>").replace("THINK", "")
+FUNCTOOLS = HERMES.replace("<tool_call>\n", "functools[").replace("\n</tool_call>", "]").replace("THINK", "")
 CODER = """{{ tools | tojson if tools else '' }}{% for message in messages %}<|im_start|>{{ message.content }}\
 {% for call in message.tool_calls or [] %}<tool_call>
 <function={{ call.function.name }}>{% for key, value in call.function.arguments.items() %}<parameter={{ key }}>\
@@ -58,6 +59,7 @@ def form_of(
         (LLAMA, "", "bare json", ('{"name": "look_up", "parameters": ', "}")),
         (MISTRAL, "mistral", "json behind [TOOL_CALLS]", ('[TOOL_CALLS] [{"name": "look_up", "arguments": ', "}]")),
         (OTHER_MARKS, "", "json in <|call|>", ('<|call|>[\n{"name": "look_up", "arguments": ', "}\n]<|/call|>")),
+        (FUNCTOOLS, "", "json in functools", ('functools[{"name": "look_up", "arguments": ', "}]")),
         (CODER, "qwen3_coder", "xml in <tool_call>", None),
         (WITH_TOOLS, "", "bare json", None),
         (PLAIN, "", "told in the system text", ('{"name": "look_up", "arguments": ', "}")),

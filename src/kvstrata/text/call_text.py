@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _CLOSERS = re.compile(r"[\s}\]]*")
 _MARK = re.compile(r"\s*(<[^<>\s]+>|\[[^\[\]\s]+\])")
+_WORD = re.compile(r"\s*([^\s{\[]+)\s*\[?\s*\{")  # before JSON, as in `functools[{`
 _LATE_ID = re.compile(r',\s*"id":\s*"' + PROBE_ID + '"')
 
 
@@ -34,7 +35,7 @@ class CallText:
     @property
     def start(self) -> str:
         """The mark that the call begins with; empty: it has none."""
-        found = _MARK.match(self.before)
+        found = _MARK.match(self.before) or _WORD.match(self.before)
         return found[1] if found else ""
 
     @property
@@ -80,7 +81,6 @@ def _json_start(text: str, place: int) -> int:
 
 def _after(rest: str, before: str, end: str) -> str:
     """What closes what was opened, and the mark at the end. What follows ends the turn."""
-    num_open = before.count("{") - before.count("}") + before.count("[{") + before.count("[ {")
     closers = _CLOSERS.match(rest)
     closing = closers[0] if closers else ""
     mark = _MARK.match(rest, len(closing)) if end == "" else None
@@ -88,7 +88,7 @@ def _after(rest: str, before: str, end: str) -> str:
         return closing + end
     if mark and mark[1] in _mates(before):
         return rest[: mark.end()]
-    return closing.rstrip() if num_open > 0 else ""
+    return closing.rstrip() if "{" in before else ""
 
 
 def _mates(before: str) -> set[str]:

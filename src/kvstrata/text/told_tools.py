@@ -19,8 +19,8 @@ _INTRODUCTION = """You can call tools. Each line describes one, with a JSON sche
 _HOW = """
 To call a tool, reply with nothing but one JSON object on a line of its own:
 {"name": "<the tool's name>", "arguments": {<the arguments by name>}}
-For several calls write one such line each. The results come in the next message. If no tool is needed, answer in
-plain text."""
+For several calls write one such line each. The results come in the next message.
+If no tool is needed, answer in plain text."""
 
 
 def told_call_text() -> CallText:

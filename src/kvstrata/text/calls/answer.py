@@ -94,7 +94,8 @@ class AnswerReader:
             reading.say(held)
 
     def _may_begin(self, character: str, *, follows_call: bool) -> bool:
-        if any(one[0] == character for one in self._own):
+        reading = self._reading
+        if any(one.startswith(reading.text[reading.pos : reading.pos + len(one)]) for one in self._own):
             return True
         if self._open_fence:
             return character == "`" and (self._reading.line_start or self._fence_line)

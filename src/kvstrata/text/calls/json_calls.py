@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvstrata.text.calls.json_scan import JsonScanner, StringDecoder
 from kvstrata.text.calls.offered import Words
-from kvstrata.text.calls.reading import NoCall, Reading, Steps, expect, space
+from kvstrata.text.calls.reading import NoCall, Reading, Steps, expect, mark, space
 
 _NAMES = ("name", "function", "function_name", "tool", "tool_name")
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
@@ -92,12 +92,27 @@ def _field(reading: Reading, key: str, fields: _Fields) -> Steps[None]:
     elif key in _ARGUMENTS:
         if fields.arguments:
             raise NoCall
+        if key == "parameters" and fields.name and (yield from _is_schema(reading, fields.name)):
+            raise NoCall
         fields.arguments = yield from _arguments(reading, fields)
     elif key == "type":
         yield from _word(reading, _TYPES)
     else:
         value = yield from _simple(reading)
         fields.id = value if key == "id" else fields.id
+
+
+def _is_schema(reading: Reading, name: str) -> Steps[bool]:
+    """Whether a model repeats what a tool is, instead of calling it: `{"type": "object", ...`."""
+    if reading.offered.parameter(name, "type") is not None:
+        return False
+    begin = reading.place
+    for word in ("{", '"type"', ":", '"object"'):
+        yield from space(reading)
+        if not (yield from mark(reading, (word,))):
+            reading.back(begin)
+            return False
+    return True
 
 
 def _late_fields(reading: Reading) -> Steps[None]:

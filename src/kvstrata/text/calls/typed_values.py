@@ -97,9 +97,19 @@ class OtherWriter:
     def finish(self) -> None:
         text = "".join(self._parts)
         try:
-            self._give(json.dumps(self._convert(text), ensure_ascii=False, allow_nan=False))
+            self._give(dumped(self._convert(text)))
         except (ValueError, TypeError, RecursionError):  # what Python reads, JSON may not have
             self._give(f'"{escaped(text)}"')
+
+
+def dumped(value: Any) -> str:
+    """JSON that every wire carries: no NaN, no half of a surrogate pair. Raises ValueError or TypeError."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False)
+    return text
 
 
 def escaped(text: str) -> str:

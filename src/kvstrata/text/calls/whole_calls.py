@@ -12,6 +12,7 @@ from typing import Any
 
 from kvstrata.text.calls.offered import Offered
 from kvstrata.text.calls.reading import NoCall, Reading, Steps, until
+from kvstrata.text.calls.typed_values import dumped
 
 Parse = Callable[..., Any]
 
@@ -55,7 +56,7 @@ def _call(parsed: dict[str, Any]) -> _Call:
         arguments = json.loads(arguments)
     if not isinstance(arguments, dict):
         raise TypeError("a call needs an object of arguments")
+    if not isinstance(parsed["name"], str):
+        raise TypeError("a call needs a name")
     id = parsed.get("id")
-    # Not NaN, which is no JSON.
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    return _Call(parsed["name"], text, id if isinstance(id, str) else "")
+    return _Call(parsed["name"], dumped(arguments), id if isinstance(id, str) and id.isascii() else "")
