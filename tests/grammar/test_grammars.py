@@ -328,7 +328,9 @@ def test_a_model_without_an_end_is_refused() -> None:
 
 def test_a_slow_tokenizer_is_refused_when_it_is_asked_for() -> None:
     class Slow(PythonBackend):
-        vocab_size = 3
+        @property
+        def vocab_size(self) -> int:
+            return 3
 
         def get_vocab(self) -> dict[str, int]:
             return {"a": 0, "b": 1, "c": 2}
