@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from kvstrata.errors import InvalidRequest
 from kvstrata.grammar.calls import CallForm, calls_grammar
 from kvstrata.grammar.constraint import Constraint
 from tests.byte_level import byte_grammars, id_of, ids_of
@@ -124,3 +125,19 @@ def test_names_and_texts_need_no_escaping_by_the_caller() -> None:
     tool = ('"quoted"\n\\back/ %json {} <x> ', NONE, ' // # end "')
     assert takes(grammar([tool], or_text=True), written(tool, {}))
     assert not takes(grammar([tool], or_text=True), written(tool, {})[:-1])
+
+
+def test_a_schema_that_cannot_be_written_is_the_clients_error() -> None:
+    wide = {"type": "object", "properties": {f"p{i}": {} for i in range(1000)}}
+    for schema in (wide, ["no object"]):
+        with pytest.raises(InvalidRequest, match="parameters of a tool") as refused:
+            grammar([tagged("weather", schema)])  # pyright: ignore[reportArgumentType]
+        assert refused.value.param == "tools"
+
+
+def test_many_tools_compile_and_too_many_are_refused() -> None:
+    assert takes(
+        grammar([tagged(f"tool_{i}", CITY) for i in range(300)]), written(tagged("tool_299", CITY), {"city": ""})
+    )
+    with pytest.raises(InvalidRequest, match="bytes"):
+        byte_grammars().compile(grammar([tagged(f"tool_{i}", CITY) for i in range(10_000)]))

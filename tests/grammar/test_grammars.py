@@ -242,8 +242,7 @@ def test_recursive_schemas_work() -> None:
     assert not takes(Constraint.json_schema(tree), '{"v":1,"next":[{"v":2}]}')
 
 
-@pytest.mark.parametrize("num_links", [100, 5000])
-def test_a_long_chain_of_references_ends_no_process(num_links: int) -> None:
+def test_a_long_chain_of_references_ends_no_process() -> None:
     """On a thread's usual stack it does: in a process of its own, so that the others would live to tell."""
     script = (
         "from tests.byte_level import byte_grammars\n"
@@ -251,7 +250,7 @@ def test_a_long_chain_of_references_ends_no_process(num_links: int) -> None:
         "from kvstrata.errors import InvalidRequest\n"
         "from kvstrata.grammar.constraint import Constraint\n"
         "try:\n"
-        f"    byte_grammars().compile(Constraint.json_schema(chain({num_links})))\n"
+        "    byte_grammars().compile(Constraint.json_schema(chain(5000)))\n"
         "    print('compiled')\n"
         "except InvalidRequest as error:\n"
         "    print(error)\n"
@@ -328,7 +327,9 @@ def test_a_model_without_an_end_is_refused() -> None:
 
 def test_a_slow_tokenizer_is_refused_when_it_is_asked_for() -> None:
     class Slow(PythonBackend):
-        vocab_size = 3  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+        @property
+        def vocab_size(self) -> int:
+            return 3
 
         def get_vocab(self) -> dict[str, int]:
             return {"a": 0, "b": 1, "c": 2}

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstrata.engine.request import Sampling, TokenLogprob
 
@@ -99,7 +98,7 @@ class RowLogprobs:
 def sample(
     logits: mx.array,  # [rows, vocab]
     samplers: Sequence[Sampler],
-    allowed: NDArray[np.bool_] | None = None,  # [rows, vocab], at least one in each row; None: all
+    allowed: np.ndarray | None = None,  # [rows, vocab], bool, at least one in each row; None: all
 ) -> Sampled:
     logits = logits.astype(mx.float32)
     adjusted = logits

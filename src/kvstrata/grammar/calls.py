@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvstrata.errors import InvalidRequest
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.grammar.source import PADDING, json_rule, literal, rule_of
 
@@ -29,7 +30,8 @@ def calls_grammar(
     does not begin as a call does. Calls that begin with an added token may follow such a text. `otherwise`: or a reply
     that keeps to this.
 
-    Schemas are not strict: what llguidance cannot enforce is left to whoever runs the tool.
+    Schemas are not strict: what llguidance cannot enforce is left to whoever runs the tool. One that cannot be written
+    at all raises InvalidRequest.
     """
     if not tools:
         raise ValueError("there are no tools to call")
@@ -57,11 +59,19 @@ class _Call:
     def made(name: str, tool: CallForm, encode: Encode) -> _Call:
         before, schema, after = tool
         head = encode(before)
-        symbols = [*map(_symbol, head), json_rule(schema, strict=False), *map(_symbol, encode(after))]
+        symbols = [*map(_symbol, head), _arguments(schema, before), *map(_symbol, encode(after))]
         is_marked = bool(head) and isinstance(head[0], int)
         mark = _first_token(before, encode) if is_marked else ""
         # Arguments that nothing comes before begin with a brace.
         return _Call(name, " ".join(symbols), mark, "" if is_marked else (before or "{")[0])
+
+
+def _arguments(schema: dict[str, Any], before: str) -> str:
+    try:
+        return json_rule(schema, strict=False)
+    except ValueError as error:
+        message = f"The parameters of a tool cannot be used: {error}. Its calls begin with {before[:100]!r}"
+        raise InvalidRequest(message, param="tools") from error
 
 
 def _first_token(text: str, encode: Encode) -> str:
