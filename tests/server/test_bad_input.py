@@ -39,7 +39,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
      "messages.0.content"),
-    (CHAT, {"messages": HELLO, "n": 2}, "n"),
+    (CHAT, {"messages": HELLO, "n": 0}, "n"),
     (CHAT, {"messages": HELLO, "n": 0}, "n"),
     (CHAT, {"messages": HELLO, "temperature": 2.1}, "temperature"),
     (CHAT, {"messages": HELLO, "temperature": -1}, "temperature"),

@@ -39,6 +39,8 @@ class Job:
 
 def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
     check_model(service, chat.model)
+    if chat.wanted.n > service.max_prompts:
+        raise InvalidRequest(f"n: {chat.wanted.n} replies in one request; at most {service.max_prompts}.", param="n")
     prompt, resume_at = chat_prompt(service, chat)
     tools = tools_told(chat)
     form = service.form
