@@ -4,6 +4,7 @@
 # make test-metal  what matters on a Mac: the cache on Metal, within 10 minutes, and a report that can be attached to an issue
 # make soak    random chats and restarts over a small disk for KVSTRATA_SOAK_MINUTES, 20 by default
 # make peers   llama.cpp, prebuilt for Node, into .peers: the opponent of kvstrata bench cpu (needs Node 20 or newer)
+# make agents  coding agents into .agents (about 2 GB), for the slow tests in tests/agents: Claude Code, Codex, opencode, pi, aider (docs/agents.md)
 # make setup   .venv and the default model; the CUDA back-end where nvidia-smi answers, else the CPU one
 PYTHON ?= python3
 VENV := .venv
@@ -16,7 +17,7 @@ BACKEND ?= $(shell if nvidia-smi >/dev/null 2>&1; then \
 	else echo cpu; fi)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-metal soak peers lint format clean
+.PHONY: help setup serve test test-all test-metal soak peers agents lint format clean
 
 help:
 	@sed -n 's/^# //p' $(MAKEFILE_LIST)
@@ -73,6 +74,13 @@ $(PEERS)/.installed: peers/package.json
 	cp peers/package.json $(PEERS)/package.json
 	npm --prefix $(PEERS) install --ignore-scripts --no-audit --no-fund --loglevel=error
 	cd $(PEERS) && echo '{"do": "about"}' | node ../peers/llama.mjs
+	touch $@
+
+AGENTS := .agents
+agents: $(AGENTS)/.installed
+
+$(AGENTS)/.installed: agents/package.json agents/install.py
+	$(PYTHON) agents/install.py $(AGENTS)
 	touch $@
 
 format: $(VENV)/.installed-dev

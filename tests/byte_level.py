@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvstrata.grammar.grammars import Grammars
 from kvstrata.models.loaded import LoadedModel
-from tests.tiny import tiny_config, tiny_loaded, tiny_module
+from tests.tiny import tiny_loaded, tiny_module
 
 SPECIAL = ("<s>", "</s>", "<|im_end|>", "<think>", "</think>", "[TOOL_CALLS]")
 # Added and not special, as in Qwen's and Mistral's vocabularies.
@@ -58,18 +58,18 @@ def id_of(token: str) -> int:
 
 
 @functools.cache
-def byte_model() -> LoadedModel:
+def byte_model(architecture: str = "llama") -> LoadedModel:
     """Random weights; it has more logits than tokens, and two tokens that end a reply."""
     vocab_size = len(byte_tokenizer().get_vocab()) + PADDED_LOGITS
+    # Its config says nothing of that: so its layout is known to be that of the other tiny model.
     return dataclasses.replace(
-        tiny_loaded("llama"),
+        tiny_loaded(architecture),
         name="tiny-bytes",
-        module=tiny_module("llama", vocab_size=vocab_size),
+        module=tiny_module(architecture, vocab_size=vocab_size),
         tokenizer=byte_tokenizer(),
-        config={**tiny_config("llama"), "vocab_size": vocab_size},
         vocab_size=vocab_size,
         eos_ids=frozenset(map(id_of, EOS)),
-        fingerprint="tiny-bytes",
+        fingerprint=f"tiny-bytes-{architecture}",
     )
 
 

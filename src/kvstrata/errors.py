@@ -63,7 +63,14 @@ class InvalidRequest(RequestError):
 
 
 class ContextTooLong(RequestError):
+    """Where the prompt alone is too long: how many tokens it has, and how many it may have. Otherwise 0."""
+
     code = "context_length_exceeded"
+
+    def __init__(self, message: str, *, param: str | None = None, num_tokens: int = 0, max_tokens: int = 0) -> None:
+        super().__init__(message, param=param)
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
 
 
 class NeverFits(RequestError):

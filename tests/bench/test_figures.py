@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvstrata.bench import engine, first_token, ladder, prefill_share, requantize, server, spilling
+from kvstrata.bench import engine, first_token, grammar, ladder, prefill_share, requantize, server, spilling
 from kvstrata.bench.driver import in_turns, lay_out
 from kvstrata.bench.streams import running
 from kvstrata.cli.bench import app
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
 from kvstrata.metrics import Metrics
+from tests.byte_level import byte_model
 from tests.tiny import tiny_loaded
 
 WIKITEXT = Path(__file__).parents[3] / "shared" / "text" / "wikitext2_test_raw.txt"
@@ -43,6 +44,19 @@ def test_engine_figures_have_both_rates_and_the_same_tokens() -> None:
         assert row["mlx_lm_tokens_s"] > 0
         assert row["ratio"] == pytest.approx(row["ours_tokens_s"] / row["mlx_lm_tokens_s"])
         assert row["same_tokens"] == 1.0
+
+
+def test_grammar_figures_have_both_steps() -> None:
+    loaded = byte_model()
+    with running(Engine(loaded, Limits(prefill_share=1.0), Metrics())) as ours:
+        rows = grammar.measure(loaded, ours, rows=(1, 2), reply_tokens=60, rounds=2)
+    assert [row.rows for row in rows] == [1, 2]
+    for row in rows:
+        assert row.free_s > 0
+        assert row.held_s > 0
+        figures = row.as_json()
+        assert figures["cost_per_row"] == pytest.approx(row.cost / row.rows)
+        assert figures["is_within_bound"] == (row.cost <= figures["bound"])
 
 
 def test_server_figures_come_from_a_real_server() -> None:

@@ -80,6 +80,33 @@ def test_only_what_the_rules_allow_is_drawn(
     assert drawn <= allowed(logits, wider)
 
 
+@given(
+    LOGITS,
+    st.sets(st.integers(0, VOCAB - 1), min_size=1),
+    st.sampled_from([0.0, 0.7, 2.0]),
+    st.sampled_from([0, 1, 3]),
+    st.sampled_from([0.05, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.5]),
+)
+def test_what_a_grammar_does_not_allow_counts_for_no_rule(
+    logits: np.ndarray, left: set[int], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    mask = np.zeros((32, VOCAB), np.bool_)
+    mask[:, sorted(left)] = True
+    mask[-1] = True  # a free row beside them
+    samplers = [Sampler(dataclasses.replace(sampling, seed=i), (), VOCAB) for i in range(32)]
+    *drawn, free = sample(mx.array(np.tile(logits, (32, 1))), samplers, mask).read()
+    alone = sample(mx.array(logits)[None], [Sampler(dataclasses.replace(sampling, seed=31), (), VOCAB)]).read()
+    assert [free] == alone
+    only = np.where(mask[0], logits, -np.inf)
+    if temperature == 0:
+        assert set(drawn) == {int(np.argmax(only))}
+        return
+    wider = dataclasses.replace(sampling, top_p=min(1.0, top_p + 1e-5))
+    assert set(drawn) <= allowed(only, wider) & left
+
+
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [

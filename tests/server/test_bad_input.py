@@ -57,7 +57,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": HELLO, "seed": 2**70}, "seed"),
     (CHAT, {"messages": HELLO, "stop": ""}, "stop"),
     (CHAT, {"messages": HELLO, "stop": ["a", ""]}, "stop.1"),
-    (CHAT, {"messages": HELLO, "stop": list("abcde")}, "stop"),
+    (CHAT, {"messages": HELLO, "stop": list("abcde") * 13}, "stop"),
     (CHAT, {"messages": HELLO, "stop": "a" * 1025}, "stop"),
     (CHAT, {"messages": HELLO, "stop": ["a", "b" * 1025]}, "stop.1"),
     (CHAT, {"messages": HELLO, "logit_bias": {"x": 1}}, "logit_bias"),
@@ -67,8 +67,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
     (CHAT, {"messages": HELLO, "stream": "yes"}, "stream"),
     (CHAT, {"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options"),
-    (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format"),
-    (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "yaml"}}, "response_format"),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
     (CHAT, {"messages": HELLO, "functions": []}, "functions"),
     (TEXT, {}, "prompt"),
@@ -155,10 +155,30 @@ def test_too_long_a_prompt_tells_both_numbers(client: openai.OpenAI, served: Ser
     assert "8192" in caught.value.message
 
 
-def test_too_many_tokens_asked_for(served: Served) -> None:
-    error = error_of(served.ask(TEXT, prompt=[5] * 10, max_tokens=8183), 400)
-    assert error["code"] == "context_length_exceeded"
-    assert "8182" in error["message"]
+def test_too_many_tokens_asked_for_are_cut_to_the_context(served: Served) -> None:
+    asked = {"model": served.name, "prompt": [5] * 10, "max_tokens": 8183, "stream": True}
+    with served.http() as http, http.stream("POST", TEXT, json=asked) as answer:
+        assert answer.status_code == 200
+        assert answer.headers["x-kvstrata-max-tokens"] == "8182"
+    with served.http() as http, http.stream("POST", TEXT, json={**asked, "max_tokens": 8182}) as answer:
+        assert "x-kvstrata-max-tokens" not in answer.headers
+    served.wait_idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/images/generations", "/v1/audio/speech"])
+def test_what_this_server_has_not_is_said(served: Served, path: str) -> None:
+    error = error_of(served.ask(path, input="a"), 400)
+    assert error["code"] == "not_supported"
+    assert path in error["message"]
+
+
+def test_ten_thousand_tools(served: Served) -> None:
+    """Each is part of the prompt, so they do not fit; and the server goes on."""
+    tools = [{"type": "function", "function": {"name": f"tool{number}"}} for number in range(10_000)]
+    for choice in ("auto", "required"):
+        error = error_of(served.ask(CHAT, messages=HELLO, tools=tools, tool_choice=choice, max_tokens=1), 400)
+        assert error["code"] == "context_length_exceeded" or error["param"] == "tools"
+    assert served.ask(CHAT, messages=HELLO, tools=tools, tool_choice="none", max_tokens=1).status_code == 200
 
 
 def test_a_text_that_cannot_fit_is_not_tokenized(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

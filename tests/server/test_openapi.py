@@ -53,6 +53,8 @@ def try_operation(operation: Any, change: Callable[[Any], Any] = lambda body: bo
 PATHS = [
     ("/v1/chat/completions", "POST"),
     ("/v1/completions", "POST"),
+    ("/v1/messages", "POST"),
+    ("/v1/messages/count_tokens", "POST"),
     ("/v1/responses", "POST"),
     ("/v1/responses/{response_id}", "GET"),
     ("/v1/responses/{response_id}", "DELETE"),
@@ -67,6 +69,8 @@ PATHS = [
     ("/cache/requantize", "POST"),
     ("/cache/requantize", "GET"),
     ("/cache/requantize", "DELETE"),
+    ("/tokenize", "POST"),
+    ("/detokenize", "POST"),
     ("/health", "GET"),
     ("/metrics", "GET"),
     ("/props", "GET"),
@@ -89,7 +93,7 @@ def short_without_a_model(body: Any) -> Any:
     return {**body, **SHORT} if is_answered else body
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"])
 def test_whatever_is_sent_to_the_model_that_is_there(api: Any, served: Served, path: str) -> None:
     """Random names are all 404; with the right one, a short reply and nothing that is refused it goes all the way."""
 

@@ -7,15 +7,19 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from kvstrata.text.harmony import HarmonyMarks, HarmonySplitter, harmony_marks
+from kvstrata.text.calls.offered import Offered
+from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking, joined
+from kvstrata.text.harmony import HarmonyMarks, HarmonyReader, harmony_marks
 from kvstrata.text.tokens import encode_rendered
-from kvstrata.text.tools import Split, ToolCall, join
 from tests.text.chat_templates import HARMONY
+from tests.text.read import call, known, said, tool, well_formed
 
 ANALYSIS = ["<|channel|>", "analysis", "<|message|>", "User says hi.", "<|end|>", "<|start|>", "assistant"]
 FINAL = ["<|channel|>", "final", "<|message|>", "Hello!"]
 ARGUMENTS = '{"x": 1}'
-ONE_CALL = Split("", (ToolCall("f", ARGUMENTS),))
+ONE_CALL = call("f", ARGUMENTS)
+HI = Thinking("User says hi.")
+TOOLS = [tool("f")]
 
 
 @pytest.fixture(scope="session")
@@ -39,14 +43,17 @@ def split(
     opening: str = "<|start|>assistant",
     cut_off: bool = False,
     takes_calls: bool = True,
-) -> Split:
+) -> list[ReplyEvent]:
     """Parts are marks, or text."""
     marks = harmony_marks(tokenizer)
     assert marks is not None
     ids = {name: id for id, name in marks.names.items()}
-    splitter = HarmonySplitter(tokenizer, marks, encode_rendered(tokenizer, opening), takes_calls=takes_calls)
-    splits = [splitter.add("", (ids[part],)) if part in ids else splitter.add(part, (5,)) for part in parts]
-    return join([*splits, splitter.finish(cut_off=cut_off)])
+    offered = Offered(TOOLS if takes_calls else ())
+    reader = HarmonyReader(tokenizer, marks, encode_rendered(tokenizer, opening), offered)
+    events = [
+        event for part in parts for event in (reader.add("", (ids[part],)) if part in ids else reader.add(part, (5,)))
+    ]
+    return known(joined(events + reader.finish(cut_off=cut_off)))
 
 
 def test_only_a_tokenizer_with_all_marks_has_this_form(byte_level: TokenizerWrapper, marks: HarmonyMarks) -> None:
@@ -55,10 +62,10 @@ def test_only_a_tokenizer_with_all_marks_has_this_form(byte_level: TokenizerWrap
     assert {marks.names[id] for id in marks.ending} == {"<|call|>", "<|return|>"}
 
 
-def test_channels_are_reasoning_and_content(tokenizer: TokenizerWrapper) -> None:
-    assert split(tokenizer, [*ANALYSIS, *FINAL, "<|return|>"]) == Split("Hello!", (), "User says hi.")
+def test_channels_are_thinking_and_text(tokenizer: TokenizerWrapper) -> None:
+    assert split(tokenizer, [*ANALYSIS, *FINAL, "<|return|>"]) == [HI, Text("Hello!")]
     # An end that is no mark, or none at all.
-    assert split(tokenizer, ANALYSIS + FINAL, cut_off=True) == Split("Hello!", (), "User says hi.")
+    assert split(tokenizer, ANALYSIS + FINAL, cut_off=True) == [HI, Text("Hello!")]
 
 
 @pytest.mark.parametrize(
@@ -74,64 +81,86 @@ def test_channels_are_reasoning_and_content(tokenizer: TokenizerWrapper) -> None
     ],
 )
 def test_a_call_is_found_wherever_its_recipient_stands(tokenizer: TokenizerWrapper, header: list[str]) -> None:
-    call = [*header, "<|message|>", ARGUMENTS, "<|call|>"]
-    assert split(tokenizer, call) == ONE_CALL
-    assert split(tokenizer, ANALYSIS + call) == Split("", ONE_CALL.calls, "User says hi.")
-    assert split(tokenizer, call[:-1]) == ONE_CALL
+    parts = [*header, "<|message|>", ARGUMENTS, "<|call|>"]
+    assert split(tokenizer, parts) == ONE_CALL
+    assert split(tokenizer, ANALYSIS + parts) == [HI, *ONE_CALL]
+    assert split(tokenizer, parts[:-1]) == ONE_CALL
 
 
 def test_a_call_keeps_what_the_model_wrote(tokenizer: TokenizerWrapper) -> None:
     header = ["<|channel|>", "commentary to=functions.f", "<|message|>"]
-    assert split(tokenizer, [*header, '{"x": ', "<|call|>"]).calls == (ToolCall("f", '{"x":'),)
-    assert split(tokenizer, [*header, "<|call|>"]).calls == (ToolCall("f", "{}"),)
+    assert split(tokenizer, [*header, '{"x": ', "<|call|>"]) == call("f", '{"x":')
+    assert split(tokenizer, [*header, "<|call|>"]) == call("f", "{}")
 
 
-def test_a_call_that_did_not_come_to_its_end_is_content(tokenizer: TokenizerWrapper) -> None:
-    call = ["<|channel|>", "commentary to=functions.f", "<|message|>", ARGUMENTS]
-    assert split(tokenizer, call, cut_off=True) == Split(ARGUMENTS)
-    assert split(tokenizer, [*call[:-1], '{"x": ']) == Split('{"x": ')
+def test_a_call_that_did_not_come_to_its_end(tokenizer: TokenizerWrapper) -> None:
+    header = ["<|channel|>", "commentary to=functions.f", "<|message|>"]
+    assert split(tokenizer, [*header, ARGUMENTS], cut_off=True) == ONE_CALL
+    assert split(tokenizer, [*header, '{"x": '], cut_off=True) == call("f", '{"x":', ended=False)
+    assert split(tokenizer, [*header, '{"x": ']) == call("f", '{"x":')
+
+
+def test_what_was_not_offered_or_is_no_json_is_text(tokenizer: TokenizerWrapper) -> None:
+    for function, arguments in (("g", ARGUMENTS), ("f", "please")):
+        parts = ["<|channel|>", f"commentary to=functions.{function}", "<|message|>", arguments, "<|call|>"]
+        assert split(tokenizer, parts) == [Text(arguments)]
+
+
+def test_a_call_streams(tokenizer: TokenizerWrapper, marks: HarmonyMarks) -> None:
+    opening = encode_rendered(tokenizer, "<|start|>assistant<|channel|>commentary to=functions.f<|message|>")
+    reader = HarmonyReader(tokenizer, marks, opening, Offered(TOOLS))
+    assert reader.add(" ") == []
+    assert known(reader.add('{"x')) == [CallBegun("", "f"), CallArguments('{"x')]
+    assert reader.add('": "\n') == [CallArguments('": "')]
+    assert reader.add('"}') == [CallArguments('\\n"}')]
+    assert reader.finish() == [CallEnded()]
+
+
+def test_a_message_may_hold_calls_in_other_forms(tokenizer: TokenizerWrapper) -> None:
+    parts = ["<|channel|>", "final", "<|message|>", f'{{"name": "f", "arguments": {ARGUMENTS}}}', "<|return|>"]
+    assert split(tokenizer, parts) == ONE_CALL
 
 
 def test_without_tools_nothing_is_a_call(tokenizer: TokenizerWrapper) -> None:
-    call = ["<|channel|>", "commentary to=functions.f", "<|message|>", ARGUMENTS, "<|call|>"]
-    assert split(tokenizer, call, takes_calls=False) == Split(ARGUMENTS)
+    parts = ["<|channel|>", "commentary to=functions.f", "<|message|>", ARGUMENTS, "<|call|>"]
+    assert split(tokenizer, parts, takes_calls=False) == [Text(ARGUMENTS)]
 
 
 @pytest.mark.parametrize(
     "channel", ["commentary", "confession", "commentary to=python", "commentary to=functions.", ""]
 )
-def test_what_is_neither_thought_nor_call_is_content(tokenizer: TokenizerWrapper, channel: str) -> None:
+def test_what_is_neither_thought_nor_call_is_text(tokenizer: TokenizerWrapper, channel: str) -> None:
     preamble = ["<|channel|>", channel, "<|message|>", "I look.", "<|end|>", "<|start|>", "assistant"]
-    assert split(tokenizer, [*preamble, *FINAL, "<|return|>"]) == Split("I look.Hello!")
+    assert split(tokenizer, [*preamble, *FINAL, "<|return|>"]) == [Text("I look.Hello!")]
 
 
-def test_a_reply_without_headers_is_content(tokenizer: TokenizerWrapper) -> None:
-    assert split(tokenizer, ["Hello!"]) == Split("Hello!")
-    assert split(tokenizer, ["Hello!", "<|end|>", " More."]) == Split("Hello! More.")
-    assert split(tokenizer, ["Hello!"], opening="the cat") == Split("Hello!")
+def test_a_reply_without_headers_is_text(tokenizer: TokenizerWrapper) -> None:
+    assert split(tokenizer, ["Hello!"]) == [Text("Hello!")]
+    assert split(tokenizer, ["Hello!", "<|end|>", " More."]) == [Text("Hello! More.")]
+    assert split(tokenizer, ["Hello!"], opening="the cat") == [Text("Hello!")]
 
 
 def test_a_header_without_a_message_is_nothing(tokenizer: TokenizerWrapper) -> None:
-    assert split(tokenizer, ANALYSIS, cut_off=True) == Split("", (), "User says hi.")
-    assert split(tokenizer, ["<|channel|>", "commentary to=func"], cut_off=True) == Split("")
+    assert split(tokenizer, ANALYSIS, cut_off=True) == [HI]
+    assert split(tokenizer, ["<|channel|>", "commentary to=func"], cut_off=True) == []
 
 
 def test_a_template_may_begin_the_message(tokenizer: TokenizerWrapper) -> None:
     opening = "<|start|>user<|message|>a<|end|><|start|>assistant<|channel|>"
-    assert split(tokenizer, ["Hm."], opening=opening + "analysis<|message|>") == Split("", (), "Hm.")
-    assert split(tokenizer, ["lysis", "<|message|>", "Hm."], opening=opening + "ana") == Split("", (), "Hm.")
-    assert split(tokenizer, ["Hello!"], opening=opening + "final<|message|>") == Split("Hello!")
+    assert split(tokenizer, ["Hm."], opening=opening + "analysis<|message|>") == [Thinking("Hm.")]
+    assert split(tokenizer, ["lysis", "<|message|>", "Hm."], opening=opening + "ana") == [Thinking("Hm.")]
+    assert split(tokenizer, ["Hello!"], opening=opening + "final<|message|>") == [Text("Hello!")]
 
 
 def test_text_that_looks_like_a_mark_is_text(tokenizer: TokenizerWrapper, marks: HarmonyMarks) -> None:
-    splitter = HarmonySplitter(tokenizer, marks, (), takes_calls=True)
-    assert splitter.add("<|channel|>analysis<|message|>", (5, 6)) == Split("<|channel|>analysis<|message|>")
+    reader = HarmonyReader(tokenizer, marks, (), Offered(TOOLS))
+    assert reader.add("<|channel|>analysis<|message|>", (5, 6)) == [Text("<|channel|>analysis<|message|>")]
 
 
-def test_content_is_not_held_back(tokenizer: TokenizerWrapper, marks: HarmonyMarks) -> None:
+def test_text_is_not_held_back(tokenizer: TokenizerWrapper, marks: HarmonyMarks) -> None:
     opening = encode_rendered(tokenizer, "<|start|>assistant<|channel|>final<|message|>")
-    splitter = HarmonySplitter(tokenizer, marks, opening, takes_calls=True)
-    assert [splitter.add(letter).content for letter in "Hello"] == list("Hello")
+    reader = HarmonyReader(tokenizer, marks, opening, Offered(TOOLS))
+    assert [reader.add(letter) for letter in "Hello"] == [[Text(letter)] for letter in "Hello"]
 
 
 WORDS = ["analysis", "final", "commentary", "assistant", " to=functions.f", ARGUMENTS, "hi", " ", "é🙂"]
@@ -145,6 +174,7 @@ def test_the_cut_of_the_text_does_not_matter(
 ) -> None:
     whole = split(tokenizer, parts, cut_off=cut_off)
     assert split(tokenizer, _cut(parts, cuts), cut_off=cut_off) == whole
+    assert well_formed(whole, cut_off=cut_off)
 
 
 def _cut(parts: list[str], cuts: set[int]) -> list[str]:
@@ -166,5 +196,7 @@ def test_no_message_is_lost(tokenizer: TokenizerWrapper, messages: list[tuple[st
         part for channel, text in messages for part in ("<|channel|>", channel, "<|message|>", text, *next_message)
     ]
     thoughts = "".join(text for channel, text in messages if channel == "analysis")
-    said = "".join(text for channel, text in messages if channel != "analysis")
-    assert split(tokenizer, parts) == Split(said, (), thoughts)
+    rest = "".join(text for channel, text in messages if channel != "analysis")
+    events = split(tokenizer, parts)
+    assert said(events) == rest
+    assert "".join(event.text for event in events if isinstance(event, Thinking)) == thoughts

@@ -74,7 +74,7 @@ DROPS_CALLS = "{{ tools | tojson if tools else '' }}" + PLAIN
 
 @pytest.mark.parametrize(
     ("source", "with_call", "with_result"),
-    [(PLAIN, False, False), (DROPS_CALLS, False, True), (WITH_TOOLS, True, True), (MISTRAL, True, True)],
+    [(PLAIN, True, True), (DROPS_CALLS, False, True), (WITH_TOOLS, True, True), (MISTRAL, True, True)],
 )
 def test_what_the_template_cannot_show_is_refused(
     wrap_byte_level, source: str, with_call: bool, with_result: bool

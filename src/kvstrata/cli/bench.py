@@ -147,6 +147,29 @@ def index_cost(
     show(measure(numbers(nodes, 100), progress=say), table, as_json=as_json)
 
 
+@app.command()
+def grammar(
+    model: Model = None,
+    rows: Annotated[str, typer.Option(help="Sequences that decode at once, with commas between.")] = "1,4",
+    reply_tokens: Annotated[int, typer.Option(min=8, help="Tokens of each reply.")] = 96,
+    rounds: Rounds = 7,
+    as_json: Json = False,
+) -> None:
+    """What a JSON schema costs: decode steps with every row held to one, beside the same rows without."""
+    from kvstrata.bench.grammar import measure, table
+    from kvstrata.bench.streams import running
+    from kvstrata.engine.engine import Engine
+    from kvstrata.engine.limits import Limits
+    from kvstrata.metrics import Metrics
+    from kvstrata.models.load import load
+
+    loaded, counts = load(model), numbers(rows, 1, MAX_BATCH)
+    # Prompts get all they can use, so that all rows decode together.
+    with running(Engine(loaded, Limits(prefill_share=1.0), Metrics())) as engine:
+        found = measure(loaded, engine, rows=counts, reply_tokens=reply_tokens, rounds=rounds, progress=say)
+    show(found, table, as_json=as_json)
+
+
 app.command()(bench_cpu.cpu)
 app.command()(bench_quality.quality)
 app.command()(bench_quality.layers)

@@ -9,6 +9,7 @@ from pydantic.json_schema import models_json_schema
 
 from kvstrata import __version__
 from kvstrata.server import cache, dashboard, errors, ops, tokenizing
+from kvstrata.server.anthropic import endpoints as anthropic
 from kvstrata.server.auth import RequireKey
 from kvstrata.server.hosts import RequireHost
 from kvstrata.server.limits import LimitBody
@@ -17,7 +18,7 @@ from kvstrata.server.responses import endpoints as responses
 from kvstrata.server.service import Service
 
 # Each a folder that speaks one API: its paths, the bodies that they read, and how it writes errors.
-WIRES = (openai, responses, tokenizing)
+WIRES = (openai, anthropic, responses, tokenizing)
 
 
 def create_app(service: Service) -> FastAPI:

@@ -39,19 +39,20 @@ class ThinkingTags:
 def thinking_tags(tokenizer: TokenizerWrapper) -> ThinkingTags | None:
     """None where the model has none. Renders with the template: once for a model.
 
-    What the template writes around reasoning in the history comes first, then what mlx-lm knows by the vocabulary,
-    then pairs of tags in the template's source.
+    What the template writes around reasoning in the history comes first, then pairs of tags in its source, then what
+    mlx-lm knows by the vocabulary alone.
     """
     if shown := _shown_tags(tokenizer):
         return shown
     start, end = getattr(tokenizer, "think_start", None), getattr(tokenizer, "think_end", None)
-    if start and end:
-        return ThinkingTags(start, end)
+    of_vocabulary = ThinkingTags(start, end) if start and end else None
     source = _source(tokenizer)
+    if of_vocabulary and of_vocabulary.start in source:
+        return of_vocabulary
     for tag in _TAGS_IN_SOURCE.findall(source):
         if (end := f"{tag[0]}/{tag[1:]}") in source:
             return ThinkingTags(tag, end)
-    return None
+    return of_vocabulary
 
 
 def opens_thinking(tokenizer: TokenizerWrapper, tags: ThinkingTags, prompt: Sequence[int]) -> bool:

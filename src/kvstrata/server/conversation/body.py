@@ -79,10 +79,11 @@ def _path(asked: object, detail: ErrorDetails) -> list[str]:
     """`messages, 0, role` from pydantic's location, which also names the branches of unions."""
     path: list[str] = []
     here: Any = asked
-    for key in detail["loc"]:
+    last = len(detail["loc"]) - 1
+    for place, key in enumerate(detail["loc"]):
         if (isinstance(here, dict) and key in here) or (isinstance(here, list) and isinstance(key, int)):
             here = here[key]  # pyright: ignore[reportArgumentType, reportCallIssue]
-        elif detail["type"] != "missing" or key != detail["loc"][-1]:
+        elif detail["type"] != "missing" or place != last:
             continue
         path.append(str(key))
     return path

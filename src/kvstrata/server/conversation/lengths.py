@@ -27,6 +27,8 @@ def reply_tokens(service: Service, num_prompt: int, asked: int | None, *, param:
             f"The prompt has {num_prompt} tokens and the context holds {context}, the reply included. "
             "Send a shorter prompt.",
             param=param,
+            num_tokens=num_prompt,
+            max_tokens=context - 1,
         )
     left = context - num_prompt
     return left if asked is None else min(asked, left)
@@ -46,4 +48,6 @@ def _require_possible(service: Service, num_chars: int, *, param: str) -> None:
             f"The prompt has at least {least_tokens} tokens and the context holds {service.context_tokens}, the reply "
             "included. Send a shorter prompt.",
             param=param,
+            num_tokens=least_tokens,
+            max_tokens=service.context_tokens - 1,
         )

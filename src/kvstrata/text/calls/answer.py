@@ -252,7 +252,8 @@ class AnswerReader:
                 self._call_fence = 0
             elif any(one[0] == character for one in self._closing):
                 if not (yield from mark(reading, self._closing)):
-                    reading.back(begin)
+                    if (yield from reading.look()):  # half a mark at the end of a reply is no text
+                        reading.back(begin)
                     return
                 reading.in_marks, reading.ends, reading.closers = False, (), []
             else:

@@ -108,7 +108,7 @@ def escaped(text: str) -> str:
 
 def qwen_writer(give: Callable[[str], None], schema: dict[str, Any] | None) -> ValueWriter:
     kind = _kind(schema)
-    if schema is None or kind in _STRINGS:
+    if not schema or kind in _STRINGS:
         return LineStringWriter(give)
     return OtherWriter(give, lambda text: _qwen_value(text.removeprefix("\n").removesuffix("\n"), kind))
 

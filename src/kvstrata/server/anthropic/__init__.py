@@ -1,0 +1,1 @@
+"""Anthropic's Messages API: its words for requests, replies and errors."""

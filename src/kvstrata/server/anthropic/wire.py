@@ -1,0 +1,188 @@
+"""Answers of the Messages API: events of blocks that begin, grow and end, or the whole message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvstrata.engine.request import TokenLogprob, TokenUsage
+from kvstrata.errors import RequestError
+from kvstrata.server.anthropic.answers import BlockAnswer, MessagesAnswer, StopReason, message_usage
+from kvstrata.server.anthropic.errors import messages_shape
+from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, encode
+from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
+
+# Clients want one and send it back; nothing is to be proved by it.
+SIGNATURE = "kvstrata"
+PING = ServerEvent({"type": "ping"}, "ping")
+
+
+@dataclass
+class Block:
+    """One of the message, as far as it is written. `pieces`: of its text, its thoughts or its arguments."""
+
+    kind: Literal["text", "thinking", "tool_use"]
+    id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def said(self) -> str:
+        return "".join(self.pieces)
+
+    def opening(self) -> dict[str, Any]:
+        """As it is before anything is in it."""
+        if self.kind == "text":
+            return {"type": "text", "text": ""}
+        if self.kind == "thinking":
+            return {"type": "thinking", "thinking": "", "signature": ""}
+        return {"type": "tool_use", "id": self.id, "name": self.name, "input": {}}
+
+    def delta(self, piece: str) -> dict[str, Any]:
+        if self.kind == "text":
+            return {"type": "text_delta", "text": piece}
+        if self.kind == "thinking":
+            return {"type": "thinking_delta", "thinking": piece}
+        return {"type": "input_json_delta", "partial_json": piece}
+
+    def whole(self) -> BlockAnswer:
+        if self.kind == "text":
+            return {"type": "text", "text": self.said}
+        if self.kind == "thinking":
+            return {"type": "thinking", "thinking": self.said, "signature": SIGNATURE}
+        given = _as_object(self.said)
+        if given is None:
+            return {"type": "text", "text": f'{{"name": {json.dumps(self.name)}, "arguments": {self.said}'}
+        return {"type": "tool_use", "id": self.id, "name": self.name, "input": given}
+
+
+class MessagesWire:
+    """One for each answer, which has one choice."""
+
+    def __init__(self, message_id: str, model: str) -> None:
+        self._id = message_id
+        self._model = model
+        self._blocks: list[Block] = []
+        self._open: Block | None = None  # the last of them, while it grows
+        self._held = ""  # whitespace that may be the start of a text
+        self._streams = False
+        self._ended: Ended | None = None
+
+    def begin(self, begun: Begun) -> list[ServerEvent]:
+        self._streams = True
+        usage = TokenUsage(begun.prompt_tokens, begun.cached_tokens or 0, 0)
+        return [_event("message_start", message=self._message([], None, usage)), PING]
+
+    def add(self, index: int, events: Sequence[ReplyEvent], logprobs: Sequence[TokenLogprob]) -> list[ServerEvent]:
+        del index, logprobs
+        return [told for event in events for told in self._add(event)]
+
+    def end(self, index: int, ended: Ended) -> list[ServerEvent]:
+        del index
+        self._ended = ended
+        return self._close_block()
+
+    def close(self, usage: TokenUsage) -> list[ServerEvent]:
+        delta = {"stop_reason": self._stop_reason(), "stop_sequence": self._stop_sequence()}
+        return [_event("message_delta", delta=delta, usage=message_usage(usage)), _event("message_stop")]
+
+    def ping(self, doing: str) -> bytes:
+        del doing  # the API has no word for it
+        return encode([PING])
+
+    def fail(self, error: RequestError) -> list[ServerEvent]:
+        return [ServerEvent(messages_shape(error), "error")]
+
+    def whole(self, usage: TokenUsage) -> MessagesAnswer:
+        return self._message([block.whole() for block in self._blocks], self._stop_reason(), usage)
+
+    def _message(self, content: list[BlockAnswer], stop_reason: StopReason | None, usage: TokenUsage) -> MessagesAnswer:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model,
+            "content": content,
+            "stop_reason": stop_reason,
+            "stop_sequence": self._stop_sequence(),
+            "usage": message_usage(usage),
+        }
+
+    def _add(self, event: ReplyEvent) -> list[ServerEvent]:
+        if isinstance(event, Text):
+            return self._add_text(event.text)
+        if isinstance(event, Thinking):
+            return self._grow("thinking", event.text)
+        if isinstance(event, CallBegun):
+            return self._open_block(Block("tool_use", event.id, event.name))
+        if isinstance(event, CallArguments):
+            return self._grow("tool_use", event.text)
+        assert isinstance(event, CallEnded)
+        return self._close_block()
+
+    def _add_text(self, text: str) -> list[ServerEvent]:
+        """A text of whitespace alone is none: models write it before a call, and clients do not send it back."""
+        if self._open is None or self._open.kind != "text":
+            self._held += text
+            if not self._held.strip():
+                return []
+            text, self._held = self._held, ""
+        return self._grow("text", text)
+
+    def _grow(self, kind: Literal["text", "thinking", "tool_use"], piece: str) -> list[ServerEvent]:
+        if not piece:
+            return []
+        opened = [] if self._open and self._open.kind == kind else self._open_block(Block(kind))
+        assert self._open is not None
+        self._open.pieces.append(piece)
+        return [*opened, self._block_event("content_block_delta", delta=self._open.delta(piece))]
+
+    def _open_block(self, block: Block) -> list[ServerEvent]:
+        closed = self._close_block()
+        self._blocks.append(block)
+        self._open = block
+        return [*closed, self._block_event("content_block_start", content_block=block.opening())]
+
+    def _close_block(self) -> list[ServerEvent]:
+        self._held = ""
+        block, self._open = self._open, None
+        if block is None:
+            return []
+        signed = []
+        if block.kind == "thinking":
+            signature = {"type": "signature_delta", "signature": SIGNATURE}
+            signed = [self._block_event("content_block_delta", delta=signature)]
+        return [*signed, self._block_event("content_block_stop")]
+
+    def _block_event(self, name: str, **fields: Any) -> ServerEvent:
+        return _event(name, index=len(self._blocks) - 1, **fields)
+
+    def _stop_reason(self) -> StopReason:
+        assert self._ended is not None
+        if self._ended.stop:
+            return "stop_sequence"
+        if self._ended.reason == "length":
+            return "max_tokens"
+        return "tool_use" if any(self._is_call(block) for block in self._blocks) else "end_turn"
+
+    def _stop_sequence(self) -> str | None:
+        return (self._ended.stop or None) if self._ended else None
+
+    def _is_call(self, block: Block) -> bool:
+        """What a stream has told of as a call stays one, whatever its arguments became."""
+        return block.kind == "tool_use" and (self._streams or _as_object(block.said) is not None)
+
+
+def _event(name: str, **fields: Any) -> ServerEvent:
+    return ServerEvent({"type": name, **fields}, name)
+
+
+def _as_object(arguments: str) -> dict[str, Any] | None:
+    try:
+        given = json.loads(arguments or "{}")
+        json.dumps(given, allow_nan=False)  # NaN is read, and no answer can carry it
+    except (ValueError, RecursionError):
+        return None
+    return given if isinstance(given, dict) else None

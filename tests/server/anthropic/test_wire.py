@@ -1,0 +1,161 @@
+"""Replies as the Messages API writes them, without a server."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.engine.request import TokenUsage
+from kvstrata.errors import ContextTooLong, QueueFull
+from kvstrata.server.anthropic.wire import SIGNATURE, MessagesWire
+from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent
+from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
+
+USAGE = TokenUsage(prompt_tokens=100, cached_tokens=60, completion_tokens=7)
+LOOK = [CallBegun("abcdefghi", "look"), CallArguments('{"at": '), CallArguments("1}"), CallEnded()]
+
+
+def streamed(*events: ReplyEvent, ended: Ended | None = None) -> list[ServerEvent]:
+    wire = MessagesWire("msg_1", "claude-x")
+    told = wire.begin(Begun(100, 60))
+    for event in events:
+        told += wire.add(0, [event], ())
+    return [*told, *wire.end(0, ended or Ended("stop", USAGE)), *wire.close(USAGE)]
+
+
+def whole(*events: ReplyEvent, ended: Ended | None = None) -> dict[str, Any]:
+    wire = MessagesWire("msg_1", "claude-x")
+    wire.add(0, events, ())
+    wire.end(0, ended or Ended("stop", USAGE))
+    wire.close(USAGE)
+    return dict(wire.whole(USAGE))
+
+
+def put_together(told: list[ServerEvent]) -> dict[str, Any]:
+    """As the SDK does it."""
+    message, buffers = None, {}
+    for event in told:
+        if event.name != "ping":
+            message = accumulate_event(event=event.data, current_snapshot=message, json_bufs=buffers)
+    assert message is not None
+    return {name: value for name, value in message.to_dict().items() if name != "stop_details"}
+
+
+def test_a_stream_event_by_event() -> None:
+    told = streamed(Thinking("h"), Thinking("m"), Text("Hi"), *LOOK)
+    assert all(event.data["type"] == event.name for event in told)
+    shown = [(event.name, event.data.get("index"), event.data.get("delta", {}).get("type")) for event in told]
+    assert shown == [
+        ("message_start", None, None),
+        ("ping", None, None),
+        ("content_block_start", 0, None),
+        ("content_block_delta", 0, "thinking_delta"),
+        ("content_block_delta", 0, "thinking_delta"),
+        ("content_block_delta", 0, "signature_delta"),
+        ("content_block_stop", 0, None),
+        ("content_block_start", 1, None),
+        ("content_block_delta", 1, "text_delta"),
+        ("content_block_stop", 1, None),
+        ("content_block_start", 2, None),
+        ("content_block_delta", 2, "input_json_delta"),
+        ("content_block_delta", 2, "input_json_delta"),
+        ("content_block_stop", 2, None),
+        ("message_delta", None, None),
+        ("message_stop", None, None),
+    ]
+    assert told[-2].data["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+
+
+def test_a_stream_says_at_once_what_the_prompt_took() -> None:
+    start = streamed()[0].data["message"]
+    expected = {"input_tokens": 40, "cache_read_input_tokens": 60, "cache_creation_input_tokens": 0, "output_tokens": 0}
+    assert (start["usage"], start["content"], start["stop_reason"]) == (expected, [], None)
+    unknown = MessagesWire("msg_1", "m").begin(Begun(100, None))[0].data["message"]["usage"]
+    assert (unknown["input_tokens"], unknown["cache_read_input_tokens"]) == (100, 0)
+
+
+PIECES = st.lists(
+    st.one_of(
+        st.text(max_size=4).map(Text),
+        st.text(max_size=4).map(Thinking),
+        st.dictionaries(st.text(max_size=3), st.integers() | st.text(max_size=3), max_size=2),
+    ),
+    max_size=8,
+)
+
+
+@given(PIECES, st.sampled_from([Ended("stop", USAGE), Ended("length", USAGE), Ended("stop", USAGE, "END")]))
+def test_streamed_and_whole_are_the_same_message(pieces: list[Any], ended: Ended) -> None:
+    events: list[ReplyEvent] = []
+    for piece in pieces:
+        if isinstance(piece, dict):
+            words = json.dumps(piece)
+            half = len(words) // 2
+            events += [CallBegun("a", "b"), CallArguments(words[:half]), CallArguments(words[half:]), CallEnded()]
+        else:
+            events.append(piece)
+    answer = whole(*events, ended=ended)
+    assert put_together(streamed(*events, ended=ended)) == answer
+    usage = answer["usage"]
+    assert sum(count for name, count in usage.items() if name != "output_tokens") == USAGE.prompt_tokens
+    assert all(block["text"].strip() for block in answer["content"] if block["type"] == "text")
+
+
+@pytest.mark.parametrize(
+    ("events", "ended", "reason"),
+    [
+        ([Text("x")], Ended("stop", USAGE), "end_turn"),
+        ([Text("x")], Ended("length", USAGE), "max_tokens"),
+        ([Text("x")], Ended("stop", USAGE, "END"), "stop_sequence"),
+        (LOOK, Ended("stop", USAGE), "tool_use"),
+        (LOOK[:2], Ended("length", USAGE), "max_tokens"),
+    ],
+)
+def test_why_it_stopped(events: list[ReplyEvent], ended: Ended, reason: str) -> None:
+    answer = whole(*events, ended=ended)
+    assert (answer["stop_reason"], answer["stop_sequence"]) == (reason, ended.stop or None)
+    assert streamed(*events, ended=ended)[-2].data["delta"]["stop_reason"] == reason
+
+
+@pytest.mark.parametrize("arguments", ['{"at": ', "[1]", '{"at": NaN}', '{"at": 1e999}', "[" * 100_000, "no"])
+def test_a_call_that_is_broken_is_told_as_text(arguments: str) -> None:
+    answer = whole(CallBegun("a", "look"), CallArguments(arguments), CallEnded())
+    (block,) = answer["content"]
+    assert block["type"] == "text"
+    assert "look" in block["text"]
+    assert arguments in block["text"]
+    assert answer["stop_reason"] == "end_turn"
+
+
+def test_a_call_without_arguments_has_an_empty_input() -> None:
+    events = (CallBegun("a", "look"), CallEnded())
+    assert whole(*events)["content"] == [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]
+    assert put_together(streamed(*events)) == whole(*events)
+
+
+def test_whitespace_before_a_call_is_no_block() -> None:
+    answer = whole(Thinking("hm"), Text("\n"), Text("\n"), *LOOK, Text(" \n"))
+    assert [block["type"] for block in answer["content"]] == ["thinking", "tool_use"]
+    assert whole(Text("\n"), Text("\nx "), Text(" "))["content"] == [{"type": "text", "text": "\n\nx  "}]
+
+
+def test_thoughts_are_signed() -> None:
+    (block,) = whole(Thinking("hm"))["content"]
+    assert block == {"type": "thinking", "thinking": "hm", "signature": SIGNATURE}
+
+
+def test_pings_and_failures_have_names() -> None:
+    wire = MessagesWire("msg_1", "m")
+    assert wire.ping("prefill 1/2") == b'event: ping\ndata: {"type":"ping"}\n\n'
+    (failed,) = wire.fail(QueueFull("full"))
+    assert failed == ({"type": "error", "error": {"type": "rate_limit_error", "message": "full"}}, "error")
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for() -> None:
+    (failed,) = MessagesWire("msg_1", "m").fail(ContextTooLong("Shorten it.", num_tokens=30, max_tokens=20))
+    assert failed.data["error"]["message"] == "prompt is too long: 30 tokens > 20 maximum. Shorten it."
