@@ -208,13 +208,13 @@ def test_events_on_the_wire(served: Served) -> None:
 
 
 def test_a_long_silence_is_broken_by_events_with_numbers() -> None:
-    with serving(script, keep_alive_s=0.0) as forced:
+    with serving(script, keep_alive_s=0.01) as forced:
         served = forced.served
         events = events_of(served, input="add", tools=[ADD])
         with served.openai() as client, client.responses.stream(model=served.name, input="add", tools=[ADD]) as stream:
             assert [item.type for item in stream.get_final_response().output] == ["message", "function_call"]
     names = [name for name, _ in events]
-    assert names.count("response.in_progress") > 2
+    assert names.count("response.in_progress") >= 2
     assert [event["sequence_number"] for _, event in events] == list(range(len(events)))
 
 
