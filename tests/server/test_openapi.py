@@ -25,6 +25,7 @@ OLDER = ("n", "tools", "tool_choice", "response_format", "functions", "function_
 REFUSED = {
     "/v1/chat/completions": OLDER,
     "/v1/completions": OLDER,
+    "/v1/messages": ("tools", "tool_choice", "output_config", "output_format"),
     "/v1/responses": ("background", "conversation", "prompt", "previous_response_id", "tool_choice", "text"),
 }
 SHORT = {"max_tokens": 1, "max_completion_tokens": 1, "max_output_tokens": 1}
