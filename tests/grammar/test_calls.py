@@ -141,3 +141,14 @@ def test_many_tools_compile_and_too_many_are_refused() -> None:
     )
     with pytest.raises(InvalidRequest, match="bytes"):
         byte_grammars().compile(grammar([tagged(f"tool_{i}", CITY) for i in range(10_000)]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_or_a_text_that_matches_a_pattern(form: str) -> None:
+    tool = FORMS[form]("now", NONE)
+    pattern = Constraint.regex('[ab]{3}/"\n\\d')
+    constraint = calls_grammar([tool], byte_grammars().pieces, several=False, otherwise=pattern)
+    assert takes(constraint, written(tool, {}))
+    assert takes(constraint, 'aba/"\n7')
+    assert not takes(constraint, 'abc/"\n7')
+    assert not takes(constraint, "aba")

@@ -43,13 +43,19 @@ def rule_of(constraint: Constraint) -> str:
         case "json_object":
             return f"PADDING? {json_rule({'type': 'object'}, strict=True)}"
         case "regex":
-            return f"%regex {json.dumps(constraint.text)}"
+            return _regex_rule(constraint.text)
         case "choice":
             return " | ".join(map(literal, constraint.choices))
         case "lark":
             raise ValueError(
                 "a grammar cannot be joined with tool calls: send it without tools, or with tool_choice none"
             )
+
+
+def _regex_rule(pattern: str) -> str:
+    """llguidance knows how a pattern is written in Lark, slashes and line breaks included."""
+    (grammar,) = json.loads(LLMatcher.grammar_from_regex(pattern))["grammars"]
+    return grammar["lark_grammar"].removeprefix("start: ")
 
 
 def parse_json(text: str) -> Any:
