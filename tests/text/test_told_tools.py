@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
 
 from kvstrata.text.reply_form import ReplyForm
+from kvstrata.text.told_tools import without_tools
 from tests.text.read import call, read
 from tests.text.test_template import ALTERNATING, PLAIN, TOOLS, WITH_TOOLS, chat_template, text_of, user
 
@@ -142,3 +144,15 @@ def test_a_second_system_message_joins_the_first(wrap_byte_level) -> None:
         chat_template(wrap_byte_level, WITH_TOOLS), [user("a"), asks, answer, system("note"), assistant("b")]
     )
     assert "one\n\n<system>\nnote\n</system><|im_end|>" in shown
+
+
+def test_many_results_take_time_in_proportion() -> None:
+    """Joining each to all before it takes the square of that: several times the limit."""
+    asks = {"role": "assistant", "content": "", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]}
+    results = [{"role": "tool", "tool_call_id": "a", "content": "x" * 100} for _ in range(40_000)]
+    began_s = time.process_time()
+    chat = without_tools([user("Hi"), asks, *results, user("Go on.")], None)
+    assert time.process_time() - began_s < 4
+    assert [message["role"] for message in chat] == ["user", "assistant", "user"]
+    assert chat[-1]["content"].count("Result of f:\n") == 40_000
+    assert chat[-1]["content"].endswith("x\n\nGo on.")

@@ -35,7 +35,7 @@ def without_tools(messages: Sequence[Message], tools: Sequence[dict[str, Any]] |
         for call in message.get("tool_calls", ()):
             names[str(call.get("id"))] = call["function"]["name"]
         if message["role"] == "tool":
-            _add_result(chat, _result(message, names))
+            chat.append({"role": "user", "content": _result(message, names), _IS_RESULT: True})
         else:
             chat.append(_without_calls(message))
     return _told(_joined_users(chat), tools) if tools else _joined_users(chat)
@@ -79,27 +79,20 @@ def _result(message: Message, names: dict[str, str]) -> str:
     return f"Result of {name}:\n{message['content']}"
 
 
-def _add_result(chat: list[Message], text: str) -> None:
-    """Results of calls in one turn are one turn."""
-    if chat and chat[-1].get("role") == "user" and chat[-1].get(_IS_RESULT):
-        chat[-1]["content"] += f"\n\n{text}"
-    else:
-        chat.append({"role": "user", "content": text, _IS_RESULT: True})
-
-
 _IS_RESULT = "kvstrata_is_result"
 
 
 def _joined_users(chat: list[Message]) -> list[Message]:
-    """A result and what the user says beside it are one turn: many templates want turns to alternate."""
-    out: list[Message] = []
+    """Results of calls in one turn, and what the user says beside them, are one turn: many templates want turns to
+    alternate."""
+    turns: list[tuple[Message, list[str]]] = []  # with the texts that become its content
     was_result = False
     for message in chat:
         is_result = bool(message.get(_IS_RESULT))
         plain = {key: value for key, value in message.items() if key != _IS_RESULT}
-        if out and out[-1]["role"] == plain["role"] == "user" and (is_result or was_result):
-            out[-1] = out[-1] | {"content": f"{out[-1]['content']}\n\n{plain['content']}"}
+        if turns and turns[-1][0]["role"] == plain["role"] == "user" and (is_result or was_result):
+            turns[-1][1].append(plain["content"])
         else:
-            out.append(plain)
+            turns.append((plain, [plain["content"]]))
         was_result = is_result
-    return out
+    return [message | {"content": "\n\n".join(texts)} for message, texts in turns]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -246,3 +247,26 @@ def test_refusals(body: dict[str, Any], param: str, words: str) -> None:
     error = refusal(**body)
     assert (error.status, error.param) == (400, param)
     assert words in error.message
+
+
+def test_many_items_of_one_reply_take_time_in_proportion() -> None:
+    """Joining each to all before it, or looking for each tool among all, takes several times the limit."""
+    texts = [{"role": "assistant", "content": "x" * 100} for _ in range(20_000)]
+    tools = [{"type": "function", "name": f"f{number}"} for number in range(10_000)]
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": tools}
+    began_s = time.process_time()
+    made = chat(input=[*texts, {"role": "user", "content": "Hi"}], tools=tools, tool_choice=allowed)
+    assert time.process_time() - began_s < 4
+    assert made.messages[0]["content"] == "\n".join(["x" * 100] * 20_000)
+    assert len(made.tools) == 10_000
+
+
+def test_an_allowed_tool_may_be_named_without_its_namespace() -> None:
+    tools = [{"type": "namespace", "name": space, "tools": [READ]} for space in ("a", "b")]
+    for chosen, told in (
+        ({"name": "read"}, "read"),
+        ({"name": "read", "namespace": "a"}, "read"),
+        ({"name": "read", "namespace": "b"}, "b__read"),
+    ):
+        made = chat(input="Hi", tools=tools, tool_choice={"type": "function", **chosen})
+        assert made.choice.name == told

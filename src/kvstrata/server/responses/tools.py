@@ -6,7 +6,7 @@ Knows free-text ("custom") tools, namespaces and tools that run elsewhere. Does 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -42,11 +42,22 @@ class Toolbox:
     """`tools`: as models are told. `names`: from the name that the model knows to the client's."""
 
     tools: tuple[Tool, ...] = ()
-    names: Mapping[str, ToolName] = field(default_factory=dict)
+    names: dict[str, ToolName] = field(default_factory=dict)
 
     def told_as(self, name: str, namespace: str | None) -> str:
         """The name that the model knows. A tool of an earlier turn may be gone: then the client's own."""
         return self._told.get((name, namespace), name)
+
+    def told_of(self, name: str | None, namespace: str | None) -> str | None:
+        """The name that the model knows of a tool that the client names, maybe without its namespace."""
+        if namespace is None:
+            return self._by_name.get(name)
+        return self._told.get((name or "", namespace))
+
+    @cached_property
+    def _by_name(self) -> dict[str | None, str]:
+        """The first of each name."""
+        return {known.name: told for told, known in reversed(self.names.items())}
 
     @cached_property
     def _told(self) -> dict[tuple[str, str | None], str]:
@@ -148,7 +159,7 @@ def _chosen(box: Toolbox, choice: ChosenTool) -> str:
             f"tool_choice: tools of type {choice.type[:80]} do not run here. Name a function or a custom tool.",
             param="tool_choice",
         )
-    name = _told_name(box, choice)
+    name = box.told_of(choice.name, choice.namespace)
     if name is None:
         raise InvalidRequest(
             f"tool_choice: '{choice.name[:80]}' is not among the tools of this request.", param="tool_choice"
@@ -157,12 +168,5 @@ def _chosen(box: Toolbox, choice: ChosenTool) -> str:
 
 
 def _allowed(box: Toolbox, choice: AllowedTools) -> set[str]:
-    names = {_told_name(box, tool) for tool in choice.tools}
+    names = {box.told_of(tool.name, tool.namespace) for tool in choice.tools}
     return {name for name in names if name is not None}
-
-
-def _told_name(box: Toolbox, choice: ChosenTool) -> str | None:
-    for told, known in box.names.items():
-        if known.name == choice.name and choice.namespace in (None, known.namespace):
-            return told
-    return None

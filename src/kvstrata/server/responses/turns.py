@@ -25,6 +25,7 @@ from kvstrata.server.responses.tools import FREE_TEXT, Toolbox
 from kvstrata.text.messages import Message
 
 SYSTEM = ("system", "developer")
+TEXTS = ("content", "reasoning_content")
 
 
 def messages_of(instructions: str | None, items: Sequence[Any], box: Toolbox, first: int = 0) -> list[Message]:
@@ -42,7 +43,7 @@ class _Turns:
         self._box = box
         self._messages: list[Message] = []
         self._calls: set[str] = set()  # ids of all that were made
-        self._reply: Message | None = None  # the assistant's turn that is being put together
+        self._reply: Message | None = None  # the assistant's turn that is being put together; texts are lists of pieces
 
     def add(self, item: Any, where: str) -> None:
         if isinstance(item, MessageItem):
@@ -95,20 +96,21 @@ class _Turns:
         self._messages.append({"role": "tool", "tool_call_id": item.call_id, "content": text})
 
     def _join(self, key: str, text: str) -> None:
-        reply = self._open_reply()
-        before = reply.get(key) or ""
-        reply[key] = before + (_seam(before, text) if before and text else "") + text
+        pieces: list[str] = self._open_reply().setdefault(key, [])
+        if text:
+            pieces.append(_seam(pieces[-1], text) + text if pieces else text)
 
     def _open_reply(self) -> Message:
         if self._reply is None:
-            self._reply = {"role": "assistant", "content": ""}
+            self._reply = {"role": "assistant", "content": []}
         return self._reply
 
     def _end_reply(self) -> None:
         reply, self._reply = self._reply, None
         # Thoughts that led to nothing are of a reply that was broken off.
         if reply is not None and (reply["content"] or reply.get("tool_calls") or "reasoning_content" not in reply):
-            self._messages.append({key: value for key, value in reply.items() if value or key == "content"})
+            told = {key: "".join(value) if key in TEXTS else value for key, value in reply.items()}
+            self._messages.append({key: value for key, value in told.items() if value or key == "content"})
 
 
 def text_of(content: str | list[Any], where: str) -> str:
