@@ -165,7 +165,9 @@ def test_too_many_tokens_asked_for_are_cut_to_the_context(served: Served) -> Non
     served.wait_idle()
 
 
-@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/images/generations", "/v1/audio/speech"])
+@pytest.mark.parametrize(
+    "path", ["/v1/embeddings", "/v1/images/generations", "/v1/images/variations", "/v1/audio/translations"]
+)
 def test_what_this_server_has_not_is_said(served: Served, path: str) -> None:
     error = error_of(served.ask(path, input="a"), 400)
     assert error["code"] == "not_supported"

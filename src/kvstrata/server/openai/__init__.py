@@ -1,2 +1,2 @@
-"""OpenAI's endpoints: schema (what may be asked), ask (to engine requests), reply (through the engine), choices (from
-events to what is answered), answers (its types), stream (its events)."""
+"""OpenAI's chat and completions: schema (what may be asked), ask (to conversations), wires (from events to answers),
+answers (their types), endpoints (their paths)."""

@@ -23,7 +23,10 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 ASKED = (ChatAsked, CompletionAsked)
 ERROR_SHAPES: dict[str, Shape] = {}  # the server's own
 # What clients look for and this server has not. Each would be a path that is not found, and look like a wrong address.
-NOT_SERVED = ("/embeddings", "/images/generations", "/images/edits", "/audio/speech", "/audio/transcriptions")
+NOT_SERVED = (
+    "/embeddings", "/images/generations", "/images/edits", "/images/variations", "/audio/speech",
+    "/audio/transcriptions", "/audio/translations",
+)  # fmt: skip
 
 
 def answered_by(answer: Any) -> dict[int | str, dict[str, Any]]:

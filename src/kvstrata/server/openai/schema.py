@@ -149,15 +149,6 @@ class ChatAsked(SamplingAsked):
     audio: Any = None
     web_search_options: Any = None
 
-    @property
-    def reply_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """Beside the chosen token's; None: none at all."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
 
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
 
@@ -168,11 +159,3 @@ class CompletionAsked(SamplingAsked):
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
-
-    @property
-    def reply_tokens(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
