@@ -1,7 +1,7 @@
 """What a reply is made of, in the order in which it is written.
 
 Knows no model and no wire. Calls never nest and never interleave: `CallBegun`, any number of `CallArguments`, then
-`CallEnded`. A reply that ran out of tokens inside a call has no `CallEnded` for it.
+`CallEnded`. A reply that was cut inside a call has no `CallEnded` for it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ReplyReader(Protocol):
         ...
 
     def finish(self, *, cut_off: bool = False) -> list[ReplyEvent]:
-        """What was held back. `cut_off`: the reply ran out of tokens, so an open call is only a part of one."""
+        """What was held back. `cut_off`: by its length or a stop string, so an open call is only a part of one."""
         ...
 
 

@@ -47,17 +47,26 @@ class ReplyForm:
         self.break_ids: frozenset[int] = harmony.ids if harmony else frozenset()
         self._final_ids = encode_rendered(tokenizer, FINAL) if harmony else ()
 
-    def reader(self, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> ReplyReader:
-        """`tools` in OpenAI's form. Without tools no calls are looked for; thinking still is."""
+    def reader(
+        self, prompt: Sequence[int], tools: Sequence[dict[str, Any]], *, answers_at_once: bool = False
+    ) -> ReplyReader:
+        """`tools` in OpenAI's form. Without tools no calls are looked for; thinking still is. `answers_at_once`: a
+        grammar leaves no room for the thinking that the prompt opens.
+        """
         offered = Offered(tools)
         if self._harmony is not None:
             return HarmonyReader(self._tokenizer, self._harmony, prompt, offered)
-        thinking = ThinkingReader(self._tags, is_open=self.opens_thinking(prompt)) if self._tags else None
+        is_open = not answers_at_once and self.opens_thinking(prompt)
+        thinking = ThinkingReader(self._tags, is_open=is_open) if self._tags else None
         return PlainReader(offered, self._native, thinking, self._markers)
 
     def opens_thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends inside thinking, so that the reply begins there."""
         return self._tags is not None and opens_thinking(self._tokenizer, self._tags, prompt)
+
+    def thinks_unseen(self, prompt: Sequence[int]) -> bool:
+        """Whether the reply begins inside thinking that no token always ends."""
+        return self.opens_thinking(prompt) and not self.think_end_ids
 
     def before_answer(self, prompt: Sequence[int], *, is_call: bool) -> tuple[int, ...]:
         """The tokens that a reply has to write before its answer can begin. `is_call`: the answer is a call."""

@@ -18,13 +18,14 @@ from kvstrata.server.conversation.chat import Chat, Tool
 from kvstrata.server.service import Service
 
 
-def grammar_of(service: Service, chat: Chat, *, after_thinking: bool) -> Grammar | None:
-    """None: the reply is free."""
+def grammar_of(service: Service, chat: Chat, *, after_thinking: bool, thinks_unseen: bool) -> Grammar | None:
+    """None: the reply is free. `thinks_unseen`: it begins with thinking, and no token tells where that ends."""
     if chat.choice.mode == "required":
         return _required(service, chat)
     constraint, tools = chat.wanted.constraint, chat.tools if chat.choice.mode == "auto" else ()
     if constraint is None:
-        return _told(service, tools, several=chat.choice.parallel) if tools and not service.form.shows_tools else None
+        is_told = bool(tools) and not service.form.shows_tools and not thinks_unseen
+        return _told(service, tools, several=chat.choice.parallel) if is_told else None
     if tools and not service.form.has_channels:
         forms = _forms(service, tools)
         constraint = _calls(

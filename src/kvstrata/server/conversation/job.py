@@ -45,7 +45,8 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
     tools = tools_told(chat)
     form = service.form
     before_answer = form.before_answer(prompt, is_call=chat.choice.mode == "required")
-    grammar = grammar_of(service, chat, after_thinking=bool(before_answer))
+    thinks_unseen = form.thinks_unseen(prompt)
+    grammar = grammar_of(service, chat, after_thinking=bool(before_answer), thinks_unseen=thinks_unseen)
     request = _request(service, chat.wanted, scope, prompt, param="messages")
     request = replace(
         request,
@@ -55,7 +56,9 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
         grammar=grammar,
         grammar_after=before_answer if grammar else (),
     )
-    job = _job(job_id, [request], chat.wanted, [form.reader(prompt, tools) for _ in range(chat.wanted.n)])
+    at_once = grammar is not None and thinks_unseen
+    readers = [form.reader(prompt, tools, answers_at_once=at_once) for _ in range(chat.wanted.n)]
+    job = _job(job_id, [request], chat.wanted, readers)
     return replace(job, one_call=bool(tools) and not chat.choice.parallel)
 
 

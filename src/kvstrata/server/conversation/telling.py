@@ -34,7 +34,7 @@ class Telling:
             self._misses.setdefault(index, event.miss)
         elif isinstance(event, Piece) and index not in self._complete:
             return self._add(index, self._job.readers[index].add(event.text, event.ids), event.logprobs)
-        elif isinstance(event, Finished):
+        elif isinstance(event, Finished) and event.reason != "cancelled":  # that is a failure
             return self._end(index, event)
         return []
 
@@ -82,11 +82,13 @@ class Telling:
         return self._wire.add(index, events, logprobs) if events or logprobs else []
 
     def _end(self, index: int, finished: Finished) -> list[ServerEvent]:
-        reason = "length" if finished.reason == "length" else "stop"
-        rest: list[ServerEvent] = []
-        if index not in self._complete:
-            rest = self._add(index, self._job.readers[index].finish(cut_off=reason == "length"))
         self._usages[index] = finished.usage
+        if index in self._complete:
+            # Whatever the model went on with before the engine heard of it.
+            return self._wire.end(index, Ended("stop", finished.usage))
+        reason = "length" if finished.reason == "length" else "stop"
+        cut_off = reason == "length" or bool(finished.stop)
+        rest = self._add(index, self._job.readers[index].finish(cut_off=cut_off))
         return [*rest, *self._wire.end(index, Ended(reason, finished.usage, finished.stop))]
 
 

@@ -23,7 +23,7 @@ from kvstrata.server.openai.answers import (
     token_usage_answer,
 )
 from kvstrata.server.service import Service
-from kvstrata.text.events import CallArguments, CallBegun, ReplyEvent, Text, Thinking
+from kvstrata.text.events import CallArguments, CallBegun, CallEnded, ReplyEvent, Text, Thinking
 from kvstrata.text.tokens import token_bytes, token_text
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class ChatChoice:
         self._text: list[str] = []
         self._thinking: list[str] = []
         self._calls: list[ToolCallAnswer] = []
+        self._in_call = False
         self._logprobs: list[ChatTokenLogprob] | None = None
         self._finish: Finish = "stop"
         self._role_sent = False
@@ -56,7 +57,9 @@ class ChatChoice:
         return [self._delta(first, logprobs, None), *(self._delta(delta, None, None) for delta in rest)]
 
     def end(self, ended: Ended) -> list[Any]:
-        self._finish = "tool_calls" if self._calls and ended.reason == "stop" else ended.reason
+        # Clients run calls when they see this; one that a stop string cut is none to be run.
+        is_call = bool(self._calls) and not self._in_call and ended.reason == "stop"
+        self._finish = "tool_calls" if is_call else ended.reason
         return [self._delta({} if self._role_sent else {"content": ""}, None, self._finish)]
 
     def whole(self) -> ChatChoiceAnswer:
@@ -79,6 +82,7 @@ class ChatChoice:
         if isinstance(event, Thinking):
             self._thinking.append(event.text)
             return {"reasoning_content": event.text}
+        self._in_call = not isinstance(event, CallEnded)
         if isinstance(event, CallBegun):
             self._calls.append({"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}})
             called: dict[str, Any] = {"name": event.name, "arguments": ""}
