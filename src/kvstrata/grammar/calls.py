@@ -31,8 +31,8 @@ def calls_grammar(
     does not begin as a call does. Calls that begin with an added token may follow such a text. `otherwise`: or a reply
     that keeps to this.
 
-    Schemas are closed, and not strict: what llguidance cannot enforce is left to whoever runs the tool. One that cannot be written
-    at all raises InvalidRequest.
+    Schemas are closed, and not strict: what llguidance cannot enforce is left to whoever runs the tool. One that cannot
+    be written at all raises InvalidRequest.
     """
     if not tools:
         raise ValueError("there are no tools to call")
