@@ -44,8 +44,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
 
+# Two processes: most tests keep one core busy. A file stays in one process, because its fixtures are dear.
 test: setup lint
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 test-all: setup lint
 	KVSTRATA_KILLS=200 $(BIN)/pytest -m 'slow or not slow' $(ARGS)

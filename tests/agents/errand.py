@@ -7,9 +7,12 @@ reached the model.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from tests.agents.forced import Prompt, Script, call_text
+
+Think = Callable[[str], str]  # from what a reply is about to what the model thinks before it
 
 TASK = "Run the errand: make made.txt, and tell me the word that the command says."
 FILE, CONTENT = "made.txt", "made by an agent\n"
@@ -17,20 +20,29 @@ FILE, CONTENT = "made.txt", "made by an agent\n"
 COMMAND = f"printf 'made by an agent\\n' > {FILE} && echo word-$((6 * 7000))"
 WORD = "word-42000"
 LAST = f"The errand is done, and the command said {WORD}."
+SECRET = "a walrus in the pantry"  # what only thinking says
 
 
-def errand(tool: str, arguments: dict[str, Any]) -> Script:
+def thinks(about: str) -> str:
+    return f"<think>\nFirst {about}: {SECRET}.\n</think>\n\n"
+
+
+def thinks_not(_about: str) -> str:
+    return ""
+
+
+def errand(tool: str, arguments: dict[str, Any], think: Think) -> Script:
     """`tool` is the agent's own, called with `arguments`. Requests that do not offer it get a title."""
 
     def say(prompt: Prompt) -> str:
         if tool not in prompt.tool_names:
-            return "An errand"
+            return think("a title") + "An errand"
         asked = max(place for place, turn in enumerate(prompt.turns) if TASK in turn.text)
         results = [turn.text for turn in prompt.turns[asked:] if turn.role == "tool"]
         if not results:
-            return "I run the command." + call_text(tool, arguments)
+            return think("the call") + "I run the command.\n" + call_text(tool, arguments)
         word = re.search(r"word-\d+", results[-1])
-        return LAST.replace(WORD, word[0] if word else f"no word but {results[-1]!r}")
+        return think("the word") + LAST.replace(WORD, word[0] if word else f"no word but {results[-1]!r}")
 
     return say
 
@@ -39,12 +51,16 @@ def errand(tool: str, arguments: dict[str, Any]) -> Script:
 CHECK = f"grep -q agent {FILE} || {{ echo word-$((6 * 7000)); exit 1; }}"
 
 
-def edits(prompt: Prompt) -> str:
+def edits(think: Think) -> Script:
     """First a file that the check refuses; then, with the word that the check says, the right one."""
-    word = re.search(r"word-\d+", prompt.turns[-1].text)
-    if word is None:
-        return _whole_file("made by nobody\n") + "I made it."
-    return _whole_file(CONTENT) + LAST.replace(WORD, word[0])
+
+    def say(prompt: Prompt) -> str:
+        word = re.search(r"word-\d+", prompt.turns[-1].text)
+        if word is None:
+            return think("the file") + _whole_file("made by nobody\n") + "I made it."
+        return think("the word") + _whole_file(CONTENT) + LAST.replace(WORD, word[0])
+
+    return say
 
 
 def _whole_file(content: str) -> str:

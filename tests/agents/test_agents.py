@@ -11,10 +11,24 @@ from typing import Any
 
 import pytest
 
+from kvstrata.text.tokens import encode_rendered
 from tests.agents import clients
 from tests.agents.clients import Agent, Ended, Where, run
-from tests.agents.errand import CHECK, COMMAND, CONTENT, FILE, LAST, TASK, edits, errand
-from tests.agents.forced import CONTEXT_TOKENS, NAME, Forced, serving
+from tests.agents.errand import (
+    CHECK,
+    COMMAND,
+    CONTENT,
+    FILE,
+    LAST,
+    SECRET,
+    TASK,
+    Think,
+    edits,
+    errand,
+    thinks,
+    thinks_not,
+)
+from tests.agents.forced import CONTEXT_TOKENS, END, NAME, Forced, forced_model, serving
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +55,9 @@ CASES = {
 }
 
 
+thinking_or_not = pytest.mark.parametrize("think", [thinks_not, thinks], ids=["plain", "thinking"])
+
+
 def send(forced: Forced, agent: Agent, folder: Path, *more: str) -> Ended:
     start = agent(Where(forced.served.url, NAME, CONTEXT_TOKENS))
     if not (clients.COMMANDS / start.command).exists():
@@ -56,25 +73,33 @@ def assert_done(ended: Ended, folder: Path) -> None:
     assert ended.code == 0, ended.all
 
 
+@thinking_or_not
 @pytest.mark.parametrize("name", CASES)
-def test_an_agent_runs_an_errand(name: str, tmp_path: Path) -> None:
+def test_an_agent_runs_an_errand(name: str, think: Think, tmp_path: Path) -> None:
     case = CASES[name]
-    with serving(errand(case.tool, case.arguments)) as forced:
-        if forced.served.ask(case.wire).status_code == 404:
-            pytest.skip(f"this server has no {case.wire} yet")
+    with serving(errand(case.tool, case.arguments, think)) as forced:
         ended = send(forced, case.agent, tmp_path)
     assert_done(ended, tmp_path)
-    assert_prefix_stays(forced, case.tool)
+    assert SECRET not in ended.out, ended.all
+    assert_history_stays(forced, case.tool)
 
 
-def test_aider_edits_and_mends(tmp_path: Path) -> None:
-    with serving(edits) as forced:
+@thinking_or_not
+def test_aider_edits_and_mends(think: Think, tmp_path: Path) -> None:
+    with serving(edits(think)) as forced:
         ended = send(forced, clients.aider, tmp_path, "--auto-test", "--test-cmd", CHECK)
     assert_done(ended, tmp_path)
     assert len(forced.said) == 2, ended.all
+    # aider shows people the thinking, under a heading of its own, and keeps it out of the history.
+    assert SECRET not in ended.out.rpartition("ANSWER")[2], ended.all
+    assert not any(SECRET in turn.text for said in forced.said for turn in said.prompt.turns)
 
 
-def assert_prefix_stays(forced: Forced, tool: str) -> None:
-    """The prompt with the result begins with the whole prompt before it, so that nothing of it is computed again."""
-    first, second = (said.ids for said in forced.said if tool in said.prompt.tool_names)
-    assert second[: len(first)] == first
+def assert_history_stays(forced: Forced, tool: str) -> None:
+    """The prompt with the result begins with the prompt before it and the whole reply, thinking included.
+
+    So an agent's next turn computes nothing again.
+    """
+    first, second = (said for said in forced.said if tool in said.prompt.tool_names)
+    before = (*first.ids, *encode_rendered(forced_model().tokenizer, first.reply + END))
+    assert second.ids[: len(before)] == before

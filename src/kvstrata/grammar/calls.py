@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstrata.errors import InvalidRequest
+from kvstrata.grammar.closed import closed
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.grammar.source import PADDING, json_rule, literal, rule_of
 
@@ -30,8 +31,8 @@ def calls_grammar(
     does not begin as a call does. Calls that begin with an added token may follow such a text. `otherwise`: or a reply
     that keeps to this.
 
-    Schemas are not strict: what llguidance cannot enforce is left to whoever runs the tool. One that cannot be written
-    at all raises InvalidRequest.
+    Schemas are closed, and not strict: what llguidance cannot enforce is left to whoever runs the tool. One that cannot
+    be written at all raises InvalidRequest.
     """
     if not tools:
         raise ValueError("there are no tools to call")
@@ -68,7 +69,7 @@ class _Call:
 
 def _arguments(schema: dict[str, Any], before: str) -> str:
     try:
-        return json_rule(schema, strict=False)
+        return json_rule(closed(schema), strict=False)
     except ValueError as error:
         message = f"The parameters of a tool cannot be used: {error}. Its calls begin with {before[:100]!r}"
         raise InvalidRequest(message, param="tools") from error

@@ -24,7 +24,6 @@ WIRES = (openai, anthropic, responses, tokenizing)
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="kvstrata", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service
-    app.state.responses = responses.new_memory()
     for wire in WIRES:
         app.include_router(wire.router)
     app.include_router(cache.router)

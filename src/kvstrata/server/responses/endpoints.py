@@ -32,11 +32,6 @@ EVENT_STREAM = "text/event-stream"
 NO_RESPONSE: dict[str, Any] = {"model": ErrorAnswer, "description": "No such response, or it is another key's"}
 
 
-def new_memory() -> Memory:
-    """For the state of an app."""
-    return Memory(StoredResponses(), IgnoredTools())
-
-
 def _answered() -> dict[int | str, dict[str, Any]]:
     # Of each event: its `event` is the type of what `data` has as JSON.
     event = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
@@ -104,7 +99,11 @@ async def list_input_items(request: Request, response_id: str) -> ItemList:
 
 
 def _memory(request: Request) -> Memory:
-    return request.app.state.responses
+    """Made with the first request, on the event loop's thread as all of them."""
+    state = request.app.state
+    if not hasattr(state, "responses"):
+        state.responses = Memory(StoredResponses(), IgnoredTools())
+    return state.responses
 
 
 def _wire(service: Service, question: Question) -> ResponsesWire:
