@@ -96,6 +96,7 @@ class CallWriter:
 
 def test_a_long_tool_call_is_not_silent() -> None:
     sent: list[bytes] = []
+    ends: list[int] = []
 
     async def send(message: Message) -> None:
         sent.append(message.get("body", b""))
@@ -106,9 +107,10 @@ def test_a_long_tool_call_is_not_silent() -> None:
             replies.submit()
             wire = OpenAIWire({}, [CompletionChoice(0, tiny_loaded("llama").tokenizer)])
             telling = Telling(Job("one", (request,), (PlainReader(Offered(())),)), wire, replies.end)
-            assert await send_stream(replies, telling, wire, send, keep_alive_s=0.1, headers={})
+            await send_stream(replies, telling, send, keep_alive_s=0.1, headers={}, on_end=lambda: ends.append(1))
 
     asyncio.run(stream())
+    assert ends == [1]
     # 0.8 s at least. The first comment tells of the prefill.
     assert sent.count(b": writing\n") >= 4
 

@@ -166,3 +166,20 @@ def test_huge_and_recursive_schemas(served: Served) -> None:
     huge = {"type": "object", "properties": {f"property{number}": {"enum": ["x" * 50]} for number in range(10_000)}}
     assert asked(huge).status_code == 400
     assert asked({"$ref": "#/$defs/missing"}).status_code == 400
+
+
+def test_what_a_lenient_schema_does_not_get_is_said(served: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "unevaluatedProperties": False}
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    answer = served.ask("/v1/chat/completions", messages=HELLO, max_tokens=1, response_format=wanted)
+    assert "unevaluatedProperties" in answer.headers["x-kvstrata-schema-ignored"]
+    wanted["json_schema"]["strict"] = True
+    refused = served.ask("/v1/chat/completions", messages=HELLO, max_tokens=1, response_format=wanted)
+    assert refused.status_code == 400
+
+
+def test_a_result_without_its_call_is_refused(served: Served) -> None:
+    result = {"role": "tool", "tool_call_id": "a", "content": "42"}
+    answer = served.ask("/v1/chat/completions", messages=[*HELLO, result], max_tokens=1)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages.1.tool_call_id"

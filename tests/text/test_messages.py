@@ -8,7 +8,7 @@ import pytest
 
 from kvstrata.errors import InvalidRequest
 from kvstrata.text.template import ChatTemplate
-from tests.text.chat_templates import GPT_OSS, LLAMA, MISTRAL
+from tests.text.chat_templates import GPT_OSS, MISTRAL
 from tests.text.test_template import PLAIN, TOOLS, WITH_TOOLS, chat_template, text_of, user
 
 
@@ -88,13 +88,6 @@ def test_what_the_template_cannot_show_is_refused(
         with pytest.raises(InvalidRequest, match=r"messages\[1\].*cannot show") as refused:
             template.render(chat)
         assert refused.value.param == "messages"
-
-
-@pytest.mark.parametrize(
-    ("source", "bare"), [(LLAMA, True), (PLAIN, False), (DROPS_CALLS, False), (WITH_TOOLS, False), (MISTRAL, False)]
-)
-def test_whether_calls_have_no_marks(wrap_byte_level, source: str, bare: bool) -> None:
-    assert chat_template(wrap_byte_level, source).has_bare_calls is bare
 
 
 @pytest.mark.parametrize("source", [WITH_TOOLS, GPT_OSS])

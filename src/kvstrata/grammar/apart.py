@@ -12,15 +12,19 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 STACK_BYTES = 1 << 30
+MAX_RUNNING = 4  # those that were given up included
 
 T = TypeVar("T")
 
 # The size of new stacks is a setting of the process.
 _starting = threading.Lock()
+_places = threading.BoundedSemaphore(MAX_RUNNING)
 
 
 def run_apart(work: Callable[[], T], limit_s: float) -> T:
     """Raises what `work` raises, and TimeoutError when it takes longer: then it goes on to its end, for nothing."""
+    if not _places.acquire(timeout=limit_s):
+        raise TimeoutError
     result: Future[T] = Future()
 
     def run() -> None:
@@ -29,6 +33,8 @@ def run_apart(work: Callable[[], T], limit_s: float) -> T:
         except BaseException as error:  # noqa: BLE001
             # The caller gets it.
             result.set_exception(error)
+        finally:
+            _places.release()
 
     _start(threading.Thread(target=run, name="kvstrata-grammar", daemon=True))
     return result.result(limit_s)

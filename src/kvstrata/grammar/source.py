@@ -11,6 +11,8 @@ from kvstrata.grammar.constraint import Constraint
 
 # Bytes of a constraint. A compiler's stack grows with it: see apart.py.
 MAX_BYTES = 256 << 10
+# Of a regular expression: with 250 KB each mask took up to a second, on the engine's thread.
+MAX_REGEX_BYTES = 16 << 10
 # Between two parts of a JSON text. Bounded: small models go on with blanks for ever. Enough for an indent of 30 levels.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,128}"
 # Of one object. With more the parser has too much to choose from after the first brace, and compiling takes seconds.
@@ -115,5 +117,6 @@ def _require_size(constraint: Constraint) -> None:
         num_bytes = len(constraint.text.encode()) + sum(len(choice.encode()) for choice in constraint.choices)
     except UnicodeEncodeError:
         raise ValueError("it is not valid Unicode: it has an unpaired surrogate") from None
-    if num_bytes > MAX_BYTES:
-        raise ValueError(f"it has {num_bytes:,} bytes; at most {MAX_BYTES:,} are taken")
+    max_bytes = MAX_REGEX_BYTES if constraint.kind == "regex" else MAX_BYTES
+    if num_bytes > max_bytes:
+        raise ValueError(f"it has {num_bytes:,} bytes; at most {max_bytes:,} are taken")

@@ -14,7 +14,7 @@ from kvstrata.server.conversation.body import Asked, body_of, read, read_body
 from kvstrata.server.conversation.chat import Chat, ThinkingWanted
 from kvstrata.server.conversation.job import chat_prompt, check_model
 from kvstrata.server.errors import Shape, answers
-from kvstrata.server.openai.ask import message_of
+from kvstrata.server.openai.ask import messages_of
 from kvstrata.server.openai.schema import Message, TokenId, ToolOffered
 from kvstrata.server.service import Service
 from kvstrata.text.tokens import decode_ids, encode_rendered, encode_text, require_unicode, token_text
@@ -92,7 +92,7 @@ def _ids(service: Service, asked: TokenizeAsked) -> tuple[int, ...]:
         require_unicode(asked.prompt, param="prompt")
         return encode_rendered(service.loaded.tokenizer, asked.prompt)
     chat = Chat(
-        messages=[message_of(message, f"messages.{index}") for index, message in enumerate(asked.messages or ())],
+        messages=messages_of(asked.messages or ()),
         tools=tuple(tool.model_dump(exclude_none=True) for tool in asked.tools or ()),
         thinking=ThinkingWanted(effort=asked.reasoning_effort),
         template_kwargs=asked.chat_template_kwargs or {},

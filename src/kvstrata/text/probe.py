@@ -5,13 +5,11 @@ Its source is no guide: templates name tools without showing them, show them fro
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.text.calls.answer import PYTHON_TAG
 from kvstrata.text.messages import Message, Shape, ShapeArguments, arguments_as_object, arguments_as_text
 
 Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
@@ -67,18 +65,6 @@ def probe_call(render: Render, shape: Shape) -> tuple[str, str]:
     """A prompt, and the same chat with a call behind it. Either is empty where the template refuses it."""
     chat = _call_chat(shape.arguments(PROBE_ARGUMENTS))
     return _rendered(render, [_USER], [_TOOL]), _rendered(render, chat, [_TOOL])
-
-
-def writes_bare_calls(render: Render, shape: Shape) -> bool:
-    """Whether a call in the history is a reply of bare JSON: so the model writes its own."""
-    prompt, chat = probe_call(render, shape)
-    if not prompt or not chat.startswith(prompt):
-        return False
-    try:
-        call, _ = json.JSONDecoder().raw_decode(chat[len(prompt) :].removeprefix(PYTHON_TAG).lstrip())
-    except ValueError:
-        return False
-    return isinstance(call, dict) and call.get("name") == PROBE_NAME and ("parameters" in call or "arguments" in call)
 
 
 def wanted_shape(render: Render) -> Shape:

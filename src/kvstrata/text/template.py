@@ -24,7 +24,6 @@ from kvstrata.text.probe import (
     shows_tools,
     system_turns,
     wanted_shape,
-    writes_bare_calls,
 )
 from kvstrata.text.system_turns import placed
 from kvstrata.text.tokens import encode_rendered, require_unicode
@@ -41,7 +40,7 @@ _RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).par
 
 class ChatTemplate:
     """`exists`: the model has a template. `has_tools`: it shows the model which tools there are; otherwise they are
-    told in the system text. `has_bare_calls`: it writes calls without marks.
+    told in the system text.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
@@ -52,7 +51,6 @@ class ChatTemplate:
         self.has_tools = self.exists and shows_tools(self._with_generation_prompt)
         self._shape = wanted_shape(self._with_generation_prompt) if self.has_tools else Shape()
         self._shown = shown_of_history(self._with_generation_prompt, self._shape)
-        self.has_bare_calls = self.has_tools and writes_bare_calls(self._with_generation_prompt, self._shape)
         everywhere = SystemTurns(first=True, second=True, later=True)
         self._system_turns = system_turns(self._with_generation_prompt) if self.exists else everywhere
 

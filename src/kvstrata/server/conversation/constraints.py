@@ -46,7 +46,11 @@ def _required(service: Service, chat: Chat) -> Grammar:
     name = chat.choice.name
     tools = [tool for tool in chat.tools if not name or tool["function"]["name"] == name]
     constraint = _calls(service, _forms(service, tools), "tools", several=chat.choice.parallel and not name)
-    return service.grammars.compile(constraint, param="tools")
+    try:
+        return service.grammars.compile(constraint, param="tools")
+    except InvalidRequest as error:
+        message = f"A call to one of {len(tools)} tools cannot be required. {error.message}"
+        raise InvalidRequest(message, param="tools") from error
 
 
 def _told(service: Service, tools: Sequence[Tool], *, several: bool) -> Grammar | None:

@@ -13,6 +13,7 @@ from starlette.types import Scope
 
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.errors import InvalidRequest, ModelNotFound
+from kvstrata.grammar.grammars import Grammar
 from kvstrata.server.auth import salt_of
 from kvstrata.server.conversation.chat import Chat, Wanted
 from kvstrata.server.conversation.constraints import grammar_of
@@ -23,6 +24,8 @@ from kvstrata.text.events import ReplyReader
 from kvstrata.text.reply_form import PlainReader
 
 CLAMPED = "x-kvstrata-max-tokens"
+IGNORED = "x-kvstrata-schema-ignored"
+MAX_HEADER_CHARS = 500
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
     at_once = grammar is not None and thinks_unseen
     readers = [form.reader(prompt, tools, answers_at_once=at_once) for _ in range(chat.wanted.n)]
     job = _job(job_id, [request], chat.wanted, readers)
-    return replace(job, one_call=bool(tools) and not chat.choice.parallel)
+    headers = {**job.headers, **_ignored(grammar if chat.wanted.constraint else None)}
+    return replace(job, one_call=bool(tools) and not chat.choice.parallel, headers=headers)
 
 
 def chat_prompt(service: Service, chat: Chat) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -104,6 +108,14 @@ def _job(job_id: str, requests: Sequence[Request], wanted: Wanted, readers: Sequ
     choices = [_choice(request, index) for request in requests for index in range(wanted.n)]
     named = [replace(request, id=f"{job_id}-{index}") for index, request in enumerate(choices)]
     return Job(job_id, tuple(named), tuple(readers), wanted.n, headers=headers)
+
+
+def _ignored(grammar: Grammar | None) -> dict[str, str]:
+    """What a schema that is not strict asks for and does not get."""
+    if grammar is None or not grammar.ignored:
+        return {}
+    text = " ".join("; ".join(grammar.ignored).split())
+    return {IGNORED: text.encode("ascii", "replace").decode()[:MAX_HEADER_CHARS]}
 
 
 def _choice(request: Request, index: int) -> Request:

@@ -24,7 +24,7 @@ from kvstrata.server.service import Service
 
 
 class Reply(Response):
-    """`on_end`: called with the whole answer of a reply that ended well, streamed or not."""
+    """`on_end`: called with the whole answer of a reply that ended well, streamed or not, before its client has it."""
 
     def __init__(
         self,
@@ -57,10 +57,12 @@ class Reply(Response):
             return await answer(scope, receive, send)
 
     async def _stream(self, replies: Replies, telling: Telling, send: Send) -> None:
+        def on_end() -> None:
+            if self._on_end is not None:
+                self._on_end(self._wire.whole(telling.usage()))
+
         keep_alive_s, headers = self._service.keep_alive_s, self._job.headers
-        ended = await send_stream(replies, telling, self._wire, send, keep_alive_s=keep_alive_s, headers=headers)
-        if ended and self._on_end is not None:
-            self._on_end(self._wire.whole(telling.usage()))
+        await send_stream(replies, telling, send, keep_alive_s=keep_alive_s, headers=headers, on_end=on_end)
 
     async def _whole(self, replies: Replies, telling: Telling) -> Response:
         while not replies.ended:

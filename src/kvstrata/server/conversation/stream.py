@@ -11,7 +11,7 @@ from starlette.types import Send
 from kvstrata.engine.request import Event, Piece, Prefilled
 from kvstrata.server.bridge import Arrival, Replies
 from kvstrata.server.conversation.telling import Telling
-from kvstrata.server.conversation.wire import Wire, encode
+from kvstrata.server.conversation.wire import encode
 
 PING_S = 1.0  # no two within this; and no client waits longer for the first byte
 
@@ -56,9 +56,17 @@ class Heartbeat:
 
 
 async def send_stream(
-    replies: Replies, telling: Telling, wire: Wire, send: Send, *, keep_alive_s: float, headers: Mapping[str, str]
-) -> bool:
-    """Whether it came to its end. Headers wait for the first event, which tells how much was cached; not for long."""
+    replies: Replies,
+    telling: Telling,
+    send: Send,
+    *,
+    keep_alive_s: float,
+    headers: Mapping[str, str],
+    on_end: Callable[[], None],
+) -> None:
+    """Headers wait for the first event, which tells how much was cached; but not for long. `on_end`: called when all
+    is well, before the client hears of the end."""
+    wire = telling.wire
     heartbeat = Heartbeat(keep_alive_s)
     arrivals = await _take(replies, min(PING_S, keep_alive_s))
     if failed := telling.failure(arrivals):
@@ -73,15 +81,16 @@ async def send_stream(
         body += encode([event for arrival in arrivals for event in telling.told(arrival)])
         if failed := telling.failure(arrivals):
             await _send_body(send, body + encode(wire.fail(failed)), more=False)
-            return False
+            return
         if replies.ended:
             break
         if body:
             await _send_body(send, body, more=True)
             heartbeat.on_sent()
         arrivals, body = await _take(replies, heartbeat.left_s()), b""
-    await _send_body(send, body + encode(wire.close(telling.usage())), more=False)
-    return True
+    body += encode(wire.close(telling.usage()))
+    on_end()
+    await _send_body(send, body, more=False)
 
 
 async def _take(replies: Replies, timeout_s: float) -> list[Arrival]:

@@ -22,7 +22,7 @@ class Telling:
 
     def __init__(self, job: Job, wire: Wire, enough: Callable[[int], None]) -> None:
         self._job = job
-        self._wire = wire
+        self.wire = wire
         self._enough = enough
         self._complete: set[int] = set()  # replies that were ended by us
         self._usages: dict[int, TokenUsage] = {}
@@ -79,17 +79,17 @@ class Telling:
                 events = events[: last + 1]
                 self._complete.add(index)
                 self._enough(index)
-        return self._wire.add(index, events, logprobs) if events or logprobs else []
+        return self.wire.add(index, events, logprobs) if events or logprobs else []
 
     def _end(self, index: int, finished: Finished) -> list[ServerEvent]:
         self._usages[index] = finished.usage
         if index in self._complete:
             # Whatever the model went on with before the engine heard of it.
-            return self._wire.end(index, Ended("stop", finished.usage))
+            return self.wire.end(index, Ended("stop", finished.usage))
         reason = "length" if finished.reason == "length" else "stop"
         cut_off = reason == "length" or bool(finished.stop)
         rest = self._add(index, self._job.readers[index].finish(cut_off=cut_off))
-        return [*rest, *self._wire.end(index, Ended(reason, finished.usage, finished.stop))]
+        return [*rest, *self.wire.end(index, Ended(reason, finished.usage, finished.stop))]
 
 
 def _failure(event: Event) -> RequestError | None:

@@ -65,7 +65,7 @@ def conversation(asked: ChatAsked) -> Chat:
     limit = asked.max_completion_tokens or asked.max_tokens
     num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
     return Chat(
-        messages=[message_of(message, f"messages.{index}") for index, message in enumerate(asked.messages)],
+        messages=messages_of(asked.messages),
         tools=tuple(tool.model_dump(exclude_none=True) for tool in asked.tools or ()),
         choice=_choice(asked),
         thinking=ThinkingWanted(effort=asked.reasoning_effort),
@@ -182,7 +182,20 @@ def _schema(value: dict[str, Any] | str, param: str) -> dict[str, Any]:
     return parsed
 
 
-def message_of(message: Message, where: str) -> dict[str, Any]:
+def messages_of(asked: Sequence[Message]) -> list[dict[str, Any]]:
+    known: set[str] = set()  # ids of calls so far
+    for index, message in enumerate(asked):
+        if message.role == "tool" and message.tool_call_id is not None and message.tool_call_id not in known:
+            raise InvalidRequest(
+                f"messages.{index}.tool_call_id: '{message.tool_call_id[:80]}' is the id of no call before it. Send "
+                "the call along with its result.",
+                param=f"messages.{index}.tool_call_id",
+            )
+        known |= {call.id for call in message.tool_calls or ()}
+    return [_message(message, f"messages.{index}") for index, message in enumerate(asked)]
+
+
+def _message(message: Message, where: str) -> dict[str, Any]:
     """Checked where the client can be told the place; the template brings it into its own shape."""
     if message.content is None and message.role != "assistant":
         raise InvalidRequest(f"{where}.content: a {message.role} message needs content.", param=f"{where}.content")
