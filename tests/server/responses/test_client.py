@@ -12,6 +12,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from kvstrata.errors import NeverFits
 from tests.agents.forced import Forced, Prompt, call_text, serving
 from tests.server.conftest import Served
 
@@ -302,6 +303,18 @@ def test_a_prompt_that_is_too_long(client: openai.OpenAI, served: Served) -> Non
     events = events_of(served, input=text)
     assert [name for name, _ in events] == ["response.created", "response.in_progress", "response.failed"]
     assert events[-1][1]["response"]["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_prompt_that_memory_has_no_room_for(
+    client: openai.OpenAI, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise NeverFits("It needs more memory than there is.")
+
+    monkeypatch.setattr(served.server.service.engine, "submit", refuse)
+    with pytest.raises(openai.BadRequestError, match="more memory"):
+        client.responses.create(model=served.name, input="x")
+    assert events_of(served, input="x")[-1][1]["response"]["error"]["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from kvstrata.engine.request import Sampling, TokenLogprob, TokenUsage
-from kvstrata.errors import ContextTooLong, MemoryPinned, QueueFull, ReplyFailed, RequestError
+from kvstrata.errors import ContextTooLong, MemoryPinned, NeverFits, QueueFull, ReplyFailed, RequestError
 from kvstrata.server.conversation.body import validated
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, json_bytes
 from kvstrata.server.responses.answers import OutputLogprob, opening
@@ -193,6 +193,7 @@ def test_silence_is_broken_by_events_that_count() -> None:
     ("error", "code"),
     [
         (ContextTooLong("long"), "context_length_exceeded"),
+        (NeverFits("large"), "context_length_exceeded"),
         (ReplyFailed("broken"), "server_error"),
         (QueueFull("full"), "rate_limit_exceeded"),
         (MemoryPinned("pinned"), "invalid_prompt"),

@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvstrata.errors import ContextTooLong, NeverFits, RequestError
 from kvstrata.server.bridge import Replies
 from kvstrata.server.conversation.job import Job
 from kvstrata.server.conversation.stream import send_stream
@@ -24,7 +25,9 @@ from kvstrata.server.service import Service
 
 
 class Reply(Response):
-    """`on_end`: called with the whole answer of a reply that ended well, streamed or not, before its client has it."""
+    """`on_end`: called with the whole answer of a reply that ended well, streamed or not, before its client has it.
+    `on_too_long`: answers where the prompt is too long for the context or the memory; None: as every error is answered.
+    """
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class Reply(Response):
         *,
         stream: bool,
         on_end: Callable[[Any], None] | None = None,
+        on_too_long: Callable[[RequestError], Response] | None = None,
     ) -> None:
         super().__init__()
         self._service = service
@@ -41,6 +45,7 @@ class Reply(Response):
         self._wire = wire
         self._is_stream = stream
         self._on_end = on_end
+        self._on_too_long = on_too_long
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         # A client that has gone away gets no answer, and that is no error.
@@ -50,7 +55,12 @@ class Reply(Response):
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._service.door.pass_through(), Replies(self._service.engine, self._job.requests) as replies:
             telling = Telling(self._job, self._wire, replies.end)
-            replies.submit()
+            try:
+                replies.submit()
+            except (ContextTooLong, NeverFits) as error:
+                if self._on_too_long is None:
+                    raise
+                return await self._on_too_long(error)(scope, receive, send)
             if self._is_stream:
                 return await unless_gone(receive, self._stream(replies, telling, send))
             answer = await unless_gone(receive, self._whole(replies, telling))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic_core import from_json
 
-from kvstrata.errors import ContextTooLong, InvalidRequest, ResponseNotFound
+from kvstrata.errors import ContextTooLong, InvalidRequest, RequestError, ResponseNotFound
 from kvstrata.server.auth import owner_in
 from kvstrata.server.conversation.body import body_of, read
 from kvstrata.server.conversation.job import default_sampling
@@ -51,13 +52,15 @@ async def create_response(request: Request) -> Response:
     question = await read(request, Asking(memory))
     asked, job = question.asked, question.job
     wire = _wire(service, question)
+    too_long = partial(_too_long, wire, stream=bool(asked.stream))
     if isinstance(job, ContextTooLong):
-        return _too_long(wire, job, stream=bool(asked.stream))
+        return too_long(job)
 
     def keep(answer: Any) -> None:
         memory.stored.keep(question.stored(answer))
 
-    return Reply(service, job, wire, stream=bool(asked.stream), on_end=None if asked.store is False else keep)
+    on_end = None if asked.store is False else keep
+    return Reply(service, job, wire, stream=bool(asked.stream), on_end=on_end, on_too_long=too_long)
 
 
 @router.get("/{response_id}", summary="A response that was kept", responses={**answers(400, 401), 404: NO_RESPONSE})
@@ -116,7 +119,7 @@ def _wire(service: Service, question: Question) -> ResponsesWire:
     return ResponsesWire(opening(asked, question.id, service.name, default_sampling(service)), output)
 
 
-def _too_long(wire: ResponsesWire, error: ContextTooLong, *, stream: bool) -> Response:
+def _too_long(wire: ResponsesWire, error: RequestError, *, stream: bool) -> Response:
     """Codex makes its history shorter where a stream fails with this, and gives up where the request does."""
     if not stream:
         raise error

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvstrata.engine.request import TokenLogprob, TokenUsage
-from kvstrata.errors import RequestError
+from kvstrata.errors import ContextTooLong, NeverFits, RequestError
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, encode
 from kvstrata.server.responses.answers import OutputLogprob, ResponseAnswer, Status, TopLogprob, usage_answer
 from kvstrata.server.responses.output import Output, StreamEvent
@@ -106,8 +106,8 @@ class Logprobs:
 
 def _code(error: RequestError) -> str:
     """One of those that OpenAI's clients know. They make a prompt shorter, wait, try again or give up by it."""
-    if error.code == "context_length_exceeded":
-        return error.code
+    if isinstance(error, ContextTooLong | NeverFits):
+        return "context_length_exceeded"
     if error.status == 429:
         return "rate_limit_exceeded"
     return "server_error" if error.status >= 500 else "invalid_prompt"
