@@ -25,6 +25,7 @@ THEIRS = "another-model"
 # Each as the agent's user could have it: another server, which does not answer, another model and another key.
 CLAUDE = {"env": {"ANTHROPIC_BASE_URL": NOWHERE, "ANTHROPIC_AUTH_TOKEN": "theirs"}, "model": THEIRS}
 OPENCODE = {
+    "$schema": "https://opencode.ai/config.json",  # it writes this line itself where it is missing
     "model": f"elsewhere/{THEIRS}",
     "autoupdate": False,
     "share": "disabled",
@@ -65,7 +66,12 @@ class Case:
 
 CASES = {
     "claude": Case(
-        Start("claude", ["--allowedTools", "Bash", "-p"], files={".claude/settings.json": json.dumps(CLAUDE)}),
+        Start(
+            "claude",
+            ["--allowedTools", "Bash", "-p"],
+            {"CLAUDE_CODE_MAX_RETRIES": "0"},
+            {".claude/settings.json": json.dumps(CLAUDE)},
+        ),
         "Bash",
         DESCRIBED,
     ),

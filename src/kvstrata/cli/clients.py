@@ -64,6 +64,8 @@ def claude(server: Server, _folder: Path) -> Start:
             # A block of the system prompt that changes with every turn.
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            # Variables in its user's settings.json would win over these otherwise.
+            "CLAUDE_CODE_PROVIDER_MANAGED_BY_HOST": "1",
         },
         key_variable="ANTHROPIC_AUTH_TOKEN",
         unset=("ANTHROPIC_API_KEY", *(f"CLAUDE_CODE_USE_{other}" for other in ("BEDROCK", "VERTEX", "FOUNDRY"))),
