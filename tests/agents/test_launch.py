@@ -15,7 +15,7 @@ import pytest
 from tests.agents import clients
 from tests.agents.clients import NOWHERE, Start
 from tests.agents.errand import CHECK, COMMAND, TASK, edits, errand, thinks
-from tests.agents.forced import serving
+from tests.agents.forced import CONTEXT_TOKENS, serving
 from tests.agents.test_agents import BASH, DESCRIBED, assert_done
 
 pytestmark = pytest.mark.slow
@@ -117,11 +117,15 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_an_agent_runs_an_errand_for_our_server(name: str, tmp_path: Path) -> None:
-    case = CASES[name]
+def require(name: str) -> None:
     if not (clients.COMMANDS / name).exists():
         pytest.skip(f"{name} is not installed: make agents")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_agent_runs_an_errand_for_our_server(name: str, tmp_path: Path) -> None:
+    require(name)
+    case = CASES[name]
     script = errand(case.tool, case.arguments, thinks) if case.tool else edits(thinks)
     start = replace(case.start, variables={**case.start.variables, "KVSTRATA_API_KEY": KEY})
     with serving(script, api_key=[KEY]) as forced:
@@ -132,3 +136,12 @@ def test_an_agent_runs_an_errand_for_our_server(name: str, tmp_path: Path) -> No
         assert (tmp_path / "home" / file).read_text() == text
     # What is temporary is in its home here.
     assert not list((tmp_path / "home").glob("kvstrata-*"))
+
+
+def test_claude_code_knows_the_context(tmp_path: Path) -> None:
+    """It tells what it believes in without asking the model."""
+    require("claude")
+    with serving(edits(thinks)) as forced:
+        ended = clients.launch(Start("claude", ["-p"]), forced.served.url, "/context", tmp_path)
+    assert f"/ {CONTEXT_TOKENS / 1000:.1f}k" in ended.out, ended.all
+    assert not forced.said

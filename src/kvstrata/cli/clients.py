@@ -61,7 +61,7 @@ def claude(server: Server, _folder: Path) -> Start:
             **dict.fromkeys((*kinds, *tiers), server.model),
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context_tokens),
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.output_tokens),
-            # A block of the system prompt that changes with every turn.
+            # Some versions begin the system prompt with a block that changes with every turn.
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             # Variables in its user's settings.json would win over these otherwise.
