@@ -22,6 +22,8 @@ pytestmark = pytest.mark.slow
 
 KEY = "the-key-of-the-server"
 THEIRS = "another-model"
+# As people name models: what agents part names by is in it.
+OURS = 'some-org/A model\'s "4B":high'
 # Each as the agent's user could have it: another server, which does not answer, another model and another key.
 CLAUDE = {"env": {"ANTHROPIC_BASE_URL": NOWHERE, "ANTHROPIC_AUTH_TOKEN": "theirs"}, "model": THEIRS}
 OPENCODE = {
@@ -128,7 +130,7 @@ def test_an_agent_runs_an_errand_for_our_server(name: str, tmp_path: Path) -> No
     case = CASES[name]
     script = errand(case.tool, case.arguments, thinks) if case.tool else edits(thinks)
     start = replace(case.start, variables={**case.start.variables, "KVSTRATA_API_KEY": KEY})
-    with serving(script, api_key=[KEY]) as forced:
+    with serving(script, api_key=[KEY], served_name=OURS) as forced:
         ended = clients.launch(start, forced.served.url, TASK, tmp_path)
     assert_done(ended, tmp_path)
     assert len(forced.said) >= 2
