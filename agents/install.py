@@ -68,7 +68,9 @@ def system() -> str:
 
 
 def unpack(folder: Path, npm: list[str], packages: dict[str, str]) -> Path:
-    """pi's own bundle is whole. What its package asks for beside it is not all to be had at every registry."""
+    """pi's own bundle is whole but for jiti, which loads extensions. What its package asks for beside it is not all to
+    be had at every registry.
+    """
     [(name, version)] = packages.items()
     packed = subprocess.run(
         [*npm, "pack", f"{name}@{version}", "--pack-destination", str(folder), "--silent", "--json"],

@@ -1,4 +1,5 @@
-"""How each agent is started, without a person, against a server of ours: what docs/agents.md tells people to do.
+"""How each agent is started, without a person, against a server of ours: what docs/agents.md tells people to do, by
+settings of its own or by `kvstrata launch`.
 
 Knows the agents' settings. Does not know what they are asked. An agent gets a home and a folder of its own, no variable
 of this process, and a proxy that nobody listens at for whatever is not on this machine.
@@ -9,11 +10,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import kvstrata
+
 COMMANDS = Path(__file__).parents[2] / ".agents" / "bin"
+SOURCE = Path(kvstrata.__file__).parents[1]
+LAUNCH = (sys.executable, "-c", "from kvstrata.cli import main; main()", "launch")
 LIMIT_S = 240
 NOWHERE = "http://127.0.0.1:9"  # the port that throws away what it gets: nobody listens there
 _PROXIES = {name: NOWHERE for both in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY") for name in (both, both.lower())}
@@ -62,6 +68,17 @@ Agent = Callable[[Where], Start]
 
 def run(start: Start, task: str, folder: Path) -> Ended:
     """In `folder`/work, which is empty at first, with `folder`/home as its home."""
+    return _run([str(COMMANDS / start.command), *start.arguments, task], start, folder)
+
+
+def launch(start: Start, url: str, task: str, folder: Path) -> Ended:
+    """The same by `kvstrata launch`. What `start` has is for its user, and knows nothing of the server."""
+    command = [*LAUNCH, start.command, "--url", url, "--", *start.arguments, task]
+    path = {"PATH": f"{COMMANDS}{os.pathsep}{_ENVIRONMENT['PATH']}", "PYTHONPATH": str(SOURCE)}
+    return _run(command, replace(start, variables={**path, **start.variables}), folder)
+
+
+def _run(command: list[str], start: Start, folder: Path) -> Ended:
     home, work = folder / "home", folder / "work"
     work.mkdir(parents=True)
     for name, text in start.files.items():
@@ -69,7 +86,7 @@ def run(start: Start, task: str, folder: Path) -> Ended:
         (home / name).write_text(text)
     home.mkdir(exist_ok=True)
     done = subprocess.run(
-        [str(COMMANDS / start.command), *start.arguments, task],
+        command,
         cwd=work,
         env={**_ENVIRONMENT, "HOME": str(home), "TMPDIR": str(home), **start.variables},
         stdin=subprocess.DEVNULL,

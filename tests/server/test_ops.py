@@ -61,6 +61,7 @@ def test_props_say_what_is_served(served: Served) -> None:
     with served.http() as http:
         props = http.get("/props").json()
     assert props["model"]["name"] == served.name
+    assert props["model"]["thinking"] is False
     assert props["model"]["identity"] == served.server.service.loaded.fingerprint
     assert props["kv"]["k"] == props["kv"]["v"] == "raw"
     assert sum(props["layers"].values()) == 30

@@ -86,6 +86,7 @@ def test_how_harmony_writes_calls(wrap_byte_level) -> None:
     assert before == "to=functions.look_up<|channel|>commentary json<|message|>"
     assert after == "<|call|>"
     assert form.think_end_ids == ()
+    assert form.thinks
     assert not form.opens_thinking(template.render([user("a")]))
 
 
@@ -99,6 +100,7 @@ def test_the_prompt_may_open_thinking(wrap_byte_level) -> None:
     assert form.opens_thinking(opened)
     assert not form.opens_thinking(closed)
     assert len(form.think_end_ids) == 1
+    assert form.thinks
 
 
 def test_marks_that_frame_the_answer_are_no_text(wrap_byte_level) -> None:

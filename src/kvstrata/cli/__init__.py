@@ -20,6 +20,7 @@ from kvstrata.errors import KvstrataError
 COMMANDS: Mapping[str, str] = {
     "serve": "Serve a model to OpenAI clients.",
     "chat": "Chat with a running server.",
+    "launch": "Start a coding agent that uses a running server.",
     "top": "Watch a running server's cache.",
     "cache": "See and change what a running server has cached.",
     "pull": "Get a model, so that serving it starts at once.",

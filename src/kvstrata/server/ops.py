@@ -86,6 +86,7 @@ def properties(service: Service, target: TargetAnswer, held: HeldAnswer) -> dict
             "context_tokens": service.context_tokens,
             "chat_template": service.template.exists,
             "tools": service.form.calls,
+            "thinking": service.form.thinks,
         },
         "sampling": _sampling(service),
         **engine,

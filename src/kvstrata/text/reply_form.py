@@ -27,15 +27,16 @@ if TYPE_CHECKING:
 
 class ReplyForm:
     """`calls`: how calls are written, in a word or some. `shows_tools`: the template itself shows tools; otherwise they
-    are told in the system text. `think_end_ids`: the tokens that end thinking; empty: there is no thinking, or no
-    tokens that always end it. `has_channels`: replies are messages in channels (Harmony). `ending_ids` end a reply of
-    this form, `break_ids` part its text.
+    are told in the system text. `thinks`: the model may think before it answers. `think_end_ids`: the tokens that end
+    thinking; empty: there is no thinking, or no tokens that always end it. `has_channels`: replies are messages in
+    channels (Harmony). `ending_ids` end a reply of this form, `break_ids` part its text.
     """
 
     def __init__(self, tokenizer: TokenizerWrapper, template: ChatTemplate, harmony: HarmonyMarks | None) -> None:
         self._tokenizer = tokenizer
         self._harmony = harmony
         self._tags: ThinkingTags | None = None if harmony else thinking_tags(tokenizer)
+        self.thinks: bool = harmony is not None or self._tags is not None
         self._markers = tuple(getattr(tokenizer, "structural_markers", ()) or ())
         self.shows_tools: bool = template.has_tools
         self._call_text = self._written_calls(template)

@@ -1,0 +1,146 @@
+"""`kvstrata launch`: a coding agent that asks a running server, started with settings that only it sees.
+
+Knows how to ask the server what it serves and how to run a process. What each agent has to be told is in `clients.py`.
+Files go into a temporary folder that ends with the agent. The key goes into a variable: others of the machine may read
+arguments, and a folder may outlive us.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from kvstrata.cli.clients import CLIENTS, Client, Server, Start
+from kvstrata.cli.remote import DEFAULT_URL, Key, Url, connect
+from kvstrata.errors import KvstrataError
+
+NO_KEY = "none"  # a server without keys takes any; agents want one
+SHOWN_FOLDER = Path("TEMPORARY")
+SHOWN_KEY = "<hidden>"
+
+
+def launch(
+    client: Annotated[Literal["claude", "codex", "opencode", "pi", "aider"], typer.Argument(help="The agent.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGUMENTS", help="What the agent gets behind ours.", show_default=False),
+    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+    print_only: Annotated[
+        bool, typer.Option("--print", help="Show variables, files and the command line, and start nothing.")
+    ] = False,
+) -> None:
+    """Start a coding agent that uses a running server. Its own settings stay as they are.
+
+    For example: kvstrata launch claude    or: kvstrata launch codex -- exec "Say hello"
+    """
+    chosen = CLIENTS[client]
+    server = ask_server(url, api_key)
+    added = arguments or []
+    if print_only:
+        start = chosen.start(server, SHOWN_FOLDER)
+        typer.echo(shown(start, [chosen.command, *start.arguments, *added]))
+        return
+    program = find_program(chosen)
+    with laid_out(chosen, server) as start:
+        variables = environment(start, os.environ, api_key)
+        code = run([program, *start.arguments, *added], variables)
+    raise typer.Exit(code)
+
+
+def ask_server(url: str, api_key: str | None) -> Server:
+    with connect(url, api_key) as remote:
+        models = remote.ask("GET", "/v1/models")
+        props = remote.ask("GET", "/props")
+    try:
+        name, of_model = models["data"][0]["id"], props["model"]
+        server = Server(url.rstrip("/"), _usable(name), int(of_model["context_tokens"]), bool(of_model["thinking"]))
+    except (LookupError, TypeError, ValueError):
+        raise KvstrataError(f"{url} answers, but not like this version of kvstrata. Check --url.") from None
+    return server
+
+
+def _usable(name: str) -> str:
+    """Variables and arguments hold any text but this."""
+    if not name or "\0" in name or any("\ud800" <= character <= "\udfff" for character in name):
+        raise KvstrataError("No agent can be given this model's name. Serve it with another: --served-name NAME")
+    return name
+
+
+def find_program(client: Client) -> str:
+    found = shutil.which(client.command)
+    if found is None:
+        raise KvstrataError(f"{client.title} is not installed: there is no '{client.command}'. Try: {client.install}")
+    return found
+
+
+@contextmanager
+def laid_out(client: Client, server: Server) -> Iterator[Start]:
+    """With its files in a temporary folder."""
+    with tempfile.TemporaryDirectory(prefix="kvstrata-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        start = client.start(server, folder)
+        for file, text in start.files.items():
+            (folder / file).write_text(text, encoding="utf-8")
+        yield start
+
+
+def environment(start: Start, own: Mapping[str, str], api_key: str | None) -> dict[str, str]:
+    kept = {name: value for name, value in own.items() if name not in start.unset}
+    return {**kept, **start.variables, start.key_variable: api_key or NO_KEY}
+
+
+def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Its exit code, as a shell tells it."""
+    children: list[subprocess.Popen[bytes]] = []
+
+    def hand_on(number: int, _frame: Any) -> None:
+        # The terminal sends Ctrl-C to both of us, and what it means is the agent's to say.
+        if children and number != signal.SIGINT:
+            children[0].send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, hand_on) for number in numbers}
+    try:
+        children.append(subprocess.Popen(command, env=variables))
+        code = children[0].wait()
+    except OSError as error:
+        raise KvstrataError(f"{command[0]} does not start: {error.strerror}") from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
+
+
+def shown(start: Start, command: Sequence[str]) -> str:
+    """As a shell would be told, with the key hidden."""
+    lines = [f"unset {name}" for name in start.unset]
+    lines += [f"export {name}={shell_word(value)}" for name, value in start.variables.items()]
+    lines.append(f"export {start.key_variable}={SHOWN_KEY}")
+    for name, text in start.files.items():
+        lines += ["", f"# {SHOWN_FOLDER / name}", text.rstrip("\n")]
+    return "\n".join([*lines, "", " ".join(map(shell_word, command))])
+
+
+def shell_word(text: str) -> str:
+    """Quoted, on one line, and without anything that a terminal obeys."""
+    if text.isprintable():
+        return shlex.quote(text)
+    return "$'" + "".join(map(_shell_character, text)) + "'"
+
+
+def _shell_character(character: str) -> str:
+    if character in "'\\":
+        return f"\\{character}"
+    return character if character.isprintable() else f"\\U{ord(character):08x}"
