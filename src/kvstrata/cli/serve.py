@@ -100,6 +100,7 @@ def start_lines(settings: Settings, service: Service, machine: Device, url: str)
         f"serving   {url}/v1   (Ctrl-C to stop), the page is {url}/",
         f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{needs_key} -d '{asked}'",
         f"or        kvstrata chat --url {url}",
+        f"agents    kvstrata launch claude --url {url}   (or codex, opencode, pi, aider)",
     ]
 
 
