@@ -106,7 +106,7 @@ def serving(log: Path, *model: str) -> Iterator[tuple[subprocess.Popen[str], str
             lines = []
             for line in process.stdout:
                 lines.append(line)
-                if line.startswith("or "):
+                if line.startswith("agents "):
                     break
             start = "".join(lines)
             address = re.search(r"http://[\d.:]+", start)
