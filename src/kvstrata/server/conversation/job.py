@@ -37,6 +37,7 @@ class Job:
     readers: tuple[ReplyReader, ...]  # one for each request
     n: int = 1
     one_call: bool = False  # a reply ends with its first call
+    notes: Mapping[str, str] = field(default_factory=dict)  # what the answer says beside why it missed (miss.py)
     headers: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -11,9 +11,11 @@ from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, T
 from kvstrata.errors import InvalidRequest, MemoryPinned, ReplyFailed, RequestError
 from kvstrata.server.bridge import Arrival
 from kvstrata.server.conversation.job import Job
+from kvstrata.server.conversation.miss import MISS, miss_value
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, Wire
 from kvstrata.text.events import CallEnded, ReplyEvent
 
+CACHED = "x-kvstrata-cached-tokens"
 CANCELLED = "The server cancelled this reply. Send the request again."
 
 
@@ -51,14 +53,14 @@ class Telling:
         """Known where there is one prompt and its first event is about it. Otherwise the usage tells, at the end."""
         first = arrivals[0].event if arrivals else None
         if isinstance(first, Prefilled) and len(self._job.requests) == 1:
-            return {"x-kvstrata-cached-tokens": str(first.cached), "x-kvstrata-miss": first.miss}
+            return {CACHED: str(first.cached), MISS: miss_value(first.miss, self._job.notes)}
         return {}
 
     def whole_headers(self) -> dict[str, str]:
         firsts = [miss for index, miss in sorted(self._misses.items()) if index % self._job.n == 0]
         return {
-            "x-kvstrata-cached-tokens": str(self.usage().cached_tokens),
-            "x-kvstrata-miss": ",".join(dict.fromkeys(firsts)),
+            CACHED: str(self.usage().cached_tokens),
+            MISS: miss_value(",".join(dict.fromkeys(firsts)), self._job.notes),
         }
 
     def usage(self) -> TokenUsage:

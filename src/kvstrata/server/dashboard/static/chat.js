@@ -59,7 +59,7 @@ export class Chat {
     const began = performance.now();
     const turn = { text: "", first: null, usage: null, began };
     const response = await request("POST", this.path, this.body(), this.stopping.signal);
-    turn.miss = response.headers.get("x-kvstrata-miss");
+    turn.miss = response.headers.get("x-kvstrata-miss")?.split(";")[0];
     for await (const { data, comment } of events(response)) {
       if (comment?.startsWith("prefill")) answer.note.textContent = `reading the prompt: ${comment.slice(8)} tokens`;
       if (data === undefined || data === "[DONE]") continue;
