@@ -14,12 +14,12 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
-from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.sources import InitSettingsSource
 
 from kvstrata.disk.options import DiskOptions
@@ -27,77 +27,26 @@ from kvstrata.engine.limits import MARK_EVERY_TOKENS, Limits
 from kvstrata.errors import ConfigError
 from kvstrata.models.cpu_options import CpuOptions, CpuWeights
 from kvstrata.server.wire.bounds import Bounds
+from kvstrata.setting import (
+    ActivationBits,
+    Bits,
+    ByteCount,
+    GroupSize,
+    HostNames,
+    LogLevel,
+    SizeSetting,
+    Texts,
+    setting,
+)
 from kvstrata.sizes import Size, human_bytes
 from kvstrata.store.options import Floors, LadderOptions, PrecisionOptions, StoreOptions
 
 logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "KVSTRATA_"
-HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+")
 LINK_PATTERN = re.compile(r"(?:tcp|udp|sctp)://", re.IGNORECASE)
 NOT_A_KEY = "an API key must be printable ASCII without spaces"
 KEY_SETTINGS = ("api_key", "api_key_file", "admin_key", "admin_key_file")
-
-
-def _size(value: object) -> object:
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str):
-        return value
-    try:
-        return Size.parse(value)
-    except ConfigError as error:
-        raise PydanticCustomError("size", "{reason}", {"reason": str(error)}) from None
-
-
-def _absolute_bytes(value: object) -> object:
-    size = _size(value)
-    if not isinstance(size, Size):
-        return value
-    if size.num_bytes is None:
-        raise PydanticCustomError("size", "a percentage makes no sense here. Write it like 32MiB")
-    return size.num_bytes
-
-
-def _split(value: object) -> object:
-    """`a,b` as the environment has it; a list as TOML and flags have it."""
-    if isinstance(value, str):
-        value = value.split(",")
-    if not isinstance(value, list | tuple):
-        return value
-    parts = tuple(part.strip() if isinstance(part, str) else part for part in value)
-    if "" in parts:
-        # Of keys: a user who gives one, even as a variable that is not set, wants a locked server.
-        raise PydanticCustomError("empty", "given, but empty. Write a value, or leave it out")
-    return parts
-
-
-def _host_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        if HOST_PATTERN.fullmatch(name) is None:
-            raise PydanticCustomError("host", "write only the name, without http:// and port, like models.example.org")
-    return names
-
-
-def _whole(value: Any) -> Any:
-    """Flags and the environment are text, and text is never equal to one of a list of numbers."""
-    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
-
-
-SizeSetting = Annotated[Size, NoDecode, BeforeValidator(_size), PlainSerializer(str)]
-ByteCount = Annotated[int, BeforeValidator(_absolute_bytes)]
-Bits = Annotated[Literal[8, 4, 2], BeforeValidator(_whole)]
-ActivationBits = Annotated[Literal[8, 16, 32], BeforeValidator(_whole)]
-GroupSize = Annotated[Literal[32, 64, 128], BeforeValidator(_whole)]
-Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-HostNames = Annotated[Texts, AfterValidator(_host_names)]
-LogLevel = Literal["critical", "error", "warning", "info", "debug"]
-
-
-def _setting(default: Any, description: str, *, panel: str, unit: str = "", **constraints: Any) -> Any:
-    """`panel` groups the flag in --help, `unit` is shown as the kind of value there."""
-    extra: dict[str, Any] = {"panel": panel, "unit": unit}
-    return Field(default, description=description, json_schema_extra=extra, **constraints)
 
 
 class Settings(BaseSettings):
@@ -107,70 +56,70 @@ class Settings(BaseSettings):
         env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", frozen=True, arbitrary_types_allowed=True
     )
 
-    model: str | None = _setting(None, "Folder or Hugging Face id; without it the default model", panel="Model")
-    adapter: Path | None = _setting(None, "LoRA adapter to put on the model", panel="Model", unit="folder")
-    served_name: str | None = _setting(None, "Another name that clients may call the model by", panel="Model")
-    any_model_name: bool = _setting(
+    model: str | None = setting(None, "Folder or Hugging Face id; without it the default model", panel="Model")
+    adapter: Path | None = setting(None, "LoRA adapter to put on the model", panel="Model", unit="folder")
+    served_name: str | None = setting(None, "Another name that clients may call the model by", panel="Model")
+    any_model_name: bool = setting(
         False, "Answer whatever model a client names; without it: its own names, and claude-*", panel="Model"
     )
-    context_tokens: int | None = _setting(
+    context_tokens: int | None = setting(
         None, "Longest prompt and reply together; without it what the model was made for", panel="Model", unit="tokens",
         ge=1,
     )  # fmt: skip
-    generation_config: Literal["model", "none"] = _setting(
+    generation_config: Literal["model", "none"] = setting(
         "model", "Sampling of requests that leave it out: 'model' is by its generation_config.json, 'none' by OpenAI's "
         "defaults", panel="Model", unit="source",
     )  # fmt: skip
 
-    cpu_weights: CpuWeights = _setting(
+    cpu_weights: CpuWeights = setting(
         CpuOptions.weights, "On a CPU: plain 16-bit weights are quantized to '8' or '4' bits, quantized ones stay as "
         "they are; 'raw' makes all of them float32; 'auto' is 8, or 4 where 8 do not fit", panel="Model", unit="bits",
     )  # fmt: skip
-    cpu_activations: ActivationBits = _setting(
+    cpu_activations: ActivationBits = setting(
         CpuOptions.activations, "On a CPU: bits of what packed weights are multiplied by. 8 is fastest and loses "
         "something, 32 is exact and slow", panel="Model", unit="bits",
     )  # fmt: skip
 
-    host: str = _setting("127.0.0.1", "Address to listen on", panel="Address and keys", unit="address")
-    port: int = _setting(8000, "Port to listen on; 0 takes a free one", panel="Address and keys", unit="port",
+    host: str = setting("127.0.0.1", "Address to listen on", panel="Address and keys", unit="address")
+    port: int = setting(8000, "Port to listen on; 0 takes a free one", panel="Address and keys", unit="port",
                          ge=0, le=65535)  # fmt: skip
-    api_key: Texts = _setting(
+    api_key: Texts = setting(
         (), "Key that clients must send; may be repeated (environment: commas between)", panel="Address and keys",
         unit="key", repr=False,
     )  # fmt: skip
-    api_key_file: Path | None = _setting(
+    api_key_file: Path | None = setting(
         None, "File with one key on each line; # begins a comment", panel="Address and keys", unit="file"
     )
-    admin_key: Texts = _setting(
+    admin_key: Texts = setting(
         (), "Key that may see and change what is cached under every key, and the precision of what is to come; may be "
         "repeated (environment: commas between)", panel="Address and keys", unit="key", repr=False,
     )  # fmt: skip
-    admin_key_file: Path | None = _setting(
+    admin_key_file: Path | None = setting(
         None, "File with such keys, one on each line; # begins a comment", panel="Address and keys", unit="file"
     )
-    pin_quota: SizeSetting = _setting(
+    pin_quota: SizeSetting = setting(
         Size(percent=25.0), "Most that each key may pin; % is of the memory for stored KV. Admin keys, and servers "
         "without keys, have no quota", panel="Address and keys", unit="size",
     )  # fmt: skip
-    allow_public: bool = _setting(False, "Listen on a public address without any key", panel="Address and keys")
-    allowed_host: HostNames = _setting(
+    allow_public: bool = setting(False, "Listen on a public address without any key", panel="Address and keys")
+    allowed_host: HostNames = setting(
         (), "Name that clients may call a server without keys by, beside addresses, this machine's and private ones; "
         "may be repeated (environment: commas between)", panel="Address and keys", unit="name",
     )  # fmt: skip
 
-    memory_limit: SizeSetting = _setting(
+    memory_limit: SizeSetting = setting(
         Size(percent=75.0), "Weights, KV and scratch together; % is of the GPU's or the machine's memory, on a Mac at "
         "most what Metal recommends", panel="Engine", unit="size",
     )  # fmt: skip
-    wired_limit: ByteCount = _setting(
+    wired_limit: ByteCount = setting(
         Limits.wired_bytes,
         "On a Mac: memory that macOS must not page out. Without it macOS decides; with it, kernel panics were "
         "reported (https://github.com/ml-explore/mlx/issues/3186)", panel="Engine", unit="size", ge=0,
     )  # fmt: skip
-    max_running: int = _setting(
+    max_running: int = setting(
         Limits.max_running, "Most requests in one batch", panel="Engine", unit="requests", ge=1, le=4096
     )
-    max_waiting: int = _setting(
+    max_waiting: int = setting(
         Limits.max_waiting,
         "Most requests in the queue; past it 429",
         panel="Engine",
@@ -178,22 +127,22 @@ class Settings(BaseSettings):
         ge=0,
         le=1_000_000,
     )
-    prefill_share: float = _setting(
+    prefill_share: float = setting(
         Limits.prefill_share,
         "Of the time, what prompts may take while streams run: at 0.5 a stream's tokens come half as fast while a "
         "prompt is computed; 1 gives prompts all they can use", panel="Engine", unit="share", gt=0, le=1,
     )  # fmt: skip
-    prefill_chunk_tokens: int | None = _setting(
+    prefill_chunk_tokens: int | None = setting(
         Limits.prefill_chunk_tokens,
         "Prompt tokens computed at a time, whatever --prefill-share says; without it from the speeds that are "
         "measured", panel="Engine", unit="tokens", ge=1,
     )  # fmt: skip
-    max_kv_size: int | None = _setting(
+    max_kv_size: int | None = setting(
         Limits.max_kv_size,
         "Most tokens that a sequence keeps in each layer, the first 4 and the newest; without it all",
         panel="Engine", unit="tokens", ge=16,
     )  # fmt: skip
-    tail_step_tokens: int = _setting(
+    tail_step_tokens: int = setting(
         Limits.tail_step_tokens,
         "Tokens of reply that memory is reserved for at a time",
         panel="Engine",
@@ -201,133 +150,145 @@ class Settings(BaseSettings):
         ge=1,
     )
 
-    cache_slice_ms: float = _setting(
+    cache_slice_ms: float = setting(
         1000 * Limits.slice_s,
         "Work on stored KV between two decode steps, at a time; what a client waits for (a change of precision, "
         "room for a request) takes as long as a step where that is longer", panel="KV cache", unit="milliseconds",
         gt=0, le=10_000,
     )  # fmt: skip
-    hot_cache_size: SizeSetting | None = _setting(
+    hot_cache_size: SizeSetting | None = setting(
         None, "Most memory for stored KV; % is of the machine's memory; without it what running requests leave",
         panel="KV cache", unit="size",
     )  # fmt: skip
-    cache_ttl_s: float | None = _setting(
+    cache_ttl_s: float | None = setting(
         StoreOptions.ttl_s, "Stored KV that no request used for so long goes; without it it stays while there is room",
         panel="KV cache", unit="seconds", gt=0,
     )  # fmt: skip
-    disk_cache_dir: Path | None = _setting(
+    disk_cache_dir: Path | None = setting(
         None, "Folder for KV that memory has no room for; it outlives the server", panel="Disk cache", unit="folder"
     )
-    disk_cache_size: SizeSetting = _setting(
+    disk_cache_size: SizeSetting = setting(
         Size(num_bytes=50 * 1024**3), "Most that it takes on the disk; % is of the volume", panel="Disk cache",
         unit="size",
     )  # fmt: skip
-    disk_reserve: ByteCount = _setting(
+    disk_reserve: ByteCount = setting(
         DiskOptions.reserve_bytes, "Free space of the volume that is left to others", panel="Disk cache",
         unit="size", ge=0,
     )  # fmt: skip
-    disk_queue: ByteCount = _setting(
+    disk_queue: ByteCount = setting(
         DiskOptions.queue_bytes, "Bytes that may wait to be written; a block that is larger goes alone",
         panel="Disk cache", unit="size", ge=1024**2,
     )  # fmt: skip
-    disk_wait_s: float = _setting(
+    disk_wait_s: float = setting(
         DiskOptions.wait_s, "Longest that a new request waits while what memory must let go is written to a disk that "
         "works; then that is dropped. Running replies never wait", panel="Disk cache", unit="seconds", ge=0, le=3600,
     )  # fmt: skip
-    disk_write_through: bool = _setting(
+    disk_write_through: bool = setting(
         StoreOptions.write_through,
         "Write at the end of every request, not only when memory runs short",
         panel="Disk cache",
     )
-    disk_put_away: bool = _setting(
+    disk_put_away: bool = setting(
         PrecisionOptions.put_away,
         "Write what stepping down takes away, so that precision can come back",
         panel="Disk cache",
     )
-    disk_second_touch: bool = _setting(
+    disk_second_touch: bool = setting(
         DiskOptions.second_touch, "Write only what was asked for twice", panel="Disk cache"
     )
-    disk_daily_writes: ByteCount = _setting(
+    disk_daily_writes: ByteCount = setting(
         DiskOptions.daily_write_bytes, "Most that is written in a day; 0: no limit", panel="Disk cache",
         unit="size", ge=0,
     )  # fmt: skip
-    hot_cache_only: bool = _setting(False, "Never write to a disk, whatever the other settings say", panel="Disk cache")
+    hot_cache_only: bool = setting(False, "Never write to a disk, whatever the other settings say", panel="Disk cache")
 
-    kv_cache_quantization: bool = _setting(False, "Store KV as planes:8", panel="KV cache")
-    kv_cache_bits: Bits | None = _setting(
+    exact_replay: bool = setting(
+        True, "Put earlier replies that a client sends back unchanged into the prompt as they were sampled, so that "
+        "nothing of them is computed again", panel="KV cache",
+    )  # fmt: skip
+    drop_nonces: bool = setting(
+        True, "Leave lines out of system messages that change with every request and mean nothing to a model",
+        panel="KV cache",
+    )  # fmt: skip
+    system_in_place: bool = setting(
+        True, "Show a system message in the middle of a chat where it stands, as marked text where the template does "
+        "not take it there. Without it the template decides", panel="KV cache",
+    )  # fmt: skip
+    kv_cache_quantization: bool = setting(False, "Store KV as planes:8", panel="KV cache")
+    kv_cache_bits: Bits | None = setting(
         None, "Store KV as planes of so many bits: 8, 4 or 2", panel="KV cache", unit="bits"
     )
-    kv_cache_k: str | None = _setting(
+    kv_cache_k: str | None = setting(
         None, "Precision of stored keys: raw, planes:8|4|2, affine:8|6|5|4|3|2[:gGROUP], rotated:4|3|2",
         panel="KV cache", unit="precision",
     )  # fmt: skip
-    kv_cache_v: str | None = _setting(None, "Precision of stored values, likewise", panel="KV cache", unit="precision")
-    kv_cache_group_size: GroupSize | None = _setting(
+    kv_cache_v: str | None = setting(None, "Precision of stored values, likewise", panel="KV cache", unit="precision")
+    kv_cache_group_size: GroupSize | None = setting(
         None, "Group size of affine precisions: 32, 64 or 128", panel="KV cache", unit="values"
     )
-    kv_cache_min_quantize_tokens: int = _setting(
+    kv_cache_min_quantize_tokens: int = setting(
         PrecisionOptions.min_quantize_tokens,
         "Shorter conversations are stored at full precision",
         panel="KV cache",
         unit="tokens",
         ge=0,
     )
-    kv_cache_live: bool = _setting(
+    kv_cache_live: bool = setting(
         PrecisionOptions.live,
         "Encode the KV of running requests too, not only what they leave behind",
         panel="KV cache",
     )
-    kv_cache_first_raw: int = _setting(
+    kv_cache_first_raw: int = setting(
         PrecisionOptions.first_raw_tokens,
         "First tokens of a running request that stay at full precision",
         panel="KV cache",
         unit="tokens",
         ge=0,
     )
-    kv_cache_recent_raw: int = _setting(
+    kv_cache_recent_raw: int = setting(
         PrecisionOptions.recent_raw_tokens,
         "Newest tokens of a running request that stay at full precision",
         panel="KV cache",
         unit="tokens",
         ge=0,
     )
-    kv_cache_edge_layers: int = _setting(
+    kv_cache_edge_layers: int = setting(
         0, "First and last attention layers that are stored in another precision", panel="KV cache", unit="layers", ge=0
     )
-    kv_cache_edge: str = _setting("planes:8", "That precision", panel="KV cache", unit="precision")
-    kv_cache_marks: int = _setting(
+    kv_cache_edge: str = setting("planes:8", "That precision", panel="KV cache", unit="precision")
+    kv_cache_marks: int = setting(
         StoreOptions.max_marks,
         "Resume points that a stored conversation keeps, in models with window or recurrent layers",
         panel="KV cache", unit="points", ge=1,
     )  # fmt: skip
-    kv_cache_mark_every: int = _setting(
+    kv_cache_mark_every: int = setting(
         MARK_EVERY_TOKENS, "Prompt tokens between two such points", panel="KV cache", unit="tokens", ge=64
     )
 
-    dynamic_cache: bool = _setting(
+    dynamic_cache: bool = setting(
         LadderOptions.by_pressure,
         "Let precision step down by itself as memory fills up, before anything is evicted",
         panel="KV cache",
     )
-    dynamic_cache_at: str = _setting(
+    dynamic_cache_at: str = setting(
         "", "Step longer conversations down, as in 16k=planes:8,64k=planes:4", panel="KV cache", unit="steps"
     )
-    kv_floor_k: Bits = _setting(Floors.k_bits, "Fewest bits of keys that --dynamic-cache goes to", panel="KV cache",
+    kv_floor_k: Bits = setting(Floors.k_bits, "Fewest bits of keys that --dynamic-cache goes to", panel="KV cache",
                                             unit="bits")  # fmt: skip
-    kv_floor_v: Bits = _setting(Floors.v_bits, "Fewest bits of values, likewise", panel="KV cache", unit="bits")
+    kv_floor_v: Bits = setting(Floors.v_bits, "Fewest bits of values, likewise", panel="KV cache", unit="bits")
 
-    max_body_bytes: ByteCount = _setting(
+    max_body_bytes: ByteCount = setting(
         Bounds.max_body_bytes, "Largest request body", panel="Process", unit="size", ge=1024
     )
-    body_timeout_s: float = _setting(
+    body_timeout_s: float = setting(
         Bounds.body_timeout_s,
         "How long a request body may take to arrive; each KiB that has arrived adds a second", panel="Process",
         unit="seconds", gt=0, le=86400,
     )  # fmt: skip
-    max_header_bytes: ByteCount = _setting(
+    max_header_bytes: ByteCount = setting(
         Bounds.max_header_bytes, "Largest headers of a request", panel="Process", unit="size", ge=1024, le=1024**2
     )
-    header_timeout_s: float = _setting(
+    header_timeout_s: float = setting(
         Bounds.header_timeout_s,
         "How long the headers of a request may take to arrive",
         panel="Process",
@@ -335,21 +296,21 @@ class Settings(BaseSettings):
         gt=0,
         le=86400,
     )
-    send_timeout_s: float = _setting(
+    send_timeout_s: float = setting(
         Bounds.send_timeout_s,
         "How long a client may read less than 1 KiB a second of an answer that waits for it", panel="Process",
         unit="seconds", gt=0, le=86400,
     )  # fmt: skip
-    max_connections: int = _setting(
+    max_connections: int = setting(
         Bounds.max_connections,
         "Most connections at once; past it idle ones close, and if there are none 503", panel="Process",
         unit="connections", ge=1, le=100_000,
     )  # fmt: skip
-    drain_timeout_s: float = _setting(
+    drain_timeout_s: float = setting(
         30.0, "How long the first Ctrl-C lets running replies go on; a disk cache gets as long again to be written, "
         "and no less than 30", panel="Process", unit="seconds", ge=0, le=86400
     )  # fmt: skip
-    log_level: LogLevel = _setting("warning", "Least severe message that is logged", panel="Process", unit="level")
+    log_level: LogLevel = setting("warning", "Least severe message that is logged", panel="Process", unit="level")
 
     @classmethod
     def settings_customise_sources(

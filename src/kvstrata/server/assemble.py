@@ -22,6 +22,9 @@ from kvstrata.metrics import Metrics
 from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
+from kvstrata.server.conversation.hygiene import Hygiene
+from kvstrata.server.replay.files import ReplyFiles
+from kvstrata.server.replay.memory import ReplyMemory
 from kvstrata.server.service import Service
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import human_bytes
@@ -35,6 +38,7 @@ from kvstrata.text.tokens import longest_token_chars
 
 logger = logging.getLogger(__name__)
 
+REPLIES = "replies"  # of the disk cache's folder
 MIN_DISK_BYTES = 16 << 20
 # The model's, the disk cache's, the libraries', and connections that are told that there are too many.
 OTHER_FILES = 192
@@ -46,9 +50,10 @@ def start_service(settings: Settings, loaded: LoadedModel, machine: Device) -> S
     """Starts the engine and waits until it is ready. Raises ModelError."""
     metrics = Metrics()
     limits, storage = _limits(settings, machine), _storage(settings, machine.memory_bytes)
-    engine = Engine(loaded, limits, metrics, storage, _disk(settings))
+    disk = _disk(settings)
+    engine = Engine(loaded, limits, metrics, storage, disk)
     engine.start()
-    template = ChatTemplate(loaded.tokenizer)
+    template = ChatTemplate(loaded.tokenizer, system_in_place=settings.system_in_place)
     return Service(
         loaded=loaded,
         engine=engine,
@@ -63,6 +68,8 @@ def start_service(settings: Settings, loaded: LoadedModel, machine: Device) -> S
         max_prompts=max(1, settings.max_waiting),
         longest_token_chars=longest_token_chars(loaded.tokenizer),
         sampling=loaded.sampling if settings.generation_config == "model" else SamplingDefaults(),
+        hygiene=Hygiene(settings.drop_nonces, settings.system_in_place),
+        replies=_replies(settings, loaded, disk),
         any_model_name=settings.any_model_name,
         keys=_keys(settings),
         pin_quota=settings.pin_quota,
@@ -70,6 +77,14 @@ def start_service(settings: Settings, loaded: LoadedModel, machine: Device) -> S
         bounds=_bounds(settings),
         started=int(time.time()),
     )
+
+
+def _replies(settings: Settings, loaded: LoadedModel, disk: DiskOptions | None) -> ReplyMemory | None:
+    if not settings.exact_replay:
+        return None
+    if disk is None:
+        return ReplyMemory()
+    return ReplyMemory(ReplyFiles(disk.directory / REPLIES, loaded.fingerprint, loaded.vocab_size))
 
 
 def _keys(settings: Settings) -> tuple[ApiKey, ...]:

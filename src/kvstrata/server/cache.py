@@ -37,6 +37,7 @@ from kvstrata.server.cache_words import (
     usage_answer,
 )
 from kvstrata.server.conversation.body import body_of, read_body, require_json, validated
+from kvstrata.server.conversation.prompt import ChatPrompt
 from kvstrata.server.errors import answers
 from kvstrata.server.openai.ask import job_of_chat, job_of_completion
 from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
@@ -61,6 +62,7 @@ class Prompt:
     ids: TokenIds  # the same, as the engine's thread wants them: making these of a long prompt takes a while
     salt: str
     key_salt: str  # the caller's without cache_salt
+    made: ChatPrompt | None = None  # of a chat
 
 
 @router.get("/usage", summary="What is held, where and at which precision", responses=answers(401, 503))
@@ -112,6 +114,7 @@ async def explain(request: Request) -> ExplainAnswer:
         before=_text(service, prompt.tokens[max(0, at - AROUND_TOKENS) : at]),
         after=_text(service, prompt.tokens[at : at + AROUND_TOKENS]),
         instead=[_text(service, run) for run in explained.instead],
+        made=prompt.made,
     )
 
 
@@ -130,7 +133,10 @@ async def clear(request: Request) -> ClearAnswer:
     owner = owner_in(request.scope)
     salt = None if asked.salt is None else salt_of(request.scope, asked.salt)
 
-    left = await told(cache_of(service_of(request)).clear(salt, tier, owner=owner))
+    service = service_of(request)
+    left = await told(cache_of(service).clear(salt, tier, owner=owner))
+    if tier != "hot" and service.replies is not None:
+        service.replies.clear(salt, owner, only_files=tier == "disk")
     cleared = left.cleared
     return {"tier": tier, "bytes": cleared.nbytes, "tokens": cleared.tokens, "bytes_left": left.left_bytes}
 
@@ -232,7 +238,7 @@ def read_prompt(service: Service, body: bytes, scope: Scope) -> Prompt:
     else:
         job = job_of_chat(service, validated(ChatAsked, request), scope)
     tokens = job.requests[0].prompt
-    return Prompt(tokens, as_ids(tokens), job.requests[0].salt, salt_of(scope, None))
+    return Prompt(tokens, as_ids(tokens), job.requests[0].salt, salt_of(scope, None), job.prompt)
 
 
 def _change(asked: RequantizeAsked, scope: Scope) -> Change:

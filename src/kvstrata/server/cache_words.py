@@ -20,6 +20,7 @@ from kvstrata.engine.cache import (
     TierUsage,
 )
 from kvstrata.server.conversation.body import Asked
+from kvstrata.server.conversation.prompt import ChatPrompt
 from kvstrata.server.openai.schema import Message, TokenId, ToolOffered
 
 # Whose the figures of an answer are: one key's, or those of all.
@@ -127,6 +128,9 @@ class ExplainAnswer(TypedDict):
     after: str
     instead: list[str]
     num_instead: int
+    hygiene: dict[str, int]
+    replayed_turns: int
+    replayed_tokens: int
 
 
 class ClearAnswer(TypedDict):
@@ -252,7 +256,9 @@ def progress_answer(progress: Progress) -> ProgressAnswer:
     }
 
 
-def explain_answer(explained: Explanation, *, before: str, after: str, instead: list[str]) -> ExplainAnswer:
+def explain_answer(
+    explained: Explanation, *, before: str, after: str, instead: list[str], made: ChatPrompt | None
+) -> ExplainAnswer:
     return {
         "prompt_tokens": explained.prompt_tokens,
         "cached_tokens": explained.cached_tokens,
@@ -265,6 +271,9 @@ def explain_answer(explained: Explanation, *, before: str, after: str, instead: 
         "after": after,
         "instead": instead,
         "num_instead": explained.num_instead,
+        "hygiene": dict(made.hygiene) if made else {},
+        "replayed_turns": made.replayed_turns if made else 0,
+        "replayed_tokens": made.replayed_tokens if made else 0,
     }
 
 

@@ -13,6 +13,8 @@ from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.bridge import Door
+from kvstrata.server.conversation.hygiene import Hygiene
+from kvstrata.server.replay.memory import ReplyMemory
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import Size
 from kvstrata.text.reply_form import ReplyForm
@@ -36,6 +38,8 @@ class Service:
     longest_token_chars: int
     pin_quota: Size  # of the memory for stored KV, for each key that is no admin's
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that leave it out
+    hygiene: Hygiene = field(default_factory=Hygiene)
+    replies: ReplyMemory | None = None  # None: earlier replies are not put back as they were sampled
     any_model_name: bool = False
     keys: tuple[ApiKey, ...] = ()
     hosts: frozenset[str] = frozenset()  # names that it may be called by where there are no keys
@@ -43,6 +47,11 @@ class Service:
     bounds: Bounds = field(default_factory=Bounds)  # of connections and what comes on them
     started: int = 0  # seconds since the epoch
     door: Door = field(default_factory=Door)
+
+    @property
+    def ending_ids(self) -> frozenset[int]:
+        """The tokens that end a reply."""
+        return self.loaded.eos_ids | self.form.ending_ids
 
     def answers_to(self, name: str) -> bool:
         """Claude Code asks for models of that name wherever it is pointed to."""

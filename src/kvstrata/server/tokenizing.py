@@ -12,7 +12,8 @@ from typing_extensions import TypedDict
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.conversation.body import Asked, body_of, read, read_body
 from kvstrata.server.conversation.chat import Chat, ThinkingWanted
-from kvstrata.server.conversation.job import chat_prompt, check_model
+from kvstrata.server.conversation.job import check_model
+from kvstrata.server.conversation.prompt import chat_prompt
 from kvstrata.server.errors import Shape, answers
 from kvstrata.server.openai.ask import messages_of
 from kvstrata.server.openai.schema import Message, TokenId, ToolOffered
@@ -75,15 +76,15 @@ async def detokenize(request: Request) -> DetokenizeAnswer:
     return await read(request, _detokenized)
 
 
-def _tokenized(service: Service, body: bytes, _scope: Scope) -> TokenizeAnswer:
+def _tokenized(service: Service, body: bytes, scope: Scope) -> TokenizeAnswer:
     asked = read_body(TokenizeAsked, body)
     check_model(service, asked.model)
-    ids = _ids(service, asked)
+    ids = _ids(service, asked, scope)
     texts = [token_text(service.loaded.tokenizer, id) for id in ids] if asked.return_token_strs else None
     return {"count": len(ids), "max_model_len": service.context_tokens, "tokens": list(ids), "token_strs": texts}
 
 
-def _ids(service: Service, asked: TokenizeAsked) -> tuple[int, ...]:
+def _ids(service: Service, asked: TokenizeAsked, scope: Scope) -> tuple[int, ...]:
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest("Send either prompt or messages.", param="prompt")
     if asked.prompt is not None:
@@ -97,7 +98,7 @@ def _ids(service: Service, asked: TokenizeAsked) -> tuple[int, ...]:
         thinking=ThinkingWanted(effort=asked.reasoning_effort),
         template_kwargs=asked.chat_template_kwargs or {},
     )
-    return chat_prompt(service, chat)[0]
+    return chat_prompt(service, chat, scope).ids
 
 
 def _detokenized(service: Service, body: bytes, _scope: Scope) -> DetokenizeAnswer:

@@ -16,6 +16,8 @@ from kvstrata.errors import InvalidRequest
 Message = dict[str, Any]
 ShapeArguments = Callable[[Any], Any]
 
+# What templates call the model's thoughts. The first is what clients send.
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _SHORT_ID = 9  # characters, letters and digits only
 
 
@@ -41,6 +43,7 @@ class Shape:
 
     arguments: ShapeArguments = arguments_as_object
     short_ids: bool = False  # it refuses ids of calls that are not nine letters or digits (Mistral's)
+    reasoning_key: str = "reasoning_content"  # where it looks for what the model thought
     reasoning_or_content: bool = False  # it refuses both beside a call (gpt-oss's)
 
 
@@ -65,6 +68,8 @@ def _normalise_one(message: Message, place: int, shape: Shape) -> Message:
         raise _wrong(place, "has a reasoning_content that is no string")
     if shape.reasoning_or_content and "tool_calls" in out and out["content"] and reasoning:
         out |= {"reasoning_content": f"{reasoning}\n\n{out['content']}", "content": ""}
+    if reasoning and shape.reasoning_key not in out:
+        out[shape.reasoning_key] = out["reasoning_content"]
     return out
 
 

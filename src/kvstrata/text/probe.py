@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.text.messages import Message, Shape, ShapeArguments, arguments_as_object, arguments_as_text
+from kvstrata.text.messages import (
+    REASONING_KEYS,
+    Message,
+    Shape,
+    ShapeArguments,
+    arguments_as_object,
+    arguments_as_text,
+)
 
 Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
@@ -61,6 +68,22 @@ def shown_of_history(render: Render, shape: Shape) -> Shown:
     )
 
 
+def reply_header(text_of: Callable[..., str]) -> str:
+    """What the template writes before the assistant's turns, as a prompt ends and in the history alike; empty: nothing
+    that can be told apart from what comes before."""
+    try:
+        before, prompt = (text_of([_USER], reply=reply) for reply in (False, True))
+        history = text_of([_USER, {"role": "assistant", "content": _REPLY}, _USER], reply=False)
+    except InvalidRequest:
+        return ""
+    if not prompt.startswith(before) or not history.startswith(before) or _REPLY not in history:
+        return ""
+    opening, header = prompt[len(before) :], history[len(before) : history.index(_REPLY)]
+    while not opening.startswith(header):
+        header = header[:-1]
+    return header
+
+
 def probe_call(render: Render, shape: Shape) -> tuple[str, str]:
     """A prompt, and the same chat with a call behind it. Either is empty where the template refuses it."""
     chat = _call_chat(shape.arguments(PROBE_ARGUMENTS))
@@ -75,11 +98,13 @@ def wanted_shape(render: Render) -> Shape:
     def takes(**options: Any) -> str:
         return _rendered(render, _call_chat(sample, **options), [_TOOL])
 
-    shows_reasoning = _THOUGHT in takes(reasoning_content=_THOUGHT)
+    shown_by = [key for key in REASONING_KEYS if _THOUGHT in takes(**{key: _THOUGHT})]
+    key = shown_by[0] if shown_by else REASONING_KEYS[0]
     return Shape(
         arguments=arguments,
         short_ids=bool(takes()) and not all(takes(id=id) for id in _OTHER_IDS),
-        reasoning_or_content=shows_reasoning and not takes(reasoning_content=_THOUGHT, content="C"),
+        reasoning_key=key,
+        reasoning_or_content=bool(shown_by) and not takes(content="C", **{key: _THOUGHT}),
     )
 
 

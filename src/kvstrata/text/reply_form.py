@@ -14,10 +14,12 @@ from kvstrata.text.calls.offered import Offered
 from kvstrata.text.calls.tagged_calls import glm
 from kvstrata.text.events import ReplyEvent, ReplyReader, Text, joined
 from kvstrata.text.harmony import FINAL, HarmonyMarks, HarmonyReader
+from kvstrata.text.sampled import Anatomy, Sampled
 from kvstrata.text.stop import StopMatcher
 from kvstrata.text.thinking import ThinkingReader, ThinkingTags, end_ids, opens_thinking, thinking_tags
 from kvstrata.text.tokens import encode_rendered
 from kvstrata.text.told_tools import told_call_text
+from kvstrata.text.visible import Visible
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -37,6 +39,7 @@ class ReplyForm:
         self._harmony = harmony
         self._tags: ThinkingTags | None = None if harmony else thinking_tags(tokenizer)
         self.thinks: bool = harmony is not None or self._tags is not None
+        self._anatomy = Anatomy(tokenizer, self._tags, harmony)
         self._markers = tuple(getattr(tokenizer, "structural_markers", ()) or ())
         self.shows_tools: bool = template.has_tools
         self._call_text = self._written_calls(template)
@@ -68,6 +71,10 @@ class ReplyForm:
     def thinks_unseen(self, prompt: Sequence[int]) -> bool:
         """Whether the reply begins inside thinking that no token always ends."""
         return self.opens_thinking(prompt) and not self.think_end_ids
+
+    def sampled(self, ids: Sequence[int], visible: Visible, prompt: Sequence[int]) -> Sampled:
+        """`ids`: what the client was shown of a reply to this prompt, and `visible` what it saw."""
+        return self._anatomy.sampled(ids, visible, opened=self.opens_thinking(prompt))
 
     def before_answer(self, prompt: Sequence[int], *, is_call: bool) -> tuple[int, ...]:
         """The tokens that a reply has to write before its answer can begin. `is_call`: the answer is a call."""

@@ -8,25 +8,31 @@ Nothing changes after the constructor, so any number of threads may render.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
 from kvstrata.errors import InvalidRequest
+from kvstrata.text.fast import hf_tokenizer
 from kvstrata.text.messages import Message, Shape, normalise
 from kvstrata.text.probe import (
     SystemTurns,
     probe_call,
+    reply_header,
     shown_of_history,
     shows_tools,
     system_turns,
     wanted_shape,
 )
+from kvstrata.text.replay import Frame, pieces_of
+from kvstrata.text.sampled import Sampled
 from kvstrata.text.system_turns import placed
-from kvstrata.text.tokens import encode_rendered, require_unicode
+from kvstrata.text.tokens import encode_rendered, require_unicode, token_text
 from kvstrata.text.told_tools import without_tools
 
 if TYPE_CHECKING:
@@ -34,16 +40,27 @@ if TYPE_CHECKING:
 
 Tools = list[dict[str, Any]]
 
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids up to where the reply begins, and how many of them are replies as they were sampled."""
+
+    ids: tuple[int, ...]
+    replayed_turns: int = 0
+    replayed_tokens: int = 0
+
+
 # What apply_chat_template takes for itself; a client may set the template's variables only.
 _RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
 
 class ChatTemplate:
     """`exists`: the model has a template. `has_tools`: it shows the model which tools there are; otherwise they are
-    told in the system text.
+    told in the system text. `system_in_place`: system messages in the middle of a chat stay there whatever the template
+    does with them.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+    def __init__(self, tokenizer: TokenizerWrapper, *, system_in_place: bool = True) -> None:
         self._tokenizer = tokenizer
         # A tokenizer saved with truncation or padding loses them at its first use; that must not happen in two threads.
         encode_rendered(tokenizer, "")
@@ -52,7 +69,10 @@ class ChatTemplate:
         self._shape = wanted_shape(self._with_generation_prompt) if self.has_tools else Shape()
         self._shown = shown_of_history(self._with_generation_prompt, self._shape)
         everywhere = SystemTurns(first=True, second=True, later=True)
-        self._system_turns = system_turns(self._with_generation_prompt) if self.exists else everywhere
+        takes = system_turns(self._with_generation_prompt) if self.exists else everywhere
+        self._system_turns = takes if system_in_place else replace(takes, later=True)
+        self._header = reply_header(partial(self._text, tools=None, template_kwargs=None)) if self.exists else ""
+        self._added = tuple(token.content for token in hf_tokenizer(tokenizer).added_tokens_decoder.values())
 
     def render(
         self, messages: list[Message], *, tools: Tools | None = None, template_kwargs: dict[str, Any] | None = None
@@ -61,6 +81,28 @@ class ChatTemplate:
         self._refuse(template_kwargs)
         text = self._text(self._chat(messages, tools), self._shown_tools(tools), template_kwargs, reply=True)
         return encode_rendered(self._tokenizer, text)
+
+    def replay(
+        self,
+        messages: list[Message],
+        replies: Sequence[Sampled | None],
+        *,
+        ending_ids: Iterable[int],
+        tools: Tools | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> Prompt:
+        """As `render`, but with replies of our own as they were sampled. `replies`: one for each message, None where it
+        is none of ours. `ending_ids`: the tokens that end a reply."""
+        self._refuse(template_kwargs)
+
+        def text_of(chat: list[Message]) -> str:
+            return self._text(self._chat(chat, tools), self._shown_tools(tools), template_kwargs, reply=True)
+
+        endings = tuple(text for id in ending_ids if (text := token_text(self._tokenizer, id)))
+        pieces = pieces_of(messages, replies, text_of, Frame(self._header, endings, self._added), self._tokenizer)
+        sampled = [piece for piece in pieces if not isinstance(piece, str)]
+        ids = [encode_rendered(self._tokenizer, piece) if isinstance(piece, str) else piece for piece in pieces]
+        return Prompt(tuple(chain.from_iterable(ids)), len(sampled), sum(map(len, sampled)))
 
     def shown_with(self, template_kwargs: dict[str, Any]) -> str:
         """A short chat under these variables; empty: the template refuses them."""

@@ -52,15 +52,6 @@ def test_texts_and_lists_of_blocks_are_the_same() -> None:
     assert turns(USER, system="be brief")[0] == {"role": "system", "content": "be brief"}
 
 
-def test_the_line_for_the_bill_does_not_change_the_prompt() -> None:
-    """It differs from turn to turn, in front of everything else."""
-    billed = [text(f"x-anthropic-billing-header: cc_version=2.1; cch={turn};") for turn in range(2)]
-    rest = text("You are an agent.")
-    assert turns(system=[billed[0], rest]) == turns(system=[billed[1], rest]) == turns(system=[rest])
-    assert turns(system=[billed[0]]) == [USER]
-    assert turns(system=billed[0]["text"] + "\nYou are an agent.") == turns(system=[rest])
-
-
 def test_a_system_message_stays_in_its_place() -> None:
     middle = {"role": "system", "content": [text("12 tokens left")], "output_config": {"effort": "low"}}
     assert [turn["role"] for turn in turns(USER, middle, *CALLED[1:])] == ["user", "system", "assistant"]

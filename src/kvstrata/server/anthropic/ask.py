@@ -14,7 +14,8 @@ from kvstrata.server.anthropic.schema import CountAsked, MessagesAsked, PromptAs
 from kvstrata.server.anthropic.turns import turns
 from kvstrata.server.conversation.body import read_body
 from kvstrata.server.conversation.chat import Chat, ThinkingWanted, Tool, ToolChoice, Wanted
-from kvstrata.server.conversation.job import Job, chat_job, chat_prompt, check_model
+from kvstrata.server.conversation.job import Job, chat_job, check_model
+from kvstrata.server.conversation.prompt import chat_prompt
 from kvstrata.server.service import Service
 
 logger = logging.getLogger("kvstrata.server")
@@ -40,12 +41,11 @@ def read_message(service: Service, body: bytes, scope: Scope) -> tuple[MessagesA
     return asked, chat_job(service, conversation(asked), scope, f"msg_{uuid.uuid4().hex[:24]}")
 
 
-def count_prompt(service: Service, body: bytes) -> int:
+def count_prompt(service: Service, body: bytes, scope: Scope) -> int:
     """How many tokens the prompt has that the same body makes at /v1/messages."""
     asked = read_body(CountAsked, body)
     check_model(service, asked.model)
-    prompt, _ = chat_prompt(service, _chat(asked, Wanted()))
-    return len(prompt)
+    return len(chat_prompt(service, _chat(asked, Wanted()), scope).ids)
 
 
 def conversation(asked: MessagesAsked) -> Chat:

@@ -54,4 +54,4 @@ async def count_tokens(request: Request) -> CountAnswer:
     # Unlike a reply it takes no place in the queue, so a full one is no reason to refuse it.
     require_json(request)
     body = b"".join([chunk async for chunk in request.stream()])
-    return {"input_tokens": await to_thread.run_sync(count_prompt, service_of(request), body)}
+    return {"input_tokens": await to_thread.run_sync(count_prompt, service_of(request), body, request.scope)}

@@ -28,7 +28,6 @@ from kvstrata.server.anthropic.schema import (
 )
 from kvstrata.text.messages import Message
 
-BILLING = "x-anthropic-billing-header"
 PLACES: dict[str, tuple[type, ...]] = {
     "user": (TextBlock, DocumentBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, RedactedThinkingBlock, ToolUseBlock),
@@ -88,18 +87,13 @@ def _system_text(blocks: Iterable[Placed]) -> str:
     texts = []
     for path, block in blocks:
         if isinstance(block, TextBlock):
-            texts.append(_without_billing(block.text))
+            texts.append(block.text)
         elif isinstance(block, ToolChangeBlock) and block.tool.get("type") == "tool_definition":
             raise InvalidRequest(
                 f"{path}: a tool cannot be defined in the middle of a chat. Put it into tools.", param=path
             )
         # A change that refers to a tool is left out: all of `tools` is offered from the start, and stays.
     return "\n".join(text for text in texts if text)
-
-
-def _without_billing(text: str) -> str:
-    """Claude Code's line for the bill changes each turn: with it no prefix of any prompt would ever be found again."""
-    return text.partition("\n")[2] if text.startswith(BILLING) else text
 
 
 def _user(blocks: Sequence[Placed], known: set[str]) -> list[Message]:

@@ -17,7 +17,9 @@ from kvstrata.grammar.grammars import Grammar
 from kvstrata.server.auth import salt_of
 from kvstrata.server.conversation.chat import Chat, Wanted
 from kvstrata.server.conversation.constraints import grammar_of
-from kvstrata.server.conversation.lengths import reply_tokens, require_possible_chat
+from kvstrata.server.conversation.lengths import reply_tokens
+from kvstrata.server.conversation.prompt import ChatPrompt, chat_prompt, tools_told
+from kvstrata.server.replay.noting import Noting
 from kvstrata.server.service import Service
 from kvstrata.text.calls.offered import Offered
 from kvstrata.text.events import ReplyReader
@@ -39,13 +41,16 @@ class Job:
     one_call: bool = False  # a reply ends with its first call
     notes: Mapping[str, str] = field(default_factory=dict)  # what the answer says beside why it missed (miss.py)
     headers: Mapping[str, str] = field(default_factory=dict)
+    prompt: ChatPrompt | None = None  # of a chat
+    noting: Noting | None = None  # None: replies are not remembered
 
 
 def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
     check_model(service, chat.model)
     if chat.wanted.n > service.max_prompts:
         raise InvalidRequest(f"n: {chat.wanted.n} replies in one request; at most {service.max_prompts}.", param="n")
-    prompt, resume_at = chat_prompt(service, chat)
+    made = chat_prompt(service, chat, scope)
+    prompt = made.ids
     tools = tools_told(chat)
     form = service.form
     before_answer = form.before_answer(prompt, is_call=chat.choice.mode == "required")
@@ -54,8 +59,8 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
     request = _request(service, chat.wanted, scope, prompt, param="messages")
     request = replace(
         request,
-        resume_at=resume_at,
-        stop_ids=service.loaded.eos_ids | form.ending_ids,
+        resume_at=made.resume_at,
+        stop_ids=service.ending_ids,
         break_ids=form.break_ids,
         grammar=grammar,
         grammar_after=before_answer if grammar else (),
@@ -64,30 +69,9 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
     readers = [form.reader(prompt, tools, answers_at_once=at_once) for _ in range(chat.wanted.n)]
     job = _job(job_id, [request], chat.wanted, readers)
     headers = {**job.headers, **_ignored(grammar if chat.wanted.constraint else None)}
-    return replace(job, one_call=bool(tools) and not chat.choice.parallel, headers=headers)
-
-
-def chat_prompt(service: Service, chat: Chat) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids, and where later requests are likely to part from them."""
-    template = service.template
-    if not template.exists:
-        raise InvalidRequest(
-            "This model has no chat template. Use POST /v1/completions with a prompt, or serve an instruct model.",
-            code="no_chat_template",
-        )
-    require_possible_chat(service, chat.messages)
-    switched = service.thinking.switch(chat.thinking.effort, chat.thinking.enabled)
-    variables = {**switched, **chat.template_kwargs} or None
-    tools = list(tools_told(chat)) or None
-    prompt = template.render(chat.messages, tools=tools, template_kwargs=variables)
-    if not service.engine.resumes_at_marks:
-        return prompt, ()
-    return prompt, template.boundaries(chat.messages, tools, template_kwargs=variables, prompt=prompt)
-
-
-def tools_told(chat: Chat) -> tuple[dict[str, object], ...]:
-    """The tools that the model is told of; none where it must not call any."""
-    return () if chat.choice.mode == "none" else chat.tools
+    one_call = bool(tools) and not chat.choice.parallel
+    noting = _noting(service, request)
+    return replace(job, one_call=one_call, headers=headers, prompt=made, notes=made.notes, noting=noting)
 
 
 def text_job(service: Service, prompts: Sequence[tuple[int, ...]], wanted: Wanted, scope: Scope, job_id: str) -> Job:
@@ -99,6 +83,12 @@ def text_job(service: Service, prompts: Sequence[tuple[int, ...]], wanted: Wante
         for prompt in prompts
     ]
     return _job(job_id, requests, wanted, [PlainReader(Offered(())) for _ in range(len(prompts) * wanted.n)])
+
+
+def _noting(service: Service, request: Request) -> Noting | None:
+    if service.replies is None:
+        return None
+    return Noting(service.replies, service.form, request.salt, request.prompt, service.ending_ids)
 
 
 def _job(job_id: str, requests: Sequence[Request], wanted: Wanted, readers: Sequence[ReplyReader]) -> Job:

@@ -61,10 +61,16 @@ class Reply(Response):
                 if self._on_too_long is None:
                     raise
                 return await self._on_too_long(error)(scope, receive, send)
+            self._count_prompt()
             if self._is_stream:
                 return await unless_gone(receive, self._stream(replies, telling, send))
             answer = await unless_gone(receive, self._whole(replies, telling))
             return await answer(scope, receive, send)
+
+    def _count_prompt(self) -> None:
+        if (made := self._job.prompt) is not None:
+            turns, tokens = made.replayed_turns, made.replayed_tokens
+            self._service.metrics.count_prompt(made.hygiene, replayed_turns=turns, replayed_tokens=tokens)
 
     async def _stream(self, replies: Replies, telling: Telling, send: Send) -> None:
         def on_end() -> None:

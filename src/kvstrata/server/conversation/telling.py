@@ -5,6 +5,7 @@ Knows readers, usage and why a reply failed. Knows no JSON.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, TokenLogprob, TokenUsage
@@ -28,6 +29,8 @@ class Telling:
         self._enough = enough
         self._complete: set[int] = set()  # replies that were ended by us
         self._usages: dict[int, TokenUsage] = {}
+        self._shown: dict[int, list[int]] = defaultdict(list)  # ids of what each client saw
+        self._events: dict[int, list[ReplyEvent]] = defaultdict(list)
         self._misses: dict[int, str] = {}  # why not more of each prompt was cached
 
     def told(self, arrival: Arrival) -> list[ServerEvent]:
@@ -35,6 +38,8 @@ class Telling:
         if isinstance(event, Prefilled):
             self._misses.setdefault(index, event.miss)
         elif isinstance(event, Piece) and index not in self._complete:
+            if self._job.noting is not None:
+                self._shown[index] += event.ids
             return self._add(index, self._job.readers[index].add(event.text, event.ids), event.logprobs)
         elif isinstance(event, Finished) and event.reason != "cancelled":  # that is a failure
             return self._end(index, event)
@@ -81,17 +86,26 @@ class Telling:
                 events = events[: last + 1]
                 self._complete.add(index)
                 self._enough(index)
+        if self._job.noting is not None:
+            self._events[index] += events
         return self.wire.add(index, events, logprobs) if events or logprobs else []
 
     def _end(self, index: int, finished: Finished) -> list[ServerEvent]:
         self._usages[index] = finished.usage
         if index in self._complete:
             # Whatever the model went on with before the engine heard of it.
+            self._note(index)
             return self.wire.end(index, Ended("stop", finished.usage))
         reason = "length" if finished.reason == "length" else "stop"
         cut_off = reason == "length" or bool(finished.stop)
         rest = self._add(index, self._job.readers[index].finish(cut_off=cut_off))
+        self._note(index)
         return [*rest, *self.wire.end(index, Ended(reason, finished.usage, finished.stop))]
+
+    def _note(self, index: int) -> None:
+        """Before the client hears of the end: it may send the reply back at once."""
+        if self._job.noting is not None:
+            self._job.noting.note(self._shown[index], self._events[index])
 
 
 def _failure(event: Event) -> RequestError | None:

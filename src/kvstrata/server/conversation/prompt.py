@@ -1,0 +1,80 @@
+"""From a conversation to the token ids that the model is shown, and what was done on the way.
+
+Pure but for what is remembered of earlier replies. Runs in a worker thread: a long chat takes a while to render.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import Scope
+
+from kvstrata.errors import InvalidRequest
+from kvstrata.server.auth import salt_of
+from kvstrata.server.conversation.chat import Chat
+from kvstrata.server.conversation.hygiene import tidied
+from kvstrata.server.conversation.lengths import require_possible_chat
+from kvstrata.server.service import Service
+from kvstrata.text.messages import Message
+from kvstrata.text.template import Prompt
+
+
+@dataclass(frozen=True)
+class ChatPrompt:
+    ids: tuple[int, ...]
+    resume_at: tuple[int, ...] = ()  # where later requests are likely to part from them
+    hygiene: Mapping[str, int] = field(default_factory=dict)  # how often each rule was used
+    replayed_turns: int = 0  # replies that stand there as they were sampled
+    replayed_tokens: int = 0
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """For the header that says what was done."""
+        replayed = {"replayed": str(self.replayed_turns)} if self.replayed_turns else {}
+        return {**replayed, "hygiene": "+".join(self.hygiene)} if self.hygiene else replayed
+
+
+def chat_prompt(service: Service, chat: Chat, scope: Scope) -> ChatPrompt:
+    template = service.template
+    if not template.exists:
+        raise InvalidRequest(
+            "This model has no chat template. Use POST /v1/completions with a prompt, or serve an instruct model.",
+            code="no_chat_template",
+        )
+    tidy = tidied(chat.messages, service.hygiene)
+    require_possible_chat(service, tidy.messages)
+    switched = service.thinking.switch(chat.thinking.effort, chat.thinking.enabled)
+    variables = {**switched, **chat.template_kwargs} or None
+    tools = list(tools_told(chat)) or None
+    salt = salt_of(scope, chat.wanted.cache_salt)
+    prompt = _rendered(service, tidy.messages, tools, variables, salt)
+    resume_at: tuple[int, ...] = ()
+    if service.engine.resumes_at_marks:
+        resume_at = template.boundaries(tidy.messages, tools, template_kwargs=variables, prompt=prompt.ids)
+    return ChatPrompt(prompt.ids, resume_at, tidy.used, prompt.replayed_turns, prompt.replayed_tokens)
+
+
+def tools_told(chat: Chat) -> tuple[dict[str, object], ...]:
+    """The tools that the model is told of; none where it must not call any."""
+    return () if chat.choice.mode == "none" else chat.tools
+
+
+def _rendered(
+    service: Service,
+    messages: list[Message],
+    tools: list[dict[str, Any]] | None,
+    variables: dict[str, Any] | None,
+    salt: str,
+) -> Prompt:
+    memory = service.replies
+    replies = [
+        memory.find(salt, message) if memory is not None and message.get("role") == "assistant" else None
+        for message in messages
+    ]
+    if not any(replies):
+        return Prompt(service.template.render(messages, tools=tools, template_kwargs=variables))
+    return service.template.replay(
+        messages, replies, ending_ids=service.ending_ids, tools=tools, template_kwargs=variables
+    )

@@ -1,0 +1,134 @@
+"""Replies as they were sampled, found again by what a client sends back. Bounded; never across salts.
+
+A reply is found by the id of its first call together with what it says, or by what it says alone: the newest of those
+that say the same. Any thread may ask. What was forgotten, or came before the last start, is looked for once in the
+folder beside the disk cache, if there is one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from blake3 import blake3
+
+from kvstrata.engine.cache import owner_of
+from kvstrata.server.replay.files import ReplyFiles
+from kvstrata.server.replay.record import Record
+from kvstrata.text.messages import Message
+from kvstrata.text.sampled import Sampled
+from kvstrata.text.visible import Visible, visible_of_message
+
+MAX_TOKENS = 4 << 20  # of all replies: 16 MiB
+Key = bytes
+NAMED, SAID = b"call", b"said"
+
+
+class ReplyMemory:
+    def __init__(self, files: ReplyFiles | None = None, max_tokens: int = MAX_TOKENS) -> None:
+        self._files = files
+        self._max_tokens = max_tokens
+        self._lock = threading.Lock()  # guards what follows
+        self._records: OrderedDict[Key, tuple[str, Record]] = OrderedDict()  # with the salt; the newest last
+        self._num_tokens = 0
+        self._read: set[str] = set()  # salts whose file was read
+
+    def find(self, salt: str, message: Message) -> Sampled | None:
+        """The reply that an assistant's message is, unchanged; None: it is none that is remembered."""
+        visible = visible_of_message(message)
+        if not (visible.content or visible.calls):
+            return None
+        self._read_once(salt)
+        call_ids = tuple(call.id for call in visible.calls)
+        with self._lock:
+            for key in _keys(salt, visible.digest, call_ids):
+                if key in self._records:
+                    self._records.move_to_end(key)
+                    return self._records[key][1].sampled
+        return None
+
+    def add(self, salt: str, visible: Visible, sampled: Sampled) -> None:
+        record = Record.of(visible, sampled)
+        with self._lock:
+            self._keep(salt, record)
+        if self._files is not None:
+            self._files.append(salt, record)
+
+    def take(self, salt: str, records: Iterable[Record]) -> None:
+        """Of a conversation that was brought here."""
+        for record in records:
+            with self._lock:
+                self._keep(salt, record)
+            if self._files is not None:
+                self._files.append(salt, record)
+
+    def within(self, salt: str, is_within: Callable[[Record], bool]) -> list[Record]:
+        """Those under a salt of which this holds, each once, the oldest first."""
+        self._read_once(salt)
+        with self._lock:
+            found = {id(record): record for its_salt, record in self._records.values() if its_salt == salt}
+        return [record for record in found.values() if is_within(record)]
+
+    def clear(self, salt: str | None, owner: str | None, *, only_files: bool = False) -> None:
+        """Under a salt, under all salts of an owner, or all."""
+        with self._lock:
+            for key, (its_salt, _) in () if only_files else list(self._records.items()):
+                if (salt is None or its_salt == salt) and (owner is None or owner_of(its_salt) == owner):
+                    self._drop(key)
+        if self._files is not None:
+            self._files.clear(salt, owner)
+
+    def close(self) -> None:
+        if self._files is not None:
+            self._files.close()
+
+    @property
+    def num_tokens(self) -> int:
+        with self._lock:
+            return self._num_tokens
+
+    def _read_once(self, salt: str) -> None:
+        if self._files is None:
+            return
+        with self._lock:
+            if salt in self._read:
+                return
+            self._read.add(salt)
+        records = self._files.read(salt)
+        with self._lock:
+            newer = list(self._records.items())
+            for record in records:
+                self._keep(salt, record)
+            for key, (its_salt, record) in newer:  # what was said since the start stays the newest
+                if its_salt == salt and self._records.get(key, (salt, record))[1] is not record:
+                    self._put(key, salt, record)
+
+    def _keep(self, salt: str, record: Record) -> None:
+        for key in _keys(salt, record.visible, record.call_ids):
+            self._put(key, salt, record)
+        while self._num_tokens > self._max_tokens and len(self._records) > 1:
+            self._drop(next(iter(self._records)))
+
+    def _put(self, key: Key, salt: str, record: Record) -> None:
+        if key in self._records:
+            self._drop(key)
+        self._records[key] = (salt, record)
+        self._num_tokens += len(record.ids)
+
+    def _drop(self, key: Key) -> None:
+        _, record = self._records.pop(key)
+        self._num_tokens -= len(record.ids)
+
+
+def _keys(salt: str, digest: bytes, call_ids: tuple[str, ...]) -> list[Key]:
+    named = [_key(salt, NAMED, digest, call_ids[0])] if call_ids and call_ids[0] else []
+    return [*named, _key(salt, SAID, digest, "")]
+
+
+def _key(salt: str, kind: bytes, digest: bytes, call_id: str) -> Key:
+    hashed = blake3(kind + digest)
+    for text in (salt, call_id):
+        encoded = text.encode("utf-8", "surrogatepass")
+        hashed.update(len(encoded).to_bytes(8, "little") + encoded)
+    return hashed.digest(16)

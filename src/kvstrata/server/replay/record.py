@@ -1,0 +1,115 @@
+"""One remembered reply, in memory and as a line of a file. Knows no salts and no files.
+
+    4f0c...  {"visible": "9a1b...", "calls": ["3f2a91c0d"], "ids": "<base64 of int32>", "visible_from": 12, ...}
+
+A line is a checksum, a space and JSON. One that is damaged is none.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from array import array
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from blake3 import blake3
+
+from kvstrata.text.sampled import Sampled
+from kvstrata.text.visible import DIGEST_BYTES, Visible
+
+CHECKSUM_BYTES = 8
+MAX_CALLS = 1024
+MAX_ID_CHARS = 256
+
+
+@dataclass(frozen=True)
+class Record:
+    visible: bytes  # digest of what the client saw
+    call_ids: tuple[str, ...]
+    ids: array[int]  # a tenth of what a tuple takes
+    visible_from: int | None
+    text_from: int | None
+    opened: bool
+    thought: bytes
+
+    @classmethod
+    def of(cls, visible: Visible, sampled: Sampled) -> Record:
+        return cls(
+            visible.digest,
+            tuple(call.id for call in visible.calls),
+            array("i", sampled.ids),
+            sampled.visible_from,
+            sampled.text_from,
+            sampled.opened,
+            sampled.thought,
+        )
+
+    @property
+    def sampled(self) -> Sampled:
+        return Sampled(tuple(self.ids), self.visible_from, self.text_from, self.opened, self.thought)
+
+    def to_json(self) -> dict[str, Any]:
+        ids = np.array(self.ids, dtype="<i4").tobytes()
+        return {
+            "visible": self.visible.hex(),
+            "calls": list(self.call_ids),
+            "ids": base64.b64encode(ids).decode("ascii"),
+            "visible_from": self.visible_from,
+            "text_from": self.text_from,
+            "opened": self.opened,
+            "thought": self.thought.hex(),
+        }
+
+
+def record_of(value: Any, vocab_size: int) -> Record | None:
+    """None where it is none that was written here for such a model: it may come from a file of anyone."""
+    try:
+        ids = array("i", np.frombuffer(base64.b64decode(value["ids"], validate=True), dtype="<i4").tolist())
+        record = Record(
+            bytes.fromhex(value["visible"]),
+            tuple(value["calls"]),
+            ids,
+            value["visible_from"],
+            value["text_from"],
+            value["opened"],
+            bytes.fromhex(value["thought"]),
+        )
+    except (KeyError, TypeError, ValueError, binascii.Error):
+        return None
+    return record if _is_sound(record, vocab_size) else None
+
+
+def to_line(record: Record) -> bytes:
+    text = json.dumps(record.to_json(), separators=(",", ":")).encode()
+    return _checksum(text) + b" " + text + b"\n"
+
+
+def from_line(line: bytes, vocab_size: int) -> Record | None:
+    checksum, _, text = line.rstrip(b"\n").partition(b" ")
+    if not text or checksum != _checksum(text):
+        return None
+    try:
+        return record_of(json.loads(text), vocab_size)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _checksum(text: bytes) -> bytes:
+    return blake3(text).hexdigest(CHECKSUM_BYTES).encode()
+
+
+def _is_sound(record: Record, vocab_size: int) -> bool:
+    places = (record.visible_from, record.text_from)
+    return (
+        len(record.visible) == DIGEST_BYTES
+        and len(record.thought) in (0, DIGEST_BYTES)
+        and len(record.ids) > 0
+        and all(0 <= id < vocab_size for id in record.ids)
+        and all(place is None or (type(place) is int and 0 <= place <= len(record.ids)) for place in places)
+        and type(record.opened) is bool
+        and len(record.call_ids) <= MAX_CALLS
+        and all(isinstance(id, str) and len(id) <= MAX_ID_CHARS for id in record.call_ids)
+    )

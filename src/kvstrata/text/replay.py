@@ -1,0 +1,216 @@
+"""Replies of our own that a client sends back, put into the prompt as they were sampled.
+
+A template writes a turn anew: it may space calls in another way, and tokenizing it may cut it into other tokens. So the
+chat is rendered once more with marks in the place of such turns. The text between the marks is tokenized, and the
+sampled ids go where the marks are. What the template does not show (earlier thinking, as a rule) stays away.
+
+Knows templates only by what they write. Wherever something is not as expected, the template's own text stands.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvstrata.text.messages import Message
+from kvstrata.text.sampled import Sampled
+from kvstrata.text.tokens import decode_ids
+from kvstrata.text.visible import visible_of_message
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+Piece = str | tuple[int, ...]  # text that is still to be tokenized, or ids as they were sampled
+Render = Callable[[list[Message]], str]
+
+# Between the start of a turn and its first mark a template writes tags and a tool's name. More than this would be
+# something else, which must not be lost.
+MAX_LEAD_CHARS = 400
+# At placing marks: each leaves those turns out that did not fit the time before.
+MAX_ATTEMPTS = 3
+# Ids at the start of a reply that are compared with what the template writes before its thinking.
+LEAD_IDS = 16
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a template writes around the assistant's turns. `header`: before each; empty: that is not known.
+    `endings`: of those that end a reply, as text. `added`: the tokens that no neighbour changes.
+    """
+
+    header: str
+    endings: tuple[str, ...]
+    added: tuple[str, ...]
+
+
+@dataclass
+class _Turn:
+    place: int  # among the messages
+    reply: Sampled
+    thought: str = ""  # the marks; empty: there is none
+    content: str = ""
+    calls: list[str] = field(default_factory=list)
+    is_same_thought: bool = False
+
+
+@dataclass(frozen=True)
+class _Region:
+    start: int
+    end: int
+    ids: tuple[int, ...]
+
+
+class Misplaced(Exception):
+    """Raised and caught inside this module: a turn cannot be replaced."""
+
+
+def pieces_of(
+    messages: Sequence[Message],
+    replies: Sequence[Sampled | None],
+    render: Render,
+    frame: Frame,
+    tokenizer: TokenizerWrapper,
+) -> list[Piece]:
+    """The prompt, in order. `replies`: for each message the one that it is, if it is one of ours."""
+    plain = render(list(messages))
+    wanted = [place for place, reply in enumerate(replies) if reply is not None]
+    for _ in range(MAX_ATTEMPTS if wanted else 0):
+        turns, marked = _marked(messages, replies, wanted)
+        text = render(marked)
+        regions = _regions(text, turns, frame, tokenizer)
+        if len(regions) == len(wanted):
+            pieces = _cut(text, list(regions.values()))
+            return pieces if _tiles(pieces, plain) else [plain]
+        # Those that did not fit stay as the template writes them.
+        wanted = list(regions)
+    return [plain]
+
+
+def _marked(
+    messages: Sequence[Message], replies: Sequence[Sampled | None], wanted: Sequence[int]
+) -> tuple[list[_Turn], list[Message]]:
+    """Marks are letters and digits that no client can guess."""
+    word = f"kvs{secrets.token_hex(8)}"
+    out = list(messages)
+    turns = []
+    for place in wanted:
+        reply = replies[place]
+        assert reply is not None
+        message = dict(messages[place])
+        visible = visible_of_message(message)
+        turn = _Turn(place, reply)
+        if visible.thinking:
+            turn.thought = message["reasoning_content"] = f"{word}t{place}x"
+            turn.is_same_thought = visible.thought_digest == reply.thought
+        if visible.content:
+            turn.content = message["content"] = f"{word}c{place}x"
+        if visible.calls:
+            turn.calls = [f"{word}a{place}n{number}x" for number in range(len(visible.calls))]
+            pairs = zip(message["tool_calls"], turn.calls, strict=True)
+            message["tool_calls"] = [
+                call | {"function": call["function"] | {"arguments": json.dumps({"arguments": mark})}}
+                for call, mark in pairs
+            ]
+        out[place] = message
+        turns.append(turn)
+    return turns, out
+
+
+def _regions(text: str, turns: Sequence[_Turn], frame: Frame, tokenizer: TokenizerWrapper) -> dict[int, _Region]:
+    """By place, of those turns that can be replaced."""
+    regions: dict[int, _Region] = {}
+    floor = 0
+    for turn in turns:
+        try:
+            region = _region(text, turn, frame, floor, tokenizer)
+        except Misplaced:
+            continue
+        regions[turn.place] = region
+        floor = region.end
+    return regions
+
+
+def _region(text: str, turn: _Turn, frame: Frame, floor: int, tokenizer: TokenizerWrapper) -> _Region:
+    reply = turn.reply
+    shown = [at for mark in (turn.content, *turn.calls) if mark and (at := _only(text, mark)) >= 0]
+    if not shown or min(shown) < floor:
+        raise Misplaced
+    end = _end(text, turn, max(shown), frame)
+    thought_at = _only(text, turn.thought) if turn.thought else -1
+    if thought_at >= 0:
+        if not turn.is_same_thought or not (turn.calls or reply.text_from is not None):
+            raise Misplaced
+        return _Region(_before_thinking(text, thought_at, reply, frame, floor, tokenizer), end, reply.ids)
+    if not turn.calls:
+        if reply.text_from is None:
+            raise Misplaced
+        return _Region(shown[0], end, reply.ids[reply.text_from :])
+    if reply.visible_from is None:
+        raise Misplaced
+    return _Region(_behind_header(text, min(shown), frame, floor), end, reply.ids[reply.visible_from :])
+
+
+def _only(text: str, mark: str) -> int:
+    """Where it stands; -1: nowhere."""
+    at = text.find(mark)
+    if at >= 0 and text.find(mark, at + 1) >= 0:
+        raise Misplaced
+    return at
+
+
+def _end(text: str, turn: _Turn, last: int, frame: Frame) -> int:
+    if not turn.calls:
+        end = last + len(turn.content)
+        if not text.startswith(frame.added, end):
+            raise Misplaced  # what follows might be tokenized otherwise without what comes before
+        return end
+    found = [at for ending in frame.endings if (at := text.find(ending, last)) >= 0]
+    if not found or min(found) - last > MAX_LEAD_CHARS:
+        raise Misplaced
+    return min(found)
+
+
+def _behind_header(text: str, mark_at: int, frame: Frame, floor: int) -> int:
+    at = text.rfind(frame.header, floor, mark_at) if frame.header else -1
+    behind = at + len(frame.header)
+    if at < 0 or mark_at - behind > MAX_LEAD_CHARS:
+        raise Misplaced
+    return behind
+
+
+def _before_thinking(
+    text: str, thought_at: int, reply: Sampled, frame: Frame, floor: int, tokenizer: TokenizerWrapper
+) -> int:
+    """Where the sampled ids begin: the tag that opens thinking is theirs, or was the prompt's."""
+    behind = _behind_header(text, thought_at, frame, floor)
+    if reply.opened:
+        return thought_at
+    if not decode_ids(tokenizer, list(reply.ids[:LEAD_IDS])).startswith(text[behind:thought_at]):
+        raise Misplaced
+    return behind
+
+
+def _cut(text: str, regions: Sequence[_Region]) -> list[Piece]:
+    pieces: list[Piece] = []
+    place = 0
+    for region in regions:
+        pieces += [text[place : region.start], region.ids]
+        place = region.end
+    return [*pieces, text[place:]]
+
+
+def _tiles(pieces: Sequence[Piece], plain: str) -> bool:
+    """Whether the chat without marks has the same text around the same turns: marks changed nothing else."""
+    texts = [piece for piece in pieces if isinstance(piece, str)]
+    if not plain.startswith(texts[0]) or not plain.endswith(texts[-1]):
+        return False
+    place, last = len(texts[0]), len(plain) - len(texts[-1])
+    for text in texts[1:-1]:
+        at = plain.find(text, place)
+        if at < 0:
+            return False
+        place = at + len(text)
+    return place <= last
