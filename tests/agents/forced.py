@@ -70,6 +70,18 @@ Write calls as <tool_call>{"name": ..., "arguments": ...}</tool_call>.<|im_end|>
 
 
 @dataclass(frozen=True)
+class Form:
+    """How a model's turns and replies are written. `end` ends a reply."""
+
+    template: str = TEMPLATE
+    end: str = END
+    special: tuple[str, ...] = ()  # tokens beside those that all have
+
+
+CHATML = Form()
+
+
+@dataclass(frozen=True)
 class Turn:
     role: str
     text: str
@@ -87,7 +99,8 @@ class Prompt:
         return tuple(tool["name"] for tool in self.tools)
 
 
-Script = Callable[[Prompt], str]  # from what the model sees to what it says
+# From what the model sees to what it says; as several texts, each is tokenized by itself, as no tokenizer would do it.
+Script = Callable[[Prompt], str | Sequence[str]]
 
 
 def call_text(name: str, arguments: dict[str, Any]) -> str:
@@ -96,6 +109,9 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 
 
 def read_prompt(text: str) -> Prompt:
+    """Of a form other than CHATML all is one turn."""
+    if BEGIN not in text:
+        return Prompt((), (Turn("", text),))
     tools: tuple[dict[str, Any], ...] = ()
     if shown := re.match(rf"{re.escape(BEGIN)}system\n<tools>\n(.*?)</tools>.*?{re.escape(END)}\n", text, re.DOTALL):
         tools = tuple(json.loads(line) for line in shown[1].splitlines())
@@ -131,6 +147,7 @@ class Said:
     ids: tuple[int, ...]
     prompt: Prompt
     reply: str
+    reply_ids: tuple[int, ...]  # without what ends it
 
 
 @dataclass(frozen=True)
@@ -140,15 +157,19 @@ class Forced:
 
 
 @contextmanager
-def serving(script: Script, **flags: Any) -> Iterator[Forced]:
+def serving(script: Script, form: Form = CHATML, **flags: Any) -> Iterator[Forced]:
     """A server that answers each request as `script` says, on a port of its own."""
-    loaded = forced_model()
+    loaded = forced_model(form)
     said: list[Said] = []
 
     def sampler(sampling: Sampling, ids: Sequence[int], vocab_size: int) -> Sampler:
         prompt = read_prompt(loaded.tokenizer.decode(list(ids), skip_special_tokens=False))
-        said.append(Said(tuple(ids), prompt, script(prompt)))
-        return ForcedSampler(encode_rendered(loaded.tokenizer, said[-1].reply + END), sampling, ids, vocab_size)
+        reply = script(prompt)
+        pieces = [reply] if isinstance(reply, str) else reply
+        reply_ids = tuple(id for piece in pieces for id in encode_rendered(loaded.tokenizer, piece))
+        said.append(Said(tuple(ids), prompt, "".join(pieces), reply_ids))
+        end = encode_rendered(loaded.tokenizer, form.end)
+        return ForcedSampler((*reply_ids, *end), sampling, ids, vocab_size)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequence, "Sampler", sampler)
@@ -157,8 +178,8 @@ def serving(script: Script, **flags: Any) -> Iterator[Forced]:
 
 
 @functools.cache
-def forced_model() -> LoadedModel:
-    tokenizer = forced_tokenizer()
+def forced_model(form: Form = CHATML) -> LoadedModel:
+    tokenizer = forced_tokenizer(form)
     sizes = {**_SIZES, "vocab_size": len(tokenizer.get_vocab())}
     module = tiny_module("llama", **sizes)
     return LoadedModel(
@@ -169,14 +190,14 @@ def forced_model() -> LoadedModel:
         config={**tiny_config("llama"), **sizes},
         context_tokens=CONTEXT_TOKENS,
         vocab_size=sizes["vocab_size"],
-        eos_ids=frozenset(encode_rendered(tokenizer, END)),
+        eos_ids=frozenset(encode_rendered(tokenizer, form.end)),
         weight_bytes=sum(array.nbytes for array in arrays_in(module.parameters())),
         dtype="float32",
         fingerprint=NAME,
     )
 
 
-def forced_tokenizer() -> TokenizerWrapper:
+def forced_tokenizer(form: Form = CHATML) -> TokenizerWrapper:
     """A byte-level BPE that has learnt the English of this repository: about three characters a token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -185,11 +206,11 @@ def forced_tokenizer() -> TokenizerWrapper:
         vocab_size=VOCAB, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator((path.read_text("utf-8") for path in sorted(ROOT.glob("*.md"))), trainer)
-    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in (BEGIN, END)])
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in (BEGIN, END, *form.special)])
     marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
-    hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
-    hf.chat_template = TEMPLATE
+    hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=form.end)
+    hf.chat_template = form.template
     # From files, as those of models are: so mlx-lm finds its parser for calls.
     with tempfile.TemporaryDirectory() as folder:
         hf.save_pretrained(folder)

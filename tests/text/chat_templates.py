@@ -40,6 +40,25 @@ LLAMA = """{% for message in messages %}{% if loop.first and tools %}{{ tools | 
 
 {% endif %}"""
 
+# As Qwen 3 does it: thinking is shown only in the turns after the user's last, results of tools are the user's.
+QWEN3 = """{% if tools %}<|im_start|>system
+# Tools
+{{ tools | tojson }}<|im_end|>
+{% endif %}{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}\
+{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for message in messages %}\
+<|im_start|>{{ 'user' if message.role == 'tool' else message.role }}
+{% if message.reasoning_content and loop.index0 > ns.last %}<think>
+{{ message.reasoning_content.strip() }}
+</think>
+
+{% endif %}{{ message.content }}{% for tool_call in message.tool_calls or [] %}\
+{% if message.content or not loop.first %}
+{% endif %}<tool_call>
+{"name": "{{ tool_call.function.name }}", "arguments": {{ tool_call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
 # As Qwen 2.5 writes calls, and many others.
 HERMES = """{% if tools %}<|im_start|>system
 # Tools

@@ -1,0 +1,179 @@
+"""Where sampled ids go in a prompt: in the place of the turn that they were, and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.text.reply_form import ReplyForm
+from kvstrata.text.sampled import Sampled
+from kvstrata.text.template import ChatTemplate
+from kvstrata.text.tokens import decode_ids, encode_rendered
+from kvstrata.text.visible import visible_of_reply
+from tests.agents.forced import END, Form, forced_tokenizer
+from tests.text.chat_templates import HERMES, LLAMA, MISTRAL, QWEN3
+from tests.text.read import TOOLS
+
+USER: Any = {"role": "user", "content": "Do it."}
+
+
+class Chat:
+    """A chat with a model that writes turns in a way of its own."""
+
+    def __init__(self, form: Form) -> None:
+        self.tokenizer = forced_tokenizer(form)
+        self.template = ChatTemplate(self.tokenizer)
+        self.form = ReplyForm(self.tokenizer, self.template, None)
+        self.ending = encode_rendered(self.tokenizer, form.end)
+
+    def reply(self, prompt: Sequence[int], pieces: Sequence[str]) -> tuple[Any, Sampled]:
+        """What the client gets, and what was sampled."""
+        ids = [id for piece in pieces for id in encode_rendered(self.tokenizer, piece)]
+        reader = self.form.reader(prompt, TOOLS)
+        visible = visible_of_reply([*reader.add("".join(pieces)), *reader.finish()])
+        message: dict[str, Any] = {"role": "assistant", "content": visible.content}
+        if visible.thinking:
+            message["reasoning_content"] = visible.thinking
+        if visible.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in visible.calls
+            ]
+        return message, self.form.sampled(ids, visible, prompt)
+
+    def text(self, ids: Sequence[int]) -> str:
+        return decode_ids(self.tokenizer, list(ids))
+
+
+@pytest.fixture(scope="module")
+def qwen3() -> Chat:
+    return Chat(Form(QWEN3))
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zs", "Zl", "Zp"], exclude_characters="<"),
+                min_size=1, max_size=8)  # fmt: skip
+TURNS = st.lists(
+    st.tuples(
+        WORDS | st.just(""), WORDS, st.dictionaries(WORDS, WORDS | st.integers(), max_size=2) | st.none(), st.booleans()
+    ),
+    min_size=1, max_size=4,
+)  # fmt: skip
+
+
+@settings(deadline=None, max_examples=60)
+@given(turns=TURNS, cuts=st.randoms(use_true_random=False))
+def test_a_prompt_is_the_chat_with_the_models_own_words_in_it(qwen3: Chat, turns: list[Any], cuts: Any) -> None:
+    """However replies were cut into tokens, spaced or thought about, and whichever of them are known."""
+    messages: list[Any] = [USER]
+    replies: list[Sampled | None] = [None]
+    expected = [qwen3.text(qwen3.template.render(messages, tools=TOOLS))]
+    for thinking, content, arguments, is_known in turns:
+        visible = content
+        if arguments is not None:
+            visible += (
+                "\n<tool_call>\n" + json.dumps({"name": "f", "arguments": arguments}, indent=1) + "\n</tool_call>"
+            )
+        raw = (f"<think>\n{thinking}\n</think>\n\n" if thinking else "") + visible
+        prompt = qwen3.template.render(messages, tools=TOOLS)
+        message, sampled = qwen3.reply(prompt, _cut(raw, cuts))
+        is_whole = sampled.visible_from is not None and (arguments is not None or sampled.text_from is not None)
+        messages += [message, USER]
+        replies += [sampled if is_known else None, None]
+        anew = visible if is_known and is_whole else _rendered(qwen3, messages)
+        expected[-1] += anew
+        expected.append(f"{END}\n<|im_start|>user\nDo it.{END}\n<|im_start|>assistant\n")
+    made = qwen3.template.replay(messages, replies, ending_ids=qwen3.ending, tools=TOOLS)
+    assert qwen3.text(made.ids) == "".join(expected)
+    for reply in replies:
+        if reply is not None and made.replayed_turns == sum(each is not None for each in replies):
+            visible_ids = reply.ids[reply.visible_from :]
+            assert any(made.ids[at : at + len(visible_ids)] == visible_ids for at in range(len(made.ids)))
+
+
+def _cut(text: str, cuts: Any) -> list[str]:
+    """Tags are tokens of their own; all else may be cut anywhere."""
+    pieces: list[str] = []
+    for part in _tags(text):
+        while len(part) > 1 and not part.startswith("<"):
+            at = cuts.randint(1, len(part))
+            pieces.append(part[:at])
+            part = part[at:]
+        pieces += [part] if part else []
+    return pieces
+
+
+def _tags(text: str) -> list[str]:
+    for tag in ("<think>", "</think>", "<tool_call>", "</tool_call>"):
+        text = text.replace(tag, f"\0{tag}\0")
+    return text.split("\0")
+
+
+def _rendered(chat: Chat, messages: Sequence[Any]) -> str:
+    """The last reply as the template writes it."""
+    text = chat.text(chat.template.render(list(messages), tools=TOOLS))
+    end = f"{END}\n<|im_start|>user\nDo it.{END}\n<|im_start|>assistant\n"
+    return text.removesuffix(end).rpartition("<|im_start|>assistant\n")[2]
+
+
+def test_thinking_comes_back_only_where_the_template_shows_it(qwen3: Chat) -> None:
+    pieces = ["<think>", "\nHm", ".\n", "</think>", "\n\n", "He", "llo", "."]
+    prompt = qwen3.template.render([USER])
+    message, sampled = qwen3.reply(prompt, pieces)
+    start = len(sampled.ids) - sum(len(encode_rendered(qwen3.tokenizer, piece)) for piece in pieces[5:])
+    assert (sampled.visible_from, sampled.text_from) == (start, start)
+    loop = qwen3.template.replay([USER, message], [None, sampled], ending_ids=qwen3.ending)
+    assert loop.ids[: len(prompt) + len(sampled.ids)] == prompt + sampled.ids
+    later = qwen3.template.replay([USER, message, USER], [None, sampled, None], ending_ids=qwen3.ending)
+    visible = sampled.ids[start:]
+    assert later.ids[: len(prompt) + len(visible)] == prompt + visible
+    assert "Hm" not in qwen3.text(later.ids)
+
+
+def test_other_thinking_is_never_swapped_for_the_sampled(qwen3: Chat) -> None:
+    message, sampled = qwen3.reply((), ["<think>", "\nHm.\n", "</think>", "\n\n", "Hello."])
+    message["reasoning_content"] = "Something else."
+    made = qwen3.template.replay([USER, message], [None, sampled], ending_ids=qwen3.ending)
+    assert made.replayed_turns == 0
+    assert "Something else." in qwen3.text(made.ids)
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA, QWEN3])
+def test_calls_alone_are_found_behind_the_header(template: str) -> None:
+    chat = Chat(Form(template))
+    key = "parameters" if template == LLAMA else "arguments"
+    call = ['{"name":', '"f", ', f'"{key}":', '{"x": 1}}']
+    pieces = call if template == LLAMA else ["<tool_call>", *call, "</tool_call>"]
+    prompt = chat.template.render([USER], tools=TOOLS)
+    message, sampled = chat.reply(prompt, pieces)
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "1"}
+    made = chat.template.replay([USER, message, result], [None, sampled, None], ending_ids=chat.ending, tools=TOOLS)
+    assert made.ids[: len(prompt) + len(sampled.ids) + 1] == prompt + sampled.ids + chat.ending
+
+
+def test_a_template_without_a_header_writes_calls_itself() -> None:
+    """Mistral's: what a prompt ends with belongs to the user's turn."""
+    chat = Chat(Form(MISTRAL, "</s>", ("</s>", "[INST]", "[/INST]", "[TOOL_CALLS]")))
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    sampled = Sampled((5, 6, 7), 0, None)
+    result = {"role": "tool", "tool_call_id": "abcdefghi", "content": "1"}
+    messages = [USER, message, result]
+    made = chat.template.replay(messages, [None, sampled, None], ending_ids=chat.ending, tools=TOOLS)
+    assert made.replayed_turns == 0
+    assert made.ids == chat.template.render(messages, tools=TOOLS)
+
+
+def test_a_template_that_refuses_marks_stands_as_it_is() -> None:
+    fussy = QWEN3.replace("{{ message.content }}", "{% if 'kvs' in message.content %}{{ message.content | upper }}"
+                          "{% else %}{{ message.content }}{% endif %}")  # fmt: skip
+    chat = Chat(Form(fussy))
+    message, sampled = chat.reply((), ["Hel", "lo", "."])
+    messages = [USER, message, USER]
+    made = chat.template.replay(messages, [None, sampled, None], ending_ids=chat.ending)
+    assert made.replayed_turns == 0
+    assert made.ids == chat.template.render(messages)
