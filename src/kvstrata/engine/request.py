@@ -87,6 +87,7 @@ class Finished:
     reason: FinishReason
     usage: TokenUsage
     stop: str = ""  # the stop string that ended the reply; empty: none did
+    ids: tuple[int, ...] = ()  # the reply as it was sampled, with the id that ended it
 
 
 @dataclass(frozen=True)
