@@ -15,6 +15,7 @@ from kvstrata.server.auth import ApiKey
 from kvstrata.server.bridge import Door
 from kvstrata.server.conversation.hygiene import Hygiene
 from kvstrata.server.replay.memory import ReplyMemory
+from kvstrata.server.sessions.registry import Sessions
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import Size
 from kvstrata.text.reply_form import ReplyForm
@@ -47,6 +48,7 @@ class Service:
     bounds: Bounds = field(default_factory=Bounds)  # of connections and what comes on them
     started: int = 0  # seconds since the epoch
     door: Door = field(default_factory=Door)
+    sessions: Sessions = field(default_factory=Sessions)
 
     @property
     def ending_ids(self) -> frozenset[int]:
