@@ -140,9 +140,10 @@ class Forced:
 
 
 @contextmanager
-def serving(script: Script, **flags: Any) -> Iterator[Forced]:
-    """A server that answers each request as `script` says, on a port of its own."""
-    loaded = forced_model()
+def serving(script: Script, loaded: LoadedModel | None = None, **flags: Any) -> Iterator[Forced]:
+    """A server that answers each request as `script` says, on a port of its own. `loaded`: another model than the
+    usual one, with a tokenizer that has its marks."""
+    loaded = loaded or forced_model()
     said: list[Said] = []
 
     def sampler(sampling: Sampling, ids: Sequence[int], vocab_size: int) -> Sampler:
@@ -158,25 +159,28 @@ def serving(script: Script, **flags: Any) -> Iterator[Forced]:
 
 @functools.cache
 def forced_model() -> LoadedModel:
-    tokenizer = forced_tokenizer()
-    sizes = {**_SIZES, "vocab_size": len(tokenizer.get_vocab())}
-    module = tiny_module("llama", **sizes)
+    return model_with(forced_tokenizer(), "llama", **_SIZES)
+
+
+def model_with(tokenizer: TokenizerWrapper, architecture: str, **sizes: int) -> LoadedModel:
+    sizes = {**sizes, "vocab_size": len(tokenizer.get_vocab())}
+    module = tiny_module(architecture, **sizes)
     return LoadedModel(
         name=NAME,
         path=Path("nowhere"),
         module=module,
         tokenizer=tokenizer,
-        config={**tiny_config("llama"), **sizes},
+        config={**tiny_config(architecture), **sizes},
         context_tokens=CONTEXT_TOKENS,
         vocab_size=sizes["vocab_size"],
         eos_ids=frozenset(encode_rendered(tokenizer, END)),
         weight_bytes=sum(array.nbytes for array in arrays_in(module.parameters())),
         dtype="float32",
-        fingerprint=NAME,
+        fingerprint=f"{NAME}-{architecture}",
     )
 
 
-def forced_tokenizer() -> TokenizerWrapper:
+def forced_tokenizer(template: str = TEMPLATE) -> TokenizerWrapper:
     """A byte-level BPE that has learnt the English of this repository: about three characters a token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -189,7 +193,7 @@ def forced_tokenizer() -> TokenizerWrapper:
     marks = ("<tool_call>", "</tool_call>", "<think>", "</think>")
     tokenizer.add_tokens([AddedToken(mark, special=False) for mark in marks])
     hf = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
-    hf.chat_template = TEMPLATE
+    hf.chat_template = template
     # From files, as those of models are: so mlx-lm finds its parser for calls.
     with tempfile.TemporaryDirectory() as folder:
         hf.save_pretrained(folder)

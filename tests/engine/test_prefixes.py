@@ -266,6 +266,21 @@ def test_snapshots_are_as_many_as_asked_for(architecture: str) -> None:
     assert drive.stock.shelf.held_bytes == 0
 
 
+@pytest.mark.parametrize("architecture", HYBRID)
+def test_snapshots_that_a_chat_is_taken_up_at_again_outlive_newer_ones(architecture: str) -> None:
+    drive = Drive(tiny_loaded(architecture), storage=Storage(max_marks=3, mark_every_tokens=64))
+    tokens, first = prompt(150), prompt(150)
+    for turn in range(8):
+        # 110 has no mark of its own once the chat is longer: the last one before it is as good.
+        resume_at = (70, 110, len(tokens) - 5)
+        tokens = (
+            tokens + serve(drive, tokens, 4, resume_at=resume_at if turn else (70, 100)).ids + prompt(20, seed=turn)
+        )
+        assert sum(len(entry.span.marks) for entry in drive.stock.shelf.entries) <= 3 + len(resume_at)
+    assert cached(serve(drive, [*first[:80], *prompt(40, seed=9)])) == 70
+    assert cached(serve(drive, [*first[:112], *prompt(40, seed=10)])) == 100
+
+
 @pytest.mark.usefixtures("exact_buffers")
 def test_after_hundreds_of_requests_memory_is_where_it_was() -> None:
     """Thousands are in tests/store, without a model."""

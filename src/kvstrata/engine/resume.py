@@ -81,7 +81,7 @@ class Resume:
             return False
         sequence.stored.asked_twice = lease.asked_twice
         sequence.cache = runner.new_cache(capacity, lease.prefix, sequence.rung.raw_tokens)
-        filing = sequence.stored.filing = self._store.open(lease, sequence.cache, salt)
+        filing = sequence.stored.filing = self._store.open(lease, sequence.cache, salt, sequence.request.resume_at)
         if sequence.rung.plan is not None and not self._precision.options.live:
             filing.entry.target = sequence.rung.plan
         if sequence.cached_tokens is None:

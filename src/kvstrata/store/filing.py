@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstrata.index.ids import Tokens, as_ids
@@ -65,8 +65,11 @@ class Desk:
 
 
 class Filing:
-    def __init__(self, desk: Desk, entry: Entry, lease: Lease) -> None:
+    """`resume_at`: where its conversation is likely to be taken up again."""
+
+    def __init__(self, desk: Desk, entry: Entry, lease: Lease, resume_at: Sequence[int] = ()) -> None:
         self._desk = desk
+        self._resume_at = resume_at
         self.entry = entry
         self.lease = lease  # on what it goes on from, and on what it was filed under since
 
@@ -92,7 +95,7 @@ class Filing:
         # Another sequence may have filed some of these tokens meanwhile: what ours hang on must stay.
         desk.leases.extend(self.lease, (node.payload for node in path if node.payload is not entry))
         if mark is not None:
-            desk.marks.add(path, mark)
+            desk.marks.add(path, mark, self._resume_at)
 
     def has_grown(self, num_tokens: int) -> None:
         """To so many tokens: maybe it should be held in fewer bits, or more of it should be encoded."""

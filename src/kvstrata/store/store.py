@@ -6,7 +6,7 @@ Touched by the thread that owns MLX alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvstrata.eviction.history import History, kind_of
 from kvstrata.eviction.worth import Kind
@@ -86,8 +86,8 @@ class Store:
     def release(self, lease: Lease) -> None:
         self._desk.leases.release(lease)
 
-    def open(self, lease: Lease, cache: SequenceCache, salt: str) -> Filing:
-        """A sequence begins to compute what follows its lease."""
+    def open(self, lease: Lease, cache: SequenceCache, salt: str, resume_at: Sequence[int] = ()) -> Filing:
+        """A sequence begins to compute what follows its lease. `resume_at`: where later ones are likely to part."""
         span, key = live_span(self._search.layout, cache), self._search.root_of(salt)
         entry = Entry(span, key, salt, lease.kind, asked_twice=lease.asked_twice)
         self._desk.shelf.add(entry)
@@ -96,7 +96,7 @@ class Store:
             self._counters["hit_tokens"] += lease.num_tokens
             self._history.asked(key, lease.uncounted, self._clock())
             lease.uncounted = None
-        return Filing(self._desk, entry, lease)
+        return Filing(self._desk, entry, lease, resume_at)
 
 
 class NoStore(Store):
@@ -104,6 +104,6 @@ class NoStore(Store):
 
     can_share = False
 
-    def open(self, lease: Lease, cache: SequenceCache, salt: str) -> Filing:
-        del cache
+    def open(self, lease: Lease, cache: SequenceCache, salt: str, resume_at: Sequence[int] = ()) -> Filing:
+        del cache, resume_at
         return NoFiling(self._desk, Entry(empty_span(self._search.layout), b"", salt, Kind.FRESH), lease)
