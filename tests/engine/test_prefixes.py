@@ -255,6 +255,17 @@ def test_a_chat_whose_template_rewrites_the_last_reply_resumes_before_it(archite
         chat = [*chat, 4, 5, 6, *client.ids[12:], *prompt(15, seed=turn)]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
+def test_a_session_whose_template_rewrites_the_last_reply_supersedes_it(architecture: str) -> None:
+    drive = Drive(tiny_loaded(architecture))
+    chat, replies = prompt(80), 0
+    for turn in range(3):
+        client = serve(drive, [*chat, 1, 2, 3], 20, resume_at=(len(chat),), session="one")
+        assert sum(node.num_tokens for node in drive.stock.leaves.superseded()) == replies
+        replies += 3 + 19  # how the reply begins, and all of it but for its last token
+        chat = [*chat, 4, 5, 6, *client.ids[12:], *prompt(15, seed=turn)]
+
+
 @pytest.mark.parametrize("architecture", HYBRID)
 def test_snapshots_are_as_many_as_asked_for(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture), storage=Storage(max_marks=3, mark_every_tokens=64))

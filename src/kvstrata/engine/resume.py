@@ -74,7 +74,7 @@ class Resume:
         sequence.stored.found = None
         sequence.stored.withdraw_lookup()
         salt = sequence.request.salt
-        lease = self._store.match(sequence.ids()[:-1], salt, sequence.stored.asked_twice)
+        lease = self._store.match(sequence.ids()[:-1], salt, sequence.stored.asked_twice, sequence.request.session)
         capacity = capacity_after(lease.num_tokens)
         if not capacity:
             self._store.release(lease)
