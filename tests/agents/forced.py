@@ -157,9 +157,10 @@ class Forced:
 
 
 @contextmanager
-def serving(script: Script, form: Form = CHATML, **flags: Any) -> Iterator[Forced]:
-    """A server that answers each request as `script` says, on a port of its own."""
-    loaded = forced_model(form)
+def serving(script: Script, form: Form = CHATML, loaded: LoadedModel | None = None, **flags: Any) -> Iterator[Forced]:
+    """A server that answers each request as `script` says, on a port of its own. `loaded`: another model than the
+    usual one, with a tokenizer of this form."""
+    loaded = loaded or forced_model(form)
     said: list[Said] = []
 
     def sampler(sampling: Sampling, ids: Sequence[int], vocab_size: int) -> Sampler:
@@ -179,21 +180,24 @@ def serving(script: Script, form: Form = CHATML, **flags: Any) -> Iterator[Force
 
 @functools.cache
 def forced_model(form: Form = CHATML) -> LoadedModel:
-    tokenizer = forced_tokenizer(form)
-    sizes = {**_SIZES, "vocab_size": len(tokenizer.get_vocab())}
-    module = tiny_module("llama", **sizes)
+    return model_with(forced_tokenizer(form), "llama", form, **_SIZES)
+
+
+def model_with(tokenizer: TokenizerWrapper, architecture: str, form: Form = CHATML, **sizes: int) -> LoadedModel:
+    sizes = {**sizes, "vocab_size": len(tokenizer.get_vocab())}
+    module = tiny_module(architecture, **sizes)
     return LoadedModel(
         name=NAME,
         path=Path("nowhere"),
         module=module,
         tokenizer=tokenizer,
-        config={**tiny_config("llama"), **sizes},
+        config={**tiny_config(architecture), **sizes},
         context_tokens=CONTEXT_TOKENS,
         vocab_size=sizes["vocab_size"],
         eos_ids=frozenset(encode_rendered(tokenizer, form.end)),
         weight_bytes=sum(array.nbytes for array in arrays_in(module.parameters())),
         dtype="float32",
-        fingerprint=NAME,
+        fingerprint=f"{NAME}-{architecture}",
     )
 
 

@@ -255,6 +255,17 @@ def test_a_chat_whose_template_rewrites_the_last_reply_resumes_before_it(archite
         chat = [*chat, 4, 5, 6, *client.ids[12:], *prompt(15, seed=turn)]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
+def test_a_session_whose_template_rewrites_the_last_reply_supersedes_it(architecture: str) -> None:
+    drive = Drive(tiny_loaded(architecture))
+    chat, replies = prompt(80), 0
+    for turn in range(3):
+        client = serve(drive, [*chat, 1, 2, 3], 20, resume_at=(len(chat),), session="one")
+        assert sum(node.num_tokens for node in drive.stock.leaves.superseded()) == replies
+        replies += 3 + 19  # how the reply begins, and all of it but for its last token
+        chat = [*chat, 4, 5, 6, *client.ids[12:], *prompt(15, seed=turn)]
+
+
 @pytest.mark.parametrize("architecture", HYBRID)
 def test_snapshots_are_as_many_as_asked_for(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture), storage=Storage(max_marks=3, mark_every_tokens=64))
@@ -264,6 +275,21 @@ def test_snapshots_are_as_many_as_asked_for(architecture: str) -> None:
         assert sum(len(entry.span.marks) for entry in drive.stock.shelf.entries) <= 3
     drive.clear()
     assert drive.stock.shelf.held_bytes == 0
+
+
+@pytest.mark.parametrize("architecture", HYBRID)
+def test_snapshots_that_a_chat_is_taken_up_at_again_outlive_newer_ones(architecture: str) -> None:
+    drive = Drive(tiny_loaded(architecture), storage=Storage(max_marks=3, mark_every_tokens=64))
+    tokens, first = prompt(150), prompt(150)
+    for turn in range(8):
+        # 110 has no mark of its own once the chat is longer: the last one before it is as good.
+        resume_at = (70, 110, len(tokens) - 5)
+        tokens = (
+            tokens + serve(drive, tokens, 4, resume_at=resume_at if turn else (70, 100)).ids + prompt(20, seed=turn)
+        )
+        assert sum(len(entry.span.marks) for entry in drive.stock.shelf.entries) <= 3 + len(resume_at)
+    assert cached(serve(drive, [*first[:80], *prompt(40, seed=9)])) == 70
+    assert cached(serve(drive, [*first[:112], *prompt(40, seed=10)])) == 100
 
 
 @pytest.mark.usefixtures("exact_buffers")

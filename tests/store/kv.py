@@ -153,10 +153,12 @@ class Clock:
 class Run:
     """A sequence: what it found, what it computes, and its way into the store."""
 
-    def __init__(self, stock: Stock, tokens: Sequence[int], salt: str = "", *, room: int = 0) -> None:
+    def __init__(
+        self, stock: Stock, tokens: Sequence[int], salt: str = "", *, room: int = 0, session: str = ""
+    ) -> None:
         self.tokens = tuple(tokens)
         self.salt = salt
-        lease = stock.store.match(self.tokens[:-1], salt)
+        lease = stock.store.match(self.tokens[:-1], salt, session=session)
         self.cache = SequenceCache(stock.search.layout, None, len(self.tokens) - lease.num_tokens + room, lease.prefix)
         self._needs_marks = stock.store.needs_marks
         self.filing: Filing = stock.store.open(lease, self.cache, salt)
@@ -192,9 +194,9 @@ class Run:
             assert check(layer.parts(), self.tokens, i, at_least) == self.num_computed
 
 
-def store_tokens(stock: Stock, tokens: Sequence[int], salt: str = "") -> int:
+def store_tokens(stock: Stock, tokens: Sequence[int], salt: str = "", *, session: str = "") -> int:
     """One request from its beginning to its end. Tells how many of its tokens were there."""
-    run = Run(stock, tokens, salt)
+    run = Run(stock, tokens, salt, session=session)
     cached = run.num_computed
     run.compute(run.left)
     run.end()

@@ -28,6 +28,7 @@ Tokens = tuple[int, ...]
 
 SALTS = st.sampled_from(["", "", "", "other"])
 NAMES = st.sampled_from(["raw", "planes:8", "planes:4", "planes:2"])
+SESSIONS = st.sampled_from(["", "a", "a", "b"])
 SEEDS = st.integers(0, 10_000)
 SHARES = st.floats(0, 1)
 RARELY = st.sampled_from([False, False, False, True])
@@ -94,6 +95,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.layout = HYBRID if is_hybrid else LAYOUT
         self.stock = new_stock(name, layout=self.layout, live=live, min_quantize_tokens=min_tokens, clock=self.clock)
+        # Any prompt that parts from the session's last one leaves something behind.
+        self.stock.store._desk.branches.reply_start_tokens = 10_000
         self.naive, self.runs, self.leases, self.pins = Naive(), [], [], []
         self.at_least, self.num_asked = 8, 0
         for seed in seeds:
@@ -114,10 +117,10 @@ class StoreMachine(RuleBasedStateMachine):
     # What requests do.
 
     @precondition(lambda self: len(self.runs) < 4)
-    @rule(salt=SALTS, seed=SEEDS, room=st.sampled_from([0, 0, 100]))
-    def start(self, salt: str, seed: int, room: int) -> None:
+    @rule(salt=SALTS, seed=SEEDS, room=st.sampled_from([0, 0, 100]), session=SESSIONS)
+    def start(self, salt: str, seed: int, room: int, session: str) -> None:
         tokens = self.known(salt, seed)
-        run = Run(self.stock, tokens, salt, room=room)
+        run = Run(self.stock, tokens, salt, room=room, session=session)
         self.is_longest(run.num_computed, tokens[:-1], salt)
         run.check(self.at_least)
         self.runs.append(run)
@@ -160,7 +163,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def serve_one(self, salt: str, seed: int) -> None:
         """All of a request at once."""
-        run = Run(self.stock, self.known(salt, seed), salt)
+        run = Run(self.stock, self.known(salt, seed), salt, session=("", "a", "a", "b")[seed % 4])
         self.is_longest(run.num_computed, run.tokens[:-1], salt)
         while run.left:
             run.compute(STOP_EVERY - run.num_computed % STOP_EVERY)
@@ -296,7 +299,9 @@ class StoreMachine(RuleBasedStateMachine):
         shelf = self.stock.shelf
         known = self.stock.leaves._order._leaves
         assert set(known) == {node for node in shelf.tree if node.is_leaf and node.payload.is_free}
+        assert set(self.stock.leaves.superseded()) <= set(shelf.tree)
         for node, (leaf, _, _) in known.items():
+            assert leaf.is_superseded == self.stock.leaves.is_superseded(node)
             span = node.payload.span
             assert (leaf.num_tokens, leaf.nbytes) == (node.num_tokens, span.nbytes * node.num_tokens // span.num_tokens)
 

@@ -15,7 +15,7 @@ from kvstrata.bench.trace import Asked, trace_of
 from kvstrata.eviction.history import HISTORY_FACTOR, History
 from kvstrata.eviction.leaf_queue import LeafQueue
 from kvstrata.eviction.order import EvictionOrder, Leaf
-from kvstrata.eviction.uses import Uses
+from kvstrata.eviction.uses import Use, Uses
 from kvstrata.eviction.worth import (
     EDGES_S,
     NUM_BUCKETS,
@@ -249,6 +249,50 @@ def test_choosing_again_and_again_frees_what_is_needed_or_all(sizes: list[tuple[
     assert sum(nbytes for _, nbytes in held.values()) == total - freed
 
 
+LEAVES = st.lists(
+    st.tuples(st.sampled_from(list(Kind)), st.floats(0, 90), st.integers(1, 50), st.booleans(), st.booleans()),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(LEAVES, st.booleans())
+def test_what_is_superseded_goes_before_anything_else(
+    leaves: list[tuple[Kind, float, int, bool, bool]], spare_only: bool
+) -> None:
+    queue, known = eviction(), dict[str, Leaf]()
+    for number, (kind, used_s, nbytes, is_spare, is_superseded) in enumerate(leaves):
+        known[str(number)] = Leaf(nbytes, 0, 10, used_s, kind, is_spare=is_spare, is_superseded=is_superseded)
+        queue.add(str(number), known[str(number)])
+    gone = []
+    while chosen := queue.choose(1000, 100.0, spare_only=spare_only):
+        gone += [known[leaf] for leaf, keep_tokens in chosen if not keep_tokens]
+    superseded = [leaf.is_superseded for leaf in gone]
+    assert superseded == sorted(superseded, reverse=True)
+    assert superseded.count(True) == sum(leaf.is_superseded for leaf in known.values())
+    others = [leaf for leaf in known.values() if not leaf.is_superseded and (leaf.is_spare or not spare_only)]
+    assert len(gone) == superseded.count(True) + len(others)
+
+
+@given(LEAVES)
+def test_without_superseded_leaves_the_order_is_what_it_was(leaves: list[tuple[Kind, float, int, bool, bool]]) -> None:
+    """They go first, and change nothing among the others."""
+    queue, without = eviction(), eviction()
+    for number, (kind, used_s, nbytes, is_spare, is_superseded) in enumerate(leaves):
+        leaf = Leaf(nbytes, 0, 10, used_s, kind, is_spare=is_spare, is_superseded=is_superseded)
+        queue.add(str(number), leaf)
+        if not is_superseded:
+            without.add(str(number), leaf)
+
+    def order(of: EvictionOrder[str]) -> list[str]:
+        gone = []
+        while chosen := of.choose(1000, 100.0):
+            gone += [leaf for leaf, _ in chosen]
+        return gone
+
+    assert order(queue)[sum(leaf[-1] for leaf in leaves) :] == order(without)
+
+
 # What is known of nodes and requests.
 
 
@@ -259,8 +303,8 @@ def test_the_lower_half_of_a_split_is_of_another_kind() -> None:
     inserted = tree.insert(ROOT, [1, 2, 9], "b")
     uses.inserted(inserted, Kind.FRESH, 2.0)
     upper, lower = inserted.halves
-    assert uses[lower] == (1.0, Kind.LEFT_CONTINUED)
-    assert uses[upper] == uses[inserted.path[-1]] == (2.0, Kind.FRESH)
+    assert uses[lower] == Use(1.0, Kind.LEFT_CONTINUED)
+    assert uses[upper] == uses[inserted.path[-1]] == Use(2.0, Kind.FRESH)
 
 
 def test_a_prompt_that_is_half_known_continues_something() -> None:

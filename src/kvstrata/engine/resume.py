@@ -74,14 +74,14 @@ class Resume:
         sequence.stored.found = None
         sequence.stored.withdraw_lookup()
         salt = sequence.request.salt
-        lease = self._store.match(sequence.ids()[:-1], salt, sequence.stored.asked_twice)
+        lease = self._store.match(sequence.ids()[:-1], salt, sequence.stored.asked_twice, sequence.request.session)
         capacity = capacity_after(lease.num_tokens)
         if not capacity:
             self._store.release(lease)
             return False
         sequence.stored.asked_twice = lease.asked_twice
         sequence.cache = runner.new_cache(capacity, lease.prefix, sequence.rung.raw_tokens)
-        filing = sequence.stored.filing = self._store.open(lease, sequence.cache, salt)
+        filing = sequence.stored.filing = self._store.open(lease, sequence.cache, salt, sequence.request.resume_at)
         if sequence.rung.plan is not None and not self._precision.options.live:
             filing.entry.target = sequence.rung.plan
         if sequence.cached_tokens is None:

@@ -14,7 +14,8 @@ from kvstrata.eviction.leaf_queue import LeafQueue
 from kvstrata.eviction.worth import Kind, PrefillCost, Reuse, kept_tokens
 
 K = TypeVar("K", bound=Hashable)
-QueueKey = tuple[Kind, int, bool]  # kind, cost by byte in steps of half an octave, whether the disk has it too
+# kind, cost by byte in steps of half an octave, whether the disk has it too, whether it is superseded
+QueueKey = tuple[Kind, int, bool, bool]
 
 # Another leaf than the oldest goes only where it is worth less than this share of it. Without it the noise of the
 # estimates cost up to 0.006 of hit rate where LRU is near the optimum; at 0.7 a third of what is won elsewhere is lost.
@@ -41,6 +42,7 @@ class Leaf(NamedTuple):
     kind: Kind = Kind.FRESH
     expires_s: float = math.inf
     is_spare: bool = False  # the disk has it too
+    is_superseded: bool = False  # its conversation has gone on elsewhere: it is worth nothing
 
 
 class _Placed(NamedTuple):
@@ -66,7 +68,7 @@ class EvictionOrder(Generic[K]):
         self.discard(key)
         cost_by_byte = self._cost.per_token(leaf.start + leaf.num_tokens / 2) * leaf.num_tokens / max(1, leaf.nbytes)
         cost_by_byte *= SPARE_SHARE if leaf.is_spare else 1.0
-        queue = leaf.kind, math.floor(2 * math.log2(cost_by_byte)), leaf.is_spare
+        queue = leaf.kind, math.floor(2 * math.log2(cost_by_byte)), leaf.is_spare, leaf.is_superseded
         self._leaves[key] = _Placed(leaf, cost_by_byte, queue)
         self._queues.setdefault(queue, LeafQueue()).put(key, leaf.used_s, leaf.start)
         if leaf.expires_s < math.inf:
@@ -86,7 +88,8 @@ class EvictionOrder(Generic[K]):
     def choose(self, need_bytes: int, now_s: float, *, spare_only: bool = False) -> list[Chosen[K]]:
         """What has expired; else, where room is needed, the one leaf that is worth least, or its end. One at a time:
         the node above it becomes the next candidate. Empty when there is none. Chosen leaves are no candidates any
-        more: one that stays, or a part of it, is added again. `spare_only`: of those that the disk has too."""
+        more: one that stays, or a part of it, is added again. `spare_only`: of those that the disk has too, or that are
+        superseded."""
         chosen = [Chosen(leaf, 0) for leaf in self._take_expired(now_s)]
         least = self._least(now_s, spare_only) if need_bytes > 0 and not chosen else None
         if least is not None:
@@ -104,6 +107,8 @@ class EvictionOrder(Generic[K]):
     def worth(self, leaf: K, now_s: float) -> float:
         """Cost that keeping it saves, for each byte and second."""
         (known, cost_by_byte, _) = self._leaves[leaf]
+        if known.is_superseded:
+            return 0.0
         return self._reuse.density(known.kind, now_s - known.used_s) * cost_by_byte
 
     def _take_expired(self, now_s: float) -> list[K]:
@@ -114,7 +119,9 @@ class EvictionOrder(Generic[K]):
         return expired
 
     def _least(self, now_s: float, spare_only: bool) -> K | None:
-        queues = [queue for (_, _, is_spare), queue in self._queues.items() if is_spare or not spare_only]
+        keys = [key for key in self._queues if not spare_only or key[2] or key[3]]
+        keys = [key for key in keys if key[3]] or keys  # what is superseded goes before anything else
+        queues = [self._queues[key] for key in keys]
         ends = [leaf for queue in queues if (leaf := queue.oldest()) is not None]
         oldest = min(ends, key=lambda leaf: self._leaves[leaf].leaf.used_s, default=None)
         if oldest is None:

@@ -31,7 +31,7 @@ SHORT_RUN = 256
 class Node(Generic[P]):
     """A run of tokens that is stored as one. Compared and hashed by identity."""
 
-    __slots__ = ("_buffer", "_children", "_num_tokens", "parent", "payload", "root_key", "start")
+    __slots__ = ("__weakref__", "_buffer", "_children", "_num_tokens", "parent", "payload", "root_key", "start")
 
     def __init__(self, root_key: bytes, parent: Node[P] | None, start: int, tokens: TokenIds, payload: P) -> None:
         self.root_key = root_key
@@ -188,6 +188,13 @@ class Tree(Generic[P]):
         parent = path[-1] if path else None
         path.append(self._attach(Node(root_key, parent, num_matched, rest, payload)))
         return Inserted(tuple(path), num_matched, "split" if halves else "added", halves)
+
+    def split(self, node: Node[P], position: int) -> Node[P]:
+        """In two at an absolute position inside it. Returns the upper half, which is the new one."""
+        self._require_stored(node)
+        if not node.start < position < node.end:
+            raise ValueError(f"Cannot split tokens {node.start} to {node.end} at {position}")
+        return self._split(node, position)[0]
 
     def trim(self, leaf: Node[P], end: int) -> None:
         """Drop the last tokens of a leaf, from the absolute position `end` on. At least one token stays."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvstrata.eviction.worth import Kind
 from kvstrata.index.ids import TokenIds
@@ -11,6 +12,9 @@ from kvstrata.index.tree import Node
 from kvstrata.layers.sequence import Prefix
 from kvstrata.spans.plan import Plan
 from kvstrata.spans.span import Span, SpanRange
+
+if TYPE_CHECKING:
+    from kvstrata.store.branches import Thread
 
 # Of the bytes that it has elsewhere: a span that has fewer has stepped down since.
 STEPPED_DOWN = 0.95
@@ -24,6 +28,7 @@ class Entry:
     root_key: bytes
     salt: str
     kind: Kind  # of the request that computed it
+    session: str = ""  # likewise; empty: it had none
     nodes: set[Node[Entry]] = field(default_factory=set)
     is_running: bool = True  # its owner still writes
     num_leases: int = 0  # sequences that read it, its owner apart
@@ -67,6 +72,8 @@ class Lease:
     uncounted: TokenIds | None = None  # the prompt, until the request begins; None: it was counted
     entries: set[Entry] = field(default_factory=set)
     is_open: bool = True
+    session: str = ""  # of the request
+    thread: Thread | None = None  # of the session, that the request goes on with
 
     def readers(self, span: Span) -> int:
         """Sequences that hold a span of this lease."""

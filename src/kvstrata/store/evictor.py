@@ -47,7 +47,8 @@ class Evictor:
         spare_only: bool = False,
     ) -> None:
         """Evict what has expired, and from the leaves until no more than this is held, or only what is in use. It ends
-        at the first leaf of which `may_go` says no. `spare_only`: none but those that the disk has too."""
+        at the first leaf of which `may_go` says no. `spare_only`: none but those that the disk has too, or that
+        are superseded."""
         while True:
             chosen = self._leaves.choose(self._shelf.held_bytes - limit_bytes, spare_only=spare_only)
             # While one is written or removed, others may grow upward: what goes is known by its position.
@@ -59,6 +60,12 @@ class Evictor:
                 self.evict(leaf, end)
             if not chosen:
                 return
+
+    def drop_superseded(self) -> None:
+        """What conversations have left behind is not to be written at the end."""
+        for node in self._leaves.superseded():
+            if node.is_leaf and node.payload.is_free:
+                self.evict(node, node.start)
 
     def keep_arrays_few(self) -> None:
         """What is worth least goes while there are more arrays than the machine allows."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvstrata.index.ids import Tokens, as_ids
+from kvstrata.index.tree import Node
 from kvstrata.spans.marks import Mark
+from kvstrata.store.branches import Branches
 from kvstrata.store.entry import Entry, Lease, note_asked_twice
 from kvstrata.store.leases import Leases
 from kvstrata.store.losses import Losses
@@ -34,7 +36,7 @@ class Intake:
         if entry.nodes:
             self._counters["stored_spans"] += 1
             self._counters["stored_tokens"] += sum(node.num_tokens for node in entry.nodes)
-            self._shelf.touch(entry.nodes, entry.kind)
+            self._shelf.touch(entry.nodes, entry.kind, entry.session)
         else:
             # It computed nothing, or nothing that was not there already.
             self._counters["refused_present" if entry.span.num_tokens else "refused_empty"] += 1
@@ -62,11 +64,16 @@ class Desk:
     leases: Leases
     intake: Intake
     pressure: Pressure
+    branches: Branches
 
 
 class Filing:
-    def __init__(self, desk: Desk, entry: Entry, lease: Lease) -> None:
+    """`resume_at`: where its conversation is likely to be taken up again."""
+
+    def __init__(self, desk: Desk, entry: Entry, lease: Lease, resume_at: Sequence[int] = ()) -> None:
         self._desk = desk
+        self._resume_at = resume_at
+        self._path: tuple[Node[Entry], ...] = ()  # of all tokens so far
         self.entry = entry
         self.lease = lease  # on what it goes on from, and on what it was filed under since
 
@@ -86,13 +93,13 @@ class Filing:
     def _file(self, tokens: Tokens, mark: Mark | None) -> None:
         entry, desk = self.entry, self._desk
         entry.span.num_tokens = len(tokens) - entry.span.position
-        path = desk.shelf.insert(entry, as_ids(tokens))
+        path = self._path = desk.shelf.insert(entry, as_ids(tokens))
         note_asked_twice(path, self.lease.asked_twice)
         desk.intake.review(entry)
         # Another sequence may have filed some of these tokens meanwhile: what ours hang on must stay.
         desk.leases.extend(self.lease, (node.payload for node in path if node.payload is not entry))
         if mark is not None:
-            desk.marks.add(path, mark)
+            desk.marks.add(path, mark, self._resume_at)
 
     def has_grown(self, num_tokens: int) -> None:
         """To so many tokens: maybe it should be held in fewer bits, or more of it should be encoded."""
@@ -107,6 +114,9 @@ class Filing:
         """The sequence writes no more."""
         self._desk.intake.end(self.entry)
         self._desk.leases.release(self.lease)
+        if self.lease.thread is not None and self._path:
+            end = self.entry.span.position + self.entry.span.num_tokens
+            self._desk.branches.ended(self.entry.root_key, self.lease.session, self.lease.thread, self._path, end)
 
 
 class NoFiling(Filing):

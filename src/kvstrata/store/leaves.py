@@ -24,16 +24,46 @@ class Leaves:
         self._ttl_s = math.inf if ttl_s is None else ttl_s
         self._uses = Uses()
         self._order: EvictionOrder[Node[Entry]] = EvictionOrder(reuse, PrefillCost(), QUANTUM_TOKENS)
+        self._superseded: set[Node[Entry]] = set()  # leaves and what is above them
 
-    def touch(self, nodes: Sequence[Node[Entry]], kind: Kind) -> None:
+    def touch(self, nodes: Sequence[Node[Entry]], kind: Kind, session: str = "") -> None:
         """A request goes on from these."""
-        self._uses.touch(nodes, kind, self._clock())
+        self._uses.touch(nodes, kind, self._clock(), session)
+        self._superseded.difference_update(nodes)
         for node in nodes:
             self.offer(node)
 
-    def inserted(self, inserted: Inserted[Entry], kind: Kind) -> None:
+    def inserted(self, inserted: Inserted[Entry], kind: Kind, session: str = "") -> None:
         """A request filed its tokens."""
-        self._uses.inserted(inserted, kind, self._clock())
+        self._uses.inserted(inserted, kind, self._clock(), session)
+        self._superseded.difference_update(inserted.path)
+
+    def split(self, upper: Node[Entry], lower: Node[Entry]) -> None:
+        """A node was split without a use of either half."""
+        self._uses.split(upper, lower)
+        if lower in self._superseded:
+            self._superseded.add(upper)
+        self.offer(lower)
+
+    def supersede(self, node: Node[Entry], session: str) -> None:
+        """The session has gone on elsewhere: the node goes first, unless others have used it."""
+        if self._uses[node].session == session:
+            self._superseded.add(node)
+            self.offer(node)
+
+    def is_superseded(self, node: Node[Entry]) -> bool:
+        return node in self._superseded
+
+    def superseded(self) -> list[Node[Entry]]:
+        """All of them, children before their parents."""
+        return sorted(self._superseded, key=lambda node: node.start, reverse=True)
+
+    def merged(self, upper: Node[Entry], lower: Node[Entry]) -> None:
+        """The lower one has the tokens of both now."""
+        if upper not in self._superseded:
+            self._superseded.discard(lower)
+        self._uses.merged(upper, lower)
+        self.forget(upper)
 
     def offer(self, node: Node[Entry]) -> None:
         """A node has changed: it may be a leaf that may go, or no longer."""
@@ -44,9 +74,8 @@ class Leaves:
         nbytes = entry.nbytes * node.num_tokens // max(1, entry.span.num_tokens)
         use = self._uses[node]
         expires_s = use.used_s + self._ttl_s
-        self._order.add(
-            node, Leaf(nbytes, node.start, node.num_tokens, use.used_s, use.kind, expires_s, entry.is_clean)
-        )
+        known = Leaf(nbytes, node.start, node.num_tokens, use.used_s, use.kind, expires_s, entry.is_clean)
+        self._order.add(node, known._replace(is_superseded=True) if node in self._superseded else known)
 
     def offer_end(self, entry: Entry) -> None:
         """The nodes of an entry lie on one path: only the last of them can be a leaf."""
@@ -58,7 +87,8 @@ class Leaves:
         self._order.discard(node)
 
     def forget(self, node: Node[Entry]) -> None:
-        """It was removed, or merged into another."""
+        """It was removed."""
+        self._superseded.discard(node)
         self._order.discard(node)
         self._uses.forget(node)
 

@@ -9,6 +9,7 @@ disk_full     the disk has no room for it
 first_touch   only what was asked for twice is written
 write_budget  no more is written today
 expired       no request asked for it in time
+superseded    its conversation has gone on elsewhere: it is not written
 
 A span is new from when its request ends until room was made for it once. One that does not stay so long was not stored
 at all: that is counted too, as refused.
@@ -24,7 +25,7 @@ from kvstrata.store.shelf import Shelf
 from kvstrata.tier.base import Refusal, Refused, Writing
 
 DiskReason = Literal["disk_slow", "disk_failed", "disk_full", "first_touch", "write_budget"]
-Reason = Literal["too_large", "no_room", "least_worth", "expired"] | DiskReason
+Reason = Literal["too_large", "no_room", "least_worth", "expired", "superseded"] | DiskReason
 
 
 class Losses:

@@ -50,15 +50,16 @@ class Room:
         self._pressure.relieve(used_bytes - (self._rewriting.pending_bytes() if is_high else 0), limit_bytes)
 
     def shrink_to(self, limit_bytes: int, slice_s: float = math.inf, *, most_bytes: int | None = None) -> Shrunk:
-        """Let spans step down and evict until no more than this is held, or only what is in use. First goes what the
-        disk has too, as far as it is worth least; then spans step down; then leaves go as the disk takes them.
+        """Let spans step down and evict until no more than this is held, or only what is in use. First goes what
+        conversations have left behind, then what the disk has too, as far as it is worth least; then spans step down;
+        then leaves go as the disk takes them.
 
         What a working disk is about to take stays until then, but no more than `most_bytes` are held in any case.
         `slice_s`: the work that is done here and now, about; the rest is for the chores."""
         limit_bytes = min(limit_bytes, self._shelf.max_bytes)
         until_s = time.monotonic() + slice_s
         self._spills.add_some(limit_bytes, self._shelf.max_bytes)
-        self._evictor.shrink_to(limit_bytes, lambda leaf: leaf.payload.is_clean)
+        self._evictor.shrink_to(limit_bytes, lambda leaf: leaf.payload.is_clean or self._spills.leaves_out(leaf))
         if self._shelf.held_bytes > limit_bytes:
             self._pressure.make_room(self._shelf.held_bytes - limit_bytes - self._rewriting.pending_bytes())
         # What waits to be trimmed or encoded gives more room than it takes.

@@ -49,10 +49,10 @@ class Shelf:
         self.entries[entry] = None
         self.recount(entry)
 
-    def touch(self, path: Iterable[Node[Entry]], kind: Kind) -> None:
+    def touch(self, path: Iterable[Node[Entry]], kind: Kind, session: str = "") -> None:
         """A request goes on from these."""
         nodes = list(path)
-        self._leaves.touch(nodes, kind)
+        self._leaves.touch(nodes, kind, session)
         self.journal.note_all(node.payload for node in nodes)
 
     def insert(self, entry: Entry, ids: TokenIds) -> tuple[Node[Entry], ...]:
@@ -60,7 +60,7 @@ class Shelf:
         self.version += 1
         inserted = self.tree.insert(entry.root_key, ids, entry)
         self.journal.note_all(node.payload for node in inserted.path)
-        self._leaves.inserted(inserted, entry.kind)
+        self._leaves.inserted(inserted, entry.kind, entry.session)
         if inserted.outcome == "split":
             upper, lower = inserted.halves
             lower.payload.nodes.add(upper)
@@ -70,6 +70,14 @@ class Shelf:
             if len(inserted.path) > 1:
                 self._leaves.discard(inserted.path[-2])
         return inserted.path
+
+    def split(self, node: Node[Entry], position: int) -> None:
+        """In two, so that what comes behind may go by itself."""
+        self.version += 1
+        upper = self.tree.split(node, position)
+        node.payload.nodes.add(upper)
+        self.journal.note(node.payload)
+        self._leaves.split(upper, node)
 
     def change(self, entry: Entry, **fields: object) -> None:
         """Set what decides whether it may go."""
@@ -185,7 +193,7 @@ class Shelf:
         merged = self.tree.merge(parent)
         if merged is not parent:
             parent.payload.nodes.discard(parent)
-            self._leaves.forget(parent)
+            self._leaves.merged(parent, merged)
         self.journal.note(merged.payload)
         self._leaves.offer(merged)
 

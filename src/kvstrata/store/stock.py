@@ -20,6 +20,7 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.spans.convert import RAW
 from kvstrata.spans.marks import needs_marks
 from kvstrata.spans.plan import raw_plan
+from kvstrata.store.branches import Branches
 from kvstrata.store.chores import Chores
 from kvstrata.store.clearing import Clearing
 from kvstrata.store.cold.cold import Cold, no_cold
@@ -90,6 +91,7 @@ class Stock:
     def flush(self, timeout_s: float) -> Unwritten:
         """The end: write all that the disk has not, for at most so long. Tells what is left."""
         self.evictor.expire()
+        self.evictor.drop_superseded()
         return self.flushing.run(timeout_s)
 
     def close(self) -> None:
@@ -138,7 +140,7 @@ def make_stock(
     tidying = Tidying(shelf, rewriting, changes, evictor, spills, write_through=options.write_through)
     leases = Leases(shelf, review)
     intake = Intake(shelf, pins, losses, counters, review)
-    desk = Desk(shelf, marks, leases, intake, pressure)
+    desk = Desk(shelf, marks, leases, intake, pressure, Branches(shelf, leaves))
     history = History(reuse, lambda: _watched_tokens(options.hot_bytes, precision))
     return Stock(
         shelf=shelf,

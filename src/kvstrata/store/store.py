@@ -6,11 +6,11 @@ Touched by the thread that owns MLX alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvstrata.eviction.history import History, kind_of
 from kvstrata.eviction.worth import Kind
-from kvstrata.index.ids import Tokens, as_ids
+from kvstrata.index.ids import TokenIds, Tokens, as_ids
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.live import live_span
 from kvstrata.spans.span import empty_span, prefix_of
@@ -53,10 +53,16 @@ class Store:
         """What a match would give now. Keeps nothing from going."""
         return self._search.find(tokens, salt)
 
-    def match(self, tokens: Tokens, salt: str, asked_twice: int | None = None) -> Lease:
+    def match(self, tokens: Tokens, salt: str, asked_twice: int | None = None, session: str = "") -> Lease:
         """The longest usable prefix of `tokens`, kept until it is released. It is counted when a sequence is opened
         on it. `asked_twice`: what the lease said that the same request was opened on before; None: it was not."""
-        ids = as_ids(tokens)
+        ids, root = as_ids(tokens), self._search.root_of(salt)
+        thread = self._desk.branches.begins(root, session, ids)
+        lease = self._lease(ids, salt, asked_twice, session)
+        lease.session, lease.thread = session, thread
+        return lease
+
+    def _lease(self, ids: TokenIds, salt: str, asked_twice: int | None, session: str) -> Lease:
         found = self._search.find(ids, salt)
         known_tokens = self._history.known_tokens(self._search.root_of(salt), ids)
         kind = kind_of(known_tokens, len(ids))
@@ -68,7 +74,7 @@ class Store:
         found = self._finished(found, ids, salt)
         prefix = prefix_of(self._search.layout, found.ranges, mark_of(found))
         lease = Lease(kind, found.num_tokens, prefix, found.ranges, asked_twice, uncounted)
-        self._desk.shelf.touch(found.path, kind)
+        self._desk.shelf.touch(found.path, kind, session)
         note_asked_twice(found.path, asked_twice)
         self._desk.leases.extend(lease, found.entries)
         return lease
@@ -86,17 +92,17 @@ class Store:
     def release(self, lease: Lease) -> None:
         self._desk.leases.release(lease)
 
-    def open(self, lease: Lease, cache: SequenceCache, salt: str) -> Filing:
-        """A sequence begins to compute what follows its lease."""
+    def open(self, lease: Lease, cache: SequenceCache, salt: str, resume_at: Sequence[int] = ()) -> Filing:
+        """A sequence begins to compute what follows its lease. `resume_at`: where later ones are likely to part."""
         span, key = live_span(self._search.layout, cache), self._search.root_of(salt)
-        entry = Entry(span, key, salt, lease.kind, asked_twice=lease.asked_twice)
+        entry = Entry(span, key, salt, lease.kind, lease.session, asked_twice=lease.asked_twice)
         self._desk.shelf.add(entry)
         if lease.uncounted is not None:
             self._counters["queried_tokens"] += len(lease.uncounted)
             self._counters["hit_tokens"] += lease.num_tokens
             self._history.asked(key, lease.uncounted, self._clock())
             lease.uncounted = None
-        return Filing(self._desk, entry, lease)
+        return Filing(self._desk, entry, lease, resume_at)
 
 
 class NoStore(Store):
@@ -104,6 +110,6 @@ class NoStore(Store):
 
     can_share = False
 
-    def open(self, lease: Lease, cache: SequenceCache, salt: str) -> Filing:
-        del cache
+    def open(self, lease: Lease, cache: SequenceCache, salt: str, resume_at: Sequence[int] = ()) -> Filing:
+        del cache, resume_at
         return NoFiling(self._desk, Entry(empty_span(self._search.layout), b"", salt, Kind.FRESH), lease)

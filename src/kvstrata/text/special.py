@@ -30,7 +30,7 @@ class SpecialTokens:
 
 def special_tokens(tokenizer: TokenizerWrapper) -> SpecialTokens:
     """Takes a while (some 1 us for each added token, and renders the template): once for a model, not for a reply."""
-    names = _special_names(tokenizer)
+    names = special_names(tokenizer)
     marks = _marks(tokenizer)
     shown = {id for id, name in names.items() if any(name in mark for mark in marks)}
     if {"<|channel|>", "<|message|>"} <= set(names.values()):
@@ -44,7 +44,8 @@ def special_tokens(tokenizer: TokenizerWrapper) -> SpecialTokens:
     )
 
 
-def _special_names(tokenizer: TokenizerWrapper) -> dict[int, str]:
+def special_names(tokenizer: TokenizerWrapper) -> dict[int, str]:
+    """All of them, by id."""
     hf = hf_tokenizer(tokenizer)
     names = {id: token.content for id, token in hf.added_tokens_decoder.items() if token.special}
     return names | dict(zip(hf.all_special_ids, hf.all_special_tokens, strict=True))

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from kvstrata.errors import InvalidRequest
 from kvstrata.text.fast import hf_tokenizer
 from kvstrata.text.messages import Message, Shape, normalise
+from kvstrata.text.next_turns import Positions, next_chats
 from kvstrata.text.probe import (
     SystemTurns,
     probe_call,
@@ -31,6 +32,7 @@ from kvstrata.text.probe import (
 )
 from kvstrata.text.replay import Frame, pieces_of
 from kvstrata.text.sampled import Sampled
+from kvstrata.text.special import special_names
 from kvstrata.text.system_turns import placed
 from kvstrata.text.tokens import encode_rendered, require_unicode, token_text
 from kvstrata.text.told_tools import without_tools
@@ -64,6 +66,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         # A tokenizer saved with truncation or padding loses them at its first use; that must not happen in two threads.
         encode_rendered(tokenizer, "")
+        self._positions = Positions(tokenizer, special_names(tokenizer))
         self.exists: bool = bool(tokenizer.has_chat_template)
         self.has_tools = self.exists and shows_tools(self._with_generation_prompt)
         self._shape = wanted_shape(self._with_generation_prompt) if self.has_tools else Shape()
@@ -124,7 +127,8 @@ class ChatTemplate:
         prompt: tuple[int, ...] | None = None,
     ) -> tuple[int, ...]:
         """Positions in the rendered ids where other requests are likely to part from this one, in order: the end of the
-        system and tools block, and the start of the generation prompt. One that no token starts at is left out.
+        system and tools block, the first turn that the template will write in another way when the chat goes on, and
+        the start of the generation prompt. One that no token starts at is left out.
 
         `prompt`: what `render` gave, to save tokenizing it again.
         """
@@ -133,8 +137,12 @@ class ChatTemplate:
         text_of = partial(self._text, tools=self._shown_tools(tools), template_kwargs=template_kwargs)
         text = text_of(chat, reply=True)
         ids = encode_rendered(self._tokenizer, text) if prompt is None else prompt
-        openings = self._openings(messages, tools)
-        found = {self._system_end(openings, text, ids, text_of), self._reply_start(chat, text, ids, text_of)}
+        before = self._before_reply(chat, text, text_of)
+        found = {
+            self._system_end(self._openings(messages, tools), text, ids, text_of),
+            self._reply_start(before, text, ids),
+            *(self._rewritten(others, before, text, ids, text_of) for others in self._next_chats(messages, tools)),
+        }
         return tuple(sorted(position for position in found if 0 < position < len(ids)))
 
     def _refuse(self, template_kwargs: dict[str, Any] | None) -> None:
@@ -203,12 +211,16 @@ class ChatTemplate:
         shared = text[: min(_num_shared(text, other) for other in others)]
         return _num_shared(encode_rendered(self._tokenizer, shared), ids)
 
-    def _reply_start(self, chat: list[Message], text: str, ids: tuple[int, ...], text_of: Callable[..., str]) -> int:
+    def _before_reply(self, chat: list[Message], text: str, text_of: Callable[..., str]) -> str:
+        """What comes before the generation prompt; empty: the template cannot do without."""
         try:
             before = text_of(chat, reply=False)
         except InvalidRequest:
-            return 0
-        if not text.startswith(before):
+            return ""
+        return before if text.startswith(before) else ""
+
+    def _reply_start(self, before: str, text: str, ids: tuple[int, ...]) -> int:
+        if not before:
             return 0
         generation_prompt = encode_rendered(self._tokenizer, text[len(before) :])
         # Where the generation prompt's ids stand at the end as they are, the long rest need not be tokenized again.
@@ -216,6 +228,27 @@ class ChatTemplate:
             return len(ids) - len(generation_prompt)
         shorter = encode_rendered(self._tokenizer, before)
         return len(shorter) if ids[: len(shorter)] == shorter else 0
+
+    def _next_chats(self, messages: list[Message], tools: Tools | None) -> list[list[Message]]:
+        """Those that can be shown."""
+        shown = []
+        for messages_then in next_chats(messages, tools):
+            try:
+                shown.append(self._chat(messages_then, tools))
+            except InvalidRequest:
+                continue
+        return shown
+
+    def _rewritten(
+        self, chat: list[Message], before: str, text: str, ids: tuple[int, ...], text_of: Callable[..., str]
+    ) -> int:
+        """How many ids this prompt shares with that of a chat that goes on, where a turn of it is rewritten then; 0:
+        none is, and what both share ends where the reply begins."""
+        try:
+            other = text_of(chat, reply=False)
+        except InvalidRequest:
+            return 0
+        return 0 if other.startswith(before or text) else self._positions.shared(text, ids, other)
 
 
 def _num_shared(some: Sequence[object], others: Sequence[object]) -> int:

@@ -120,7 +120,7 @@ def _visiting(service: Service, job: Job, names: Sequence[Name]) -> Job:
     )
     requests = [replace(request, session=visits[place // job.n].key) for place, request in enumerate(job.requests)]
     parted = visits[0].parted if len(visits) == 1 else None
-    notes = {**job.notes, **(parted.notes if parted else {})}
+    notes = {**(parted.notes if parted else {}), **job.notes}
     return replace(job, requests=tuple(requests), visits=visits, notes=notes)
 
 

@@ -89,6 +89,8 @@ class Spills:
     def _offer(self, entry: Entry) -> None:
         if entry not in self._shelf.entries or not entry.is_free or entry.is_clean or not entry.nodes:
             return
+        if self.leaves_out(entry.last_node):
+            return  # when that has gone, the rest is offered again
         owner = _still_computed(entry)
         if owner is not None:
             self._behind.setdefault(owner, []).append(entry)
@@ -103,8 +105,15 @@ class Spills:
             if entry.root_key.startswith(under):
                 self._mover.discard(entry)
 
+    def leaves_out(self, leaf: Node[Entry]) -> bool:
+        """What a conversation has left behind is not written, however often it was asked for: that was by the same
+        conversation, which has gone on elsewhere. A disk would fill up with thinking that no prompt has again."""
+        return self._leaves.is_superseded(leaf) and not leaf.payload.is_pinned
+
     def hand_over(self, leaf: Node[Entry], until_s: float = math.inf) -> Handover:
         """A leaf is to go: give it to the disk, as far as that can be done until then."""
+        if self.leaves_out(leaf) and not leaf.payload.is_clean:
+            return Handover(leaf.start, "superseded")
         self._look_again()
         if not leaf.payload.is_clean and not self.refusals.would_recur(leaf.payload):
             self.rewrite_to(leaf, until_s)
@@ -165,8 +174,10 @@ class Spills:
         return None if entry.is_clean or not self._can_be_written(entry) else self._spill(entry)
 
     def _can_be_written(self, entry: Entry) -> bool:
-        """Unless a request still computes it, or what it hangs on."""
-        return not entry.is_running and bool(entry.nodes) and _still_computed(entry) is None
+        """Unless a request still computes it, or what it hangs on, or its conversation has left it behind."""
+        if entry.is_running or not entry.nodes or self.leaves_out(entry.last_node):
+            return False
+        return _still_computed(entry) is None
 
     def _spill(self, entry: Entry, *, puts_away: bool = False) -> Job:
         leaf = entry.last_node
