@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from starlette.types import Scope
 
-from kvstrata.engine.request import Request, Sampling
+from kvstrata.engine.request import Pinned, Request, Sampling
 from kvstrata.errors import InvalidRequest, ModelNotFound
 from kvstrata.grammar.grammars import Grammar
 from kvstrata.server.auth import salt_of
@@ -55,6 +56,7 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
     request = replace(
         request,
         resume_at=resume_at,
+        pin=_pinned(service, chat, prompt),
         stop_ids=service.loaded.eos_ids | form.ending_ids,
         break_ids=form.break_ids,
         grammar=grammar,
@@ -76,13 +78,29 @@ def chat_prompt(service: Service, chat: Chat) -> tuple[tuple[int, ...], tuple[in
             code="no_chat_template",
         )
     require_possible_chat(service, chat.messages)
-    switched = service.thinking.switch(chat.thinking.effort, chat.thinking.enabled)
-    variables = {**switched, **chat.template_kwargs} or None
-    tools = list(tools_told(chat)) or None
+    tools, variables = list(tools_told(chat)) or None, _variables(service, chat)
     prompt = template.render(chat.messages, tools=tools, template_kwargs=variables)
     if not service.engine.resumes_at_marks:
         return prompt, ()
     return prompt, template.boundaries(chat.messages, tools, template_kwargs=variables, prompt=prompt)
+
+
+def _variables(service: Service, chat: Chat) -> dict[str, Any] | None:
+    """Of the template."""
+    switched = service.thinking.switch(chat.thinking.effort, chat.thinking.enabled)
+    return {**switched, **chat.template_kwargs} or None
+
+
+def _pinned(service: Service, chat: Chat, prompt: tuple[int, ...]) -> Pinned | None:
+    """The quota holds for everyone, without keys too: a client's library sets a ttl without its user's knowing, and on
+    a local server all memory would go to pins that nobody chose. POST /cache/pin is somebody's decision."""
+    if chat.pin is None:
+        return None
+    num_tokens = len(prompt)
+    if chat.pin.up_to == "system":
+        tools, variables = list(tools_told(chat)) or None, _variables(service, chat)
+        num_tokens = service.template.system_end(chat.messages, tools, template_kwargs=variables, prompt=prompt)
+    return Pinned(chat.pin.ttl_s, num_tokens, service.pin_quota) if num_tokens else None
 
 
 def tools_told(chat: Chat) -> tuple[dict[str, object], ...]:
