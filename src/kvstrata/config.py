@@ -99,7 +99,7 @@ class Settings(BaseSettings):
     )
     pin_quota: SizeSetting = setting(
         Size(percent=25.0), "Most that each key may pin; % is of the memory for stored KV. Admin keys, and servers "
-        "without keys, have no quota", panel="Address and keys", unit="size",
+        "without keys, have none but for what a ttl of cache_control pins", panel="Address and keys", unit="size",
     )  # fmt: skip
     allow_public: bool = setting(False, "Listen on a public address without any key", panel="Address and keys")
     allowed_host: HostNames = setting(

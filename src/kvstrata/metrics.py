@@ -34,6 +34,8 @@ CACHE_COUNTERS = {
     "encoded_spans": "Spans that were put under a codec in fewer bits",
     "stepped_down_spans": "Spans that were put under fewer bits to make room",
     "evicted_tokens": "Tokens that had to go",
+    "ttl_pins": "Prompts pinned for some time because their request asked for it",
+    "ttl_pins_over_quota": "Prompts that were not, because their key's quota is used up",
 }
 # Counted along with the rest, but they rise and fall.
 CACHE_LEVELS = {

@@ -67,6 +67,7 @@ class Endings:
             self._runner.disband()
             del self._sequences.running[sequence.arrival]
             self._resume.end(sequence)
+            self._resume.pin(sequence)
         else:
             self._fetching.forget(sequence)
             self._entrance.let_go()

@@ -22,6 +22,7 @@ class Housekeeping:
         self._room = stock.room
         self._evictor = stock.evictor
         self._leaves = stock.leaves
+        self._pins = stock.pins
         self._changes = stock.changes
         self._sequences = sequences
         self._capacity = capacity
@@ -49,6 +50,7 @@ class Housekeeping:
 
     def relieve(self) -> None:
         """Memory fills up: begin in time."""
+        self._pins.expire()
         used_bytes = self._capacity.running_bytes + self._capacity.stored_bytes
         self._room.relieve(used_bytes, self._capacity.budget.total_bytes)
 
@@ -64,8 +66,9 @@ class Housekeeping:
             self._room.shrink_to(limit_bytes - self._capacity.most_next_bytes(), 0.0)
 
     def expire(self) -> None:
+        self._pins.expire()
         self._evictor.expire()
 
     def seconds_to_expiry(self) -> float:
-        """Until something stored has to go, unless something comes."""
-        return self._leaves.seconds_to_expiry()
+        """Until something stored has to go or may, unless something comes."""
+        return min(self._leaves.seconds_to_expiry(), self._pins.seconds_to_expiry())

@@ -21,6 +21,7 @@ from kvstrata.engine.loop import Loop
 from kvstrata.engine.membership import Membership
 from kvstrata.engine.memory import Budget
 from kvstrata.engine.passes import Passes
+from kvstrata.engine.pinning import Pinning
 from kvstrata.engine.planner import Pacing, Planner
 from kvstrata.engine.rates import Speeds
 from kvstrata.engine.replies import Replies
@@ -97,6 +98,7 @@ def make_loop(served: Served, metrics: Metrics, cold: Cold, detokenizer: Callabl
         stock.evictor,
         stock.explainer,
         stock.rewriting.precision,
+        Pinning(stock.pins, stock.shelf, served.layout.token_bytes),
         mark_every_tokens=storage.mark_every_tokens,
     )
     speeds = Speeds(metrics, share=limits.prefill_share, max_chunk=max_chunk(), fixed_chunk=limits.prefill_chunk_tokens)

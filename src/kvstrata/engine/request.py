@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvstrata.grammar.grammars import Grammar
+from kvstrata.sizes import Size
 
 FinishReason = Literal["stop", "length", "cancelled"]
 # broken: the engine could not go on. pinned: what it needs is pinned, and another try would find it so. grammar: it
@@ -32,6 +33,15 @@ class Sampling:
 
 
 @dataclass(frozen=True)
+class Pinned:
+    """What of a prompt is to stay for some time, within a quota."""
+
+    ttl_s: float
+    num_tokens: int
+    quota: Size  # of the memory for stored KV: what all pins of the salt's owner may take
+
+
+@dataclass(frozen=True)
 class Request:
     id: str
     prompt: tuple[int, ...]
@@ -46,6 +56,7 @@ class Request:
     salt: str = ""  # requests with different salts never share cached state
     session: str = ""  # requests of one name belong together, under one salt; empty: it belongs to none
     resume_at: tuple[int, ...] = ()  # positions in the prompt where later requests are likely to part from it
+    pin: Pinned | None = None
     grammar: Grammar | None = None  # what the reply is held to; its end must be among the `stop_ids`
     grammar_after: tuple[int, ...] = ()  # it begins after these ids in a row (the end of thinking); none: at once
 
@@ -65,6 +76,7 @@ class Prefilled:
     total: int
     cached: int = 0  # of those that are done: not computed for this request
     miss: str = ""  # why not more was cached; empty: all that can be was
+    unpinned: str = ""  # why it will not be pinned as asked; empty: it will be, or nobody asked
 
 
 @dataclass(frozen=True)

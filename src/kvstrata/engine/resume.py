@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvstrata.codecs.segments import GROUP_TOKENS
+from kvstrata.engine.pinning import Pinning
 from kvstrata.engine.rungs import Rung
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequence import Sequence
@@ -35,6 +36,7 @@ class Resume:
         evictor: Evictor,
         explainer: Explainer,
         precision: Precision,
+        pinning: Pinning,
         *,
         mark_every_tokens: int,
     ) -> None:
@@ -42,6 +44,7 @@ class Resume:
         self._evictor = evictor
         self._explainer = explainer
         self._precision = precision
+        self._pinning = pinning
         self._mark_every = mark_every_tokens
 
     def found(self, sequence: Sequence) -> Found:
@@ -87,6 +90,7 @@ class Resume:
         if sequence.cached_tokens is None:
             sequence.cached_tokens = lease.num_tokens
             sequence.miss = self._explainer.miss(sequence.ids(), salt)
+            self._pinning.foresee(sequence)
         return True
 
     def next_stop(self, sequence: Sequence, at: int) -> int | None:
@@ -133,6 +137,10 @@ class Resume:
         sequence.stored.filing.seal(sequence.ids()[:at], mark)
         sequence.stored.filing.end()
         sequence.stored.filing = None
+
+    def pin(self, sequence: Sequence) -> None:
+        """It has ended for good: keep what it asked for. One that was set aside must make room instead."""
+        self._pinning.pin(sequence)
 
 
 def _shared_tokens(sequence: Sequence, other: Sequence) -> int:

@@ -68,6 +68,7 @@ class Sequence:
         self.cached_tokens: int | None = None  # of the prompt, when it first began; None: it has not yet
         self.stored = Stored(set(request.resume_at))
         self.miss = ""  # why not more of the prompt was found
+        self.unpinned = ""  # why the prompt is not pinned as asked
         self._ids = np.empty(0, np.int32)
         self._sampler: Sampler | None = None
         self._matcher: Matcher | None = None
@@ -138,7 +139,7 @@ class Sequence:
         """How far its prompt is; one that was set aside has said so before."""
         if not self.num_generated:
             prompt_tokens, cached_tokens = len(self.request.prompt), self.cached_tokens or 0
-            self.emit(Prefilled(self.num_computed, prompt_tokens, cached_tokens, self.miss))
+            self.emit(Prefilled(self.num_computed, prompt_tokens, cached_tokens, self.miss, self.unpinned))
 
     def end(self, event: Finished | Failed) -> None:
         """The last event. Nothing that the sequence held outlives it."""

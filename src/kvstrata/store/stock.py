@@ -90,6 +90,7 @@ class Stock:
 
     def flush(self, timeout_s: float) -> Unwritten:
         """The end: write all that the disk has not, for at most so long. Tells what is left."""
+        self.pins.expire()
         self.evictor.expire()
         self.evictor.drop_superseded()
         return self.flushing.run(timeout_s)
@@ -118,7 +119,7 @@ def make_stock(
     leaves = Leaves(reuse, options.ttl_s, clock)
     shelf = Shelf(leaves, max_bytes=options.hot_bytes if can_share else 0, max_arrays=options.max_arrays)
     search = Search(shelf, layout, identity)
-    pins, losses = Pins(shelf, search, cold), Losses(shelf, counters)
+    pins, losses = Pins(shelf, search, cold, counters, clock), Losses(shelf, counters)
     marks = Marks(shelf, options.max_marks, are_needed=can_share and needs_marks(layout))
     reporter = Reporter(shelf, search, cold, counters)
     # The disk is written to by those who rewrite, and has spans rewritten before it writes them.

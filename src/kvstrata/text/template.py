@@ -145,6 +145,19 @@ class ChatTemplate:
         }
         return tuple(sorted(position for position in found if 0 < position < len(ids)))
 
+    def system_end(
+        self,
+        messages: list[Message],
+        tools: Tools | None,
+        *,
+        template_kwargs: dict[str, Any] | None,
+        prompt: tuple[int, ...],
+    ) -> int:
+        """Where the system and tools block ends in a prompt that `render` gave; 0: it is not known."""
+        text_of = partial(self._text, tools=self._shown_tools(tools), template_kwargs=template_kwargs)
+        text = text_of(self._chat(messages, tools), reply=True)
+        return self._system_end(self._openings(messages, tools), text, prompt, text_of)
+
     def _refuse(self, template_kwargs: dict[str, Any] | None) -> None:
         if not self.exists:
             raise InvalidRequest("This model has no chat template: use /v1/completions with a plain prompt.")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 
 from starlette.types import Scope
 
 from kvstrata.errors import InvalidRequest
 from kvstrata.grammar.constraint import Constraint
+from kvstrata.server.anthropic.cache_control import pin_of
 from kvstrata.server.anthropic.schema import CountAsked, MessagesAsked, PromptAsked, ToolAsked
 from kvstrata.server.anthropic.turns import turns
 from kvstrata.server.conversation.body import read_body
@@ -50,7 +52,7 @@ def count_prompt(service: Service, body: bytes, scope: Scope) -> int:
 
 def conversation(asked: MessagesAsked) -> Chat:
     """Raises InvalidRequest for what no model here could do."""
-    return _chat(asked, _wanted(asked))
+    return replace(_chat(asked, _wanted(asked)), pin=pin_of(asked))
 
 
 def _chat(asked: PromptAsked, wanted: Wanted) -> Chat:

@@ -17,50 +17,56 @@ MAX_STOP_CHARS = 1024
 INT64 = 2**63
 
 
-class TextBlock(Asked):
+class Marked(Asked):
+    """What may carry a mark for Anthropic's cache (cache_control.py). Of any form: it is never refused."""
+
+    cache_control: Any = Field(None, description="With a ttl, 5m or 1h: the prompt is pinned for so long")
+
+
+class TextBlock(Marked):
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(Asked):
+class ThinkingBlock(Marked):
     """Its signature is not looked at: it is this server's own, or another's that cannot be checked."""
 
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(Asked):
+class RedactedThinkingBlock(Marked):
     type: Literal["redacted_thinking"]
 
 
-class DocumentBlock(Asked):
+class DocumentBlock(Marked):
     type: Literal["document"]
     source: dict[str, Any]
     title: str | None = None
 
 
-class ToolUseBlock(Asked):
+class ToolUseBlock(Marked):
     type: Literal["tool_use"]
     id: str = Field(min_length=1)
     name: str = Field(min_length=1)
     input: dict[str, Any] | None = None
 
 
-class ToolReferenceBlock(Asked):
+class ToolReferenceBlock(Marked):
     """In the result of a client's search for tools: one that it has found."""
 
     type: Literal["tool_reference"]
     tool_name: str
 
 
-class ToolChangeBlock(Asked):
+class ToolChangeBlock(Marked):
     """In a system message: a tool is offered, or no longer, from here on."""
 
     type: Literal["tool_addition", "tool_removal"]
     tool: dict[str, Any]
 
 
-class OtherBlock(Asked):
+class OtherBlock(Marked):
     """An image, or whatever else there is: taken so that the refusal can name it."""
 
     type: str
@@ -91,7 +97,7 @@ ResultBlock = Annotated[
 ]
 
 
-class ToolResultBlock(Asked):
+class ToolResultBlock(Marked):
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[ResultBlock] | None = None
@@ -118,7 +124,7 @@ class TurnAsked(Asked):
     content: str | list[Block] | None = Field(None, description="Only a system message may be without")
 
 
-class ToolAsked(Asked):
+class ToolAsked(Marked):
     """One that the client runs has an `input_schema`. Those without are Anthropic's own; `type` tells which."""
 
     type: str | None = None
@@ -169,7 +175,7 @@ class CountAsked(PromptAsked):
     pass
 
 
-class MessagesAsked(PromptAsked):
+class MessagesAsked(PromptAsked, Marked):
     max_tokens: int = Field(ge=1, description="A bound: what the context leaves may be less")
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)

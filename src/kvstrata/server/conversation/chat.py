@@ -48,6 +48,22 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class PinWanted:
+    """What of the prompt is to stay in memory, and for how long: all of it, or its system messages and tools."""
+
+    ttl_s: float
+    up_to: Literal["system", "prompt"]
+
+
+RETENTIONS_S = {"24h": 86400.0}  # OpenAI's words for how long a prompt is kept; others ask for nothing more
+
+
+def pin_for_retention(retention: str | None) -> PinWanted | None:
+    ttl_s = RETENTIONS_S.get(retention or "")
+    return PinWanted(ttl_s, "prompt") if ttl_s else None
+
+
+@dataclass(frozen=True)
 class Chat:
     messages: list[Message]
     tools: tuple[Tool, ...] = ()
@@ -56,3 +72,4 @@ class Chat:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     wanted: Wanted = field(default_factory=Wanted)
     model: str | None = None  # None: the one that is served
+    pin: PinWanted | None = None

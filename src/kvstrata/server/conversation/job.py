@@ -66,6 +66,7 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
     request = replace(
         request,
         resume_at=made.resume_at,
+        pin=made.pin,
         stop_ids=service.ending_ids,
         break_ids=form.break_ids,
         grammar=grammar,

@@ -11,9 +11,10 @@ from typing import Any
 
 from starlette.types import Scope
 
+from kvstrata.engine.request import Pinned
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.auth import salt_of
-from kvstrata.server.conversation.chat import Chat
+from kvstrata.server.conversation.chat import Chat, PinWanted
 from kvstrata.server.conversation.hygiene import tidied
 from kvstrata.server.conversation.lengths import require_possible_chat
 from kvstrata.server.service import Service
@@ -28,6 +29,7 @@ class ChatPrompt:
     hygiene: Mapping[str, int] = field(default_factory=dict)  # how often each rule was used
     replayed_turns: int = 0  # replies that stand there as they were sampled
     replayed_tokens: int = 0
+    pin: Pinned | None = None  # what of it is to stay, and for how long
 
     @property
     def notes(self) -> dict[str, str]:
@@ -53,7 +55,19 @@ def chat_prompt(service: Service, chat: Chat, scope: Scope) -> ChatPrompt:
     resume_at: tuple[int, ...] = ()
     if service.engine.resumes_at_marks:
         resume_at = template.boundaries(tidy.messages, tools, template_kwargs=variables, prompt=prompt.ids)
-    return ChatPrompt(prompt.ids, resume_at, tidy.used, prompt.replayed_turns, prompt.replayed_tokens)
+    pin = None
+    if chat.pin is not None:
+        end = len(prompt.ids)
+        if chat.pin.up_to == "system":
+            end = template.system_end(tidy.messages, tools, template_kwargs=variables, prompt=prompt.ids)
+        pin = _pinned(service, chat.pin, end)
+    return ChatPrompt(prompt.ids, resume_at, tidy.used, prompt.replayed_turns, prompt.replayed_tokens, pin)
+
+
+def _pinned(service: Service, wanted: PinWanted, end: int) -> Pinned | None:
+    """The quota holds for every caller, without keys too: a client's library sets a ttl without its user's knowing, and
+    on a local server all memory would go to pins that no user chose. POST /cache/pin is a user's decision."""
+    return Pinned(wanted.ttl_s, end, service.pin_quota) if end else None
 
 
 def tools_told(chat: Chat) -> tuple[dict[str, object], ...]:

@@ -32,11 +32,13 @@ class Telling:
         self._shown: dict[int, list[int]] = defaultdict(list)  # ids of what each client saw
         self._events: dict[int, list[ReplyEvent]] = defaultdict(list)
         self._misses: dict[int, str] = {}  # why not more of each prompt was cached
+        self._unpinned = ""  # why it is not pinned as asked
 
     def told(self, arrival: Arrival) -> list[ServerEvent]:
         index, event = arrival.index, arrival.event
         if isinstance(event, Prefilled):
             self._misses.setdefault(index, event.miss)
+            self._unpinned = event.unpinned or self._unpinned
         elif isinstance(event, Piece) and index not in self._complete:
             if self._job.noting is not None:
                 self._shown[index] += event.ids
@@ -58,15 +60,18 @@ class Telling:
         """Known where there is one prompt and its first event is about it. Otherwise the usage tells, at the end."""
         first = arrivals[0].event if arrivals else None
         if isinstance(first, Prefilled) and len(self._job.requests) == 1:
-            return {CACHED: str(first.cached), MISS: miss_value(first.miss, self._job.notes)}
+            return {CACHED: str(first.cached), MISS: miss_value(first.miss, self._notes(first.unpinned))}
         return {}
 
     def whole_headers(self) -> dict[str, str]:
         firsts = [miss for index, miss in sorted(self._misses.items()) if index % self._job.n == 0]
         return {
             CACHED: str(self.usage().cached_tokens),
-            MISS: miss_value(",".join(dict.fromkeys(firsts)), self._job.notes),
+            MISS: miss_value(",".join(dict.fromkeys(firsts)), self._notes(self._unpinned)),
         }
+
+    def _notes(self, unpinned: str) -> dict[str, str]:
+        return {**self._job.notes, **({"pin": unpinned} if unpinned else {})}
 
     def usage(self) -> TokenUsage:
         """Of all replies. A prompt counts once, however many choices it has."""

@@ -12,7 +12,7 @@ from starlette.types import Scope
 from kvstrata.errors import InvalidRequest
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.server.conversation.body import read_body
-from kvstrata.server.conversation.chat import Chat, ThinkingWanted, ToolChoice, Wanted
+from kvstrata.server.conversation.chat import Chat, ThinkingWanted, ToolChoice, Wanted, pin_for_retention
 from kvstrata.server.conversation.job import Job, chat_job, check_model, text_job
 from kvstrata.server.conversation.lengths import require_possible_text
 from kvstrata.server.openai.schema import (
@@ -72,6 +72,7 @@ def conversation(asked: ChatAsked) -> Chat:
         template_kwargs=asked.chat_template_kwargs or {},
         wanted=_wanted(asked, limit, num_logprobs, _constraint(asked)),
         model=asked.model,
+        pin=pin_for_retention(asked.prompt_cache_retention),
     )
 
 

@@ -143,6 +143,7 @@ class ChatAsked(SamplingAsked):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = Field(None, description="none, minimal, low, medium, high, ...")
+    prompt_cache_retention: str | None = Field(None, description="24h: the prompt is pinned for so long, in the quota")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Handed to the chat template as they are")
     # Known to OpenAI's API and not done here: refused rather than ignored.
     functions: list[Any] | None = None

@@ -14,7 +14,7 @@ from kvstrata.errors import ContextTooLong, InvalidRequest, RequestError
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.conversation.body import read_body
-from kvstrata.server.conversation.chat import Chat, ThinkingWanted, Wanted
+from kvstrata.server.conversation.chat import Chat, ThinkingWanted, Wanted, pin_for_retention
 from kvstrata.server.conversation.job import Job, chat_job
 from kvstrata.server.conversation.wire import json_bytes
 from kvstrata.server.responses.schema import ITEMS, MessageItem, ReferenceItem, ResponseAsked
@@ -98,6 +98,7 @@ def conversation(asked: ResponseAsked, box: Toolbox, items: Sequence[Any], num_b
             cache_key=asked.prompt_cache_key,
         ),
         model=asked.model,
+        pin=pin_for_retention(asked.prompt_cache_retention),
     )
 
 

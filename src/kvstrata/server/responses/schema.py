@@ -260,6 +260,7 @@ class ResponseAsked(Asked):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     stream: bool | None = None
     cache_salt: str | None = Field(None, description="Requests with different salts never share cached state")
+    prompt_cache_retention: str | None = Field(None, description="24h: the prompt is pinned for so long, in the quota")
     # Told back in the response and otherwise without effect.
     metadata: dict[str, Any] | None = None
     max_tool_calls: int | None = None
