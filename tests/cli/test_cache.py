@@ -176,3 +176,25 @@ def test_top_refreshes_until_ctrl_c(tiny: Served) -> None:
     rest, errors = process.communicate(timeout=60)
     assert process.returncode == 0, rest + errors
     assert "Traceback" not in errors
+
+
+def test_sessions_are_listed_shown_and_pinned_by_their_id(tiny: Served) -> None:
+    for prompt in (PROMPT, [*PROMPT[:100], 1, *PROMPT[101:]]):
+        with tiny.openai("secret") as client:
+            client.completions.create(
+                model=tiny.name, prompt=prompt, max_tokens=1, extra_body={"prompt_cache_key": "my-chat"}
+            )
+    listed = run(tiny, "cache", "sessions", "--limit", "1")
+    assert "my-chat" in listed
+    assert "hot 300" in listed
+    assert "K raw, V raw" in listed
+    shown = " ".join(run(tiny, "cache", "sessions", "my-chat").split())
+    assert "my-chat (by prompt_cache_key)" in shown
+    assert "Request 2 parted from the last prompt at token 100" in shown
+    answer = json.loads(run(tiny, "cache", "sessions", "--limit", "1", "--json"))
+    assert [session["requests"] for session in answer["sessions"]] == [2]
+    assert "the first 300 of 301 tokens" in run(tiny, "cache", "pin", "--session", "my-chat")
+    assert "my-chat (by prompt_cache_key)" in run(tiny, "cache", "explain", "--session", "my-chat")
+    run(tiny, "cache", "unpin", "--session", "my-chat")
+    with pytest.raises(KvstrataError, match="No session 'nobody' is known"):
+        raise invoke(tiny, "cache", "sessions", "nobody").exception or AssertionError

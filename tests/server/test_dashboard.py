@@ -281,3 +281,18 @@ def test_the_keyboard_keeps_its_place(page: Page, fresh: Served) -> None:
     # Applied: there is nothing more to apply.
     page.wait("document.getElementById('apply').disabled && !document.querySelector('#precision [name=dry]').disabled")
     assert page.run("document.activeElement.name") == "dry"
+
+
+def test_sessions_are_listed_with_where_they_parted(page: Page, fresh: Served, tmp_path: Path) -> None:
+    complete(fresh, LONG, prompt_cache_key="orchard-1")
+    complete(fresh, [*LONG[:100], 1, *LONG[101:]], prompt_cache_key="orchard-1")
+    page.wait("document.querySelector('[data-session=\"orchard-1\"] .parted')")
+    row = page.text('[data-session="orchard-1"]').replace("\u00a0", " ")
+    assert "Request 2 parted from the last prompt at token 100: it was" in row
+    session = get(fresh, "/cache/sessions/orchard-1")
+    assert f"{100 * session['hit_rate']:.1f} %" in row
+    assert f"memory {session['held']['hot']}" in row
+    assert "raw" in row
+    page.resize(390, 844)
+    assert page.run("document.documentElement.scrollWidth") == 390
+    page.screenshot(tmp_path / "sessions.png")

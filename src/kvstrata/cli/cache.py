@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
@@ -41,6 +42,10 @@ RequestFile = Annotated[
         show_default="none",
     ),
 ]
+SessionId = Annotated[
+    str | None,
+    typer.Option("--session", help="A session's last prompt and reply instead.", metavar="id", show_default="none"),
+]
 Salt = Annotated[
     str | None, typer.Option("--salt", help="The cache_salt of the requests.", metavar="text", show_default="none")
 ]
@@ -54,6 +59,27 @@ def usage(url: Url = DEFAULT_URL, api_key: AdminKey = None, as_json: AsJson = Fa
     _show(answer, as_json, tables.usage)
 
 
+@app.command()
+def sessions(
+    id: Annotated[str | None, typer.Argument(help="One session, by its id.", show_default="all")] = None,
+    limit: Annotated[int, typer.Option(help="How many, the last used first.", min=1, max=10_000)] = 20,
+    before: Annotated[
+        float | None,
+        typer.Option(help="Only those last used before this (next_before of --json).", show_default="none"),
+    ] = None,
+    url: Url = DEFAULT_URL,
+    api_key: AdminKey = None,
+    as_json: AsJson = False,
+) -> None:
+    """Requests that belong together: what is held of each conversation, and where prompts parted."""
+    with connect(url, api_key) as remote:
+        if id is not None:
+            answer = remote.ask("GET", f"/cache/sessions/{quote(id, safe='')}")
+            return _show(answer, as_json, tables.session)
+        after = "" if before is None else f"&before={before!r}"
+        return _show(remote.ask("GET", f"/cache/sessions?limit={limit}{after}"), as_json, tables.sessions)
+
+
 def _add_about_prompt(name: str, does: str, table: tables.Table) -> None:
     """A command that asks the endpoint of its name about a prompt."""
 
@@ -62,12 +88,13 @@ def _add_about_prompt(name: str, does: str, table: tables.Table) -> None:
         text: Text = None,
         as_chat: AsChat = False,
         request: RequestFile = None,
+        session: SessionId = None,
         salt: Salt = None,
         url: Url = DEFAULT_URL,
         api_key: AdminKey = None,
         as_json: AsJson = False,
     ) -> None:
-        body = _prompt(text, request, salt, as_chat=as_chat)
+        body = {"session": session} if session else _prompt(text, request, salt, as_chat=as_chat)
         with connect(url, api_key) as remote:
             answer = remote.ask("POST", f"/cache/{name}", body)
         _show(answer, as_json, table)
@@ -124,7 +151,9 @@ def requantize(
 
 def _prompt(text: str | None, request: Path | None, salt: str | None, *, as_chat: bool) -> dict[str, Any]:
     if (text is None) == (request is None):
-        raise KvstrataError("Give the prompt as text (- reads stdin), or a request's body with --request FILE.")
+        raise KvstrataError(
+            "Give the prompt as text (- reads stdin), a request's body with --request FILE, or a session."
+        )
     if request is not None:
         return {**_body(request), **_given(cache_salt=salt)}
     if text == "-":

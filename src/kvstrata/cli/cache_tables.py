@@ -106,7 +106,67 @@ def explanation(answer: Answer) -> RenderableType:
         table.add_row("" if place else "stored goes on", Text(_one_line(each), style="cyan"))
     if (num_more := answer["num_instead"] - len(answer["instead"])) > 0:
         table.add_row("", f"and {num_more:,} other ways")
+    if answer["session"]:
+        found = answer["session"]
+        table.add_row("session", f"{found['id']} (by {found['recognised_by']})")
+        table.add_row("", parted(found["parted"]) or "It goes on from the session's last prompt.")
     return Group(table)
+
+
+def sessions(answer: Answer) -> RenderableType:
+    title = "Sessions" if answer["under"] == "all" else "Sessions of this key"
+    columns = ("session", "requests", "hit rate", "tokens", "held", "last use", "precision")
+    table = _table(*columns, title=f"{title}: {answer['total']:,}", right=1, left_from=4)
+    for each in answer["sessions"]:
+        table.add_row(
+            each["id"],
+            f"{each['requests']:,}",
+            f"{100 * each['hit_rate']:.1f} %",
+            f"{each['tokens']:,}",
+            _tiers_of(each),
+            _when(each["last_use"]),
+            _precision_of(each),
+        )
+    return table
+
+
+def session(answer: Answer) -> RenderableType:
+    table = _plain_table()
+    table.add_row("session", f"{answer['id']} (by {answer['recognised_by']})")
+    table.add_row("created", _when(answer["created"]))
+    table.add_row("last use", _when(answer["last_use"]))
+    hits = f"{answer['cached_tokens']:,} of {answer['prompt_tokens']:,} tokens ({100 * answer['hit_rate']:.1f} %)"
+    table.add_row("requests", f"{answer['requests']:,}")
+    table.add_row("found of what was sent", hits)
+    table.add_row("conversation", f"{answer['tokens']:,} tokens; {_tiers_of(answer)}")
+    table.add_row("precision", _precision_of(answer))
+    table.add_row("pinned", "yes" if answer["pinned"] else "no")
+    table.add_row("last parted", parted(answer["parted"]) or "never")
+    return table
+
+
+def parted(answer: Answer | None) -> str:
+    """As a sentence; empty: it did not."""
+    if answer is None:
+        return ""
+    whose = "the last prompt" if answer["where"] == "prompt" else "the last reply"
+    was, now = _one_line(answer["was"]), _one_line(answer["now"])
+    return f"Request {answer['request']:,} parted from {whose} at token {answer['at']:,}: it was {was}, now {now}."
+
+
+def _tiers_of(session: Answer) -> str:
+    return ", ".join(f"{tier} {tokens:,}" for tier, tokens in session["held"].items())
+
+
+def _precision_of(session: Answer) -> str:
+    sides = ((side.upper(), session["precision"][side]) for side in ("k", "v"))
+    return ", ".join(f"{side} {'+'.join(by_name)}" for side, by_name in sides if by_name) or "-"
+
+
+def _when(seconds: float) -> str:
+    from datetime import datetime
+
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _one_line(text: str) -> str:

@@ -28,7 +28,9 @@ from kvstrata.server.sessions.session import RecognisedBy, Session
 router = APIRouter(prefix="/cache/sessions", tags=["Cache"])
 
 # What one question may take of the engine's time.
-SLICE_S = 0.0004
+SLICE_S = 0.0003
+# Sessions that are made ready for it at once, on the event loop.
+READY_AT_ONCE = 128
 DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
 
 
@@ -110,10 +112,11 @@ async def get_session(request: Request, session_id: str) -> SessionAnswer:
 async def _written(service: Service, head: dict[str, Any], sessions: Sequence[Session]) -> AsyncIterator[bytes]:
     yield json_bytes(head)[:-1] + b',"sessions":['
     separator = b""
-    async for counted in _counted(service, sessions):
-        for answer in counted:
-            yield separator + json_bytes(answer)
-            separator = b","
+    for start in range(0, len(sessions), READY_AT_ONCE):
+        async for counted in _counted(service, sessions[start : start + READY_AT_ONCE]):
+            if counted:
+                yield separator + json_bytes(counted)[1:-1]
+                separator = b","
     yield b"]}"
 
 
@@ -126,12 +129,10 @@ async def _counted(service: Service, sessions: Sequence[Session]) -> AsyncIterat
         lookup = counted.on_disk
         if not lookup.is_done:
             await to_thread.run_sync(lookup.wait, EXPLAIN_S)
-        on_disk = lookup.answer or (None,) * len(counted.holdings)
-        yield [
-            _answer(sessions[num_done + place], holding, on_disk[place])
-            for place, holding in enumerate(counted.holdings)
-        ]
-        num_done += len(counted.holdings)
+        next_ones = sessions[num_done : num_done + len(counted.holdings)]
+        on_disk = lookup.answer or (None,) * len(next_ones)
+        yield [_answer(*each) for each in zip(next_ones, counted.holdings, on_disk, strict=True)]
+        num_done += len(next_ones)
 
 
 def _answer(session: Session, holding: Holding, disk_tokens: int | None) -> SessionAnswer:

@@ -11,8 +11,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from kvstrata.index.ids import TokenIds
+from kvstrata.spans.span import Span
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.entry import Found
 from kvstrata.store.report import precision_of
@@ -67,7 +69,9 @@ class Census:
         self._clock = clock
         self._num_done = 0
         self._begun = _Begun()
-        self._roots: dict[str, bytes] = {}  # by salt: they take as long as the rest
+        # Conversations share both, and finding them out takes longer than all the rest.
+        self._roots: dict[str, bytes] = {}  # by salt
+        self._precisions: WeakKeyDictionary[Span, tuple[int, tuple[str, str]]] = WeakKeyDictionary()  # with its version
 
     def go_on(self, search: Search, cold: Cold, seconds: float) -> Counted:
         """For about so long; at least one step."""
@@ -95,7 +99,7 @@ class Census:
         begun = self._begun
         for run in found.ranges:
             if run.end > begun.end:
-                k, v = precision_of(run.span)
+                k, v = self._precision_of(run.span)
                 num_tokens = run.end - max(run.start, begun.end)
                 begun.k[k] += num_tokens
                 begun.v[v] += num_tokens
@@ -104,6 +108,13 @@ class Census:
                     return None
         is_pinned = any(entry.is_pinned for entry in found.entries)
         return Holding(found.num_tokens, dict(begun.k), dict(begun.v), is_pinned)
+
+    def _precision_of(self, span: Span) -> tuple[str, str]:
+        version, precision = self._precisions.get(span, (-1, ("", "")))
+        if version != span.version:
+            precision = precision_of(span)
+            self._precisions[span] = span.version, precision
+        return precision
 
     def _root_of(self, salt: str, search: Search) -> bytes:
         if salt not in self._roots:

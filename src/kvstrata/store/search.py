@@ -22,6 +22,7 @@ class Search:
         self._shelf = shelf
         self.layout = layout
         self._identity = identity
+        self._needs_marks = needs_marks(layout)
 
     def root_of(self, salt: str) -> bytes:
         return root_key(self._identity, salt)
@@ -38,12 +39,14 @@ class Search:
 
     def find_under(self, root_key: bytes, tokens: Tokens) -> Found:
         """For a caller that has the root already."""
-        return _found(self._shelf.tree.match(root_key, tokens), self.layout)
+        match = self._shelf.tree.match(root_key, tokens)
+        return _found(match, self.layout if self._needs_marks else None)
 
 
-def _found(match: Match[Entry], layout: Layout) -> Found:
+def _found(match: Match[Entry], layout: Layout | None) -> Found:
+    """`layout`: of a model that can be resumed at marks only."""
     usable, mark = match.num_tokens, None
-    if needs_marks(layout):
+    if layout is not None:
         mark = _best_mark(match, layout)
         usable = min(mark.position, match.num_tokens) if mark else 0
     if not usable:

@@ -2,6 +2,7 @@
 
 import { byId, count, h, percent } from "./dom.js";
 import { post } from "./server.js";
+import { sentence } from "./sessions.js";
 
 export class Explain {
   constructor(onError) {
@@ -42,6 +43,7 @@ export class Explain {
       h("p", {}, `It ends at token ${count(answer.at_token)}, ${answer.ends_because}: ${answer.meaning}`),
       h("p", { class: "around" }, h("span", { class: "hit" }, answer.before), h("mark", {}, answer.after)),
       ...(instead ? [h("p", { class: "hint" }, `Stored there instead: ${instead}`)] : []),
+      ...(answer.session?.parted ? [h("p", { class: "hint" }, `Session ${answer.session.id}: ${sentence(answer.session.parted)}`)] : []),
       ...(tiers.length ? [h("p", { class: "hint" }, tiers.map(([tier, tokens]) => `${count(tokens)} from ${tier}`).join(", "))] : []),
     );
   }

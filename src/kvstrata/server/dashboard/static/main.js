@@ -8,6 +8,7 @@ import { showFigures } from "./figures.js";
 import { History } from "./history.js";
 import { Precision } from "./precision.js";
 import { showSequences } from "./sequences.js";
+import { Sessions } from "./sessions.js";
 import { KeyNeeded, forgetKey, get, hasKey, rememberKey } from "./server.js";
 import { Strata } from "./strata.js";
 
@@ -19,6 +20,7 @@ const events = new Events();
 const precision = new Precision(onError);
 const explain = new Explain(onError);
 const chat = new Chat(onError);
+const sessions = new Sessions();
 const dialog = byId("key");
 let timer = 0;
 
@@ -44,6 +46,7 @@ function show(usage, props) {
   showFigures(usage, props);
   strata.update(usage.budget_bytes);
   showSequences(usage.sequences, props.state);
+  sessions.update();
   events.update(usage);
   precision.showTarget(usage);
   chat.use(props);

@@ -1,0 +1,73 @@
+"""Ten thousand sessions: listing them takes the engine's thread for a moment at a time, and tells the truth."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from kvstrata.engine.cache import as_ids
+from kvstrata.engine.request import TokenUsage
+from kvstrata.server.cache_sessions import SLICE_S
+from kvstrata.server.sessions.names import Name
+from kvstrata.store.census import MAX_COUNTED, Census, Counted
+from tests.server.conftest import Served, running
+from tests.server.test_cache import complete, get
+from tests.tiny import VOCAB, tiny_loaded
+
+NUM_SESSIONS = 10_000
+STORED = [[1 + number, *(7 + (i * number + i // 7) % (VOCAB - 10) for i in range(150))] for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def crowded() -> Iterator[Served]:
+    """Some prompts are stored; the sessions have one of them each, or nothing of what is stored."""
+    with running(tiny_loaded("llama")) as served:
+        for prompt in STORED:
+            complete(served, prompt)
+        sessions = served.server.service.sessions
+        for number in range(NUM_SESSIONS):
+            name = Name("prompt_cache_key", f"crowd-{number}", b"")
+            prompt = STORED[number % len(STORED)] if number % 3 else [0, *STORED[0]]
+            visit = sessions.visit("", name, as_ids([*prompt, 2, 3, number % VOCAB]), lambda _: "")
+            visit.learn(TokenUsage(len(prompt), number % 2, 1), [5])
+        assert len(sessions) == NUM_SESSIONS
+        yield served
+
+
+def test_listing_them_takes_the_engine_for_a_moment_at_a_time(crowded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    took_s: list[float] = []
+    go_on = Census.go_on
+
+    def timed(*arguments: object) -> Counted:
+        # Of this thread alone: the client that reads the list runs in the same process, and others on this machine.
+        began = time.thread_time()
+        counted = go_on(*arguments)  # pyright: ignore[reportArgumentType]
+        took_s.append(time.thread_time() - began)
+        return counted
+
+    monkeypatch.setattr(Census, "go_on", timed)
+    listed = get(crowded, f"/cache/sessions?limit={NUM_SESSIONS}")["sessions"]
+    assert len({session["key"] for session in listed}) == NUM_SESSIONS
+    for place, session in enumerate(listed):
+        number = NUM_SESSIONS - 1 - place
+        assert session["id"] == f"crowd-{number}"
+        assert session["held"] == {"hot": len(STORED[0]) if number % 3 else 0}
+    print(f"{len(took_s)} questions, median {1e3 * statistics.median(took_s):.3f} ms, longest {1e3 * max(took_s):.3f}")
+    assert len(took_s) >= NUM_SESSIONS / MAX_COUNTED
+    assert statistics.median(took_s) < 2 * SLICE_S
+    assert max(took_s) < 0.003  # on a quiet machine less than 1 ms
+
+
+def test_a_stream_goes_on_while_they_are_listed(crowded: Served) -> None:
+    with crowded.openai() as client:
+        stream = client.completions.create(model=crowded.name, prompt=STORED[1], max_tokens=4000, stream=True)
+        next(stream)
+        assert crowded.server.service.engine.state().running == 1
+        listed = get(crowded, "/cache/sessions?limit=500")
+        assert (len(listed["sessions"]), listed["total"]) == (500, NUM_SESSIONS)
+        assert listed["next_before"] == listed["sessions"][-1]["last_use"]
+        next(stream)
+        stream.close()
