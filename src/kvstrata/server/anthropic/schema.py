@@ -18,9 +18,10 @@ INT64 = 2**63
 
 
 class Marked(Asked):
-    """What may carry a mark for Anthropic's cache (cache_control.py). Of any form: it is never refused."""
+    """What may carry a mark for Anthropic's cache (cache_control.py): with a ttl, 5m or 1h, the prompt is pinned for so
+    long. Of any form: it is never refused."""
 
-    cache_control: Any = Field(None, description="With a ttl, 5m or 1h: the prompt is pinned for so long")
+    cache_control: Any = None
 
 
 class TextBlock(Marked):
