@@ -68,6 +68,7 @@ def test_stop_ids_end_the_reply_and_are_not_shown() -> None:
     assert client.finished.reason == "stop"
     assert client.ids == free.ids[: free.ids.index(end)]
     assert client.finished.usage.completion_tokens == len(client.ids) + 1
+    assert client.finished.ids == (*client.ids, end)
 
 
 def test_a_stop_string_is_never_shown() -> None:
@@ -78,6 +79,8 @@ def test_a_stop_string_is_never_shown() -> None:
     drive.run()
     assert client.finished.reason == "stop"
     assert client.text == free.text[: free.text.index(free.text[5:7])]
+    assert client.finished.ids == tuple(free.ids[: len(client.finished.ids)])
+    assert len(client.finished.ids) == client.finished.usage.completion_tokens
     # Nor by its tokens.
     assert client.ids == free.ids[: len(client.text)]
     assert len(client.logprobs) == len(client.ids)

@@ -15,6 +15,7 @@ from kvstrata.codecs.registry import parse as parse_precision
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.operations import Left, Operations, Tier
 from kvstrata.engine.report import CacheUsage, SequenceUsage
+from kvstrata.index.identity import owner_of
 from kvstrata.index.ids import TokenIds, as_ids
 from kvstrata.store.clearing import Cleared
 from kvstrata.store.precision.requantize import Change, Changed, Progress, Scope, TierChange
@@ -40,6 +41,7 @@ __all__ = [
     "TierUsage",
     "TokenIds",
     "as_ids",
+    "owner_of",
     "parse_precision",
 ]
 

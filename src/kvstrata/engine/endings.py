@@ -35,7 +35,7 @@ class Endings:
         self._remove(sequence)
         self._metrics.requests.labels(outcome=reason).inc()
         self._metrics.request_s.observe(time.monotonic() - sequence.submitted_s)
-        sequence.end(Finished(reason, sequence.usage, sequence.stop_found))
+        sequence.end(Finished(reason, sequence.usage, sequence.stop_found, sequence.reply_ids))
 
     def fail(self, sequence: Sequence, failed: Failed) -> None:
         self._remove(sequence)

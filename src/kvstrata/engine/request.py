@@ -44,6 +44,7 @@ class Request:
     continues_prompt: bool = False  # a plain completion: the reply's text goes on where the prompt's ends
     open_ended: bool = False  # the client named no max_tokens: as much of it as memory allows will do
     salt: str = ""  # requests with different salts never share cached state
+    session: str = ""  # requests with the same one belong together; empty: it is not known
     resume_at: tuple[int, ...] = ()  # positions in the prompt where later requests are likely to part from it
     grammar: Grammar | None = None  # what the reply is held to; its end must be among the `stop_ids`
     grammar_after: tuple[int, ...] = ()  # it begins after these ids in a row (the end of thinking); none: at once
@@ -87,6 +88,7 @@ class Finished:
     reason: FinishReason
     usage: TokenUsage
     stop: str = ""  # the stop string that ended the reply; empty: none did
+    ids: tuple[int, ...] = ()  # the reply as it was sampled, with the id that ended it
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,11 @@ class Sequence:
         return self._ids
 
     @property
+    def reply_ids(self) -> tuple[int, ...]:
+        """As they were sampled, those of a stop string and of the end included."""
+        return tuple(self.tokens[len(self.request.prompt) :])
+
+    @property
     def num_computed(self) -> int:
         return self.cache.num_tokens if self.cache is not None else 0
 

@@ -42,7 +42,7 @@ from kvstrata.server.openai.ask import job_of_chat, job_of_completion
 from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
 from kvstrata.server.service import Service, service_of
 from kvstrata.sizes import Size
-from kvstrata.text.tokens import token_bytes
+from kvstrata.text.tokens import ids_text
 
 T = TypeVar("T")
 
@@ -264,4 +264,4 @@ def _precision(asked: RequantizeAsked, name: str, llama_name: str) -> Codec | No
 
 
 def _text(service: Service, tokens: tuple[int, ...]) -> str:
-    return b"".join(token_bytes(service.loaded.tokenizer, token) for token in tokens).decode("utf-8", "replace")
+    return ids_text(service.loaded.tokenizer, tokens)

@@ -13,6 +13,7 @@ from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.bridge import Door
+from kvstrata.server.sessions.registry import Sessions
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import Size
 from kvstrata.text.reply_form import ReplyForm
@@ -43,6 +44,7 @@ class Service:
     bounds: Bounds = field(default_factory=Bounds)  # of connections and what comes on them
     started: int = 0  # seconds since the epoch
     door: Door = field(default_factory=Door)
+    sessions: Sessions = field(default_factory=Sessions)
 
     def answers_to(self, name: str) -> bool:
         """Claude Code asks for models of that name wherever it is pointed to."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -64,6 +65,11 @@ def token_bytes(tokenizer: TokenizerWrapper, id: int) -> bytes:
     if token is None:
         return b""
     return _byte_level_bytes(token) if _is_byte_level(fast.decoder) else _sentencepiece_bytes(token)
+
+
+def ids_text(tokenizer: TokenizerWrapper, ids: Iterable[int]) -> str:
+    """A run of tokens out of a longer text, as it stands there: no decoder tidies its ends."""
+    return b"".join(token_bytes(tokenizer, id) for id in ids).decode("utf-8", "replace")
 
 
 def decode_ids(tokenizer: TokenizerWrapper, ids: list[int]) -> str:

@@ -44,6 +44,7 @@ class Wanted:
     constraint: Constraint | None = None
     constraint_param: str = ""  # the field that it came by
     cache_salt: str | None = None
+    cache_key: str | None = None  # the client's name for requests that belong together
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from starlette.types import Scope
 
+from kvstrata.engine.cache import as_ids
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.errors import InvalidRequest, ModelNotFound
 from kvstrata.grammar.grammars import Grammar
@@ -19,9 +21,12 @@ from kvstrata.server.conversation.chat import Chat, Wanted
 from kvstrata.server.conversation.constraints import grammar_of
 from kvstrata.server.conversation.lengths import reply_tokens, require_possible_chat
 from kvstrata.server.service import Service
+from kvstrata.server.sessions.names import Name, name_of_chat, name_of_text
+from kvstrata.server.sessions.registry import Visit
 from kvstrata.text.calls.offered import Offered
 from kvstrata.text.events import ReplyReader
 from kvstrata.text.reply_form import PlainReader
+from kvstrata.text.tokens import ids_text
 
 CLAMPED = "x-kvstrata-max-tokens"
 IGNORED = "x-kvstrata-schema-ignored"
@@ -39,6 +44,7 @@ class Job:
     one_call: bool = False  # a reply ends with its first call
     notes: Mapping[str, str] = field(default_factory=dict)  # what the answer says beside why it missed (miss.py)
     headers: Mapping[str, str] = field(default_factory=dict)
+    visits: tuple[Visit, ...] = ()  # of sessions, one for each prompt
 
 
 def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
@@ -64,6 +70,7 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
     readers = [form.reader(prompt, tools, answers_at_once=at_once) for _ in range(chat.wanted.n)]
     job = _job(job_id, [request], chat.wanted, readers)
     headers = {**job.headers, **_ignored(grammar if chat.wanted.constraint else None)}
+    job = _visiting(service, job, [name_of_chat(scope, chat)])
     return replace(job, one_call=bool(tools) and not chat.choice.parallel, headers=headers)
 
 
@@ -98,7 +105,9 @@ def text_job(service: Service, prompts: Sequence[tuple[int, ...]], wanted: Wante
         replace(_request(service, wanted, scope, prompt, param="prompt"), continues_prompt=True, grammar=grammar)
         for prompt in prompts
     ]
-    return _job(job_id, requests, wanted, [PlainReader(Offered(())) for _ in range(len(prompts) * wanted.n)])
+    readers = [PlainReader(Offered(())) for _ in range(len(prompts) * wanted.n)]
+    job = _job(job_id, requests, wanted, readers)
+    return _visiting(service, job, [name_of_text(scope, wanted.cache_key, prompt) for prompt in prompts])
 
 
 def _job(job_id: str, requests: Sequence[Request], wanted: Wanted, readers: Sequence[ReplyReader]) -> Job:
@@ -109,6 +118,20 @@ def _job(job_id: str, requests: Sequence[Request], wanted: Wanted, readers: Sequ
     choices = [_choice(request, index) for request in requests for index in range(wanted.n)]
     named = [replace(request, id=f"{job_id}-{index}") for index, request in enumerate(choices)]
     return Job(job_id, tuple(named), tuple(readers), wanted.n, headers=headers)
+
+
+def _visiting(service: Service, job: Job, names: Sequence[Name]) -> Job:
+    """`names`: of the sessions that the prompts belong to."""
+    firsts = job.requests[:: job.n]
+    tokenizer = service.loaded.tokenizer
+    visits = tuple(
+        service.sessions.visit(request.salt, name, as_ids(request.prompt), partial(ids_text, tokenizer))
+        for request, name in zip(firsts, names, strict=True)
+    )
+    requests = [replace(request, session=visits[place // job.n].key) for place, request in enumerate(job.requests)]
+    parted = visits[0].parted if len(visits) == 1 else None
+    notes = {**job.notes, **(parted.notes if parted else {})}
+    return replace(job, requests=tuple(requests), visits=visits, notes=notes)
 
 
 def _ignored(grammar: Grammar | None) -> dict[str, str]:

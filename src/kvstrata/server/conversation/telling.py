@@ -85,6 +85,8 @@ class Telling:
 
     def _end(self, index: int, finished: Finished) -> list[ServerEvent]:
         self._usages[index] = finished.usage
+        if self._job.visits and index % self._job.n == 0:
+            self._job.visits[index // self._job.n].learn(finished.usage, finished.ids)
         if index in self._complete:
             # Whatever the model went on with before the engine heard of it.
             return self.wire.end(index, Ended("stop", finished.usage))

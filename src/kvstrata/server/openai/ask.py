@@ -86,6 +86,7 @@ def _wanted(asked: SamplingAsked, max_tokens: int | None, num_logprobs: int | No
         constraint=limited[0],
         constraint_param=limited[1],
         cache_salt=asked.cache_salt,
+        cache_key=asked.prompt_cache_key,
     )
 
 

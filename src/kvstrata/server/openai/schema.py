@@ -130,6 +130,7 @@ class SamplingAsked(Asked):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices; the prompt is computed once for all")
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = Field(None, description="Requests with different salts never share cached state")
+    prompt_cache_key: str | None = Field(None, description="Requests with the same one are a session")
 
 
 class ChatAsked(SamplingAsked):

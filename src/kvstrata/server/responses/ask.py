@@ -95,6 +95,7 @@ def conversation(asked: ResponseAsked, box: Toolbox, items: Sequence[Any], num_b
             constraint=_constraint(asked),
             constraint_param="text.format",
             cache_salt=asked.cache_salt,
+            cache_key=asked.prompt_cache_key,
         ),
         model=asked.model,
     )
