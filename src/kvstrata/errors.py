@@ -16,6 +16,7 @@
         |-- Forbidden           403: a host or page that a server without keys does not answer; pins past a key's quota
         |-- ModelNotFound       404: another model's name
         |-- ResponseNotFound    404: a response that is not kept, or another key's
+        |-- SessionNotFound     404: a session that is not known, or another key's
         |-- RequestTimeout      408: headers or body did not arrive in time
         |-- BodyTooLarge        413: more bytes than the server reads
         |-- QueueFull           429: try again in a while
@@ -107,6 +108,11 @@ class ModelNotFound(RequestError):
 class ResponseNotFound(RequestError):
     status = 404
     code = "response_not_found"
+
+
+class SessionNotFound(RequestError):
+    status = 404
+    code = "session_not_found"
 
 
 class RequestTimeout(RequestError):

@@ -26,7 +26,7 @@ PREAMBLE = struct.Struct("<16sII")
 LENGTH = struct.Struct("<Q")
 DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 32 << 20
-MAX_SESSION_CHARS = 512
+MAX_SESSION_FIELDS, MAX_SESSION_CHARS = 8, 512
 MAX_LAYERS = 4096
 MAX_TOKENS = 1 << 28
 AGAIN = "Export it again, or copy it again."
@@ -47,12 +47,13 @@ class ModelNamed:
 
 @dataclass(frozen=True)
 class Header:
-    """`sections`: what others keep with a conversation, by name. `prompt`: of a prompt cache, what it was made of."""
+    """`session`: what it is called, and by what it is recognised. `sections`: what others keep with a conversation, by
+    name; `replies` is one. `prompt`: of a prompt cache, what it was made of."""
 
     kind: Kind
     model: ModelNamed | None = None  # of a conversation
     num_tokens: int = 0
-    session: str = ""
+    session: Mapping[str, str] = field(default_factory=dict)
     sections: Mapping[str, Section] = field(default_factory=dict)
     prompt: Mapping[str, Any] = field(default_factory=dict)
 
@@ -68,7 +69,11 @@ def encode_header(header: Header) -> bytes:
             "layout": list(model.layout),
             "max_kv_size": model.max_kv_size,
         }
-        fields |= {"num_tokens": header.num_tokens, "session": header.session, "sections": dict(header.sections)}
+        fields |= {
+            "num_tokens": header.num_tokens,
+            "session": dict(header.session),
+            "sections": {name: list(section) for name, section in header.sections.items()},
+        }
     else:
         fields["prompt"] = dict(header.prompt)
     text = json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -111,7 +116,8 @@ def _header(fields: Any) -> Header:
     _require(kind == "conversation")
     num_tokens, session, sections = fields["num_tokens"], fields["session"], fields["sections"]
     _require(type(num_tokens) is int and 0 < num_tokens <= MAX_TOKENS)
-    _require(isinstance(session, str) and len(session) <= MAX_SESSION_CHARS)
+    _require(isinstance(session, dict) and len(session) <= MAX_SESSION_FIELDS)
+    _require(all(isinstance(text, str) and len(text) <= MAX_SESSION_CHARS for text in session.values()))
     _require(isinstance(sections, dict) and len(sections) <= 16)
     for section in sections.values():
         _require(isinstance(section, list) and all(isinstance(each, dict) for each in section))

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from kvstrata.attention import attend
 from kvstrata.codecs import paths
 from kvstrata.disk.files import Files
+from kvstrata.disk.format import LARGEST_HEADER_BYTES
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.cache import Cache
 from kvstrata.engine.limits import EngineState, Limits
@@ -156,6 +157,12 @@ class Engine:
         if not self._thread.post(run):
             answer.set_exception(Unavailable("The engine has stopped."))
         return answer
+
+    @property
+    def import_limit_bytes(self) -> int:
+        """Most that a file can have of which all could be stored: its blocks have headers beside their arrays."""
+        stored_bytes = self._thread.loop.stock.shelf.max_bytes
+        return stored_bytes + stored_bytes // 2 + LARGEST_HEADER_BYTES
 
     def errand(self, begin: Callable[[Loop], Steps[T]]) -> Future[T]:
         """Have the engine's thread do something in small steps, between those of the requests that run."""

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol, TypeVar
 
 import numpy as np
@@ -42,7 +42,6 @@ MIN_EXPORT_BYTES_S = 64 << 10
 MIN_EXPORT_S = 120.0
 
 T = TypeVar("T")
-NO_SECTIONS: Mapping[str, Section] = {}
 
 
 class Ask(Protocol):
@@ -59,8 +58,8 @@ class Conversation:
 
     ids: TokenIds
     salt: str
-    session: str = ""
-    sections: Mapping[str, Section] = NO_SECTIONS
+    session: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, Section] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,8 @@ class TakenIn:
 
     ids: TokenIds
     num_new: int
-    session: str = ""
-    sections: Mapping[str, Section] = NO_SECTIONS
+    session: Mapping[str, str] = field(default_factory=dict)
+    sections: Mapping[str, Section] = field(default_factory=dict)
 
 
 class Moving:
@@ -78,12 +77,6 @@ class Moving:
         self._ask = ask
         self._errand = errand
         self._loaded = loaded
-
-    def limit_bytes(self) -> int:
-        """Most that a file can have of which all could be stored."""
-        stored = self._ask(lambda loop: loop.stock.shelf.max_bytes).result()
-        # Headers of blocks beside their arrays.
-        return stored + stored // 2 + LARGEST_HEADER_BYTES
 
     # Out.
 

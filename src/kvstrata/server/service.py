@@ -13,6 +13,8 @@ from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.bridge import Door
+from kvstrata.server.carriers import Carrier
+from kvstrata.server.places import Places
 from kvstrata.server.sessions.registry import Sessions
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import Size
@@ -45,6 +47,8 @@ class Service:
     started: int = 0  # seconds since the epoch
     door: Door = field(default_factory=Door)
     sessions: Sessions = field(default_factory=Sessions)
+    carriers: tuple[Carrier, ...] = ()  # what goes along when a session is exported
+    imports: Places = field(default_factory=Places)
 
     def answers_to(self, name: str) -> bool:
         """Claude Code asks for models of that name wherever it is pointed to."""
