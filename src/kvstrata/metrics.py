@@ -156,6 +156,7 @@ class Metrics:
         self.kv_budget_bytes = Gauge("kvstrata_kv_budget_bytes", "Most that KV may take", registry=registry)
         self.active_bytes = Gauge("kvstrata_mlx_active_bytes", "What MLX has allocated and in use", registry=registry)
         self.peak_bytes = Gauge("kvstrata_mlx_peak_bytes", "The most that MLX had in use", registry=registry)
+        self.sessions = Gauge("kvstrata_sessions", "Sessions that are known, of all keys", registry=registry)
         self._cache = CacheCollector()
         registry.register(self._cache)
 

@@ -63,6 +63,8 @@ PATHS = [
     ("/v1/models", "GET"),
     ("/v1/models/{model}", "GET"),
     ("/cache/usage", "GET"),
+    ("/cache/sessions", "GET"),
+    ("/cache/sessions/{session_id}", "GET"),
     ("/cache/explain", "POST"),
     ("/cache/clear", "POST"),
     ("/cache/pin", "POST"),

@@ -17,6 +17,7 @@ from kvstrata.engine.operations import Left, Operations, Tier
 from kvstrata.engine.report import CacheUsage, SequenceUsage
 from kvstrata.index.identity import owner_of
 from kvstrata.index.ids import TokenIds, as_ids
+from kvstrata.store.census import Census, Conversation, Counted, Holding
 from kvstrata.store.clearing import Cleared
 from kvstrata.store.precision.requantize import Change, Changed, Progress, Scope, TierChange
 from kvstrata.store.report import Explanation, PartUsage, TierUsage
@@ -26,11 +27,15 @@ from kvstrata.tier.lookups import Lookup
 __all__ = [
     "Cache",
     "CacheUsage",
+    "Census",
     "Change",
     "Changed",
     "Cleared",
     "Codec",
+    "Conversation",
+    "Counted",
     "Explanation",
+    "Holding",
     "OnDisk",
     "PartUsage",
     "Progress",
@@ -80,6 +85,10 @@ class Cache:
 
     def explain(self, ids: TokenIds, salt: str, on_disk: OnDisk | None) -> Future[Explanation]:
         return self._ask(lambda loop: Operations(loop).explain(ids, salt, on_disk))
+
+    def count(self, census: Census, seconds: float) -> Future[Counted]:
+        """The next slice of a census. Not before the answer to the last one has come."""
+        return self._ask(lambda loop: Operations(loop).count(census, seconds))
 
     def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> Future[Left]:
         return self._ask(lambda loop: Operations(loop).clear(salt, tier, owner=owner))

@@ -12,6 +12,7 @@ from kvstrata.engine.report import CacheUsage, cache_usage
 from kvstrata.errors import InvalidRequest
 from kvstrata.index.identity import owner_of
 from kvstrata.index.ids import TokenIds
+from kvstrata.store.census import Census, Counted
 from kvstrata.store.clearing import Cleared
 from kvstrata.store.entry import Entry
 from kvstrata.store.precision.requantize import Change, Changed, Progress
@@ -63,6 +64,10 @@ class Operations:
     def explain(self, ids: TokenIds, salt: str, on_disk: OnDisk | None) -> Explanation:
         """`on_disk`: what the disk told; None: it did not."""
         return self._stock.explainer.explain(ids, salt, on_disk)
+
+    def count(self, census: Census, seconds: float) -> Counted:
+        """Go on with a census for about so long."""
+        return census.go_on(self._stock.search, self._stock.cold, seconds)
 
     def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> Left:
         self._require_tier(tier, param="tier")

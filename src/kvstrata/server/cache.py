@@ -16,8 +16,8 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.types import Scope
 
-from kvstrata.engine.cache import Cache, CacheUsage, Change, Codec, Explanation, TokenIds, as_ids, parse_precision
-from kvstrata.errors import ConfigError, InvalidRequest, Unavailable
+from kvstrata.engine.cache import Cache, CacheUsage, Change, Codec, Explanation, TokenIds, parse_precision
+from kvstrata.errors import ConfigError, InvalidRequest, SessionNotFound, Unavailable
 from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.cache_words import (
     ClearAnswer,
@@ -34,6 +34,7 @@ from kvstrata.server.cache_words import (
     held_answer,
     progress_answer,
     requantize_answer,
+    session_found,
     usage_answer,
 )
 from kvstrata.server.conversation.body import body_of, read_body, require_json, validated
@@ -41,6 +42,7 @@ from kvstrata.server.errors import answers
 from kvstrata.server.openai.ask import job_of_chat, job_of_completion
 from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
 from kvstrata.server.service import Service, service_of
+from kvstrata.server.sessions.session import Parted, Session
 from kvstrata.sizes import Size
 from kvstrata.text.tokens import ids_text
 
@@ -61,13 +63,15 @@ class Prompt:
     ids: TokenIds  # the same, as the engine's thread wants them: making these of a long prompt takes a while
     salt: str
     key_salt: str  # the caller's without cache_salt
+    session: Session | None = None  # that it belongs to
+    parted: Parted | None = None  # where it parts from that one's last prompt
 
 
 @router.get("/usage", summary="What is held, where and at which precision", responses=answers(401, 503))
 async def usage(request: Request) -> UsageAnswer:
     service, owner = service_of(request), owner_in(request.scope)
     held = await told(cache_of(service).usage(owner))
-    return usage_answer(held, under=_under(owner), pin_quota_bytes=_quota_bytes(held, owner, service.pin_quota))
+    return usage_answer(held, under=whose(owner), pin_quota_bytes=_quota_bytes(held, owner, service.pin_quota))
 
 
 @router.post(
@@ -81,7 +85,7 @@ async def requantize(request: Request) -> RequantizeAnswer:
     change = _change(asked, request.scope)
 
     changed, held = await told(cache_of(service_of(request)).requantize(change))
-    return requantize_answer(changed, held_answer(held), under=_under(change.owner))
+    return requantize_answer(changed, held_answer(held), under=whose(change.owner))
 
 
 @router.get("/requantize", summary="How far the last change has come", responses=answers(400, 401, 503))
@@ -112,6 +116,7 @@ async def explain(request: Request) -> ExplainAnswer:
         before=_text(service, prompt.tokens[max(0, at - AROUND_TOKENS) : at]),
         after=_text(service, prompt.tokens[at : at + AROUND_TOKENS]),
         instead=[_text(service, run) for run in explained.instead],
+        session=session_found(prompt.session, prompt.parted),
     )
 
 
@@ -130,7 +135,10 @@ async def clear(request: Request) -> ClearAnswer:
     owner = owner_in(request.scope)
     salt = None if asked.salt is None else salt_of(request.scope, asked.salt)
 
-    left = await told(cache_of(service_of(request)).clear(salt, tier, owner=owner))
+    service = service_of(request)
+    left = await told(cache_of(service).clear(salt, tier, owner=owner))
+    if tier != "disk":
+        service.sessions.forget(salt, owner)
     cleared = left.cleared
     return {"tier": tier, "bytes": cleared.nbytes, "tokens": cleared.tokens, "bytes_left": left.left_bytes}
 
@@ -198,7 +206,7 @@ def _quota_bytes(held: CacheUsage, owner: str | None, pin_quota: Size) -> int | 
     return None if owner is None or not held.has_store else pin_quota.of(held.hot_budget_bytes)
 
 
-def _under(owner: str | None) -> Under:
+def whose(owner: str | None) -> Under:
     return "all" if owner is None else "key"
 
 
@@ -219,20 +227,48 @@ async def _prompt(request: Request) -> Prompt:
 def read_prompt(service: Service, body: bytes, scope: Scope) -> Prompt:
     """The tokens that /v1 would make of it, by the same way."""
     asked = read_body(PromptAsked, body)
-    given = [name for name in ("messages", "prompt", "tokens") if getattr(asked, name) is not None]
+    given = [name for name in ("messages", "prompt", "tokens", "session") if getattr(asked, name) is not None]
     if len(given) != 1:
         sent = f"{' and '.join(given)} came together" if given else "there is none of them"
         raise InvalidRequest(
-            f"The prompt must be one of messages, prompt and tokens; {sent}.", param=given[-1] if given else None
+            f"The prompt must be one of messages, prompt, tokens and session; {sent}.",
+            param=given[-1] if given else None,
         )
+    if asked.session is not None:
+        return _remembered(service, asked.session, owner_in(scope))
     ids = asked.tokens if asked.prompt is None else asked.prompt
-    request = {**asked.model_dump(exclude_none=True, exclude={"tokens"}), "model": asked.model or service.name}
+    request = {
+        **asked.model_dump(exclude_none=True, exclude={"tokens", "session"}),
+        "model": asked.model or service.name,
+    }
     if asked.messages is None:
         job = job_of_completion(service, validated(CompletionAsked, {**request, "prompt": ids}), scope)
     else:
         job = job_of_chat(service, validated(ChatAsked, request), scope)
-    tokens = job.requests[0].prompt
-    return Prompt(tokens, as_ids(tokens), job.requests[0].salt, salt_of(scope, None))
+    visit = job.visits[0]
+    return Prompt(
+        job.requests[0].prompt, visit.ids, visit.salt, salt_of(scope, None), session=visit.session, parted=visit.parted
+    )
+
+
+def _remembered(service: Service, id: str, owner: str | None) -> Prompt:
+    session = find_session(service, id, owner)
+    if not len(session.ids):
+        raise SessionNotFound(
+            f"What was sent in session '{session.id}' is not remembered any more. Send the prompt itself.",
+            param="session",
+        )
+    return Prompt(tuple(session.ids.tolist()), session.ids, session.salt, session.owner, session=session)
+
+
+def find_session(service: Service, id: str, owner: str | None) -> Session:
+    found = service.sessions.find(id, owner)
+    if found is None:
+        raise SessionNotFound(
+            f"No session '{id[:80]}' is known. GET /cache/sessions lists those that are, for their own key.",
+            param="session",
+        )
+    return found
 
 
 def _change(asked: RequantizeAsked, scope: Scope) -> Change:

@@ -21,13 +21,14 @@ from kvstrata.engine.cache import (
 )
 from kvstrata.server.conversation.body import Asked
 from kvstrata.server.openai.schema import Message, TokenId, ToolOffered
+from kvstrata.server.sessions.session import Parted, RecognisedBy, Session, Where
 
 # Whose the figures of an answer are: one key's, or those of all.
 Under = Literal["key", "all"]
 
 
 class PromptAsked(Asked):
-    """A prompt as it would be sent to /v1: exactly one of messages, prompt and tokens."""
+    """A prompt as it would be sent to /v1: exactly one of messages, prompt, tokens and session."""
 
     model: str | None = Field(None, description="Left out: the one that is served")
     messages: list[Message] | None = Field(None, min_length=1, description="As for /v1/chat/completions")
@@ -35,7 +36,11 @@ class PromptAsked(Asked):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="With messages")
     prompt: str | list[TokenId] | None = Field(None, description="As for /v1/completions; one prompt")
     tokens: list[TokenId] | None = Field(None, min_length=1, description="Token ids, taken as they are")
+    session: str | None = Field(
+        None, description="What a session's last request sent and was answered; ids as in /cache/sessions"
+    )
     cache_salt: str | None = None
+    prompt_cache_key: str | None = Field(None, description="As for /v1: the session that the prompt belongs to")
 
 
 class ClearAsked(Asked):
@@ -115,6 +120,25 @@ class UsageAnswer(TypedDict):
     counters: dict[str, int]
 
 
+class PartedAnswer(TypedDict):
+    """Where a prompt parted from the session's last one: `was` and `now` from that token on, `before` both had."""
+
+    at: int
+    where: Where
+    before: str
+    was: str
+    now: str
+    request: int
+
+
+class SessionFound(TypedDict):
+    """The session that a prompt belongs to. `parted` is null where it goes on from the last one."""
+
+    id: str
+    recognised_by: RecognisedBy
+    parted: PartedAnswer | None
+
+
 class ExplainAnswer(TypedDict):
     prompt_tokens: int
     cached_tokens: int
@@ -127,6 +151,7 @@ class ExplainAnswer(TypedDict):
     after: str
     instead: list[str]
     num_instead: int
+    session: SessionFound | None
 
 
 class ClearAnswer(TypedDict):
@@ -252,7 +277,9 @@ def progress_answer(progress: Progress) -> ProgressAnswer:
     }
 
 
-def explain_answer(explained: Explanation, *, before: str, after: str, instead: list[str]) -> ExplainAnswer:
+def explain_answer(
+    explained: Explanation, *, before: str, after: str, instead: list[str], session: SessionFound | None
+) -> ExplainAnswer:
     return {
         "prompt_tokens": explained.prompt_tokens,
         "cached_tokens": explained.cached_tokens,
@@ -265,6 +292,26 @@ def explain_answer(explained: Explanation, *, before: str, after: str, instead: 
         "after": after,
         "instead": instead,
         "num_instead": explained.num_instead,
+        "session": session,
+    }
+
+
+def session_found(session: Session | None, parted: Parted | None) -> SessionFound | None:
+    if session is None:
+        return None
+    return {"id": session.id, "recognised_by": session.recognised_by, "parted": parted_answer(parted)}
+
+
+def parted_answer(parted: Parted | None) -> PartedAnswer | None:
+    if parted is None:
+        return None
+    return {
+        "at": parted.at,
+        "where": parted.where,
+        "before": parted.before,
+        "was": parted.was,
+        "now": parted.now,
+        "request": parted.request,
     }
 
 

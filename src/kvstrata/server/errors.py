@@ -95,7 +95,7 @@ DESCRIPTIONS: Mapping[int, str] = {
     401: "No key, or a wrong one",
     403: "A server without keys was called by a name that is not its own, or from another site's page; or a key would "
     "pin more than its quota",
-    404: "No such model",
+    404: "No such model, or no such session",
     408: "The body did not arrive in time",
     413: "The body is larger than the server reads",
     429: "The queue is full; see Retry-After",

@@ -53,6 +53,7 @@ async def metrics(request: Request) -> Response:
         active_bytes=state.active_bytes,
         peak_bytes=state.peak_bytes,
     )
+    service.metrics.sessions.set(len(service.sessions))
     # A scrape is answered even where the engine has stopped: that is when people look.
     with contextlib.suppress(Unavailable):
         # Sums over all keys, for every caller: they tell how much there is, not what.

@@ -34,7 +34,11 @@ class Search:
 
     def find(self, tokens: Tokens, salt: str) -> Found:
         """What a match would give now. Keeps nothing from going."""
-        return _found(self._shelf.tree.match(self.root_of(salt), tokens), self.layout)
+        return self.find_under(self.root_of(salt), tokens)
+
+    def find_under(self, root_key: bytes, tokens: Tokens) -> Found:
+        """For a caller that has the root already."""
+        return _found(self._shelf.tree.match(root_key, tokens), self.layout)
 
 
 def _found(match: Match[Entry], layout: Layout) -> Found:

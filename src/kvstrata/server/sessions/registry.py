@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -65,6 +65,7 @@ class Sessions:
         self._by_key: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._remembering: OrderedDict[str, None] = OrderedDict()  # keys of those that have ids, in the same order
         self._keys: dict[str, dict[str, str]] = {}  # by id and owner
+        self._num_owned = Counter[str]()  # sessions by owner
         self._num_tokens = 0
         self._last_s = 0.0
 
@@ -140,6 +141,13 @@ class Sessions:
         past = (s for s in own if before_s is None or s.last_use_s < before_s)
         return [session for session, _ in zip(past, range(limit), strict=False)]
 
+    def count(self, owner: str | None) -> int:
+        """Of one owner or of all."""
+        if owner is None:
+            return len(self._by_key)
+        with self._lock:
+            return self._num_owned.get(owner, 0)
+
     def forget(self, salt: str | None, owner: str | None) -> None:
         """The ids of what is under a salt, an owner, or all; what was counted stays."""
         with self._lock:
@@ -153,6 +161,7 @@ class Sessions:
     def _new(self, visit: Visit) -> Session:
         id = self._free_id(visit)
         self._keys.setdefault(id, {})[owner_of(visit.salt)] = visit.key
+        self._num_owned[owner_of(visit.salt)] += 1
         now_s = self._now()
         return Session(visit.key, id, visit.salt, visit.name.recognised_by, now_s, now_s)
 
@@ -178,6 +187,9 @@ class Sessions:
             gone = self._by_key.pop(next(iter(self._by_key)))
             self._remembering.pop(gone.key, None)
             self._num_tokens -= gone.num_ids
+            self._num_owned[gone.owner] -= 1
+            if not self._num_owned[gone.owner]:
+                del self._num_owned[gone.owner]
             del self._keys[gone.id][gone.owner]
             if not self._keys[gone.id]:
                 del self._keys[gone.id]

@@ -211,9 +211,20 @@ class Cold:
         """The answer is None until there is one, and for good without a tier."""
         return self._ask(self.tier.blocks.about(root, ids, at_marks=self._needs_marks), None)
 
+    def reach(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Lookup[tuple[int, ...]]:
+        """How many tokens of each chain a sequence could go on from. Nothing counts as used. The answer is empty until
+        there is one, and for good without a tier."""
+        return self._ask(self._reach(tuple(chains)), ())
+
     def blocks_to(self, leaf: Node[Entry], *, with_mark: bool) -> Lookup[tuple[Link, ...]]:
         """The blocks of all tokens up to a leaf's end, however they were cut; none where the disk has not all of it."""
         return self._ask(self._whole(leaf.root_key, ids_to(leaf), with_mark=with_mark), ())
+
+    def _reach(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Walk[tuple[int, ...]]:
+        found: list[int] = []
+        for root, ids in chains:
+            found.append((yield from self.longest(root, ids)).num_tokens)
+        return tuple(found)
 
     def _whole(self, root: bytes, ids: TokenIds, *, with_mark: bool) -> Walk[tuple[Link, ...]]:
         links = (yield from self.tier.blocks.longest(root, 0, ids)).links

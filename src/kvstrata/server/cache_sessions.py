@@ -1,0 +1,173 @@
+"""/cache/sessions: which requests belong together, and what is held of each conversation.
+
+Knows HTTP and whose sessions are whose. What is held is counted by the engine's thread in slices (`store/census.py`),
+and the list is sent as they come: however many sessions there are, no step and no other request waits for the list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from anyio import to_thread
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+from typing_extensions import TypedDict
+
+from kvstrata.engine.cache import Census, Conversation, Holding
+from kvstrata.errors import InvalidRequest
+from kvstrata.server.auth import owner_in
+from kvstrata.server.cache import EXPLAIN_S, cache_of, find_session, told, whose
+from kvstrata.server.cache_words import PartedAnswer, Under, parted_answer
+from kvstrata.server.conversation.wire import json_bytes
+from kvstrata.server.errors import answers
+from kvstrata.server.service import Service, service_of
+from kvstrata.server.sessions.session import RecognisedBy, Session
+
+router = APIRouter(prefix="/cache/sessions", tags=["Cache"])
+
+# What one question may take of the engine's time.
+SLICE_S = 0.0004
+DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
+
+
+class TokensAnswer(TypedDict):
+    """Tokens in memory by precision."""
+
+    k: dict[str, int]
+    v: dict[str, int]
+
+
+class SessionAnswer(TypedDict):
+    """`tokens`: of its longest conversation, prompt and reply, as far as it is remembered; `held`: of those, what each
+    tier has. `key` finds it where other keys have a session of the same id."""
+
+    id: str
+    key: str
+    recognised_by: RecognisedBy
+    created: float
+    last_use: float
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    hit_rate: float
+    tokens: int
+    held: dict[str, int]
+    precision: TokensAnswer
+    pinned: bool
+    parted: PartedAnswer | None
+
+
+class SessionList(TypedDict):
+    """`total`: how many this caller's key has. `next_before`: asks for those that follow; null: there are none."""
+
+    under: Under
+    total: int
+    next_before: float | None
+    sessions: list[SessionAnswer]
+
+
+def _parameter(name: str, kind: str, what: str, **bounds: Any) -> dict[str, Any]:
+    return {"name": name, "in": "query", "description": what, "schema": {"type": kind, **bounds}}
+
+
+PARAMETERS = [
+    _parameter("limit", "integer", "How many", default=DEFAULT_LIMIT, minimum=1, maximum=MAX_LIMIT),
+    _parameter("before", "number", "Only sessions whose last_use is earlier than this"),
+]
+
+
+@router.get(
+    "",
+    summary="Requests that belong together, the last used first",
+    responses={200: {"model": SessionList}, **answers(400, 401, 503)},
+    openapi_extra={"parameters": PARAMETERS},
+    response_model=None,
+)
+async def list_sessions(request: Request) -> StreamingResponse:
+    service, owner = service_of(request), owner_in(request.scope)
+    limit, before_s = _limit(request.query_params.get("limit")), _before(request.query_params.get("before"))
+    cache_of(service)  # a list cannot say later that the engine has stopped
+    found = await to_thread.run_sync(service.sessions.newest, owner, limit + 1, before_s)
+    shown = found[:limit]
+    head = {
+        "under": whose(owner),
+        "total": service.sessions.count(owner),
+        "next_before": shown[-1].last_use_s if len(found) > limit else None,
+    }
+    return StreamingResponse(_written(service, head, shown), media_type="application/json")
+
+
+@router.get("/{session_id}", summary="One session", responses=answers(400, 401, 404, 503))
+async def get_session(request: Request, session_id: str) -> SessionAnswer:
+    service = service_of(request)
+    session = find_session(service, session_id, owner_in(request.scope))
+    found = [answer async for counted in _counted(service, [session]) for answer in counted]
+    return found[0]
+
+
+async def _written(service: Service, head: dict[str, Any], sessions: Sequence[Session]) -> AsyncIterator[bytes]:
+    yield json_bytes(head)[:-1] + b',"sessions":['
+    separator = b""
+    async for counted in _counted(service, sessions):
+        for answer in counted:
+            yield separator + json_bytes(answer)
+            separator = b","
+    yield b"]}"
+
+
+async def _counted(service: Service, sessions: Sequence[Session]) -> AsyncIterator[list[SessionAnswer]]:
+    """A slice at a time. While the engine or the disk answers, others have the interpreter."""
+    census = Census([Conversation(session.salt, session.ids) for session in sessions])
+    num_done = 0
+    while num_done < len(sessions):
+        counted = await told(cache_of(service).count(census, SLICE_S))
+        lookup = counted.on_disk
+        if not lookup.is_done:
+            await to_thread.run_sync(lookup.wait, EXPLAIN_S)
+        on_disk = lookup.answer or (None,) * len(counted.holdings)
+        yield [
+            _answer(sessions[num_done + place], holding, on_disk[place])
+            for place, holding in enumerate(counted.holdings)
+        ]
+        num_done += len(counted.holdings)
+
+
+def _answer(session: Session, holding: Holding, disk_tokens: int | None) -> SessionAnswer:
+    return {
+        "id": session.id,
+        "key": session.key,
+        "recognised_by": session.recognised_by,
+        "created": session.created_s,
+        "last_use": session.last_use_s,
+        "requests": session.num_requests,
+        "prompt_tokens": session.prompt_tokens,
+        "cached_tokens": session.cached_tokens,
+        "hit_rate": session.hit_rate,
+        "tokens": len(session.ids),
+        "held": {"hot": holding.tokens, **({} if disk_tokens is None else {"disk": disk_tokens})},
+        "precision": {"k": dict(holding.k), "v": dict(holding.v)},
+        "pinned": holding.is_pinned,
+        "parted": parted_answer(session.parted),
+    }
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return DEFAULT_LIMIT
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and 1 <= int(text) <= MAX_LIMIT):
+        raise InvalidRequest(f"limit: a number from 1 to {MAX_LIMIT}.", param="limit")
+    return int(text)
+
+
+def _before(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise InvalidRequest("before: seconds since the epoch, such as an answer's next_before.", param="before")
+    return seconds
