@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from kvstrata.bundle.format import AGAIN, Header, ModelNamed, Section, require_same_model
+from kvstrata.bundle.format import AGAIN, MAGIC, Header, ModelNamed, Section, require_same_model
 from kvstrata.bundle.reading import CHANGED, Bundle, Lineage, blocks, open_bundle
-from kvstrata.bundle.writing import BundleWriter
+from kvstrata.bundle.tensors import TensorTable, looks_like_tensors, read_table
+from kvstrata.bundle.writing import PIECE_BYTES, BundleWriter
 from kvstrata.disk.format import LARGEST_HEADER_BYTES
 from kvstrata.engine.loop import Loop
+from kvstrata.engine.prompt_caches import WITHOUT_PROMPT, PromptFileIn, PromptFileOut, any_mark
 from kvstrata.errors import ConfigError, InvalidRequest, Unavailable, UnusableFile
 from kvstrata.index.identity import Identity
 from kvstrata.index.ids import TokenIds
 from kvstrata.index.keys import chain
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.blocks import block_bytes
-from kvstrata.spans.marks import Mark, needs_marks, take_mark
+from kvstrata.spans.marks import Mark
 from kvstrata.store.cold.loads import BlockLoad
 from kvstrata.store.errands import Steps
 from kvstrata.store.incoming import Arriving, Imported
@@ -36,12 +39,14 @@ from kvstrata.tier.block import BASE, Block
 
 # For what the disk has of a conversation, at most: to be asked, and to come.
 LOOKUP_S = 30.0
-LOAD_S = 600.0
+LOAD_S = 120.0
 # An export that a client takes more slowly than this ends: what it holds in memory cannot go meanwhile.
 MIN_EXPORT_BYTES_S = 64 << 10
 MIN_EXPORT_S = 120.0
 
 T = TypeVar("T")
+Form = Literal["kvstrata", "mlx"]
+IdsOf = Callable[[Mapping[str, Any]], TokenIds]
 
 
 class Ask(Protocol):
@@ -80,11 +85,12 @@ class Moving:
 
     # Out.
 
-    def begin_export(self, conversation: Conversation) -> Exporting:
-        """Raises InvalidRequest where nothing of it is stored."""
+    def begin_export(self, conversation: Conversation, form: Form = "kvstrata") -> Exporting:
+        """`form`: of the file. Raises InvalidRequest where nothing of it is stored."""
         self._require_store()
         self._fetch(conversation)
-        exporting = Exporting(self._ask, self._errand, conversation)
+        make = Exporting if form == "kvstrata" else MlxExporting
+        exporting = make(self._ask, self._errand, conversation, self._loaded.name)
         exporting.begin()
         return exporting
 
@@ -111,21 +117,58 @@ class Moving:
 
     # In.
 
-    def take_in(self, file: BinaryIO, size_bytes: int, salt: str) -> TakenIn:
-        """A file that was exported. Nothing is changed before all of it was found good. Raises UnusableFile, NeverFits
-        or MemoryPinned."""
+    def take_in(self, file: BinaryIO, size_bytes: int, salt: str, ids_of: IdsOf) -> TakenIn:
+        """A file that was exported, or a prompt cache of mlx-lm. Nothing is stored before all of it was found good.
+        `ids_of`: makes token ids of a prompt. Raises UnusableFile, NeverFits or MemoryPinned."""
         self._require_store()
+        file.seek(0)
+        beginning = file.read(len(MAGIC))
+        if not beginning.startswith(MAGIC) and looks_like_tensors(beginning):
+            return self._take_prompt_cache(read_table(file, 0, size_bytes), salt, lambda: None)
         bundle = open_bundle(file, size_bytes)
-        if bundle.header.model is None:
-            raise UnusableFile(f"This file holds no conversation. {AGAIN} {CHANGED}")
+        if bundle.header.model is not None:
+            return self._take_conversation(bundle, bundle.header.model, salt)
+        if len(bundle.records) != 1:
+            raise UnusableFile(f"The file does not hold one prompt cache. {AGAIN} {CHANGED}")
+        (record,) = bundle.records
+        prompt = bundle.header.prompt
+        table = read_table(file, record.offset, record.nbytes)
+        return self._take_prompt_cache(table, salt, lambda: ids_of(prompt) if prompt else None)
+
+    def _take_prompt_cache(self, table: TensorTable, salt: str, own_prompt: Callable[[], TokenIds | None]) -> TakenIn:
+        layout = self._ask(lambda loop: loop.runner.layout).result()
+        with _refusing():
+            incoming = PromptFileIn(table, layout)
+            given = own_prompt()
+            ids = incoming.own_ids if given is None else given
+            if ids is None:
+                raise UnusableFile(WITHOUT_PROMPT, code="prompt_needed")
+            self._require_known(ids)
+        stock, arriving = self._ask(
+            lambda loop: (loop.stock, loop.stock.incoming.begin(ids, salt, table.nbytes))
+        ).result()
+        try:
+            # It is in memory before it is known to be good: what that takes must be free.
+            self._wait(_in_same(stock, lambda loop: loop.stock.incoming.making_room(table.nbytes)))
+            with _refusing():
+                span = incoming.span(lambda begin: self._wait(_in_same(stock, begin)), ids)
+            imported = self._wait(_in_same(stock, lambda loop: loop.stock.incoming.add_span(arriving, span)))
+            return TakenIn(ids, imported.num_new)
+        finally:
+            self._end(stock, arriving)
+
+    def _wait(self, begin: Callable[[Loop], Steps[T]]) -> T:
+        return self._errand(begin).result()
+
+    def _take_conversation(self, bundle: Bundle, model: ModelNamed, salt: str) -> TakenIn:
         identity = self._identity()
-        require_same_model(bundle.header.model, named(identity))
+        require_same_model(model, named(identity))
         checked = self._check(bundle, identity)
         imported = self._file(bundle, checked, salt)
         return TakenIn(checked.ids, imported.num_new, bundle.header.session, bundle.header.sections)
 
     def _check(self, bundle: Bundle, identity: Identity) -> Checked:
-        like = self._errand(_any_mark).result()
+        like = self._wait(any_mark)
         max_bytes = self._ask(lambda loop: block_bytes(loop.runner.layout)).result() + LARGEST_HEADER_BYTES
         lineage = Lineage(neutral_root(identity), chain, max_bytes)
         runs: list[TokenIds] = []
@@ -138,23 +181,21 @@ class Moving:
             else:
                 last_mark = block.start + block.num_tokens
         ids = np.concatenate(runs)
-        if ids.min() < 0 or ids.max() >= self._loaded.vocab_size:
-            raise UnusableFile(
-                f"The file has token ids that this model has not; they go to {self._loaded.vocab_size - 1}. {CHANGED}"
-            )
+        self._require_known(ids)
         if like is not None and last_mark != len(ids):
             raise UnusableFile(f"The file does not say how its last token left this model's layers. {AGAIN} {CHANGED}")
         return Checked(ids, nbytes, lineage)
 
     def _check_block(self, block: Block, like: Mark | None) -> None:
-        try:
-            self._errand(lambda loop: loop.stock.incoming.check(block, like)).result()
-        except ConfigError as error:
-            raise UnusableFile(f"The file does not hold this model's KV: {error} {CHANGED}") from error
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError) as error:
+        with _refusing():
+            self._wait(lambda loop: loop.stock.incoming.check(block, like))
+
+    def _require_known(self, ids: TokenIds) -> None:
+        if not len(ids) or ids.min() < 0 or ids.max() >= self._loaded.vocab_size:
             raise UnusableFile(
-                f"A block of the file makes no sense: {type(error).__name__}. {AGAIN} {CHANGED}"
-            ) from error
+                f"There are token ids that this model has not, or none; they go from 0 to "
+                f"{self._loaded.vocab_size - 1}. {CHANGED}"
+            )
 
     def _file(self, bundle: Bundle, checked: Checked, salt: str) -> Imported:
         stock, arriving = self._ask(
@@ -162,10 +203,8 @@ class Moving:
         ).result()
         try:
             for block in blocks(bundle, checked.lineage):
-                self._errand(
-                    _in_same(stock, lambda loop, block=block: loop.stock.incoming.add(arriving, block))
-                ).result()
-            return self._errand(_in_same(stock, lambda loop: loop.stock.incoming.finish(arriving))).result()
+                self._wait(_in_same(stock, lambda loop, block=block: loop.stock.incoming.add(arriving, block)))
+            return self._wait(_in_same(stock, lambda loop: loop.stock.incoming.finish(arriving)))
         finally:
             self._end(stock, arriving)
 
@@ -196,10 +235,11 @@ class Checked:
 class Exporting:
     """One export. `end` must be called, whatever happens."""
 
-    def __init__(self, ask: Ask, errand: Errand, conversation: Conversation) -> None:
+    def __init__(self, ask: Ask, errand: Errand, conversation: Conversation, model_name: str) -> None:
         self._ask = ask
         self._errand = errand
         self._conversation = conversation
+        self._model_name = model_name
         self._stock: Stock
         self._leaving: Leaving
         self._until_s = 0.0
@@ -226,18 +266,33 @@ class Exporting:
         writer = BundleWriter(Header("conversation", model, self.num_tokens, conversation.session, sections))
         yield from writer.begin()
         while not leaving.is_done:
-            if time.monotonic() > self._until_s:
-                raise Unavailable("The client takes the file too slowly.")
-            for block in self._errand(
-                _in_same(self._stock, lambda loop: loop.stock.outgoing.next_blocks(leaving))
-            ).result():
+            for block in self._wait(lambda loop: loop.stock.outgoing.next_blocks(leaving)):
                 yield from writer.block(block)
         yield from writer.end()
+
+    def _wait(self, begin: Callable[[Loop], Steps[T]]) -> T:
+        if time.monotonic() > self._until_s:
+            raise Unavailable("The client takes the file too slowly.")
+        return self._errand(_in_same(self._stock, begin)).result()
 
     def end(self) -> None:
         """What was leased for it may go. Does not wait."""
         stock, leaving = self._stock, self._leaving
         self._ask(lambda loop: loop.stock is stock and stock.outgoing.end(leaving))
+
+
+class MlxExporting(Exporting):
+    """As a file that mlx-lm's own loader takes."""
+
+    def pieces(self) -> Iterator[memoryview]:
+        leaving, name = self._leaving, self._model_name
+
+        def begin(loop: Loop) -> Steps[PromptFileOut]:
+            yield
+            return PromptFileOut(loop.runner.layout, leaving, name)
+
+        for piece in self._wait(begin).pieces(self._wait):
+            yield from (piece[start : start + PIECE_BYTES] for start in range(0, piece.nbytes, PIECE_BYTES))
 
 
 def named(identity: Identity) -> ModelNamed:
@@ -255,11 +310,12 @@ def _in_same(stock: Stock, begin: Callable[[Loop], Steps[T]]) -> Callable[[Loop]
     return checked
 
 
-def _any_mark(loop: Loop) -> Generator[None, None, Mark | None]:
-    """What a mark of this model looks like; None: it needs none."""
-    yield
-    if not needs_marks(loop.runner.layout):
-        return None
-    cache = loop.runner.new_cache(1)
-    loop.runner.prefill(cache, [0])
-    return take_mark(cache)
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What is wrong with a file is told, whatever it is."""
+    try:
+        yield
+    except ConfigError as error:
+        raise UnusableFile(f"The file does not hold this model's KV: {error} {CHANGED}") from error
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, ArithmeticError) as error:
+        raise UnusableFile(f"The file makes no sense: {type(error).__name__}. {AGAIN} {CHANGED}") from error

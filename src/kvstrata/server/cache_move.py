@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any, BinaryIO
 
 from anyio import to_thread
@@ -22,8 +23,9 @@ from kvstrata.engine.moving import Conversation, Exporting, TakenIn
 from kvstrata.errors import InvalidRequest, SessionNotFound, Unavailable
 from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.errors import answers
+from kvstrata.server.prompt_of import ids_of_prompt
 from kvstrata.server.service import Service, service_of
-from kvstrata.server.sessions.names import Name
+from kvstrata.server.sessions.names import FIRST_TOKENS, Name, name_of_text
 from kvstrata.server.sessions.session import Line, RecognisedBy, Session
 from kvstrata.sizes import human_bytes
 
@@ -50,14 +52,22 @@ class ImportAnswer(TypedDict):
     bytes: int  # of the file
 
 
+def _query(name: str, **schema: Any) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": {"type": "string", **schema}}
+
+
 @router.get(
     "/sessions/{id}/export",
     summary="A session as one file that another server with the same model takes",
     responses={200: {"content": {OCTETS: {}}, "description": "The file"}, **answers(400, 401, 403, 404, 503)},
     response_class=StreamingResponse,
+    openapi_extra={"parameters": [_query("format", enum=["kvstrata", "mlx"])]},
 )
 async def export(request: Request, id: str) -> StreamingResponse:
     service = service_of(request)
+    form = request.query_params.get("format", "kvstrata")
+    if form not in ("kvstrata", "mlx"):
+        raise InvalidRequest(f"format: '{form[:40]}' is not one of kvstrata and mlx.", param="format")
     session = service.sessions.find(id, owner_in(request.scope))
     line = max(session.lines, key=lambda each: len(each.ids), default=None) if session else None
     if session is None or line is None:
@@ -66,16 +76,17 @@ async def export(request: Request, id: str) -> StreamingResponse:
             "are."
         )
     with service.door.pass_through():
-        exporting = await to_thread.run_sync(service.engine.moving.begin_export, _conversation(service, session, line))
+        conversation = _conversation(service, session, line)
+        exporting = await to_thread.run_sync(service.engine.moving.begin_export, conversation, form)
     return ExportResponse(service, exporting)
 
 
 @router.post(
     "/import",
-    summary="Take in a file that was exported",
+    summary="Take in a file that was exported, or a prompt cache of mlx-lm",
     responses=answers(400, 401, 403, 408, 413, 429, 503),
     openapi_extra={
-        "parameters": [{"name": "cache_salt", "in": "query", "required": False, "schema": {"type": "string"}}],
+        "parameters": [_query("cache_salt")],
         "requestBody": {"required": True, "content": {OCTETS: {"schema": {"type": "string", "format": "binary"}}}},
     },
 )
@@ -129,7 +140,7 @@ def _conversation(service: Service, session: Session, line: Line) -> Conversatio
 
 
 def _take_in(service: Service, file: BinaryIO, size_bytes: int, salt: str) -> tuple[TakenIn, Session]:
-    taken = service.engine.moving.take_in(file, size_bytes, salt)
+    taken = service.engine.moving.take_in(file, size_bytes, salt, partial(ids_of_prompt, service))
     session = _known_again(service, taken, salt)
     for carrier in service.carriers:
         carrier.take(session, taken.sections.get(carrier.name, ()))
@@ -138,15 +149,14 @@ def _take_in(service: Service, file: BinaryIO, size_bytes: int, salt: str) -> tu
 
 def _known_again(service: Service, taken: TakenIn, salt: str) -> Session:
     """As the session that the next request of its client belongs to. What the file says of it may be anything."""
-    told: dict[str, Any] = dict(taken.session)
+    told = taken.session
     digest, number = told.get("digest", ""), told.get("num_prompt", "")
-    by = next((each for each in RECOGNISED if each == told.get("recognised_by")), "first tokens")
-    is_derived = by in ("first message", "first tokens")
-    name = Name(
-        recognised_by=by,
-        given="" if is_derived else told.get("id", ""),
-        digest=bytes.fromhex(digest) if DIGEST.fullmatch(digest) else bytes(32),
-    )
+    by = next((each for each in RECOGNISED if each == told.get("recognised_by")), None)
+    if by is None or not DIGEST.fullmatch(digest):
+        name = name_of_text({}, None, taken.ids[:FIRST_TOKENS].tolist())
+    else:
+        is_derived = by in ("first message", "first tokens")
+        name = Name(by, given="" if is_derived else told.get("id", ""), digest=bytes.fromhex(digest))
     num_prompt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else len(taken.ids)
     return service.sessions.adopt(salt, name, taken.ids, min(num_prompt, len(taken.ids)))
 

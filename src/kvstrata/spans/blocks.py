@@ -103,7 +103,7 @@ def unpack(layout: Layout, packed: Packed, start: int, end: int) -> dict[int, Se
     parts: dict[int, SealedPart] = {}
     try:
         for g, group in enumerate(packed.description["groups"]):
-            stacks = {name: _to_mlx(array) for name, array in packed.arrays.items() if name.startswith(f"{g}.")}
+            stacks = {name: array_of(array) for name, array in packed.arrays.items() if name.startswith(f"{g}.")}
             _require_rows(stacks, len(group["layers"]))
             for i, layer in enumerate(group["layers"]):
                 parts[layer] = SealedPart(*(_planes(stacks, g, side, i, group[side]) for side in ("k", "v")))
@@ -134,7 +134,7 @@ def pack_mark(mark: Mark) -> Packed:
 
 def unpack_mark(packed: Packed) -> Mark:
     try:
-        stacks = {name: _to_mlx(array) for name, array in packed.arrays.items()}
+        stacks = {name: array_of(array) for name, array in packed.arrays.items()}
         _require_rows(stacks, 1)
         states = [_state(stacks, i, described) for i, described in enumerate(packed.description["states"])]
         return Mark(int(packed.description["position"]), tuple(states))
@@ -223,7 +223,7 @@ def _full_layers(layout: Layout) -> list[int]:
 
 def _alone(array: mx.array) -> PackedArray:
     """[1, ...], copied."""
-    return PackedArray(DTYPES[array.dtype], (1, *array.shape), _octets(array).copy())
+    return PackedArray(DTYPES[array.dtype], (1, *array.shape), octets_of(array).copy())
 
 
 def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:
@@ -234,19 +234,20 @@ def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:
         some = list(arrays[at : at + LAYERS_AT_ONCE])
         mx.eval(some)
         for row, array in zip(out[at:], some, strict=False):
-            row[:] = _octets(array)
+            row[:] = octets_of(array)
         if at + LAYERS_AT_ONCE < len(arrays):
             yield
     return PackedArray(DTYPES[first.dtype], (len(arrays), *first.shape), out.reshape(-1))
 
 
-def _octets(array: mx.array) -> np.ndarray:
+def octets_of(array: mx.array) -> np.ndarray:
+    """Its bytes, as they lie in memory where that is without gaps."""
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16)
     return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
 
 
-def _to_mlx(packed: PackedArray) -> mx.array:
+def array_of(packed: PackedArray) -> mx.array:
     dtype = BY_NAME[packed.dtype]
     if dtype == mx.bfloat16:
         return mx.array(packed.octets.view(np.uint16).reshape(packed.shape)).view(mx.bfloat16)

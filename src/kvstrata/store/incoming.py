@@ -99,11 +99,19 @@ class Incoming:
         arriving.end = end
         arriving.num_bytes += block.nbytes
 
-    def add_span(self, arriving: Arriving, span: Span) -> None:
+    def making_room(self, nbytes: int) -> Generator[None, None, None]:
+        """For arrays that are about to come. What has to go for it goes now."""
+        yield
+        if nbytes > self._room.left_bytes:
+            limit_bytes = self._room.limit_bytes - nbytes
+            self._room.shrink_to(limit_bytes, 0.0, most_bytes=limit_bytes)
+
+    def add_span(self, arriving: Arriving, span: Span) -> Generator[None, None, Imported]:
         """All tokens at once, from the first on."""
         arriving.marks |= span.marks
         span.marks = {}
         self._insert(arriving, span)
+        return (yield from self.finish(arriving))
 
     def finish(self, arriving: Arriving) -> Generator[None, None, Imported]:
         """All has come."""
