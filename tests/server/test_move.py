@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -157,8 +156,7 @@ def test_what_cannot_be_exported_or_imported_is_said(tmp_path: Path) -> None:
             assert http.post("/cache/import", content=b"x", headers={"content-type": "text/plain"}).status_code == 400
         served.ask("/cache/clear", tier="hot")
         limit = served.server.service.engine.import_limit_bytes
-        with served.http() as http:
-            told = http.post("/cache/import", headers={**OCTETS, "content-length": str(limit + 1)}, content=b"")
+        told = imported(served, bytes(limit + 1))
         assert told.status_code == 413
         assert "--memory-limit" in told.json()["error"]["message"]
     with running(tiny_loaded("llama")) as here:
@@ -220,7 +218,7 @@ CASES = [
     ("llama", {}, {}),
     ("llama", {"kv_bits": 8, "quantized_kv_start": 0}, {}),
     ("llama", {"kv_bits": 4, "quantized_kv_start": 0}, {}),
-    ("llama", {"max_kv_size": 64}, {"max_kv_size": 64}),
+    ("qwen3", {"max_kv_size": 64}, {"max_kv_size": 64}),
     ("gemma3_text", {}, {}),
     ("qwen3_next", {}, {}),
     ("falcon_h1", {}, {}),
@@ -244,7 +242,7 @@ def test_we_take_what_cache_prompt_wrote(
             with pytest.raises(KvstrataError, match="not this model's for this prompt"):
                 run(served, "import", str(file), "--tokens", str(wrong))
         wrong.write_text(json.dumps(PROMPT[:-1]))
-        with pytest.raises(KvstrataError, match="holds|from what this model computes"):
+        with pytest.raises(KvstrataError, match=r"holds|from what this model computes"):
             run(served, "import", str(file), "--tokens", str(wrong))
         assert stored(served) == (0, 0)
         assert run(served, "import", str(file), "--tokens", str(tokens))["new_tokens"] == len(PROMPT)
@@ -300,10 +298,10 @@ def test_a_prompt_is_rendered_as_cache_prompt_does(served: Served, default_model
 
 
 @pytest.fixture(scope="module")
-def plain_file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[bytes]:
+def plain_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     file = tmp_path_factory.mktemp("mlx") / "cache.safetensors"
     prompt_cache(tiny_loaded("llama").module, file)
-    yield file.read_bytes()
+    return file.read_bytes()
 
 
 def test_prompt_caches_that_say_something_else_are_refused(plain_file: bytes) -> None:
@@ -316,7 +314,6 @@ def test_prompt_caches_that_say_something_else_are_refused(plain_file: bytes) ->
         lambda f: f["__metadata__"].update({"1.0": "BatchKVCache"}),
         lambda f: f["__metadata__"].pop("1.3"),
         lambda f: f["__metadata__"].pop("2.1.0"),
-        lambda f: f["__metadata__"].update({"0.kvstrata_tokens": "!!!"}),
         lambda f: f.update({"0.0": {**first, "shape": [1, 2, 1 << 60, 16]}}),
         lambda f: f.update({"0.0": {**first, "shape": [1, -2, -512, 16]}}),
         lambda f: f.update({"0.0": {**first, "data_offsets": [first["data_offsets"][0], 1 << 62]}}),
@@ -331,9 +328,8 @@ def test_prompt_caches_that_say_something_else_are_refused(plain_file: bytes) ->
             changed = json.loads(json.dumps(fields))
             change(changed)
             text = json.dumps(changed).encode()
-            for content in (enveloped(len(text).to_bytes(8, "little") + text + payload),):
-                answer = imported(served, content)
-                assert answer.status_code == 400, answer.text
+            answer = imported(served, enveloped(len(text).to_bytes(8, "little") + text + payload))
+            assert answer.status_code == 400, answer.text
         for header in (b"[" * 100_000, b'{"a":' * 50_000, b"{}", b"\xff" * 64):
             assert imported(served, len(header).to_bytes(8, "little") + header + payload).status_code == 400
         assert imported(served, (1 << 63).to_bytes(8, "little") + b"{" + payload).status_code == 400
