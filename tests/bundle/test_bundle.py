@@ -244,7 +244,7 @@ def test_hostile_blocks(moving: tuple[Served, bytes]) -> None:
 
 def test_hostile_marks(moving: tuple[Served, bytes]) -> None:
     served, content = moving
-    header, good, root = parts_of(served, content)
+    header, good, _ = parts_of(served, content)
     marks = [i for i, block in enumerate(good) if block.part == MARK]
     if not marks:
         refused(served, written(header, [*good, replace(good[-1], part=MARK)]))
