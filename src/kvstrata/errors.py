@@ -8,6 +8,7 @@
     |-- ModelError              a model that is missing, damaged or not supported
     `-- RequestError            a request that cannot be served; carries what an HTTP answer needs
         |-- InvalidRequest      400: the client must change something
+        |   `-- UnusableFile    a file that cannot be imported: damaged, another model's, or not what it should be
         |-- ContextTooLong      400: prompt and max_tokens do not fit the context
         |-- NeverFits           400: larger than the whole memory budget
         |-- MemoryPinned        400: there is no room beside what is pinned
@@ -61,6 +62,10 @@ class RequestError(KvstrataError):
 
 class InvalidRequest(RequestError):
     pass
+
+
+class UnusableFile(InvalidRequest):
+    code = "unusable_file"
 
 
 class ContextTooLong(RequestError):

@@ -72,6 +72,8 @@ PATHS = [
     ("/cache/requantize", "POST"),
     ("/cache/requantize", "GET"),
     ("/cache/requantize", "DELETE"),
+    ("/cache/sessions/{id}/export", "GET"),
+    ("/cache/import", "POST"),
     ("/tokenize", "POST"),
     ("/detokenize", "POST"),
     ("/health", "GET"),

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 import typer
 
-from kvstrata.cli import cache_folder
+from kvstrata.cli import cache_folder, cache_move
 from kvstrata.cli import cache_tables as tables
 from kvstrata.cli.remote import DEFAULT_URL, AdminKey, AsJson, Url, connect
 from kvstrata.errors import KvstrataError
@@ -186,5 +186,7 @@ def _show(answer: Mapping[str, Any], as_json: bool, table: tables.Table) -> None
     Console(markup=False, highlight=False).print(table(answer))
 
 
+app.command()(cache_move.export)
+app.command("import")(cache_move.import_)
 for _command in (cache_folder.ls, cache_folder.verify, cache_folder.gc):
     app.command()(_command)

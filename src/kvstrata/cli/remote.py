@@ -54,11 +54,33 @@ class Remote:
         self.url = url
 
     def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        with self._trouble_told():
+            return self._answer(self._client.request(method, path, json=body))
+
+    def send(self, path: str, content: Iterator[bytes]) -> Any:
+        """A file, piece by piece. The answer comes when it was checked and stored, however long that takes."""
+        import httpx
+
+        headers = {"content-type": "application/octet-stream"}
+        timeout = httpx.Timeout(60.0, connect=10.0, read=None)
+        with self._trouble_told():
+            return self._answer(self._client.post(path, content=content, headers=headers, timeout=timeout))
+
+    @contextmanager
+    def receive(self, path: str) -> Iterator[tuple[dict[str, str], Iterator[bytes]]]:
+        """A file, piece by piece, with the headers of the answer."""
+        with self._trouble_told(), self._client.stream("GET", path) as response:
+            if not response.is_success:
+                response.read()
+                self._answer(response)
+            yield dict(response.headers), response.iter_bytes()
+
+    @contextmanager
+    def _trouble_told(self) -> Iterator[None]:
         import httpx
 
         try:
-            response = self._client.request(method, path, json=body)
-            return self._answer(response)
+            yield
         except httpx.HTTPError as error:
             raise KvstrataError(
                 f"No server answers at {self.url} ({error}). Start one in another terminal: kvstrata serve    "

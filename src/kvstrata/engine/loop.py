@@ -22,9 +22,11 @@ from kvstrata.engine.planner import Planner
 from kvstrata.engine.rates import Speeds
 from kvstrata.engine.replies import Replies
 from kvstrata.engine.rungs import RAW, Plans
+from kvstrata.engine.runner import Runner
 from kvstrata.engine.scheduler import StepPlan
 from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.sequences import Sequences
+from kvstrata.errors import Unavailable
 from kvstrata.store.stock import Stock
 
 MAX_REST_S = 1.0
@@ -47,6 +49,7 @@ class Loop:
     endings: Endings
     housekeeping: Housekeeping
     speeds: Speeds
+    runner: Runner
     is_stalled: bool = False  # the last step had nothing to do: those that wait, wait for the disk
 
     @property
@@ -66,6 +69,7 @@ class Loop:
         """End everything that runs or waits, and start from nothing."""
         self.passes.in_flight = None
         self.endings.fail_all(message)
+        self.stock.errands.fail(lambda: Unavailable(message))
 
     def step(self) -> None:
         step_plan = self.planner.plan()

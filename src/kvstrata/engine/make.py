@@ -121,6 +121,7 @@ def make_loop(served: Served, metrics: Metrics, cold: Cold, detokenizer: Callabl
         endings=endings,
         housekeeping=Housekeeping(stock, sequences, capacity, speeds, slice_s=limits.slice_s),
         speeds=speeds,
+        runner=runner,
     )
 
 

@@ -75,6 +75,10 @@ class Runner:
         return self._layout
 
     @property
+    def model(self) -> Any:
+        return self._model
+
+    @property
     def num_weights(self) -> int:
         return sum(array.size for array in arrays_in(self._model.parameters()))
 

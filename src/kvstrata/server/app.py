@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
 
 from kvstrata import __version__
-from kvstrata.server import cache, cache_sessions, dashboard, errors, ops, tokenizing
+from kvstrata.server import cache, cache_move, cache_sessions, dashboard, errors, ops, tokenizing
 from kvstrata.server.anthropic import endpoints as anthropic
 from kvstrata.server.auth import RequireKey
 from kvstrata.server.hosts import RequireHost
@@ -27,12 +27,14 @@ def create_app(service: Service) -> FastAPI:
     for wire in WIRES:
         app.include_router(wire.router)
     app.include_router(cache.router)
+    app.include_router(cache_move.router)
     app.include_router(cache_sessions.router)
     app.include_router(ops.router)
     app.include_router(dashboard.router)
     errors.install(app, {path: shape for wire in WIRES for path, shape in wire.ERROR_SHAPES.items()})
     # The one added last sees a request first.
-    app.add_middleware(LimitBody, bounds=service.bounds)
+    larger = {cache_move.IMPORT_PATH: service.engine.import_limit_bytes}
+    app.add_middleware(LimitBody, bounds=service.bounds, larger=larger)
     if service.keys:
         app.add_middleware(RequireKey, keys=service.keys)
     else:

@@ -4,6 +4,8 @@ is stopped too."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -17,22 +19,29 @@ class LimitBody:
     """Middleware. Answers 413 before the body is read where its length is told, else as soon as it is too long; and
     408 when it takes too long."""
 
-    def __init__(self, app: ASGIApp, bounds: Bounds) -> None:
+    def __init__(self, app: ASGIApp, bounds: Bounds, larger: Mapping[str, int] | None = None) -> None:
+        """`larger`: paths that take files, with the bytes of the largest."""
         self.app = app
         self.bounds = bounds
+        self.larger = larger or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        if _told_length(scope) > self.bounds.max_body_bytes:
-            return await error_response(_too_large(self.bounds.max_body_bytes))(scope, receive, send)
-        return await self.app(scope, Body(receive, self.bounds), send)
+        bounds, too_large = self.bounds, _too_large(self.bounds.max_body_bytes)
+        if scope["path"] in self.larger:
+            bounds = replace(bounds, max_body_bytes=self.larger[scope["path"]])
+            too_large = _too_large_file(bounds.max_body_bytes)
+        if _told_length(scope) > bounds.max_body_bytes:
+            return await error_response(too_large)(scope, receive, send)
+        return await self.app(scope, Body(receive, bounds, too_large), send)
 
 
 class Body:
     """ASGI's receive, bounded until the body is there. Afterwards it waits as long as the app does."""
 
-    def __init__(self, receive: Receive, bounds: Bounds) -> None:
+    def __init__(self, receive: Receive, bounds: Bounds, too_large: BodyTooLarge) -> None:
+        self._too_large = too_large
         self._receive = receive
         self._bounds = bounds
         self._num_bytes = 0
@@ -46,7 +55,7 @@ class Body:
         self._num_bytes += len(message.get("body", b""))
         self._complete = not message.get("more_body", False)
         if self._num_bytes > self._bounds.max_body_bytes:
-            raise _too_large(self._bounds.max_body_bytes)
+            raise self._too_large
         return message
 
     async def _in_time(self) -> Message:
@@ -65,6 +74,13 @@ def _too_large(max_bytes: int) -> BodyTooLarge:
     return BodyTooLarge(
         f"The body is larger than the {human_bytes(max_bytes)} that this server reads. Send less, or start it "
         "with a larger --max-body-bytes (KVSTRATA_MAX_BODY_BYTES)."
+    )
+
+
+def _too_large_file(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"The file is larger than {human_bytes(max_bytes)}: this server has no memory to store all of it. Give it more "
+        "(--memory-limit, --hot-cache-size), or export a shorter conversation."
     )
 
 

@@ -13,7 +13,9 @@ from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.bridge import Door
+from kvstrata.server.carriers import Carrier
 from kvstrata.server.conversation.hygiene import Hygiene
+from kvstrata.server.places import Places
 from kvstrata.server.replay.memory import ReplyMemory
 from kvstrata.server.sessions.registry import Sessions
 from kvstrata.server.wire.bounds import Bounds
@@ -49,6 +51,8 @@ class Service:
     started: int = 0  # seconds since the epoch
     door: Door = field(default_factory=Door)
     sessions: Sessions = field(default_factory=Sessions)
+    carriers: tuple[Carrier, ...] = ()  # what goes along when a session is exported
+    imports: Places = field(default_factory=Places)
 
     @property
     def ending_ids(self) -> frozenset[int]:

@@ -103,7 +103,8 @@ def unpack(layout: Layout, packed: Packed, start: int, end: int) -> dict[int, Se
     parts: dict[int, SealedPart] = {}
     try:
         for g, group in enumerate(packed.description["groups"]):
-            stacks = {name: _to_mlx(array) for name, array in packed.arrays.items() if name.startswith(f"{g}.")}
+            stacks = {name: array_of(array) for name, array in packed.arrays.items() if name.startswith(f"{g}.")}
+            _require_rows(stacks, len(group["layers"]))
             for i, layer in enumerate(group["layers"]):
                 parts[layer] = SealedPart(*(_planes(stacks, g, side, i, group[side]) for side in ("k", "v")))
     except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -133,7 +134,8 @@ def pack_mark(mark: Mark) -> Packed:
 
 def unpack_mark(packed: Packed) -> Mark:
     try:
-        stacks = {name: _to_mlx(array) for name, array in packed.arrays.items()}
+        stacks = {name: array_of(array) for name, array in packed.arrays.items()}
+        _require_rows(stacks, 1)
         states = [_state(stacks, i, described) for i, described in enumerate(packed.description["states"])]
         return Mark(int(packed.description["position"]), tuple(states))
     except (KeyError, TypeError, IndexError, ValueError) as error:
@@ -142,11 +144,37 @@ def unpack_mark(packed: Packed) -> Mark:
 
 def span_of(layout: Layout, blocks: Sequence[Mapping[int, SealedPart]], start: int, end: int) -> Span:
     """Blocks that follow each other, as one span."""
+    joining = span_joining(layout, blocks, start, end)
+    while True:
+        try:
+            next(joining)
+        except StopIteration as whole:
+            return whole.value
+
+
+def span_joining(
+    layout: Layout, blocks: Sequence[Mapping[int, SealedPart]], start: int, end: int
+) -> Generator[None, None, Span]:
+    """The same, a layer at a time."""
     span = Span(layout, start, end - start, {})
     specs = layout.flat()
     for layer in _full_layers(layout):
         span.replace(layer, grain_of(specs[layer]).join([block[layer] for block in blocks]))
+        yield
     return span
+
+
+def block_bytes(layout: Layout) -> int:
+    """Most that the arrays of one block, or of one mark, take."""
+    widest = sum(spec.kv_heads * (spec.k_dim + spec.v_dim) for spec in layout.flat() if spec.kind == "full")
+    # A codec of one value for each token could take more than the values themselves.
+    return max(BLOCK_TOKENS * (layout.token_bytes + 8 * widest), 2 * layout.fixed_bytes)
+
+
+def _require_rows(stacks: Mapping[str, mx.array], num_rows: int) -> None:
+    """MLX reads past an array's end without a word."""
+    if any(not stack.ndim or stack.shape[0] != num_rows for stack in stacks.values()):
+        raise UnreadableBlock(f"A block has arrays that are not of {num_rows} layers.")
 
 
 def _likeness(part: SealedPart) -> tuple[Any, ...]:
@@ -195,7 +223,7 @@ def _full_layers(layout: Layout) -> list[int]:
 
 def _alone(array: mx.array) -> PackedArray:
     """[1, ...], copied."""
-    return PackedArray(DTYPES[array.dtype], (1, *array.shape), _octets(array).copy())
+    return PackedArray(DTYPES[array.dtype], (1, *array.shape), octets_of(array).copy())
 
 
 def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:
@@ -206,19 +234,20 @@ def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:
         some = list(arrays[at : at + LAYERS_AT_ONCE])
         mx.eval(some)
         for row, array in zip(out[at:], some, strict=False):
-            row[:] = _octets(array)
+            row[:] = octets_of(array)
         if at + LAYERS_AT_ONCE < len(arrays):
             yield
     return PackedArray(DTYPES[first.dtype], (len(arrays), *first.shape), out.reshape(-1))
 
 
-def _octets(array: mx.array) -> np.ndarray:
+def octets_of(array: mx.array) -> np.ndarray:
+    """Its bytes, as they lie in memory where that is without gaps."""
     if array.dtype == mx.bfloat16:
         array = array.view(mx.uint16)
     return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
 
 
-def _to_mlx(packed: PackedArray) -> mx.array:
+def array_of(packed: PackedArray) -> mx.array:
     dtype = BY_NAME[packed.dtype]
     if dtype == mx.bfloat16:
         return mx.array(packed.octets.view(np.uint16).reshape(packed.shape)).view(mx.bfloat16)

@@ -55,7 +55,7 @@ def adopt_mlx_lm(layout: Layout, caches: Sequence[Any], num_tokens: int) -> Span
     held: dict[int, Held] = {}
     states: list[MarkState] = []
     for i, (spec, cache) in enumerate(zip(specs, flat, strict=True)):
-        state = _adopted(spec, cache, num_tokens, i)
+        state = adopted(spec, cache, num_tokens, i)
         if spec.kind == "full":
             assert isinstance(state, SealedPart)
             held[i] = (state,)
@@ -73,14 +73,15 @@ def to_mlx_lm(layout: Layout, runs: Sequence[SpanRange], mark: Mark | None) -> l
     """
     num_tokens = runs[-1].end
     states = states_at(layout, mark, num_tokens)
-    made = iter([_given(spec, i, runs, states[i], num_tokens) for i, spec in enumerate(layout.flat())])
+    made = iter([_made(spec, i, runs, states[i], num_tokens) for i, spec in enumerate(layout.flat())])
     return [CacheList(*(next(made) for _ in spec.children)) if spec.children else next(made) for spec in layout.layers]
 
 
 # From mlx-lm.
 
 
-def _adopted(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> MarkState:
+def adopted(spec: LayerSpec, cache: Any, num_tokens: int, index: int) -> MarkState:
+    """One layer. Raises MismatchedPlanes."""
     if type(cache) not in _CACHES.get(spec.kind, ()):
         raise MismatchedPlanes(f"Layer {index} is of kind {spec.kind}: no {type(cache).__name__} can be adopted there.")
     if spec.kind == "recurrent":
@@ -180,7 +181,14 @@ def _check_shape(spec: LayerSpec, part: SealedPart, index: int) -> None:
 # To mlx-lm.
 
 
-def _given(spec: LayerSpec, index: int, runs: Sequence[SpanRange], state: Any, num_tokens: int) -> Any:
+def _made(spec: LayerSpec, index: int, runs: Sequence[SpanRange], state: Any, num_tokens: int) -> Any:
+    if spec.kind != "full":
+        return given(spec, index, state, num_tokens)
+    return _to_kv_cache(spec, [part for run in runs for part in run.span.parts(index, run.start, run.end)], num_tokens)
+
+
+def given(spec: LayerSpec, index: int, state: Any, num_tokens: int) -> Any:
+    """A window, chunked or recurrent layer, from what `states_at` gave."""
     if spec.kind == "recurrent":
         arrays = ArraysCache(spec.num_arrays)
         arrays.cache = list(state)
@@ -193,9 +201,7 @@ def _given(spec: LayerSpec, index: int, runs: Sequence[SpanRange], state: Any, n
     if spec.kind == "chunked":
         k, v = state
         return _to_chunked(spec, k, v, num_tokens)
-    if spec.kind != "full":
-        raise MismatchedPlanes(f"Layer {index} is of kind {spec.kind}, which cannot be given to mlx-lm.")
-    return _to_kv_cache(spec, [part for run in runs for part in run.span.parts(index, run.start, run.end)], num_tokens)
+    raise MismatchedPlanes(f"Layer {index} is of kind {spec.kind}, which cannot be given to mlx-lm.")
 
 
 def _to_chunked(spec: LayerSpec, k: mx.array, v: mx.array, num_tokens: int) -> Any:
@@ -208,7 +214,7 @@ def _to_chunked(spec: LayerSpec, k: mx.array, v: mx.array, num_tokens: int) -> A
 
 
 def _to_kv_cache(spec: LayerSpec, parts: Sequence[Part], num_tokens: int) -> Any:
-    codec = _common_affine(parts)
+    codec = common_affine(parts)
     if codec is not None:
         whole = join([owned_part(part) for part in parts])
         cache: Any = QuantizedKVCache(codec.group, codec.bits)
@@ -224,7 +230,7 @@ def _to_kv_cache(spec: LayerSpec, parts: Sequence[Part], num_tokens: int) -> Any
     return cache
 
 
-def _common_affine(parts: Sequence[Part]) -> AffineCodec | None:
+def common_affine(parts: Sequence[Part]) -> AffineCodec | None:
     """The one codec of all K and V, which is what a QuantizedKVCache has."""
     wholes = [part.whole if isinstance(part, CutPart) else part for part in parts]
     if any(isinstance(part, RawPart) for part in wholes):

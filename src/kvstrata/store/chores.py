@@ -5,19 +5,23 @@ from __future__ import annotations
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.cold.restore import Restorer
 from kvstrata.store.cold.spills import Spills
+from kvstrata.store.errands import Errands
 from kvstrata.store.precision.mover import Mover
 
 
 class Chores:
-    def __init__(self, cold: Cold, restorer: Restorer, mover: Mover, spills: Spills) -> None:
+    def __init__(self, cold: Cold, restorer: Restorer, mover: Mover, spills: Spills, errands: Errands) -> None:
         self._cold = cold
         self._restorer = restorer
         self._mover = mover
         self._spills = spills
+        self._errands = errands
+        self._is_errands_turn = True
 
     @property
     def has_work(self) -> bool:
-        return self._has_arrivals or self._restorer.is_ready or not self._mover.idle or not self._spills.idle
+        is_asked = self._has_arrivals or self._restorer.is_ready or not self._errands.idle
+        return is_asked or not self._mover.idle or not self._spills.idle
 
     @property
     def _has_arrivals(self) -> bool:
@@ -26,7 +30,12 @@ class Chores:
     @property
     def is_rewriting(self) -> bool:
         """Whether the next work replaces what readers may know."""
-        return not self._mover.idle
+        return not self._mover.idle and not self._does_errand
+
+    @property
+    def _does_errand(self) -> bool:
+        """Errands and rewriting take turns: neither may keep the other waiting for good."""
+        return not self._errands.idle and (self._is_errands_turn or self._mover.idle)
 
     def work(self, slice_s: float) -> None:
         """Go on with what is to be done. First what a request waits for."""
@@ -34,7 +43,11 @@ class Chores:
             self._cold.loads.take_in(slice_s)
         elif self._restorer.is_ready:
             self._restorer.work()
+        elif self._does_errand:
+            self._is_errands_turn = False
+            self._errands.work(slice_s)
         elif not self._mover.idle:
+            self._is_errands_turn = True
             self._mover.work(slice_s)
         else:
             self._spills.work(slice_s)

@@ -21,17 +21,17 @@ class Search:
     def __init__(self, shelf: Shelf, layout: Layout, identity: Identity) -> None:
         self._shelf = shelf
         self.layout = layout
-        self._identity = identity
         self._needs_marks = needs_marks(layout)
+        self.identity = identity
 
     def root_of(self, salt: str) -> bytes:
-        return root_key(self._identity, salt)
+        return root_key(self.identity, salt)
 
     def roots_begin(self, salt: str | None, owner: str | None) -> bytes:
         """What the roots have in common that are under a salt, an owner, or any."""
         if salt is not None:
             return self.root_of(salt)
-        return b"" if owner is None else owner_key(self._identity, owner)
+        return b"" if owner is None else owner_key(self.identity, owner)
 
     def find(self, tokens: Tokens, salt: str) -> Found:
         """What a match would give now. Keeps nothing from going."""

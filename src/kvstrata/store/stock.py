@@ -1,6 +1,7 @@
 """All that a store consists of, put together. Callers take the objects that they need.
 
 store, leases, pins, fetches    requests: match and commit, keep, bring back from the disk
+outgoing, incoming, errands     conversations that move to another machine, in small steps
 room, evictor, chores           memory: make room, let go, what is to be done between two steps
 changes, clearing               what callers ask for
 explainer, reporter             answers
@@ -30,15 +31,18 @@ from kvstrata.store.cold.restore import Restorer
 from kvstrata.store.cold.spills import NoSpills, Spills
 from kvstrata.store.cold.unwritten import Unwritten
 from kvstrata.store.entry import Entry
+from kvstrata.store.errands import Errands
 from kvstrata.store.evictor import Evictor
 from kvstrata.store.explain import Explainer, ForeignExplainer
 from kvstrata.store.failures import Failures
 from kvstrata.store.filing import Desk, Intake
+from kvstrata.store.incoming import Incoming
 from kvstrata.store.leases import Leases
 from kvstrata.store.leaves import Leaves
 from kvstrata.store.losses import Losses
 from kvstrata.store.marks import Marks
 from kvstrata.store.options import StoreOptions
+from kvstrata.store.outgoing import Outgoing
 from kvstrata.store.pins import Pins
 from kvstrata.store.precision.changes import Changes
 from kvstrata.store.precision.pressure import PlanOf, Pressure
@@ -77,6 +81,9 @@ class Stock:
     reporter: Reporter
     spills: Spills
     flushing: Flush
+    errands: Errands
+    outgoing: Outgoing
+    incoming: Incoming
     cold: Cold
     counters: Counter[str]
 
@@ -142,6 +149,7 @@ def make_stock(
     leases = Leases(shelf, review)
     intake = Intake(shelf, pins, losses, counters, review)
     desk = Desk(shelf, marks, leases, intake, pressure, Branches(shelf, leaves))
+    errands = Errands()
     history = History(reuse, lambda: _watched_tokens(options.hot_bytes, precision))
     return Stock(
         shelf=shelf,
@@ -154,7 +162,7 @@ def make_stock(
         room=room,
         evictor=evictor,
         shortening=Shortening(shelf, search, marks, evictor, mover),
-        chores=Chores(cold, restorer, mover, spills),
+        chores=Chores(cold, restorer, mover, spills, errands),
         rewriting=rewriting,
         pressure=pressure,
         changes=changes,
@@ -163,6 +171,9 @@ def make_stock(
         reporter=reporter,
         spills=spills,
         flushing=Flush(cold, shelf, leaves, spills),
+        errands=errands,
+        outgoing=Outgoing(desk, search, mover),
+        incoming=Incoming(desk, search, room, counters),
         cold=cold,
         counters=counters,
     )

@@ -108,6 +108,18 @@ class Sessions:
             )
             self._bound()
 
+    def adopt(self, salt: str, name: Name, ids: TokenIds, num_prompt: int) -> Session:
+        """A conversation that came from elsewhere: no request of it was served here."""
+        visit = Visit(name.key(salt), salt, name, ids, None, None, self)
+        line = Line(name.digest, ids, num_prompt)
+        with self._lock:
+            session = self._by_key.get(visit.key) or self._new(visit)
+            others = [each for each in session.lines if each.digest != line.digest]
+            session = replace(session, last_use_s=self._now(), lines=(line, *others)[:MAX_LINES])
+            self._put(session)
+            self._bound()
+        return session
+
     def find(self, id: str, owner: str | None) -> Session | None:
         """By its id, or by its key. `owner`: whose it must be; None: anyone's. Raises InvalidRequest where several
         owners have one of that id."""

@@ -1,0 +1,183 @@
+"""/cache: sessions that leave as one file, and come from one.
+
+Knows HTTP, sessions and whose salt is whose; the file and the store are the engine's (engine/moving.py). A plain key
+exports what is under its own salts; what any key imports is filed under its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, BinaryIO
+
+from anyio import to_thread
+from fastapi import APIRouter, Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+from typing_extensions import TypedDict
+
+from kvstrata.engine.moving import Conversation, Exporting, TakenIn
+from kvstrata.errors import InvalidRequest, SessionNotFound, Unavailable
+from kvstrata.server.auth import owner_in, salt_of
+from kvstrata.server.errors import answers
+from kvstrata.server.prompt_of import ids_of_prompt
+from kvstrata.server.service import Service, service_of
+from kvstrata.server.sessions.names import FIRST_TOKENS, Name, name_of_text
+from kvstrata.server.sessions.session import Line, RecognisedBy, Session
+from kvstrata.sizes import human_bytes
+
+router = APIRouter(prefix="/cache", tags=["Cache"])
+
+IMPORT_PATH = "/cache/import"
+OCTETS = "application/octet-stream"
+RECOGNISED: tuple[RecognisedBy, ...] = (
+    "x-kvstrata-session",
+    "prompt_cache_key",
+    "x-claude-code-session-id",
+    "first message",
+    "first tokens",
+)
+DIGEST = re.compile(r"[0-9a-f]{64}")
+# Of the volume with temporary files, what stays free.
+SPARE_BYTES = 64 << 20
+
+
+class ImportAnswer(TypedDict):
+    session: str
+    tokens: int
+    new_tokens: int  # that were not stored yet
+    bytes: int  # of the file
+
+
+def _query(name: str, **schema: Any) -> dict[str, Any]:
+    return {"name": name, "in": "query", "required": False, "schema": {"type": "string", **schema}}
+
+
+@router.get(
+    "/sessions/{id}/export",
+    summary="A session as one file that another server with the same model takes",
+    responses={200: {"content": {OCTETS: {}}, "description": "The file"}, **answers(400, 401, 403, 404, 503)},
+    response_class=StreamingResponse,
+    openapi_extra={"parameters": [_query("format", enum=["kvstrata", "mlx"])]},
+)
+async def export(request: Request, id: str) -> StreamingResponse:
+    service = service_of(request)
+    form = request.query_params.get("format", "kvstrata")
+    if form not in ("kvstrata", "mlx"):
+        raise InvalidRequest(f"format: '{form[:40]}' is not one of kvstrata and mlx.", param="format")
+    session = service.sessions.find(id, owner_in(request.scope))
+    line = max(session.lines, key=lambda each: len(each.ids), default=None) if session else None
+    if session is None or line is None:
+        raise SessionNotFound(
+            f"No session '{id[:80]}' is known here, or its tokens were forgotten. GET /cache/sessions lists those that "
+            "are."
+        )
+    with service.door.pass_through():
+        conversation = _conversation(service, session, line)
+        exporting = await to_thread.run_sync(service.engine.moving.begin_export, conversation, form)
+    return ExportResponse(service, exporting)
+
+
+@router.post(
+    "/import",
+    summary="Take in a file that was exported, or a prompt cache of mlx-lm",
+    responses=answers(400, 401, 403, 408, 413, 429, 503),
+    openapi_extra={
+        "parameters": [_query("cache_salt")],
+        "requestBody": {"required": True, "content": {OCTETS: {"schema": {"type": "string", "format": "binary"}}}},
+    },
+)
+async def take_in(request: Request) -> ImportAnswer:
+    service = service_of(request)
+    # A web page can post plain text to a local server without asking; for this its browser asks first.
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != OCTETS:
+        raise InvalidRequest(f"The body must be the file. Send the header: Content-Type: {OCTETS}")
+    salt = salt_of(request.scope, request.query_params.get("cache_salt"))
+    with service.door.pass_through(), service.imports.take(), tempfile.TemporaryFile() as file:
+        size_bytes = await _receive(request, file)
+        taken, session = await to_thread.run_sync(_take_in, service, file, size_bytes, salt)
+    return {"session": session.id, "tokens": len(taken.ids), "new_tokens": taken.num_new, "bytes": size_bytes}
+
+
+class ExportResponse(StreamingResponse):
+    """The file, made while it is sent. What was leased for it is let go in any case."""
+
+    def __init__(self, service: Service, exporting: Exporting) -> None:
+        headers = {"x-kvstrata-tokens": str(exporting.num_tokens)}
+        super().__init__(_pieces(service, exporting), media_type=OCTETS, headers=headers)
+        self._exporting = exporting
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._exporting.end()
+
+
+async def _pieces(service: Service, exporting: Exporting) -> AsyncIterator[memoryview]:
+    pieces = exporting.pieces()
+    with service.door.pass_through():
+        while (piece := await to_thread.run_sync(next, pieces, None)) is not None:
+            yield piece
+
+
+def _conversation(service: Service, session: Session, line: Line) -> Conversation:
+    """Nothing of the salt or the key goes along."""
+    named = {
+        "id": session.id,
+        "recognised_by": session.recognised_by,
+        "digest": line.digest.hex(),
+        "num_prompt": str(line.num_prompt),
+    }
+    sections = {carrier.name: carrier.give(session) for carrier in service.carriers}
+    return Conversation(line.ids, session.salt, named, sections)
+
+
+# In a worker thread.
+
+
+def _take_in(service: Service, file: BinaryIO, size_bytes: int, salt: str) -> tuple[TakenIn, Session]:
+    taken = service.engine.moving.take_in(file, size_bytes, salt, partial(ids_of_prompt, service))
+    session = _known_again(service, taken, salt)
+    for carrier in service.carriers:
+        carrier.take(session, taken.sections.get(carrier.name, ()))
+    return taken, session
+
+
+def _known_again(service: Service, taken: TakenIn, salt: str) -> Session:
+    """As the session that the next request of its client belongs to. What the file says of it may be anything."""
+    told = taken.session
+    digest, number = told.get("digest", ""), told.get("num_prompt", "")
+    by = next((each for each in RECOGNISED if each == told.get("recognised_by")), None)
+    if by is None or not DIGEST.fullmatch(digest):
+        name = name_of_text({}, None, taken.ids[:FIRST_TOKENS].tolist())
+    else:
+        is_derived = by in ("first message", "first tokens")
+        name = Name(by, given="" if is_derived else told.get("id", ""), digest=bytes.fromhex(digest))
+    num_prompt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else len(taken.ids)
+    return service.sessions.adopt(salt, name, taken.ids, min(num_prompt, len(taken.ids)))
+
+
+async def _receive(request: Request, file: BinaryIO) -> int:
+    size_bytes = 0
+    async for piece in request.stream():
+        try:
+            await to_thread.run_sync(_write, file, piece)
+        except OSError as error:
+            raise Unavailable(
+                f"The file cannot be kept while it is checked: {error}. Free some space, or start the server with "
+                "TMPDIR set to a folder that has more. Nothing was changed."
+            ) from None
+        size_bytes += len(piece)
+    return size_bytes
+
+
+def _write(file: BinaryIO, piece: bytes) -> None:
+    volume = os.fstatvfs(file.fileno())
+    free_bytes = volume.f_bavail * volume.f_frsize
+    if free_bytes < SPARE_BYTES + len(piece):
+        raise OSError(f"only {human_bytes(free_bytes)} are free in {tempfile.gettempdir()}")
+    file.write(piece)

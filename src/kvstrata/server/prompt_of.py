@@ -1,0 +1,57 @@
+"""The tokens that a prompt cache of mlx-lm was made of, from the prompt that its owner remembers.
+
+`mlx_lm.cache_prompt` renders one user message without what makes a model answer, and leaves the message open. Knows
+templates and tokenizers; runs in a worker thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvstrata.engine.cache import TokenIds, as_ids
+from kvstrata.errors import InvalidRequest
+from kvstrata.server.service import Service
+from kvstrata.text.tokens import encode_text, require_unicode
+
+
+def ids_of_prompt(service: Service, prompt: Mapping[str, Any]) -> TokenIds:
+    """`tokens`, `messages`, or `text`, which is a user's message unless `raw` says that it is plain."""
+    given = [name for name in ("tokens", "messages", "text") if prompt.get(name) is not None]
+    if len(given) != 1:
+        raise InvalidRequest("Give the prompt as one of tokens, messages and text.", param="prompt")
+    tokens, messages, text = (prompt.get(name) for name in ("tokens", "messages", "text"))
+    if tokens is not None:
+        return _ids(tokens)
+    if messages is None:
+        if not isinstance(text, str):
+            raise InvalidRequest("The prompt's text is no text.", param="prompt")
+        require_unicode(text, param="prompt")
+        if prompt.get("raw") or not service.template.exists:
+            return _ids(list(encode_text(service.loaded.tokenizer, text)))
+        messages = [{"role": "user", "content": text}]
+    return _ids(_rendered(service, messages))
+
+
+def _rendered(service: Service, messages: Any) -> list[int]:
+    if not service.template.exists:
+        raise InvalidRequest("This model has no chat template. Give the prompt as plain text, or as tokens.")
+    if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        raise InvalidRequest("messages must be a list of objects with role and content.", param="messages")
+    try:
+        rendered: Any = service.loaded.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=False, continue_final_message=True
+        )
+    except Exception as error:
+        # A template is a program of the model's maker: it may raise anything at messages that it does not expect.
+        raise InvalidRequest(f"The chat template cannot show these messages: {error}", param="messages") from error
+    return list(rendered)
+
+
+def _ids(tokens: Any) -> TokenIds:
+    if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+        raise InvalidRequest("tokens must be a list of whole numbers.", param="tokens")
+    try:
+        return as_ids(tokens)
+    except (ValueError, OverflowError) as error:
+        raise InvalidRequest(f"tokens: {error}.", param="tokens") from error

@@ -1,0 +1,86 @@
+"""Whether arrays that come from elsewhere are what this model's own passes would have left.
+
+Stricter than `unpack`: what the disk tier reads back was written here, what is imported was written by anyone. Kernels
+read memory as they are told, so no shape, no dtype and no segment may be another than ours. Knows no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import mlx.core as mx
+
+from kvstrata.attention.parts import SealedPart
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.segments import GROUP_TOKENS
+from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.layers.ring import Ring
+from kvstrata.spans.blocks import UnreadableBlock
+from kvstrata.spans.marks import Mark, MarkState, RecurrentState
+
+
+def check_parts(layout: Layout, parts: Mapping[int, SealedPart]) -> None:
+    """Of one block: what `unpack` gave."""
+    specs = layout.flat()
+    full = {layer for layer, spec in enumerate(specs) if spec.kind == "full"}
+    if set(parts) != full:
+        raise UnreadableBlock(f"A block holds the layers {sorted(parts)}, not {sorted(full)}.")
+    for layer, part in parts.items():
+        _check_part(specs[layer], part, layer)
+
+
+def check_mark(layout: Layout, mark: Mark, position: int, like: Mark) -> None:
+    """`like`: a mark of this model, at any position: states have its shapes."""
+    specs = layout.flat()
+    if mark.position != position or len(mark.states) != len(specs):
+        raise UnreadableBlock(f"A mark is at {mark.position} with {len(mark.states)} layers, not at {position}.")
+    for layer, (spec, state, ours) in enumerate(zip(specs, mark.states, like.states, strict=True)):
+        _check_state(spec, state, ours, position, layer)
+
+
+def _check_state(spec: LayerSpec, state: MarkState, ours: MarkState, position: int, layer: int) -> None:
+    if ours is None:
+        if state is not None:
+            raise UnreadableBlock(f"A mark has a state for layer {layer}, which has none.")
+    elif isinstance(ours, RecurrentState):
+        if not isinstance(state, RecurrentState) or _shapes(state) != _shapes(ours):
+            raise UnreadableBlock(f"A mark's state of layer {layer} has other arrays than this model's.")
+    elif not isinstance(state, SealedPart):
+        raise UnreadableBlock(f"A mark has no tokens for layer {layer}.")
+    else:
+        _check_part(spec, state, layer)
+        wanted = held_tokens(spec, position)
+        for planes in (state.k, state.v):
+            if (planes.num_tokens, planes.end) != (wanted, position):
+                raise UnreadableBlock(f"A mark has {planes.num_tokens} tokens in layer {layer}, not {wanted}.")
+
+
+def held_tokens(spec: LayerSpec, position: int) -> int:
+    """How many tokens a window or chunked layer holds after so many."""
+    if spec.kind == "chunked":
+        return (position - 1) % spec.max_size + 1
+    ring = Ring(spec.max_size, spec.keep)
+    return min(ring.keep, position) + position - ring.oldest(position)
+
+
+def _check_part(spec: LayerSpec, part: SealedPart, layer: int) -> None:
+    for planes, dim in ((part.k, spec.k_dim), (part.v, spec.v_dim)):
+        if planes.leading != (spec.kv_heads,) or planes.dim != dim or planes.num_tokens != part.num_tokens:
+            raise UnreadableBlock(f"Layer {layer} of the file does not have this model's shapes.")
+        if isinstance(planes.codec, RawCodec) and planes.arrays["values"].dtype != spec.dtype:
+            raise UnreadableBlock(f"Layer {layer} of the file is not in {spec.dtype}, which this model computes in.")
+        _check_segments(planes, layer)
+
+
+def _check_segments(planes: Planes, layer: int) -> None:
+    """A mean is that of tokens of one group."""
+    start = planes.position
+    for size in planes.segments:
+        if start // GROUP_TOKENS != (start + size - 1) // GROUP_TOKENS:
+            raise UnreadableBlock(f"Layer {layer} of the file has a mean of tokens that share none.")
+        start += size
+
+
+def _shapes(state: RecurrentState) -> list[tuple[tuple[int, ...], mx.Dtype] | None]:
+    return [None if array is None else (array.shape, array.dtype) for array in state.arrays]

@@ -1,0 +1,60 @@
+"""Work on what is stored that a caller waits for, and that takes many small steps: an export, an import.
+
+Each errand is a generator: whenever it yields, all that is stored is whole. They take turns. Touched by the thread that
+owns MLX alone; the caller waits for the future on another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+
+
+class Errands:
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Steps[Any], Future[Any]]] = deque()
+
+    @property
+    def idle(self) -> bool:
+        return not self._waiting
+
+    def add(self, steps: Steps[T], answer: Future[T]) -> None:
+        if answer.set_running_or_notify_cancel():
+            self._waiting.append((steps, answer))
+
+    def work(self, slice_s: float) -> None:
+        """At least one step, then as many as the time allows."""
+        until_s = time.monotonic() + slice_s
+        while self._waiting:
+            steps, answer = self._waiting.popleft()
+            if _advance(steps, answer):
+                self._waiting.append((steps, answer))
+            if time.monotonic() >= until_s:
+                return
+
+    def fail(self, make_error: Callable[[], Exception]) -> None:
+        """None of them will come to its end."""
+        while self._waiting:
+            steps, answer = self._waiting.popleft()
+            steps.close()
+            answer.set_exception(make_error())
+
+
+def _advance(steps: Steps[Any], answer: Future[Any]) -> bool:
+    """Whether there is more to do."""
+    try:
+        next(steps)
+    except StopIteration as end:
+        answer.set_result(end.value)
+        return False
+    except Exception as error:  # noqa: BLE001
+        # The caller gets it; requests that run have nothing to do with it.
+        answer.set_exception(error)
+        return False
+    return True

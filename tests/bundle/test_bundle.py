@@ -1,0 +1,285 @@
+"""The file that a conversation travels as: its layout, and what becomes of one that was changed on the way."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.bundle.format import LENGTH, MAGIC, PREAMBLE, VERSION, Header, ModelNamed, encode_header
+from kvstrata.bundle.reading import Bundle, Lineage, blocks, open_bundle
+from kvstrata.bundle.writing import BundleWriter
+from kvstrata.engine.moving import Conversation
+from kvstrata.errors import RequestError, UnusableFile
+from kvstrata.index.ids import as_ids
+from kvstrata.index.keys import chain
+from kvstrata.store.outgoing import neutral_root
+from kvstrata.tier.block import BASE, MARK, Block, Tensor
+from tests.server.conftest import Served, running
+from tests.server.test_move import PROMPT, complete, stored
+from tests.tiny import tiny_loaded
+
+GOLDEN = Path(__file__).parent / "golden" / "bundle-1.kvstrata"
+ROOT = bytes(range(32))
+MODEL = ModelNamed("weights", "float32", ("full:1:4:4",), None)
+HEADER = Header("conversation", MODEL, 3, {"id": "chat-1"}, {"replies": [{"call": "c1", "ids": [1, 2]}]})
+
+
+def golden_block() -> Block:
+    ids = np.array([5, 6, 7], "<i4")
+    tensor = Tensor("F32", (1, 1, 3, 4), np.arange(12, dtype="<f4"))
+    return Block(chain(ROOT, ids), ROOT, ROOT, 0, ids.tobytes(), {"0.k.values": tensor}, {"groups": []})
+
+
+def written(header: Header, given_blocks: Sequence[Block]) -> bytes:
+    writer = BundleWriter(header)
+    pieces = [*writer.begin(), *(p for block in given_blocks for p in writer.block(block)), *writer.end()]
+    return b"".join(map(bytes, pieces))
+
+
+def opened(content: bytes) -> Bundle:
+    return open_bundle(io.BytesIO(content), len(content))
+
+
+def test_the_format_stays_as_it_is() -> None:
+    content = GOLDEN.read_bytes()
+    assert written(HEADER, [golden_block()]) == content
+    bundle = opened(content)
+    assert bundle.header == HEADER
+    (block,) = blocks(bundle, Lineage(ROOT, chain, 1 << 20))
+    assert block.token_ids == golden_block().token_ids
+    assert bytes(block.tensors["0.k.values"].view()) == np.arange(12, dtype="<f4").tobytes()
+
+
+def test_another_version_says_what_to_do() -> None:
+    content = PREAMBLE.pack(MAGIC, VERSION + 1, 0) + bytes(200)
+    with pytest.raises(UnusableFile, match="update this one"):
+        opened(content)
+
+
+@settings(max_examples=300)
+@given(data=st.data())
+def test_any_change_of_any_byte_is_found(data: st.DataObject) -> None:
+    content = GOLDEN.read_bytes()
+    kind = data.draw(st.sampled_from(["flip", "cut", "insert", "repeat"]))
+    at = data.draw(st.integers(0, len(content) - 1))
+    if kind == "flip":
+        changed = content[:at] + bytes([content[at] ^ data.draw(st.integers(1, 255))]) + content[at + 1 :]
+    elif kind == "cut":
+        changed = content[:at]
+    elif kind == "insert":
+        changed = content[:at] + data.draw(st.binary(min_size=1, max_size=16)) + content[at:]
+    else:
+        changed = content + content[at:]
+    with pytest.raises(UnusableFile):
+        list(blocks(opened(changed), Lineage(ROOT, chain, 1 << 20)))
+
+
+# Files with right checksums that are not what they say, at a server.
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_next"])
+def moving(request: pytest.FixtureRequest) -> Iterator[tuple[Served, bytes]]:
+    """A server, and a file that it exported; the server has forgotten what it was."""
+    with running(tiny_loaded(request.param)) as served:
+        complete(served, PROMPT)
+        session = served.server.service.sessions.find("chat-1", None)
+        assert session is not None
+        exporting = served.server.service.engine.moving.begin_export(Conversation(session.ids, ""))
+        content = b"".join(map(bytes, exporting.pieces()))
+        exporting.end()
+        served.ask("/cache/clear", tier="all")
+        assert stored(served) == (0, 0)
+        yield served, content
+
+
+def take(served: Served, content: bytes) -> int:
+    moving = served.server.service.engine.moving
+    return moving.take_in(io.BytesIO(content), len(content), "", lambda _: as_ids([1])).num_new
+
+
+def refused(served: Served, content: bytes) -> str:
+    with pytest.raises(RequestError) as error:
+        take(served, content)
+    assert error.value.status == 400
+    return error.value.message
+
+
+def parts_of(served: Served, content: bytes) -> tuple[Header, list[Block], bytes]:
+    identity = served.server.service.engine.ask(lambda loop: loop.stock.search.identity).result(60)
+    root, bundle = neutral_root(identity), opened(content)
+    return bundle.header, list(blocks(bundle, Lineage(root, chain, 1 << 30))), root
+
+
+def chained(given_blocks: Sequence[Block], root: bytes) -> list[Block]:
+    """With keys that fit the tokens again."""
+    made: list[Block] = []
+    parent, key = root, root
+    for block in given_blocks:
+        if block.part == BASE:
+            parent, key = key, chain(key, np.frombuffer(block.token_ids, "<i4").astype(np.int32))
+        made.append(replace(block, parent=parent, key=key, root=root))
+    return made
+
+
+def sealed(fields: Any, rest: bytes) -> bytes:
+    text = fields if isinstance(fields, bytes) else json.dumps(fields).encode()
+    beginning = PREAMBLE.pack(MAGIC, VERSION, len(text)) + text
+    whole = beginning + blake3(beginning).digest() + rest
+    return whole + blake3(whole).digest()
+
+
+def test_hostile_headers(moving: tuple[Served, bytes]) -> None:
+    served, content = moving
+    bundle = opened(content)
+    start = len(encode_header(bundle.header))
+    rest = content[start:-32]
+    fields = json.loads(content[PREAMBLE.size : start - 32])
+    hostile: list[Any] = [
+        b"[" * 100_000,
+        b'{"kind":' * 20_000,
+        b"\xff\xfe",
+        b"null",
+        {},
+        {**fields, "kind": "other"},
+        {**fields, "kind": ["conversation"]},
+        {**fields, "num_tokens": fields["num_tokens"] - 1},
+        {**fields, "num_tokens": 1 << 62},
+        {**fields, "num_tokens": "407"},
+        {**fields, "num_tokens": -1},
+        {**fields, "session": {"id": "x" * 10_000}},
+        {**fields, "session": {"id": {"id": 1}}},
+        {**fields, "sections": {"replies": "text"}},
+        {**fields, "sections": {"replies": [1, 2]}},
+        {**fields, "sections": {str(i): [] for i in range(100)}},
+        {**fields, "model": None},
+        {**fields, "model": {**fields["model"], "layout": ["full"] * 100_000}},
+        {**fields, "model": {**fields["model"], "dtype": "float16"}},
+        {**fields, "model": {**fields["model"], "max_kv_size": 64}},
+    ]
+    for each in hostile:
+        refused(served, sealed(each, rest))
+    # And records that are not there, or too long.
+    for tail in (
+        b"",
+        LENGTH.pack(1 << 62),
+        LENGTH.pack(600) + bytes(600) + LENGTH.pack(0),
+        rest + rest,
+        LENGTH.pack(0),
+    ):
+        refused(served, sealed(fields, tail))
+    assert stored(served) == (0, 0)
+    assert take(served, sealed(fields, rest)) == fields["num_tokens"]
+    served.ask("/cache/clear", tier="all")
+
+
+def changed_description(block: Block, change: Callable[[Any], None]) -> Block:
+    description = json.loads(json.dumps(block.description))
+    change(description)
+    return replace(block, description=description)
+
+
+def changed_tensor(block: Block, dtype: str, shape: tuple[int, ...]) -> Block:
+    name, tensor = next(iter(block.tensors.items()))
+    return replace(block, tensors={**block.tensors, name: Tensor(dtype, shape, tensor.data)})
+
+
+def hostile_blocks(block: Block) -> list[Block]:
+    name, tensor = next(iter(block.tensors.items()))
+    half = Tensor("F16", tensor.shape, np.zeros(tensor.nbytes // 2, np.uint8))
+    cut = Tensor("F32", (0, *tensor.shape[1:]), b"")
+    changes: list[Callable[[Any], None]] = [
+        lambda d: d["groups"][0]["layers"].append(99),
+        lambda d: d["groups"][0]["layers"].extend([0] * 1000),
+        lambda d: d["groups"][0].update(layers=[-1]),
+        lambda d: d["groups"][0].update(layers="all"),
+        lambda d: d["groups"][0]["k"]["where"].update(position=1 << 40),
+        lambda d: d["groups"][0]["k"]["where"].update(num_tokens=1 << 40),
+        lambda d: d["groups"][0]["k"]["where"].update(dim=-16),
+        lambda d: d["groups"][0]["k"]["where"].update(segments=[1 << 40]),
+        lambda d: d["groups"][0]["k"].update(spec={"codec": "pickle", "version": 1}),
+        lambda d: d["groups"][0]["k"].update(spec={"codec": "planes", "version": 1, "bits": 8}),
+        lambda d: d["groups"][0]["k"].update(spec=None),
+        lambda d: d.update(groups=[]),
+        lambda d: d.update(groups=None),
+        lambda d: d.pop("groups"),
+    ]
+    return [
+        *(changed_description(block, change) for change in changes),
+        changed_tensor(block, "U32", tensor.shape),
+        changed_tensor(block, tensor.dtype, (tensor.shape[-1], *tensor.shape[1:-1], tensor.shape[0])),
+        changed_tensor(block, "U8", (*tensor.shape[:-1], tensor.shape[-1] * 4)),
+        changed_tensor(block, "I64", (*tensor.shape[:-1], tensor.shape[-1] // 2)),
+        replace(block, tensors={**block.tensors, name: half}),
+        replace(block, tensors={**block.tensors, name: cut}),
+        replace(block, tensors={key: each for key, each in block.tensors.items() if key != name}),
+        replace(block, token_ids=np.full(block.num_tokens, 96 + 1, "<i4").tobytes()),
+        replace(block, token_ids=np.full(block.num_tokens, -1, "<i4").tobytes()),
+        replace(block, start=block.start + 1),
+    ]
+
+
+def test_hostile_blocks(moving: tuple[Served, bytes]) -> None:
+    served, content = moving
+    header, good, root = parts_of(served, content)
+    bases = [i for i, block in enumerate(good) if block.part == BASE]
+    for hostile in hostile_blocks(good[bases[-1]]):
+        changed = [*good[: bases[-1]], hostile, *good[bases[-1] + 1 :]]
+        refused(served, written(header, chained(changed, root)))
+    # Out of order, twice, left out, of another chain.
+    for order in (good[::-1], [*good, good[-1]], good[1:], good[:-1], [good[0], *good]):
+        refused(served, written(header, order))
+    refused(served, written(header, chained(good, bytes(32))))
+    assert stored(served) == (0, 0)
+
+
+def test_hostile_marks(moving: tuple[Served, bytes]) -> None:
+    served, content = moving
+    header, good, _ = parts_of(served, content)
+    marks = [i for i, block in enumerate(good) if block.part == MARK]
+    if not marks:
+        refused(served, written(header, [*good, replace(good[-1], part=MARK)]))
+        return
+    at = marks[-1]
+    name, tensor = next(iter(good[at].tensors.items()))
+    flat = Tensor(tensor.dtype, (1, tensor.nbytes // 4), tensor.data)
+    none = {key: each for key, each in good[at].tensors.items() if key != name}
+    hostile = [
+        replace(good[at], tensors={**good[at].tensors, name: flat}),
+        replace(good[at], tensors=none),
+        changed_description(good[at], lambda d: d.update(position=1)),
+        changed_description(good[at], lambda d: d["states"].pop()),
+        changed_description(good[at], lambda d: d.update(states=[None] * len(d["states"]))),
+        changed_description(good[at], lambda d: d.update(states=7)),
+    ]
+    for each in hostile:
+        refused(served, written(header, [*good[:at], each, *good[at + 1 :]]))
+    # A model with states cannot go on where there is no mark.
+    refused(served, written(header, [*good[:at], *good[at + 1 :]]))
+    assert stored(served) == (0, 0)
+
+
+@settings(max_examples=200)
+@given(seed=st.integers(0, 1 << 30))
+def test_damages_of_a_real_file(moving: tuple[Served, bytes], seed: int) -> None:
+    served, content = moving
+    source = np.random.default_rng(seed)
+    damaged = bytearray(content)
+    for _ in range(int(source.integers(1, 4))):
+        at = int(source.integers(0, len(damaged)))
+        damaged[at] ^= int(source.integers(1, 256))
+    cut = int(source.integers(0, len(content)))
+    middle, length = len(content) // 2, len(content) // 4
+    swapped = content[:length] + content[middle:] + content[length:middle]
+    for each in (bytes(damaged), content[:cut], swapped):
+        refused(served, each)
+    assert stored(served) == (0, 0)
