@@ -52,7 +52,7 @@ def test_another_model_under_the_same_name_gets_no_foreign_kv() -> None:
     serve(drive, prompt(300))
     # The same store, asked by weights that have changed.
     stock = drive.stock
-    stock.search._identity = replace(stock.search._identity, fingerprint="the same name, other weights")
+    stock.search.identity = replace(stock.search.identity, fingerprint="the same name, other weights")
     other = serve(drive, prompt(300))
     assert cached(other) == 0
     assert cached(serve(drive, prompt(300))) == 299
