@@ -165,7 +165,7 @@ def test_what_cannot_be_exported_or_imported_is_said(tmp_path: Path) -> None:
     with running(tiny_loaded("llama"), hot_cache_size="512KiB") as small:
         answer = imported(small, content)
         assert answer.json()["error"]["code"] == "memory_limit_exceeded"
-        assert "512.0 KiB" in answer.json()["error"]["message"]
+        assert "512KiB" in answer.json()["error"]["message"]
         assert stored(small) == (0, 0)
     kept = tmp_path / "kept"
     kept.write_text("mine")
@@ -236,7 +236,8 @@ def test_we_take_what_cache_prompt_wrote(
     with running(loaded, **flags) as served:
         with pytest.raises(KvstrataError, match="Give the prompt"):
             run(served, "import", str(file))
-        for at in (0, 200, len(PROMPT) - 1):
+        # Where all layers are rings, a token that has left them all hardly tells in what they hold.
+        for at in (0, len(PROMPT) - 30 if flags else 200, len(PROMPT) - 1):
             other = [*PROMPT[:at], (PROMPT[at] + 1) % VOCAB, *PROMPT[at + 1 :]]
             wrong.write_text(json.dumps(other))
             with pytest.raises(KvstrataError, match="not this model's for this prompt"):
@@ -274,7 +275,7 @@ def test_mlx_lm_goes_on_from_what_we_wrote(architecture: str, flags: dict[str, A
         # And back, with the tokens that the file has beside it.
         assert run(served, "import", str(file), "--salt", "again")["new_tokens"] == told["tokens"]
         assert complete(served, whole, cache_salt="again") == (expected, told["tokens"])
-    caches: list[Any] = load_prompt_cache(str(file))
+    caches: Any = load_prompt_cache(str(file))
     assert greedy(loaded.module, whole[told["tokens"] :], caches) == expected
 
 

@@ -315,7 +315,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert entry in self.stock.shelf.entries
             assert node in entry.nodes
             assert entry.span.position <= node.start < node.end <= entry.span.end
-        assert set(tree.root_keys) <= {root_key(self.stock.search._identity, salt) for salt in ("", "other")}
+        assert set(tree.root_keys) <= {root_key(self.stock.search.identity, salt) for salt in ("", "other")}
 
     def memory_is_what_is_counted(self) -> None:
         """Once every reader has looked, those included that have ended and wait to be trimmed: until its next step it

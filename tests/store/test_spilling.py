@@ -118,7 +118,7 @@ def test_spans_are_joined_while_their_chain_is_written(tmp_path: Path) -> None:
 def test_a_block_that_cannot_be_read_is_removed_and_written_again(tmp_path: Path) -> None:
     with store_on(tmp_path) as stock:
         tokens = random_tokens(300, 0)
-        root, ids = root_key(stock.search._identity, ""), as_ids(tokens)[:256]
+        root, ids = root_key(stock.search.identity, ""), as_ids(tokens)[:256]
         empty = Block(chain(root, ids), root, root, 0, ids.tobytes(), {}, {"groups": []})
         assert stock.cold.tier.put(empty) == Accepted()
         written(stock)

@@ -151,7 +151,7 @@ def _known_again(service: Service, taken: TakenIn, salt: str) -> Session:
     """As the session that the next request of its client belongs to. What the file says of it may be anything."""
     told = taken.session
     digest, number = told.get("digest", ""), told.get("num_prompt", "")
-    by = next((each for each in RECOGNISED if each == told.get("recognised_by")), None)
+    by: RecognisedBy | None = next((each for each in RECOGNISED if each == told.get("recognised_by")), None)
     if by is None or not DIGEST.fullmatch(digest):
         name = name_of_text({}, None, taken.ids[:FIRST_TOKENS].tolist())
     else:

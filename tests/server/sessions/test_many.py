@@ -58,7 +58,9 @@ def test_listing_them_takes_the_engine_for_a_moment_at_a_time(crowded: Served, m
     print(f"{len(took_s)} questions, median {1e3 * statistics.median(took_s):.3f} ms, longest {1e3 * max(took_s):.3f}")
     assert len(took_s) >= NUM_SESSIONS / MAX_COUNTED
     assert statistics.median(took_s) < 2 * SLICE_S
-    assert max(took_s) < 0.003  # on a quiet machine less than 1 ms
+    # On a quiet machine none takes 1 ms. A collection of garbage falls into whichever thread is at work.
+    assert statistics.quantiles(took_s, n=100)[-1] < 0.0015
+    assert max(took_s) < 0.02
 
 
 def test_a_stream_goes_on_while_they_are_listed(crowded: Served) -> None:

@@ -56,8 +56,10 @@ def _name(scope: Scope, cache_key: str | None, digest: bytes, derived: Recognise
         ("prompt_cache_key", cache_key or ""),
         ("x-claude-code-session-id", f"{claude}:{agent}" if claude and agent else claude),
     )
-    by, name = next(((by, name) for by, name in given if name), (derived, ""))
-    return Name(by, name, digest)
+    for recognised_by, name in given:
+        if name:
+            return Name(recognised_by, name, digest)
+    return Name(derived, "", digest)
 
 
 def _text(content: object) -> str:
