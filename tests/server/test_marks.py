@@ -54,7 +54,10 @@ class Chat:
         """How much of the prompt was cached, and whether the model calls."""
         self.messages += messages
         answer = self._client.chat.completions.create(
-            model=self._forced.served.name, messages=self.messages, tools=[TOOL], max_tokens=200
+            model=self._forced.served.name,
+            messages=self.messages,
+            tools=[TOOL],  # pyright: ignore
+            max_tokens=200,
         )
         message = answer.choices[0].message
         self.messages.append(message.model_dump(exclude_none=True))

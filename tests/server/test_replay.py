@@ -173,6 +173,21 @@ def test_replies_outlive_the_server_beside_the_disk_cache(tmp_path: Path) -> Non
         assert "replayed" not in miss
 
 
+def test_replies_go_along_with_an_exported_session() -> None:
+    case = CASES["qwen3"]
+    named = {"x-kvstrata-session": "mine"}
+    with serving(script(case), case.form) as forced, forced.served.http() as client:
+        called, _, _ = ask(forced, [TASK], extra_headers=named)
+        before = shown_ids(forced, 0)
+        file = client.get("/cache/sessions/mine/export").raise_for_status().content
+    with serving(lambda _prompt: case.answers, case.form) as forced, forced.served.http() as client:
+        octets = {"content-type": "application/octet-stream"}
+        client.post("/cache/import", content=file, headers=octets).raise_for_status()
+        _, cached, miss = ask(forced, [TASK, called, result_of(called)])
+        assert "replayed=1" in miss
+        assert cached >= len(before)
+
+
 def claude(forced: Forced) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=forced.served.url, api_key="none", max_retries=0)
 

@@ -23,6 +23,7 @@ from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.conversation.hygiene import Hygiene
+from kvstrata.server.replay.carrier import ReplyCarrier
 from kvstrata.server.replay.files import ReplyFiles
 from kvstrata.server.replay.memory import ReplyMemory
 from kvstrata.server.service import Service
@@ -53,6 +54,7 @@ def start_service(settings: Settings, loaded: LoadedModel, machine: Device) -> S
     disk = _disk(settings)
     engine = Engine(loaded, limits, metrics, storage, disk)
     engine.start()
+    replies = _replies(settings, loaded, disk)
     template = ChatTemplate(loaded.tokenizer, system_in_place=settings.system_in_place)
     return Service(
         loaded=loaded,
@@ -69,7 +71,8 @@ def start_service(settings: Settings, loaded: LoadedModel, machine: Device) -> S
         longest_token_chars=longest_token_chars(loaded.tokenizer),
         sampling=loaded.sampling if settings.generation_config == "model" else SamplingDefaults(),
         hygiene=Hygiene(settings.drop_nonces, settings.system_in_place),
-        replies=_replies(settings, loaded, disk),
+        replies=replies,
+        carriers=(ReplyCarrier(replies, loaded.vocab_size),) if replies is not None else (),
         any_model_name=settings.any_model_name,
         keys=_keys(settings),
         pin_quota=settings.pin_quota,

@@ -6,6 +6,7 @@ and the list is sent as they come: however many sessions there are, no step and 
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -29,6 +30,8 @@ router = APIRouter(prefix="/cache/sessions", tags=["Cache"])
 
 # What one question may take of the engine's time.
 SLICE_S = 0.0003
+# Between two questions, so that a step of the engine meets one of them and not several, nor what writes the answers.
+PAUSE_S = 0.005
 # Sessions that are made ready for it at once, on the event loop.
 READY_AT_ONCE = 128
 DEFAULT_LIMIT, MAX_LIMIT = 100, 10_000
@@ -133,6 +136,8 @@ async def _counted(service: Service, sessions: Sequence[Session]) -> AsyncIterat
         on_disk = lookup.answer or (None,) * len(next_ones)
         yield [_answer(*each) for each in zip(next_ones, counted.holdings, on_disk, strict=True)]
         num_done += len(next_ones)
+        if num_done < len(sessions):
+            await asyncio.sleep(PAUSE_S)
 
 
 def _answer(session: Session, holding: Holding, disk_tokens: int | None) -> SessionAnswer:

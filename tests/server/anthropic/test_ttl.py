@@ -157,7 +157,9 @@ def test_what_is_over_the_quota_is_served_and_said(keys: dict[str, Any]) -> None
         assert miss.endswith("; pin=quota")
         assert caller.pinned_bytes == before
         with client.messages.stream(
-            model="claude-x", max_tokens=5, messages=[user(text(OTHER, HOUR))], extra_headers={}
+            model="claude-x",
+            max_tokens=5,
+            messages=[user(text(OTHER, HOUR))],  # pyright: ignore
         ) as stream:
             assert stream.response.headers["x-kvstrata-miss"].endswith("; pin=quota")
             stream.until_done()
