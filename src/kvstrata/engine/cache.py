@@ -19,6 +19,7 @@ from kvstrata.index.ids import TokenIds, as_ids
 from kvstrata.store.clearing import Cleared
 from kvstrata.store.precision.requantize import Change, Changed, Progress, Scope, TierChange
 from kvstrata.store.report import Explanation, PartUsage, TierUsage
+from kvstrata.tier.base import SharedUsage
 from kvstrata.tier.chains import OnDisk
 from kvstrata.tier.lookups import Lookup
 
@@ -35,6 +36,7 @@ __all__ = [
     "Progress",
     "Scope",
     "SequenceUsage",
+    "SharedUsage",
     "Tier",
     "TierChange",
     "TierUsage",
@@ -76,8 +78,13 @@ class Cache:
     def ask_disk(self, ids: TokenIds, salt: str) -> Future[Lookup[OnDisk | None]]:
         return self._ask(lambda loop: Operations(loop).ask_disk(ids, salt))
 
-    def explain(self, ids: TokenIds, salt: str, on_disk: OnDisk | None) -> Future[Explanation]:
-        return self._ask(lambda loop: Operations(loop).explain(ids, salt, on_disk))
+    def ask_shared(self, ids: TokenIds, salt: str) -> Future[Lookup[OnDisk | None]]:
+        return self._ask(lambda loop: Operations(loop).ask_shared(ids, salt))
+
+    def explain(
+        self, ids: TokenIds, salt: str, on_disk: OnDisk | None, in_shared: OnDisk | None = None
+    ) -> Future[Explanation]:
+        return self._ask(lambda loop: Operations(loop).explain(ids, salt, on_disk, in_shared))
 
     def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> Future[Left]:
         return self._ask(lambda loop: Operations(loop).clear(salt, tier, owner=owner))

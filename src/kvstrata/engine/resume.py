@@ -23,6 +23,7 @@ from kvstrata.store.evictor import Evictor
 from kvstrata.store.explain import Explainer
 from kvstrata.store.precision.target import Precision
 from kvstrata.store.store import Store
+from kvstrata.tier.block import BLOCK_TOKENS
 
 # A prefill in flight is waited for if it saves at least this many tokens.
 MIN_FOLLOW_TOKENS = 32
@@ -37,12 +38,15 @@ class Resume:
         precision: Precision,
         *,
         mark_every_tokens: int,
+        shares: bool = False,
     ) -> None:
+        """`shares`: what is computed goes to a tier that others share, which has marks at multiples of 256 only."""
         self._store = store
         self._evictor = evictor
         self._explainer = explainer
         self._precision = precision
-        self._mark_every = mark_every_tokens
+        self._mark_every = round_up_to_block(mark_every_tokens) if shares else mark_every_tokens
+        self._shares = shares
 
     def found(self, sequence: Sequence) -> Found:
         """What it would go on from if it began now."""
@@ -80,6 +84,9 @@ class Resume:
             self._store.release(lease)
             return False
         sequence.stored.asked_twice = lease.asked_twice
+        if self._shares and self._store.needs_marks:
+            stops = {*sequence.stored.stops, len(sequence.tokens) - 1}
+            sequence.stored.stops |= {stop - stop % BLOCK_TOKENS for stop in stops if stop >= BLOCK_TOKENS}
         sequence.cache = runner.new_cache(capacity, lease.prefix, sequence.rung.raw_tokens)
         filing = sequence.stored.filing = self._store.open(lease, sequence.cache, salt)
         if sequence.rung.plan is not None and not self._precision.options.live:
@@ -133,6 +140,10 @@ class Resume:
         sequence.stored.filing.seal(sequence.ids()[:at], mark)
         sequence.stored.filing.end()
         sequence.stored.filing = None
+
+
+def round_up_to_block(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def _shared_tokens(sequence: Sequence, other: Sequence) -> int:
