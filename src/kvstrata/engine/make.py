@@ -120,7 +120,7 @@ def make_loop(
         stock.explainer,
         stock.rewriting.precision,
         mark_every_tokens=storage.mark_every_tokens,
-        shares=shared is not None,
+        shared_marks=runner.disband if shared is not None else None,
     )
     speeds = Speeds(metrics, share=limits.prefill_share, max_chunk=max_chunk(), fixed_chunk=limits.prefill_chunk_tokens)
     fetching = Fetching(stock.fetches)

@@ -152,7 +152,7 @@ def make_stock(
         share=_ignore if sharing is None else sharing.add,
     )
     leases = Leases(shelf, review)
-    intake = Intake(shelf, pins, losses, counters, review)
+    intake = Intake(shelf, pins, losses, counters, _review_and_share(rewriting, sharing))
     desk = Desk(shelf, marks, leases, intake, pressure)
     history = History(reuse, lambda: _watched_tokens(options.hot_bytes, precision))
     return Stock(
@@ -180,6 +180,18 @@ def make_stock(
         sharing=sharing,
         counters=counters,
     )
+
+
+def _review_and_share(rewriting: Rewriting, sharing: Sharing | None) -> Callable[[Entry], None]:
+    """Most spans are shared when they have come to what they should be stored as; of some models nothing has to be
+    rewritten: their layers hold states alone."""
+
+    def look(entry: Entry) -> None:
+        rewriting.review(entry)
+        if sharing is not None and not entry.is_running and not rewriting.mover.has(entry):
+            sharing.add(entry)
+
+    return look
 
 
 def _watched_tokens(hot_bytes: int, precision: Precision) -> int:

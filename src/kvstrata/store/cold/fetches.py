@@ -72,6 +72,11 @@ class Asked:
         open_ends = [each.until_s for each in self.questions if not each.lookup.is_done]
         return min([latest_s, *(end for end in open_ends if end is not None)])
 
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all tiers answered in time."""
+        until_s = time.monotonic() + timeout_s
+        return all(each.lookup.wait(max(0.0, until_s - time.monotonic())) for each in self.questions)
+
     def withdraw(self) -> None:
         for each in self.questions:
             each.lookup.withdraw()
