@@ -16,82 +16,46 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
-from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.sources import InitSettingsSource
 
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.limits import MARK_EVERY_TOKENS, Limits
 from kvstrata.errors import ConfigError
 from kvstrata.models.cpu_options import CpuOptions, CpuWeights
+from kvstrata.remote.options import RemoteOptions
+from kvstrata.remote.url import parse as parse_url
 from kvstrata.server.wire.bounds import Bounds
+from kvstrata.setting_types import (
+    ActivationBits,
+    Bits,
+    ByteCount,
+    GroupSize,
+    HostNames,
+    LogLevel,
+    SizeSetting,
+    Texts,
+)
 from kvstrata.sizes import Size, human_bytes
 from kvstrata.store.options import Floors, LadderOptions, PrecisionOptions, StoreOptions
 
 logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "KVSTRATA_"
-HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+")
 LINK_PATTERN = re.compile(r"(?:tcp|udp|sctp)://", re.IGNORECASE)
 NOT_A_KEY = "an API key must be printable ASCII without spaces"
 KEY_SETTINGS = ("api_key", "api_key_file", "admin_key", "admin_key_file")
 
 
-def _size(value: object) -> object:
-    if isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str):
-        return value
+def _store_url(text: str) -> str:
     try:
-        return Size.parse(value)
+        parse_url(text)
     except ConfigError as error:
-        raise PydanticCustomError("size", "{reason}", {"reason": str(error)}) from None
-
-
-def _absolute_bytes(value: object) -> object:
-    size = _size(value)
-    if not isinstance(size, Size):
-        return value
-    if size.num_bytes is None:
-        raise PydanticCustomError("size", "a percentage makes no sense here. Write it like 32MiB")
-    return size.num_bytes
-
-
-def _split(value: object) -> object:
-    """`a,b` as the environment has it; a list as TOML and flags have it."""
-    if isinstance(value, str):
-        value = value.split(",")
-    if not isinstance(value, list | tuple):
-        return value
-    parts = tuple(part.strip() if isinstance(part, str) else part for part in value)
-    if "" in parts:
-        # Of keys: a user who gives one, even as a variable that is not set, wants a locked server.
-        raise PydanticCustomError("empty", "given, but empty. Write a value, or leave it out")
-    return parts
-
-
-def _host_names(names: tuple[str, ...]) -> tuple[str, ...]:
-    for name in names:
-        if HOST_PATTERN.fullmatch(name) is None:
-            raise PydanticCustomError("host", "write only the name, without http:// and port, like models.example.org")
-    return names
-
-
-def _whole(value: Any) -> Any:
-    """Flags and the environment are text, and text is never equal to one of a list of numbers."""
-    return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
-
-
-SizeSetting = Annotated[Size, NoDecode, BeforeValidator(_size), PlainSerializer(str)]
-ByteCount = Annotated[int, BeforeValidator(_absolute_bytes)]
-Bits = Annotated[Literal[8, 4, 2], BeforeValidator(_whole)]
-ActivationBits = Annotated[Literal[8, 16, 32], BeforeValidator(_whole)]
-GroupSize = Annotated[Literal[32, 64, 128], BeforeValidator(_whole)]
-Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
-HostNames = Annotated[Texts, AfterValidator(_host_names)]
-LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+        raise PydanticCustomError("url", "{reason}", {"reason": str(error).removeprefix("--remote-cache: ")}) from None
+    return text
 
 
 def _setting(default: Any, description: str, *, panel: str, unit: str = "", **constraints: Any) -> Any:
@@ -252,6 +216,31 @@ class Settings(BaseSettings):
         unit="size", ge=0,
     )  # fmt: skip
     hot_cache_only: bool = _setting(False, "Never write to a disk, whatever the other settings say", panel="Disk cache")
+
+    remote_cache: Annotated[str, AfterValidator(_store_url)] | None = _setting(
+        None, "Store that servers share KV through: redis://host:6379/0, rediss://, s3://bucket/prefix, gs://, az://, "
+        "file:///folder. A password is better given in the environment", panel="Remote cache", unit="url", repr=False,
+    )  # fmt: skip
+    remote_secret_file: Path | None = _setting(
+        None, "File with the secret that names and seals blocks there, 32 bytes or more, the same for all servers; "
+        "needed unless the address is a loopback one or the folder is this user's alone", panel="Remote cache",
+        unit="file",
+    )  # fmt: skip
+    remote_precision: str = _setting(
+        RemoteOptions.precision, "Precision of all blocks there, the same for all servers", panel="Remote cache",
+        unit="precision",
+    )  # fmt: skip
+    remote_ttl_s: float = _setting(
+        RemoteOptions.ttl_s, "A block that no server used for so long goes; 0: it stays while there is room",
+        panel="Remote cache", unit="seconds", ge=0,
+    )  # fmt: skip
+    remote_daily_writes: ByteCount = _setting(
+        RemoteOptions.daily_write_bytes, "Most that this server writes there in a day; 0: no limit",
+        panel="Remote cache", unit="size", ge=0,
+    )  # fmt: skip
+    remote_second_touch: bool = _setting(
+        RemoteOptions.second_touch, "Write only what was asked for twice", panel="Remote cache"
+    )
 
     kv_cache_quantization: bool = _setting(False, "Store KV as planes:8", panel="KV cache")
     kv_cache_bits: Bits | None = _setting(

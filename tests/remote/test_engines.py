@@ -75,7 +75,7 @@ def test_a_conversation_goes_on_at_another_server(architecture: str, tmp_path: P
         share(first)
         so_far = (*PROMPT, *one.ids)
         with engine_on(url, tiny_loaded(architecture), secret) as second:
-            new = tuple(range(40))
+            new = tuple(i % VOCAB for i in range(200))
             two = say(second, "two", (*so_far, *new))
             assert cached(two) >= len(so_far) - 256
             assert cached(two) % 256 == 0
