@@ -30,7 +30,8 @@ from tests.remote.stores import Valkey, options_for, private_folder, secret_file
 from tests.tiny import VOCAB, tiny_loaded
 
 MIB = 1 << 20
-ARCHITECTURES = ["llama", "gemma3_text", "qwen3_next", "mamba2", "deepseek_v3", "gpt_oss"]
+ARCHITECTURES = ["llama", "gemma3_text", "qwen3_next", "mamba2", "gpt_oss"]
+SLOW = [pytest.param("deepseek_v3", marks=pytest.mark.slow)]
 PROMPT = tuple(i * 7 % VOCAB for i in range(700))
 
 
@@ -66,7 +67,7 @@ def counters(engine: Engine) -> dict[str, int]:
     return engine.cache.usage().result(60).counters
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, *SLOW])
 def test_a_conversation_goes_on_at_another_server(architecture: str, tmp_path: Path) -> None:
     """At most 256 tokens are computed beside what is new, after the first turn and after the second."""
     url, secret = private_folder(tmp_path), secret_file(tmp_path)
