@@ -81,14 +81,15 @@ def doctor(
 ) -> None:
     """Show back-end, device, BLAS, memory and disk; what is slow, why, and the next step."""
     report = examine()
-    token_bytes = TYPICAL_TOKEN_BYTES
+    token_bytes, prefill_tokens_s = TYPICAL_TOKEN_BYTES, 0.0
     if url is not None:
         with connect(url, api_key) as server:
             props = server.ask("GET", "/props")
             report = replace(report, served_memory=props["memory"])
             token_bytes = PLANES_SHARE * props["kv_bytes_per_token"] / ITEM_BYTES.get(props["kv"]["dtype"], 2)
+            prefill_tokens_s = props["state"]["prefill_tokens_s"]
     if remote is not None:
-        report = replace(report, remote=_remote(remote, token_bytes))
+        report = replace(report, remote=_remote(remote, token_bytes, prefill_tokens_s))
     findings = judge(report)
     failed = [] if report_file is None else _write_report(report_file, report, findings)
     findings += failed
@@ -97,9 +98,11 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _remote(url: str, token_bytes: float) -> dict[str, float]:
+def _remote(url: str, token_bytes: float, prefill_tokens_s: float) -> dict[str, float]:
+    """`prefill_tokens_s`: of a running server; 0: none was named, or it has computed no prompt yet."""
     found = cache_store.measured(url)
-    return {**asdict(found), "token_bytes": token_bytes, "break_even_tokens_s": found.break_even(token_bytes)}
+    even = {"token_bytes": token_bytes, "break_even_tokens_s": found.break_even(token_bytes)}
+    return {**asdict(found), **even, "prefill_tokens_s": prefill_tokens_s}
 
 
 def _show(report: Report, findings: list[Finding], *, as_json: bool) -> None:
@@ -266,7 +269,11 @@ def _table(report: Report) -> Table:
 def _remote_words(remote: dict[str, float]) -> str:
     rates = f"{remote['read_bytes_per_s'] / 1e6:.0f} MB/s read, {remote['write_bytes_per_s'] / 1e6:.0f} written"
     pays = f"loading {remote['token_bytes'] / 1e3:.0f} kB a token beats computing below"
-    return f"{1000 * remote['latency_s']:.1f} ms, {rates}; {pays} {remote['break_even_tokens_s']:.0f} tokens/s"
+    text = f"{1000 * remote['latency_s']:.1f} ms, {rates}; {pays} {remote['break_even_tokens_s']:.0f} tokens/s"
+    if not remote["prefill_tokens_s"]:
+        return text
+    word = "pays" if remote["prefill_tokens_s"] < remote["break_even_tokens_s"] else "does not pay"
+    return f"{text}; the server computes {remote['prefill_tokens_s']:.0f}: it {word}"
 
 
 def _shares(memory: dict[str, int]) -> str:
