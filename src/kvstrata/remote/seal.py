@@ -4,9 +4,10 @@
    16 bytes  salt, random
   the rest   pieces of at most 1 MiB, each AES-256-GCM under a key of its own block
 
-The key of a block is made from the secret, its name and the salt, so that a piece's number can be its nonce. The last
-piece is marked in the nonce: what is cut, reordered, moved to another name or made without the secret does not open.
-Without a secret, which only a private store allows, the rest is a BLAKE3 digest of name and body, and the body.
+The key of a block is made from the secret, its name and the salt, so that a piece's number can be its nonce; the name
+is associated data too. The last piece is marked in the nonce. So what is cut, reordered, moved to another name or made
+without the secret does not open. Without a secret, which only a private store allows, the rest is a BLAKE3 digest of
+name and body, and the body.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def seal(keys: Keys, name: str, body: bytes | bytearray) -> bytes | bytearray:
     view = memoryview(body)
     for number in range(num_pieces):
         piece = view[number * PIECE_BYTES : (number + 1) * PIECE_BYTES]
-        sealed = cipher.encrypt(_nonce(number, is_last=number == num_pieces - 1), piece, SEALED)
+        sealed = cipher.encrypt(_nonce(number, is_last=number == num_pieces - 1), piece, SEALED + name.encode())
         out[at : at + len(sealed)] = sealed
         at += len(sealed)
         _rest(num_pieces)
@@ -77,7 +78,7 @@ def _opened(key: bytes, name: str, view: memoryview) -> bytearray:
     for number in range(num_pieces):
         piece = pieces[number * step : (number + 1) * step]
         try:
-            opened = cipher.decrypt(_nonce(number, is_last=number == num_pieces - 1), piece, SEALED)
+            opened = cipher.decrypt(_nonce(number, is_last=number == num_pieces - 1), piece, SEALED + name.encode())
         except InvalidTag:
             raise DamagedBlock(Damage.SEAL, "the seal is broken, or of another secret") from None
         body[number * PIECE_BYTES : number * PIECE_BYTES + len(opened)] = opened
