@@ -25,8 +25,9 @@ from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, make_computing_slow, settle
+from tests.engine.test_disk_lookups import make_computing_take_a_second
 from tests.engine.test_engine import Reply
-from tests.remote.stores import Valkey, options_for, private_folder, secret_file
+from tests.remote.stores import Proxy, Valkey, options_for, private_folder, secret_file
 from tests.tiny import VOCAB, tiny_loaded
 
 MIB = 1 << 20
@@ -169,6 +170,21 @@ def test_a_precision_that_does_not_exist_is_refused(redis_url: str) -> None:
         engine_on(redis_url, tiny_loaded("llama"), precision="planes:7x"),
     ):
         pass
+
+
+def test_a_network_that_is_slower_than_computing_is_not_waited_for(server: Valkey) -> None:
+    """A block takes seconds to come, and computing the prompt a second: the load is given up after 3 % of that."""
+    with engine_on(server.url, tiny_loaded("llama")) as first:
+        say(first, "one", PROMPT, 2)
+        share(first)
+    proxy = Proxy(server.port, bytes_per_s=20_000)
+    with engine_on(f"redis://127.0.0.1:{proxy.port}/0", tiny_loaded("llama")) as second:
+        second.ask(make_computing_take_a_second).result(60)
+        reply = Reply()
+        second.submit(Request("slow", PROMPT, 2, GREEDY), reply.sink)
+        assert cached(reply) == 0
+        assert counters(second).get("remote_read_base", 0) == 0, "it had gone on before the first block came"
+    proxy.close()
 
 
 @pytest.mark.parametrize("trouble", ["killed", "hangs", "full", "password", "read_only"])
