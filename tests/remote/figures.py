@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import mlx.core as mx
 import numpy as np
@@ -22,19 +22,21 @@ from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.remote.options import RemoteOptions
+from kvstrata.remote.url import parse
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
-from tests.remote.stores import Proxy, options_for, valkey
+from tests.remote.stores import Proxy, valkey
 from tests.remote.test_servers import shared
 
-ROUNDS = 3
+ROUNDS = 5
 SLOW_BYTES_PER_S = 1e6
 
 
 @contextmanager
 def engine_on(loaded: LoadedModel, url: str | None) -> Iterator[Engine]:
     mx.eval(arrays_in(loaded.module))
-    engine = Engine(loaded, Limits(), Metrics(), remote=None if url is None else options_for(url))
+    engine = Engine(loaded, Limits(), Metrics(), remote=None if url is None else RemoteOptions(parse(url)))
     engine.start()
     try:
         yield engine
@@ -63,32 +65,34 @@ def main(num_tokens: int) -> None:
     generator = np.random.default_rng(1)
     prompts = [tuple(map(int, generator.integers(100, 40_000, num_tokens))) for _ in range(ROUNDS)]
 
-    def round_of(engine: Engine, word: str) -> tuple[list[float], list[int]]:
-        first_token(engine, f"{word} warm", tuple(map(int, generator.integers(100, 40_000, 300))))
-        times = [first_token(engine, f"{word} {number}", prompt) for number, prompt in enumerate(prompts)]
-        return [seconds for seconds, _ in times], [cached for _, cached in times]
-
     with valkey() as server:
         with engine_on(loaded, server.url) as engine:
-            round_of(engine, "writes")
+            for number, prompt in enumerate(prompts):
+                first_token(engine, f"writes {number}", prompt)
             engine.ask(shared).result(300)
             usage = engine.cache.usage().result(60).remote
             assert usage is not None
-            written_bytes, written_tokens = usage.usage.written_bytes, usage.written_tokens
-        with engine_on(loaded, None) as engine:
-            computed, _ = round_of(engine, "computes")
-        with engine_on(loaded, server.url) as engine:
-            came, cached = round_of(engine, "loads")
+            token_bytes = usage.usage.written_bytes / max(1, usage.written_tokens)
         proxy = Proxy(server.port, bytes_per_s=SLOW_BYTES_PER_S)
-        with engine_on(loaded, f"redis://127.0.0.1:{proxy.port}/0") as engine:
-            slow, slow_cached = round_of(engine, "slow")
+        urls = {"computed": None, "loaded": server.url, "over 1 MB/s": f"redis://127.0.0.1:{proxy.port}/0"}
+        times: dict[str, list[float]] = {name: [] for name in urls}
+        cached: dict[str, list[int]] = {name: [] for name in urls}
+        with ExitStack() as stack:
+            engines = {name: stack.enter_context(engine_on(loaded, url)) for name, url in urls.items()}
+            for number, prompt in enumerate(prompts):
+                # In turns: what else the machine does changes from minute to minute.
+                for name, engine in engines.items():
+                    seconds, tokens = first_token(engine, f"{name} {number}", prompt)
+                    times[name].append(seconds)
+                    cached[name].append(tokens)
         proxy.close()
-    alone = statistics.median(computed)
-    print(f"{num_tokens} tokens, {ROUNDS} prompts; {written_bytes / max(1, written_tokens) / 1000:.1f} kB a token")
-    print(f"computed      {alone:.3f} s  {[f'{each:.2f}' for each in computed]}")
-    print(f"loaded        {statistics.median(came):.3f} s  {[f'{each:.2f}' for each in came]}  tokens {cached}")
-    print(f"over 1 MB/s   {statistics.median(slow):.3f} s  {[f'{each:.2f}' for each in slow]}  tokens {slow_cached}")
-    print(f"over 1 MB/s / computed: {statistics.median(slow) / alone:.3f}")
+    print(f"{num_tokens} tokens, {ROUNDS} prompts in turns; {token_bytes / 1000:.1f} kB a token")
+    for name in urls:
+        ratios = [mine / alone for mine, alone in zip(times[name], times["computed"], strict=True)]
+        print(
+            f"{name:<12} {statistics.median(times[name]):.3f} s, of computed {statistics.median(ratios):.3f}; "
+            f"each {[f'{each:.2f}' for each in times[name]]}, tokens found {cached[name]}"
+        )
 
 
 if __name__ == "__main__":
