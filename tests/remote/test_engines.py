@@ -211,7 +211,6 @@ def test_a_store_in_trouble_stops_no_stream(server: Valkey, trouble: str) -> Non
             reply = answer(engine, f"during {number}", 700)
             assert time.monotonic() - began_s < 5.0
             assert reply.ids[: len(alone.ids)] == alone.ids or cached(reply)
-        assert reply.wait() is not None
         say(engine, "another", tuple(i * 5 % VOCAB for i in range(600)), 20)
         settle(engine)
         if trouble != "hangs":
