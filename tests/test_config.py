@@ -183,6 +183,7 @@ EXAMPLES = {
     "kv_cache_group_size": "64",
     "kv_cache_k": "planes:4",
     "kv_cache_v": "affine:4:g64",
+    "remote_cache": "redis://127.0.0.1:6379/0",
 }
 
 

@@ -14,9 +14,9 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import AfterValidator, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -26,6 +26,8 @@ from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.limits import MARK_EVERY_TOKENS, Limits
 from kvstrata.errors import ConfigError
 from kvstrata.models.cpu_options import CpuOptions, CpuWeights
+from kvstrata.remote.options import RemoteOptions
+from kvstrata.remote.url import parse as parse_url
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.setting import (
     ActivationBits,
@@ -47,6 +49,14 @@ ENV_PREFIX = "KVSTRATA_"
 LINK_PATTERN = re.compile(r"(?:tcp|udp|sctp)://", re.IGNORECASE)
 NOT_A_KEY = "an API key must be printable ASCII without spaces"
 KEY_SETTINGS = ("api_key", "api_key_file", "admin_key", "admin_key_file")
+
+
+def _store_url(text: str) -> str:
+    try:
+        parse_url(text)
+    except ConfigError as error:
+        raise PydanticCustomError("url", "{reason}", {"reason": str(error).removeprefix("--remote-cache: ")}) from None
+    return text
 
 
 class Settings(BaseSettings):
@@ -201,6 +211,31 @@ class Settings(BaseSettings):
         unit="size", ge=0,
     )  # fmt: skip
     hot_cache_only: bool = setting(False, "Never write to a disk, whatever the other settings say", panel="Disk cache")
+
+    remote_cache: Annotated[str, AfterValidator(_store_url)] | None = setting(
+        None, "Store that servers share KV through: redis://host:6379/0, rediss://, s3://bucket/prefix, gs://, az://, "
+        "file:///folder. A password is better given in the environment", panel="Remote cache", unit="url", repr=False,
+    )  # fmt: skip
+    remote_secret_file: Path | None = setting(
+        None, "File with the secret that names and seals blocks there, 32 bytes or more, the same for all servers; "
+        "needed unless the address is a loopback one or the folder is this user's alone", panel="Remote cache",
+        unit="file",
+    )  # fmt: skip
+    remote_precision: str = setting(
+        RemoteOptions.precision, "Precision of all blocks there, the same for all servers", panel="Remote cache",
+        unit="precision",
+    )  # fmt: skip
+    remote_ttl_s: float = setting(
+        RemoteOptions.ttl_s, "A block that no server used for so long goes; 0: it stays while there is room",
+        panel="Remote cache", unit="seconds", ge=0,
+    )  # fmt: skip
+    remote_daily_writes: ByteCount = setting(
+        RemoteOptions.daily_write_bytes, "Most that this server writes there in a day; 0: no limit",
+        panel="Remote cache", unit="size", ge=0,
+    )  # fmt: skip
+    remote_second_touch: bool = setting(
+        RemoteOptions.second_touch, "Write only what was asked for twice", panel="Remote cache"
+    )
 
     exact_replay: bool = setting(
         True, "Put earlier replies that a client sends back unchanged into the prompt as they were sampled, so that "

@@ -41,11 +41,14 @@ CACHE_COUNTERS = {
 CACHE_LEVELS = {
     "disk_queue_bytes": "Bytes that wait to be written to the disk",
     "disk_limit_bytes": "Most that the disk tier may take",
+    "remote_queue_bytes": "Bytes that wait to be written to the store that servers share",
+    "remote_is_paused": "Whether that store is left alone after a fault",
     "disk_leaving_bytes": "Bytes of blocks that were cleared and whose files are being deleted",
 }
 REFUSED = "refused_"  # and the reason
 DROPPED = "dropped_tokens_"  # and the reason
 DISK = "disk_"  # and the event, and the reason; but for what ends in _bytes
+REMOTE = "remote_"  # likewise
 
 
 class CacheCollector(Collector):
@@ -82,6 +85,11 @@ class CacheCollector(Collector):
         disk = CounterMetricFamily(
             "kvstrata_cache_disk_events", "What happened to blocks on the disk", labels=["event", "reason"]
         )
+        remote = CounterMetricFamily(
+            "kvstrata_cache_remote_events",
+            "What happened to blocks of the store that servers share",
+            labels=["event", "reason"],
+        )
         for name, value in {**dict.fromkeys(CACHE_COUNTERS, 0), **self.counters}.items():
             if name in CACHE_LEVELS:
                 yield GaugeMetricFamily(f"kvstrata_cache_{name}", CACHE_LEVELS[name], value)
@@ -92,10 +100,13 @@ class CacheCollector(Collector):
             elif name.startswith(DISK) and not name.endswith("_bytes"):
                 event, _, reason = name.removeprefix(DISK).partition("_")
                 disk.add_metric([event, reason], value)
+            elif name.startswith(REMOTE) and not name.endswith("_bytes"):
+                event, _, reason = name.removeprefix(REMOTE).partition("_")
+                remote.add_metric([event, reason], value)
             else:
                 what = CACHE_COUNTERS.get(name, name.replace("_", " ").capitalize())
                 yield CounterMetricFamily(f"kvstrata_cache_{name}", what, value)
-        yield from (refused, dropped, disk)
+        yield from (refused, dropped, disk, remote)
 
 
 def _seconds(name: str, what: str, buckets: tuple[float, ...], registry: CollectorRegistry) -> Histogram:

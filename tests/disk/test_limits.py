@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvstrata.disk.daily_budget import DailyBudget
 from kvstrata.disk.reasons import DropReason
 from kvstrata.disk.row import BlockRow
 from kvstrata.tier.base import Accepted, Refusal, Refused, Writing
 from kvstrata.tier.block import BASE, Block
+from kvstrata.tier.daily_budget import DailyBudget
 from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, rows_of
 from tests.disk.faults import FaultyFiles
 

@@ -351,7 +351,7 @@ def test_what_comes_for_a_beginning_that_is_gone_is_not_used(tmp_path: Path) -> 
         lookup = stock.fetches.look(prompt, "")
         assert lookup is not None
         assert lookup.wait(30)
-        load = stock.fetches.load(lookup.answer, prompt, "")
+        load = stock.fetches.load(lookup.offers[0], prompt, "")
         assert load is not None
         assert load.links[0].start > 0
         assert load.lease is not None

@@ -110,6 +110,6 @@ def begin_load(stock: Stock, tokens: list[int]) -> BlockLoad:
     lookup = stock.fetches.look(tokens, "")
     assert lookup is not None
     assert lookup.wait(LOAD_TIMEOUT_S)
-    loading = stock.fetches.load(lookup.answer, tokens, "")
+    loading = stock.fetches.load(lookup.offers[0], tokens, "")
     assert loading is not None
     return loading

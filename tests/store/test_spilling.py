@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.disk.daily_budget import SECONDS_OF_A_DAY
 from kvstrata.index.identity import root_key
 from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
@@ -20,6 +19,7 @@ from kvstrata.store.tidying import MAX_SPANS
 from kvstrata.store.totals import share_of
 from kvstrata.tier.base import Accepted
 from kvstrata.tier.block import Block
+from kvstrata.tier.daily_budget import SECONDS_OF_A_DAY
 from tests.disk.blocks import rows_of
 from tests.store.disk import begin_load, chat, load, random_tokens, reachable, store_on, write_turns, written
 from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, settle, store_tokens

@@ -9,22 +9,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvstrata.cli import cache_store
 from kvstrata.cli.remote import AsJson
+from kvstrata.errors import KvstrataError
 
 if TYPE_CHECKING:
     from kvstrata.disk.rebuild import DamagedFile, UnreadFile
     from kvstrata.disk.row import BlockRow
 
-Folder = Annotated[
-    Path,
-    typer.Argument(
-        help="The folder that --disk-cache-dir names.", envvar="KVSTRATA_DISK_CACHE_DIR", exists=True, file_okay=False
-    ),
-]
+_FOLDER = typer.Argument(
+    help="The folder that --disk-cache-dir names.", envvar="KVSTRATA_DISK_CACHE_DIR", exists=True, file_okay=False
+)
+Folder = Annotated[Path, _FOLDER]
+FolderOrNone = Annotated[Path | None, _FOLDER]
 
 
-def ls(folder: Folder, as_json: AsJson = False) -> None:
-    """What is in a folder, from the headers of its blocks. Ends with 1 if some could not be read."""
+def ls(folder: FolderOrNone = None, remote: cache_store.Remote = None, as_json: AsJson = False) -> None:
+    """What is in a folder, from the headers of its blocks, or in a store (--remote). Ends with 1 if some could not be
+    read."""
+    if folder is None:
+        cache_store.ls(_require(remote), as_json=as_json)
+        return
     from kvstrata.disk.inspect import list_blocks
     from kvstrata.sizes import human_bytes
 
@@ -47,8 +52,17 @@ def ls(folder: Folder, as_json: AsJson = False) -> None:
         raise typer.Exit(1)
 
 
-def verify(folder: Folder, as_json: AsJson = False) -> None:
-    """Read every block and check it. Changes nothing; ends with 1 if something is damaged or could not be read."""
+def verify(
+    folder: FolderOrNone = None,
+    remote: cache_store.Remote = None,
+    secret_file: cache_store.SecretFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every block of a folder or a store (--remote) and check it. Changes nothing; ends with 1 if something is
+    damaged or could not be read."""
+    if folder is None:
+        cache_store.verify(_require(remote), secret_file, as_json=as_json)
+        return
     from kvstrata.disk.inspect import verify as verify_blocks
     from kvstrata.index.keys import chain
     from kvstrata.sizes import human_bytes
@@ -63,6 +77,12 @@ def verify(folder: Folder, as_json: AsJson = False) -> None:
         _echo_files((*found.damaged, *found.unread))
     if found.damaged or found.unread:
         raise typer.Exit(1)
+
+
+def _require(remote: str | None) -> str:
+    if remote is None:
+        raise KvstrataError("Name the folder of a disk cache, or a store that servers share with --remote URL.")
+    return remote
 
 
 def gc(

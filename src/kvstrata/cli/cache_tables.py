@@ -69,10 +69,17 @@ def totals(answer: Answer) -> RichTable:
     table.add_row("budget", f"{size(answer['budget_bytes'])}, {size(answer['headroom_bytes'])} of it free")
     table.add_row("allocated by MLX", size(answer["allocator_bytes"]))
     table.add_row("found of what was asked for", f"{hit:,} of {queried:,} tokens ({share(hit, queried)})")
+    if answer.get("remote"):
+        table.add_row("remote cache", _remote(answer["remote"]))
     for name, value in counters.items():
         if name not in ("queried_tokens", "hit_tokens") and value:
             table.add_row(words(name), size(value) if name.endswith("_bytes") else f"{value:,}")
     return table
+
+
+def _remote(remote: Answer) -> str:
+    state = f"left alone: {remote['paused_because']}" if remote["paused_because"] else "works"
+    return f"{remote['url']} {state}, {remote['read_tokens']:,} tokens read, {remote['written_tokens']:,} written"
 
 
 def words(counter: str) -> str:

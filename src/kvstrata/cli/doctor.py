@@ -15,6 +15,7 @@ import typer
 from kvstrata.backend import Blas, Device, blas, cache_root, free_memory_bytes
 from kvstrata.backend.heap import Heap, heap
 from kvstrata.backend.open_files import OpenFiles, open_files
+from kvstrata.cli import cache_store
 from kvstrata.cli.remote import Key, connect
 from kvstrata.errors import ConfigError
 
@@ -25,6 +26,10 @@ PACKAGES = ("kvstrata", "mlx", "mlx-lm", "numpy", "transformers", "huggingface_h
 ENOUGH_OF_NUMPY = 0.5  # of numpy's rate, below which MLX's products are called slow
 LOW_MEMORY_BYTES = 2 << 30
 LOW_DISK_BYTES = 5 << 30
+# At planes:8, which is what blocks of a remote cache have by default: Qwen3-8B, and of any model by its 16-bit KV.
+TYPICAL_TOKEN_BYTES = 75_000.0
+PLANES_SHARE = 1.02
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 LOW_OPEN_FILES = 1024  # clients, blocks of the disk cache and files of the weights, with room for some hundred of each
 
 
@@ -50,6 +55,7 @@ class Report:
     open_files: OpenFiles
     weights: str = ""  # what becomes of quantized ones, on a CPU
     served_memory: dict[str, int] | None = None  # what the limit of a running server consists of
+    remote: dict[str, float] | None = None  # how fast a store is that servers share
 
 
 def doctor(
@@ -61,6 +67,7 @@ def doctor(
         ),
     ] = None,
     api_key: Key = None,
+    remote: cache_store.Remote = None,
     report_file: Annotated[
         Path | None,
         typer.Option(
@@ -74,15 +81,28 @@ def doctor(
 ) -> None:
     """Show back-end, device, BLAS, memory and disk; what is slow, why, and the next step."""
     report = examine()
+    token_bytes, prefill_tokens_s = TYPICAL_TOKEN_BYTES, 0.0
     if url is not None:
         with connect(url, api_key) as server:
-            report = replace(report, served_memory=server.ask("GET", "/props")["memory"])
+            props = server.ask("GET", "/props")
+            report = replace(report, served_memory=props["memory"])
+            token_bytes = PLANES_SHARE * props["kv_bytes_per_token"] / ITEM_BYTES.get(props["kv"]["dtype"], 2)
+            prefill_tokens_s = props["state"]["prefill_tokens_s"]
+    if remote is not None:
+        report = replace(report, remote=_remote(remote, token_bytes, prefill_tokens_s))
     findings = judge(report)
     failed = [] if report_file is None else _write_report(report_file, report, findings)
     findings += failed
     _show(report, findings, as_json=as_json)
     if failed:
         raise typer.Exit(1)
+
+
+def _remote(url: str, token_bytes: float, prefill_tokens_s: float) -> dict[str, float]:
+    """`prefill_tokens_s`: of a running server; 0: none was named, or it has computed no prompt yet."""
+    found = cache_store.measured(url)
+    even = {"token_bytes": token_bytes, "break_even_tokens_s": found.break_even(token_bytes)}
+    return {**asdict(found), **even, "prefill_tokens_s": prefill_tokens_s}
 
 
 def _show(report: Report, findings: list[Finding], *, as_json: bool) -> None:
@@ -237,11 +257,23 @@ def _table(report: Report) -> Table:
     table.add_row("freed memory", f"goes back {report.heap.gives_back}")
     if report.served_memory is not None:
         table.add_row("memory limit", _shares(report.served_memory))
+    if report.remote is not None:
+        table.add_row("remote cache", _remote_words(report.remote))
     table.add_row("open files", f"at most {report.open_files.soft}, can be raised to {report.open_files.hard}")
     table.add_row("cache", f"{report.cache_folder}, {_size(report.disk_free_bytes)} free")
     table.add_row("default model", "here" if report.default_model else "not here")
     table.add_row("versions", ", ".join(f"{name} {number}" for name, number in report.versions.items()))
     return table
+
+
+def _remote_words(remote: dict[str, float]) -> str:
+    rates = f"{remote['read_bytes_per_s'] / 1e6:.0f} MB/s read, {remote['write_bytes_per_s'] / 1e6:.0f} written"
+    pays = f"loading {remote['token_bytes'] / 1e3:.0f} kB a token beats computing below"
+    text = f"{1000 * remote['latency_s']:.1f} ms, {rates}; {pays} {remote['break_even_tokens_s']:.0f} tokens/s"
+    if not remote["prefill_tokens_s"]:
+        return text
+    word = "pays" if remote["prefill_tokens_s"] < remote["break_even_tokens_s"] else "does not pay"
+    return f"{text}; the server computes {remote['prefill_tokens_s']:.0f}: it {word}"
 
 
 def _shares(memory: dict[str, int]) -> str:

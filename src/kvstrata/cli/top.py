@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 EVENTS_SHOWN = 8
 BAR_CELLS = 48
 # Counters that rise with every request, or rise and fall: totals, not events.
-QUIET = ("queried_", "hit_", "stored_", "disk_read_", "disk_queue_", "disk_limit_")
+QUIET = ("queried_", "hit_", "stored_", "disk_read_", "disk_queue_", "disk_limit_", "remote_read_", "remote_queue_")
 
 
 def top(

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from kvstrata.disk.catalogue import CatalogueFault
 from kvstrata.disk.checksum import fastest
-from kvstrata.disk.daily_budget import DailyBudget, day_of
 from kvstrata.disk.files import unlink_if_there, write_all
 from kvstrata.disk.format import EncodedBlock, encode
 from kvstrata.disk.holdings import Holdings
@@ -24,6 +23,7 @@ from kvstrata.disk.strides import Take
 from kvstrata.disk.usage import Counters, Event
 from kvstrata.errors import ConfigError
 from kvstrata.tier.block import Block
+from kvstrata.tier.daily_budget import DailyBudget, day_of
 
 log = logging.getLogger(__name__)
 

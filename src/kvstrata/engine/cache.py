@@ -21,6 +21,7 @@ from kvstrata.store.census import Census, Conversation, Counted, Holding
 from kvstrata.store.clearing import Cleared
 from kvstrata.store.precision.requantize import Change, Changed, Progress, Scope, TierChange
 from kvstrata.store.report import Explanation, PartUsage, TierUsage
+from kvstrata.tier.base import SharedUsage
 from kvstrata.tier.chains import OnDisk
 from kvstrata.tier.lookups import Lookup
 
@@ -41,6 +42,7 @@ __all__ = [
     "Progress",
     "Scope",
     "SequenceUsage",
+    "SharedUsage",
     "Tier",
     "TierChange",
     "TierUsage",
@@ -83,8 +85,13 @@ class Cache:
     def ask_disk(self, ids: TokenIds, salt: str) -> Future[Lookup[OnDisk | None]]:
         return self._ask(lambda loop: Operations(loop).ask_disk(ids, salt))
 
-    def explain(self, ids: TokenIds, salt: str, on_disk: OnDisk | None) -> Future[Explanation]:
-        return self._ask(lambda loop: Operations(loop).explain(ids, salt, on_disk))
+    def ask_shared(self, ids: TokenIds, salt: str) -> Future[Lookup[OnDisk | None]]:
+        return self._ask(lambda loop: Operations(loop).ask_shared(ids, salt))
+
+    def explain(
+        self, ids: TokenIds, salt: str, on_disk: OnDisk | None, in_shared: OnDisk | None = None
+    ) -> Future[Explanation]:
+        return self._ask(lambda loop: Operations(loop).explain(ids, salt, on_disk, in_shared))
 
     def count(self, census: Census, seconds: float) -> Future[Counted]:
         """The next slice of a census. Not before the answer to the last one has come."""

@@ -30,6 +30,7 @@ from kvstrata.engine.thread import EngineThread
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.remote.options import RemoteOptions
 from kvstrata.spans.marks import needs_marks
 from kvstrata.store.errands import Steps
 
@@ -47,12 +48,14 @@ class Engine:
         storage: Storage | None = None,
         disk: DiskOptions | None = None,
         files: Files | None = None,
+        *,
+        remote: RemoteOptions | None = None,
     ) -> None:
         """Without a disk, what memory has no room for is gone. `files`: how files there are read and written; None: as
-        the system does."""
+        the system does. `remote`: a tier that other servers share."""
         self._limits = limits
         self._metrics = metrics
-        self._thread = EngineThread(loaded, limits, metrics, storage or Storage(), disk, files)
+        self._thread = EngineThread(loaded, limits, metrics, storage or Storage(), disk, files, remote)
         self._lock = threading.Lock()  # guards the next two
         self._open: set[str] = set()  # submitted and not ended
         self._accepting = False

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstrata.backend import max_arrays
+from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
@@ -38,9 +39,12 @@ from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.remote.options import RemoteOptions
+from kvstrata.remote.tier import RemoteTier
 from kvstrata.spans.contents import tally
-from kvstrata.spans.plan import edges_of
+from kvstrata.spans.plan import edges_of, make_plan
 from kvstrata.store.cold.cold import Cold, Post, no_cold
+from kvstrata.store.cold.sharing import Shared
 from kvstrata.store.options import Floors, LadderOptions, StoreOptions
 from kvstrata.store.stock import Stock, make_stock
 from kvstrata.text.detokenizer import Detokenizer
@@ -80,11 +84,29 @@ def open_disk(served: Served, disk: DiskOptions | None, files: Files | None, pos
     return Cold(tier, served.layout, post=post, pinned=pinned, patience_s=disk.wait_s)
 
 
-def make_loop(served: Served, metrics: Metrics, cold: Cold, detokenizer: Callable[[Request], Detokenizer]) -> Loop:
+def open_remote(served: Served, remote: RemoteOptions | None, backend: str, post: Post) -> Shared | None:
+    """A tier that other servers share. Raises ConfigError where its store cannot be used, or the model's layers cannot
+    be stored in its precision."""
+    if remote is None or any(spec.kind == "foreign" for spec in served.layout.flat()):
+        return None
+    codec = parse(remote.precision)
+    plan = make_plan(served.layout, codec, codec)
+    ahead_bytes = min(remote.read_ahead_bytes, served.budget.total_bytes // READ_AHEAD_SHARE // 2)
+    tier = RemoteTier(dataclasses.replace(remote, read_ahead_bytes=ahead_bytes), chain=chain, backend=backend)
+    return Shared(Cold(tier, served.layout, post=post, patience_s=0.0), tier, plan)
+
+
+def make_loop(
+    served: Served,
+    metrics: Metrics,
+    cold: Cold,
+    detokenizer: Callable[[Request], Detokenizer],
+    shared: Shared | None = None,
+) -> Loop:
     """Raises ConfigError for a precision that the model's layers cannot be stored in."""
     limits, storage = served.limits, served.storage
     plans = Plans(served.layout, storage, served.chunk_tokens)
-    stock = _make_stock(served, plans, cold)
+    stock = _make_stock(served, plans, cold, shared)
     runner, sequences = Runner(served.loaded.module, served.layout), Sequences()
     capacity = Capacity(
         with_rungs(served.budget, stock, plans),
@@ -100,6 +122,7 @@ def make_loop(served: Served, metrics: Metrics, cold: Cold, detokenizer: Callabl
         stock.rewriting.precision,
         Pinning(stock.pins, stock.shelf, served.layout.token_bytes),
         mark_every_tokens=storage.mark_every_tokens,
+        shared_marks=runner.disband if shared is not None else None,
     )
     speeds = Speeds(metrics, share=limits.prefill_share, max_chunk=max_chunk(), fixed_chunk=limits.prefill_chunk_tokens)
     fetching = Fetching(stock.fetches)
@@ -131,10 +154,10 @@ def with_rungs(budget: Budget, stock: Stock, plans: Plans) -> Budget:
     return dataclasses.replace(budget, rungs=rungs, live_rungs=live)
 
 
-def _make_stock(served: Served, plans: Plans, cold: Cold) -> Stock:
+def _make_stock(served: Served, plans: Plans, cold: Cold, shared: Shared | None) -> Stock:
     signature = tuple(spec.signature for spec in served.layout.flat())
     identity = Identity(served.loaded.fingerprint, served.loaded.dtype, signature, served.limits.max_kv_size)
-    return make_stock(served.layout, identity, _store_options(served), plans.plan_of, cold=cold)
+    return make_stock(served.layout, identity, _store_options(served), plans.plan_of, cold=cold, shared=shared)
 
 
 def _store_options(served: Served) -> StoreOptions:

@@ -61,9 +61,13 @@ class Operations:
         """What the disk has of a prompt, which it tells on a thread of its own."""
         return self._stock.explainer.ask_disk(ids, salt)
 
-    def explain(self, ids: TokenIds, salt: str, on_disk: OnDisk | None) -> Explanation:
-        """`on_disk`: what the disk told; None: it did not."""
-        return self._stock.explainer.explain(ids, salt, on_disk)
+    def ask_shared(self, ids: TokenIds, salt: str) -> Lookup[OnDisk | None]:
+        """The same of the tier that other servers share."""
+        return self._stock.explainer.ask_shared(ids, salt)
+
+    def explain(self, ids: TokenIds, salt: str, on_disk: OnDisk | None, in_shared: OnDisk | None) -> Explanation:
+        """`on_disk`, `in_shared`: what those tiers told; None: they did not."""
+        return self._stock.explainer.explain(ids, salt, on_disk, in_shared)
 
     def count(self, census: Census, seconds: float) -> Counted:
         """Go on with a census for about so long."""

@@ -15,6 +15,7 @@ from kvstrata.layers.tail import FullLayer
 from kvstrata.spans.span import SpanRange
 from kvstrata.store.report import PartUsage, TierUsage, precision_of
 from kvstrata.store.stock import Stock
+from kvstrata.tier.base import SharedUsage
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class CacheUsage:
     allocator_bytes: int
     counters: dict[str, int]
     target: tuple[str, str]  # the precision of keys and of values that are stored from now on
+    remote: SharedUsage | None = None  # a tier that other servers write too; None: there is none
     has_store: bool = True  # False: this model's caches cannot be stored
 
 
@@ -57,6 +59,7 @@ def cache_usage(stock: Stock, budget: Budget, running: Iterable[Sequence], owner
         allocator_bytes=mx.get_active_memory(),
         counters=stock.reporter.count(),
         target=(target.k.name, target.v.name),
+        remote=stock.reporter.shared_usage(),
         has_store=stock.store.can_share,
     )
 

@@ -24,6 +24,7 @@ from kvstrata.store.evictor import Evictor
 from kvstrata.store.explain import Explainer
 from kvstrata.store.precision.target import Precision
 from kvstrata.store.store import Store
+from kvstrata.tier.block import BLOCK_TOKENS
 
 # A prefill in flight is waited for if it saves at least this many tokens.
 MIN_FOLLOW_TOKENS = 32
@@ -39,13 +40,17 @@ class Resume:
         pinning: Pinning,
         *,
         mark_every_tokens: int,
+        shared_marks: Callable[[], None] | None = None,
     ) -> None:
+        """`shared_marks`: what is computed goes to a tier that others share, which has marks at multiples of 256 only;
+        called before one is taken while a batch runs, to give its sequences their own state. None: nothing does."""
         self._store = store
         self._evictor = evictor
         self._explainer = explainer
         self._precision = precision
         self._pinning = pinning
-        self._mark_every = mark_every_tokens
+        self._mark_every = round_up_to_block(mark_every_tokens) if shared_marks else mark_every_tokens
+        self._shared_marks = shared_marks
 
     def found(self, sequence: Sequence) -> Found:
         """What it would go on from if it began now."""
@@ -83,6 +88,9 @@ class Resume:
             self._store.release(lease)
             return False
         sequence.stored.asked_twice = lease.asked_twice
+        if self._shared_marks is not None and self._store.needs_marks:
+            stops = {*sequence.stored.stops, len(sequence.tokens) - 1}
+            sequence.stored.stops |= {stop - stop % BLOCK_TOKENS for stop in stops if stop >= BLOCK_TOKENS}
         sequence.cache = runner.new_cache(capacity, lease.prefix, sequence.rung.raw_tokens)
         filing = sequence.stored.filing = self._store.open(lease, sequence.cache, salt, sequence.request.resume_at)
         if sequence.rung.plan is not None and not self._precision.options.live:
@@ -115,8 +123,18 @@ class Resume:
         """It has one token more: enough for another piece to be encoded, maybe."""
         if sequence.stored.filing is not None and sequence.num_generated % SEAL_TOKENS == 0:
             sequence.stored.filing.has_grown(sequence.num_computed)
+        self._mark_reply(sequence)
         if sequence.cache is not None:
             self._seal_in_time(sequence.cache, sequence.rung, sequence.rung.raw_tokens or 0)
+
+    def _mark_reply(self, sequence: Sequence) -> None:
+        """Where another server can go on from a reply."""
+        filing, cache = sequence.stored.filing, sequence.cache
+        if self._shared_marks is None or not self._store.needs_marks or filing is None or cache is None:
+            return
+        if cache.num_tokens % BLOCK_TOKENS == 0 and cache.num_tokens > cache.start:
+            self._shared_marks()
+            filing.seal(sequence.ids()[: cache.num_tokens], take_mark(cache))
 
     def _seal_in_time(self, cache: SequenceCache, rung: Rung, num_tokens: int) -> None:
         """A sequence that fits because it is encoded is, as soon as so many tokens are raw, whatever else there is to
@@ -141,6 +159,10 @@ class Resume:
     def pin(self, sequence: Sequence) -> None:
         """It has ended for good: keep what it asked for. One that was set aside must make room instead."""
         self._pinning.pin(sequence)
+
+
+def round_up_to_block(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 def _shared_tokens(sequence: Sequence, other: Sequence) -> int:

@@ -25,13 +25,12 @@ from kvstrata.engine.sampling import Sampler
 from kvstrata.grammar.matcher import Matcher
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.sequence import SequenceCache
+from kvstrata.store.cold.fetches import Asked, Offer
 from kvstrata.store.cold.loads import BlockLoad
 from kvstrata.store.entry import Found
 from kvstrata.store.filing import Filing
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.stop import StopMatcher
-from kvstrata.tier.chains import TierMatch
-from kvstrata.tier.lookups import Lookup
 
 
 @dataclass
@@ -45,8 +44,9 @@ class Stored:
     asked_twice: int | None = None  # how far an earlier request had its prompt; None: it has not begun yet
     shared: dict[int, int] = field(default_factory=dict)  # tokens that it has in common with another, by arrival
     looked_on_disk: bool = False
-    lookup: Lookup[TierMatch] | None = None  # what the disk was asked for it
-    load: BlockLoad | None = None  # what is on its way from the disk for it
+    lookup: Asked | None = None  # what the tiers were asked for it
+    offers: tuple[Offer, ...] = ()  # what they have, and what was not loaded yet
+    load: BlockLoad | None = None  # what is on its way from one of them for it
     awaits_room_s: float | None = None  # since when it waits for the disk to take what has to go; None: it does not
 
     def withdraw_lookup(self) -> None:
@@ -54,6 +54,7 @@ class Stored:
         if self.lookup is not None:
             self.lookup.withdraw()
             self.lookup = None
+        self.offers = ()
 
 
 class Sequence:

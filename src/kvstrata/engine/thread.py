@@ -19,7 +19,7 @@ from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.limits import EngineState, Limits
 from kvstrata.engine.loop import Loop
-from kvstrata.engine.make import Served, make_loop, open_disk
+from kvstrata.engine.make import Served, make_loop, open_disk, open_remote
 from kvstrata.engine.memory import DEFAULT_SHARE, MemoryShares, make_budget, share_memory
 from kvstrata.engine.planned import least_token_bytes, sealed_pairs
 from kvstrata.engine.remembered import remembered_scratch
@@ -31,7 +31,9 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
+from kvstrata.remote.options import RemoteOptions
 from kvstrata.store.cold.cold import Cold
+from kvstrata.store.cold.sharing import Shared
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.special import special_tokens
 
@@ -52,6 +54,7 @@ class EngineThread:
         storage: Storage,
         disk: DiskOptions | None,
         files: Files | None,
+        remote: RemoteOptions | None = None,
     ) -> None:
         self._loaded = loaded
         self._limits = limits
@@ -59,6 +62,7 @@ class EngineThread:
         self._storage = storage
         self._disk = disk  # None: what memory has no room for is gone
         self._files = files
+        self._remote = remote  # None: nothing is shared with other servers
         self._special = special_tokens(loaded.tokenizer)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="kvstrata-engine", daemon=True)
@@ -72,6 +76,7 @@ class EngineThread:
         self.served: Served
         self.shares: MemoryShares
         self.cold: Cold
+        self.shared: Shared | None
         self.loop: Loop
         self._prefill_tokens_s: float
 
@@ -129,7 +134,9 @@ class EngineThread:
             unwritten = self.loop.stock.flush(self._disk.flush_s)
             if unwritten.tokens:
                 log.warning("%s", unwritten)
-            self.loop.stock.close()
+        if self._remote is not None and self.loop.stock.sharing is not None:
+            self.loop.stock.sharing.flush(self._remote.flush_s)
+        self.loop.stock.close()
 
     def _set_up(self) -> None:
         map_large_buffers()
@@ -151,9 +158,17 @@ class EngineThread:
         mx.set_cache_limit(self.shares.allocator_cache_bytes)
         mx.set_memory_limit(self.shares.run_ahead_bytes)
         self.cold = open_disk(self.served, self._disk, self._files, self._inbox.put)
+        self.shared = self._open_remote()
         self._prefill_tokens_s = measure_prefill(runner, shape.chunk_tokens)
         self.loop = self._make_loop()
         self.state = self.loop.state()
+
+    def _open_remote(self) -> Shared | None:
+        try:
+            return open_remote(self.served, self._remote, device().backend, self._inbox.put)
+        except BaseException:
+            self.cold.tier.close()
+            raise
 
     def _shape(self, layout: Layout, limit_bytes: int) -> Shape:
         """Of the passes to come, no longer than memory allows."""
@@ -168,7 +183,7 @@ class EngineThread:
         )
 
     def _make_loop(self) -> Loop:
-        loop = make_loop(self.served, self._metrics, self.cold, self.make_detokenizer)
+        loop = make_loop(self.served, self._metrics, self.cold, self.make_detokenizer, self.shared)
         # Before the first request: whether it is worth waiting for the disk must be known then.
         loop.speeds.alone.add(1, 1 / self._prefill_tokens_s)
         return loop

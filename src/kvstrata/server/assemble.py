@@ -21,6 +21,9 @@ from kvstrata.grammar.grammars import Grammars
 from kvstrata.metrics import Metrics
 from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.remote.options import RemoteOptions
+from kvstrata.remote.secret import keys_for
+from kvstrata.remote.url import parse as parse_url
 from kvstrata.server.auth import ApiKey
 from kvstrata.server.conversation.hygiene import Hygiene
 from kvstrata.server.replay.carrier import ReplyCarrier
@@ -52,7 +55,7 @@ def start_service(settings: Settings, loaded: LoadedModel, machine: Device) -> S
     metrics = Metrics()
     limits, storage = _limits(settings, machine), _storage(settings, machine.memory_bytes)
     disk = _disk(settings)
-    engine = Engine(loaded, limits, metrics, storage, disk)
+    engine = Engine(loaded, limits, metrics, storage, disk, remote=_remote(settings))
     engine.start()
     replies = _replies(settings, loaded, disk)
     template = ChatTemplate(loaded.tokenizer, system_in_place=settings.system_in_place)
@@ -204,6 +207,26 @@ def _disk(settings: Settings) -> DiskOptions | None:
         second_touch=settings.disk_second_touch,
         wait_s=settings.disk_wait_s,
         flush_s=max(settings.drain_timeout_s, MIN_FLUSH_S),
+    )
+
+
+def _remote(settings: Settings) -> RemoteOptions | None:
+    if settings.remote_cache is None:
+        if settings.remote_secret_file is not None:
+            raise ConfigError(
+                "--remote-secret-file is for a --remote-cache, and none is named. Name one, or leave both."
+            )
+        return None
+    url = parse_url(settings.remote_cache)
+    # Before the model is loaded: what is wrong with it should be said at once.
+    keys_for(url, settings.remote_secret_file)
+    return RemoteOptions(
+        url=url,
+        secret_file=settings.remote_secret_file,
+        precision=parse(settings.remote_precision).name,
+        ttl_s=settings.remote_ttl_s,
+        daily_write_bytes=settings.remote_daily_writes,
+        second_touch=settings.remote_second_touch,
     )
 
 

@@ -200,10 +200,12 @@ async def _explain(service: Service, prompt: Prompt) -> Explanation:
 
 
 async def _explain_under(service: Service, ids: TokenIds, salt: str) -> Explanation:
-    """The disk answers on a thread of its own, for at most so long, and no step waits for it."""
+    """The tiers answer on threads of their own, for at most so long, and no step waits for them."""
     lookup = await told(cache_of(service).ask_disk(ids, salt))
+    shared = await told(cache_of(service).ask_shared(ids, salt))
     await to_thread.run_sync(lookup.wait, EXPLAIN_S)
-    return await told(cache_of(service).explain(ids, salt, lookup.answer))
+    await to_thread.run_sync(shared.wait, EXPLAIN_S)
+    return await told(cache_of(service).explain(ids, salt, lookup.answer, shared.answer))
 
 
 def _quota_bytes(held: CacheUsage, owner: str | None, pin_quota: Size) -> int | None:

@@ -15,6 +15,7 @@ from kvstrata.engine.cache import (
     Progress,
     Scope,
     SequenceUsage,
+    SharedUsage,
     Tier,
     TierChange,
     TierUsage,
@@ -102,12 +103,30 @@ class HeldAnswer(TypedDict):
     v: dict[str, int]
 
 
+class RemoteAnswer(TypedDict):
+    """Of a store that other servers write too, since the start of this one. What the store holds is not known here."""
+
+    url: str
+    precision: str
+    written_bytes: int
+    written_tokens: int
+    written_today_bytes: int
+    read_bytes: int
+    read_tokens: int
+    queue_bytes: int
+    latency_s: float
+    read_bytes_per_s: float
+    paused_because: str
+    counters: dict[str, dict[str, int]]
+
+
 class UsageAnswer(TypedDict):
     """With a plain key `tiers`, `sequences`, `running_bytes`, `pinned_bytes` and `held` are of what is under it;
     budgets, headroom, the allocator's figure, target and counters are the server's."""
 
     under: Under
     tiers: dict[str, TierAnswer]
+    remote: RemoteAnswer | None
     sequences: list[SequenceAnswer]
     budget_bytes: int
     hot_budget_bytes: int
@@ -211,6 +230,7 @@ def usage_answer(usage: CacheUsage, *, under: Under, pin_quota_bytes: int | None
     return {
         "under": under,
         "tiers": {name: _tier(tier) for name, tier in usage.tiers.items()},
+        "remote": None if usage.remote is None else _remote(usage.remote),
         "sequences": [_sequence(sequence) for sequence in usage.sequences],
         "budget_bytes": usage.budget_bytes,
         "hot_budget_bytes": usage.hot_budget_bytes,
@@ -335,6 +355,24 @@ def _tier(tier: TierUsage) -> TierAnswer:
         "spans": tier.spans,
         "by_precision": tier.by_precision,
         "by_kind": tier.by_kind,
+    }
+
+
+def _remote(remote: SharedUsage) -> RemoteAnswer:
+    usage = remote.usage
+    return {
+        "url": remote.place,
+        "precision": remote.precision,
+        "written_bytes": usage.written_bytes,
+        "written_tokens": remote.written_tokens,
+        "written_today_bytes": usage.written_today_bytes,
+        "read_bytes": usage.read_bytes,
+        "read_tokens": remote.read_tokens,
+        "queue_bytes": usage.queue_bytes,
+        "latency_s": remote.latency_s,
+        "read_bytes_per_s": remote.read_bytes_per_s,
+        "paused_because": usage.paused_because,
+        "counters": {event: dict(counts) for event, counts in usage.counters.items()},
     }
 
 

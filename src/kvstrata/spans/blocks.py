@@ -78,12 +78,19 @@ def packing(span: Span, start: int, end: int) -> Generator[None, None, Packed]:
     if missing:
         raise ValueError(f"tokens {start} to {end} cannot be packed: their span does not have layers {missing}")
     found = [(layer, span.parts(layer, start, end)) for layer in span.layers]
-    groups: dict[tuple[Any, ...], list[tuple[int, SealedPart]]] = {}
+    made: dict[int, SealedPart] = {}
     for number, (layer, parts) in enumerate(found, 1):
-        (part,) = [owned(part) for part in parts]
-        groups.setdefault(_likeness(part), []).append((layer, part))
+        (made[layer],) = [owned(part) for part in parts]
         if number % LAYERS_AT_ONCE == 0:
             yield
+    return (yield from packing_parts(made))
+
+
+def packing_parts(made: Mapping[int, SealedPart]) -> Generator[None, None, Packed]:
+    """Parts of the same tokens, one for each layer."""
+    groups: dict[tuple[Any, ...], list[tuple[int, SealedPart]]] = {}
+    for layer, part in made.items():
+        groups.setdefault(_likeness(part), []).append((layer, part))
     arrays: dict[str, PackedArray] = {}
     described = []
     for g, members in enumerate(groups.values()):

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.cold.restore import Restorer
+from kvstrata.store.cold.sharing import Sharing
 from kvstrata.store.cold.spills import Spills
 from kvstrata.store.errands import Errands
 from kvstrata.store.precision.mover import Mover
 
 
 class Chores:
-    def __init__(self, cold: Cold, restorer: Restorer, mover: Mover, spills: Spills, errands: Errands) -> None:
-        self._cold = cold
+    """`colds`: all tiers. `sharing`: what goes to one that others share; None: there is none."""
+
+    def __init__(
+        self,
+        colds: Sequence[Cold],
+        restorer: Restorer,
+        mover: Mover,
+        spills: Spills,
+        errands: Errands,
+        sharing: Sharing | None,
+    ) -> None:
+        self._colds = tuple(colds)
+        self._sharing = sharing
         self._restorer = restorer
         self._mover = mover
         self._spills = spills
@@ -20,12 +34,14 @@ class Chores:
 
     @property
     def has_work(self) -> bool:
-        is_asked = self._has_arrivals or self._restorer.is_ready or not self._errands.idle
-        return is_asked or not self._mover.idle or not self._spills.idle
+        is_asked = self._arrived is not None or self._restorer.is_ready or not self._errands.idle
+        is_busy = is_asked or not self._mover.idle or not self._spills.idle
+        return is_busy or (self._sharing is not None and self._sharing.has_work)
 
     @property
-    def _has_arrivals(self) -> bool:
-        return self._cold.loads.has_arrived
+    def _arrived(self) -> Cold | None:
+        """A tier from which something came."""
+        return next((cold for cold in self._colds if cold.loads.has_arrived), None)
 
     @property
     def is_rewriting(self) -> bool:
@@ -39,8 +55,9 @@ class Chores:
 
     def work(self, slice_s: float) -> None:
         """Go on with what is to be done. First what a request waits for."""
-        if self._has_arrivals:
-            self._cold.loads.take_in(slice_s)
+        arrived = self._arrived
+        if arrived is not None:
+            arrived.loads.take_in(slice_s)
         elif self._restorer.is_ready:
             self._restorer.work()
         elif self._does_errand:
@@ -49,5 +66,7 @@ class Chores:
         elif not self._mover.idle:
             self._is_errands_turn = True
             self._mover.work(slice_s)
-        else:
+        elif not self._spills.idle or self._sharing is None:
             self._spills.work(slice_s)
+        else:
+            self._sharing.work(slice_s)

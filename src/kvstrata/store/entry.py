@@ -39,6 +39,7 @@ class Entry:
     is_clean: bool = False  # all of it was given to the disk, which may have evicted it since
     clean_token_bytes: float = 0.0  # with so many bytes for each token there
     asked_twice: int = 0  # the tokens up to this position were in the prompts of two requests
+    shared_end: int = 0  # the tokens up to this position were given to a tier that others share
     goes_up: bool = False  # even where that takes more bits than it has
     is_stuck: bool = False  # changing it failed once: it stays as it is
     asked_at: int | None = None  # where its owner was when the target was asked for; None: that is done

@@ -5,35 +5,47 @@ from __future__ import annotations
 from kvstrata.index.ids import TokenIds, Tokens, as_ids
 from kvstrata.index.tree import Divergence
 from kvstrata.store.cold.cold import Cold
+from kvstrata.store.cold.sharing import Shared
 from kvstrata.store.entry import Found
 from kvstrata.store.evictor import Evictor
 from kvstrata.store.report import Ending, Explanation
 from kvstrata.store.search import Search
 from kvstrata.store.shelf import Shelf
 from kvstrata.tier.chains import OnDisk
-from kvstrata.tier.lookups import Lookup
+from kvstrata.tier.lookups import Lookup, answered
 
 
 class Explainer:
-    def __init__(self, shelf: Shelf, search: Search, evictor: Evictor, cold: Cold) -> None:
+    def __init__(self, shelf: Shelf, search: Search, evictor: Evictor, cold: Cold, shared: Shared | None) -> None:
         self._shelf = shelf
         self._search = search
         self._evictor = evictor
         self._cold = cold
+        self._shared = shared
 
     def ask_disk(self, tokens: Tokens, salt: str) -> Lookup[OnDisk | None]:
         """What the disk has to say about a prompt."""
         return self._cold.about(self._search.root_of(salt), as_ids(tokens)[:-1])
 
-    def explain(self, tokens: Tokens, salt: str, on_disk: OnDisk | None = None) -> Explanation:
-        """How much of a prompt is there, and why not more. The last token is always computed. `on_disk`: what the disk
-        said; None: it was not asked."""
+    def ask_shared(self, tokens: Tokens, salt: str) -> Lookup[OnDisk | None]:
+        """The same of the tier that other servers share."""
+        if self._shared is None:
+            return answered(None)
+        return self._shared.cold.about(self._search.root_of(salt), as_ids(tokens)[:-1])
+
+    def explain(
+        self, tokens: Tokens, salt: str, on_disk: OnDisk | None = None, in_shared: OnDisk | None = None
+    ) -> Explanation:
+        """How much of a prompt is there, and why not more. The last token is always computed. `on_disk`, `in_shared`:
+        what these tiers said; None: they were not asked."""
         self._evictor.expire()
         ids, key = as_ids(tokens)[:-1], self._search.root_of(salt)
         found = self._search.find(ids, salt)
         by_tier = {"hot": found.num_tokens}
         if on_disk is not None:
             by_tier["disk"] = max(0, on_disk.num_tokens - found.num_tokens)
+        if in_shared is not None:
+            by_tier["remote"] = max(0, in_shared.num_tokens - sum(by_tier.values()))
         cached = sum(by_tier.values())
         diverged = self._shelf.tree.diverged(key, ids)
         because: Ending = "complete" if cached == len(ids) else self._ending(key, ids, found, diverged)
@@ -64,8 +76,10 @@ class Explainer:
 class ForeignExplainer(Explainer):
     """Of a model whose caches cannot be shared."""
 
-    def explain(self, tokens: Tokens, salt: str, on_disk: OnDisk | None = None) -> Explanation:
-        del salt, on_disk
+    def explain(
+        self, tokens: Tokens, salt: str, on_disk: OnDisk | None = None, in_shared: OnDisk | None = None
+    ) -> Explanation:
+        del salt, on_disk, in_shared
         return Explanation(len(tokens), 0, {}, "foreign", 0)
 
     def miss(self, tokens: Tokens, salt: str) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 log = logging.getLogger(__name__)
 
-Chore = Literal["rewrites", "spills", "promotions", "restores"]
+Chore = Literal["rewrites", "spills", "promotions", "restores", "shares"]
 
 # Of reasons that were logged, so that one whose text differs each time does not fill memory.
 MAX_REASONS = 64
@@ -16,11 +16,11 @@ MAX_REASONS = 64
 
 class Failures:
     def __init__(self, counters: Counter[str]) -> None:
-        self._counters = counters
+        self.counters = counters
         self._logged: set[str] = set()
 
     def note(self, chore: Chore, error: Exception) -> None:
-        self._counters[f"failed_{chore}"] += 1
+        self.counters[f"failed_{chore}"] += 1
         reason = f"{chore}: {error!r}"
         if reason not in self._logged and len(self._logged) < MAX_REASONS:
             self._logged.add(reason)

@@ -73,6 +73,16 @@ def disk_counts(usage: Usage) -> dict[str, int]:
     return counts | levels | {"disk_limit_bytes": usage.limit_bytes}
 
 
+def remote_counts(usage: Usage) -> dict[str, int]:
+    counts = {
+        f"remote_{event}_{reason}": count
+        for event, by_reason in usage.counters.items()
+        for reason, count in by_reason.items()
+    }
+    counts |= {"remote_written_bytes": usage.written_bytes, "remote_read_bytes": usage.read_bytes}
+    return counts | {"remote_queue_bytes": usage.queue_bytes, "remote_is_paused": int(bool(usage.paused_because))}
+
+
 def precision_of(span: Span) -> tuple[str, str]:
     """K and V as people read it: one name each, or several with a plus between."""
     pairs = [pair for layer in span.layers for pair in span.pairs(layer)]

@@ -6,17 +6,20 @@ from collections import Counter
 
 from kvstrata.index.identity import owner_of
 from kvstrata.store.cold.cold import Cold
-from kvstrata.store.report import TierUsage, disk_counts, disk_usage
+from kvstrata.store.cold.sharing import Shared
+from kvstrata.store.report import TierUsage, disk_counts, disk_usage, remote_counts
 from kvstrata.store.search import Search
 from kvstrata.store.shelf import Shelf
 from kvstrata.store.totals import Totals
+from kvstrata.tier.base import SharedUsage
 
 
 class Reporter:
-    def __init__(self, shelf: Shelf, search: Search, cold: Cold, counters: Counter[str]) -> None:
+    def __init__(self, shelf: Shelf, search: Search, cold: Cold, shared: Shared | None, counters: Counter[str]) -> None:
         self._totals = Totals(shelf.journal.reader(), shelf.entries)
         self._search = search
         self._cold = cold
+        self._shared = shared
         self._counters = counters
 
     def usage(self, owner: str | None = None) -> TierUsage:
@@ -31,10 +34,16 @@ class Reporter:
         # Files that were cleared and are being deleted are told by `disk_counts`.
         return disk_usage(usage, usage.disk_bytes - usage.leaving_bytes if owner is None else usage.block_bytes)
 
+    def shared_usage(self) -> SharedUsage | None:
+        """None: there is no tier that others share."""
+        return None if self._shared is None else self._shared.tier.shared_usage()
+
     def count(self) -> dict[str, int]:
         """What happened since the start."""
         counts = dict(self._counters)
         if self._cold.has_tier:
             counts["unreadable_blocks"] = self._cold.loads.num_unreadable
             counts |= disk_counts(self._cold.tier.usage())
+        if self._shared is not None:
+            counts |= remote_counts(self._shared.tier.usage())
         return counts

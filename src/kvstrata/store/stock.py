@@ -28,6 +28,7 @@ from kvstrata.store.cold.cold import Cold, no_cold
 from kvstrata.store.cold.fetches import Fetches
 from kvstrata.store.cold.flush import Flush
 from kvstrata.store.cold.restore import Restorer
+from kvstrata.store.cold.sharing import Shared, Sharing
 from kvstrata.store.cold.spills import NoSpills, Spills
 from kvstrata.store.cold.unwritten import Unwritten
 from kvstrata.store.entry import Entry
@@ -85,6 +86,8 @@ class Stock:
     outgoing: Outgoing
     incoming: Incoming
     cold: Cold
+    shared: Shared | None  # a tier that other servers write too; None: there is none
+    sharing: Sharing | None
     counters: Counter[str]
 
     def take_over(self, failed: Stock) -> None:
@@ -104,6 +107,8 @@ class Stock:
 
     def close(self) -> None:
         self.cold.tier.close()
+        if self.shared is not None:
+            self.shared.tier.close()
 
 
 def make_stock(
@@ -113,6 +118,7 @@ def make_stock(
     plan_of: PlanOf,
     *,
     cold: Cold | None = None,
+    shared: Shared | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Stock:
     """For a model that brings caches of its own kind the store stays empty. Raises ConfigError for a precision that the
@@ -128,7 +134,8 @@ def make_stock(
     search = Search(shelf, layout, identity)
     pins, losses = Pins(shelf, search, cold, counters, clock), Losses(shelf, counters)
     marks = Marks(shelf, options.max_marks, are_needed=can_share and needs_marks(layout))
-    reporter = Reporter(shelf, search, cold, counters)
+    reporter = Reporter(shelf, search, cold, shared, counters)
+    sharing = Sharing(shared, shelf, failures) if shared is not None and can_share else None
     # The disk is written to by those who rewrite, and has spans rewritten before it writes them.
     rewriting = Rewriting(
         shelf,
@@ -145,9 +152,17 @@ def make_stock(
     room = Room(shelf, evictor, rewriting, pressure, spills, losses)
     restorer = Restorer(cold, shelf, room, counters, failures, review)
     changes = Changes(shelf, leaves, rewriting, restorer, room, reporter.disk_usage)
-    tidying = Tidying(shelf, rewriting, changes, evictor, spills, write_through=options.write_through)
+    tidying = Tidying(
+        shelf,
+        rewriting,
+        changes,
+        evictor,
+        spills,
+        write_through=options.write_through,
+        share=_ignore if sharing is None else sharing.add,
+    )
     leases = Leases(shelf, review)
-    intake = Intake(shelf, pins, losses, counters, review)
+    intake = Intake(shelf, pins, losses, counters, _review_and_share(rewriting, sharing))
     desk = Desk(shelf, marks, leases, intake, pressure, Branches(shelf, leaves))
     errands = Errands()
     history = History(reuse, lambda: _watched_tokens(options.hot_bytes, precision))
@@ -158,16 +173,16 @@ def make_stock(
         store=(Store if can_share else NoStore)(search, desk, mover, history, counters, clock),
         leases=leases,
         pins=pins,
-        fetches=Fetches(cold, search, desk, room, failures, counters),
+        fetches=Fetches(cold, shared, search, desk, room, failures),
         room=room,
         evictor=evictor,
         shortening=Shortening(shelf, search, marks, evictor, mover),
-        chores=Chores(cold, restorer, mover, spills, errands),
+        chores=Chores((cold, shared.cold) if shared else (cold,), restorer, mover, spills, errands, sharing),
         rewriting=rewriting,
         pressure=pressure,
         changes=changes,
         clearing=Clearing(search, shelf, evictor, spills, cold),
-        explainer=(Explainer if can_share else ForeignExplainer)(shelf, search, evictor, cold),
+        explainer=(Explainer if can_share else ForeignExplainer)(shelf, search, evictor, cold, shared),
         reporter=reporter,
         spills=spills,
         flushing=Flush(cold, shelf, leaves, spills),
@@ -175,8 +190,22 @@ def make_stock(
         outgoing=Outgoing(desk, search, mover),
         incoming=Incoming(desk, search, room, counters),
         cold=cold,
+        shared=shared,
+        sharing=sharing,
         counters=counters,
     )
+
+
+def _review_and_share(rewriting: Rewriting, sharing: Sharing | None) -> Callable[[Entry], None]:
+    """Most spans are shared when they have come to what they should be stored as; of some models nothing has to be
+    rewritten: their layers hold states alone."""
+
+    def look(entry: Entry) -> None:
+        rewriting.review(entry)
+        if sharing is not None and not entry.is_running and not rewriting.mover.has(entry):
+            sharing.add(entry)
+
+    return look
 
 
 def _watched_tokens(hot_bytes: int, precision: Precision) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvstrata.store.cold.spills import Spills
 from kvstrata.store.entry import Entry
 from kvstrata.store.evictor import Evictor
@@ -14,7 +16,7 @@ MAX_SPANS = 8
 
 
 class Tidying:
-    """`write_through`: to the disk at once, not when memory runs short."""
+    """`write_through`: to the disk at once, not when memory runs short. `share` is told of every span that ended."""
 
     def __init__(
         self,
@@ -25,6 +27,7 @@ class Tidying:
         spills: Spills,
         *,
         write_through: bool,
+        share: Callable[[Entry], None],
     ) -> None:
         self._shelf = shelf
         self._rewriting = rewriting
@@ -32,6 +35,7 @@ class Tidying:
         self._evictor = evictor
         self._spills = spills
         self._write_through = write_through
+        self._share = share
 
     def tidy(self, entry: Entry) -> None:
         """Few and long spans are read faster than many short ones."""
@@ -47,3 +51,4 @@ class Tidying:
         if self._write_through:
             # It may have been joined to what comes before it.
             self._spills.add(last.payload)
+        self._share(last.payload)

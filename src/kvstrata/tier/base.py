@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from kvstrata.tier.block import BASE, Block, BlockId
-from kvstrata.tier.chains import OnDisk, TierMatch, TokenIds
+from kvstrata.tier.chains import Link, OnDisk, TierMatch, TokenIds
 from kvstrata.tier.lookups import Lookup, Walk
 from kvstrata.tier.rates import Rates
 from kvstrata.tier.reading import BlockReading, Deliver
@@ -123,6 +123,29 @@ class Usage:
     counters: Mapping[str, Mapping[str, int]] = field(default_factory=dict)  # event -> reason -> how often
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a shared tier has not of a conversation."""
+
+    root: bytes = b""  # of its chain there
+    links: tuple[Link, ...] = ()  # blocks, each after its parent
+    marks: tuple[Link, ...] = ()  # the blocks at whose ends it has no mark
+    is_known: bool = False  # False: the tier could not say
+
+
+@dataclass(frozen=True, slots=True)
+class SharedUsage:
+    """Of a tier that others write too, since the start of this server. What it holds is not known here."""
+
+    place: str  # without a password
+    precision: str
+    written_tokens: int
+    read_tokens: int
+    latency_s: float
+    read_bytes_per_s: float
+    usage: Usage
+
+
 class Blocks(Protocol):
     """What a tier has, or has taken. Asked from any thread; a walk yields after each step that takes some time, so that
     its caller can pace it."""
@@ -203,3 +226,32 @@ class Tier(Protocol):
     def close(self) -> None:
         """What is queued is dropped: `flush` first to keep it."""
         ...
+
+
+class SharedBlocks(Blocks, Protocol):
+    def wanted(self, root: bytes, ids: TokenIds, marks: Sequence[int]) -> Walk[Wanted]:
+        """The blocks of all whole runs of 256 tokens that are not there; `marks`: where the asker has some."""
+        ...
+
+
+class SharedTier(Tier, Protocol):
+    """A tier that several servers write: blocks of exactly 256 tokens, in one precision, named by what they hold."""
+
+    @property
+    def blocks(self) -> SharedBlocks: ...
+
+    @property
+    def latency_s(self) -> float:
+        """Of a question, as it was lately; 0: none was asked."""
+        ...
+
+    @property
+    def is_paused(self) -> bool:
+        """After a fault: it is not asked."""
+        ...
+
+    def skipped(self, num_tokens: int) -> None:
+        """Counted: a block was not offered, because it has fewer bits than blocks have there."""
+        ...
+
+    def shared_usage(self) -> SharedUsage: ...

@@ -141,26 +141,26 @@ class Cold:
     def _put(
         self, link: Link, leaf: Node[Entry], ids: TokenIds, unused_s: UnusedS, *, replace: bool
     ) -> Generator[None, None, None]:
-        entry, _ = _holder(leaf, link.start)
+        entry, _ = holder_of(leaf, link.start)
         packed = yield from packing(entry.span, link.start, link.end)
         if link.start and not self.tier.blocks.find(link.parent):
             raise NotTaken  # it was taken, and has been given up since
         asked_twice = link.end <= entry.asked_twice
-        block = _block(link, ids, leaf.root_key, packed, BASE)
+        block = make_block(link, ids, leaf.root_key, packed, BASE)
         self._offer(block, asked_twice=asked_twice, replace=replace, unused_s=unused_s(entry))
 
     def _put_mark(self, link: Link, leaf: Node[Entry], ids: TokenIds, unused_s: UnusedS) -> None:
         """Where there is one, and the disk has only its block."""
         if not self.tier.blocks.find(link.key):
             raise NotTaken
-        entry, _ = _holder(leaf, link.end - 1)
+        entry, _ = holder_of(leaf, link.end - 1)
         if entry.is_pinned:
             self._pinned_lately.add(link.key)
             self._pinned.add(link.key)
         mark = entry.span.marks.get(link.end)
         if mark is not None and not self.tier.blocks.find(link.key, MARK):
             # Where its block was worth it, it is.
-            block = _block(link, ids, leaf.root_key, pack_mark(mark), MARK)
+            block = make_block(link, ids, leaf.root_key, pack_mark(mark), MARK)
             self._offer(block, asked_twice=True, replace=False, unused_s=unused_s(entry))
 
     def _offer(self, block: Block, *, asked_twice: bool, replace: bool, unused_s: float) -> None:
@@ -170,7 +170,7 @@ class Cold:
 
     def _is_lower(self, link: Link, leaf: Node[Entry]) -> bool:
         """Whether a block that is there has fewer bits than memory, and can be made anew."""
-        entry, last = _holder(leaf, link.start)
+        entry, last = holder_of(leaf, link.start)
         span = entry.span
         in_memory = span.kv_bytes * (link.end - link.start) / max(1, span.num_tokens)
         if link.end > last or self._held_bytes(link) >= STEPPED_DOWN * in_memory:
@@ -190,7 +190,7 @@ class Cold:
         """What the disk has of these tokens under these roots stays there, and nothing else: as soon as it has been
         looked up. What comes to it later is pinned as it comes."""
         self._pinned_lately = lately = set[bytes]()
-        self._ask(self._pin(tuple(chains), lately), None)
+        self.ask(self._pin(tuple(chains), lately), None)
 
     def _pin(self, chains: Sequence[tuple[bytes, TokenIds]], lately: set[bytes]) -> Walk[None]:
         pinned = set[bytes]()
@@ -205,11 +205,11 @@ class Cold:
     def look(self, root: bytes, ids: TokenIds) -> Lookup[TierMatch]:
         """Ask for the longest chain that a sequence with these tokens can go on from. It counts as used, wherever the
         sequence gets them: what is asked for often is not to be the first that leaves the disk."""
-        return self._ask(self._look(root, ids), TierMatch())
+        return self.ask(self._look(root, ids), TierMatch())
 
     def about(self, root: bytes, ids: TokenIds) -> Lookup[OnDisk | None]:
         """The answer is None until there is one, and for good without a tier."""
-        return self._ask(self.tier.blocks.about(root, ids, at_marks=self._needs_marks), None)
+        return self.ask(self.tier.blocks.about(root, ids, at_marks=self._needs_marks), None)
 
     def reach(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Lookup[tuple[int, ...]]:
         """How many tokens of each chain a sequence could go on from. Nothing counts as used. The answer is empty until
@@ -218,7 +218,7 @@ class Cold:
 
     def blocks_to(self, leaf: Node[Entry], *, with_mark: bool) -> Lookup[tuple[Link, ...]]:
         """The blocks of all tokens up to a leaf's end, however they were cut; none where the disk has not all of it."""
-        return self._ask(self._whole(leaf.root_key, ids_to(leaf), with_mark=with_mark), ())
+        return self.ask(self._whole(leaf.root_key, ids_to(leaf), with_mark=with_mark), ())
 
     def _reach(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Walk[tuple[int, ...]]:
         found: list[int] = []
@@ -242,7 +242,8 @@ class Cold:
         self.touch(match.links)
         return match
 
-    def _ask(self, walk: Walk[T], otherwise: T) -> Lookup[T]:
+    def ask(self, walk: Walk[T], otherwise: T) -> Lookup[T]:
+        """Have a walk done on a thread of the tier, and the engine's woken when it is."""
         return self.tier.look(walk, otherwise, self._wake)
 
 
@@ -255,7 +256,7 @@ def _nothing() -> None:
     return
 
 
-def _block(link: Link, ids: TokenIds, root: bytes, packed: Packed, part: str) -> Block:
+def make_block(link: Link, ids: TokenIds, root: bytes, packed: Packed, part: str) -> Block:
     tensors = {name: Tensor(a.dtype, a.shape, a.octets) for name, a in packed.arrays.items()}
     token_ids = ids[link.start : link.end].astype("<i4", copy=False).tobytes()
     return Block(link.key, link.parent, root, link.start, token_ids, tensors, packed.description, part)
@@ -265,7 +266,7 @@ def ids_to(leaf: Node[Entry]) -> TokenIds:
     return np.concatenate([node.tokens for node in leaf.path()])
 
 
-def _holder(leaf: Node[Entry], at: int) -> tuple[Entry, int]:
+def holder_of(leaf: Node[Entry], at: int) -> tuple[Entry, int]:
     """Whose a token is, on the way to a leaf, and where that one's tokens end."""
     path = leaf.path()
     entry = next(node.payload for node in path if node.start <= at < node.end)
@@ -274,6 +275,6 @@ def _holder(leaf: Node[Entry], at: int) -> tuple[Entry, int]:
 
 def _next_link(leaf: Node[Entry], parent: bytes, start: int, ids: TokenIds) -> Link:
     """A block that is not there yet."""
-    entry, last = _holder(leaf, start)
+    entry, last = holder_of(leaf, start)
     end = boundaries(entry.span, start, last)[0]
     return Link(chain(parent, ids[start:end]), parent, start, end)

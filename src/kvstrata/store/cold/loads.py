@@ -63,6 +63,7 @@ class BlockLoad:
     num_taken: int = 0
     mark: Mark | None = None
     reading: BlockReading | None = None
+    source: Loads | None = None  # where it comes from
     is_done: bool = False
 
     @property
@@ -126,6 +127,7 @@ class Loads:
 
     def begin(self, load: BlockLoad) -> None:
         load.began_s = self._clock()
+        load.source = self
         self._active[load] = None
         links, mark_bytes = load.links, load.match.mark_bytes
         wanted, sizes = [BlockId(link.key) for link in links], [link.nbytes for link in links]
@@ -180,7 +182,7 @@ class Loads:
         except Exception as error:
             # Verified bytes that this version cannot read: a miss, whatever the reason, and never a failed request.
             self.num_unreadable += 1
-            log.exception("a block of the disk cache cannot be read by this version")
+            log.exception("a block of the cache cannot be read by this version")
             if isinstance(error, ConfigError):
                 # It would stand for one that can be read.
                 self._tier.remove([came.block.id])

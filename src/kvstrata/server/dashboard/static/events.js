@@ -4,10 +4,10 @@ import { byId, count, h, size } from "./dom.js";
 
 const MAX_EVENTS = 200;
 // Every request moves these, or they rise and fall: figures, not events.
-const QUIET = /^(queried|hit|disk_read|disk_queue|disk_limit|disk_missed)_|^stored_tokens$|^disk_written_(?!bytes)/;
+const QUIET = /^(queried|hit|disk_read|disk_queue|disk_limit|disk_missed|remote_read|remote_queue|remote_missed)_|^stored_tokens$|^remote_is_paused$|^(disk|remote)_written_(?!bytes)/;
 const KINDS = [
   [/fail|damage|error|quarantin/, "failed"],
-  [/^(disk_)?refused_/, "refused"],
+  [/^(disk_|remote_)?refused_/, "refused"],
   [/evict/, "evicted"],
   [/dropped/, "dropped"],
   [/spill|written/, "spilled"],

@@ -10,6 +10,7 @@ export function showFigures(usage, props) {
   const figures = [
     figure("memory", "KV in memory", sizeParts(held), `${usage.under === "key" ? "this key's, " : ""}of ${sizeParts(usage.budget_bytes).join(" ")}`, held / usage.budget_bytes),
     ...Object.entries(others).map(([name, tier]) => figure(name, `KV on ${name}`, sizeParts(tier.bytes), `${count(tier.tokens)} tokens`)),
+    ...(usage.remote ? [figure("remote", "From other servers", [count(usage.remote.read_tokens), "tokens"], usage.remote.paused_because ? `paused: ${usage.remote.paused_because}` : `${count(usage.remote.written_tokens)} written for them`)] : []),
     figure("stored", "Stored", [count(hot.tokens), "tokens"], plural(hot.spans, "span")),
     figure("hit-rate", "Hit rate", queried ? percent(hit, queried).split("\u00a0") : ["–", ""], `of ${count(queried)} looked up`, queried ? hit / queried : 0),
     figure("hits", "Not computed", [count(hit), "tokens"], "found in the cache"),

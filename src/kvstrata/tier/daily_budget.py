@@ -1,4 +1,4 @@
-"""How much is written in a day, for the disk's life. Pure, but for what it counts."""
+"""How much is written in a day, for a disk's life or a network's sake. Pure, but for what it counts."""
 
 from __future__ import annotations
 

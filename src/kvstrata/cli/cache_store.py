@@ -1,0 +1,102 @@
+"""`kvstrata cache ls|verify --remote` and what `doctor` says of a store that servers share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvstrata.errors import KvstrataError
+
+if TYPE_CHECKING:
+    from kvstrata.remote.inspect import Measured
+    from kvstrata.remote.stores.base import Store
+
+Remote = Annotated[
+    str | None,
+    typer.Option(
+        "--remote",
+        help="A store that servers share, as --remote-cache names it, instead of a folder.",
+        envvar="KVSTRATA_REMOTE_CACHE",
+        metavar="url",
+        show_default="none",
+    ),
+]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--remote-secret-file",
+        help="The secret of its servers.",
+        envvar="KVSTRATA_REMOTE_SECRET_FILE",
+        metavar="file",
+        show_default="none",
+    ),
+]
+
+
+def ls(url: str, *, as_json: bool) -> None:
+    """Names tell nothing without the tokens, so there are only sizes."""
+    from kvstrata.remote.inspect import blocks_in
+    from kvstrata.sizes import human_bytes
+
+    with opened(url) as store:
+        blocks = blocks_in(store)
+    if as_json:
+        typer.echo(json.dumps({"blocks": [{"name": each.name, "bytes": each.nbytes} for each in blocks]}))
+        return
+    for each in blocks:
+        typer.echo(f"{each.name[:16]}  {human_bytes(each.nbytes):>9}")
+    typer.echo(f"{len(blocks)} blocks, {human_bytes(sum(each.nbytes for each in blocks))}")
+
+
+def verify(url: str, secret_file: Path | None, *, as_json: bool) -> None:
+    """Ends with 1 if something is damaged."""
+    from kvstrata.index.keys import chain
+    from kvstrata.remote.inspect import verify as verify_blocks
+    from kvstrata.remote.secret import keys_for
+    from kvstrata.remote.url import parse
+    from kvstrata.sizes import human_bytes
+
+    keys = keys_for(parse(url), secret_file)
+    with opened(url) as store:
+        found = verify_blocks(store, keys, chain)
+    if as_json:
+        damaged = [{"name": name, "reason": reason} for name, reason in found.damaged]
+        typer.echo(json.dumps({"blocks": found.num_blocks, "bytes": found.num_bytes, "damaged": damaged}))
+    else:
+        for name, reason in found.damaged:
+            typer.echo(f"{name[:16]}  {reason}")
+        whole = f"{found.num_blocks} blocks are whole, {human_bytes(found.num_bytes)}"
+        typer.echo(f"{whole}; {len(found.damaged)} are damaged or sealed with another secret")
+    if found.damaged:
+        raise typer.Exit(1)
+
+
+def measured(url: str) -> Measured:
+    from kvstrata.remote.inspect import measure
+
+    with opened(url) as store:
+        return measure(store)
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Store]:
+    """A fault of the store is one line."""
+    from kvstrata.remote.faults import StoreFault
+    from kvstrata.remote.stores.open import NEXT_STEP, make_store
+    from kvstrata.remote.url import parse
+
+    place = parse(url)
+    store = make_store(place)
+    try:
+        yield store
+    except StoreFault as fault:
+        raise KvstrataError(
+            f"{place.shown} cannot be used ({fault.reason}): {fault}. {NEXT_STEP[fault.reason]}."
+        ) from None
+    finally:
+        store.close()

@@ -1,0 +1,159 @@
+"""Whether the store does what it is asked: pauses after faults, what they were, and how long an answer takes.
+
+While a pause is on, nothing is asked of the store. Each further fault makes the next pause twice as long; the first
+thing that works again ends it. A store that is full or read-only is still read.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+
+from kvstrata.remote.faults import WRITE_FAULTS, StoreFault
+
+log = logging.getLogger(__name__)
+
+# Of the latency that was measured before, in the one that is expected.
+OLD_SHARE = 0.7
+
+
+class Event(StrEnum):
+    WRITTEN = "written"
+    REFUSED = "refused"  # not taken by put
+    DROPPED = "dropped"  # taken, then given up
+    FAILED = "failed"  # the store did not do it
+    READ = "read"
+    MISSED = "missed"  # asked for, not delivered
+    DELETED = "deleted"  # damaged blocks
+    SKIPPED = "skipped"  # not offered: it has fewer bits than blocks here
+
+
+class Counters:
+    """Counted on every thread of the tier."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[tuple[Event, str]] = Counter()
+        self._bytes: Counter[Event] = Counter()
+        self._tokens: Counter[Event] = Counter()
+
+    def add(self, event: Event, reason: str = "ok", *, nbytes: int = 0, tokens: int = 0) -> None:
+        with self._lock:
+            self._counts[event, str(reason)] += 1
+            self._bytes[event] += nbytes
+            self._tokens[event] += tokens
+
+    def nbytes(self, event: Event) -> int:
+        with self._lock:
+            return self._bytes[event]
+
+    def tokens(self, event: Event) -> int:
+        with self._lock:
+            return self._tokens[event]
+
+    def snapshot(self) -> dict[str, dict[str, int]]:
+        with self._lock:
+            by_event: dict[str, dict[str, int]] = {event.value: {} for event in Event}
+            for (event, reason), count in sorted(self._counts.items()):
+                by_event[event.value][reason] = count
+            return by_event
+
+
+class _Pause:
+    """Guarded by its owner."""
+
+    def __init__(self, first_s: float, longest_s: float) -> None:
+        self._first_s = first_s
+        self._longest_s = longest_s
+        self._next_s = first_s
+        self.until_s = 0.0
+        self.reason = ""
+
+    def begin(self, reason: str, now_s: float) -> None:
+        if now_s < self.until_s:
+            return  # another thread met the same fault
+        self.reason = reason
+        self.until_s = now_s + self._next_s
+        self._next_s = min(2 * self._next_s, self._longest_s)
+
+    def end(self) -> None:
+        self.reason, self.until_s, self._next_s = "", 0.0, self._first_s
+
+
+class Health:
+    def __init__(
+        self,
+        counters: Counters,
+        *,
+        first_pause_s: float,
+        longest_pause_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._counters = counters
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._all = _Pause(first_pause_s, longest_pause_s)
+        self._writes = _Pause(first_pause_s, longest_pause_s)
+        self._latency_s = 0.0
+
+    @property
+    def is_paused(self) -> bool:
+        """For reading and looking."""
+        with self._lock:
+            return self._clock() < self._all.until_s
+
+    @property
+    def paused_because(self) -> str:
+        """Why blocks are not taken; empty: they are."""
+        with self._lock:
+            now_s = self._clock()
+            return next((pause.reason for pause in (self._all, self._writes) if now_s < pause.until_s), "")
+
+    @property
+    def latency_s(self) -> float:
+        """Of a question that has no bytes to carry, as it was lately; 0: none was asked."""
+        with self._lock:
+            return self._latency_s
+
+    def lift(self) -> None:
+        """Try now. After another fault the next pause is longer all the same."""
+        with self._lock:
+            self._all.until_s = self._writes.until_s = 0.0
+
+    @contextmanager
+    def asking(self, *, writes: bool = False, measures: bool = False) -> Iterator[None]:
+        """Around every call of the store. Lets StoreFault through, and remembers it."""
+        began_s = self._clock()
+        try:
+            yield
+        except StoreFault as fault:
+            self._note(fault)
+            raise
+        self._works(writes, self._clock() - began_s if measures else None)
+
+    def _note(self, fault: StoreFault) -> None:
+        self._counters.add(Event.FAILED, fault.reason)
+        with self._lock:
+            pause = self._writes if fault.reason in WRITE_FAULTS else self._all
+            is_news = pause.reason != fault.reason
+            pause.begin(fault.reason, self._clock())
+            seconds = pause.until_s - self._clock()
+        if is_news:
+            log.warning("The remote cache is left alone for %.0f s (%s): %s", seconds, fault.reason, fault)
+
+    def _works(self, writes: bool, seconds: float | None) -> None:
+        with self._lock:
+            was = self._all.reason or (self._writes.reason if writes else "")
+            self._all.end()
+            if writes:
+                self._writes.end()
+            if seconds is not None:
+                old_s = self._latency_s
+                self._latency_s = OLD_SHARE * old_s + (1 - OLD_SHARE) * seconds if old_s else seconds
+        if was:
+            log.warning("The remote cache works again")

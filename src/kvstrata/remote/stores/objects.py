@@ -1,0 +1,214 @@
+"""Values in an object store (S3, Google, Azure), through obstore. Each name is a request: few are asked, side by side.
+
+No object store lets a server say when one object expires: what has not been used for its time is deleted by a rule of
+the bucket, or by a sweep. An object's age is when it was last written, so one that is used in the second half of its
+time is written again.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from kvstrata.errors import ConfigError
+from kvstrata.remote.faults import Fault, StoreFault
+from kvstrata.remote.stores.base import PREFIX, Content, StoredValue
+from kvstrata.remote.url import RemoteUrl
+
+T = TypeVar("T")
+SIDE_BY_SIDE = 16
+CLIENT = {"connect_timeout": "2s", "timeout": "60s"}
+RETRY: dict[str, Any] = {"max_retries": 1, "retry_timeout": datetime.timedelta(seconds=5)}
+
+
+class ObjectStore:
+    def __init__(self, url: RemoteUrl) -> None:
+        try:
+            self._store = _open(url)
+        except ImportError:
+            raise ConfigError(
+                f"{url.scheme}:// needs the package obstore. Install it with: pip install 'kvstrata[remote]'"
+            ) from None
+        self._pool = ThreadPoolExecutor(SIDE_BY_SIDE, thread_name_prefix="kvstrata-remote")
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        return self._each(self._size, names)
+
+    def leading(self, names: Sequence[str]) -> list[int]:
+        """Parents are written first: look at some, side by side, then between the last that is there and the first that
+        is not."""
+        found = [0] * len(names)
+        first, last = 0, len(names)  # all before `first` are there, none from `last` on is
+        while first < last:
+            step = max(1, -(-(last - first) // SIDE_BY_SIDE))
+            looked = list(range(first + step - 1, last, step)) or [last - 1]
+            if looked[-1] != last - 1:
+                looked.append(last - 1)
+            sizes = self.sizes([names[at] for at in looked])
+            for at, nbytes in zip(looked, sizes, strict=True):
+                if not nbytes:
+                    last = at
+                    break
+                found[first : at + 1] = [nbytes] * (at + 1 - first)
+                first = at + 1
+        return found[:first]
+
+    def get(self, name: str) -> memoryview | None:
+        import obstore
+        from obstore.exceptions import NotFoundError
+
+        with _faults():
+            try:
+                return memoryview(obstore.get(self._store, _path(name)).bytes())
+            except (NotFoundError, FileNotFoundError):
+                self._require_place()
+                return None
+
+    def create(self, name: str, content: Content, ttl_s: float) -> bool:
+        del ttl_s
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        with _faults():
+            try:
+                obstore.put(self._store, _path(name), bytes(content), mode="create", use_multipart=False)
+            except (AlreadyExistsError, FileExistsError):
+                return False
+        return True
+
+    def touch(self, names: Sequence[str], ttl_s: float) -> None:
+        if ttl_s:
+            self._each(lambda name: self._refresh(name, ttl_s), names)
+
+    def delete(self, names: Sequence[str]) -> None:
+        import obstore
+        from obstore.exceptions import NotFoundError
+
+        with _faults():
+            for name in names:
+                try:
+                    obstore.delete(self._store, _path(name))
+                except (NotFoundError, FileNotFoundError):
+                    continue
+
+    def values(self) -> Iterator[StoredValue]:
+        for meta in self._metas():
+            yield StoredValue(str(meta["path"]).rsplit("/", 1)[-1], int(meta["size"]))
+
+    def sweep(self, ttl_s: float) -> int:
+        old = [str(meta["path"]) for meta in self._metas() if ttl_s and _age_s(meta) > ttl_s]
+        names = [path.rsplit("/", 1)[-1] for path in old if path.count("/") > 1]
+        self.delete(names)
+        return len(names)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _metas(self) -> Iterator[Any]:
+        import obstore
+
+        with _faults():
+            for batch in obstore.list(self._store, prefix=PREFIX):
+                yield from batch
+
+    def _size(self, name: str) -> int:
+        meta = self._head(name)
+        return 0 if meta is None else int(meta["size"])
+
+    def _head(self, name: str) -> Any:
+        import obstore
+        from obstore.exceptions import NotFoundError
+
+        with _faults():
+            try:
+                return obstore.head(self._store, _path(name))
+            except (NotFoundError, FileNotFoundError):
+                return None
+
+    def _refresh(self, name: str, ttl_s: float) -> None:
+        import obstore
+
+        meta = self._head(name)
+        if meta is None or _age_s(meta) < ttl_s / 2:
+            return
+        content = self.get(name)
+        if content is not None:
+            with _faults():
+                obstore.put(self._store, _path(name), bytes(content), use_multipart=False)
+
+    def _require_place(self) -> None:
+        """A bucket that does not exist says no more than an object that does not."""
+        import obstore
+
+        next(iter(obstore.list(self._store, prefix=PREFIX, chunk_size=1)), None)
+
+    def _each(self, ask: Callable[[str], T], names: Sequence[str]) -> list[T]:
+        return list(self._pool.map(ask, names))
+
+
+def _open(url: RemoteUrl) -> Any:
+    from obstore.store import AzureStore, GCSStore, S3Store
+
+    prefix, client = url.path.strip("/") or None, dict(CLIENT)
+    if url.scheme == "s3":
+        options: dict[str, Any] = {"region": url.options["region"]} if "region" in url.options else {}
+        if url.endpoint:
+            options["endpoint"] = url.endpoint
+            client["allow_http"] = str(url.endpoint.startswith("http://")).lower()
+        return S3Store(url.host, prefix=prefix, client_options=client, retry_config=RETRY, **options)  # pyright: ignore[reportArgumentType]
+    if url.scheme == "gs":
+        return GCSStore(url.host, prefix=prefix, client_options=client, retry_config=RETRY)  # pyright: ignore[reportArgumentType]
+    return AzureStore(url.host, prefix=prefix, client_options=client, retry_config=RETRY)  # pyright: ignore[reportArgumentType]
+
+
+def _path(name: str) -> str:
+    """Blocks in 256 folders, which object stores spread; what has a name of its own lies beside them."""
+    return f"{PREFIX}/{name[:2]}/{name}" if len(name) > 32 else f"{PREFIX}/{name}"
+
+
+def _age_s(meta: Any) -> float:
+    return (datetime.datetime.now(datetime.UTC) - meta["last_modified"]).total_seconds()
+
+
+@contextmanager
+def _faults() -> Iterator[None]:
+    from obstore import exceptions
+
+    try:
+        yield
+    except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
+        raise StoreFault(Fault.DENIED, _words(error)) from None
+    except exceptions.BaseError as error:
+        raise StoreFault(_fault_of(str(error)), _words(error)) from None
+    except FileNotFoundError as error:
+        raise StoreFault(Fault.NO_PLACE, _words(error)) from None
+    except PermissionError as error:
+        raise StoreFault(Fault.DENIED, _words(error)) from None
+    except (OSError, ValueError) as error:
+        raise StoreFault(Fault.OTHER, _words(error)) from None
+
+
+SIGNS = {
+    "NoSuchBucket": Fault.NO_PLACE,
+    "ContainerNotFound": Fault.NO_PLACE,
+    "AccessDenied": Fault.DENIED,
+    "InvalidAccessKeyId": Fault.DENIED,
+    "SignatureDoesNotMatch": Fault.DENIED,
+    "Forbidden": Fault.DENIED,
+    "timed out": Fault.TIMEOUT,
+    "timeout": Fault.TIMEOUT,
+    "onnect": Fault.UNREACHABLE,
+    "error sending request": Fault.UNREACHABLE,
+    "not found": Fault.NO_PLACE,
+}
+
+
+def _fault_of(text: str) -> Fault:
+    return next((fault for sign, fault in SIGNS.items() if sign in text), Fault.OTHER)
+
+
+def _words(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,99 @@
+"""Figures of docs/remote.md, on this machine: python -m tests.remote.figures [tokens]
+
+Time to the first token of a prompt that another server computed: computed again, loaded from a Valkey on loopback, and
+through a network of 1 MB/s, where loading does not pay and must cost nothing. The default model, medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.engine.engine import Engine
+from kvstrata.engine.limits import Limits
+from kvstrata.engine.request import Event, Finished, Piece, Request
+from kvstrata.layers.kinds import arrays_in
+from kvstrata.metrics import Metrics
+from kvstrata.models.load import load
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.remote.options import RemoteOptions
+from kvstrata.remote.url import parse
+from tests.engine.drive import GREEDY
+from tests.engine.test_engine import Reply
+from tests.remote.stores import Proxy, valkey
+from tests.remote.test_servers import shared
+
+ROUNDS = 5
+SLOW_BYTES_PER_S = 1e6
+
+
+@contextmanager
+def engine_on(loaded: LoadedModel, url: str | None) -> Iterator[Engine]:
+    mx.eval(arrays_in(loaded.module))
+    engine = Engine(loaded, Limits(), Metrics(), remote=None if url is None else RemoteOptions(parse(url)))
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()
+
+
+def first_token(engine: Engine, name: str, prompt: tuple[int, ...]) -> tuple[float, int]:
+    """Seconds, and how many tokens were not computed."""
+    reply, came = Reply(), list[float]()
+
+    def sink(event: Event) -> None:
+        if isinstance(event, Piece | Finished):
+            came.append(time.perf_counter())
+        reply.sink(event)
+
+    began_s = time.perf_counter()
+    engine.submit(Request(name, prompt, 2, GREEDY), sink)
+    ended = reply.wait()
+    assert isinstance(ended, Finished)
+    return came[0] - began_s, ended.usage.cached_tokens
+
+
+def main(num_tokens: int) -> None:
+    loaded = load(None)
+    generator = np.random.default_rng(1)
+    prompts = [tuple(map(int, generator.integers(100, 40_000, num_tokens))) for _ in range(ROUNDS)]
+
+    with valkey() as server:
+        with engine_on(loaded, server.url) as engine:
+            for number, prompt in enumerate(prompts):
+                first_token(engine, f"writes {number}", prompt)
+            engine.ask(shared).result(300)
+            usage = engine.cache.usage().result(60).remote
+            assert usage is not None
+            token_bytes = usage.usage.written_bytes / max(1, usage.written_tokens)
+        proxy = Proxy(server.port, bytes_per_s=SLOW_BYTES_PER_S)
+        urls = {"computed": None, "loaded": server.url, "over 1 MB/s": f"redis://127.0.0.1:{proxy.port}/0"}
+        times: dict[str, list[float]] = {name: [] for name in urls}
+        cached: dict[str, list[int]] = {name: [] for name in urls}
+        with ExitStack() as stack:
+            engines = {name: stack.enter_context(engine_on(loaded, url)) for name, url in urls.items()}
+            for number, prompt in enumerate(prompts):
+                # In turns: what else the machine does changes from minute to minute.
+                for name, engine in engines.items():
+                    seconds, tokens = first_token(engine, f"{name} {number}", prompt)
+                    times[name].append(seconds)
+                    cached[name].append(tokens)
+        proxy.close()
+    print(f"{num_tokens} tokens, {ROUNDS} prompts in turns; {token_bytes / 1000:.1f} kB a token")
+    for name in urls:
+        ratios = [mine / alone for mine, alone in zip(times[name], times["computed"], strict=True)]
+        print(
+            f"{name:<12} {statistics.median(times[name]):.3f} s, of computed {statistics.median(ratios):.3f}; "
+            f"each {[f'{each:.2f}' for each in times[name]]}, tokens found {cached[name]}"
+        )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2000)

