@@ -30,6 +30,7 @@ from kvstrata.index.keys import chain
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.blocks import block_bytes
 from kvstrata.spans.marks import Mark
+from kvstrata.store.cold.fetches import Offer
 from kvstrata.store.cold.loads import BlockLoad
 from kvstrata.store.errands import Steps
 from kvstrata.store.incoming import Arriving, Imported
@@ -95,15 +96,22 @@ class Moving:
         return exporting
 
     def _fetch(self, conversation: Conversation) -> None:
-        """What only the disk has comes to memory first."""
+        """What only the tiers have comes to memory first."""
         ids, salt = conversation.ids, conversation.salt
-        lookup = self._ask(lambda loop: loop.stock.fetches.look(ids, salt)).result()
-        if lookup is None or not lookup.wait(LOOKUP_S):
+        asked = self._ask(lambda loop: loop.stock.fetches.look(ids, salt)).result()
+        if asked is None:
             return
+        asked.wait(LOOKUP_S)
+        for offer in asked.offers:
+            self._load(offer, conversation)
+
+    def _load(self, offer: Offer, conversation: Conversation) -> None:
+        """What one tier has more than memory."""
+        ids, salt = conversation.ids, conversation.salt
         come = threading.Event()
 
         def load(loop: Loop) -> BlockLoad | None:
-            begun = loop.stock.fetches.load(lookup.answer, ids, salt)
+            begun = loop.stock.fetches.load(offer, ids, salt)
             if begun is not None:
                 begun.on_done = lambda _: come.set()
                 if begun.is_done:

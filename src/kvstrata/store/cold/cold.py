@@ -214,7 +214,7 @@ class Cold:
     def reach(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Lookup[tuple[int, ...]]:
         """How many tokens of each chain a sequence could go on from. Nothing counts as used. The answer is empty until
         there is one, and for good without a tier."""
-        return self._ask(self._reach(tuple(chains)), ())
+        return self.ask(self._reach(tuple(chains)), ())
 
     def blocks_to(self, leaf: Node[Entry], *, with_mark: bool) -> Lookup[tuple[Link, ...]]:
         """The blocks of all tokens up to a leaf's end, however they were cut; none where the disk has not all of it."""
