@@ -73,7 +73,9 @@ def run(start: Start, task: str, folder: Path) -> Ended:
 
 def talk(start: Start, lines: Sequence[str], folder: Path) -> Ended:
     """The same, for one that is told what to do line by line."""
-    return _run([str(COMMANDS / start.command), *start.arguments], start, folder, "".join(f"{each}\n" for each in lines))
+    return _run(
+        [str(COMMANDS / start.command), *start.arguments], start, folder, "".join(f"{each}\n" for each in lines)
+    )
 
 
 def launch(start: Start, url: str, task: str, folder: Path) -> Ended:

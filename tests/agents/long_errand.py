@@ -49,14 +49,14 @@ def odd_call(tool: str, arguments: dict[str, Any]) -> str:
 
 
 def long_errand(tool: str, arguments: Arguments, think: Think) -> Script:
-    """Three calls and an answer; for the second message a call and an answer. Requests that do not offer the tool get a
-    title."""
+    """Two calls in turn, two at once and an answer; for the second message a call and an answer. Requests that do not
+    offer the tool get a title."""
     first, second, third, again = (odd_call(tool, arguments(command)) for command in COMMANDS)
     turns = iter(
         (
             think("I make the file") + "First  the file:\n\n" + first,
             think("I look at it") + second,
-            think("I ask for the word") + "Now the word, naïvely – as asked.\n" + third,
+            think("I ask for the word") + "Now the word, naïvely – as asked.\n" + third + "\n\n" + second,
             think("I tell") + f"{LAST}  \n\n- `{FILE}` is there\n",
             think("I do it again") + "\nOnce more. \n" + again,
             think("I tell again") + AGAIN_LAST,
