@@ -1,5 +1,5 @@
-"""An errand of several turns and two messages, from a model that writes as real ones do: its tokens are not those that a
-tokenizer would make of the same text, and its calls are not spaced as the template spaces them.
+"""An errand of several turns and two messages, from a model that writes as real ones do: its tokens are not those that
+a tokenizer would make of the same text, and its calls are not spaced as the template spaces them.
 
 And what of each prompt was shared with the one before it, and cached. Knows no client.
 """
@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,8 @@ AGAIN = "Do it once more, and tell me the word that the command says now."
 SAYS = "echo word-$((6 * 7000))"
 COMMANDS = (f"printf 'made by an agent\\n' > {FILE}", f"cat {FILE}", SAYS, SAYS)
 AGAIN_LAST = f"Once more: {WORD}."
+OTHER = "What is a walrus?"  # in a session of its own
+OTHER_LAST = "An animal with tusks."
 _TAGS = r"</?(?:think|tool_call)>"
 _PIECE_CHARS = 5
 # What a prompt shares is seen without white space, which templates and models put in their own ways, and without
@@ -49,17 +52,18 @@ def odd_call(tool: str, arguments: dict[str, Any]) -> str:
 
 
 def long_errand(tool: str, arguments: Arguments, think: Think) -> Script:
-    """Two calls in turn, two at once and an answer; for the second message a call and an answer. Requests that do not
-    offer the tool get a title."""
+    """Two calls in turn, two at once and an answer; for the second message a call and an answer; an answer
+    in another session. Requests that do not offer the tool get a title."""
     first, second, third, again = (odd_call(tool, arguments(command)) for command in COMMANDS)
     turns = iter(
         (
             think("I make the file") + "First  the file:\n\n" + first,
             think("I look at it") + second,
-            think("I ask for the word") + "Now the word, naïvely – as asked.\n" + third + "\n\n" + second,
+            think("I ask for the word") + "Now the word, naïvely, as asked.\n" + third + "\n\n" + second,
             think("I tell") + f"{LAST}  \n\n- `{FILE}` is there\n",
             think("I do it again") + "\nOnce more. \n" + again,
             think("I tell again") + AGAIN_LAST,
+            think("I know that") + OTHER_LAST,
         )
     )
 
@@ -107,8 +111,7 @@ class Turn:
 
 def turns_of(tokenizer: TokenizerWrapper, said: Sequence[Said]) -> list[Turn]:
     """From the second one on, of one conversation."""
-    pairs = zip(said, said[1:], strict=False)
-    return [Turn(len(now.ids), shared_tokens(tokenizer, last, now), now.cached_tokens) for last, now in pairs]
+    return [Turn(len(now.ids), shared_tokens(tokenizer, last, now), now.cached_tokens) for last, now in pairwise(said)]
 
 
 def shared_tokens(tokenizer: TokenizerWrapper, last: Said, now: Said) -> int:

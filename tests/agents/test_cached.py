@@ -20,6 +20,8 @@ from tests.agents.forced import CONTEXT_TOKENS, NAME, Form, forced_model, servin
 from tests.agents.long_errand import (
     AGAIN,
     AGAIN_LAST,
+    OTHER,
+    OTHER_LAST,
     Arguments,
     Turn,
     conversation,
@@ -34,12 +36,14 @@ pytestmark = pytest.mark.slow
 
 FORM = Form(QWEN3)
 MIN_RATE = 0.95
+# A long prompt has that rate whatever becomes of a reply. A token may be lost where two texts meet.
+MAX_AGAIN = 4
 OFF: dict[str, Any] = {"exact_replay": False, "drop_nonces": False, "system_in_place": False}
 
 
 @dataclass(frozen=True)
 class Case:
-    """`again`: the same agent for the second message of the same session."""
+    """`again`: how it is started for the second message of the same session."""
 
     agent: Agent
     again: Callable[[Start], Start]
@@ -92,10 +96,10 @@ def started(agent: Agent, url: str) -> Start:
 def errand_turns(case: Case, think: Think, folder: Path, **flags: Any) -> list[Turn]:
     with serving(long_errand(case.tool, case.arguments, think), FORM, **flags) as forced:
         start = started(case.agent, forced.served.url)
-        ends = [run(start, TASK, folder), run(case.again(start), AGAIN, folder)]
+        ends = [run(start, TASK, folder), run(case.again(start), AGAIN, folder), run(start, OTHER, folder)]
     assert_done(ends)
     main = conversation(forced.said, case.tool)
-    assert len(main) == 6, ends[-1].all
+    assert len(main) == 7, ends[-1].all
     return turns_of(forced_model(FORM).tokenizer, main)
 
 
@@ -105,14 +109,14 @@ def edit_turns(think: Think, folder: Path, **flags: Any) -> list[Turn]:
         # Without --message it reads what to do line by line.
         start = replace(start, arguments=["--auto-test", "--test-cmd", CHECK, *start.arguments[:-1]])
         ended = talk(start, [TASK, AGAIN], folder)
-    assert_done([ended, ended])
+    assert_done([ended, ended])  # both last words
     main = conversation(forced.said, "")
     assert len(main) == 4, ended.all
     return turns_of(forced_model(FORM).tokenizer, main)
 
 
 def assert_done(ends: list[Ended]) -> None:
-    for ended, last in zip(ends, (LAST, AGAIN_LAST), strict=True):
+    for ended, last in zip(ends, (LAST, AGAIN_LAST, OTHER_LAST), strict=False):
         assert last in ended.out, ended.all
         assert ended.code == 0, ended.all
 
@@ -124,6 +128,7 @@ def compare(name: str, think: Think, off: list[Turn], on: list[Turn]) -> None:
         print(f"| {' | '.join(cells)} |")
     for turn in on:
         assert turn.rate >= MIN_RATE
+        assert turn.again <= MAX_AGAIN
     assert sum(turn.again for turn in on) <= sum(turn.again for turn in off)
 
 
