@@ -57,8 +57,8 @@ class Anatomy:
         return Sampled(tuple(ids), visible_from, text_from, opened, visible.thought_digest)
 
     def trimmed(self, sampled: Sampled, content: str) -> Sampled | None:
-        """The same reply without the white space around its text `content`, as some clients send it back. None: there is
-        none, a token holds more than white space there, or it would stand between the thinking and the text."""
+        """The same reply without the white space around its text `content`, as some clients send it back. None: there
+        is none, a token holds more than white space there, or it stands between the thinking and the text."""
         begin, end = sampled.text_from, len(sampled.ids)
         wanted = content.strip()
         if begin is None or not wanted or wanted == content:
