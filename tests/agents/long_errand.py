@@ -104,10 +104,6 @@ class Turn:
     def rate(self) -> float:
         return 1 - self.again / self.shared
 
-    @property
-    def words(self) -> str:
-        return f"{self.rate:.1%} ({self.again})".replace("%", " %")
-
 
 def turns_of(tokenizer: TokenizerWrapper, said: Sequence[Said]) -> list[Turn]:
     """From the second one on, of one conversation."""

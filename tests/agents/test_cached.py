@@ -123,9 +123,10 @@ def assert_done(ends: list[Ended]) -> None:
 
 def compare(name: str, think: Think, off: list[Turn], on: list[Turn]) -> None:
     kind = "plain" if think is thinks_not else "thinking"
-    for word, turns in (("off", off), ("on", on)):
-        cells = [name, kind, word, str(turns[0].prompt), *(turn.words for turn in turns)]
-        print(f"| {' | '.join(cells)} |")
+    # How many shared tokens were computed again, without and with; then the least rates.
+    cells = [f"{before.again}, {after.again} of {after.shared:,}" for before, after in zip(off, on, strict=True)]
+    least = [f"{100 * min(turn.rate for turn in turns):.1f} %" for turns in (off, on)]
+    print(f"| {' | '.join([name, kind, *cells, ', '.join(least)])} |")
     for turn in on:
         assert turn.rate >= MIN_RATE
         assert turn.again <= MAX_AGAIN

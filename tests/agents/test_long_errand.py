@@ -55,4 +55,4 @@ def test_what_was_cached_counts_as_far_as_it_is_shared() -> None:
     assert turns_of(tokenizer, chat) == [Turn(whole + 1, whole, len(ids_of(PROMPT)))]
     assert turns_of(tokenizer, chat)[0].again == len(ids_of(REPLY))
     assert Turn(100, 50, 80).rate == 1
-    assert Turn(100, 50, 40).words == "80.0 % (10)"
+    assert Turn(100, 50, 40).rate == 0.8
