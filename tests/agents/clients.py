@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import kvstrata
 
@@ -92,11 +93,12 @@ def _run(command: list[str], start: Start, folder: Path, told: str = "") -> Ende
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(text)
     home.mkdir(exist_ok=True)
+    hears: dict[str, Any] = {"input": told} if told else {"stdin": subprocess.DEVNULL}
     done = subprocess.run(
         command,
         cwd=work,
         env={**_ENVIRONMENT, "HOME": str(home), "TMPDIR": str(home), **start.variables},
-        **({"input": told} if told else {"stdin": subprocess.DEVNULL}),
+        **hears,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
