@@ -38,6 +38,7 @@ FORM = Form(QWEN3)
 MIN_RATE = 0.95
 # A long prompt has that rate whatever becomes of a reply. A token may be lost where two texts meet.
 MAX_AGAIN = 4
+NUM_COLUMNS = 6
 OFF: dict[str, Any] = {"exact_replay": False, "drop_nonces": False, "system_in_place": False}
 
 
@@ -125,6 +126,7 @@ def compare(name: str, think: Think, off: list[Turn], on: list[Turn]) -> None:
     kind = "plain" if think is thinks_not else "thinking"
     # How many shared tokens were computed again, without and with; then the least rates.
     cells = [f"{before.again}, {after.again} of {after.shared:,}" for before, after in zip(off, on, strict=True)]
+    cells += [""] * (NUM_COLUMNS - len(cells))
     least = [f"{100 * min(turn.rate for turn in turns):.1f} %" for turns in (off, on)]
     print(f"| {' | '.join([name, kind, *cells, ', '.join(least)])} |")
     for turn in on:
