@@ -175,7 +175,7 @@ def test_salts_keep_replies_apart() -> None:
 
 def test_replies_outlive_the_server_beside_the_disk_cache(tmp_path: Path) -> None:
     case = CASES["qwen3"]
-    flags = {"disk_cache_dir": tmp_path / "cold"}
+    flags: dict[str, Any] = {"disk_cache_dir": tmp_path / "cold"}
     with serving(script(case), case.form, **flags) as forced:
         called, _, _ = ask(forced, [TASK])
         before = shown_ids(forced, 0)
