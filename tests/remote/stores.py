@@ -147,13 +147,12 @@ def open_remote(url: str, secret: Path | None = None, *, backend: str = "cpu", *
 
 
 class Proxy:
-    """Between a client and a server on loopback. Counts how often a client began to ask after it had been answered."""
+    """Between a client and a server on loopback."""
 
     def __init__(self, port: int, *, bytes_per_s: float = 0.0) -> None:
         self._target = port
         self.bytes_per_s = bytes_per_s
         self.delay_s = 0.0
-        self.num_turns = 0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._is_closing = False
@@ -169,7 +168,6 @@ class Proxy:
 
     def _serve(self, client: socket.socket) -> None:
         with client, socket.create_connection(("127.0.0.1", self._target)) as server:
-            was_answered = True
             while not self._is_closing:
                 ready, _, _ = select.select([client, server], [], [], 0.2)
                 for source in ready:
@@ -179,13 +177,8 @@ class Proxy:
                         return
                     if not piece:
                         return
-                    if source is client:
-                        self.num_turns += was_answered
-                        was_answered = False
-                        if self.delay_s:
-                            time.sleep(self.delay_s)
-                    else:
-                        was_answered = True
+                    if source is client and self.delay_s:
+                        time.sleep(self.delay_s)
                     if self.bytes_per_s:
                         time.sleep(len(piece) / self.bytes_per_s)
                     (server if source is client else client).sendall(piece)
