@@ -1,7 +1,9 @@
-"""Figures of docs/remote.md, on this machine: python -m tests.remote.figures [tokens]
+"""Figures of docs/remote.md, on this machine: python -m tests.remote.figures [tokens], or: ... troubles
 
 Time to the first token of a prompt that another server computed: computed again, loaded from a Valkey on loopback, and
-through a network of 1 MB/s, where loading does not pay and must cost nothing. The default model, medians.
+through a network of 1 MB/s, where loading does not pay and must cost nothing. `troubles`: the slowest tokens of a
+stream while other prompts come and go, with a store that works or is in trouble, beside none. The default model,
+medians.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import mlx.core as mx
@@ -26,11 +28,12 @@ from kvstrata.remote.options import RemoteOptions
 from kvstrata.remote.url import parse
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
-from tests.remote.stores import Proxy, valkey
+from tests.remote.stores import TROUBLES, Proxy, valkey
 from tests.remote.test_servers import shared
 
 ROUNDS = 5
 SLOW_BYTES_PER_S = 1e6
+STREAM_TOKENS = 150
 
 
 @contextmanager
@@ -95,5 +98,44 @@ def main(num_tokens: int) -> None:
         )
 
 
+def pauses(engine: Engine, name: str, prompts: Sequence[tuple[int, ...]]) -> float:
+    """The 99th percentile of the seconds between two tokens of a stream, beside which these prompts are served."""
+    reply, came = Reply(), list[float]()
+
+    def sink(event: Event) -> None:
+        if isinstance(event, Piece):
+            came.append(time.perf_counter())
+        reply.sink(event)
+
+    engine.submit(Request(f"{name} stream", prompts[0][:32], STREAM_TOKENS, GREEDY), sink)
+    for number, prompt in enumerate(prompts):
+        first_token(engine, f"{name} {number}", prompt)
+    reply.wait()
+    return float(np.percentile(np.diff(came), 99))
+
+
+def troubles() -> None:
+    loaded = load(None)
+    generator = np.random.default_rng(2)
+    for trouble in ("none", *TROUBLES):
+        ratios = []
+        with valkey() as server, ExitStack() as stack:
+            alone = stack.enter_context(engine_on(loaded, None))
+            shares = stack.enter_context(engine_on(loaded, server.url))
+            if trouble != "none":
+                server.get_into(trouble)
+            for number in range(ROUNDS):
+                shape = (2, 300)
+                prompts = [tuple(map(int, row)) for row in generator.integers(100, 40_000, shape)]
+                both = {"alone": alone, "shares": shares}
+                took = {name: pauses(engine, f"{name} {number}", prompts) for name, engine in both.items()}
+                ratios.append(took["shares"] / took["alone"])
+        print(
+            f"{trouble:<10} p99 of {statistics.median(ratios):.3f} beside no tier; each {np.round(ratios, 2)}",
+            flush=True,
+        )
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2000)
+    asked = sys.argv[1] if len(sys.argv) > 1 else "2000"
+    troubles() if asked == "troubles" else main(int(asked))

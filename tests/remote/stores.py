@@ -27,6 +27,9 @@ from kvstrata.remote.url import parse
 SECRET = b"0123456789abcdef0123456789abcdef"
 
 
+TROUBLES = ("killed", "hangs", "full", "password", "read_only")
+
+
 class Valkey:
     """A server of its own, which a test may kill, stop and set up."""
 
@@ -62,6 +65,20 @@ class Valkey:
     @property
     def _pid(self) -> int:
         return self._server._process.pid
+
+    def get_into(self, trouble: str) -> None:
+        """One of TROUBLES."""
+        if trouble == "killed":
+            self.kill()
+        elif trouble == "hangs":
+            self.hang()
+        elif trouble == "full":
+            self.client.config_set("maxmemory", 1)
+        elif trouble == "password":
+            self.client.execute_command("ACL", "SETUSER", "default", "resetpass", ">other")
+            self.client.execute_command("CLIENT", "KILL", "TYPE", "normal")
+        else:
+            self.client.replicaof("127.0.0.1", 1)
 
     def hang(self) -> None:
         os.kill(self._pid, signal.SIGSTOP)
@@ -153,6 +170,7 @@ class Proxy:
         self._target = port
         self.bytes_per_s = bytes_per_s
         self.delay_s = 0.0
+        self._line = threading.Lock()  # one for all connections: together they have so many bytes a second
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         self._is_closing = False
@@ -180,7 +198,8 @@ class Proxy:
                     if source is client and self.delay_s:
                         time.sleep(self.delay_s)
                     if self.bytes_per_s:
-                        time.sleep(len(piece) / self.bytes_per_s)
+                        with self._line:
+                            time.sleep(len(piece) / self.bytes_per_s)
                     (server if source is client else client).sendall(piece)
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, make_computing_slow, settle
 from tests.engine.test_disk_lookups import make_computing_take_a_second
 from tests.engine.test_engine import Reply
-from tests.remote.stores import Proxy, Valkey, options_for, private_folder, secret_file
+from tests.remote.stores import TROUBLES, Proxy, Valkey, options_for, private_folder, secret_file
 from tests.tiny import VOCAB, tiny_loaded
 
 MIB = 1 << 20
@@ -187,24 +187,13 @@ def test_a_network_that_is_slower_than_computing_is_not_waited_for(server: Valke
     proxy.close()
 
 
-@pytest.mark.parametrize("trouble", ["killed", "hangs", "full", "password", "read_only"])
+@pytest.mark.parametrize("trouble", TROUBLES)
 def test_a_store_in_trouble_stops_no_stream(server: Valkey, trouble: str) -> None:
     with engine_on(server.url, tiny_loaded("llama")) as engine:
         alone = answer(engine, "before", 700)
         share(engine)
         engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
-        client = server.client
-        if trouble == "killed":
-            server.kill()
-        elif trouble == "hangs":
-            server.hang()
-        elif trouble == "full":
-            client.config_set("maxmemory", 1)
-        elif trouble == "password":
-            client.execute_command("ACL", "SETUSER", "default", "resetpass", ">other")
-            client.execute_command("CLIENT", "KILL", "TYPE", "normal")
-        else:
-            client.replicaof("127.0.0.1", 1)
+        server.get_into(trouble)
         for number in range(3):
             engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
             began_s = time.monotonic()
