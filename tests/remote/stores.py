@@ -75,8 +75,9 @@ class Valkey:
         elif trouble == "full":
             self.client.config_set("maxmemory", 1)
         elif trouble == "password":
-            self.client.execute_command("ACL", "SETUSER", "default", "resetpass", ">other")
-            self.client.execute_command("CLIENT", "KILL", "TYPE", "normal")
+            client = self.client  # one that is logged in already
+            client.execute_command("ACL", "SETUSER", "default", "resetpass", ">other")
+            client.execute_command("CLIENT", "KILL", "TYPE", "normal")
         else:
             self.client.replicaof("127.0.0.1", 1)
 
