@@ -181,6 +181,22 @@ def test_explain_shows_where_it_ends_and_runs_no_markup(page: Page, fresh: Serve
     assert page.run("document.title") == f"kvstrata: {fresh.name}"
 
 
+def test_explain_says_what_was_done_to_the_prompt(browser: Browser, endless: Served) -> None:
+    page = browser.page()
+    page.open(endless.url)
+    page.wait(LOADED)
+    bill = {"role": "system", "content": "x-anthropic-billing-header: cch=1;\nYou are an agent."}
+    note = {"role": "system", "content": "Be brief."}
+    user = {"role": "user", "content": "Hello."}
+    page.choose("#explain [name=kind]", "json")
+    page.type("#explain textarea", json.dumps({"messages": [bill, user, note, user]}))
+    page.click("#explain button")
+    page.wait("document.querySelector('#explain-result .headline')")
+    result = page.text("#explain-result")
+    assert "left out of system messages: 1." in result
+    assert "stayed where they are: 1." in result
+
+
 def test_chat_streams_and_says_what_was_cached(browser: Browser, endless: Served) -> None:
     page = browser.page()
     page.open(endless.url)

@@ -57,9 +57,9 @@ export class Chat {
 
   async stream(answer, messages) {
     const began = performance.now();
-    const turn = { text: "", first: null, usage: null, began };
+    const turn = { text: "", first: null, usage: null, notes: [], began };
     const response = await request("POST", this.path, this.body(), this.stopping.signal);
-    turn.miss = response.headers.get("x-kvstrata-miss")?.split(";")[0];
+    [turn.miss, ...turn.notes] = (response.headers.get("x-kvstrata-miss") ?? "").split("; ");
     for await (const { data, comment } of events(response)) {
       if (comment?.startsWith("prefill")) answer.note.textContent = `reading the prompt: ${comment.slice(8)} tokens`;
       if (data === undefined || data === "[DONE]") continue;
@@ -121,6 +121,8 @@ function summary(turn) {
   if (turn.usage === null) return [first];
   const { prompt_tokens: prompt, completion_tokens: completion, prompt_tokens_details: details } = turn.usage;
   const rate = turn.first === null || completion < 2 ? "" : `, ${((1000 * (completion - 1)) / (performance.now() - turn.first)).toFixed(1)} tokens/s`;
-  const why = turn.miss && turn.miss !== "complete" ? ` (${turn.miss})` : "";
+  const replayed = turn.notes.find((note) => note.startsWith("replayed="));
+  const words = [turn.miss === "complete" ? "" : turn.miss, replayed ? `${replayed.slice(9)} replayed` : ""].filter(Boolean);
+  const why = words.length ? ` (${words.join(", ")})` : "";
   return [h("b", {}, `${count(details.cached_tokens)} of ${count(prompt)}`), ` prompt tokens cached${why}, ${first}${rate}`];
 }

@@ -44,7 +44,20 @@ export class Explain {
       h("p", { class: "around" }, h("span", { class: "hit" }, answer.before), h("mark", {}, answer.after)),
       ...(instead ? [h("p", { class: "hint" }, `Stored there instead: ${instead}`)] : []),
       ...(answer.session?.parted ? [h("p", { class: "hint" }, `Session ${answer.session.id}: ${sentence(answer.session.parted)}`)] : []),
+      ...done(answer).map((text) => h("p", { class: "hint" }, text)),
       ...(tiers.length ? [h("p", { class: "hint" }, tiers.map(([tier, tokens]) => `${count(tokens)} from ${tier}`).join(", "))] : []),
     );
   }
+}
+
+const RULES = {
+  nonce: "lines that change with every request were left out of system messages",
+  system_in_place: "system messages in the middle of the chat stayed where they are",
+};
+
+// What was done to the prompt so that it stays the same from turn to turn.
+function done({ replayed_turns: turns, replayed_tokens: tokens, hygiene }) {
+  const replies = turns === 1 ? "1 earlier reply stands" : `${count(turns)} earlier replies stand`;
+  const replayed = turns ? [`${replies} there as sampled: ${count(tokens)} tokens.`] : [];
+  return [...replayed, ...Object.entries(hygiene).map(([rule, times]) => `${RULES[rule] ?? rule}: ${count(times)}.`)];
 }
