@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -71,6 +71,13 @@ def run(start: Start, task: str, folder: Path) -> Ended:
     return _run([str(COMMANDS / start.command), *start.arguments, task], start, folder)
 
 
+def talk(start: Start, lines: Sequence[str], folder: Path) -> Ended:
+    """The same, for one that is told what to do line by line."""
+    return _run(
+        [str(COMMANDS / start.command), *start.arguments], start, folder, "".join(f"{each}\n" for each in lines)
+    )
+
+
 def launch(start: Start, url: str, task: str, folder: Path) -> Ended:
     """The same by `kvstrata launch`. What `start` has is for its user, and knows nothing of the server."""
     command = [*LAUNCH, start.command, "--url", url, "--", *start.arguments, task]
@@ -78,9 +85,9 @@ def launch(start: Start, url: str, task: str, folder: Path) -> Ended:
     return _run(command, replace(start, variables={**path, **start.variables}), folder)
 
 
-def _run(command: list[str], start: Start, folder: Path) -> Ended:
+def _run(command: list[str], start: Start, folder: Path, told: str = "") -> Ended:
     home, work = folder / "home", folder / "work"
-    work.mkdir(parents=True)
+    work.mkdir(parents=True, exist_ok=True)
     for name, text in start.files.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(text)
@@ -89,7 +96,7 @@ def _run(command: list[str], start: Start, folder: Path) -> Ended:
         command,
         cwd=work,
         env={**_ENVIRONMENT, "HOME": str(home), "TMPDIR": str(home), **start.variables},
-        stdin=subprocess.DEVNULL,
+        **({"input": told} if told else {"stdin": subprocess.DEVNULL}),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,

@@ -57,11 +57,11 @@ def edits(think: Think) -> Script:
     def say(prompt: Prompt) -> str:
         word = re.search(r"word-\d+", prompt.turns[-1].text)
         if word is None:
-            return think("the file") + _whole_file("made by nobody\n") + "I made it."
-        return think("the word") + _whole_file(CONTENT) + LAST.replace(WORD, word[0])
+            return think("the file") + whole_file("made by nobody\n") + "I made it."
+        return think("the word") + whole_file(CONTENT) + LAST.replace(WORD, word[0])
 
     return say
 
 
-def _whole_file(content: str) -> str:
+def whole_file(content: str) -> str:
     return f"{FILE}\n```\n{content}```\n\n"

@@ -109,13 +109,16 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 
 
 def read_prompt(text: str) -> Prompt:
-    """Of a form other than CHATML all is one turn."""
+    """Of a form other than CHATML and Qwen's all is one turn."""
     if BEGIN not in text:
         return Prompt((), (Turn("", text),))
     tools: tuple[dict[str, Any], ...] = ()
-    if shown := re.match(rf"{re.escape(BEGIN)}system\n<tools>\n(.*?)</tools>.*?{re.escape(END)}\n", text, re.DOTALL):
+    begin, end = re.escape(f"{BEGIN}system\n"), re.escape(f"{END}\n")
+    if shown := re.match(rf"{begin}<tools>\n(.*?)</tools>.*?{end}", text, re.DOTALL):
         tools = tuple(json.loads(line) for line in shown[1].splitlines())
-        text = text[shown.end() :]
+    elif shown := re.match(rf"{begin}# Tools\n(.*?){end}", text, re.DOTALL):
+        tools = tuple(tool["function"] for tool in json.loads(shown[1]))
+    text = text[shown.end() :] if shown else text
     *turns, _reply = text.split(BEGIN)[1:]
     pairs = (turn.removesuffix(f"{END}\n").split("\n", 1) for turn in turns)
     return Prompt(tools, tuple(Turn(role, said) for role, said in pairs))
@@ -148,6 +151,7 @@ class Said:
     prompt: Prompt
     reply: str
     reply_ids: tuple[int, ...]  # without what ends it
+    cached_tokens: int  # of the prompt
 
 
 @dataclass(frozen=True)
@@ -162,18 +166,26 @@ def serving(script: Script, form: Form = CHATML, loaded: LoadedModel | None = No
     usual one, with a tokenizer of this form."""
     loaded = loaded or forced_model(form)
     said: list[Said] = []
+    cached_tokens = 0  # of the sequence whose sampler is asked for: the engine's thread does one after the other
+    its_sampler = sequence.Sequence.sampler
+
+    def sampler_of(asking: sequence.Sequence, vocab_size: int) -> Sampler:
+        nonlocal cached_tokens
+        cached_tokens = asking.cached_tokens or 0
+        return its_sampler(asking, vocab_size)
 
     def sampler(sampling: Sampling, ids: Sequence[int], vocab_size: int) -> Sampler:
         prompt = read_prompt(loaded.tokenizer.decode(list(ids), skip_special_tokens=False))
         reply = script(prompt)
         pieces = [reply] if isinstance(reply, str) else reply
         reply_ids = tuple(id for piece in pieces for id in encode_rendered(loaded.tokenizer, piece))
-        said.append(Said(tuple(ids), prompt, "".join(pieces), reply_ids))
+        said.append(Said(tuple(ids), prompt, "".join(pieces), reply_ids, cached_tokens))
         end = encode_rendered(loaded.tokenizer, form.end)
         return ForcedSampler((*reply_ids, *end), sampling, ids, vocab_size)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sequence, "Sampler", sampler)
+        patch.setattr(sequence.Sequence, "sampler", sampler_of)
         with running(loaded, **flags) as served:
             yield Forced(served, said)
 

@@ -148,6 +148,21 @@ def test_what_was_changed_is_computed(edit: str) -> None:
         assert cached < len(shown_ids(forced, 0))
 
 
+def test_a_reply_that_a_client_trimmed_comes_back_without_its_space() -> None:
+    """As aider sends replies."""
+    case = CASES["qwen3"]
+    with serving(lambda _prompt: ("\n", "One", " tw", "o th", "ree.", " \n", "\n"), case.form) as forced:
+        message, _, _ = ask(forced, [TASK])
+        assert message["content"] == "\nOne two three. \n\n"
+        trimmed = {**message, "content": "One two three."}
+        _, _, miss = ask(forced, [TASK, trimmed, {"role": "user", "content": "Go on."}])
+        assert "replayed=1" in miss
+        said = tuple(id for piece in ("One", " tw", "o th", "ree.") for id in encode(forced, piece))
+        ids = forced.said[1].ids
+        at = len(forced.said[0].ids)
+        assert (ids[at : at + len(said)], ids[at + len(said)]) == (said, encode(forced, END)[0])
+
+
 def test_salts_keep_replies_apart() -> None:
     case = CASES["llama3"]
     with serving(script(case), case.form) as forced:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvstrata.text.reply_form import ReplyForm
 from kvstrata.text.sampled import Sampled
 from kvstrata.text.template import ChatTemplate
 from kvstrata.text.tokens import decode_ids, encode_rendered
-from kvstrata.text.visible import visible_of_reply
+from kvstrata.text.visible import Visible, visible_of_reply
 from tests.agents.forced import END, Form, forced_tokenizer
 from tests.text.chat_templates import HERMES, LLAMA, MISTRAL, QWEN3
 from tests.text.read import TOOLS
@@ -177,3 +178,49 @@ def test_a_template_that_refuses_marks_stands_as_it_is() -> None:
     made = chat.template.replay(messages, [None, sampled, None], ending_ids=chat.ending)
     assert made.replayed_turns == 0
     assert made.ids == chat.template.render(messages)
+
+
+SPACES = st.lists(st.sampled_from([" ", "\n", "\n\n", "\t", " \n"]), max_size=3)
+
+
+@settings(deadline=None, max_examples=60)
+@given(before=SPACES, words=st.lists(WORDS, min_size=1, max_size=3), after=SPACES, thinks=st.booleans(),
+       cuts=st.randoms(use_true_random=False))  # fmt: skip
+def test_a_trimmed_reply_comes_back_without_its_space(
+    qwen3: Chat, before: list[str], words: list[str], after: list[str], thinks: bool, cuts: Any
+) -> None:
+    """What is put back decodes to what the client sent, and is a run of what was sampled."""
+    thought = ["<think>", "\nHm.\n", "</think>", "\n\n"] if thinks else []
+    message, sampled = qwen3.reply((), [*thought, *_cut("".join([*before, *words, *after]), cuts)])
+    trimmed = qwen3.form.trimmed(sampled, Visible(message["content"]))
+    text = message["content"].strip()
+    if trimmed is None:
+        return
+    assert text != message["content"]
+    messages: list[Any] = [USER, {"role": "assistant", "content": text}, USER]
+    made = qwen3.template.replay(messages, [None, trimmed, None], ending_ids=qwen3.ending)
+    assert made.replayed_turns == 1
+    assert qwen3.text(made.ids) == qwen3.text(qwen3.template.render(messages))
+    loop: list[Any] = [USER, {**message, "content": text}]
+    made = qwen3.template.replay(loop, [None, trimmed], ending_ids=qwen3.ending)
+    # Line breaks behind thinking are no part of what the client was shown.
+    shown, rendered = (
+        re.sub(r"</think>\n+", "</think>", qwen3.text(ids)) for ids in (made.ids, qwen3.template.render(loop))
+    )
+    assert shown == rendered
+
+
+def test_space_is_trimmed_where_tokens_end(qwen3: Chat) -> None:
+    def trimmed_ids(*pieces: str) -> tuple[int, ...] | None:
+        message, sampled = qwen3.reply((), pieces)
+        trimmed = qwen3.form.trimmed(sampled, Visible(message["content"]))
+        return trimmed.ids[trimmed.text_from :] if trimmed else None
+
+    said = tuple(id for piece in ("Hel", "lo.") for id in encode_rendered(qwen3.tokenizer, piece))
+    assert trimmed_ids("Hel", "lo.", " ", "\n\n") == said
+    assert trimmed_ids("\n", "Hel", "lo.", "\n") == said
+    assert trimmed_ids("<think>", "Hm", "</think>", "\n\n", "Hel", "lo.", "\n") == said
+    assert trimmed_ids("Hel", "lo.") is None
+    assert trimmed_ids(" the", " word", "s") is None  # the first token begins with the space
+    # The whole reply, thinking included, would have the space that the client took away.
+    assert trimmed_ids("<think>", "Hm", "</think>", "\n\n", " ", "Hel", "lo.") is None

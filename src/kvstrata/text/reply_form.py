@@ -76,6 +76,11 @@ class ReplyForm:
         """`ids`: what the client was shown of a reply to this prompt, and `visible` what it saw."""
         return self._anatomy.sampled(ids, visible, opened=self.opens_thinking(prompt))
 
+    def trimmed(self, sampled: Sampled, visible: Visible) -> Sampled | None:
+        """The same reply as clients have it that take white space from the ends of a text; None: they have it whole, or
+        its ids cannot be told apart there."""
+        return self._anatomy.trimmed(sampled, visible.content)
+
     def before_answer(self, prompt: Sequence[int], *, is_call: bool) -> tuple[int, ...]:
         """The tokens that a reply has to write before its answer can begin. `is_call`: the answer is a call."""
         if self.has_channels:

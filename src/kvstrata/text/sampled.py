@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from kvstrata.text.harmony import HarmonyMarks
 from kvstrata.text.thinking import ThinkingTags
-from kvstrata.text.tokens import decode_ids, encode_rendered, token_bytes
+from kvstrata.text.tokens import decode_ids, encode_rendered, ids_text, token_bytes
 from kvstrata.text.visible import Visible
 
 if TYPE_CHECKING:
@@ -55,6 +55,23 @@ class Anatomy:
         if visible.calls or text_from is None or decode_ids(self.tokenizer, list(ids[text_from:])) != visible.content:
             text_from = None
         return Sampled(tuple(ids), visible_from, text_from, opened, visible.thought_digest)
+
+    def trimmed(self, sampled: Sampled, content: str) -> Sampled | None:
+        """The same reply without the white space around its text `content`, as some clients send it back. None: there
+        is none, a token holds more than white space there, or it stands between the thinking and the text."""
+        begin, end = sampled.text_from, len(sampled.ids)
+        wanted = content.strip()
+        if begin is None or not wanted or wanted == content:
+            return None
+        while begin < end and ids_text(self.tokenizer, sampled.ids[begin : begin + 1]).isspace():
+            begin += 1
+        while end > begin and ids_text(self.tokenizer, sampled.ids[end - 1 : end]).isspace():
+            end -= 1
+        if ids_text(self.tokenizer, sampled.ids[begin:end]) != wanted or (
+            sampled.thought and begin != sampled.text_from
+        ):
+            return None
+        return replace(sampled, ids=sampled.ids[:end], text_from=begin)
 
     def _after_thinking(self, ids: Sequence[int], *, opened: bool) -> int | None:
         if self.tags is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvstrata.server.replay.memory import ReplyMemory
 from kvstrata.text.events import CallBegun, CallEnded, ReplyEvent
@@ -31,5 +31,10 @@ class Noting:
         shown = list(ids)
         while shown and shown[-1] in self.ending_ids:
             shown.pop()
-        if shown:
-            self.memory.add(self.salt, visible, self.form.sampled(shown, visible, self.prompt))
+        if not shown:
+            return
+        sampled = self.form.sampled(shown, visible, self.prompt)
+        self.memory.add(self.salt, visible, sampled)
+        # aider trims replies before it sends them back.
+        if (trimmed := self.form.trimmed(sampled, visible)) is not None:
+            self.memory.add(self.salt, replace(visible, content=visible.content.strip()), trimmed)
