@@ -155,7 +155,8 @@ def test_a_line_is_what_it_was_or_nothing(record: Record, damage: st.DataObject)
 
 HOSTILE: list[Any] = [
     None, [], {}, "x", {"ids": 3}, {"ids": "AAAA"},
-    {"visible": "00" * 16, "calls": [], "ids": "", "visible_from": 0, "text_from": 0, "opened": False, "thought": "", "proven": True},
+    {"visible": "00" * 16, "calls": [], "ids": "", "visible_from": 0, "text_from": 0, "opened": False,
+     "thought": "", "proven": True},
     {"visible": "00" * 16, "calls": [1], "ids": "AQAAAA==", "visible_from": 0, "text_from": 0, "opened": False,
      "thought": "", "proven": True},
     {"visible": "00" * 16, "calls": [], "ids": "AQAAAA==", "visible_from": 9, "text_from": 0, "opened": False,

@@ -29,6 +29,8 @@ Render = Callable[[list[Message]], str]
 # Between the start of a turn and its first mark a template writes tags and a tool's name. More than this would be
 # something else, which must not be lost.
 MAX_LEAD_CHARS = 400
+# A neighbour's text that is shorter may as well be a word of the template's.
+MIN_NEIGHBOUR_CHARS = 4
 # At placing marks: each leaves those turns out that did not fit the time before.
 MAX_ATTEMPTS = 3
 # Ids at the start of a reply that are compared with what the template writes before its thinking.
@@ -50,6 +52,8 @@ class Frame:
 class _Turn:
     place: int  # among the messages
     reply: Sampled
+    before: str = ""  # how the message before it ends, and the one after it begins
+    after: str = ""
     thought: str = ""  # the marks; empty: there is none
     content: str = ""
     calls: list[str] = field(default_factory=list)
@@ -101,7 +105,7 @@ def _marked(
         assert reply is not None
         message = dict(messages[place])
         visible = visible_of_message(message)
-        turn = _Turn(place, reply)
+        turn = _Turn(place, reply, *_neighbours(messages, place))
         if visible.thinking:
             turn.thought = message["reasoning_content"] = f"{word}t{place}x"
             turn.is_same_thought = visible.thought_digest == reply.thought
@@ -117,6 +121,12 @@ def _marked(
         out[place] = message
         turns.append(turn)
     return turns, out
+
+
+def _neighbours(messages: Sequence[Message], place: int) -> tuple[str, str]:
+    around = (messages[place - 1 : place], messages[place + 1 : place + 2])
+    before, after = ("".join(visible_of_message(each).content.strip() for each in one) for one in around)
+    return before[-MAX_LEAD_CHARS:], after[:MAX_LEAD_CHARS]
 
 
 def _regions(text: str, turns: Sequence[_Turn], frame: Frame, tokenizer: TokenizerWrapper) -> dict[int, _Region]:
@@ -143,14 +153,14 @@ def _region(text: str, turn: _Turn, frame: Frame, floor: int, tokenizer: Tokeniz
     if thought_at >= 0:
         if not turn.is_same_thought or not (turn.calls or reply.text_from is not None):
             raise Misplaced
-        return _Region(_before_thinking(text, thought_at, reply, frame, floor, tokenizer), end, reply.ids)
+        return _Region(_before_thinking(text, thought_at, turn, frame, floor, tokenizer), end, reply.ids)
     if not turn.calls:
         if reply.text_from is None:
             raise Misplaced
         return _Region(shown[0], end, reply.ids[reply.text_from :])
     if reply.visible_from is None:
         raise Misplaced
-    return _Region(_behind_header(text, min(shown), frame, floor), end, reply.ids[reply.visible_from :])
+    return _Region(_behind_header(text, min(shown), turn, frame, floor), end, reply.ids[reply.visible_from :])
 
 
 def _only(text: str, mark: str) -> int:
@@ -167,28 +177,39 @@ def _end(text: str, turn: _Turn, last: int, frame: Frame) -> int:
         if not text.startswith(frame.added, end):
             raise Misplaced  # what follows might be tokenized otherwise without what comes before
         return end
-    found = [at for ending in frame.endings if (at := text.find(ending, last)) >= 0]
-    if not found or min(found) - last > MAX_LEAD_CHARS:
+    furthest = last + MAX_LEAD_CHARS
+    found = [at for ending in frame.endings if (at := text.find(ending, last, furthest + len(ending))) >= 0]
+    if not found:
         raise Misplaced
-    return min(found)
+    end = min(found)
+    _refuse_neighbour(min((turn.after.partition(ending)[0] for ending in frame.endings), key=len), text[last:end])
+    return end
 
 
-def _behind_header(text: str, mark_at: int, frame: Frame, floor: int) -> int:
+def _behind_header(text: str, mark_at: int, turn: _Turn, frame: Frame, floor: int) -> int:
     at = text.rfind(frame.header, floor, mark_at) if frame.header else -1
     behind = at + len(frame.header)
     if at < 0 or mark_at - behind > MAX_LEAD_CHARS:
         raise Misplaced
+    _refuse_neighbour(turn.before.rpartition(frame.header)[2], text[behind:mark_at])
     return behind
 
 
+def _refuse_neighbour(message: str, replaced: str) -> None:
+    """Where a template writes turns without a header or an ending of their own, the next one found is another's: what
+    lies between would be lost."""
+    if len(message.strip()) >= MIN_NEIGHBOUR_CHARS and message.strip() in replaced:
+        raise Misplaced
+
+
 def _before_thinking(
-    text: str, thought_at: int, reply: Sampled, frame: Frame, floor: int, tokenizer: TokenizerWrapper
+    text: str, thought_at: int, turn: _Turn, frame: Frame, floor: int, tokenizer: TokenizerWrapper
 ) -> int:
     """Where the sampled ids begin: the tag that opens thinking is theirs, or was the prompt's."""
-    behind = _behind_header(text, thought_at, frame, floor)
-    if reply.opened:
+    behind = _behind_header(text, thought_at, turn, frame, floor)
+    if turn.reply.opened:
         return thought_at
-    if not decode_ids(tokenizer, list(reply.ids[:LEAD_IDS])).startswith(text[behind:thought_at]):
+    if not decode_ids(tokenizer, list(turn.reply.ids[:LEAD_IDS])).startswith(text[behind:thought_at]):
         raise Misplaced
     return behind
 
