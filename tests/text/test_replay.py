@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.text.replay import Frame, pieces_of
 from kvstrata.text.reply_form import ReplyForm
 from kvstrata.text.sampled import Sampled
 from kvstrata.text.template import ChatTemplate
@@ -226,6 +228,25 @@ def _words(text: str) -> str:
 @cache
 def chat_of(template: str) -> Chat:
     return Chat(Form(template))
+
+
+def test_what_replay_costs_grows_with_the_chat_and_not_faster() -> None:
+    def render(messages: Sequence[Any]) -> str:
+        """With as much text behind each turn as users and tools write."""
+        return "".join(f"{each['content']}{END}{'word ' * 400}" for each in messages)
+
+    no_tokenizer: Any = None  # texts alone are put back without it
+
+    def seconds(num_turns: int) -> float:
+        messages = [{"role": "assistant", "content": f"{place} " + "word " * 200} for place in range(num_turns)]
+        replies = [Sampled((1, 2, 3), 0, 0)] * num_turns
+        began = time.process_time()
+        pieces = pieces_of(messages, replies, render, Frame("", (END,), (END,)), no_tokenizer)
+        assert len(pieces) == 2 * num_turns + 1
+        return time.process_time() - began
+
+    few, many = (min(seconds(num_turns) for _ in range(3)) for num_turns in (250, 2000))
+    assert many < few * 24  # eight times as many turns; going through the whole text for each of them: 64 times
 
 
 @pytest.mark.parametrize("headless", [True, False])

@@ -10,8 +10,10 @@ Knows templates only by what they write. Wherever something is not as expected, 
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 Piece = str | tuple[int, ...]  # text that is still to be tokenized, or ids as they were sampled
 Render = Callable[[list[Message]], str]
+
+# As `_marked` makes them. Looked for all at once: a chat may have thousands.
+MARK = re.compile(r"kvs[0-9a-f]{16}[tca][0-9]+(?:n[0-9]+)?x")
 
 # Between the start of a turn and its first mark a template writes tags and a tool's name. More than this would be
 # something else, which must not be lost.
@@ -132,10 +137,13 @@ def _neighbours(messages: Sequence[Message], place: int) -> tuple[str, str]:
 def _regions(text: str, turns: Sequence[_Turn], frame: Frame, tokenizer: TokenizerWrapper) -> dict[int, _Region]:
     """By place, of those turns that can be replaced."""
     regions: dict[int, _Region] = {}
+    places: dict[str, list[int]] = defaultdict(list)
+    for found in MARK.finditer(text):
+        places[found[0]].append(found.start())
     floor = 0
     for turn in turns:
         try:
-            region = _region(text, turn, frame, floor, tokenizer)
+            region = _region(text, turn, places, frame, floor, tokenizer)
         except Misplaced:
             continue
         regions[turn.place] = region
@@ -143,13 +151,21 @@ def _regions(text: str, turns: Sequence[_Turn], frame: Frame, tokenizer: Tokeniz
     return regions
 
 
-def _region(text: str, turn: _Turn, frame: Frame, floor: int, tokenizer: TokenizerWrapper) -> _Region:
+def _region(
+    text: str,
+    turn: _Turn,
+    places: Mapping[str, Sequence[int]],
+    frame: Frame,
+    floor: int,
+    tokenizer: TokenizerWrapper,
+) -> _Region:
+    """`places`: of all marks in the text."""
     reply = turn.reply
-    shown = [at for mark in (turn.content, *turn.calls) if mark and (at := _only(text, mark)) >= 0]
+    shown = [at for mark in (turn.content, *turn.calls) if mark and (at := _only(places, mark)) >= 0]
     if not shown or min(shown) < floor:
         raise Misplaced
     end = _end(text, turn, max(shown), frame)
-    thought_at = _only(text, turn.thought) if turn.thought else -1
+    thought_at = _only(places, turn.thought) if turn.thought else -1
     if thought_at >= 0:
         if not turn.is_same_thought or not (turn.calls or reply.text_from is not None):
             raise Misplaced
@@ -163,12 +179,12 @@ def _region(text: str, turn: _Turn, frame: Frame, floor: int, tokenizer: Tokeniz
     return _Region(_behind_header(text, min(shown), turn, frame, floor), end, reply.ids[reply.visible_from :])
 
 
-def _only(text: str, mark: str) -> int:
+def _only(places: Mapping[str, Sequence[int]], mark: str) -> int:
     """Where it stands; -1: nowhere."""
-    at = text.find(mark)
-    if at >= 0 and text.find(mark, at + 1) >= 0:
+    found = places.get(mark, ())
+    if len(found) > 1:
         raise Misplaced
-    return at
+    return found[0] if found else -1
 
 
 def _end(text: str, turn: _Turn, last: int, frame: Frame) -> int:
@@ -187,10 +203,11 @@ def _end(text: str, turn: _Turn, last: int, frame: Frame) -> int:
 
 
 def _behind_header(text: str, mark_at: int, turn: _Turn, frame: Frame, floor: int) -> int:
-    at = text.rfind(frame.header, floor, mark_at) if frame.header else -1
-    behind = at + len(frame.header)
-    if at < 0 or mark_at - behind > MAX_LEAD_CHARS:
+    furthest = max(floor, mark_at - MAX_LEAD_CHARS - len(frame.header))
+    at = text.rfind(frame.header, furthest, mark_at) if frame.header else -1
+    if at < 0:
         raise Misplaced
+    behind = at + len(frame.header)
     _refuse_neighbour(turn.before.rpartition(frame.header)[2], text[behind:mark_at])
     return behind
 
