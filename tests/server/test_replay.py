@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import json
+from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 
-from tests.agents.forced import END, Forced, Form, Prompt, serving
+from kvstrata.server.replay.carrier import ReplyCarrier
+from kvstrata.server.replay.noting import Noting
+from kvstrata.server.sessions.session import Session
+from kvstrata.text.harmony import harmony_marks
+from kvstrata.text.reply_form import ReplyForm
+from kvstrata.text.sampled import Sampled
+from kvstrata.text.template import ChatTemplate
+from kvstrata.text.tokens import decode_ids, encode_rendered
+from kvstrata.text.visible import visible_of_reply
+from tests.agents.forced import END, Forced, Form, Prompt, forced_tokenizer, serving
 from tests.text.chat_templates import GPT_OSS, HARMONY, LLAMA, QWEN3
 
 TOOL = {
@@ -201,6 +213,71 @@ def test_replies_go_along_with_an_exported_session() -> None:
         _, cached, miss = ask(forced, [TASK, called, result_of(called)])
         assert "replayed=1" in miss
         assert cached >= len(before)
+
+
+def test_an_imported_reply_that_says_something_else_is_not_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["qwen3"]
+    give = ReplyCarrier.give
+
+    def forged(carrier: ReplyCarrier, session: Session) -> list[Any]:
+        (told,) = give(carrier, session)
+        ids = array("i", base64.b64decode(told["ids"]))
+        ids[-2] += 1
+        return [{**told, "ids": base64.b64encode(ids.tobytes()).decode()}]
+
+    monkeypatch.setattr(ReplyCarrier, "give", forged)
+    with serving(lambda _prompt: case.answers, case.form) as forced, forced.served.http() as client:
+        said, _, _ = ask(forced, [TASK], extra_headers={"x-kvstrata-session": "mine"})
+        file = client.get("/cache/sessions/mine/export").raise_for_status().content
+    with serving(lambda _prompt: case.answers, case.form) as forced, forced.served.http() as client:
+        octets = {"content-type": "application/octet-stream"}
+        client.post("/cache/import", content=file, headers=octets).raise_for_status()
+        _, _, miss = ask(forced, [TASK, said, TASK])
+        assert "replayed" not in miss
+        tokenizer = forced.served.server.service.loaded.tokenizer
+        assert said["content"] in decode_ids(tokenizer, list(forced.said[-1].ids))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_others_say_of_a_reply_is_found_out_by_reading_it(name: str) -> None:
+    case = CASES[name]
+    tokenizer = forced_tokenizer(case.form)
+    form = ReplyForm(tokenizer, ChatTemplate(tokenizer), harmony_marks(tokenizer))
+    for pieces in (case.calls, case.answers):
+        ids = [id for piece in pieces for id in encode_rendered(tokenizer, piece)]
+        ids = [id for id in ids if id not in form.ending_ids]
+        visible = visible_of_reply(form._read_anew(Sampled(tuple(ids), None, None), [TOOL]))
+        sampled = form.sampled(ids, visible, ())
+        assert visible.calls or visible.content == "All is done."
+        assert form.proven(Sampled(tuple(ids), None, None, is_proven=False), visible, [TOOL]) == sampled
+        assert form.proven(sampled, replace(visible, content=visible.content + "!"), [TOOL]) is None
+        longer = replace(sampled, ids=(*sampled.ids, *encode_rendered(tokenizer, "x")))
+        assert form.proven(longer, visible, [TOOL]) is None or visible.calls
+
+
+def test_neither_a_long_reply_nor_an_export_holds_up_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes as long as a reply is long is done on worker threads."""
+    on_loop: dict[str, bool] = {}
+
+    def watched(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watching(*arguments: Any) -> Any:
+            on_loop[name] = asyncio._get_running_loop() is not None
+            return original(*arguments)
+
+        monkeypatch.setattr(owner, name, watching)
+
+    watched(Noting, "note")
+    watched(ReplyCarrier, "give")
+    watched(ReplyCarrier, "take")
+    case = CASES["qwen3"]
+    with serving(lambda _prompt: case.answers, case.form) as forced, forced.served.http() as client:
+        ask(forced, [TASK], extra_headers={"x-kvstrata-session": "mine"})
+        file = client.get("/cache/sessions/mine/export").raise_for_status().content
+        octets = {"content-type": "application/octet-stream"}
+        client.post("/cache/import", content=file, headers=octets).raise_for_status()
+    assert on_loop == {"note": False, "give": False, "take": False}
 
 
 def claude(forced: Forced) -> anthropic.Anthropic:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.server.replay import files as reply_files
+from kvstrata.server.replay import memory as reply_memory
 from kvstrata.server.replay.files import ReplyFiles
 from kvstrata.server.replay.memory import ReplyMemory
 from kvstrata.server.replay.record import Record, from_line, record_of, to_line
@@ -120,12 +122,25 @@ def test_the_id_of_a_call_tells_two_that_say_the_same_apart() -> None:
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=30))
 def test_memory_is_bounded_and_the_newest_stays(lengths: list[int]) -> None:
-    memory = ReplyMemory(max_tokens=60)
+    memory = ReplyMemory(max_tokens=700)
     for number, length in enumerate(lengths):
         message = {"role": "assistant", "content": f"reply {number}"}
         memory.add("", visible_of_message(message), sampled(*range(length)))
-        assert memory.num_tokens <= 60
+        assert memory.num_tokens <= 700
         assert memory.find("", message) == sampled(*range(length))
+
+
+def test_short_replies_take_no_more_memory_than_long_ones() -> None:
+    tracemalloc.start()
+    try:
+        memory = ReplyMemory(max_tokens=1 << 20)
+        for number in range(8000):
+            memory.add("", visible_of_message({"role": "assistant", "content": f"{number}"}), sampled(1))
+        held_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held_bytes < 4 << 20
+    assert memory.find("", {"role": "assistant", "content": "7999"}) is not None
 
 
 @given(record=RECORDS, damage=st.data())
@@ -140,15 +155,16 @@ def test_a_line_is_what_it_was_or_nothing(record: Record, damage: st.DataObject)
 
 HOSTILE: list[Any] = [
     None, [], {}, "x", {"ids": 3}, {"ids": "AAAA"},
-    {"visible": "00" * 16, "calls": [], "ids": "", "visible_from": 0, "text_from": 0, "opened": False, "thought": ""},
+    {"visible": "00" * 16, "calls": [], "ids": "", "visible_from": 0, "text_from": 0, "opened": False,
+     "thought": "", "proven": True},
     {"visible": "00" * 16, "calls": [1], "ids": "AQAAAA==", "visible_from": 0, "text_from": 0, "opened": False,
-     "thought": ""},
+     "thought": "", "proven": True},
     {"visible": "00" * 16, "calls": [], "ids": "AQAAAA==", "visible_from": 9, "text_from": 0, "opened": False,
-     "thought": ""},
+     "thought": "", "proven": True},
     {"visible": "00" * 16, "calls": [], "ids": "/////w==", "visible_from": 0, "text_from": 0, "opened": False,
-     "thought": ""},
+     "thought": "", "proven": True},
     {"visible": "00", "calls": [], "ids": "AQAAAA==", "visible_from": 0, "text_from": 0, "opened": False,
-     "thought": ""},
+     "thought": "", "proven": True},
 ]  # fmt: skip
 
 
@@ -223,6 +239,26 @@ def test_a_long_file_keeps_its_newer_half(tmp_path: Path, monkeypatch: pytest.Mo
     found = ReplyMemory(open_files(tmp_path))
     assert found.find("", said[-1]) is not None
     assert found.find("", said[0]) is None
+
+
+def test_the_folder_is_bounded_while_the_server_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reply_files, "MAX_FILE_BYTES", 2000)
+    monkeypatch.setattr(reply_files, "MAX_FOLDER_BYTES", 8000)
+    memory = ReplyMemory(open_files(tmp_path))
+    for number in range(100):
+        memory.add(f"salt {number}", visible_of_message(SAID), sampled(7))
+    memory.close()
+    assert 4000 < sum(path.stat().st_size for path in tmp_path.iterdir()) <= 8000 + 2000 + 500
+
+
+def test_salts_that_clients_make_up_are_not_all_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reply_memory, "MAX_SALTS", 10)
+    memory = ReplyMemory(open_files(tmp_path))
+    memory.add("salt 0", visible_of_message(SAID), sampled(7))
+    found = [memory.find(f"salt {number}", SAID) for number in range(50)]
+    assert found[0] == memory.find("salt 0", SAID) == sampled(7)
+    assert len(memory._read) == 10
+    memory.close()
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

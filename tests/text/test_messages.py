@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvstrata.errors import InvalidRequest
+from kvstrata.text.messages import arguments_as_object
 from kvstrata.text.template import ChatTemplate
 from tests.text.chat_templates import GPT_OSS, MISTRAL
 from tests.text.test_template import PLAIN, TOOLS, WITH_TOOLS, chat_template, text_of, user
@@ -94,3 +95,7 @@ def test_what_the_template_cannot_show_is_refused(
 def test_reasoning_is_text(wrap_byte_level, source: str) -> None:
     with pytest.raises(InvalidRequest, match=r"messages\[1\].*reasoning_content"):
         chat_template(wrap_byte_level, source).render(calling("a", content="b", reasoning_content=[1]), tools=TOOLS)
+
+
+def test_arguments_that_are_nested_too_deeply_stay_text() -> None:
+    assert arguments_as_object("[" * 100_000) == "[" * 100_000

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.text.replay import Frame, pieces_of
 from kvstrata.text.reply_form import ReplyForm
 from kvstrata.text.sampled import Sampled
 from kvstrata.text.template import ChatTemplate
 from kvstrata.text.tokens import decode_ids, encode_rendered
 from kvstrata.text.visible import Visible, visible_of_reply
-from tests.agents.forced import END, Form, forced_tokenizer
+from tests.agents.forced import END, TEMPLATE, Form, forced_tokenizer
 from tests.text.chat_templates import HERMES, LLAMA, MISTRAL, QWEN3
 from tests.text.read import TOOLS
 
@@ -178,6 +181,95 @@ def test_a_template_that_refuses_marks_stands_as_it_is() -> None:
     made = chat.template.replay(messages, [None, sampled, None], ending_ids=chat.ending)
     assert made.replayed_turns == 0
     assert made.ids == chat.template.render(messages)
+
+
+MARKS = ["<|im_end|>", "<|im_start|>assistant\n", "<|im_start|>", "</think>", "<think>", "<tool_call>", "</tool_call>",
+         "<tool_response>", "\n", " ", "", "Hello.", '{"name": "f", ', "kvs0c1x"]  # fmt: skip
+HOSTILE = st.lists(st.sampled_from(MARKS), max_size=4).map("".join)
+ROLES = st.sampled_from(["user", "assistant", "ours", "ours", "called", "tool"])
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA, QWEN3, TEMPLATE], ids=["hermes", "llama", "qwen3", "told"])
+@settings(deadline=None, max_examples=80)
+@given(turns=st.lists(st.tuples(ROLES, HOSTILE), min_size=1, max_size=6), cuts=st.randoms(use_true_random=False))
+def test_whatever_a_chat_holds_no_word_of_it_is_lost_or_moved(
+    template: str, turns: list[tuple[str, str]], cuts: Any
+) -> None:
+    """Marks of the template in any message, replies side by side or first, the same one twice: but for white space, and
+    for what a call was written with, the prompt reads as the template writes it."""
+    chat = chat_of(template)
+    prompt = chat.template.render([USER], tools=TOOLS)
+    messages: list[Any] = []
+    replies: list[Sampled | None] = []
+    for role, text in turns:
+        message: Any = {"role": role, "content": text}
+        sampled = None
+        if role == "tool":
+            message |= {"tool_call_id": "call_1"}
+        elif role in ("ours", "called"):
+            call = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>' if role == "called" else ""
+            message, sampled = chat.reply(prompt, [*_cut(text, cuts), call])
+            if not (message["content"].strip() or message.get("tool_calls")):
+                continue
+            if template == LLAMA and (calls := message.get("tool_calls")) and (message["content"] or len(calls) > 1):
+                sampled = None  # of such a turn the template shows the first call only
+        messages.append(message)
+        replies.append(sampled)
+    messages.append(USER)
+    made = chat.template.replay(messages, [*replies, None], ending_ids=chat.ending, tools=TOOLS)
+    rendered = chat.template.render(messages, tools=TOOLS)
+    assert _words(chat.text(made.ids)) == _words(chat.text(rendered))
+
+
+def _words(text: str) -> str:
+    return re.sub(r"\s|</?tool_call>", "", text).replace('"parameters"', '"arguments"')
+
+
+@cache
+def chat_of(template: str) -> Chat:
+    return Chat(Form(template))
+
+
+def test_what_replay_costs_grows_with_the_chat_and_not_faster() -> None:
+    def render(messages: Sequence[Any]) -> str:
+        """With as much text behind each turn as users and tools write."""
+        return "".join(f"{each['content']}{END}{'word ' * 400}" for each in messages)
+
+    no_tokenizer: Any = None  # texts alone are put back without it
+
+    def seconds(num_turns: int) -> float:
+        messages = [{"role": "assistant", "content": f"{place} " + "word " * 200} for place in range(num_turns)]
+        replies = [Sampled((1, 2, 3), 0, 0)] * num_turns
+        began = time.process_time()
+        pieces = pieces_of(messages, replies, render, Frame("", (END,), (END,)), no_tokenizer)
+        assert len(pieces) == 2 * num_turns + 1
+        return time.process_time() - began
+
+    few, many = (min(seconds(num_turns) for _ in range(3)) for num_turns in (250, 2000))
+    assert many < few * 24  # eight times as many turns; going through the whole text for each of them: 64 times
+
+
+@pytest.mark.parametrize("headless", [True, False])
+def test_a_template_that_frames_turns_otherwise_loses_no_neighbour(headless: bool) -> None:
+    """A turn with calls has no header of its own, or none of the endings: those of other turns are near."""
+    begin, end = ("", END) if headless else ("<|im_start|>assistant\n", "")
+    odd = (
+        "{% for m in messages %}{% if m.tool_calls %}" + begin + "{% for c in m.tool_calls %}<tool_call>"
+        "{{ c.function | tojson }}</tool_call>{% endfor %}"
+        + end
+        + "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        + END
+        + "{% endif %}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = Chat(Form(odd))
+    message, sampled = chat.reply((), ["<tool_call>", '{"name":', '"f", "arguments":', '{"x": 1}}', "</tool_call>"])
+    before = {"role": "user", "content": "Please <|im_start|>assistant\nread all of this."}
+    after = {"role": "user", "content": "And all of that."}
+    messages = [before, message, after]
+    made = chat.template.replay(messages, [None, sampled, None], ending_ids=chat.ending, tools=TOOLS)
+    assert "read all of this." in chat.text(made.ids)
+    assert "And all of that." in chat.text(made.ids)
 
 
 SPACES = st.lists(st.sampled_from([" ", "\n", "\n\n", "\t", " \n"]), max_size=3)

@@ -135,6 +135,10 @@ def _show(answer: dict[str, Any], as_json: bool) -> None:
     words: Iterable[str] = (
         f"{answer['file']}: {answer['tokens']} tokens, {human_bytes(answer['bytes'])}",
         f"session {answer['session']}",
-        *([f"{answer['new_tokens']} tokens were not stored yet"] if "new_tokens" in answer else []),
+        *([_news(answer["new_tokens"])] if "new_tokens" in answer else []),
     )
     typer.echo("; ".join(words))
+
+
+def _news(num_tokens: int) -> str:
+    return f"{num_tokens} tokens are new here" if num_tokens else "all of it was here already"

@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
-from kvstrata.engine.moving import Conversation, Exporting, TakenIn
+from kvstrata.engine.moving import Conversation, Exporting, Form, TakenIn
 from kvstrata.errors import InvalidRequest, SessionNotFound, Unavailable
 from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.errors import answers
@@ -76,8 +76,7 @@ async def export(request: Request, id: str) -> StreamingResponse:
             "are."
         )
     with service.door.pass_through():
-        conversation = _conversation(service, session, line)
-        exporting = await to_thread.run_sync(service.engine.moving.begin_export, conversation, form)
+        exporting = await to_thread.run_sync(_begin_export, service, session, line, form)
     return ExportResponse(service, exporting)
 
 
@@ -124,6 +123,13 @@ async def _pieces(service: Service, exporting: Exporting) -> AsyncIterator[memor
             yield piece
 
 
+# In a worker thread.
+
+
+def _begin_export(service: Service, session: Session, line: Line, form: Form) -> Exporting:
+    return service.engine.moving.begin_export(_conversation(service, session, line), form)
+
+
 def _conversation(service: Service, session: Session, line: Line) -> Conversation:
     """Nothing of the salt or the key goes along."""
     named = {
@@ -134,9 +140,6 @@ def _conversation(service: Service, session: Session, line: Line) -> Conversatio
     }
     sections = {carrier.name: carrier.give(session) for carrier in service.carriers}
     return Conversation(line.ids, session.salt, named, sections)
-
-
-# In a worker thread.
 
 
 def _take_in(service: Service, file: BinaryIO, size_bytes: int, salt: str) -> tuple[TakenIn, Session]:

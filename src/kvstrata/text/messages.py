@@ -27,7 +27,7 @@ def arguments_as_object(arguments: Any) -> Any:
         return {} if arguments is None else arguments
     try:
         parsed = json.loads(arguments or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments  # what a model once wrote must not end its chat: the template may still show it
     return parsed if isinstance(parsed, dict) else arguments
 

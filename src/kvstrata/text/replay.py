@@ -10,8 +10,10 @@ Knows templates only by what they write. Wherever something is not as expected, 
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -26,9 +28,14 @@ if TYPE_CHECKING:
 Piece = str | tuple[int, ...]  # text that is still to be tokenized, or ids as they were sampled
 Render = Callable[[list[Message]], str]
 
+# As `_marked` makes them. Looked for all at once: a chat may have thousands.
+MARK = re.compile(r"kvs[0-9a-f]{16}[tca][0-9]+(?:n[0-9]+)?x")
+
 # Between the start of a turn and its first mark a template writes tags and a tool's name. More than this would be
 # something else, which must not be lost.
 MAX_LEAD_CHARS = 400
+# A neighbour's text that is shorter may as well be a word of the template's.
+MIN_NEIGHBOUR_CHARS = 4
 # At placing marks: each leaves those turns out that did not fit the time before.
 MAX_ATTEMPTS = 3
 # Ids at the start of a reply that are compared with what the template writes before its thinking.
@@ -50,6 +57,8 @@ class Frame:
 class _Turn:
     place: int  # among the messages
     reply: Sampled
+    before: str = ""  # how the message before it ends, and the one after it begins
+    after: str = ""
     thought: str = ""  # the marks; empty: there is none
     content: str = ""
     calls: list[str] = field(default_factory=list)
@@ -101,7 +110,7 @@ def _marked(
         assert reply is not None
         message = dict(messages[place])
         visible = visible_of_message(message)
-        turn = _Turn(place, reply)
+        turn = _Turn(place, reply, *_neighbours(messages, place))
         if visible.thinking:
             turn.thought = message["reasoning_content"] = f"{word}t{place}x"
             turn.is_same_thought = visible.thought_digest == reply.thought
@@ -119,13 +128,22 @@ def _marked(
     return turns, out
 
 
+def _neighbours(messages: Sequence[Message], place: int) -> tuple[str, str]:
+    around = (messages[place - 1 : place], messages[place + 1 : place + 2])
+    before, after = ("".join(visible_of_message(each).content.strip() for each in one) for one in around)
+    return before[-MAX_LEAD_CHARS:], after[:MAX_LEAD_CHARS]
+
+
 def _regions(text: str, turns: Sequence[_Turn], frame: Frame, tokenizer: TokenizerWrapper) -> dict[int, _Region]:
     """By place, of those turns that can be replaced."""
     regions: dict[int, _Region] = {}
+    places: dict[str, list[int]] = defaultdict(list)
+    for found in MARK.finditer(text):
+        places[found[0]].append(found.start())
     floor = 0
     for turn in turns:
         try:
-            region = _region(text, turn, frame, floor, tokenizer)
+            region = _region(text, turn, places, frame, floor, tokenizer)
         except Misplaced:
             continue
         regions[turn.place] = region
@@ -133,32 +151,40 @@ def _regions(text: str, turns: Sequence[_Turn], frame: Frame, tokenizer: Tokeniz
     return regions
 
 
-def _region(text: str, turn: _Turn, frame: Frame, floor: int, tokenizer: TokenizerWrapper) -> _Region:
+def _region(
+    text: str,
+    turn: _Turn,
+    places: Mapping[str, Sequence[int]],
+    frame: Frame,
+    floor: int,
+    tokenizer: TokenizerWrapper,
+) -> _Region:
+    """`places`: of all marks in the text."""
     reply = turn.reply
-    shown = [at for mark in (turn.content, *turn.calls) if mark and (at := _only(text, mark)) >= 0]
+    shown = [at for mark in (turn.content, *turn.calls) if mark and (at := _only(places, mark)) >= 0]
     if not shown or min(shown) < floor:
         raise Misplaced
     end = _end(text, turn, max(shown), frame)
-    thought_at = _only(text, turn.thought) if turn.thought else -1
+    thought_at = _only(places, turn.thought) if turn.thought else -1
     if thought_at >= 0:
         if not turn.is_same_thought or not (turn.calls or reply.text_from is not None):
             raise Misplaced
-        return _Region(_before_thinking(text, thought_at, reply, frame, floor, tokenizer), end, reply.ids)
+        return _Region(_before_thinking(text, thought_at, turn, frame, floor, tokenizer), end, reply.ids)
     if not turn.calls:
         if reply.text_from is None:
             raise Misplaced
         return _Region(shown[0], end, reply.ids[reply.text_from :])
     if reply.visible_from is None:
         raise Misplaced
-    return _Region(_behind_header(text, min(shown), frame, floor), end, reply.ids[reply.visible_from :])
+    return _Region(_behind_header(text, min(shown), turn, frame, floor), end, reply.ids[reply.visible_from :])
 
 
-def _only(text: str, mark: str) -> int:
+def _only(places: Mapping[str, Sequence[int]], mark: str) -> int:
     """Where it stands; -1: nowhere."""
-    at = text.find(mark)
-    if at >= 0 and text.find(mark, at + 1) >= 0:
+    found = places.get(mark, ())
+    if len(found) > 1:
         raise Misplaced
-    return at
+    return found[0] if found else -1
 
 
 def _end(text: str, turn: _Turn, last: int, frame: Frame) -> int:
@@ -167,28 +193,40 @@ def _end(text: str, turn: _Turn, last: int, frame: Frame) -> int:
         if not text.startswith(frame.added, end):
             raise Misplaced  # what follows might be tokenized otherwise without what comes before
         return end
-    found = [at for ending in frame.endings if (at := text.find(ending, last)) >= 0]
-    if not found or min(found) - last > MAX_LEAD_CHARS:
+    furthest = last + MAX_LEAD_CHARS
+    found = [at for ending in frame.endings if (at := text.find(ending, last, furthest + len(ending))) >= 0]
+    if not found:
         raise Misplaced
-    return min(found)
+    end = min(found)
+    _refuse_neighbour(min((turn.after.partition(ending)[0] for ending in frame.endings), key=len), text[last:end])
+    return end
 
 
-def _behind_header(text: str, mark_at: int, frame: Frame, floor: int) -> int:
-    at = text.rfind(frame.header, floor, mark_at) if frame.header else -1
+def _behind_header(text: str, mark_at: int, turn: _Turn, frame: Frame, floor: int) -> int:
+    furthest = max(floor, mark_at - MAX_LEAD_CHARS - len(frame.header))
+    at = text.rfind(frame.header, furthest, mark_at) if frame.header else -1
+    if at < 0:
+        raise Misplaced
     behind = at + len(frame.header)
-    if at < 0 or mark_at - behind > MAX_LEAD_CHARS:
-        raise Misplaced
+    _refuse_neighbour(turn.before.rpartition(frame.header)[2], text[behind:mark_at])
     return behind
 
 
+def _refuse_neighbour(message: str, replaced: str) -> None:
+    """Where a template writes turns without a header or an ending of their own, the next one found is another's: what
+    lies between would be lost."""
+    if len(message.strip()) >= MIN_NEIGHBOUR_CHARS and message.strip() in replaced:
+        raise Misplaced
+
+
 def _before_thinking(
-    text: str, thought_at: int, reply: Sampled, frame: Frame, floor: int, tokenizer: TokenizerWrapper
+    text: str, thought_at: int, turn: _Turn, frame: Frame, floor: int, tokenizer: TokenizerWrapper
 ) -> int:
     """Where the sampled ids begin: the tag that opens thinking is theirs, or was the prompt's."""
-    behind = _behind_header(text, thought_at, frame, floor)
-    if reply.opened:
+    behind = _behind_header(text, thought_at, turn, frame, floor)
+    if turn.reply.opened:
         return thought_at
-    if not decode_ids(tokenizer, list(reply.ids[:LEAD_IDS])).startswith(text[behind:thought_at]):
+    if not decode_ids(tokenizer, list(turn.reply.ids[:LEAD_IDS])).startswith(text[behind:thought_at]):
         raise Misplaced
     return behind
 

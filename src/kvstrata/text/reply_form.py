@@ -6,6 +6,7 @@ Knows the tokenizer, the template and Harmony's marks. Does not know any wire.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvstrata.text.call_text import CallText, call_text
@@ -17,9 +18,9 @@ from kvstrata.text.harmony import FINAL, HarmonyMarks, HarmonyReader
 from kvstrata.text.sampled import Anatomy, Sampled
 from kvstrata.text.stop import StopMatcher
 from kvstrata.text.thinking import ThinkingReader, ThinkingTags, end_ids, opens_thinking, thinking_tags
-from kvstrata.text.tokens import encode_rendered
+from kvstrata.text.tokens import decode_ids, encode_rendered
 from kvstrata.text.told_tools import told_call_text
-from kvstrata.text.visible import Visible
+from kvstrata.text.visible import Visible, visible_of_reply
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -80,6 +81,32 @@ class ReplyForm:
         """The same reply as clients have it that take white space from the ends of a text; None: they have it whole, or
         its ids cannot be told apart there."""
         return self._anatomy.trimmed(sampled, visible.content)
+
+    def proven(self, claimed: Sampled, visible: Visible, tools: Sequence[dict[str, Any]]) -> Sampled | None:
+        """A reply of which others say that it is `visible`, with its parts where they are; None: it says something
+        else."""
+        said = visible_of_reply(self._read_anew(claimed, tools))
+        whole = self._anatomy.sampled(claimed.ids, said, opened=claimed.opened)
+        if said.digest == visible.digest:
+            return whole
+        is_trimmed = replace(said, content=said.content.strip()).digest == visible.digest
+        return self._anatomy.trimmed(whole, said.content) if is_trimmed else None
+
+    def _read_anew(self, sampled: Sampled, tools: Sequence[dict[str, Any]]) -> list[ReplyEvent]:
+        if self._harmony is None:
+            thinking = ThinkingReader(self._tags, is_open=sampled.opened) if self._tags else None
+            reader = PlainReader(Offered(tools), self._native, thinking, self._markers)
+            return [*reader.add(decode_ids(self._tokenizer, list(sampled.ids))), *reader.finish()]
+        header = encode_rendered(self._tokenizer, "<|start|>assistant")
+        channels = HarmonyReader(self._tokenizer, self._harmony, header, Offered(tools))
+        events: list[ReplyEvent] = []
+        begin = 0
+        for place, id in enumerate(sampled.ids):
+            if id in self._harmony.names:
+                events += channels.add(decode_ids(self._tokenizer, list(sampled.ids[begin:place])), (id,))
+                begin = place + 1
+        events += channels.add(decode_ids(self._tokenizer, list(sampled.ids[begin:])))
+        return [*events, *channels.finish()]
 
     def before_answer(self, prompt: Sequence[int], *, is_call: bool) -> tuple[int, ...]:
         """The tokens that a reply has to write before its answer can begin. `is_call`: the answer is a call."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvstrata.text.harmony import HarmonyMarks
 from kvstrata.text.thinking import ThinkingTags
-from kvstrata.text.tokens import decode_ids, encode_rendered, ids_text, token_bytes
+from kvstrata.text.tokens import decode_ids, encode_rendered, ids_text, tokens_bytes
 from kvstrata.text.visible import Visible
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ _LINE_BREAKS = b"\r\n"
 class Sampled:
     """`ids`: without what ended the reply. `visible_from`: where thinking is over. `text_from`: from there on the ids
     decode to exactly the text that the client has; None: they do not, or there are calls. `opened`: the prompt had
-    opened the thinking already. `thought`: digest of the thinking; empty: there is none.
+    opened the thinking already. `thought`: digest of the thinking; empty: there is none. `is_proven`: all that was
+    found out here; otherwise others said so.
     """
 
     ids: tuple[int, ...]
@@ -36,6 +37,7 @@ class Sampled:
     text_from: int | None
     opened: bool = False
     thought: bytes = b""
+    is_proven: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Anatomy:
     def _after_thinking(self, ids: Sequence[int], *, opened: bool) -> int | None:
         if self.tags is None:
             return 0
-        pieces = [token_bytes(self.tokenizer, id) for id in ids]
+        pieces = tokens_bytes(self.tokenizer, ids)
         end = _thinking_end(b"".join(pieces), self.tags, is_open=opened)
         begins = [0, *accumulate(map(len, pieces))]
         place = bisect_left(begins, end) if end is not None else len(begins)

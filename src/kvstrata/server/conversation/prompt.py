@@ -19,7 +19,9 @@ from kvstrata.server.conversation.hygiene import tidied
 from kvstrata.server.conversation.lengths import require_possible_chat
 from kvstrata.server.service import Service
 from kvstrata.text.messages import Message
+from kvstrata.text.sampled import Sampled
 from kvstrata.text.template import Prompt
+from kvstrata.text.visible import visible_of_message
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,25 @@ def _rendered(
     variables: dict[str, Any] | None,
     salt: str,
 ) -> Prompt:
-    memory = service.replies
-    replies = [
-        memory.find(salt, message) if memory is not None and message.get("role") == "assistant" else None
-        for message in messages
-    ]
+    replies = [_reply_of(service, salt, message, tools) for message in messages]
     if not any(replies):
         return Prompt(service.template.render(messages, tools=tools, template_kwargs=variables))
     return service.template.replay(
         messages, replies, ending_ids=service.ending_ids, tools=tools, template_kwargs=variables
     )
+
+
+def _reply_of(service: Service, salt: str, message: Message, tools: list[dict[str, Any]] | None) -> Sampled | None:
+    """The reply of ours that a message is. What came with an imported conversation is read first: anyone may have
+    written there that these ids say this."""
+    memory = service.replies
+    if memory is None or message.get("role") != "assistant":
+        return None
+    found = memory.find(salt, message)
+    if found is None or found.is_proven:
+        return found
+    visible = visible_of_message(message)
+    proven = service.form.proven(found, visible, tools or ())
+    if proven is not None:
+        memory.add(salt, visible, proven)
+    return proven

@@ -87,6 +87,7 @@ class Reply(Response):
                 raise error
             for arrival in arrivals:
                 telling.told(arrival)
+            await telling.remember()
         self._wire.close(telling.usage())
         answer = self._wire.whole(telling.usage())
         if self._on_end is not None:

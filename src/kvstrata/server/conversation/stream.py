@@ -82,6 +82,7 @@ async def send_stream(
         if failed := telling.failure(arrivals):
             await _send_body(send, body + encode(wire.fail(failed)), more=False)
             return
+        await telling.remember()
         if replies.ended:
             break
         if body:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
+from anyio import to_thread
+
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, TokenLogprob, TokenUsage
 from kvstrata.errors import InvalidRequest, MemoryPinned, ReplyFailed, RequestError
 from kvstrata.server.bridge import Arrival
@@ -31,6 +33,7 @@ class Telling:
         self._usages: dict[int, TokenUsage] = {}
         self._shown: dict[int, list[int]] = defaultdict(list)  # ids of what each client saw
         self._events: dict[int, list[ReplyEvent]] = defaultdict(list)
+        self._ended: list[int] = []  # replies that are not remembered yet
         self._misses: dict[int, str] = {}  # why not more of each prompt was cached
         self._unpinned = ""  # why it is not pinned as asked
 
@@ -46,6 +49,14 @@ class Telling:
         elif isinstance(event, Finished) and event.reason != "cancelled":  # that is a failure
             return self._end(index, event)
         return []
+
+    async def remember(self) -> None:
+        """The replies that have ended. Must be done before the client hears of it: it may send one back at once. A long
+        reply takes a while, in which the event loop serves others."""
+        ended, self._ended = self._ended, []
+        if (noting := self._job.noting) is not None:
+            for index in ended:
+                await to_thread.run_sync(noting.note, self._shown[index], self._events[index])
 
     def failure(self, arrivals: Sequence[Arrival]) -> RequestError | None:
         """Why a reply ended without a result, if one did."""
@@ -101,18 +112,13 @@ class Telling:
             self._job.visits[index // self._job.n].learn(finished.usage, finished.ids)
         if index in self._complete:
             # Whatever the model went on with before the engine heard of it.
-            self._note(index)
+            self._ended.append(index)
             return self.wire.end(index, Ended("stop", finished.usage))
         reason = "length" if finished.reason == "length" else "stop"
         cut_off = reason == "length" or bool(finished.stop)
         rest = self._add(index, self._job.readers[index].finish(cut_off=cut_off))
-        self._note(index)
+        self._ended.append(index)
         return [*rest, *self.wire.end(index, Ended(reason, finished.usage, finished.stop))]
-
-    def _note(self, index: int) -> None:
-        """Before the client hears of the end: it may send the reply back at once."""
-        if self._job.noting is not None:
-            self._job.noting.note(self._shown[index], self._events[index])
 
 
 def _failure(event: Event) -> RequestError | None:

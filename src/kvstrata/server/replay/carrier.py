@@ -32,8 +32,8 @@ class ReplyCarrier:
         return [record.to_json() for record in self._memory.within(session.salt, is_within)]
 
     def take(self, session: Session, section: Sequence[Mapping[str, Any]]) -> None:
-        """What is no sound record is left out. A record only says which ids a text was written as; that the text is the
-        client's own is seen when it is put back."""
+        """What is no sound record is left out. Whether the ids of the others say what they claim is seen when a client
+        sends such a reply: then the tools are known too."""
         records = (record_of(value, self._vocab_size) for value in section)
         self._memory.take(session.salt, [record for record in records if record is not None])
 

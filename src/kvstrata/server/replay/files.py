@@ -36,6 +36,7 @@ class ReplyFiles:
         self._fingerprint = fingerprint
         self._vocab_size = vocab_size
         self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
+        self._appended_bytes = 0  # since the folder was last bounded
         self._told = False  # that the folder cannot be used
         self._thread = threading.Thread(target=self._work, name="kvstrata-replies", daemon=True)
         self._thread.start()
@@ -95,6 +96,9 @@ class ReplyFiles:
             size = file.tell()
         if size > MAX_FILE_BYTES:
             self._halve(path)
+        self._appended_bytes += len(line)
+        if self._appended_bytes > MAX_FILE_BYTES:
+            self._bound()
 
     def _halve(self, path: Path) -> None:
         """Keep the newer half. Published by rename, so that a crash leaves one or the other."""
@@ -114,6 +118,7 @@ class ReplyFiles:
 
     def _bound(self) -> None:
         """Those that were not written to for longest go, whichever model they are of."""
+        self._appended_bytes = 0
         by_age = sorted(self._paths(), key=lambda path: path.stat().st_mtime, reverse=True)
         total = 0
         for path in by_age:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from blake3 import blake3
 
@@ -21,6 +22,9 @@ from kvstrata.text.sampled import Sampled
 from kvstrata.text.visible import Visible, visible_of_message
 
 MAX_TOKENS = 4 << 20  # of all replies: 16 MiB
+# What a reply takes beside its ids, as if it were tokens: many short ones must not take more than a few long ones.
+ENTRY_TOKENS = 192
+MAX_SALTS = 10_000  # clients make them up
 Key = bytes
 NAMED, SAID = b"call", b"said"
 
@@ -32,7 +36,7 @@ class ReplyMemory:
         self._lock = threading.Lock()  # guards what follows
         self._records: OrderedDict[Key, tuple[str, Record]] = OrderedDict()  # with the salt; the newest last
         self._num_tokens = 0
-        self._read: set[str] = set()  # salts whose file was read
+        self._read: OrderedDict[str, None] = OrderedDict()  # salts whose file was read
 
     def find(self, salt: str, message: Message) -> Sampled | None:
         """The reply that an assistant's message is, unchanged; None: it is none that is remembered."""
@@ -56,12 +60,13 @@ class ReplyMemory:
             self._files.append(salt, record)
 
     def take(self, salt: str, records: Iterable[Record]) -> None:
-        """Of a conversation that was brought here."""
+        """Of a conversation that was brought here. That they say what they claim is not known yet."""
         for record in records:
+            claimed = replace(record, is_proven=False)
             with self._lock:
-                self._keep(salt, record)
+                self._keep(salt, claimed)
             if self._files is not None:
-                self._files.append(salt, record)
+                self._files.append(salt, claimed)
 
     def within(self, salt: str, is_within: Callable[[Record], bool]) -> list[Record]:
         """Those under a salt of which this holds, each once, the oldest first."""
@@ -85,6 +90,7 @@ class ReplyMemory:
 
     @property
     def num_tokens(self) -> int:
+        """That all of it takes."""
         with self._lock:
             return self._num_tokens
 
@@ -94,7 +100,9 @@ class ReplyMemory:
         with self._lock:
             if salt in self._read:
                 return
-            self._read.add(salt)
+            self._read[salt] = None
+            if len(self._read) > MAX_SALTS:
+                self._read.popitem(last=False)
         records = self._files.read(salt)
         with self._lock:
             newer = list(self._records.items())
@@ -114,11 +122,11 @@ class ReplyMemory:
         if key in self._records:
             self._drop(key)
         self._records[key] = (salt, record)
-        self._num_tokens += len(record.ids)
+        self._num_tokens += ENTRY_TOKENS + len(record.ids)
 
     def _drop(self, key: Key) -> None:
         _, record = self._records.pop(key)
-        self._num_tokens -= len(record.ids)
+        self._num_tokens -= ENTRY_TOKENS + len(record.ids)
 
 
 def _keys(salt: str, digest: bytes, call_ids: tuple[str, ...]) -> list[Key]:

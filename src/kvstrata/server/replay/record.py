@@ -34,6 +34,7 @@ class Record:
     text_from: int | None
     opened: bool
     thought: bytes
+    is_proven: bool = True
 
     @classmethod
     def of(cls, visible: Visible, sampled: Sampled) -> Record:
@@ -45,11 +46,13 @@ class Record:
             sampled.text_from,
             sampled.opened,
             sampled.thought,
+            sampled.is_proven,
         )
 
     @property
     def sampled(self) -> Sampled:
-        return Sampled(tuple(self.ids), self.visible_from, self.text_from, self.opened, self.thought)
+        places = (self.visible_from, self.text_from)
+        return Sampled(tuple(self.ids), *places, self.opened, self.thought, self.is_proven)
 
     def to_json(self) -> dict[str, Any]:
         ids = np.array(self.ids, dtype="<i4").tobytes()
@@ -61,6 +64,7 @@ class Record:
             "text_from": self.text_from,
             "opened": self.opened,
             "thought": self.thought.hex(),
+            "proven": self.is_proven,
         }
 
 
@@ -76,6 +80,7 @@ def record_of(value: Any, vocab_size: int) -> Record | None:
             value["text_from"],
             value["opened"],
             bytes.fromhex(value["thought"]),
+            value["proven"],
         )
     except (KeyError, TypeError, ValueError, binascii.Error):
         return None
@@ -107,9 +112,11 @@ def _is_sound(record: Record, vocab_size: int) -> bool:
         len(record.visible) == DIGEST_BYTES
         and len(record.thought) in (0, DIGEST_BYTES)
         and len(record.ids) > 0
-        and all(0 <= id < vocab_size for id in record.ids)
+        and min(record.ids) >= 0
+        and max(record.ids) < vocab_size
         and all(place is None or (type(place) is int and 0 <= place <= len(record.ids)) for place in places)
         and type(record.opened) is bool
+        and type(record.is_proven) is bool
         and len(record.call_ids) <= MAX_CALLS
         and all(isinstance(id, str) and len(id) <= MAX_ID_CHARS for id in record.call_ids)
     )
