@@ -79,9 +79,9 @@ def test_what_is_gone_when_a_request_is_let_in_is_computed(left: int, monkeypatc
     serve(drive, tokens[:300])
     match = drive.stock.store.match
 
-    def match_after_eviction(tokens: Tokens, salt: str, asked_twice: int | None = None) -> Lease:
+    def match_after_eviction(tokens: Tokens, salt: str, asked_twice: int | None = None, session: str = "") -> Lease:
         drive.stock.room.shrink_to(left * drive.budget.token_bytes)
-        return match(tokens, salt, asked_twice)
+        return match(tokens, salt, asked_twice, session)
 
     monkeypatch.setattr(drive.stock.store, "match", match_after_eviction)
     client = serve(drive, tokens, 6)

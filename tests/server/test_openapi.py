@@ -94,7 +94,8 @@ def test_whatever_is_sent(api: Any, path: str, method: str) -> None:
 
 def short_without_a_model(body: Any) -> Any:
     """Any other model is 404, but a body without one is answered: at the context's length, unless it says less."""
-    is_answered = isinstance(body, dict) and {"prompt", "messages", "input"} & set(body) and not body.get("model")
+    asks = {"prompt", "messages", "input", "instructions"}
+    is_answered = isinstance(body, dict) and asks & set(body) and not body.get("model")
     return {**body, **SHORT} if is_answered else body
 
 
