@@ -7,7 +7,6 @@ does: the code that puts the pieces together reads it and hands plain values dow
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 from pydantic_settings.sources import InitSettingsSource
 
+from kvstrata.backend.addresses import is_loopback
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.limits import MARK_EVERY_TOKENS, Limits
 from kvstrata.errors import ConfigError
@@ -449,15 +449,6 @@ def read_key_file(path: Path, setting: str) -> tuple[str, ...]:
 
 def is_key(text: str) -> bool:
     return bool(text) and text.isascii() and text.isprintable() and " " not in text
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name may resolve to anything
 
 
 def flag_name(setting: str) -> str:

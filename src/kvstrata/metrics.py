@@ -113,6 +113,24 @@ def _seconds(name: str, what: str, buckets: tuple[float, ...], registry: Collect
     return Histogram(f"{name}_seconds", what, buckets=buckets, registry=registry)
 
 
+class PromptMetrics:
+    """What is done to prompts so that their prefixes stay the same."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        what = "Messages that a rule changed or kept in place so that prefixes stay the same, by rule"
+        self._hygiene = Counter("kvstrata_prompt_hygiene", what, ["rule"], registry=registry)
+        what = "Earlier replies that were put into prompts as they were sampled"
+        self._replayed_turns = Counter("kvstrata_replayed_turns", what, registry=registry)
+        self._replayed_tokens = Counter("kvstrata_replayed_tokens", "Tokens of those", registry=registry)
+
+    def count(self, hygiene: Mapping[str, int], *, replayed_turns: int, replayed_tokens: int) -> None:
+        """One prompt. `hygiene`: how often each rule was used."""
+        for rule, times in hygiene.items():
+            self._hygiene.labels(rule=rule).inc(times)
+        self._replayed_turns.inc(replayed_turns)
+        self._replayed_tokens.inc(replayed_tokens)
+
+
 class Metrics:
     """All metrics of one server, in a registry of its own, so that two servers in one process do not mix."""
 
@@ -165,18 +183,7 @@ class Metrics:
             buckets=STEP_BUCKETS,
             registry=registry,
         )
-        self.hygiene = Counter(
-            "kvstrata_prompt_hygiene",
-            "Messages that a rule changed or kept in place so that prefixes stay the same, by rule",
-            ["rule"],
-            registry=registry,
-        )
-        self.replayed_turns = Counter(
-            "kvstrata_replayed_turns",
-            "Earlier replies that were put into prompts as they were sampled",
-            registry=registry,
-        )
-        self.replayed_tokens = Counter("kvstrata_replayed_tokens", "Tokens of those", registry=registry)
+        self.prompts = PromptMetrics(registry)
         self.kv_bytes = Gauge("kvstrata_kv_bytes", "KV of running sequences, and stored", registry=registry)
         self.kv_budget_bytes = Gauge("kvstrata_kv_budget_bytes", "Most that KV may take", registry=registry)
         self.active_bytes = Gauge("kvstrata_mlx_active_bytes", "What MLX has allocated and in use", registry=registry)
@@ -196,13 +203,6 @@ class Metrics:
         self.kv_usage.set(kv_bytes / kv_budget_bytes if kv_budget_bytes else 0.0)
         self.active_bytes.set(active_bytes)
         self.peak_bytes.set(peak_bytes)
-
-    def count_prompt(self, hygiene: Mapping[str, int], *, replayed_turns: int, replayed_tokens: int) -> None:
-        """What was done to a prompt on its way."""
-        for rule, times in hygiene.items():
-            self.hygiene.labels(rule=rule).inc(times)
-        self.replayed_turns.inc(replayed_turns)
-        self.replayed_tokens.inc(replayed_tokens)
 
     def set_cache(
         self, tiers: Mapping[str, Mapping[str, Any]], counters: Mapping[str, int], *, hot_budget_bytes: int

@@ -155,7 +155,7 @@ def test_what_cannot_be_exported_or_imported_is_said(tmp_path: Path) -> None:
         with served.http() as http:
             assert http.post("/cache/import", content=b"x", headers={"content-type": "text/plain"}).status_code == 400
         served.ask("/cache/clear", tier="hot")
-        limit = served.server.service.engine.import_limit_bytes
+        limit = served.server.service.engine.moving.limit_bytes
         told = imported(served, bytes(limit + 1))
         assert told.status_code == 413
         assert "--memory-limit" in told.json()["error"]["message"]

@@ -172,13 +172,4 @@ def _decode(content: memoryview, lineage: Lineage) -> Block:
     }
     if len(tensors) != len(header.places) or any(type(size) is not int for t in tensors.values() for size in t.shape):
         raise ValueError("a tensor lies outside its block")
-    return Block(
-        key=header.id.key,
-        parent=header.parent,
-        root=header.root,
-        start=header.start,
-        token_ids=header.token_ids,
-        tensors=tensors,
-        description=header.description,
-        part=header.id.part,
-    )
+    return header.block(tensors)

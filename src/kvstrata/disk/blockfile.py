@@ -58,16 +58,7 @@ def _read_block(files: Files, path: Path, wanted: BlockId, *, chain: Chain, root
         header = read_header(files, fd)
         verify_header(header, wanted=wanted, root=root, chain=chain, size_bytes=size_bytes)
         tensors = _read_tensors(files, fd, header)
-    return Block(
-        key=header.id.key,
-        parent=header.parent,
-        root=header.root,
-        start=header.start,
-        token_ids=header.token_ids,
-        tensors=tensors,
-        description=header.description,
-        part=header.id.part,
-    )
+    return header.block(tensors)
 
 
 def _read_tensors(files: Files, fd: int, header: Header) -> dict[str, Tensor]:

@@ -66,6 +66,19 @@ class Header:
     def num_tokens(self) -> int:
         return len(self.token_ids) // 4
 
+    def block(self, tensors: Mapping[str, Tensor]) -> Block:
+        """What it describes, with the tensors that stand behind it."""
+        return Block(
+            key=self.id.key,
+            parent=self.parent,
+            root=self.root,
+            start=self.start,
+            token_ids=self.token_ids,
+            tensors=tensors,
+            description=self.description,
+            part=self.id.part,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class EncodedBlock:

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from kvstrata.attention import attend
 from kvstrata.codecs import paths
 from kvstrata.disk.files import Files
-from kvstrata.disk.format import LARGEST_HEADER_BYTES
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.cache import Cache
 from kvstrata.engine.limits import EngineState, Limits
@@ -32,7 +31,6 @@ from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.remote.options import RemoteOptions
 from kvstrata.spans.marks import needs_marks
-from kvstrata.store.errands import Steps
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +140,7 @@ class Engine:
 
     @property
     def moving(self) -> Moving:
-        return Moving(self.ask, self.errand, self._thread.served.loaded)
+        return Moving(self.ask, self._thread.served.loaded, self._thread.loop.stock.shelf.max_bytes)
 
     def ask(self, question: Callable[[Loop], T]) -> Future[T]:
         """Have the engine's thread answer something between two steps."""
@@ -158,19 +156,6 @@ class Engine:
                 answer.set_exception(error)
 
         if not self._thread.post(run):
-            answer.set_exception(Unavailable("The engine has stopped."))
-        return answer
-
-    @property
-    def import_limit_bytes(self) -> int:
-        """Most that a file can have of which all could be stored: its blocks have headers beside their arrays."""
-        stored_bytes = self._thread.loop.stock.shelf.max_bytes
-        return stored_bytes + stored_bytes // 2 + LARGEST_HEADER_BYTES
-
-    def errand(self, begin: Callable[[Loop], Steps[T]]) -> Future[T]:
-        """Have the engine's thread do something in small steps, between those of the requests that run."""
-        answer: Future[T] = Future()
-        if not self._thread.post(lambda: self._thread.loop.stock.errands.add(begin(self._thread.loop), answer)):
             answer.set_exception(Unavailable("The engine has stopped."))
         return answer
 

@@ -54,8 +54,9 @@ class Ask(Protocol):
     def __call__(self, question: Callable[[Loop], T], /) -> Future[T]: ...
 
 
-class Errand(Protocol):
-    def __call__(self, begin: Callable[[Loop], Steps[T]], /) -> Future[T]: ...
+def _done(ask: Ask, begin: Callable[[Loop], Steps[T]]) -> T:
+    """Have the engine's thread do something in small steps, between those of the requests that run, and wait for it."""
+    return ask(lambda loop: loop.stock.errands.add(begin(loop))).result().result()
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,17 @@ class TakenIn:
 
 
 class Moving:
-    def __init__(self, ask: Ask, errand: Errand, loaded: LoadedModel) -> None:
+    """`stored_bytes`: most that memory may hold of stored KV."""
+
+    def __init__(self, ask: Ask, loaded: LoadedModel, stored_bytes: int) -> None:
         self._ask = ask
-        self._errand = errand
         self._loaded = loaded
+        self._stored_bytes = stored_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """Most that a file can have of which all could be stored: its blocks have headers beside their arrays."""
+        return self._stored_bytes + self._stored_bytes // 2 + LARGEST_HEADER_BYTES
 
     # Out.
 
@@ -91,7 +99,7 @@ class Moving:
         self._require_store()
         self._fetch(conversation)
         make = Exporting if form == "kvstrata" else MlxExporting
-        exporting = make(self._ask, self._errand, conversation, self._loaded.name)
+        exporting = make(self._ask, conversation, self._loaded.name)
         exporting.begin()
         return exporting
 
@@ -166,7 +174,7 @@ class Moving:
             self._end(stock, arriving)
 
     def _wait(self, begin: Callable[[Loop], Steps[T]]) -> T:
-        return self._errand(begin).result()
+        return _done(self._ask, begin)
 
     def _take_conversation(self, bundle: Bundle, model: ModelNamed, salt: str) -> TakenIn:
         identity = self._identity()
@@ -243,9 +251,8 @@ class Checked:
 class Exporting:
     """One export. `end` must be called, whatever happens."""
 
-    def __init__(self, ask: Ask, errand: Errand, conversation: Conversation, model_name: str) -> None:
+    def __init__(self, ask: Ask, conversation: Conversation, model_name: str) -> None:
         self._ask = ask
-        self._errand = errand
         self._conversation = conversation
         self._model_name = model_name
         self._stock: Stock
@@ -263,7 +270,7 @@ class Exporting:
             leaving = yield from loop.stock.outgoing.begin(conversation.ids, conversation.salt)
             return loop.stock, leaving
 
-        self._stock, self._leaving = self._errand(begin).result()
+        self._stock, self._leaving = _done(self._ask, begin)
         self._until_s = time.monotonic() + MIN_EXPORT_S + self._leaving.nbytes / MIN_EXPORT_BYTES_S
 
     def pieces(self) -> Iterator[memoryview]:
@@ -281,7 +288,7 @@ class Exporting:
     def _wait(self, begin: Callable[[Loop], Steps[T]]) -> T:
         if time.monotonic() > self._until_s:
             raise Unavailable("The client takes the file too slowly.")
-        return self._errand(_in_same(self._stock, begin)).result()
+        return _done(self._ask, _in_same(self._stock, begin))
 
     def end(self) -> None:
         """What was leased for it may go. Does not wait."""

@@ -76,7 +76,7 @@ class Prefilled:
     total: int
     cached: int = 0  # of those that are done: not computed for this request
     miss: str = ""  # why not more was cached; empty: all that can be was
-    unpinned: str = ""  # why it will not be pinned as asked; empty: it will be, or nobody asked
+    unpinned: str = ""  # why it will not be pinned as asked; empty: it will be, or the request asks for no pin
 
 
 @dataclass(frozen=True)

@@ -210,7 +210,7 @@ class RemoteTier:
             self._store.delete([name])
         self._counters.add(Event.DELETED, reason)
 
-    # Making less of it. A shared store is cleared by whoever runs it, or by its blocks' time.
+    # Making less of it. A shared store is cleared by its operator, or by its blocks' time.
 
     def remove(self, blocks: Sequence[BlockId]) -> Removed:
         """Blocks that no version of ours could have written."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import stat
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
+from kvstrata.backend.addresses import is_loopback
 from kvstrata.errors import ConfigError
 
 FLAG = "--remote-cache"
@@ -64,7 +64,7 @@ class RemoteUrl:
         if self.scheme == "file":
             return not _is_private(Path(self.path))
         address = self.host if self.is_redis else urlsplit(self.endpoint).hostname or ""
-        return not _is_loopback(address)
+        return not is_loopback(address)
 
 
 def parse(text: str) -> RemoteUrl:
@@ -105,15 +105,6 @@ def _check(url: RemoteUrl, *, has_login: bool) -> None:
 def _reason(error: ValueError) -> str:
     """urllib quotes what it could not read."""
     return "the port is not a number" if "port" in str(error).lower() else "it cannot be read"
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False  # a name may resolve to anything
 
 
 def _is_private(folder: Path) -> bool:

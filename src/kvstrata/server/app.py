@@ -33,7 +33,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(dashboard.router)
     errors.install(app, {path: shape for wire in WIRES for path, shape in wire.ERROR_SHAPES.items()})
     # The one added last sees a request first.
-    larger = {cache_move.IMPORT_PATH: service.engine.import_limit_bytes}
+    larger = {cache_move.IMPORT_PATH: service.engine.moving.limit_bytes}
     app.add_middleware(LimitBody, bounds=service.bounds, larger=larger)
     if service.keys:
         app.add_middleware(RequireKey, keys=service.keys)

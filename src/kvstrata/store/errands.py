@@ -24,9 +24,12 @@ class Errands:
     def idle(self) -> bool:
         return not self._waiting
 
-    def add(self, steps: Steps[T], answer: Future[T]) -> None:
-        if answer.set_running_or_notify_cancel():
-            self._waiting.append((steps, answer))
+    def add(self, steps: Steps[T]) -> Future[T]:
+        """What it comes to."""
+        answer: Future[T] = Future()
+        answer.set_running_or_notify_cancel()
+        self._waiting.append((steps, answer))
+        return answer
 
     def work(self, slice_s: float) -> None:
         """At least one step, then as many as the time allows."""

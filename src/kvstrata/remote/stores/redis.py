@@ -32,7 +32,7 @@ class RedisStore:
             url.text,
             socket_connect_timeout=connect_s,
             socket_timeout=answer_s,
-            # A fault is a miss and a pause: whoever asks does not wait for a second attempt.
+            # A fault is a miss and a pause: no request waits for a second attempt.
             retry=Retry(NoBackoff(), 0),
             health_check_interval=0,
         )

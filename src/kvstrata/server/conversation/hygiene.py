@@ -19,9 +19,7 @@ SYSTEM = ("system", "developer")
 @dataclass(frozen=True)
 class Hygiene:
     drop_nonces: bool = True
-    system_in_place: bool = (
-        True  # the template's own way of hoisting or refusing them is not asked (text/system_turns.py)
-    )
+    system_in_place: bool = True  # whatever the template would do with them (text/system_turns.py)
 
 
 @dataclass(frozen=True)

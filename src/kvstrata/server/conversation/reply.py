@@ -70,7 +70,7 @@ class Reply(Response):
     def _count_prompt(self) -> None:
         if (made := self._job.prompt) is not None:
             turns, tokens = made.replayed_turns, made.replayed_tokens
-            self._service.metrics.count_prompt(made.hygiene, replayed_turns=turns, replayed_tokens=tokens)
+            self._service.metrics.prompts.count(made.hygiene, replayed_turns=turns, replayed_tokens=tokens)
 
     async def _stream(self, replies: Replies, telling: Telling, send: Send) -> None:
         def on_end() -> None:

@@ -44,7 +44,7 @@ class Offer:
 class Question:
     cold: Cold
     lookup: Lookup[TierMatch]
-    until_s: float | None = None  # then it is not waited for any more; None: whoever asks decides
+    until_s: float | None = None  # then it is not waited for any more; None: the caller decides
 
 
 @dataclass(frozen=True)
