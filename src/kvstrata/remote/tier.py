@@ -56,7 +56,7 @@ class RemoteTier:
         self.on_room: Callable[[], None] = lambda: None
         self._keys = keys_for(options.url, options.secret_file)
         self._names = Names(self._keys, options.precision, backend)
-        self._store = store or open_store(options.url, self._keys)
+        self._store = store or open_store(options.url, self._keys, clock)
         self._counters = Counters()
         self._budget = DailyBudget(options.daily_write_bytes)
         self._meter = RateMeter()
