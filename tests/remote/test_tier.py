@@ -45,7 +45,7 @@ def test_only_the_leading_run_counts_and_what_is_missing_is_wanted_again(store_u
     tier = open_remote(store_url)
     ids = ids_of(2, 6 * 256)
     put = put_chain(tier, ids)
-    tier._store.delete([tier._names.of(put[2].key, "base")])
+    tier._store.delete([tier._cluster.names.of(put[2].key, "base")])
     read_all(tier, [put[2].id])
 
     assert match_of(tier, ids).num_tokens == 512
@@ -83,12 +83,12 @@ def test_no_attack_on_the_store_gets_a_wrong_block_read(tmp_path: Path) -> None:
     put_foreign = put_chain(foreign, ids)
     blocks = [*put, *put_other]
     chance = random.Random(6)
-    contents = {block.id: bytes(tier._store.get(tier._names.of(*_id(block))) or b"") for block in blocks}
-    strange = [bytes(foreign._store.get(foreign._names.of(*_id(block))) or b"") for block in put_foreign]
+    contents = {block.id: bytes(tier._store.get(tier._cluster.names.of(*_id(block))) or b"") for block in blocks}
+    strange = [bytes(foreign._store.get(foreign._cluster.names.of(*_id(block))) or b"") for block in put_foreign]
     num_missed = 0
     for _ in range(NUM_ATTACKS):
         victim = chance.choice(blocks)
-        path = tier._store._path(tier._names.of(*_id(victim)))  # pyright: ignore[reportAttributeAccessIssue]
+        path = tier._store._path(tier._cluster.names.of(*_id(victim)))  # pyright: ignore[reportAttributeAccessIssue]
         whole = contents[victim.id]
         forged = _attacked(whole, chance, [each for key, each in contents.items() if key != victim.id], strange)
         path.parent.mkdir(exist_ok=True)
@@ -134,7 +134,7 @@ def test_a_damaged_block_is_deleted_so_that_a_right_one_can_take_its_place(serve
     tier = open_remote(server.url, secret_file(tmp_path))
     ids = ids_of(7, 768)
     put = put_chain(tier, ids)
-    name = f"kvstrata1:{tier._names.of(put[1].key, 'base')}"
+    name = f"kvstrata1:{tier._cluster.names.of(put[1].key, 'base')}"
     server.client.set(name, b"forged")
     (came,) = read_all(tier, [put[1].id])
 
@@ -176,7 +176,7 @@ def test_a_hit_refreshes_the_whole_chain(server: Valkey) -> None:
     tier = open_remote(server.url, ttl_s=100.0)
     ids = ids_of(9, 1024)
     put = put_chain(tier, ids, (1024,))
-    names = [f"kvstrata1:{tier._names.of(*_id(block))}" for block in put]
+    names = [f"kvstrata1:{tier._cluster.names.of(*_id(block))}" for block in put]
     for name in names:
         server.client.expire(name, 5)
     tier.touch(BlockId(block.key, part) for block in put for part in ("base", MARK))
