@@ -198,8 +198,12 @@ def options_for(url: str, secret: Path | None = None, **settings: Any) -> Remote
     return RemoteOptions(parse(url), secret, **{"first_pause_s": 0.05, "longest_pause_s": 0.4, **settings})
 
 
-def open_remote(url: str, secret: Path | None = None, *, backend: str = "cpu", **settings: Any) -> RemoteTier:
-    return RemoteTier(options_for(url, secret, **settings), chain=chain, backend=backend)
+def open_remote(
+    url: str, secret: Path | None = None, *, backend: str = "cpu", ahead_s: float = 0.0, **settings: Any
+) -> RemoteTier:
+    """`ahead_s`: by so much this server's clock is wrong."""
+    options = options_for(url, secret, **settings)
+    return RemoteTier(options, chain=chain, backend=backend, clock=lambda: time.time() + ahead_s)
 
 
 class Proxy:

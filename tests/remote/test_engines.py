@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,6 +98,27 @@ def test_it_goes_on_over_every_kind_of_store(store_url: str, tmp_path: Path) -> 
     with engine_on(store_url, tiny_loaded("llama"), secret) as second:
         two = say(second, "two", (*PROMPT, *one.ids, 1, 2, 3))
         assert cached(two) == 768
+
+
+def test_the_engines_thread_never_asks_the_store(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection, asking = pytest.importorskip("redis.connection").AbstractConnection, set[str]()
+    send = connection.send_packed_command
+
+    def noted(self: Any, *args: Any, **options: Any) -> None:
+        asking.add(threading.current_thread().name)
+        send(self, *args, **options)
+
+    with engine_on(redis_url, tiny_loaded("llama")) as first, engine_on(redis_url, tiny_loaded("llama")) as second:
+        monkeypatch.setattr(connection, "send_packed_command", noted)
+        one = say(first, "one", PROMPT)
+        share(first)
+        assert cached(say(second, "two", (*PROMPT, *one.ids, 1, 2, 3))) == 768
+        share(second)
+        monkeypatch.undo()
+
+    assert {"kvstrata-tier-lookups", "kvstrata-remote-writer"} < asking
+    assert "kvstrata-engine" not in asking
+    assert all(name.startswith(("kvstrata-tier-", "kvstrata-remote-")) for name in asking), asking
 
 
 def planes(loop: Loop) -> dict[tuple[int, int, str], np.ndarray]:

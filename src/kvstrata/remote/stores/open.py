@@ -43,7 +43,7 @@ def make_store(url: RemoteUrl, clock: Callable[[], float] = time.time) -> Store:
     try:
         return FolderStore(url, clock) if url.scheme == "file" else ObjectStore(url, clock)
     except StoreFault as fault:
-        raise _cannot_be_used(url, fault) from None
+        raise ConfigError(f"{FLAG} {words_for(url, fault)}") from None
 
 
 def open_store(url: RemoteUrl, keys: Keys, clock: Callable[[], float] = time.time) -> Store:
@@ -56,16 +56,17 @@ def open_store(url: RemoteUrl, keys: Keys, clock: Callable[[], float] = time.tim
         _join_cluster(store, url, keys)
     except StoreFault as fault:
         store.close()
-        raise _cannot_be_used(url, fault) from None
+        raise ConfigError(f"{FLAG} {words_for(url, fault)}") from None
     except ConfigError:
         store.close()
         raise
     return store
 
 
-def _cannot_be_used(url: RemoteUrl, fault: StoreFault) -> ConfigError:
+def words_for(url: RemoteUrl, fault: StoreFault) -> str:
+    """Why a store cannot be used, and what to do."""
     said = str(fault).rstrip(".")
-    return ConfigError(f"{FLAG} {url.shown} cannot be used ({fault.reason}): {said}. {NEXT_STEP[fault.reason]}.")
+    return f"{url.shown} cannot be used ({fault.reason}): {said}. {NEXT_STEP[fault.reason]}."
 
 
 def _try_out(store: Store) -> None:
