@@ -30,7 +30,9 @@ SECRET = b"0123456789abcdef0123456789abcdef"
 CREDENTIAL = "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"
 
 
-TROUBLES = ("killed", "hangs", "full", "password", "read_only")
+TROUBLES = ("killed", "hangs", "full", "slow", "password", "read_only")
+# A question to a slow store takes so much longer.
+SLOW_S = 0.4
 
 
 class Valkey:
@@ -70,7 +72,7 @@ class Valkey:
         return self._server._process.pid
 
     def get_into(self, trouble: str) -> None:
-        """One of TROUBLES."""
+        """One of TROUBLES, but for `slow`: that is a Proxy's."""
         if trouble == "killed":
             self.kill()
         elif trouble == "hangs":

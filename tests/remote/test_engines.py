@@ -28,7 +28,7 @@ from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, make_computing_slow, settle
 from tests.engine.test_disk_lookups import make_computing_take_a_second
 from tests.engine.test_engine import Reply
-from tests.remote.stores import TROUBLES, Proxy, Valkey, options_for, private_folder, secret_file
+from tests.remote.stores import SLOW_S, TROUBLES, Proxy, Valkey, options_for, private_folder, secret_file
 from tests.tiny import VOCAB, tiny_loaded
 
 MIB = 1 << 20
@@ -211,11 +211,16 @@ def test_a_network_that_is_slower_than_computing_is_not_waited_for(server: Valke
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_a_store_in_trouble_stops_no_stream(server: Valkey, trouble: str) -> None:
-    with engine_on(server.url, tiny_loaded("llama")) as engine:
+    proxy = Proxy(server.port) if trouble == "slow" else None
+    url = server.url if proxy is None else f"redis://127.0.0.1:{proxy.port}/0"
+    with engine_on(url, tiny_loaded("llama")) as engine:
         alone = answer(engine, "before", 700)
         share(engine)
         engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
-        server.get_into(trouble)
+        if proxy is None:
+            server.get_into(trouble)
+        else:
+            proxy.delay_s = SLOW_S
         for number in range(3):
             engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
             began_s = time.monotonic()
@@ -224,8 +229,10 @@ def test_a_store_in_trouble_stops_no_stream(server: Valkey, trouble: str) -> Non
             assert reply.ids[: len(alone.ids)] == alone.ids or cached(reply)
         say(engine, "another", tuple(i * 5 % VOCAB for i in range(600)), 20)
         settle(engine)
-        if trouble != "hangs":
+        if trouble not in ("hangs", "slow"):
             ends = time.monotonic() + 10
             while not any(name.startswith("remote_failed") for name in counters(engine)):
                 assert time.monotonic() < ends
                 time.sleep(0.05)
+    if proxy is not None:
+        proxy.close()
