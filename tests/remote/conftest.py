@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.remote.clouds import Azurite, GoogleFront
 from tests.remote.stores import S3, Valkey, private_folder, valkey
 
 
@@ -19,6 +20,20 @@ def shared_valkey() -> Iterator[Valkey]:
 @pytest.fixture(scope="session")
 def shared_s3() -> Iterator[S3]:
     server = S3()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def shared_google(shared_s3: S3) -> Iterator[GoogleFront]:
+    front = GoogleFront(shared_s3)
+    yield front
+    front.close()
+
+
+@pytest.fixture(scope="session")
+def shared_azure() -> Iterator[Azurite]:
+    server = Azurite()
     yield server
     server.close()
 
@@ -36,10 +51,10 @@ def redis_url(shared_valkey: Valkey) -> str:
     return shared_valkey.url
 
 
-@pytest.fixture(params=["redis", "s3", "file"])
+@pytest.fixture(params=["redis", "s3", "google", "azure", "file"])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "redis":
         return request.getfixturevalue("redis_url")
-    if request.param == "s3":
-        return request.getfixturevalue("shared_s3").bucket(monkeypatch)
-    return private_folder(tmp_path)
+    if request.param == "file":
+        return private_folder(tmp_path)
+    return request.getfixturevalue(f"shared_{request.param}").bucket(monkeypatch)

@@ -1,4 +1,4 @@
-"""Figures of docs/remote.md, on this machine: python -m tests.remote.figures [tokens], or: ... troubles
+"""Figures of docs/remote.md, on this machine: python -m tests.remote.figures [tokens], or: ... troubles [names]
 
 Time to the first token of a prompt that another server computed: computed again, loaded from a Valkey on loopback, and
 through a network of 1 MB/s, where loading does not pay and must cost nothing. `troubles`: the slowest tokens of a
@@ -28,7 +28,7 @@ from kvstrata.remote.options import RemoteOptions
 from kvstrata.remote.url import parse
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
-from tests.remote.stores import TROUBLES, Proxy, valkey
+from tests.remote.stores import SLOW_S, TROUBLES, Proxy, valkey
 from tests.remote.test_servers import shared
 
 ROUNDS = 5
@@ -114,17 +114,23 @@ def pauses(engine: Engine, name: str, prompts: Sequence[tuple[int, ...]]) -> flo
     return float(np.percentile(np.diff(came), 99))
 
 
-def troubles() -> None:
+def troubles(asked: Sequence[str], rounds: int = ROUNDS) -> None:
     loaded = load(None)
     generator = np.random.default_rng(2)
-    for trouble in ("none", *TROUBLES):
+    for trouble in asked:
         ratios = []
         with valkey() as server, ExitStack() as stack:
+            url = server.url
+            if trouble == "slow":
+                proxy = Proxy(server.port)
+                stack.callback(proxy.close)
+                url = f"redis://127.0.0.1:{proxy.port}/0"
+                proxy.delay_s = SLOW_S
             alone = stack.enter_context(engine_on(loaded, None))
-            shares = stack.enter_context(engine_on(loaded, server.url))
-            if trouble != "none":
+            shares = stack.enter_context(engine_on(loaded, url))
+            if trouble not in ("none", "slow"):
                 server.get_into(trouble)
-            for number in range(ROUNDS):
+            for number in range(rounds):
                 shape = (2, 300)
                 prompts = [tuple(map(int, row)) for row in generator.integers(100, 40_000, shape)]
                 both = {"alone": alone, "shares": shares}
@@ -138,4 +144,4 @@ def troubles() -> None:
 
 if __name__ == "__main__":
     asked = sys.argv[1] if len(sys.argv) > 1 else "2000"
-    troubles() if asked == "troubles" else main(int(asked))
+    troubles(sys.argv[2:] or ("none", *TROUBLES)) if asked == "troubles" else main(int(asked))

@@ -6,6 +6,7 @@ Skipped with a word where a package is not installed.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import select
 import signal
@@ -25,9 +26,13 @@ from kvstrata.remote.tier import RemoteTier
 from kvstrata.remote.url import parse
 
 SECRET = b"0123456789abcdef0123456789abcdef"
+# Of someone whose signature moto does not check.
+CREDENTIAL = "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"
 
 
-TROUBLES = ("killed", "hangs", "full", "password", "read_only")
+TROUBLES = ("killed", "hangs", "full", "slow", "password", "read_only")
+# A question to a slow store takes so much longer.
+SLOW_S = 0.4
 
 
 class Valkey:
@@ -67,7 +72,7 @@ class Valkey:
         return self._server._process.pid
 
     def get_into(self, trouble: str) -> None:
-        """One of TROUBLES."""
+        """One of TROUBLES, but for `slow`: that is a Proxy's."""
         if trouble == "killed":
             self.kill()
         elif trouble == "hangs":
@@ -120,23 +125,58 @@ class S3:
         self._server.start()
         host, port = self._server.get_host_and_port()
         self.endpoint = f"http://{host}:{port}"
+        self.port = int(port)
         self._numbers = itertools.count()
 
     def bucket(self, monkeypatch: pytest.MonkeyPatch) -> str:
         """The URL of an empty one, and the environment that it takes."""
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", self.endpoint)
+        self.log_in(monkeypatch, ("testing", "testing"))
+        return f"s3://{self.make_bucket()}/some/prefix"
+
+    def make_bucket(self) -> str:
         import httpx
 
-        for name, value in {
-            "AWS_ACCESS_KEY_ID": "testing",
-            "AWS_SECRET_ACCESS_KEY": "testing",
-            "AWS_DEFAULT_REGION": "us-east-1",
-            "AWS_ENDPOINT_URL": self.endpoint,
-        }.items():
-            monkeypatch.setenv(name, value)
         name = f"blocks-{next(self._numbers)}"
-        credential = "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"
-        httpx.put(f"{self.endpoint}/{name}", headers={"Authorization": credential}).raise_for_status()
-        return f"s3://{name}/some/prefix"
+        httpx.put(f"{self.endpoint}/{name}", headers={"Authorization": CREDENTIAL}).raise_for_status()
+        return name
+
+    @staticmethod
+    def log_in(monkeypatch: pytest.MonkeyPatch, user: tuple[str, str]) -> None:
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", user[0])
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", user[1])
+
+    def user(self, *actions: str) -> tuple[str, str]:
+        """The key and the secret of a new one who may do these, where someone asks."""
+        client, name = self.admin("iam"), f"user-{next(self._numbers)}"
+        client.create_user(UserName=name)
+        key = client.create_access_key(UserName=name)["AccessKey"]
+        allowed = {"Effect": "Allow", "Action": actions, "Resource": "*"}
+        if actions:
+            policy = json.dumps({"Version": "2012-10-17", "Statement": [allowed]})
+            client.put_user_policy(UserName=name, PolicyName="may", PolicyDocument=policy)
+        return key["AccessKeyId"], key["SecretAccessKey"]
+
+    @contextmanager
+    def asking_who(self) -> Iterator[None]:
+        """Signatures and permissions count, which they do not otherwise."""
+        import httpx
+
+        def allow(num_requests: str) -> None:
+            httpx.post(f"{self.endpoint}/moto-api/reset-auth", content=num_requests).raise_for_status()
+
+        allow("0")
+        try:
+            yield
+        finally:
+            allow("inf")
+
+    def admin(self, service: str) -> Any:
+        import boto3
+
+        login = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing"}
+        return boto3.client(service, endpoint_url=self.endpoint, region_name="us-east-1", **login)
 
     def close(self) -> None:
         self._server.stop()
@@ -160,8 +200,12 @@ def options_for(url: str, secret: Path | None = None, **settings: Any) -> Remote
     return RemoteOptions(parse(url), secret, **{"first_pause_s": 0.05, "longest_pause_s": 0.4, **settings})
 
 
-def open_remote(url: str, secret: Path | None = None, *, backend: str = "cpu", **settings: Any) -> RemoteTier:
-    return RemoteTier(options_for(url, secret, **settings), chain=chain, backend=backend)
+def open_remote(
+    url: str, secret: Path | None = None, *, backend: str = "cpu", ahead_s: float = 0.0, **settings: Any
+) -> RemoteTier:
+    """`ahead_s`: by so much this server's clock is wrong."""
+    options = options_for(url, secret, **settings)
+    return RemoteTier(options, chain=chain, backend=backend, clock=lambda: time.time() + ahead_s)
 
 
 class Proxy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, make_computing_slow, settle
 from tests.engine.test_disk_lookups import make_computing_take_a_second
 from tests.engine.test_engine import Reply
-from tests.remote.stores import TROUBLES, Proxy, Valkey, options_for, private_folder, secret_file
+from tests.remote.stores import SLOW_S, TROUBLES, Proxy, Valkey, options_for, private_folder, secret_file
 from tests.tiny import VOCAB, tiny_loaded
 
 MIB = 1 << 20
@@ -97,6 +98,27 @@ def test_it_goes_on_over_every_kind_of_store(store_url: str, tmp_path: Path) -> 
     with engine_on(store_url, tiny_loaded("llama"), secret) as second:
         two = say(second, "two", (*PROMPT, *one.ids, 1, 2, 3))
         assert cached(two) == 768
+
+
+def test_the_engines_thread_never_asks_the_store(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection, asking = pytest.importorskip("redis.connection").AbstractConnection, set[str]()
+    send = connection.send_packed_command
+
+    def noted(self: Any, *args: Any, **options: Any) -> None:
+        asking.add(threading.current_thread().name)
+        send(self, *args, **options)
+
+    with engine_on(redis_url, tiny_loaded("llama")) as first, engine_on(redis_url, tiny_loaded("llama")) as second:
+        monkeypatch.setattr(connection, "send_packed_command", noted)
+        one = say(first, "one", PROMPT)
+        share(first)
+        assert cached(say(second, "two", (*PROMPT, *one.ids, 1, 2, 3))) == 768
+        share(second)
+        monkeypatch.undo()
+
+    assert {"kvstrata-tier-lookups", "kvstrata-remote-writer"} < asking
+    assert "kvstrata-engine" not in asking
+    assert all(name.startswith(("kvstrata-tier-", "kvstrata-remote-")) for name in asking), asking
 
 
 def planes(loop: Loop) -> dict[tuple[int, int, str], np.ndarray]:
@@ -189,11 +211,16 @@ def test_a_network_that_is_slower_than_computing_is_not_waited_for(server: Valke
 
 @pytest.mark.parametrize("trouble", TROUBLES)
 def test_a_store_in_trouble_stops_no_stream(server: Valkey, trouble: str) -> None:
-    with engine_on(server.url, tiny_loaded("llama")) as engine:
+    proxy = Proxy(server.port) if trouble == "slow" else None
+    url = server.url if proxy is None else f"redis://127.0.0.1:{proxy.port}/0"
+    with engine_on(url, tiny_loaded("llama")) as engine:
         alone = answer(engine, "before", 700)
         share(engine)
         engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
-        server.get_into(trouble)
+        if proxy is None:
+            server.get_into(trouble)
+        else:
+            proxy.delay_s = SLOW_S
         for number in range(3):
             engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
             began_s = time.monotonic()
@@ -202,8 +229,10 @@ def test_a_store_in_trouble_stops_no_stream(server: Valkey, trouble: str) -> Non
             assert reply.ids[: len(alone.ids)] == alone.ids or cached(reply)
         say(engine, "another", tuple(i * 5 % VOCAB for i in range(600)), 20)
         settle(engine)
-        if trouble != "hangs":
+        if trouble not in ("hangs", "slow"):
             ends = time.monotonic() + 10
             while not any(name.startswith("remote_failed") for name in counters(engine)):
                 assert time.monotonic() < ends
                 time.sleep(0.05)
+    if proxy is not None:
+        proxy.close()

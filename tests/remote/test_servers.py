@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from openai.types import CompletionUsage
+from rich.console import Console
 from typer.testing import CliRunner
 
 from kvstrata.backend import device
 from kvstrata.cli.cache import app
-from kvstrata.cli.cache_store import measured
+from kvstrata.cli.cache_tables import totals
+from kvstrata.cli.doctor import doctor
 from kvstrata.config import load
 from kvstrata.engine.loop import Loop
 from kvstrata.errors import ConfigError
@@ -82,6 +85,23 @@ def _check_what_is_seen(served: Served, url: str, cached_tokens: int) -> None:
     assert set(usage["tiers"]) == {"hot"}
 
 
+def test_a_fault_is_seen_everywhere(server: Valkey) -> None:
+    with running(tiny_loaded("llama"), remote_cache=server.url) as served:
+        server.kill()
+        with served.http() as client:
+            told = client.post("/cache/explain", json={"tokens": [number % VOCAB for number in range(600)]}).json()
+            usage, metrics = client.get("/cache/usage").json(), client.get("/metrics").text
+        console = Console(width=200, record=True, file=StringIO())
+        console.print(totals(usage))
+
+    assert (told["by_tier"]["remote"], told["remote_paused_because"]) == (0, "unreachable")
+    assert usage["remote"]["paused_because"] == "unreachable"
+    assert usage["remote"]["counters"]["failed"] == {"unreachable": 1}
+    assert "kvstrata_cache_remote_is_paused 1.0" in metrics
+    assert 'kvstrata_cache_remote_events_total{event="failed",reason="unreachable"} 1.0' in metrics
+    assert "left alone: unreachable" in console.export_text()
+
+
 def test_a_server_without_a_remote_cache_says_so() -> None:
     with running(tiny_loaded("llama")) as served, served.http() as client:
         assert client.get("/cache/usage").json()["remote"] is None
@@ -126,7 +146,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_a_store_can_be_listed_verified_and_measured(tmp_path: Path) -> None:
+def test_a_store_can_be_listed_verified_and_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url, secret = private_folder(tmp_path), secret_file(tmp_path)
     prompt = [number % 90 for number in range(600)]
     with running(tiny_loaded("llama"), remote_cache=url, remote_secret_file=secret) as served:
@@ -146,7 +166,9 @@ def test_a_store_can_be_listed_verified_and_measured(tmp_path: Path) -> None:
     assert (code, "1 are damaged" in text) == (1, True)
     other = secret_file(tmp_path, b"y" * 40, "other")
     assert "0 blocks are whole" in run("verify", "--remote", url, "--remote-secret-file", str(other))[1]
-    found = measured(url)
-    assert found.read_bytes_per_s > 1e6
-    assert found.break_even(75_000) > 10
+    doctor(as_json=True, remote=url)
+    found = json.loads(capsys.readouterr().out)["remote"]
+    assert found["read_bytes_per_s"] > 1e6
+    assert found["latency_s"] > 0
+    assert found["break_even_tokens_s"] > 10
     assert len(json.loads(run("ls", "--remote", url, "--json")[1])["blocks"]) == 2, "the probe is gone"

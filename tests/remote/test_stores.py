@@ -13,8 +13,8 @@ from kvstrata.remote.faults import Fault, StoreFault
 from kvstrata.remote.secret import keys_for, keys_of
 from kvstrata.remote.stores.base import Store
 from kvstrata.remote.stores.open import make_store, open_store
-from kvstrata.remote.url import parse
-from tests.remote.stores import SECRET, Valkey, private_folder, secret_file
+from kvstrata.remote.url import ENDPOINTS, parse
+from tests.remote.stores import S3, SECRET, Valkey, private_folder, secret_file
 
 NAMES = [f"{number:064x}" for number in range(40)]
 
@@ -137,10 +137,24 @@ def test_a_server_that_is_not_there_is_said() -> None:
 def test_a_bucket_or_folder_that_does_not_exist_is_said(store_url: str, tmp_path: Path) -> None:
     if store_url.startswith("redis"):
         pytest.skip("every database of Redis exists")
-    missing = store_url.replace("s3://blocks-", "s3://none-").replace("/shared", "/none")
+    missing = store_url.replace("://blocks-", "://none-").replace("/shared", "/none")
     with pytest.raises(ConfigError, match=r"cannot be used \(no_place\)"):
         open_store(parse(missing), keys_of(SECRET))
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("variable", ENDPOINTS["s3"])
+def test_the_address_that_a_url_names_is_the_one_that_is_used(
+    shared_s3: S3, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    """It decides whether a secret is needed."""
+    place = shared_s3.bucket(monkeypatch)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    monkeypatch.setenv(variable, "http://127.0.0.1:1")
+
+    open_store(parse(f"{place}?endpoint={shared_s3.endpoint}"), keys_of(SECRET)).close()
+    with pytest.raises(ConfigError, match=r"cannot be used \(unreachable\)"):
+        open_store(parse(place), keys_of(SECRET))
 
 
 def test_a_read_only_replica_is_said(server: Valkey) -> None:

@@ -16,7 +16,7 @@ from kvstrata.remote import payload, seal
 from kvstrata.remote.faults import DamagedBlock
 from kvstrata.remote.names import Names, is_name, links_of
 from kvstrata.remote.secret import Keys, keys_for, keys_of, read_secret
-from kvstrata.remote.url import parse
+from kvstrata.remote.url import ENDPOINTS, parse
 from kvstrata.tier.block import BASE, MARK, BlockId
 from tests.disk.blocks import ROOT, make_block
 from tests.remote.stores import SECRET, secret_file
@@ -58,6 +58,11 @@ def test_a_url_is_shown_without_its_password(text: str, shown: str) -> None:
         ("file:///", "three slashes"),
         (f"{PASSWORD}", "unknown scheme"),
         (f"redis://[{PASSWORD}/0", "not a URL"),
+        (f"s3://bucket?endpoint=http://user:{PASSWORD}@host", "without a user and a password"),
+        (f"gs://bucket?endpoint={PASSWORD}", "written like https://host:9000"),
+        (f"az://container?endpoint=http://[{PASSWORD}", "written like https://host:9000"),
+        (f"rediss://:{PASSWORD}@host/0?ssl_check_hostname=maybe", "true or false"),
+        (f"rediss://:{PASSWORD}@host/0?ssl_cert_reqs=none", "no option"),
     ],
 )
 def test_a_url_that_makes_no_sense_is_refused_and_not_repeated(text: str, word: str) -> None:
@@ -78,13 +83,17 @@ def test_a_url_that_makes_no_sense_is_refused_and_not_repeated(text: str, word: 
         ("s3://bucket?endpoint=http://127.0.0.1:9000", False),
         ("s3://bucket?endpoint=http://minio.example:9000", True),
         ("s3://bucket", True),
+        ("gs://bucket?endpoint=http://127.0.0.1:1", False),
+        ("gs://bucket?endpoint=http://gcs.example", True),
         ("gs://bucket", True),
+        ("az://container?endpoint=http://[::1]:1/account", False),
         ("az://container", True),
     ],
 )
 def test_only_a_private_store_needs_no_secret(text: str, needs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AWS_ENDPOINT_URL", raising=False)
-    monkeypatch.delenv("AWS_ENDPOINT", raising=False)
+    for variables in ENDPOINTS.values():
+        for each in variables:
+            monkeypatch.delenv(each, raising=False)
     url = parse(text)
 
     assert url.needs_secret is needs

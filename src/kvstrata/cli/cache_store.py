@@ -87,7 +87,7 @@ def measured(url: str) -> Measured:
 def opened(url: str) -> Iterator[Store]:
     """A fault of the store is one line."""
     from kvstrata.remote.faults import StoreFault
-    from kvstrata.remote.stores.open import NEXT_STEP, make_store
+    from kvstrata.remote.stores.open import make_store, words_for
     from kvstrata.remote.url import parse
 
     place = parse(url)
@@ -95,8 +95,6 @@ def opened(url: str) -> Iterator[Store]:
     try:
         yield store
     except StoreFault as fault:
-        raise KvstrataError(
-            f"{place.shown} cannot be used ({fault.reason}): {fault}. {NEXT_STEP[fault.reason]}."
-        ) from None
+        raise KvstrataError(words_for(place, fault)) from None
     finally:
         store.close()

@@ -11,12 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from kvstrata.remote.cluster import Cluster
 from kvstrata.remote.faults import StoreFault
 from kvstrata.remote.health import Health
-from kvstrata.remote.names import Names, links_of
+from kvstrata.remote.names import links_of
 from kvstrata.remote.stores.base import Store
 from kvstrata.tier.base import Wanted
-from kvstrata.tier.block import BASE, MARK, BlockId, Chain
+from kvstrata.tier.block import BASE, MARK, BlockId
 from kvstrata.tier.chains import Link, OnDisk, TierMatch, TokenIds
 from kvstrata.tier.lookups import Walk
 
@@ -51,14 +52,21 @@ class Avoided:
 
 
 class RemoteBlocks:
-    def __init__(self, store: Store, names: Names, chain: Chain, health: Health, touch: Callable) -> None:
+    def __init__(
+        self,
+        store: Store,
+        cluster: Cluster,
+        health: Health,
+        avoided: Avoided,
+        touch: Callable[[Sequence[str]], None],
+    ) -> None:
         """`touch(names)`: have these expire later, on another thread."""
         self._store = store
-        self._names = names
-        self._chain = chain
+        self._names = cluster.names
+        self._chain = cluster.chain
         self._health = health
-        self._touch: Callable[[Sequence[str]], None] = touch
-        self.avoided = Avoided()
+        self._avoided = avoided
+        self._touch = touch
 
     # No one may ask for a single block on a thread that must not wait.
 
@@ -98,7 +106,7 @@ class RemoteBlocks:
     def _present(self, links: list[Link]) -> Walk[list[Link]]:
         yield
         names = [self._names.of(link.key, BASE) for link in links]
-        usable = next((at for at, name in enumerate(names) if self.avoided.has(name)), len(names))
+        usable = next((at for at, name in enumerate(names) if self._avoided.has(name)), len(names))
         if not usable or self._health.is_paused:
             return []
         try:
@@ -127,4 +135,4 @@ class RemoteBlocks:
                 sizes = self._store.sizes(names)
         except StoreFault:
             return []
-        return [0 if self.avoided.has(name) else nbytes for name, nbytes in zip(names, sizes, strict=True)]
+        return [0 if self._avoided.has(name) else nbytes for name, nbytes in zip(names, sizes, strict=True)]

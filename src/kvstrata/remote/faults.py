@@ -11,6 +11,7 @@ class Fault(StrEnum):
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
     DENIED = "denied"  # a wrong password, or no permission
+    TLS = "tls"  # a certificate that is not trusted, or no TLS at the other end
     READ_ONLY = "read_only"
     FULL = "full"
     NO_PLACE = "no_place"  # the bucket or the folder does not exist

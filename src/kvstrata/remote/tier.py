@@ -11,22 +11,21 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from kvstrata.remote.blocks import RemoteBlocks
-from kvstrata.remote.faults import DamagedBlock, StoreFault
+from kvstrata.remote.cluster import Cluster
+from kvstrata.remote.faults import Damage
 from kvstrata.remote.health import Counters, Event, Health
 from kvstrata.remote.names import Names
 from kvstrata.remote.options import RemoteOptions
-from kvstrata.remote.payload import decode, encode
-from kvstrata.remote.seal import seal, unseal
+from kvstrata.remote.sealed import SealedBlocks
 from kvstrata.remote.secret import keys_for
 from kvstrata.remote.stores.base import Store
 from kvstrata.remote.stores.open import open_store
 from kvstrata.remote.writer import Writer
 from kvstrata.tier.base import Accepted, Flushed, Refusal, Refused, Removed, SharedUsage, Usage, Writing
-from kvstrata.tier.block import BASE, Block, BlockId, Chain
-from kvstrata.tier.daily_budget import DailyBudget
+from kvstrata.tier.block import Block, BlockId, Chain
 from kvstrata.tier.lookups import Lookup, Lookups, Walk
-from kvstrata.tier.rates import RateMeter, Rates
-from kvstrata.tier.reading import BlockReading, Deliver, Loaded, Missing, MissReason, Reader
+from kvstrata.tier.rates import Rates
+from kvstrata.tier.reading import BlockReading, Deliver, Loaded, Missing, Reader
 
 T = TypeVar("T")
 
@@ -50,23 +49,25 @@ class RemoteTier:
         """`chain` is index.keys.chain, `backend` what the model runs on. Raises ConfigError where the store cannot be
         used, or is used with another secret."""
         self._options = options
-        self._clock = clock
-        self._chain = chain
         self.read_ahead_bytes = options.read_ahead_bytes
         self.on_room: Callable[[], None] = lambda: None
-        self._keys = keys_for(options.url, options.secret_file)
-        self._names = Names(self._keys, options.precision, backend)
-        self._store = store or open_store(options.url, self._keys)
+        keys = keys_for(options.url, options.secret_file)
+        self._cluster = Cluster(keys, Names(keys, options.precision, backend), chain)
+        self._store = store or open_store(options.url, keys, clock)
         self._counters = Counters()
-        self._budget = DailyBudget(options.daily_write_bytes)
-        self._meter = RateMeter()
         self._health = Health(
             self._counters, first_pause_s=options.first_pause_s, longest_pause_s=options.longest_pause_s
         )
+        self._sealed = SealedBlocks(self._store, self._cluster, self._health, self._counters, options, clock)
         self._writer = Writer(
-            self._write, self._sweep, self._health, self._counters, options.queue_bytes, lambda: self.on_room()
+            self._sealed.write,
+            self._sealed.sweep,
+            self._health,
+            self._counters,
+            options.queue_bytes,
+            lambda: self.on_room(),
         )
-        self.blocks = RemoteBlocks(self._store, self._names, chain, self._health, self._touch_later)
+        self.blocks = RemoteBlocks(self._store, self._cluster, self._health, self._sealed.avoided, self._touch_later)
         self._reader = Reader(self._load, options.num_readers, options.read_ahead_bytes)
         self._lookups = Lookups()
         self._is_closed = False
@@ -89,7 +90,7 @@ class RemoteTier:
             return Refusal.FIRST_TOUCH
         if self._health.paused_because:
             return Refusal.PAUSED
-        if self._writer.queue_bytes + block.nbytes > self._budget.left_bytes(self._clock()):
+        if self._writer.queue_bytes + block.nbytes > self._sealed.budget_bytes:
             return Refusal.WRITE_BUDGET
         return None
 
@@ -102,46 +103,17 @@ class RemoteTier:
         return Writing(
             queue_bytes=self._writer.queue_bytes,
             limit_bytes=self._writer.limit_bytes,
-            budget_bytes=self._budget.left_bytes(self._clock()),
+            budget_bytes=self._sealed.budget_bytes,
             is_failing=bool(reason),
             paused_because=reason,
         )
 
-    def _write(self, block: Block) -> None:
-        """On the writer's thread."""
-        name = self._names.of(block.key, block.part)
-        sealed = seal(self._keys, name, encode(block))
-        if not self._budget.take(len(sealed), self._clock()):
-            self._counters.add(Event.DROPPED, Refusal.WRITE_BUDGET)
-            return
-        try:
-            with self._health.asking(writes=True):
-                is_new = self._store.create(name, sealed, self._options.ttl_s)
-        except StoreFault:
-            self._budget.give_back(len(sealed), self._clock())
-            raise
-        if not is_new:
-            self._budget.give_back(len(sealed), self._clock())
-            self._counters.add(Event.DROPPED, Refusal.PRESENT)
-            return
-        self.blocks.avoided.discard(name)
-        num_tokens = block.num_tokens if block.part == BASE else 0
-        self._counters.add(Event.WRITTEN, block.part, nbytes=len(sealed), tokens=num_tokens)
-
     def touch(self, blocks: Iterable[BlockId]) -> None:
-        self._touch_later([self._names.of(block.key, block.part) for block in blocks])
+        self._touch_later([self._cluster.name_of(block) for block in blocks])
 
     def _touch_later(self, names: Sequence[str]) -> None:
         if names:
-            self._writer.run_errand(lambda: self._touch(names))
-
-    def _touch(self, names: Sequence[str]) -> None:
-        with self._health.asking():
-            self._store.touch(names, self._options.ttl_s)
-
-    def _sweep(self) -> None:
-        with self._health.asking():
-            self._store.sweep(self._options.ttl_s)
+            self._writer.run_errand(lambda: self._sealed.touch(names))
 
     def end_pause(self) -> None:
         self._health.lift()
@@ -165,60 +137,32 @@ class RemoteTier:
     def read(
         self, blocks: Sequence[BlockId], deliver: Deliver, *, root: bytes, sizes: Sequence[int] | None = None
     ) -> BlockReading:
-        reading = BlockReading(blocks, self._names.root(root), deliver, sizes or [0] * len(blocks))
+        reading = BlockReading(blocks, self._cluster.names.root(root), deliver, sizes or [0] * len(blocks))
         self._reader.submit(reading)
         return reading
 
     @property
     def rates(self) -> Rates:
-        return self._meter.rates()
+        return self._sealed.rates
 
     def _load(self, block: BlockId, root: bytes) -> Loaded | Missing:
         """On a reader's thread."""
-        result = self._fetched(block, root)
-        if isinstance(result, Missing):
-            self._counters.add(Event.MISSED, result.reason)
+        result = self._sealed.fetch(block, root)
+        if isinstance(result, Missing) and isinstance(result.reason, Damage):
+            self._delete_later(block, result.reason)
         return result
 
-    def _fetched(self, block: BlockId, root: bytes) -> Loaded | Missing:
-        if self._health.is_paused:
-            return Missing(block, Refusal.PAUSED)
-        name = self._names.of(block.key, block.part)
-        try:
-            with self._meter.reading() as measure, self._health.asking():
-                sealed = self._store.get(name)
-                if sealed is not None:
-                    measure(len(sealed))
-            if sealed is None:
-                self.blocks.avoided.add(name)
-                return Missing(block, MissReason.ABSENT)
-            found = decode(unseal(self._keys, name, sealed), block, root, self._chain)
-        except StoreFault as fault:
-            return Missing(block, fault.reason)
-        except DamagedBlock as damage:
-            # It would stand for a right one: what is created once is not replaced.
-            reason = damage.reason
-            self.blocks.avoided.add(name)
-            self._writer.run_errand(lambda: self._delete(name, reason))
-            return Missing(block, reason)
-        num_tokens = found.num_tokens if found.part == BASE else 0
-        self._counters.add(Event.READ, found.part, nbytes=len(sealed), tokens=num_tokens)
-        return Loaded(found)
-
-    def _delete(self, name: str, reason: str) -> None:
-        with self._health.asking(writes=True):
-            self._store.delete([name])
-        self._counters.add(Event.DELETED, reason)
+    def _delete_later(self, block: BlockId, reason: str) -> None:
+        self._writer.run_errand(lambda: self._sealed.delete(block, reason))
 
     # Making less of it. A shared store is cleared by its operator, or by its blocks' time.
 
     def remove(self, blocks: Sequence[BlockId]) -> Removed:
         """Blocks that no version of ours could have written."""
-        names = [self._names.of(block.key, block.part) for block in blocks]
-        for name in names:
-            self.blocks.avoided.add(name)
-            self._writer.run_errand(lambda name=name: self._delete(name, "unreadable"))
-        return Removed(len(names))
+        for block in blocks:
+            self._sealed.avoided.add(self._cluster.name_of(block))
+            self._delete_later(block, "unreadable")
+        return Removed(len(blocks))
 
     def clear(self, under: bytes = b"") -> Removed:
         del under
@@ -235,7 +179,7 @@ class RemoteTier:
             num_pending_reads=self._reader.num_pending,
             unused_bytes=self._reader.ahead_bytes,
             written_bytes=self._counters.nbytes(Event.WRITTEN),
-            written_today_bytes=self._budget.written_bytes(self._clock()),
+            written_today_bytes=self._sealed.written_today_bytes,
             read_bytes=self._counters.nbytes(Event.READ),
             paused_because=self._health.paused_because,
             counters=self._counters.snapshot(),

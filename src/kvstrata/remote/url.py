@@ -16,14 +16,23 @@ FLAG = "--remote-cache"
 EXAMPLES = (
     "redis://host:6379/0, rediss://host:6380/0, s3://bucket/prefix, gs://bucket, az://container or file:///folder"
 )
+# Files and a folder that TLS reads; named after what redis-py calls them.
+TLS_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
+CHECK_HOSTNAME = "ssl_check_hostname"
 # By scheme: what may follow a question mark.
 OPTIONS: Mapping[str, frozenset[str]] = {
     "redis": frozenset(),
-    "rediss": frozenset({"ssl_ca_certs", "ssl_certfile", "ssl_keyfile"}),
+    "rediss": frozenset({*TLS_FILES, CHECK_HOSTNAME}),
     "s3": frozenset({"endpoint", "region"}),
-    "gs": frozenset(),
-    "az": frozenset(),
+    "gs": frozenset({"endpoint"}),
+    "az": frozenset({"endpoint"}),
     "file": frozenset(),
+}
+# Variables that name another address of an object store, as obstore reads them; the first that is set counts.
+ENDPOINTS: Mapping[str, tuple[str, ...]] = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 PRIVATE_MODE = 0o700
 
@@ -53,10 +62,9 @@ class RemoteUrl:
 
     @property
     def endpoint(self) -> str:
-        """Of S3: another address than that of its provider; empty: there is none."""
-        if self.scheme != "s3":
-            return ""
-        return self.options.get("endpoint") or os.environ.get("AWS_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT", "")
+        """Of an object store: another address than that of its provider; empty: there is none."""
+        named = (os.environ.get(name) for name in ENDPOINTS.get(self.scheme, ()))
+        return self.options.get("endpoint") or next((address for address in named if address), "")
 
     @property
     def needs_secret(self) -> bool:
@@ -83,6 +91,7 @@ def parse(text: str) -> RemoteUrl:
         raise ConfigError(f"{FLAG}: {parts.scheme} has no option {unknown[0][:40]!r}. Options: {known}.")
     url = RemoteUrl(parts.scheme, parts.hostname or "", unquote(parts.path), port, options, text.strip())
     _check(url, has_login="@" in parts.netloc)
+    _check_options(url)
     return url
 
 
@@ -100,6 +109,25 @@ def _check(url: RemoteUrl, *, has_login: bool) -> None:
             f"{FLAG}: {url.scheme} takes no user and password in the URL. Object stores read theirs from the "
             "environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY)."
         )
+
+
+def _check_options(url: RemoteUrl) -> None:
+    if url.endpoint and not _is_address(url.endpoint):
+        variables = " or ".join(ENDPOINTS[url.scheme])
+        raise ConfigError(
+            f"{FLAG}: the endpoint of {url.scheme} ({variables}) is written like https://host:9000, without a user and "
+            "a password."
+        )
+    if url.options.get(CHECK_HOSTNAME, "true") not in ("true", "false"):
+        raise ConfigError(f"{FLAG}: {CHECK_HOSTNAME} is true or false.")
+
+
+def _is_address(endpoint: str) -> bool:
+    try:
+        parts = urlsplit(endpoint)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.username is None
+    except ValueError:
+        return False
 
 
 def _reason(error: ValueError) -> str:

@@ -26,7 +26,7 @@ SWEEP_EVERY_S = 3600.0
 
 
 class Writer:
-    """`write` stores one block and tells whether it was taken."""
+    """`write` stores one block; both raise StoreFault."""
 
     def __init__(
         self,

@@ -171,6 +171,7 @@ class ExplainAnswer(TypedDict):
     after: str
     instead: list[str]
     num_instead: int
+    remote_paused_because: str
     hygiene: dict[str, int]
     replayed_turns: int
     replayed_tokens: int
@@ -322,6 +323,7 @@ def explain_answer(
         "after": after,
         "instead": instead,
         "num_instead": explained.num_instead,
+        "remote_paused_because": explained.remote_paused_because,
         "hygiene": dict(made.hygiene) if made else {},
         "replayed_turns": made.replayed_turns if made else 0,
         "replayed_tokens": made.replayed_tokens if made else 0,

@@ -53,7 +53,8 @@ class Explainer:
             because = _ending_on_disk(on_disk, because)
         at = cached if because == "mark" else max(cached, found.matched_tokens)
         parted = diverged if because == "diverged" and diverged.num_tokens == at else Divergence(at, (), 0, True)
-        return Explanation(len(ids) + 1, cached, by_tier, because, at, parted.instead, parted.num_instead)
+        paused = "" if self._shared is None else self._shared.tier.writing().paused_because
+        return Explanation(len(ids) + 1, cached, by_tier, because, at, parted.instead, parted.num_instead, paused)
 
     def miss(self, tokens: Tokens, salt: str) -> str:
         """Why not more of a prompt is in memory."""

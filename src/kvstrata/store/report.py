@@ -33,6 +33,7 @@ class Explanation:
     at_token: int  # the first that is not cached
     instead: tuple[tuple[int, ...], ...] = ()  # how what is stored goes on from that position: a few ways
     num_instead: int = 0  # how many ways there are
+    remote_paused_because: str = ""  # why the tier that servers share is left alone; empty: it is not
 
 
 @dataclass(frozen=True)

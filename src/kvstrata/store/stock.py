@@ -126,34 +126,131 @@ def make_stock(
     """For a model that brings caches of its own kind the store stays empty. Raises ConfigError for a precision that the
     layers cannot be stored in."""
     cold = cold or no_cold(layout)
+    ground = _lay_ground(layout, identity, options, plan_of, clock, watcher)
+    shelf, search, counters, failures = ground.shelf, ground.search, ground.counters, ground.failures
+    pins, losses = Pins(shelf, search, cold, counters, clock), Losses(shelf, counters)
+    reporter = Reporter(shelf, search, cold, shared, counters)
+    sharing = Sharing(shared, shelf, failures) if shared is not None and ground.can_share else None
+    memory = _build_memory(ground, plan_of, cold, sharing, losses, reporter)
+    rewriting, spills, evictor, room = memory.rewriting, memory.spills, memory.evictor, memory.room
+    mover = rewriting.mover
+    leases = Leases(shelf, rewriting.review)
+    intake = Intake(shelf, pins, losses, counters, _review_and_share(rewriting, sharing))
+    desk = Desk(shelf, ground.marks, leases, intake, memory.pressure, Branches(shelf, ground.leaves))
+    errands = Errands()
+    history = History(ground.reuse, lambda: _watched_tokens(options.hot_bytes, ground.precision))
+    return Stock(
+        shelf=shelf,
+        leaves=ground.leaves,
+        search=search,
+        store=(Store if ground.can_share else NoStore)(search, desk, mover, history, counters, clock),
+        leases=leases,
+        pins=pins,
+        fetches=Fetches(cold, shared, search, desk, room, failures),
+        room=room,
+        evictor=evictor,
+        shortening=Shortening(shelf, search, ground.marks, evictor, mover),
+        chores=Chores((cold, shared.cold) if shared else (cold,), memory.restorer, mover, spills, errands, sharing),
+        rewriting=rewriting,
+        pressure=memory.pressure,
+        changes=memory.changes,
+        clearing=Clearing(search, shelf, evictor, spills, cold),
+        explainer=(Explainer if ground.can_share else ForeignExplainer)(shelf, search, evictor, cold, shared),
+        reporter=reporter,
+        spills=spills,
+        flushing=Flush(cold, shelf, ground.leaves, spills),
+        errands=errands,
+        outgoing=Outgoing(desk, search, mover),
+        incoming=Incoming(desk, search, room, counters),
+        cold=cold,
+        shared=shared,
+        sharing=sharing,
+        counters=counters,
+    )
+
+
+@dataclass(frozen=True)
+class _Ground:
+    """What all others stand on: the spans that are held, the index over them, and in which precision they should be."""
+
+    options: StoreOptions
+    can_share: bool  # whether the model's caches can be stored at all
+    counters: Counter[str]
+    failures: Failures
+    reuse: Reuse
+    precision: Precision
+    leaves: Leaves
+    shelf: Shelf
+    search: Search
+    marks: Marks
+
+
+def _lay_ground(
+    layout: Layout,
+    identity: Identity,
+    options: StoreOptions,
+    plan_of: PlanOf,
+    clock: Callable[[], float],
+    watcher: Watcher | None,
+) -> _Ground:
     can_share = all(spec.kind != "foreign" for spec in layout.flat())
     counters = Counter(stepped_down_spans=0, evicted_tokens=0) if can_share else Counter[str]()
-    reuse, failures = Reuse(), Failures(counters)
     k, v = options.precision.k or RAW[0], options.precision.v or RAW[1]
-    precision = Precision(layout, plan_of(k, v) if can_share else raw_plan(layout), options.precision)
+    reuse = Reuse()
     leaves = Leaves(reuse, options.ttl_s, clock)
     hot_bytes = options.hot_bytes if can_share else 0
     shelf = Shelf(leaves, max_bytes=hot_bytes, max_arrays=options.max_arrays, watcher=watcher)
-    search = Search(shelf, layout, identity)
-    pins, losses = Pins(shelf, search, cold, counters, clock), Losses(shelf, counters)
-    marks = Marks(shelf, options.max_marks, are_needed=can_share and needs_marks(layout))
-    reporter = Reporter(shelf, search, cold, shared, counters)
-    sharing = Sharing(shared, shelf, failures) if shared is not None and can_share else None
+    return _Ground(
+        options=options,
+        can_share=can_share,
+        counters=counters,
+        failures=Failures(counters),
+        reuse=reuse,
+        precision=Precision(layout, plan_of(k, v) if can_share else raw_plan(layout), options.precision),
+        leaves=leaves,
+        shelf=shelf,
+        search=Search(shelf, layout, identity),
+        marks=Marks(shelf, options.max_marks, are_needed=can_share and needs_marks(layout)),
+    )
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Those who keep what is held within its bounds, and bring it to the precision that it should have."""
+
+    rewriting: Rewriting
+    spills: Spills
+    pressure: Pressure
+    evictor: Evictor
+    room: Room
+    restorer: Restorer
+    changes: Changes
+
+
+def _build_memory(
+    ground: _Ground,
+    plan_of: PlanOf,
+    cold: Cold,
+    sharing: Sharing | None,
+    losses: Losses,
+    reporter: Reporter,
+) -> _Memory:
+    options, shelf, leaves, counters = ground.options, ground.shelf, ground.leaves, ground.counters
     # The disk is written to by those who rewrite, and has spans rewritten before it writes them.
     rewriting = Rewriting(
         shelf,
-        precision,
+        ground.precision,
         counters,
-        failures,
+        ground.failures,
         put_away=lambda entry: spills.write(entry),
         done=lambda entry: tidying.tidy(entry),
     )
-    mover, review = rewriting.mover, rewriting.review
-    spills = (Spills if cold.has_tier else NoSpills)(cold, shelf, leaves, counters, failures, mover)
+    mover = rewriting.mover
+    spills = (Spills if cold.has_tier else NoSpills)(cold, shelf, leaves, counters, ground.failures, mover)
     pressure = Pressure(shelf, leaves, rewriting, plan_of, options.ladder, counters)
-    evictor = Evictor(shelf, leaves, marks, spills, losses, mover.add if options.precision.gathers else _ignore)
+    evictor = Evictor(shelf, leaves, ground.marks, spills, losses, mover.add if options.precision.gathers else _ignore)
     room = Room(shelf, evictor, rewriting, pressure, spills, losses)
-    restorer = Restorer(cold, shelf, room, counters, failures, review)
+    restorer = Restorer(cold, shelf, room, counters, ground.failures, rewriting.review)
     changes = Changes(shelf, leaves, rewriting, restorer, room, reporter.disk_usage)
     tidying = Tidying(
         shelf,
@@ -164,39 +261,7 @@ def make_stock(
         write_through=options.write_through,
         share=_ignore if sharing is None else sharing.add,
     )
-    leases = Leases(shelf, review)
-    intake = Intake(shelf, pins, losses, counters, _review_and_share(rewriting, sharing))
-    desk = Desk(shelf, marks, leases, intake, pressure, Branches(shelf, leaves))
-    errands = Errands()
-    history = History(reuse, lambda: _watched_tokens(options.hot_bytes, precision))
-    return Stock(
-        shelf=shelf,
-        leaves=leaves,
-        search=search,
-        store=(Store if can_share else NoStore)(search, desk, mover, history, counters, clock),
-        leases=leases,
-        pins=pins,
-        fetches=Fetches(cold, shared, search, desk, room, failures),
-        room=room,
-        evictor=evictor,
-        shortening=Shortening(shelf, search, marks, evictor, mover),
-        chores=Chores((cold, shared.cold) if shared else (cold,), restorer, mover, spills, errands, sharing),
-        rewriting=rewriting,
-        pressure=pressure,
-        changes=changes,
-        clearing=Clearing(search, shelf, evictor, spills, cold),
-        explainer=(Explainer if can_share else ForeignExplainer)(shelf, search, evictor, cold, shared),
-        reporter=reporter,
-        spills=spills,
-        flushing=Flush(cold, shelf, leaves, spills),
-        errands=errands,
-        outgoing=Outgoing(desk, search, mover),
-        incoming=Incoming(desk, search, room, counters),
-        cold=cold,
-        shared=shared,
-        sharing=sharing,
-        counters=counters,
-    )
+    return _Memory(rewriting, spills, pressure, evictor, room, restorer, changes)
 
 
 def _review_and_share(rewriting: Rewriting, sharing: Sharing | None) -> Callable[[Entry], None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -33,7 +33,8 @@ ABANDONED_S = 3600.0
 
 
 class FolderStore:
-    def __init__(self, url: RemoteUrl) -> None:
+    def __init__(self, url: RemoteUrl, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
         self._place = Path(url.path)
         self._folder = self._place / PREFIX
 
@@ -103,7 +104,7 @@ class FolderStore:
             for path in self._files():
                 oldest_s = ABANDONED_S if path.suffix == ".part" else ttl_s
                 with suppress(FileNotFoundError):
-                    if oldest_s and path.parent != self._folder and time.time() - path.stat().st_mtime > oldest_s:
+                    if oldest_s and path.parent != self._folder and self._clock() - path.stat().st_mtime > oldest_s:
                         path.unlink()
                         num_deleted += path.suffix != ".part"
         return num_deleted

@@ -8,6 +8,8 @@ time is written again.
 from __future__ import annotations
 
 import datetime
+import re
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,15 +21,23 @@ from kvstrata.remote.stores.base import PREFIX, Content, StoredValue
 from kvstrata.remote.url import RemoteUrl
 
 T = TypeVar("T")
+QUERY = re.compile(r"\?\S*")
+CODE = re.compile(r"<Code>(\w+)</Code>")
 SIDE_BY_SIDE = 16
 CLIENT = {"connect_timeout": "2s", "timeout": "60s"}
+# As obstore calls it: under these names no variable of the environment wins over what the URL says. Whether a store
+# needs a secret is decided by its address.
+ENDPOINT_OPTION = {"s3": "aws_endpoint_url_s3", "gs": "base_url", "az": "endpoint"}
 RETRY: dict[str, Any] = {"max_retries": 1, "retry_timeout": datetime.timedelta(seconds=5)}
 
 
 class ObjectStore:
-    def __init__(self, url: RemoteUrl) -> None:
+    def __init__(self, url: RemoteUrl, clock: Callable[[], float] = time.time) -> None:
+        """Raises StoreFault where the environment does not say whose store it is."""
+        self._clock = clock
         try:
-            self._store = _open(url)
+            with _faults():
+                self._store = _open(url)
         except ImportError:
             raise ConfigError(
                 f"{url.scheme}:// needs the package obstore. Install it with: pip install 'kvstrata[remote]'"
@@ -99,7 +109,7 @@ class ObjectStore:
             yield StoredValue(str(meta["path"]).rsplit("/", 1)[-1], int(meta["size"]))
 
     def sweep(self, ttl_s: float) -> int:
-        old = [str(meta["path"]) for meta in self._metas() if ttl_s and _age_s(meta) > ttl_s]
+        old = [str(meta["path"]) for meta in self._metas() if ttl_s and self._age_s(meta) > ttl_s]
         names = [path.rsplit("/", 1)[-1] for path in old if path.count("/") > 1]
         self.delete(names)
         return len(names)
@@ -132,12 +142,16 @@ class ObjectStore:
         import obstore
 
         meta = self._head(name)
-        if meta is None or _age_s(meta) < ttl_s / 2:
+        if meta is None or self._age_s(meta) < ttl_s / 2:
             return
         content = self.get(name)
         if content is not None:
             with _faults():
                 obstore.put(self._store, _path(name), bytes(content), use_multipart=False)
+
+    def _age_s(self, meta: Any) -> float:
+        """By the clocks of this machine and of the store."""
+        return self._clock() - meta["last_modified"].timestamp()
 
     def _require_place(self) -> None:
         """A bucket that does not exist says no more than an object that does not."""
@@ -152,25 +166,21 @@ class ObjectStore:
 def _open(url: RemoteUrl) -> Any:
     from obstore.store import AzureStore, GCSStore, S3Store
 
-    prefix, client = url.path.strip("/") or None, dict(CLIENT)
-    if url.scheme == "s3":
-        options: dict[str, Any] = {"region": url.options["region"]} if "region" in url.options else {}
-        if url.endpoint:
-            options["endpoint"] = url.endpoint
-            client["allow_http"] = str(url.endpoint.startswith("http://")).lower()
-        return S3Store(url.host, prefix=prefix, client_options=client, retry_config=RETRY, **options)  # pyright: ignore[reportArgumentType]
-    if url.scheme == "gs":
-        return GCSStore(url.host, prefix=prefix, client_options=client, retry_config=RETRY)  # pyright: ignore[reportArgumentType]
-    return AzureStore(url.host, prefix=prefix, client_options=client, retry_config=RETRY)  # pyright: ignore[reportArgumentType]
+    kinds: dict[str, Any] = {"s3": S3Store, "gs": GCSStore, "az": AzureStore}
+    client = dict(CLIENT)
+    options: dict[str, Any] = {name: value for name, value in url.options.items() if name == "region"}
+    if url.endpoint:
+        if url.scheme == "az":
+            options["use_emulator"] = False  # which has an address of its own
+        options[ENDPOINT_OPTION[url.scheme]] = url.endpoint
+        client["allow_http"] = str(url.endpoint.startswith("http://")).lower()
+    prefix = url.path.strip("/") or None
+    return kinds[url.scheme](url.host, prefix=prefix, client_options=client, retry_config=RETRY, **options)
 
 
 def _path(name: str) -> str:
     """Blocks in 256 folders, which object stores spread; what has a name of its own lies beside them."""
     return f"{PREFIX}/{name[:2]}/{name}" if len(name) > 32 else f"{PREFIX}/{name}"
-
-
-def _age_s(meta: Any) -> float:
-    return (datetime.datetime.now(datetime.UTC) - meta["last_modified"]).total_seconds()
 
 
 @contextmanager
@@ -192,14 +202,20 @@ def _faults() -> Iterator[None]:
 
 
 SIGNS = {
+    # Without credentials obstore asks the cloud that it may run in.
+    "169.254.169.254": Fault.DENIED,
+    "metadata.google.internal": Fault.DENIED,
+    "Account must be specified": Fault.DENIED,
     "NoSuchBucket": Fault.NO_PLACE,
     "ContainerNotFound": Fault.NO_PLACE,
     "AccessDenied": Fault.DENIED,
     "InvalidAccessKeyId": Fault.DENIED,
     "SignatureDoesNotMatch": Fault.DENIED,
     "Forbidden": Fault.DENIED,
+    "InvalidCertificate": Fault.TLS,
+    "InvalidContentType": Fault.TLS,
     "timed out": Fault.TIMEOUT,
-    "timeout": Fault.TIMEOUT,
+    "TimedOut": Fault.TIMEOUT,
     "onnect": Fault.UNREACHABLE,
     "error sending request": Fault.UNREACHABLE,
     "not found": Fault.NO_PLACE,
@@ -211,4 +227,8 @@ def _fault_of(text: str) -> Fault:
 
 
 def _words(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+    """One line. What follows a question mark in an address may be a signature, and is never shown."""
+    said = str(error).splitlines() or [type(error).__name__]
+    said = QUERY.sub("", said[0].split(": <")[0])[:200]
+    code = CODE.search(str(error))
+    return f"{code[1]}: {said}" if code else said

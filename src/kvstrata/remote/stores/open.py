@@ -5,6 +5,10 @@ A marker with a name of its own says whether servers share one secret: the first
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
+
 from kvstrata.errors import ConfigError
 from kvstrata.remote.faults import DamagedBlock, Fault, StoreFault
 from kvstrata.remote.seal import aes_gcm, seal, unseal
@@ -13,15 +17,18 @@ from kvstrata.remote.stores.base import Store
 from kvstrata.remote.stores.folder import FolderStore
 from kvstrata.remote.stores.objects import ObjectStore
 from kvstrata.remote.stores.redis import RedisStore
-from kvstrata.remote.url import RemoteUrl
+from kvstrata.remote.url import FLAG, RemoteUrl
 
 MARKER = "cluster"
 BODY = b'{"format":1}'
+TRIED_TTL_S = 60.0
 
 NEXT_STEP = {
-    Fault.UNREACHABLE: "Check the address, and that the store runs",
-    Fault.TIMEOUT: "Check the address, and that the store answers",
-    Fault.DENIED: "Check user, password or credentials, and that they may read, write and list there",
+    Fault.UNREACHABLE: "Check the address, that the store runs, and whether it speaks TLS",
+    Fault.TIMEOUT: "Check the address, that the store answers, and whether it speaks TLS",
+    Fault.DENIED: "Check user, password or credentials, and that they may read, write, list and delete there",
+    Fault.TLS: "Check that the store speaks TLS, and its certificate's name, date and authority (your own one: "
+    "rediss://host:6380/0?ssl_ca_certs=FILE)",
     Fault.READ_ONLY: "Name a store that can be written, not a replica",
     Fault.FULL: "Make room there, or let the store evict (maxmemory-policy allkeys-lru)",
     Fault.NO_PLACE: "Make the bucket or the folder first",
@@ -29,29 +36,46 @@ NEXT_STEP = {
 }
 
 
-def make_store(url: RemoteUrl) -> Store:
-    """Asks nothing yet."""
+def make_store(url: RemoteUrl, clock: Callable[[], float] = time.time) -> Store:
+    """Asks nothing yet. Raises ConfigError where the environment lacks what its kind needs."""
     if url.is_redis:
         return RedisStore(url)
-    return FolderStore(url) if url.scheme == "file" else ObjectStore(url)
+    try:
+        return FolderStore(url, clock) if url.scheme == "file" else ObjectStore(url, clock)
+    except StoreFault as fault:
+        raise ConfigError(f"{FLAG} {words_for(url, fault)}") from None
 
 
-def open_store(url: RemoteUrl, keys: Keys) -> Store:
+def open_store(url: RemoteUrl, keys: Keys, clock: Callable[[], float] = time.time) -> Store:
     """A store that answers and can be written, and whose servers have this secret. Raises ConfigError."""
     if keys.seal is not None:
         aes_gcm()
-    store = make_store(url)
+    store = make_store(url, clock)
     try:
+        _try_out(store)
         _join_cluster(store, url, keys)
     except StoreFault as fault:
         store.close()
-        raise ConfigError(
-            f"--remote-cache {url.shown} cannot be used ({fault.reason}): {fault}. {NEXT_STEP[fault.reason]}."
-        ) from None
+        raise ConfigError(f"{FLAG} {words_for(url, fault)}") from None
     except ConfigError:
         store.close()
         raise
     return store
+
+
+def words_for(url: RemoteUrl, fault: StoreFault) -> str:
+    """Why a store cannot be used, and what to do."""
+    said = str(fault).rstrip(".")
+    return f"{url.shown} cannot be used ({fault.reason}): {said}. {NEXT_STEP[fault.reason]}."
+
+
+def _try_out(store: Store) -> None:
+    """All that a server does, to a value that no one has: what is not allowed is said before something is written."""
+    no_one = os.urandom(32).hex()
+    store.sizes([no_one])
+    store.get(no_one)
+    store.touch([no_one], TRIED_TTL_S)
+    store.delete([no_one])
 
 
 def _join_cluster(store: Store, url: RemoteUrl, keys: Keys) -> None:
@@ -65,10 +89,10 @@ def _join_cluster(store: Store, url: RemoteUrl, keys: Keys) -> None:
             raise
     try:
         if found is None or bytes(unseal(keys, MARKER, bytes(found))) != BODY:
-            raise ConfigError(f"--remote-cache {url.shown} does not keep what is written there. Name another store.")
+            raise ConfigError(f"{FLAG} {url.shown} does not keep what is written there. Name another store.")
     except DamagedBlock:
         other = "another secret" if keys.seal is not None else "a secret, and none was given"
         raise ConfigError(
-            f"--remote-cache {url.shown} is used by servers with {other} (--remote-secret-file). Give all servers of "
+            f"{FLAG} {url.shown} is used by servers with {other} (--remote-secret-file). Give all servers of "
             "a store the same file, or this one a store, database or prefix of its own."
         ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from kvstrata.errors import ConfigError
 from kvstrata.remote.faults import Fault, StoreFault
 from kvstrata.remote.stores.base import ANSWER_S, CONNECT_S, PREFIX, Content, StoredValue
-from kvstrata.remote.url import RemoteUrl
+from kvstrata.remote.url import FLAG, TLS_FILES, RemoteUrl
 
 if TYPE_CHECKING:
     import redis
 
 AT_ONCE = 500
+# What redis-py passes on of Python's ssl, which may end a connection at any later answer too.
+TLS_SIGNS = ("SSL", "CERTIFICATE", "certificate")
 
 
 class RedisStore:
@@ -28,6 +31,7 @@ class RedisStore:
             raise ConfigError(
                 f"{url.scheme}:// needs the package redis. Install it with: pip install 'kvstrata[remote]'"
             ) from None
+        _check_tls_files(url)
         self._client: redis.Redis = redis.Redis.from_url(
             url.text,
             socket_connect_timeout=connect_s,
@@ -97,6 +101,16 @@ class RedisStore:
         self._client.close()
 
 
+def _check_tls_files(url: RemoteUrl) -> None:
+    """redis-py would say no more than that a file does not exist, and not which."""
+    for option in TLS_FILES:
+        file = url.options.get(option)
+        if file is not None and not os.access(file, os.R_OK):
+            raise ConfigError(
+                f"{FLAG}: {option} names {file}, which cannot be read. Name a file that this user may read."
+            )
+
+
 def _key(name: str) -> str:
     return f"{PREFIX}:{name}"
 
@@ -126,6 +140,8 @@ def _fault_of(error: Exception) -> Fault:
             return Fault.FULL
         case known.TimeoutError():
             return Fault.TIMEOUT
+        case known.ConnectionError() if any(sign in str(error) for sign in TLS_SIGNS):
+            return Fault.TLS
         case known.ConnectionError():
             return Fault.UNREACHABLE
         case _ if "MISCONF" in str(error):

@@ -45,6 +45,7 @@ export class Explain {
       ...(instead ? [h("p", { class: "hint" }, `Stored there instead: ${instead}`)] : []),
       ...(answer.session?.parted ? [h("p", { class: "hint" }, `Session ${answer.session.id}: ${sentence(answer.session.parted)}`)] : []),
       ...done(answer).map((text) => h("p", { class: "hint" }, text)),
+      ...(answer.remote_paused_because ? [h("p", { class: "hint" }, `The remote cache is left alone: ${answer.remote_paused_because}`)] : []),
       ...(tiers.length ? [h("p", { class: "hint" }, tiers.map(([tier, tokens]) => `${count(tokens)} from ${tier}`).join(", "))] : []),
     );
   }
