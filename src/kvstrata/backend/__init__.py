@@ -7,6 +7,7 @@ from kvstrata.backend.blas_loader import Blas, blas
 from kvstrata.backend.folders import cache_root
 from kvstrata.backend.machine import (
     Device,
+    MlxBackend,
     device,
     free_memory_bytes,
     max_arrays,
@@ -18,6 +19,7 @@ from kvstrata.backend.machine import (
 __all__ = [
     "Blas",
     "Device",
+    "MlxBackend",
     "blas",
     "cache_root",
     "device",

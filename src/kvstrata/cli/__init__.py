@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, str] = {
     "top": "Watch a running server's cache.",
     "cache": "See and change what a running server has cached.",
     "pull": "Get a model, so that serving it starts at once.",
+    "plan": "Show how many tokens and conversations will fit, before anything is loaded.",
     "doctor": "Show what this machine offers, what is slow, and the next step.",
     "bench": "Measure this machine, beside an honest opponent.",
 }
