@@ -15,6 +15,7 @@ from kvstrata.backend.machine import (
     mlx_backend,
     usable_cores,
 )
+from kvstrata.backend.missing import missing_backend
 
 __all__ = [
     "Blas",
@@ -26,6 +27,7 @@ __all__ = [
     "free_memory_bytes",
     "max_arrays",
     "memory_bytes",
+    "missing_backend",
     "mlx_backend",
     "usable_cores",
 ]
