@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter, quants
 from mlx.utils import tree_flatten
 
 from kvstrata.models.gguf.architectures import ARCHITECTURES, OUTER
@@ -16,8 +16,10 @@ VOCAB = 64
 TOKENS = ["<s>", "</s>", "<unk>", *(chr(ord("!") + i) for i in range(VOCAB - 4)), "AB"]
 
 
-def write_gguf(path: Path, architecture: str, model: Any, config: dict[str, Any], **changes: Any) -> Path:
-    """All weights in float32. `changes` overwrite metadata; None leaves an entry out."""
+def write_gguf(
+    path: Path, architecture: str, model: Any, config: dict[str, Any], kind: str = "F32", **changes: Any
+) -> Path:
+    """Matrices of this kind, the rest in float32. `changes` overwrite metadata; None leaves an entry out."""
     writer = GGUFWriter(path, architecture)
     settings: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
@@ -45,7 +47,11 @@ def write_gguf(path: Path, architecture: str, model: Any, config: dict[str, Any]
     for key, value in (entries | changes).items():
         _add(writer, key, value)
     for name, array in tensors_of(architecture, model, config).items():
-        writer.add_tensor(name, array)
+        if kind == "F32" or array.ndim < 2:
+            writer.add_tensor(name, array)
+        else:
+            packed = GGMLQuantizationType[kind]
+            writer.add_tensor(name, quants.quantize(np.ascontiguousarray(array), packed), raw_dtype=packed)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

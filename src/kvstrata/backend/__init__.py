@@ -7,6 +7,7 @@ from kvstrata.backend.blas_loader import Blas, blas
 from kvstrata.backend.folders import cache_root
 from kvstrata.backend.machine import (
     Device,
+    MlxBackend,
     device,
     free_memory_bytes,
     max_arrays,
@@ -14,16 +15,19 @@ from kvstrata.backend.machine import (
     mlx_backend,
     usable_cores,
 )
+from kvstrata.backend.missing import missing_backend
 
 __all__ = [
     "Blas",
     "Device",
+    "MlxBackend",
     "blas",
     "cache_root",
     "device",
     "free_memory_bytes",
     "max_arrays",
     "memory_bytes",
+    "missing_backend",
     "mlx_backend",
     "usable_cores",
 ]

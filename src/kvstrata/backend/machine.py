@@ -41,8 +41,11 @@ def mlx_backend() -> MlxBackend:
     if sys.platform == "darwin":
         return "metal"
     sites = {Path(folder).parent for folder in spec.submodule_search_locations or ()}
-    has_cuda = any(next(site.glob("mlx_cuda*.dist-info"), None) for site in sites)
-    return "cuda" if has_cuda else "cpu"
+    if any(next(site.glob("mlx_cuda*.dist-info"), None) for site in sites):
+        return "cuda"
+    # The package alone has no library: mlx-cpu brings it, and a build from source is a whole one.
+    has_library = any(next(site.glob("mlx/lib*/libmlx.*"), None) for site in sites)
+    return "cpu" if has_library else "none"
 
 
 def device() -> Device:

@@ -25,8 +25,11 @@ COMMANDS: Mapping[str, str] = {
     "cache": "See and change what a running server has cached.",
     "ray": "Serve replicas of a model on Ray Serve.",
     "pull": "Get a model, so that serving it starts at once.",
+    "plan": "Show how many tokens and conversations will fit, before anything is loaded.",
     "doctor": "Show what this machine offers, what is slow, and the next step.",
     "bench": "Measure this machine, beside an honest opponent.",
+    "service": "Print a unit of systemd or launchd that keeps a server running.",
+    "version": "Show the versions of kvstrata, MLX, mlx-lm and Python.",
 }
 HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
@@ -54,7 +57,6 @@ app = typer.Typer(
     help="A local LLM server on MLX whose KV cache is managed memory.",
     epilog="Start with: kvstrata serve    then, in another terminal: kvstrata chat",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings=HELP_NAMES,
 )
@@ -82,7 +84,14 @@ for _name, _summary in COMMANDS.items():
 def main() -> None:
     """Errors of ours are one clear line and exit code 1; wrong usage is 2."""
     try:
-        app()
+        app(prog_name="kvstrata")  # also as python -m kvstrata: completion goes by it
     except KvstrataError as error:
         print(f"kvstrata: {error}", file=sys.stderr)
+        sys.exit(1)
+    except ImportError:
+        from kvstrata.backend import missing_backend
+
+        if (told := missing_backend()) is None:
+            raise
+        print(f"kvstrata: {told}", file=sys.stderr)
         sys.exit(1)

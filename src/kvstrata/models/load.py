@@ -92,7 +92,7 @@ def _loaded(
     folder: Path, adapter: Path | None, limit_bytes: int | None, cpu: CpuOptions
 ) -> tuple[nn.Module, dict[str, Any], CpuForm | None]:
     """The module with its weights in memory, its config, and on a CPU the form that they have."""
-    module, config = _build(folder)
+    module, config = build_lazily(folder)
     form = choose_form(module, cpu, room_bytes(limit_bytes)) if mx.default_device() == mx.cpu else None
     check_room(module, folder, limit_bytes, form)
     if adapter is not None:
@@ -110,7 +110,8 @@ def context_tokens(config: dict[str, Any]) -> int:
     return UNLIMITED_CONTEXT_TOKENS
 
 
-def _build(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+def build_lazily(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The model and its config. Of its weights only the headers are read."""
     from mlx_lm.utils import load_model
 
     try:

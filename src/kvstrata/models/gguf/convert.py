@@ -22,7 +22,7 @@ def convert(gguf: Gguf, folder: Path, advance: Callable[[int], None]) -> None:
     """Writes config.json, weights and the tokenizer's files into `folder`; tells the bytes done."""
     config, architecture = config_of(gguf), architecture_of(gguf)
     tokenizer = tokenizers.build(gguf)  # first: what it refuses is known in seconds
-    names = {tensor.name: _name(gguf, architecture, tensor) for tensor in gguf.tensors.values()}
+    names = {tensor.name: named(gguf, architecture, tensor) for tensor in gguf.tensors.values()}
     shards = _Shards(folder)
     bits: dict[str, int] = {}
     for tensor in gguf.tensors.values():
@@ -35,7 +35,7 @@ def convert(gguf: Gguf, folder: Path, advance: Callable[[int], None]) -> None:
         advance(tensor.nbytes)
     shards.close()
     if bits:
-        config["quantization"] = _quantization(bits)
+        config["quantization"] = quantization(bits)
     _write_json(folder / "config.json", {**config, **tokenizers.ids_of(gguf)})
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizers.tokenizer_config(gguf, config["max_position_embeddings"]))
@@ -44,7 +44,7 @@ def convert(gguf: Gguf, folder: Path, advance: Callable[[int], None]) -> None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def _name(gguf: Gguf, architecture: Architecture, tensor: Tensor) -> tuple[str, str]:
+def named(gguf: Gguf, architecture: Architecture, tensor: Tensor) -> tuple[str, str]:
     if tensor.name == FREQUENCIES:
         return "", ""
     try:
@@ -68,7 +68,7 @@ def _converted(
     return made, bits
 
 
-def _quantization(bits: dict[str, int]) -> dict[str, Any]:
+def quantization(bits: dict[str, int]) -> dict[str, Any]:
     """What most modules have, and those that differ."""
     usual = max(set(bits.values()), key=lambda each: sum(other == each for other in bits.values()))
     others = {module: {"group_size": GROUP, "bits": each} for module, each in bits.items() if each != usual}

@@ -20,11 +20,8 @@ LARGEST_SHARE = 1.4
 
 def folder_of(path: Path) -> Path:
     """Raises ModelError for what cannot be read or converted, before anything is written."""
-    if not path.is_file():
-        raise ModelError(f"There is no file {path}. Check the path.")
     made_from = _made_from(path)
-    digest = hashlib.blake2s(repr(sorted(made_from.items())).encode(), digest_size=6).hexdigest()
-    folder = cache_root() / "models" / "gguf" / f"{path.stem}-{digest}"
+    folder = _place(path, made_from)
     damage = damage_of(folder, made_from)
     if not damage:
         return folder
@@ -42,7 +39,21 @@ def folder_of(path: Path) -> Path:
     return folder
 
 
+def converted(path: Path) -> Path | None:
+    """Its folder, if it was converted before."""
+    made_from = _made_from(path)
+    folder = _place(path, made_from)
+    return None if damage_of(folder, made_from) else folder
+
+
+def _place(path: Path, made_from: dict[str, Any]) -> Path:
+    digest = hashlib.blake2s(repr(sorted(made_from.items())).encode(), digest_size=6).hexdigest()
+    return cache_root() / "models" / "gguf" / f"{path.stem}-{digest}"
+
+
 def _made_from(path: Path) -> dict[str, Any]:
     """Names, sizes and times: a file that is moved stays the same one, a file that is written anew does not."""
+    if not path.is_file():
+        raise ModelError(f"There is no file {path}. Check the path.")
     files = [(part.name, part.stat()) for part in parts_of(path)]
     return {"format": FORMAT, "gguf": [[name, status.st_size, status.st_mtime_ns] for name, status in files]}

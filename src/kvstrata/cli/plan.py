@@ -1,0 +1,325 @@
+"""`kvstrata plan`: what of a model's KV will fit into a machine's memory, before anything is loaded.
+
+Knows how an answer is shown. models/outline.py reads the headers, engine/forecast.py does the arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from kvstrata.errors import ConfigError, ModelError
+from kvstrata.sizes import Size, human_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from kvstrata.backend import MlxBackend
+    from kvstrata.engine.forecast import Forecast, Row
+    from kvstrata.models.outline import Outline
+
+Backend = Literal["metal", "cuda", "cpu"]
+DEFAULT_LIMIT = "75%"
+WANTED_TOKENS = 32768
+WANTED_CONVERSATIONS = 4
+# What Metal recommends for one process was two thirds of the memory on smaller Macs, three quarters on others.
+LARGE_MAC_BYTES = 36 * 1000**3
+SMALL_MAC_SHARE, LARGE_MAC_SHARE = 2 / 3, 3 / 4
+
+
+@dataclass(frozen=True)
+class Place:
+    """The machine that is planned for."""
+
+    backend: MlxBackend
+    memory_bytes: int
+    working_set_bytes: int  # most of it that a process should take
+
+
+def plan(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="Folder, GGUF file, or a Hugging Face id that was pulled.",
+            show_default="the default model, SmolLM2-135M-Instruct",
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of the machine (of the GPU, where it has its own), like 36GiB.",
+            metavar="size",
+            show_default="this machine's",
+        ),
+    ] = None,
+    memory_limit: Annotated[
+        str, typer.Option(help="What kvstrata may take of it, as --memory-limit of serve.", metavar="size")
+    ] = DEFAULT_LIMIT,
+    disk: Annotated[
+        str | None,
+        typer.Option(help="Disk cache to plan with, like 50GiB.", metavar="size", show_default="none"),
+    ] = None,
+    backend: Annotated[
+        Backend | None, typer.Option(help="What the machine computes on.", show_default="as this machine")
+    ] = None,
+    precision: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Precision to show, keys and values alike (planes:2) or apart (planes:8/planes:4); may be repeated.",
+            metavar="precision",
+            show_default="raw, planes:8, planes:8/planes:4, planes:4",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option(help="Length of a conversation that the advice is for, at most the context.", min=1)
+    ] = WANTED_TOKENS,
+    conversations: Annotated[
+        int, typer.Option(help="How many of these should stay in memory.", min=1)
+    ] = WANTED_CONVERSATIONS,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON value on stdout and nothing else.")] = False,
+) -> None:
+    """Show what a model takes and how much KV fits, from its headers and config: nothing is loaded or downloaded."""
+    sizes = {"--memory": memory, "--memory-limit": memory_limit, "--disk": disk}
+    parsed = {flag: _size(flag, text) for flag, text in sizes.items()}
+    place = _place(backend, parsed["--memory"])
+    limit = parsed["--memory-limit"]
+    assert limit is not None
+    asked = Asked(model, place, limit, _bytes("--disk", parsed["--disk"]), _pairs(precision), tokens, conversations)
+    shown = _plan(asked)
+    if as_json:
+        typer.echo(json.dumps(_plain(asked, shown), indent=2))
+    else:
+        _show(asked, shown)
+
+
+@dataclass(frozen=True)
+class Asked:
+    model: str | None
+    place: Place
+    limit: Size
+    disk_bytes: int | None
+    precisions: tuple[tuple[str, str], ...] | None
+    tokens: int
+    conversations: int
+
+    @property
+    def limit_bytes(self) -> int:
+        return self.limit.of(self.place.memory_bytes, self.place.working_set_bytes)
+
+
+@dataclass(frozen=True)
+class Shown:
+    outline: Outline
+    forecast: Forecast
+    advice: Row | None
+    tokens: int  # of a conversation that the advice is for
+    command: str
+    notes: tuple[str, ...]
+
+
+def _plan(asked: Asked) -> Shown:
+    from kvstrata.engine.forecast import LENGTHS, PRECISIONS, advise, forecast
+    from kvstrata.models.outline import outline
+
+    found = outline(asked.model, asked.place.backend, limit_bytes=asked.limit_bytes)
+    if found.weight_bytes >= asked.limit_bytes:
+        raise ModelError(
+            f"The weights of {found.name} take {human_bytes(found.weight_bytes)}, and the memory limit is "
+            f"{human_bytes(asked.limit_bytes)} ({asked.limit} of {human_bytes(asked.place.memory_bytes)}). Choose a "
+            "smaller model or fewer bits, or give a larger --memory or --memory-limit"
+        )
+    tokens = min(asked.tokens, found.context_tokens)
+    result = forecast(
+        found,
+        asked.limit_bytes,
+        disk_bytes=asked.disk_bytes,
+        precisions=asked.precisions or PRECISIONS,
+        lengths=sorted({*LENGTHS, tokens}),
+    )
+    advice = advise(result, tokens=tokens, conversations=asked.conversations)
+    best = advice or (result.rows[-1] if result.rows else None)
+    return Shown(found, result, advice, tokens, _command(asked, best, tokens), tuple(_notes(found, result)))
+
+
+def _command(asked: Asked, row: Row | None, tokens: int) -> str:
+    from kvstrata.engine.forecast import needs_live
+
+    words = ["kvstrata", "serve", *([asked.model] if asked.model else [])]
+    if str(asked.limit) != DEFAULT_LIMIT:
+        words += ["--memory-limit", str(asked.limit)]
+    if row is not None:
+        words += row.flags
+        if needs_live(row, tokens):
+            words.append("--kv-cache-live")
+    line = shlex.join(words)
+    if asked.disk_bytes is not None:
+        # Not quoted: the shell has to read the tilde.
+        line += f" --disk-cache-dir ~/.cache/kvstrata/kv --disk-cache-size {human_bytes(asked.disk_bytes)}"
+    return line
+
+
+def _notes(found: Outline, result: Forecast) -> list[str]:
+    notes = [
+        "What passes take is expected here and measured when a server starts: `memory` of GET /props has the figures.",
+    ]
+    if any(spec.kind == "foreign" for spec in found.layout.flat()):
+        notes.append("This model keeps caches of its own kind: requests run one by one and share nothing.")
+    elif result.mark_bytes:
+        notes.append(
+            f"A stored conversation keeps up to {result.max_marks} points to resume at (--kv-cache-marks), "
+            f"{human_bytes(result.mark_bytes)} each at full precision. They are counted."
+        )
+    if len(result.rows) > 1:
+        notes.append(
+            "Running requests are kept at full precision unless --kv-cache-live is set. --dynamic-cache starts there "
+            "and steps down to planes:4 as memory fills up."
+        )
+    return [*notes, *(f"Left out: {reason}" for reason in result.refused)]
+
+
+def _size(flag: str, text: str | None) -> Size | None:
+    if text is None:
+        return None
+    try:
+        return Size.parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+def _bytes(flag: str, size: Size | None) -> int | None:
+    if size is not None and not size.num_bytes:
+        raise ConfigError(f"{flag}: a percentage or nothing makes no sense here. Write it like 36GiB.")
+    return size.num_bytes if size is not None else None
+
+
+def _pairs(names: list[str] | None) -> tuple[tuple[str, str], ...] | None:
+    if not names:
+        return None
+    split = [name.partition("/") for name in names]
+    return tuple((k.strip(), v.strip() or k.strip()) for k, _, v in split)
+
+
+def _place(backend: Backend | None, memory: Size | None) -> Place:
+    from kvstrata.backend import device
+
+    asked_bytes = _bytes("--memory", memory)
+    here = device()
+    chosen = backend or here.backend
+    size = asked_bytes or here.memory_bytes
+    if chosen == here.backend and size == here.memory_bytes:
+        return Place(chosen, size, here.working_set_bytes)
+    share = SMALL_MAC_SHARE if size < LARGE_MAC_BYTES else LARGE_MAC_SHARE
+    return Place(chosen, size, int(size * share) if chosen == "metal" else size)
+
+
+def _plain(asked: Asked, shown: Shown) -> dict[str, Any]:
+    found, result = shown.outline, shown.forecast
+    return {
+        "model": found.name,
+        "backend": asked.place.backend,
+        "memory_bytes": asked.place.memory_bytes,
+        "memory_limit_bytes": asked.limit_bytes,
+        "weights": {"bytes": found.weight_bytes, "file_bytes": found.file_bytes, "form": found.weights or "as stored"},
+        "context_tokens": found.context_tokens,
+        "layers": found.layout.count_by_kind(),
+        "kv": {
+            "dtype": found.dtype,
+            "bytes_per_token": result.token_bytes,
+            "bytes_per_sequence": result.sequence_bytes,
+            "bytes_per_mark": result.mark_bytes,
+            "marks": result.max_marks if result.mark_bytes else 0,
+        },
+        "memory": asdict(result.shares),
+        "precisions": [asdict(row) for row in result.rows],
+        "refused": list(result.refused),
+        "advice": {
+            "tokens": shown.tokens,
+            "conversations": asked.conversations,
+            "fits": shown.advice is not None,
+            "command": shown.command,
+        },
+        "notes": list(shown.notes),
+    }
+
+
+def _show(asked: Asked, shown: Shown) -> None:
+    from rich.console import Console
+
+    console = Console(markup=False, highlight=False)
+    for name, line in _facts(asked, shown):
+        console.print(f"{name:<10}{line}")
+    console.print(_table(shown.forecast, has_disk=asked.disk_bytes is not None))
+    console.print(f"{_legend(shown.forecast, has_disk=asked.disk_bytes is not None)}\n", style="dim")
+    console.print(_advice(asked, shown), soft_wrap=True)
+    console.print(f"  {shown.command}", style="bold", soft_wrap=True)
+    for note in shown.notes:
+        console.print(note, style="dim", soft_wrap=True)
+
+
+def _facts(asked: Asked, shown: Shown) -> list[tuple[str, str]]:
+    found, shares = shown.outline, shown.forecast.shares
+    kinds = ", ".join(f"{count} {kind}" for kind, count in found.layout.count_by_kind().items())
+    form = f"; {found.weights}" if found.weights else ""
+    limit, memory = human_bytes(asked.limit_bytes), human_bytes(asked.place.memory_bytes)
+    working = shares.scratch_bytes + shares.allocator_cache_bytes + shares.spare_bytes
+    sequence = shown.forecast.sequence_bytes
+    fixed = f", {human_bytes(sequence)} for each running request" if sequence else ""
+    return [
+        ("model", f"{found.name}, context {found.context_tokens:,} tokens, layers: {kinds}"),
+        ("weights", f"{human_bytes(found.weight_bytes)} ({human_bytes(found.file_bytes)} on the disk{form})"),
+        ("KV", f"{human_bytes(shown.forecast.token_bytes)} for each token in {found.dtype}{fixed}"),
+        ("memory", f"{limit} of {memory} ({asked.place.backend}); {human_bytes(working)} of it for passes and reserve"),
+    ]
+
+
+def _table(result: Forecast, *, has_disk: bool) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    lengths = [each.tokens for each in result.rows[0].stored] if result.rows else []
+    shows_live = any(row.longest_live_tokens != row.longest_tokens for row in result.rows)
+    names = ["K and V", "token", "tokens", "longest", *(["live"] if shows_live else [])]
+    for tokens in lengths:
+        names += [f"{_short(tokens)} chats", "on disk" if has_disk else "disk each"]
+    for i, name in enumerate(names):
+        table.add_column(name, justify="right" if i else "left", no_wrap=True)
+    for row in result.rows:
+        cells = [row.name, human_bytes(round(row.token_bytes)), "any" if row.tokens is None else _short(row.tokens)]
+        cells += [_short(row.longest_tokens), *([_short(row.longest_live_tokens)] if shows_live else [])]
+        for each in row.stored:
+            on_disk = f"{each.disk_conversations:,}" if has_disk else human_bytes(each.disk_bytes)
+            cells += [f"{each.conversations:,}", on_disk]
+        table.add_row(*cells)
+    return table
+
+
+def _legend(result: Forecast, *, has_disk: bool) -> str:
+    shows_live = any(row.longest_live_tokens != row.longest_tokens for row in result.rows)
+    live = "; live: with --kv-cache-live" if shows_live else ""
+    disk = "how many the disk has room for" if has_disk else "what one takes on a disk"
+    return (
+        f"token: bytes of one. tokens: stored, in memory. longest: one request that runs{live}. "
+        f"chats: stored conversations of that length in memory, and {disk}."
+    )
+
+
+def _advice(asked: Asked, shown: Shown) -> str:
+    wanted = f"{asked.conversations} conversation{'s' * (asked.conversations > 1)} of {shown.tokens:,} tokens"
+    if shown.advice is None:
+        return (
+            f"{wanted} do not stay in memory at any of these precisions: the coldest will be evicted, or rest on a "
+            "disk (--disk). The lowest one:"
+        )
+    return f"{wanted} stay in memory at {shown.advice.name}:"
+
+
+def _short(tokens: int) -> str:
+    """8192 is 8k, as contexts are called."""
+    if tokens < 1024:
+        return str(tokens)
+    return f"{tokens // 1024}k" if tokens < 10 << 20 else f"{tokens >> 20}M"

@@ -1,0 +1,144 @@
+"""What a model is and what it will take, from its headers and config alone: no weight is read, nothing is computed.
+
+mlx-lm builds the model over arrays that are not read yet, and a short prompt is run through it that is never evaluated:
+shapes and dtypes of the caches are known all the same. So what is told here is what `probe` will measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from kvstrata.attention.attend import install
+from kvstrata.backend import MlxBackend
+from kvstrata.backend.open_files import raise_open_files
+from kvstrata.errors import ModelError
+from kvstrata.layers.kinds import LayerSpec, Layout, measure, read_kinds
+from kvstrata.layers.sequence import SequenceCache
+from kvstrata.models.cpu_form import choose_form
+from kvstrata.models.cpu_options import DEFAULT, CpuOptions
+from kvstrata.models.files import check_folder, weight_files
+from kvstrata.models.find import Found, find_here
+from kvstrata.models.load import build_lazily, context_tokens
+from kvstrata.models.room import placed_bytes
+from kvstrata.packed.form import CpuForm
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+PROMPT = (1, 2, 3, 4, 5)
+CAPACITY = 16
+
+
+@dataclass(frozen=True)
+class Outline:
+    name: str
+    backend: MlxBackend  # that it is told for
+    layout: Layout
+    weight_bytes: int  # in memory
+    file_bytes: int
+    context_tokens: int
+    vocab_size: int
+    num_heads: int  # of queries; 0: the config does not say
+    widest: int  # values that the widest layer makes of a token, the output layer apart
+    dtype: str  # of KV: "bfloat16"
+    weights: str = ""  # the form that they will have, where it is not that of the files: for people to read
+
+
+def outline(
+    name_or_path: str | None, backend: MlxBackend, *, limit_bytes: int | None = None, cpu: CpuOptions = DEFAULT
+) -> Outline:
+    """Of what is on this machine. Raises ModelError, also for what would have to be downloaded first. `limit_bytes`: of
+    memory, which decides how many bits plain weights get on a CPU."""
+    with _folder_here(name_or_path) as found:
+        raise_open_files()
+        module, config = build_lazily(found.folder)
+        form = _form(module, backend, cpu, limit_bytes)
+        weight_bytes = placed_bytes(module, form)
+        widest = _widest(module)
+        if backend == "cpu":
+            module.set_dtype(mx.float32)
+        layout, logits = outline_layers(module, is_mla="kv_lora_rank" in _text_config(config))
+        return Outline(
+            name=found.name,
+            backend=backend,
+            layout=layout,
+            weight_bytes=weight_bytes,
+            file_bytes=sum(path.stat().st_size for path in weight_files(found.folder)),
+            context_tokens=context_tokens(config),
+            vocab_size=logits.shape[-1],
+            num_heads=int(_text_config(config).get("num_attention_heads") or 0),
+            widest=widest,
+            dtype=_dtype(layout, logits),
+            weights=form.words if form else "",
+        )
+
+
+def outline_layers(module: Any, *, is_mla: bool = False) -> tuple[Layout, mx.array]:
+    """Its layers with what they cost, and logits that were not computed. `is_mla`: it computes on what it fetches from
+    a cache, so every sequence will get passes of its own."""
+    install()
+    layout = Layout(read_kinds(module), path="rows")
+    try:
+        specs, logits = _run(module, layout)
+    except Exception:  # noqa: BLE001
+        # Whatever a model does with caches that are not mlx-lm's: it will be served with those, as the probe finds.
+        specs, logits = _run(module, Layout((LayerSpec("foreign"),) * len(layout.layers), path="rows"))
+    alone = is_mla or any(spec.kind in ("foreign", "chunked") for spec in specs)
+    return Layout(specs, path="rows" if alone else "parts"), logits
+
+
+def _run(module: Any, layout: Layout) -> tuple[tuple[LayerSpec, ...], mx.array]:
+    cache = SequenceCache(layout, module, CAPACITY)
+    logits = module(mx.array([PROMPT]), cache=cache.caches())
+    return measure(layout.layers, cache.layers, len(PROMPT)), logits
+
+
+@contextmanager
+def _folder_here(name_or_path: str | None) -> Iterator[Found]:
+    """A GGUF file that was not converted gets a folder of holes for as long as it is looked at."""
+    found = find_here(name_or_path)
+    if found.folder.suffix != ".gguf":
+        check_folder(found.folder)
+        yield found
+        return
+    from kvstrata.models.gguf.container import read
+    from kvstrata.models.gguf.outline import write_outline
+
+    with TemporaryDirectory(prefix="kvstrata-plan-") as name:
+        try:
+            write_outline(read(found.folder), Path(name))
+        except OSError as error:
+            raise ModelError(f"The outline of {found.folder} could not be written: {error}. Set TMPDIR") from error
+        yield Found(found.name, Path(name))
+
+
+def _form(module: nn.Module, backend: MlxBackend, cpu: CpuOptions, limit_bytes: int | None) -> CpuForm | None:
+    if backend != "cpu":
+        return None
+    room_bytes = limit_bytes if limit_bytes is not None else 1 << 62
+    return choose_form(module, cpu, room_bytes)
+
+
+def _dtype(layout: Layout, logits: mx.array) -> str:
+    kept = (spec.dtype for spec in layout.flat() if spec.kv_heads)
+    return str(next(kept, logits.dtype)).rpartition(".")[2]
+
+
+def _widest(module: nn.Module) -> int:
+    from kvstrata.packed.place import weight_layers
+
+    rows = sorted({layer["weight"].shape[-2] for layer in weight_layers(module)}, reverse=True)
+    # Embeddings and the output layer have a row for each token that there is; prompts never run through the latter.
+    return rows[1] if len(rows) > 1 else rows[0]
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Multimodal configs keep it one level down."""
+    return {**config, **(config.get("text_config") or {})}
