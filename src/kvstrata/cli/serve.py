@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,33 +17,38 @@ if TYPE_CHECKING:
     from kvstrata.server.service import Service
 
 
+def _show(text: Callable[[], str]) -> Callable[[bool], None]:
+    def show(wanted: bool) -> None:
+        if wanted:
+            typer.echo(text())
+            raise typer.Exit
+
+    return show
+
+
+def _short_help() -> str:
+    from kvstrata.cli.serve_help import short_help
+
+    return short_help()
+
+
+def _whole_help() -> str:
+    from kvstrata.cli.serve_help import whole_help
+
+    return whole_help()
+
+
 @with_settings(without=["model"])
 def serve(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Folder or Hugging Face id of a model that mlx-lm can load, or a GGUF file.",
-            envvar="KVSTRATA_MODEL",
-            show_default="the default model, SmolLM2-135M-Instruct",
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="TOML file with settings by the names below (max_running = 8). Flags win over the environment, "
-            "that over the file.",
-            envvar="KVSTRATA_CONFIG",
-            show_default="config.toml in the user's configuration folder, if there is one",
-            metavar="file",
-        ),
-    ] = None,
+    model: Annotated[str | None, typer.Argument(envvar="KVSTRATA_MODEL")] = None,
+    config: Annotated[Path | None, typer.Option(envvar="KVSTRATA_CONFIG", metavar="file")] = None,
+    show_help: Annotated[bool, typer.Option("--help", "-h", is_eager=True, callback=_show(_short_help))] = False,
+    show_all: Annotated[bool, typer.Option("--help-all", is_eager=True, callback=_show(_whole_help))] = False,
     **flags: Any,
 ) -> None:
-    """Serve a model to OpenAI clients.
-
-    The first Ctrl-C lets running replies finish, the second ends at once.
-    """
+    """Serve a model to OpenAI's and Anthropic's clients."""
+    del show_help, show_all
     from kvstrata.config import load as load_settings
     from kvstrata.server.logs import show_messages
 
