@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +15,12 @@ from kvstrata.cli.flags import with_settings
 
 if TYPE_CHECKING:
     from kvstrata.backend import Device
+    from kvstrata.cli.starting import Starting
     from kvstrata.config import Settings
+    from kvstrata.server.run import Server
     from kvstrata.server.service import Service
+
+logger = logging.getLogger(__name__)
 
 
 def _show(text: Callable[[], str]) -> Callable[[bool], None]:
@@ -57,33 +63,54 @@ def serve(
 
 
 def run(settings: Settings) -> None:
-    from kvstrata.server.listen import bind, url_of
+    from kvstrata.cli.starting import Starting, is_terminal
+    from kvstrata.server.listen import bind
+    from kvstrata.server.logs import show_messages
 
+    show_messages(settings.log_level, settings.log_format)
     listener = bind(settings.host, settings.port)
+    with Starting(live=settings.log_format == "text" and is_terminal()) as starting:
+        server = _started(settings, listener, starting)
+    server.run(sockets=[listener])
+
+
+def _started(settings: Settings, listener: socket.socket, starting: Starting) -> Server:
+    from kvstrata.backend.stages import begin
+    from kvstrata.server.listen import url_of
+
+    begin("libraries", "Loading libraries")
     # Only now what takes seconds to import.
     from kvstrata.attention.cpu import compile_codecs_beside
     from kvstrata.backend import device
     from kvstrata.models.cpu_options import CpuOptions
     from kvstrata.models.load import load
     from kvstrata.server.assemble import memory_limit_bytes, start_service
-    from kvstrata.server.logs import show_messages
     from kvstrata.server.run import Server
 
-    show_messages(settings.log_level)
     machine = device()
     limit_bytes = memory_limit_bytes(settings, machine)
     compile_codecs_beside()
     cpu = CpuOptions(settings.cpu_weights, settings.cpu_activations)
     loaded = load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes, cpu=cpu)
     service = start_service(settings, loaded, machine)
-    server = Server(
+    is_json = settings.log_format == "json"
+
+    def on_ready() -> None:
+        if is_json:
+            told = {"url": url_of(listener), "model": service.name, "stages": starting.seconds}
+            logger.info("serving, %s", starting.words(), extra={"fields": told})
+            return
+        lines = start_lines(settings, service, machine, url_of(listener))
+        typer.echo("\n".join([*lines[:1], f"start     {starting.words()}", *lines[1:]]))
+
+    return Server(
         service,
         drain_timeout_s=settings.drain_timeout_s,
         log_level=settings.log_level,
-        on_ready=lambda: typer.echo("\n".join(start_lines(settings, service, machine, url_of(listener)))),
-        say=typer.echo,
+        log_format=settings.log_format,
+        on_ready=on_ready,
+        say=logger.info if is_json else typer.echo,
     )
-    server.run(sockets=[listener])
 
 
 def start_lines(settings: Settings, service: Service, machine: Device, url: str) -> list[str]:

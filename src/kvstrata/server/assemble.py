@@ -9,6 +9,7 @@ import socket
 import time
 
 from kvstrata.backend import Device
+from kvstrata.backend.stages import begin
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse
 from kvstrata.config import Settings
@@ -57,6 +58,7 @@ def start_service(settings: Settings, loaded: LoadedModel, machine: Device) -> S
     disk = _disk(settings)
     engine = Engine(loaded, limits, metrics, storage, disk, remote=_remote(settings))
     engine.start()
+    begin("template", "Trying the chat template and the grammars")
     replies = _replies(settings, loaded, disk)
     template = ChatTemplate(loaded.tokenizer, system_in_place=settings.system_in_place)
     return Service(
@@ -81,6 +83,7 @@ def start_service(settings: Settings, loaded: LoadedModel, machine: Device) -> S
         pin_quota=settings.pin_quota,
         hosts=frozenset({settings.host, socket.gethostname(), *settings.allowed_host}),
         bounds=_bounds(settings),
+        origins=settings.cors_origin,
         started=int(time.time()),
     )
 

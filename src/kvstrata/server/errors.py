@@ -17,12 +17,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from kvstrata.errors import InvalidRequest, ReplyFailed, RequestError, RequestTimeout, Unauthorized
+from kvstrata.errors import (
+    InvalidRequest,
+    ReplyFailed,
+    RequestError,
+    RequestTimeout,
+    Unauthorized,
+    UnsupportedCoding,
+)
+from kvstrata.server.journal.trace import CLIENT_GONE, trace_in
 
 logger = logging.getLogger("kvstrata.server")
 
 UNEXPECTED = "Something went wrong inside the server; its log has the details. Please report it with the request."
-CLIENT_GONE = 499  # no client reads the answer; the number is nginx's
 
 
 class ErrorBody(BaseModel):
@@ -61,6 +68,7 @@ class ErrorResponse(JSONResponse):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        trace_in(scope).error = self._error.code or self._error.type
         self.body = self.render(_shape_in(scope)(self._error))
         self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
@@ -74,6 +82,8 @@ def error_response(error: RequestError) -> ErrorResponse:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, RequestTimeout):
         headers["Connection"] = "close"  # what is left of the request may still come
+    if isinstance(error, UnsupportedCoding):
+        headers["Accept-Encoding"] = "gzip, deflate"
     return ErrorResponse(error, headers=headers)
 
 
@@ -98,6 +108,7 @@ DESCRIPTIONS: Mapping[int, str] = {
     404: "No such model, or no such session",
     408: "The body did not arrive in time",
     413: "The body is larger than the server reads",
+    415: "The body is compressed in a way that the server does not read; see Accept-Encoding",
     429: "The queue is full; see Retry-After",
     503: "The server is draining; see Retry-After",
 }
