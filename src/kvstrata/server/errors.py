@@ -6,7 +6,7 @@ Knows status codes and headers. Does not know what can go wrong: that is kvstrat
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -96,8 +96,13 @@ def raw_error(error: RequestError) -> bytes:
 
 
 def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document. Any path may answer 403: see hosts.py."""
-    return {status: {"model": ErrorAnswer, "description": DESCRIPTIONS[status]} for status in sorted((403, *statuses))}
+    """For the OpenAPI document."""
+    return {status: {"model": ErrorAnswer, "description": DESCRIPTIONS[status]} for status in documented(statuses)}
+
+
+def documented(statuses: Collection[int]) -> list[int]:
+    """Any path may answer 403 (hosts.py), and one that bounds its body refuses what it cannot inflate."""
+    return sorted({403, *statuses, *([415] if 413 in statuses else [])})
 
 
 DESCRIPTIONS: Mapping[int, str] = {

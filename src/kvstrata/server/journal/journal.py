@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import time
 
+from kvstrata.errors import ReplyFailed
 from kvstrata.server import dashboard
 from kvstrata.server.journal.events import Happened
 from kvstrata.server.journal.slots import Slots
@@ -52,7 +53,7 @@ class Journal:
 
 
 def _level(trace: Trace) -> int:
-    if trace.status >= 500 or (trace.error and trace.status < 400):
+    if trace.status >= 500 or trace.error == ReplyFailed.code:
         return logging.WARNING
     is_quiet = trace.method in ("GET", "HEAD") and trace.path in QUIET_PATHS
     return logging.DEBUG if is_quiet and (trace.status < 400 or trace.status == CLIENT_GONE) else logging.INFO

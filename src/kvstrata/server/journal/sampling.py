@@ -53,7 +53,7 @@ class Sampler:
         if self._is_news(state, has_written=slot.tokens_per_s > 0):
             # Where the engine has stopped, the last sample stands.
             with contextlib.suppress(Unavailable):
-                self._note(await told(cache_of(service).usage()), slot)
+                self._note(await told(cache_of(service).usage()))
         if self._usage is not None:
             slot.sample = _sample(self._usage, state)
 
@@ -64,8 +64,8 @@ class Sampler:
         self._state = plain
         return self._num_quiet < SETTLED_AFTER
 
-    def _note(self, usage: CacheUsage, slot: Slot) -> None:
-        now_s = slot.start_s + self._journal.slots.slot_s
+    def _note(self, usage: CacheUsage) -> None:
+        now_s = self._journal.slots.now_s()
         counters = {**usage.counters, "set_aside": self._service.metrics.set_aside_total()}
         if self._usage is not None:
             self._journal.events.extend(risen(self._counters, counters, now_s))
