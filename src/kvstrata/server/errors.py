@@ -68,7 +68,7 @@ class ErrorResponse(JSONResponse):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        trace_in(scope).error = self._error.code or self._error.type
+        trace_in(scope).fail(self._error)
         self.body = self.render(_shape_in(scope)(self._error))
         self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)

@@ -61,7 +61,7 @@ class Reply(Response):
             try:
                 replies.submit()
             except (ContextTooLong, NeverFits) as error:
-                trace.error = error.code
+                trace.fail(error)
                 if self._on_too_long is None:
                     raise
                 return await self._on_too_long(error)(scope, receive, send)

@@ -65,7 +65,7 @@ class Telling:
         """Why a reply ended without a result, if one did."""
         error = next((error for arrival in arrivals if (error := _failure(arrival.event))), None)
         if error is not None:
-            self._trace.error = error.code or error.type
+            self._trace.fail(error)
         return error
 
     def begun(self, arrivals: Sequence[Arrival]) -> Begun:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from starlette.types import Scope
 
 from kvstrata.engine.request import Event, Finished, Piece, Prefilled
+from kvstrata.errors import RequestError
 from kvstrata.server.sessions.session import Parted
 
 SCOPE_TRACE = "kvstrata.trace"
@@ -61,6 +62,9 @@ class Trace:
         elif isinstance(event, Finished):
             self._cached[index] = event.usage.cached_tokens
             self._generated[index] = event.usage.completion_tokens
+
+    def fail(self, error: RequestError) -> None:
+        self.error = error.code or error.type
 
     def end(self) -> None:
         self.seconds = self.clock() - self._began

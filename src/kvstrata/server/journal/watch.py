@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -40,7 +40,7 @@ class WatchRequests:
             self._journal.add(trace, owner_salt(scope))
 
 
-def _noting(trace: Trace, send: Send, names: tuple[bytes, ...]) -> Callable[[Message], object]:
+def _noting(trace: Trace, send: Send, names: tuple[bytes, ...]) -> Callable[[Message], Awaitable[None]]:
     async def noted(message: Message) -> None:
         if message["type"] == "http.response.start":
             trace.status = message["status"]

@@ -55,7 +55,7 @@ async def create_response(request: Request) -> Response:
     wire = _wire(service, question)
     too_long = partial(_too_long, wire, stream=bool(asked.stream))
     if isinstance(job, ContextTooLong):
-        trace_in(request.scope).error = job.code
+        trace_in(request.scope).fail(job)
         return too_long(job)
 
     def keep(answer: Any) -> None:
