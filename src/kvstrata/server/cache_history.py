@@ -19,7 +19,7 @@ from kvstrata.server.cache_words import PartedAnswer, Under, parted_answer
 from kvstrata.server.errors import answers
 from kvstrata.server.journal.events import Happened
 from kvstrata.server.journal.journal import Recent
-from kvstrata.server.journal.slots import Slot, percentile
+from kvstrata.server.journal.slots import Slot
 from kvstrata.server.journal.words import rounded
 from kvstrata.server.service import service_of
 
@@ -135,7 +135,7 @@ def _since(text: str | None) -> float:
 
 
 def _slot(slot: Slot) -> SlotAnswer:
-    sample, times = slot.sample, slot.first_token_s
+    sample, (p50_s, p95_s) = slot.sample, slot.first_token_percentiles()
     tiers: dict[str, Any] | None = None if sample is None else dict(sample.tiers)
     return {
         "time": slot.start_s,
@@ -144,8 +144,8 @@ def _slot(slot: Slot) -> SlotAnswer:
         "cancelled": slot.cancelled,
         "prompt_tokens": slot.prompt_tokens,
         "cached_tokens": slot.cached_tokens,
-        "first_token_p50_s": rounded(percentile(times, 0.5)),
-        "first_token_p95_s": rounded(percentile(times, 0.95)),
+        "first_token_p50_s": rounded(p50_s),
+        "first_token_p95_s": rounded(p95_s),
         "tokens_per_s": rounded(slot.tokens_per_s),
         "running": None if sample is None else sample.running,
         "waiting": None if sample is None else sample.waiting,

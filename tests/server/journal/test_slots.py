@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvstrata.engine.request import Finished, Piece, Prefilled, TokenUsage
 from kvstrata.metrics import CACHE_COUNTERS
 from kvstrata.server.journal.events import risen
-from kvstrata.server.journal.slots import KEPT_S, Slots, percentile
+from kvstrata.server.journal.slots import KEPT_S, Slot, Slots, percentile
 from kvstrata.server.journal.trace import Asked, Trace
 
 
@@ -53,6 +53,19 @@ def test_a_percentile_is_one_of_them(times: list[float], share: float) -> None:
     assert found in times
     assert sum(time <= found for time in times) >= share * len(times) - 1e-6
     assert sum(time < found for time in times) <= share * len(times)
+
+
+def test_a_slot_knows_its_percentiles_at_any_time() -> None:
+    slot = Slot(0.0)
+    assert slot.first_token_percentiles() == (None, None)
+    for number in range(1, 101):
+        slot.note_first_token(float(number))
+    assert slot.first_token_percentiles() == (50.0, 95.0)
+    slot.note_first_token(0.0)
+    assert slot.first_token_percentiles() == (50.0, 95.0)
+    for _ in range(1000):
+        slot.note_first_token(7.0)
+    assert slot.first_token_percentiles() == (7.0, 7.0)
 
 
 def test_of_none_there_is_none() -> None:

@@ -16,7 +16,8 @@ QUIET = re.compile(
 # The first that matches a counter's name gives the kind and the sentence; {reason} is what the pattern caught.
 SENTENCES = (
     ("evicted", r"evicted_tokens", "{count} tokens were evicted to make room"),
-    ("evicted", r"(?:disk|remote)_evicted_(.+)", "{count} blocks on the disk were deleted: {reason}"),
+    ("evicted", r"disk_evicted_(.+)", "{count} blocks on the disk were deleted: {reason}"),
+    ("evicted", r"remote_evicted_(.+)", "{count} blocks of the shared store were deleted: {reason}"),
     ("pressure", r"stepped_down_spans", "{count} spans went to fewer bits to make room"),
     ("pressure", r"set_aside", "{count} requests gave up their memory and go on later"),
     ("dropped", r"dropped_tokens_(.+)", "{count} tokens were dropped and are on no disk: {reason}"),
@@ -82,6 +83,7 @@ def _numbered(text: str, count: int) -> str:
 ONE = (
     ("tokens were", "token was"), ("spans were", "span was"), ("blocks were", "block was"),
     ("prompts were", "prompt was"), ("blocks on the disk were", "block on the disk was"), ("1 were", "1 was"),
+    ("blocks of the shared store were", "block of the shared store was"),
     ("tokens came", "token came"), ("spans went", "span went"), ("spans got", "span got"), ("times", "time"),
     ("requests gave up their memory and go", "request gave up its memory and goes"),
     ("and are on no disk", "and is on no disk"), ("and are computed", "and is computed"),

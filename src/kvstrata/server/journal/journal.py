@@ -42,10 +42,11 @@ class Journal:
         self.events: deque[Happened] = deque(maxlen=MAX_EVENTS)
 
     def on_first_token(self, seconds: float) -> None:
-        self.slots.current.first_token_s.append(seconds)
+        self.slots.current.note_first_token(seconds)
 
     def add(self, trace: Trace, owner: str | None) -> None:
-        logger.log(_level(trace), "%s", line(trace), extra={"fields": fields(trace)})
+        if logger.isEnabledFor(level := _level(trace)):
+            logger.log(level, "%s", line(trace), extra={"fields": fields(trace)})
         if trace.method != "POST" or not trace.path.startswith(MODEL_PATHS):
             return
         self.requests.append(Recent(trace, owner))

@@ -1,21 +1,21 @@
 """An hour of figures in slots of some seconds: what requests did in each, and how the cache was at its end.
 
-Knows time and sums. Who samples and who asks is elsewhere. A slot takes about a kilobyte, so an hour takes half a
-megabyte at most.
+Knows time and sums. Who samples and who asks is elsewhere. An hour takes half a megabyte, and a few where every slot is
+full of first tokens.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvstrata.server.journal.trace import CLIENT_GONE, Trace
 
 KEPT_S = 3600.0
-MAX_TIMES = 1000  # of first tokens that one slot's percentiles are told from
+MAX_TIMES = 200  # of first tokens that one slot's percentiles are told from
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,20 @@ class Slot:
     cancelled: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
     tokens_per_s: float | None = None  # generated, of all requests together; None: the slot has not ended
     sample: Sample | None = None
+    _first_token_s: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMES))
+    _percentiles: tuple[float | None, float | None] | None = None  # None: there is news
+
+    def note_first_token(self, seconds: float) -> None:
+        self._first_token_s.append(seconds)
+        self._percentiles = None
+
+    def first_token_percentiles(self) -> tuple[float | None, float | None]:
+        """The 50th and the 95th. Told of all slots of an hour at once, so sorted once."""
+        if self._percentiles is None:
+            self._percentiles = percentile(self._first_token_s, 0.5), percentile(self._first_token_s, 0.95)
+        return self._percentiles
 
     def count(self, trace: Trace) -> None:
         self.requests += 1
@@ -77,7 +88,7 @@ class Slots:
         return [slot for slot in self._slots if slot.start_s + self.slot_s > oldest_s]
 
 
-def percentile(times: Sequence[float], share: float) -> float | None:
+def percentile(times: Collection[float], share: float) -> float | None:
     """The smallest of them that at least so many are not longer than; None of none."""
     if not times:
         return None
