@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fastapi import APIRouter, Request
+from anyio import to_thread
+from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.auth import owner_in
 from kvstrata.server.cache import whose
 from kvstrata.server.cache_words import PartedAnswer, Under, parted_answer
+from kvstrata.server.conversation.wire import json_bytes
 from kvstrata.server.errors import answers
 from kvstrata.server.journal.events import Happened
 from kvstrata.server.journal.journal import Recent
@@ -102,24 +104,24 @@ class HistoryAnswer(TypedDict):
 @router.get(
     "",
     summary="The last hour: figures, requests and events",
-    responses=answers(400, 401),
+    responses={200: {"model": HistoryAnswer}, **answers(400, 401)},
     openapi_extra={"parameters": PARAMETERS},
+    response_model=None,
 )
-async def history(request: Request) -> HistoryAnswer:
+async def history(request: Request) -> Response:
     journal, owner = service_of(request).journal, owner_in(request.scope)
     since_s = _since(request.query_params.get("since"))
-    return {
+    seen = [recent for recent in journal.requests if owner in (None, recent.owner) and recent.trace.ended_s > since_s]
+    answer: HistoryAnswer = {
         "under": whose(owner),
         "now": journal.slots.now_s(),
         "slot_s": journal.slots.slot_s,
         "slots": [_slot(slot) for slot in journal.slots.since(since_s)],
-        "requests": [
-            _request(recent)
-            for recent in journal.requests
-            if owner in (None, recent.owner) and recent.trace.ended_s > since_s
-        ],
+        "requests": [_request(recent) for recent in seen],
         "events": [_event(event) for event in journal.events if event.time_s > since_s],
     }
+    # An hour may have half a megabyte: streams do not wait while that is written.
+    return Response(await to_thread.run_sync(json_bytes, answer), media_type="application/json")
 
 
 def _since(text: str | None) -> float:

@@ -26,9 +26,10 @@ CANCELLED = "The server cancelled this reply. Send the request again."
 class Telling:
     """One for each job. `enough`: ends the request at an index, whose reply needs no more tokens."""
 
-    def __init__(self, job: Job, wire: Wire, enough: Callable[[int], None], trace: Trace) -> None:
+    def __init__(self, job: Job, wire: Wire, enough: Callable[[int], None], trace: Trace | None = None) -> None:
+        """`trace`: what is noted of the request; None: nobody reads it."""
         self._job = job
-        self._trace = trace
+        self._trace = trace or Trace("")
         self.wire = wire
         self._enough = enough
         self._complete: set[int] = set()  # replies that were ended by us
