@@ -150,6 +150,26 @@ def test_hosts_are_names_alone(name: str) -> None:
         load(flags={"allowed_host": [name]})
 
 
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        (["https://Chat.Example.org/"], ("https://chat.example.org",)),
+        (["https://a.example:443", "http://b.example:80"], ("https://a.example", "http://b.example")),
+        (["http://localhost:3000,http://[::1]:5173"], ("http://localhost:3000", "http://[::1]:5173")),
+        (["app://obsidian.md"], ("app://obsidian.md",)),
+        (["*"], ("*",)),
+    ],
+)
+def test_origins_are_as_browsers_write_them(given: list[str], plain: tuple[str, ...]) -> None:
+    assert load(flags={"cors_origin": given}).cors_origin == plain
+
+
+@pytest.mark.parametrize("text", ["chat.example.org", "null", "https://*.example.org", "https://a.example/path", "**"])
+def test_what_is_no_origin(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--cors-origin.*https://chat\.example\.org"):
+        load(flags={"cors_origin": [text]})
+
+
 def test_keys_are_not_printed() -> None:
     assert "hush" not in repr(load(flags={"api_key": ["hush"]}))
     with pytest.raises(ConfigError) as caught:
@@ -178,6 +198,7 @@ EXAMPLES = {
     "allowed_host": "models.example.org,other",
     "admin_key": "one,two",
     "api_key": "one,two",
+    "cors_origin": "https://chat.example.org,http://localhost:3000",
     "dynamic_cache_at": "16k=planes:8",
     "kv_cache_bits": "8",
     "kv_cache_group_size": "64",

@@ -19,6 +19,7 @@
         |-- SessionNotFound     404: a session that is not known, or another key's
         |-- RequestTimeout      408: headers or body did not arrive in time
         |-- BodyTooLarge        413: more bytes than the server reads
+        |-- UnsupportedCoding   415: a compressed body of a kind that the server does not read
         |-- QueueFull           429: try again in a while
         |-- HeadersTooLarge     431: more bytes than the server reads before a body
         |-- ReplyFailed         500: the engine could not finish a reply
@@ -123,6 +124,11 @@ class RequestTimeout(RequestError):
 class BodyTooLarge(RequestError):
     status = 413
     code = "body_too_large"
+
+
+class UnsupportedCoding(RequestError):
+    status = 415
+    code = "unsupported_content_encoding"
 
 
 class QueueFull(RequestError):

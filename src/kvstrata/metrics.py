@@ -113,6 +113,11 @@ def _seconds(name: str, what: str, buckets: tuple[float, ...], registry: Collect
     return Histogram(f"{name}_seconds", what, buckets=buckets, registry=registry)
 
 
+def _total(counter: Counter) -> int:
+    """Of one without labels."""
+    return int(next(iter(counter.collect())).samples[0].value)
+
+
 class PromptMetrics:
     """What is done to prompts so that their prefixes stay the same."""
 
@@ -210,6 +215,12 @@ class Metrics:
         """What the cache says at this moment, tiers as in /cache/usage."""
         self._cache.tiers, self._cache.counters = tiers, counters
         self._cache.hot_budget_bytes = hot_budget_bytes
+
+    def generated_tokens(self) -> int:
+        return _total(self.generation_tokens)
+
+    def set_aside_total(self) -> int:
+        return _total(self.set_aside)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

@@ -13,6 +13,10 @@ from kvstrata.errors import ConfigError
 from kvstrata.sizes import Size
 
 HOST_PATTERN = re.compile(r"[A-Za-z0-9._-]+")
+ORIGIN_PATTERN = re.compile(
+    r"\*|(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<host>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(?P<port>[0-9]{1,5}))?/?"
+)
+DEFAULT_PORTS = {"http": "80", "https": "443"}
 
 
 def _size(value: object) -> object:
@@ -55,6 +59,22 @@ def _host_names(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
+def _origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    """As browsers write them: lower case, no path, no port that goes without saying."""
+    plain: list[str] = []
+    for text in (part.strip() for origin in origins for part in origin.split(",")):
+        match = ORIGIN_PATTERN.fullmatch(text.lower())
+        if match is None:
+            raise PydanticCustomError(
+                "origin", "write scheme, host and port alone, like https://chat.example.org or http://localhost:3000, "
+                "or * for every page"
+            )  # fmt: skip
+        scheme, host, port = match["scheme"], match["host"], match["port"]
+        is_usual = DEFAULT_PORTS.get(scheme) == port
+        plain.append("*" if text == "*" else f"{scheme}://{host}{'' if is_usual or not port else f':{port}'}")
+    return tuple(plain)
+
+
 def _whole(value: Any) -> Any:
     """Flags and the environment are text, and text is never equal to one of a list of numbers."""
     return int(value) if isinstance(value, str) and value.strip().isdecimal() else value
@@ -67,10 +87,15 @@ ActivationBits = Annotated[Literal[8, 16, 32], BeforeValidator(_whole)]
 GroupSize = Annotated[Literal[32, 64, 128], BeforeValidator(_whole)]
 Texts = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
 HostNames = Annotated[Texts, AfterValidator(_host_names)]
+Origins = Annotated[Texts, AfterValidator(_origins)]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
+LogFormat = Literal["text", "json"]
 
 
-def setting(default: Any, description: str, *, panel: str, unit: str = "", **constraints: Any) -> Any:
-    """`panel` groups the flag in --help, `unit` is shown as the kind of value there."""
-    extra: dict[str, Any] = {"panel": panel, "unit": unit}
+def setting(
+    default: Any, description: str, *, panel: str, unit: str = "", is_common: bool = False, **constraints: Any
+) -> Any:
+    """`panel` groups the flag in --help-all, `unit` is shown as the kind of value there. `is_common`: --help has it
+    too."""
+    extra: dict[str, Any] = {"panel": panel, "unit": unit, "is_common": is_common}
     return Field(default, description=description, json_schema_extra=extra, **constraints)

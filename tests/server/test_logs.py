@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +47,26 @@ def test_a_server_says_what_it_finds_when_it_starts(tmp_path: Path) -> None:
         lines = [line for line in log.read_text().splitlines() if "catalogue is damaged" in line]
     assert len(lines) == 1
     assert lines[0].startswith("WARNING:  ")
+
+
+JSON_PROGRAM = """
+import logging, sys, uvicorn
+from kvstrata.server.logs import show_messages
+show_messages("info", "json")
+uvicorn.Config(None, log_level="info", log_config=None)
+logging.getLogger("kvstrata.disk.writer").warning("one\\nline %s", "Größe", extra={"fields": {"status": 7}})
+logging.getLogger("uvicorn.error").info("of uvicorn")
+logging.getLogger("kvstrata").debug("too fine")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("kvstrata.engine").exception("a step failed")
+"""
+
+
+def test_as_json_each_line_is_one_object() -> None:
+    done = subprocess.run([sys.executable, "-c", JSON_PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    first, second, third = (json.loads(line) for line in done.stderr.splitlines())
+    assert (first["message"], first["level"], first["status"]) == ("one\nline Größe", "warning", 7)
+    assert (second["logger"], second["message"]) == ("uvicorn.error", "of uvicorn")
+    assert "ZeroDivisionError" in third["exception"]

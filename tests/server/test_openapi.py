@@ -63,6 +63,7 @@ PATHS = [
     ("/v1/models", "GET"),
     ("/v1/models/{model}", "GET"),
     ("/cache/usage", "GET"),
+    ("/cache/history", "GET"),
     ("/cache/sessions", "GET"),
     ("/cache/sessions/{session_id}", "GET"),
     ("/cache/explain", "POST"),

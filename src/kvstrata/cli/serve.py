@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,37 +15,46 @@ from kvstrata.cli.flags import given, with_settings
 
 if TYPE_CHECKING:
     from kvstrata.backend import Device
+    from kvstrata.cli.starting import Starting
     from kvstrata.config import Settings
+    from kvstrata.server.run import Server
     from kvstrata.server.service import Service
+
+logger = logging.getLogger(__name__)
+
+
+def _show(text: Callable[[], str]) -> Callable[[bool], None]:
+    def show(wanted: bool) -> None:
+        if wanted:
+            typer.echo(text())
+            raise typer.Exit
+
+    return show
+
+
+def _short_help() -> str:
+    from kvstrata.cli.serve_help import short_help
+
+    return short_help()
+
+
+def _whole_help() -> str:
+    from kvstrata.cli.serve_help import whole_help
+
+    return whole_help()
 
 
 @with_settings(without=["model"])
 def serve(
     context: typer.Context,
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Folder or Hugging Face id of a model that mlx-lm can load, or a GGUF file.",
-            envvar="KVSTRATA_MODEL",
-            show_default="the default model, SmolLM2-135M-Instruct",
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="TOML file with settings by the names below (max_running = 8). Flags win over the environment, "
-            "that over the file.",
-            envvar="KVSTRATA_CONFIG",
-            show_default="config.toml in the user's configuration folder, if there is one",
-            metavar="file",
-        ),
-    ] = None,
+    model: Annotated[str | None, typer.Argument(envvar="KVSTRATA_MODEL")] = None,
+    config: Annotated[Path | None, typer.Option(envvar="KVSTRATA_CONFIG", metavar="file")] = None,
+    show_help: Annotated[bool, typer.Option("--help", "-h", is_eager=True, callback=_show(_short_help))] = False,
+    show_all: Annotated[bool, typer.Option("--help-all", is_eager=True, callback=_show(_whole_help))] = False,
     **flags: Any,
 ) -> None:
-    """Serve a model to OpenAI clients.
-
-    The first Ctrl-C lets running replies finish, the second ends at once.
-    """
+    """Serve a model to OpenAI's and Anthropic's clients."""
+    del show_help, show_all
     from kvstrata.config import load as load_settings
     from kvstrata.server.logs import show_messages
 
@@ -51,33 +63,54 @@ def serve(
 
 
 def run(settings: Settings) -> None:
-    from kvstrata.server.listen import bind, url_of
+    from kvstrata.cli.starting import Starting, is_terminal
+    from kvstrata.server.listen import bind
+    from kvstrata.server.logs import show_messages
 
+    show_messages(settings.log_level, settings.log_format)
     listener = bind(settings.host, settings.port)
+    with Starting(live=settings.log_format == "text" and is_terminal()) as starting:
+        server = _started(settings, listener, starting)
+    server.run(sockets=[listener])
+
+
+def _started(settings: Settings, listener: socket.socket, starting: Starting) -> Server:
+    from kvstrata.backend.stages import begin
+    from kvstrata.server.listen import url_of
+
+    begin("libraries", "Loading libraries")
     # Only now what takes seconds to import.
     from kvstrata.attention.cpu import compile_codecs_beside
     from kvstrata.backend import device
     from kvstrata.models.cpu_options import CpuOptions
     from kvstrata.models.load import load
     from kvstrata.server.assemble import memory_limit_bytes, start_service
-    from kvstrata.server.logs import show_messages
     from kvstrata.server.run import Server
 
-    show_messages(settings.log_level)
     machine = device()
     limit_bytes = memory_limit_bytes(settings, machine)
     compile_codecs_beside()
     cpu = CpuOptions(settings.cpu_weights, settings.cpu_activations)
     loaded = load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes, cpu=cpu)
     service = start_service(settings, loaded, machine)
-    server = Server(
+    is_json = settings.log_format == "json"
+
+    def on_ready() -> None:
+        if is_json:
+            told = {"url": url_of(listener), "model": service.name, "stages": starting.seconds}
+            logger.info("serving, %s", starting.words(), extra={"fields": told})
+            return
+        lines = start_lines(settings, service, machine, url_of(listener))
+        typer.echo("\n".join([*lines[:1], f"start     {starting.words()}", *lines[1:]]))
+
+    return Server(
         service,
         drain_timeout_s=settings.drain_timeout_s,
         log_level=settings.log_level,
-        on_ready=lambda: typer.echo("\n".join(start_lines(settings, service, machine, url_of(listener)))),
-        say=typer.echo,
+        log_format=settings.log_format,
+        on_ready=on_ready,
+        say=logger.info if is_json else typer.echo,
     )
-    server.run(sockets=[listener])
 
 
 def start_lines(settings: Settings, service: Service, machine: Device, url: str) -> list[str]:

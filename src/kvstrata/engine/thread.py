@@ -14,6 +14,7 @@ from kvstrata.attention import cpu
 from kvstrata.backend import device
 from kvstrata.backend.allocator import limits_restored
 from kvstrata.backend.heap import map_large_buffers, trim_heap
+from kvstrata.backend.stages import begin
 from kvstrata.backend.streams import streams
 from kvstrata.engine.limits import EngineState, Limits
 from kvstrata.engine.loop import Loop
@@ -137,11 +138,14 @@ class EngineThread:
         map_large_buffers()
         if self._limits.wired_bytes:
             mx.set_wired_limit(self._limits.wired_bytes)
+        begin("kernels", "Loading kernels (compiled at the first start)")
         cpu.warm_up()
+        begin("probe", "Trying how the model can be batched")
         layout = probe(self._loaded.module, self._limits.max_kv_size)
         limit_bytes = self._limits.memory_bytes or _default_limit_bytes()
         runner = Runner(self._loaded.module, layout)
         shape = self._shape(layout, limit_bytes)
+        begin("memory", "Measuring what forward passes take (remembered for the next start)")
         self.shares = share_memory(
             limit_bytes,
             self._loaded.weight_bytes,
@@ -152,8 +156,10 @@ class EngineThread:
         self.served = Served(self._loaded, layout, make_budget(layout, self.shares), self._limits, self._storage)
         mx.set_cache_limit(self.shares.allocator_cache_bytes)
         mx.set_memory_limit(self.shares.run_ahead_bytes)
+        begin("tiers", "Opening the disk cache" if self._outside.disk else "Making the cache")
         self.cold = open_disk(self.served, self._outside.disk, self._outside.files, self._inbox.put)
         self.shared = self._open_remote()
+        begin("speed", "Timing a short prompt")
         self._prefill_tokens_s = measure_prefill(runner, shape.chunk_tokens)
         self.loop = self._make_loop()
         self.state = self.loop.state()

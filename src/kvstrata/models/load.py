@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from kvstrata.backend.open_files import raise_open_files
+from kvstrata.backend.stages import begin
 from kvstrata.errors import ModelError
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.models.cpu_form import choose_form
@@ -47,11 +48,13 @@ def load(
 ) -> LoadedModel:
     """A folder, a hub id, or None for the default model. Raises ModelError, before the weights are read where they
     would take more than the limit or than what is free."""
+    begin("model files", "Looking for the model's files")
     found = find(name_or_path)
     folder = found.folder
     check_folder(folder)
     raise_open_files()  # each file of the weights stays open until it is read
     module, config, form = _loaded(folder, adapter, memory_limit_bytes, cpu)
+    begin("tokenizer", "Reading the tokenizer")
     tokenizer = _tokenizer(folder, config)
     try:
         vocab_size = _num_logits(module)
@@ -64,6 +67,7 @@ def load(
         del module
         module, config, form = _loaded(folder, adapter, memory_limit_bytes, replace(cpu, weights="raw"))
         vocab_size = _num_logits(module)
+    begin("fingerprint", "Taking the model's fingerprint")
     return LoadedModel(
         name=found.name,
         path=folder,
@@ -92,6 +96,7 @@ def _loaded(
     folder: Path, adapter: Path | None, limit_bytes: int | None, cpu: CpuOptions
 ) -> tuple[nn.Module, dict[str, Any], CpuForm | None]:
     """The module with its weights in memory, its config, and on a CPU the form that they have."""
+    begin("weights", f"Reading the weights of {folder.name}")
     module, config = build_lazily(folder)
     form = choose_form(module, cpu, room_bytes(limit_bytes)) if mx.default_device() == mx.cpu else None
     check_room(module, folder, limit_bytes, form)

@@ -1,4 +1,5 @@
-"""Puts the endpoints together. Knows the order: key or host first, then the size of the body, then the path."""
+"""Puts the endpoints together. Knows the order: an id for the request, whose page asks, key or host, the size of the
+body, then the path."""
 
 from __future__ import annotations
 
@@ -6,19 +7,29 @@ from typing import Any
 
 from fastapi import FastAPI
 from pydantic.json_schema import models_json_schema
+from starlette.types import ASGIApp
 
 from kvstrata import __version__
-from kvstrata.server import cache, cache_move, cache_sessions, dashboard, errors, ops, tokenizing
+from kvstrata.server import cache, cache_history, cache_move, cache_sessions, dashboard, errors, ops, tokenizing
 from kvstrata.server.anthropic import endpoints as anthropic
 from kvstrata.server.auth import RequireKey
+from kvstrata.server.cors import Cors
+from kvstrata.server.head import Head
 from kvstrata.server.hosts import RequireHost
-from kvstrata.server.limits import LimitBody
+from kvstrata.server.inflate import Inflate
+from kvstrata.server.journal.watch import WatchRequests
+from kvstrata.server.limits import BodyLimits, LimitBody
 from kvstrata.server.openai import endpoints as openai
 from kvstrata.server.responses import endpoints as responses
 from kvstrata.server.service import Service
 
 # Each a folder that speaks one API: its paths, the bodies that they read, and how it writes errors.
 WIRES = (openai, anthropic, responses, tokenizing)
+
+
+def front(service: Service) -> ASGIApp:
+    """The app with all that is around it: outside of FastAPI, whose answer to a defect would pass it by."""
+    return WatchRequests(Cors(Head(create_app(service)), service.origins), service.journal)
 
 
 def create_app(service: Service) -> FastAPI:
@@ -29,16 +40,18 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(cache.router)
     app.include_router(cache_move.router)
     app.include_router(cache_sessions.router)
+    app.include_router(cache_history.router)
     app.include_router(ops.router)
     app.include_router(dashboard.router)
     errors.install(app, {path: shape for wire in WIRES for path, shape in wire.ERROR_SHAPES.items()})
     # The one added last sees a request first.
-    larger = {cache_move.IMPORT_PATH: service.engine.moving.limit_bytes}
-    app.add_middleware(LimitBody, bounds=service.bounds, larger=larger)
+    limits = BodyLimits(service.bounds, {cache_move.IMPORT_PATH: service.engine.moving.limit_bytes})
+    app.add_middleware(Inflate, limits=limits)
+    app.add_middleware(LimitBody, limits=limits)
     if service.keys:
         app.add_middleware(RequireKey, keys=service.keys)
     else:
-        app.add_middleware(RequireHost, names=service.hosts)
+        app.add_middleware(RequireHost, names=service.hosts, origins=service.origins)
     _document_bodies(app, needs_key=bool(service.keys))
     return app
 

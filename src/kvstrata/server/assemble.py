@@ -11,6 +11,7 @@ import time
 from starlette.types import ASGIApp
 
 from kvstrata.backend import Device
+from kvstrata.backend.stages import begin
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse
 from kvstrata.config import Settings
@@ -64,6 +65,7 @@ def start_service(
     disk = _disk(settings)
     engine = Engine(loaded, limits, metrics, storage, disk, remote=_remote(settings), watcher=watcher)
     engine.start()
+    begin("template", "Trying the chat template and the grammars")
     replies = _replies(settings, loaded, disk)
     template = ChatTemplate(loaded.tokenizer, system_in_place=settings.system_in_place)
     return Service(
@@ -88,6 +90,7 @@ def start_service(
         pin_quota=settings.pin_quota,
         hosts=_hosts(settings),
         bounds=_bounds(settings),
+        origins=settings.cors_origin,
         started=int(time.time()),
     )
 

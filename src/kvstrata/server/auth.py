@@ -52,6 +52,12 @@ def owner_in(scope: Scope) -> str | None:
     return None if key is None or key.is_admin else key.salt
 
 
+def owner_salt(scope: Scope) -> str | None:
+    """The salt of the key that a request came with, an admin's too; None: it came with none."""
+    key: ApiKey | None = scope.get(SCOPE_KEY)
+    return None if key is None else key.salt
+
+
 class RequireKey:
     """Middleware, for a server that has keys."""
 

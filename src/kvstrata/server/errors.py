@@ -6,7 +6,7 @@ Knows status codes and headers. Does not know what can go wrong: that is kvstrat
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -17,12 +17,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from kvstrata.errors import InvalidRequest, ReplyFailed, RequestError, RequestTimeout, Unauthorized
+from kvstrata.errors import (
+    InvalidRequest,
+    ReplyFailed,
+    RequestError,
+    RequestTimeout,
+    Unauthorized,
+    UnsupportedCoding,
+)
+from kvstrata.server.journal.trace import CLIENT_GONE, trace_in
 
 logger = logging.getLogger("kvstrata.server")
 
 UNEXPECTED = "Something went wrong inside the server; its log has the details. Please report it with the request."
-CLIENT_GONE = 499  # no client reads the answer; the number is nginx's
 
 
 class ErrorBody(BaseModel):
@@ -61,6 +68,7 @@ class ErrorResponse(JSONResponse):
         self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        trace_in(scope).fail(self._error)
         self.body = self.render(_shape_in(scope)(self._error))
         self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
@@ -74,6 +82,8 @@ def error_response(error: RequestError) -> ErrorResponse:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, RequestTimeout):
         headers["Connection"] = "close"  # what is left of the request may still come
+    if isinstance(error, UnsupportedCoding):
+        headers["Accept-Encoding"] = "gzip, deflate"
     return ErrorResponse(error, headers=headers)
 
 
@@ -86,8 +96,13 @@ def raw_error(error: RequestError) -> bytes:
 
 
 def answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document. Any path may answer 403: see hosts.py."""
-    return {status: {"model": ErrorAnswer, "description": DESCRIPTIONS[status]} for status in sorted((403, *statuses))}
+    """For the OpenAPI document."""
+    return {status: {"model": ErrorAnswer, "description": DESCRIPTIONS[status]} for status in documented(statuses)}
+
+
+def documented(statuses: Collection[int]) -> list[int]:
+    """Any path may answer 403 (hosts.py), and one that bounds its body refuses what it cannot inflate."""
+    return sorted({403, *statuses, *([415] if 413 in statuses else [])})
 
 
 DESCRIPTIONS: Mapping[int, str] = {
@@ -98,6 +113,7 @@ DESCRIPTIONS: Mapping[int, str] = {
     404: "No such model, or no such session",
     408: "The body did not arrive in time",
     413: "The body is larger than the server reads",
+    415: "The body is compressed in a way that the server does not read; see Accept-Encoding",
     429: "The queue is full; see Retry-After",
     503: "The server is draining; see Retry-After",
 }

@@ -1,4 +1,4 @@
-"""By which names a server without keys may be called, and from which pages.
+"""By which names a server without keys may be called, and from which pages. Those that others serve: cors.py.
 
 A web page whose own name is made to resolve to this machine (DNS rebinding) is, to the browser, a page of this server:
 it may read every answer. But the browser says that name in `Host`. With keys this is not needed: a page does not know
@@ -21,13 +21,16 @@ PRIVATE_PATTERN = re.compile(r"[a-z0-9_-]+|[a-z0-9_.-]+\.(?:localhost|local|inte
 WEB_SCHEMES = ("http", "https")
 HOST_PATTERN = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^:\[\]]+))(?::[0-9]*)?")  # [address] or name, and a port
 SHOWN_CHARS = 200
+ANY = "*"
 
 
 class RequireHost:
     """Middleware. Programs that say neither a host (HTTP/1.0) nor an origin come in: they are no web pages."""
 
-    def __init__(self, app: ASGIApp, names: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, names: Iterable[str], origins: Iterable[str] = ()) -> None:
+        """`origins`: of pages that may use it beside its own (cors.py); * is every one."""
         self.app = app
+        self.origins = frozenset(origins)
         self.names = frozenset(name for name in map(_plain, names) if name and not _is_address(name))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -37,17 +40,19 @@ class RequireHost:
         return await self.app(scope, receive, send)
 
     def _refuse(self, scope: Scope) -> Forbidden | None:
-        hosts, origins = _values(scope, b"host"), _values(scope, b"origin")
+        hosts, origins = header_values(scope, b"host"), header_values(scope, b"origin")
         for host in hosts:
             if not self._is_ours(host):
                 return _wrong_host(host)
         for origin in origins:
+            if allows(self.origins, origin):
+                continue
             scheme, mark, rest = origin.lower().partition("://")
             # Programs that show their own pages (app://, file://) may; no web site has such an origin.
             is_site = scheme in WEB_SCHEMES or not mark
             # Whatever the scheme: a proxy in front may speak TLS.
             if is_site and rest not in {host.lower() for host in hosts} and not self._is_named(rest):
-                return _wrong_origin(origin)
+                return wrong_origin(origin)
         return None
 
     def _is_named(self, host: str) -> bool:
@@ -78,7 +83,12 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _values(scope: Scope, header: bytes) -> list[str]:
+def allows(origins: frozenset[str], origin: str) -> bool:
+    """`origins`: those that were named; * is every one."""
+    return ANY in origins or origin.lower() in origins
+
+
+def header_values(scope: Scope, header: bytes) -> list[str]:
     return [value.decode("latin-1").strip() for name, value in scope["headers"] if name == header]
 
 
@@ -91,9 +101,21 @@ def _wrong_host(host: str) -> Forbidden:
     )
 
 
-def _wrong_origin(origin: str) -> Forbidden:
+def wrong_origin(origin: str) -> Forbidden:
+    shown = origin[:SHOWN_CHARS]
     return Forbidden(
-        f"This server has no key, so only its own page may use it from a browser, not '{origin[:SHOWN_CHARS]}'. To use "
-        "it from there start it with --allowed-host NAME (KVSTRATA_ALLOWED_HOST) or a key: --api-key KEY.",
-        code="origin_not_allowed",
+        f"A page of '{shown}' may not use this server from a browser. {_way_in(shown)}", code="origin_not_allowed"
+    )
+
+
+def _way_in(origin: str) -> str:
+    scheme, mark, host = origin.lower().partition("://")
+    if not mark or scheme not in WEB_SCHEMES or not host:
+        return (
+            "It has no origin that could be named, like a page that was opened from a file: serve it from an address, "
+            "or start this server with --cors-origin '*' (KVSTRATA_CORS_ORIGIN), which lets in every page."
+        )
+    return (
+        f"To let it in, start the server with --cors-origin {origin} (KVSTRATA_CORS_ORIGIN). If that is a proxy's name "
+        f"for this server itself: --allowed-host {_without_port(host)}."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,23 +15,33 @@ from kvstrata.server.wire.bounds import MIN_BYTES_S, Bounds
 from kvstrata.sizes import human_bytes
 
 
+@dataclass(frozen=True)
+class BodyLimits:
+    """`larger`: paths that take files, with the bytes of the largest."""
+
+    bounds: Bounds
+    larger: Mapping[str, int] = field(default_factory=dict)
+
+    def of(self, path: str) -> Bounds:
+        return replace(self.bounds, max_body_bytes=self.larger.get(path, self.bounds.max_body_bytes))
+
+    def too_large(self, path: str) -> BodyTooLarge:
+        """What is said past it."""
+        return (_too_large_file if path in self.larger else _too_large)(self.of(path).max_body_bytes)
+
+
 class LimitBody:
     """Middleware. Answers 413 before the body is read where its length is told, else as soon as it is too long; and
     408 when it takes too long."""
 
-    def __init__(self, app: ASGIApp, bounds: Bounds, larger: Mapping[str, int] | None = None) -> None:
-        """`larger`: paths that take files, with the bytes of the largest."""
+    def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
         self.app = app
-        self.bounds = bounds
-        self.larger = larger or {}
+        self.limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        bounds, too_large = self.bounds, _too_large(self.bounds.max_body_bytes)
-        if scope["path"] in self.larger:
-            bounds = replace(bounds, max_body_bytes=self.larger[scope["path"]])
-            too_large = _too_large_file(bounds.max_body_bytes)
+        bounds, too_large = self.limits.of(scope["path"]), self.limits.too_large(scope["path"])
         if _told_length(scope) > bounds.max_body_bytes:
             return await error_response(too_large)(scope, receive, send)
         return await self.app(scope, Body(receive, bounds, too_large), send)

@@ -16,8 +16,10 @@ from types import FrameType
 
 import uvicorn
 from anyio import to_thread
+from uvicorn.config import LOGGING_CONFIG
 
-from kvstrata.server.app import create_app
+from kvstrata.server.app import front
+from kvstrata.server.journal.sampling import Sampler
 from kvstrata.server.service import Service
 from kvstrata.server.wire.connection import Connection
 
@@ -34,23 +36,28 @@ class Server(uvicorn.Server):
         *,
         drain_timeout_s: float = 30.0,
         log_level: str = "warning",
+        log_format: str = "text",
         on_ready: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = print,
     ) -> None:
-        super().__init__(_uvicorn_config(service, log_level))
+        super().__init__(_uvicorn_config(service, log_level, log_format))
         self.service = service
         self._drain_timeout_s = drain_timeout_s
         self._on_ready = on_ready
         self._say = say
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._sampling: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
+        self._sampling = self._loop.create_task(Sampler(self.service).run())
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._sampling is not None:
+            self._sampling.cancel()
         end = asyncio.get_running_loop().call_later(FLUSH_S, self._end_connections)
         await super().shutdown(sockets)
         end.cancel()
@@ -99,10 +106,13 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _uvicorn_config(service: Service, log_level: str) -> uvicorn.Config:
+def _uvicorn_config(service: Service, log_level: str, log_format: str) -> uvicorn.Config:
     return uvicorn.Config(
-        create_app(service),
-        log_level=log_level,
+        front(service),
+        # What uvicorn says at level info (a process id, how to quit) is said better elsewhere.
+        log_level="warning" if log_level == "info" else log_level,
+        # None: its messages go the way that logs.py has made for them.
+        log_config=None if log_format == "json" else LOGGING_CONFIG,
         access_log=False,
         server_header=False,
         lifespan="off",

@@ -15,6 +15,7 @@ from kvstrata.server.auth import ApiKey
 from kvstrata.server.bridge import Door
 from kvstrata.server.carriers import Carrier
 from kvstrata.server.conversation.hygiene import Hygiene
+from kvstrata.server.journal.journal import Journal
 from kvstrata.server.places import Places
 from kvstrata.server.replay.memory import ReplyMemory
 from kvstrata.server.sessions.registry import Sessions
@@ -53,6 +54,8 @@ class Service:
     sessions: Sessions = field(default_factory=Sessions)
     carriers: tuple[Carrier, ...] = ()  # what goes along when a session is exported
     imports: Places = field(default_factory=Places)
+    origins: tuple[str, ...] = ()  # of web pages that may use it from a browser; * is every one
+    journal: Journal = field(default_factory=Journal)
 
     @property
     def ending_ids(self) -> frozenset[int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvstrata.errors import ContextTooLong, NeverFits, RequestError
 from kvstrata.server.anthropic.answers import MessagesErrorAnswer
-from kvstrata.server.errors import DESCRIPTIONS
+from kvstrata.server.errors import DESCRIPTIONS, documented
 
 TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -27,10 +27,9 @@ def messages_shape(error: RequestError) -> dict[str, Any]:
 
 
 def messages_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """For the OpenAPI document. Any path may answer 403."""
+    """For the OpenAPI document."""
     return {
-        status: {"model": MessagesErrorAnswer, "description": DESCRIPTIONS[status]}
-        for status in sorted((403, *statuses))
+        status: {"model": MessagesErrorAnswer, "description": DESCRIPTIONS[status]} for status in documented(statuses)
     }
 
 

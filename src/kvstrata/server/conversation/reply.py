@@ -21,6 +21,7 @@ from kvstrata.server.conversation.stream import send_stream
 from kvstrata.server.conversation.telling import Telling
 from kvstrata.server.conversation.wire import Wire, json_bytes
 from kvstrata.server.disconnect import unless_gone
+from kvstrata.server.journal.trace import Asked, trace_in
 from kvstrata.server.service import Service
 
 
@@ -54,10 +55,13 @@ class Reply(Response):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._service.door.pass_through(), Replies(self._service.engine, self._job.requests) as replies:
-            telling = Telling(self._job, self._wire, replies.end)
+            trace = trace_in(scope)
+            trace.asked = self._asked()
+            telling = Telling(self._job, self._wire, replies.end, trace)
             try:
                 replies.submit()
             except (ContextTooLong, NeverFits) as error:
+                trace.fail(error)
                 if self._on_too_long is None:
                     raise
                 return await self._on_too_long(error)(scope, receive, send)
@@ -66,6 +70,13 @@ class Reply(Response):
                 return await unless_gone(receive, self._stream(replies, telling, send))
             answer = await unless_gone(receive, self._whole(replies, telling))
             return await answer(scope, receive, send)
+
+    def _asked(self) -> Asked:
+        job = self._job
+        prompt_tokens = sum(len(request.prompt) for request in job.requests[:: job.n])
+        only = job.visits[0] if len(job.visits) == 1 else None
+        session, parted = (only.key, only.parted) if only else ("", None)
+        return Asked(prompt_tokens, job.n, self._is_stream, session, parted)
 
     def _count_prompt(self) -> None:
         if (made := self._job.prompt) is not None:

@@ -16,6 +16,7 @@ from kvstrata.server.bridge import Arrival
 from kvstrata.server.conversation.job import Job
 from kvstrata.server.conversation.miss import MISS, miss_value
 from kvstrata.server.conversation.wire import Begun, Ended, ServerEvent, Wire
+from kvstrata.server.journal.trace import Trace
 from kvstrata.text.events import CallEnded, ReplyEvent
 
 CACHED = "x-kvstrata-cached-tokens"
@@ -25,8 +26,10 @@ CANCELLED = "The server cancelled this reply. Send the request again."
 class Telling:
     """One for each job. `enough`: ends the request at an index, whose reply needs no more tokens."""
 
-    def __init__(self, job: Job, wire: Wire, enough: Callable[[int], None]) -> None:
+    def __init__(self, job: Job, wire: Wire, enough: Callable[[int], None], trace: Trace | None = None) -> None:
+        """`trace`: what is noted of the request; None: nobody reads it."""
         self._job = job
+        self._trace = trace or Trace("")
         self.wire = wire
         self._enough = enough
         self._complete: set[int] = set()  # replies that were ended by us
@@ -39,6 +42,7 @@ class Telling:
 
     def told(self, arrival: Arrival) -> list[ServerEvent]:
         index, event = arrival.index, arrival.event
+        self._trace.note(index, event)
         if isinstance(event, Prefilled):
             self._misses.setdefault(index, event.miss)
             self._unpinned = event.unpinned or self._unpinned
@@ -60,7 +64,10 @@ class Telling:
 
     def failure(self, arrivals: Sequence[Arrival]) -> RequestError | None:
         """Why a reply ended without a result, if one did."""
-        return next((error for arrival in arrivals if (error := _failure(arrival.event))), None)
+        error = next((error for arrival in arrivals if (error := _failure(arrival.event))), None)
+        if error is not None:
+            self._trace.fail(error)
+        return error
 
     def begun(self, arrivals: Sequence[Arrival]) -> Begun:
         first = arrivals[0].event if arrivals else None

@@ -15,6 +15,7 @@ from kvstrata.server.conversation.job import default_sampling
 from kvstrata.server.conversation.reply import Reply
 from kvstrata.server.conversation.wire import Begun, encode
 from kvstrata.server.errors import ErrorAnswer, Shape, answers
+from kvstrata.server.journal.trace import trace_in
 from kvstrata.server.responses.answers import DeletedAnswer, ItemList, ResponseAnswer, opening
 from kvstrata.server.responses.ask import ENCRYPTED, Asking, Memory, Question
 from kvstrata.server.responses.output import Output
@@ -54,6 +55,7 @@ async def create_response(request: Request) -> Response:
     wire = _wire(service, question)
     too_long = partial(_too_long, wire, stream=bool(asked.stream))
     if isinstance(job, ContextTooLong):
+        trace_in(request.scope).fail(job)
         return too_long(job)
 
     def keep(answer: Any) -> None:

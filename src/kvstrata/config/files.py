@@ -1,0 +1,41 @@
+"""The files that settings come from: TOML, and keys one on each line."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from kvstrata.config.names import ENV_PREFIX, env_name, flag_name
+from kvstrata.errors import ConfigError
+
+
+def default_config_path() -> Path:
+    """Where a TOML file is looked for without --config."""
+    if path := os.environ.get(f"{ENV_PREFIX}CONFIG"):
+        return Path(path)
+    import platformdirs
+
+    return Path(platformdirs.user_config_dir("kvstrata", appauthor=False)) / "config.toml"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"There is no file {path}. Check --config (KVSTRATA_CONFIG).") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read as TOML: {error}.") from None
+
+
+def read_key_file(path: Path, setting: str) -> tuple[str, ...]:
+    name = f"{flag_name(setting)} ({env_name(setting)})"
+    try:
+        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name}: {path} cannot be read: {error}.") from None
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
+    if not keys:
+        raise ConfigError(f"{name}: {path} has no key. Write one on each line.")
+    return keys

@@ -1,0 +1,189 @@
+"""/cache/history: the last hour, as the server kept it, so that a page that was just opened can draw it.
+
+Knows HTTP and whose requests are whose. Sums of slots and events are over all keys, as in /metrics: they tell how much
+there is, never what. A request is shown to its own key, and to an admin's.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from anyio import to_thread
+from fastapi import APIRouter, Request, Response
+from typing_extensions import TypedDict
+
+from kvstrata.errors import InvalidRequest
+from kvstrata.server.auth import owner_in
+from kvstrata.server.cache import whose
+from kvstrata.server.cache_words import PartedAnswer, Under, parted_answer
+from kvstrata.server.conversation.wire import json_bytes
+from kvstrata.server.errors import answers
+from kvstrata.server.journal.events import Happened
+from kvstrata.server.journal.journal import Recent
+from kvstrata.server.journal.slots import Slot
+from kvstrata.server.journal.words import rounded
+from kvstrata.server.service import service_of
+
+router = APIRouter(prefix="/cache/history", tags=["Cache"])
+
+PARAMETERS = [
+    {
+        "name": "since",
+        "in": "query",
+        "description": "Only what is newer: seconds since the epoch, such as an earlier answer's now",
+        "schema": {"type": "number"},
+    }
+]
+
+
+class HistoryTier(TypedDict):
+    bytes: int
+    tokens: int
+    by_precision: dict[str, int]
+
+
+class SlotAnswer(TypedDict):
+    """`time`: when it begins. What was not known at its end is null: all of that in the slot that has not ended."""
+
+    time: float
+    requests: int
+    failed: int
+    cancelled: int
+    prompt_tokens: int
+    cached_tokens: int
+    first_token_p50_s: float | None
+    first_token_p95_s: float | None
+    tokens_per_s: float | None
+    running: int | None
+    waiting: int | None
+    budget_bytes: int | None
+    running_bytes: int | None
+    tiers: dict[str, HistoryTier] | None
+
+
+class RequestAnswer(TypedDict):
+    """One that has ended. `id` is its x-request-id; `session` is a key that /cache/explain and /cache/sessions take."""
+
+    id: str
+    time: float
+    path: str
+    status: int
+    error: str | None
+    stream: bool
+    prompt_tokens: int | None
+    cached_tokens: int | None
+    completion_tokens: int
+    miss: str | None
+    parted: PartedAnswer | None
+    session: str | None
+    first_token_s: float | None
+    tokens_per_s: float | None
+    seconds: float
+
+
+class EventAnswer(TypedDict):
+    time: float
+    kind: str
+    name: str
+    count: int
+    text: str
+
+
+class HistoryAnswer(TypedDict):
+    """All oldest first. `under`: whose `requests` are; slots and events are the server's."""
+
+    under: Under
+    now: float
+    slot_s: float
+    slots: list[SlotAnswer]
+    requests: list[RequestAnswer]
+    events: list[EventAnswer]
+
+
+@router.get(
+    "",
+    summary="The last hour: figures, requests and events",
+    responses={200: {"model": HistoryAnswer}, **answers(400, 401)},
+    openapi_extra={"parameters": PARAMETERS},
+    response_model=None,
+)
+async def history(request: Request) -> Response:
+    journal, owner = service_of(request).journal, owner_in(request.scope)
+    since_s = _since(request.query_params.get("since"))
+    seen = [recent for recent in journal.requests if owner in (None, recent.owner) and recent.trace.ended_s > since_s]
+    answer: HistoryAnswer = {
+        "under": whose(owner),
+        "now": journal.slots.now_s(),
+        "slot_s": journal.slots.slot_s,
+        "slots": [_slot(slot) for slot in journal.slots.since(since_s)],
+        "requests": [_request(recent) for recent in seen],
+        "events": [_event(event) for event in journal.events if event.time_s > since_s],
+    }
+    # An hour may have half a megabyte: streams do not wait while that is written.
+    return Response(await to_thread.run_sync(json_bytes, answer), media_type="application/json")
+
+
+def _since(text: str | None) -> float:
+    if text is None:
+        return 0.0
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise InvalidRequest("since: seconds since the epoch, such as an answer's now.", param="since")
+    return seconds
+
+
+def _slot(slot: Slot) -> SlotAnswer:
+    sample, (p50_s, p95_s) = slot.sample, slot.first_token_percentiles()
+    tiers: dict[str, Any] | None = None if sample is None else dict(sample.tiers)
+    return {
+        "time": slot.start_s,
+        "requests": slot.requests,
+        "failed": slot.failed,
+        "cancelled": slot.cancelled,
+        "prompt_tokens": slot.prompt_tokens,
+        "cached_tokens": slot.cached_tokens,
+        "first_token_p50_s": rounded(p50_s),
+        "first_token_p95_s": rounded(p95_s),
+        "tokens_per_s": rounded(slot.tokens_per_s),
+        "running": None if sample is None else sample.running,
+        "waiting": None if sample is None else sample.waiting,
+        "budget_bytes": None if sample is None else sample.budget_bytes,
+        "running_bytes": None if sample is None else sample.running_bytes,
+        "tiers": tiers,
+    }
+
+
+def _request(recent: Recent) -> RequestAnswer:
+    trace = recent.trace
+    asked = trace.asked
+    return {
+        "id": trace.id,
+        "time": trace.began_s,
+        "path": trace.path,
+        "status": trace.status,
+        "error": trace.error or None,
+        "stream": asked is not None and asked.is_stream,
+        "prompt_tokens": asked.prompt_tokens if asked else None,
+        "cached_tokens": trace.cached_tokens,
+        "completion_tokens": trace.completion_tokens,
+        "miss": trace.miss or None,
+        "parted": parted_answer(asked.parted) if asked else None,
+        "session": (asked.session or None) if asked else None,
+        "first_token_s": rounded(trace.first_token_s),
+        "tokens_per_s": rounded(trace.tokens_per_s),
+        "seconds": round(trace.seconds, 4),
+    }
+
+
+def _event(event: Happened) -> EventAnswer:
+    return {
+        "time": event.time_s,
+        "kind": event.kind,
+        "name": event.name,
+        "count": event.count,
+        "text": event.text,
+    }

@@ -1,0 +1,60 @@
+"""What becomes of a trace when its request has ended: a line of the log, a place among the recent, a count in its slot.
+
+Belongs to the event loop's thread, and is bounded: so many requests, so many events, an hour of slots.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import time
+
+from kvstrata.errors import ReplyFailed
+from kvstrata.server import dashboard
+from kvstrata.server.journal.events import Happened
+from kvstrata.server.journal.slots import Slots
+from kvstrata.server.journal.trace import CLIENT_GONE, Trace
+from kvstrata.server.journal.words import fields, line
+
+logger = logging.getLogger("kvstrata.requests")
+
+MAX_REQUESTS = 500
+MAX_EVENTS = 500
+MODEL_PATHS = "/v1/"
+# What is asked again and again by programs that watch: for the log at level debug alone.
+QUIET_PATHS = dashboard.OPEN_PATHS | {
+    "/health", "/metrics", "/props", "/cache/usage", "/cache/sessions", "/cache/history", "/cache/requantize",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recent:
+    trace: Trace
+    owner: str | None  # the salt of the key that it came with; None: it came with none
+
+
+class Journal:
+    def __init__(self, slot_s: float = 10.0, clock: Callable[[], float] = time) -> None:
+        self.slots = Slots(slot_s, clock)
+        self.requests: deque[Recent] = deque(maxlen=MAX_REQUESTS)
+        self.events: deque[Happened] = deque(maxlen=MAX_EVENTS)
+
+    def on_first_token(self, seconds: float) -> None:
+        self.slots.current.note_first_token(seconds)
+
+    def add(self, trace: Trace, owner: str | None) -> None:
+        if logger.isEnabledFor(level := _level(trace)):
+            logger.log(level, "%s", line(trace), extra={"fields": fields(trace)})
+        if trace.method != "POST" or not trace.path.startswith(MODEL_PATHS):
+            return
+        self.requests.append(Recent(trace, owner))
+        self.slots.current.count(trace)
+
+
+def _level(trace: Trace) -> int:
+    if trace.status >= 500 or trace.error == ReplyFailed.code:
+        return logging.WARNING
+    is_quiet = trace.method in ("GET", "HEAD") and trace.path in QUIET_PATHS
+    return logging.DEBUG if is_quiet and (trace.status < 400 or trace.status == CLIENT_GONE) else logging.INFO
