@@ -14,6 +14,7 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.index.identity import Identity
+from kvstrata.index.ids import TokenIds
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.sequence import SequenceCache
@@ -23,6 +24,7 @@ from kvstrata.store.entry import Lease
 from kvstrata.store.filing import Filing
 from kvstrata.store.options import PrecisionOptions, StoreOptions
 from kvstrata.store.stock import Stock, make_stock
+from kvstrata.store.watching import Watcher
 
 DIM = 64
 NUM_LAYERS = 2
@@ -131,12 +133,42 @@ def new_stock(
     fingerprint: str = "weights",
     ttl_s: float | None = None,
     clock: Clock | None = None,
+    watcher: Watcher | None = None,
 ) -> Stock:
     codec = parse(name)
     precision = PrecisionOptions(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, live=live)
     options = StoreOptions(hot_bytes=hot_bytes, ttl_s=ttl_s, precision=precision)
     identity = Identity(fingerprint, "float32", tuple(spec.signature for spec in layout.flat()))
-    return make_stock(layout, identity, options, partial(make_plan, layout), clock=clock or Clock())
+    return make_stock(layout, identity, options, partial(make_plan, layout), clock=clock or Clock(), watcher=watcher)
+
+
+class Told:
+    """A watcher that remembers every prefix that it was told is held."""
+
+    def __init__(self) -> None:
+        self.prefixes: set[tuple[bytes, bytes]] = set()
+
+    def stored(self, root_key: bytes, ids: TokenIds, start: int) -> None:
+        self.prefixes |= _prefixes(root_key, ids, start)
+
+    def removed(self, root_key: bytes, ids: TokenIds, start: int) -> None:
+        gone = _prefixes(root_key, ids, start)
+        assert gone <= self.prefixes, "what was never told to be held cannot go"
+        self.prefixes -= gone
+
+    def cleared(self) -> None:
+        self.prefixes.clear()
+
+    def check(self, stock: Stock) -> None:
+        held: set[tuple[bytes, bytes]] = set()
+        for node in stock.shelf.tree:
+            tokens = np.concatenate([above.tokens for above in node.path()])
+            held |= _prefixes(node.root_key, tokens, node.start)
+        assert self.prefixes == held
+
+
+def _prefixes(root_key: bytes, ids: TokenIds, start: int) -> set[tuple[bytes, bytes]]:
+    return {(root_key, ids[:end].tobytes()) for end in range(start + 1, len(ids) + 1)}
 
 
 class Clock:

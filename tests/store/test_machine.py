@@ -22,7 +22,7 @@ from kvstrata.store.entry import Lease
 from kvstrata.store.precision.requantize import Change
 from kvstrata.store.stock import Stock
 from kvstrata.store.totals import Share, share_of
-from tests.store.kv import HYBRID, LAYOUT, Clock, Run, check_lease, new_stock, settle, store_tokens
+from tests.store.kv import HYBRID, LAYOUT, Clock, Run, Told, check_lease, new_stock, settle, store_tokens
 
 Tokens = tuple[int, ...]
 
@@ -94,7 +94,10 @@ class StoreMachine(RuleBasedStateMachine):
         self.before_bytes = mx.get_active_memory()
         self.clock = Clock()
         self.layout = HYBRID if is_hybrid else LAYOUT
-        self.stock = new_stock(name, layout=self.layout, live=live, min_quantize_tokens=min_tokens, clock=self.clock)
+        self.told = Told()
+        self.stock = new_stock(
+            name, layout=self.layout, live=live, min_quantize_tokens=min_tokens, clock=self.clock, watcher=self.told
+        )
         # Any prompt that parts from the session's last one leaves something behind.
         self.stock.store._desk.branches.reply_start_tokens = 10_000
         self.naive, self.runs, self.leases, self.pins = Naive(), [], [], []
@@ -259,6 +262,10 @@ class StoreMachine(RuleBasedStateMachine):
             assert entry.is_running or entry.num_leases or self.stock.rewriting.precision.plan_for(entry) is None
 
     # What always holds.
+
+    @invariant()
+    def watchers_know_what_is_held(self) -> None:
+        self.told.check(self.stock)
 
     @invariant()
     def readers_see_what_was_written(self) -> None:

@@ -21,16 +21,20 @@ from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.cache import Cache
 from kvstrata.engine.limits import EngineState, Limits
 from kvstrata.engine.loop import Loop
+from kvstrata.engine.make import identity_of
 from kvstrata.engine.moving import Moving
+from kvstrata.engine.outside import Outside
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
 from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.storage import Storage
 from kvstrata.engine.thread import EngineThread
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
+from kvstrata.index.identity import Identity
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.remote.options import RemoteOptions
 from kvstrata.spans.marks import needs_marks
+from kvstrata.store.watching import Watcher
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +52,14 @@ class Engine:
         files: Files | None = None,
         *,
         remote: RemoteOptions | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
-        """Without a disk, what memory has no room for is gone. `files`: how files there are read and written; None: as
-        the system does. `remote`: a tier that other servers share."""
+        """Of `disk` to `watcher`: see `Outside`."""
         self._limits = limits
         self._metrics = metrics
-        self._thread = EngineThread(loaded, limits, metrics, storage or Storage(), disk, files, remote)
+        self._thread = EngineThread(
+            loaded, limits, metrics, storage or Storage(), Outside(disk, files, remote, watcher)
+        )
         self._lock = threading.Lock()  # guards the next two
         self._open: set[str] = set()  # submitted and not ended
         self._accepting = False
@@ -105,6 +111,11 @@ class Engine:
     @property
     def context_tokens(self) -> int:
         return self._thread.context_tokens
+
+    @property
+    def identity(self) -> Identity:
+        """By which it names what it stores."""
+        return identity_of(self._thread.served)
 
     @property
     def resumes_at_marks(self) -> bool:

@@ -47,6 +47,7 @@ from kvstrata.store.cold.cold import Cold, Post, no_cold
 from kvstrata.store.cold.sharing import Shared
 from kvstrata.store.options import Floors, LadderOptions, StoreOptions
 from kvstrata.store.stock import Stock, make_stock
+from kvstrata.store.watching import Watcher
 from kvstrata.text.detokenizer import Detokenizer
 
 # Of the arrays that a machine allows, for stored spans. The rest is for weights, running sequences and passes.
@@ -102,11 +103,12 @@ def make_loop(
     cold: Cold,
     detokenizer: Callable[[Request], Detokenizer],
     shared: Shared | None = None,
+    watcher: Watcher | None = None,
 ) -> Loop:
     """Raises ConfigError for a precision that the model's layers cannot be stored in."""
     limits, storage = served.limits, served.storage
     plans = Plans(served.layout, storage, served.chunk_tokens)
-    stock = _make_stock(served, plans, cold, shared)
+    stock = _make_stock(served, plans, cold, shared, watcher)
     runner, sequences = Runner(served.loaded.module, served.layout), Sequences()
     capacity = Capacity(
         with_rungs(served.budget, stock, plans),
@@ -154,10 +156,16 @@ def with_rungs(budget: Budget, stock: Stock, plans: Plans) -> Budget:
     return dataclasses.replace(budget, rungs=rungs, live_rungs=live)
 
 
-def _make_stock(served: Served, plans: Plans, cold: Cold, shared: Shared | None) -> Stock:
+def identity_of(served: Served) -> Identity:
     signature = tuple(spec.signature for spec in served.layout.flat())
-    identity = Identity(served.loaded.fingerprint, served.loaded.dtype, signature, served.limits.max_kv_size)
-    return make_stock(served.layout, identity, _store_options(served), plans.plan_of, cold=cold, shared=shared)
+    return Identity(served.loaded.fingerprint, served.loaded.dtype, signature, served.limits.max_kv_size)
+
+
+def _make_stock(served: Served, plans: Plans, cold: Cold, shared: Shared | None, watcher: Watcher | None) -> Stock:
+    options = _store_options(served)
+    return make_stock(
+        served.layout, identity_of(served), options, plans.plan_of, cold=cold, shared=shared, watcher=watcher
+    )
 
 
 def _store_options(served: Served) -> StoreOptions:

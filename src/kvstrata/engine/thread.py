@@ -15,12 +15,11 @@ from kvstrata.backend import device
 from kvstrata.backend.allocator import limits_restored
 from kvstrata.backend.heap import map_large_buffers, trim_heap
 from kvstrata.backend.streams import streams
-from kvstrata.disk.files import Files
-from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.limits import EngineState, Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.make import Served, make_loop, open_disk, open_remote
 from kvstrata.engine.memory import DEFAULT_SHARE, MemoryShares, make_budget, share_memory
+from kvstrata.engine.outside import Outside
 from kvstrata.engine.planned import least_token_bytes, sealed_pairs
 from kvstrata.engine.remembered import remembered_scratch
 from kvstrata.engine.request import Request
@@ -31,7 +30,6 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
-from kvstrata.remote.options import RemoteOptions
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.cold.sharing import Shared
 from kvstrata.text.detokenizer import Detokenizer
@@ -52,17 +50,13 @@ class EngineThread:
         limits: Limits,
         metrics: Metrics,
         storage: Storage,
-        disk: DiskOptions | None,
-        files: Files | None,
-        remote: RemoteOptions | None = None,
+        outside: Outside,
     ) -> None:
         self._loaded = loaded
         self._limits = limits
         self._metrics = metrics
         self._storage = storage
-        self._disk = disk  # None: what memory has no room for is gone
-        self._files = files
-        self._remote = remote  # None: nothing is shared with other servers
+        self._outside = outside
         self._special = special_tokens(loaded.tokenizer)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._main, name="kvstrata-engine", daemon=True)
@@ -130,12 +124,13 @@ class EngineThread:
             self._stopped = True
         self._receive_all()
         self.loop.fail_all("The server was stopped.")
-        if self._disk is not None:
-            unwritten = self.loop.stock.flush(self._disk.flush_s)
+        disk, remote = self._outside.disk, self._outside.remote
+        if disk is not None:
+            unwritten = self.loop.stock.flush(disk.flush_s)
             if unwritten.tokens:
                 log.warning("%s", unwritten)
-        if self._remote is not None and self.loop.stock.sharing is not None:
-            self.loop.stock.sharing.flush(self._remote.flush_s)
+        if remote is not None and self.loop.stock.sharing is not None:
+            self.loop.stock.sharing.flush(remote.flush_s)
         self.loop.stock.close()
 
     def _set_up(self) -> None:
@@ -157,7 +152,7 @@ class EngineThread:
         self.served = Served(self._loaded, layout, make_budget(layout, self.shares), self._limits, self._storage)
         mx.set_cache_limit(self.shares.allocator_cache_bytes)
         mx.set_memory_limit(self.shares.run_ahead_bytes)
-        self.cold = open_disk(self.served, self._disk, self._files, self._inbox.put)
+        self.cold = open_disk(self.served, self._outside.disk, self._outside.files, self._inbox.put)
         self.shared = self._open_remote()
         self._prefill_tokens_s = measure_prefill(runner, shape.chunk_tokens)
         self.loop = self._make_loop()
@@ -165,7 +160,7 @@ class EngineThread:
 
     def _open_remote(self) -> Shared | None:
         try:
-            return open_remote(self.served, self._remote, device().backend, self._inbox.put)
+            return open_remote(self.served, self._outside.remote, device().backend, self._inbox.put)
         except BaseException:
             self.cold.tier.close()
             raise
@@ -183,7 +178,8 @@ class EngineThread:
         )
 
     def _make_loop(self) -> Loop:
-        loop = make_loop(self.served, self._metrics, self.cold, self.make_detokenizer, self.shared)
+        watcher = self._outside.watcher
+        loop = make_loop(self.served, self._metrics, self.cold, self.make_detokenizer, self.shared, watcher)
         # Before the first request: whether it is worth waiting for the disk must be known then.
         loop.speeds.alone.add(1, 1 / self._prefill_tokens_s)
         return loop

@@ -20,16 +20,21 @@ from kvstrata.spans.span import empty_span
 from kvstrata.store.entry import Entry
 from kvstrata.store.journal import Journal
 from kvstrata.store.leaves import Leaves
+from kvstrata.store.watching import NoWatcher, Watcher
 
 # Tokens of what was evicted that are remembered, so that a miss can be explained.
 GHOST_TOKENS = 1 << 20
 
 
 class Shelf:
-    """`max_bytes`: most that may be held; `max_arrays`: that MLX may have allocated for it, None: any number."""
+    """`max_bytes`: most that may be held; `max_arrays`: that MLX may have allocated for it, None: any number.
+    `watcher` is told which tokens come and go."""
 
-    def __init__(self, leaves: Leaves, *, max_bytes: int, max_arrays: int | None = None) -> None:
+    def __init__(
+        self, leaves: Leaves, *, max_bytes: int, max_arrays: int | None = None, watcher: Watcher | None = None
+    ) -> None:
         self._leaves = leaves
+        self._watcher = watcher or NoWatcher()
         self.max_bytes = max_bytes
         self._max_arrays = max_arrays
         self.tree: Tree[Entry] = Tree()
@@ -69,6 +74,8 @@ class Shelf:
             entry.nodes.add(inserted.path[-1])
             if len(inserted.path) > 1:
                 self._leaves.discard(inserted.path[-2])
+        if inserted.num_matched < len(ids):
+            self._watcher.stored(entry.root_key, ids, inserted.num_matched)
         return inserted.path
 
     def split(self, node: Node[Entry], position: int) -> None:
@@ -122,6 +129,7 @@ class Shelf:
     def abandon(self) -> None:
         """Let go of everything, even what sequences use, whatever state it is in."""
         self.tree = Tree()
+        self._watcher.cleared()
         for entry in list(self.entries):
             entry.nodes.clear()
             self.drop(entry)
@@ -130,7 +138,7 @@ class Shelf:
         """A leaf and its tokens. Memory that no node needs any more goes."""
         entry, parent = node.payload, node.parent
         self.version += 1
-        self._remember(node)
+        self._goes(node, node.start)
         self.tree.remove(node)
         self._leaves.forget(node)
         entry.nodes.discard(node)
@@ -141,7 +149,7 @@ class Shelf:
     def trim(self, node: Node[Entry], end: int) -> None:
         """The last tokens of a leaf."""
         self.version += 1
-        self._remember(node)
+        self._goes(node, end)
         self.tree.trim(node, end)
         self._fit(node.payload)
         self._leaves.offer(node)
@@ -197,11 +205,13 @@ class Shelf:
         self.journal.note(merged.payload)
         self._leaves.offer(merged)
 
-    def _remember(self, node: Node[Entry]) -> None:
+    def _goes(self, leaf: Node[Entry], start: int) -> None:
+        """Its tokens from `start` on are about to go: they are remembered, so that a miss can be explained."""
         if self.ghosts.num_tokens > GHOST_TOKENS:
             self.ghosts = Tree()
-        tokens = np.concatenate([above.tokens for above in node.path()])
-        self.ghosts.insert(node.root_key, tokens, None)
+        tokens = np.concatenate([above.tokens for above in leaf.path()])
+        self.ghosts.insert(leaf.root_key, tokens, None)
+        self._watcher.removed(leaf.root_key, tokens, start)
 
 
 def _joinable(first: Entry, second: Entry) -> bool:

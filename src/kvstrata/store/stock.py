@@ -56,6 +56,7 @@ from kvstrata.store.shelf import Shelf
 from kvstrata.store.shortening import Shortening
 from kvstrata.store.store import NoStore, Store
 from kvstrata.store.tidying import Tidying
+from kvstrata.store.watching import Watcher
 
 # Tokens of requests that eviction learns from.
 MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20
@@ -119,6 +120,7 @@ def make_stock(
     *,
     cold: Cold | None = None,
     shared: Shared | None = None,
+    watcher: Watcher | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Stock:
     """For a model that brings caches of its own kind the store stays empty. Raises ConfigError for a precision that the
@@ -130,7 +132,8 @@ def make_stock(
     k, v = options.precision.k or RAW[0], options.precision.v or RAW[1]
     precision = Precision(layout, plan_of(k, v) if can_share else raw_plan(layout), options.precision)
     leaves = Leaves(reuse, options.ttl_s, clock)
-    shelf = Shelf(leaves, max_bytes=options.hot_bytes if can_share else 0, max_arrays=options.max_arrays)
+    hot_bytes = options.hot_bytes if can_share else 0
+    shelf = Shelf(leaves, max_bytes=hot_bytes, max_arrays=options.max_arrays, watcher=watcher)
     search = Search(shelf, layout, identity)
     pins, losses = Pins(shelf, search, cold, counters, clock), Losses(shelf, counters)
     marks = Marks(shelf, options.max_marks, are_needed=can_share and needs_marks(layout))
