@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from kvstrata.bench.fleet_run import Ask, Fleet, Policy, Report
 
-RoutingName = Literal["random", "round-robin", "two", "session", "pooled"]
+RoutingName = Literal["random", "round-robin", "two", "session", "prefix", "pooled"]
 ROUTINGS: tuple[RoutingName, ...] = get_args(RoutingName)
 
 
