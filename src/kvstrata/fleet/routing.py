@@ -1,0 +1,174 @@
+"""Which replica a request goes to. Pure: knows keys, sessions and counts, no network and no clock of its own.
+
+The replica with the least to do for it: tokens that it would have to compute, and `LOAD_TOKENS` for each request that
+it is busy with. One that has no free place is taken only where all are like that. Two things are known before a replica
+reports them: what it was just sent (`_Expected`), and where a session was last (`_Sessions`).
+
+All that is remembered is bounded, and goes with its replica.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+# What a running request costs the next one, as tokens of a prompt. Larger: more even, and fewer hits.
+LOAD_TOKENS = 64
+# What a replica was sent counts as held for so long; by then it has reported.
+EXPECTED_S = 60.0
+MAX_EXPECTED = 1 << 14
+# A session's replica may hold more than it reports: on its disk, or replies as they were sampled.
+SESSION_SHARE = 0.5
+SESSION_S = 3600.0
+MAX_SESSIONS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request, as far as its way depends on it."""
+
+    num_tokens: int
+    keys: Sequence[tuple[int, int]] = ()  # position and key, from the shortest prefix to the longest
+    session: str = ""  # empty: it is of none
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a replica says of itself."""
+
+    keys: frozenset[int] = frozenset()
+    capacity: int = 1  # requests that it runs at once
+
+
+@dataclass(frozen=True)
+class Choice:
+    replica: str
+    num_cached: int  # tokens that it is believed to hold
+    why: str  # prefix, session, load
+
+
+class Router:
+    def __init__(self, load_tokens: float = LOAD_TOKENS) -> None:
+        self._load_tokens = load_tokens
+        self._replicas: dict[str, _Replica] = {}
+        self._sessions = _Sessions()
+        self._num_chosen = 0
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        return tuple(self._replicas)
+
+    def in_flight(self, replica: str) -> int:
+        return self._replicas[replica].in_flight if replica in self._replicas else 0
+
+    def report(self, replica: str, report: Report) -> None:
+        """Makes it known where it was not."""
+        self._replicas.setdefault(replica, _Replica()).report = report
+
+    def keep(self, replicas: Sequence[str]) -> None:
+        """These are there now. What is known of others goes."""
+        for replica in replicas:
+            self._replicas.setdefault(replica, _Replica())
+        for gone in self._replicas.keys() - set(replicas):
+            del self._replicas[gone]
+
+    def choose(self, asked: Asked, now_s: float, among: Sequence[str] | None = None) -> Choice | None:
+        """And count it as sent there: `ended` must follow. `among`: those that can be chosen; None: all that are known.
+        None: there is no replica."""
+        able = {name: self._replicas[name] for name in among or self._replicas if name in self._replicas}
+        if not able:
+            return None
+        free = {name: replica for name, replica in able.items() if replica.in_flight < replica.report.capacity}
+        choice = self._best(asked, free or able, now_s)
+        chosen = able[choice.replica]
+        self._num_chosen += 1
+        chosen.in_flight += 1
+        chosen.last_chosen = self._num_chosen
+        chosen.expected.add((key for _, key in asked.keys), now_s)
+        self._sessions.note(asked.session, choice.replica, asked.num_tokens, now_s)
+        return choice
+
+    def ended(self, replica: str) -> None:
+        """A request that was sent there has its answer, or none is to come."""
+        if replica in self._replicas:
+            self._replicas[replica].in_flight = max(0, self._replicas[replica].in_flight - 1)
+
+    def _best(self, asked: Asked, able: Mapping[str, _Replica], now_s: float) -> Choice:
+        last = self._sessions.find(asked.session, now_s)
+        choices = [self._choice(asked, name, replica, last, now_s) for name, replica in able.items()]
+
+        def cost(choice: Choice) -> tuple[float, bool, int, int]:
+            replica = able[choice.replica]
+            tokens = asked.num_tokens - choice.num_cached + self._load_tokens * replica.in_flight
+            is_elsewhere = last is not None and last.replica != choice.replica
+            # New conversations go round, so that no replica gets all of them.
+            return tokens, is_elsewhere, replica.in_flight, replica.last_chosen
+
+        return min(choices, key=cost)
+
+    def _choice(self, asked: Asked, name: str, replica: _Replica, last: _Visit | None, now_s: float) -> Choice:
+        held = replica.held_tokens(asked.keys, now_s)
+        if last is not None and last.replica == name:
+            likely = int(SESSION_SHARE * min(asked.num_tokens, last.num_tokens))
+            if likely > held:
+                return Choice(name, likely, "session")
+        return Choice(name, held, "prefix" if held else "load")
+
+
+@dataclass
+class _Replica:
+    report: Report = field(default_factory=Report)
+    in_flight: int = 0
+    last_chosen: int = 0
+    expected: _Expected = field(default_factory=lambda: _Expected())
+
+    def held_tokens(self, keys: Sequence[tuple[int, int]], now_s: float) -> int:
+        """Keys are chained, so the longest that is there tells all. Some on the way may be beyond a report's bound."""
+        for position, key in reversed(keys):
+            if key in self.report.keys or self.expected.has(key, now_s):
+                return position
+        return 0
+
+
+class _Expected:
+    """Keys that a replica will hold in a moment."""
+
+    def __init__(self) -> None:
+        self._until_s: OrderedDict[int, float] = OrderedDict()
+
+    def add(self, keys: Iterable[int], now_s: float) -> None:
+        for key in keys:
+            self._until_s[key] = now_s + EXPECTED_S
+            self._until_s.move_to_end(key)
+        while len(self._until_s) > MAX_EXPECTED:
+            self._until_s.popitem(last=False)
+
+    def has(self, key: int, now_s: float) -> bool:
+        return self._until_s.get(key, 0.0) > now_s
+
+
+@dataclass(frozen=True)
+class _Visit:
+    replica: str
+    num_tokens: int
+    until_s: float
+
+
+class _Sessions:
+    """Where each was last."""
+
+    def __init__(self) -> None:
+        self._visits: OrderedDict[str, _Visit] = OrderedDict()
+
+    def find(self, session: str, now_s: float) -> _Visit | None:
+        visit = self._visits.get(session)
+        return visit if visit is not None and visit.until_s > now_s else None
+
+    def note(self, session: str, replica: str, num_tokens: int, now_s: float) -> None:
+        if not session:
+            return
+        self._visits[session] = _Visit(replica, num_tokens, now_s + SESSION_S)
+        self._visits.move_to_end(session)
+        if len(self._visits) > MAX_SESSIONS:
+            self._visits.popitem(last=False)
