@@ -9,7 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import islice
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Change:
+    num_filed: int
+    evicted: list[int]
 
 
 class BlockLru:
@@ -25,17 +31,12 @@ class BlockLru:
         held = self._held
         return bisect_left(blocks, True, key=lambda block: block not in held)
 
-    def use(self, blocks: Sequence[int]) -> int:
-        """A prompt's blocks, from its first one on: file what is not here, make room. Tells how many were filed."""
+    def use(self, blocks: Sequence[int]) -> Change:
+        """A prompt's blocks, from its first one on: file what is not here, make room."""
         held, before = self._held, len(self._held)
         for block in reversed(blocks):
             held[block] = None
             held.move_to_end(block)
         num_filed = len(held) - before
-        while len(held) > self.max_blocks:
-            held.popitem(last=False)
-        return num_filed
-
-    def newest(self, most: int | None) -> list[int]:
-        """The blocks used last, at most so many. They are closed under 'comes before' too."""
-        return list(islice(reversed(self._held), most))
+        num_over = max(0, len(held) - self.max_blocks)
+        return Change(num_filed, [held.popitem(last=False)[0] for _ in range(num_over)])

@@ -19,6 +19,7 @@ from kvstrata.bench.fleet_run import Fleet, Machine, Outcome, simulate
 from kvstrata.bench.trace import BLOCK_TOKENS, Trace, sessions
 from kvstrata.codecs.registry import parse_for
 from kvstrata.errors import ConfigError
+from kvstrata.fleet.summary import MAX_KEYS
 from kvstrata.sizes import human_bytes
 
 HEAD_DIM = 128  # of the model that bytes are counted for
@@ -48,7 +49,7 @@ class Grid:
     precisions: Sequence[str] = ("planes:8",)
     memory_bytes: Sequence[int] = (64_000_000_000,)
     remote_bytes: Sequence[int] = (0,)
-    summary_keys: Sequence[int | None] = (None,)
+    summary_keys: Sequence[int | None] = (MAX_KEYS,)
     report_s: Sequence[float] = (5.0,)
 
     def cases(self) -> Iterator[Case]:

@@ -1,4 +1,5 @@
-"""Keys of a trace's prompts on the grid that the router uses. Knows positions and numbers of blocks.
+"""Keys of a trace's prompts on the grid that the router uses, and what replicas report of them. Knows positions and
+numbers of blocks.
 
 A trace tells whether prompts are equal in steps of 512 tokens alone. A position inside a block gets a key that is equal
 where the whole block is: two prompts that part inside it share no key there, which a real prompt would up to the part.
@@ -6,6 +7,7 @@ where the whole block is: two prompts that part inside it share no key there, wh
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from kvstrata.bench.trace import BLOCK_TOKENS, Trace
@@ -28,8 +30,29 @@ class TraceKeys:
         return [(at, _key(block, at)) for block, there in inside for at in there if at <= num_tokens]
 
     def of_blocks(self, blocks: Iterable[int]) -> list[int]:
-        """Keys, in the order of the blocks."""
         return [_key(block, at) for block in blocks for at in self._inside[self._before[block]]]
+
+
+class TraceSummary:
+    """As `fleet/summary.py`, whose prompts are tokens."""
+
+    def __init__(self, max_keys: int | None) -> None:
+        self._max_keys = max_keys
+        self._held: OrderedDict[int, None] = OrderedDict()  # the newest last
+
+    def stored(self, keys: Iterable[tuple[int, int]]) -> None:
+        for _, key in keys:
+            self._held[key] = None
+            self._held.move_to_end(key)
+        while self._max_keys is not None and len(self._held) > self._max_keys:
+            self._held.popitem(last=False)
+
+    def removed(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self._held.pop(key, None)
+
+    def keys(self) -> frozenset[int]:
+        return frozenset(self._held)
 
 
 def _key(block: int, position: int) -> int:

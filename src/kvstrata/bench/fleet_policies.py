@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 from typing import Literal, get_args
 
-from kvstrata.bench.fleet_run import Ask, Fleet, Policy, Report
+from kvstrata.bench.fleet_run import Ask, Fleet, Policy
+from kvstrata.fleet.routing import Asked, Report, Router
 
 RoutingName = Literal["random", "round-robin", "two", "session", "prefix", "pooled"]
 ROUTINGS: tuple[RoutingName, ...] = get_args(RoutingName)
@@ -17,8 +18,9 @@ class _Deaf:
 
     hears_reports = False
 
-    def reported(self, report: Report) -> None:
-        raise AssertionError(f"a report of replica {report.replica} to a policy that hears none")
+    def ended(self, replica: int) -> None: ...
+
+    def reported(self, replica: int, keys: frozenset[int]) -> None: ...
 
 
 class AtRandom(_Deaf):
@@ -64,12 +66,36 @@ class BySession(_Deaf):
         return self._last[ask.session]
 
 
-def policy_of(routing: RoutingName, _fleet: Fleet, seed: int) -> Policy:
+class ByPrefix:
+    """The router itself. It counts what is in flight on its own, as it must behind an address."""
+
+    hears_reports = True
+
+    def __init__(self, num_replicas: int, capacity: int) -> None:
+        self._capacity = capacity
+        self._router = Router()
+        for replica in range(num_replicas):
+            self.reported(replica, frozenset())
+
+    def choose(self, ask: Ask) -> int:
+        choice = self._router.choose(Asked(ask.num_tokens, ask.keys, str(ask.session)), ask.now_s)
+        assert choice is not None
+        return int(choice.replica)
+
+    def ended(self, replica: int) -> None:
+        self._router.ended(str(replica))
+
+    def reported(self, replica: int, keys: frozenset[int]) -> None:
+        self._router.report(str(replica), Report(keys, self._capacity))
+
+
+def policy_of(routing: RoutingName, fleet: Fleet, seed: int) -> Policy:
     makes: dict[RoutingName, Callable[[], Policy]] = {
         "random": lambda: AtRandom(seed),
         "round-robin": InTurn,
         "two": lambda: OfTwo(seed),
         "session": lambda: BySession(seed),
+        "prefix": lambda: ByPrefix(fleet.num_replicas, fleet.machine.batch),
         "pooled": InTurn,
     }
     return makes[routing]()

@@ -17,6 +17,7 @@ from heapq import heappop, heappush
 from typing import Protocol
 
 from kvstrata.bench.block_lru import BlockLru
+from kvstrata.bench.fleet_keys import TraceKeys, TraceSummary
 from kvstrata.bench.trace import BLOCK_TOKENS, Trace, sessions
 
 
@@ -38,36 +39,34 @@ class Fleet:
     remote_blocks: int = 0  # that the shared store holds; 0: there is none
     machine: Machine = field(default_factory=Machine)
     report_s: float = 5.0  # between two reports of a replica; 0: it reports every change at once
-    summary_keys: int | None = None  # most keys in a report
+    summary_keys: int | None = None  # most keys in a report; None: all
 
 
 @dataclass(frozen=True)
 class Ask:
     """What a router sees of a request."""
 
-    keys: Sequence[int]  # of the prompt's blocks, chained: one stands for all that comes before it too
+    num_tokens: int
+    keys: Sequence[tuple[int, int]]  # position and key, from the shortest prefix to the longest
     session: int
     in_flight: Sequence[int]  # requests at each replica
     now_s: float
 
 
-@dataclass(frozen=True)
-class Report:
-    """What a replica says that it holds, the newest first."""
-
-    replica: int
-    keys: Sequence[int]
-    now_s: float
-
-
 class Policy(Protocol):
-    hears_reports: bool
+    hears_reports: bool  # where not, it gets no keys either
 
     def choose(self, ask: Ask) -> int:
         """The number of a replica."""
         ...
 
-    def reported(self, report: Report) -> None: ...
+    def ended(self, replica: int) -> None:
+        """A request there."""
+        ...
+
+    def reported(self, replica: int, keys: frozenset[int]) -> None:
+        """What it holds, as far as it tells."""
+        ...
 
 
 @dataclass
@@ -89,6 +88,7 @@ class Outcome:
 @dataclass
 class _Replica:
     memory: BlockLru
+    summary: TraceSummary
     waiting: deque[int] = field(default_factory=deque)
     is_prefilling: bool = False
     num_decoding: int = 0
@@ -105,7 +105,10 @@ class _Run:
         self._prompts = [numbers.tolist() for numbers in trace.numbers]
         self._sessions = sessions(trace)
         self._fleet, self._machine, self._policy = fleet, fleet.machine, policy
-        self._replicas = [_Replica(BlockLru(fleet.memory_blocks)) for _ in range(fleet.num_replicas)]
+        self._replicas = [
+            _Replica(BlockLru(fleet.memory_blocks), TraceSummary(fleet.summary_keys)) for _ in range(fleet.num_replicas)
+        ]
+        self._keys = TraceKeys(trace) if policy.hears_reports else None
         self._in_flight = [0] * fleet.num_replicas
         self._remote = BlockLru(fleet.remote_blocks)
         self._events: list[tuple[float, int, Callable[[int, int], None], int, int]] = []
@@ -129,8 +132,9 @@ class _Run:
         self._num_events += 1
 
     def _arrive(self, request: int, _: int) -> None:
-        ask = Ask(self._prompts[request], self._sessions[request], self._in_flight, self._now_s)
-        chosen = self._policy.choose(ask)
+        num_tokens = self._out.prompt_tokens[request]
+        keys = self._keys.of_prompt(self._prompts[request], num_tokens) if self._keys else ()
+        chosen = self._policy.choose(Ask(num_tokens, keys, self._sessions[request], self._in_flight, self._now_s))
         self._in_flight[chosen] += 1
         self._replicas[chosen].waiting.append(request)
         self._begin(chosen)
@@ -175,23 +179,30 @@ class _Run:
 
     def _prefilled(self, request: int, at: int) -> None:
         replica, asked = self._replicas[at], self._requests[request]
-        replica.memory.use(self._prompts[request])
+        evicted = replica.memory.use(self._prompts[request]).evicted
         replica.is_prefilling = False
         replica.num_decoding += 1
         self._out.first_token_s[request] = self._now_s - asked.time_s
         self._at(self._now_s + asked.num_reply_tokens / self._machine.decode_rate, self._ended, request, at)
-        if self._policy.hears_reports and not replica.will_report:
-            replica.will_report = True
-            self._at(self._next_report_s(at), self._report, request, at)
+        if self._keys is not None:
+            replica.summary.stored(self._keys.of_prompt(self._prompts[request], self._out.prompt_tokens[request]))
+            replica.summary.removed(self._keys.of_blocks(evicted))
+            self._will_report(request, at)
         self._begin(at)
+
+    def _will_report(self, request: int, at: int) -> None:
+        if not self._replicas[at].will_report:
+            self._replicas[at].will_report = True
+            self._at(self._next_report_s(at), self._report, request, at)
 
     def _ended(self, request: int, at: int) -> None:
         self._replicas[at].num_decoding -= 1
         self._in_flight[at] -= 1
+        self._policy.ended(at)
         self._out.in_flight_s[at] += self._now_s - self._requests[request].time_s
         self._out.duration_s = self._now_s - self._requests[0].time_s
         if self._fleet.remote_blocks:
-            self._out.written_bytes += self._remote.use(self._prompts[request]) * self._fleet.block_bytes
+            self._out.written_bytes += self._remote.use(self._prompts[request]).num_filed * self._fleet.block_bytes
         self._begin(at)
 
     def _next_report_s(self, at: int) -> float:
@@ -205,4 +216,4 @@ class _Run:
     def _report(self, _: int, at: int) -> None:
         replica = self._replicas[at]
         replica.will_report = False
-        self._policy.reported(Report(at, replica.memory.newest(self._fleet.summary_keys), self._now_s))
+        self._policy.reported(at, replica.summary.keys())

@@ -36,8 +36,8 @@ def fleet(
         str, typer.Option(help="Of a store that all share, with commas between; 0: none.", metavar="sizes")
     ] = "0",
     summary_keys: Annotated[
-        str, typer.Option(help="Most keys (of 512 tokens) that a replica reports, with commas between; 0: all.")
-    ] = "0",
+        str, typer.Option(help="Most keys that a replica reports, with commas between; 0: all.")
+    ] = "16384",
     report_s: Annotated[
         str, typer.Option(help="Seconds between two reports, with commas between; 0: every change at once.")
     ] = "5",
