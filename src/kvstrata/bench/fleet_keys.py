@@ -51,7 +51,7 @@ class TraceSummary:
         for key in keys:
             self._held.pop(key, None)
 
-    def keys(self) -> frozenset[int]:
+    def reported(self) -> frozenset[int]:
         return frozenset(self._held)
 
 

@@ -216,4 +216,4 @@ class _Run:
     def _report(self, _: int, at: int) -> None:
         replica = self._replicas[at]
         replica.will_report = False
-        self._policy.reported(at, replica.summary.keys())
+        self._policy.reported(at, replica.summary.reported())
