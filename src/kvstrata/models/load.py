@@ -19,7 +19,7 @@ from kvstrata.errors import ModelError
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.models.cpu_form import choose_form
 from kvstrata.models.cpu_options import DEFAULT, CpuOptions
-from kvstrata.models.files import check_folder
+from kvstrata.models.files import check_folder, read_json
 from kvstrata.models.find import find
 from kvstrata.models.fingerprint import fingerprint
 from kvstrata.models.generation import read_sampling_defaults
@@ -79,6 +79,13 @@ def load(
         weights=form.words if form else "",
         sampling=read_sampling_defaults(folder),
     )
+
+
+def load_tokenizer(name_or_path: str | None) -> TokenizerWrapper:
+    """Of the model that `load` would find, and no more of it. Raises ModelError."""
+    folder = find(name_or_path).folder
+    check_folder(folder)
+    return _tokenizer(folder, read_json(folder / "config.json"))
 
 
 def _loaded(
@@ -151,11 +158,11 @@ def _place(module: nn.Module, folder: Path, form: CpuForm | None) -> None:
 
 
 def _tokenizer(folder: Path, config: dict[str, Any]) -> TokenizerWrapper:
-    from mlx_lm.utils import load_tokenizer
+    from mlx_lm import utils
 
     try:
         # False, not left out: transformers would ask on the terminal.
-        return load_tokenizer(folder, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id"))
+        return utils.load_tokenizer(folder, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id"))
     # tokenizers raises bare Exception for a file that it cannot parse, so nothing narrower will do.
     except Exception as error:
         raise ModelError(

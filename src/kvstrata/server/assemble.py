@@ -8,6 +8,8 @@ import shutil
 import socket
 import time
 
+from starlette.types import ASGIApp
+
 from kvstrata.backend import Device
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse
@@ -15,6 +17,7 @@ from kvstrata.config import Settings
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
+from kvstrata.engine.outside import Watcher
 from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
 from kvstrata.grammar.grammars import Grammars
@@ -24,8 +27,10 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.remote.options import RemoteOptions
 from kvstrata.remote.secret import keys_for
 from kvstrata.remote.url import parse as parse_url
-from kvstrata.server.auth import ApiKey
+from kvstrata.server.auth import ApiKey, RequireKey
 from kvstrata.server.conversation.hygiene import Hygiene
+from kvstrata.server.hosts import RequireHost
+from kvstrata.server.limits import LimitBody
 from kvstrata.server.replay.carrier import ReplyCarrier
 from kvstrata.server.replay.files import ReplyFiles
 from kvstrata.server.replay.memory import ReplyMemory
@@ -50,12 +55,14 @@ OTHER_FILES = 192
 MIN_FLUSH_S = 30.0
 
 
-def start_service(settings: Settings, loaded: LoadedModel, machine: Device) -> Service:
-    """Starts the engine and waits until it is ready. Raises ModelError."""
+def start_service(
+    settings: Settings, loaded: LoadedModel, machine: Device, *, watcher: Watcher | None = None
+) -> Service:
+    """Starts the engine and waits until it is ready. `watcher` is told what its memory holds. Raises ModelError."""
     metrics = Metrics()
     limits, storage = _limits(settings, machine), _storage(settings, machine.memory_bytes)
     disk = _disk(settings)
-    engine = Engine(loaded, limits, metrics, storage, disk, remote=_remote(settings))
+    engine = Engine(loaded, limits, metrics, storage, disk, remote=_remote(settings), watcher=watcher)
     engine.start()
     replies = _replies(settings, loaded, disk)
     template = ChatTemplate(loaded.tokenizer, system_in_place=settings.system_in_place)
@@ -79,10 +86,21 @@ def start_service(settings: Settings, loaded: LoadedModel, machine: Device) -> S
         any_model_name=settings.any_model_name,
         keys=_keys(settings),
         pin_quota=settings.pin_quota,
-        hosts=frozenset({settings.host, socket.gethostname(), *settings.allowed_host}),
+        hosts=_hosts(settings),
         bounds=_bounds(settings),
         started=int(time.time()),
     )
+
+
+def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
+    """An app that hands requests on to servers, behind the same keys and bounds as theirs."""
+    app = LimitBody(app, bounds=_bounds(settings))
+    keys = _keys(settings)
+    return RequireKey(app, keys) if keys else RequireHost(app, _hosts(settings))
+
+
+def _hosts(settings: Settings) -> frozenset[str]:
+    return frozenset({settings.host, socket.gethostname(), *settings.allowed_host})
 
 
 def _replies(settings: Settings, loaded: LoadedModel, disk: DiskOptions | None) -> ReplyMemory | None:

@@ -15,12 +15,13 @@ from kvstrata.engine.request import Pinned
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.auth import salt_of
 from kvstrata.server.conversation.chat import Chat, PinWanted
-from kvstrata.server.conversation.hygiene import tidied
+from kvstrata.server.conversation.hygiene import Hygiene, tidied
 from kvstrata.server.conversation.lengths import require_possible_chat
 from kvstrata.server.service import Service
 from kvstrata.text.messages import Message
 from kvstrata.text.sampled import Sampled
-from kvstrata.text.template import Prompt
+from kvstrata.text.template import ChatTemplate, Prompt
+from kvstrata.text.thinking_switch import ThinkingSwitch
 from kvstrata.text.visible import visible_of_message
 
 
@@ -40,30 +41,56 @@ class ChatPrompt:
         return {**replayed, "hygiene": "+".join(self.hygiene)} if self.hygiene else replayed
 
 
+@dataclass(frozen=True)
+class Renderer:
+    """What chats are rendered by."""
+
+    template: ChatTemplate
+    thinking: ThinkingSwitch
+    hygiene: Hygiene
+
+    def shown(self, chat: Chat) -> Shown:
+        if not self.template.exists:
+            raise InvalidRequest(
+                "This model has no chat template. Use POST /v1/completions with a prompt, or serve an instruct model.",
+                code="no_chat_template",
+            )
+        tidy = tidied(chat.messages, self.hygiene)
+        switched = self.thinking.switch(chat.thinking.effort, chat.thinking.enabled)
+        variables = {**switched, **chat.template_kwargs} or None
+        return Shown(tidy.messages, list(tools_told(chat)) or None, variables, tidy.used)
+
+    def render(self, shown: Shown) -> tuple[int, ...]:
+        """Every reply as the template writes it."""
+        return self.template.render(shown.messages, tools=shown.tools, template_kwargs=shown.variables)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A chat as a template gets it."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None
+    variables: dict[str, Any] | None
+    hygiene: Mapping[str, int]  # how often each rule was used
+
+
 def chat_prompt(service: Service, chat: Chat, scope: Scope) -> ChatPrompt:
     template = service.template
-    if not template.exists:
-        raise InvalidRequest(
-            "This model has no chat template. Use POST /v1/completions with a prompt, or serve an instruct model.",
-            code="no_chat_template",
-        )
-    tidy = tidied(chat.messages, service.hygiene)
-    require_possible_chat(service, tidy.messages)
-    switched = service.thinking.switch(chat.thinking.effort, chat.thinking.enabled)
-    variables = {**switched, **chat.template_kwargs} or None
-    tools = list(tools_told(chat)) or None
-    salt = salt_of(scope, chat.wanted.cache_salt)
-    prompt = _rendered(service, tidy.messages, tools, variables, salt)
+    renderer = Renderer(template, service.thinking, service.hygiene)
+    shown = renderer.shown(chat)
+    require_possible_chat(service, shown.messages)
+    prompt = _rendered(service, renderer, shown, salt_of(scope, chat.wanted.cache_salt))
     resume_at: tuple[int, ...] = ()
     if service.engine.resumes_at_marks:
-        resume_at = template.boundaries(tidy.messages, tools, template_kwargs=variables, prompt=prompt.ids)
+        resume_at = template.boundaries(shown.messages, shown.tools, template_kwargs=shown.variables, prompt=prompt.ids)
     pin = None
     if chat.pin is not None:
         end = len(prompt.ids)
         if chat.pin.up_to == "system":
-            end = template.system_end(tidy.messages, tools, template_kwargs=variables, prompt=prompt.ids)
+            end = template.system_end(shown.messages, shown.tools, template_kwargs=shown.variables, prompt=prompt.ids)
         pin = _pinned(service, chat.pin, end)
-    return ChatPrompt(prompt.ids, resume_at, tidy.used, prompt.replayed_turns, prompt.replayed_tokens, pin)
+    return ChatPrompt(prompt.ids, resume_at, shown.hygiene, prompt.replayed_turns, prompt.replayed_tokens, pin)
 
 
 def _pinned(service: Service, wanted: PinWanted, end: int) -> Pinned | None:
@@ -77,18 +104,16 @@ def tools_told(chat: Chat) -> tuple[dict[str, object], ...]:
     return () if chat.choice.mode == "none" else chat.tools
 
 
-def _rendered(
-    service: Service,
-    messages: list[Message],
-    tools: list[dict[str, Any]] | None,
-    variables: dict[str, Any] | None,
-    salt: str,
-) -> Prompt:
-    replies = [_reply_of(service, salt, message, tools) for message in messages]
+def _rendered(service: Service, renderer: Renderer, shown: Shown, salt: str) -> Prompt:
+    replies = [_reply_of(service, salt, message, shown.tools) for message in shown.messages]
     if not any(replies):
-        return Prompt(service.template.render(messages, tools=tools, template_kwargs=variables))
+        return Prompt(renderer.render(shown))
     return service.template.replay(
-        messages, replies, ending_ids=service.ending_ids, tools=tools, template_kwargs=variables
+        shown.messages,
+        replies,
+        ending_ids=service.ending_ids,
+        tools=shown.tools,
+        template_kwargs=shown.variables,
     )
 
 

@@ -211,7 +211,7 @@ def _message(message: Message, where: str) -> dict[str, Any]:
 
 
 def _prompts(service: Service, asked: CompletionAsked) -> list[tuple[int, ...]]:
-    prompts = _as_list(asked.prompt)
+    prompts = as_list(asked.prompt)
     num_replies = len(prompts) * (asked.n or 1)
     if num_replies > service.max_prompts:
         raise InvalidRequest(
@@ -223,7 +223,7 @@ def _prompts(service: Service, asked: CompletionAsked) -> list[tuple[int, ...]]:
     return ids
 
 
-def _as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
+def as_list(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[str | list[int]]:
     if isinstance(prompt, str):
         return [prompt]
     if prompt and isinstance(prompt[0], int):

@@ -1,0 +1,102 @@
+"""One request to an ASGI app without a connection: its answer as a stream of messages. Knows no HTTP server.
+
+Of a scope only plain values go to another process; the rest is made anew there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Scope
+
+# Messages that the app may be ahead of its reader.
+AHEAD = 16
+
+
+def plain(scope: Scope) -> dict[str, Any]:
+    """What another process has to know of a request."""
+    return {
+        "method": scope["method"],
+        "path": scope["path"],
+        "query_string": scope.get("query_string", b""),
+        "headers": [(bytes(name), bytes(value)) for name, value in scope["headers"]],
+        "client": tuple(scope["client"]) if scope.get("client") else None,
+        "scheme": scope.get("scheme", "http"),
+    }
+
+
+async def answer(app: ASGIApp, request: Mapping[str, Any], body: bytes) -> AsyncIterator[Message]:
+    """What the app sends. A reader that leaves early is a client that has gone."""
+    gone, asked = asyncio.Event(), False
+    messages: asyncio.Queue[Message | None] = asyncio.Queue(AHEAD)
+
+    async def receive() -> Message:
+        nonlocal asked
+        if not asked:
+            asked = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if gone.is_set():
+            raise OSError("the client has gone")
+        await messages.put(_copied(message))
+
+    scope: Scope = {**request, "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "root_path": ""}
+    scope["raw_path"] = scope["path"].encode()
+    scope["server"] = None
+
+    async def run() -> None:
+        try:
+            await app(scope, receive, send)
+        finally:
+            with contextlib.suppress(asyncio.QueueFull):
+                messages.put_nowait(None)
+
+    running = asyncio.create_task(run())
+    try:
+        while True:
+            taking = asyncio.create_task(messages.get())
+            await asyncio.wait([taking, running], return_when=asyncio.FIRST_COMPLETED)
+            if not taking.done() and messages.empty():
+                taking.cancel()
+                running.result()  # raises what the app raised
+                return
+            message = await taking
+            if message is None:
+                await running
+                return
+            yield message
+    finally:
+        gone.set()
+        while not messages.empty():
+            messages.get_nowait()
+        await _ended(running)
+
+
+async def _ended(running: asyncio.Task[None]) -> None:
+    """The app notices by itself that its client has gone; what does not within a second is cancelled."""
+    await asyncio.wait([running], timeout=1.0)
+    if not running.done():
+        running.cancel()
+        await asyncio.wait([running], timeout=5.0)
+    if running.done() and not running.cancelled():
+        running.exception()
+
+
+def _copied(message: Message) -> Message:
+    """With plain bytes: apps may send views and mutable lists."""
+    if message["type"] == "http.response.body":
+        return {**message, "body": bytes(message.get("body", b""))}
+    if message["type"] == "http.response.start":
+        return {**message, "headers": [(bytes(name), bytes(value)) for name, value in message.get("headers", ())]}
+    return dict(message)
+
+
+async def nothing() -> Message:
+    """Of a request whose body was read: no more will come."""
+    return {"type": "http.disconnect"}

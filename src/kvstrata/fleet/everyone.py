@@ -1,0 +1,139 @@
+"""Requests that are for all replicas: what is held, what is to change everywhere, what only one of them knows.
+
+The answer is the sum, in the shape of one server's, with each replica's own under `replicas`; so the page, `top` and
+`kvstrata cache` read a fleet as they read a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qs
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope, Send
+
+from kvstrata.errors import RequestError, Unavailable
+from kvstrata.fleet.asgi import nothing, plain
+from kvstrata.fleet.replicas import ReplicaLost, Replicas
+from kvstrata.fleet.sums import labelled, summed
+from kvstrata.server.errors import error_response
+
+METRICS, HEALTH, PROPS, SESSIONS = "/metrics", "/health", "/props", "/cache/sessions"
+SUMMED = {
+    ("GET", "/cache/usage"),
+    ("POST", "/cache/clear"),
+    ("GET", "/cache/requantize"),
+    ("POST", "/cache/requantize"),
+    ("DELETE", "/cache/requantize"),
+}
+DEFAULT_SESSIONS = 100
+
+
+@dataclass(frozen=True)
+class Told:
+    """One replica's answer. Status 0: it was lost."""
+
+    status: int
+    headers: Mapping[bytes, bytes]
+    body: bytes
+
+    @property
+    def is_good(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def json(self) -> Any:
+        try:
+            return json.loads(self.body)
+        except ValueError:
+            return {"error": {"message": self.body.decode("utf-8", "replace")[:500]}}
+
+
+class Everyone:
+    def __init__(self, replicas: Replicas) -> None:
+        self._replicas = replicas
+
+    def answers(self, method: str, path: str) -> bool:
+        asks = method == "GET" and (path in (METRICS, HEALTH, PROPS, SESSIONS) or path.startswith(f"{SESSIONS}/"))
+        return asks or (method, path) in SUMMED
+
+    async def __call__(self, scope: Scope, body: bytes, send: Send) -> None:
+        names = self._replicas.names()
+        told = dict(zip(names, await asyncio.gather(*(self._ask(name, scope, body) for name in names)), strict=True))
+        await self._response(scope, told)(scope, nothing, send)
+
+    async def _ask(self, name: str, scope: Scope, body: bytes) -> Told:
+        status, headers, pieces = 0, {}, []
+        try:
+            async for message in self._replicas.ask(name, plain(scope), body, only=True):
+                if message["type"] == "http.response.start":
+                    status = message["status"]
+                    headers = {key.lower(): value for key, value in message["headers"]}
+                else:
+                    pieces.append(message.get("body", b""))
+        except ReplicaLost as error:
+            return Told(0, {}, json.dumps({"error": {"message": f"The replica was lost: {error}"}}).encode())
+        return Told(status, headers, b"".join(pieces))
+
+    def _response(self, scope: Scope, told: Mapping[str, Told]) -> Response:
+        path = scope["path"]
+        if not told:
+            return error_response(Unavailable("There is no replica yet. Send the request again in a moment."))
+        good = {name: answer for name, answer in told.items() if answer.is_good}
+        if path.startswith(f"{SESSIONS}/") or (path == HEALTH and good):
+            return _as_it_is(next(iter((good or told).values())))
+        if path == METRICS and good:
+            texts = {name: answer.body.decode() for name, answer in good.items()}
+            kind = next(iter(good.values())).headers.get(b"content-type", b"text/plain")
+            return Response(labelled(texts), headers={"content-type": kind.decode()})
+        if len(good) < len(told):
+            return _partly(told, good)
+        answers = {name: answer.json for name, answer in told.items()}
+        if path == SESSIONS:
+            return JSONResponse(_sessions(scope, answers))
+        if path == PROPS:
+            return JSONResponse({**next(iter(answers.values())), "replicas": answers})
+        return JSONResponse({**summed(list(answers.values())), "replicas": answers})
+
+
+def _partly(told: Mapping[str, Told], good: Mapping[str, Told]) -> Response:
+    """All refused it alike: that is the answer. Otherwise what each said, and that it is not done."""
+    statuses = {answer.status for answer in told.values()}
+    if not good and len(statuses) == 1 and statuses != {0}:
+        return _as_it_is(next(iter(told.values())))
+    error = RequestError(
+        f"{len(good)} of {len(told)} replicas did it; `replicas` has what each of them says.", code="not_everywhere"
+    )
+    body = {
+        "error": {"message": error.message, "type": "server_error", "param": None, "code": error.code},
+        "replicas": {name: {**_object(answer.json), "status": answer.status} for name, answer in told.items()},
+    }
+    return JSONResponse(body, status_code=502)
+
+
+def _object(answer: Any) -> dict[str, Any]:
+    return answer if isinstance(answer, dict) else {"answer": answer}
+
+
+def _as_it_is(told: Told) -> Response:
+    kept = {name.decode(): value.decode("latin-1") for name, value in told.headers.items() if name != b"content-length"}
+    return Response(told.body, status_code=told.status or 503, headers=kept)
+
+
+def _sessions(scope: Scope, answers: Mapping[str, Any]) -> dict[str, Any]:
+    """The newest of all, as many as were asked for."""
+    asked = parse_qs(scope.get("query_string", b"").decode("latin-1")).get("limit", [str(DEFAULT_SESSIONS)])[0]
+    limit = int(asked) if asked.isdigit() else DEFAULT_SESSIONS
+    found: Sequence[dict[str, Any]] = [
+        {**session, "replica": name} for name, answer in answers.items() for session in answer["sessions"]
+    ]
+    shown = sorted(found, key=lambda session: -session["last_use"])[:limit]
+    first = next(iter(answers.values()))
+    total = sum(answer["total"] for answer in answers.values())
+    has_more = len(found) > len(shown) or any(answer["next_before"] for answer in answers.values())
+    next_before = shown[-1]["last_use"] if shown and has_more else None
+    return {"under": first["under"], "total": total, "next_before": next_before, "sessions": shown}

@@ -1,0 +1,183 @@
+"""The address that clients know: every request goes to the replica that has the least to do for it.
+
+An ASGI app. Knows which paths are one replica's and which are everyone's (`everyone.py`); what a request says is
+`prompts.py`, which replica it goes to `routing.py`. A replica that is lost before the first byte of its answer is
+replaced; afterwards the client is told, in the shape of its API.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+
+from anyio import to_thread
+from starlette.types import Message, Receive, Scope, Send
+
+from kvstrata.errors import RequestError, Unavailable
+from kvstrata.fleet.asgi import nothing, plain
+from kvstrata.fleet.everyone import Everyone
+from kvstrata.fleet.prompts import CHAT, COMPLETION, RESPONSES, Prompts
+from kvstrata.fleet.replicas import ReplicaLost, Replicas
+from kvstrata.fleet.routing import Asked, Choice, Router
+from kvstrata.server.app import WIRES
+from kvstrata.server.conversation.wire import ServerEvent, encode
+from kvstrata.server.errors import error_response, openai_shape
+
+logger = logging.getLogger("kvstrata.fleet")
+
+MAX_ATTEMPTS = 3
+MAX_RESPONSES = 1 << 16
+RESPONSE_ID = re.compile(rb"(resp_[0-9a-f]{32})")
+PREVIOUS = re.compile(rb'"previous_response_id"\s*:\s*"(resp_[0-9a-f]{32})"')
+LOOKED_BYTES = 4096  # of an answer, for the id of its response
+REPLICA, ROUTE = b"x-kvstrata-replica", b"x-kvstrata-route"
+LOST = "The replica that was answering has ended. Send the request again; what it had cached may be computed anew."
+
+
+class Front:
+    """`prompts`: None while no replica has told its identity; then requests go by load alone."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        router: Router,
+        prompts: Callable[[], Prompts | None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._replicas = replicas
+        self._router = router
+        self._prompts = prompts
+        self._clock = clock
+        self._everyone = Everyone(replicas)
+        self._responses: OrderedDict[str, str] = OrderedDict()  # the replica that keeps each
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        try:
+            body = await _body(receive)
+        except RequestError as error:  # it is too large, or too slow
+            await error_response(error)(scope, receive, send)
+            return
+        await self._answer(scope, body, send)
+
+    async def _answer(self, scope: Scope, body: bytes, send: Send) -> None:
+        if self._everyone.answers(scope["method"], scope["path"]):
+            await self._everyone(scope, body, send)
+            return
+        asked = await self._asked(scope, body)
+        home = self._home(scope["path"], body)
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            choice = self._choose(asked, home)
+            answer = _Answer(self, choice, scope, send)
+            try:
+                await answer.run(self._replicas.ask(choice.replica if choice else None, plain(scope), body, only=False))
+                return
+            except ReplicaLost as error:
+                logger.warning("A replica was lost in attempt %d of %s: %s", attempt, scope["path"], error)
+                home = None
+                if answer.has_begun:
+                    await answer.break_off()
+                    return
+            finally:
+                if choice is not None:
+                    self._router.ended(choice.replica)
+        await error_response(Unavailable("No replica answers. Send the request again in a moment."))(
+            scope, nothing, send
+        )
+
+    async def _asked(self, scope: Scope, body: bytes) -> Asked:
+        prompts = self._prompts()
+        if prompts is None or scope["method"] != "POST" or not prompts.reads(scope["path"]):
+            return Asked(0)
+        return await to_thread.run_sync(prompts.asked, body, scope)
+
+    def _choose(self, asked: Asked, home: str | None) -> Choice | None:
+        names = self._replicas.names()
+        return self._router.choose(asked, self._clock(), [home] if home in names else list(names))
+
+    # Responses are kept by the replica that made them.
+
+    def _home(self, path: str, body: bytes) -> str | None:
+        if not path.startswith(RESPONSES):
+            return None
+        found = RESPONSE_ID.search(path.encode()) or PREVIOUS.search(body)
+        return self._responses.get(found[1].decode()) if found else None
+
+    def note_response(self, path: str, first: bytes, replica: str) -> None:
+        if path == RESPONSES and (found := RESPONSE_ID.search(first)):
+            self._responses[found[0].decode()] = replica
+            if len(self._responses) > MAX_RESPONSES:
+                self._responses.popitem(last=False)
+
+
+class _Answer:
+    """One attempt at it."""
+
+    def __init__(self, front: Front, choice: Choice | None, scope: Scope, send: Send) -> None:
+        self._front = front
+        self._choice = choice
+        self._scope = scope
+        self._send = send
+        self._is_stream = False
+        self._looked = b""
+        self.has_begun = False
+
+    async def run(self, messages: AsyncIterator[Message]) -> None:
+        begun: Message | None = None
+        try:
+            async for message in messages:
+                if message["type"] == "http.response.start":
+                    begun = self._marked(message)
+                    continue
+                if begun is not None:  # together with the first byte: until then another replica can answer
+                    await self._send(begun)
+                    begun, self.has_begun = None, True
+                self._look(message.get("body", b""))
+                await self._send(message)
+        finally:
+            with contextlib.suppress(Exception):
+                await messages.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _marked(self, message: Message) -> Message:
+        headers = list(message["headers"])
+        kinds = [value for name, value in headers if name.lower() == b"content-type"]
+        self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
+        if self._choice is not None:
+            headers.append((REPLICA, self._choice.replica.encode()))
+            headers.append((ROUTE, f"{self._choice.why}; cached={self._choice.num_cached}".encode()))
+        return {**message, "headers": headers}
+
+    def _look(self, body: bytes) -> None:
+        if self._choice is not None and len(self._looked) < LOOKED_BYTES:
+            self._looked += body[:LOOKED_BYTES]
+            self._front.note_response(self._scope["path"], self._looked, self._choice.replica)
+
+    async def break_off(self) -> None:
+        """An event that clients of every API take for an error; a plain answer just ends, shorter than it said."""
+        if not self._is_stream:
+            raise ReplicaLost(LOST)
+        await self._send({"type": "http.response.body", "body": _error_event(self._scope["path"]), "more_body": False})
+
+
+def _error_event(path: str) -> bytes:
+    shapes = {start: shape for wire in WIRES for start, shape in wire.ERROR_SHAPES.items()}
+    shape = next((shape for start, shape in shapes.items() if path.startswith(start)), openai_shape)
+    name = "" if path in (CHAT, COMPLETION) else "error"
+    return encode([ServerEvent(shape(Unavailable(LOST)), name)])
+
+
+async def _body(receive: Receive) -> bytes:
+    pieces: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise asyncio.CancelledError
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(pieces)

@@ -1,0 +1,1 @@
+"""Replicas on Ray Serve. Only this folder knows Ray."""

@@ -1,0 +1,39 @@
+"""The application that `serve run` builds from a configuration (`kvstrata ray config`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
+
+from kvstrata.config import load as load_settings
+from kvstrata.fleet.ray.front import RayFront
+from kvstrata.fleet.ray.replica import Replica
+
+# Between two reports of what a replica holds. What it was sent in between is known anyway.
+REPORT_S = 2.0
+ROUTER = "kvstrata.fleet.ray.to_named:ToNamed"
+
+
+def build(args: dict[str, Any]) -> Application:
+    """`args`: settings, as a TOML file has them. Problems with them are said here, before a replica starts."""
+    settings = load_settings(flags=args)
+    router = RequestRouterConfig(request_router_class=ROUTER, request_routing_stats_period_s=REPORT_S)  # pyright: ignore
+    replica: Any = serve.deployment(
+        Replica,
+        name="Replica",
+        request_router_config=router,
+        # A full server says so itself, in the words of its API.
+        max_ongoing_requests=settings.max_running + settings.max_waiting,
+        graceful_shutdown_timeout_s=settings.drain_timeout_s,
+        health_check_period_s=5.0,
+    )
+    front: Any = serve.deployment(
+        RayFront,
+        name="Front",
+        max_ongoing_requests=settings.max_connections,
+        graceful_shutdown_timeout_s=settings.drain_timeout_s,
+    )
+    return front.bind(args, replica.bind(args))

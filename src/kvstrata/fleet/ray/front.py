@@ -1,0 +1,112 @@
+"""The front on Ray Serve: what Ray knows of its replicas, handed to `fleet/front.py`, and an app behind a server's keys
+and bounds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp, Message
+
+from kvstrata.config import Settings
+from kvstrata.config import load as load_settings
+from kvstrata.fleet.front import Front
+from kvstrata.fleet.prompts import Prompts
+from kvstrata.fleet.ray import hearing
+from kvstrata.fleet.ray.replica import GONE
+from kvstrata.fleet.replicas import ReplicaLost
+from kvstrata.fleet.routing import Report, Router
+from kvstrata.fleet.summary import unpacked
+from kvstrata.index.identity import Identity
+from kvstrata.server.conversation.hygiene import Hygiene
+from kvstrata.server.conversation.prompt import Renderer
+
+RETRY_S = 0.5
+
+
+@serve.ingress()
+class RayFront:
+    def __init__(self, settings: Mapping[str, Any], replicas: DeploymentHandle) -> None:
+        self._settings = load_settings(flags=settings)
+        self._replicas = RayReplicas(replicas)
+        self._prompts: Prompts | None = None
+        self._learning: asyncio.Task[None] | None = None
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        from kvstrata.server.assemble import guarded
+
+        front = Front(self._replicas, self._replicas.router, lambda: self._prompts)
+        self._replicas.listen(asyncio.get_running_loop())
+        self._learning = asyncio.get_running_loop().create_task(self._learn())
+        return guarded(front, self._settings)
+
+    async def _learn(self) -> None:
+        """How prompts are rendered, and the identity by which replicas name what they hold. Until then requests go by
+        load."""
+        renders = asyncio.get_running_loop().run_in_executor(None, _renderer, self._settings)
+        while True:
+            try:
+                identity = await self._replicas.identity()
+                break
+            except (RayError, RayServeException):
+                await asyncio.sleep(RETRY_S)
+        tokenizer, renderer = await renders
+        self._prompts = Prompts(tokenizer, renderer, identity)
+
+
+class RayReplicas:
+    """What is told on Ray's thread is taken over on the front's."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+        self.router = Router()
+
+    def listen(self, loop: asyncio.AbstractEventLoop) -> None:
+        hearing.listen(lambda reports: loop.call_soon_threadsafe(self._update, dict(reports)))
+
+    def _update(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
+        self.router.keep(list(reports))
+        for name, told in reports.items():
+            if told:
+                self.router.report(name, Report(unpacked(told["keys"]), told["capacity"]))
+
+    def names(self) -> tuple[str, ...]:
+        return self.router.replicas
+
+    async def identity(self) -> Identity:
+        told = await self._handle.identity.remote()
+        return Identity(**{**told, "layout": tuple(told["layout"])})
+
+    async def ask(
+        self, name: str | None, request: Mapping[str, Any], body: bytes, *, only: bool
+    ) -> AsyncIterator[Message]:
+        answer: Any = self._handle.options(stream=True).ask.remote(request, body, to=name or "", only=only)
+        has_ended = False
+        try:
+            async for message in answer:
+                if message["type"] == GONE:
+                    raise ReplicaLost("it is not there any more")
+                yield message
+            has_ended = True
+        except (RayError, RayServeException) as error:
+            has_ended = True
+            raise ReplicaLost(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}") from error
+        finally:
+            if not has_ended:
+                answer.cancel()
+
+
+def _renderer(settings: Settings) -> tuple[Any, Renderer]:
+    from kvstrata.models.load import load_tokenizer
+    from kvstrata.text.template import ChatTemplate
+    from kvstrata.text.thinking_switch import ThinkingSwitch
+
+    tokenizer = load_tokenizer(settings.model)
+    template = ChatTemplate(tokenizer, system_in_place=settings.system_in_place)
+    hygiene = Hygiene(settings.drop_nonces, settings.system_in_place)
+    return tokenizer, Renderer(template, ThinkingSwitch(template), hygiene)

@@ -1,0 +1,92 @@
+"""A replica on Ray Serve: a whole server but for its connections. Ray makes it, asks it, and lets it end."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from ray import serve
+from starlette.types import Message
+
+from kvstrata.config import Settings
+from kvstrata.fleet.asgi import answer
+from kvstrata.fleet.ray.folders import take_folder
+from kvstrata.fleet.summary import Summary
+from kvstrata.server.service import Service
+from kvstrata.store.watching import Watcher, Watching
+
+GONE = "replica_gone"  # instead of an answer
+
+
+class Replica:
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Loads the model: takes as long as a server's start. `settings`: as a TOML file has them."""
+        from kvstrata.config import load as load_settings
+        from kvstrata.server.app import create_app
+
+        self._name = serve.get_replica_context().replica_id.unique_id
+        self._summary = Summary()
+        self._watching = Watching([self._summary])
+        own, self._give_back = _with_folder(load_settings(flags=settings))
+        self._service = _start(own, self._watching)
+        self._app = create_app(self._service)
+        self._capacity = own.max_running
+        self._has_ended = False
+
+    async def ask(
+        self, request: Mapping[str, Any], body: bytes, *, to: str = "", only: bool = False
+    ) -> AsyncIterator[Message]:
+        """`only`: this is for the replica that `to` names, and for no other."""
+        if only and to != self._name:
+            yield {"type": GONE}
+            return
+        async for message in answer(self._app, request, body):
+            yield message
+
+    async def identity(self) -> dict[str, Any]:
+        """By which prompts get their keys."""
+        return dataclasses.asdict(self._service.engine.identity)
+
+    def check_health(self) -> None:
+        if not self._service.engine.alive:
+            raise RuntimeError("The engine has stopped; the replica's log says why.")
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        return {"keys": self._summary.packed(), "capacity": self._capacity}
+
+    def __del__(self) -> None:
+        """Ray calls this when running replies have ended. What neither the disk nor the shared tier has yet goes there
+        now."""
+        if getattr(self, "_has_ended", True):
+            return
+        self._has_ended = True
+        self._service.engine.stop()
+        if self._service.replies is not None:
+            self._service.replies.close()
+        self._watching.close()
+        self._give_back()
+
+
+def _with_folder(settings: Settings) -> tuple[Settings, Callable[[], None]]:
+    if settings.disk_cache_dir is None or settings.hot_cache_only:
+        return settings, lambda: None
+    folder, give_back = take_folder(settings.disk_cache_dir.expanduser())
+    return settings.model_copy(update={"disk_cache_dir": folder}), give_back
+
+
+def _start(settings: Settings, watcher: Watcher) -> Service:
+    from kvstrata.attention.cpu import compile_codecs_beside
+    from kvstrata.backend import device
+    from kvstrata.models.cpu_options import CpuOptions
+    from kvstrata.models.load import load
+    from kvstrata.server.assemble import memory_limit_bytes, start_service
+    from kvstrata.server.logs import show_messages
+
+    show_messages(settings.log_level)
+    machine = device()
+    compile_codecs_beside()
+    cpu = CpuOptions(settings.cpu_weights, settings.cpu_activations)
+    limit_bytes = memory_limit_bytes(settings, machine)
+    loaded = load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes, cpu=cpu)
+    return start_service(settings, loaded, machine, watcher=watcher)

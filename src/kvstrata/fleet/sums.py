@@ -1,0 +1,56 @@
+"""Answers of several replicas as one. Pure: knows JSON and the text that Prometheus reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# Of these the largest counts: times that go on side by side, and estimates.
+LARGEST = frozenset({"latency_s", "seconds", "expected_error", "next_before", "p50", "p95", "p99"})
+MIXED = "mixed"
+
+
+def summed(answers: Sequence[Any], name: str = "") -> Any:
+    """Numbers are added, lists put one behind the other, objects joined; words that differ become `mixed`."""
+    given = [answer for answer in answers if answer is not None]
+    if not given:
+        return None
+    first = given[0]
+    if isinstance(first, Mapping):
+        keys = dict.fromkeys(key for answer in given for key in answer)
+        return {key: summed([answer.get(key) for answer in given], key) for key in keys}
+    if isinstance(first, list):
+        return [item for answer in given for item in answer]
+    if isinstance(first, bool):
+        return any(given)
+    if isinstance(first, int | float):
+        return max(given) if name in LARGEST else sum(given)
+    return first if all(answer == first for answer in given) else MIXED
+
+
+def labelled(texts: Mapping[str, str]) -> str:
+    """Metrics of all replicas, each line with the name of its own. Every family is written once, with all its samples,
+    as the format asks."""
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for replica, text in texts.items():
+        family = ""
+        for line in text.splitlines():
+            if line.startswith("# "):
+                family = line.split(" ", 3)[2]
+                known = heads.setdefault(family, [])
+                if line not in known:
+                    known.append(line)
+            elif line:
+                samples.setdefault(family, []).append(_with_label(line, replica))
+    lines = [line for family, head in heads.items() for line in (*head, *samples.get(family, ()))]
+    return "\n".join([*lines, ""])
+
+
+def _with_label(line: str, replica: str) -> str:
+    label = f'replica="{replica}"'
+    name, brace, rest = line.partition("{")
+    if brace and " " not in name:
+        return f"{name}{{{label},{rest}" if not rest.startswith("}") else f"{name}{{{label}{rest}"
+    name, _, value = line.partition(" ")
+    return f"{name}{{{label}}} {value}"
