@@ -109,6 +109,7 @@ class _Run:
             _Replica(BlockLru(fleet.memory_blocks), TraceSummary(fleet.summary_keys)) for _ in range(fleet.num_replicas)
         ]
         self._keys = TraceKeys(trace) if policy.hears_reports else None
+        self._keys_of: dict[int, list[tuple[int, int]]] = {}  # of requests that are not computed yet
         self._in_flight = [0] * fleet.num_replicas
         self._remote = BlockLru(fleet.remote_blocks)
         self._events: list[tuple[float, int, Callable[[int, int], None], int, int]] = []
@@ -133,7 +134,9 @@ class _Run:
 
     def _arrive(self, request: int, _: int) -> None:
         num_tokens = self._out.prompt_tokens[request]
-        keys = self._keys.of_prompt(self._prompts[request], num_tokens) if self._keys else ()
+        keys = []
+        if self._keys is not None:
+            keys = self._keys_of[request] = self._keys.of_prompt(self._prompts[request], num_tokens)
         chosen = self._policy.choose(Ask(num_tokens, keys, self._sessions[request], self._in_flight, self._now_s))
         self._in_flight[chosen] += 1
         self._replicas[chosen].waiting.append(request)
@@ -185,7 +188,7 @@ class _Run:
         self._out.first_token_s[request] = self._now_s - asked.time_s
         self._at(self._now_s + asked.num_reply_tokens / self._machine.decode_rate, self._ended, request, at)
         if self._keys is not None:
-            replica.summary.stored(self._keys.of_prompt(self._prompts[request], self._out.prompt_tokens[request]))
+            replica.summary.stored(self._keys_of.pop(request))
             replica.summary.removed(self._keys.of_blocks(evicted))
             self._will_report(request, at)
         self._begin(at)
