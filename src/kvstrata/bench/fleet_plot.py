@@ -41,7 +41,8 @@ def _panel(axis: Any, trace: TraceFacts, rows: Sequence[Row]) -> None:
         style = "--" if routing == "pooled" else "-"
         counts, rates = [count for count, _ in points], [rate for _, rate in points]
         if points:
-            axis.plot(counts, rates, style, marker="o", markersize=3, color=COLOURS[routing], label=routing)
+            above = 3 if routing == "prefix" else 2  # it lies close to the pooled cache
+            axis.plot(counts, rates, style, marker="o", ms=3, color=COLOURS[routing], label=routing, zorder=above)
     axis.axhline(trace.findable, color="#bbbbbb", linewidth=0.8)
     axis.set_xscale("log", base=2)
     ticks = sorted({row.replicas for row in rows})
