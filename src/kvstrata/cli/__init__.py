@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = {
     "launch": "Start a coding agent that uses a running server.",
     "top": "Watch a running server's cache.",
     "cache": "See and change what a running server has cached.",
+    "ray": "Serve replicas of a model on Ray Serve.",
     "pull": "Get a model, so that serving it starts at once.",
     "doctor": "Show what this machine offers, what is slow, and the next step.",
     "bench": "Measure this machine, beside an honest opponent.",

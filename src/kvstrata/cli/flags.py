@@ -49,3 +49,9 @@ def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     kind: Any = {bool: bool | None, tuple[str, ...]: list[str] | None}.get(field.annotation, str | None)  # pyright: ignore
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     return inspect.Parameter(name, keyword_only, default=None, annotation=Annotated[kind, option])
+
+
+def given(context: typer.Context, flags: dict[str, Any]) -> dict[str, Any]:
+    """On the command line. Settings reads the environment itself, and splits lists at commas as --help says."""
+    sources = {name: context.get_parameter_source(name) for name in flags}
+    return {name: flags[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvstrata.cli.flags import with_settings
+from kvstrata.cli.flags import given, with_settings
 
 if TYPE_CHECKING:
     from kvstrata.backend import Device
@@ -47,7 +47,7 @@ def serve(
     from kvstrata.server.logs import show_messages
 
     show_messages("warning")  # until the settings say which
-    run(load_settings(config, _given(context, {"model": model, **flags})))
+    run(load_settings(config, given(context, {"model": model, **flags})))
 
 
 def run(settings: Settings) -> None:
@@ -116,9 +116,3 @@ def _blas_line() -> str:
     used = blas()
     slow = "  SLOW: see kvstrata doctor" if used.name == "reference" else ""
     return f"{used.name} {used.version} with {used.num_threads} threads ({used.reason}){slow}"
-
-
-def _given(context: typer.Context, flags: dict[str, Any]) -> dict[str, Any]:
-    """On the command line. Settings reads the environment itself, and splits lists at commas as --help says."""
-    sources = {name: context.get_parameter_source(name) for name in flags}
-    return {name: flags[name] for name, source in sources.items() if source and source.name == "COMMANDLINE"}

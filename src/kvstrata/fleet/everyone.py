@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from kvstrata.fleet.sums import labelled, summed
 from kvstrata.server.errors import error_response
 
 METRICS, HEALTH, PROPS, SESSIONS = "/metrics", "/health", "/props", "/cache/sessions"
+SESSION = re.compile(r"/cache/sessions/[^/]+")
 SUMMED = {
     ("GET", "/cache/usage"),
     ("POST", "/cache/clear"),
@@ -31,6 +33,8 @@ SUMMED = {
     ("DELETE", "/cache/requantize"),
 }
 DEFAULT_SESSIONS = 100
+# For one replica's answer; by then the others' should not wait any longer.
+ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -58,25 +62,35 @@ class Everyone:
         self._replicas = replicas
 
     def answers(self, method: str, path: str) -> bool:
-        asks = method == "GET" and (path in (METRICS, HEALTH, PROPS, SESSIONS) or path.startswith(f"{SESSIONS}/"))
+        asks = method == "GET" and (path in (METRICS, HEALTH, PROPS, SESSIONS) or SESSION.fullmatch(path) is not None)
         return asks or (method, path) in SUMMED
 
     async def __call__(self, scope: Scope, body: bytes, send: Send) -> None:
+        await self._response(scope, await self._ask_all(scope, body))(scope, nothing, send)
+
+    async def holder_of(self, session: str, scope: Scope) -> str | None:
+        """The replica that knows a session."""
+        told = await self._ask_all({**scope, "method": "GET", "path": f"{SESSIONS}/{session}"}, b"")
+        return next((name for name, answer in told.items() if answer.is_good), None)
+
+    async def _ask_all(self, scope: Scope, body: bytes) -> dict[str, Told]:
         names = self._replicas.names()
-        told = dict(zip(names, await asyncio.gather(*(self._ask(name, scope, body) for name in names)), strict=True))
-        await self._response(scope, told)(scope, nothing, send)
+        return dict(zip(names, await asyncio.gather(*(self._ask(name, scope, body) for name in names)), strict=True))
 
     async def _ask(self, name: str, scope: Scope, body: bytes) -> Told:
         status, headers, pieces = 0, {}, []
         try:
-            async for message in self._replicas.ask(name, plain(scope), body, only=True):
-                if message["type"] == "http.response.start":
-                    status = message["status"]
-                    headers = {key.lower(): value for key, value in message["headers"]}
-                else:
-                    pieces.append(message.get("body", b""))
+            async with asyncio.timeout(ANSWER_S):
+                async for message in self._replicas.ask(name, plain(scope), body, only=True):
+                    if message["type"] == "http.response.start":
+                        status = message["status"]
+                        headers = {key.lower(): value for key, value in message["headers"]}
+                    else:
+                        pieces.append(message.get("body", b""))
         except ReplicaLost as error:
-            return Told(0, {}, json.dumps({"error": {"message": f"The replica was lost: {error}"}}).encode())
+            return _lost(str(error))
+        except TimeoutError:
+            return _lost(f"no answer within {ANSWER_S:.0f} s")
         return Told(status, headers, b"".join(pieces))
 
     def _response(self, scope: Scope, told: Mapping[str, Told]) -> Response:
@@ -84,7 +98,7 @@ class Everyone:
         if not told:
             return error_response(Unavailable("There is no replica yet. Send the request again in a moment."))
         good = {name: answer for name, answer in told.items() if answer.is_good}
-        if path.startswith(f"{SESSIONS}/") or (path == HEALTH and good):
+        if SESSION.fullmatch(path) or (path == HEALTH and good):
             return _as_it_is(next(iter((good or told).values())))
         if path == METRICS and good:
             texts = {name: answer.body.decode() for name, answer in good.items()}
@@ -98,6 +112,10 @@ class Everyone:
         if path == PROPS:
             return JSONResponse({**next(iter(answers.values())), "replicas": answers})
         return JSONResponse({**summed(list(answers.values())), "replicas": answers})
+
+
+def _lost(why: str) -> Told:
+    return Told(0, {}, json.dumps({"error": {"message": f"The replica was lost: {why}."}}).encode())
 
 
 def _partly(told: Mapping[str, Told], good: Mapping[str, Told]) -> Response:

@@ -13,9 +13,11 @@ import logging
 import re
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Set
+from urllib.parse import quote
 
 from anyio import to_thread
+from pydantic_core import from_json
 from starlette.types import Message, Receive, Scope, Send
 
 from kvstrata.errors import RequestError, Unavailable
@@ -34,6 +36,8 @@ MAX_ATTEMPTS = 3
 MAX_RESPONSES = 1 << 16
 RESPONSE_ID = re.compile(rb"(resp_[0-9a-f]{32})")
 PREVIOUS = re.compile(rb'"previous_response_id"\s*:\s*"(resp_[0-9a-f]{32})"')
+EXPORT = re.compile(r"/cache/sessions/([^/]+)/export")
+OF_SESSIONS = ("/cache/explain", "/cache/pin", "/cache/unpin")
 LOOKED_BYTES = 4096  # of an answer, for the id of its response
 REPLICA, ROUTE = b"x-kvstrata-replica", b"x-kvstrata-route"
 LOST = "The replica that was answering has ended. Send the request again; what it had cached may be computed anew."
@@ -71,16 +75,17 @@ class Front:
             await self._everyone(scope, body, send)
             return
         asked = await self._asked(scope, body)
-        home = self._home(scope["path"], body)
+        home = await self._home(scope, body)
+        lost: set[str] = set()
         for attempt in range(1, MAX_ATTEMPTS + 1):
-            choice = self._choose(asked, home)
+            choice = self._choose(asked, home, lost)
             answer = _Answer(self, choice, scope, send)
             try:
                 await answer.run(self._replicas.ask(choice.replica if choice else None, plain(scope), body, only=False))
                 return
             except ReplicaLost as error:
                 logger.warning("A replica was lost in attempt %d of %s: %s", attempt, scope["path"], error)
-                home = None
+                lost |= {choice.replica} if choice else set()
                 if answer.has_begun:
                     await answer.break_off()
                     return
@@ -97,17 +102,21 @@ class Front:
             return Asked(0)
         return await to_thread.run_sync(prompts.asked, body, scope)
 
-    def _choose(self, asked: Asked, home: str | None) -> Choice | None:
-        names = self._replicas.names()
-        return self._router.choose(asked, self._clock(), [home] if home in names else list(names))
+    def _choose(self, asked: Asked, home: str | None, lost: Set[str]) -> Choice | None:
+        names = [name for name in self._replicas.names() if name not in lost]
+        return self._router.choose(asked, self._clock(), [home] if home in names else names)
 
-    # Responses are kept by the replica that made them.
-
-    def _home(self, path: str, body: bytes) -> str | None:
-        if not path.startswith(RESPONSES):
-            return None
-        found = RESPONSE_ID.search(path.encode()) or PREVIOUS.search(body)
-        return self._responses.get(found[1].decode()) if found else None
+    async def _home(self, scope: Scope, body: bytes) -> str | None:
+        """The one replica that can answer: it keeps the response or knows the session that is asked for. None: any."""
+        path = scope["path"]
+        if path.startswith(RESPONSES):
+            found = RESPONSE_ID.search(path.encode()) or PREVIOUS.search(body)
+            return self._responses.get(found[1].decode()) if found else None
+        if exported := EXPORT.fullmatch(path):
+            return await self._everyone.holder_of(exported[1], scope)
+        if path in OF_SESSIONS and (named := _session_in(body)):
+            return await self._everyone.holder_of(quote(named, safe=""), scope)
+        return None
 
     def note_response(self, path: str, first: bytes, replica: str) -> None:
         if path == RESPONSES and (found := RESPONSE_ID.search(first)):
@@ -170,6 +179,15 @@ def _error_event(path: str) -> bytes:
     shape = next((shape for start, shape in shapes.items() if path.startswith(start)), openai_shape)
     name = "" if path in (CHAT, COMPLETION) else "error"
     return encode([ServerEvent(shape(Unavailable(LOST)), name)])
+
+
+def _session_in(body: bytes) -> str:
+    try:
+        asked = from_json(body)
+    except ValueError:
+        return ""
+    named = asked.get("session") if isinstance(asked, dict) else None
+    return named if isinstance(named, str) else ""
 
 
 async def _body(receive: Receive) -> bytes:

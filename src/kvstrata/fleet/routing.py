@@ -80,7 +80,11 @@ class Router:
     def choose(self, asked: Asked, now_s: float, among: Sequence[str] | None = None) -> Choice | None:
         """And count it as sent there: `ended` must follow. `among`: those that can be chosen; None: all that are known.
         None: there is no replica."""
-        able = {name: self._replicas[name] for name in among or self._replicas if name in self._replicas}
+        able = {
+            name: self._replicas[name]
+            for name in (self._replicas if among is None else among)
+            if name in self._replicas
+        }
         if not able:
             return None
         free = {name: replica for name, replica in able.items() if replica.in_flight < replica.report.capacity}

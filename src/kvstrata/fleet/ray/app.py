@@ -9,6 +9,7 @@ from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from kvstrata.config import load as load_settings
+from kvstrata.fleet.ray.deploy import grace_s
 from kvstrata.fleet.ray.front import RayFront
 from kvstrata.fleet.ray.replica import Replica
 
@@ -27,13 +28,13 @@ def build(args: dict[str, Any]) -> Application:
         request_router_config=router,
         # A full server says so itself, in the words of its API.
         max_ongoing_requests=settings.max_running + settings.max_waiting,
-        graceful_shutdown_timeout_s=settings.drain_timeout_s,
+        graceful_shutdown_timeout_s=grace_s(settings),
         health_check_period_s=5.0,
     )
     front: Any = serve.deployment(
         RayFront,
         name="Front",
         max_ongoing_requests=settings.max_connections,
-        graceful_shutdown_timeout_s=settings.drain_timeout_s,
+        graceful_shutdown_timeout_s=grace_s(settings),
     )
     return front.bind(args, replica.bind(args))

@@ -1,0 +1,66 @@
+"""`kvstrata ray`: replicas on Ray Serve. Writes the configuration; Ray's own commands do the rest."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from kvstrata.cli.flags import given, with_settings
+from kvstrata.config import load as load_settings
+from kvstrata.errors import ConfigError
+from kvstrata.fleet.ray.deploy import Scale, deploy_text
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Serve replicas of a model on Ray Serve.")
+
+
+@app.callback()
+def _group() -> None:
+    """Without it, an app of one command would be that command."""
+
+
+@app.command()
+@with_settings(without=["model"])
+def config(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="As for kvstrata serve.", show_default="the default model, SmolLM2-135M-Instruct"),
+    ] = None,
+    replicas: Annotated[
+        str,
+        typer.Option(help="How many: a number, or LEAST-MOST to have waiting requests decide.", metavar="number"),
+    ] = "1-2",
+    cpus: Annotated[float, typer.Option(help="Of each replica, as Ray counts them.", min=0, metavar="number")] = 1.0,
+    gpus: Annotated[float, typer.Option(help="Of each replica.", min=0, metavar="number")] = 0.0,
+    **flags: Any,
+) -> None:
+    """Print a configuration for `serve run`, `serve deploy` or KubeRay.
+
+    Settings are those of `kvstrata serve`, and every replica gets them. Each has a folder of its own in
+    --disk-cache-dir; --remote-cache is what they share. Keys belong into a file: --api-key-file.
+    """
+    values = {name: _absolute(value) for name, value in given(context, {"model": model, **flags}).items()}
+    settings = load_settings(flags=values)
+    if settings.api_key or settings.admin_key:
+        raise ConfigError("A key would stand in this configuration for all to read. Use --api-key-file FILE.")
+    least, most = _numbers(replicas)
+    typer.echo(deploy_text(settings, values, Scale(least, most, cpus, gpus)), nl=False)
+    if importlib.util.find_spec("ray") is None:
+        typer.echo("Ray is not installed here. Next: pip install 'kvstrata[ray]'", err=True)
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    least, mark, most = text.partition("-")
+    if least.isdigit() and (most.isdigit() if mark else not most) and 1 <= int(least) <= int(most or least):
+        return int(least), int(most or least)
+    raise ConfigError(f"--replicas {text}: give a number such as 2, or two such as 1-4.")
+
+
+def _absolute(value: Any) -> Any:
+    """Replicas start in folders of their own, so what names a file or folder here must be whole."""
+    if isinstance(value, str) and (value.startswith((".", "~")) or Path(value).exists()):
+        return str(Path(value).expanduser().resolve())
+    return value

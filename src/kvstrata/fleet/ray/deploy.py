@@ -1,0 +1,99 @@
+"""The configuration that `serve run`, `serve deploy` and KubeRay (`serveConfigV2`) take, as text. Does not need Ray."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvstrata.config import Settings
+
+# For running replies when a replica ends, and for writing what is cached, unless --drain-timeout-s says otherwise: Ray
+# ends replicas on its own account too, and a long reply should not be cut off for that.
+GRACE_S = 600.0
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Replicas: a number, or as many as waiting requests ask for."""
+
+    least: int = 1
+    most: int = 2
+    cpus: float = 1.0  # of each replica, as Ray counts them
+    gpus: float = 0.0
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.least == self.most
+
+
+def deploy_text(settings: Settings, given: Mapping[str, Any], scale: Scale) -> str:
+    """`given`: the settings that were set; the rest have their defaults on the replicas too."""
+    options = {"num_cpus": scale.cpus, **({"num_gpus": scale.gpus} if scale.gpus else {})}
+    grace = grace_s(settings)
+    config = {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": settings.host, "port": settings.port},
+        "applications": [
+            {
+                "name": "kvstrata",
+                "route_prefix": "/",
+                "import_path": "kvstrata.fleet.ray.app:build",
+                "args": dict(given),
+                "deployments": [
+                    {
+                        "name": "Replica",
+                        **_replicas(settings, scale),
+                        "max_ongoing_requests": settings.max_running + settings.max_waiting,
+                        "graceful_shutdown_timeout_s": grace,
+                        "ray_actor_options": options,
+                    },
+                    {
+                        "name": "Front",
+                        "num_replicas": 1,
+                        "max_ongoing_requests": settings.max_connections,
+                        "graceful_shutdown_timeout_s": grace,
+                        "ray_actor_options": {"num_cpus": 0},
+                    },
+                ],
+            }
+        ],
+    }
+    return "\n".join(["# serve run serve.yaml", *_lines(config), ""])
+
+
+def grace_s(settings: Settings) -> float:
+    return settings.drain_timeout_s if "drain_timeout_s" in settings.model_fields_set else GRACE_S
+
+
+def _replicas(settings: Settings, scale: Scale) -> dict[str, Any]:
+    if scale.is_fixed:
+        return {"num_replicas": scale.least}
+    # A replica that has more than it runs at once has requests that wait.
+    return {
+        "autoscaling_config": {
+            "min_replicas": scale.least,
+            "max_replicas": scale.most,
+            "target_ongoing_requests": settings.max_running,
+            "upscale_delay_s": 10,
+            "downscale_delay_s": 600,  # what a replica has cached goes with it
+        }
+    }
+
+
+def _lines(value: Any, indent: str = "") -> list[str]:
+    """As YAML. Scalars are JSON, which YAML reads."""
+    if isinstance(value, Mapping):
+        lines: list[str] = []
+        for key, inner in value.items():
+            if isinstance(inner, Mapping | list) and inner:
+                lines += [f"{indent}{key}:", *_lines(inner, indent + "  ")]
+            else:
+                lines.append(f"{indent}{key}: {json.dumps(inner)}")
+        return lines
+    lines = []
+    for item in value:
+        first, *rest = _lines(item, indent + "  ") if isinstance(item, Mapping) else [f"{indent}  {json.dumps(item)}"]
+        lines += [f"{indent}- {first.lstrip()}", *rest]
+    return lines

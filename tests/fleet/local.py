@@ -1,0 +1,107 @@
+"""A fleet in this process: real servers of a tiny model behind a real front, without a cluster."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import uvicorn
+from starlette.types import ASGIApp, Message
+
+from kvstrata.backend import device
+from kvstrata.config import load as load_settings
+from kvstrata.fleet.asgi import answer
+from kvstrata.fleet.front import Front
+from kvstrata.fleet.prompts import Prompts
+from kvstrata.fleet.replicas import ReplicaLost
+from kvstrata.fleet.routing import Report, Router
+from kvstrata.fleet.summary import Summary, unpacked
+from kvstrata.models.loaded import LoadedModel
+from kvstrata.server.app import create_app
+from kvstrata.server.assemble import guarded, start_service
+from kvstrata.server.conversation.prompt import Renderer
+from kvstrata.server.service import Service
+from kvstrata.store.watching import Watching
+from tests.fleet.ray_fleet import free_port
+
+
+@dataclass
+class One:
+    """A replica."""
+
+    service: Service
+    app: ASGIApp
+    summary: Summary
+    watching: Watching
+    is_lost: bool = False
+    lost_after: int | None = None  # messages of an answer; None: never
+
+
+@dataclass
+class LocalFleet:
+    router: Router = field(default_factory=Router)
+    ones: dict[str, One] = field(default_factory=dict)
+
+    def names(self) -> tuple[str, ...]:
+        self.router.keep(list(self.ones))
+        for name, one in self.ones.items():
+            self.router.report(name, Report(unpacked(one.summary.packed()), 4))
+        return tuple(self.ones)
+
+    async def ask(
+        self, name: str | None, request: Mapping[str, Any], body: bytes, *, only: bool
+    ) -> AsyncIterator[Message]:
+        del only
+        one = self.ones[name] if name else next(iter(self.ones.values()))
+        if one.is_lost:
+            raise ReplicaLost("it was killed")
+        number = 0
+        async for message in answer(one.app, request, body):
+            if one.lost_after is not None and number >= one.lost_after:
+                raise ReplicaLost("it was killed")
+            number += 1
+            yield message
+
+
+@contextmanager
+def serving(app: ASGIApp) -> Iterator[httpx.Client]:
+    """An app on loopback, and a client of it."""
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", lifespan="off"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+        while not server.started:
+            time.sleep(0.01)
+        yield http
+        server.should_exit = True
+        thread.join(10)
+
+
+@contextmanager
+def local_fleet(loaded: LoadedModel, num_replicas: int, **flags: Any) -> Iterator[LocalFleet]:
+    fleet, ends = LocalFleet(), []
+    try:
+        for number in range(num_replicas):
+            summary = Summary()
+            watching = Watching([summary])
+            service = start_service(load_settings(flags=flags), loaded, device(), watcher=watching)
+            ends.append((service, watching))
+            fleet.ones[f"r{number}"] = One(service, create_app(service), summary, watching)
+        yield fleet
+    finally:
+        for service, watching in ends:
+            service.engine.stop()
+            watching.close()
+
+
+def front_of(fleet: LocalFleet, **flags: Any) -> ASGIApp:
+    service = next(iter(fleet.ones.values())).service
+    renderer = Renderer(service.template, service.thinking, service.hygiene)
+    prompts = Prompts(service.loaded.tokenizer, renderer, service.engine.identity)
+    return guarded(Front(fleet, fleet.router, lambda: prompts), load_settings(flags=flags))
