@@ -75,6 +75,18 @@ def test_a_short_prefix_does_not_draw_all_requests_to_one_replica() -> None:
     assert {choice.replica for choice in chosen if choice} == {"a", "b"}
 
 
+def test_a_system_prompt_that_all_begin_with_does_not_draw_new_conversations_to_one_replica() -> None:
+    router = fleet("a", "b", "c", "d")
+    system = prompt(1, 480)
+    router.report("a", report_of(system))
+    # One after the other, so that nobody is ever busy.
+    chosen = [sent(router, asked(np.concatenate([system, prompt(seed, 3000)]))) for seed in range(2, 10)]
+    assert sorted(chosen) == ["a", "a", "b", "b", "c", "c", "d", "d"]
+    choice = router.choose(asked(np.concatenate([system, prompt(2, 3000), prompt(1, 200)])), 0.0)
+    assert choice is not None
+    assert (choice.replica, choice.why) == (chosen[0], "prefix")
+
+
 def test_a_session_goes_where_it_was_though_its_keys_tell_nothing() -> None:
     router = fleet("a", "b", "c")
     first = sent(router, asked(prompt(1, 20), "s"))

@@ -28,6 +28,12 @@ class Asked:
 
     time_s: float
     blocks: TokenIds
+    num_tokens: int | None = None  # of the prompt, where that is told: its last block may be a part of one
+    num_reply_tokens: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.blocks) * BLOCK_TOKENS if self.num_tokens is None else self.num_tokens
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class Trace:
 
 
 def load_trace(path: Path) -> Trace:
-    """JSON lines, maybe gzipped: `timestamp` in ms, `hash_ids`. Sorted by time."""
+    """JSON lines, maybe gzipped: `timestamp` in ms, `hash_ids`, maybe `input_length` and `output_length`. Sorted by
+    time."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
             requests = [_request(line, number) for number, line in enumerate(lines, 1) if line.strip()]
@@ -73,10 +80,32 @@ def _numbers(blocks: TokenIds, known: dict[int, int]) -> TokenIds:
 def _request(line: str, number: int) -> Asked:
     try:
         value = json.loads(line)
-        return Asked(float(value["timestamp"]) / 1000, as_ids(value["hash_ids"]))
+        blocks = as_ids(value["hash_ids"])
+        num_tokens = int(value.get("input_length", len(blocks) * BLOCK_TOKENS))
+        return Asked(float(value["timestamp"]) / 1000, blocks, num_tokens, int(value.get("output_length", 0)))
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         wanted = '{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [ids]}'
         raise ConfigError(f"Line {number} of the trace is no request: {error}. Wanted: {wanted}") from None
+
+
+def sessions(trace: Trace) -> tuple[int, ...]:
+    """For each request the number of its session, which traces do not tell. A request goes on with a session when it
+    begins with all whole blocks of an earlier request of it. Those must be more than what other sessions began with,
+    or a common system prompt would make one session of all."""
+    ends: dict[int, int] = {}  # the last whole block of a request, and its session
+    found = list[int]()
+    num_sessions = num_known = 0
+    for request, numbers in zip(trace.requests, trace.numbers, strict=True):
+        ids = numbers.tolist()
+        session = next((ends[block] for block in reversed(ids) if block in ends), num_sessions)
+        goes_on = session < num_sessions
+        num_sessions += not goes_on
+        whole = ids[: request.prompt_tokens // BLOCK_TOKENS]
+        if whole and (goes_on or whole[-1] > num_known):
+            ends[whole[-1]] = session
+        num_known = max(num_known, *ids, 0)
+        found.append(session)
+    return tuple(found)
 
 
 def made_up(num_requests: int, seed: int = 0, requests_s: float = 3.0) -> Trace:

@@ -1,8 +1,10 @@
 """Which replica a request goes to. Pure: knows keys, sessions and counts, no network and no clock of its own.
 
 The replica with the least to do for it: tokens that it would have to compute, and `LOAD_TOKENS` for each request that
-it is busy with. One that has no free place is taken only where all are like that. Two things are known before a replica
-reports them: what it was just sent (`_Expected`), and where a session was last (`_Sessions`).
+it is busy with. What is short beside the prompt does not count: a system prompt that all begin with would draw every
+new conversation to the few replicas that have it. One that has no free place is taken only where all are like that.
+Two things are known before a replica reports them: what it was just sent (`_Expected`), and where a session was last
+(`_Sessions`).
 
 All that is remembered is bounded, and goes with its replica.
 """
@@ -15,6 +17,8 @@ from dataclasses import dataclass, field
 
 # What a running request costs the next one, as tokens of a prompt. Larger: more even, and fewer hits.
 LOAD_TOKENS = 64
+# Of a prompt: a shorter prefix is no reason to go where it is. `bench fleet`: docs/scale.md.
+LEAST_SHARE = 0.25
 # What a replica was sent counts as held for so long; by then it has reported.
 EXPECTED_S = 60.0
 MAX_EXPECTED = 1 << 14
@@ -104,7 +108,8 @@ class Router:
 
         def cost(choice: Choice) -> tuple[float, bool, int, int]:
             replica = able[choice.replica]
-            tokens = asked.num_tokens - choice.num_cached + self._load_tokens * replica.in_flight
+            num_saved = 0 if choice.why == "load" else choice.num_cached
+            tokens = asked.num_tokens - num_saved + self._load_tokens * replica.in_flight
             is_elsewhere = last is not None and last.replica != choice.replica
             # New conversations go round, so that no replica gets all of them.
             return tokens, is_elsewhere, replica.in_flight, replica.last_chosen
@@ -117,7 +122,7 @@ class Router:
             likely = int(SESSION_SHARE * min(asked.num_tokens, last.num_tokens))
             if likely > held:
                 return Choice(name, likely, "session")
-        return Choice(name, held, "prefix" if held else "load")
+        return Choice(name, held, "prefix" if held and held >= LEAST_SHARE * asked.num_tokens else "load")
 
 
 @dataclass
