@@ -22,7 +22,7 @@ from kvstrata.fleet.replicas import ReplicaLost
 from kvstrata.fleet.routing import Report, Router
 from kvstrata.fleet.summary import Summary, unpacked
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.server.app import create_app
+from kvstrata.server.app import behind_front
 from kvstrata.server.assemble import guarded, start_service
 from kvstrata.server.conversation.prompt import Renderer
 from kvstrata.server.service import Service
@@ -92,7 +92,7 @@ def local_fleet(loaded: LoadedModel, num_replicas: int, **flags: Any) -> Iterato
             watching = Watching([summary])
             service = start_service(load_settings(flags=flags), loaded, device(), watcher=watching)
             ends.append((service, watching))
-            fleet.ones[f"r{number}"] = One(service, create_app(service), summary, watching)
+            fleet.ones[f"r{number}"] = One(service, behind_front(service), summary, watching)
         yield fleet
     finally:
         for service, watching in ends:

@@ -32,6 +32,11 @@ def front(service: Service) -> ASGIApp:
     return WatchRequests(Cors(Head(create_app(service)), service.origins), service.journal)
 
 
+def behind_front(service: Service) -> ASGIApp:
+    """The same where a fleet's front is before it, which tells browsers who may ask."""
+    return WatchRequests(Head(create_app(service)), service.journal)
+
+
 def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="kvstrata", version=__version__, docs_url=None, redoc_url=None)
     app.state.service = service

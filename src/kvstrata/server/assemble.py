@@ -30,8 +30,10 @@ from kvstrata.remote.secret import keys_for
 from kvstrata.remote.url import parse as parse_url
 from kvstrata.server.auth import ApiKey, RequireKey
 from kvstrata.server.conversation.hygiene import Hygiene
+from kvstrata.server.cors import Cors
 from kvstrata.server.hosts import RequireHost
-from kvstrata.server.limits import LimitBody
+from kvstrata.server.inflate import Inflate
+from kvstrata.server.limits import BodyLimits, LimitBody
 from kvstrata.server.replay.carrier import ReplyCarrier
 from kvstrata.server.replay.files import ReplyFiles
 from kvstrata.server.replay.memory import ReplyMemory
@@ -97,9 +99,11 @@ def start_service(
 
 def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
     """An app that hands requests on to servers, behind the same keys and bounds as theirs."""
-    app = LimitBody(app, bounds=_bounds(settings))
+    limits = BodyLimits(_bounds(settings), {})
+    app = LimitBody(Inflate(app, limits), limits)
     keys = _keys(settings)
-    return RequireKey(app, keys) if keys else RequireHost(app, _hosts(settings))
+    app = RequireKey(app, keys) if keys else RequireHost(app, _hosts(settings), settings.cors_origin)
+    return Cors(app, settings.cors_origin)
 
 
 def _hosts(settings: Settings) -> frozenset[str]:

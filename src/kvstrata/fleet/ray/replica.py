@@ -23,14 +23,14 @@ class Replica:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Loads the model: takes as long as a server's start. `settings`: as a TOML file has them."""
         from kvstrata.config import load as load_settings
-        from kvstrata.server.app import create_app
+        from kvstrata.server.app import behind_front
 
         self._name = serve.get_replica_context().replica_id.unique_id
         self._summary = Summary()
         self._watching = Watching([self._summary])
         own, self._give_back = _with_folder(load_settings(flags=settings))
         self._service = _start(own, self._watching)
-        self._app = create_app(self._service)
+        self._app = behind_front(self._service)
         self._capacity = own.max_running
         self._has_ended = False
 
@@ -83,7 +83,7 @@ def _start(settings: Settings, watcher: Watcher) -> Service:
     from kvstrata.server.assemble import memory_limit_bytes, start_service
     from kvstrata.server.logs import show_messages
 
-    show_messages(settings.log_level)
+    show_messages(settings.log_level, settings.log_format)
     machine = device()
     compile_codecs_beside()
     cpu = CpuOptions(settings.cpu_weights, settings.cpu_activations)
