@@ -15,17 +15,16 @@ from kvstrata.engine.loop import Loop
 from kvstrata.server.service import Service
 from tests.events.subscriber import BLOCK_TOKENS, Subscriber, blocks_of, subscribed
 from tests.server.conftest import Served, running
-from tests.tiny import tiny_loaded
+from tests.tiny import VOCAB, tiny_loaded
 
 ADDRESS = "tcp://127.0.0.1:0"
 NUM_REQUESTS = 1000
-LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder: Path = tmp_path_factory.mktemp("disk")
-    flags: dict[str, Any] = {"hot_cache_size": "1MiB", "disk_cache_dir": folder, "disk_reserve": "0"}
+    flags: dict[str, Any] = {"hot_cache_size": "512KiB", "disk_cache_dir": folder, "disk_reserve": "0"}
     with running(tiny_loaded("llama"), kv_events=ADDRESS, **flags) as one:
         yield one
 
@@ -62,7 +61,7 @@ def agree(served: Served, subscriber: Subscriber) -> None:
     subscriber.wait_until(is_told)
 
 
-def ask(served: Served, http: httpx.Client, prompt: str, max_tokens: int = 4, **fields: Any) -> httpx.Response:
+def ask(served: Served, http: httpx.Client, prompt: list[int], max_tokens: int = 4, **fields: Any) -> httpx.Response:
     body = {"model": served.name, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
     return http.post("/v1/completions", json=body)
 
@@ -72,28 +71,28 @@ class Talks:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._prompts = [self._text(60) for _ in range(8)]
+        self._prompts = [self.ids(40) for _ in range(8)]
 
-    def next(self) -> tuple[str, dict[str, Any]]:
+    def next(self) -> tuple[list[int], dict[str, Any]]:
         chance = self._random
         place = chance.randrange(len(self._prompts))
         prompt = self._prompts[place]
-        if chance.random() < 0.15 or len(prompt) > 220:
-            prompt = prompt[: chance.randrange(50)]
-        prompt += self._text(chance.randrange(1, 40))
+        if chance.random() < 0.15 or len(prompt) > 120:
+            prompt = prompt[: chance.randrange(30)]
+        prompt = prompt + self.ids(chance.randrange(1, 25))
         self._prompts[place] = prompt
         salt = chance.choice([{}, {}, {"cache_salt": "one"}, {"cache_salt": "two"}])
-        return prompt, {"max_tokens": chance.randrange(1, 20), **salt}
+        return prompt, {"max_tokens": chance.randrange(1, 4), **salt}
 
-    def _text(self, length: int) -> str:
-        return "".join(self._random.choices(LETTERS, k=length))
+    def ids(self, length: int) -> list[int]:
+        return self._random.choices(range(5, VOCAB - 5), k=length)
 
 
 def test_a_thousand_random_requests(served: Served, subscriber: Subscriber) -> None:
     talks = Talks(1)
     engine = service_of(served).engine
     for part in range(10):
-        with served.http() as http, ThreadPoolExecutor(4) as pool:
+        with served.http() as http, ThreadPoolExecutor(8) as pool:
             asked = [talks.next() for _ in range(NUM_REQUESTS // 10)]
             answers = list(pool.map(lambda one: ask(served, http, one[0], **one[1]), asked))
             assert {answer.status_code for answer in answers} == {200}
@@ -106,7 +105,7 @@ def test_a_thousand_random_requests(served: Served, subscriber: Subscriber) -> N
                 http.post("/cache/clear", json={"tier": "hot"}).raise_for_status()
             if part == 8:
                 engine.ask(fail_next_step).result(60)
-                assert ask(served, http, "this one fails").status_code == 500
+                assert ask(served, http, talks.ids(40)).status_code == 500
         agree(served, subscriber)
     assert subscriber.sequences == list(range(len(subscriber.sequences)))
     assert subscriber.kinds == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
@@ -125,20 +124,20 @@ def fail_next_step(loop: Loop) -> None:
 
 def test_one_who_comes_late_asks_for_what_it_missed(served: Served, subscriber: Subscriber) -> None:
     with served.http() as http:
-        for prompt in ("first of all " * 8, "then another one " * 8):
-            ask(served, http, prompt).raise_for_status()
+        for seed in (2, 3):
+            ask(served, http, Talks(seed).ids(100)).raise_for_status()
     numbers = subscriber.ask_missed(0)
     assert numbers == list(range(len(numbers)))
     agree(served, subscriber)
     with served.http() as http:
-        ask(served, http, "and a third one, heard live " * 4).raise_for_status()
+        ask(served, http, Talks(4).ids(100)).raise_for_status()
     agree(served, subscriber)
     assert subscriber.sequences == list(range(len(subscriber.sequences)))
 
 
 def test_metrics_and_props_tell_of_events_and_blocks(served: Served, subscriber: Subscriber) -> None:
     with served.http() as http:
-        ask(served, http, "something to be counted " * 4).raise_for_status()
+        ask(served, http, Talks(5).ids(100)).raise_for_status()
         agree_or_ask(served, subscriber)
         props = http.get("/props").json()
         lines = http.get("/metrics").text.splitlines()
@@ -171,11 +170,11 @@ def test_the_end_of_a_server_is_told_under_its_topic() -> None:
         assert publisher is not None
         one = Subscriber(publisher.publish_url, publisher.replay_url, "kv@")
         with served.http() as http:
-            ask(served, http, "a prompt that is held for a while " * 3).raise_for_status()
+            ask(served, http, Talks(6).ids(100)).raise_for_status()
         one.ask_missed(0)
         agree(served, one)
         with served.http() as http:
-            ask(served, http, "another prompt, heard live and under its topic " * 3).raise_for_status()
+            ask(served, http, Talks(7).ids(100)).raise_for_status()
         agree(served, one)
         assert one.blocks
     one.wait_until(lambda: not one.blocks)

@@ -158,7 +158,7 @@ class Publisher:
         """One question. A question in another form has no answer."""
         client, *rest = self._sockets.replay.recv_multipart()
         if len(rest) != 2 or len(rest[1]) != SEQUENCE_BYTES:
-            log.warning("A question for missed KV events was not understood: %d parts", len(rest))
+            log.debug("A question for missed KV events was not understood: %d parts", len(rest))
             return
         first = int.from_bytes(rest[1], "big", signed=True)
         for number, packed in self._missed(first):
