@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvstrata.errors import ConfigError
 from kvstrata.events import publisher as publisher_module
 from kvstrata.events.address import Address, EventOptions, options_of, parse
-from kvstrata.events.blocks import AllBlocksCleared, Blocks, BlockRemoved, BlockStored, Event, Numbers
+from kvstrata.events.blocks import AllBlocksCleared, BlockRemoved, Blocks, BlockStored, Event, Numbers
 from kvstrata.events.open import bind_events
 from kvstrata.events.publisher import Publisher
 from kvstrata.events.sockets import Sockets
@@ -83,9 +83,7 @@ def test_blocks_of_other_salts_have_other_numbers() -> None:
     assert not {*numbers.of(ROOT, ids_of(0, 100))} & {*numbers.of(OTHER_ROOT, ids_of(0, 100))}
 
 
-def test_a_question_that_is_none_has_no_answer_and_costs_nothing(
-    publisher: Publisher, subscriber: Subscriber
-) -> None:
+def test_a_question_that_is_none_has_no_answer_and_costs_nothing(publisher: Publisher, subscriber: Subscriber) -> None:
     import zmq
 
     publisher.stored(ROOT, ids_of(0), 0)
@@ -181,11 +179,13 @@ def test_addresses(text: str, host: str, port: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "127.0.0.1:5557", "tcp://127.0.0.1", "tcp://:5", "tcp://h:70000", "ipc:///tmp/x"])
 def test_what_is_no_address_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--kv-events: .* Write it like tcp://127"):
+    with pytest.raises(ConfigError, match=r"--kv-events: .* Write it like tcp://127"):
         parse(text, "--kv-events")
 
 
-@pytest.mark.parametrize("address", ["tcp://0.0.0.0:5557", "tcp://*:5557", "tcp://10.0.0.1:5557", "tcp://somewhere:5557"])
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:5557", "tcp://*:5557", "tcp://10.0.0.1:5557", "tcp://somewhere:5557"]
+)
 def test_others_can_reach_events_only_where_there_is_a_key(address: str) -> None:
     assert options_of(address, None, "", has_keys=True).replay.port == 5558
     with pytest.raises(ConfigError, match=r"--kv-events tcp.* has no key: events carry"):

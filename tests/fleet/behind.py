@@ -176,22 +176,22 @@ def dynamo(python: str, behind: Sequence[Worker]) -> Iterator[Route]:
     """Its selector hears our events, is asked with token ids, and says to which worker to go."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    with process((python, "-m", "dynamo.select_service", "--port", str(port)), f"{url}/health"):
-        with httpx.Client(base_url=url, timeout=60) as selector:
-            for number, worker in enumerate(behind):
-                registered = {
-                    "worker_id": number, "model_name": MODEL, "endpoint": worker.url, "block_size": 16,
-                    "kv_events_endpoints": {"0": worker.events}, "replay_endpoint": worker.replay,
-                }  # fmt: skip
-                selector.post("/workers", json=registered).raise_for_status()
+    command = (python, "-m", "dynamo.select_service", "--port", str(port))
+    with process(command, f"{url}/health"), httpx.Client(base_url=url, timeout=60) as selector:
+        for number, worker in enumerate(behind):
+            registered = {
+                "worker_id": number, "model_name": MODEL, "endpoint": worker.url, "block_size": 16,
+                "kv_events_endpoints": {"0": worker.events}, "replay_endpoint": worker.replay,
+            }  # fmt: skip
+            selector.post("/workers", json=registered).raise_for_status()
 
-            def route(_conversation: int, messages: list[dict[str, str]]) -> str:
-                asked = {"messages": messages, "add_generation_prompt": True}
-                ids = httpx.post(f"{behind[0].url}/tokenize", json=asked, timeout=60).raise_for_status().json()["tokens"]
-                chosen = selector.post("/select", json={"model_name": MODEL, "token_ids": ids}).raise_for_status()
-                return behind[chosen.json()["worker_id"]].url
+        def route(_conversation: int, messages: list[dict[str, str]]) -> str:
+            told = httpx.post(f"{behind[0].url}/tokenize", json={"messages": messages}, timeout=60).raise_for_status()
+            asked = {"model_name": MODEL, "token_ids": told.json()["tokens"]}
+            chosen = selector.post("/select", json=asked).raise_for_status()
+            return behind[chosen.json()["worker_id"]].url
 
-            yield route
+        yield route
 
 
 def round_robin(behind: Sequence[Worker]) -> Route:

@@ -26,9 +26,7 @@ class Sockets:
         self._context.setsockopt(zmq.LINGER, 0)
         # One answer fits, a second to one who does not read does not.
         self.publish, self.publish_url = self._bound(zmq.PUB, options.publish, "--kv-events", MAX_WAITING)
-        self.replay, self.replay_url = self._bound(
-            zmq.ROUTER, options.replay, "--kv-events-replay", KEPT_MESSAGES + 2
-        )
+        self.replay, self.replay_url = self._bound(zmq.ROUTER, options.replay, "--kv-events-replay", KEPT_MESSAGES + 2)
 
     def close(self, *, linger_ms: int = 0) -> None:
         """What was sent has so long to leave."""

@@ -59,9 +59,7 @@ OTHER_FILES = 192
 MIN_FLUSH_S = 30.0
 
 
-def start_service(
-    settings: Settings, loaded: LoadedModel, machine: Device, sockets: Sockets | None = None
-) -> Service:
+def start_service(settings: Settings, loaded: LoadedModel, machine: Device, sockets: Sockets | None = None) -> Service:
     """Starts the engine and waits until it is ready. `sockets`: what `bind_sockets` bound, if it was asked before.
     Raises ModelError."""
     metrics = Metrics()
