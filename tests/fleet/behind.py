@@ -10,6 +10,7 @@ named are left out; PYTHON is one that has ai-dynamo-runtime. Nothing is timed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -34,6 +35,10 @@ REPLY_TOKENS = 32
 START_S = 900.0
 SESSION_HEADER = "x-kvstrata-session"
 MODEL = "default"  # Dynamo's name for it: it only has to be the same everywhere
+
+# Without TLS there is nothing to verify, and reading the machine's certificates takes 65 ms for each client. No
+# connection is kept: routers come and go under it.
+HTTP = httpx.Client(verify=False, timeout=600, limits=httpx.Limits(max_keepalive_connections=0))
 
 # What docs/routers.md shows. HASH is a line or nothing.
 NGINX = """
@@ -121,12 +126,10 @@ def process(command: Sequence[str], health_url: str) -> Iterator[None]:
 def wait_for(url: str, running: subprocess.Popen[bytes], log: Any) -> None:
     end_s = time.monotonic() + START_S
     while time.monotonic() < end_s and running.poll() is None:
-        try:
-            if httpx.get(url, timeout=5).status_code == 200:
+        with contextlib.suppress(httpx.HTTPError):
+            if HTTP.get(url, timeout=5).status_code == 200:
                 return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.25)
+        time.sleep(1)
     log.seek(0)
     raise SystemExit(f"{running.args} did not start:\n{log.read()[-3000:]}")
 
@@ -177,7 +180,7 @@ def dynamo(python: str, behind: Sequence[Worker]) -> Iterator[Route]:
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     command = (python, "-m", "dynamo.select_service", "--port", str(port))
-    with process(command, f"{url}/health"), httpx.Client(base_url=url, timeout=60) as selector:
+    with process(command, f"{url}/health"), httpx.Client(base_url=url, verify=False) as selector:
         for number, worker in enumerate(behind):
             registered = {
                 "worker_id": number, "model_name": MODEL, "endpoint": worker.url, "block_size": 16,
@@ -186,7 +189,7 @@ def dynamo(python: str, behind: Sequence[Worker]) -> Iterator[Route]:
             selector.post("/workers", json=registered).raise_for_status()
 
         def route(_conversation: int, messages: list[dict[str, str]]) -> str:
-            told = httpx.post(f"{behind[0].url}/tokenize", json={"messages": messages}, timeout=60).raise_for_status()
+            told = HTTP.post(f"{behind[0].url}/tokenize", json={"messages": messages}).raise_for_status()
             asked = {"model_name": MODEL, "token_ids": told.json()["tokens"]}
             chosen = selector.post("/select", json=asked).raise_for_status()
             return behind[chosen.json()["worker_id"]].url
@@ -202,7 +205,7 @@ def round_robin(behind: Sequence[Worker]) -> Route:
 def talk(name: str, behind: Sequence[Worker], route: Route) -> Found:
     """All conversations, on servers that hold nothing before."""
     for worker in behind:
-        httpx.post(f"{worker.url}/cache/clear", json={"tier": "all"}, timeout=60).raise_for_status()
+        HTTP.post(f"{worker.url}/cache/clear", json={"tier": "all"}).raise_for_status()
     order = random.Random(7)
     chats = [[{"role": "system", "content": _system(topic)}] for topic in TOPICS]
     cached = asked = chunks = 0
@@ -230,7 +233,7 @@ def streamed(url: str, number: int, messages: list[dict[str, str]]) -> tuple[str
     }  # fmt: skip
     headers = {SESSION_HEADER: f"conversation-{number}"}
     text, usage, chunks = "", {}, 0
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=600) as answer:
+    with HTTP.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers) as answer:
         if answer.status_code != 200:
             raise SystemExit(f"{url}: {answer.status_code} {answer.read()!r}")
         for line in answer.iter_lines():
