@@ -96,6 +96,7 @@ class Found:
     cached: int  # tokens, of turns 2 and 3
     asked: int
     chunks: int  # that came one by one, of all replies
+    replies: tuple[int, ...]  # of each server: one that got all of them would find everything too
 
 
 def free_ports(number: int) -> list[int]:
@@ -206,6 +207,7 @@ def talk(name: str, behind: Sequence[Worker], route: Route) -> Found:
     """All conversations, on servers that hold nothing before."""
     for worker in behind:
         HTTP.post(f"{worker.url}/cache/clear", json={"tier": "all"}).raise_for_status()
+    before = [num_replies(worker) for worker in behind]
     order = random.Random(7)
     chats = [[{"role": "system", "content": _system(topic)}] for topic in TOPICS]
     cached = asked = chunks = 0
@@ -218,7 +220,14 @@ def talk(name: str, behind: Sequence[Worker], route: Route) -> Found:
             if turn:
                 cached += usage["prompt_tokens_details"]["cached_tokens"]
                 asked += usage["prompt_tokens"]
-    return Found(name, cached, asked, chunks)
+    replies = tuple(num_replies(worker) - earlier for worker, earlier in zip(behind, before, strict=True))
+    return Found(name, cached, asked, chunks, replies)
+
+
+def num_replies(worker: Worker) -> int:
+    name = "vllm:e2e_request_latency_seconds_count"
+    lines = HTTP.get(f"{worker.url}/metrics").raise_for_status().text.splitlines()
+    return next(int(float(line.split()[1])) for line in lines if line.startswith(name))
 
 
 def _system(topic: str) -> str:
@@ -249,10 +258,11 @@ def streamed(url: str, number: int, messages: list[dict[str, str]]) -> tuple[str
 
 def table(found: Sequence[Found]) -> str:
     alone = found[0].cached / found[0].asked
-    lines = ["| in front | cached of asked | of what one server finds |", "|---|---|---|"]
+    lines = ["| in front | cached of asked | of what one server finds | replies of each |", "|---|---|---|---|"]
     for one in found:
         share = one.cached / one.asked / alone
-        lines.append(f"| {one.name} | {one.cached}/{one.asked} | {share:.1%} |")
+        each = ", ".join(map(str, one.replies))
+        lines.append(f"| {one.name} | {one.cached}/{one.asked} | {share:.1%} | {each} |")
     return "\n".join(lines)
 
 
@@ -282,7 +292,7 @@ def main() -> None:
     found: list[Found] = []
     for one in measure(parser.parse_args()):
         found.append(one)
-        print(f"{one.name}: {one.cached}/{one.asked}, {one.chunks} chunks", flush=True)
+        print(f"{one.name}: {one.cached}/{one.asked}, {one.chunks} chunks, replies of each {one.replies}", flush=True)
     print(table(found))
 
 
