@@ -45,6 +45,7 @@ CACHE_LEVELS = {
     "remote_is_paused": "Whether that store is left alone after a fault",
     "disk_leaving_bytes": "Bytes of blocks that were cleared and whose files are being deleted",
 }
+EVENT_KINDS = ("BlockStored", "BlockRemoved", "AllBlocksCleared")
 REFUSED = "refused_"  # and the reason
 DROPPED = "dropped_tokens_"  # and the reason
 DISK = "disk_"  # and the event, and the reason; but for what ends in _bytes
@@ -136,6 +137,21 @@ class PromptMetrics:
         self._replayed_tokens.inc(replayed_tokens)
 
 
+class EventMetrics:
+    """KV events that routers hear."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        what = "KV events that were published, by kind"
+        self._published = Counter("kvstrata_kv_events_published", what, ["event"], registry=registry)
+        for kind in EVENT_KINDS:
+            self._published.labels(event=kind)
+        what = "Changes of the cache that came faster than they could be published: then all is said to be gone"
+        self.lost = Counter("kvstrata_kv_events_lost", what, registry=registry)
+
+    def count(self, kind: str) -> None:
+        self._published.labels(event=kind).inc()
+
+
 class Metrics:
     """All metrics of one server, in a registry of its own, so that two servers in one process do not mix."""
 
@@ -147,6 +163,13 @@ class Metrics:
         self.running = Gauge("vllm:num_requests_running", "Requests in the batch", registry=registry)
         self.waiting = Gauge("vllm:num_requests_waiting", "Requests in the queue", registry=registry)
         self.kv_usage = Gauge("vllm:kv_cache_usage_perc", "Share of the KV budget in use, 0 to 1", registry=registry)
+        self.gpu_usage = Gauge("vllm:gpu_cache_usage_perc", "The same by its older name", registry=registry)
+        self._blocks = Gauge(
+            "vllm:cache_config_info",
+            "How many blocks of how many tokens the KV budget holds at full precision; always 1",
+            ["block_size", "num_gpu_blocks", "num_cpu_blocks", "cache_dtype", "enable_prefix_caching"],
+            registry=registry,
+        )
         self.prefix_queries = Counter(
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache", registry=registry
         )
@@ -189,6 +212,7 @@ class Metrics:
             registry=registry,
         )
         self.prompts = PromptMetrics(registry)
+        self.events = EventMetrics(registry)
         self.kv_bytes = Gauge("kvstrata_kv_bytes", "KV of running sequences, and stored", registry=registry)
         self.kv_budget_bytes = Gauge("kvstrata_kv_budget_bytes", "Most that KV may take", registry=registry)
         self.active_bytes = Gauge("kvstrata_mlx_active_bytes", "What MLX has allocated and in use", registry=registry)
@@ -205,9 +229,21 @@ class Metrics:
         self.waiting.set(waiting)
         self.kv_bytes.set(kv_bytes)
         self.kv_budget_bytes.set(kv_budget_bytes)
-        self.kv_usage.set(kv_bytes / kv_budget_bytes if kv_budget_bytes else 0.0)
+        usage = kv_bytes / kv_budget_bytes if kv_budget_bytes else 0.0
+        self.kv_usage.set(usage)
+        self.gpu_usage.set(usage)
         self.active_bytes.set(active_bytes)
         self.peak_bytes.set(peak_bytes)
+
+    def set_blocks(self, *, block_tokens: int, num_blocks: int, dtype: str) -> None:
+        """As routers know a cache: in blocks."""
+        self._blocks.labels(
+            block_size=block_tokens,
+            num_gpu_blocks=num_blocks,
+            num_cpu_blocks=0,
+            cache_dtype=dtype,
+            enable_prefix_caching=True,
+        ).set(1)
 
     def set_cache(
         self, tiers: Mapping[str, Mapping[str, Any]], counters: Mapping[str, int], *, hot_budget_bytes: int

@@ -26,7 +26,6 @@ from kvstrata.server.app import behind_front
 from kvstrata.server.assemble import guarded, start_service
 from kvstrata.server.conversation.prompt import Renderer
 from kvstrata.server.service import Service
-from kvstrata.store.watching import Watching
 from tests.fleet.ray_fleet import free_port
 
 
@@ -37,7 +36,6 @@ class One:
     service: Service
     app: ASGIApp
     summary: Summary
-    watching: Watching
     is_lost: bool = False
     lost_after: int | None = None  # messages of an answer; None: never
 
@@ -85,19 +83,19 @@ def serving(app: ASGIApp) -> Iterator[httpx.Client]:
 
 @contextmanager
 def local_fleet(loaded: LoadedModel, num_replicas: int, **flags: Any) -> Iterator[LocalFleet]:
-    fleet, ends = LocalFleet(), []
+    fleet, services = LocalFleet(), []
     try:
         for number in range(num_replicas):
             summary = Summary()
-            watching = Watching([summary])
-            service = start_service(load_settings(flags=flags), loaded, device(), watcher=watching)
-            ends.append((service, watching))
-            fleet.ones[f"r{number}"] = One(service, behind_front(service), summary, watching)
+            service = start_service(load_settings(flags=flags), loaded, device(), listeners=[summary])
+            services.append(service)
+            fleet.ones[f"r{number}"] = One(service, behind_front(service), summary)
         yield fleet
     finally:
-        for service, watching in ends:
+        for service in services:
             service.engine.stop()
-            watching.close()
+            for end in service.at_end:
+                end()
 
 
 def front_of(fleet: LocalFleet, **flags: Any) -> ASGIApp:

@@ -84,15 +84,16 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
     from kvstrata.backend import device
     from kvstrata.models.cpu_options import CpuOptions
     from kvstrata.models.load import load
-    from kvstrata.server.assemble import memory_limit_bytes, start_service
+    from kvstrata.server.assemble import bind_sockets, memory_limit_bytes, start_service
     from kvstrata.server.run import Server
 
+    sockets = bind_sockets(settings)
     machine = device()
     limit_bytes = memory_limit_bytes(settings, machine)
     compile_codecs_beside()
     cpu = CpuOptions(settings.cpu_weights, settings.cpu_activations)
     loaded = load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes, cpu=cpu)
-    service = start_service(settings, loaded, machine)
+    service = start_service(settings, loaded, machine, sockets)
     is_json = settings.log_format == "json"
 
     def on_ready() -> None:
@@ -130,11 +131,18 @@ def start_lines(settings: Settings, service: Service, machine: Device, url: str)
         f"memory    at most {human_bytes(limit)} ({settings.memory_limit}) of {human_bytes(machine.memory_bytes)}, "
         f"{human_bytes(engine['kv_budget_bytes'])} of it for KV",
         f"cache     stored as K {engine['kv']['k']}, V {engine['kv']['v']}{_disk_text(settings)}",
+        *([f"events    {_events_text(service)}"] if service.publisher else []),
         f"serving   {url}/v1   (Ctrl-C to stop), the page is {url}/",
         f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{needs_key} -d '{asked}'",
         f"or        kvstrata chat --url {url}",
         f"agents    kvstrata launch claude --url {url}   (or codex, opencode, pi, aider)",
     ]
+
+
+def _events_text(service: Service) -> str:
+    publisher = service.publisher
+    assert publisher is not None
+    return f"{publisher.publish_url}, missed ones from {publisher.replay_url}"
 
 
 def _disk_text(settings: Settings) -> str:

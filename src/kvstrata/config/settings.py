@@ -245,6 +245,18 @@ class Settings(BaseSettings):
         RemoteOptions.second_touch, "Write to the shared store only KV that was asked for twice", panel="Remote cache"
     )
 
+    kv_events: str | None = setting(
+        None, "Publish which blocks of tokens memory holds, in vLLM's form, for routers: tcp://127.0.0.1:5557. Other "
+        "than loopback addresses need a key to be set", panel="Routers", unit="address",
+    )  # fmt: skip
+    kv_events_replay: str | None = setting(
+        None, "Where routers ask for KV events that they missed; without it the port after that of --kv-events",
+        panel="Routers", unit="address",
+    )  # fmt: skip
+    kv_events_topic: str = setting(
+        "", "Topic of the messages of --kv-events; llm-d wants kv@HOST:PORT@MODEL", panel="Routers", unit="topic"
+    )
+
     exact_replay: bool = setting(
         True, "Put earlier replies that a client sends back unchanged into the prompt as they were sampled, so that "
         "nothing of them is computed again", panel="KV cache",

@@ -7,6 +7,8 @@ import resource
 import shutil
 import socket
 import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
@@ -21,6 +23,8 @@ from kvstrata.engine.limits import Limits
 from kvstrata.engine.outside import Watcher
 from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
+from kvstrata.events.address import options_of
+from kvstrata.events.open import bind_events, start_publisher
 from kvstrata.grammar.grammars import Grammars
 from kvstrata.metrics import Metrics
 from kvstrata.models.generation import SamplingDefaults
@@ -42,11 +46,16 @@ from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import human_bytes
 from kvstrata.spans.plan import choose_codecs
 from kvstrata.store.precision.ladder import parse_lengths
+from kvstrata.store.watching import GRAIN, Watching
 from kvstrata.text.harmony import harmony_marks
 from kvstrata.text.reply_form import ReplyForm
 from kvstrata.text.template import ChatTemplate
 from kvstrata.text.thinking_switch import ThinkingSwitch
 from kvstrata.text.tokens import longest_token_chars
+
+if TYPE_CHECKING:
+    from kvstrata.events.publisher import Publisher
+    from kvstrata.events.sockets import Sockets
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +68,31 @@ MIN_FLUSH_S = 30.0
 
 
 def start_service(
-    settings: Settings, loaded: LoadedModel, machine: Device, *, watcher: Watcher | None = None
+    settings: Settings,
+    loaded: LoadedModel,
+    machine: Device,
+    sockets: Sockets | None = None,
+    *,
+    listeners: Sequence[Watcher] = (),
 ) -> Service:
-    """Starts the engine and waits until it is ready. `watcher` is told what its memory holds. Raises ModelError."""
+    """Starts the engine and waits until it is ready. `sockets`: what `bind_sockets` bound, if it was asked before.
+    `listeners` are told what memory holds, beside those of --kv-events. Raises ModelError."""
     metrics = Metrics()
     limits, storage = _limits(settings, machine), _storage(settings, machine.memory_bytes)
-    disk = _disk(settings)
-    engine = Engine(loaded, limits, metrics, storage, disk, remote=_remote(settings), watcher=watcher)
-    engine.start()
+    disk, remote = _disk(settings), _remote(settings)
+    sockets = sockets or bind_sockets(settings)
+    publisher = None if sockets is None else start_publisher(sockets, metrics.events.count)
+    listeners = (*listeners, *((publisher,) if publisher is not None else ()))
+    watching = Watching(listeners, gave_up=metrics.events.lost.inc) if listeners else None
+    engine = Engine(loaded, limits, metrics, storage, disk, remote=remote, watcher=watching)
+    at_end = _endings(watching, publisher)
+    try:
+        engine.start()
+    except BaseException:
+        for end in at_end:
+            end()
+        raise
+    _say_blocks(metrics, engine)
     begin("template", "Trying the chat template and the grammars")
     replies = _replies(settings, loaded, disk)
     template = ChatTemplate(loaded.tokenizer, system_in_place=settings.system_in_place)
@@ -93,6 +119,8 @@ def start_service(
         hosts=_hosts(settings),
         bounds=_bounds(settings),
         origins=settings.cors_origin,
+        publisher=publisher,
+        at_end=at_end,
         started=int(time.time()),
     )
 
@@ -108,6 +136,30 @@ def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
 
 def _hosts(settings: Settings) -> frozenset[str]:
     return frozenset({settings.host, socket.gethostname(), *settings.allowed_host})
+
+
+def bind_sockets(settings: Settings) -> Sockets | None:
+    """Of --kv-events. Raises ConfigError."""
+    if settings.kv_events is None:
+        if settings.kv_events_replay is not None:
+            raise ConfigError("--kv-events-replay is for --kv-events, and none is given. Give one, or leave both.")
+        return None
+    asked = options_of(
+        settings.kv_events, settings.kv_events_replay, settings.kv_events_topic, has_keys=bool(settings.keys)
+    )
+    return bind_events(asked)
+
+
+def _endings(watching: Watching | None, publisher: Publisher | None) -> tuple[Callable[[], None], ...]:
+    """What is told is published."""
+    return tuple(one.close for one in (watching, publisher) if one is not None)
+
+
+def _say_blocks(metrics: Metrics, engine: Engine) -> None:
+    told = engine.props()
+    block_bytes = GRAIN * told["kv_bytes_per_token"]
+    num_blocks = told["kv_budget_bytes"] // block_bytes if block_bytes else 0
+    metrics.set_blocks(block_tokens=GRAIN, num_blocks=num_blocks, dtype=told["kv"]["dtype"])
 
 
 def _replies(settings: Settings, loaded: LoadedModel, disk: DiskOptions | None) -> ReplyMemory | None:

@@ -90,10 +90,24 @@ def properties(service: Service, target: TargetAnswer, held: HeldAnswer) -> dict
             "thinking": service.form.thinks,
         },
         "sampling": _sampling(service),
+        "kv_events": _events(service),
         **engine,
         "kv": {**engine["kv"], **target, "target": target, "held": held},
         "state": dataclasses.asdict(service.engine.state()),
         "draining": service.door.closed,
+    }
+
+
+def _events(service: Service) -> dict[str, Any] | None:
+    """Where routers hear what memory holds, if they do."""
+    publisher = service.publisher
+    if publisher is None:
+        return None
+    return {
+        "publish": publisher.publish_url,
+        "replay": publisher.replay_url,
+        "topic": publisher.topic,
+        "block_tokens": publisher.block_tokens,
     }
 
 

@@ -101,6 +101,8 @@ class Server(uvicorn.Server):
             self._say(f"Finishing {replies}, {left_s:.0f} s left. Ctrl-C again ends at once.")
             await door.wait_empty(min(1.0, left_s))
         await to_thread.run_sync(self.service.engine.stop)
+        for end in self.service.at_end:
+            await to_thread.run_sync(end)
         if self.service.replies is not None:
             await to_thread.run_sync(self.service.replies.close)
         self.should_exit = True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from fastapi import Request
 
@@ -24,6 +26,9 @@ from kvstrata.sizes import Size
 from kvstrata.text.reply_form import ReplyForm
 from kvstrata.text.template import ChatTemplate
 from kvstrata.text.thinking_switch import ThinkingSwitch
+
+if TYPE_CHECKING:
+    from kvstrata.events.publisher import Publisher
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,8 @@ class Service:
     hosts: frozenset[str] = frozenset()  # names that it may be called by where there are no keys
     keep_alive_s: float = 10.0  # longest silence on a stream
     bounds: Bounds = field(default_factory=Bounds)  # of connections and what comes on them
+    publisher: Publisher | None = None  # of KV events
+    at_end: tuple[Callable[[], None], ...] = ()  # called when the engine has stopped
     started: int = 0  # seconds since the epoch
     door: Door = field(default_factory=Door)
     sessions: Sessions = field(default_factory=Sessions)

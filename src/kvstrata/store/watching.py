@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,10 +56,11 @@ class _Note:
 
 class Watching:
     """A watcher that hands on what it hears to `listeners`, on a thread of its own. What a listener raises is logged
-    once for each kind and keeps no other from hearing."""
+    once for each kind and keeps no other from hearing. `gave_up` is called for each note that was given up."""
 
-    def __init__(self, listeners: Sequence[Watcher]) -> None:
+    def __init__(self, listeners: Sequence[Watcher], gave_up: Callable[[], None] = lambda: None) -> None:
         self._listeners = tuple(listeners)
+        self._gave_up = gave_up
         self._notes: queue.SimpleQueue[_Note | None] = queue.SimpleQueue()  # None: cleared, or the end
         self._lock = threading.Lock()  # guards the next
         self._waiting_bytes = 0
@@ -88,12 +89,14 @@ class Watching:
 
     def _add(self, note: _Note) -> None:
         with self._lock:
-            if self._gives_up and self._waiting_bytes > MAX_WAITING_BYTES // 2:
-                return
-            self._gives_up = self._waiting_bytes + note.ids.nbytes > MAX_WAITING_BYTES
+            was_given_up, too_much = self._gives_up, self._waiting_bytes + note.ids.nbytes > MAX_WAITING_BYTES
+            self._gives_up = too_much or (was_given_up and self._waiting_bytes > MAX_WAITING_BYTES // 2)
             if not self._gives_up:
                 self._waiting_bytes += note.ids.nbytes
-        self._notes.put(None if self._gives_up else note)
+        if self._gives_up:
+            self._gave_up()
+        if not self._gives_up or not was_given_up:
+            self._notes.put(None if self._gives_up else note)
 
     def _run(self) -> None:
         while True:

@@ -14,7 +14,7 @@ from kvstrata.fleet.asgi import answer
 from kvstrata.fleet.ray.folders import take_folder
 from kvstrata.fleet.summary import Summary
 from kvstrata.server.service import Service
-from kvstrata.store.watching import Watcher, Watching
+from kvstrata.store.watching import Watcher
 
 GONE = "replica_gone"  # instead of an answer
 
@@ -27,9 +27,8 @@ class Replica:
 
         self._name = serve.get_replica_context().replica_id.unique_id
         self._summary = Summary()
-        self._watching = Watching([self._summary])
         own, self._give_back = _with_folder(load_settings(flags=settings))
-        self._service = _start(own, self._watching)
+        self._service = _start(own, self._summary)
         self._app = behind_front(self._service)
         self._capacity = own.max_running
         self._has_ended = False
@@ -64,7 +63,8 @@ class Replica:
         self._service.engine.stop()
         if self._service.replies is not None:
             self._service.replies.close()
-        self._watching.close()
+        for end in self._service.at_end:
+            end()
         self._give_back()
 
 
@@ -75,7 +75,7 @@ def _with_folder(settings: Settings) -> tuple[Settings, Callable[[], None]]:
     return settings.model_copy(update={"disk_cache_dir": folder}), give_back
 
 
-def _start(settings: Settings, watcher: Watcher) -> Service:
+def _start(settings: Settings, listener: Watcher) -> Service:
     from kvstrata.attention.cpu import compile_codecs_beside
     from kvstrata.backend import device
     from kvstrata.models.cpu_options import CpuOptions
@@ -89,4 +89,4 @@ def _start(settings: Settings, watcher: Watcher) -> Service:
     cpu = CpuOptions(settings.cpu_weights, settings.cpu_activations)
     limit_bytes = memory_limit_bytes(settings, machine)
     loaded = load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes, cpu=cpu)
-    return start_service(settings, loaded, machine, watcher=watcher)
+    return start_service(settings, loaded, machine, listeners=[listener])

@@ -1,0 +1,212 @@
+"""The publisher without a server: what is told, by whom it is heard, and what those get who come late."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.errors import ConfigError
+from kvstrata.events import publisher as publisher_module
+from kvstrata.events.address import Address, EventOptions, options_of, parse
+from kvstrata.events.blocks import AllBlocksCleared, BlockRemoved, Blocks, BlockStored, Event, Numbers
+from kvstrata.events.open import bind_events
+from kvstrata.events.publisher import Publisher
+from kvstrata.events.sockets import Sockets
+from kvstrata.events.wire import body
+from kvstrata.index.ids import TokenIds
+from kvstrata.metrics import Metrics
+from kvstrata.store import watching
+from kvstrata.store.watching import GRAIN, Watching
+from tests.events.subscriber import Subscriber, subscribed
+
+ROOT, OTHER_ROOT = bytes(32), bytes([1]) * 32
+FREE = Address("127.0.0.1", 0)
+
+
+def ids_of(*numbers: int) -> TokenIds:
+    """A block for each number, and three tokens more."""
+    return np.array([token for number in numbers for token in range(number, number + GRAIN)] + [1, 2, 3], np.int32)
+
+
+@pytest.fixture
+def publisher() -> Iterator[Publisher]:
+    one = Publisher(Sockets(EventOptions(FREE, FREE, "")))
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def subscriber(publisher: Publisher) -> Iterator[Subscriber]:
+    with subscribed(publisher.publish_url, publisher.replay_url) as one:
+        yield one
+
+
+def test_events_of_a_moment_come_in_one_message(publisher: Publisher, subscriber: Subscriber) -> None:
+    subscriber.ask_missed(0)  # so that it is connected
+    for number in range(0, 2000, 100):
+        publisher.stored(ROOT, ids_of(number, number + 20), 0)
+    subscriber.wait_until(lambda: len(subscriber.blocks) == 40)
+    assert len(subscriber.sequences) < 5
+
+
+def test_who_asks_for_what_is_not_kept_any_more_gets_all_that_holds(
+    publisher: Publisher, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "KEPT_MESSAGES", 2)
+    publisher.stored(ROOT, ids_of(0, 100, 200), 0)
+    publisher.stored(ROOT, ids_of(0, 100, 300), 2 * GRAIN)
+    publisher.stored(OTHER_ROOT, ids_of(0, 100), 0)
+    for number in range(6):
+        publisher.stored(ROOT, ids_of(1000 + number), 0)
+        publisher.removed(ROOT, ids_of(1000 + number), 0)
+        subscriber.ask_missed(1 << 40)  # publishes what waits
+    with subscribed(publisher.publish_url, publisher.replay_url) as late:
+        (number,) = late.ask_missed(0)
+        assert late.ask_missed(number) == [number]
+        assert late.ask_missed(number + 1) == []
+        tokens = sorted(late.blocks.values())
+    first, second, third, fourth = (tuple(ids_of(start)[:GRAIN].tolist()) for start in (0, 100, 200, 300))
+    both = [first, first, first + second, first + second, first + second + third, first + second + fourth]
+    assert tokens == sorted(both)
+
+
+def test_blocks_of_other_salts_have_other_numbers() -> None:
+    numbers = Numbers()
+    assert not {*numbers.of(ROOT, ids_of(0, 100))} & {*numbers.of(OTHER_ROOT, ids_of(0, 100))}
+
+
+def test_a_question_that_is_none_has_no_answer_and_costs_nothing(publisher: Publisher, subscriber: Subscriber) -> None:
+    import zmq
+
+    publisher.stored(ROOT, ids_of(0), 0)
+    asks = subscriber._context.socket(zmq.DEALER)
+    asks.connect(publisher.replay_url)
+    for question in ([b""], [b"", b"12"], [b"", b"12345678", b"more"], [b"12345678"]):
+        asks.send_multipart(question)
+    assert subscriber.ask_missed(0) == [0]
+    assert not asks.poll(0)
+    asks.close()
+
+
+def test_what_was_given_up_is_told_when_it_is_asked_for_again(
+    publisher: Publisher, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = Metrics()
+    monkeypatch.setattr(watching, "MAX_WAITING_BYTES", 100)
+    hears = Watching([publisher], gave_up=metrics.events.lost.inc)
+    for _ in range(3):
+        hears.stored(ROOT, ids_of(0, 100), 0)  # more than may wait
+    monkeypatch.setattr(watching, "MAX_WAITING_BYTES", 1 << 20)
+    hears.stored(ROOT, ids_of(0, 100, 200), 2 * GRAIN)
+    hears.close()
+    subscriber.ask_missed(0)
+    assert len(subscriber.blocks) == 3
+    assert metrics.registry.get_sample_value("kvstrata_kv_events_lost_total") == 3
+
+
+def test_closing_twice_and_telling_after_the_end_do_nothing() -> None:
+    one = Publisher(Sockets(EventOptions(FREE, FREE, "")))
+    one.stored(ROOT, ids_of(0), 0)
+    one.close()
+    one.close()
+    one.stored(ROOT, ids_of(5), 0)
+    assert not one._thread.is_alive()
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 2), min_size=1, max_size=4)), max_size=30))
+def test_all_that_holds_told_again_is_what_the_events_left(steps: list[tuple[bool, list[int]]]) -> None:
+    """Whatever was stored and went: both ways to know agree."""
+    blocks, numbers = Blocks(), Numbers()
+    by_events: dict[int, int | None] = {}
+    for is_stored, path in steps:
+        ids = ids_of(*(100 * number for number in path))
+        of_path = numbers.of(ROOT, ids)
+        if is_stored:
+            follow(by_events, blocks.stored(of_path, ids))
+        elif not {*of_path[-1:]} & {*by_events.values()}:  # a leaf: only those go
+            follow(by_events, blocks.removed(of_path, (len(path) - 1) * GRAIN))
+    again: dict[int, int | None] = {1: None}
+    for event in blocks.told_again():
+        follow(again, event)
+    assert again == by_events
+    assert len(blocks) == len(again)
+
+
+def follow(known: dict[int, int | None], event: Event | None) -> None:
+    match event:
+        case BlockStored():
+            parent = event.parent
+            assert parent is None or parent in known
+            for number in event.numbers:
+                known[number], parent = parent, number
+        case BlockRemoved():
+            for number in event.numbers:
+                del known[number]
+        case AllBlocksCleared():
+            known.clear()
+
+
+def test_the_form_on_the_wire_is_that_of_vllm() -> None:
+    events = [AllBlocksCleared(), BlockStored([7, 1 << 63], None, list(range(32))), BlockRemoved([7])]
+    assert msgpack.unpackb(body(1.5, events)) == [
+        1.5,
+        [
+            ["AllBlocksCleared"],
+            ["BlockStored", [7, 1 << 63], None, list(range(32)), 16, None, "GPU", None],
+            ["BlockRemoved", [7], "GPU"],
+        ],
+        0,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [("tcp://127.0.0.1:5557", "127.0.0.1", 5557), ("tcp://[::1]:0", "::1", 0), ("tcp://*:1", "*", 1)],
+)
+def test_addresses(text: str, host: str, port: int) -> None:
+    assert parse(text, "--kv-events") == Address(host, port)
+    assert parse(text, "--kv-events").url == text
+
+
+@pytest.mark.parametrize("text", ["", "127.0.0.1:5557", "tcp://127.0.0.1", "tcp://:5", "tcp://h:70000", "ipc:///tmp/x"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--kv-events: .* Write it like tcp://127"):
+        parse(text, "--kv-events")
+
+
+@pytest.mark.parametrize(
+    "address", ["tcp://0.0.0.0:5557", "tcp://*:5557", "tcp://10.0.0.1:5557", "tcp://somewhere:5557"]
+)
+def test_others_can_reach_events_only_where_there_is_a_key(address: str) -> None:
+    assert options_of(address, None, "", has_keys=True).replay.port == 5558
+    with pytest.raises(ConfigError, match=r"--kv-events tcp.* has no key: events carry"):
+        options_of(address, None, "", has_keys=False)
+    with pytest.raises(ConfigError, match=r"--kv-events-replay tcp.* has no key: events carry"):
+        options_of("tcp://127.0.0.1:5557", address, "", has_keys=False)
+
+
+def test_an_address_in_use_ends_the_start_before_a_model_is_loaded() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = f"tcp://127.0.0.1:{other.getsockname()[1]}"
+        serve = [sys.executable, "-c", "from kvstrata.cli import main; main()", "serve", "nowhere", "--port", "0"]
+        ended = subprocess.run([*serve, "--kv-events", taken], capture_output=True, text=True, timeout=120)
+    assert ended.returncode != 0
+    assert f"--kv-events: {taken} is in use. Stop the other program" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_without_the_libraries_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "msgpack", None)
+    with pytest.raises(ConfigError, match=r"not installed \(msgpack\): pip install 'kvstrata\[events\]'"):
+        bind_events(EventOptions(FREE, FREE, ""))
