@@ -93,10 +93,10 @@ def _decode_row(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.ar
         ranges = [part.cuda_range() for part in parts]
         if fit_together(ranges):
             return attend_ranges(q, ranges, scale, sinks)
-    return _decode_over_parts(q, parts, scale, sinks)
+    return decode_over_parts(q, parts, scale, sinks)
 
 
-def _decode_over_parts(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.array | None) -> mx.array:
+def decode_over_parts(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.array | None) -> mx.array:
     """Scores of each part, one softmax over all, weighted sums added: in float32, whatever the model computes in. Only
     scores are concatenated."""
     heads, kv_heads = q.shape[1], parts[0].num_heads
