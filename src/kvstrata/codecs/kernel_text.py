@@ -180,9 +180,7 @@ def _word(name: str) -> str:
 def _pick(macro: str, type_name: str, names: Sequence[str]) -> str:
     """Slot numbers to addresses: a table of addresses would not stay in registers."""
     pointer = f"(const KV_DEVICE {type_name}*)"
-    if not names:
-        return f"#define {macro}(i) ({pointer}0)\n"
-    first, *others = names
+    first, *others = names or ["table"]  # never asked for where there are none
     chain = "".join(f"(i) == {number} ? {pointer}{name} : " for number, name in enumerate(others, 1))
     return f"#define {macro}(i) ({chain}{pointer}{first})\n"
 
