@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstrata.attention import portable
+from kvstrata.attention import portable, portable_plan
 from kvstrata.attention.attend import decode_over_parts
 from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
 from kvstrata.codecs import paths
@@ -36,7 +36,8 @@ Rows = list[tuple[Part, ...]]
 
 @pytest.fixture
 def one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(portable, "SHAPES", ONE_SHAPE)
+    monkeypatch.setattr(portable_plan, "SHAPES", ONE_SHAPE)
+    portable_plan.plan.cache_clear()
 
 
 def encoded(codec: Codec, num_tokens: int, dim: int, seed: int, position: int = 0, dtype: mx.Dtype = mx.float32) -> Planes:
@@ -63,10 +64,9 @@ def queries(num_rows: int, group: int, dim: int, seed: int = 9) -> mx.array:
 
 
 def ours(q: mx.array, rows: Rows, sinks: mx.array | None = None, run: Plain | None = None) -> mx.array:
-    reads = [[portable.read_of(part.cuda_range()) for part in parts] for parts in rows]
-    assert portable.fits(q, reads)
-    known = [[read for read in row if read is not None] for row in reads]
-    return portable.attend(q, known, q.shape[3] ** -0.5, sinks, dialect="plain", run=run or Plain())
+    step = portable.step_of(q, [[part.read() for part in parts] for parts in rows], q.shape[3] ** -0.5, sinks, "plain")
+    assert step is not None
+    return portable.attend(q, step, sinks, run or Plain())
 
 
 def stock(q: mx.array, rows: Rows, sinks: mx.array | None = None) -> mx.array:
@@ -156,7 +156,8 @@ def test_lanes_in_another_order_find_the_same() -> None:
 def test_every_shape_of_launch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of them here, beside the one that the others use: raw rows alone, and planes of fewer bits."""
     dim, shapes = 64, (Slots(0, 0, 8), Slots(8, 8, 10))
-    monkeypatch.setattr(portable, "SHAPES", shapes)
+    monkeypatch.setattr(portable_plan, "SHAPES", shapes)
+    portable_plan.plan.cache_clear()
     run = Plain()
     rows: Rows = [(raw(20 + i, dim, seed=2 * i),) for i in range(9)]
     check(queries(9, 2, dim), rows, run=run)
@@ -207,8 +208,9 @@ def test_any_mix_of_parts_in_any_number_of_rows(
     one_shape: None, monkeypatch: pytest.MonkeyPatch, specs: list[list[Spec]], with_sinks: bool, enough: int
 ) -> None:
     """With few groups a split has many pieces, with many groups pieces are short."""
-    monkeypatch.setattr(portable, "ENOUGH_GROUPS", enough)
-    monkeypatch.setattr(portable, "MOST_SPLITS", 2)
+    monkeypatch.setattr(portable_plan, "ENOUGH_GROUPS", enough)
+    monkeypatch.setattr(portable_plan, "MOST_SPLITS", 2)
+    portable_plan.plan.cache_clear()
     rows: Rows = [tuple(spec.part(10 * i + 2 * j) for j, spec in enumerate(row)) for i, row in enumerate(specs)]
     sinks = mx.arange(2 * KV_HEADS).astype(mx.float32) * 10 if with_sinks else None
     check(queries(len(rows), 2, 64), rows, sinks)
@@ -231,8 +233,9 @@ def test_parts_that_were_joined_inside_a_group_of_tokens() -> None:
 def test_many_pieces_make_one_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest score moves from piece to piece: what was found before shrinks."""
     dim = 64
-    monkeypatch.setattr(portable, "ENOUGH_GROUPS", 1)
-    monkeypatch.setattr(portable, "MOST_SPLITS", 1)
+    monkeypatch.setattr(portable_plan, "ENOUGH_GROUPS", 1)
+    monkeypatch.setattr(portable_plan, "MOST_SPLITS", 1)
+    portable_plan.plan.cache_clear()
     run = Plain()
     check(queries(1, 2, dim), [(sealed("planes:8 halves", "planes:8", 1500, dim),)], run=run)
     assert run.launches[0].groups == (1, KV_HEADS, 1)
@@ -243,7 +246,7 @@ def test_parts_that_the_kernel_does_not_read() -> None:
 
     def of(codec: Codec, dim: int, num_tokens: int = 20) -> portable.Read | None:
         planes = encoded(codec, num_tokens, dim, 0)
-        return portable.read_of(SealedPart(planes, planes).cuda_range())
+        return SealedPart(planes, planes).read()
 
     assert of(PlanesCodec(8), 64) is not None
     assert of(parse("affine:8"), 64) is None
@@ -251,46 +254,56 @@ def test_parts_that_the_kernel_does_not_read() -> None:
     assert of(PlanesCodec(8), 288) is None
     # Metal gets arrays of fewer than 8 entries in another way: here the scales of 2 heads and 3 tokens.
     assert of(PlanesCodec(8), 64, 3) is None
-    assert portable.read_of(raw(4, 72, 0).cuda_range()) is None
-    one, other = (portable.read_of(raw(4, dim, 0).cuda_range()) for dim in (64, 128))
-    assert portable.fits(queries(1, 2, 64), [[one]])
-    assert not portable.fits(queries(1, 2, 64), [[one, other]])
-    assert not portable.fits(queries(2, 2, 64), [[one]])
-    assert not portable.fits(queries(1, 2, 64), [[]])
-    assert not portable.fits(queries(1, 2, 64), [[one, None]])
+    assert raw(4, 72, 0).read() is None
+    one, other = (raw(4, dim, 0).read() for dim in (64, 128))
+    for rows, num_rows, fits in (
+        ([[one]], 1, True),
+        ([[one, other]], 1, False),
+        ([[one]], 2, False),
+        ([[]], 1, False),
+        ([[one, None]], 1, False),
+    ):
+        assert (portable.step_of(queries(num_rows, 2, 64), rows, 1.0, None, "plain") is not None) == fits
 
 
-def reads_of(rows: Rows) -> list[list[portable.Read]]:
-    found = [[portable.read_of(part.cuda_range()) for part in row] for row in rows]
-    return [[read for read in row if read is not None] for row in found]
+def loads_of(rows: Rows) -> list[portable_plan.Load]:
+    numbers, arrays = [], []
+    for row, parts in enumerate(rows):
+        for part in parts:
+            read = part.read()
+            assert read is not None
+            numbers.append(portable_plan.Numbers(row, *read[:4]))
+            arrays += read.arrays
+    ids = [id(array) for array in arrays]
+    return portable_plan.loads_of(numbers, [ids.index(each) for each in ids])
 
 
 def test_rows_that_read_the_same_arrays_pass_them_once() -> None:
     shared = sealed("planes:8", "planes:8", 90, 64)
     rows: Rows = [(CutPart(shared, 0, 20 + i), raw(9, 64, i)) for i in range(8)]
-    (load,) = portable.loads_of(reads_of(rows))
+    (load,) = loads_of(rows)
     assert load.shape == Slots(6, 4, 16)
-    assert [entry.row for entry in load.entries] == sorted(2 * [*range(8)])
+    assert [part.row for part, _ in load.parts] == sorted(2 * [*range(8)])
 
 
 def test_eight_rows_are_few_launches() -> None:
     raws: Rows = [(raw(30, 64, seed=i),) for i in range(8)]
-    assert len(portable.loads_of(reads_of(raws))) == 1
+    assert len(loads_of(raws)) == 1
     for name, most in (("planes:8", 4), ("planes:4", 4)):
         rows: Rows = [(sealed(name, name, 60, 64, seed=i), raw(30, 64, seed=50 + i)) for i in range(8)]
-        assert len(portable.loads_of(reads_of(rows))) <= most
+        assert len(loads_of(rows)) <= most
 
 
 @given(specs=st.lists(st.lists(SPECS, min_size=1, max_size=3), min_size=1, max_size=12))
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_every_token_of_every_row_is_in_one_piece_of_one_launch(specs: list[list[Spec]]) -> None:
     rows: Rows = [tuple(spec.part(10 * i + 2 * j) for j, spec in enumerate(row)) for i, row in enumerate(specs)]
-    reads = reads_of(rows)
     seen = [0] * len(rows)
-    for load in portable.loads_of(reads):
-        numbers = portable._table(tuple(load.entries), load.turn, 1.0, KV_HEADS, portable.Cut(64, 2), len(rows))
-        table = np.array(numbers.table)
-        for row, (first, count) in enumerate(numbers.ranges):
+    asked = portable_plan.Asked(len(rows), 2 * KV_HEADS, 64, 1.0, mx.float32, None, "plain")
+    for load in loads_of(rows):
+        found = portable_plan.table_of(load, asked, portable_plan.Cut(64, 2))
+        table = np.array(found.numbers)
+        for row, (first, count) in enumerate(found.ranges):
             for split in range(first, first + count):
                 of_row, at, num_pieces, _ = table[16 + 4 * split : 20 + 4 * split]
                 assert of_row == row

@@ -14,10 +14,10 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from kvstrata.attention import portable
+from kvstrata.attention import portable, portable_plan
 from kvstrata.attention.parts import Part
 from kvstrata.codecs import kernel_text
-from tests.attention.test_portable import KV_HEADS, queries, raw, reads_of, sealed
+from tests.attention.test_portable import KV_HEADS, queries, raw, sealed
 
 CLANG = shutil.which("clang++")
 STUB = Path(__file__).parent / "metal_stub.h"
@@ -41,10 +41,12 @@ def recorded(function: Callable[[mx.array], mx.array], argument: mx.array) -> li
 
 
 def texts_for(rows: Rows, group: int = 2, dtype: mx.Dtype = mx.bfloat16, sinks: mx.array | None = None) -> list[str]:
-    reads = reads_of(rows)
-    return recorded(
-        lambda q: portable.attend(q, reads, 0.1, sinks, dialect="metal"), queries(len(rows), group, DIM).astype(dtype)
-    )
+    def attended(q: mx.array) -> mx.array:
+        step = portable.step_of(q, [[part.read() for part in parts] for parts in rows], 0.1, sinks, "metal")
+        assert step is not None
+        return portable.attend(q, step, sinks)
+
+    return recorded(attended, queries(len(rows), group, DIM).astype(dtype))
 
 
 def every_case() -> dict[str, list[str]]:
@@ -75,7 +77,7 @@ def test_no_launch_takes_more_buffers_than_metal_has() -> None:
         for text in texts:
             numbers = buffers_of(text)
             assert numbers == list(range(len(numbers)))
-            assert len(numbers) <= portable.MOST_BUFFERS, case
+            assert len(numbers) <= portable_plan.MOST_BUFFERS, case
             # Shapes and strides would take more.
             assert "_shape [[" not in text
             assert "_strides [[" not in text
@@ -83,12 +85,12 @@ def test_no_launch_takes_more_buffers_than_metal_has() -> None:
 
 
 def test_shapes_of_launches_keep_to_the_limit() -> None:
-    for slots in portable.SHAPES:
+    for slots in portable_plan.SHAPES:
         text = kernel_text.attend_text("metal", kernel_text.Sizes(DIM, DIM, 2), slots, (mx.bfloat16,))
-        assert len(text.inputs) + len(text.outputs) == sum(slots) + portable.OTHER_BUFFERS <= portable.MOST_BUFFERS
-    for count in portable.PARTIAL_COUNTS:
+        assert len(text.inputs) + len(text.outputs) == sum(slots) + portable_plan.OTHER_BUFFERS <= portable_plan.MOST_BUFFERS
+    for count in portable_plan.PARTIAL_COUNTS:
         text = kernel_text.combine_text("metal", DIM, mx.bfloat16, count, mx.bfloat16)
-        assert len(text.inputs) + len(text.outputs) <= portable.MOST_BUFFERS
+        assert len(text.inputs) + len(text.outputs) <= portable_plan.MOST_BUFFERS
 
 
 def test_names_differ_where_texts_do() -> None:

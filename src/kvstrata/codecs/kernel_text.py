@@ -144,7 +144,7 @@ Run = Callable[[Launch], mx.array]
 
 def run_on_gpu(launch: Launch) -> mx.array:
     x, y, z = launch.groups
-    kernel = _compiled(launch.text)
+    kernel = _compiled(launch.text, tuple([array.dtype for array in launch.inputs]), launch.dtype)
     (out,) = kernel(
         inputs=launch.inputs,
         grid=(x * LANES, y, z),
@@ -156,11 +156,12 @@ def run_on_gpu(launch: Launch) -> mx.array:
 
 
 @cache
-def _compiled(text: Text) -> Callable[..., Sequence[mx.array]]:
-    """MLX compiles a kernel when it is first run, and keeps it under its name."""
+def _compiled(text: Text, inputs: tuple[mx.Dtype, ...], out: mx.Dtype) -> Callable[..., Sequence[mx.array]]:
+    """MLX compiles a kernel when it is first run, and keeps it under its name: the types of its arrays are part of it."""
     make: Any = mx.fast.metal_kernel if text.dialect == "metal" else mx.fast.cuda_kernel
+    types = hashlib.blake2s(repr((inputs, out)).encode(), digest_size=4).hexdigest()
     return make(
-        name=f"kvstrata_{text.name}_{text.digest}",
+        name=f"kvstrata_{text.name}_{text.digest}_{types}",
         input_names=list(text.inputs),
         output_names=list(text.outputs),
         source=text.body,
