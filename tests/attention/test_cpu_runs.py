@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.attention import cpu
-from kvstrata.attention.attend import decode_over_parts
+from kvstrata.attention.by_row import decode_over_parts
 from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
 from kvstrata.codecs.base import Codec, Planes
 from kvstrata.codecs.planes import PlanesCodec

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvstrata.attention import portable, portable_plan
-from kvstrata.attention.attend import decode_over_parts
+from kvstrata.attention.by_row import decode_over_parts
 from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
 from kvstrata.codecs import paths
 from kvstrata.codecs.base import Codec, Planes

@@ -28,7 +28,7 @@ SHAPES = (
     *(Slots(0, 0, 2), Slots(0, 0, 8), Slots(0, 0, 16), Slots(0, 0, 26)),
     *(Slots(6, 4, 2), Slots(6, 4, 16), Slots(12, 8, 6), Slots(8, 8, 10), Slots(12, 12, 2)),
 )
-PARTIAL_COUNTS = (1, 2, 4, 8, 16, 28)  # that a launch combines
+PARTIAL_COUNTS = (1, 2, 4, 8, 16)  # that a launch combines
 # MLX passes arrays of fewer entries to Metal in another kind of memory, for which the kernels are not written.
 FEWEST_ENTRIES = 8
 ENOUGH_GROUPS = 1024  # to keep a GPU busy

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.attention import portable_check
 from kvstrata.attention.attend import attend
 from kvstrata.attention.attend import kernels as attention_kernels
 from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
@@ -90,8 +91,10 @@ def kernels() -> dict[str, Any]:
     """What computes here."""
     halves = dict(_halves())
     kinds = [(dtype, DIM, DIM) for dtype in DTYPES.values()]
+    trials = portable_check.report([portable_check.Kind(*kind, HEADS // KV_HEADS) for kind in kinds])
     return {
         "path": paths.active(),
+        "decode_step_trials": trials,
         "attention": attention_kernels(kinds),
         "rows_for_16_bit_scores": {name: products.least_rows(dtype) for name, dtype in halves.items()},
     }
