@@ -40,7 +40,9 @@ def one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     portable_plan.plan.cache_clear()
 
 
-def encoded(codec: Codec, num_tokens: int, dim: int, seed: int, position: int = 0, dtype: mx.Dtype = mx.float32) -> Planes:
+def encoded(
+    codec: Codec, num_tokens: int, dim: int, seed: int, position: int = 0, dtype: mx.Dtype = mx.float32
+) -> Planes:
     x = keys(KV_HEADS, num_tokens, dim, seed=seed, dtype=dtype)
     with paths.as_on_metal():
         return codec.encode(x, position)
@@ -198,6 +200,7 @@ SPECS = st.builds(
 
 
 @needs_compiler
+@pytest.mark.usefixtures("one_shape")
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(
     specs=st.lists(st.lists(SPECS, min_size=1, max_size=4), min_size=1, max_size=5),
@@ -205,7 +208,7 @@ SPECS = st.builds(
     enough=st.sampled_from([1, 16, 1024]),
 )
 def test_any_mix_of_parts_in_any_number_of_rows(
-    one_shape: None, monkeypatch: pytest.MonkeyPatch, specs: list[list[Spec]], with_sinks: bool, enough: int
+    monkeypatch: pytest.MonkeyPatch, specs: list[list[Spec]], with_sinks: bool, enough: int
 ) -> None:
     """With few groups a split has many pieces, with many groups pieces are short."""
     monkeypatch.setattr(portable_plan, "ENOUGH_GROUPS", enough)

@@ -1,6 +1,7 @@
-"""The text that MLX would hand to Metal's compiler: which buffers it takes, and whether it is the language that it must be.
+"""The text that MLX hands to Metal's compiler and to CUDA's: which buffers it takes, and whether it is their language.
 
-MLX records a Metal kernel while a function is exported, on any machine, with the text that it generates.
+MLX records a Metal kernel while a function is exported, on any machine, with the text that it generates. Of CUDA's the
+head of the function is written here.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ import pytest
 from kvstrata.attention import portable, portable_plan
 from kvstrata.attention.parts import Part
 from kvstrata.codecs import kernel_text
+from kvstrata.codecs.kernel_text import Launch
 from tests.attention.test_portable import KV_HEADS, queries, raw, sealed
 
 CLANG = shutil.which("clang++")
-STUB = Path(__file__).parent / "metal_stub.h"
+STUB, CUDA_STUB = (Path(__file__).parent / f"{name}_stub.h" for name in ("metal", "cuda"))
+CUDA_TYPES = {
+    mx.float32: "float",
+    mx.float16: "__half",
+    mx.bfloat16: "__nv_bfloat16",
+    mx.uint32: "uint32_t",
+    mx.int32: "int32_t",
+}
 DIM = 64
 # A variable of a function cannot be in another space of memory for clang's C++, but for a static one.
 SHARED_ARRAY = "(type, name, size) threadgroup type name[size]"
@@ -87,7 +96,11 @@ def test_no_launch_takes_more_buffers_than_metal_has() -> None:
 def test_shapes_of_launches_keep_to_the_limit() -> None:
     for slots in portable_plan.SHAPES:
         text = kernel_text.attend_text("metal", kernel_text.Sizes(DIM, DIM, 2), slots, (mx.bfloat16,))
-        assert len(text.inputs) + len(text.outputs) == sum(slots) + portable_plan.OTHER_BUFFERS <= portable_plan.MOST_BUFFERS
+        assert (
+            len(text.inputs) + len(text.outputs)
+            == sum(slots) + portable_plan.OTHER_BUFFERS
+            <= portable_plan.MOST_BUFFERS
+        )
     for count in portable_plan.PARTIAL_COUNTS:
         text = kernel_text.combine_text("metal", DIM, mx.bfloat16, count, mx.bfloat16)
         assert len(text.inputs) + len(text.outputs) <= portable_plan.MOST_BUFFERS
@@ -125,10 +138,41 @@ def test_clang_refuses_what_metal_would_refuse(tmp_path: Path) -> None:
         assert "error" in _complaints(tmp_path / "wrong.cpp", text.replace(right, wrong), "c++17")
 
 
+@pytest.mark.skipif(CLANG is None, reason="needs clang")
+def test_clang_takes_the_text_as_cudas_language(tmp_path: Path) -> None:
+    rows: Rows = [
+        (sealed("planes:8 halves", "planes:8", 40, DIM), raw(20, DIM, 1, mx.bfloat16)),
+        (sealed("planes:4", "planes:2", 40, DIM), raw(20, DIM, 3, mx.bfloat16)),
+    ]
+    q, sinks = queries(2, 2, DIM).astype(mx.bfloat16), mx.zeros((4,), mx.bfloat16)
+    launches: list[Launch] = []
+
+    def see(launch: Launch) -> mx.array:
+        launches.append(launch)
+        return mx.zeros(launch.shape, launch.dtype)
+
+    step = portable.step_of(q, [[part.read() for part in parts] for parts in rows], 0.1, sinks, "cuda")
+    assert step is not None
+    portable.attend(q, step, sinks, see)
+    assert [launch.text.name for launch in launches] == ["attend_parts", "combine_parts"]
+    for i, launch in enumerate(launches):
+        text = launch.text
+        inputs = [f"const {CUDA_TYPES[x.dtype]}* {name}" for name, x in zip(text.inputs, launch.inputs, strict=True)]
+        head = f"void kernel({', '.join(inputs)}, {CUDA_TYPES[launch.dtype]}* {text.outputs[0]}) {{\n"
+        header = "\n".join(line for line in text.header.splitlines() if not line.startswith("#include"))
+        file = tmp_path / f"{i}.cpp"
+        file.write_text(f'#include "{CUDA_STUB}"\n{header}\n{head}{text.body}\n}}\n')
+        assert _checked(file, "c++17") == ""
+
+
 def _complaints(file: Path, text: str, standard: str) -> str:
     assert text.count(SHARED_ARRAY) == 1
     static = text.replace(SHARED_ARRAY, SHARED_ARRAY.replace("threadgroup", "static threadgroup"))
     file.write_text(f'#include "{STUB}"\nusing namespace metal;\n{static}')
+    return _checked(file, standard)
+
+
+def _checked(file: Path, standard: str) -> str:
     command = [
         *(str(CLANG), "-fsyntax-only", f"-std={standard}", "-nostdinc", "--target=aarch64-linux-gnu"),
         *("-Wall", "-Wextra", "-Werror", "-Wdouble-promotion", "-Wno-unknown-attributes", "-Wno-unused"),

@@ -1,4 +1,4 @@
-"""A decode step row by row: MLX's own operations, and CUDA's kernels where there are some. What every machine can do."""
+"""A decode step row by row, as every machine can do it: MLX's own operations, and on CUDA kernels where they fit."""
 
 from __future__ import annotations
 

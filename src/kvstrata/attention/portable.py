@@ -1,7 +1,7 @@
 """Attention of a decode step by the kernel that is written once for Metal, CUDA and tests.
 
-A step is a few launches that each attend over some of the parts, and one that combines what they found (portable_plan.py).
-Nothing is written but results: new tokens are in their buffers before.
+A step is a few launches that each attend over some of the parts, and one that combines what they found
+(portable_plan.py). Nothing is written but results: new tokens are in their buffers before.
 
 Knows what parts are stored as; does not know sequences, or whether the machine runs the kernels (portable_check.py).
 """

@@ -1,7 +1,7 @@
 """Whether the portable kernel is used on this machine: tried once for each kind of heads, before anything is served.
 
-Every kernel that a step can be made of runs beside the path without it, row by row: what differs is an error, and both are timed.
-Where one fails, is off or is not faster, rows attend one by one. Raw rows and planes are judged apart.
+Every kernel that a step can be made of runs beside the path without it, row by row: their results are compared, and
+both are timed. Where one fails, is off or is not faster, rows attend one by one. Raw rows and planes are judged apart.
 """
 
 from __future__ import annotations

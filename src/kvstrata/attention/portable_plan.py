@@ -1,7 +1,7 @@
 """How a decode step becomes launches of the portable kernel: which part goes where, and the tables of numbers.
 
-Parts of all rows are sorted into launches by the arrays that a launch takes, for Metal has 31 places for buffers. Plans are
-made of numbers alone, so all layers of a step that read alike share one. Knows no arrays' contents.
+Parts of all rows are sorted into launches by the arrays that a launch takes, for Metal has 31 places for buffers. Plans
+are made of numbers alone, so all layers of a step that read alike share one. Knows no arrays' contents.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a decode step asks of a GPU in one attention layer: primitives of MLX's graph, and the bytes that they move.
 
-As a Mac runs it: MLX's own operations, and where a case says so our kernel, which MLX records on any machine. Nothing is
-timed, so any machine gives the same figures. New tokens are written before: two slice updates for each row.
+As a Mac runs it: MLX's own operations, and where a case says so our kernel, which MLX records on any machine. Nothing
+is timed, so any machine gives the same figures. New tokens are written before: two slice updates for each row.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Kernels that are written once, as text for a compiler: CUDA's, Metal's, or a plain C++ one in tests.
 
-`kernel_source/` has the body, in what the three languages have in common, and a prelude for each of them. Here the two are put
-together for given sizes. Knows no arrays' contents, no parts and no tokens.
+`kernel_source/` has the body, in what the three languages have in common, and a prelude for each of them. Here the two
+are put together for given sizes. Knows no arrays' contents, no parts and no tokens.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def run_on_gpu(launch: Launch) -> mx.array:
 
 @cache
 def _compiled(text: Text, inputs: tuple[mx.Dtype, ...], out: mx.Dtype) -> Callable[..., Sequence[mx.array]]:
-    """MLX compiles a kernel when it is first run, and keeps it under its name: the types of its arrays are part of it."""
+    """MLX compiles a kernel when it is first run, and keeps it under its name: with the types of its arrays."""
     make: Any = mx.fast.metal_kernel if text.dialect == "metal" else mx.fast.cuda_kernel
     types = hashlib.blake2s(repr((inputs, out)).encode(), digest_size=4).hexdigest()
     return make(
