@@ -84,7 +84,8 @@ def stock(q: mx.array, rows: Rows, sinks: mx.array | None = None) -> mx.array:
 def widened(part: Part) -> Part:
     """Raw vectors in float32: of 16-bit ones MLX's operations round the sum of each part."""
     if isinstance(part, RawPart):
-        return RawPart(*(x.astype(mx.float32) for x in (part.k_buffer, part.v_buffer)), part.num_tokens, part.start)
+        k, v = (x.astype(mx.float32) for x in (part.k_buffer, part.v_buffer))
+        return RawPart(k, v, part.num_tokens, part.start)
     if isinstance(part, SealedPart) and isinstance(part.v.codec, RawCodec):
         return SealedPart(part.k, part.v.codec.adopt(part.v.arrays["values"].astype(mx.float32)))
     return part

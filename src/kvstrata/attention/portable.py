@@ -50,9 +50,13 @@ def read_planes(k: Planes, v: Planes, start: int, end: int) -> Read | None:
         return None
     mean = None
     if min(kinds) <= 8:
-        counts = tuple(each.arrays["means"].shape[-2] if each.segments else 1 for each in (k, v))
+        counts = (_num_means(k), _num_means(v))
         mean = Mean((k.segments, v.segments), counts, k.position % GROUP_TOKENS, turn_of(k))
     return Read(laid(Form(k.dim, v.dim, k.leading[0]), *kinds, mean), start, end, k.num_tokens, arrays)
+
+
+def _num_means(planes: Planes) -> int:
+    return planes.arrays["means"].shape[-2] if "means" in planes.arrays else 1
 
 
 def _kind_of(planes: Planes) -> int:

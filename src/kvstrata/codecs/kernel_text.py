@@ -7,7 +7,7 @@ are put together for given sizes. Knows no arrays' contents, no parts and no tok
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -169,7 +169,7 @@ def _compiled(text: Text, inputs: tuple[mx.Dtype, ...], out: mx.Dtype) -> Callab
     )
 
 
-def _header(dialect: Dialect, constants: dict[str, object]) -> str:
+def _header(dialect: Dialect, constants: Mapping[str, object]) -> str:
     defines = "".join(f"#undef {_word(name)}\n#define {name} {value}\n" for name, value in constants.items())
     return _read(dialect) + defines
 
