@@ -29,3 +29,4 @@ __half __ushort_as_half(unsigned short bits);
 float __half2float(__half x);
 float __expf(float x);
 float fmaxf(float a, float b);
+float floorf(float x);

@@ -42,10 +42,12 @@ def source_of(launch: Launch) -> str:
         f"  const {TYPES[array.dtype]}* {name} = static_cast<const {TYPES[array.dtype]}*>(arguments[{i}]);\n"
         for i, (name, array) in enumerate(zip(text.inputs, launch.inputs, strict=True))
     ]
-    (out,) = text.outputs
-    output = f"  {TYPES[launch.dtype]}* {out} = static_cast<{TYPES[launch.dtype]}*>(arguments[{len(inputs)}]);\n"
+    outputs = [
+        f"  {TYPES[dtype]}* {name} = static_cast<{TYPES[dtype]}*>(arguments[{len(inputs) + i}]);\n"
+        for i, (name, dtype) in enumerate(zip(text.outputs, launch.dtypes, strict=True))
+    ]
     unused = "".join(f"  (void){name};\n" for name in text.inputs)
-    kernel = f"static void KV_KERNEL(void** arguments) {{\n{''.join(inputs)}{output}{unused}{text.body}}}\n"
+    kernel = f"static void KV_KERNEL(void** arguments) {{\n{''.join([*inputs, *outputs])}{unused}{text.body}}}\n"
     return text.header + kernel + (FOLDER / "plain_run.h").read_text()
 
 
@@ -81,20 +83,22 @@ class Plain:
         self._backwards = backwards
         self.launches: list[Launch] = []
 
-    def __call__(self, launch: Launch) -> mx.array:
+    def __call__(self, launch: Launch) -> list[mx.array]:
         self.launches.append(launch)
         library = _library(source_of(launch))
         inputs = [_guarded(_bytes_of(array)) for array in launch.inputs]
-        num_bytes = int(np.prod(launch.shape)) * launch.dtype.size
-        room, address = _guarded(np.full(num_bytes, 0xFF, np.uint8))
+        sizes = [int(np.prod(shape)) * dtype.size for shape, dtype in zip(launch.shapes, launch.dtypes, strict=True)]
+        outputs = [_guarded(np.full(size, 0xFF, np.uint8)) for size in sizes]
         before = [held.copy() for held, _ in inputs]
-        pointers = (ctypes.c_void_p * (len(inputs) + 1))(*(at for _, at in inputs), address)
-        diverged = library.kv_run(pointers, *launch.groups, int(self._backwards))
+        addresses = [address for _, address in (*inputs, *outputs)]
+        diverged = library.kv_run((ctypes.c_void_p * len(addresses))(*addresses), *launch.groups, int(self._backwards))
         assert not diverged, "lanes do not meet at the same points"
         assert all((a == held).all() for a, (held, _) in zip(before, inputs, strict=True)), "an input was written"
-        at = address - room.ctypes.data
-        assert (room[:at] == 0xFF).all(), "written before the result"
-        assert (room[at + num_bytes :] == 0xFF).all(), "written behind the result"
-        octets = room[at : at + num_bytes]
-        words = octets.copy().view({2: np.uint16, 4: np.uint32}[launch.dtype.size])
-        return mx.array(words).view(launch.dtype).reshape(launch.shape)
+        made = []
+        for (room, address), size, shape, dtype in zip(outputs, sizes, launch.shapes, launch.dtypes, strict=True):
+            at = address - room.ctypes.data
+            assert (room[:at] == 0xFF).all(), "written before the result"
+            assert (room[at + size :] == 0xFF).all(), "written behind the result"
+            words = room[at : at + size].copy().view({2: np.uint16, 4: np.uint32}[dtype.size])
+            made.append(mx.array(words).view(dtype).reshape(shape))
+        return made

@@ -95,7 +95,7 @@ def test_more_launches_than_one_can_combine_are_halved(monkeypatch: pytest.Monke
 
 
 def test_whatever_goes_wrong_in_a_step_rows_attend_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
-    def fails(_: Launch) -> mx.array:
+    def fails(_: Launch) -> list[mx.array]:
         raise RuntimeError("no such kernel")
 
     rows = Parts(tuple((raw(9 + i, DIM, i),) for i in range(2)))
@@ -133,14 +133,14 @@ def test_a_trial_finds_what_is_right_and_faster(
 @needs_compiler
 def test_a_trial_finds_what_is_wrong_or_fails() -> None:
     class Wrong(Plain):
-        def __call__(self, launch: Launch) -> mx.array:
-            return super().__call__(launch) * 1.01
+        def __call__(self, launch: Launch) -> list[mx.array]:
+            return [made * 1.01 for made in super().__call__(launch)]
 
     class NotANumber(Plain):
-        def __call__(self, launch: Launch) -> mx.array:
-            return super().__call__(launch) * float("nan")
+        def __call__(self, launch: Launch) -> list[mx.array]:
+            return [made * float("nan") for made in super().__call__(launch)]
 
-    def fails(_: Launch) -> mx.array:
+    def fails(_: Launch) -> list[mx.array]:
         raise ValueError("cannot be compiled")
 
     for run, said in ((Wrong(), "is off by"), (NotANumber(), "is off by nan"), (fails, "cannot be compiled")):

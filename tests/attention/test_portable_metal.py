@@ -17,9 +17,11 @@ import pytest
 
 from kvstrata.attention import portable, portable_plan
 from kvstrata.attention.parts import Part
-from kvstrata.codecs import kernel_text
+from kvstrata.codecs import kernel_text, portable_planes
 from kvstrata.codecs.kernel_text import Launch
+from kvstrata.codecs.planes import PlanesCodec
 from tests.attention.test_portable import KV_HEADS, queries, raw, sealed
+from tests.codecs.arrays import a_turn, keys
 
 CLANG = shutil.which("clang++")
 STUB, CUDA_STUB = (Path(__file__).parent / f"{name}_stub.h" for name in ("metal", "cuda"))
@@ -37,7 +39,7 @@ SHARED_ARRAY = "(type, name, size) threadgroup type name[size]"
 Rows = list[tuple[Part, ...]]
 
 
-def recorded(function: Callable[[mx.array], mx.array], argument: mx.array) -> list[str]:
+def recorded(function: Callable[[mx.array], mx.array | list[mx.array]], argument: mx.array) -> list[str]:
     """The texts of all kernels that `function` launches."""
     texts: list[str] = []
 
@@ -73,7 +75,16 @@ def every_case() -> dict[str, list[str]]:
         "sinks": texts_for([(own[0],)], sinks=few_sinks),
         "more sinks": texts_for([(own[0],)], group=4, sinks=many_sinks),
         "seven queries": texts_for([(own[0],)], group=7),
+        **{f"codec, {bits} bits": codec_texts(bits) for bits in (8, 4, 2)},
     }
+
+
+def codec_texts(bits: int) -> list[str]:
+    codec = PlanesCodec(bits, a_turn("halves", DIM))
+    x = keys(KV_HEADS, 300, DIM, dtype=mx.bfloat16)
+    planes = codec.encode(x, 100)
+    encoding = recorded(lambda each: list(portable_planes.encode(each, bits, 100, codec.turn, "metal").values()), x)
+    return [*encoding, *recorded(lambda _: portable_planes.decode(planes, mx.bfloat16, "metal"), x)]
 
 
 def buffers_of(text: str) -> list[int]:
@@ -90,7 +101,6 @@ def test_no_launch_takes_more_buffers_than_metal_has() -> None:
             # Shapes and strides would take more.
             assert "_shape [[" not in text
             assert "_strides [[" not in text
-            assert text.count("const device") + text.count("const constant") >= len(numbers) - 1
 
 
 def test_shapes_of_launches_keep_to_the_limit() -> None:
@@ -147,18 +157,23 @@ def test_clang_takes_the_text_as_cudas_language(tmp_path: Path) -> None:
     q, sinks = queries(2, 2, DIM).astype(mx.bfloat16), mx.zeros((4,), mx.bfloat16)
     launches: list[Launch] = []
 
-    def see(launch: Launch) -> mx.array:
+    def see(launch: Launch) -> list[mx.array]:
         launches.append(launch)
-        return mx.zeros(launch.shape, launch.dtype)
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(launch.shapes, launch.dtypes, strict=True)]
 
     step = portable.step_of(q, [[part.read() for part in parts] for parts in rows], 0.1, sinks, "cuda")
     assert step is not None
     portable.attend(q, step, sinks, see)
     assert [launch.text.name for launch in launches] == ["attend_parts", "combine_parts"]
+    for bits in (8, 2):
+        codec = PlanesCodec(bits)
+        portable_planes.encode(keys(KV_HEADS, 40, DIM, dtype=mx.bfloat16), bits, 0, None, "cuda", see)
+        portable_planes.decode(codec.encode(keys(KV_HEADS, 40, DIM)), mx.bfloat16, "cuda", see)
     for i, launch in enumerate(launches):
         text = launch.text
         inputs = [f"const {CUDA_TYPES[x.dtype]}* {name}" for name, x in zip(text.inputs, launch.inputs, strict=True)]
-        head = f"void kernel({', '.join(inputs)}, {CUDA_TYPES[launch.dtype]}* {text.outputs[0]}) {{\n"
+        outputs = [f"{CUDA_TYPES[dtype]}* {name}" for name, dtype in zip(text.outputs, launch.dtypes, strict=True)]
+        head = f"void kernel({', '.join([*inputs, *outputs])}) {{\n"
         header = "\n".join(line for line in text.header.splitlines() if not line.startswith("#include"))
         file = tmp_path / f"{i}.cpp"
         file.write_text(f'#include "{CUDA_STUB}"\n{header}\n{head}{text.body}\n}}\n')

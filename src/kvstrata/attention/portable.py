@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from kvstrata.attention.portable_plan import FEWEST_ENTRIES, Asked, Form, Laid, Mean, Plan, laid, plan
+from kvstrata.attention.portable_plan import Asked, Form, Laid, Mean, Plan, laid, plan
 from kvstrata.codecs import kernel_text
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.cuda_codes import turn_of
 from kvstrata.codecs.kernel_text import LARGEST_DIM, RAW_KINDS, Dialect, Launch, Run
+from kvstrata.codecs.portable_planes import FEWEST_ENTRIES
 from kvstrata.codecs.segments import GROUP_TOKENS
 
 
@@ -115,18 +116,12 @@ def step_of(
 def attend(q: mx.array, step: Step, sinks: mx.array | None = None, run: Run = kernel_text.run_on_gpu) -> mx.array:
     """One query for each head of each row, over all that the row reads -> [rows, heads, 1, v_dim]"""
     (launches, last), arrays = step.plan, step.arrays
-    partials = [
-        run(
-            Launch(
-                each.text,
-                [q, each.table, each.angles, *[arrays[i] for i in each.arrays]],
-                each.groups,
-                each.shape,
-                mx.float32,
-            )
-        )
-        for each in launches
-    ]
+    partials = []
+    for each in launches:
+        inputs = [q, each.table, each.angles, *[arrays[i] for i in each.arrays]]
+        partials += run(Launch(each.text, inputs, each.groups, [each.shape], [mx.float32]))
     others = [] if sinks is None else [sinks]
     padding = partials[:1] * (last.num_partials - len(partials))
-    return run(Launch(last.text, [last.ranges, *others, *partials, *padding], last.groups, last.shape, q.dtype))
+    inputs = [last.ranges, *others, *partials, *padding]
+    (out,) = run(Launch(last.text, inputs, last.groups, [last.shape], [q.dtype]))
+    return out

@@ -16,10 +16,10 @@ import numpy as np
 
 from kvstrata.codecs import kernel_text
 from kvstrata.codecs.cuda_codes import pieces_of
-from kvstrata.codecs.kernel_text import LANES, LARGEST_DIM, RAW_KINDS, Dialect, Sizes, Slots, Text
-from kvstrata.codecs.rotation import sign_values
-from kvstrata.codecs.segments import GROUP_TOKENS, Segments
-from kvstrata.codecs.turns import Turn, tables
+from kvstrata.codecs.kernel_text import LANES, RAW_KINDS, Dialect, Sizes, Slots, Text
+from kvstrata.codecs.portable_planes import angles_of, head_numbers
+from kvstrata.codecs.segments import Segments
+from kvstrata.codecs.turns import Turn
 
 MOST_BUFFERS = 31  # of a launch, on Metal
 OTHER_BUFFERS = 4  # queries, table, angles, result
@@ -29,8 +29,6 @@ SHAPES = (
     *(Slots(6, 4, 2), Slots(6, 4, 16), Slots(12, 8, 6), Slots(8, 8, 10), Slots(12, 12, 2)),
 )
 PARTIAL_COUNTS = (1, 2, 4, 8, 16)  # that a launch combines
-# MLX passes arrays of fewer entries to Metal in another kind of memory, for which the kernels are not written.
-FEWEST_ENTRIES = 8
 ENOUGH_GROUPS = 1024  # to keep a GPU busy
 LONGEST_PIECE, SHORTEST_PIECE = 256, 32
 MOST_SPLITS = 64  # of a row: combining walks through them
@@ -152,7 +150,7 @@ def plan(
         table = table_of(load, asked, cut)
         groups = (table.num_splits, form.kv_heads, sizes.num_tiles)
         shape = (table.num_splits, asked.heads, form.v_dim + 2)
-        angles = _angles(load.turn, form.k_dim)
+        angles = angles_of(load.turn, form.k_dim)
         launches.append(Partial(text, table.numbers, angles, load.buffers(), groups, shape))
         ranges.append(table.ranges)
     return Plan(tuple(launches), _last(asked, form, ranges))
@@ -313,22 +311,9 @@ def _packed(how: Laid, slots: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _head(turn: Turn | None, scale: float, kv_heads: int) -> np.ndarray:
-    numbers = np.zeros(SPLITS_AT, np.int32)
+    """int32 [16]: scale, turn, KV heads, signs"""
+    numbers = head_numbers(turn)
+    numbers[1:5] = numbers[:4].copy()
     numbers[0] = np.array(scale, np.float32).view(np.int32)
-    if turn is not None:
-        numbers[1:5] = (turn.first, *turn.strides, turn.num_pairs)
     numbers[5] = kv_heads
-    negative = np.packbits(sign_values(LARGEST_DIM) < 0, bitorder="little")
-    numbers[8:16] = negative.view(np.int32)
     return numbers
-
-
-@lru_cache(maxsize=8)
-def _angles(turn: Turn | None, dim: int) -> mx.array:
-    """float32 [256, dim / 16, 16]: for each of the lanes that share a vector 8 cosines and 8 sines"""
-    if turn is None:
-        return mx.array(np.zeros(FEWEST_ENTRIES, np.float32))
-    found = tables(turn, dim)
-    both = np.zeros((2, GROUP_TOKENS, dim // 2), np.float32)
-    both[0, :, : turn.num_pairs], both[1, :, : turn.num_pairs] = found.cos, found.sin
-    return mx.array(both.reshape(2, GROUP_TOKENS, dim // 16, 8).transpose(1, 2, 0, 3).copy())

@@ -31,6 +31,8 @@ _TYPES: dict[Dialect, dict[mx.Dtype, str]] = {
     "plain": {mx.float32: "float", mx.float16: "kv_half", mx.bfloat16: "kv_bfloat"},
 }
 
+_CODES = {8: ("top", "next", "low"), 4: ("top", "next"), 2: ("top",)}
+
 # MLX looks for these names in the text of a kernel, and passes what is asked for.
 _PLACES: dict[Dialect, str] = {
     "metal": """  const int kv_lane = int(thread_index_in_simdgroup);
@@ -131,35 +133,62 @@ def combine_text(
     return Text(dialect, "combine_parts", inputs, ("out",), header, _PLACES[dialect] + _read("combine_body"))
 
 
+@cache
+def mean_text(dialect: Dialect, dim: int) -> Text:
+    """Means of segments, float16."""
+    header = _planes_header(dialect, {"KV_DIM": dim})
+    inputs, body = ("table", "angles", "x"), _PLACES[dialect] + _read("mean_body")
+    return Text(dialect, "means_of_planes", inputs, ("means",), header, body)
+
+
+@cache
+def encode_text(dialect: Dialect, dim: int, bits: int) -> Text:
+    """Codes of vectors, and their scales, around means that are known."""
+    header = _planes_header(dialect, {"KV_DIM": dim, "KV_BITS": bits})
+    inputs, outputs = ("table", "angles", "x", "means"), (*_CODES[bits], "scales")
+    return Text(dialect, "encode_planes", inputs, outputs, header, _PLACES[dialect] + _read("encode_body"))
+
+
+@cache
+def decode_text(dialect: Dialect, dim: int, bits: int, dtype: mx.Dtype) -> Text:
+    constants = {"KV_DIM": dim, "KV_BITS": bits, "KV_OUT(x)": f"{_TYPES[dialect][dtype]}(x)"}
+    header = _planes_header(dialect, constants)
+    inputs = ("table", "angles", *_CODES[bits], "scales", "means")
+    return Text(dialect, "decode_planes", inputs, ("out",), header, _PLACES[dialect] + _read("decode_body"))
+
+
+def _planes_header(dialect: Dialect, constants: Mapping[str, object]) -> str:
+    return _header(dialect, constants) + _read("vectors") + _read("planes")
+
+
 class Launch(NamedTuple):
     text: Text
     inputs: list[mx.array]
     groups: tuple[int, int, int]
-    shape: tuple[int, ...]  # of what it returns
-    dtype: mx.Dtype
+    shapes: list[tuple[int, ...]]  # of what it returns
+    dtypes: list[mx.Dtype]
 
 
-Run = Callable[[Launch], mx.array]
+Run = Callable[[Launch], Sequence[mx.array]]
 
 
-def run_on_gpu(launch: Launch) -> mx.array:
+def run_on_gpu(launch: Launch) -> Sequence[mx.array]:
     x, y, z = launch.groups
-    kernel = _compiled(launch.text, tuple([array.dtype for array in launch.inputs]), launch.dtype)
-    (out,) = kernel(
+    types = tuple([array.dtype for array in launch.inputs]), tuple(launch.dtypes)
+    return _compiled(launch.text, types)(
         inputs=launch.inputs,
         grid=(x * LANES, y, z),
         threadgroup=(LANES, 1, 1),
-        output_shapes=[launch.shape],
-        output_dtypes=[launch.dtype],
+        output_shapes=launch.shapes,
+        output_dtypes=launch.dtypes,
     )
-    return out
 
 
 @cache
-def _compiled(text: Text, inputs: tuple[mx.Dtype, ...], out: mx.Dtype) -> Callable[..., Sequence[mx.array]]:
+def _compiled(text: Text, dtypes: tuple[tuple[mx.Dtype, ...], ...]) -> Callable[..., Sequence[mx.array]]:
     """MLX compiles a kernel when it is first run, and keeps it under its name: with the types of its arrays."""
     make: Any = mx.fast.metal_kernel if text.dialect == "metal" else mx.fast.cuda_kernel
-    types = hashlib.blake2s(repr((inputs, out)).encode(), digest_size=4).hexdigest()
+    types = hashlib.blake2s(repr(dtypes).encode(), digest_size=4).hexdigest()
     return make(
         name=f"kvstrata_{text.name}_{text.digest}_{types}",
         input_names=list(text.inputs),

@@ -25,6 +25,7 @@ KV_FN float kv_shuffle_xor(float x, int mask) { return __shfl_xor_sync(0xfffffff
 KV_FN float kv_as_float(kv_uint bits) { return __uint_as_float(bits); }
 KV_FN float kv_exp(float x) { return __expf(x); }
 KV_FN float kv_larger(float a, float b) { return fmaxf(a, b); }
+KV_FN float kv_floor(float x) { return floorf(x); }
 
 // 2^23 and a byte of a word: a byte is put below the exponent of 2^23.
 KV_FN float kv_byte(kv_uint word, int which) {

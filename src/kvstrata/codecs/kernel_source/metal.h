@@ -18,6 +18,7 @@ KV_FN float kv_shuffle_xor(float x, int mask) { return simd_shuffle_xor(x, ushor
 KV_FN float kv_as_float(kv_uint bits) { return as_type<float>(bits); }
 KV_FN float kv_exp(float x) { return metal::exp(x); }
 KV_FN float kv_larger(float a, float b) { return metal::max(a, b); }
+KV_FN float kv_floor(float x) { return metal::floor(x); }
 
 // 2^23 and a byte of a word: a byte is put below the exponent of 2^23.
 KV_FN float kv_byte(kv_uint word, int which) {

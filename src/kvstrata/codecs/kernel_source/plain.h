@@ -86,6 +86,7 @@ KV_FN kv_uint kv_as_uint(float x) {
 }
 KV_FN float kv_exp(float x) { return std::exp(x); }
 KV_FN float kv_larger(float a, float b) { return a > b ? a : b; }
+KV_FN float kv_floor(float x) { return std::floor(x); }
 KV_FN float kv_byte(kv_uint word, int which) { return kv_as_float(((word >> (8 * which)) & 255u) | 0x4B000000u); }
 KV_FN kv_uint kv_swap(kv_uint word) {
   return (word & 0xFF0000FFu) | ((word & 0x0000FF00u) << 8) | ((word >> 8) & 0x0000FF00u);

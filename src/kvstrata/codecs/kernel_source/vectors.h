@@ -128,6 +128,29 @@ KV_FN void kv_hadamard(KV_SHARED float* numbers, int count, int lane) {
   }
 }
 
+// The same on vectors that lie in registers. Registers have the dims in another order, but one that only swaps bits of their
+// numbers, which the matrix does not see.
+template <int BLOCK>
+KV_FN void kv_hadamard_registers(KV_LOCAL float (&values)[16], int lane) {
+  KV_UNROLL
+  for (int bit = 1; bit < 16; bit <<= 1) {
+    KV_UNROLL
+    for (int r = 0; r < 16; ++r) {
+      if (r & bit) continue;
+      const float a = values[r], b = values[r | bit];
+      values[r] = a + b;
+      values[r | bit] = a - b;
+    }
+  }
+  for (int mask = 1; mask < BLOCK / 16; mask <<= 1) {
+    KV_UNROLL
+    for (int r = 0; r < 16; ++r) {
+      const float other = kv_shuffle_xor(values[r], mask);
+      values[r] = lane & mask ? other - values[r] : values[r] + other;
+    }
+  }
+}
+
 // 1 / sqrt(BLOCK), a power of two.
 template <int BLOCK>
 KV_FN float kv_hadamard_scale() {
