@@ -34,8 +34,8 @@ KV_HEADS, TIMED_KV_HEADS = 2, 8
 TIMED_ROWS, TIMED_RAW_TOKENS, TIMED_TOKENS, OWN_TOKENS = 8, 1024, 2048, 40
 TIMED_LAYERS, TIMED_ROUNDS = 8, 5
 # Parts of one row (planes:8, planes:4, raw): each fills one of the shapes that launches have, or needs more of them.
-RAW_CASES = ((0, 0, 1), (0, 0, 4), (0, 0, 8), (0, 0, 13), (0, 0, 14), (0, 0, 28), (0, 0, 54), (0, 0, 118))
-PLANES_CASES = ((1, 0, 1), (1, 0, 8), (2, 0, 1), (0, 2, 5), (0, 3, 1))
+RAW_CASES = ((0, 0, 1), (0, 0, 13), (0, 0, 14), (0, 0, 28), (0, 0, 54), (0, 0, 118))
+PLANES_CASES = ((1, 0, 1), (1, 0, 8), (2, 0, 1), (0, 3, 1))
 
 logger = logging.getLogger(__name__)
 

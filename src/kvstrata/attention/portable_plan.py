@@ -23,11 +23,8 @@ from kvstrata.codecs.turns import Turn
 
 MOST_BUFFERS = 31  # of a launch, on Metal
 OTHER_BUFFERS = 4  # queries, table, angles, result
-# The shapes that launches have: each is compiled once. The smallest one that holds the parts is taken.
-SHAPES = (
-    *(Slots(0, 0, 2), Slots(0, 0, 8), Slots(0, 0, 16), Slots(0, 0, 26)),
-    *(Slots(6, 4, 2), Slots(6, 4, 16), Slots(12, 8, 6), Slots(8, 8, 10), Slots(12, 12, 2)),
-)
+# The shapes that launches have, few of them: each is compiled when a server starts. The smallest that fits is taken.
+SHAPES = (Slots(0, 0, 8), Slots(0, 0, 26), Slots(6, 4, 16), Slots(12, 8, 6), Slots(12, 12, 2))
 PARTIAL_COUNTS = (1, 2, 4, 8, 16)  # that a launch combines
 ENOUGH_GROUPS = 1024  # to keep a GPU busy
 LONGEST_PIECE, SHORTEST_PIECE = 256, 32

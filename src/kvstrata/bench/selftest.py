@@ -18,7 +18,7 @@ from kvstrata.attention import portable_check
 from kvstrata.attention.attend import attend
 from kvstrata.attention.attend import kernels as attention_kernels
 from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
-from kvstrata.codecs import paths, products
+from kvstrata.codecs import paths, planes_check, products
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
@@ -95,6 +95,7 @@ def kernels() -> dict[str, Any]:
     return {
         "path": paths.active(),
         "decode_step_trials": trials,
+        "planes_trials": planes_check.report(),
         "attention": attention_kernels(kinds),
         "rows_for_16_bit_scores": {name: products.least_rows(dtype) for name, dtype in halves.items()},
     }
