@@ -196,8 +196,9 @@ def speed(group: int) -> Iterator[Speed]:
         names = ["by row (CUDA's own, MLX for raw)"]
         works: list[Work] = [lambda q=q, made=made: [decode_by_row(q, Parts(rows), SCALE, None) for rows in made]]
         for enough in GROUPS:
+            steps = planned(enough, q, made)
             names.append(f"portable, {enough} groups")
-            works.append(lambda q=q, steps=planned(enough, q, made): [portable.attend(q, step) for step in steps])
+            works.append(lambda q=q, steps=steps: [portable.attend(q, step) for step in steps])
         for path, seconds in zip(names, timed(works, repeats), strict=True):
             each = seconds / len(made)
             rate = stored(made[0]) / each

@@ -91,11 +91,13 @@ def _nbytes(shape: Sequence[int], dtype: mx.Dtype) -> int:
 def measure(tokens: Sequence[int] = (1024, 8192, 32768), dtype: mx.Dtype = mx.bfloat16) -> list[GraphFigure]:
     with paths.as_on_metal():
         figures = [_figure(case, count, rows, dtype) for count in tokens for case, rows in _cases(count, dtype)]
-        with portable_check.as_if_tried("metal"):
-            for count in tokens:
-                cases = _kernel_cases(count, dtype)
-                figures += [_figure(f"{case}, kernel", count, rows, dtype) for case, rows in cases]
-    return figures
+    return [*figures, *measure_kernel(tokens, dtype)]
+
+
+def measure_kernel(tokens: Sequence[int], dtype: mx.Dtype = mx.bfloat16) -> list[GraphFigure]:
+    """With our kernel, of one row and of a batch."""
+    with paths.as_on_metal(), portable_check.as_if_tried("metal"):
+        return [_figure(case, count, rows, dtype) for count in tokens for case, rows in _kernel_cases(count, dtype)]
 
 
 def table(rows: Sequence[GraphFigure]) -> str:
@@ -126,12 +128,13 @@ def _cases(num_tokens: int, dtype: mx.Dtype) -> Iterator[tuple[str, Rows]]:
 
 
 def _kernel_cases(num_tokens: int, dtype: mx.Dtype) -> Iterator[tuple[str, Rows]]:
-    for name in ("raw", "planes:8", "planes:4"):
-        yield name, ((_sealed(name, num_tokens, dtype), _own(dtype)),)
+    yield "raw, kernel", ((_sealed("raw", num_tokens, dtype), _own(dtype)),)
     buffers = ((_zeros(num_tokens, dtype)[None], _zeros(num_tokens, dtype)[None]) for _ in range(ROWS))
-    yield f"{ROWS} rows, raw", tuple((RawPart(k, v, num_tokens),) for k, v in buffers)
+    yield f"{ROWS} rows, raw, kernel", tuple((RawPart(k, v, num_tokens),) for k, v in buffers)
     for name in ("planes:8", "planes:4"):
-        yield f"{ROWS} rows, {name}", tuple((_sealed(name, num_tokens, dtype), _own(dtype)) for _ in range(ROWS))
+        one = _sealed(name, num_tokens, dtype)
+        yield f"{name}, kernel", ((one, _own(dtype)),)
+        yield f"{ROWS} rows, {name}, kernel", tuple((_copied(one), _own(dtype)) for _ in range(ROWS))
 
 
 def _own(dtype: mx.Dtype) -> RawPart:
@@ -144,6 +147,11 @@ def _sealed(name: str, num_tokens: int, dtype: mx.Dtype) -> SealedPart:
     if isinstance(codec, RawCodec):
         return SealedPart(codec.adopt(k), codec.adopt(v))
     return SealedPart(codec.encode(k), codec.encode(v))
+
+
+def _copied(part: SealedPart) -> SealedPart:
+    """Of another sequence."""
+    return SealedPart(part.k.cut(0, part.num_tokens), part.v.cut(0, part.num_tokens))
 
 
 def _zeros(num_tokens: int, dtype: mx.Dtype) -> mx.array:
