@@ -12,11 +12,12 @@ from kvstrata.attention import cpu, portable, portable_check, portable_plan
 from kvstrata.attention.attend import attend, decode, kernels
 from kvstrata.attention.by_row import decode_by_row
 from kvstrata.attention.parts import Parts
-from kvstrata.attention.portable_check import Kind, Trial
+from kvstrata.attention.portable_check import Kind
 from kvstrata.bench import selftest
 from kvstrata.codecs import paths
 from kvstrata.codecs.kernel_text import Launch
 from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.trials import Trial
 from kvstrata.layers.batch import AttentionRows
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.tail import FullLayer
@@ -124,9 +125,7 @@ def test_a_trial_finds_what_is_right_and_faster(
     monkeypatch.setattr(portable_check, "_milliseconds", lambda *_: [1.0, 2.5])
     fast = _tried(Plain())
     assert all(trial.is_used for trial in fast)
-    assert kernels([KIND[:3]]) == (
-        "MLX; decode steps over raw: own (1 ms a layer, MLX 2.5); over planes: own (1 ms a layer, MLX 2.5)"
-    )
+    assert kernels([KIND[:3]]) == ("MLX; decode steps over raw: own (1 ms, MLX 2.5); over planes: own (1 ms, MLX 2.5)")
     assert kernels([(mx.float16, DIM, DIM)]) == "MLX"
 
 

@@ -12,7 +12,8 @@ import pytest
 from kvstrata.codecs import paths, planes_check
 from kvstrata.codecs.kernel_text import Launch
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.planes_check import Kind, Trial
+from kvstrata.codecs.planes_check import Kind, What
+from kvstrata.codecs.trials import Trial
 from tests.attention.plain_kernels import COMPILER, Plain
 from tests.codecs.arrays import a_turn, keys
 
@@ -53,7 +54,7 @@ def test_whatever_goes_wrong_mlx_does_it(caplog: pytest.LogCaptureFixture) -> No
     assert caplog.text.count("no such device") == 1
 
 
-def _tried(run: object) -> dict[str, Trial]:
+def _tried(run: object) -> dict[What, Trial]:
     with planes_check.as_if_tried("plain", run):  # pyright: ignore[reportArgumentType]
         return dict(planes_check.trials(KIND, PlanesCodec(8)))
 

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -19,10 +18,11 @@ import numpy as np
 from kvstrata.attention import portable
 from kvstrata.attention.by_row import decode_by_row
 from kvstrata.attention.parts import Part, Parts, RawPart, SealedPart
-from kvstrata.codecs import kernel_text, paths
+from kvstrata.codecs import kernel_text
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.kernel_text import Dialect, Run
 from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.trials import Trial, failed, largest, metal_here
 from kvstrata.codecs.turns import make_turn
 
 Over = Literal["raw", "planes"]
@@ -45,32 +45,6 @@ class Kind(NamedTuple):
     k_dim: int
     v_dim: int
     group: int  # queries of a KV head
-
-
-@dataclass(frozen=True)
-class Trial:
-    over: Over
-    error: float | None  # None: it failed
-    allowed: float
-    ours_ms: float | None = None  # of one layer; None: not timed
-    stock_ms: float | None = None
-    failure: str = ""
-
-    @property
-    def is_used(self) -> bool:
-        return self.is_right and self.ours_ms is not None and self.stock_ms is not None and self.ours_ms < self.stock_ms
-
-    @property
-    def is_right(self) -> bool:
-        return self.error is not None and self.error <= self.allowed
-
-    def __str__(self) -> str:
-        if self.error is None:
-            return f"{self.over}: MLX, for the kernel failed: {self.failure}"
-        if not self.is_right:
-            return f"{self.over}: MLX, for the kernel is off by {self.error:.3g}"
-        times = f"{self.ours_ms:.3g} ms a layer, MLX {self.stock_ms:.3g}"
-        return f"{self.over}: {'own' if self.is_used else 'MLX'} ({times})"
 
 
 class _Stand(NamedTuple):
@@ -98,8 +72,7 @@ def dialect() -> Dialect | None:
     """None: this machine has no use for the kernel. On CUDA others are in its place."""
     if _stands:
         return _stands[-1].dialect
-    has_metal = paths.active() == "metal" and mx.metal.is_available() and mx.default_device() == mx.gpu
-    return "metal" if has_metal else None
+    return metal_here()
 
 
 def run() -> Run:
@@ -141,11 +114,7 @@ def report(kinds: Collection[Kind]) -> list[dict[str, Any]]:
     """For `doctor`: tried now where they were not."""
     if dialect() is None:
         return []
-    return [
-        {"heads": [str(kind.dtype), *kind[1:]], **asdict(trial), "used": trial.is_used}
-        for kind in kinds
-        for trial in trials(kind)
-    ]
+    return [{"heads": [str(kind.dtype), *kind[1:]], **trial.as_json()} for kind in kinds for trial in trials(kind)]
 
 
 def _trial(kind: Kind, over: Over) -> Trial:
@@ -157,7 +126,7 @@ def _trial(kind: Kind, over: Over) -> Trial:
         ours_ms, stock_ms = _times(kind, over)
     except Exception as failure:  # noqa: BLE001
         # Whatever a compiler or a driver says: then there is the path without the kernel.
-        return Trial(over, None, allowed, failure=f"{type(failure).__name__}: {failure}"[:300])
+        return failed(over, allowed, failure)
     return Trial(over, error, allowed, ours_ms, stock_ms)
 
 
@@ -173,7 +142,7 @@ def _error(kind: Kind, over: Over) -> float:
     two = Parts((_parts(kind, 0, 0, 2), _parts(kind, 1, 1, 2) if over == "planes" else _parts(kind, 0, 0, 3)))
     q = _normal((2, KV_HEADS * kind.group, 1, kind.k_dim), 7, kind.dtype)
     errors.append(relative_error(_ours(q, two, None), decode_by_row(q, two, SCALE, None)))
-    return max(errors, key=lambda error: error if error == error else float("inf"))
+    return largest(errors)
 
 
 def _ours(q: mx.array, keys: Parts, sinks: mx.array | None) -> mx.array:

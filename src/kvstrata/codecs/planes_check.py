@@ -10,17 +10,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs import kernel_text, paths, portable_planes
+from kvstrata.codecs import kernel_text, portable_planes
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.kernel_text import Dialect, Run
 from kvstrata.codecs.segments import segments_of
+from kvstrata.codecs.trials import Trial, failed, largest, metal_here
 from kvstrata.codecs.turns import Turn, make_turn
 
 What = Literal["encode", "decode"]
@@ -55,28 +56,6 @@ class Kind(NamedTuple):
     dim: int
 
 
-@dataclass(frozen=True)
-class Trial:
-    what: What
-    error: float | None  # None: it failed
-    allowed: float
-    ours_ms: float | None = None
-    stock_ms: float | None = None
-    failure: str = ""
-
-    @property
-    def is_used(self) -> bool:
-        is_right = self.error is not None and self.error <= self.allowed
-        return is_right and self.ours_ms is not None and self.stock_ms is not None and self.ours_ms < self.stock_ms
-
-    def __str__(self) -> str:
-        if self.error is None:
-            return f"{self.what}: MLX, for the kernel failed: {self.failure}"
-        if self.ours_ms is None:
-            return f"{self.what}: MLX, for the kernel is off by {self.error:.3g}"
-        return f"{self.what}: {'own' if self.is_used else 'MLX'} ({self.ours_ms:.3g} ms, MLX {self.stock_ms:.3g})"
-
-
 class _Stand(NamedTuple):
     dialect: Dialect
     run: Run
@@ -100,8 +79,7 @@ def dialect() -> Dialect | None:
     """None: this machine has no use for the kernels."""
     if _stands:
         return _stands[-1].dialect
-    has_metal = paths.active() == "metal" and mx.metal.is_available() and mx.default_device() == mx.gpu
-    return "metal" if has_metal else None
+    return metal_here()
 
 
 def _run() -> Run:
@@ -163,7 +141,7 @@ def trials(kind: Kind, stock: Any) -> dict[What, Trial]:
 def report() -> list[dict[str, Any]]:
     """Of all that was tried, for `doctor`."""
     return [
-        {"vectors": [str(kind.dtype), kind.dim], **asdict(trial), "used": trial.is_used}
+        {"vectors": [str(kind.dtype), kind.dim], **trial.as_json()}
         for kind, found in _tried.items()
         for trial in found.values()
     ]
@@ -186,7 +164,7 @@ def _trial(what: What, kind: Kind, stock: Any) -> Trial:
         ours_ms, stock_ms = (_milliseconds(work) for work in works)
     except Exception as failure:  # noqa: BLE001
         # Whatever a compiler or a driver says: then there are MLX's operations.
-        return Trial(what, None, allowed, failure=f"{type(failure).__name__}: {failure}"[:300])
+        return failed(what, allowed, failure)
     return Trial(what, error, allowed, ours_ms, stock_ms)
 
 
@@ -207,8 +185,8 @@ def _error(what: What, kind: Kind, stock: Any) -> float:
             else:
                 found = _decoded(theirs, kind.dtype).astype(mx.float32)
                 error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
-            errors.append(float(error.item()))
-    return max(errors, key=lambda error: error if error == error else float("inf"))
+            errors.append(float(np.array(error)))
+    return largest(errors)
 
 
 def _planes(codec: Any, arrays: dict[str, mx.array], x: mx.array, position: int) -> Planes:
