@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.attention import cpu
-from kvstrata.attention.attend import _decode_over_parts  # pyright: ignore[reportPrivateUsage]
+from kvstrata.attention.by_row import decode_over_parts
 from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
 from kvstrata.codecs.base import Codec, Planes
 from kvstrata.codecs.planes import PlanesCodec
@@ -101,8 +101,8 @@ def check(
     scale = shape[2] ** -0.5
     out = taken.attend(q, scale, sinks)
     for i, row in enumerate(rows):
-        wanted = _decode_over_parts(q[i : i + 1], row.parts(), scale, sinks)
-        dense = _decode_over_parts(q[i : i + 1], _dense(row.parts()), scale, sinks)
+        wanted = decode_over_parts(q[i : i + 1], row.parts(), scale, sinks)
+        dense = decode_over_parts(q[i : i + 1], _dense(row.parts()), scale, sinks)
         assert distance(out[i : i + 1], wanted) < 1e-4
         assert distance(out[i : i + 1], dense) < 1e-4
     return np.array(out)

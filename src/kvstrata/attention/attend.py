@@ -16,10 +16,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
-from kvstrata.attention import cpu, cuda_rows
-from kvstrata.attention.cuda import attend as attend_ranges
-from kvstrata.attention.cuda import fit_together
-from kvstrata.attention.parts import Part, Parts, RawPart
+from kvstrata.attention import cpu, cuda_rows, portable_check
+from kvstrata.attention.by_row import decode_by_row
+from kvstrata.attention.parts import Parts
+from kvstrata.attention.portable_rows import decode_together
 from kvstrata.codecs import paths
 
 Keys = Parts | cpu.Step | cuda_rows.Step
@@ -58,7 +58,7 @@ def attend(
     if not isinstance(keys, Parts):
         return base.scaled_dot_product_attention(queries, keys, values, cache, scale, mask, sinks)
     if queries.shape[2] == 1 and mask is None:
-        return _decode(queries, keys, scale, sinks)
+        return decode(queries, keys, scale, sinks)
     # Prefill, one row. What has to be joined for it is scratch for one layer, gone before the next one needs its own.
     k, v = keys.joined(queries)
     if mask == "causal" and sinks is None and cpu.fits(queries, k, v):
@@ -78,45 +78,17 @@ def _mixed(queries: mx.array, keys: MixedKeys, scale: float, sinks: mx.array | N
     return mx.concatenate([as_chunk(chunk), rows])
 
 
-def _decode(queries: mx.array, keys: Parts, scale: float, sinks: mx.array | None) -> mx.array:
+def decode(queries: mx.array, keys: Parts, scale: float, sinks: mx.array | None) -> mx.array:
     """One query for each row, over all that the row holds."""
-    rows = mx.split(queries, len(keys.rows)) if len(keys.rows) > 1 else [queries]
-    out = [_decode_row(q, parts, scale, sinks) for q, parts in zip(rows, keys.rows, strict=True)]
-    return mx.concatenate(out) if len(out) > 1 else out[0]
-
-
-def _decode_row(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.array | None) -> mx.array:
-    only = parts[0] if len(parts) == 1 else None
-    if isinstance(only, RawPart):
-        return mx.fast.scaled_dot_product_attention(q, only.k, only.v, scale=scale, sinks=sinks)
-    if paths.active() == "cuda":
-        ranges = [part.cuda_range() for part in parts]
-        if fit_together(ranges):
-            return attend_ranges(q, ranges, scale, sinks)
-    return _decode_over_parts(q, parts, scale, sinks)
-
-
-def _decode_over_parts(q: mx.array, parts: tuple[Part, ...], scale: float, sinks: mx.array | None) -> mx.array:
-    """Scores of each part, one softmax over all, weighted sums added: in float32, whatever the model computes in. Only
-    scores are concatenated."""
-    heads, kv_heads = q.shape[1], parts[0].num_heads
-    grouped = q.reshape(1, kv_heads, heads // kv_heads, q.shape[3])
-    scores = [part.scores(grouped, scale) for part in parts]
-    if sinks is not None:
-        # A sink takes its share of the softmax and gives nothing: a last column without a value.
-        scores.append(sinks.astype(mx.float32).reshape(1, kv_heads, -1, 1))
-    weights = cpu.softmax(mx.concatenate(scores, axis=-1))
-    out, start = [], 0
-    for part in parts:
-        end = start + part.num_tokens
-        out.append(part.mix(weights[..., start:end]))
-        start = end
-    return sum(out[1:], out[0]).reshape(1, heads, 1, -1).astype(q.dtype)
+    together = decode_together(queries, keys, scale, sinks)
+    return decode_by_row(queries, keys, scale, sinks) if together is None else together
 
 
 def kernels(kinds: Collection[cuda_rows.HeadKind]) -> str:
     """Whose loops attention over heads of these kinds runs on, for people to read."""
-    return cuda_rows.kernels(kinds) if paths.active() == "cuda" else cpu.kernels()
+    if paths.active() == "cuda":
+        return cuda_rows.kernels(kinds)
+    return portable_check.kernels(kinds) if paths.active() == "metal" else cpu.kernels()
 
 
 def install() -> int:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from kvstrata.attention import cuda
+from kvstrata.attention import cuda, portable
 from kvstrata.codecs import products
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.raw import RawCodec
@@ -40,6 +40,10 @@ class Part(Protocol):
 
     def cuda_range(self) -> cuda.Range:
         """What CUDA's kernels read, if it `fits` them."""
+        ...
+
+    def read(self) -> portable.Read | None:
+        """What the portable kernel reads; None: it does not."""
         ...
 
 
@@ -85,6 +89,9 @@ class RawPart:
     def cuda_range(self) -> cuda.RawRange:
         return cuda.RawRange(self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens)
 
+    def read(self) -> portable.Read | None:
+        return portable.read_buffers(self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens)
+
 
 @dataclass(frozen=True)
 class SealedPart:
@@ -125,6 +132,13 @@ class SealedPart:
         if self.is_raw:
             return cuda.RawRange(self.k.arrays["values"][None], self.v.arrays["values"][None], 0, self.num_tokens)
         return cuda.PlanesRange(self.k, self.v, 0, self.num_tokens)
+
+    def read(self) -> portable.Read | None:
+        return self._read
+
+    @cached_property
+    def _read(self) -> portable.Read | None:
+        return portable.read_planes(self.k, self.v, 0, self.num_tokens)
 
     def scores(self, q: mx.array, scale: float) -> mx.array:
         if isinstance(self.k.codec, RawCodec):
@@ -174,6 +188,10 @@ class CutPart:
     def _cuda_range(self) -> cuda.Range:
         """The whole part's arrays, which all its readers share."""
         return replace(self.whole.cuda_range(), start=self.start, end=self.end)
+
+    def read(self) -> portable.Read | None:
+        whole = self.whole.read()
+        return None if whole is None else whole._replace(start=self.start, end=self.end)
 
 
 @dataclass(frozen=True)

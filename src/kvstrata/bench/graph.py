@@ -1,6 +1,7 @@
 """What a decode step asks of a GPU in one attention layer: primitives of MLX's graph, and the bytes that they move.
 
-On the path without kernels of ours, as a Mac runs it. Nothing is timed, so any machine gives the same figures.
+As a Mac runs it: MLX's own operations, and where a case says so our kernel, which MLX records on any machine. Nothing
+is timed, so any machine gives the same figures. New tokens are written before: two slice updates for each row.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.attention import portable_check
 from kvstrata.attention.attend import attend
 from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
 from kvstrata.bench.driver import MIB, Figure, lay_out
@@ -28,6 +30,8 @@ VIEWS = {
 HEADS, KV_HEADS, DIM = 32, 8, 128
 OWN_TOKENS = 100  # of the sequence itself, raw, after what it found
 CUT_OF = 3  # a cut reads one part in so many of a longer span
+ROWS = 8  # of a batch
+KERNEL = "CustomKernel"
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,11 @@ def graph_of(function: Callable[[mx.array], mx.array], argument: mx.array) -> Gr
         nonlocal count, nbytes
         if entry["type"] != "primitive":
             return
-        read = [sizes.get(name, _nbytes(shape, dtype)) for name, shape, dtype in entry["inputs"]]
+        # A kernel may be given an array for several of its places, and reads it once.
+        inputs = {name: (name, *rest) for name, *rest in entry["inputs"]}.values()
+        if entry["name"] != KERNEL:
+            inputs = entry["inputs"]
+        read = [sizes.get(name, _nbytes(shape, dtype)) for name, shape, dtype in inputs]
         written = [_nbytes(shape, dtype) for _, shape, dtype in entry["outputs"]]
         if entry["name"] in VIEWS:
             sizes.update({name: min(size, *read) for (name, *_), size in zip(entry["outputs"], written, strict=True)})
@@ -82,14 +90,21 @@ def _nbytes(shape: Sequence[int], dtype: mx.Dtype) -> int:
 
 def measure(tokens: Sequence[int] = (1024, 8192, 32768), dtype: mx.Dtype = mx.bfloat16) -> list[GraphFigure]:
     with paths.as_on_metal():
-        return [_figure(case, count, parts, dtype) for count in tokens for case, parts in _cases(count, dtype)]
+        figures = [_figure(case, count, rows, dtype) for count in tokens for case, rows in _cases(count, dtype)]
+    return [*figures, *measure_kernel(tokens, dtype)]
+
+
+def measure_kernel(tokens: Sequence[int], dtype: mx.Dtype = mx.bfloat16) -> list[GraphFigure]:
+    """With our kernel, of one row and of a batch."""
+    with paths.as_on_metal(), portable_check.as_if_tried("metal"):
+        return [_figure(case, count, rows, dtype) for count in tokens for case, rows in _kernel_cases(count, dtype)]
 
 
 def table(rows: Sequence[GraphFigure]) -> str:
     return lay_out(
         rows,
         [
-            ("over", "<18", lambda row: row.case),
+            ("over", "<26", lambda row: row.case),
             ("tokens", ">8", lambda row: row.tokens),
             ("operations", ">12", lambda row: row.primitives),
             ("MiB moved", ">11.1f", lambda row: row.nbytes / MIB),
@@ -100,13 +115,30 @@ def table(rows: Sequence[GraphFigure]) -> str:
     )
 
 
-def _cases(num_tokens: int, dtype: mx.Dtype) -> Iterator[tuple[str, tuple[Part, ...]]]:
-    own = RawPart(_zeros(OWN_TOKENS, dtype)[None], _zeros(OWN_TOKENS, dtype)[None], OWN_TOKENS)
+Rows = tuple[tuple[Part, ...], ...]
+
+
+def _cases(num_tokens: int, dtype: mx.Dtype) -> Iterator[tuple[str, Rows]]:
+    own = _own(dtype)
     for name in ("raw", "planes:8", "planes:4"):
-        yield name, (_sealed(name, num_tokens, dtype), own)
+        yield name, ((_sealed(name, num_tokens, dtype), own),)
     for name in ("raw", "planes:4"):
         longer = _sealed(name, CUT_OF * num_tokens, dtype)
-        yield f"cut of {name}", (CutPart(longer, 0, num_tokens), own)
+        yield f"cut of {name}", ((CutPart(longer, 0, num_tokens), own),)
+
+
+def _kernel_cases(num_tokens: int, dtype: mx.Dtype) -> Iterator[tuple[str, Rows]]:
+    yield "raw, kernel", ((_sealed("raw", num_tokens, dtype), _own(dtype)),)
+    buffers = ((_zeros(num_tokens, dtype)[None], _zeros(num_tokens, dtype)[None]) for _ in range(ROWS))
+    yield f"{ROWS} rows, raw, kernel", tuple((RawPart(k, v, num_tokens),) for k, v in buffers)
+    for name in ("planes:8", "planes:4"):
+        one = _sealed(name, num_tokens, dtype)
+        yield f"{name}, kernel", ((one, _own(dtype)),)
+        yield f"{ROWS} rows, {name}, kernel", tuple((_copied(one), _own(dtype)) for _ in range(ROWS))
+
+
+def _own(dtype: mx.Dtype) -> RawPart:
+    return RawPart(_zeros(OWN_TOKENS, dtype)[None], _zeros(OWN_TOKENS, dtype)[None], OWN_TOKENS)
 
 
 def _sealed(name: str, num_tokens: int, dtype: mx.Dtype) -> SealedPart:
@@ -117,17 +149,22 @@ def _sealed(name: str, num_tokens: int, dtype: mx.Dtype) -> SealedPart:
     return SealedPart(codec.encode(k), codec.encode(v))
 
 
+def _copied(part: SealedPart) -> SealedPart:
+    """Of another sequence."""
+    return SealedPart(part.k.cut(0, part.num_tokens), part.v.cut(0, part.num_tokens))
+
+
 def _zeros(num_tokens: int, dtype: mx.Dtype) -> mx.array:
     zeros = mx.zeros((KV_HEADS, num_tokens, DIM), dtype)
     mx.eval(zeros)
     return zeros
 
 
-def _figure(case: str, num_tokens: int, parts: tuple[Part, ...], dtype: mx.Dtype) -> GraphFigure:
-    keys = Parts((parts,))
-    q = mx.zeros((1, HEADS, 1, DIM), dtype)
+def _figure(case: str, num_tokens: int, rows: Rows, dtype: mx.Dtype) -> GraphFigure:
+    keys = Parts(rows)
+    q = mx.zeros((len(rows), HEADS, 1, DIM), dtype)
     graph = graph_of(lambda queries: attend(queries, keys, keys, None, DIM**-0.5, None), q)
-    part_bytes = sum(_stored_bytes(part) for part in parts)
+    part_bytes = sum(_stored_bytes(part) for parts in rows for part in parts)
     return GraphFigure(case, num_tokens, graph.primitives, graph.nbytes, part_bytes)
 
 

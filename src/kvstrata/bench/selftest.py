@@ -14,10 +14,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.attention import portable_check
 from kvstrata.attention.attend import attend
 from kvstrata.attention.attend import kernels as attention_kernels
 from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
-from kvstrata.codecs import paths, products
+from kvstrata.codecs import paths, planes_check, products
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.registry import parse
@@ -90,8 +91,11 @@ def kernels() -> dict[str, Any]:
     """What computes here."""
     halves = dict(_halves())
     kinds = [(dtype, DIM, DIM) for dtype in DTYPES.values()]
+    trials = portable_check.report([portable_check.Kind(*kind, HEADS // KV_HEADS) for kind in kinds])
     return {
         "path": paths.active(),
+        "decode_step_trials": trials,
+        "planes_trials": planes_check.report(),
         "attention": attention_kernels(kinds),
         "rows_for_16_bit_scores": {name: products.least_rows(dtype) for name, dtype in halves.items()},
     }

@@ -1,7 +1,8 @@
 """Which kernels this machine has for products with planes. All give the same values.
 
 cpu      a CPU with numba (the extra `cpu`): loops of our own over MLX's memory
-metal    none of ours: `mx.quantized_matmul` on the planes as they are
+metal    kernels of ours where a trial found them right and faster (planes_check.py, attention/portable_check.py), else
+         `mx.quantized_matmul` on the planes as they are
 cuda     kernels of our own that read the planes as they are
 plain    elsewhere, and where the others do not fit: decode, then an ordinary product
 """

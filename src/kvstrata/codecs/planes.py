@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvstrata.codecs import cpu, cuda_codes, paths, turns
+from kvstrata.codecs import cpu, cuda_codes, paths, planes_check, turns
 from kvstrata.codecs.base import (
     HALF,
     LARGEST,
@@ -109,8 +109,13 @@ class PlanesCodec:
         if paths.active() == "cpu":
             arrays = cpu.encode_planes(x.astype(mx.float32), position, self.turn)
         else:
-            arrays = encode_tiles(x, position, self.encode_stock)
+            arrays = planes_check.encode(x, position, self) or self.encode_by_mlx(x, position)
         return own(self, {name: arrays[name] for name in (*HELD[self.bits], "scales", "means")}, x, position, segments)
+
+    def encode_by_mlx(self, x: mx.array, position: int) -> dict[str, mx.array]:
+        """By its operations, in tiles."""
+        arrays = encode_tiles(x, position, self.encode_stock)
+        return {name: arrays[name] for name in (*HELD[self.bits], "scales", "means")}
 
     def encode_stock(self, x: mx.array, position: int) -> dict[str, mx.array]:
         """All planes, whatever the bits."""
@@ -132,6 +137,11 @@ class PlanesCodec:
             return cpu.decode_planes(planes.arrays, self.bits, self._means(planes)).astype(dtype)
         if paths.active() == "cuda" and planes.dim <= cuda_codes.MAX_DIM:
             return cuda_codes.decode_planes(planes, dtype)
+        decoded = planes_check.decode(planes, dtype, self)
+        return self.decode_by_mlx(planes, dtype) if decoded is None else decoded
+
+    def decode_by_mlx(self, planes: Planes, dtype: mx.Dtype) -> mx.array:
+        """By its operations, in tiles."""
         return decode_tiles(planes, lambda tile: self.decode_stock(tile).astype(dtype))
 
     def scores(self, q: mx.array, planes: Planes) -> mx.array:

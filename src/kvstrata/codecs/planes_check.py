@@ -1,0 +1,219 @@
+"""Whether vectors become planes, and planes vectors, by the portable kernels on this machine.
+
+Both are tried once for each dtype and size of vectors, beside MLX's own operations: where a kernel fails, is off or is
+not faster, MLX's operations stay. On CUDA and on a CPU others are in their place.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any, Literal, NamedTuple, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from kvstrata.codecs import kernel_text, portable_planes
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.kernel_text import Dialect, Run
+from kvstrata.codecs.segments import segments_of
+from kvstrata.codecs.trials import Trial, failed, largest, metal_here
+from kvstrata.codecs.turns import Turn, make_turn
+
+What = Literal["encode", "decode"]
+
+# The mean difference of decoded values, as a share of their mean size: here and there a code is its neighbour.
+ENCODED_WITHIN = 5e-3
+# The largest difference, as a share of the largest value, which is rounded to the dtype.
+DECODED_WITHIN = {mx.float32: 1e-4, mx.float16: 2e-3, mx.bfloat16: 1.2e-2}
+BITS = (8, 4, 2)
+HEADS, TOKENS, POSITION = 2, 300, 200
+TIMED_HEADS, TIMED_TOKENS, TIMED_BITS, ROUNDS = 8, 2048, 4, 3
+
+logger = logging.getLogger(__name__)
+
+
+class Stock(Protocol):
+    """The codec by MLX's own operations."""
+
+    @property
+    def bits(self) -> int: ...
+
+    @property
+    def turn(self) -> Turn | None: ...
+
+    def encode_by_mlx(self, x: mx.array, position: int) -> dict[str, mx.array]: ...
+
+    def decode_by_mlx(self, planes: Planes, dtype: mx.Dtype) -> mx.array: ...
+
+
+class Kind(NamedTuple):
+    dtype: mx.Dtype
+    dim: int
+
+
+class _Stand(NamedTuple):
+    dialect: Dialect
+    run: Run
+
+
+_stands: list[_Stand] = []
+_tried: dict[Kind, dict[What, Trial]] = {}
+
+
+@contextmanager
+def as_if_tried(dialect: Dialect, run: Run) -> Iterator[None]:
+    """Take the kernels for right and fast: for tests."""
+    _stands.append(_Stand(dialect, run))
+    try:
+        yield
+    finally:
+        _stands.pop()
+
+
+def dialect() -> Dialect | None:
+    """None: this machine has no use for the kernels."""
+    if _stands:
+        return _stands[-1].dialect
+    return metal_here()
+
+
+def _run() -> Run:
+    return _stands[-1].run if _stands else kernel_text.run_on_gpu
+
+
+def encode(x: mx.array, position: int, stock: Stock) -> dict[str, mx.array] | None:
+    """The planes of [..., tokens, dim]. None: not by the kernel."""
+    if dialect() is None or not portable_planes.takes(x) or not _is_used("encode", Kind(x.dtype, x.shape[-1]), stock):
+        return None
+    try:
+        return _encoded(x, position, stock)
+    except Exception as failure:  # noqa: BLE001
+        # Storing must not fail for the sake of speed.
+        _complain(f"{type(failure).__name__}: {failure}")
+        return None
+
+
+def decode(planes: Planes, dtype: mx.Dtype, stock: Stock) -> mx.array | None:
+    """-> [..., tokens, dim]. None: not by the kernel."""
+    if dialect() is None or dtype not in DECODED_WITHIN or not portable_planes.takes_planes(planes):
+        return None
+    if not _is_used("decode", Kind(dtype, planes.dim), stock):
+        return None
+    try:
+        return _decoded(planes, dtype)
+    except Exception as failure:  # noqa: BLE001
+        _complain(f"{type(failure).__name__}: {failure}")
+        return None
+
+
+def _encoded(x: mx.array, position: int, stock: Stock) -> dict[str, mx.array]:
+    found = dialect()
+    assert found is not None
+    return portable_planes.encode(x, stock.bits, position, stock.turn, found, _run())
+
+
+def _decoded(planes: Planes, dtype: mx.Dtype) -> mx.array:
+    found = dialect()
+    assert found is not None
+    return portable_planes.decode(planes, dtype, found, _run())
+
+
+def _is_used(what: What, kind: Kind, stock: Stock) -> bool:
+    return bool(_stands) or trials(kind, stock)[what].is_used
+
+
+def trials(kind: Kind, stock: Any) -> dict[What, Trial]:
+    """`stock` is a codec: its bits and its turn are replaced by those that are tried."""
+    found = _tried.get(kind)
+    if found is None:
+        found = _tried[kind] = {what: _trial(what, kind, stock) for what in ("encode", "decode")}
+        for trial in found.values():
+            log = logger.info if trial.is_used else logger.warning
+            log("Planes of vectors of %d, %s: %s.", kind.dim, kind.dtype, trial)
+    return found
+
+
+def report() -> list[dict[str, Any]]:
+    """Of all that was tried, for `doctor`."""
+    return [
+        {"vectors": [str(kind.dtype), kind.dim], **trial.as_json()}
+        for kind, found in _tried.items()
+        for trial in found.values()
+    ]
+
+
+def _trial(what: What, kind: Kind, stock: Any) -> Trial:
+    allowed = ENCODED_WITHIN if what == "encode" else DECODED_WITHIN[kind.dtype]
+    try:
+        error = _error(what, kind, stock)
+        if not error <= allowed:
+            return Trial(what, error, allowed)
+        x = _normal((TIMED_HEADS, TIMED_TOKENS, kind.dim), 1, kind.dtype)
+        codec = replace(stock, bits=TIMED_BITS)
+        planes = _planes(codec, codec.encode_by_mlx(x, 0), x, 0)
+        works: Sequence[Callable[[], object]] = (
+            (lambda: _encoded(x, 0, codec), lambda: codec.encode_by_mlx(x, 0))
+            if what == "encode"
+            else (lambda: _decoded(planes, kind.dtype), lambda: codec.decode_by_mlx(planes, kind.dtype))
+        )
+        ours_ms, stock_ms = (_milliseconds(work) for work in works)
+    except Exception as failure:  # noqa: BLE001
+        # Whatever a compiler or a driver says: then there are MLX's operations.
+        return failed(what, allowed, failure)
+    return Trial(what, error, allowed, ours_ms, stock_ms)
+
+
+def _error(what: What, kind: Kind, stock: Any) -> float:
+    """The largest one: of every number of bits, with means that turn and plain ones."""
+    frequencies = 100.0 ** (-np.arange(kind.dim // 2) / kind.dim)
+    errors = []
+    for bits in BITS:
+        for turn in (None, make_turn(frequencies)):
+            codec = replace(stock, bits=bits, turn=turn)
+            x = _normal((HEADS, TOKENS, kind.dim), bits, kind.dtype)
+            theirs = _planes(codec, codec.encode_by_mlx(x, POSITION), x, POSITION)
+            wanted = codec.decode_by_mlx(theirs, kind.dtype).astype(mx.float32)
+            if what == "encode":
+                ours = _planes(codec, _encoded(x, POSITION, codec), x, POSITION)
+                found = codec.decode_by_mlx(ours, kind.dtype).astype(mx.float32)
+                error = mx.abs(found - wanted).mean() / mx.abs(wanted).mean()
+            else:
+                found = _decoded(theirs, kind.dtype).astype(mx.float32)
+                error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
+            errors.append(float(np.array(error)))
+    return largest(errors)
+
+
+def _planes(codec: Any, arrays: dict[str, mx.array], x: mx.array, position: int) -> Planes:
+    mx.eval(list(arrays.values()))
+    num_tokens, dim = x.shape[-2:]
+    return Planes(codec, arrays, num_tokens, position, dim, segments_of(position, num_tokens))
+
+
+def _milliseconds(work: Callable[[], Any]) -> float:
+    """The best of some, the first apart."""
+    found = []
+    for _ in range(1 + ROUNDS):
+        mx.synchronize()
+        began_s = time.perf_counter()
+        mx.eval(work())
+        mx.synchronize()
+        found.append(1e3 * (time.perf_counter() - began_s))
+    return min(found[1:])
+
+
+def _normal(shape: tuple[int, ...], seed: int, dtype: mx.Dtype) -> mx.array:
+    x = (mx.random.normal(shape, key=mx.random.key(seed)) + 1).astype(dtype)
+    mx.eval(x)
+    return x
+
+
+@cache
+def _complain(what: str) -> None:
+    """Once for each."""
+    logger.warning("Planes are made by MLX's operations, which is slower: a kernel could not be launched: %s", what)

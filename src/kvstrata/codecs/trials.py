@@ -1,0 +1,58 @@
+"""What is known of a kernel of ours once it ran beside MLX's operations: whether it is right, and how fast both are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from kvstrata.codecs import paths
+from kvstrata.codecs.kernel_text import Dialect
+
+
+@dataclass(frozen=True)
+class Trial:
+    what: str
+    error: float | None  # None: it failed
+    allowed: float
+    ours_ms: float | None = None  # None: not timed, for it is not right
+    stock_ms: float | None = None
+    failure: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        return self.error is not None and self.error <= self.allowed
+
+    @property
+    def is_used(self) -> bool:
+        if not self.is_right or self.ours_ms is None or self.stock_ms is None:
+            return False
+        return self.ours_ms < self.stock_ms
+
+    def __str__(self) -> str:
+        """For people to read: whose it is, and why."""
+        if self.error is None:
+            return f"{self.what}: MLX, for the kernel failed: {self.failure}"
+        if not self.is_right:
+            return f"{self.what}: MLX, for the kernel is off by {self.error:.3g}"
+        return f"{self.what}: {'own' if self.is_used else 'MLX'} ({self.ours_ms:.3g} ms, MLX {self.stock_ms:.3g})"
+
+    def as_json(self) -> dict[str, Any]:
+        return {**asdict(self), "used": self.is_used}
+
+
+def failed(what: str, allowed: float, failure: Exception) -> Trial:
+    return Trial(what, None, allowed, failure=f"{type(failure).__name__}: {failure}"[:300])
+
+
+def largest(errors: Iterable[float]) -> float:
+    """What is no number is the largest of all."""
+    return max(errors, key=lambda error: error if error == error else float("inf"))
+
+
+def metal_here() -> Dialect | None:
+    """None: no Mac's GPU computes."""
+    has_metal = paths.active() == "metal" and mx.metal.is_available() and mx.default_device() == mx.gpu
+    return "metal" if has_metal else None

@@ -1,0 +1,197 @@
+"""The text that MLX hands to Metal's compiler and to CUDA's: which buffers it takes, and whether it is their language.
+
+MLX records a Metal kernel while a function is exported, on any machine, with the text that it generates. Of CUDA's the
+head of the function is written here.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from kvstrata.attention import portable, portable_plan
+from kvstrata.attention.parts import Part
+from kvstrata.codecs import kernel_text, portable_planes
+from kvstrata.codecs.kernel_text import Launch
+from kvstrata.codecs.planes import PlanesCodec
+from tests.attention.test_portable import KV_HEADS, queries, raw, sealed
+from tests.codecs.arrays import a_turn, keys
+
+CLANG = shutil.which("clang++")
+STUB, CUDA_STUB = (Path(__file__).parent / f"{name}_stub.h" for name in ("metal", "cuda"))
+CUDA_TYPES = {
+    mx.float32: "float",
+    mx.float16: "__half",
+    mx.bfloat16: "__nv_bfloat16",
+    mx.uint32: "uint32_t",
+    mx.int32: "int32_t",
+}
+DIM = 64
+# A variable of a function cannot be in another space of memory for clang's C++, but for a static one.
+SHARED_ARRAY = "(type, name, size) threadgroup type name[size]"
+
+Rows = list[tuple[Part, ...]]
+
+
+def recorded(function: Callable[[mx.array], mx.array | list[mx.array]], argument: mx.array) -> list[str]:
+    """The texts of all kernels that `function` launches."""
+    texts: list[str] = []
+
+    def see(entry: dict) -> None:
+        if entry["type"] == "primitive" and entry["name"] == "CustomKernel":
+            texts.append(next(part for part in entry["arguments"] if isinstance(part, str) and "[[kernel]]" in part))
+
+    mx.export_function(see, function, argument)
+    return texts
+
+
+def texts_for(rows: Rows, group: int = 2, dtype: mx.Dtype = mx.bfloat16, sinks: mx.array | None = None) -> list[str]:
+    def attended(q: mx.array) -> mx.array:
+        step = portable.step_of(q, [[part.read() for part in parts] for parts in rows], 0.1, sinks, "metal")
+        assert step is not None
+        return portable.attend(q, step, sinks)
+
+    return recorded(attended, queries(len(rows), group, DIM).astype(dtype))
+
+
+def every_case() -> dict[str, list[str]]:
+    own = [raw(20, DIM, seed, mx.bfloat16) for seed in range(13)]
+    eights = [sealed("planes:8 halves", "planes:8", 40, DIM, seed=i) for i in range(3)]
+    fours = [sealed("planes:4", "planes:2", 40, DIM, seed=i) for i in range(3)]
+    few_sinks, many_sinks = mx.zeros((KV_HEADS * 2,), mx.bfloat16), mx.zeros((KV_HEADS * 4,), mx.bfloat16)
+    return {
+        "raw": texts_for([(part,) for part in own]),
+        "float16": texts_for([(raw(20, DIM, 1, mx.float16),)], dtype=mx.float16),
+        "float32": texts_for([(raw(20, DIM, 1),)], dtype=mx.float32),
+        "planes:8": texts_for([(part, tail) for part, tail in zip(eights, own, strict=False)]),
+        "planes:4": texts_for([(part, tail) for part, tail in zip(fours, own, strict=False)]),
+        "no raw": texts_for([(part,) for part in fours]),
+        "sinks": texts_for([(own[0],)], sinks=few_sinks),
+        "more sinks": texts_for([(own[0],)], group=4, sinks=many_sinks),
+        "seven queries": texts_for([(own[0],)], group=7),
+        **{f"codec, {bits} bits": codec_texts(bits) for bits in (8, 4, 2)},
+    }
+
+
+def codec_texts(bits: int) -> list[str]:
+    codec = PlanesCodec(bits, a_turn("halves", DIM))
+    x = keys(KV_HEADS, 300, DIM, dtype=mx.bfloat16)
+    planes = codec.encode(x, 100)
+    encoding = recorded(lambda each: list(portable_planes.encode(each, bits, 100, codec.turn, "metal").values()), x)
+    return [*encoding, *recorded(lambda _: portable_planes.decode(planes, mx.bfloat16, "metal"), x)]
+
+
+def buffers_of(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\[\[buffer\((\d+)\)\]\]", text)]
+
+
+def test_no_launch_takes_more_buffers_than_metal_has() -> None:
+    for case, texts in every_case().items():
+        assert len(texts) >= 2, case
+        for text in texts:
+            numbers = buffers_of(text)
+            assert numbers == list(range(len(numbers)))
+            assert len(numbers) <= portable_plan.MOST_BUFFERS, case
+            # Shapes and strides would take more.
+            assert "_shape [[" not in text
+            assert "_strides [[" not in text
+
+
+def test_shapes_of_launches_keep_to_the_limit() -> None:
+    for slots in portable_plan.SHAPES:
+        text = kernel_text.attend_text("metal", kernel_text.Sizes(DIM, DIM, 2), slots, (mx.bfloat16,))
+        assert (
+            len(text.inputs) + len(text.outputs)
+            == sum(slots) + portable_plan.OTHER_BUFFERS
+            <= portable_plan.MOST_BUFFERS
+        )
+    for count in portable_plan.PARTIAL_COUNTS:
+        text = kernel_text.combine_text("metal", DIM, mx.bfloat16, count, mx.bfloat16)
+        assert len(text.inputs) + len(text.outputs) <= portable_plan.MOST_BUFFERS
+
+
+def test_names_differ_where_texts_do() -> None:
+    """MLX compiles a kernel anew whenever its name comes with another text."""
+    by_name: dict[str, str] = {}
+    for texts in every_case().values():
+        for text in texts:
+            name = re.findall(r"\[\[kernel\]\] void (\w+)", text)[0]
+            assert by_name.setdefault(name, text) == text
+
+
+@pytest.mark.skipif(CLANG is None, reason="needs clang")
+@pytest.mark.parametrize("standard", ["c++14", "c++17"])
+def test_clang_takes_the_text_as_metals_language(tmp_path: Path, standard: str) -> None:
+    """Spaces of memory included: a pointer to device memory is no pointer to a group's."""
+    texts = {text for texts in every_case().values() for text in texts}
+    assert len(texts) >= 9
+    for i, text in enumerate(sorted(texts)):
+        assert _complaints(tmp_path / f"{i}.cpp", text, standard) == ""
+
+
+@pytest.mark.skipif(CLANG is None, reason="needs clang")
+def test_clang_refuses_what_metal_would_refuse(tmp_path: Path) -> None:
+    """The check above can fail."""
+    text = texts_for([(raw(20, DIM, 1, mx.bfloat16),)])[0]
+    for right, wrong in (
+        ("scores, asked, halves", "centres_, asked, halves"),
+        ("const KV_DEVICE int* piece", "const KV_SHARED int* piece"),
+        ("simd_shuffle_xor(", "__shfl_xor_sync("),
+    ):
+        assert right in text
+        assert "error" in _complaints(tmp_path / "wrong.cpp", text.replace(right, wrong), "c++17")
+
+
+@pytest.mark.skipif(CLANG is None, reason="needs clang")
+def test_clang_takes_the_text_as_cudas_language(tmp_path: Path) -> None:
+    rows: Rows = [
+        (sealed("planes:8 halves", "planes:8", 40, DIM), raw(20, DIM, 1, mx.bfloat16)),
+        (sealed("planes:4", "planes:2", 40, DIM), raw(20, DIM, 3, mx.bfloat16)),
+    ]
+    q, sinks = queries(2, 2, DIM).astype(mx.bfloat16), mx.zeros((4,), mx.bfloat16)
+    launches: list[Launch] = []
+
+    def see(launch: Launch) -> list[mx.array]:
+        launches.append(launch)
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(launch.shapes, launch.dtypes, strict=True)]
+
+    step = portable.step_of(q, [[part.read() for part in parts] for parts in rows], 0.1, sinks, "cuda")
+    assert step is not None
+    portable.attend(q, step, sinks, see)
+    assert [launch.text.name for launch in launches] == ["attend_parts", "combine_parts"]
+    for bits in (8, 2):
+        codec = PlanesCodec(bits)
+        portable_planes.encode(keys(KV_HEADS, 40, DIM, dtype=mx.bfloat16), bits, 0, None, "cuda", see)
+        portable_planes.decode(codec.encode(keys(KV_HEADS, 40, DIM)), mx.bfloat16, "cuda", see)
+    for i, launch in enumerate(launches):
+        text = launch.text
+        inputs = [f"const {CUDA_TYPES[x.dtype]}* {name}" for name, x in zip(text.inputs, launch.inputs, strict=True)]
+        outputs = [f"{CUDA_TYPES[dtype]}* {name}" for name, dtype in zip(text.outputs, launch.dtypes, strict=True)]
+        head = f"void kernel({', '.join([*inputs, *outputs])}) {{\n"
+        header = "\n".join(line for line in text.header.splitlines() if not line.startswith("#include"))
+        file = tmp_path / f"{i}.cpp"
+        file.write_text(f'#include "{CUDA_STUB}"\n{header}\n{head}{text.body}\n}}\n')
+        assert _checked(file, "c++17") == ""
+
+
+def _complaints(file: Path, text: str, standard: str) -> str:
+    assert text.count(SHARED_ARRAY) == 1
+    static = text.replace(SHARED_ARRAY, SHARED_ARRAY.replace("threadgroup", "static threadgroup"))
+    file.write_text(f'#include "{STUB}"\nusing namespace metal;\n{static}')
+    return _checked(file, standard)
+
+
+def _checked(file: Path, standard: str) -> str:
+    command = [
+        *(str(CLANG), "-fsyntax-only", f"-std={standard}", "-nostdinc", "--target=aarch64-linux-gnu"),
+        *("-Wall", "-Wextra", "-Werror", "-Wdouble-promotion", "-Wno-unknown-attributes", "-Wno-unused"),
+        *("-Wno-sign-compare", "-Wno-dangling-else", "-Wno-sometimes-uninitialized", "-Wno-missing-braces"),
+    ]
+    done = subprocess.run([*command, str(file)], capture_output=True, text=True, check=False)
+    return done.stderr[:3000] + ("" if done.returncode == 0 else "error")

@@ -1,0 +1,90 @@
+"""When planes are made and read by the portable kernels: tried on the machine, beside MLX's operations."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvstrata.codecs import paths, planes_check
+from kvstrata.codecs.kernel_text import Launch
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.planes_check import Kind, What
+from kvstrata.codecs.trials import Trial
+from tests.attention.plain_kernels import COMPILER, Plain
+from tests.codecs.arrays import a_turn, keys
+
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+KIND = Kind(mx.float32, 64)
+
+
+@pytest.fixture(autouse=True)
+def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(planes_check, "_tried", {})
+    for name, number in (("TIMED_HEADS", 1), ("TIMED_TOKENS", 16), ("ROUNDS", 1), ("BITS", (4,)), ("TOKENS", 80)):
+        monkeypatch.setattr(planes_check, name, number)
+    with paths.as_on_metal():
+        yield
+
+
+@needs_compiler
+def test_a_codec_encodes_and_decodes_by_the_kernels() -> None:
+    codec, run = PlanesCodec(4, a_turn("halves", 64)), Plain()
+    x = keys(2, 2, 150, 64)
+    with planes_check.as_if_tried("plain", run):
+        planes = codec.encode(x, 70)
+        found = np.array(codec.decode(planes, mx.float32))
+    names = ["means_of_planes", "encode_planes", "decode_planes"]
+    assert [launch.text.name for launch in run.launches] == names
+    np.testing.assert_allclose(found, np.array(codec.decode(planes, mx.float32)), rtol=0, atol=1e-4)
+    assert np.abs(found - np.array(x)).mean() < 0.3
+
+
+def test_whatever_goes_wrong_mlx_does_it(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(_: Launch) -> list[mx.array]:
+        raise RuntimeError("no such device")
+
+    codec, x = PlanesCodec(8), keys(2, 20, 64)
+    with planes_check.as_if_tried("plain", fails), caplog.at_level(logging.WARNING):
+        planes = codec.encode(x)
+        assert mx.abs(codec.decode(planes, mx.float32) - x).max() < 0.1
+    assert caplog.text.count("no such device") == 1
+
+
+def _tried(run: object) -> dict[What, Trial]:
+    with planes_check.as_if_tried("plain", run):  # pyright: ignore[reportArgumentType]
+        return dict(planes_check.trials(KIND, PlanesCodec(8)))
+
+
+@needs_compiler
+def test_a_trial_finds_what_is_right_wrong_slow_or_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(Plain):
+        def __call__(self, launch: Launch) -> list[mx.array]:
+            return [made * 1.02 if made.dtype != mx.uint32 else made for made in super().__call__(launch)]
+
+    def fails(_: Launch) -> list[mx.array]:
+        raise ValueError("cannot be compiled")
+
+    for run, said in ((Wrong(), "is off by"), (fails, "cannot be compiled")):
+        planes_check._tried.clear()
+        trials = _tried(run)
+        assert not any(trial.is_used for trial in trials.values())
+        assert all(said in str(trial) for trial in trials.values()), trials
+    for times, is_used in (((2.0, 1.0), False), ((1.0, 2.0), True)):
+        planes_check._tried.clear()
+        left = [*times, *times]
+        monkeypatch.setattr(planes_check, "_milliseconds", lambda _, left=left: left.pop(0))
+        trials = _tried(Plain())
+        assert all(trial.is_used == is_used for trial in trials.values()), trials
+        assert {entry["what"] for entry in planes_check.report()} == {"encode", "decode"}
+        assert planes_check._is_used("encode", KIND, PlanesCodec(8)) == is_used
+
+
+def test_without_metal_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: False)
+    PlanesCodec(8).encode(keys(2, 20, 64))
+    assert planes_check.dialect() is None
+    assert planes_check.report() == []

@@ -1,0 +1,123 @@
+"""Planes by the portable kernels, run lane by lane in C++, beside MLX's own operations."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvstrata.codecs import paths, portable_planes
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.packing import unpack
+from kvstrata.codecs.planes import CODE_PLANES, HELD, PlanesCodec
+from kvstrata.codecs.segments import segments_of
+from tests.attention.plain_kernels import COMPILER, Plain
+from tests.codecs.arrays import TURNS, a_turn, keys
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+HEADS, TOKENS, POSITION = 2, 300, 200
+CASES = [(64, 8, None), (64, 4, "halves"), (128, 2, "neighbours"), (80, 8, "last"), (192, 4, None), (256, 8, "halves")]
+
+
+def _codec(dim: int, bits: int, turn: str | None) -> PlanesCodec:
+    return PlanesCodec(bits, a_turn(turn, dim) if turn else None)
+
+
+def _encoded(x: mx.array, codec: PlanesCodec, position: int = POSITION) -> Planes:
+    arrays = portable_planes.encode(x, codec.bits, position, codec.turn, "plain", Plain())
+    return Planes(codec, arrays, x.shape[-2], position, x.shape[-1], segments_of(position, x.shape[-2]))
+
+
+def _code(planes: Planes) -> np.ndarray:
+    """All planes as one number for each value."""
+    code = np.zeros(1, np.int64)
+    for name in HELD[planes.codec.bits]:  # pyright: ignore[reportAttributeAccessIssue]
+        bits = CODE_PLANES[name].bits
+        code = code * 2**bits + np.array(unpack(planes.arrays[name], bits)).astype(np.int64)
+    return code
+
+
+def _close(found: mx.array, wanted: mx.array, steps: float) -> bool:
+    """Within so many steps of float16."""
+    a, b = (np.array(x.astype(mx.float32)) for x in (found, wanted))
+    return bool((np.abs(a - b) <= steps * (2.0**-10 * np.abs(b) + 1e-6)).all())
+
+
+@pytest.mark.parametrize(("dim", "bits", "turn"), CASES)
+def test_codes_are_those_of_the_stock_path(dim: int, bits: int, turn: str | None) -> None:
+    codec = _codec(dim, bits, turn)
+    x = keys(HEADS, TOKENS, dim)
+    found = _encoded(x, codec)
+    with paths.as_on_metal():
+        wanted = codec.encode(x, POSITION)
+    assert _close(found.arrays["means"], wanted.arrays["means"], 1.1)
+    # A mean that is rounded to its neighbour moves what is left of a vector a little.
+    assert _close(found.arrays["scales"], wanted.arrays["scales"], 16)
+    difference = np.abs(_code(found) - _code(wanted))
+    assert difference.max() <= 2
+    assert (difference > 0).mean() < 0.03
+
+
+@pytest.mark.parametrize(("dim", "bits", "turn"), CASES)
+def test_decoded_are_the_values_of_the_stock_path(dim: int, bits: int, turn: str | None) -> None:
+    codec = _codec(dim, bits, turn)
+    with paths.as_on_metal():
+        planes = codec.encode(keys(HEADS, TOKENS, dim), POSITION)
+        wanted = np.array(codec.decode(planes, mx.float32))
+    found = np.array(portable_planes.decode(planes, mx.float32, "plain", Plain()))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_sixteen_bit_vectors_and_odd_values() -> None:
+    """NaN is stored as 0, what float16 cannot hold as its largest number, and neither moves the others' mean."""
+    dim = 64
+    x = keys(HEADS, 40, dim, dtype=mx.bfloat16)
+    x[0, 3, 5], x[1, 7, 2], x[1, 8, 2] = float("nan"), float("inf"), -3e38
+    codec = PlanesCodec(8)
+    found = _encoded(x, codec, 0)
+    with paths.as_on_metal():
+        wanted = codec.encode(x, 0)
+        decoded = np.array(codec.decode(wanted, mx.float32))
+    assert _close(found.arrays["means"], wanted.arrays["means"], 1.1)
+    ours = np.array(portable_planes.decode(found, mx.float32, "plain", Plain()))
+    assert np.isfinite(ours).all()
+    scales = np.array(wanted.arrays["scales"].astype(mx.float32))
+    assert (np.abs(ours - decoded) <= scales * 0.1 + 0.02).all()
+
+
+def test_vectors_that_are_their_mean() -> None:
+    x = mx.ones((1, 20, 64)) * 3
+    planes = _encoded(x, PlanesCodec(4), 0)
+    assert mx.array_equal(portable_planes.decode(planes, mx.float32, "plain", Plain()), x)
+
+
+def test_lanes_in_another_order_find_the_same() -> None:
+    codec = _codec(64, 4, "halves")
+    x = keys(HEADS, TOKENS, 64)
+    forth, back = (
+        portable_planes.encode(x, 4, POSITION, codec.turn, "plain", Plain(backwards=way)) for way in (False, True)
+    )
+    assert all(mx.array_equal(forth[name], back[name]) for name in forth)
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_what_is_joined_inside_a_group_is_decoded(turn: str) -> None:
+    codec = _codec(64, 4, turn)
+    with paths.as_on_metal():
+        joined = codec.join(
+            codec.encode(keys(HEADS, 100, 64, seed=1), 30), codec.encode(keys(HEADS, 250, 64, seed=2), 130)
+        )
+        wanted = np.array(codec.decode(joined, mx.float32))
+    found = np.array(portable_planes.decode(joined, mx.float32, "plain", Plain()))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_what_is_not_taken() -> None:
+    assert portable_planes.takes(keys(HEADS, 4, 64))
+    assert not portable_planes.takes(keys(1, 4, 64))
+    assert not portable_planes.takes(keys(HEADS, 4, 72))
+    assert not portable_planes.takes(keys(HEADS, 4, 512))
+    with paths.as_on_metal():
+        assert not portable_planes.takes_planes(PlanesCodec(4).encode(keys(1, 4, 64)))
+        assert portable_planes.takes_planes(PlanesCodec(4).encode(keys(2, 4, 64)))
