@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -67,7 +67,14 @@ class Door:
         )
 
 
-async def ask(client: httpx.AsyncClient, door: Door, messages: Sequence[Message], reply_tokens: int) -> Answer:
+async def ask(
+    client: httpx.AsyncClient,
+    door: Door,
+    messages: Sequence[Message],
+    reply_tokens: int,
+    on_piece: Callable[[int], None] = lambda _: None,
+) -> Answer:
+    """`on_piece` hears how many pieces have come."""
     body = {
         "model": door.model,
         "messages": [dict(message) for message in messages],
@@ -84,7 +91,8 @@ async def ask(client: httpx.AsyncClient, door: Door, messages: Sequence[Message]
                 said = (await response.aread()).decode(errors="replace")
                 return replace(reading.answer(), failure=f"status {response.status_code}: {said[:300]}")
             async for line in response.aiter_lines():
-                reading.take(line)
+                if reading.take(line):
+                    on_piece(reading.num_pieces)
     except FAILURES as error:
         return replace(reading.answer(), failure=f"{type(error).__name__}: {error}".rstrip(": "))
     return reading.answer()
@@ -101,11 +109,18 @@ class _Reading:
         self._failure = ""
         self._is_whole = False
 
-    def take(self, line: str) -> None:
-        """Comments and other fields of an event are skipped."""
-        if not line.startswith("data:"):
-            return
-        payload = line.removeprefix("data:").strip()
+    @property
+    def num_pieces(self) -> int:
+        return len(self._times)
+
+    def take(self, line: str) -> bool:
+        """Whether it brought some of the reply. Comments and other fields of an event are skipped."""
+        before = self.num_pieces
+        if line.startswith("data:"):
+            self._event(line.removeprefix("data:").strip())
+        return self.num_pieces > before
+
+    def _event(self, payload: str) -> None:
         if payload == "[DONE]":
             self._is_whole = True
             return

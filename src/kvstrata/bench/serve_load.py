@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import httpx
@@ -79,11 +79,11 @@ class Client:
         self._histories: dict[str, list[Message]] = {}
         self.asked: list[Asked] = []
 
-    async def send(self, asking: Ask) -> Asked:
+    async def send(self, asking: Ask, on_piece: Callable[[int], None] = lambda _: None) -> Asked:
         history = self._histories.setdefault(asking.chat, [])
         history.extend(asking.messages)
         sent = prompt_tokens(history)
-        answer = await ask(self._http, self._door, history, asking.reply_tokens)
+        answer = await ask(self._http, self._door, history, asking.reply_tokens, on_piece)
         history.append({"role": "assistant", "content": answer.text})
         self._watch.passed(None)
         done = Asked(asking, answer, sent)

@@ -74,8 +74,8 @@ def _numbers(blocks: TokenIds, known: dict[int, int]) -> TokenIds:
 def _request(line: str, number: int) -> Asked:
     try:
         value = json.loads(line)
-        output_tokens = int(value.get("output_length", 0))
-        return Asked(float(value["timestamp"]) / 1000, as_ids(value["hash_ids"]), output_tokens)
+        time_s, blocks = float(value["timestamp"]) / 1000, as_ids(value["hash_ids"])
+        return Asked(time_s, blocks, int(value.get("output_length", 0)))
     except (ValueError, TypeError, KeyError, OverflowError) as error:
         wanted = '{"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [ids]}'
         raise ConfigError(f"Line {number} of the trace is no request: {error}. Wanted: {wanted}") from None
