@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstrata.bench import chat_client
-from kvstrata.bench.compare import QUICK, Plan, Side, SideFigure, compare
+from kvstrata.bench.compare import QUICK, Clock, Plan, Side, SideFigure, Standing, compare
 from kvstrata.bench.compare_scenario import Outcome, pause
 from kvstrata.bench.peers.base import Model, Peer, Start
 from kvstrata.bench.peers.llama_cpp import LlamaCppPython, LlamaServer
@@ -25,7 +26,7 @@ from kvstrata.bench.report_plots import plot_report
 from kvstrata.bench.scenarios import Lengths, Restart, scenarios
 from kvstrata.cli.bench import app
 
-MODEL = Model("words", "words", Path("nowhere"), Path("nowhere"), Path("words.gguf"), 8192, 100)
+MODEL = Model("words", "words", Path("nowhere"), Path("nowhere"), Path("words.gguf"), 8192, 100, 4)
 SCRIPT = Path(__file__).with_name("chat_server.py")
 # Texts of a twentieth: enough for every step, little enough for a test.
 PLAN = replace(QUICK, share=0.05, scenario_s=20.0, start_s=20.0, calibration=(32, 128, 512), seed="test")
@@ -138,7 +139,20 @@ def test_a_peer_that_hangs_is_stopped_and_reported() -> None:
 def test_a_side_with_a_budget_stops_when_it_is_over() -> None:
     plan = replace(PLAN, chosen=(1, 2), fresh=True)
     _, outcomes = run([Side(Words(), "words", budget_s=0.1)], plan)
-    assert outcomes[1].failure == "not run: the 0 s for this side were over"
+    assert outcomes[1].failure == "not run: the time for this side was over"
+
+
+def test_sides_share_the_time_that_there_is(tmp_path: Path) -> None:
+    plan = replace(PLAN, total_s=1000.0)
+    sides = [Side(Words(), "first"), Side(Words(), "second", budget_s=100.0), Side(Words(), "third")]
+    standing = [Standing(side, MODEL, plan, tmp_path) for side in sides]
+    clock = Clock(plan, standing)
+    # A third, no more than it was given, and what the two before leave.
+    assert [clock.left_s(each) for each in standing] == [pytest.approx(left, abs=5) for left in (333, 100, 1000)]
+    standing[0].until_s = 0.0
+    assert clock.left_s(standing[0]) < 0
+    unhurried = Standing(sides[0], MODEL, PLAN, tmp_path / "more")
+    assert Clock(PLAN, [unhurried]).left_s(unhurried) == math.inf
 
 
 def test_a_server_that_does_not_start_says_its_last_words(tmp_path: Path) -> None:
@@ -157,7 +171,7 @@ def test_peers_that_are_not_installed_say_so(tmp_path: Path) -> None:
 
 
 def test_each_peer_is_started_with_its_own_limit() -> None:
-    """400 numbers of K and V for each token, of four bytes on MLX and two in llama.cpp."""
+    """Numbers of four bytes on MLX here, of two in llama.cpp."""
     start = Start(replace(MODEL, token_values=1 << 18), 8000, Path("home"), limit_tokens=8, blas=Path("blas.so"))
     commands = {
         type(peer): " ".join(peer.command(start)) for peer in (Kvstrata(), MlxLm(), VllmMlx(), LlamaCppPython())

@@ -7,6 +7,7 @@ server is ended, and the next scenario gets a new one. Results are handed on aft
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 import signal
 import tempfile
@@ -36,11 +37,13 @@ class Plan:
     chosen: tuple[int, ...] = tuple(range(1, 10))
     scenario_s: float = 900.0  # longest that one may take
     start_s: float = 300.0
+    total_s: float | None = None  # for all sides together; each gets its share of what is left when its turn comes
     calibration: tuple[int, ...] = (64, 512, 2000, 4000)
     seed: str = "0"
 
 
 QUICK = Plan(share=0.25, rounds=1, fresh=False, scenario_s=120.0, start_s=120.0, calibration=(32, 128, 512))
+LEAST_S = 5.0  # a server that starts late has at least so long for its scenario
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Standing:
         self.side = side
         self.known: PrefillTime | None = None
         self.used_s = 0.0
+        self.until_s: float | None = None  # when its share of the time is over; None: it has not begun
         self._plan = plan
         self._folder = folder / side.name.replace(" ", "-").replace(",", "")
         self._folder.mkdir(parents=True)
@@ -154,9 +158,10 @@ def compare(
     outcomes: list[Outcome] = []
     keep(about, outcomes)
     with _standing(present, model, plan) as standing:
+        clock = Clock(plan, standing)
         for number, scenario, each in in_turns(standing, plan):
             watch.under(f"round {number + 1}").say(f"{each.side.name}, {scenario.number}. {scenario.title}")
-            outcomes.append(watch.passed(_outcome(each, scenario, plan, number)))
+            outcomes.append(watch.passed(_outcome(each, scenario, plan, number, clock.left_s(each))))
             about = [_with_news(told, standing) for told in about]
             keep(about, outcomes)
 
@@ -222,7 +227,25 @@ def in_turns(standing: Sequence[Standing], plan: Plan) -> Iterator[Turn]:
                 each.end()
 
 
-def _outcome(each: Standing, scenario: Scenario, plan: Plan, number: int) -> Outcome:
+class Clock:
+    """How long a side may take."""
+
+    def __init__(self, plan: Plan, standing: Sequence[Standing]) -> None:
+        self._plan = plan
+        self._standing = standing
+        self._until_s = time.monotonic() + (math.inf if plan.total_s is None else plan.total_s)
+
+    def left_s(self, each: Standing) -> float:
+        """For all that it has yet to do; zero or less where its time is over."""
+        now_s = time.monotonic()
+        if each.until_s is None:
+            waiting = 1 if self._plan.fresh else sum(other.until_s is None for other in self._standing)
+            each.until_s = now_s + (self._until_s - now_s) / waiting
+        budget_s = math.inf if each.side.budget_s is None else each.side.budget_s - each.used_s
+        return min(budget_s, each.until_s - now_s)
+
+
+def _outcome(each: Standing, scenario: Scenario, plan: Plan, number: int, left_s: float) -> Outcome:
     """Whatever happens, an outcome; a server that failed is not used again."""
     blank = Outcome(
         side=each.side.name,
@@ -242,15 +265,15 @@ def _outcome(each: Standing, scenario: Scenario, plan: Plan, number: int) -> Out
         peak_bytes=None,
         held_bytes=None,
     )
-    left_s = plan.scenario_s if each.side.budget_s is None else min(plan.scenario_s, each.side.budget_s - each.used_s)
     if left_s <= 0:
-        return replace(blank, failure=f"not run: the {each.side.budget_s:.0f} s for this side were over")
+        return replace(blank, failure="not run: the time for this side was over")
     began_s = time.monotonic()
     try:
         each.ready(scenario.limit_tokens)
         if each.known is None and each.side.budget_s is None:
             each.known = _calibrated(each, plan, number)
-        found = asyncio.run(_measured(each, scenario, blank, left_s))
+        left_s = max(LEAST_S, left_s - (time.monotonic() - began_s))
+        found = asyncio.run(_measured(each, scenario, blank, min(plan.scenario_s, left_s)))
     except (ServerFailed, OSError) as error:
         found = replace(blank, failure=f"the server did not start: {error}")
     each.used_s += time.monotonic() - began_s

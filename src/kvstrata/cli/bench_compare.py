@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from kvstrata.bench.compare_scenario import Outcome
     from kvstrata.bench.peers.base import Model
 
-AS_THEY_COME_S = (60.0, 1800.0)  # for each such side in all: quick, full
+AS_THEY_COME_S = (30.0, 1800.0)  # for each such side in all: quick, full
+QUICK_MINUTES = 10.0
+ENGINE_SHARE = 0.1  # of the time: for the engines alone, and the report
 
 
 def compare(
@@ -41,6 +43,9 @@ def compare(
     ] = None,
     as_they_come: Annotated[bool, typer.Option(help="On a CPU run MLX's peers without our BLAS too.")] = True,
     engine: Annotated[bool, typer.Option(help="On a CPU measure the engines alone too (node-llama-cpp).")] = True,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="Longest that all may take; 0: 10 with --quick, else no limit.")
+    ] = 0.0,
     note: Annotated[str, typer.Option(help="Put into the report, such as: busy machine.")] = "",
     report_of: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Only write the report of this results.json.")
@@ -52,7 +57,7 @@ def compare(
         data = json.loads(report_of.read_text())
     else:
         chosen = numbers(scenarios, 1, 9)
-        plan = _plan(quick=quick, rounds=rounds, chosen=chosen)
+        plan = _plan(quick=quick, rounds=rounds, chosen=chosen, minutes=minutes)
         found = _subject(model, gguf)
         sides = _sides(peers, llama_server, AS_THEY_COME_S[0 if quick else 1] if as_they_come else 0.0)
         data = _measured(found, sides, plan, out, note)
@@ -64,11 +69,14 @@ def compare(
     typer.echo(f"The report is {out / 'README.md'}", err=True)
 
 
-def _plan(*, quick: bool, rounds: int, chosen: tuple[int, ...]) -> Plan:
+def _plan(*, quick: bool, rounds: int, chosen: tuple[int, ...], minutes: float) -> Plan:
     from kvstrata.bench.compare import QUICK, Plan
 
     plan = QUICK if quick else Plan()
-    return replace(plan, rounds=rounds or plan.rounds, chosen=chosen, seed=str(time.time_ns() % 1_000_000))
+    minutes = minutes or (QUICK_MINUTES if quick else 0.0)
+    total_s = 60 * minutes * (1 - ENGINE_SHARE) if minutes else None
+    seed = str(time.time_ns() % 1_000_000)
+    return replace(plan, rounds=rounds or plan.rounds, chosen=chosen, total_s=total_s, seed=seed)
 
 
 def _on_cpu() -> bool:

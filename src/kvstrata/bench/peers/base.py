@@ -34,6 +34,7 @@ class Model:
     gguf: Path | None
     context_tokens: int
     token_values: int  # K and V of a token, in numbers
+    mlx_value_bytes: int  # of such a number on MLX: 4 on a CPU, where models run in float32, else 2
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class Start:
     limit_tokens: int = 0  # stored KV has room for so many; 0: as it comes
     blas: Path | None = None  # for those on MLX
 
-    def limit_bytes(self, value_bytes: int) -> int:
-        return self.limit_tokens * self.model.token_values * value_bytes
+    def limit_bytes(self, value_bytes: int | None = None) -> int:
+        """`value_bytes`: of a number of K or V; as on MLX by default."""
+        return self.limit_tokens * self.model.token_values * (value_bytes or self.model.mlx_value_bytes)
 
 
 class Peer(ABC):
@@ -55,7 +57,6 @@ class Peer(ABC):
     known_by: KnownBy = "reported"
     known_note: str = ""  # why, where it is not plain
     on_mlx = False
-    value_bytes = 2  # of K and V in memory, on a CPU
     ready_path = "/health"
 
     def __init__(self, folder: Path = FOLDER) -> None:

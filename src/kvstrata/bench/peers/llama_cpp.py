@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvstrata.bench.peers.base import FOLDER, ROOT, Model, Peer, Start, package_version
 
+F16_BYTES = 2  # of a number of K or V
 NO_GGUF = "llama.cpp needs the model as GGUF. Next: --gguf FILE"
 EVALUATED = re.compile(r"prompt eval time =\s*[\d.]+ ms /\s*(\d+) tokens")
 
@@ -80,7 +81,7 @@ class LlamaCppPython(_LlamaCpp):
 
     def command(self, start: Start) -> list[str]:
         """With its RAM cache, which it comes without: it holds one sequence otherwise."""
-        size = start.limit_bytes(self.value_bytes) or 2 << 30
+        size = start.limit_bytes(F16_BYTES) or 2 << 30
         return [
             *(str(self._python), "-m", "llama_cpp.server", "--model", str(start.model.gguf)),
             *("--host", "127.0.0.1", "--port", str(start.port), "--n_ctx", str(start.model.context_tokens)),

@@ -12,7 +12,6 @@ class MlxLm(Peer):
     name = "mlx_lm.server"
     known_note = "its usage, which time confirms or not"
     on_mlx = True
-    value_bytes = 4
 
     @property
     def _python(self) -> Path:
@@ -25,7 +24,7 @@ class MlxLm(Peer):
         return package_version(self._python, "mlx-lm", "mlx")
 
     def command(self, start: Start) -> list[str]:
-        limit = ["--prompt-cache-bytes", str(start.limit_bytes(self.value_bytes))] if start.limit_tokens else []
+        limit = ["--prompt-cache-bytes", str(start.limit_bytes())] if start.limit_tokens else []
         address = ("--host", "127.0.0.1", "--port", str(start.port))
         return [str(self._python), "-m", "mlx_lm", "server", "--model", str(start.model.dense), *address, *limit]
 

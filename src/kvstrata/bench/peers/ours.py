@@ -9,7 +9,6 @@ from kvstrata.bench.peers.base import Model, Peer, Start, asked
 
 class Kvstrata(Peer):
     name = "kvstrata"
-    value_bytes = 4  # float32 on a CPU
 
     def missing(self, model: Model) -> str:  # noqa: ARG002
         return ""
@@ -21,7 +20,7 @@ class Kvstrata(Peer):
 
     def command(self, start: Start) -> list[str]:
         served = [] if start.model.ours is None else [start.model.ours]
-        limit = ["--dynamic-cache", "--hot-cache-size", str(start.limit_bytes(self.value_bytes))]
+        limit = ["--dynamic-cache", "--hot-cache-size", str(start.limit_bytes())]
         return [
             sys.executable,
             "-c",

@@ -22,7 +22,7 @@ def subject(named: Path | None, gguf: Path | None, *, on_cpu: bool) -> Model:
     dense = dense_folder(folder) if on_cpu and "quantization" in config else folder
     context = int(config.get("max_position_embeddings", 8192))
     name = "SmolLM2-135M-Instruct" if ours is None else Path(ours).stem
-    return Model(name, ours, folder, dense, file, context, _token_values(config))
+    return Model(name, ours, folder, dense, file, context, _token_values(config), 4 if on_cpu else 2)
 
 
 def _found(named: Path | None, gguf: Path | None) -> tuple[Path, str | None, Path | None]:

@@ -13,7 +13,6 @@ class VllmMlx(Peer):
     known_by = "time"
     known_note = "its usage does not say, and its own counters count hits that it then computes"
     on_mlx = True
-    value_bytes = 4
 
     @property
     def _program(self) -> Path:
@@ -27,7 +26,7 @@ class VllmMlx(Peer):
 
     def command(self, start: Start) -> list[str]:
         """With batching and its disk tier, as one would run it for agents."""
-        megabytes = max(1, start.limit_bytes(self.value_bytes) >> 20)
+        megabytes = max(1, start.limit_bytes() >> 20)
         return [
             str(self._program),
             "serve",
