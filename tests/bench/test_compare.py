@@ -94,16 +94,16 @@ def test_a_pause_is_the_longest_gap_while_the_other_waits() -> None:
     assert pause(answer(0, 1, 2), answer(5, 6))[0] is None
 
 
-def run(sides: list[Side], plan: Plan) -> tuple[list[SideFigure], list[Outcome]]:
+def run(sides: list[Side], plan: Plan, logs: Path) -> tuple[list[SideFigure], list[Outcome]]:
     kept: list[tuple[list[SideFigure], list[Outcome]]] = []
-    compare(sides, MODEL, plan, lambda about, outcomes: kept.append((about, list(outcomes))))
+    compare(sides, MODEL, plan, lambda about, outcomes: kept.append((about, list(outcomes))), logs)
     # Results are handed on after each scenario, so that none is lost.
     assert [len(outcomes) for _, outcomes in kept] == list(range(len(kept)))
     return kept[-1]
 
 
-def test_every_scenario_runs_and_tokens_are_known_in_three_ways() -> None:
-    about, outcomes = run([Side(Words(), "words"), Side(Words("missing"), "absent")], PLAN)
+def test_every_scenario_runs_and_tokens_are_known_in_three_ways(tmp_path: Path) -> None:
+    about, outcomes = run([Side(Words(), "words"), Side(Words("missing"), "absent")], PLAN, tmp_path)
     assert [side.missing for side in about] == ["", "it is not installed. Next: make peers"]
     found = {outcome.scenario: outcome for outcome in outcomes}
     assert {number: outcome.failure for number, outcome in found.items()} == dict.fromkeys(range(1, 10), "")
@@ -121,24 +121,27 @@ def test_every_scenario_runs_and_tokens_are_known_in_three_ways() -> None:
     inferred = found[9].prefilled_inferred
     assert inferred is not None
     assert inferred < found[9].prompt_tokens
+    # No place of this machine goes into a report.
+    assert about[0].command.endswith("good HOME")
+    assert "prompt eval time" in (tmp_path / "words.log").read_text()
 
 
-def test_a_peer_that_crashes_is_reported_and_the_others_go_on() -> None:
-    _, outcomes = run([Side(Words(mode), mode) for mode in ("crash", "good")], replace(PLAN, chosen=(1, 2)))
+def test_a_peer_that_crashes_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
+    _, outcomes = run([Side(Words(mode), mode) for mode in ("crash", "good")], replace(PLAN, chosen=(1, 2)), tmp_path)
     crashed, good = ([each.failure for each in outcomes if each.side == name] for name in ("crash", "good"))
     assert all("the server is gone" in failure for failure in crashed)
     assert good == ["", ""]
 
 
-def test_a_peer_that_hangs_is_stopped_and_reported() -> None:
-    _, (outcome,) = run([Side(Words("hang"), "hang")], replace(PLAN, chosen=(1,), scenario_s=1.0))
+def test_a_peer_that_hangs_is_stopped_and_reported(tmp_path: Path) -> None:
+    _, (outcome,) = run([Side(Words("hang"), "hang")], replace(PLAN, chosen=(1,), scenario_s=1.0), tmp_path)
     assert outcome.failure == "stopped after 1 s"
     assert outcome.answered == 0
 
 
-def test_a_side_with_a_budget_stops_when_it_is_over() -> None:
+def test_a_side_with_a_budget_stops_when_it_is_over(tmp_path: Path) -> None:
     plan = replace(PLAN, chosen=(1, 2), fresh=True)
-    _, outcomes = run([Side(Words(), "words", budget_s=0.1)], plan)
+    _, outcomes = run([Side(Words(), "words", budget_s=0.1)], plan, tmp_path)
     assert outcomes[1].failure == "not run: the time for this side was over"
 
 
@@ -234,7 +237,7 @@ def test_a_report_has_every_figure_and_says_what_is_missing_and_what_failed() ->
     assert "busy machine" in text
     assert "| vllm-mlx | skipped: vllm-mlx is not installed. Next: make peers |" in text
     # Of two rounds: 100, 300 and 400 ms.
-    assert "| kvstrata | 6,000 | 2,002 | 2,002 | 2,100 | 300 | 400 | 300 | 50.0 |" in text
+    assert "| kvstrata | 6,000 | 2,002 | 33.4% | 2,002 | 2,100 | 300 | 400 | 300 | 50.0 |" in text
     assert "mlx_lm.server: it reports 1001 computed tokens, time says 5900" in text
     assert "mlx_lm.server: the server is gone: killed" in text
     assert "computed-dark.svg" in text

@@ -10,6 +10,7 @@ import asyncio
 import math
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from pathlib import Path
 from kvstrata.bench.chat_client import Door
 from kvstrata.bench.compare_scenario import Outcome, Run, tokens_of
 from kvstrata.bench.driver import Figure
-from kvstrata.bench.peers.base import Model, Peer, Start
+from kvstrata.bench.peers.base import ROOT, Model, Peer, Start
 from kvstrata.bench.peers.process import Process, ServerFailed, free_port
 from kvstrata.bench.prefill_time import PrefillTime
 from kvstrata.bench.scenarios import Lengths, Scenario, scenarios
@@ -42,7 +43,7 @@ class Plan:
     seed: str = "0"
 
 
-QUICK = Plan(share=0.25, rounds=1, fresh=False, scenario_s=120.0, start_s=120.0, calibration=(32, 128, 512))
+QUICK = Plan(share=0.25, rounds=1, fresh=False, scenario_s=120.0, calibration=(32, 128, 512))
 LEAST_S = 5.0  # a server that starts late has at least so long for its scenario
 
 
@@ -75,7 +76,8 @@ class SideFigure(Figure):
 class Standing:
     """A side's server: started when it is needed, kept while it is good."""
 
-    def __init__(self, side: Side, model: Model, plan: Plan, folder: Path) -> None:
+    def __init__(self, side: Side, model: Model, plan: Plan, folder: Path, log: Path | None = None) -> None:
+        """`folder`: for what the server keeps. `log`: where its words go, else there too."""
         self.side = side
         self.known: PrefillTime | None = None
         self.used_s = 0.0
@@ -84,9 +86,10 @@ class Standing:
         self._folder = folder / side.name.replace(" ", "-").replace(",", "")
         self._folder.mkdir(parents=True)
         self._start = Start(model, 0, self._folder / "home", blas=side.blas)
+        self._log = log or self._folder / "log"
         self._process: Process | None = None
         self._mark = 0
-        self.command: list[str] = []
+        self.command = ""  # the last one
 
     @property
     def url(self) -> str:
@@ -111,6 +114,12 @@ class Standing:
         self._start = replace(self._start, port=free_port(), limit_tokens=limit_tokens)
         self._launch()
 
+    def compile(self) -> None:
+        """Starts it once: what is compiled then is kept on the disk. Why it does not start, its scenarios will tell."""
+        with suppress(ServerFailed, OSError):
+            self.ready(0)
+        self.end()
+
     def restart(self) -> None:
         """With all that it kept, at the same address."""
         self.end()
@@ -119,8 +128,9 @@ class Standing:
     def _launch(self) -> None:
         self._start.home.mkdir(parents=True, exist_ok=True)
         peer = self.side.peer
-        self.command = peer.command(self._start)
-        self._process = Process(self.command, peer.environment(self._start), self._folder / "log")
+        command = peer.command(self._start)
+        self.command = self.without_places(" ".join(command))
+        self._process = Process(command, peer.environment(self._start), self._log)
         self._process.wait_ready(self.url + peer.ready_path, self._plan.start_s)
 
     def mark(self) -> None:
@@ -139,6 +149,13 @@ class Standing:
             return ""
         return f"the server is gone: {self._process.last_words()}"
 
+    def without_places(self, text: str) -> str:
+        """A report goes to people whose folders have other names."""
+        text = text.replace(f"{sys.executable} -c from kvstrata.cli import main; main()", "kvstrata")
+        for place, name in ((self._start.home, "HOME"), (ROOT, "."), (Path.home(), "~")):
+            text = text.replace(str(place), name)
+        return text.replace("./", "")
+
     def end(self) -> None:
         if self._process is not None:
             self._process.end()
@@ -150,14 +167,19 @@ def compare(
     model: Model,
     plan: Plan,
     keep: Callable[[list[SideFigure], list[Outcome]], None],
+    logs: Path,
     watch: Watch = UNWATCHED,
 ) -> None:
-    """`keep` is handed all results so far, after each scenario."""
+    """`keep` is handed all results so far, after each scenario. `logs`: a folder for what servers say."""
     about = [_about(side, model) for side in sides]
     present = [side for side, told in zip(sides, about, strict=True) if not told.missing]
     outcomes: list[Outcome] = []
     keep(about, outcomes)
-    with _standing(present, model, plan) as standing:
+    with _standing(present, model, plan, logs) as standing:
+        for each in standing:
+            if each.side.peer.compiles:
+                watch.say(f"{each.side.name}, compiling kernels where they are new")
+                each.compile()
         clock = Clock(plan, standing)
         for number, scenario, each in in_turns(standing, plan):
             watch.under(f"round {number + 1}").say(f"{each.side.name}, {scenario.number}. {scenario.title}")
@@ -180,14 +202,19 @@ def _about(side: Side, model: Model) -> SideFigure:
 def _with_news(told: SideFigure, standing: Sequence[Standing]) -> SideFigure:
     for each in standing:
         if each.side.name == told.name:
-            return replace(told, command=" ".join(each.command), prefill_time=each.known)
+            return replace(told, command=each.command, prefill_time=each.known or told.prefill_time)
     return told
 
 
 @contextmanager
-def _standing(sides: Sequence[Side], model: Model, plan: Plan) -> Iterator[list[Standing]]:
+def _standing(sides: Sequence[Side], model: Model, plan: Plan, logs: Path) -> Iterator[list[Standing]]:
+    logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kvstrata-compare-", ignore_cleanup_errors=True) as folder:
-        standing = [Standing(side, model, plan, Path(folder)) for side in sides]
+        names = [side.name.replace(" ", "-").replace(",", "") for side in sides]
+        standing = [
+            Standing(side, model, plan, Path(folder), logs / f"{name}.log")
+            for side, name in zip(sides, names, strict=True)
+        ]
         before = signal.signal(signal.SIGTERM, _leave)
         try:
             yield standing
@@ -271,24 +298,24 @@ def _outcome(each: Standing, scenario: Scenario, plan: Plan, number: int, left_s
     try:
         each.ready(scenario.limit_tokens)
         if each.known is None and each.side.budget_s is None:
-            each.known = _calibrated(each, plan, number)
+            each.known = _calibrated(each, plan, number, min(left_s, plan.scenario_s))
         left_s = max(LEAST_S, left_s - (time.monotonic() - began_s))
         found = asyncio.run(_measured(each, scenario, blank, min(plan.scenario_s, left_s)))
     except (ServerFailed, OSError) as error:
-        found = replace(blank, failure=f"the server did not start: {error}")
+        found = replace(blank, failure=each.without_places(f"the server did not start: {error}"))
     each.used_s += time.monotonic() - began_s
     if found.failure:
         each.end()
     return found
 
 
-def _calibrated(each: Standing, plan: Plan, number: int) -> PrefillTime | None:
+def _calibrated(each: Standing, plan: Plan, number: int, limit_s: float) -> PrefillTime | None:
     """None where the server fails at it: then its scenarios will tell why."""
     key = f"{plan.seed} {number} calibration"
 
     async def timed() -> PrefillTime:
         lengths = plan.calibration
-        return await asyncio.wait_for(calibrate(each.door(plan.scenario_s), key, lengths, 2), plan.scenario_s)
+        return await asyncio.wait_for(calibrate(each.door(limit_s), key, lengths, 2), limit_s)
 
     with suppress(KvstrataError, TimeoutError):
         return asyncio.run(timed())
@@ -329,6 +356,6 @@ def _figures(each: Standing, run: Run, blank: Outcome, took_s: float, failure: s
         took_s=max(ends) - min(begins) if good else took_s,
         peak_bytes=peak_bytes,
         held_bytes=held_bytes,
-        failure="; ".join(filter(None, said)),
+        failure=each.without_places("; ".join(filter(None, said))),
         notes=run.notes,
     )

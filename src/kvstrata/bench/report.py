@@ -73,7 +73,7 @@ def _rows(data: Data, number: int, side: str | None = None) -> list[Data]:
 
 
 def _scenario(data: Data, scenario: Scenario) -> str:
-    heads = ["server", "prompt tokens", "computed", "reported", "by time", "first token, ms (median)", "largest"]
+    heads = ["server", "prompt tokens", "computed", "share", "reported", "by time", "first token, ms", "largest"]
     special = {"pause": "longest pause, ms", "throughput": "reply tokens/s", "first token": ""}[scenario.metric]
     table = [[*heads, *([special] if special else []), "peak MiB", "held MiB"]]
     notes = []
@@ -92,6 +92,7 @@ def _line(name: str, rows: Sequence[Data], scenario: Scenario) -> list[str]:
         name,
         _number(middle(rows, lambda row: row["prompt_tokens"] or None)),
         _number(middle(rows, prefilled)),
+        _percent(middle(rows, share)),
         _number(middle(rows, lambda row: row["prefilled_reported"])),
         _number(middle(rows, lambda row: row["prefilled_inferred"])),
         _number(1000 * statistics.median(first) if first else None),
@@ -121,6 +122,12 @@ def prefilled(row: Data) -> int | None:
         "log": row["prefilled_logged"],
         "time": row["prefilled_inferred"],
     }[row["known_by"]]
+
+
+def share(row: Data) -> float | None:
+    """Of the prompts' tokens: one less the hit rate."""
+    computed = prefilled(row)
+    return None if computed is None or not row["prompt_tokens"] else computed / row["prompt_tokens"]
 
 
 def rate(row: Data) -> float | None:
@@ -204,6 +211,10 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def _times(value: float | None, factor: float) -> float | None:
     return None if value is None else value * factor
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
 
 
 def _number(value: float | None, digits: int = 0) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvstrata.bench.plots import load_pyplot, save
-from kvstrata.bench.report import Data, first_token, middle, prefilled, whole
+from kvstrata.bench.report import Data, first_token, middle, share, whole
 
 COLOURS = ("#0b6e4f", "#b5651d", "#4a5899", "#8a8a8a", "#a23b72", "#c9a227")
 THEMES = {"light": ("#ffffff", "#1f2328"), "dark": ("#0d1117", "#e6edf3")}  # ground and ink
@@ -16,7 +16,7 @@ CACHED = (1, 2, 3, 4, 5, 6, 9)  # scenarios in which a cache can help
 
 def plot_report(data: Data, folder: Path) -> list[str]:
     """The names of the pictures, without theme and ending."""
-    shares = _bars(data, lambda row: _share(row))
+    shares = _bars(data, share)
     firsts = _bars(data, first_token)
     for theme in THEMES:
         _draw(shares, "share of prompt tokens computed", folder / f"computed-{theme}.svg", theme, log=False)
@@ -25,11 +25,6 @@ def plot_report(data: Data, folder: Path) -> list[str]:
 
 
 Bars = dict[str, list[float | None]]  # by side, a value for each scenario
-
-
-def _share(row: Data) -> float | None:
-    computed = prefilled(row)
-    return None if computed is None or not row["prompt_tokens"] else computed / row["prompt_tokens"]
 
 
 def _bars(data: Data, value: Callable[[Data], float | None]) -> Bars:

@@ -134,7 +134,7 @@ def _measured(model: Model, sides: list[Side], plan: Plan, out: Path, note: str)
 
     with watched(num_outcomes(sides, model, plan)) as watch:
         try:
-            run(sides, model, plan, keep, watch)
+            run(sides, model, plan, keep, out / "logs", watch)
         except KeyboardInterrupt:
             data["about"]["note"] = f"{note} Ended by Ctrl-C before all was measured.".strip()
     return data

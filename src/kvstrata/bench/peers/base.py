@@ -57,6 +57,7 @@ class Peer(ABC):
     known_by: KnownBy = "reported"
     known_note: str = ""  # why, where it is not plain
     on_mlx = False
+    compiles = False  # for a long time, when it is first started on a machine
     ready_path = "/health"
 
     def __init__(self, folder: Path = FOLDER) -> None:

@@ -9,6 +9,7 @@ from kvstrata.bench.peers.base import Model, Peer, Start, asked
 
 class Kvstrata(Peer):
     name = "kvstrata"
+    compiles = True
 
     def missing(self, model: Model) -> str:  # noqa: ARG002
         return ""
