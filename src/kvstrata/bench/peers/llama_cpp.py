@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from kvstrata.backend import usable_cores
 from kvstrata.bench.peers.base import FOLDER, ROOT, Model, Peer, Start, package_version
 
 F16_BYTES = 2  # of a number of K or V
@@ -85,5 +86,7 @@ class LlamaCppPython(_LlamaCpp):
         return [
             *(str(self._python), "-m", "llama_cpp.server", "--model", str(start.model.gguf)),
             *("--host", "127.0.0.1", "--port", str(start.port), "--n_ctx", str(start.model.context_tokens)),
+            # Half of the cores by default.
+            *("--n_threads", str(usable_cores()), "--n_threads_batch", str(usable_cores())),
             *("--cache", "true", "--cache_size", str(size), "--interrupt_requests", "false", "--verbose", "true"),
         ]
