@@ -11,7 +11,8 @@ from kvstrata.bench.report import Data, first_token, middle, share, whole
 
 COLOURS = ("#0b6e4f", "#b5651d", "#4a5899", "#8a8a8a", "#a23b72", "#c9a227")
 THEMES = {"light": ("#ffffff", "#1f2328"), "dark": ("#0d1117", "#e6edf3")}  # ground and ink
-CACHED = (1, 2, 3, 4, 5, 6, 9)  # scenarios in which a cache can help
+# Scenarios in which a cache can help.
+CACHED = {1: "again", 2: "chat", 3: "alternating", 4: "at once", 5: "restart", 6: "crowded", 9: "agent"}
 
 
 def plot_report(data: Data, folder: Path) -> list[str]:
@@ -50,14 +51,15 @@ def _draw(bars: Bars, label: str, path: Path, theme: str, *, log: bool) -> None:
         )
     if log and any(value for values in bars.values() for value in values):
         axis.set_yscale("log")
-    axis.set_xticks(range(len(CACHED)), [f"scenario {number}" for number in CACHED])
+    axis.set_xticks(range(len(CACHED)), [f"{number} {name}" for number, name in CACHED.items()])
     axis.set_ylabel(label)
     axis.tick_params(colors=ink)
     axis.yaxis.label.set_color(ink)
     for spine in axis.spines.values():
         spine.set_color(ink)
     axis.grid(True, axis="y", alpha=0.25)
-    axis.legend(fontsize=8, facecolor=ground, edgecolor=ink, labelcolor=ink)
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "ncol": max(1, len(bars))}
+    axis.legend(fontsize=8, facecolor=ground, edgecolor=ground, labelcolor=ink, **above)
     save(figure, path)
 
 
