@@ -85,5 +85,5 @@ class Server(ThreadingHTTPServer):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, leave)
+    signal.signal(signal.SIGTERM, leave)
     Server(("127.0.0.1", PORT), Handler).serve_forever()

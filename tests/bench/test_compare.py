@@ -217,7 +217,7 @@ def data() -> dict[str, Any]:
     about = {"date": "2026-01-01", "machine": "two cores", "model": "m", "command": "kvstrata bench compare"}
     theirs = {"prefilled_reported": 1001, "prefilled_inferred": 5900, "first_token_s": [0.4]}
     return {
-        "about": {**about, "share": 0.25, "rounds": 1, "note": "busy machine"},
+        "about": {**about, "share": 0.25, "rounds": 1, "note": "busy machine", "interrupted": False},
         "sides": [replace(peer, name="kvstrata").as_json(), peer.as_json(), absent.as_json()],
         "results": [
             outcome("kvstrata", 1),
@@ -233,7 +233,7 @@ def data() -> dict[str, Any]:
 
 def test_a_report_has_every_figure_and_says_what_is_missing_and_what_failed() -> None:
     text = markdown(data(), ["computed"])
-    assert "quarter lengths" in text
+    assert "0.25 of the full lengths" in text
     assert "busy machine" in text
     assert "| vllm-mlx | skipped: vllm-mlx is not installed. Next: make peers |" in text
     # Of two rounds: 100, 300 and 400 ms.

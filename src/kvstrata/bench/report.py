@@ -39,13 +39,14 @@ def titles() -> list[Scenario]:
 
 def _about(data: Data) -> str:
     about = data["about"]
-    lengths = "quarter lengths (--quick)" if about["share"] < 1 else "full lengths"
+    lengths = "full lengths" if about["share"] == 1 else f"{about['share']:g} of the full lengths"
     lines = [
         f"- when: {about['date']}",
         f"- machine: {about['machine']}",
         f"- model: {about['model']}, {lengths}, rounds: {about['rounds']}",
         f"- command: `{about['command']}`",
-        *([f"- note: {about['note']}"] if about.get("note") else []),
+        *([f"- note: {about['note']}"] if about["note"] else []),
+        *(["- note: the run was ended before all was measured"] if about["interrupted"] else []),
     ]
     return "\n".join(lines)
 

@@ -31,6 +31,9 @@ def compare(
     out: Annotated[Path, typer.Option(help="Folder for the report: README.md, results.json, plots.")] = Path(
         "comparison"
     ),
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="Lengths, as a share of the full ones; 0: 1, with --quick 0.25.")
+    ] = 0.0,
     quick: Annotated[bool, typer.Option("--quick", help="Quarter lengths, one round, one server for most.")] = False,
     rounds: Annotated[int, typer.Option(min=0, help="How often; 0: 3, with --quick 1.")] = 0,
     scenarios: Annotated[str, typer.Option(help="Which of the nine, with commas between.")] = "1,2,3,4,5,6,7,8,9",
@@ -57,11 +60,13 @@ def compare(
         data = json.loads(report_of.read_text())
     else:
         chosen = numbers(scenarios, 1, 9)
-        plan = _plan(quick=quick, rounds=rounds, chosen=chosen, minutes=minutes)
+        plan = _plan(quick=quick, minutes=minutes)
+        plan = replace(plan, rounds=rounds or plan.rounds, chosen=chosen, share=share or plan.share)
         found = _subject(model, gguf)
         sides = _sides(peers, llama_server, AS_THEY_COME_S[0 if quick else 1] if as_they_come else 0.0)
         data = _measured(found, sides, plan, out, note)
-        if engine and not peers:
+        if engine and not peers and not data["about"]["interrupted"]:
+            _write(data, out)  # what there is, before what may fail
             data["engine"] = _engine(found, quick=quick)
     _write(data, out)
     if as_json:
@@ -69,14 +74,14 @@ def compare(
     typer.echo(f"The report is {out / 'README.md'}", err=True)
 
 
-def _plan(*, quick: bool, rounds: int, chosen: tuple[int, ...], minutes: float) -> Plan:
+def _plan(*, quick: bool, minutes: float) -> Plan:
     from kvstrata.bench.compare import QUICK, Plan
 
     plan = QUICK if quick else Plan()
     minutes = minutes or (QUICK_MINUTES if quick else 0.0)
     total_s = 60 * minutes * (1 - ENGINE_SHARE) if minutes else None
     seed = str(time.time_ns() % 1_000_000)
-    return replace(plan, rounds=rounds or plan.rounds, chosen=chosen, total_s=total_s, seed=seed)
+    return replace(plan, total_s=total_s, seed=seed)
 
 
 def _on_cpu() -> bool:
@@ -136,7 +141,7 @@ def _measured(model: Model, sides: list[Side], plan: Plan, out: Path, note: str)
         try:
             run(sides, model, plan, keep, out / "logs", watch)
         except KeyboardInterrupt:
-            data["about"]["note"] = f"{note} Ended by Ctrl-C before all was measured.".strip()
+            data["about"]["interrupted"] = True
     return data
 
 
@@ -153,6 +158,7 @@ def _about(model: Model, plan: Plan, note: str) -> dict[str, Any]:
         "share": plan.share,
         "rounds": plan.rounds,
         "note": note,
+        "interrupted": False,
     }
 
 

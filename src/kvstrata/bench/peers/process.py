@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -89,14 +89,15 @@ class Process:
         return sum(peaks) if peaks else None
 
     def end(self) -> None:
-        """As Ctrl-C would; what does not follow is killed."""
+        """As a service manager would; what does not follow is killed.
+
+        Not with SIGINT: what a shell started in the background ignores it, and so do its children.
+        """
         family = self._family()
         if self.is_alive:
-            self._popen.send_signal(signal.SIGINT)
-            try:
+            self._popen.terminate()
+            with suppress(subprocess.TimeoutExpired):
                 self._popen.wait(END_S)
-            except subprocess.TimeoutExpired:
-                self._popen.terminate()
         _, left = psutil.wait_procs(family, timeout=3)
         for each in left:
             try:
