@@ -45,11 +45,6 @@ class Outcome(Figure):
     failure: str = ""
     notes: list[str] = field(default_factory=list)
 
-    @property
-    def prefilled(self) -> int | None:
-        by = {"reported": self.prefilled_reported, "log": self.prefilled_logged, "time": self.prefilled_inferred}
-        return by[self.known_by]
-
 
 @dataclass
 class Run:
