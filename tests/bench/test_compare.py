@@ -82,6 +82,11 @@ def test_lengths_are_those_of_the_titles() -> None:
     assert six.limit_tokens == pytest.approx(need / 4, rel=0.1)
 
 
+def test_other_lengths_have_unseen_prompts_to_match() -> None:
+    assert QUICK.scaled(0.5).calibration == (64, 256, 1024)
+    assert len(QUICK.scaled(0.01).calibration) >= 2
+
+
 def answer(began_s: float, *times: float) -> chat_client.Answer:
     return chat_client.Answer(began_s, times, times[-1] if times else began_s)
 
@@ -136,7 +141,7 @@ def test_a_peer_that_crashes_is_reported_and_the_others_go_on(tmp_path: Path) ->
 def test_a_peer_that_hangs_is_stopped_and_reported(tmp_path: Path) -> None:
     _, (outcome,) = run([Side(Words("hang"), "hang")], replace(PLAN, chosen=(1,), scenario_s=1.0), tmp_path)
     assert outcome.failure == "stopped after 1 s"
-    assert outcome.answered == 0
+    assert (outcome.answered, outcome.prefilled_reported) == (0, None)
 
 
 def test_a_side_with_a_budget_stops_when_it_is_over(tmp_path: Path) -> None:
@@ -212,8 +217,10 @@ def outcome(side: str, scenario: int, **changes: Any) -> dict[str, Any]:
 
 
 def data() -> dict[str, Any]:
-    peer = SideFigure("mlx_lm.server", "mlx-lm 0.32.2", "", "reported", "", False, "mlx_lm server --port 1")
-    absent = SideFigure("vllm-mlx", "", "vllm-mlx is not installed. Next: make peers", "time", "why", False, "")
+    peer = SideFigure(
+        "mlx_lm.server", "mlx-lm 0.32.2", "", "reported", "", False, "mlx_lm server", "mlx_lm server --limit 1"
+    )
+    absent = SideFigure("vllm-mlx", "", "vllm-mlx is not installed. Next: make peers", "time", "why", False)
     about = {"date": "2026-01-01", "machine": "two cores", "model": "m", "command": "kvstrata bench compare"}
     theirs = {"prefilled_reported": 1001, "prefilled_inferred": 5900, "first_token_s": [0.4]}
     return {
@@ -242,6 +249,7 @@ def test_a_report_has_every_figure_and_says_what_is_missing_and_what_failed() ->
     assert "mlx_lm.server: the server is gone: killed" in text
     assert "computed-dark.svg" in text
     assert "### 2." not in text
+    assert "- mlx_lm.server: `mlx_lm server --limit 1`" in text
 
 
 def test_verdicts_say_where_we_are_behind() -> None:

@@ -42,6 +42,11 @@ class Plan:
     calibration: tuple[int, ...] = (64, 512, 2000, 4000)
     seed: str = "0"
 
+    def scaled(self, share: float) -> Plan:
+        """With other lengths, and unseen prompts of lengths to match."""
+        lengths = (max(16, round(length * share / self.share)) for length in self.calibration)
+        return replace(self, share=share, calibration=tuple(dict.fromkeys(lengths)))
+
 
 QUICK = Plan(share=0.25, rounds=1, fresh=False, scenario_s=120.0, calibration=(32, 128, 512))
 LEAST_S = 5.0  # a server that starts late has at least so long for its scenario
@@ -69,7 +74,8 @@ class SideFigure(Figure):
     known_by: str
     known_note: str
     as_it_comes: bool
-    command: str
+    command: str = ""  # the last one without a limit, and the last one with
+    limited_command: str = ""
     prefill_time: PrefillTime | None = None
 
 
@@ -89,7 +95,7 @@ class Standing:
         self._log = log or self._folder / "log"
         self._process: Process | None = None
         self._mark = 0
-        self.command = ""  # the last one
+        self.commands: dict[bool, str] = {}  # the last ones, by whether they had a limit
 
     @property
     def url(self) -> str:
@@ -129,7 +135,7 @@ class Standing:
         self._start.home.mkdir(parents=True, exist_ok=True)
         peer = self.side.peer
         command = peer.command(self._start)
-        self.command = self.without_places(" ".join(command))
+        self.commands[self._start.limit_tokens > 0] = self.without_places(" ".join(command))
         self._process = Process(command, peer.environment(self._start), self._log)
         self._process.wait_ready(self.url + peer.ready_path, self._plan.start_s)
 
@@ -196,13 +202,15 @@ def _about(side: Side, model: Model) -> SideFigure:
     peer = side.peer
     missing = peer.missing(model)
     version = "" if missing else peer.version()
-    return SideFigure(side.name, version, missing, peer.known_by, peer.known_note, side.as_it_comes, "")
+    return SideFigure(side.name, version, missing, peer.known_by, peer.known_note, side.as_it_comes)
 
 
 def _with_news(told: SideFigure, standing: Sequence[Standing]) -> SideFigure:
     for each in standing:
         if each.side.name == told.name:
-            return replace(told, command=each.command, prefill_time=each.known or told.prefill_time)
+            plain, limited = each.commands.get(False, ""), each.commands.get(True, "")
+            known = each.known or told.prefill_time
+            return replace(told, command=plain, limited_command=limited, prefill_time=known)
     return told
 
 

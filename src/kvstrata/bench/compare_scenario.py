@@ -121,6 +121,8 @@ def pause(stream: Answer, comes: Answer) -> tuple[float | None, str]:
 def tokens_of(run: Run, known: PrefillTime | None) -> tuple[int, int | None, int | None]:
     """Of requests that count: of the prompts, computed as reported, computed as time says."""
     counted = [asked for request, asked in run.asked if request.part != "setup" and not asked.answer.failure]
+    if not counted:
+        return 0, None, None
     total = sum(asked.prompt_tokens for asked in counted)
     cached = [asked.answer.cached_tokens for asked in counted]
     reported = None if None in cached else total - sum(each for each in cached if each is not None)

@@ -65,8 +65,10 @@ def _sides(data: Data) -> str:
         how = f"{KNOWN[side['known_by']]}{': ' + side['known_note'] if side['known_note'] else ''}"
         rows.append([side["name"], side["version"] or f"skipped: {side['missing']}", "" if side["missing"] else how])
     commands = [f"- {side['name']}: `{side['command']}`" for side in data["sides"] if side["command"]]
-    said = ["How each was started last:", "", *commands] if commands else []
-    return "\n".join([_table(rows), "", *said])
+    limited = [f"- {side['name']}: `{side['limited_command']}`" for side in data["sides"] if side["limited_command"]]
+    said = ["", "How each was started:", "", *commands] if commands else []
+    said += ["", "And with a limit, for scenario 6:", "", *limited] if limited else []
+    return "\n".join([_table(rows, "---"), *said])
 
 
 def _rows(data: Data, number: int, side: str | None = None) -> list[Data]:
@@ -204,9 +206,10 @@ def _engine(data: Data) -> str:
     return f"{head}\n\n{_table(rows)}\n\n{engine['peer'] or engine['missing']}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def _table(rows: Sequence[Sequence[str]], others: str = "---:") -> str:
+    """`others`: how columns after the first are set."""
     head, *body = rows
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *body]
+    lines = [head, ["---", *[others] * (len(head) - 1)], *body]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 

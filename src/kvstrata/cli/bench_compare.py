@@ -61,7 +61,8 @@ def compare(
     else:
         chosen = numbers(scenarios, 1, 9)
         plan = _plan(quick=quick, minutes=minutes)
-        plan = replace(plan, rounds=rounds or plan.rounds, chosen=chosen, share=share or plan.share)
+        plan = replace(plan, rounds=rounds or plan.rounds, chosen=chosen)
+        plan = plan.scaled(share) if share else plan
         found = _subject(model, gguf)
         sides = _sides(peers, llama_server, AS_THEY_COME_S[0 if quick else 1] if as_they_come else 0.0)
         data = _measured(found, sides, plan, out, note)

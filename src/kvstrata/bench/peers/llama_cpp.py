@@ -28,7 +28,7 @@ class _LlamaCpp(Peer):
 
 class LlamaServer(_LlamaCpp):
     name = "llama-server"
-    known_note = "its usage, and its log says the same"
+    known_note = "its log says the same"
 
     def __init__(self, folder: Path = FOLDER, binary: Path | None = None) -> None:
         super().__init__(folder)

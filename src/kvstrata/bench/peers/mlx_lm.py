@@ -10,7 +10,7 @@ from kvstrata.bench.peers.base import Model, Peer, Start, package_version
 
 class MlxLm(Peer):
     name = "mlx_lm.server"
-    known_note = "its usage, which time confirms or not"
+    known_note = "checked by time"
     on_mlx = True
 
     @property
