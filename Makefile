@@ -3,7 +3,7 @@
 # make test-all  the same with the slow tests: every architecture over a thousand steps, and 200 kills of a writing process
 # make test-metal  what matters on a Mac: the cache on Metal, within 10 minutes, and a report that can be attached to an issue
 # make soak    random chats and restarts over a small disk for KVSTRATA_SOAK_MINUTES, 20 by default
-# make peers   llama.cpp, prebuilt for Node, into .peers: the opponent of kvstrata bench cpu (needs Node 20 or newer)
+# make peers   into .peers, what kvstrata bench compare and bench cpu run beside ours; some of it: make peers NAMES="mlx-lm llama-server"
 # make agents  coding agents into .agents (about 2 GB), for the slow tests in tests/agents: Claude Code, Codex, opencode, pi, aider (docs/agents.md)
 # make setup   .venv and the default model; the CUDA back-end where nvidia-smi answers, else the CPU one
 PYTHON ?= python3
@@ -63,19 +63,10 @@ soak: setup $(VENV)/.installed-dev
 	KVSTRATA_SOAK_MINUTES=$(KVSTRATA_SOAK_MINUTES) $(BIN)/pytest -m slow -s tests/engine/test_soak.py $(ARGS)
 
 PEERS := .peers
-# No scripts of packages: one of them would fetch or build what npm does not have.
-peers: $(PEERS)/.installed
-
-$(PEERS)/.installed: peers/package.json
-	@command -v node >/dev/null || { echo "make peers needs Node 20 or newer, and there is no node here. Next: https://nodejs.org"; exit 1; }
-	@command -v npm >/dev/null || { echo "make peers needs npm, which comes with Node; node is here and npm is not."; exit 1; }
-	@node -e 'process.exit(parseInt(process.versions.node) >= 20 ? 0 : 1)' || \
-	  { echo "make peers needs Node 20 or newer; this is $$(node --version)."; exit 1; }
-	mkdir -p $(PEERS)
-	cp peers/package.json $(PEERS)/package.json
-	npm --prefix $(PEERS) install --ignore-scripts --no-audit --no-fund --loglevel=error
-	cd $(PEERS) && echo '{"do": "about"}' | node ../peers/llama.mjs
-	touch $@
+NAMES ?=
+# Each run looks what is missing: a peer that was skipped is tried again.
+peers:
+	$(PYTHON) peers/install.py $(PEERS) $(BACKEND) $(NAMES)
 
 AGENTS := .agents
 agents: $(AGENTS)/.installed

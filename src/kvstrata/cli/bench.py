@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kvstrata.cli import bench_cache, bench_cpu, bench_fleet, bench_quality
+from kvstrata.cli import bench_cache, bench_compare, bench_cpu, bench_fleet, bench_quality, bench_serve
 from kvstrata.cli.bench_options import Json, Model, RandomWeights, Rounds, chosen, numbers, say, show, words
 
 if TYPE_CHECKING:
@@ -172,6 +172,8 @@ def grammar(
 
 app.command()(bench_cpu.cpu)
 app.command()(bench_fleet.fleet)
+app.command()(bench_serve.serve)
+app.command()(bench_compare.compare)
 app.command()(bench_quality.quality)
 app.command()(bench_quality.layers)
 app.command("first-token")(bench_cache.first_token)

@@ -1,0 +1,138 @@
+"""Chats as data: who asks what after what. Pure, and the same for the same seed. Nothing is sent from here.
+
+lane    requests that one client sends one after the other; lanes run side by side
+chat    a history that grows: what is asked is added to it, then what the server answered
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from kvstrata.bench.trace import Trace
+from kvstrata.bench.words import count, text
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: `messages` are added to the chat's history, and all of it is sent."""
+
+    chat: str
+    messages: tuple[Message, ...]
+    reply_tokens: int
+    at_s: float = 0.0  # not before, after the lane began
+
+
+Lane = tuple[Ask, ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a load is, in tokens."""
+
+    chats: int = 4
+    turns: int = 6
+    system: int = 400
+    turn: int = 120
+    reply: int = 32
+    seed: int = 0
+
+
+def user(words: str) -> Message:
+    return {"role": "user", "content": words}
+
+
+def system(words: str) -> Message:
+    return {"role": "system", "content": words}
+
+
+def chat_asks(key: str, system_text: str, turns: Sequence[str], reply_tokens: int) -> Lane:
+    """A chat's turns in order; the first one brings the system prompt."""
+    opening = (system(system_text),) if system_text else ()
+    return tuple(
+        Ask(key, (*(opening if number == 0 else ()), user(turn)), reply_tokens) for number, turn in enumerate(turns)
+    )
+
+
+def multi_turn(shape: Shape) -> list[Lane]:
+    """Chats one after the other, each with a system prompt of its own."""
+    return [_chat(shape, number, text(f"{shape.seed} system {number}", shape.system)) for number in range(shape.chats)]
+
+
+def shared_system(shape: Shape) -> list[Lane]:
+    """The same system prompt before every chat."""
+    common = text(f"{shape.seed} system", shape.system)
+    return [_chat(shape, number, common) for number in range(shape.chats)]
+
+
+def alternating(shape: Shape) -> list[Lane]:
+    """One client that goes from chat to chat after each turn, over one system prompt."""
+    return [tuple(chain.from_iterable(zip(*shared_system(shape), strict=True)))]
+
+
+def agents(shape: Shape) -> list[Lane]:
+    """Each agent has tools, and its context grows by what they answer."""
+    return [agent(f"{shape.seed} agent {number}", shape) for number in range(shape.chats)]
+
+
+def agent(key: str, shape: Shape) -> Lane:
+    """A task, then turn after turn what a tool gave. The server's own reply stands between, as a client sends it back.
+
+    Results come as user messages: not every server's template takes the role 'tool', and prompts must be the same.
+    """
+    opening = (system(_with_tools(text(f"{key} system", shape.system))), user(text(f"{key} task", shape.turn // 2)))
+    first = Ask(key, opening, shape.reply)
+    return (first, *(Ask(key, (_tool_result(key, turn, shape.turn),), shape.reply) for turn in range(1, shape.turns)))
+
+
+def _tool_result(key: str, turn: int, num_tokens: int) -> Message:
+    return user(f"Result of read_file for part {turn}:\n{text(f'{key} result {turn}', num_tokens)}\nGo on.")
+
+
+TOOLS: tuple[Message, ...] = (
+    {"name": "read_file", "parameters": {"path": "string", "part": "integer"}},
+    {"name": "run_command", "parameters": {"command": "string"}},
+    {"name": "write_file", "parameters": {"path": "string", "content": "string"}},
+)
+
+
+def _with_tools(instructions: str) -> str:
+    listed = "\n".join(json.dumps(tool) for tool in TOOLS)
+    return f"You have these tools:\n{listed}\n{instructions}"
+
+
+def _chat(shape: Shape, number: int, system_text: str) -> Lane:
+    turns = [text(f"{shape.seed} chat {number} turn {turn}", shape.turn) for turn in range(shape.turns)]
+    return chat_asks(f"chat {number}", system_text, turns, shape.reply)
+
+
+LOADS: Mapping[str, Callable[[Shape], list[Lane]]] = {
+    "multi-turn": multi_turn,
+    "shared-system": shared_system,
+    "alternating": alternating,
+    "agents": agents,
+}
+
+
+def from_trace(trace: Trace, *, block_tokens: int, speed: float, max_requests: int, reply_tokens: int) -> list[Lane]:
+    """Each request of a trace as a chat of one turn, at its time. A block's id stands for its text."""
+    return list(_timed(trace, block_tokens, speed, max_requests, reply_tokens))
+
+
+def _timed(trace: Trace, block_tokens: int, speed: float, max_requests: int, reply_tokens: int) -> Iterator[Lane]:
+    began_s = trace.requests[0].time_s
+    for number, request in enumerate(trace.requests[:max_requests]):
+        blocks = " ".join(text(f"block {block}", block_tokens) for block in request.blocks.tolist())
+        reply = min(request.num_reply_tokens or reply_tokens, reply_tokens)
+        at_s = (request.time_s - began_s) / speed
+        yield (Ask(f"request {number}", (user(blocks),), max(reply, 1), at_s),)
+
+
+def prompt_tokens(messages: Sequence[Message]) -> int:
+    """About so many, where the server does not tell."""
+    return sum(count(str(message["content"])) for message in messages)

@@ -1,0 +1,369 @@
+"""`kvstrata bench compare`: the same scenarios against ours and every peer that is here, in rounds and in turns.
+
+Only one server runs at a time. What a peer does wrong costs that peer its figure and nothing else: it is said, the
+server is ended, and the next scenario gets a new one. Results are handed on after each scenario, so none is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvstrata.bench.chat_client import Door
+from kvstrata.bench.compare_scenario import Outcome, Run, tokens_of
+from kvstrata.bench.driver import Figure
+from kvstrata.bench.peers.base import ROOT, Model, Peer, Start
+from kvstrata.bench.peers.process import Process, ServerFailed, free_port
+from kvstrata.bench.prefill_time import PrefillTime
+from kvstrata.bench.scenarios import Lengths, Scenario, scenarios
+from kvstrata.bench.serve_load import Client, calibrate
+from kvstrata.bench.watch import UNWATCHED, Watch
+from kvstrata.errors import KvstrataError
+
+
+@dataclass(frozen=True)
+class Plan:
+    share: float = 1.0  # of the full lengths
+    rounds: int = 3
+    fresh: bool = True  # a new server for each scenario: then peaks of memory are its own
+    chosen: tuple[int, ...] = tuple(range(1, 10))
+    scenario_s: float = 900.0  # longest that one may take
+    start_s: float = 300.0
+    total_s: float | None = None  # for all sides together; each gets its share of what is left when its turn comes
+    calibration: tuple[int, ...] = (64, 512, 2000, 4000)
+    seed: str = "0"
+
+    def scaled(self, share: float) -> Plan:
+        """With other lengths, and unseen prompts of lengths to match."""
+        lengths = (max(16, round(length * share / self.share)) for length in self.calibration)
+        return replace(self, share=share, calibration=tuple(dict.fromkeys(lengths)))
+
+
+QUICK = Plan(share=0.25, rounds=1, fresh=False, scenario_s=120.0, calibration=(32, 128, 512))
+LEAST_S = 5.0  # a server that starts late has at least so long for its scenario
+
+
+@dataclass(frozen=True)
+class Side:
+    """A peer as it takes part: MLX's with our BLAS, and as it comes."""
+
+    peer: Peer
+    name: str
+    blas: Path | None = None
+    budget_s: float | None = None  # all scenarios together
+
+    @property
+    def as_it_comes(self) -> bool:
+        return self.peer.on_mlx and self.blas is None
+
+
+@dataclass(frozen=True)
+class SideFigure(Figure):
+    name: str
+    version: str
+    missing: str
+    known_by: str
+    known_note: str
+    as_it_comes: bool
+    command: str = ""  # the last one without a limit, and the last one with
+    limited_command: str = ""
+    prefill_time: PrefillTime | None = None
+
+
+class Standing:
+    """A side's server: started when it is needed, kept while it is good."""
+
+    def __init__(self, side: Side, model: Model, plan: Plan, folder: Path, log: Path | None = None) -> None:
+        """`folder`: for what the server keeps. `log`: where its words go, else there too."""
+        self.side = side
+        self.known: PrefillTime | None = None
+        self.used_s = 0.0
+        self.until_s: float | None = None  # when its share of the time is over; None: it has not begun
+        self._plan = plan
+        self._folder = folder / side.name.replace(" ", "-").replace(",", "")
+        self._folder.mkdir(parents=True)
+        self._start = Start(model, 0, self._folder / "home", blas=side.blas)
+        self._log = log or self._folder / "log"
+        self._process: Process | None = None
+        self._mark = 0
+        self.commands: dict[bool, str] = {}  # the last ones, by whether they had a limit
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._start.port}"
+
+    def door(self, timeout_s: float) -> Door:
+        return Door(self.url, self.side.peer.model_name(self._start.model), timeout_s=timeout_s)
+
+    def ready(self, limit_tokens: int) -> None:
+        """A server with that limit and an empty cache, or one that has served scenarios without a limit."""
+        process = self._process
+        if (
+            process is not None
+            and process.is_alive
+            and not self._plan.fresh
+            and limit_tokens == self._start.limit_tokens
+        ):
+            process.forget_peak()
+            return
+        self.end()
+        shutil.rmtree(self._start.home, ignore_errors=True)
+        self._start = replace(self._start, port=free_port(), limit_tokens=limit_tokens)
+        self._launch()
+
+    def compile(self) -> None:
+        """Starts it once: what is compiled then is kept on the disk. Why it does not start, its scenarios will tell."""
+        with suppress(ServerFailed, OSError):
+            self.ready(0)
+        self.end()
+
+    def restart(self) -> None:
+        """With all that it kept, at the same address."""
+        self.end()
+        self._launch()
+
+    def _launch(self) -> None:
+        self._start.home.mkdir(parents=True, exist_ok=True)
+        peer = self.side.peer
+        command = peer.command(self._start)
+        self.commands[self._start.limit_tokens > 0] = self.without_places(" ".join(command))
+        self._process = Process(command, peer.environment(self._start), self._log)
+        self._process.wait_ready(self.url + peer.ready_path, self._plan.start_s)
+
+    def mark(self) -> None:
+        if self._process is not None:
+            self._mark = self._process.log_end()
+
+    def told(self) -> tuple[int | None, int | None, int | None]:
+        """Since the mark: prompt tokens by the log. Now: peak and held bytes."""
+        if self._process is None or not self._process.is_alive:
+            return None, None, None
+        log, peer = self._process.log_from(self._mark), self.side.peer
+        return peer.prefilled_in(log), self._process.peak_bytes(), peer.held_bytes(self.url, log)
+
+    def why_gone(self) -> str:
+        if self._process is None or self._process.is_alive:
+            return ""
+        return f"the server is gone: {self._process.last_words()}"
+
+    def without_places(self, text: str) -> str:
+        """A report goes to people whose folders have other names."""
+        text = text.replace(f"{sys.executable} -c from kvstrata.cli import main; main()", "kvstrata")
+        for place, name in ((self._start.home, "HOME"), (ROOT, "."), (Path.home(), "~")):
+            text = text.replace(str(place), name)
+        return text.replace("./", "")
+
+    def end(self) -> None:
+        if self._process is not None:
+            self._process.end()
+            self._process = None
+
+
+def compare(
+    sides: Sequence[Side],
+    model: Model,
+    plan: Plan,
+    keep: Callable[[list[SideFigure], list[Outcome]], None],
+    logs: Path,
+    watch: Watch = UNWATCHED,
+) -> None:
+    """`keep` is handed all results so far, after each scenario. `logs`: a folder for what servers say."""
+    about = [_about(side, model) for side in sides]
+    present = [side for side, told in zip(sides, about, strict=True) if not told.missing]
+    outcomes: list[Outcome] = []
+    keep(about, outcomes)
+    with _standing(present, model, plan, logs) as standing:
+        for each in standing:
+            if each.side.peer.compiles:
+                watch.say(f"{each.side.name}, compiling kernels where they are new")
+                each.compile()
+        clock = Clock(plan, standing)
+        for number, scenario, each in in_turns(standing, plan):
+            watch.under(f"round {number + 1}").say(f"{each.side.name}, {scenario.number}. {scenario.title}")
+            outcomes.append(watch.passed(_outcome(each, scenario, plan, number, clock.left_s(each))))
+            about = [_with_news(told, standing) for told in about]
+            keep(about, outcomes)
+
+
+def num_outcomes(sides: Sequence[Side], model: Model, plan: Plan) -> int:
+    return sum(not side.peer.missing(model) for side in sides) * plan.rounds * len(plan.chosen)
+
+
+def _about(side: Side, model: Model) -> SideFigure:
+    peer = side.peer
+    missing = peer.missing(model)
+    version = "" if missing else peer.version()
+    return SideFigure(side.name, version, missing, peer.known_by, peer.known_note, side.as_it_comes)
+
+
+def _with_news(told: SideFigure, standing: Sequence[Standing]) -> SideFigure:
+    for each in standing:
+        if each.side.name == told.name:
+            plain, limited = each.commands.get(False, ""), each.commands.get(True, "")
+            known = each.known or told.prefill_time
+            return replace(told, command=plain, limited_command=limited, prefill_time=known)
+    return told
+
+
+@contextmanager
+def _standing(sides: Sequence[Side], model: Model, plan: Plan, logs: Path) -> Iterator[list[Standing]]:
+    logs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="kvstrata-compare-", ignore_cleanup_errors=True) as folder:
+        names = [side.name.replace(" ", "-").replace(",", "") for side in sides]
+        standing = [
+            Standing(side, model, plan, Path(folder), logs / f"{name}.log")
+            for side, name in zip(sides, names, strict=True)
+        ]
+        before = signal.signal(signal.SIGTERM, _leave)
+        try:
+            yield standing
+        finally:
+            for each in standing:
+                each.end()
+            signal.signal(signal.SIGTERM, before)
+
+
+def _leave(_number: int, _frame: object) -> None:
+    """Servers have sessions of their own: who is told to end must end them first."""
+    raise KeyboardInterrupt
+
+
+Turn = tuple[int, Scenario, Standing]
+
+
+def in_turns(standing: Sequence[Standing], plan: Plan) -> Iterator[Turn]:
+    """By scenario, where each has a new server; else by side, whose server stays for all that it can serve."""
+    for number in range(plan.rounds):
+        every = scenarios(Lengths(plan.share, f"{plan.seed} {number}"))
+        chosen = [scenario for scenario in every if scenario.number in plan.chosen]
+        # Which side comes first takes turns too.
+        order = list(standing) if number % 2 == 0 else list(reversed(standing))
+        for each in order:
+            each.known = None
+        if plan.fresh:
+            for scenario in chosen:
+                for each in order:
+                    yield number, scenario, each
+                    each.end()
+        else:
+            for each in order:
+                # What needs a server of its own comes last.
+                for scenario in sorted(chosen, key=lambda scenario: scenario.limit_tokens > 0):
+                    yield number, scenario, each
+                each.end()
+
+
+class Clock:
+    """How long a side may take."""
+
+    def __init__(self, plan: Plan, standing: Sequence[Standing]) -> None:
+        self._plan = plan
+        self._standing = standing
+        self._until_s = time.monotonic() + (math.inf if plan.total_s is None else plan.total_s)
+
+    def left_s(self, each: Standing) -> float:
+        """For all that it has yet to do; zero or less where its time is over."""
+        now_s = time.monotonic()
+        if each.until_s is None:
+            waiting = 1 if self._plan.fresh else sum(other.until_s is None for other in self._standing)
+            each.until_s = now_s + (self._until_s - now_s) / waiting
+        budget_s = math.inf if each.side.budget_s is None else each.side.budget_s - each.used_s
+        return min(budget_s, each.until_s - now_s)
+
+
+def _outcome(each: Standing, scenario: Scenario, plan: Plan, number: int, left_s: float) -> Outcome:
+    """Whatever happens, an outcome; a server that failed is not used again."""
+    blank = Outcome(
+        side=each.side.name,
+        scenario=scenario.number,
+        round=number + 1,
+        requests=len(scenario.requests),
+        answered=0,
+        prompt_tokens=0,
+        prefilled_reported=None,
+        prefilled_logged=None,
+        prefilled_inferred=None,
+        known_by=each.side.peer.known_by,
+        first_token_s=[],
+        slowest_gap_s=None,
+        reply_tokens=0,
+        took_s=0.0,
+        peak_bytes=None,
+        held_bytes=None,
+    )
+    if left_s <= 0:
+        return replace(blank, failure="not run: the time for this side was over")
+    began_s = time.monotonic()
+    try:
+        each.ready(scenario.limit_tokens)
+        if each.known is None and each.side.budget_s is None:
+            each.known = _calibrated(each, plan, number, min(left_s, plan.scenario_s))
+        left_s = max(LEAST_S, left_s - (time.monotonic() - began_s))
+        found = asyncio.run(_measured(each, scenario, blank, min(plan.scenario_s, left_s)))
+    except (ServerFailed, OSError) as error:
+        found = replace(blank, failure=each.without_places(f"the server did not start: {error}"))
+    each.used_s += time.monotonic() - began_s
+    if found.failure:
+        each.end()
+    return found
+
+
+def _calibrated(each: Standing, plan: Plan, number: int, limit_s: float) -> PrefillTime | None:
+    """None where the server fails at it: then its scenarios will tell why."""
+    key = f"{plan.seed} {number} calibration"
+
+    async def timed() -> PrefillTime:
+        lengths = plan.calibration
+        return await asyncio.wait_for(calibrate(each.door(limit_s), key, lengths, 2), limit_s)
+
+    with suppress(KvstrataError, TimeoutError):
+        return asyncio.run(timed())
+    return None
+
+
+async def _measured(each: Standing, scenario: Scenario, blank: Outcome, limit_s: float) -> Outcome:
+    door, failure = each.door(limit_s), ""
+    began_s = time.perf_counter()
+    async with door.open() as http:
+        run = Run(Client(http, door), each.restart, each.mark)
+        try:
+            await asyncio.wait_for(run.walk(scenario), limit_s)
+        except TimeoutError:
+            failure = f"stopped after {limit_s:.0f} s"
+    took_s = time.perf_counter() - began_s
+    return _figures(each, run, blank, took_s, failure)
+
+
+def _figures(each: Standing, run: Run, blank: Outcome, took_s: float, failure: str) -> Outcome:
+    good = [(request, asked) for request, asked in run.asked if not asked.answer.failure]
+    bad = [asked.answer.failure for _, asked in run.asked if asked.answer.failure]
+    said = [failure, f"{len(bad)} of {len(run.asked)} requests failed: {bad[0]}" if bad else "", each.why_gone()]
+    total, reported, inferred = tokens_of(run, each.known)
+    logged, peak_bytes, held_bytes = each.told()
+    ends = [asked.answer.ended_s for _, asked in good]
+    begins = [asked.answer.began_s for _, asked in good]
+    return replace(
+        blank,
+        answered=len(good),
+        prompt_tokens=total,
+        prefilled_reported=reported,
+        prefilled_logged=logged,
+        prefilled_inferred=inferred,
+        first_token_s=[asked.answer.first_token_s for request, asked in good if request.part == "timed"],
+        slowest_gap_s=run.slowest_gap_s,
+        reply_tokens=sum(asked.answer.num_pieces for _, asked in good),
+        took_s=max(ends) - min(begins) if good else took_s,
+        peak_bytes=peak_bytes,
+        held_bytes=held_bytes,
+        failure=each.without_places("; ".join(filter(None, said))),
+        notes=run.notes,
+    )

@@ -1,0 +1,146 @@
+"""One scenario against one server that runs: what is asked when, and the figures of it.
+
+The server may be restarted on the way, by whoever started it. A request that fails, a server that ends and a scenario
+that takes too long give an outcome that says so, with what was answered until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from kvstrata.bench.chat_client import Answer
+from kvstrata.bench.driver import Figure
+from kvstrata.bench.peers.base import KnownBy
+from kvstrata.bench.prefill_time import PrefillTime
+from kvstrata.bench.scenarios import Beside, Requested, Restart, Scenario, Together
+from kvstrata.bench.serve_load import Asked, Client
+
+SETTLE_S = 0.3  # until a server has logged and counted what it just answered
+
+
+@dataclass(frozen=True)
+class Outcome(Figure):
+    """Of one scenario, one server and one round. Tokens are those of requests that count."""
+
+    side: str
+    scenario: int
+    round: int
+    requests: int
+    answered: int
+    prompt_tokens: int
+    prefilled_reported: int | None
+    prefilled_logged: int | None
+    prefilled_inferred: int | None
+    known_by: KnownBy  # which of the three is taken
+    first_token_s: list[float]  # of timed requests
+    slowest_gap_s: float | None  # between two tokens of the stream, where there is one
+    reply_tokens: int
+    took_s: float
+    peak_bytes: int | None
+    held_bytes: int | None
+    failure: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Run:
+    """What has happened so far; it is read even when a scenario is broken off."""
+
+    client: Client
+    restart: Callable[[], None]
+    mark: Callable[[], None]  # called before the first request that counts
+    asked: list[tuple[Requested, Asked]] = field(default_factory=list)
+    together_s: list[tuple[float, list[Asked]]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    slowest_gap_s: float | None = None
+    is_marked: bool = False
+
+    async def walk(self, scenario: Scenario) -> None:
+        for step in scenario.steps:
+            if isinstance(step, Restart):
+                await asyncio.to_thread(self.restart)
+            elif isinstance(step, Beside):
+                self._mark()
+                await self._beside(step)
+            else:
+                if any(request.part != "setup" for request in step.requests):
+                    self._mark()
+                await self._together(step)
+        await asyncio.sleep(SETTLE_S)
+
+    def _mark(self) -> None:
+        if not self.is_marked:
+            self.is_marked = True
+            self.mark()
+
+    async def _together(self, step: Together) -> None:
+        began_s = time.perf_counter()
+        found = await asyncio.gather(*(self._send(request) for request in step.requests))
+        if len(found) > 1:
+            last_s = max(each.answer.began_s + each.answer.first_token_s for each in found)
+            self.together_s.append((last_s - began_s, list(found)))
+
+    async def _send(self, request: Requested, on_piece: Callable[[int], None] = lambda _: None) -> Asked:
+        found = await self.client.send(request.ask, on_piece)
+        self.asked.append((request, found))
+        return found
+
+    async def _beside(self, step: Beside) -> None:
+        under_way = asyncio.Event()
+
+        def heard(num_pieces: int) -> None:
+            if num_pieces >= step.after_tokens:
+                under_way.set()
+
+        stream = asyncio.create_task(self._send(step.stream, heard))
+        stream.add_done_callback(lambda _: under_way.set())
+        await under_way.wait()
+        comes = await self._send(step.comes)
+        streamed = await stream
+        self.slowest_gap_s, note = pause(streamed.answer, comes.answer)
+        self.notes += [note] if note else []
+
+
+def pause(stream: Answer, comes: Answer) -> tuple[float | None, str]:
+    """The longest gap of the stream from when the other came in until its first token, and what there is to say."""
+    until_s = comes.began_s + comes.first_token_s
+    ends = stream.times
+    pairs = list(pairwise(ends))
+    gaps = [later - earlier for earlier, later in pairs if later > comes.began_s and earlier < until_s]
+    if not gaps:
+        return None, "the stream had ended before the prompt came"
+    if ends[-1] < until_s:
+        return max(gaps), "the stream ended before the prompt had its first token"
+    return max(gaps), ""
+
+
+def tokens_of(run: Run, known: PrefillTime | None) -> tuple[int, int | None, int | None]:
+    """Of requests that count: of the prompts, computed as reported, computed as time says."""
+    counted = [asked for request, asked in run.asked if request.part != "setup" and not asked.answer.failure]
+    if not counted:
+        return 0, None, None
+    total = sum(asked.prompt_tokens for asked in counted)
+    cached = [asked.answer.cached_tokens for asked in counted]
+    reported = None if None in cached else total - sum(each for each in cached if each is not None)
+    return total, reported, _inferred(run, counted, known)
+
+
+def _inferred(run: Run, counted: list[Asked], known: PrefillTime | None) -> int | None:
+    if known is None or run.slowest_gap_s is not None:
+        return None  # a stream beside it took some of the time
+    together = {id(asked) for _, group in run.together_s for asked in group}
+    alone = [asked for asked in counted if id(asked) not in together]
+    found = sum(known.computed_tokens(asked.prompt_tokens, asked.answer.first_token_s) for asked in alone)
+    return found + sum(_of_group(known, took_s, group) for took_s, group in run.together_s)
+
+
+def _of_group(known: PrefillTime, took_s: float, group: list[Asked]) -> int:
+    """About: requests at once, as if they had been computed one after the other until the last first token."""
+    total = sum(asked.prompt_tokens for asked in group)
+    each_s = known.seconds(total // len(group), total // len(group)) - known.fixed_s
+    token_s = each_s * len(group) / total
+    return min(total, round(max(0.0, took_s - known.fixed_s) / token_s)) if token_s else total

@@ -1,0 +1,232 @@
+"""The report of `kvstrata bench compare`, from its JSON and from nothing else: Markdown, and verdicts.
+
+Values are medians over rounds. A figure that a server did not give is a dash, and below each table stands why.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvstrata.bench.driver import MIB
+from kvstrata.bench.scenarios import Lengths, Scenario, scenarios
+
+OURS = "kvstrata"
+Data = Mapping[str, Any]
+KNOWN = {"reported": "its usage", "log": "its log", "time": "inferred from time"}
+MUCH = 0.25  # of the prompts: reports that differ by more from what time says are pointed out
+FEW_TOKENS = 64
+AT_ONCE = (4, 7)  # scenarios
+
+
+def markdown(data: Data, plots: Sequence[str] = ()) -> str:
+    parts = [
+        "# kvstrata beside its peers",
+        _about(data),
+        _sides(data),
+        *(_plot(name) for name in plots),
+        "## What the figures say",
+        "\n".join(f"- {line}" for line in verdicts(data)) or "- There is no figure of kvstrata yet.",
+        "## Scenario by scenario",
+        *(_scenario(data, scenario) for scenario in titles() if _rows(data, scenario.number)),
+    ]
+    return "\n\n".join(filter(None, [*parts, _engine(data)])) + "\n"
+
+
+def titles() -> list[Scenario]:
+    return scenarios(Lengths())
+
+
+def _about(data: Data) -> str:
+    about = data["about"]
+    lengths = "full lengths" if about["share"] == 1 else f"{about['share']:g} of the full lengths"
+    lines = [
+        f"- when: {about['date']}",
+        f"- machine: {about['machine']}",
+        f"- model: {about['model']}, {lengths}, rounds: {about['rounds']}",
+        f"- command: `{about['command']}`",
+        *([f"- note: {about['note']}"] if about["note"] else []),
+        *(["- note: the run was ended before all was measured"] if about["interrupted"] else []),
+    ]
+    return "\n".join(lines)
+
+
+def _plot(name: str) -> str:
+    """Light and dark: GitHub shows the one that fits."""
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{name}-dark.svg">'
+        f'<img alt="{name}" src="{name}-light.svg"></picture>'
+    )
+
+
+def _sides(data: Data) -> str:
+    rows = [["server", "version", "tokens computed are known by"]]
+    for side in data["sides"]:
+        how = f"{KNOWN[side['known_by']]}{': ' + side['known_note'] if side['known_note'] else ''}"
+        rows.append([side["name"], side["version"] or f"skipped: {side['missing']}", "" if side["missing"] else how])
+    commands = [f"- {side['name']}: `{side['command']}`" for side in data["sides"] if side["command"]]
+    limited = [f"- {side['name']}: `{side['limited_command']}`" for side in data["sides"] if side["limited_command"]]
+    said = ["", "How each was started:", "", *commands] if commands else []
+    said += ["", "And with a limit, for scenario 6:", "", *limited] if limited else []
+    return "\n".join([_table(rows, "---"), *said])
+
+
+def _rows(data: Data, number: int, side: str | None = None) -> list[Data]:
+    return [row for row in data["results"] if row["scenario"] == number and (side is None or row["side"] == side)]
+
+
+def _scenario(data: Data, scenario: Scenario) -> str:
+    heads = ["server", "prompt tokens", "computed", "share", "reported", "by time", "first token, ms", "largest"]
+    special = {"pause": "longest pause, ms", "throughput": "reply tokens/s", "first token": ""}[scenario.metric]
+    table = [[*heads, *([special] if special else []), "peak MiB", "held MiB"]]
+    notes = []
+    for side in data["sides"]:
+        rows = _rows(data, scenario.number, side["name"])
+        if not rows:
+            continue
+        table.append(_line(side["name"], rows, scenario))
+        notes += sorted({f"- {side['name']}: {said}" for row in rows for said in _said(row)})
+    return "\n".join([f"### {scenario.number}. {scenario.title}", "", _table(table), *(["", *notes] if notes else [])])
+
+
+def _line(name: str, rows: Sequence[Data], scenario: Scenario) -> list[str]:
+    first = [value for row in rows for value in row["first_token_s"]]
+    cells = [
+        name,
+        _number(middle(rows, lambda row: row["prompt_tokens"] or None)),
+        _number(middle(rows, prefilled)),
+        _percent(middle(rows, share)),
+        _number(middle(rows, lambda row: row["prefilled_reported"])),
+        _number(middle(rows, lambda row: row["prefilled_inferred"])),
+        _number(1000 * statistics.median(first) if first else None),
+        _number(1000 * max(first) if first else None),
+    ]
+    if scenario.metric == "pause":
+        cells.append(_number(middle(rows, lambda row: _times(row["slowest_gap_s"], 1000))))
+    elif scenario.metric == "throughput":
+        cells.append(_number(middle(rows, rate), 1))
+    peak, held = (middle(rows, lambda row, key=key: _times(row[key], 1 / MIB)) for key in ("peak_bytes", "held_bytes"))
+    return [*cells, _number(peak), _number(held, 1)]
+
+
+def _said(row: Data) -> list[str]:
+    said = [row["failure"]] if row["failure"] else []
+    reported, inferred = row["prefilled_reported"], row["prefilled_inferred"]
+    # Time says little of requests that were sent at once.
+    if (
+        row["scenario"] not in AT_ONCE
+        and row["known_by"] == "reported"
+        and reported is not None
+        and inferred is not None
+    ):
+        over = inferred - reported
+        if over > max(FEW_TOKENS, MUCH * row["prompt_tokens"]):
+            said.append(f"it reports {reported} computed tokens, time says {inferred}")
+    return [*said, *row["notes"]]
+
+
+def prefilled(row: Data) -> int | None:
+    return {
+        "reported": row["prefilled_reported"],
+        "log": row["prefilled_logged"],
+        "time": row["prefilled_inferred"],
+    }[row["known_by"]]
+
+
+def share(row: Data) -> float | None:
+    """Of the prompts' tokens: one less the hit rate."""
+    computed = prefilled(row)
+    return None if computed is None or not row["prompt_tokens"] else computed / row["prompt_tokens"]
+
+
+def rate(row: Data) -> float | None:
+    return row["reply_tokens"] / row["took_s"] if row["took_s"] and row["answered"] == row["requests"] else None
+
+
+def first_token(row: Data) -> float | None:
+    return statistics.median(row["first_token_s"]) if row["first_token_s"] else None
+
+
+def middle(rows: Sequence[Data], value: Callable[[Data], float | None]) -> float | None:
+    """The median over rounds that have a value."""
+    found = [each for row in rows if (each := value(row)) is not None]
+    return statistics.median(found) if found else None
+
+
+def whole(data: Data, number: int, side: str) -> list[Data]:
+    """Rounds that did not fail."""
+    return [row for row in _rows(data, number, side) if not row["failure"]]
+
+
+def verdicts(data: Data) -> list[str]:
+    """Scenario by scenario, ours beside every peer: where we are ahead, and where we are not."""
+    lines = []
+    for scenario in titles():
+        ours = whole(data, scenario.number, OURS)
+        if not ours:
+            continue
+        peers = [side["name"] for side in data["sides"] if side["name"] != OURS and not side["as_it_comes"]]
+        rivals = {name: rows for name in peers if (rows := whole(data, scenario.number, name))}
+        said = [_verdict(scenario, ours, name, rows) for name, rows in rivals.items()]
+        absent = [name for name in peers if name not in rivals and _rows(data, scenario.number, name)]
+        said += [f"{name} gave no whole figure" for name in absent]
+        lines.append(f"{scenario.number}. {scenario.title}: {'; '.join(said) or 'no peer to compare with'}")
+    return lines
+
+
+def _verdict(scenario: Scenario, ours: Sequence[Data], name: str, theirs: Sequence[Data]) -> str:
+    if scenario.metric == "throughput":
+        told = [_beside("throughput", middle(ours, rate), middle(theirs, rate), larger_is_better=True)]
+    elif scenario.metric == "pause":
+        gap = (middle(rows, lambda row: row["slowest_gap_s"]) for rows in (ours, theirs))
+        first = (middle(rows, first_token) for rows in (ours, theirs))
+        told = [_beside("longest pause", *gap), _beside("first token", *first)]
+    else:
+        tokens = (middle(rows, prefilled) for rows in (ours, theirs))
+        first = (middle(rows, first_token) for rows in (ours, theirs))
+        told = [_beside("computed tokens", *tokens), _beside("first token", *first)]
+    return f"{name}: {', '.join(told)}"
+
+
+def _beside(what: str, ours: float | None, theirs: float | None, *, larger_is_better: bool = False) -> str:
+    if ours is None or theirs is None:
+        return f"{what} not known"
+    if not theirs:
+        return f"{what} {_number(ours)} against 0" + ("" if ours == 0 else " (behind)")
+    ratio = ours / theirs
+    is_behind = ratio < 1 if larger_is_better else ratio > 1
+    return f"{what} {ratio:.2f} x{' (behind)' if is_behind else ''}"
+
+
+def _engine(data: Data) -> str:
+    engine = data.get("engine")
+    if not engine:
+        return ""
+    head = "## The engine alone\n\nDecode and prefill without a server: ours and llama.cpp through node-llama-cpp."
+    if "rates" not in engine:
+        return f"{head}\n\n{engine['missing']}"
+    rows = [["work", "side", "tokens/s", "ours/llama.cpp"]]
+    rows += [
+        [row["work"], row["side"], _number(row["tokens_s"], 1), _number(row["ratio"], 2)] for row in engine["rates"]
+    ]
+    return f"{head}\n\n{_table(rows)}\n\n{engine['peer'] or engine['missing']}"
+
+
+def _table(rows: Sequence[Sequence[str]], others: str = "---:") -> str:
+    """`others`: how columns after the first are set."""
+    head, *body = rows
+    lines = [head, ["---", *[others] * (len(head) - 1)], *body]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def _times(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
