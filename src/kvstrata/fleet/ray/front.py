@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextvars import Context
 from typing import Any
 
 from ray import serve
@@ -85,7 +86,9 @@ class RayReplicas:
     async def ask(
         self, name: str | None, request: Mapping[str, Any], body: bytes, *, only: bool
     ) -> AsyncIterator[Message]:
-        answer: Any = self._handle.options(stream=True).ask.remote(request, body, to=name or "", only=only)
+        asking = self._handle.options(stream=True).ask
+        # A context of its own: Ray takes calls that are made for one request for the same call, and mixes up replicas.
+        answer: Any = Context().run(asking.remote, request, body, to=name or "", only=only)
         has_ended = False
         try:
             async for message in answer:

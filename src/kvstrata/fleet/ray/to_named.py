@@ -15,7 +15,10 @@ class ToNamed(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Where the named one has gone, any other: the call says itself whether that will do."""
-        wanted = pending_request.kwargs.get("to") if pending_request is not None else None
+        if pending_request is None:
+            return [list(candidate_replicas)]
+        pending_request.routing_context.should_backoff = True  # else Ray asks again and again, without a pause
+        wanted = pending_request.kwargs.get("to")
         named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == wanted]
         return [named or list(candidate_replicas)]
 
