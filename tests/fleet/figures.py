@@ -8,6 +8,7 @@ One server, then two replicas behind our front, then two behind Ray's own router
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,9 @@ def resume(fleet: RayFleet) -> None:
     messages[1]["content"] *= 6
     answer = fleet.chat(messages, max_tokens=REPLY_TOKENS).raise_for_status()
     home = answer.headers["x-kvstrata-replica"]
-    while fleet.replicas()[home]["remote"]["queue_bytes"] or not fleet.replicas()[home]["remote"]["written_tokens"]:
-        pass
+    num_blocks = answer.json()["usage"]["prompt_tokens"] // 256
+    while fleet.replicas()[home]["remote"]["written_tokens"] < 256 * num_blocks:
+        time.sleep(0.1)
     kill(home)
     fleet.wait_for(2, without=home)
     messages += [{"role": "assistant", "content": answer.json()["choices"][0]["message"]["content"]}]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -84,7 +83,7 @@ def handler_of(index: Index) -> type[BaseHTTPRequestHandler]:
             self.wfile.write(body[:cut])
             self.close_connection = True
 
-        def log_message(self, *_args: Any) -> None:
+        def log_message(self, format: str, *args: object) -> None:
             """Nothing: pytest's output is for failures."""
 
     return Handler
