@@ -28,8 +28,9 @@ class RayFleet:
         self._port = port
         self._flags: dict[str, Any] = {}
 
-    def deploy(self, num_replicas: int, **flags: Any) -> None:
-        """As `kvstrata ray config` and `serve run` do it; what runs already is changed. Flags stay what they were."""
+    def deploy(self, num_replicas: int, **flags: Any) -> dict[str, Any]:
+        """As `kvstrata ray config` and `serve run` do it; what runs already is changed. Flags stay what they were.
+        What each replica holds then, by name."""
         import yaml
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
@@ -40,7 +41,7 @@ class RayFleet:
         client = _get_global_client()
         assert client is not None
         client.deploy_apps(ServeDeploySchema.model_validate(yaml.safe_load(text)), _blocking=False)
-        self.wait_for(num_replicas)
+        return self.wait_for(num_replicas)
 
     def replicas(self) -> dict[str, Any]:
         """What each of them holds, by name."""

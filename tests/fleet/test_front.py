@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -42,6 +47,12 @@ def _all_well(fleet: LocalFleet) -> Iterator[None]:
     yield
     for one in fleet.ones.values():
         one.is_lost, one.lost_after = False, None
+
+
+def run_cli(*arguments: str) -> str:
+    env = {**os.environ, "COLUMNS": "120", "PYTHONPATH": str(Path(__file__).parents[2] / "src")}
+    command = [sys.executable, "-c", "from kvstrata.cli import main; main()", *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
 def question(number: int) -> str:
@@ -127,6 +138,18 @@ def test_what_is_held_is_the_sum(front: httpx.Client, fleet: LocalFleet) -> None
     assert all(f'vllm:num_requests_running{{replica="{name}"}}' in metrics for name in fleet.ones)
     props = front.get("/props", headers=admin).json()
     assert set(props["replicas"]) == set(fleet.ones)
+    assert props["state"]["kv_budget_bytes"] == sum(
+        one["state"]["kv_budget_bytes"] for one in props["replicas"].values()
+    )
+
+
+def test_top_and_the_page_show_each_replica(front: httpx.Client, fleet: LocalFleet) -> None:
+    shown = run_cli("top", "--once", "--url", str(front.base_url), "--api-key", "admin-key")
+    for name in fleet.ones:
+        assert re.search(rf"{name} +0 +0 +[\d,]+ ", shown), shown
+    page = front.get("/").text
+    assert 'id="replicas"' in page
+    assert front.get("/dashboard/replicas.js").status_code == 200
 
 
 def test_sessions_of_all_are_listed_and_one_is_found(front: httpx.Client) -> None:
@@ -189,7 +212,7 @@ def test_a_stream_that_is_lost_ends_with_an_error(
     front: httpx.Client, fleet: LocalFleet, path: str, body: dict[str, Any]
 ) -> None:
     for one in fleet.ones.values():
-        one.lost_after = 3
+        one.lost_after = 2  # its headers and its first piece came
     with front.stream("POST", path, json={**body, "stream": True}) as answer:
         assert answer.status_code == 200
         lines = [line for line in answer.iter_lines() if line.startswith("data: ")]

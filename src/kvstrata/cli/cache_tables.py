@@ -94,6 +94,24 @@ def sequences(running: Sequence[Answer], width: int = 40) -> RichTable:
     return table
 
 
+def replicas(held: Mapping[str, Answer], states: Mapping[str, Answer]) -> RichTable:
+    """Of a fleet: what each runs and holds."""
+    table = _table("replica", "running", "waiting", "tokens", "memory", "disk", "hit rate", title="Replicas", right=1)
+    for name, usage in held.items():
+        state = states.get(name, {}).get("state", {})
+        counters, disk = usage["counters"], usage["tiers"].get("disk")
+        table.add_row(
+            name,
+            str(state.get("running", "-")),
+            str(state.get("waiting", "-")),
+            f"{usage['tiers']['hot']['tokens']:,}",
+            size(usage["tiers"]["hot"]["bytes"]),
+            size(disk["bytes"]) if disk else "-",
+            share(counters.get("hit_tokens", 0), counters.get("queried_tokens", 0)),
+        )
+    return table
+
+
 def explanation(answer: Answer) -> RenderableType:
     from rich.console import Group
     from rich.text import Text

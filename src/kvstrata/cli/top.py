@@ -77,6 +77,8 @@ class View:
         props = remote.ask("GET", "/props")
         self._note(usage["counters"])
         parts = [heading(props, remote.url), memory(usage), tables.tiers(usage), tables.totals(usage)]
+        if usage.get("replicas"):
+            parts.append(tables.replicas(usage["replicas"], props.get("replicas", {})))
         if usage["sequences"]:
             parts.append(tables.sequences(usage["sequences"]))
         return Group(*parts, "", *self._events)

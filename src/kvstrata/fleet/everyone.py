@@ -110,7 +110,8 @@ class Everyone:
         if path == SESSIONS:
             return JSONResponse(_sessions(scope, answers))
         if path == PROPS:
-            return JSONResponse({**next(iter(answers.values())), "replicas": answers})
+            states = summed([answer["state"] for answer in answers.values()])
+            return JSONResponse({**next(iter(answers.values())), "state": states, "replicas": answers})
         return JSONResponse({**summed(list(answers.values())), "replicas": answers})
 
 

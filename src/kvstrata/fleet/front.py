@@ -79,7 +79,8 @@ class Front:
         lost: set[str] = set()
         for attempt in range(1, MAX_ATTEMPTS + 1):
             choice = self._choose(asked, home, lost)
-            answer = _Answer(self, choice, scope, send)
+            place = _Place(self._router, choice)
+            answer = _Answer(self, choice, place, scope, send)
             try:
                 await answer.run(self._replicas.ask(choice.replica if choice else None, plain(scope), body, only=False))
                 return
@@ -90,8 +91,7 @@ class Front:
                     await answer.break_off()
                     return
             finally:
-                if choice is not None:
-                    self._router.ended(choice.replica)
+                place.leave()
         await error_response(Unavailable("No replica answers. Send the request again in a moment."))(
             scope, nothing, send
         )
@@ -125,12 +125,26 @@ class Front:
                 self._responses.popitem(last=False)
 
 
+class _Place:
+    """What a request takes at its replica, given back once."""
+
+    def __init__(self, router: Router, choice: Choice | None) -> None:
+        self._router = router
+        self._choice = choice
+
+    def leave(self) -> None:
+        if self._choice is not None:
+            self._router.ended(self._choice.replica)
+            self._choice = None
+
+
 class _Answer:
     """One attempt at it."""
 
-    def __init__(self, front: Front, choice: Choice | None, scope: Scope, send: Send) -> None:
+    def __init__(self, front: Front, choice: Choice | None, place: _Place, scope: Scope, send: Send) -> None:
         self._front = front
         self._choice = choice
+        self._place = place
         self._scope = scope
         self._send = send
         self._is_stream = False
@@ -148,6 +162,8 @@ class _Answer:
                     await self._send(begun)
                     begun, self.has_begun = None, True
                 self._look(message.get("body", b""))
+                if not message.get("more_body", False):
+                    self._place.leave()  # before the client can ask again
                 await self._send(message)
         finally:
             with contextlib.suppress(Exception):

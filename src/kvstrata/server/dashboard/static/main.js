@@ -7,6 +7,7 @@ import { Explain } from "./explain.js";
 import { showFigures } from "./figures.js";
 import { History } from "./history.js";
 import { Precision } from "./precision.js";
+import { showReplicas } from "./replicas.js";
 import { showSequences } from "./sequences.js";
 import { Sessions } from "./sessions.js";
 import { KeyNeeded, forgetKey, get, hasKey, rememberKey } from "./server.js";
@@ -46,6 +47,7 @@ function show(usage, props) {
   showFigures(usage, props);
   strata.update(usage.budget_bytes);
   showSequences(usage.sequences, props.state);
+  showReplicas(usage, props);
   sessions.update();
   events.update(usage);
   precision.showTarget(usage);
