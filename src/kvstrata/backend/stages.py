@@ -1,6 +1,6 @@
-"""What a start is busy with. A room says what it begins, through the log; whoever shows it listens there.
+"""What a start is busy with. A room says what it begins, through the log; the code that shows it listens there.
 
-So no room has to be handed a way to tell, and where nobody listens nothing is said.
+So no room has to be handed a way to tell, and without a listener nothing is said.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One scenario against one server that runs: what is asked when, and the figures of it.
 
-The server may be restarted on the way, by whoever started it. A request that fails, a server that ends and a scenario
+The comparison may restart the server on the way. A request that fails, a server that ends and a scenario
 that takes too long give an outcome that says so, with what was answered until then.
 """
 

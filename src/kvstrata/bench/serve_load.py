@@ -1,7 +1,7 @@
 """A load against any OpenAI-compatible server, over HTTP: when tokens come, and how much was cached.
 
 cached, reported    what the server's usage says
-cached, inferred    what the time of the first token says (prefill_time.py), of requests that nobody else was beside
+cached, inferred    what the time of the first token says (prefill_time.py), of requests that ran alone
 """
 
 from __future__ import annotations

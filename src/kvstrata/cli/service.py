@@ -31,7 +31,7 @@ NEXT = {
     "systemd": (
         "Next: save this as ~/.config/systemd/user/kvstrata.service, then\n"
         "  systemctl --user daemon-reload && systemctl --user enable --now kvstrata\n"
-        "To run it while nobody is logged in: loginctl enable-linger. Its log: journalctl --user -u kvstrata"
+        "To run it while you are logged out: loginctl enable-linger. Its log: journalctl --user -u kvstrata"
     ),
     "launchd": (
         f"Next: save this as ~/Library/LaunchAgents/{LABEL}.plist, then\n"

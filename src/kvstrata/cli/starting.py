@@ -53,7 +53,7 @@ class Starting(logging.Handler):
         self.end()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """From any thread: one stage follows the other, whoever works on it."""
+        """From any thread: one stage follows the other, on whichever thread."""
         self._end_stage()
         self._stage, self._doing = getattr(record, "stage", ""), record.getMessage()
         if self._live is None:

@@ -1,4 +1,4 @@
-"""The replicas as the front sees them. Whoever runs them implements this; the front knows no more of a cluster."""
+"""The replicas as the front sees them. The code for a cluster implements this (`ray/`); the front knows no more of it."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def _fetched(client: httpx.Client, url: str, wheel: Path) -> Path:
 
 
 def _host(url: str) -> str:
-    """An address may have a password in it, and that is nobody's business."""
+    """An address may have a password in it, and no message may show it."""
     return urlsplit(url).hostname or "an address without a host"
 
 

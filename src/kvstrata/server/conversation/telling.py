@@ -27,7 +27,7 @@ class Telling:
     """One for each job. `enough`: ends the request at an index, whose reply needs no more tokens."""
 
     def __init__(self, job: Job, wire: Wire, enough: Callable[[int], None], trace: Trace | None = None) -> None:
-        """`trace`: what is noted of the request; None: nobody reads it."""
+        """`trace`: what is noted of the request; None: no journal watches."""
         self._job = job
         self._trace = trace or Trace("")
         self.wire = wire

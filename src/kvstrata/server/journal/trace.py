@@ -108,5 +108,5 @@ class Trace:
 
 
 def trace_in(scope: Scope) -> Trace:
-    """The request's; one that nobody reads where nobody watches."""
+    """The request's; where no journal watches, one that is thrown away."""
     return scope.get(SCOPE_TRACE) or Trace("")
