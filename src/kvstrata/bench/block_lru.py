@@ -1,7 +1,7 @@
 """LRU over the blocks of a trace, for simulations that hold many stores at once. Knows numbers of blocks alone.
 
-What is held is always closed under 'comes before': a request that uses a block uses all that comes before it, and those count
-as used later. So a block leaves before the blocks that it follows, and the leading run is found by bisection.
+What is held is always closed under 'comes before': a request that uses a block uses all that comes before it, and
+those count as used later. So a block leaves before the blocks that it follows, and bisection finds the leading run.
 """
 
 from __future__ import annotations

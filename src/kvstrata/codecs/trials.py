@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from kvstrata.codecs import paths
-from kvstrata.codecs.kernel_text import Dialect
+from kvstrata.codecs.kernel_text import Dialect, Run, run_on_gpu
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,40 @@ def failed(what: str, allowed: float, failure: Exception) -> Trial:
 def largest(errors: Iterable[float]) -> float:
     """What is no number is the largest of all."""
     return max(errors, key=lambda error: error if error == error else float("inf"))
+
+
+class Stand(NamedTuple):
+    """What is taken for this machine's, untried."""
+
+    dialect: Dialect
+    run: Run
+
+
+class Stands:
+    """Which text a machine's kernels are made of, and how they run: this machine's, or what stands in for it."""
+
+    def __init__(self) -> None:
+        self._stands: list[Stand] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._stands)
+
+    @contextmanager
+    def use(self, dialect: Dialect, run: Run) -> Iterator[None]:
+        self._stands.append(Stand(dialect, run))
+        try:
+            yield
+        finally:
+            self._stands.pop()
+
+    @property
+    def dialect(self) -> Dialect | None:
+        """None: this machine has no use for the kernels. On CUDA others are in their place."""
+        return self._stands[-1].dialect if self._stands else metal_here()
+
+    @property
+    def run(self) -> Run:
+        return self._stands[-1].run if self._stands else run_on_gpu
 
 
 def metal_here() -> Dialect | None:

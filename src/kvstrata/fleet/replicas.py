@@ -1,4 +1,4 @@
-"""The replicas as the front sees them. The code for a cluster implements this (`ray/`); the front knows no more of it."""
+"""The replicas as the front sees them. Code for a cluster implements this (`ray/`); the front knows no more of it."""
 
 from __future__ import annotations
 

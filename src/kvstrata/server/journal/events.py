@@ -1,4 +1,4 @@
-"""What happened to the cache between two looks at its counters, as sentences. Knows counters by name, and asks no engine."""
+"""What happened to the cache between two looks at its counters, as sentences. Knows counters by name, no engine."""
 
 from __future__ import annotations
 
