@@ -17,6 +17,7 @@
         |-- ModelNotFound       404: another model's name
         |-- ResponseNotFound    404: a response that is not kept, or another key's
         |-- SessionNotFound     404: a session that is not known, or another key's
+        |-- ConversationNotFound 404: a conversation that is not held (any more), or another key's
         |-- RequestTimeout      408: headers or body did not arrive in time
         |-- BodyTooLarge        413: more bytes than the server reads
         |-- UnsupportedCoding   415: a compressed body of a kind that the server does not read
@@ -114,6 +115,11 @@ class ResponseNotFound(RequestError):
 class SessionNotFound(RequestError):
     status = 404
     code = "session_not_found"
+
+
+class ConversationNotFound(RequestError):
+    status = 404
+    code = "conversation_not_found"
 
 
 class RequestTimeout(RequestError):

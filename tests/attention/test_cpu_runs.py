@@ -48,7 +48,7 @@ class PartsRow:
         self._buffer.put(0, *tail)
         self._used = tail[0].shape[2]
 
-    def runs_with_next(self, k: mx.array, v: mx.array) -> list[cpu.Run]:
+    def runs_with_next(self, k: cpu.Tokens, v: cpu.Tokens) -> list[cpu.Run]:
         runs = [cpu.run_of(part) for part in self._before]
         self._used += 1
         tail = cpu.Run(*self._buffer.addresses(k, v), self._buffer.size, self._used - 1, self._used)

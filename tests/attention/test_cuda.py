@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.attention import cuda, cuda_step
+from kvstrata.attention.cuda_addresses import Whereabouts
 from kvstrata.codecs import cuda_codes, paths
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.planes import HELD, PlanesCodec
@@ -167,14 +168,16 @@ def check_step(dtype: mx.Dtype, dim: int, with_planes: bool, turn: str = "") -> 
         before[1].append(planes)
         before[2][:0] = [replace(planes, start=100, end=300), planes]
     held = {id(array): _float64(array) for pair in (*buffers, first) for array in pair}
-    counters = mx.zeros((6,), mx.uint32)
+    counters, known, wheres = mx.zeros((6,), mx.uint32), cuda_step.Known(), [Whereabouts() for _ in buffers]
     # The last row is a ring: its new token lies among older ones.
     for at, counts in [((100, 7, 130), (101, 8, 512)), ((101, 8, 131), (102, 9, 512))]:
-        slots = [cuda_step.Slot(*pair, pair[0].shape[2], a, b) for pair, a, b in zip(buffers, at, counts, strict=True)]
-        rows = cuda_step.rows_of(before, slots)
+        places = zip(buffers, at, counts, wheres, strict=True)
+        slots = [cuda_step.Slot(*pair, pair[0].shape[2], a, b, where) for pair, a, b, where in places]
+        reads = known.reads(before, slots)
+        assert reads is not None
         new = _pair(3, 2, 1, dim, seed=at[0], dtype=dtype)
         q = _queries(3, 6, 1, dim).astype(dtype)
-        out = cuda_step.attend_step(q, *new, rows, counters, scale, sinks)
+        out = cuda_step.attend_step(q, *new, cuda_step.launch_of(reads, slots, counters), scale, sinks)
         mx.eval(out)
         for row, slot in enumerate(slots):
             for buffer, tokens in zip(buffers[row], new, strict=True):

@@ -7,6 +7,7 @@ same tokens go through attention by sequence: both must see the same.
 from __future__ import annotations
 
 import gc
+from collections.abc import Hashable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,53 +20,24 @@ from kvstrata.attention import cpu, cuda_check, cuda_rows, cuda_step
 from kvstrata.attention import cuda as cuda_ranges
 from kvstrata.attention.attend import attend
 from kvstrata.attention.cuda_check import step_works
+from kvstrata.attention.cuda_tables import RAW_BITS
 from kvstrata.attention.parts import CutPart, Part, Parts, SealedPart
 from kvstrata.codecs import paths
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.layers.batch import AttentionRows, BatchCache
+from kvstrata.layers.attention_rows import AttentionRows
+from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
+from tests.attention.table_walk import Walk
 from tests.codecs.arrays import keys
 
 HEADS, DIM, SCALE = 2, 64, 0.1
 DTYPE = mx.bfloat16
 LAYOUT = Layout((LayerSpec("full"),) * 2, path="parts")
-
-
-def _by_tables(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    rows: cuda_step.Rows,
-    counters: mx.array,
-    scale: float,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """What the kernel does, by the tables that it is given."""
-    assert counters.size == k.shape[0] * k.shape[1]
-    tables = rows.tables
-    settled, firsts, sizes, ranges = (np.asarray(table) for table in tables[:4])
-    out = []
-    for row, (read, slot) in enumerate(zip(rows.reads, rows.slots, strict=True)):
-        buffer_k, buffer_v = rows.buffers[read.own]
-        assert sizes[read.own] == buffer_k.shape[2]
-        buffer_k[:, :, slot.at] = k[row : row + 1, :, 0]
-        buffer_v[:, :, slot.at] = v[row : row + 1, :, 0]
-        seen = []
-        for number, part in enumerate(rows.planes):
-            first, count = ranges[row, number].tolist()
-            for start, size, *_ in np.asarray(tables.pieces[number])[first : first + count].tolist():
-                seen.append([x.codec.decode(x, DTYPE)[None, :, start : start + size] for x in (part.k, part.v)])
-        for buffer, start, count in settled[firsts[row] : firsts[row + 1]].tolist():
-            seen.append([array[:, :, start : start + count] for array in rows.buffers[buffer]])
-        seen.append([array[:, :, : slot.num_tokens] for array in (buffer_k, buffer_v)])
-        all_k, all_v = (mx.concatenate([pair[i] for pair in seen], axis=2) for i in (0, 1))
-        out.append(mx.fast.scaled_dot_product_attention(q[row : row + 1], all_k, all_v, scale=scale, sinks=sinks))
-    return mx.concatenate(out)
 
 
 def _prefix(codec: PlanesCodec | RawCodec, num_tokens: int, seed: int) -> SealedPart:
@@ -79,6 +51,7 @@ class _Cut:
     def __init__(self, part: CutPart) -> None:
         self._part = part
         self.num_tokens = part.num_tokens
+        self.version: Hashable = 0
 
     def parts(self) -> tuple[CutPart]:
         return (self._part,)
@@ -105,21 +78,20 @@ class _Owner:
         self._layer = layer
         self.num_tokens = num_tokens
 
+    @property
+    def version(self) -> Hashable:
+        return self._layer.own.pieces.version
+
     def parts(self) -> tuple[Part, ...]:
         return self._layer.own.parts(0, self.num_tokens)
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[cuda_step.Rows]:
-    made: list[cuda_step.Rows] = []
-
-    def launch(q: mx.array, k: mx.array, v: mx.array, rows: cuda_step.Rows, *rest: object) -> mx.array:
-        made.append(rows)
-        return _by_tables(q, k, v, rows, *rest)  # pyright: ignore[reportArgumentType]
-
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[cuda_step.Launch]:
     monkeypatch.setattr(cpu, "fits", lambda *_: False)
-    monkeypatch.setattr(cuda_step, "attend_step", launch)
-    return made
+    walk = Walk()
+    walk.install(monkeypatch)
+    return walk.launches
 
 
 def _run(layers: list[FullLayer | WindowLayer], num_steps: int, sinks: mx.array | None) -> mx.array:
@@ -137,7 +109,7 @@ def _run(layers: list[FullLayer | WindowLayer], num_steps: int, sinks: mx.array 
 
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_a_step_reads_what_attention_by_sequence_reads(
-    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows], with_sinks: bool
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch], with_sinks: bool
 ) -> None:
     sinks = mx.arange(3 * HEADS).astype(DTYPE) if with_sinks else None
     monkeypatch.setattr(cuda_rows, "fits", lambda *_: False)
@@ -157,7 +129,9 @@ def test_a_step_reads_what_attention_by_sequence_reads(
 
 
 @pytest.mark.usefixtures("exact_buffers")
-def test_nothing_of_what_was_replaced_is_kept(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows]) -> None:
+def test_nothing_of_what_was_replaced_is_kept(
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch]
+) -> None:
     """Sealed or stepped down between two steps, by a sequence that ran alone before it joined the batch."""
     monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
     layers = [FullLayer(3000), FullLayer(100)]
@@ -180,7 +154,7 @@ def test_nothing_of_what_was_replaced_is_kept(monkeypatch: pytest.MonkeyPatch, l
     gc.collect()
     assert before - mx.get_active_memory() == pytest.approx(raw_bytes - layers[0].nbytes, rel=0.02)
     mx.eval(_steps(rows, layers))
-    assert [len(made.planes) for made in launches] == [1]
+    assert [_bits(made) for made in launches] == [[RAW_BITS, 4, RAW_BITS, RAW_BITS]]
 
 
 @pytest.mark.skipif(paths.active() == "cuda", reason="a GPU's allocator does not count to the byte")
@@ -230,40 +204,100 @@ def _steps(rows: AttentionRows, layers: list[FullLayer]) -> mx.array:
     return out
 
 
-def test_who_reads_the_same_shares_it(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows]) -> None:
+def test_who_reads_the_same_shares_it(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch]) -> None:
     monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
     planes, raw = _prefix(PlanesCodec(8), 90, 1), _prefix(RawCodec(), 70, 3)
     ends = range(20, 60, 2)
     layers = [FullLayer(8, [_Cut(CutPart(planes, 0, end)), _Cut(CutPart(raw, 3, end))]) for end in ends]
     _run(list(layers), 1, None)
     (made,) = launches
-    assert len(made.planes) == 1
-    assert len(made.buffers) == 1 + len(layers)
+    assert sorted(_bits(made)) == [8, *[RAW_BITS] * (1 + len(layers))]
+
+
+def _bits(launch: cuda_step.Launch) -> list[int]:
+    """Of the keys of each part."""
+    return [int(bits) for bits in np.asarray(launch.kinds)[:, 0] if bits]
+
+
+def test_tables_are_made_once_for_layers_that_are_stored_alike(
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch]
+) -> None:
+    monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
+    layers = [[FullLayer(40, [_prefix(PlanesCodec(8), 90, seed)]) for _ in range(2)] for seed in (1, 2)]
+    for rows in layers:
+        _run(list(rows), 3, None)
+    first, second = launches[:3], launches[3:]
+    for a, b in zip(first, second, strict=True):
+        assert a.pieces is b.pieces
+        assert a.kinds is b.kinds
+        assert a.places is b.places
+    assert len({id(made.pieces) for made in launches}) == 1
+    assert len({id(made.addresses) for made in first}) == 1
+    assert first[0].addresses is not second[0].addresses
+
+
+@pytest.mark.usefixtures("launches")
+def test_what_moves_between_steps_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A buffer that MLX has written to may lie elsewhere after that."""
+    monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
+    layer = FullLayer(40)
+    layer.append(*(keys(1, HEADS, 9, DIM, seed=i, dtype=DTYPE) for i in (0, 1)))
+    known = cuda_step.Known()
+
+    def reads() -> cuda_step.Reads | None:
+        slot = layer.next_slot(None, None)
+        assert slot is not None
+        return known.reads([[]], [slot])
+
+    first = reads()
+    assert reads() is first
+    layer.count_next()
+    assert reads() is first
+    layer.append(*(keys(1, HEADS, 2, DIM, seed=i, dtype=DTYPE) for i in (0, 1)))
+    assert reads() is not first
+
+
+def test_a_launch_takes_any_number_of_parts(monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch]) -> None:
+    def layers() -> list[FullLayer | WindowLayer]:
+        bits = [8, 4, 2, 4, 8]
+        return [
+            FullLayer(8, [_prefix(PlanesCodec(bits[i % 5]), 20 + i, 10 * row + i) for i in range(1 + 3 * row)])
+            for row in range(7)
+        ]
+
+    monkeypatch.setattr(cuda_rows, "fits", lambda *_: False)
+    wanted = _run(layers(), 2, None)
+    monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
+    got = _run(layers(), 2, None)
+    assert [len(_bits(made)) for made in launches] == [70 + 7] * 2
+    assert mx.abs(got - wanted).max() < 0.02 * mx.abs(wanted).max()
 
 
 def test_what_a_launch_cannot_take_goes_by_sequence(
-    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows]
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch]
 ) -> None:
-    """More planes than a launch has arguments for."""
-    layers = [FullLayer(8, [_prefix(PlanesCodec(8), 20, seed)]) for seed in range(cuda_step.MOST_PLANES + 1)]
+    """Buffers of two dtypes."""
+    raw = [keys(HEADS, 20, DIM, seed=seed, dtype=mx.float16) for seed in (1, 2)]
+    layers = [FullLayer(8, [SealedPart(*(RawCodec().encode(x, 0) for x in raw))]), FullLayer(8)]
     monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
     got = _run(list(layers), 2, None)
     assert not launches
-    assert [layer.offset for layer in layers] == [22] * len(layers)
+    assert [layer.offset for layer in layers] == [22, 2]
     assert mx.isfinite(got).all()
 
 
 def test_a_kernel_that_is_wrong_or_fails_here_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Rows]
+    monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch]
 ) -> None:
     right = cuda_step.attend_step
 
     def wrong(*args: Any) -> mx.array:
         return right(*args) * 1.1
 
-    def writes_elsewhere(q: mx.array, k: mx.array, v: mx.array, rows: cuda_step.Rows, *rest: Any) -> mx.array:
-        slots = tuple(slot._replace(at=slot.at - 1) for slot in rows.slots)
-        return right(q, k, v, replace(rows, slots=slots), *rest)
+    def writes_elsewhere(q: mx.array, k: mx.array, v: mx.array, launch: cuda_step.Launch, *rest: Any) -> mx.array:
+        places = np.array(launch.places)
+        places[:, 1] -= 1
+        return right(q, k, v, replace(launch, places=mx.array(places)), *rest)
 
     def fails(*_: Any) -> mx.array:
         raise RuntimeError("no such instruction")

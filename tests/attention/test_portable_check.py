@@ -18,7 +18,7 @@ from kvstrata.codecs import paths
 from kvstrata.codecs.kernel_text import Launch
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.trials import Trial
-from kvstrata.layers.batch import AttentionRows
+from kvstrata.layers.attention_rows import AttentionRows
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.tail import FullLayer
 from tests.attention.plain_kernels import Plain

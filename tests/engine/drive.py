@@ -80,6 +80,8 @@ class Drive:
         self.metrics = Metrics()
         served = Served(loaded, layout, self.budget, limits, storage or Storage())
         self.loop = make_loop(served, self.metrics, cold, lambda _: Detokenizer(loaded.tokenizer))
+        # As on a GPU, where more can be in flight. Tests of a whole engine run it as this machine does.
+        self.loop.passes.overlaps = True
         self._numbers = itertools.count()
 
     @property

@@ -47,7 +47,8 @@ ARCHITECTURES = ("llama", "gemma3_text", "qwen3_next")
 KIB, MIB = 1 << 10, 1 << 20
 HOT_BYTES = 2 * MIB
 DISK_BYTES = 10 * MIB
-MEMORY_BYTES = 256 * MIB
+# On CUDA products have workspaces of their own, whatever the model.
+MEMORY_BYTES = (2048 if mx.cuda.is_available() else 256) * MIB
 NUM_CHATS = 12
 LONGEST_TOKENS = 1500
 NUM_AT_ONCE = 3

@@ -13,7 +13,8 @@ from kvstrata.attention.attend import attend
 from kvstrata.bench import memory
 from kvstrata.bench.memory import counted_concatenations
 from kvstrata.codecs.registry import parse
-from kvstrata.layers.batch import AttentionRows, BatchCache
+from kvstrata.layers.attention_rows import AttentionRows
+from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Hashable
 from typing import Any
 
 import mlx.core as mx
@@ -89,6 +90,10 @@ class Reader:
     def __init__(self, layer: FullLayer, num_tokens: int) -> None:
         self._layer = layer
         self.num_tokens = num_tokens
+
+    @property
+    def version(self) -> Hashable:
+        return self._layer.own.pieces.version
 
     def parts(self) -> tuple[Any, ...]:
         return self._layer.own.parts(0, self.num_tokens)

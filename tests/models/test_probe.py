@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
 
-from kvstrata.layers.batch import AttentionRows
+from kvstrata.layers.attention_rows import AttentionRows
 from kvstrata.models import probe as probing
 from kvstrata.models.probe import probe
 from tests.layers.test_same_output import steady_module

@@ -16,13 +16,13 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
-from kvstrata.attention import cpu, cuda_rows, portable_check
+from kvstrata.attention import cpu, cuda_prefill, cuda_rows, portable_check
 from kvstrata.attention.by_row import decode_by_row
 from kvstrata.attention.parts import Parts
 from kvstrata.attention.portable_rows import decode_together
 from kvstrata.codecs import paths
 
-Keys = Parts | cpu.Step | cuda_rows.Step
+Keys = Parts | cpu.Step | cuda_rows.Step | cuda_rows.Prepared
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def attend(
 ) -> mx.array:
     if isinstance(keys, MixedKeys):
         return _mixed(queries, keys, scale, sinks)
-    if isinstance(keys, cpu.Step | cuda_rows.Step):
+    if isinstance(keys, cpu.Step | cuda_rows.Step | cuda_rows.Prepared):
         if mask is None and keys.takes(queries):
             return keys.attend(queries, scale, sinks)
         keys = Parts(tuple(row.parts() for row in keys.write()))
@@ -63,6 +63,8 @@ def attend(
     k, v = keys.joined(queries)
     if mask == "causal" and sinks is None and cpu.fits(queries, k, v):
         return cpu.prefill(queries, k, v, scale)
+    if paths.active() == "cuda" and cuda_prefill.takes(queries, k, v, mask, sinks):
+        return cuda_prefill.attend(queries, k, v, scale, mask)
     out = mx.fast.scaled_dot_product_attention(queries, k, v, scale=scale, mask=mask, sinks=sinks)
     if paths.active() == "cpu" or (paths.active() != "cuda" and keys.has_codes):
         # This layer is decoded already: left lazy, the pass would keep what every layer decoded until its end.

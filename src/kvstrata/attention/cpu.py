@@ -34,12 +34,15 @@ from kvstrata.codecs.turns import tables
 BLOCK = 128
 # Some times what the kernels of codecs/ take to compile. Past it they are compiled here.
 COMPILE_S = 120
-# Keys of a batch, over all rows and heads, from which on it pays to wake other threads.
-PARALLEL_KEYS = 4096
+# Keys of a batch, over all rows and heads, from which on it pays to share them with other threads, which the products
+# before have woken.
+PARALLEL_KEYS = 512
 NOWHERE = -1
 RAW_BITS = 32  # as in cpu_kernels, which needs numba to be looked at
 
 _NO_SINKS = np.empty(0, np.float32)
+
+Tokens = mx.array | np.ndarray  # [rows, kv_heads, tokens, dim]
 
 # The process that compiles for this one, if there is one.
 _beside: list[subprocess.Popen[bytes]] = []
@@ -87,7 +90,7 @@ class Run(NamedTuple):
 class Row(Protocol):
     """One layer of one sequence."""
 
-    def runs_with_next(self, k: mx.array, v: mx.array) -> list[Run]: ...
+    def runs_with_next(self, k: Tokens, v: Tokens) -> list[Run]: ...
 
     def parts(self) -> Any: ...
 
@@ -167,28 +170,18 @@ class Step:
         self._rows = rows
         self._keys = keys  # [rows, kv_heads, 1, k_dim]
         self._values = values
-        self._runs: list[Run] = []  # of all rows; they hold what the table has addresses of
-        self._table: np.ndarray | None = None  # [runs, 1 + fields of Run], the row first
+        self._done: Written | None = None
 
     def takes(self, queries: mx.array) -> bool:
         return fits(queries)
 
     def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
-        from kvstrata.attention import cpu_kernels
-
         mx.eval(queries, self._keys, self._values)
-        table = self._written()
-        # The loops are compiled for arrays without gaps: only those become vector instructions.
-        q = np.ascontiguousarray(queries)
-        kv_heads, k_dim, v_dim = self._keys.shape[1], self._keys.shape[3], self._values.shape[3]
-        out = np.zeros((*queries.shape[:3], v_dim), np.float32)
-        num_keys = kv_heads * sum(run.num_tokens for run in self._runs)
+        written = self._written()
         # Whatever the model has: another dtype or layout would have the kernels compiled once more, for seconds.
         columns = _NO_SINKS if sinks is None else np.array(sinks.astype(mx.float32))
-        rotations = (*rotation_of(k_dim), *rotation_of(v_dim))
-        with threads_for(is_large=num_keys > PARALLEL_KEYS):
-            cpu_kernels.decode(q, kv_heads, table, scale, columns, *rotations, out)
-        return mx.array(out)
+        # The loops are compiled for arrays without gaps: only those become vector instructions.
+        return mx.array(written.attend(np.ascontiguousarray(queries), scale, columns))
 
     def write(self) -> Sequence[Row]:
         """Write the new tokens; for readers of the rows that take another path."""
@@ -196,15 +189,45 @@ class Step:
         self._written()
         return self._rows
 
-    def _written(self) -> np.ndarray:
-        if self._table is None:
-            from kvstrata.attention import cpu_kernels
+    def _written(self) -> Written:
+        if self._done is None:
+            self._done = write(self._rows, np.ascontiguousarray(self._keys), np.ascontiguousarray(self._values))
+        return self._done
 
-            by_row = [row.runs_with_next(self._keys, self._values) for row in self._rows]
-            self._runs = [run for runs in by_row for run in runs]
-            self._table = np.array([(i, *run.fields()) for i, runs in enumerate(by_row) for run in runs], np.int64)
-            cpu_kernels.write(np.ascontiguousarray(self._keys), np.ascontiguousarray(self._values), self._table)
-        return self._table
+
+def attend_next(rows: Sequence[Row], q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
+    """One new token for each row [rows, heads, 1, dim], as numpy has it: written, and attended with all before it."""
+    return write(rows, k, v).attend(q, scale, _NO_SINKS)
+
+
+def write(rows: Sequence[Row], k: np.ndarray, v: np.ndarray) -> Written:
+    from kvstrata.attention import cpu_kernels
+
+    by_row = [row.runs_with_next(k, v) for row in rows]
+    runs = [run for runs in by_row for run in runs]
+    table = np.array([(i, *run.fields()) for i, runs in enumerate(by_row) for run in runs], np.int64)
+    cpu_kernels.write(k, v, table)
+    return Written(table, runs, k.shape[1], (k.shape[3], v.shape[3]))
+
+
+class Written(NamedTuple):
+    """Rows whose new tokens are in their buffers."""
+
+    table: np.ndarray  # [runs, 1 + fields of Run], the row first
+    runs: list[Run]  # of all rows; they hold what the table has addresses of
+    kv_heads: int
+    dims: tuple[int, int]  # of a key and of a value
+
+    def attend(self, q: np.ndarray, scale: float, sinks: np.ndarray) -> np.ndarray:
+        from kvstrata.attention import cpu_kernels
+
+        k_dim, v_dim = self.dims
+        out = np.zeros((*q.shape[:3], v_dim), np.float32)
+        num_keys = self.kv_heads * sum([run.num_tokens for run in self.runs])
+        rotations = (*rotation_of(k_dim), *rotation_of(v_dim))
+        with threads_for(is_large=num_keys > PARALLEL_KEYS):
+            cpu_kernels.decode(q, self.kv_heads, self.table, scale, sinks, *rotations, out)
+        return out
 
 
 def run_of(part: Part) -> Run | None:

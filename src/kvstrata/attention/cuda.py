@@ -8,12 +8,13 @@ their largest score and their sum of exponentials: exact, in float32. Prefill de
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from kvstrata.attention.cuda_addresses import Whereabouts
 from kvstrata.codecs import cuda_kernels
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.cuda_codes import (
@@ -51,6 +52,18 @@ class PieceSegments(NamedTuple):
         return pieces_of(self.segments, self.offset, start, end, piece_tokens(end - start, heads, self.longest))
 
 
+class Packed:
+    """Arrays without gaps: those that are read through addresses MLX does not copy on the way."""
+
+    def __init__(self) -> None:
+        self._arrays: list[mx.array] | None = None
+
+    def of(self, arrays: Sequence[mx.array]) -> list[mx.array]:
+        if self._arrays is None:
+            self._arrays = [mx.contiguous(array) for array in arrays]
+        return self._arrays
+
+
 @dataclass(frozen=True, eq=False)
 class PlanesRange:
     """Tokens [start, end) of planes [kv_heads, tokens, dim]. Made once for many steps, it looks things up once."""
@@ -59,6 +72,9 @@ class PlanesRange:
     v: Planes
     start: int
     end: int
+    # Shared by all ranges of these planes.
+    where: Whereabouts = field(default_factory=Whereabouts)
+    packed: Packed = field(default_factory=lambda: Packed())
 
     @cached_property
     def fits(self) -> bool:
@@ -92,6 +108,7 @@ class RawRange:
     v: mx.array
     start: int
     end: int
+    where: Whereabouts = field(default_factory=Whereabouts)  # of the buffer
 
     @property
     def fits(self) -> bool:

@@ -15,13 +15,17 @@ import numpy as np
 
 from kvstrata.attention import cuda_step
 from kvstrata.attention.cuda import RAW_DTYPES, PlanesRange, Range, RawRange
+from kvstrata.attention.cuda_addresses import Whereabouts
 from kvstrata.codecs import paths
+from kvstrata.codecs.base import Planes
 from kvstrata.codecs.cuda_codes import FUSED_DIMS
-from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.planes import HELD, PlanesCodec
+from kvstrata.codecs.segments import segments_of
 from kvstrata.codecs.turns import make_turn
 
 _HEADS, _GROUP, _SCALE = 2, 2, 0.1
 _BUFFER_TOKENS, _NUM_BEFORE = 512, 300
+_BITS = ((8, 8), (4, 2), (2, 4))  # of keys and of values
 _TOLERANCE = 0.02  # of the largest value: 16-bit rounding stays well below
 
 logger = logging.getLogger(__name__)
@@ -45,35 +49,51 @@ def step_works(dtype: mx.Dtype, k_dim: int, v_dim: int) -> bool:
 
 def _error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
     """Two rows of two steps, the second of them over planes and over what the first one has: the largest difference."""
-    turn = make_turn(100.0 ** (-np.arange(k_dim // 2) / k_dim)) if k_dim == v_dim else None
-    planes = PlanesRange(
-        PlanesCodec(8, turn).encode(_random((_HEADS, _NUM_BEFORE, k_dim), 0, dtype), 0),
-        PlanesCodec(8).encode(_random((_HEADS, _NUM_BEFORE, v_dim), 1, dtype), 0),
-        *(3, _NUM_BEFORE),
-    )
+    planes = [_planes(dtype, k_dim, v_dim, *bits) for bits in _BITS]
     buffers = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
     expected = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
     mx.eval(buffers, expected)
-    before: list[list[Range]] = [[], [planes, RawRange(*buffers[0], 0, 70)]]
-    counters = mx.zeros((2 * _HEADS,), mx.uint32)
+    wheres = [Whereabouts() for _ in buffers]
+    before: list[list[Range]] = [[], [*planes, RawRange(*buffers[0], 0, 70, wheres[0])]]
+    counters, known = mx.zeros((2 * _HEADS,), mx.uint32), cuda_step.Known()
     errors = []
     for step in range(2):
         places = (200 + step, 9 + step)
-        slots = [cuda_step.Slot(*pair, _BUFFER_TOKENS, at, at + 1) for pair, at in zip(buffers, places, strict=True)]
+        slots = [
+            cuda_step.Slot(*pair, _BUFFER_TOKENS, at, at + 1, where)
+            for pair, at, where in zip(buffers, places, wheres, strict=True)
+        ]
         q = _random((2, _HEADS * _GROUP, 1, k_dim), 10 + step, dtype)
         # What a launch writes it must read, too: the new key is near the queries, and so has most of the weight.
         new = (q[:, ::_GROUP] * 2, _random((2, _HEADS, 1, v_dim), 6 + step, dtype))
-        out = cuda_step.attend_step(q, *new, cuda_step.rows_of(before, slots), counters, _SCALE)
+        reads = known.reads(before, slots)
+        assert reads is not None
+        out = cuda_step.attend_step(q, *new, cuda_step.launch_of(reads, slots, counters), _SCALE)
         mx.eval(out)
         for row, at in enumerate(places):
             for buffer, tokens in zip(expected[row], new, strict=True):
                 buffer[:, :, at] = tokens[row : row + 1, :, 0]
-            read = [*((_dense(planes, dtype), [array[:, :, :70] for array in expected[0]]) if row else ())]
+            read = [_dense(part, dtype) for part in planes] if row else []
+            read += [[array[:, :, :70] for array in expected[0]]] if row else []
             read.append([array[:, :, : at + 1] for array in expected[row]])
             errors.append(relative_error(out[row : row + 1], _stock(q[row : row + 1], read)))
     pairs = zip((x for pair in buffers for x in pair), (x for pair in expected for x in pair), strict=True)
     written = [mx.array_equal(*pair).item() for pair in pairs]
     return max(errors) if all(written) else float("inf")
+
+
+def _planes(dtype: mx.Dtype, k_dim: int, v_dim: int, k_bits: int, v_bits: int) -> PlanesRange:
+    turn = make_turn(100.0 ** (-np.arange(k_dim // 2) / k_dim)) if k_dim == v_dim else None
+    k = _encoded(PlanesCodec(k_bits, turn), _random((_HEADS, _NUM_BEFORE, k_dim), k_bits, dtype))
+    v = _encoded(PlanesCodec(v_bits), _random((_HEADS, _NUM_BEFORE, v_dim), 10 + v_bits, dtype))
+    return PlanesRange(k, v, 3, _NUM_BEFORE)
+
+
+def _encoded(codec: PlanesCodec, x: mx.array) -> Planes:
+    """With stock operations: kernels that do it would have to be compiled."""
+    arrays = codec.encode_stock(x, 0)
+    held = {name: arrays[name] for name in (*HELD[codec.bits], "scales", "means")}
+    return Planes(codec, held, x.shape[1], 0, x.shape[2], segments_of(0, x.shape[1]))
 
 
 def _stock(q: mx.array, read: Sequence[Sequence[mx.array]]) -> mx.array:
@@ -82,7 +102,11 @@ def _stock(q: mx.array, read: Sequence[Sequence[mx.array]]) -> mx.array:
 
 
 def _dense(part: PlanesRange, dtype: mx.Dtype) -> list[mx.array]:
-    return [x.codec.decode(x, dtype)[None, :, part.start : part.end] for x in (part.k, part.v)]
+    dense = []
+    for planes in (part.k, part.v):
+        assert isinstance(planes.codec, PlanesCodec)
+        dense.append(planes.codec.decode_stock(planes).astype(dtype)[None, :, part.start : part.end])
+    return dense
 
 
 def _pair(

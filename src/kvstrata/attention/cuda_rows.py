@@ -9,11 +9,12 @@ sequence's buffer was written before the step.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 
 from kvstrata.attention import cuda_step
+from kvstrata.attention.cuda import Range
 from kvstrata.attention.cuda_check import step_works
 from kvstrata.attention.cuda_step import Slot
 from kvstrata.attention.parts import Part
@@ -26,7 +27,14 @@ class Row(Protocol):
 
     def before_slot(self) -> tuple[Part, ...]: ...
 
-    def slot_for_next(self, k: mx.array, v: mx.array) -> Slot: ...
+    def next_slot(self, k: mx.array | None, v: mx.array | None) -> Slot | None:
+        """Make room for one more token, not counted yet. None: `k` and `v` are not given, and only they tell the shape
+        of a buffer that has to be made."""
+        ...
+
+    def count_next(self) -> None:
+        """The place is taken: the caller writes the token there, or has written it by `put_last`."""
+        ...
 
     def put_last(self, k: mx.array, v: mx.array) -> None: ...
 
@@ -35,6 +43,17 @@ class Row(Protocol):
 
 def fits(keys: mx.array, values: mx.array) -> bool:
     return keys.shape[2] == 1 and keys.dtype == values.dtype and step_works(keys.dtype, keys.shape[3], values.shape[3])
+
+
+def slots_of(rows: Sequence[Row], k: mx.array, v: mx.array) -> list[Slot]:
+    """A place for each row's next token, counted."""
+    slots = []
+    for row in rows:
+        slot = row.next_slot(k, v)
+        assert slot is not None
+        row.count_next()
+        slots.append(slot)
+    return slots
 
 
 def kernels(kinds: Collection[HeadKind]) -> str:
@@ -49,6 +68,7 @@ class Counters:
 
     def __init__(self) -> None:
         self._counters: mx.array | None = None
+        self.known = cuda_step.Known()
 
     def of(self, size: int) -> mx.array:
         if self._counters is None or self._counters.size != size:
@@ -64,15 +84,22 @@ class Step:
         self._keys = keys  # [rows, kv_heads, 1, k_dim]
         self._values = values
         self._counters = counters
-        self._reads: cuda_step.Rows | None = None
-        self._has_slots = False
+        self._before: list[list[Range]] = []
+        self._slots: list[Slot] = []
+        self._reads: cuda_step.Reads | None = None
         self._is_written = False
-        self.launched: list[mx.array] = []  # once these are computed, the new tokens are written
+        self._launches: list[mx.array] = []
+
+    @property
+    def launched(self) -> list[mx.array]:
+        """Once these are computed, the new tokens are written. What the launches read through addresses is among them:
+        MLX keeps it until they have ended."""
+        return [*self._launches, *cuda_step.held_by(self._before, self._slots)] if self._launches else []
 
     def takes(self, queries: mx.array) -> bool:
         if not cuda_step.fits(queries, self._keys, self._values):
             return False
-        if not self._has_slots:
+        if not self._slots:
             self._take_slots()
         return self._reads is not None
 
@@ -80,20 +107,18 @@ class Step:
         assert self._reads is not None, "ask `takes` first"
         self._is_written = True
         num_rows, kv_heads, _, k_dim = self._keys.shape
-        group, v_dim = queries.shape[1] // kv_heads, self._values.shape[3]
-        cuda_step.compile_all(queries.dtype, kv_heads, group, k_dim, v_dim, sinks is not None)
-        counters = self._counters.of(num_rows * kv_heads)
-        out = cuda_step.attend_step(queries, self._keys, self._values, self._reads, counters, scale, sinks)
-        self.launched.append(out)
+        cuda_step.compile_all(queries.dtype, kv_heads, queries.shape[1] // kv_heads, k_dim, self._values.shape[3])
+        launch = cuda_step.launch_of(self._reads, self._slots, self._counters.of(num_rows * kv_heads))
+        out = cuda_step.attend_step(queries, self._keys, self._values, launch, scale, sinks)
+        self._launches.append(out)
         return out
 
     def write(self) -> Sequence[Row]:
         """Write the new tokens; for readers of the rows that take another path."""
-        mx.eval(self.launched)
+        mx.eval(self._launches)
         if not self._is_written:
-            if not self._has_slots:
+            if not self._slots:
                 self._take_slots()
-            self._reads = None  # it holds the buffers, and they are written in place
             for i, row in enumerate(self._rows):
                 row.put_last(self._keys[i : i + 1], self._values[i : i + 1])
             self._is_written = True
@@ -101,9 +126,54 @@ class Step:
 
     def _take_slots(self) -> None:
         """Make room for the new tokens, and find out whether the kernel can read all that the rows read."""
-        before = [[part.cuda_range() for part in row.before_slot()] for row in self._rows]
-        slots = [row.slot_for_next(self._keys, self._values) for row in self._rows]
-        self._has_slots = True
-        if all(part.fits for ranges in before for part in ranges):
-            rows = cuda_step.rows_of(before, slots)
-            self._reads = rows if rows.fits else None
+        self._before = [[part.cuda_range() for part in row.before_slot()] for row in self._rows]
+        self._slots = slots_of(self._rows, self._keys, self._values)
+        if all(part.fits for ranges in self._before for part in ranges):
+            self._reads = self._counters.known.reads(self._before, self._slots)
+
+
+class NotCompiled(Exception):
+    """The model does something with keys that a compiled step has no form for."""
+
+
+class Prepared:
+    """New tokens whose launch was prepared before the model was called. Stands for the keys and for the values."""
+
+    def __init__(self, keys: mx.array, values: mx.array, launch: cuda_step.Launch) -> None:
+        self._keys = keys
+        self._values = values
+        self._launch = launch
+
+    def takes(self, queries: mx.array) -> bool:
+        return cuda_step.fits(queries, self._keys, self._values)
+
+    def attend(self, queries: mx.array, scale: float, sinks: mx.array | None) -> mx.array:
+        return cuda_step.attend_step(queries, self._keys, self._values, self._launch, scale, sinks)
+
+    def write(self) -> Sequence[Row]:
+        raise NotCompiled("a mask, or queries that the kernel does not take")
+
+
+class Found(NamedTuple):
+    """What a launch over one layer of all rows needs, found before the model is called. Nothing is counted."""
+
+    reads: cuda_step.Reads
+    counters: mx.array
+    kv_heads: int
+    held: list[mx.array]
+
+
+def find(rows: Sequence[Row], counters: Counters) -> Found | None:
+    """None: a launch cannot take it, or a buffer has to be made first."""
+    before = [[part.cuda_range() for part in row.before_slot()] for row in rows]
+    slots = [slot for slot in [row.next_slot(None, None) for row in rows] if slot is not None]
+    if len(slots) < len(rows) or not all(part.fits for ranges in before for part in ranges):
+        return None
+    k, v = slots[0][:2]
+    kv_heads = k.shape[1]
+    if k.dtype != v.dtype or not step_works(k.dtype, k.shape[3], v.shape[3]):
+        return None
+    reads = counters.known.reads(before, slots)
+    if reads is None:
+        return None
+    return Found(reads, counters.of(len(rows) * kv_heads), kv_heads, cuda_step.held_by(before, slots))

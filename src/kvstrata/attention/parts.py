@@ -6,14 +6,15 @@ both as plain arrays. `like` tells the dtype that the model computes in.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
 import mlx.core as mx
 
 from kvstrata.attention import cuda, portable
+from kvstrata.attention.cuda_addresses import Whereabouts
 from kvstrata.codecs import products
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.raw import RawCodec
@@ -53,6 +54,11 @@ class Source(Protocol):
     @property
     def num_tokens(self) -> int: ...
 
+    @property
+    def version(self) -> Hashable:
+        """Another one when its parts are others, or lie elsewhere."""
+        ...
+
     def parts(self) -> tuple[Part, ...]: ...
 
 
@@ -64,6 +70,7 @@ class RawPart:
     v_buffer: mx.array  # [1, kv_heads, size, v_dim]
     num_tokens: int
     start: int = 0
+    where: Whereabouts = field(default_factory=Whereabouts, compare=False)  # of the buffer
 
     @property
     def num_heads(self) -> int:
@@ -87,7 +94,7 @@ class RawPart:
         return self.k, self.v
 
     def cuda_range(self) -> cuda.RawRange:
-        return cuda.RawRange(self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens)
+        return cuda.RawRange(self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens, self.where)
 
     def read(self) -> portable.Read | None:
         return portable.read_buffers(self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens)
@@ -119,6 +126,10 @@ class SealedPart:
     def arrays(self) -> list[mx.array]:
         return [*self.k.arrays.values(), *self.v.arrays.values()]
 
+    @property
+    def version(self) -> Hashable:
+        return 0
+
     def parts(self) -> tuple[Part, ...]:
         """A part that never changes is a source of itself."""
         return (self,)
@@ -130,7 +141,8 @@ class SealedPart:
     def _cuda_range(self) -> cuda.Range:
         """With tables that are made once."""
         if self.is_raw:
-            return cuda.RawRange(self.k.arrays["values"][None], self.v.arrays["values"][None], 0, self.num_tokens)
+            k, v = (mx.contiguous(planes.arrays["values"])[None] for planes in (self.k, self.v))
+            return cuda.RawRange(k, v, 0, self.num_tokens)
         return cuda.PlanesRange(self.k, self.v, 0, self.num_tokens)
 
     def read(self) -> portable.Read | None:
@@ -227,7 +239,7 @@ def cut_parts(parts: Iterable[Part], start: int, end: int) -> Iterator[Part]:
 
 def _cut(part: Part, start: int, end: int) -> Part:
     if isinstance(part, RawPart):
-        return RawPart(part.k_buffer, part.v_buffer, end - start, part.start + start)
+        return RawPart(part.k_buffer, part.v_buffer, end - start, part.start + start, part.where)
     if isinstance(part, CutPart):
         return CutPart(part.whole, part.start + start, part.start + end)
     assert isinstance(part, SealedPart)

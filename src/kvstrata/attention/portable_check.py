@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -22,7 +22,7 @@ from kvstrata.codecs import kernel_text
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.kernel_text import Dialect, Run
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.codecs.trials import Trial, failed, largest, metal_here
+from kvstrata.codecs.trials import Stands, Trial, failed, largest
 from kvstrata.codecs.turns import make_turn
 
 Over = Literal["raw", "planes"]
@@ -47,36 +47,21 @@ class Kind(NamedTuple):
     group: int  # queries of a KV head
 
 
-class _Stand(NamedTuple):
-    """What is taken for this machine's, untried."""
-
-    dialect: Dialect
-    run: Run
-
-
-_stands: list[_Stand] = []
+_stands = Stands()
 _tried: dict[Kind, tuple[Trial, ...]] = {}
 
 
-@contextmanager
-def as_if_tried(dialect: Dialect, run: Run = kernel_text.run_on_gpu) -> Iterator[None]:
+def as_if_tried(dialect: Dialect, run: Run = kernel_text.run_on_gpu) -> AbstractContextManager[None]:
     """Take the kernel for right and fast: to count what it asks of a GPU, and for tests."""
-    _stands.append(_Stand(dialect, run))
-    try:
-        yield
-    finally:
-        _stands.pop()
+    return _stands.use(dialect, run)
 
 
 def dialect() -> Dialect | None:
-    """None: this machine has no use for the kernel. On CUDA others are in its place."""
-    if _stands:
-        return _stands[-1].dialect
-    return metal_here()
+    return _stands.dialect
 
 
 def run() -> Run:
-    return _stands[-1].run if _stands else kernel_text.run_on_gpu
+    return _stands.run
 
 
 def is_used(q: mx.array, rows: Sequence[Sequence[portable.Read | None]]) -> bool:

@@ -209,6 +209,10 @@ def starts_of(segments: Segments, start: int, count: int, offset: int) -> mx.arr
 
 @lru_cache(maxsize=256)
 def pieces_of(segments: tuple[Segments, Segments], offset: int, start: int, end: int, size: int) -> mx.array:
+    return mx.array(piece_rows(segments, offset, start, end, size))
+
+
+def piece_rows(segments: tuple[Segments, Segments], offset: int, start: int, end: int, size: int) -> np.ndarray:
     """int32 [pieces, 5]: first token, how many, segment of keys, segment of values, where in its group the first token
     is. No piece crosses a segment. `segments` of keys and values; `offset`: where in its group token 0 is."""
     k_starts, v_starts = (np.cumsum((0, *each)) for each in segments)
@@ -216,4 +220,4 @@ def pieces_of(segments: tuple[Segments, Segments], offset: int, start: int, end:
     runs = zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True)
     firsts = np.array([(first, min(size, b - first)) for a, b in runs for first in range(a, b, size)], np.int32)
     numbers = [np.searchsorted(starts, firsts[:, 0], side="right") - 1 for starts in (k_starts, v_starts)]
-    return mx.array(np.column_stack([firsts, *numbers, (offset + firsts[:, 0]) % GROUP_TOKENS]).astype(np.int32))
+    return np.column_stack([firsts, *numbers, (offset + firsts[:, 0]) % GROUP_TOKENS]).astype(np.int32)

@@ -19,8 +19,9 @@ import mlx.core as mx
 FOLDER = Path(__file__).parent / "cuda_source"
 ATTENTION = ("intrinsics", "codes", "shares", "turn", "attention")
 WARPS = 4  # of a block, as in attention.cuh
+ENTRY, ADDRESSES = 8, 12  # numbers in a row of a table, as in step.cuh
 
-Kind = Literal["planes", "raw", "row"]
+Kind = Literal["planes", "raw"]
 
 _PLANES = ("top", "next", "low", "scales", "means")
 
@@ -45,7 +46,7 @@ _QUERIES = """
 # where the first token is in the group that shares a mean. A warp that has no piece still helps with the queries.
 _PIECE = """
     const int piece = block * kvstrata::WARPS + lane.warp;
-    const int* place = pieces@ + 5 * (first_piece@ + min(piece, num_pieces@ - 1));
+    const int* place = pieces@ + 5 * min(piece, num_pieces@ - 1);
     const int start = place[0], count = place[1];
 """
 _ATTEND_PLANES = f"""{_PIECE}
@@ -64,7 +65,7 @@ _ATTEND_PLANES = f"""{_PIECE}
       float* shares = K_PAIRS@ > 0 ? found.sums[lane.warp][0] : nullptr;
       if constexpr (K_PAIRS@ > 0) {{
         using Turn = kvstrata::Turn<K_PAIRS@, K_FIRST@, K_INTERLEAVED@>;
-        kvstrata::add_turned<Turn>(queries, k@_source.mean, turns@, place[4], count, num_queries, shares, lane);
+        kvstrata::add_turned(Turn{{}}, queries, k@_source.mean, turns@, place[4], count, num_queries, shares, lane);
       }} else {{
         asked.centre(queries, k@_source.mean, num_queries, lane);
       }}
@@ -76,8 +77,12 @@ _ATTEND_PLANES = f"""{_PIECE}
     }}
 """
 
-# Raw vectors: `count` from `start` on, if the warp has a piece.
-_ATTEND_VECTORS = """
+# k and v [1, heads, tokens, dim], maybe views of something longer.
+_ATTEND_RAW = """
+    const int piece = block * kvstrata::WARPS + lane.warp;
+    const int start = min(piece, num_pieces@ - 1) * SIZE@, count = min(SIZE@, k@_shape[2] - start);
+    const kvstrata::Source k_source{k@ + head * k@_strides[1], nullptr, nullptr, nullptr, nullptr, k@_strides[2]};
+    const kvstrata::Source v_source{v@ + head * v@_strides[1], nullptr, nullptr, nullptr, nullptr, v@_strides[2]};
     kvstrata::Keys<kvstrata::RAW, K_DIM> k;
     kvstrata::Values<kvstrata::RAW, V_DIM> v;
     k.load(k_source, start, start + count - 1, lane);
@@ -95,73 +100,65 @@ _ATTEND_VECTORS = """
     }
 """
 
-# k and v [1, heads, tokens, dim], maybe views of something longer.
-_ATTEND_RAW = f"""
-    const int piece = block * kvstrata::WARPS + lane.warp;
-    const int start = min(piece, num_pieces@ - 1) * SIZE@, count = min(SIZE@, k@_shape[2] - start);
-    const kvstrata::Source k_source{{k@ + head * k@_strides[1], nullptr, nullptr, nullptr, nullptr, k@_strides[2]}};
-    const kvstrata::Source v_source{{v@ + head * v@_strides[1], nullptr, nullptr, nullptr, nullptr, v@_strides[2]}};
-{_ATTEND_VECTORS}"""
-
-# Raw vectors of one row of a batch: first those of `settled` [pieces, 3] (buffer, first token, how many), then those of
-# the buffer that the new token goes to. The warp with its place puts it there: MLX does not know, and must not, or it
-# would copy. A later reader of the buffer depends on this kernel's result, or is issued after it.
-_ATTEND_ROW = f"""
-    const int piece = block * kvstrata::WARPS + lane.warp, own = min(piece, num_pieces@ - 1) - num_settled;
-    const int* known = settled + 3 * (firsts[row] + own + num_settled);
-    const int buffer = own < 0 ? known[0] : slot[0], start = own < 0 ? known[1] : own * slot[3];
-    const int count = own < 0 ? known[2] : min(slot[3], slot[2] - start);
-    const void *k_buffer = nullptr, *v_buffer = nullptr;
-    switch (buffer) {{CASES}}
-    const long vectors = long(head) * sizes[buffer];
-    auto* k_to = static_cast<unsigned short*>(const_cast<void*>(k_buffer)) + vectors * K_DIM;
-    auto* v_to = static_cast<unsigned short*>(const_cast<void*>(v_buffer)) + vectors * V_DIM;
-    const kvstrata::Source k_source{{k_to, nullptr, nullptr, nullptr, nullptr, K_DIM}};
-    const kvstrata::Source v_source{{v_to, nullptr, nullptr, nullptr, nullptr, V_DIM}};
-    const int place = slot[1];
-    if (piece < num_pieces@ && own >= 0 && place >= start && place < start + count) {{
-      const auto* k_from = reinterpret_cast<const unsigned short*>(k_new) + long(blockIdx.y) * K_DIM;
-      const auto* v_from = reinterpret_cast<const unsigned short*>(v_new) + long(blockIdx.y) * V_DIM;
-      for (int d = lane.lane; d < K_DIM; d += 32) k_to[long(place) * K_DIM + d] = k_from[d];
-      for (int d = lane.lane; d < V_DIM; d += 32) v_to[long(place) * V_DIM + d] = v_from[d];
-      __syncwarp();
-    }}
-{_ATTEND_VECTORS}"""
-
-# The block that is last to come combines what all of them found.
-_COMBINE_HERE = """
-  __shared__ bool is_last;
+# A step over addresses: see step.cuh. `facts`: the scale, whether there are sinks, signs of keys and of values.
+_STEP = """
+  __shared__ kvstrata::Shared<K_DIM, V_DIM, TILES> shared;
+  const kvstrata::Lane lane;
+  const int num_heads = k_new_shape[1], num_queries = q_shape[1] / num_heads;
+  const int row = blockIdx.y / num_heads, head = blockIdx.y % num_heads;
+  const int* place = places + kvstrata::ENTRY * row;
+  const int num_known = place[5], num_pieces = num_known + (place[2] + place[3] - 1) / place[3];
+  const int num_blocks = (num_pieces + kvstrata::WARPS - 1) / kvstrata::WARPS;
+  if (blockIdx.x >= num_blocks) return;
+  const int piece = blockIdx.x * kvstrata::WARPS + lane.warp;
+  // A warp that has no piece still helps with the queries.
+  const bool has_piece = piece < num_pieces;
+  const int mine = has_piece ? piece : num_pieces - 1;
+  const kvstrata::Work work = kvstrata::work_of<K_DIM, V_DIM>(
+      place, pieces + kvstrata::ENTRY * (place[4] + mine), mine - num_known, kinds,
+      reinterpret_cast<const unsigned long long*>(addresses), head);
+  const bool is_coded = work.k_bits != kvstrata::RAW;
+  if (has_piece && mine >= num_known && place[1] >= work.start && place[1] < work.start + work.count) {
+    kvstrata::put_token<K_DIM>(work.k, place[1], k_new + long(blockIdx.y) * K_DIM, lane);
+    kvstrata::put_token<V_DIM>(work.v, place[1], v_new + long(blockIdx.y) * V_DIM, lane);
+    __syncwarp();
+  }
+  const auto* asked = q + long(blockIdx.y) * num_queries * K_DIM;
+  kvstrata::take_queries(shared.queries, asked, K_DIM, facts[0], num_queries, lane);
+  if (__syncthreads_or(has_piece && is_coded)) {
+    kvstrata::rotate_queries(shared.rotated, shared.queries, facts + 2, num_queries, lane);
+    __syncthreads();
+  }
+  const float* v_signs = facts + 2 + K_DIM;
+  if (!has_piece) {
+    shared.found.nothing(lane);
+  } else if (!is_coded) {
+    kvstrata::attend_raw<BF, K_DIM, V_DIM, TILES>(shared, work, num_queries, lane);
+  } else if (work.k_bits == 8) {
+    kvstrata::attend_coded<8, K_DIM, V_DIM, TILES>(shared, work, v_signs, num_queries, lane);
+  } else if (work.k_bits == 4) {
+    kvstrata::attend_coded<4, K_DIM, V_DIM, TILES>(shared, work, v_signs, num_queries, lane);
+  } else {
+    kvstrata::attend_coded<2, K_DIM, V_DIM, TILES>(shared, work, v_signs, num_queries, lane);
+  }
+  const long first = long(blockIdx.y) * gridDim.x * num_queries, found = first + blockIdx.x * num_queries;
+  shared.found.merge(num_queries, sums + found * V_DIM, stats + 2 * found);
   __threadfence();
   __syncthreads();
   unsigned* counter = const_cast<unsigned*>(counters) + blockIdx.y;
-  if (threadIdx.x == 0) is_last = atomicAdd(counter, 1u) + 1 == num_blocks;
+  if (threadIdx.x == 0) shared.is_last = atomicAdd(counter, 1u) + 1 == num_blocks;
   __syncthreads();
-  if (!is_last) return;
+  if (!shared.is_last) return;
   __threadfence();
   if (threadIdx.x == 0) *counter = 0;
-  const long first = long(blockIdx.y) * gridDim.x * total_queries;
-  for (int i = threadIdx.x; i < total_queries * V_DIM; i += 32 * kvstrata::WARPS) {
-    const int query = i / V_DIM;
-    const float sink = HAS_SINKS ? sinks[head * total_queries + query] : -INFINITY;
-    float largest = sink, sum = 0;
-#pragma unroll 8
-    for (int b = 0; b < num_blocks; ++b) {
-      largest = fmaxf(largest, __ldcg(stats + 2 * (first + b * total_queries + query)));
-    }
-    float total = expf(sink - largest);
-#pragma unroll 8
-    for (int b = 0; b < num_blocks; ++b) {
-      const long at = first + b * total_queries + query;
-      const float weight = expf(__ldcg(stats + 2 * at) - largest);
-      total += weight * __ldcg(stats + 2 * at + 1), sum += weight * __ldcg(sums + at * V_DIM + i % V_DIM);
-    }
-    out[(long(blockIdx.y) * total_queries) * V_DIM + i] = static_cast<T>(sum / total);
-  }
+  kvstrata::combine_found<V_DIM>(
+      sums + first * V_DIM, stats + 2 * first, num_blocks, num_queries,
+      facts[1] != 0 ? sinks + head * num_queries : nullptr, out + long(blockIdx.y) * num_queries * V_DIM);
 """
 
 _SCORE = f"""{_PLACE}{_QUERIES.format(x="q")}
   __shared__ kvstrata::Queries<K_DIM, TILES> queries, rotated;
-  const int block = blockIdx.x, num_pieces0 = pieces0_shape[0], first_piece0 = 0;
+  const int block = blockIdx.x, num_pieces0 = pieces0_shape[0];
   {_PIECE.replace("@", "0")}{_SOURCE.format(x="k", dim="K_DIM", segment="place[2]")}
   const long row = long(head) * total_queries + first_query;
   kvstrata::take_queries(queries, q + row * K_DIM, K_DIM, 1.0f, num_queries, lane);
@@ -174,7 +171,7 @@ _SCORE = f"""{_PLACE}{_QUERIES.format(x="q")}
   float* shares = K_PAIRS > 0 ? turned[lane.warp] : nullptr;
   if constexpr (K_PAIRS > 0) {{
     using Turn = kvstrata::Turn<K_PAIRS, K_FIRST, K_INTERLEAVED>;
-    kvstrata::add_turned<Turn>(queries, k_source.mean, turns, place[4], count, num_queries, shares, lane);
+    kvstrata::add_turned(Turn{{}}, queries, k_source.mean, turns, place[4], count, num_queries, shares, lane);
   }} else {{
     asked.centre(queries, k_source.mean, num_queries, lane);
   }}
@@ -183,7 +180,7 @@ _SCORE = f"""{_PLACE}{_QUERIES.format(x="q")}
 """
 
 _MIX = f"""{_PLACE}{_QUERIES.format(x="p")}
-  const int block = blockIdx.x, num_pieces0 = pieces0_shape[0], first_piece0 = 0;
+  const int block = blockIdx.x, num_pieces0 = pieces0_shape[0];
   {_PIECE.replace("@", "0")}{_SOURCE.format(x="v", dim="V_DIM", segment="place[3]")}
   if (piece >= num_pieces0) return;
   const long num_tokens = v_scales_shape[1];
@@ -244,8 +241,11 @@ class Kernel:
             run = self._compiled[constants] = self._with(constants)
         return run(**launch)
 
+    def source(self, constants: tuple[Constant, ...]) -> str:
+        return "".join(_declared(*constant) for constant in constants) + self.body
+
     def _with(self, constants: tuple[Constant, ...]) -> Callable[..., list[mx.array]]:
-        source = "".join(_declared(*constant) for constant in constants) + self.body
+        source = self.source(constants)
         digest = hashlib.blake2s((self.header + source).encode(), digest_size=6).hexdigest()
         run: Any = mx.fast.cuda_kernel(
             name=f"kvstrata_{self.name}_{digest}",
@@ -272,22 +272,29 @@ def attend(kinds: tuple[Kind, ...]) -> Kernel:
 
 
 @cache
-def attend_step(num_planes: int, num_buffers: int) -> Kernel:
-    """A step of a batch: each row has some of the planes, some of the buffers, and a slot for its new token."""
-    row = """
-  const kvstrata::Lane lane;
-  const int num_heads = k_new_shape[1], row = blockIdx.y / num_heads, head = blockIdx.y % num_heads;
-  const int first_query = 0, num_settled = firsts[row + 1] - firsts[row];
-  const int* slot = slots + 4 * row;  // the buffer, the place in it, its tokens with the new one, how many to a piece
-"""
-    kinds: tuple[Kind, ...] = ("planes",) * num_planes + ("row",)
-    buffers = [f"{x}_buffer{i}" for i in range(num_buffers) for x in "kv"]
-    tables = ("slots", "settled", "firsts", "sizes", "ranges", "counters", "sinks")
-    inputs = ("k_new", "v_new", *tables, *attend_inputs(kinds[:-1]), *buffers)
-    cases = " ".join(f"case {i}: k_buffer = k_buffer{i}, v_buffer = v_buffer{i}; break;" for i in range(num_buffers))
-    parts = _parts(kinds).replace("{CASES}", f"{{ {cases} }}")
-    body = row + _QUERIES.format(x="q") + parts + _COMBINE_HERE
-    return _make(f"attend_step_{num_planes}_{num_buffers}", inputs, ("out", "sums", "stats"), body, ATTENTION)
+def step() -> Kernel:
+    """A step of a batch, over addresses."""
+    tables = ("places", "pieces", "kinds", "addresses", "counters", "sinks", "facts")
+    return _make("step", ("q", "k_new", "v_new", *tables), ("out", "sums", "stats"), _STEP, (*ATTENTION, "step"))
+
+
+@cache
+def addresses(places: tuple[int, ...]) -> Kernel:
+    """Where its inputs lie: of each at its place in a row of addresses, 0 at the others. They are read where they are:
+    a copy would be gone by the time that it is read."""
+    inputs = tuple(f"array{i}" for i in range(len(places)))
+    at = dict(zip(places, inputs, strict=True))
+    lines = [f"  out[{i}] = {f'(unsigned long long){at[i]}' if i in at else 0};" for i in range(ADDRESSES)]
+    name = "addresses_" + "_".join(map(str, places))
+    return _make(name, inputs, ("out",), "\n".join(lines), ("intrinsics",), views=True)
+
+
+@cache
+def collect(num_rows: int) -> Kernel:
+    """Rows of addresses in one array: a copy for each would cost a launch each."""
+    inputs = tuple(f"row{i}" for i in range(num_rows))
+    lines = [f"  out[{i * ADDRESSES} + threadIdx.x] = {name}[threadIdx.x];" for i, name in enumerate(inputs)]
+    return _make(f"collect{num_rows}", inputs, ("out",), "\n".join(lines), ("intrinsics",))
 
 
 def attend_inputs(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
@@ -300,13 +307,8 @@ def attend_inputs(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
 
 def _parts(kinds: tuple[Kind, ...]) -> str:
     """A block works on one part, and its warps each on a piece of it."""
-    in_a_step = "row" in kinds
-    counts = {
-        "planes": "ranges[range{i} + 1]" if in_a_step else "pieces{i}_shape[0]",
-        "raw": "(k{i}_shape[2] + SIZE{i} - 1) / SIZE{i}",
-        "row": "num_settled + (slot[2] + slot[3] - 1) / slot[3]",
-    }
-    code = {"planes": _ATTEND_PLANES, "raw": _ATTEND_RAW, "row": _ATTEND_ROW}
+    counts = {"planes": "pieces{i}_shape[0]", "raw": "(k{i}_shape[2] + SIZE{i} - 1) / SIZE{i}"}
+    code = {"planes": _ATTEND_PLANES, "raw": _ATTEND_RAW}
     body = f"""
   __shared__ kvstrata::Queries<K_DIM, TILES> queries{", rotated" if "planes" in kinds else ""};
   __shared__ kvstrata::Exchange<TILES> exchange;
@@ -315,11 +317,6 @@ def _parts(kinds: tuple[Kind, ...]) -> str:
   int block = blockIdx.x, num_blocks = 0;
 """
     for i, kind in enumerate(kinds):
-        if kind == "planes":
-            # Of the pieces of these planes a row has some: where they begin, and how many.
-            first = f"ranges[range{i}]" if in_a_step else "0"
-            body += f"  const int range{i} = {2 * i}" + (f" + {2 * (len(kinds) - 1)} * row;\n" if in_a_step else ";\n")
-            body += f"  const int first_piece{i} = {first};\n"
         body += f"""
   const int num_pieces{i} = {counts[kind].format(i=i)};
   const int num_blocks{i} = (num_pieces{i} + kvstrata::WARPS - 1) / kvstrata::WARPS;

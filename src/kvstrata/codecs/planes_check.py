@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NamedTuple, Protocol
@@ -17,11 +17,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs import kernel_text, portable_planes
+from kvstrata.codecs import portable_planes
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.kernel_text import Dialect, Run
 from kvstrata.codecs.segments import segments_of
-from kvstrata.codecs.trials import Trial, failed, largest, metal_here
+from kvstrata.codecs.trials import Stands, Trial, failed, largest
 from kvstrata.codecs.turns import Turn, make_turn
 
 What = Literal["encode", "decode"]
@@ -56,34 +56,17 @@ class Kind(NamedTuple):
     dim: int
 
 
-class _Stand(NamedTuple):
-    dialect: Dialect
-    run: Run
-
-
-_stands: list[_Stand] = []
+_stands = Stands()
 _tried: dict[Kind, dict[What, Trial]] = {}
 
 
-@contextmanager
-def as_if_tried(dialect: Dialect, run: Run) -> Iterator[None]:
+def as_if_tried(dialect: Dialect, run: Run) -> AbstractContextManager[None]:
     """Take the kernels for right and fast: for tests."""
-    _stands.append(_Stand(dialect, run))
-    try:
-        yield
-    finally:
-        _stands.pop()
+    return _stands.use(dialect, run)
 
 
 def dialect() -> Dialect | None:
-    """None: this machine has no use for the kernels."""
-    if _stands:
-        return _stands[-1].dialect
-    return metal_here()
-
-
-def _run() -> Run:
-    return _stands[-1].run if _stands else kernel_text.run_on_gpu
+    return _stands.dialect
 
 
 def encode(x: mx.array, position: int, stock: Stock) -> dict[str, mx.array] | None:
@@ -114,13 +97,13 @@ def decode(planes: Planes, dtype: mx.Dtype, stock: Stock) -> mx.array | None:
 def _encoded(x: mx.array, position: int, stock: Stock) -> dict[str, mx.array]:
     found = dialect()
     assert found is not None
-    return portable_planes.encode(x, stock.bits, position, stock.turn, found, _run())
+    return portable_planes.encode(x, stock.bits, position, stock.turn, found, _stands.run)
 
 
 def _decoded(planes: Planes, dtype: mx.Dtype) -> mx.array:
     found = dialect()
     assert found is not None
-    return portable_planes.decode(planes, dtype, found, _run())
+    return portable_planes.decode(planes, dtype, found, _stands.run)
 
 
 def _is_used(what: What, kind: Kind, stock: Stock) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstrata.backend import max_arrays
+from kvstrata.codecs import paths
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
@@ -141,7 +142,11 @@ def make_loop(
         entrance=entrance,
         planner=Planner(sequences, View(sequences, capacity, resume, fetching), first, entrance, capacity, pacing),
         membership=Membership(sequences, capacity, resume, runner, metrics),
-        passes=Passes(runner, sequences, resume, speeds, metrics, vocab_size=served.loaded.vocab_size),
+        passes=Passes(
+            *(runner, sequences, resume, speeds, metrics),
+            vocab_size=served.loaded.vocab_size,
+            overlaps=paths.active() != "cpu",
+        ),
         replies=Replies(sequences, resume, endings, speeds, metrics, detokenizer),
         endings=endings,
         housekeeping=Housekeeping(stock, sequences, capacity, speeds, slice_s=limits.slice_s),

@@ -1,6 +1,7 @@
 """Runs what a step plan says: a chunk of a prompt, a decode step, or both in one pass.
 
-Decode steps overlap: while the device works on one, the host reads the one before.
+Decode steps overlap where a device works by itself: while it is at one, the host reads the one before. Our own kernels
+for a CPU are run by the host: there a token is read when its step ends, or it would wait for the step after it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Passes:
         metrics: Metrics,
         *,
         vocab_size: int,
+        overlaps: bool,
     ) -> None:
         self._runner = runner
         self._sequences = sequences
@@ -33,6 +35,7 @@ class Passes:
         self._speeds = speeds
         self._metrics = metrics
         self._vocab_size = vocab_size
+        self.overlaps = overlaps
         self.in_flight: Launched | None = None
 
     def run(self, step_plan: StepPlan) -> list[Launched]:
@@ -44,8 +47,8 @@ class Passes:
         done = self._replace_in_flight(self._launch(step_plan.decode, riding))
         if riding is not None:
             self._after_chunk(riding)
-        if chunk is not None or self._sequences.has_prompts:
-            # Steps beside a prompt do not overlap: how long each takes is what chunks are sized by.
+        if not self.overlaps or chunk is not None or self._sequences.has_prompts:
+            # Steps beside a prompt never overlap: how long each takes is what chunks are sized by.
             done += self.take_in_flight()
         return done
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvstrata.engine.sampling import Sampled, Sampler, sample
 from kvstrata.grammar.masks import Allowed, Masks
 from kvstrata.grammar.matcher import Matcher
 from kvstrata.layers.batch import BatchCache
+from kvstrata.layers.compiled import CompiledStep
 from kvstrata.layers.kept import PromptCaches
 from kvstrata.layers.kinds import Layout, arrays_in
 from kvstrata.layers.mixed import MixedPass
@@ -68,6 +70,7 @@ class Runner:
         self._model = model
         self._layout = layout
         self._batch: BatchCache | None = None
+        self._compiled = CompiledStep(model) if layout.compiles else None
         self._masks = Masks()
 
     @property
@@ -130,9 +133,15 @@ class Runner:
 
     def abandon(self) -> None:
         """Forget the batch as it is: its sequences are at an end, and what it holds may not be computable."""
+        # What is in flight may read through addresses, of which MLX knows nothing.
+        with suppress(RuntimeError):
+            mx.synchronize()
         self._batch = None
 
     def _forward(self, rows: Sequence[BatchRow], tokens: mx.array) -> mx.array:  # tokens: [rows] -> [rows, vocab]
+        compiled = self._compiled.run(tokens, self._batch_of(rows)) if self._compiled else None
+        if compiled is not None:
+            return compiled
         if len(rows) == 1 or self._layout.path == "rows":
             self.disband()
             return mx.concatenate([self._forward_alone(row, tokens[i : i + 1]) for i, row in enumerate(rows)])

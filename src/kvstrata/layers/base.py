@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from typing import Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from kvstrata.attention import cpu, cuda_rows
 from kvstrata.attention.attend import Keys
+from kvstrata.attention.cuda_tables import Place
 from kvstrata.attention.parts import Parts
+from kvstrata.layers.pieces import Piece
+
+
+class Watched(Protocol):
+    @property
+    def version(self) -> Hashable: ...
 
 
 class AttentionLayer(cuda_rows.Row, cpu.Row, ABC):
@@ -25,6 +35,23 @@ class AttentionLayer(cuda_rows.Row, cpu.Row, ABC):
     @abstractmethod
     def arrays(self) -> list[mx.array]:
         """What it writes to."""
+
+    @abstractmethod
+    def next_place(self) -> Place:
+        """Where the next token goes in the buffer that it goes to."""
+
+    @property
+    @abstractmethod
+    def most_tokens(self) -> int:
+        """That it can ever hold; 0: no limit."""
+
+    @abstractmethod
+    def next_piece(self) -> Piece | None:
+        """The buffer that it goes to, if that ends."""
+
+    @abstractmethod
+    def watched(self) -> list[Watched]:
+        """While none of these has another version, it reads what it reads now, and the next token."""
 
     @abstractmethod
     def append(self, k: mx.array, v: mx.array) -> None:
@@ -46,6 +73,11 @@ class AttentionLayer(cuda_rows.Row, cpu.Row, ABC):
             return self._step, self._step
         self.append(keys, values)
         return self.keys_and_values()
+
+    def attend_next(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray | None:
+        """The next token for code that computes in numpy: nothing changes hands with MLX. None: not on this machine,
+        or not over what it reads."""
+        return cpu.attend_next((self,), q, k, v, scale) if cpu.available() and self.has_runs else None
 
     def keys_and_values(self) -> tuple[Keys, Keys]:
         parts = self._step or Parts((self.parts(),))

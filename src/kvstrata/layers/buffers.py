@@ -6,16 +6,20 @@ live for one forward pass only, and in each layer all writes of a step come befo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.attention.cpu import Tokens
+from kvstrata.attention.cuda_addresses import Whereabouts
 from kvstrata.attention.parts import RawPart
 from kvstrata.codecs.base import copy_rows
 
 CUDA_TOKENS = 256
+FEW_VALUES = 1 << 15
 
 
 def round_up(num_tokens: int) -> int:
@@ -44,7 +48,8 @@ class Buffer:
         self.size = max(size, 2)  # see _assign
         self.k: mx.array | None = None  # [1, kv_heads, size, k_dim]
         self.v: mx.array | None = None  # [1, kv_heads, size, v_dim]
-        self._addresses: tuple[int, int] | None = None
+        self.where = Whereabouts()  # on a GPU
+        self._addresses: tuple[int, int] | None = None  # on a CPU
 
     @property
     def nbytes(self) -> int:
@@ -61,34 +66,42 @@ class Buffer:
         """The first so many tokens of what was written."""
         assert self.k is not None
         assert self.v is not None
-        return RawPart(self.k, self.v, num_tokens)
+        return RawPart(self.k, self.v, num_tokens, where=self.where)
 
     def put(self, at: int, k: mx.array, v: mx.array) -> None:  # [1, kv_heads, tokens, dim]
         k_buffer, v_buffer = self.allocate(k, v)
         _assign(k_buffer, at, k)
         _assign(v_buffer, at, v)
         self._addresses = None
+        self.where.forget()
 
     def adopt(self, k: mx.array, v: mx.array) -> None:
         """Arrays of its size that no other code holds."""
         self.k, self.v, self._addresses = k, v, None
+        self.where.forget()
 
-    def addresses(self, k: mx.array, v: mx.array) -> tuple[int, int]:
+    def addresses(self, k: Tokens, v: Tokens) -> tuple[int, int]:
         """Where K and V lie in memory, computed up to now. `k` and `v` are new tokens: they tell the shape if need be.
 
         Good until the next `put`: nothing else moves a buffer.
         """
         if self._addresses is None:
-            k_buffer, v_buffer = self.allocate(k, v)
-            self._addresses = _address(k_buffer), _address(v_buffer)
+            if self.k is None or self.v is None:
+                self.k, self.v = _zeros(self._shape(k)), _zeros(self._shape(v))
+            mx.eval(self.k, self.v)
+            self._addresses = _address(self.k), _address(self.v)
         return self._addresses
 
-    def allocate(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+    def allocate(self, k: mx.array | None, v: mx.array | None) -> tuple[mx.array, mx.array]:
         """K and V, allocated if they are not: `k` and `v` are new tokens and tell the shape."""
         if self.k is None or self.v is None:
-            self.k = mx.zeros((1, k.shape[1], self.size, k.shape[3]), k.dtype)
-            self.v = mx.zeros((1, v.shape[1], self.size, v.shape[3]), v.dtype)
+            assert k is not None
+            assert v is not None
+            self.k, self.v = mx.zeros(self._shape(k), k.dtype), mx.zeros(self._shape(v), v.dtype)
         return self.k, self.v
+
+    def _shape(self, tokens: Tokens) -> tuple[int, ...]:
+        return 1, tokens.shape[1], self.size, tokens.shape[3]
 
 
 def owned(array: mx.array) -> mx.array:
@@ -108,8 +121,14 @@ def _assign(buffer: mx.array, at: int, tokens: mx.array) -> None:
     buffer[:, :, half:] = tokens[:, :, half:]
 
 
+def _zeros(shape: tuple[int, ...]) -> mx.array:
+    """For kernels on a CPU, in float32. Few are copied: to compute them takes MLX 60 us, however few they are."""
+    if math.prod(shape) <= FEW_VALUES:
+        return mx.array(np.zeros(shape, np.float32))
+    return mx.zeros(shape, mx.float32)
+
+
 def _address(buffer: mx.array) -> int:
-    mx.eval(buffer)
     view = np.asarray(buffer)
     assert view.flags.c_contiguous, "kernels walk a buffer by its shape alone"
     return view.ctypes.data

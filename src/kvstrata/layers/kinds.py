@@ -70,6 +70,7 @@ class Layout:
     path: Literal["parts", "rows"] = "parts"  # parts: one pass for the whole batch; rows: one for each sequence
     reason: str = ""
     mixes: bool = False  # a chunk of a prompt and decode rows may share a pass
+    compiles: bool = False  # a decode step may be compiled
 
     @property
     def fixed_bytes(self) -> int:

@@ -14,8 +14,9 @@ import mlx.core as mx
 
 from kvstrata.attention.attend import MixedKeys, as_chunk
 from kvstrata.attention.parts import Parts
+from kvstrata.layers.attention_rows import AttentionRows
 from kvstrata.layers.base import AttentionLayer
-from kvstrata.layers.batch import AttentionRows, BatchCache
+from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kept import KeptCaches
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache

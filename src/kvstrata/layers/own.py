@@ -117,6 +117,7 @@ class OwnTokens:
         return [SealedPart(*(RawCodec().adopt(array, first_start) for array in kept))] if kept else []
 
     def _set_sealed(self, parts: tuple[SealedPart, ...]) -> None:
+        self.pieces.version += 1
         self.sealed = parts
         self.sealed_tokens = sum(part.num_tokens for part in parts)
         self.sealed_bytes = sum(part.nbytes for part in parts)

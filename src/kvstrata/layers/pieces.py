@@ -38,6 +38,7 @@ class Pieces:
         first = capacity if raw_tokens is None else min(capacity, raw_tokens)
         self._pieces = [_piece(first)]
         self._promised = capacity - first  # tokens that there is no buffer for yet
+        self.version = 0  # changes with the buffers, and with what MLX writes to them
 
     @property
     def capacity(self) -> int:
@@ -65,6 +66,7 @@ class Pieces:
     def grow(self, tokens: int) -> None:
         if self._raw_tokens is None and not self._promised:
             self._pieces.append(_piece(tokens))
+            self.version += 1
         else:
             self._promised += tokens
 
@@ -75,11 +77,13 @@ class Pieces:
             size = max(num_tokens - free, self._raw_tokens or max(ROOM_TOKENS, self.capacity // 4))
             self._pieces.append(_piece(min(size, self._promised)))
             self._promised = max(0, self._promised - self._pieces[-1].buffer.size)
+            self.version += 1
 
     def append(self, k: mx.array, v: mx.array) -> int:
         """Write tokens [1, kv_heads, tokens, dim] as far as there is room; tells how many were written."""
         start, total = 0, k.shape[2]
         self.make_room(total)
+        self.version += 1
         for piece in self._pieces:
             count = min(piece.free, total - start)
             if count:
@@ -88,7 +92,7 @@ class Pieces:
                 start += count
         return start
 
-    def runs_with_next(self, k: mx.array, v: mx.array) -> tuple[list[cpu.Run], bool]:
+    def runs_with_next(self, k: cpu.Tokens, v: cpu.Tokens) -> tuple[list[cpu.Run], bool]:
         """All of it and a place for one more token, which the caller writes there; and whether there was one."""
         self.make_room(1)
         runs, is_placed = [], False
@@ -101,18 +105,27 @@ class Pieces:
                 runs.append(cpu.Run(*piece.buffer.addresses(k, v), piece.buffer.size, at, piece.used))
         return runs, is_placed
 
-    def next_slot(self, k: mx.array, v: mx.array) -> Slot | None:
-        """A place for one more token, which the caller writes, or has written by `put_last`; None: there is none."""
+    def next_slot(self, k: mx.array | None, v: mx.array | None) -> Slot | None:
+        """A place for one more token, which is not counted yet: see `count_next`. None: there is none, or there is no
+        buffer yet and no token to tell its shape."""
         self.make_room(1)
         piece = self._pieces[self.num_full]
         used, buffer = piece.used + 1, piece.buffer
-        if used > buffer.size:
+        if used > buffer.size or (k is None and not buffer.arrays()):
             return None
-        k_buffer, v_buffer = buffer.allocate(k, v)
-        piece.used = used
-        return Slot(k_buffer, v_buffer, buffer.size, used - 1, used)
+        return Slot(*buffer.allocate(k, v), buffer.size, used - 1, used, buffer.where)
+
+    @property
+    def next_piece(self) -> Piece:
+        """Where `next_slot` is."""
+        return self._pieces[self.num_full]
+
+    def count_next(self) -> None:
+        """The place of `next_slot` is taken: the caller writes there, or has written by `put_last`."""
+        self.next_piece.used += 1
 
     def put_last(self, k: mx.array, v: mx.array) -> None:
+        self.version += 1
         piece = next(piece for piece in reversed(self._pieces) if piece.used)
         piece.buffer.put(piece.used - 1, k, v)
 
@@ -147,6 +160,7 @@ class Pieces:
             tail.buffer.adopt(*recent)
         self._pieces = [tail]
         self._promised = max(0, room - tail.free)
+        self.version += 1
 
 
 def _piece(num_tokens: int) -> Piece:

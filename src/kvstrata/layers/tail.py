@@ -9,11 +9,12 @@ from mlx_lm.models.base import create_causal_mask
 
 from kvstrata.attention import cpu
 from kvstrata.attention.cuda_step import Slot
+from kvstrata.attention.cuda_tables import Place
 from kvstrata.attention.parts import Part, Source
 from kvstrata.attention.runs import RunCache
-from kvstrata.layers.base import AttentionLayer
+from kvstrata.layers.base import AttentionLayer, Watched
 from kvstrata.layers.own import OwnTokens
-from kvstrata.layers.pieces import Pieces
+from kvstrata.layers.pieces import Piece, Pieces
 
 
 class FullLayer(AttentionLayer):
@@ -51,19 +52,35 @@ class FullLayer(AttentionLayer):
         """Write tokens; the caller has made sure that there is room."""
         self._count(k.shape[2], self._pieces.append(k, v))
 
-    def runs_with_next(self, k: mx.array, v: mx.array) -> list[cpu.Run]:
+    def runs_with_next(self, k: cpu.Tokens, v: cpu.Tokens) -> list[cpu.Run]:
         """Make room for one more token, which the caller writes where the runs say. Only if `has_runs`."""
         runs, is_placed = self._pieces.runs_with_next(k, v)
         self._count(1, int(is_placed))
         return [*self._runs.of(self._parts_before()), *runs]
 
-    def slot_for_next(self, k: mx.array, v: mx.array) -> Slot:
-        """Make room for one more token, which the caller writes there, or has written by `put_last`."""
+    def next_slot(self, k: mx.array | None, v: mx.array | None) -> Slot | None:
         slot = self._pieces.next_slot(k, v)
-        if slot is None:
+        if slot is None and k is not None:
             raise self._no_room(1)
-        self.offset += 1
         return slot
+
+    def count_next(self) -> None:
+        self._pieces.count_next()
+        self.offset += 1
+
+    def next_place(self) -> Place:
+        used = self._pieces.next_piece.used
+        return Place(used, used + 1)
+
+    @property
+    def most_tokens(self) -> int:
+        return 0
+
+    def watched(self) -> list[Watched]:
+        return [self._pieces, *self._before]
+
+    def next_piece(self) -> Piece | None:
+        return self._pieces.next_piece
 
     def put_last(self, k: mx.array, v: mx.array) -> None:
         self._pieces.put_last(k, v)

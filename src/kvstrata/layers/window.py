@@ -9,9 +9,11 @@ import mlx.core as mx
 
 from kvstrata.attention import cpu
 from kvstrata.attention.cuda_step import Slot
+from kvstrata.attention.cuda_tables import Place
 from kvstrata.attention.parts import Part, Parts, RawPart
-from kvstrata.layers.base import AttentionLayer
+from kvstrata.layers.base import AttentionLayer, Watched
 from kvstrata.layers.buffers import Buffer
+from kvstrata.layers.pieces import Piece
 from kvstrata.layers.ring import Ring
 
 
@@ -73,18 +75,35 @@ class WindowLayer(AttentionLayer):
             new = slice(first - start, last - start)
             self._buffer.put(self.ring.slot(first), k[:, :, new], v[:, :, new])
 
-    def runs_with_next(self, k: mx.array, v: mx.array) -> list[cpu.Run]:
+    def runs_with_next(self, k: cpu.Tokens, v: cpu.Tokens) -> list[cpu.Run]:
         """Make room for one more token, which the caller writes where the run says."""
         at = self.ring.slot(self.offset)
         self.offset += 1
         return [cpu.Run(*self._buffer.addresses(k, v), self._buffer.size, at, min(self.offset, self.ring.max_size))]
 
-    def slot_for_next(self, k: mx.array, v: mx.array) -> Slot:
-        """Make room for one more token, which the caller writes there, or has written by `put_last`."""
-        at = self.ring.slot(self.offset)
-        k_buffer, v_buffer = self._buffer.allocate(k, v)
+    def next_slot(self, k: mx.array | None, v: mx.array | None) -> Slot | None:
+        buffer, ring = self._buffer, self.ring
+        if k is None and not buffer.arrays():
+            return None
+        held = min(self.offset + 1, ring.max_size)
+        return Slot(*buffer.allocate(k, v), buffer.size, ring.slot(self.offset), held, buffer.where)
+
+    def count_next(self) -> None:
         self.offset += 1
-        return Slot(k_buffer, v_buffer, self._buffer.size, at, min(self.offset, self.ring.max_size))
+
+    def next_place(self) -> Place:
+        return Place(self.ring.slot(self.offset), min(self.offset + 1, self.ring.max_size))
+
+    @property
+    def most_tokens(self) -> int:
+        return self.ring.max_size
+
+    def watched(self) -> list[Watched]:
+        return [self._buffer.where]
+
+    def next_piece(self) -> Piece | None:
+        """A ring never ends."""
+        return None
 
     def put_last(self, k: mx.array, v: mx.array) -> None:
         self._buffer.put(self.ring.slot(self.offset - 1), k, v)

@@ -16,8 +16,10 @@ from typing import Any
 import mlx.core as mx
 
 from kvstrata.attention.attend import install
+from kvstrata.attention.cuda_rows import NotCompiled
 from kvstrata.errors import ModelError
 from kvstrata.layers.batch import BatchCache
+from kvstrata.layers.compiled import CompiledStep, can_compile
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, measure, read_kinds
 from kvstrata.layers.mixed import MixedPass, can_mix
 from kvstrata.layers.sequence import SequenceCache
@@ -77,7 +79,9 @@ def _probe(model: Any, max_kv_size: int | None) -> Layout:
         reason = f"over parts the logits differ by {bound.distance(reached):.2g} of their spread"
         log.warning("every sequence gets passes of its own, which is slower: %s", reason)
         return dataclasses.replace(alone, reason=reason)
-    return dataclasses.replace(together, mixes=_mixes(model, together, bound))
+    return dataclasses.replace(
+        together, mixes=_mixes(model, together, bound), compiles=_compiles(model, together, bound)
+    )
 
 
 class _Bound:
@@ -122,6 +126,22 @@ def _mixes(model: Any, layout: Layout, bound: _Bound) -> bool:
     return True
 
 
+def _compiles(model: Any, layout: Layout, bound: _Bound) -> bool:
+    """Whether a compiled decode step changes no logits: of two, the second runs what the first has traced."""
+    if not can_compile(layout):
+        return False
+    try:
+        reached = _run_compiled(model, layout)
+    except Exception as error:  # noqa: BLE001
+        # Whatever a model does with objects that it does not expect: its steps then go layer by layer.
+        log.info("decode steps are not compiled: %s: %s", type(error).__name__, error)
+        return False
+    if not bound.holds(reached):
+        log.warning("decode steps are not compiled: they differ by %.2g of the spread", bound.distance(reached))
+        return False
+    return True
+
+
 def _run_alone(model: Any, layout: Layout, cut: Cut | None = None) -> tuple[list[mx.array], list[SequenceCache]]:
     caches = [SequenceCache(layout, model, _CAPACITY) for _ in _PROMPTS]
     logits = []
@@ -147,6 +167,25 @@ def _run_together(model: Any, layout: Layout) -> list[mx.array]:
         batch.end_step()
     mx.eval(out)
     return [out[row, -1].astype(mx.float32) for row in range(len(_PROMPTS))]
+
+
+def _run_compiled(model: Any, layout: Layout) -> list[mx.array]:
+    """The first sequence as a batch of its own, the second beside it: MLX has other operations for one row."""
+    step = CompiledStep(model)
+    return [_steps_compiled(model, layout, step, _PROMPTS[:1])[0], _steps_compiled(model, layout, step, _PROMPTS)[1]]
+
+
+def _steps_compiled(model: Any, layout: Layout, step: CompiledStep, prompts: Sequence[Sequence[int]]) -> list[mx.array]:
+    caches = [SequenceCache(layout, model, _CAPACITY) for _ in prompts]
+    for prompt, cache in zip(prompts, caches, strict=True):
+        _pass(model, cache, _passes(prompt)[0])
+    batch, out = BatchCache(caches), None
+    for i in range(1, 1 + _NUM_STEPS):
+        out = step.run(mx.array([_passes(prompt)[i][0] for prompt in prompts]), batch)
+    if out is None:
+        raise NotCompiled("its layers have no launch that can be prepared")
+    mx.eval(out)
+    return [row.astype(mx.float32) for row in out]
 
 
 def _run_mixed(model: Any, layout: Layout) -> list[mx.array]:

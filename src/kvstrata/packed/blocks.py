@@ -181,10 +181,20 @@ class ShortBlock(nn.Module):
             projected = self._qkv.without_bias(self._before(h), self.activations)
             heads = rows.heads if len(h) < rows.PARALLEL_ROWS else rows.heads_parallel
             heads(projected, self._qkv.bias, *self._head_norms, turn, made)
-        q, k, v = map(mx.array, made)
-        keys, values = cache.update_and_fetch(k, v)
-        mixed = _by_token(attend(q, keys, values, cache=cache, scale=self._scale, mask=mask))
+        mixed = self._next(made, mask, cache)
+        if mixed is None:
+            q, k, v = map(mx.array, made)
+            keys, values = cache.update_and_fetch(k, v)
+            mixed = _by_token(attend(q, keys, values, cache=cache, scale=self._scale, mask=mask))
         return mx.array(self._finished(h, mixed).reshape(x.shape))
+
+    def _next(self, made: tuple[np.ndarray, ...], mask: Any, cache: Any) -> np.ndarray | None:
+        """One token for each row, attended to without a way through MLX: for caches that can. [rows, heads * dim]"""
+        attend_next = getattr(cache, "attend_next", None)
+        if attend_next is None or mask is not None or made[0].shape[2] != 1:
+            return None
+        mixed = attend_next(*made, self._scale)
+        return None if mixed is None else mixed.reshape(len(mixed), -1)
 
     def _finished(self, h: np.ndarray, mixed: np.ndarray) -> np.ndarray:
         """All that comes after attention."""

@@ -8,7 +8,7 @@ the replacement.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvstrata.attention.parts import Part, SealedPart, cut_parts
@@ -151,6 +151,12 @@ class SpanSource:
     @property
     def num_tokens(self) -> int:
         return self._run.end - self._run.start
+
+    @property
+    def version(self) -> Hashable:
+        span = self._run.span
+        held = span.held(self._layer)
+        return (span.version, held.pieces.version) if isinstance(held, OwnTokens) else span.version
 
     def parts(self) -> tuple[Part, ...]:
         held = self._run.span.held(self._layer)

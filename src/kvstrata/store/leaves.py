@@ -115,3 +115,11 @@ class Leaves:
     def end_used_s(self, entry: Entry) -> float:
         """When a request last went on from all of it, not only from what it shares with others."""
         return self._uses[entry.last_node].used_s
+
+    def node_used_s(self, node: Node[Entry]) -> float:
+        """When a request last went on from it."""
+        return self._uses[node].used_s
+
+    def now_s(self) -> float:
+        """By the clock of those times."""
+        return self._clock()

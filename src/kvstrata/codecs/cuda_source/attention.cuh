@@ -206,7 +206,7 @@ struct Asked {
 // are cos and sin, [GROUP, DIM] in 16 bits, and then what 16 bits leave of them, times LOWER.
 template <typename TURN, int DIM, int TILES>
 __device__ __forceinline__ void add_turned(
-    const Queries<DIM, TILES>& queries, const __half* mean, const __half* columns, int offset, int count,
+    const TURN& turn, const Queries<DIM, TILES>& queries, const __half* mean, const __half* columns, int offset, int count,
     int num_queries, float* memory, const Lane& at) {
   using K = Keys<RAW, DIM>;
   auto mean_at = [&](int d) { return __half2float(mean[d]); };
@@ -216,9 +216,9 @@ __device__ __forceinline__ void add_turned(
     float largest = 0;
     for (int d = at.lane; d < DIM; d += 32) {
       float x = q[d] * mean_at(d);
-      if (TURN::turns(d)) {
-        int other = TURN::partner(d);
-        x = TURN::is_second(d) ? q[d] * mean_at(other) - q[other] * mean_at(d) : x + q[other] * mean_at(other);
+      if (turn.turns(d)) {
+        int other = turn.partner(d);
+        x = turn.is_second(d) ? q[d] * mean_at(other) - q[other] * mean_at(d) : x + q[other] * mean_at(other);
       }
       memory[query * DIM + d] = x, largest = fmaxf(largest, fabsf(x));
     }

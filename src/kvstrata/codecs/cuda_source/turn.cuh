@@ -40,4 +40,21 @@ struct Turn {
   }
 };
 
+// The same, known when it runs; as much of it as attention needs.
+struct AnyTurn {
+  int pairs, first_dim;
+  bool is_interleaved;
+
+  __device__ __forceinline__ bool turns(int d) const { return d >= first_dim && d < first_dim + 2 * pairs; }
+
+  __device__ __forceinline__ bool is_second(int d) const {
+    return is_interleaved ? (d - first_dim) & 1 : d - first_dim >= pairs;
+  }
+
+  __device__ __forceinline__ int partner(int d) const {
+    const int gap = is_interleaved ? 1 : pairs;
+    return is_second(d) ? d - gap : d + gap;
+  }
+};
+
 }  // namespace kvstrata

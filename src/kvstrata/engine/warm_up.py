@@ -1,0 +1,31 @@
+"""Kernels for planes, compiled before a stream would have to wait for them: seconds for each, at the first start."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import mlx.core as mx
+
+from kvstrata.codecs import paths
+from kvstrata.codecs.base import UnsupportedCodec
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.layers.kinds import Layout
+from kvstrata.store.precision.ladder import RUNGS
+
+
+def compile_planes(layout: Layout) -> int:
+    """Encode and decode a vector of each kind that the layers have, under each precision; tells how many. MLX keeps
+    what it compiles on disk."""
+    if paths.active() != "cuda":
+        return 0
+    stored = [spec for spec in layout.flat() if spec.kind in ("full", "window")]
+    vectors = {(spec.k_dim, spec.k_turn, spec.dtype) for spec in stored}
+    vectors |= {(spec.v_dim, spec.v_turn, spec.dtype) for spec in stored}
+    done = 0
+    for dim, turn, dtype in vectors:
+        for bits in RUNGS:
+            codec = PlanesCodec(bits, turn)
+            with suppress(UnsupportedCodec):
+                mx.eval(codec.decode(codec.encode(mx.zeros((1, 1, dim), dtype)), dtype))
+                done += 1
+    return done

@@ -1,0 +1,224 @@
+"""A step that is prepared for all layers at once, beside one that asks layer by layer.
+
+The kernel needs a GPU: here its tables are walked (tests/attention/table_walk.py), and MLX's compiler is off, because
+it hands out arrays that have no values yet.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from kvstrata.attention import cpu, cuda_rows
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.layers import compiled
+from kvstrata.layers.batch import BatchCache
+from kvstrata.layers.compiled import CompiledStep
+from kvstrata.layers.decode_plan import DecodePlan
+from kvstrata.layers.kinds import Layout
+from kvstrata.layers.raw_window import RawWindow
+from kvstrata.layers.sequence import Prefix, SequenceCache
+from kvstrata.layers.tail import FullLayer
+from kvstrata.models.probe import probe
+from tests.attention.table_walk import Walk
+from tests.tiny import tiny_module
+
+ARCHITECTURES = ["qwen3", "gemma3_text", "gpt_oss", "gemma4_text"]
+LENGTHS = (7, 40, 21)
+
+
+@pytest.fixture
+def walk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Walk]:
+    walk = Walk()
+    walk.install(monkeypatch)
+    monkeypatch.setattr(cpu, "fits", lambda *_: False)
+    monkeypatch.setattr(cuda_rows, "step_works", lambda *_: True)
+    for name in ("cuda_step.fits", "cuda.fits", "cuda._raw_fits"):
+        monkeypatch.setattr(f"kvstrata.attention.{name}", lambda *_: True)
+    mx.disable_compile()
+    yield walk
+    mx.enable_compile()
+
+
+def _caches(model: Any, layout: Layout, capacity: int = 64) -> list[SequenceCache]:
+    caches = [SequenceCache(layout, model, capacity) for _ in LENGTHS]
+    for seed, (cache, length) in enumerate(zip(caches, LENGTHS, strict=True)):
+        model(mx.array([[(seed + 3 * t) % 90 for t in range(length)]]), cache=cache.caches())
+        cache.end_pass(length)
+        mx.eval(cache.arrays())
+    return caches
+
+
+def _layer_by_layer(model: Any, caches: list[SequenceCache], tokens: mx.array) -> mx.array:
+    batch = BatchCache(caches)
+    logits = model(tokens[:, None], cache=batch.begin_step())
+    batch.end_step()
+    return logits[:, -1]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_planned_step_gives_the_logits_of_one_that_asks_layer_by_layer(architecture: str, walk: Walk) -> None:
+    model = tiny_module(architecture)
+    layout = probe(model)
+    ours, theirs = _caches(model, layout), _caches(model, layout)
+    batch, step = BatchCache(ours), CompiledStep(model)
+    for number in range(4):
+        tokens = mx.arange(len(LENGTHS)) + number
+        got = step.run(tokens, batch)
+        assert got is not None
+        wanted = _layer_by_layer(model, theirs, tokens)
+        assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
+    assert [cache.num_tokens for cache in ours] == [cache.num_tokens for cache in theirs]
+    assert [layer.offset for cache in ours for layer in cache.flat] == [
+        layer.offset for cache in theirs for layer in cache.flat
+    ]
+    assert walk.launches
+
+
+@pytest.mark.usefixtures("walk")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_is_tried_before_its_steps_are_compiled(
+    architecture: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvstrata.models.probe.can_compile", lambda layout: layout.path == "parts")
+    model = tiny_module(architecture)
+    assert probe(model).compiles
+    run = CompiledStep.run
+    monkeypatch.setattr(CompiledStep, "run", lambda step, tokens, batch: run(step, tokens * 0, batch))
+    with caplog.at_level("WARNING"):
+        layout = probe(model)
+    assert layout.path == "parts"
+    assert not layout.compiles
+    assert "not compiled" in caplog.text
+
+
+@pytest.mark.usefixtures("walk")
+def test_a_plan_is_kept_until_something_changes() -> None:
+    model = tiny_module("qwen3")
+    layout = probe(model)
+    caches = _caches(model, layout)
+    batch, step = BatchCache(caches), CompiledStep(model)
+    tokens = mx.arange(len(LENGTHS))
+
+    def plan_after_a_step() -> DecodePlan:
+        assert step.run(tokens, batch) is not None
+        plan = batch.plan()
+        assert plan is not None
+        return plan
+
+    first = plan_after_a_step()
+    assert plan_after_a_step() is first
+    layer = caches[1].layers[2]
+    assert isinstance(layer, FullLayer)
+    layer.own.seal(PlanesCodec(8), PlanesCodec(8), RawWindow(0, 4))
+    second = plan_after_a_step()
+    assert second is not first
+    assert plan_after_a_step() is second
+    assert [a is b for a, b in zip(first.layers, second.layers, strict=True)] == [True, True, False, True]
+
+
+@pytest.mark.usefixtures("walk")
+def test_a_full_buffer_is_followed_by_another() -> None:
+    """A step that goes layer by layer makes it."""
+    model = tiny_module("qwen3")
+    layout = probe(model)
+    ours, theirs = _caches(model, layout, capacity=42), _caches(model, layout, capacity=42)
+    for cache in (*ours, *theirs):
+        cache.grow(20)
+    batch, step = BatchCache(ours), CompiledStep(model)
+    planned = []
+    for number in range(6):
+        tokens = mx.arange(len(LENGTHS)) + number
+        got = step.run(tokens, batch)
+        planned.append(got is not None)
+        if got is None:
+            got = model(tokens[:, None], cache=batch.begin_step())[:, -1]
+            batch.end_step()
+        wanted = _layer_by_layer(model, theirs, tokens)
+        assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
+    assert planned == [True, True, False, True, True, True]
+
+
+@pytest.mark.usefixtures("walk")
+def test_steps_of_both_kinds_may_follow_each_other() -> None:
+    model = tiny_module("gemma3_text")
+    layout = probe(model)
+    ours, theirs = _caches(model, layout, capacity=48), _caches(model, layout, capacity=48)
+    batch, step = BatchCache(ours), CompiledStep(model)
+    for number in range(8):
+        tokens = mx.arange(len(LENGTHS)) + number
+        got = step.run(tokens, batch) if number % 3 else None
+        if got is None:
+            got = model(tokens[:, None], cache=batch.begin_step())[:, -1]
+            batch.end_step()
+        wanted = _layer_by_layer(model, theirs, tokens)
+        assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
+    assert ours[1].num_tokens == 48
+    assert batch.plan() is None
+
+
+@pytest.mark.usefixtures("walk", "exact_buffers")
+def test_nothing_is_kept_after_the_plan_has_ended() -> None:
+    model = tiny_module("qwen3")
+    layout = probe(model)
+    caches = _caches(model, layout, capacity=4096)
+    batch, step = BatchCache(caches), CompiledStep(model)
+    mx.eval(step.run(mx.arange(len(LENGTHS)), batch))
+    held = sum(cache.nbytes for cache in caches)
+    batch.release()
+    mx.synchronize()
+    gc.collect()
+    before = mx.get_active_memory()
+    del caches, batch
+    gc.collect()
+    assert before - mx.get_active_memory() == pytest.approx(held, rel=0.02)
+
+
+@pytest.mark.usefixtures("walk")
+def test_what_was_traced_does_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MOST_SHAPES", 2)
+    made: list[object] = []
+    monkeypatch.setattr(mx, "compile", lambda function: made.append(function) or function)
+    model = tiny_module("qwen3")
+    layout = probe(model)
+    caches, step = _caches(model, layout), CompiledStep(model)
+    made.clear()
+    for size in (1, 2, 1, 2, 3, 3, 2, 1):
+        assert step.run(mx.arange(size), BatchCache(caches[:size])) is not None
+    assert len(made) == 2
+
+
+@pytest.mark.usefixtures("walk")
+def test_what_another_sequence_still_writes_is_read_where_it_lies() -> None:
+    model = tiny_module("qwen3")
+    layout = probe(model)
+    owner = _caches(model, layout)[1]
+    sources = tuple((_Live(layer, 30),) for layer in owner.flat)
+    reader = SequenceCache(layout, model, 32, Prefix(30, sources, (None,) * len(owner.flat)))
+    mx.eval(model(mx.array([[1, 2, 3]]), cache=reader.caches()), reader.arrays())
+    reader.end_pass(3)
+    batch, step = BatchCache([owner, reader]), CompiledStep(model)
+    assert step.run(mx.array([1, 2]), batch) is not None
+    first = batch.plan()
+    owner.flat[0].own.seal(PlanesCodec(8), PlanesCodec(8), RawWindow(0, 4))
+    assert step.run(mx.array([1, 2]), batch) is not None
+    assert batch.plan() is not first
+
+
+class _Live:
+    """The first tokens of a sequence that runs."""
+
+    def __init__(self, layer: FullLayer, num_tokens: int) -> None:
+        self._layer = layer
+        self.num_tokens = num_tokens
+
+    @property
+    def version(self) -> int:
+        return self._layer.own.pieces.version
+
+    def parts(self) -> tuple[Any, ...]:
+        return self._layer.own.parts(0, self.num_tokens)
