@@ -32,6 +32,7 @@ CACHE_COUNTERS = {
     "stored_spans": "Spans that were stored",
     "stored_tokens": "Tokens of those",
     "encoded_spans": "Spans that were put under a codec in fewer bits",
+    "encoded_freed_bytes": "Bytes of memory that they no longer take",
     "stepped_down_spans": "Spans that were put under fewer bits to make room",
     "evicted_tokens": "Tokens that had to go",
     "ttl_pins": "Prompts pinned for some time because their request asked for it",

@@ -131,9 +131,11 @@ class Page:
             it.dispatchEvent(new Event('change', {{bubbles: true}})) }})()"""
         )
 
-    def screenshot(self, file: Path) -> None:
-        """All of the page, not only what fits."""
-        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+    def screenshot(self, file: Path, height: int | None = None) -> None:
+        """All of the page, not only what fits; or so many pixels from its top."""
+        width = self.run("innerWidth")
+        clip = {"clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}} if height else {}
+        shot = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True, **clip)
         file.write_bytes(base64.b64decode(shot["data"]))
 
     def note(self, method: str, params: dict[str, Any]) -> None:

@@ -17,8 +17,10 @@ from kvstrata.backend import device
 from kvstrata.config import load
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.server.assemble import start_service
+from kvstrata.server.journal.journal import Journal
 from kvstrata.server.listen import bind, url_of
 from kvstrata.server.run import Server
+from tests.server.browser import HOW_TO_GET, Browser, browsing, find_browser
 from tests.tiny import tiny_loaded
 
 
@@ -52,10 +54,11 @@ class Served:
 
 
 @contextmanager
-def running(loaded: LoadedModel, *, keep_alive_s: float = 10.0, **flags: Any) -> Iterator[Served]:
+def running(loaded: LoadedModel, *, keep_alive_s: float = 10.0, slot_s: float = 10.0, **flags: Any) -> Iterator[Served]:
+    """`slot_s`: of the history that is kept."""
     settings = load(flags={"port": 0, **flags})
     service = start_service(settings, loaded, device())
-    service = replace(service, keep_alive_s=keep_alive_s)
+    service = replace(service, keep_alive_s=keep_alive_s, journal=Journal(slot_s))
     listener = bind(settings.host, settings.port)
     ready = threading.Event()
     server = Server(service, drain_timeout_s=settings.drain_timeout_s, on_ready=ready.set, say=lambda _line: None)
@@ -102,10 +105,23 @@ def tiny() -> Iterator[Served]:
         yield one
 
 
-@pytest.fixture
-def fresh(tiny: Served) -> Served:
+def emptied(served: Served) -> Served:
     """Nothing stored, everything raw."""
-    with tiny.http() as http:
+    with served.http() as http:
         http.post("/cache/requantize", json={"k": "raw", "v": "raw"}).raise_for_status()
         http.post("/cache/clear", json={"tier": "all"}).raise_for_status()
-    return tiny
+    return served
+
+
+@pytest.fixture
+def fresh(tiny: Served) -> Served:
+    return emptied(tiny)
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find_browser()
+    if program is None:
+        pytest.skip(HOW_TO_GET)
+    with browsing(program, tmp_path_factory.mktemp("profile")) as one:
+        yield one

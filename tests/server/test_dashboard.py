@@ -5,26 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvstrata.server.dashboard import FILES
-from tests.server.browser import HOW_TO_GET, Browser, Page, browsing, find_browser
+from tests.server.browser import Browser, Page
 from tests.server.conftest import Served, running
 from tests.server.test_cache import LONG, complete, get, post, wait_done
 from tests.tiny import tiny_loaded
 
 LOADED = "!document.getElementById('main').hidden"
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find_browser()
-    if program is None:
-        pytest.skip(HOW_TO_GET)
-    with browsing(program, tmp_path_factory.mktemp("profile")) as one:
-        yield one
 
 
 @pytest.fixture
@@ -95,7 +85,7 @@ def test_figures_are_those_of_the_server(page: Page, fresh: Served) -> None:
     # Two precisions are two layers.
     assert page.run("document.querySelectorAll('#chart path.layer').length") >= 2
     page.wait(shown("K planes:8, V planes:4"))
-    assert "stored" in page.text("#events")
+    page.wait("document.getElementById('events').innerText.includes('New KV is stored as K planes:8, V planes:4.')")
 
 
 def test_a_running_request_is_drawn_in_its_parts(page: Page, fresh: Served) -> None:
@@ -141,6 +131,8 @@ def test_dry_run_then_apply(page: Page, fresh: Served) -> None:
     page.click("#precision [name=dry]")
     page.wait("!document.getElementById('apply').disabled")
     page.click("#apply")
+    page.wait("document.getElementById('confirm').open")
+    page.click("#confirm-yes")
     page.wait("document.querySelector('#precision-result .headline').innerText.startsWith('frees')")
     wait_done(fresh)
     usage = get(fresh, "/cache/usage")
@@ -197,52 +189,6 @@ def test_explain_says_what_was_done_to_the_prompt(browser: Browser, endless: Ser
     assert "stayed where they are: 1." in result
 
 
-def test_chat_streams_and_says_what_was_cached(browser: Browser, endless: Served) -> None:
-    page = browser.page()
-    page.open(endless.url)
-    page.wait(LOADED)
-    page.run("document.querySelector('#chat [name=max_tokens]').value = 12")
-    page.run(
-        """globalThis.lengths = new Set();
-        new MutationObserver(() => lengths.add(document.querySelector('.message.assistant p')?.innerText.length))
-          .observe(document.getElementById('chat-log'), {subtree: true, childList: true, characterData: true})"""
-    )
-    page.type("#chat textarea", "Name the four seasons, and what the trees do in each of them.")
-    page.press("Enter")
-    page.wait("document.querySelectorAll('.message.assistant footer b').length === 1", 120)
-    assert page.run("lengths.size") > 3, "the answer came in one piece"
-    first = page.text(".message.assistant footer")
-    assert "first token after" in first
-    page.type("#chat textarea", "And the birds?")
-    page.press("Enter")
-    page.wait("document.querySelectorAll('.message.assistant footer b').length === 2", 120)
-    second = page.run("[...document.querySelectorAll('.message.assistant footer b')].at(-1).innerText")
-    cached, _, prompt = second.partition(" of ")
-    assert int(prompt) > int(cached) > 12
-    messages: list[Any] = page.run(
-        """[...document.querySelectorAll('.message')].slice(0, 3).map(it => ({
-          role: it.classList.contains('user') ? 'user' : 'assistant', content: it.querySelector('p').textContent}))"""
-    )
-    assert post(endless, "/cache/explain", messages=messages)["prompt_tokens"] == int(prompt)
-    assert page.complaints == []
-    page.close()
-
-
-def test_stop_ends_an_answer(browser: Browser, endless: Served) -> None:
-    page = browser.page()
-    page.open(endless.url)
-    page.wait(LOADED)
-    page.run("document.querySelector('#chat [name=max_tokens]').value = 4000")
-    page.type("#chat textarea", "Count from one to a thousand.")
-    page.click("#chat [name=send]")
-    page.wait("document.querySelector('.message.assistant p')?.innerText.length > 2", 120)
-    page.click("#chat-stop")
-    page.wait("document.querySelector('.message.assistant footer').innerText === 'stopped'")
-    endless.wait_idle()
-    assert get(endless, "/cache/usage")["sequences"] == []
-    page.close()
-
-
 def test_the_key_is_asked_for_and_kept_in_this_tab(browser: Browser) -> None:
     page = browser.page()
     with running(tiny_loaded("llama"), api_key=["open-sesame"]) as locked:
@@ -293,6 +239,9 @@ def test_the_keyboard_keeps_its_place(page: Page, fresh: Served) -> None:
     page.wait("document.querySelector('#precision-result .headline') && !document.getElementById('apply').disabled")
     assert page.run("document.activeElement.name") == "dry"
     page.run("document.getElementById('apply').focus()")
+    page.press("Enter")
+    page.wait("document.getElementById('confirm').open")
+    page.run("document.getElementById('confirm-yes').focus()")
     page.press("Enter")
     # Applied: there is nothing more to apply.
     page.wait("document.getElementById('apply').disabled && !document.querySelector('#precision [name=dry]').disabled")

@@ -42,6 +42,10 @@ class DiskBlocks:
         row = self._holdings.index.row(block)
         return {} if row is None else read_tally(row.tally)
 
+    def num_after(self, key: bytes) -> int:
+        """A block counts twice while it is written."""
+        return self._queue.num_after(key) + self._holdings.index.num_after(key)
+
     def lengths(self, parent: bytes) -> tuple[int, ...]:
         """The lengths in tokens of the blocks that follow `parent`, the longest first."""
         queued = self._queue.lengths(parent)

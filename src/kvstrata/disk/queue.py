@@ -60,6 +60,10 @@ class BlockQueue:
         with self.changed:
             return set(self._lengths.get(parent, {}).values())
 
+    def num_after(self, parent: bytes) -> int:
+        with self.changed:
+            return len(self._lengths.get(parent, {}))
+
     def offers(self) -> list[Offer]:
         with self.changed:
             return list(self._offers.values())

@@ -36,6 +36,12 @@ class RowIndex:
             section = self._sections.of(parent)
             return () if section is None else tuple(sorted(section.lengths.get(parent, ()), reverse=True))
 
+    def num_after(self, parent: bytes) -> int:
+        """How many blocks come right after it."""
+        with self._lock:
+            section = self._sections.of(parent)
+            return 0 if section is None else sum(section.lengths.get(parent, {}).values())
+
     def is_leaf(self, block: BlockId) -> bool:
         """Whether it is there, and nothing hangs on it."""
         with self._lock:

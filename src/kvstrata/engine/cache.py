@@ -6,7 +6,7 @@ are those of the store, and can be had from here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
@@ -19,8 +19,11 @@ from kvstrata.index.identity import owner_of
 from kvstrata.index.ids import TokenIds, as_ids
 from kvstrata.store.census import Census, Conversation, Counted, Holding
 from kvstrata.store.clearing import Cleared
+from kvstrata.store.cold.cold import Lying
+from kvstrata.store.dropping import Dropped
 from kvstrata.store.precision.requantize import Change, Changed, Progress, Scope, TierChange
-from kvstrata.store.report import Explanation, PartUsage, TierUsage
+from kvstrata.store.report import Explanation, PartUsage, Stored, TierUsage
+from kvstrata.store.strata import Strata, Stratum
 from kvstrata.tier.base import SharedUsage
 from kvstrata.tier.chains import OnDisk
 from kvstrata.tier.lookups import Lookup
@@ -35,14 +38,19 @@ __all__ = [
     "Codec",
     "Conversation",
     "Counted",
+    "Dropped",
     "Explanation",
     "Holding",
+    "Lying",
     "OnDisk",
     "PartUsage",
     "Progress",
     "Scope",
     "SequenceUsage",
     "SharedUsage",
+    "Stored",
+    "Strata",
+    "Stratum",
     "Tier",
     "TierChange",
     "TierUsage",
@@ -96,6 +104,19 @@ class Cache:
     def count(self, census: Census, seconds: float) -> Future[Counted]:
         """The next slice of a census. Not before the answer to the last one has come."""
         return self._ask(lambda loop: Operations(loop).count(census, seconds))
+
+    def tell(self, strata: Strata, seconds: float) -> Future[Strata]:
+        """The next slice of what memory holds. Not before the answer to the last one has come."""
+        return self._ask(lambda loop: Operations(loop).tell(strata, seconds))
+
+    def lie_on_disk(self, asked: Sequence[Conversation]) -> Future[Lookup[tuple[tuple[Lying, ...], ...]]]:
+        return self._ask(lambda loop: Operations(loop).lie_on_disk(asked))
+
+    def lie_in_shared(self, asked: Sequence[Conversation]) -> Future[tuple[Lookup[tuple[int, ...]], str]]:
+        return self._ask(lambda loop: Operations(loop).lie_in_shared(asked))
+
+    def drop(self, ids: TokenIds, salt: str, *, is_dry: bool) -> Future[Dropped]:
+        return self._ask(lambda loop: Operations(loop).drop(ids, salt, is_dry=is_dry))
 
     def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> Future[Left]:
         return self._ask(lambda loop: Operations(loop).clear(salt, tier, owner=owner))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,13 +12,16 @@ from kvstrata.engine.report import CacheUsage, cache_usage
 from kvstrata.errors import InvalidRequest
 from kvstrata.index.identity import owner_of
 from kvstrata.index.ids import TokenIds
-from kvstrata.store.census import Census, Counted
+from kvstrata.store.census import Census, Conversation, Counted
 from kvstrata.store.clearing import Cleared
+from kvstrata.store.cold.cold import Lying
+from kvstrata.store.dropping import Dropped
 from kvstrata.store.entry import Entry
 from kvstrata.store.precision.requantize import Change, Changed, Progress
 from kvstrata.store.report import Explanation
+from kvstrata.store.strata import Strata
 from kvstrata.tier.chains import OnDisk
-from kvstrata.tier.lookups import Lookup
+from kvstrata.tier.lookups import Lookup, answered
 
 Tier = Literal["hot", "disk", "all"]
 
@@ -72,6 +75,31 @@ class Operations:
     def count(self, census: Census, seconds: float) -> Counted:
         """Go on with a census for about so long."""
         return census.go_on(self._stock.search, self._stock.cold, seconds)
+
+    def tell(self, strata: Strata, seconds: float) -> Strata:
+        """Go on with telling what memory holds, for about so long."""
+        strata.go_on(self._stock.shelf, self._stock.leaves, self._stock.search, seconds)
+        return strata
+
+    def lie_on_disk(self, asked: Sequence[Conversation]) -> Lookup[tuple[tuple[Lying, ...], ...]]:
+        """In which runs conversations lie on the disk, which it tells on a thread of its own. The answer is empty where
+        there is no disk."""
+        return self._stock.cold.lie(self._rooted(asked))
+
+    def lie_in_shared(self, asked: Sequence[Conversation]) -> tuple[Lookup[tuple[int, ...]], str]:
+        """How many tokens of conversations the tier has that servers share, and in which precision; likewise."""
+        shared = self._stock.shared
+        if shared is None:
+            return answered(()), ""
+        return shared.cold.reach(self._rooted(asked)), shared.tier.shared_usage().precision
+
+    def drop(self, ids: TokenIds, salt: str, *, is_dry: bool) -> Dropped:
+        """What no other conversation has of this one."""
+        self._require_store()
+        return self._stock.dropping.drop(ids, salt, is_dry=is_dry)
+
+    def _rooted(self, asked: Sequence[Conversation]) -> list[tuple[bytes, TokenIds]]:
+        return [(self._stock.search.root_of(each.salt), each.ids) for each in asked]
 
     def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> Left:
         self._require_tier(tier, param="tier")

@@ -78,6 +78,11 @@ class RemoteBlocks:
         del block
         return {}
 
+    def num_after(self, key: bytes) -> int:
+        """What others wrote is not counted here."""
+        del key
+        return 1
+
     def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
         """`parent` is a root, and `start` 0: chains are asked for from their first token on."""
         if start:

@@ -10,7 +10,17 @@ from pydantic.json_schema import models_json_schema
 from starlette.types import ASGIApp
 
 from kvstrata import __version__
-from kvstrata.server import cache, cache_history, cache_move, cache_sessions, dashboard, errors, ops, tokenizing
+from kvstrata.server import (
+    cache,
+    cache_conversations,
+    cache_history,
+    cache_move,
+    cache_sessions,
+    dashboard,
+    errors,
+    ops,
+    tokenizing,
+)
 from kvstrata.server.anthropic import endpoints as anthropic
 from kvstrata.server.auth import RequireKey
 from kvstrata.server.cors import Cors
@@ -45,6 +55,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(cache.router)
     app.include_router(cache_move.router)
     app.include_router(cache_sessions.router)
+    app.include_router(cache_conversations.router)
     app.include_router(cache_history.router)
     app.include_router(ops.router)
     app.include_router(dashboard.router)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
 
+from kvstrata.attention.cpu import compile_codecs_beside
 from kvstrata.backend import Device
 from kvstrata.backend.stages import begin
 from kvstrata.codecs.base import Codec
@@ -27,7 +28,9 @@ from kvstrata.events.address import options_of
 from kvstrata.events.open import bind_events, start_publisher
 from kvstrata.grammar.grammars import Grammars
 from kvstrata.metrics import Metrics
+from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.generation import SamplingDefaults
+from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.remote.options import RemoteOptions
 from kvstrata.remote.secret import keys_for
@@ -136,6 +139,14 @@ def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
 
 def _hosts(settings: Settings) -> frozenset[str]:
     return frozenset({settings.host, socket.gethostname(), *settings.allowed_host})
+
+
+def load_model(settings: Settings, machine: Device) -> LoadedModel:
+    """Kernels are compiled beside it. Raises ModelError."""
+    compile_codecs_beside()
+    cpu = CpuOptions(settings.cpu_weights, settings.cpu_activations)
+    limit_bytes = memory_limit_bytes(settings, machine)
+    return load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes, cpu=cpu)
 
 
 def bind_sockets(settings: Settings) -> Sockets | None:

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.auth import owner_in
 from kvstrata.server.cache import whose
-from kvstrata.server.cache_words import PartedAnswer, Under, parted_answer
+from kvstrata.server.cache_words import MEANINGS, PartedAnswer, Under, parted_answer
 from kvstrata.server.conversation.wire import json_bytes
 from kvstrata.server.errors import answers
 from kvstrata.server.journal.events import Happened
@@ -63,7 +63,8 @@ class SlotAnswer(TypedDict):
 
 
 class RequestAnswer(TypedDict):
-    """One that has ended. `id` is its x-request-id; `session` is a key that /cache/explain and /cache/sessions take."""
+    """One that has ended. `id` is its x-request-id; `session` is a key that /cache/explain and /cache/sessions take.
+    `miss` is why not more was cached, in a word, and `meaning` the same as a sentence."""
 
     id: str
     time: float
@@ -75,6 +76,7 @@ class RequestAnswer(TypedDict):
     cached_tokens: int | None
     completion_tokens: int
     miss: str | None
+    meaning: str | None
     parted: PartedAnswer | None
     session: str | None
     first_token_s: float | None
@@ -171,12 +173,18 @@ def _request(recent: Recent) -> RequestAnswer:
         "cached_tokens": trace.cached_tokens,
         "completion_tokens": trace.completion_tokens,
         "miss": trace.miss or None,
+        "meaning": _meaning(trace.miss),
         "parted": parted_answer(asked.parted) if asked else None,
         "session": (asked.session or None) if asked else None,
         "first_token_s": rounded(trace.first_token_s),
         "tokens_per_s": rounded(trace.tokens_per_s),
         "seconds": round(trace.seconds, 4),
     }
+
+
+def _meaning(miss: str) -> str | None:
+    """Several prompts of one request may have several reasons."""
+    return " ".join(MEANINGS[word] for word in miss.split(",") if word in MEANINGS) or None
 
 
 def _event(event: Happened) -> EventAnswer:

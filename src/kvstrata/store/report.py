@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from kvstrata.attention.parts import SealedPart
 from kvstrata.spans.contents import KIND, PRECISION, by_label
 from kvstrata.spans.marks import RecurrentState
 from kvstrata.spans.span import Span
@@ -88,6 +89,37 @@ def precision_of(span: Span) -> tuple[str, str]:
     """K and V as people read it: one name each, or several with a plus between."""
     pairs = [pair for layer in span.layers for pair in span.pairs(layer)]
     return _names(k.name for k, _ in pairs), _names(v.name for _, v in pairs)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The tokens of a span up to a position, from where others end, and what they are stored as."""
+
+    end: int
+    k: str
+    v: str
+
+
+def stored_as(span: Span) -> tuple[Stored, ...]:
+    """Spans that were joined have runs of their own precision, until they are rewritten. They are told by the parts of
+    the first layer; in those that have other parts, what overlaps counts."""
+    parts = () if span.is_live or not span.layers else span.sealed(span.layers[0])
+    if len(parts) < 2:
+        return (Stored(span.end, *precision_of(span)),)
+    runs, start = list[Stored](), span.position
+    for part in parts:
+        end = min(span.end, part.k.position + part.num_tokens)
+        if end > start:
+            pairs = [(k, v) for layer in span.layers for k, v in _pairs_in(span.sealed(layer), start, end)]
+            runs.append(Stored(end, _names(k for k, _ in pairs), _names(v for _, v in pairs)))
+            start = end
+    return tuple(runs)
+
+
+def _pairs_in(parts: Iterable[SealedPart], start: int, end: int) -> Iterator[tuple[str, str]]:
+    for part in parts:
+        if part.k.position < end and part.k.position + part.num_tokens > start:
+            yield part.k.name, part.v.name
 
 
 def _names(names: Iterable[str]) -> str:

@@ -3,7 +3,7 @@
 store, leases, pins, fetches    requests: match and commit, keep, bring back from the disk
 outgoing, incoming, errands     conversations that move to another machine, in small steps
 room, evictor, chores           memory: make room, let go, what is to be done between two steps
-changes, clearing               what callers ask for
+changes, clearing, dropping     what callers ask for
 explainer, reporter             answers
 """
 
@@ -31,6 +31,7 @@ from kvstrata.store.cold.restore import Restorer
 from kvstrata.store.cold.sharing import Shared, Sharing
 from kvstrata.store.cold.spills import NoSpills, Spills
 from kvstrata.store.cold.unwritten import Unwritten
+from kvstrata.store.dropping import Dropping
 from kvstrata.store.entry import Entry
 from kvstrata.store.errands import Errands
 from kvstrata.store.evictor import Evictor
@@ -79,6 +80,7 @@ class Stock:
     pressure: Pressure
     changes: Changes
     clearing: Clearing
+    dropping: Dropping
     explainer: Explainer
     reporter: Reporter
     spills: Spills
@@ -155,6 +157,7 @@ def make_stock(
         pressure=memory.pressure,
         changes=memory.changes,
         clearing=Clearing(search, shelf, evictor, spills, cold),
+        dropping=Dropping(search, shelf, cold),
         explainer=(Explainer if ground.can_share else ForeignExplainer)(shelf, search, evictor, cold, shared),
         reporter=reporter,
         spills=spills,

@@ -158,6 +158,10 @@ class Blocks(Protocol):
         """Bytes of its tensors by label; nothing where it is not there."""
         ...
 
+    def num_after(self, key: bytes) -> int:
+        """How many blocks come right after it, at most; 0: it ends its chain."""
+        ...
+
     def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
         """The longest chain after a parent that begins these tokens from `start` on. `at_marks`: that ends where the
         tier has a mark, so that a model that needs one can go on from it."""

@@ -23,6 +23,9 @@ class NoBlocks:
     def contents(self, block: BlockId) -> Mapping[str, int]:
         return {}
 
+    def num_after(self, key: bytes) -> int:
+        return 0
+
     def longest(self, parent: bytes, start: int, ids: TokenIds, *, at_marks: bool = False) -> Walk[TierMatch]:
         yield from ()
         return TierMatch()

@@ -48,6 +48,7 @@ def test_a_request_is_there_with_why_it_missed(fresh: Served) -> None:
     assert (last["prompt_tokens"], last["cached_tokens"]) == (len(LONG), 100)
     assert last["completion_tokens"] == answered.json()["usage"]["completion_tokens"]
     assert (last["miss"], last["parted"]["at"], last["parted"]["where"]) == ("diverged", 100, "prompt")
+    assert last["meaning"] == "Something else is stored from there on."
     assert last["parted"]["was"] != last["parted"]["now"]
     assert 0 < last["first_token_s"] <= last["seconds"]
     assert before["time"] < last["time"] < told["now"]
@@ -94,7 +95,8 @@ def test_events_are_sentences(fresh: Served) -> None:
     told = history(fresh)
     texts = {event["kind"]: event["text"] for event in told["events"]}
     assert texts["target"] == "New KV is stored as K planes:8, V planes:8."
-    assert texts["encoded"].endswith("put under the precision that is set.")
+    assert texts["encoded"].startswith("1 span was stored in fewer bits, planes:8: ")
+    assert texts["encoded"].endswith("KiB freed.")
     assert history(fresh, f"?since={told['now']}")["events"] == []
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvstrata.engine.request import Finished, Piece, Prefilled, TokenUsage
 from kvstrata.metrics import CACHE_COUNTERS
-from kvstrata.server.journal.events import risen
+from kvstrata.server.journal.events import most_grown, risen
 from kvstrata.server.journal.slots import KEPT_S, Slot, Slots, percentile
 from kvstrata.server.journal.trace import Asked, Trace
 
@@ -97,9 +97,12 @@ def test_a_trace_times_tokens() -> None:
         ("evicted_tokens", 1204, "evicted", "1,204 tokens were evicted to make room."),
         ("evicted_tokens", 1, "evicted", "1 token was evicted to make room."),
         ("stepped_down_spans", 2, "pressure", "2 spans went to fewer bits to make room."),
+        ("encoded_spans", 2, "encoded", "2 spans were stored in fewer bits."),
+        ("refused_promotions", 1, "refused", "1 time memory had no room for what a lower tier has."),
+        ("refused_spills", 1, "refused", "1 span could not be written to the disk."),
         ("disk_failed_no_space", 1, "failed", "The disk failed 1 time: no space."),
         ("disk_quarantined_checksum", 3, "failed", "3 damaged blocks were put aside: checksum."),
-        ("disk_written_bytes", 1 << 20, "spilled", "1MiB were written to the disk."),
+        ("disk_written_bytes", 1 << 20, "spilled", "1.0 MiB were written to the disk."),
         ("dropped_tokens_disk_slow", 5, "dropped", "5 tokens were dropped and are on no disk: disk slow."),
         ("ttl_pins_over_quota", 1, "refused", "1 prompt was not pinned: the quota of their key is used up."),
         ("something_else", 2, "counted", "Something else: 2 more."),
@@ -110,10 +113,23 @@ def test_events_as_sentences(name: str, count: int, kind: str, text: str) -> Non
     assert (event.kind, event.text, event.time_s, event.count) == (kind, text, 7.0, count)
 
 
+def test_what_was_stored_in_fewer_bits_says_which_and_what_that_freed() -> None:
+    counters = {"encoded_spans": 3, "encoded_freed_bytes": 120 << 20}
+    (event,) = risen({}, counters, 0.0, grown="planes:4")
+    assert event.text == "3 spans were stored in fewer bits, planes:4: 120 MiB freed."
+    (one,) = risen({}, {"encoded_spans": 1}, 0.0, grown="planes:4")
+    assert one.text == "1 span was stored in fewer bits, planes:4."
+    assert most_grown({"raw": 9, "planes:8": 5}, {"raw": 90, "planes:8": 6, "planes:4": 3}) == "planes:4"
+    assert most_grown({"planes:8": 5}, {"raw": 90, "planes:8": 4}) == most_grown({}, {}) == ""
+
+
 @given(st.dictionaries(st.sampled_from([*CACHE_COUNTERS, "disk_read_disk", "remote_queue_bytes"]), st.integers(0, 9)))
 def test_only_what_rose_happened(counters: dict[str, int]) -> None:
     assert list(risen(counters, counters, 0.0)) == []
     assert list(risen({name: value + 1 for name, value in counters.items()}, counters, 0.0)) == []
-    quiet = {"queried_tokens", "hit_tokens", "stored_spans", "stored_tokens", "disk_read_disk", "remote_queue_bytes"}
+    quiet = {
+        "queried_tokens", "hit_tokens", "stored_spans", "stored_tokens", "encoded_freed_bytes", "disk_read_disk",
+        "remote_queue_bytes",
+    }  # fmt: skip
     happened = {event.name for event in risen({}, counters, 0.0)}
     assert happened == {name for name, value in counters.items() if value and name not in quiet}

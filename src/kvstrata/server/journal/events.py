@@ -6,11 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from kvstrata.sizes import human_bytes
-
 # Every request moves these, or they rise and fall: figures, not events.
 QUIET = re.compile(
-    r"(?:queried|hit|stored)_(?:tokens|spans)|refused_(?:present|empty)|(?:disk|remote)_(?:read|missed|queue|limit|leaving)_.*"
+    r"(?:queried|hit|stored)_(?:tokens|spans)|encoded_freed_bytes|refused_(?:present|empty)|(?:disk|remote)_(?:read|missed|queue|limit|leaving)_.*"
     r"|(?:disk|remote)_written_(?!bytes).*|remote_is_paused"
 )
 # The first that matches a counter's name gives the kind and the sentence; {reason} is what the pattern caught.
@@ -21,7 +19,7 @@ SENTENCES = (
     ("pressure", r"stepped_down_spans", "{count} spans went to fewer bits to make room"),
     ("pressure", r"set_aside", "{count} requests gave up their memory and go on later"),
     ("dropped", r"dropped_tokens_(.+)", "{count} tokens were dropped and are on no disk: {reason}"),
-    ("encoded", r"encoded_spans", "{count} spans were put under the precision that is set"),
+    ("encoded", r"encoded_spans", "{count} spans were stored in fewer bits{reason}"),
     ("spilled", r"spilled_spans", "{count} spans were written to the disk to free memory"),
     ("spilled", r"disk_written_bytes", "{size} were written to the disk"),
     ("spilled", r"remote_written_bytes", "{size} were written to the shared store"),
@@ -31,6 +29,9 @@ SENTENCES = (
     ("pinned", r"ttl_pins", "{count} prompts were pinned for some time"),
     ("refused", r"ttl_pins_over_quota", "{count} prompts were not pinned: the quota of their key is used up"),
     ("refused", r"restores_without_room", "{count} spans could not get their precision back: there is no room"),
+    ("refused", r"refused_promotions", "{count} times memory had no room for what a lower tier has"),
+    ("refused", r"refused_restores", "{count} times memory had no room for the precision that was put away"),
+    ("refused", r"refused_spills", "{count} spans could not be written to the disk"),
     ("refused", r"(?:(?:disk|remote)_)?refused_(.+)", "{count} were refused: {reason}"),
     ("failed", r"unreadable_blocks", "{count} blocks on the disk could not be read and are computed again"),
     ("failed", r"(?:disk|remote)_quarantined_(.+)", "{count} damaged blocks were put aside: {reason}"),
@@ -38,6 +39,7 @@ SENTENCES = (
     ("failed", r"remote_failed_(.+)", "the shared store failed {count} times: {reason}"),
     ("failed", r"failed_(.+)", "work on {count} spans failed, which stay as they are: {reason}"),
 )
+ENCODED, FREED = "encoded_spans", "encoded_freed_bytes"
 COMPILED = tuple((kind, re.compile(pattern), sentence) for kind, pattern, sentence in SENTENCES)
 
 
@@ -50,25 +52,48 @@ class Happened:
     text: str
 
 
-def risen(before: Mapping[str, int], after: Mapping[str, int], time_s: float) -> Iterator[Happened]:
+def risen(before: Mapping[str, int], after: Mapping[str, int], time_s: float, *, grown: str = "") -> Iterator[Happened]:
+    """`grown`: the precision that more is stored in than before; empty: none, or it is not known."""
+    freed_bytes = after.get(FREED, 0) - before.get(FREED, 0)
     for name, value in after.items():
         count = value - before.get(name, 0)
         if count > 0 and not QUIET.fullmatch(name):
-            kind, text = _sentence(name, count)
+            kind, text = _sentence(name, count, _encoded(grown, freed_bytes) if name == ENCODED else "")
             yield Happened(time_s, kind, name, count, text)
+
+
+def most_grown(before: Mapping[str, int], after: Mapping[str, int]) -> str:
+    """Of bytes by precision, the one that gained most; empty: none did."""
+    gains = {name: nbytes - before.get(name, 0) for name, nbytes in after.items() if name != "raw"}
+    name = max(gains, key=lambda each: gains[each], default="")
+    return name if gains.get(name, 0) > 0 else ""
 
 
 def retargeted(k: str, v: str, time_s: float) -> Happened:
     return Happened(time_s, "target", "target", 1, f"New KV is stored as K {k}, V {v}.")
 
 
-def _sentence(name: str, count: int) -> tuple[str, str]:
+def _encoded(grown: str, freed_bytes: int) -> str:
+    to, freed = f", {grown}" if grown else "", f": {_size(freed_bytes)} freed" if freed_bytes > 0 else ""
+    return to + freed
+
+
+def _sentence(name: str, count: int, more: str = "") -> tuple[str, str]:
     for kind, pattern, sentence in COMPILED:
         if match := pattern.fullmatch(name):
-            reason = match[1].replace("_", " ") if match.groups() else ""
-            text = sentence.format(count=f"{count:,}", size=human_bytes(count), reason=reason)
+            reason = match[1].replace("_", " ") if match.groups() else more
+            text = sentence.format(count=f"{count:,}", size=_size(count), reason=reason)
             return kind, _numbered(text[0].upper() + text[1:], count)
     return "counted", f"{name.replace('_', ' ').capitalize()}: {count:,} more."
+
+
+def _size(nbytes: int) -> str:
+    """As the page writes sizes: a sentence needs no more digits."""
+    size, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "bytes" or size >= 100 else f"{size:.1f} {units[0]}"
 
 
 def _numbered(text: str, count: int) -> str:
@@ -87,6 +112,7 @@ ONE = (
     ("tokens came", "token came"), ("spans went", "span went"), ("spans got", "span got"), ("times", "time"),
     ("requests gave up their memory and go", "request gave up its memory and goes"),
     ("and are on no disk", "and is on no disk"), ("and are computed", "and is computed"),
+    ("spans could not be", "span could not be"),
     ("blocks on the disk could", "block on the disk could"), ("spans could not get their", "span could not get its"),
     ("spans failed, which stay as they are", "span failed, which stays as it is"), ("damaged blocks", "damaged block"),
     ("block were", "block was"),

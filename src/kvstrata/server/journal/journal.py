@@ -26,6 +26,7 @@ MODEL_PATHS = "/v1/"
 # What is asked again and again by programs that watch: for the log at level debug alone.
 QUIET_PATHS = dashboard.OPEN_PATHS | {
     "/health", "/metrics", "/props", "/cache/usage", "/cache/sessions", "/cache/history", "/cache/requantize",
+    "/cache/conversations",
 }  # fmt: skip
 
 

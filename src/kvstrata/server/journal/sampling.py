@@ -15,7 +15,7 @@ from kvstrata.engine.cache import CacheUsage
 from kvstrata.engine.limits import EngineState
 from kvstrata.errors import Unavailable
 from kvstrata.server.cache import cache_of, told
-from kvstrata.server.journal.events import retargeted, risen
+from kvstrata.server.journal.events import most_grown, retargeted, risen
 from kvstrata.server.journal.slots import Sample, Slot
 
 if TYPE_CHECKING:
@@ -68,7 +68,9 @@ class Sampler:
         now_s = self._journal.slots.now_s()
         counters = {**usage.counters, "set_aside": self._service.metrics.set_aside_total()}
         if self._usage is not None:
-            self._journal.events.extend(risen(self._counters, counters, now_s))
+            before, after = (each.tiers["hot"].by_precision for each in (self._usage, usage))
+            grown = most_grown(before, after)
+            self._journal.events.extend(risen(self._counters, counters, now_s, grown=grown))
             if usage.target != self._usage.target:
                 self._journal.events.append(retargeted(*usage.target, now_s))
         self._usage, self._counters = usage, counters

@@ -24,7 +24,7 @@ from kvstrata.spans.contents import PRECISION, by_label
 from kvstrata.spans.marks import needs_marks
 from kvstrata.store.cold.loads import Loads
 from kvstrata.store.entry import STEPPED_DOWN, Entry
-from kvstrata.tier.base import Refusal, Refused, Tier
+from kvstrata.tier.base import Refusal, Refused, Removed, Tier
 from kvstrata.tier.block import BASE, MARK, Block, BlockId, Tensor
 from kvstrata.tier.chains import Link, OnDisk, TierMatch
 from kvstrata.tier.lookups import Lookup, Walk
@@ -44,6 +44,15 @@ class Spilled:
     refused: Refused | None = None  # what it said where it did not; None: a block before was given up, or removed
     token_bytes: float = 0.0  # of the last span, as it is on the disk
     end: int = 0  # of the tokens that it has, or took
+
+
+@dataclass(frozen=True)
+class Lying:
+    """A run of tokens on a tier, in one precision."""
+
+    end: int
+    precision: str  # several with a plus between; empty: the tier cannot tell
+    nbytes: int
 
 
 class NotTaken(Exception):
@@ -216,6 +225,15 @@ class Cold:
         there is one, and for good without a tier."""
         return self.ask(self._reach(tuple(chains)), ())
 
+    def lie(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Lookup[tuple[tuple[Lying, ...], ...]]:
+        """Likewise, in which runs they lie there."""
+        return self.ask(self._lie(tuple(chains)), ())
+
+    def drop(self, root: bytes, ids: TokenIds, start: int, *, is_dry: bool) -> Lookup[Removed]:
+        """Remove the blocks of these tokens that begin at `start` or later, from the last one on, as far as no other
+        block hangs on them; or only tell what would go."""
+        return self.ask(self._drop(root, ids, start, is_dry=is_dry), Removed())
+
     def blocks_to(self, leaf: Node[Entry], *, with_mark: bool) -> Lookup[tuple[Link, ...]]:
         """The blocks of all tokens up to a leaf's end, however they were cut; none where the disk has not all of it."""
         return self.ask(self._whole(leaf.root_key, ids_to(leaf), with_mark=with_mark), ())
@@ -225,6 +243,29 @@ class Cold:
         for root, ids in chains:
             found.append((yield from self.longest(root, ids)).num_tokens)
         return tuple(found)
+
+    def _lie(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Walk[tuple[tuple[Lying, ...], ...]]:
+        found: list[tuple[Lying, ...]] = []
+        for root, ids in chains:
+            runs: list[Lying] = []
+            for link in (yield from self.longest(root, ids)).links:
+                names = by_label(self.tier.blocks.contents(BlockId(link.key)), PRECISION)
+                precision = "+".join(sorted(names))
+                goes_on = bool(runs) and runs[-1].precision == precision
+                runs.append(Lying(link.end, precision, link.nbytes + (runs.pop().nbytes if goes_on else 0)))
+            found.append(tuple(runs))
+        return tuple(found)
+
+    def _drop(self, root: bytes, ids: TokenIds, start: int, *, is_dry: bool) -> Walk[Removed]:
+        links = (yield from self.tier.blocks.longest(root, 0, ids)).links
+        going: list[Link] = []
+        for link in reversed(links):
+            if link.start < start or self.tier.blocks.num_after(link.key) > bool(going):
+                break
+            going.append(link)
+        if not is_dry:
+            self.tier.remove([BlockId(link.key, part) for link in going for part in (MARK, BASE)])
+        return Removed(len(going), sum(link.end - link.start for link in going), sum(link.nbytes for link in going))
 
     def _whole(self, root: bytes, ids: TokenIds, *, with_mark: bool) -> Walk[tuple[Link, ...]]:
         links = (yield from self.tier.blocks.longest(root, 0, ids)).links

@@ -52,9 +52,7 @@ class Rewriting:
         return None if plan is None else self._rewrite(entry, plan)
 
     def _rewrite(self, entry: Entry, plan: Plan) -> Job:
-        job = self.precision.job(entry, plan)
-        if not plan.is_raw:
-            self._counters["encoded_spans"] += 1
+        job, before_bytes = self.precision.job(entry, plan), entry.span.kv_bytes
         if self.precision.options.put_away and entry.target is not None and not entry.goes_up:
             # What it loses now can be had back.
             yield from self._put_away(entry)
@@ -66,6 +64,9 @@ class Rewriting:
             if entry not in self._shelf.entries:
                 return
         self._shelf.recount(entry)
+        if not plan.is_raw:
+            self._counters["encoded_spans"] += 1
+            self._counters["encoded_freed_bytes"] += max(0, before_bytes - entry.span.kv_bytes)
 
     def _get_stuck(self, entry: Entry, error: Exception) -> None:
         """Every layer of it is whole, as it was or as it should be."""

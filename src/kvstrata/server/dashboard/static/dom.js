@@ -38,3 +38,19 @@ export const count = (number) => Math.round(number).toLocaleString("en-US");
 export const plural = (number, thing) => `${count(number)} ${thing}${Math.round(number) === 1 ? "" : "s"}`;
 export const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(1)}\u00a0%` : "–");
 export const sum = (numbers) => numbers.reduce((total, number) => total + number, 0);
+
+// How long ago, in the largest unit that fits.
+export function passed(seconds) {
+  if (seconds < 60) return `${Math.max(0, Math.floor(seconds))}\u00a0s ago`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)}\u00a0min ago`;
+  return seconds < 172800 ? `${Math.floor(seconds / 3600)}\u00a0h ago` : `${Math.floor(seconds / 86400)}\u00a0days ago`;
+}
+
+// A time that something took.
+export function took(seconds) {
+  if (seconds < 0.1) return `${Math.max(1, Math.round(1000 * seconds))}\u00a0ms`;
+  if (seconds < 60) return `${seconds.toFixed(seconds < 10 ? 2 : 1)}\u00a0s`;
+  return seconds < 3600 ? `${Math.round(seconds / 60)}\u00a0min` : `${(seconds / 3600).toFixed(1)}\u00a0h`;
+}
+
+export const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en-GB");

@@ -1,6 +1,7 @@
 // Puts the page together: looks at the server once a second and hands what it says to those who show it.
 
 import { Chat } from "./chat.js";
+import { Conversations } from "./conversations.js";
 import { byId } from "./dom.js";
 import { Events } from "./events.js";
 import { Explain } from "./explain.js";
@@ -8,16 +9,21 @@ import { showFigures } from "./figures.js";
 import { History } from "./history.js";
 import { Precision } from "./precision.js";
 import { showReplicas } from "./replicas.js";
+import { Requests } from "./requests.js";
 import { showSequences } from "./sequences.js";
 import { Sessions } from "./sessions.js";
 import { KeyNeeded, forgetKey, get, hasKey, rememberKey } from "./server.js";
+import { Speed } from "./speed.js";
 import { Strata } from "./strata.js";
 
 const EVERY_MS = 1000;
 
 const history = new History();
-const strata = new Strata(history);
-const events = new Events();
+const speed = new Speed(history);
+const strata = new Strata(history, (view) => speed.show(view));
+const events = new Events(history);
+const requests = new Requests(history, onHistory);
+const conversations = new Conversations(onError);
 const precision = new Precision(onError);
 const explain = new Explain(onError);
 const chat = new Chat(onError);
@@ -45,19 +51,25 @@ function show(usage, props) {
   document.title = `kvstrata: ${props.model.name}`;
   history.add(usage, Date.now());
   showFigures(usage, props);
-  strata.update(usage.budget_bytes);
+  strata.update(usage, props.model.name);
   showSequences(usage.sequences, props.state);
   showReplicas(usage, props);
   sessions.update();
-  events.update(usage);
+  requests.update();
+  conversations.update(usage, props);
   precision.showTarget(usage);
   chat.use(props);
+}
+
+function onHistory() {
+  events.show();
+  strata.draw();
 }
 
 function say(kind, words) {
   const status = byId("status");
   if (status.textContent === words) return;
-  if (kind === "lost") events.add("lost", "the server does not answer");
+  if (kind === "lost") events.add("lost", "The server does not answer.");
   status.className = `status ${kind}`;
   status.textContent = words;
 }

@@ -1,5 +1,6 @@
 // The precision control: a dry run first, then apply what it was run for.
 
+import { confirmed } from "./confirm.js";
 import { byId, count, h, percent, plural, size } from "./dom.js";
 import { NAMES } from "./precisions.js";
 import { get, post, remove } from "./server.js";
@@ -13,13 +14,14 @@ export class Precision {
     this.result = byId("precision-result");
     this.apply = byId("apply");
     this.ran = null; // what the last dry run was for
+    this.cost = null; // what it answered
     for (const select of [this.form.k, this.form.v]) select.append(...NAMES.map((name) => h("option", {}, name)));
     this.form.addEventListener("change", () => this.invalidate());
     this.form.addEventListener("submit", (event) => {
       event.preventDefault();
       this.send(true);
     });
-    this.apply.addEventListener("click", () => this.send(false));
+    this.apply.addEventListener("click", () => this.confirm());
     byId("cancel").addEventListener("click", () => this.cancel());
   }
 
@@ -46,6 +48,18 @@ export class Precision {
     this.apply.disabled = true;
   }
 
+  // Bits that are dropped do not come back by themselves: whoever drops them is told so first.
+  async confirm() {
+    const { bytes_before: before, bytes_after: after, target, expected_error: error } = this.cost;
+    const lines = () => [
+      `${plural(this.cost.spans, "span")} ${this.cost.spans === 1 ? "goes" : "go"} to K ${target.k}, V ${target.v}: ${size(before)} become ${size(after)}, ${size(before - after)} less.`,
+      `Scores will be off by about ${percent(error, 1)}.`,
+      "What is dropped comes back only from a copy on the disk, or when prompts are computed again.",
+    ];
+    if (after < before && !(await confirmed({ title: "Store it in fewer bits?", action: "Apply", lines }))) return;
+    await this.send(false);
+  }
+
   async send(dryRun) {
     const asked = dryRun ? this.asked() : this.ran;
     const focused = document.activeElement;
@@ -53,6 +67,7 @@ export class Precision {
     try {
       const answer = await post("/cache/requantize", { ...asked, dry_run: dryRun });
       this.ran = dryRun ? asked : null;
+      this.cost = dryRun ? answer : null;
       this.show(answer);
       if (!dryRun) this.follow();
     } catch (error) {

@@ -1,6 +1,6 @@
 // Sessions: requests that belong together, what is held of each conversation, and where prompts last parted.
 
-import { byId, count, h } from "./dom.js";
+import { byId, count, h, passed } from "./dom.js";
 import { get } from "./server.js";
 
 const EVERY_MS = 5000; // with a disk each look hashes the tokens of all that are shown
@@ -30,7 +30,7 @@ export class Sessions {
 }
 
 function row(session) {
-  const last = h("time", { datetime: new Date(1000 * session.last_use).toISOString() }, ago(session.last_use));
+  const last = h("time", { datetime: new Date(1000 * session.last_use).toISOString() }, passed(Date.now() / 1000 - session.last_use));
   const parted = session.parted ? [h("p", { class: "parted" }, sentence(session.parted))] : [];
   return h(
     "tr",
@@ -58,11 +58,4 @@ function where(held) {
   const names = { hot: "memory", disk: "disk" };
   const parts = Object.entries(held).filter(([, tokens]) => tokens);
   return parts.map(([tier, tokens]) => `${names[tier] ?? tier} ${count(tokens)}`).join(", ") || "nowhere";
-}
-
-function ago(seconds) {
-  const passed = Math.max(0, Date.now() / 1000 - seconds);
-  if (passed < 60) return `${Math.floor(passed)}\u00a0s ago`;
-  if (passed < 3600) return `${Math.floor(passed / 60)}\u00a0min ago`;
-  return passed < 172800 ? `${Math.floor(passed / 3600)}\u00a0h ago` : `${Math.floor(passed / 86400)}\u00a0days ago`;
 }

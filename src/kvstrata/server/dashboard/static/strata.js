@@ -1,17 +1,24 @@
-// The strata: stored bytes by precision over time, memory above the line and disk below it, and the same as a table.
+// The strata: stored bytes by precision over time, memory above the line and disk below it, the memory limit as a line, and
+// the same as a table.
 
-import { byId, h, percent, s, size, sum } from "./dom.js";
+import { niceBytes, timeTicks } from "./axes.js";
+import { byId, h, passed, percent, s, size, sum } from "./dom.js";
 import { RUNNING, colour, deepestFirst } from "./precisions.js";
 
 const LEFT = 62;
 const RIGHT = 8;
-const TOP = 8;
+const TOP = 10;
 const BOTTOM = 20;
+const BREAK = 30; // above the strata, where the limit is far beyond them
+const FAR = 3; // times what is held
+const LEAST_MS = 120e3; // that are shown
 
 export class Strata {
-  constructor(history) {
+  // `onView`: told when another time is shown, or pointed at.
+  constructor(history, onView) {
     this.history = history;
-    this.windowSeconds = 120;
+    this.onView = onView;
+    this.windowSeconds = 3600;
     this.budget = 0;
     this.cursor = null; // index from the end of what is shown; null: now
     this.chart = byId("chart");
@@ -34,33 +41,43 @@ export class Strata {
     this.svg.addEventListener("blur", () => this.moveCursor(null));
   }
 
-  update(budget) {
-    this.budget = budget;
+  update(usage, model) {
+    this.budget = usage.budget_bytes;
     this.draw();
+    byId("limit").replaceChildren(
+      `The dashed line is the memory limit for KV: ${size(usage.budget_bytes)}. `,
+      h("code", {}, `kvstrata plan ${model}`),
+      " tells how many tokens and conversations fit at each precision.",
+      usage.under === "key" ? " These graphs are of all keys." : "",
+    );
   }
 
   draw() {
-    const now = this.history.last?.time ?? 0;
-    const begin = now - this.windowSeconds * 1000;
-    this.shown = this.history.since(begin);
+    const now = this.history.last;
+    if (now === undefined) return;
+    // What is longer ago than the first that is known would be empty.
+    const begin = Math.max(now - this.windowSeconds * 1000, Math.min(this.history.first, now - LEAST_MS));
+    this.shown = this.history.since(begin, now);
     if (!this.shown.length) return;
     const width = this.chart.clientWidth;
     const height = this.chart.clientHeight;
     const above = Math.max(...this.shown.map((sample) => sum(Object.values(sample.memory))));
     const below = Math.max(...this.shown.map((sample) => sum(Object.values(sample.disk))));
     this.empty.hidden = above + below > 0;
-    const scale = makeScale(above, below, height - TOP - BOTTOM);
+    const scale = makeScale(above, below, this.budget, height - TOP - BOTTOM);
     this.x = (time) => LEFT + ((Math.max(time, begin) - begin) / (now - begin)) * (width - LEFT - RIGHT);
     this.svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     this.svg.replaceChildren(
       ...this.grid(scale, width, height),
+      ...timeTicks(begin, now, this.x, height - 4),
       ...this.layers("memory", scale.zero, -scale.pixelsPerByte, "layer"),
       ...this.layers("disk", scale.zero, scale.pixelsPerByte, "layer below"),
       s("line", { class: "zero", x1: LEFT, x2: width - RIGHT, y1: scale.zero, y2: scale.zero }),
-      ...this.budgetLine(scale, width),
+      ...this.limitLine(scale, width),
       ...this.cursorLine(height),
     );
     this.describe();
+    this.onView({ begin, now, cursor: this.cursor === null ? null : this.at(this.cursor).time });
   }
 
   grid(scale, width, height) {
@@ -71,14 +88,8 @@ export class Strata {
         s("text", { x: LEFT - 8, y: y + 4, "text-anchor": "end" }, size(Math.abs(bytes))),
       ];
     });
-    const ago = this.windowSeconds >= 3600 ? "1 h ago" : `${this.windowSeconds / 60} min ago`;
-    const sides = scale.ticks.some((bytes) => bytes < 0) ? [s("text", { x: LEFT + 6, y: TOP + 8 }, "memory"), s("text", { x: LEFT + 6, y: height - BOTTOM - 4 }, "disk")] : [];
-    return [
-      ...lines,
-      s("text", { x: LEFT, y: height - 4 }, ago),
-      s("text", { x: width - RIGHT, y: height - 4, "text-anchor": "end" }, "now"),
-      ...sides,
-    ];
+    const sides = scale.ticks.some((bytes) => bytes < 0) ? [s("text", { x: LEFT + 6, y: scale.zero - 6 }, "memory"), s("text", { x: LEFT + 6, y: height - BOTTOM - 4 }, "disk")] : [];
+    return [...lines, ...sides];
   }
 
   layers(side, zero, pixelsPerByte, className) {
@@ -96,10 +107,16 @@ export class Strata {
     });
   }
 
-  budgetLine(scale, width) {
-    const y = scale.zero - this.budget * scale.pixelsPerByte;
-    if (y < TOP) return [];
-    return [s("line", { class: "budget", x1: LEFT, x2: width - RIGHT, y1: y, y2: y })];
+  limitLine(scale, width) {
+    if (!this.budget) return [];
+    const { limit: y } = scale;
+    const line = s("line", { class: "budget", x1: LEFT, x2: width - RIGHT, y1: y, y2: y });
+    const label = s("text", { class: "limit", x: width - RIGHT - 4, y: y - 4, "text-anchor": "end" }, `limit ${size(this.budget)}`);
+    if (!scale.isBroken) return [line, label];
+    // The axis is interrupted: the limit is not to scale.
+    const at = TOP + BREAK - 6;
+    const crack = s("path", { class: "crack", d: `M${LEFT - 7},${at + 3}l7,-5l0,5l7,-5` });
+    return [line, label, crack];
   }
 
   cursorLine(height) {
@@ -136,8 +153,8 @@ export class Strata {
   // The table, and what a screen reader says of the chart.
   describe() {
     const sample = this.at(this.cursor);
-    const ago = Math.round((this.history.last.time - sample.time) / 1000);
-    byId("legend-when").textContent = this.cursor === null || ago === 0 ? "now" : `${ago} s ago`;
+    const ago = Math.round((this.history.last - sample.time) / 1000);
+    byId("legend-when").textContent = this.cursor === null || ago === 0 ? "now" : passed(ago);
     const names = deepestFirst(new Set([...Object.keys(sample.memory), ...Object.keys(sample.disk)])).reverse();
     const total = sum(Object.values(sample.memory)) + sum(Object.values(sample.disk));
     byId("legend").replaceChildren(...names.map((name) => legendRow(name, sample, total)));
@@ -158,19 +175,19 @@ function legendRow(name, sample, total) {
   return row;
 }
 
-// Zero lies where memory and disk get room by what they hold. Ticks are round numbers of bytes; below zero for disk.
-function makeScale(above, below, pixels) {
-  const total = Math.max(1, (above + below) * 1.12);
-  const pixelsPerByte = pixels / total;
+// Zero lies where memory and disk get room by what they hold. Ticks are round numbers of bytes; below zero for disk. The
+// limit is part of the scale; where it is far beyond what is held, it gets a strip above an interrupted axis.
+function makeScale(above, below, limit, pixels) {
+  const isBroken = limit > FAR * Math.max(above, 1) && above + below > 0;
+  const strip = isBroken ? BREAK : 0;
+  const highest = isBroken ? above * 1.08 : Math.max(above * 1.08, limit * 1.1);
+  const total = Math.max(1, highest + below * 1.12);
+  const pixelsPerByte = (pixels - strip) / total;
   const zero = TOP + pixels - below * 1.12 * pixelsPerByte;
-  const step = niceStep(total / 5);
+  const step = niceBytes(total / 5);
   const ticks = [];
-  for (let bytes = 0; bytes <= above * 1.12; bytes += step) ticks.push(bytes);
+  for (let bytes = 0; bytes <= highest; bytes += step) ticks.push(bytes);
   for (let bytes = -step; bytes >= -below * 1.12; bytes -= step) ticks.push(bytes);
-  return { zero, pixelsPerByte, ticks: above + below > 0 ? ticks : [0] };
-}
-
-function niceStep(bytes) {
-  const unit = 1024 ** Math.floor(Math.log(Math.max(1, bytes)) / Math.log(1024));
-  return unit * ([1, 2, 5, 10, 20, 50, 100, 200, 500].find((step) => step * unit >= bytes) ?? 1024);
+  const line = isBroken ? TOP + 6 : zero - limit * pixelsPerByte;
+  return { zero, pixelsPerByte, ticks, isBroken, limit: line };
 }

@@ -1,0 +1,118 @@
+"""The conversations that memory holds, as the tree that they are: runs of tokens, what each is stored as, and which one
+hangs on which. Changes nothing.
+
+Bounded: the conversations that were used last, and so many runs of them. Which those are is found out at once; how each
+is stored in slices, because that takes longer than all the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import islice
+
+from kvstrata.index.ids import TokenIds
+from kvstrata.index.tree import Node
+from kvstrata.store.entry import Entry
+from kvstrata.store.leaves import Leaves
+from kvstrata.store.report import Stored, stored_as
+from kvstrata.store.search import Search
+from kvstrata.store.shelf import Shelf
+
+MAX_CONVERSATIONS = 64
+MAX_RUNS = 400
+# Entries that are looked at, the newest first: a look at one takes some microseconds.
+MAX_LOOKED = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Stratum:
+    """A run of tokens in memory."""
+
+    above: int | None  # the place in the list of the one that it hangs on; None: it begins a prompt
+    root: bytes
+    salt: str
+    start: int
+    ids: TokenIds
+    stored: tuple[Stored, ...]  # in order; together they reach to its end
+    nbytes: int
+    shared_end: int  # the tokens up to this position were given to a tier that others share
+    session: str  # of the request that computed it; empty: it had none
+    unused_s: float  # how long ago a request last went on from it
+    is_pinned: bool
+    is_running: bool  # a request still writes or reads it
+    is_superseded: bool  # its conversation has gone on elsewhere
+
+
+class Strata:
+    """Of one owner's conversations, or of all. One thread at a time."""
+
+    def __init__(self, owner: str | None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._owner = owner
+        self._clock = clock
+        self._chosen: list[Node[Entry]] | None = None  # parents before their children; None: not chosen yet
+        self._places: dict[Node[Entry], int] = {}
+        self._stored: dict[Entry, tuple[Stored, ...]] = {}
+        self.told: list[Stratum] = []
+        self.has_more = False  # there are conversations that were left out
+
+    @property
+    def is_done(self) -> bool:
+        return self._chosen is not None and len(self._places) == len(self._chosen)
+
+    def go_on(self, shelf: Shelf, leaves: Leaves, search: Search, seconds: float) -> None:
+        """For about so long; at least one step."""
+        until_s = self._clock() + seconds
+        if self._chosen is None:
+            self._chosen = self._choose(shelf, leaves, search.roots_begin(None, self._owner))
+        while not self.is_done:
+            self._tell(self._chosen[len(self._places)], leaves)
+            if self._clock() >= until_s:
+                return
+
+    def _choose(self, shelf: Shelf, leaves: Leaves, under: bytes) -> list[Node[Entry]]:
+        recent = list(islice(reversed(shelf.entries), MAX_LOOKED))
+        last = [entry.last_node for entry in recent if entry.nodes and entry.root_key.startswith(under)]
+        ends = sorted((node for node in last if node.is_leaf), key=leaves.node_used_s, reverse=True)
+        chosen: dict[Node[Entry], None] = {}
+        for number, end in enumerate(ends):
+            path = end.path()
+            num_new = sum(node not in chosen for node in path)
+            if number and (number >= MAX_CONVERSATIONS or len(chosen) + num_new > MAX_RUNS):
+                self.has_more = True
+                break
+            chosen.update(dict.fromkeys(path))
+        self.has_more = self.has_more or len(shelf.entries) > len(recent)
+        return sorted(chosen, key=lambda node: node.start)
+
+    def _tell(self, node: Node[Entry], leaves: Leaves) -> None:
+        """A node that has gone since it was chosen keeps its place, with nothing in it."""
+        self._places[node] = len(self.told)
+        entry = node.payload
+        is_there = node in entry.nodes
+        self.told.append(
+            Stratum(
+                above=None if node.parent is None else self._places.get(node.parent),
+                root=node.root_key,
+                salt=entry.salt,
+                start=node.start,
+                ids=node.tokens if is_there else node.tokens[:0],
+                stored=self._stored_as(node, entry) if is_there else (),
+                nbytes=entry.nbytes * node.num_tokens // max(1, entry.span.num_tokens) if is_there else 0,
+                shared_end=entry.shared_end,
+                session=entry.session,
+                unused_s=leaves.now_s() - leaves.node_used_s(node) if is_there else 0.0,
+                is_pinned=entry.is_pinned,
+                is_running=entry.is_running or entry.num_leases > 0,
+                is_superseded=leaves.is_superseded(node),
+            )
+        )
+
+    def _stored_as(self, node: Node[Entry], entry: Entry) -> tuple[Stored, ...]:
+        """Several nodes may share an entry, and finding this out takes longer than all the rest."""
+        if entry not in self._stored:
+            self._stored[entry] = stored_as(entry.span)
+        runs = [replace(run, end=min(run.end, node.end)) for run in self._stored[entry] if run.end > node.start]
+        num_needed = next((place for place, run in enumerate(runs, 1) if run.end == node.end), len(runs))
+        return tuple(runs[:num_needed])
