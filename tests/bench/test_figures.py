@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvstrata.bench import engine, first_token, grammar, ladder, prefill_share, requantize, server, spilling
+from kvstrata.bench import engine, first_token, grammar, ladder, prefill_share, requantize, server, spilling, step
 from kvstrata.bench.driver import in_turns, lay_out
 from kvstrata.bench.streams import running
 from kvstrata.cli.bench import app
@@ -44,6 +44,21 @@ def test_engine_figures_have_both_rates_and_the_same_tokens() -> None:
         assert row["mlx_lm_tokens_s"] > 0
         assert row["ratio"] == pytest.approx(row["ours_tokens_s"] / row["mlx_lm_tokens_s"])
         assert row["same_tokens"] == 1.0
+
+
+def test_step_figures_say_where_the_time_went() -> None:
+    loaded = tiny_loaded("llama")
+    with running(Engine(loaded, Limits(prefill_share=1.0), Metrics())) as ours:
+        figures = step.measure(loaded, ours, (1, 2), prompt_tokens=8, reply_tokens=64)
+
+    assert [each.batch for each in figures.steps] == [1, 2]
+    for each in figures.steps:
+        assert each.num_looks > 0
+        assert sum(share.share for share in each.shares) == pytest.approx(1)
+        assert sum(share.step_ms for share in each.shares) == pytest.approx(each.step_ms)
+        assert {share.what for share in each.shares} <= {name for _, name in step.PLACES} | {step.OTHER}
+    assert figures.least_ms == pytest.approx(loaded.weight_bytes / figures.copy_gb_s / 1e6)
+    assert "batch 2" in step.table(figures)
 
 
 def test_grammar_figures_have_both_steps() -> None:

@@ -19,7 +19,8 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, make_pro
 from kvstrata.attention import cpu, cuda_rows
 from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.codecs.registry import parse
-from kvstrata.layers.batch import AttentionRows, BatchCache
+from kvstrata.layers.attention_rows import AttentionRows
+from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.probe import probe

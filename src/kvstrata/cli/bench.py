@@ -53,6 +53,28 @@ def engine(
 
 
 @app.command()
+def step(
+    model: Model = None,
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas between.")] = "1,8",
+    prompt_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each prompt.")] = 256,
+    reply_tokens: Annotated[int, typer.Option(min=8, help="Tokens of each reply.")] = 96,
+    random_weights: RandomWeights = False,
+    as_json: Json = False,
+) -> None:
+    """Where the time of a decode step goes, beside what this machine's memory and products could do."""
+    from kvstrata.bench.step import measure, table
+    from kvstrata.bench.streams import running
+    from kvstrata.engine.engine import Engine
+    from kvstrata.engine.limits import Limits
+    from kvstrata.metrics import Metrics
+
+    loaded = chosen(model, random_weights=random_weights)
+    sizes = numbers(batches, 1, MAX_BATCH)
+    with running(Engine(loaded, Limits(prefill_share=1.0), Metrics())) as engine:
+        show(measure(loaded, engine, sizes, prompt_tokens, reply_tokens, progress=say), table, as_json=as_json)
+
+
+@app.command()
 def server(
     model: Model = None,
     streams: Annotated[int, typer.Option(min=1, max=MAX_BATCH, help="Streams at once.")] = 8,
@@ -181,6 +203,7 @@ app.command()(bench_cache.spilling)
 app.command()(bench_cache.memory)
 app.command()(bench_cache.decode)
 app.command()(bench_cache.graph)
+app.command()(bench_cache.codecs)
 app.command()(bench_cache.requantize)
 app.command()(bench_cache.ladder)
 app.command("prefill-share")(bench_cache.prefill_share)

@@ -125,6 +125,21 @@ def graph(
     show(measure(numbers(tokens, 1)), table, as_json=as_json)
 
 
+def codecs(
+    tokens: Annotated[int, typer.Option(min=64, help="Tokens that are encoded and decoded at once.")] = 8192,
+    rounds: Rounds = 5,
+    sixteen: Annotated[bool, typer.Option("--bf16/--float32", help="What the vectors are stored as before.")] = True,
+    as_json: Json = False,
+) -> None:
+    """How fast each precision is written and read, in GB/s, beside a plain copy."""
+    import mlx.core as mx
+
+    from kvstrata.bench.codecs import measure, table
+
+    dtype = mx.bfloat16 if sixteen else mx.float32
+    show(measure(tokens, rounds, dtype, progress=say), table, as_json=as_json)
+
+
 def prefill_share(
     model: Model = None,
     shares: Annotated[

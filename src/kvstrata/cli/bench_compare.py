@@ -44,7 +44,10 @@ def compare(
     llama_server: Annotated[
         Path | None, typer.Option(help="A llama-server to run instead of the prebuilt one.")
     ] = None,
-    as_they_come: Annotated[bool, typer.Option(help="On a CPU run MLX's peers without our BLAS too.")] = True,
+    as_they_come: Annotated[
+        bool | None,
+        typer.Option(help="On a CPU run MLX's peers without our BLAS too.", show_default="in a full run"),
+    ] = None,
     engine: Annotated[bool, typer.Option(help="On a CPU measure the engines alone too (node-llama-cpp).")] = True,
     minutes: Annotated[
         float, typer.Option(min=0, help="Longest that all may take; 0: 10 with --quick, else no limit.")
@@ -64,7 +67,8 @@ def compare(
         plan = replace(plan, rounds=rounds or plan.rounds, chosen=chosen)
         plan = plan.scaled(share) if share else plan
         found = _subject(model, gguf)
-        sides = _sides(peers, llama_server, AS_THEY_COME_S[0 if quick else 1] if as_they_come else 0.0)
+        bare = not quick if as_they_come is None else as_they_come
+        sides = _sides(peers, llama_server, AS_THEY_COME_S[0 if quick else 1] if bare else 0.0)
         data = _measured(found, sides, plan, out, note)
         if engine and not peers and not data["about"]["interrupted"]:
             _write(data, out)  # what there is, before what may fail

@@ -51,13 +51,16 @@ def chat(
     system: Annotated[
         str | None,
         typer.Option(
-            help="System message to begin with.", envvar="KVSTRATA_SYSTEM", metavar="text", show_default="none"
+            help="System prompt: how the model is to answer.",
+            envvar="KVSTRATA_SYSTEM",
+            metavar="text",
+            show_default="none",
         ),
     ] = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Longest answer, in tokens.",
+            help="Longest answer, in tokens; thinking counts.",
             envvar="KVSTRATA_MAX_TOKENS",
             metavar="tokens",
             show_default="up to the context's end",
@@ -67,7 +70,7 @@ def chat(
     temperature: Annotated[
         float,
         typer.Option(
-            help="0 always takes the likeliest token, 2 is wild.",
+            help="How much is left to chance: 0 always takes the likeliest token, 2 is wild.",
             envvar="KVSTRATA_TEMPERATURE",
             metavar="number",
             min=0,
@@ -75,9 +78,11 @@ def chat(
         ),
     ] = 0.7,
 ) -> None:
-    """Chat with a running server. Ctrl-C stops an answer, Ctrl-D ends.
+    """Chat with a running server (kvstrata serve, in another terminal). Ctrl-C stops an answer, Ctrl-D ends.
 
-    Prompts may come from a pipe, one on each line.
+    Prompts may also come from a pipe, one on each line: echo "Name a tree." | kvstrata chat
+
+    Answers go to stdout; thinking, and what each answer took, go to stderr.
     """
     import httpx
 

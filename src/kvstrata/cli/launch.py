@@ -30,18 +30,23 @@ SHOWN_KEY = "<hidden>"
 
 
 def launch(
-    client: Annotated[Literal["claude", "codex", "opencode", "pi", "aider"], typer.Argument(help="The agent.")],
+    client: Annotated[
+        Literal["claude", "codex", "opencode", "pi", "aider"],
+        typer.Argument(metavar="agent", help="claude, codex, opencode, pi or aider. It must be installed."),
+    ],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="-- ARGUMENTS", help="What the agent gets behind ours.", show_default=False),
+        typer.Argument(metavar="-- ARGUMENTS", help="Handed on to the agent as they are.", show_default=False),
     ] = None,
     url: Url = DEFAULT_URL,
     api_key: Key = None,
     print_only: Annotated[
-        bool, typer.Option("--print", help="Show variables, files and the command line, and start nothing.")
+        bool, typer.Option("--print", help="Show the variables, files and command that would be used; start nothing.")
     ] = False,
 ) -> None:
-    """Start a coding agent that uses a running server. Its own settings stay as they are.
+    """Start a coding agent that uses a running server (kvstrata serve, in another terminal).
+
+    It is told the address, model and context for this start only: the agent's own settings stay as they are.
 
     For example: kvstrata launch claude    or: kvstrata launch codex -- exec "Say hello"
     """

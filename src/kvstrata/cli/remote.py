@@ -28,11 +28,11 @@ def _to_send(context: typer.Context, option: typer.CallbackParam, key: str | Non
     return key
 
 
-def _key_option(*variables: str) -> Any:
+def _key_option(*variables: str, also: str = "") -> Any:
     return typer.Option(
         "--api-key",
-        help="Key to send, if the server wants one (environment: the first of those between commas). An admin key "
-        "shows and changes what is under every key.",
+        help=f"The server's key, if it was started with one. A variable may hold several between commas: the first is "
+        f"sent.{also}",
         envvar=list(variables),
         metavar="key",
         show_default="none",
@@ -41,10 +41,15 @@ def _key_option(*variables: str) -> Any:
 
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-Url = Annotated[str, typer.Option("--url", help="The server's address.", envvar="KVSTRATA_URL", metavar="url")]
+Url = Annotated[str, typer.Option("--url", help="Address of the running server.", envvar="KVSTRATA_URL", metavar="url")]
 # An admin may have both in the environment: a chat takes the API key, a cache command the admin key.
 Key = Annotated[str | None, _key_option("KVSTRATA_API_KEY", "KVSTRATA_ADMIN_KEY")]
-AdminKey = Annotated[str | None, _key_option("KVSTRATA_ADMIN_KEY", "KVSTRATA_API_KEY")]
+AdminKey = Annotated[
+    str | None,
+    _key_option(
+        "KVSTRATA_ADMIN_KEY", "KVSTRATA_API_KEY", also=" An admin key shows and changes what is under every key."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="The server's answer on stdout, and nothing else.")]
 
 

@@ -80,20 +80,13 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
 
     begin("libraries", "Loading libraries")
     # Only now what takes seconds to import.
-    from kvstrata.attention.cpu import compile_codecs_beside
     from kvstrata.backend import device
-    from kvstrata.models.cpu_options import CpuOptions
-    from kvstrata.models.load import load
-    from kvstrata.server.assemble import bind_sockets, memory_limit_bytes, start_service
+    from kvstrata.server.assemble import bind_sockets, load_model, start_service
     from kvstrata.server.run import Server
 
     sockets = bind_sockets(settings)
     machine = device()
-    limit_bytes = memory_limit_bytes(settings, machine)
-    compile_codecs_beside()
-    cpu = CpuOptions(settings.cpu_weights, settings.cpu_activations)
-    loaded = load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes, cpu=cpu)
-    service = start_service(settings, loaded, machine, sockets)
+    service = start_service(settings, load_model(settings, machine), machine, sockets)
     is_json = settings.log_format == "json"
 
     def on_ready() -> None:

@@ -1,29 +1,32 @@
 """`kvstrata top`: a running server's cache, live in the terminal.
 
-Knows HTTP only: it looks once a second. What changed between two looks is an event.
+Knows HTTP and which sections there are, in which order and how much each matters. What a section says is in
+`top_lines.py`, how rows are shared in `top_fit.py`. The hour is the server's: who starts late has lost nothing.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
-import time
-from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvstrata.cli import cache_tables as tables
+from kvstrata.cli import top_lines as lines
 from kvstrata.cli.remote import DEFAULT_URL, AdminKey, Remote, Url, connect
+from kvstrata.cli.top_fit import Wish, share_rows
+from kvstrata.cli.top_hour import Hour
+from kvstrata.errors import KvstrataError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.text import Text
 
-EVENTS_SHOWN = 8
-BAR_CELLS = 48
-# Counters that rise with every request, or rise and fall: totals, not events.
-QUIET = ("queried_", "hit_", "stored_", "disk_read_", "disk_queue_", "disk_limit_", "remote_read_", "remote_queue_")
+SESSIONS_ASKED = 30
+PRINTED_ROWS = 11  # of a section where there is no screen to fill: its title and ten
 
 
 def top(
@@ -34,85 +37,121 @@ def top(
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print what there is now, and end.")] = False,
 ) -> None:
-    """Watch memory by tier and precision, hits, running requests and events. Ctrl-C ends."""
+    """Watch a server: memory by precision, the last hour, conversations, requests and events. Ctrl-C ends.
+
+    The history is the server's: starting late loses nothing. NO_COLOR=1 takes the colours away.
+    """
     from rich.console import Console
 
     # No markup: names may look like it.
     console = Console(markup=False, highlight=False)
     with connect(url, api_key) as remote:
-        view = View()
+        view = View(remote)
         if once:
-            console.print(view.look(remote))
+            console.print(view.printed(console))
             return
         ended = threading.Event()
         # Not an exception, which could be raised, and lost, anywhere.
         signal.signal(signal.SIGINT, lambda *_: ended.set())
-        (_watch if console.is_terminal else _print_on)(view, remote, every_s, console, ended)
+        has_screen = console.is_terminal and not console.is_dumb_terminal
+        (_watch if has_screen else _print_on)(view, every_s, console, ended)
 
 
-def _watch(view: View, remote: Remote, every_s: float, console: Console, ended: threading.Event) -> None:
+def _watch(view: View, every_s: float, console: Console, ended: threading.Event) -> None:
     from rich.live import Live
 
-    with Live(view.look(remote), console=console, screen=True, auto_refresh=False) as live:
+    with Live(view.screen(console), console=console, screen=True, auto_refresh=False) as live:
         while not ended.wait(every_s):
-            live.update(view.look(remote), refresh=True)
+            live.update(view.screen(console), refresh=True)
 
 
-def _print_on(view: View, remote: Remote, every_s: float, console: Console, ended: threading.Event) -> None:
+def _print_on(view: View, every_s: float, console: Console, ended: threading.Event) -> None:
     """For a pipe or a file: one look after another."""
-    console.print(view.look(remote))
+    console.print(view.printed(console))
     while not ended.wait(every_s):
-        console.print(view.look(remote))
+        console.print(view.printed(console))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The server's answers to one look."""
+
+    usage: Mapping[str, Any]
+    props: Mapping[str, Any]
+    sessions: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Section:
+    """`least`: rows without which it says nothing; `first`: which are served first."""
+
+    rows: list[Text]
+    least: int
+    first: int
 
 
 class View:
-    def __init__(self) -> None:
-        self._counters: Mapping[str, int] | None = None
-        self._events: deque[str] = deque(maxlen=EVENTS_SHOWN)
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+        self._hour = Hour()
+        self._seen: Seen | None = None
 
-    def look(self, remote: Remote) -> RenderableType:
+    def printed(self, console: Console) -> RenderableType:
+        """Everything, however long it gets."""
         from rich.console import Group
 
-        usage = remote.ask("GET", "/cache/usage")
-        props = remote.ask("GET", "/props")
-        self._note(usage["counters"])
-        parts = [heading(props, remote.url), memory(usage), tables.tiers(usage), tables.totals(usage)]
-        if usage.get("replicas"):
-            parts.append(tables.replicas(usage["replicas"], props.get("replicas", {})))
-        if usage["sequences"]:
-            parts.append(tables.sequences(usage["sequences"]))
-        return Group(*parts, "", *self._events)
+        seen = self._look()
+        rows = [row for section in self._sections(seen, console.width) for row in section.rows[:PRINTED_ROWS]]
+        parts: list[RenderableType] = [*rows, "", tables.tiers(seen.usage), tables.totals(seen.usage)]
+        return Group(*parts, *_replicas(seen))
 
-    def _note(self, counters: Mapping[str, int]) -> None:
-        if self._counters is not None:
-            for name, value in counters.items():
-                risen = value - self._counters.get(name, 0)
-                if risen > 0 and not name.startswith(QUIET):
-                    rise = tables.size(risen) if name.endswith("_bytes") else f"{risen:,}"
-                    self._events.append(f"{time.strftime('%H:%M:%S')}  {tables.words(name)} +{rise}")
-        self._counters = counters
+    def screen(self, console: Console) -> RenderableType:
+        """As much as fits. A server that does not answer may come back: until then the last look stands."""
+        from rich.console import Group
+
+        trouble = ""
+        try:
+            seen = self._look()
+        except KvstrataError as error:
+            if self._seen is None:
+                raise
+            seen, trouble = self._seen, str(error)
+        self._seen = seen
+        width, height = console.size
+        extras = _replicas(seen)
+        taken = len(console.render_lines(Group(*extras), pad=False)) if extras else 0
+        sections = self._sections(seen, width, trouble)
+        wishes = [Wish(len(each.rows), each.least, each.first) for each in sections]
+        given = share_rows(max(0, height - taken), wishes)
+        rows = [row for each, number in zip(sections, given, strict=True) for row in each.rows[:number]]
+        return Group(*rows, *extras)
+
+    def _look(self) -> Seen:
+        usage = self._remote.ask("GET", "/cache/usage")
+        props = self._remote.ask("GET", "/props")
+        sessions = self._remote.ask("GET", f"/cache/sessions?limit={SESSIONS_ASKED}")
+        self._hour.add(self._remote.ask("GET", self._hour.path))
+        return Seen(usage, props, sessions)
+
+    def _sections(self, seen: Seen, width: int, trouble: str = "") -> list[Section]:
+        """From top to bottom."""
+        hour, running = self._hour, seen.usage["sequences"]
+        found = [
+            Section(lines.heading(seen.props, self._remote.url, trouble), 2, 0),
+            Section(lines.memory(seen.usage, width), 2, 1),
+            Section(lines.last_hour(hour, width), 4, 3),
+        ]
+        if seen.sessions["sessions"]:
+            found.append(Section(lines.conversations(seen.sessions, width), 2, 4))
+        if running:
+            found.append(Section(lines.running(running, width), 2, 6))
+        if hour.requests:
+            found.append(Section(lines.requests(hour, width), 2, 2))
+        if hour.events:
+            found.append(Section(lines.events(hour, width), 2, 5))
+        return found
 
 
-def heading(props: Mapping[str, Any], url: str) -> RenderableType:
-    from rich.text import Text
-
-    state = props["state"]
-    text = Text().append(props["model"]["name"], style="bold").append(f"  {url}\n", style="dim")
-    text.append(f"{state['running']} running, {state['prefilling']} of them prefill; {state['waiting']} wait    ")
-    return text.append(f"decode {state['decode_tokens_s']:.1f} tokens/s, prefill {state['prefill_tokens_s']:.0f}\n")
-
-
-def memory(usage: Mapping[str, Any]) -> RenderableType:
-    """Of the budget: what runs, and what is stored in memory by precision."""
-    from rich.text import Text
-
-    budget = max(1, usage["budget_bytes"])
-    held = {"running": usage["running_bytes"], **usage["tiers"]["hot"]["by_precision"]}
-    bar, used = Text(), 0
-    for name, nbytes in held.items():
-        cells = min(BAR_CELLS - used, -(-BAR_CELLS * nbytes // budget))
-        bar.append("█" * cells, style="white" if name == "running" else tables.style_of(name))
-        used += cells
-    bar.append("·" * (BAR_CELLS - used), style="dim")
-    names = ", ".join(f"{name} {tables.size(nbytes)}" for name, nbytes in held.items() if nbytes)
-    return bar.append(f"  {names or 'nothing held'} of {tables.size(usage['budget_bytes'])}\n")
+def _replicas(seen: Seen) -> list[RenderableType]:
+    held = seen.usage.get("replicas")
+    return [tables.replicas(held, seen.props.get("replicas", {}))] if held else []
