@@ -1,4 +1,4 @@
-"""How each agent is started, without a person, against a server of ours: what docs/agents.md tells people to do, by
+"""How each agent is started, without a person, against a server of ours: what docs/connect.md tells people to do, by
 settings of its own or by `kvstrata launch`.
 
 Knows the agents' settings. Does not know what they are asked. An agent gets a home and a folder of its own, no variable

@@ -87,10 +87,11 @@ def resume(fleet: RayFleet) -> None:
     """A conversation of some 1,000 tokens whose replica is killed."""
     messages = first(99)
     messages[1]["content"] *= 6
+    before = {name: one["remote"]["written_tokens"] for name, one in fleet.replicas().items()}
     answer = fleet.chat(messages, max_tokens=REPLY_TOKENS).raise_for_status()
     home = answer.headers["x-kvstrata-replica"]
     num_blocks = answer.json()["usage"]["prompt_tokens"] // 256
-    while fleet.replicas()[home]["remote"]["written_tokens"] < 256 * num_blocks:
+    while fleet.replicas()[home]["remote"]["written_tokens"] < before[home] + 256 * num_blocks:
         time.sleep(0.1)
     kill(home)
     fleet.wait_for(2, without=home)

@@ -18,6 +18,7 @@ from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
 from tests.fleet.local import LocalFleet, front_of, local_fleet, serving
 from tests.models.conftest import write_model
+from tests.server.browser import HOW_TO_GET, browsing, find_browser
 from tests.tiny import tiny_config, tiny_module
 
 KEYS = {"api_key": ["first-key", "second-key"], "admin_key": ["admin-key"]}
@@ -147,6 +148,7 @@ def test_top_and_the_page_show_each_replica(front: httpx.Client, fleet: LocalFle
     shown = run_cli("top", "--once", "--url", str(front.base_url), "--api-key", "admin-key")
     for name in fleet.ones:
         assert re.search(rf"{name} +0 +0 +[\d,]+ ", shown), shown
+    assert re.search(r"chat +\d+ +\d+ +\d+ % ", shown), shown
     page = front.get("/").text
     assert 'id="replicas"' in page
     assert front.get("/dashboard/replicas.js").status_code == 200
@@ -167,6 +169,54 @@ def test_sessions_of_all_are_listed_and_one_is_found(front: httpx.Client) -> Non
     exported = front.get("/cache/sessions/seventy/export")
     assert exported.status_code == 200
     assert len(exported.content) > 1000
+
+
+def test_the_past_of_all_is_one(front: httpx.Client) -> None:
+    before = front.get("/cache/history").json()
+    answers = [chat(front, question(n)) for n in range(90, 93)]
+    told = front.get("/cache/history", params={"since": before["now"]}).json()
+    homes = {answer.headers["x-request-id"]: replica(answer) for answer in answers}
+    assert {each["id"]: each["replica"] for each in told["requests"]} == homes
+    assert [each["time"] for each in told["requests"]] == sorted(each["time"] for each in told["requests"])
+    times = [slot["time"] for slot in told["slots"]]
+    assert times == sorted(set(times))
+    assert sum(slot["requests"] for slot in told["slots"]) >= len(answers)
+    assert max(slot["first_token_p95_s"] or 0 for slot in told["slots"]) > 0
+
+
+def test_conversations_of_all_are_told_and_one_is_dropped(front: httpx.Client) -> None:
+    answers = [chat(front, question(n), prompt_cache_key=f"talk-{n}") for n in range(100, 103)]
+    told = front.get("/cache/conversations").json()["conversations"]
+    found = {row["session"]: row for row in told}
+    for n, answer in zip(range(100, 103), answers, strict=True):
+        assert found[f"talk-{n}"]["replica"] == replica(answer)
+    path = f"/cache/conversations/{found['talk-101']['id']}"
+    assert front.post(f"{path}/pin", json={}).json()["tokens"] > 0
+    assert front.delete(path).json()["kept_because"] == "pinned"
+    assert front.post(f"{path}/unpin", json={}).status_code == 200
+    assert front.delete(path).json()["tokens"] > 0
+    assert front.delete(path).status_code == 404
+    assert "talk-101" not in {row["session"] for row in front.get("/cache/conversations").json()["conversations"]}
+
+
+def test_the_page_of_a_fleet_shows_them(front: httpx.Client, tmp_path: Path) -> None:
+    program = find_browser()
+    if program is None:
+        pytest.skip(HOW_TO_GET)
+    home = replica(chat(front, question(110), prompt_cache_key="talk-110"))
+    with browsing(program, tmp_path) as browser:
+        page = browser.page()
+        page.open(str(front.base_url))
+        page.wait("document.getElementById('key').open")
+        page.type("#key input", "first-key")
+        page.press("Enter")
+        page.wait("document.querySelectorAll('#replicas tr').length === 3")
+        page.wait(f"""document.querySelector('.conversation:has(.id[title="talk-110"]) em').innerText === '{home}'""")
+        page.wait("document.querySelector('tr.request')")
+        page.click("tr.request td")
+        page.wait(f"document.querySelector('.details:not([hidden])').innerText.includes('{home}')")
+        # The page asked before it had the key.
+        assert [each for each in page.complaints if "401" not in each] == []
 
 
 def test_a_change_reaches_all_of_them_and_a_failure_is_told(front: httpx.Client, fleet: LocalFleet) -> None:

@@ -54,6 +54,7 @@ def converse(fleet: RayFleet, number: int, turns: int) -> list[tuple[str, int, i
         assert answer.status_code == 200, answer.text
         usage = answer.json()["usage"]
         told.append((answer.headers["x-kvstrata-replica"], usage["prompt_tokens"], cached(answer)))
+        assert len(answer.headers.get_list("x-request-id")) == 1
         reply = answer.json()["choices"][0]["message"]["content"]
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And then?"}]
     return told
@@ -87,6 +88,10 @@ def test_the_fleet_is_seen_and_changed_as_one(fleet: RayFleet) -> None:
         assert f'vllm:num_requests_running{{replica="{name}"}}' in metrics
     assert fleet.http.get("/health").json() == {"status": "ok"}
     assert fleet.http.get("/cache/sessions").json()["total"] >= 4
+    told = fleet.http.get("/cache/history").json()
+    assert told["requests"]
+    assert {request["replica"] for request in told["requests"]} <= names
+    assert any(slot["tiers"] for slot in told["slots"])
     changed = fleet.http.post("/cache/requantize", json={"k": "planes:8", "v": "planes:8"}).json()
     assert set(changed["replicas"]) == names
     cleared = fleet.http.post("/cache/clear", json={"tier": "hot"}).json()

@@ -20,11 +20,13 @@ from starlette.types import Scope, Send
 from kvstrata.errors import RequestError, Unavailable
 from kvstrata.fleet.asgi import nothing, plain
 from kvstrata.fleet.replicas import ReplicaLost, Replicas
-from kvstrata.fleet.sums import labelled, summed
+from kvstrata.fleet.sums import histories, labelled, summed
 from kvstrata.server.errors import error_response
 
 METRICS, HEALTH, PROPS, SESSIONS = "/metrics", "/health", "/props", "/cache/sessions"
-SESSION = re.compile(r"/cache/sessions/[^/]+")
+HISTORY, CONVERSATIONS = "/cache/history", "/cache/conversations"
+# What only one replica knows, and the others have never heard of.
+ONE_KNOWS = re.compile(r"/cache/sessions/[^/]+|/cache/conversations/[^/]+(?:/pin|/unpin)?")
 SUMMED = {
     ("GET", "/cache/usage"),
     ("POST", "/cache/clear"),
@@ -62,8 +64,8 @@ class Everyone:
         self._replicas = replicas
 
     def answers(self, method: str, path: str) -> bool:
-        asks = method == "GET" and (path in (METRICS, HEALTH, PROPS, SESSIONS) or SESSION.fullmatch(path) is not None)
-        return asks or (method, path) in SUMMED
+        asks = method == "GET" and path in (METRICS, HEALTH, PROPS, SESSIONS, HISTORY, CONVERSATIONS)
+        return asks or (method, path) in SUMMED or ONE_KNOWS.fullmatch(path) is not None
 
     async def __call__(self, scope: Scope, body: bytes, send: Send) -> None:
         await self._response(scope, await self._ask_all(scope, body))(scope, nothing, send)
@@ -98,7 +100,7 @@ class Everyone:
         if not told:
             return error_response(Unavailable("There is no replica yet. Send the request again in a moment."))
         good = {name: answer for name, answer in told.items() if answer.is_good}
-        if SESSION.fullmatch(path) or (path == HEALTH and good):
+        if ONE_KNOWS.fullmatch(path) or (path == HEALTH and good):
             return _as_it_is(next(iter((good or told).values())))
         if path == METRICS and good:
             texts = {name: answer.body.decode() for name, answer in good.items()}
@@ -109,6 +111,10 @@ class Everyone:
         answers = {name: answer.json for name, answer in told.items()}
         if path == SESSIONS:
             return JSONResponse(_sessions(scope, answers))
+        if path == HISTORY:
+            return JSONResponse(histories(answers))
+        if path == CONVERSATIONS:
+            return JSONResponse(_conversations(answers))
         if path == PROPS:
             states = summed([answer["state"] for answer in answers.values()])
             return JSONResponse({**next(iter(answers.values())), "state": states, "replicas": answers})
@@ -156,3 +162,11 @@ def _sessions(scope: Scope, answers: Mapping[str, Any]) -> dict[str, Any]:
     has_more = len(found) > len(shown) or any(answer["next_before"] for answer in answers.values())
     next_before = shown[-1]["last_use"] if shown and has_more else None
     return {"under": first["under"], "total": total, "next_before": next_before, "sessions": shown}
+
+
+def _conversations(answers: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of each replica stay together: what they share is theirs alone."""
+    first = next(iter(answers.values()))
+    shown = [{**each, "replica": name} for name, answer in answers.items() for each in answer["conversations"]]
+    has_more = any(answer["has_more"] for answer in answers.values())
+    return {"under": first["under"], "has_more": has_more, "conversations": shown}

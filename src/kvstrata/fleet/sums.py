@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 # Of these the largest counts: times that go on side by side, and estimates.
-LARGEST = frozenset({"latency_s", "seconds", "expected_error", "next_before", "p50", "p95", "p99"})
+LARGEST = frozenset({
+    "latency_s", "seconds", "expected_error", "next_before", "p50", "p95", "p99", "first_token_p50_s",
+    "first_token_p95_s", "time", "slot_s",
+})  # fmt: skip
 MIXED = "mixed"
 
 
@@ -26,6 +29,31 @@ def summed(answers: Sequence[Any], name: str = "") -> Any:
     if isinstance(first, int | float):
         return max(given) if name in LARGEST else sum(given)
     return first if all(answer == first for answer in given) else MIXED
+
+
+def histories(answers: Mapping[str, Any]) -> dict[str, Any]:
+    """The slots of one time are one; requests and events say whose they are. `now` is the earliest, so that a later
+    question for what came since misses nothing."""
+    slots: dict[float, list[Any]] = {}
+    for answer in answers.values():
+        for slot in answer["slots"]:
+            slots.setdefault(slot["time"], []).append(slot)
+    requests, events = (
+        sorted(
+            ({**each, "replica": name} for name, answer in answers.items() for each in answer[what]),
+            key=lambda each: each["time"],
+        )
+        for what in ("requests", "events")
+    )
+    first = next(iter(answers.values()))
+    return {
+        "under": first["under"],
+        "now": min(answer["now"] for answer in answers.values()),
+        "slot_s": first["slot_s"],
+        "slots": [summed(same) for _, same in sorted(slots.items())],
+        "requests": requests,
+        "events": events,
+    }
 
 
 def labelled(texts: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvstrata.config import Settings
 from kvstrata.config import load as load_settings
@@ -44,7 +44,7 @@ class RayFront:
         front = Front(self._replicas, self._replicas.router, lambda: self._prompts)
         self._replicas.listen(asyncio.get_running_loop())
         self._learning = asyncio.get_running_loop().create_task(self._learn())
-        return guarded(front, self._settings)
+        return _named_by_ray(guarded(front, self._settings))
 
     async def _learn(self) -> None:
         """How prompts are rendered, and the identity by which replicas name what they hold. Until then requests go by
@@ -58,6 +58,21 @@ class RayFront:
                 await asyncio.sleep(RETRY_S)
         tokenizer, renderer = await renders
         self._prompts = Prompts(tokenizer, renderer, identity)
+
+
+def _named_by_ray(app: ASGIApp) -> ASGIApp:
+    """Ray's proxy puts the request's id on every answer: ours, which is the same, would be there a second time."""
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_once(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kept = [pair for pair in message["headers"] if pair[0].lower() != b"x-request-id"]
+                message = {**message, "headers": kept}
+            await send(message)
+
+        await app(scope, receive, send_once)
+
+    return run
 
 
 class RayReplicas:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
@@ -13,6 +15,7 @@ from kvstrata.config import Settings
 from kvstrata.fleet.asgi import answer
 from kvstrata.fleet.ray.folders import take_folder
 from kvstrata.fleet.summary import Summary
+from kvstrata.server.journal.sampling import Sampler
 from kvstrata.server.service import Service
 from kvstrata.store.watching import Watcher
 
@@ -32,6 +35,7 @@ class Replica:
         self._app = behind_front(self._service)
         self._capacity = own.max_running
         self._has_ended = False
+        self._sampling: asyncio.Task[None] | None = None  # begins with the first request, on Ray's event loop
 
     async def ask(
         self, request: Mapping[str, Any], body: bytes, *, to: str = "", only: bool = False
@@ -40,6 +44,8 @@ class Replica:
         if only and to != self._name:
             yield {"type": GONE}
             return
+        if self._sampling is None:
+            self._sampling = asyncio.create_task(Sampler(self._service).run())
         async for message in answer(self._app, request, body):
             yield message
 
@@ -60,6 +66,9 @@ class Replica:
         if getattr(self, "_has_ended", True):
             return
         self._has_ended = True
+        if self._sampling is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._sampling.get_loop().call_soon_threadsafe(self._sampling.cancel)
         self._service.engine.stop()
         if self._service.replies is not None:
             self._service.replies.close()
@@ -76,17 +85,10 @@ def _with_folder(settings: Settings) -> tuple[Settings, Callable[[], None]]:
 
 
 def _start(settings: Settings, listener: Watcher) -> Service:
-    from kvstrata.attention.cpu import compile_codecs_beside
     from kvstrata.backend import device
-    from kvstrata.models.cpu_options import CpuOptions
-    from kvstrata.models.load import load
-    from kvstrata.server.assemble import memory_limit_bytes, start_service
+    from kvstrata.server.assemble import load_model, start_service
     from kvstrata.server.logs import show_messages
 
     show_messages(settings.log_level, settings.log_format)
     machine = device()
-    compile_codecs_beside()
-    cpu = CpuOptions(settings.cpu_weights, settings.cpu_activations)
-    limit_bytes = memory_limit_bytes(settings, machine)
-    loaded = load(settings.model, adapter=settings.adapter, memory_limit_bytes=limit_bytes, cpu=cpu)
-    return start_service(settings, loaded, machine, listeners=[listener])
+    return start_service(settings, load_model(settings, machine), machine, listeners=[listener])
