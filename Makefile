@@ -4,7 +4,9 @@
 # make test-metal  what matters on a Mac: the cache on Metal, within 10 minutes, and a report that can be attached to an issue
 # make soak    random chats and restarts over a small disk for KVSTRATA_SOAK_MINUTES, 20 by default
 # make peers   into .peers, what kvstrata bench compare and bench cpu run beside ours; some of it: make peers NAMES="mlx-lm llama-server"
+# make screenshots  pictures of the page of a real server, into docs/screenshots; needs Chromium
 # make agents  coding agents into .agents (about 2 GB), for the slow tests in tests/agents: Claude Code, Codex, opencode, pi, aider (docs/agents.md)
+# make docs    the docs site into site/, readable without a network: open site/index.html
 # make setup   .venv and the default model; the CUDA back-end where nvidia-smi answers, else the CPU one
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +19,7 @@ BACKEND ?= $(shell if nvidia-smi >/dev/null 2>&1; then \
 	else echo cpu; fi)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-metal soak peers agents lint format clean
+.PHONY: help setup serve test test-all test-metal soak screenshots peers agents lint format clean
 
 help:
 	@sed -n 's/^# //p' $(MAKEFILE_LIST)
@@ -62,6 +64,10 @@ KVSTRATA_SOAK_MINUTES ?= 20
 soak: setup $(VENV)/.installed-dev
 	KVSTRATA_SOAK_MINUTES=$(KVSTRATA_SOAK_MINUTES) $(BIN)/pytest -m slow -s tests/engine/test_soak.py $(ARGS)
 
+SCREENSHOTS ?= docs/screenshots
+screenshots: setup $(VENV)/.installed-dev
+	$(BIN)/python -m tests.screenshots $(SCREENSHOTS)
+
 PEERS := .peers
 NAMES ?=
 # Each run looks what is missing: a peer that was skipped is tried again.
@@ -75,9 +81,18 @@ $(AGENTS)/.installed: agents/package.json agents/install.py
 	$(PYTHON) agents/install.py $(AGENTS)
 	touch $@
 
+.PHONY: docs
+$(VENV)/.installed-docs: $(VENV)/.installed-$(BACKEND) pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(BACKEND),docs]'
+	touch $@
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "Open site/index.html"
+
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis .import_linter_cache
