@@ -65,8 +65,17 @@ def test_fits_its_window_in_both_colours(
     page.close()
 
 
+def test_a_server_without_a_past_says_so(browser: Browser) -> None:
+    """A new one: the chart of `fresh` remembers what other tests stored."""
+    page = browser.page()
+    with running(tiny_loaded("llama")) as new:
+        page.open(new.url)
+        page.wait(LOADED)
+        assert "Nothing is cached yet" in page.text("#chart")
+    page.close()
+
+
 def test_figures_are_those_of_the_server(page: Page, fresh: Served) -> None:
-    assert "Nothing is cached yet" in page.text("#chart")
     complete(fresh, LONG)
     complete(fresh, [*LONG, 7])
     post(fresh, "/cache/requantize", k="planes:8", v="planes:4")
