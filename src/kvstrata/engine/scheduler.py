@@ -9,7 +9,7 @@ the time: their size follows what chunks of late have added to the streams' step
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 OLDEST_EVERY = 4
@@ -19,7 +19,7 @@ CHUNK_S = 0.5
 MIN_CHUNK_TOKENS = 128
 # However few tokens a chunk beside streams has, it costs about one step of theirs: on a CPU because BLAS copies all
 # weights for a product of more than one row. So a chunk of fewer tokens is hardly shorter, and the prompt takes several
-# times as long.
+# times as long. Where that cost is that of far more tokens, as on a GPU, `_worthwhile` finds how many.
 MIN_BESIDE_TOKENS = 16
 # From one chunk to the next, sizes grow by no more than this: one measurement may be off.
 MAX_GROWTH = 2.0
@@ -164,20 +164,45 @@ def chunk_tokens(prefill_tokens_s: float, max_tokens: int) -> int:
 def beside_tokens(sharing: Sharing, *, least: int, most: int) -> int:
     """The size of a chunk beside running streams; 0: they go on without one.
 
-    A chunk may add share / (1 - share) of a step to a step. Where that is too short for the least chunk, steps without
-    one go before it until it has had its share.
+    A chunk may add share / (1 - share) of a step to a step. Where that is too short for a chunk that is worth its cost,
+    steps without one go before it until it has had its share.
     """
     if sharing.share >= 1:
         return most
     if not sharing.step_s:
         return 0
-    least = min(least, most)
+    least = min(_worthwhile(sharing, least), most)
     allowed_s = sharing.share / (1 - sharing.share) * sharing.step_s
     wanted = _tokens_in(allowed_s, sharing, least)
     if wanted >= least:
         return min(wanted, most)
     saved_s = allowed_s * (1 + sharing.steps_since_chunk)
-    return least if _tokens_in(saved_s, sharing, least) >= least else 0
+    return least if _cost_s(least, sharing) <= saved_s else 0
+
+
+def _worthwhile(sharing: Sharing, least: int) -> int:
+    """`least`, doubled as long as that many tokens cost no more than what a chunk costs before its first token.
+
+    A smaller chunk spares the streams little and holds up the prompt. Both costs are guessed twice, and the guess that
+    gives fewer tokens counts: by the speed of large chunks, which is too good for a long context, and by what chunks of
+    different sizes added of late.
+    """
+    if not sharing.recent or not sharing.prefill_tokens_s:
+        return least
+    smallest, largest = (_usual(sharing.recent, choose) for choose in (min, max))
+    tokens_s = [sharing.prefill_tokens_s]
+    if largest.num_tokens >= 2 * smallest.num_tokens and largest.seconds > smallest.seconds:
+        tokens_s.append((largest.num_tokens - smallest.num_tokens) / (largest.seconds - smallest.seconds))
+    even = min(largest.seconds * speed - largest.num_tokens for speed in tokens_s)
+    while 2 * least <= min(even, MAX_GROWTH * largest.num_tokens):
+        least *= 2
+    return least
+
+
+def _usual(recent: Sequence[Added], choose: Callable[[Iterable[int]], int]) -> Added:
+    """What chunks of that size added: the middle one of them."""
+    size = choose(chunk.num_tokens for chunk in recent)
+    return Added(size, statistics.median(chunk.seconds for chunk in recent if chunk.num_tokens == size))
 
 
 def _tokens_in(seconds: float, sharing: Sharing, least: int) -> int:
@@ -188,6 +213,19 @@ def _tokens_in(seconds: float, sharing: Sharing, least: int) -> int:
     if not sharing.recent:
         return round(seconds * sharing.prefill_tokens_s) if sharing.prefill_tokens_s else least
     return round(statistics.median(_size_in(seconds, chunk, least) for chunk in sharing.recent))
+
+
+def _cost_s(num_tokens: int, sharing: Sharing) -> float:
+    """What so many tokens would add; 0: not known."""
+    if not sharing.recent:
+        return num_tokens / sharing.prefill_tokens_s if sharing.prefill_tokens_s else 0.0
+    return statistics.median(_scaled_s(chunk, num_tokens, sharing.prefill_tokens_s) for chunk in sharing.recent)
+
+
+def _scaled_s(chunk: Added, num_tokens: int, tokens_s: float) -> float:
+    if num_tokens > chunk.num_tokens and tokens_s:
+        return chunk.seconds + (num_tokens - chunk.num_tokens) / tokens_s
+    return chunk.seconds * num_tokens / chunk.num_tokens
 
 
 def _size_in(seconds: float, chunk: Added, least: int) -> float:
