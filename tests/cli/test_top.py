@@ -113,9 +113,8 @@ def tiny() -> Iterator[Served]:
     with running(tiny_loaded("llama"), api_key=["plain"], admin_key=["secret"]) as one:
         with one.openai("secret") as client:
             for prompt in (PROMPT, OTHER, OTHER):
-                client.completions.create(
-                    model=one.name, prompt=prompt, max_tokens=4, extra_body={"prompt_cache_key": "orchard-1"}
-                )
+                key = {"prompt_cache_key": "orchard-1"}
+                client.completions.create(model=one.name, prompt=prompt, max_tokens=4, temperature=0, extra_body=key)
             with pytest.raises(Exception, match="context"):
                 client.completions.create(model=one.name, prompt=PROMPT * 40, max_tokens=4)
         yield one
@@ -139,17 +138,34 @@ def test_requests_are_shown_with_what_they_took_and_why_they_missed(tiny: Served
 
 
 def test_conversations_are_bars_of_their_parts(tiny: Served) -> None:
-    [row] = re.findall(r"^orchard-1 .*$", printed(tiny), re.MULTILINE)
-    assert re.search(r"█{20,}·* +304 +44 % +\d+ s$", row), row
+    """The newer one parts from the older at 100 of 300 tokens: what both have is drawn once."""
+    newer, older = re.findall(r"^orchard-1 .*$", printed(tiny), re.MULTILINE)
+    whole = re.search(r"^orchard-1 +(█{20,}) +303  303.0 KiB +\d+ s$", older)
+    rest = re.search(r"^orchard-1 +(█{10,}) +303  203.0 KiB +\d+ s$", newer)
+    assert whole is not None, older
+    assert rest is not None, newer
+    assert whole.end(1) == rest.end(1)
+    assert (rest.start(1) - whole.start(1)) / len(whole[1]) == pytest.approx(1 / 3, abs=0.03)
     with tiny.http() as http:
         http.headers["authorization"] = "Bearer secret"
         http.post("/cache/requantize", json={"k": "planes:4", "v": "planes:4"}).raise_for_status()
         while http.get("/cache/requantize").json()["is_running"]:
             time.sleep(0.02)
-        [row] = re.findall(r"^orchard-1 .*$", printed(tiny), re.MULTILINE)
-        assert "█" not in row
-        assert "▒" * 20 in row
+        for row in re.findall(r"^orchard-1 .*$", printed(tiny), re.MULTILINE):
+            assert "█" not in row
+            assert "▒" * 10 in row
         http.post("/cache/requantize", json={"k": "raw", "v": "raw"}).raise_for_status()
+
+
+@given(st.lists(st.tuples(st.sampled_from(["raw", "planes:4", "disk", "remote"]), st.integers(1, 10**6))))
+def test_strata_fill_their_cells_in_order(parts: list[tuple[str, int]]) -> None:
+    for width in (1, 7, 60):
+        drawn = top_lines.strata(parts, width)
+        assert sum(len(text) for text, _ in drawn) == width
+        shown = [text[0] for text, _ in drawn if text.strip()]
+        assert shown == [top_lines.shade_of(name) for name, _ in parts][: len(shown)]
+        if width >= 2 * len(parts):
+            assert len(shown) == len(parts)
 
 
 def test_budget_and_the_last_minutes_are_shown(tiny: Served) -> None:
@@ -176,7 +192,7 @@ def test_a_screen_is_never_overfull(tiny: Served, width: int, height: int) -> No
     assert all(cell_len(text) <= width for text in texts)
     assert "tiny-llama" in texts[0]
     if height >= 24:
-        for words in ("Last 10 min", "Conversations 1", "Requests", "orchard-1", "diverged at 100"):
+        for words in ("Last 10 min", "Conversations 2", "Requests", "orchard-1", "diverged at 100"):
             assert any(words in text for text in texts), words
 
 

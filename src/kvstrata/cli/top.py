@@ -6,8 +6,10 @@ Knows HTTP and which sections there are, in which order and how much each matter
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-SESSIONS_ASKED = 30
+CONVERSATIONS_EVERY_S = 4.0  # with a disk each look hashes the tokens of all that are shown
 PRINTED_ROWS = 11  # of a section where there is no screen to fill: its title and ten
 
 
@@ -78,7 +80,7 @@ class Seen:
 
     usage: Mapping[str, Any]
     props: Mapping[str, Any]
-    sessions: Mapping[str, Any]
+    conversations: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class View:
         self._remote = remote
         self._hour = Hour()
         self._seen: Seen | None = None
+        self._conversations: Mapping[str, Any] = {}
+        self._conversations_s = -math.inf  # when they were asked for
 
     def printed(self, console: Console) -> RenderableType:
         """Everything, however long it gets."""
@@ -129,9 +133,12 @@ class View:
     def _look(self) -> Seen:
         usage = self._remote.ask("GET", "/cache/usage")
         props = self._remote.ask("GET", "/props")
-        sessions = self._remote.ask("GET", f"/cache/sessions?limit={SESSIONS_ASKED}")
         self._hour.add(self._remote.ask("GET", self._hour.path))
-        return Seen(usage, props, sessions)
+        now_s = time.monotonic()
+        if now_s - self._conversations_s >= CONVERSATIONS_EVERY_S:
+            self._conversations = self._remote.ask("GET", "/cache/conversations")
+            self._conversations_s = now_s
+        return Seen(usage, props, self._conversations)
 
     def _sections(self, seen: Seen, width: int, trouble: str = "") -> list[Section]:
         """From top to bottom."""
@@ -141,8 +148,8 @@ class View:
             Section(lines.memory(seen.usage, width), 2, 1),
             Section(lines.last_hour(hour, width), 4, 3),
         ]
-        if seen.sessions["sessions"]:
-            found.append(Section(lines.conversations(seen.sessions, width), 2, 4))
+        if seen.conversations["conversations"]:
+            found.append(Section(lines.conversations(seen.conversations, width), 2, 4))
         if running:
             found.append(Section(lines.running(running, width), 2, 6))
         if hour.requests:

@@ -18,17 +18,18 @@ from kvstrata.cli.top_hour import Answer, Hour, first_token_s, memory_bytes, tok
 if TYPE_CHECKING:
     from rich.text import Text
 
-RUNNING, ON_DISK, GONE, FREE = "running", "disk", "gone", "free"
+RUNNING, ON_DISK, SHARED, FREE = "running", "disk", "remote", "free"
 SHADES = {"raw": "█", "8": "▓", "6": "▓", "5": "▒", "4": "▒", "3": "▒", "2": "░"}
-OTHER_SHADES = {RUNNING: "▞", ON_DISK: "▁", GONE: "·", FREE: "·"}
-OTHER_STYLES = {RUNNING: "white", ON_DISK: "magenta", GONE: "dim", FREE: "dim"}
-OTHERS_TOLD = "▁ on the disk only  · gone"
+OTHER_SHADES = {RUNNING: "▞", ON_DISK: "▁", SHARED: "▔", FREE: "·"}
+OTHER_STYLES = {RUNNING: "white", ON_DISK: "magenta", SHARED: "blue", FREE: "dim"}
+TIERS_TOLD = "▁ on the disk only  ▔ in the shared store only"
 EVENT_STYLES = {"failed": "red", "evicted": "yellow", "dropped": "yellow", "refused": "yellow", "pressure": "yellow"}
 LABEL_CELLS = 12  # of what stands before a line of the last hour
 SPARK_NOTE_CELLS = 31
 # Of a request, from left to right: where a column's text ends or begins.
 TIME_CELLS, API_CELLS, NUMBER_CELLS, HIT_CELLS, SECONDS_CELLS, SPEED_CELLS = 8, 12, 8, 6, 8, 7
 LEAST_WHY_CELLS = 16
+ID_CHARS = 12  # of a conversation that has no other name
 PARTED_CHARS = 24  # of either side where prompts part
 
 
@@ -105,23 +106,24 @@ def last_hour(hour: Hour, width: int) -> list[Text]:
 
 
 def conversations(answer: Answer, width: int) -> list[Text]:
-    """Each as long as it is, beside the longest: what memory has of it by precision, what only the disk has, what is
-    gone."""
-    sessions = answer["sessions"]
-    names = f"{'tokens':>9}{'hits':>7}{'used':>8}"
-    lines = [_title(f"Conversations {answer['total']:,}", width, OTHERS_TOLD, names)]
-    longest = max((session["tokens"] for session in sessions), default=0)
+    """The newest first, each as long as it is beside the longest. What several share is drawn once: the others begin
+    where they part from it."""
+    rows = answer["conversations"]
+    names = f"{'tokens':>9}{'memory':>11}{'used':>8}"
+    lines = [_title(f"Conversations {'last ' * answer['has_more']}{len(rows):,}", width, TIERS_TOLD, names)]
+    longest = max((row["tokens"] for row in rows), default=0) or 1
     id_cells = min(36, max(14, width // 4))
     cells = max(10, width - id_cells - 1 - len(names))
-    for session in sessions:
-        tokens, held = session["tokens"], session["held"]
-        parts = {**session["precision"]["k"], ON_DISK: max(0, held.get("disk", 0) - held["hot"])}
-        own = min(cells, max(1, round(cells * tokens / max(1, longest))))
-        drawn = (*bar(parts, tokens, own, GONE), " " * (cells - own))
-        pinned = ("*", "bold") if session["pinned"] else " "
-        figures = f"{tokens:>9,}{100 * session['hit_rate']:>5.0f} %"
+    for row in reversed(rows):
+        start = min(cells - 1, round(cells * row["starts_at"] / longest))
+        own = max(1, round(cells * row["tokens"] / longest) - start)
+        parts = [(part["k"] if part["tier"] == "hot" else part["tier"], part["tokens"]) for part in row["parts"]]
+        held = sum(part["bytes"] for part in row["parts"] if part["tier"] == "hot")
+        pinned = ("*", "bold") if row["pinned"] else " "
+        figures = f"{row['tokens']:>9,}{size(held):>11}"
+        drawn = (" " * start, *strata(parts, own), " " * (cells - start - own))
         lines.append(
-            line(fitted(session["id"], id_cells), pinned, *drawn, figures, (f"{_ago(session['last_use']):>8}", "dim"))
+            line(fitted(_name(row), id_cells), pinned, *drawn, figures, (f"{_ago(row['last_use']):>8}", "dim"))
         )
     return lines
 
@@ -163,16 +165,11 @@ def running(sequences: Sequence[Answer], width: int) -> list[Text]:
     cells = max(10, width - 46)
     for sequence in sequences:
         own = min(cells, max(1, round(cells * sequence["tokens"] / max(1, longest))))
-        drawn: list[str | tuple[str, str]] = []
-        left = own
-        for part in sequence["parts"]:
-            number = min(left, max(1, round(own * part["tokens"] / max(1, sequence["tokens"]))))
-            drawn.append((shade_of(part["k"]) * number, style_of(part["k"])))
-            left -= number
+        drawn = strata([(part["k"], part["tokens"]) for part in sequence["parts"]], own)
         names = dict.fromkeys(part["k"] for part in sequence["parts"])
         shared = ", shared" if any(part["shared_by"] > 1 for part in sequence["parts"]) else ""
         said = f"{sequence['tokens']:>9,} {', '.join(map(plain, names))}{shared}"
-        lines.append(line(fitted(sequence["id"], 16), " ", *drawn, " " * (cells - own + left), (said, "dim")))
+        lines.append(line(fitted(sequence["id"], 16), " ", *drawn, " " * (cells - own), (said, "dim")))
     return lines
 
 
@@ -190,6 +187,19 @@ def bar(parts: Mapping[str, float], whole: float, width: int, rest: str) -> list
     cells = cells_of(parts, whole, width)
     drawn = [(shade_of(name) * number, _style(name)) for name, number in cells.items()]
     return [*drawn, (OTHER_SHADES[rest] * (width - sum(cells.values())), OTHER_STYLES[rest])]
+
+
+def strata(parts: Sequence[tuple[str, int]], width: int) -> list[tuple[str, str]]:
+    """Runs of tokens in their order, in exactly so many cells: what is there has a cell as long as there are cells."""
+    whole = sum(tokens for _, tokens in parts) or 1
+    drawn: list[tuple[str, str]] = []
+    passed, taken = 0, 0
+    for left, (name, tokens) in zip(range(len(parts) - 1, -1, -1), parts, strict=True):
+        passed += tokens
+        end = min(width, max(taken + 1, min(width - left, round(width * passed / whole))))
+        drawn.append((shade_of(name) * (end - taken), _style(name)))
+        taken = end
+    return [*drawn, (" " * (width - taken), "")]
 
 
 def shade_of(name: str) -> str:
@@ -228,6 +238,11 @@ def _why(request: Answer) -> str:
     return (
         f"{miss} at {parted['at']:,}{where}: {parted['was'][:PARTED_CHARS]!r} became {parted['now'][:PARTED_CHARS]!r}"
     )
+
+
+def _name(row: Answer) -> str:
+    """Of a conversation: the client's own id of it, if there was one."""
+    return row["session"] or f"{row.get('replica', '')} {row['id'][:ID_CHARS]}".strip()
 
 
 def _ago(since_s: float) -> str:
