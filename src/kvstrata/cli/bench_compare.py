@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvstrata.bench.compare_scenario import Outcome
     from kvstrata.bench.peers.base import Model
 
-AS_THEY_COME_S = (30.0, 1800.0)  # for each such side in all: quick, full
+AS_THEY_COME_S = (30.0, 600.0)  # for each such side in all: quick, full
 QUICK_MINUTES = 10.0
 ENGINE_SHARE = 0.1  # of the time: for the engines alone, and the report
 
