@@ -170,9 +170,9 @@ def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         part = a_part(rng, ("planes:8", "planes:4"), shape, position=17)
         return check(rng, [a_row(rng, [part], (3, 50, 64, 64))], shape)
 
-    monkeypatch.setattr(cpu, "PARALLEL_KEYS", 0)
+    monkeypatch.setattr(cpu, "PARALLEL_ASLEEP", 0)
     parallel = out()
-    monkeypatch.setattr(cpu, "PARALLEL_KEYS", 1_000_000)
+    monkeypatch.setattr(cpu, "PARALLEL_ASLEEP", 1 << 40)
     assert np.array_equal(parallel, out())
 
 

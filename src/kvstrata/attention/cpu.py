@@ -34,9 +34,9 @@ from kvstrata.codecs.turns import tables
 BLOCK = 128
 # Some times what the kernels of codecs/ take to compile. Past it they are compiled here.
 COMPILE_S = 120
-# Keys of a batch, over all rows and heads, from which on it pays to share them with other threads, which the products
-# before have woken.
-PARALLEL_KEYS = 512
+# Numbers that a step of a batch reads, from which on it pays to share them with other threads: if the products before
+# it have woken them, and if those ran on threads of BLAS.
+PARALLEL_AWAKE, PARALLEL_ASLEEP = 1 << 16, 1 << 18
 NOWHERE = -1
 RAW_BITS = 32  # as in cpu_kernels, which needs numba to be looked at
 
@@ -181,7 +181,7 @@ class Step:
         # Whatever the model has: another dtype or layout would have the kernels compiled once more, for seconds.
         columns = _NO_SINKS if sinks is None else np.array(sinks.astype(mx.float32))
         # The loops are compiled for arrays without gaps: only those become vector instructions.
-        return mx.array(written.attend(np.ascontiguousarray(queries), scale, columns))
+        return mx.array(written.attend(np.ascontiguousarray(queries), scale, columns, PARALLEL_ASLEEP))
 
     def write(self) -> Sequence[Row]:
         """Write the new tokens; for readers of the rows that take another path."""
@@ -197,7 +197,7 @@ class Step:
 
 def attend_next(rows: Sequence[Row], q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float) -> np.ndarray:
     """One new token for each row [rows, heads, 1, dim], as numpy has it: written, and attended with all before it."""
-    return write(rows, k, v).attend(q, scale, _NO_SINKS)
+    return write(rows, k, v).attend(q, scale, _NO_SINKS, PARALLEL_AWAKE)
 
 
 def write(rows: Sequence[Row], k: np.ndarray, v: np.ndarray) -> Written:
@@ -218,14 +218,15 @@ class Written(NamedTuple):
     kv_heads: int
     dims: tuple[int, int]  # of a key and of a value
 
-    def attend(self, q: np.ndarray, scale: float, sinks: np.ndarray) -> np.ndarray:
+    def attend(self, q: np.ndarray, scale: float, sinks: np.ndarray, parallel_from: int) -> np.ndarray:
+        """`parallel_from`: numbers that are read, from which on other threads help."""
         from kvstrata.attention import cpu_kernels
 
         k_dim, v_dim = self.dims
         out = np.zeros((*q.shape[:3], v_dim), np.float32)
-        num_keys = self.kv_heads * sum([run.num_tokens for run in self.runs])
+        num_read = self.kv_heads * sum([run.num_tokens for run in self.runs]) * (k_dim + v_dim)
         rotations = (*rotation_of(k_dim), *rotation_of(v_dim))
-        with threads_for(is_large=num_keys > PARALLEL_KEYS):
+        with threads_for(is_large=num_read > parallel_from):
             cpu_kernels.decode(q, self.kv_heads, self.table, scale, sinks, *rotations, out)
         return out
 
