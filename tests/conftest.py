@@ -29,6 +29,12 @@ settings.register_profile("kvstrata", deadline=None, derandomize=bool(os.environ
 settings.load_profile("kvstrata")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Processes that run tests side by side would each compile all kernels. Now they find them on the disk."""
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        cpu.warm_up()
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays for good, and the kernels. Looking through it took 0.1 s for each test of memory."""
     cpu.warm_up()

@@ -20,7 +20,7 @@ from tests.layers.test_same_output import steady_module
 from tests.tiny import ARCHITECTURES, VOCAB
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16}
-NUM_SEEDS = 5
+NUM_SEEDS = 3
 NUM_TOKENS, NUM_SCORED = 68, 4
 MOST = 1.5  # of mlx-lm's own error
 # Heads of 32, so that MLX's quantized products take them; these have sizes of their own.

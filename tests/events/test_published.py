@@ -18,7 +18,7 @@ from tests.server.conftest import Served, running
 from tests.tiny import VOCAB, tiny_loaded
 
 ADDRESS = "tcp://127.0.0.1:0"
-NUM_REQUESTS = 1000
+NUM_PARTS = 10
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +88,13 @@ class Talks:
         return self._random.choices(range(5, VOCAB - 5), k=length)
 
 
-def test_a_thousand_random_requests(served: Served, subscriber: Subscriber) -> None:
+@pytest.mark.parametrize("num_requests", [400, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_requests(served: Served, subscriber: Subscriber, num_requests: int) -> None:
     talks = Talks(1)
     engine = service_of(served).engine
-    for part in range(10):
+    for part in range(NUM_PARTS):
         with served.http() as http, ThreadPoolExecutor(8) as pool:
-            asked = [talks.next() for _ in range(NUM_REQUESTS // 10)]
+            asked = [talks.next() for _ in range(num_requests // NUM_PARTS)]
             answers = list(pool.map(lambda one: ask(served, http, one[0], **one[1]), asked))
             assert {answer.status_code for answer in answers} == {200}
             if part == 2:

@@ -14,7 +14,7 @@ from kvstrata.packed.quantized import TILE_COLUMNS
 from kvstrata.packed.rows import gate, heads, norm
 
 # As in attention/cpu_kernels.py.
-BUILT_ON = "78426e7dd9e1fa5c"
+BUILT_ON = "8eed76c857a42733"
 
 
 @njit(nogil=True)

@@ -43,7 +43,7 @@ from kvstrata.packed.tiles import (
 )
 
 # As in attention/cpu_kernels.py.
-BUILT_ON = "a0113fa396cb8233"
+BUILT_ON = "e434e6ff49752f9e"
 
 TASK_ROWS = 12  # times 8, for one thread at a time
 
