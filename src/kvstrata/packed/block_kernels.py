@@ -14,7 +14,7 @@ from kvstrata.packed.quantized import TILE_COLUMNS
 from kvstrata.packed.rows import gate, heads, norm
 
 # As in attention/cpu_kernels.py.
-BUILT_ON = "8eed76c857a42733"
+BUILT_ON = "c6934dd943c34062"
 
 
 @njit(nogil=True)

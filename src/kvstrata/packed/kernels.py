@@ -15,16 +15,19 @@ from numba import njit, prange
 from kvstrata.packed.quantized import TILE_COLUMNS, TILE_ROWS
 from kvstrata.packed.tiles import (
     FP4,
+    NUM_ABREAST,
     TILE_FACTORS,
     TILE_VALUES,
     dot8_1,
     dot8_4,
     dot8_codes_4,
     dot8_codes_8,
+    dot8_last,
     dot16_1,
     dot16_4,
     dot16_codes_4,
     dot16_codes_8,
+    dot16_last,
     dot_exact,
     factors_bfloat,
     factors_exponent,
@@ -43,9 +46,10 @@ from kvstrata.packed.tiles import (
 )
 
 # As in attention/cpu_kernels.py.
-BUILT_ON = "e434e6ff49752f9e"
+BUILT_ON = "12a90059bba6cc1a"
 
 TASK_ROWS = 12  # times 8, for one thread at a time
+VECTOR = 4 * TILE_ROWS  # levels of one vector of a tile
 
 HALF, BFLOAT, FLOAT, EXPONENT = 0, 1, 2, 3  # how scales and biases are stored
 
@@ -54,87 +58,111 @@ _inner = partial(njit, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 @_inner
-def _spread(codes, bits, row, num_tiles, levels):
-    """Eight rows, the `row`th such, -> levels"""
+def _spread(codes, bits, row, num_tiles, levels, place, abreast):
+    """Eight rows, the `row`th such, -> levels, as number `place` of those that lie side by side"""
     step = TILE_VALUES // 8 * (4 if bits == FP4 else bits)
-    at = row * num_tiles * step
+    at, into = row * num_tiles * step, place * VECTOR
+    size, stride = abreast * TILE_VALUES, abreast * VECTOR
     # A loop for each: what is asked once a tile takes as long as the tile.
     if bits == 4:
         for tile in range(num_tiles):
-            spread_4(codes, at + tile * step, levels, tile * TILE_VALUES)
+            spread_4(codes, at + tile * step, levels, into + tile * size, stride)
     elif bits == 8:
         for tile in range(num_tiles):
-            spread_8(codes, at + tile * step, levels, tile * TILE_VALUES)
+            spread_8(codes, at + tile * step, levels, into + tile * size, stride)
     elif bits == 6:
         for tile in range(num_tiles):
-            spread_6(codes, at + tile * step, levels, tile * TILE_VALUES)
+            spread_6(codes, at + tile * step, levels, into + tile * size, stride)
     elif bits == 5:
         for tile in range(num_tiles):
-            spread_5(codes, at + tile * step, levels, tile * TILE_VALUES)
+            spread_5(codes, at + tile * step, levels, into + tile * size, stride)
     elif bits == 3:
         for tile in range(num_tiles):
-            spread_3(codes, at + tile * step, levels, tile * TILE_VALUES)
+            spread_3(codes, at + tile * step, levels, into + tile * size, stride)
     elif bits == 2:
         for tile in range(num_tiles):
-            spread_2(codes, at + tile * step, levels, tile * TILE_VALUES)
+            spread_2(codes, at + tile * step, levels, into + tile * size, stride)
     else:
         for tile in range(num_tiles):
-            spread_fp4(codes, at + tile * step, levels, tile * TILE_VALUES)
+            spread_fp4(codes, at + tile * step, levels, into + tile * size, stride)
 
 
 @_inner
-def _spread_factors(scales, kind, base, row, num_tiles, group_tiles, factors):
-    """Those of eight rows. `scales` are bytes, whatever they hold."""
+def _spread_factors(weight, row, factors, place, abreast):
+    """Those of eight rows, likewise. They are stored as bytes, whatever they hold."""
+    _, scales, _, kind, base, group_tiles, num_tiles, _, _ = weight
     size = TILE_ROWS if kind == EXPONENT else TILE_FACTORS * (4 if kind == FLOAT else 2)
     num_groups = num_tiles // group_tiles
-    at, into = row * num_groups * size, 0
+    at, into, stride = row * num_groups * size, place * TILE_ROWS, abreast * TILE_ROWS
     for _ in range(num_groups):
         for _ in range(group_tiles):
             if kind == HALF:
-                factors_half(scales, at, factors, into, base)
+                factors_half(scales, at, factors, into, stride, base)
             elif kind == BFLOAT:
-                factors_bfloat(scales, at, factors, into, base)
+                factors_bfloat(scales, at, factors, into, stride, base)
             elif kind == FLOAT:
-                factors_float(scales, at, factors, into, base)
+                factors_float(scales, at, factors, into, stride, base)
             else:
-                factors_exponent(scales, at, factors, into, base)
-            into += TILE_FACTORS
+                factors_exponent(scales, at, factors, into, stride, base)
+            into += abreast * TILE_FACTORS
         at += size
 
 
 @_inner
 def _multiply_rows(weight, rows, x, out, first):
     """Rows of weights, eights from `rows[0]` to `rows[1]`, with all vectors"""
-    codes, stored, bits, kind, base, group_tiles, n, _, _ = weight
+    codes, bits, n = weight[0], weight[2], weight[6]
+    levels = np.empty(NUM_ABREAST * n * TILE_VALUES, np.int8)
+    factors = np.empty(NUM_ABREAST * n * TILE_FACTORS, np.float32)
+    last = rows[1] - (rows[1] - rows[0]) % NUM_ABREAST
+    for row in range(rows[0], last, NUM_ABREAST):
+        for place in range(NUM_ABREAST):
+            _spread(codes, bits, row + place, n, levels, place, NUM_ABREAST)
+            _spread_factors(weight, row + place, factors, place, NUM_ABREAST)
+        _multiply_spread(levels, factors, n, x, out, first + row * TILE_ROWS)
+    for row in range(last, rows[1]):
+        _spread(codes, bits, row, n, levels, 0, 1)
+        _spread_factors(weight, row, factors, 0, 1)
+        _multiply_last(levels, factors, n, x, out, first + row * TILE_ROWS)
+
+
+@_inner
+def _multiply_spread(levels, factors, n, x, out, into):
     high, low, scales, sums = x
     num, stride = out.shape
-    levels, factors = np.empty(n * TILE_VALUES, np.int8), np.empty(n * TILE_FACTORS, np.float32)
     in_fours = num // 4 * 4
-    for row in range(rows[0], rows[1]):
-        into = first + row * TILE_ROWS
-        _spread(codes, bits, row, n, levels)
-        _spread_factors(stored, kind, base, row, n, group_tiles, factors)
+    if low.size:
+        for i in range(0, in_fours, 4):
+            dot16_4(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+        for i in range(in_fours, num):
+            dot16_1(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+    else:
+        for i in range(0, in_fours, 4):
+            dot8_4(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+        for i in range(in_fours, num):
+            dot8_1(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+
+
+@_inner
+def _multiply_last(levels, factors, n, x, out, into):
+    high, low, scales, sums = x
+    num, stride = out.shape
+    for i in range(num):
         if low.size:
-            for i in range(0, in_fours, 4):
-                dot16_4(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
-            for i in range(in_fours, num):
-                dot16_1(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+            dot16_last(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
         else:
-            for i in range(0, in_fours, 4):
-                dot8_4(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
-            for i in range(in_fours, num):
-                dot8_1(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
+            dot8_last(levels, 0, factors, high, low, scales, sums, i * n, n, out, i * stride + into, stride)
 
 
 @_inner
 def _multiply_one(weight, rows, x, out, first):
     """Likewise with one vector; weights of 4 or 8 bits"""
-    codes, stored, bits, kind, base, group_tiles, n, _, _ = weight
+    codes, bits, n = weight[0], weight[2], weight[6]
     high, low, scales, sums = x
     factors = np.empty(n * TILE_FACTORS, np.float32)
     for row in range(rows[0], rows[1]):
         at, into = row * n * TILE_VALUES * bits // 8, first + row * TILE_ROWS
-        _spread_factors(stored, kind, base, row, n, group_tiles, factors)
+        _spread_factors(weight, row, factors, 0, 1)
         if bits == 4:
             if low.size:
                 dot16_codes_4(codes, at, factors, high, low, scales, sums, 0, n, out, into, 0)
@@ -168,8 +196,8 @@ def multiply_exactly(weight, x, sums, out, first):
     for task in prange((num_rows + TASK_ROWS - 1) // TASK_ROWS):
         levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
         for row in range(task * TASK_ROWS, min(num_rows, task * TASK_ROWS + TASK_ROWS)):
-            _spread(weight[0], weight[2], row, num_tiles, levels)
-            _spread_factors(weight[1], weight[3], weight[4], row, num_tiles, weight[5], factors)
+            _spread(weight[0], weight[2], row, num_tiles, levels, 0, 1)
+            _spread_factors(weight, row, factors, 0, 1)
             for i in range(num):
                 place = i * stride + first + row * TILE_ROWS
                 dot_exact(levels, factors, x, sums, i * num_tiles, num_tiles, out, place)
@@ -181,8 +209,8 @@ def unpack(weight, eights, out):
     num_tiles, stride = weight[6], out.shape[1]
     for i in prange(len(eights)):
         levels, factors = np.empty(num_tiles * TILE_VALUES, np.int8), np.empty(num_tiles * TILE_FACTORS, np.float32)
-        _spread(weight[0], weight[2], eights[i], num_tiles, levels)
-        _spread_factors(weight[1], weight[3], weight[4], eights[i], num_tiles, weight[5], factors)
+        _spread(weight[0], weight[2], eights[i], num_tiles, levels, 0, 1)
+        _spread_factors(weight, eights[i], factors, 0, 1)
         for tile in range(num_tiles):
             weights_of(levels, factors, tile, out, i * TILE_ROWS * stride + tile * TILE_COLUMNS, stride)
 

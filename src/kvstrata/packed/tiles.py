@@ -27,6 +27,7 @@ NUM_VECTORS = TILE_COLUMNS // 4
 
 _I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
 _F16, _F32 = ir.HalfType(), ir.FloatType()
+# Of one tile.
 _LEVELS = ir.VectorType(_I8, 4 * TILE_ROWS)
 _SUMS = ir.VectorType(_I32, TILE_ROWS)
 _ROWS = ir.VectorType(_F32, TILE_ROWS)
@@ -38,6 +39,7 @@ _LARGEST_FP4 = 12  # in halves
 
 _SDOT = "llvm.aarch64.neon.sdot.v4i32.v16i8"
 _VNNI = "llvm.x86.avx512.vpdpbusd.256"
+_WIDE_VNNI = "llvm.x86.avx512.vpdpbusd.512"
 
 
 def _fastest_dot() -> str:
@@ -70,6 +72,8 @@ def _llvm_uses_sdot(triple: str) -> bool:
 
 DOT = _fastest_dot()
 _HAS_SDOT, _HAS_VNNI = DOT == _SDOT, DOT == _VNNI
+# Tiles that one instruction takes: those below each other lie side by side then, vector by vector.
+NUM_ABREAST = 2 if _HAS_VNNI and llvm.get_host_cpu_features().get("avx512vnni") else 1
 
 
 def _base_of(bits: int) -> int:
@@ -118,16 +122,16 @@ def _times(builder, offset, number: int):
 
 def _spreader(bits: int):
     @intrinsic
-    def spread(_context, codes, _at, levels, _into):
-        """The tile whose codes begin at `at` -> levels[into : into + 256]"""
+    def spread(_context, codes, _at, levels, _into, _stride):
+        """The tile whose codes begin at `at` -> levels[into : into + 32], the next vector's `stride` further"""
 
         def code(context, builder, signature, arguments):
-            codes, at, levels, into = _given(context, builder, signature, arguments)
+            codes, at, levels, into, stride = _given(context, builder, signature, arguments)
             for j, vector in enumerate(_spread(builder, codes, at, bits)):
-                levels.store(_plus(builder, into, j * _LEVELS.count), vector)
+                levels.store(builder.add(into, _times(builder, stride, j)), vector)
             return context.get_dummy_value()
 
-        return types.void(codes, types.intp, levels, types.intp), code
+        return types.void(codes, types.intp, levels, types.intp, types.intp), code
 
     return spread
 
@@ -183,18 +187,18 @@ def _factors_of(read):
     """`read` makes scales and biases, or None, of what is stored."""
 
     @intrinsic
-    def factors(_context, stored, _at, made, _into, _base):
-        """Scales and biases at `at` -> made[into : into + 16]: scales, then biases + base * scales"""
+    def factors(_context, stored, _at, made, _into, _stride, _base):
+        """Scales and biases at `at` -> made[into : into + 8], scales, and `stride` further biases + base * scales"""
 
         def code(context, builder, signature, arguments):
-            stored, at, made, into, base = _given(context, builder, signature, arguments)
+            stored, at, made, into, stride, base = _given(context, builder, signature, arguments)
             scales, biases = read(builder, lambda offset, vector: stored.load(_plus(builder, at, offset), vector))
             bases = builder.fmul(splatted(builder, base, TILE_ROWS), scales)
             made.store(into, scales)
-            made.store(_plus(builder, into, TILE_ROWS), bases if biases is None else builder.fadd(bases, biases))
+            made.store(builder.add(into, stride), bases if biases is None else builder.fadd(bases, biases))
             return context.get_dummy_value()
 
-        return types.void(stored, types.intp, made, types.intp, types.float32), code
+        return types.void(stored, types.intp, made, types.intp, types.intp, types.float32), code
 
     return factors
 
@@ -235,15 +239,15 @@ factors_exponent = _factors_of(_read_exponents)
 
 
 def _dots(builder, sums, levels, x):
-    """sums + the products of 4 columns: levels <32 x i8>, x <4 x i8> as one number of 32 bits"""
+    """sums + the products of 4 columns: levels <4 * rows x i8>, x <4 x i8> as one number of 32 bits"""
     if _HAS_SDOT:
         return _halves_dotted(builder, sums, levels, x)
     if _HAS_VNNI:
         # Its operands are declared as numbers of 32 bits.
-        vector = _rows_of(_I32)
+        vector, name = sums.type, _VNNI if sums.type.count == TILE_ROWS else _WIDE_VNNI
         kind = ir.FunctionType(vector, [vector, vector, vector])
-        dot = cgutils.get_or_insert_function(builder.module, kind, _VNNI)
-        return builder.call(dot, [sums, builder.bitcast(levels, vector), splatted(builder, x, TILE_ROWS)])
+        dot = cgutils.get_or_insert_function(builder.module, kind, name)
+        return builder.call(dot, [sums, builder.bitcast(levels, vector), splatted(builder, x, vector.count)])
     wide = ir.VectorType(_I32, _LEVELS.count)
     same = builder.bitcast(splatted(builder, x, TILE_ROWS), _LEVELS)
     products = builder.mul(builder.sext(levels, wide), builder.sext(same, wide))
@@ -269,38 +273,40 @@ def _add_product(builder, total, a, b):
     return builder.fadd(total, builder.fmul(a, b, flags=_FUSED), flags=_FUSED)
 
 
-def _dotter(num: int, *, width: int, bits: int | None = None):
-    """Products of `num` vectors of activations, as whole numbers of 8 or 16 bits, with 8 rows of weights. With `bits`
-    the weights are not spread yet: for one vector that saves a way through memory."""
+def _dotter(num: int, *, width: int, bits: int | None = None, abreast: int = 1):
+    """Products of `num` vectors of activations, as whole numbers of 8 or 16 bits, with 8 rows of weights or, `abreast`,
+    with 16. With `bits` the weights are not spread yet: for one vector that saves a way through memory."""
+    rows = abreast * TILE_ROWS
+    floats = ir.VectorType(_F32, rows)
 
     @intrinsic
     def dot(_context, levels, _at, factors, high, low, scales, sums, _group, _num_tiles, out, _into, _stride):
         """Weights from levels[at] on; the vectors begin at group `group` of 32 columns and follow without gaps. Of 16
         bits the upper 8 are in `high`; of 8 bits all.
-        -> out[into : into + 8], the next vector's `stride` further"""
+        -> out[into : into + rows], the next vector's `stride` further"""
 
         def code(context, builder, signature, arguments):
             given = _given(context, builder, signature, arguments)
             levels, at, factors, high, low, scales, sums, group, num_tiles, out, into, stride = given
-            totals = [cgutils.alloca_once_value(builder, constant(_ROWS, 0.0)) for _ in range(num)]
+            totals = [cgutils.alloca_once_value(builder, constant(floats, 0.0)) for _ in range(num)]
             with cgutils.for_range(builder, num_tiles) as loop:
                 if bits is None:
-                    vectors = _loaded(builder, levels, loop.index)
+                    vectors = _loaded(builder, levels, loop.index, abreast)
                 else:
                     tile_bytes = _LEVELS.count * bits
                     place = builder.add(at, _times(builder, loop.index, tile_bytes))
                     vectors = _spread(builder, levels, place, bits)
-                scale, base = _loaded_factors(builder, factors, loop.index)
+                scale, base = _loaded_factors(builder, factors, loop.index, abreast)
                 places = [
                     builder.add(group, builder.add(_times(builder, num_tiles, i), loop.index)) for i in range(num)
                 ]
                 halves = (high, low) if width == 16 else (high,)
                 products = _dot_tile(builder, vectors, halves, [_times(builder, at, TILE_COLUMNS) for at in places])
                 for kept, place, added in zip(totals, places, products, strict=True):
-                    x_scale, x_sum = (splatted(builder, each.load_one(place), TILE_ROWS) for each in (scales, sums))
+                    x_scale, x_sum = (splatted(builder, each.load_one(place), rows) for each in (scales, sums))
                     total = _add_product(builder, builder.load(kept), base, x_sum)
                     scaled = builder.fmul(scale, x_scale)
-                    builder.store(_add_product(builder, total, builder.sitofp(added, _ROWS), scaled), kept)
+                    builder.store(_add_product(builder, total, builder.sitofp(added, floats), scaled), kept)
             for i, kept in enumerate(totals):
                 out.store(builder.add(into, _times(builder, stride, i)), builder.load(kept))
             return context.get_dummy_value()
@@ -311,14 +317,14 @@ def _dotter(num: int, *, width: int, bits: int | None = None):
     return dot
 
 
-def _loaded(builder, levels, tile):
-    first = _times(builder, tile, TILE_VALUES)
-    return [levels.load(_plus(builder, first, _LEVELS.count * j), _LEVELS) for j in range(NUM_VECTORS)]
+def _loaded(builder, levels, tile, abreast: int = 1):
+    first, kind = _times(builder, tile, abreast * TILE_VALUES), ir.VectorType(_I8, abreast * _LEVELS.count)
+    return [levels.load(_plus(builder, first, kind.count * j), kind) for j in range(NUM_VECTORS)]
 
 
-def _loaded_factors(builder, factors, tile):
-    place = _times(builder, tile, TILE_FACTORS)
-    return [factors.load(_plus(builder, place, offset), _ROWS) for offset in (0, TILE_ROWS)]
+def _loaded_factors(builder, factors, tile, abreast: int = 1):
+    place, kind = _times(builder, tile, abreast * TILE_FACTORS), ir.VectorType(_F32, abreast * TILE_ROWS)
+    return [factors.load(_plus(builder, place, offset), kind) for offset in (0, kind.count)]
 
 
 def _dot_tile(builder, vectors, halves, places):
@@ -340,12 +346,13 @@ def _dot_tile(builder, vectors, halves, places):
     if len(halves) == 1:
         return sums
     pairs = zip(sums[::2], sums[1::2], strict=True)
-    return [builder.add(builder.shl(upper, constant(_SUMS, 8)), lower) for upper, lower in pairs]
+    return [builder.add(builder.shl(upper, constant(upper.type, 8)), lower) for upper, lower in pairs]
 
 
 def _chained(builder, vectors, sources):
     """The sum of each source, an array and a place; what comes next is one instruction of each."""
-    sums = [constant(_SUMS, 0) for _ in sources]
+    kind = ir.VectorType(_I32, vectors[0].type.count // 4)
+    sums = [constant(kind, 0) for _ in sources]
     for first in range(0, len(vectors), 4):
         words = []
         for codes, place in sources:
@@ -358,9 +365,11 @@ def _chained(builder, vectors, sources):
     return sums
 
 
-dot8_1, dot8_4 = _dotter(1, width=8), _dotter(4, width=8)
+# Of as many tiles as one instruction takes, and of the last one that has none beside it.
+dot8_1, dot8_4 = (_dotter(num, width=8, abreast=NUM_ABREAST) for num in (1, 4))
+dot16_1, dot16_4 = (_dotter(num, width=16, abreast=NUM_ABREAST) for num in (1, 4))
+dot8_last, dot16_last = _dotter(1, width=8), _dotter(1, width=16)
 dot8_codes_4, dot8_codes_8 = _dotter(1, width=8, bits=4), _dotter(1, width=8, bits=8)
-dot16_1, dot16_4 = _dotter(1, width=16), _dotter(4, width=16)
 dot16_codes_4, dot16_codes_8 = _dotter(1, width=16, bits=4), _dotter(1, width=16, bits=8)
 
 
