@@ -30,7 +30,8 @@ settings.load_profile("kvstrata")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Processes that run tests side by side would each compile all kernels. Now they find them on the disk."""
+    """Processes that run tests side by side would each compile the kernels of attention and codecs. Now they find them
+    on the disk."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         cpu.warm_up()
 

@@ -157,6 +157,28 @@ def test_conversations_are_bars_of_their_parts(tiny: Served) -> None:
         http.post("/cache/requantize", json={"k": "raw", "v": "raw"}).raise_for_status()
 
 
+def conversation(name: str, last_use: float, parts: list[tuple[str, int]], **fields: Any) -> dict[str, Any]:
+    drawn = [{"tokens": n, "tier": tier, "k": "raw", "bytes": n} for tier, n in parts]
+    fixed = {"session": name, "starts_at": 0, "pinned": False, "left_behind": False}
+    return {"id": "0" * 32, **fixed, "tokens": 1000, "last_use": last_use, "parts": drawn, **fields}
+
+
+def test_conversations_of_any_replica_are_the_newest_first_and_what_is_nowhere_is_not_drawn() -> None:
+    rows = [
+        conversation("old", 10.0, [("hot", 1000)], replica="a"),
+        conversation("half", 30.0, [("disk", 500)], replica="a"),
+        conversation("behind", 40.0, [("hot", 400)], starts_at=600, left_behind=True, replica="a"),
+        conversation("new", 50.0, [("hot", 1000)], replica="b"),
+    ]
+    lines = top_lines.conversations({"has_more": False, "conversations": rows}, 80)
+    title, *drawn = [line.plain for line in lines]
+    assert top_lines.TIERS_TOLD in title
+    assert [text.split()[0] for text in drawn] == ["new", "half", "old", "behind"]
+    new, half, _, behind = (sum(text.count(shade) for shade in "█▁") for text in drawn)
+    assert half == pytest.approx(new / 2, abs=1)
+    assert behind == pytest.approx(0.4 * new, abs=1)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["raw", "planes:4", "disk", "remote"]), st.integers(1, 10**6))))
 def test_strata_fill_their_cells_in_order(parts: list[tuple[str, int]]) -> None:
     for width in (1, 7, 60):

@@ -180,7 +180,7 @@ def test_prompts_get_their_share_of_the_time_whatever_the_machine(
 
 @given(seed=st.integers(0, 1000), fixed_s=st.floats(0.003, 0.02))
 def test_where_tokens_cost_next_to_nothing_chunks_become_large(seed: int, fixed_s: float) -> None:
-    """As on a GPU: a step of 3 ms, and a chunk adds 9 however many tokens it has."""
+    """As on a GPU: a step of 3 ms, and a chunk adds several, however few tokens it has."""
     machine = Machine(0.003, fixed_s, 0.00002, random.Random(seed))
     steps = [machine.run(0.5, 16) for _ in range(400)]
     tokens, elapsed_s = 0, 0.0
@@ -189,8 +189,8 @@ def test_where_tokens_cost_next_to_nothing_chunks_become_large(seed: int, fixed_
         elapsed_s += machine.step_s + seconds
         if tokens >= 3000:
             break
-    # The prompt alone would take 60 ms and what its chunks cost. With chunks of 16 tokens it took 6 s.
-    assert elapsed_s < 0.4 + 20 * fixed_s
+    # Chunks of 16 tokens would take 190 times the fixed cost, and as long again for the streams.
+    assert elapsed_s < 0.5 + 20 * fixed_s
     assert max(seconds for _, seconds in steps) <= 3 * fixed_s
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -144,6 +148,15 @@ def test_formats_without_tiles_say_so() -> None:
     weight = mx.zeros((8, 64))
     made = mx.quantize(weight, 16, 4, mode="nvfp4")
     assert not Quantized(made[0], made[1], None, 16, 4, "nvfp4").fits
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="it compiles for another processor of the same kind")
+def test_a_machine_without_vnni_passes_all_of_these(tmp_path: Path) -> None:
+    env = {**os.environ, "NUMBA_CPU_NAME": "haswell", "NUMBA_CACHE_DIR": str(tmp_path)}
+    looked = "from kvstrata.packed import tiles; assert (tiles.DOT, tiles.NUM_ABREAST) == ('', 1)"
+    subprocess.run([sys.executable, "-c", looked], env=env, check=True)
+    subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__], env=env, check=True)
 
 
 def test_compiled_code_on_disk_belongs_to_the_modules_that_it_is_made_of() -> None:

@@ -35,7 +35,7 @@ BLOCK = 128
 # Some times what the kernels of codecs/ take to compile. Past it they are compiled here.
 COMPILE_S = 120
 # Numbers that a step of a batch reads, from which on it pays to share them with other threads: if the products before
-# it have woken them, and if those ran on threads of BLAS.
+# it have woken them, and if those may have run on threads of BLAS.
 PARALLEL_AWAKE, PARALLEL_ASLEEP = 1 << 16, 1 << 18
 NOWHERE = -1
 RAW_BITS = 32  # as in cpu_kernels, which needs numba to be looked at

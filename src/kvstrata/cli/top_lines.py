@@ -22,7 +22,7 @@ RUNNING, ON_DISK, SHARED, FREE = "running", "disk", "remote", "free"
 SHADES = {"raw": "█", "8": "▓", "6": "▓", "5": "▒", "4": "▒", "3": "▒", "2": "░"}
 OTHER_SHADES = {RUNNING: "▞", ON_DISK: "▁", SHARED: "▔", FREE: "·"}
 OTHER_STYLES = {RUNNING: "white", ON_DISK: "magenta", SHARED: "blue", FREE: "dim"}
-TIERS_TOLD = "▁ on the disk only  ▔ in the shared store only"
+TIERS_TOLD = "▁ disk  ▔ shared store"
 EVENT_STYLES = {"failed": "red", "evicted": "yellow", "dropped": "yellow", "refused": "yellow", "pressure": "yellow"}
 LABEL_CELLS = 12  # of what stands before a line of the last hour
 SPARK_NOTE_CELLS = 31
@@ -106,17 +106,19 @@ def last_hour(hour: Hour, width: int) -> list[Text]:
 
 
 def conversations(answer: Answer, width: int) -> list[Text]:
-    """The newest first, each as long as it is beside the longest. What several share is drawn once: the others begin
-    where they part from it."""
+    """The newest first, then what its session has left behind; each as long as it is beside the longest. What several
+    share is drawn once: the others begin where they part from it."""
     rows = answer["conversations"]
     names = f"{'tokens':>9}{'memory':>11}{'used':>8}"
     lines = [_title(f"Conversations {'last ' * answer['has_more']}{len(rows):,}", width, TIERS_TOLD, names)]
     longest = max((row["tokens"] for row in rows), default=0) or 1
     id_cells = min(36, max(14, width // 4))
     cells = max(10, width - id_cells - 1 - len(names))
-    for row in reversed(rows):
+    for row in sorted(rows, key=lambda row: (row["left_behind"], -row["last_use"])):
         start = min(cells - 1, round(cells * row["starts_at"] / longest))
-        own = max(1, round(cells * row["tokens"] / longest) - start)
+        # What no tier has any more is not drawn.
+        end = row["starts_at"] + sum(part["tokens"] for part in row["parts"])
+        own = max(1, round(cells * end / longest) - start)
         parts = [(part["k"] if part["tier"] == "hot" else part["tier"], part["tokens"]) for part in row["parts"]]
         held = sum(part["bytes"] for part in row["parts"] if part["tier"] == "hot")
         pinned = ("*", "bold") if row["pinned"] else " "

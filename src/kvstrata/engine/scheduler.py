@@ -21,6 +21,8 @@ MIN_CHUNK_TOKENS = 128
 # weights for a product of more than one row. So a chunk of fewer tokens is hardly shorter, and the prompt takes several
 # times as long. Where that cost is that of far more tokens, as on a GPU, `_worthwhile` finds how many.
 MIN_BESIDE_TOKENS = 16
+# Chunks of late without which nothing is concluded from their cost: the first one may have waited for a compiler.
+SURE_CHUNKS = 3
 # From one chunk to the next, sizes grow by no more than this: one measurement may be off.
 MAX_GROWTH = 2.0
 
@@ -187,20 +189,20 @@ def _worthwhile(sharing: Sharing, least: int) -> int:
     gives fewer tokens counts: by the speed of large chunks, which is too good for a long context, and by what chunks of
     different sizes added of late.
     """
-    if not sharing.recent or not sharing.prefill_tokens_s:
+    if len(sharing.recent) < SURE_CHUNKS or not sharing.prefill_tokens_s:
         return least
     smallest, largest = (_usual(sharing.recent, choose) for choose in (min, max))
     tokens_s = [sharing.prefill_tokens_s]
     if largest.num_tokens >= 2 * smallest.num_tokens and largest.seconds > smallest.seconds:
         tokens_s.append((largest.num_tokens - smallest.num_tokens) / (largest.seconds - smallest.seconds))
-    even = min(largest.seconds * speed - largest.num_tokens for speed in tokens_s)
-    while 2 * least <= min(even, MAX_GROWTH * largest.num_tokens):
+    break_even = min(largest.seconds * speed - largest.num_tokens for speed in tokens_s)
+    while 2 * least <= min(break_even, MAX_GROWTH * largest.num_tokens):
         least *= 2
     return least
 
 
 def _usual(recent: Sequence[Added], choose: Callable[[Iterable[int]], int]) -> Added:
-    """What chunks of that size added: the middle one of them."""
+    """What chunks of the size that `choose` takes added: the middle one of them."""
     size = choose(chunk.num_tokens for chunk in recent)
     return Added(size, statistics.median(chunk.seconds for chunk in recent if chunk.num_tokens == size))
 
@@ -223,9 +225,12 @@ def _cost_s(num_tokens: int, sharing: Sharing) -> float:
 
 
 def _scaled_s(chunk: Added, num_tokens: int, tokens_s: float) -> float:
-    if num_tokens > chunk.num_tokens and tokens_s:
-        return chunk.seconds + (num_tokens - chunk.num_tokens) / tokens_s
-    return chunk.seconds * num_tokens / chunk.num_tokens
+    """What the chunk would have added with so many tokens: what does not grow with them stays."""
+    proportional_s = chunk.seconds * num_tokens / chunk.num_tokens
+    if not tokens_s:
+        return proportional_s
+    shifted_s = chunk.seconds + (num_tokens - chunk.num_tokens) / tokens_s
+    return shifted_s if num_tokens > chunk.num_tokens else max(proportional_s, shifted_s)
 
 
 def _size_in(seconds: float, chunk: Added, least: int) -> float:

@@ -14,7 +14,7 @@ from kvstrata.packed.quantized import TILE_COLUMNS
 from kvstrata.packed.rows import gate, heads, norm
 
 # As in attention/cpu_kernels.py.
-BUILT_ON = "c6934dd943c34062"
+BUILT_ON = "9f557fd1a13fdff8"
 
 
 @njit(nogil=True)

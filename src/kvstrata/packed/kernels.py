@@ -1,7 +1,8 @@
 # pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportIndexIssue=false
 """Products with packed weights, compiled by numba when first called and kept on disk after that.
 
-`tiles.py` says how weights lie. Eight rows of them are spread once, then multiplied by every vector of activations.
+`tiles.py` says how weights lie. Eight rows of them, or as many as one instruction takes, are spread
+once, then multiplied by every vector of activations.
 What is added up in which order depends on neither the number of threads nor that of vectors.
 """
 
@@ -46,7 +47,7 @@ from kvstrata.packed.tiles import (
 )
 
 # As in attention/cpu_kernels.py.
-BUILT_ON = "12a90059bba6cc1a"
+BUILT_ON = "419ef6fecf903627"
 
 TASK_ROWS = 12  # times 8, for one thread at a time
 VECTOR = 4 * TILE_ROWS  # levels of one vector of a tile

@@ -15,7 +15,7 @@ from __future__ import annotations
 import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
+from numba.core import cgutils, config
 from numba.extending import intrinsic
 
 from kvstrata.codecs.cpu_vectors import constant, load_as, place_of, shuffled, splatted
@@ -27,7 +27,7 @@ NUM_VECTORS = TILE_COLUMNS // 4
 
 _I8, _I16, _I32 = (ir.IntType(bits) for bits in (8, 16, 32))
 _F16, _F32 = ir.HalfType(), ir.FloatType()
-# Of one tile.
+# Of one tile; its levels take eight such.
 _LEVELS = ir.VectorType(_I8, 4 * TILE_ROWS)
 _SUMS = ir.VectorType(_I32, TILE_ROWS)
 _ROWS = ir.VectorType(_F32, TILE_ROWS)
@@ -47,6 +47,8 @@ def _fastest_dot() -> str:
     triple = llvm.get_process_triple()
     if triple.startswith(("aarch64", "arm64")):
         return _SDOT if _llvm_uses_sdot(triple) else ""
+    if config.CPU_NAME or config.CPU_FEATURES or not config.ENABLE_AVX:
+        return ""  # numba was told to compile for another machine
     features = llvm.get_host_cpu_features()
     # Servers have it as a part of AVX-512, desktops since 2021 without the rest.
     return _VNNI if (features.get("avx512vnni") and features.get("avx512vl")) or features.get("avxvnni") else ""
@@ -281,8 +283,8 @@ def _dotter(num: int, *, width: int, bits: int | None = None, abreast: int = 1):
 
     @intrinsic
     def dot(_context, levels, _at, factors, high, low, scales, sums, _group, _num_tiles, out, _into, _stride):
-        """Weights from levels[at] on; the vectors begin at group `group` of 32 columns and follow without gaps. Of 16
-        bits the upper 8 are in `high`; of 8 bits all.
+        """Weights that are not spread begin at levels[at], others at its start. The vectors begin at group `group` of
+        32 columns and follow without gaps. Of 16 bits the upper 8 are in `high`; of 8 bits all.
         -> out[into : into + rows], the next vector's `stride` further"""
 
         def code(context, builder, signature, arguments):
@@ -301,7 +303,8 @@ def _dotter(num: int, *, width: int, bits: int | None = None, abreast: int = 1):
                     builder.add(group, builder.add(_times(builder, num_tiles, i), loop.index)) for i in range(num)
                 ]
                 halves = (high, low) if width == 16 else (high,)
-                products = _dot_tile(builder, vectors, halves, [_times(builder, at, TILE_COLUMNS) for at in places])
+                firsts = [_times(builder, place, TILE_COLUMNS) for place in places]
+                products = _dot_tile(builder, vectors, halves, firsts)
                 for kept, place, added in zip(totals, places, products, strict=True):
                     x_scale, x_sum = (splatted(builder, each.load_one(place), rows) for each in (scales, sums))
                     total = _add_product(builder, builder.load(kept), base, x_sum)
