@@ -313,9 +313,9 @@ def test_many_threads_compile_and_follow_at_once() -> None:
 
 
 def test_nothing_is_made_before_it_is_asked_for() -> None:
-    began_s = time.perf_counter()
+    began_s = time.thread_time()
     grammars = Grammars(tiny_tokenizer(), 97, [3])
-    assert time.perf_counter() - began_s < 0.1
+    assert time.thread_time() - began_s < 0.1
     with pytest.raises(InvalidRequest, match="llguidance does not take its tokenizer"):
         grammars.compile(Constraint.json_object())
 

@@ -160,7 +160,7 @@ def _refused_while_paused(tier: RemoteTier, ids_seed: int) -> None:
     ids = ids_of(ids_seed, 256)
     began_s = time.perf_counter()
     assert match_of(tier, ids) == TierMatch()
-    assert time.perf_counter() - began_s < 0.1, "a store that is left alone is not asked"
+    assert time.perf_counter() - began_s < 0.5, "a store that is left alone is not asked"
 
 
 def test_a_store_that_dies_is_left_alone(server: Valkey) -> None:
