@@ -14,7 +14,7 @@ from kvstrata.packed.quantized import TILE_COLUMNS
 from kvstrata.packed.rows import gate, heads, norm
 
 # As in attention/cpu_kernels.py.
-BUILT_ON = "9f557fd1a13fdff8"
+BUILT_ON = "250cba19d0e05214"
 
 
 @njit(nogil=True)

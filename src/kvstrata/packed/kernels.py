@@ -47,7 +47,7 @@ from kvstrata.packed.tiles import (
 )
 
 # As in attention/cpu_kernels.py.
-BUILT_ON = "419ef6fecf903627"
+BUILT_ON = "646032e738a9bdc0"
 
 TASK_ROWS = 12  # times 8, for one thread at a time
 VECTOR = 4 * TILE_ROWS  # levels of one vector of a tile

@@ -1,4 +1,4 @@
-# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 """Vector instructions for tiles of packed weights: 8 rows (outputs) by 32 columns (inputs).
 
 A tile is *spread* first: its codes become whole numbers of 8 bits, `level`, in 8 vectors of 32. Vector j has columns

@@ -64,7 +64,7 @@ def test_listing_them_takes_the_engine_for_a_moment_at_a_time(crowded: Served, m
     assert len(took_s) >= NUM_SESSIONS / MAX_COUNTED
     assert statistics.median(took_s) < 2 * SLICE_S
     # On a quiet machine none takes 1 ms. A virtual one is held up now and then, and counts that.
-    assert statistics.quantiles(took_s, n=100)[-1] < 0.0015
+    assert statistics.quantiles(took_s, n=100)[-1] < 0.005
     assert max(took_s) < sum(took_s) / 3
 
 
