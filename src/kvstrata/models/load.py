@@ -102,6 +102,8 @@ def _loaded(
     check_room(module, folder, limit_bytes, form)
     if adapter is not None:
         _add_adapter(module, adapter)
+    if form is not None and form.packs:
+        begin("packing", "Packing the weights (kernels for them are compiled at the first start)")
     _place(module, folder, form)
     return module, config, form
 
