@@ -194,7 +194,7 @@ def test_stop_keeps_what_came(page: Page, forced: Forced) -> None:
     assert SAID["go on"].startswith(kept)
     assert 40 < len(kept) < 25_000
     forced.served.wait_idle()
-    # The figures of a reply that nobody heard to its end are the server's.
+    # The page did not hear the end of the reply, so the figures come from the server.
     page.wait("document.querySelector('.message.assistant footer').innerText.includes('tokens/s')")
     note = page.text(".message.assistant footer")
     assert note.startswith("stopped, ")

@@ -138,7 +138,7 @@ def test_dropping_is_asked_for_and_cancel_drops_nothing(page: Page, fresh: Serve
         page.wait(ASKED)
         assert "5 tokens (" in page.text("#confirm-cost")
         assert "in memory that no other conversation has." in page.text("#confirm-cost")
-        # Whoever only presses Enter loses nothing.
+        # A user who only presses Enter loses nothing.
         assert page.run("document.activeElement.value") == "no"
         page.click(leave) if leave else page.press("Escape")
         page.wait(f"!{ASKED}")

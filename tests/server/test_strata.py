@@ -80,7 +80,7 @@ def test_what_is_remembered_is_drawn_where_another_tier_has_it(held: list[list[i
     for ids in said:
         drawing.add(Conversation(SALT, as_ids(ids)), "session", 0.0)
     memory = num_drawn(drawing.rows())
-    assert memory == tree.num_tokens  # nobody has said yet that there is more
+    assert memory == tree.num_tokens  # no other tier was asked yet
     for row in drawing.rows():
         note_disk(row, (Lying(row.last.end, "planes:8", 100),))
     rows = drawing.rows()

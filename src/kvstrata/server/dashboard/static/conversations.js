@@ -23,7 +23,7 @@ export class Conversations {
     new ResizeObserver(() => this.joints()).observe(this.list);
   }
 
-  // Whoever has looked at the server calls this; it asks for itself now and then.
+  // main.js calls this after each look at the server; it asks for itself now and then.
   async update(usage, props) {
     this.usage = usage;
     this.props = props;

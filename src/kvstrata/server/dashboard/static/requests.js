@@ -30,7 +30,7 @@ export class Requests {
     this.show();
   }
 
-  // Whoever has looked at the server calls this; it asks for itself now and then.
+  // main.js calls this after each look at the server; it asks for itself now and then.
   async update() {
     if (performance.now() - this.looked < EVERY_MS) return;
     this.looked = performance.now();
