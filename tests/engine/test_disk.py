@@ -155,6 +155,18 @@ def why(engine: Engine, prompt_tokens: int) -> Explanation:
     return engine.ask(question).result(60)
 
 
+class Holding(Files):
+    """Blocks are written when the test lets them: what is put aside is not replaced before the test looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def write(self, fd: int, piece: memoryview) -> int:
+        assert self.go.wait(120)
+        return super().write(fd, piece)
+
+
 def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded) as engine:
@@ -165,7 +177,8 @@ def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) ->
         octets = bytearray(path.read_bytes())
         octets[-100] ^= 1
         path.write_bytes(octets)
-    with engine_on(tmp_path, loaded) as engine:
+    files = Holding()
+    with engine_on(tmp_path, loaded, files=files) as engine:
         again = answer(engine, "again", 700)
         assert cached(again) == 0
         assert again.ids == first.ids
@@ -178,6 +191,7 @@ def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) ->
             time.sleep(0.01)
         engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
         said = why(engine, 700)
+        files.go.set()
         assert (said.ends_because, said.at_token) == ("damaged", 0)
 
 
