@@ -8,6 +8,7 @@ import pytest
 from kvstrata.attention import cpu
 from kvstrata.attention.attend import attend
 from kvstrata.attention.parts import Parts, RawPart
+from kvstrata.layers.buffers import KvShape
 from kvstrata.layers.tail import FullLayer
 from kvstrata.layers.window import WindowLayer
 
@@ -27,7 +28,7 @@ def distance(a: mx.array, b: mx.array) -> float:
 
 def filled(k: mx.array, v: mx.array, pieces: list[int]) -> FullLayer:
     """A layer that holds these tokens in buffers of the given sizes."""
-    layer = FullLayer(pieces[0])
+    layer = FullLayer(pieces[0], shape=KvShape(k.shape[1], k.shape[3], v.shape[3], k.dtype))
     for size in pieces[1:]:
         layer.grow(size)
     layer.append(k, v)

@@ -48,10 +48,10 @@ class PartsRow:
         self._buffer.put(0, *tail)
         self._used = tail[0].shape[2]
 
-    def runs_with_next(self, k: cpu.Tokens, v: cpu.Tokens) -> list[cpu.Run]:
+    def runs_with_next(self) -> list[cpu.Run]:
         runs = [cpu.run_of(part) for part in self._before]
         self._used += 1
-        tail = cpu.Run(*self._buffer.addresses(k, v), self._buffer.size, self._used - 1, self._used)
+        tail = cpu.Run(*self._buffer.addresses(), self._buffer.size, self._used - 1, self._used)
         return [*(run for run in runs if run is not None), tail]
 
     def parts(self) -> tuple[Part, ...]:

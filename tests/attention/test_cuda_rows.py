@@ -27,6 +27,7 @@ from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers.attention_rows import AttentionRows
 from kvstrata.layers.batch import BatchCache
+from kvstrata.layers.buffers import KvShape
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
@@ -37,7 +38,8 @@ from tests.codecs.arrays import keys
 
 HEADS, DIM, SCALE = 2, 64, 0.1
 DTYPE = mx.bfloat16
-LAYOUT = Layout((LayerSpec("full"),) * 2, path="parts")
+SHAPE = KvShape(HEADS, DIM, DIM, DTYPE)
+LAYOUT = Layout((LayerSpec("full", kv_heads=HEADS, k_dim=DIM, v_dim=DIM, dtype=DTYPE),) * 2, path="parts")
 
 
 def _prefix(codec: PlanesCodec | RawCodec, num_tokens: int, seed: int) -> SealedPart:
@@ -59,7 +61,7 @@ class _Cut:
 
 def _layers() -> list[FullLayer | WindowLayer]:
     planes, raw = _prefix(PlanesCodec(8), 90, 1), _prefix(RawCodec(), 70, 3)
-    plain, sealed, grown = FullLayer(40), FullLayer(400), FullLayer(14, [_Cut(CutPart(raw, 5, 60))])
+    plain, sealed, grown = FullLayer(40), FullLayer(400), FullLayer(14, [_Cut(CutPart(raw, 5, 60))], shape=SHAPE)
     shares = FullLayer(30, [planes, _Cut(CutPart(planes, 0, 31)), _Owner(plain, 11)])
     for seed, (layer, count) in enumerate([(plain, 12), (sealed, 300), (shares, 3), (grown, 13)]):
         layer.append(*(keys(1, HEADS, count, DIM, seed=20 + seed + i, dtype=DTYPE) for i in (0, 9)))
@@ -186,7 +188,7 @@ def test_launches_are_issued_when_the_pass_ends(monkeypatch: pytest.MonkeyPatch,
 def test_layers_that_share_keys_read_the_token_that_is_being_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
     k = keys(1, HEADS, 1, DIM, dtype=DTYPE)
-    for layer in (FullLayer(16), WindowLayer(16)):
+    for layer in (FullLayer(16, shape=SHAPE), WindowLayer(16, shape=SHAPE)):
         held, _ = layer.update_and_fetch(k, k)
         assert isinstance(held, cuda_rows.Step)
         attend(k, held, held, layer, SCALE, None)
@@ -208,7 +210,8 @@ def test_who_reads_the_same_shares_it(monkeypatch: pytest.MonkeyPatch, launches:
     monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
     planes, raw = _prefix(PlanesCodec(8), 90, 1), _prefix(RawCodec(), 70, 3)
     ends = range(20, 60, 2)
-    layers = [FullLayer(8, [_Cut(CutPart(planes, 0, end)), _Cut(CutPart(raw, 3, end))]) for end in ends]
+    before = [[_Cut(CutPart(planes, 0, end)), _Cut(CutPart(raw, 3, end))] for end in ends]
+    layers = [FullLayer(8, cuts, shape=SHAPE) for cuts in before]
     _run(list(layers), 1, None)
     (made,) = launches
     assert sorted(_bits(made)) == [8, *[RAW_BITS] * (1 + len(layers))]
@@ -223,7 +226,8 @@ def test_tables_are_made_once_for_layers_that_are_stored_alike(
     monkeypatch: pytest.MonkeyPatch, launches: list[cuda_step.Launch]
 ) -> None:
     monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
-    layers = [[FullLayer(40, [_prefix(PlanesCodec(8), 90, seed)]) for _ in range(2)] for seed in (1, 2)]
+    before = [[_prefix(PlanesCodec(8), 90, seed)] for seed in (1, 2)]
+    layers = [[FullLayer(40, parts, shape=SHAPE) for _ in range(2)] for parts in before]
     for rows in layers:
         _run(list(rows), 3, None)
     first, second = launches[:3], launches[3:]
@@ -245,9 +249,7 @@ def test_what_moves_between_steps_is_found_again(monkeypatch: pytest.MonkeyPatch
     known = cuda_step.Known()
 
     def reads() -> cuda_step.Reads | None:
-        slot = layer.next_slot(None, None)
-        assert slot is not None
-        return known.reads([[]], [slot])
+        return known.reads([[]], [layer.next_slot()])
 
     first = reads()
     assert reads() is first
@@ -261,7 +263,9 @@ def test_a_launch_takes_any_number_of_parts(monkeypatch: pytest.MonkeyPatch, lau
     def layers() -> list[FullLayer | WindowLayer]:
         bits = [8, 4, 2, 4, 8]
         return [
-            FullLayer(8, [_prefix(PlanesCodec(bits[i % 5]), 20 + i, 10 * row + i) for i in range(1 + 3 * row)])
+            FullLayer(
+                8, [_prefix(PlanesCodec(bits[i % 5]), 20 + i, 10 * row + i) for i in range(1 + 3 * row)], shape=SHAPE
+            )
             for row in range(7)
         ]
 
@@ -278,7 +282,8 @@ def test_what_a_launch_cannot_take_goes_by_sequence(
 ) -> None:
     """Buffers of two dtypes."""
     raw = [keys(HEADS, 20, DIM, seed=seed, dtype=mx.float16) for seed in (1, 2)]
-    layers = [FullLayer(8, [SealedPart(*(RawCodec().encode(x, 0) for x in raw))]), FullLayer(8)]
+    before = SealedPart(*(RawCodec().encode(x, 0) for x in raw))
+    layers = [FullLayer(8, [before], shape=SHAPE), FullLayer(8, shape=SHAPE)]
     monkeypatch.setattr(cuda_rows, "fits", lambda keys, _: keys.shape[2] == 1)
     got = _run(list(layers), 2, None)
     assert not launches

@@ -234,13 +234,19 @@ def test_a_long_prompt_is_matched_and_filed_in_time() -> None:
     for end in range(500, PROMPT + 1, 500):
         tree.insert(b"r", prompt[:end], f"turn {end}")
     assert tree.num_nodes == 200
-    other = np.concatenate((prompt[: PROMPT // 2], ids(PROMPT // 2, seed=1)))
-    started = time.perf_counter()
-    assert tree.match(b"r", prompt).num_tokens == PROMPT
-    matched = time.perf_counter()
-    assert tree.insert(b"r", other, "other").num_matched == PROMPT // 2
-    assert time.perf_counter() - matched < INDEX_S
-    assert matched - started < INDEX_S
+    matched_s: list[float] = []
+    filed_s: list[float] = []
+    for seed in range(1, 6):
+        other = np.concatenate((prompt[: PROMPT // 2], ids(PROMPT // 2, seed=seed)))
+        started = time.perf_counter()
+        assert tree.match(b"r", prompt).num_tokens == PROMPT
+        matched = time.perf_counter()
+        assert tree.insert(b"r", other, "other").num_matched == PROMPT // 2
+        matched_s.append(matched - started)
+        filed_s.append(time.perf_counter() - matched)
+    # The best of five: a shared machine is held up now and then.
+    assert min(matched_s) < INDEX_S
+    assert min(filed_s) < INDEX_S
 
 
 def test_a_node_that_grows_a_thousand_times_is_not_copied_each_time() -> None:

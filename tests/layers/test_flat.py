@@ -15,6 +15,7 @@ from kvstrata.bench.memory import counted_concatenations
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.attention_rows import AttentionRows
 from kvstrata.layers.batch import BatchCache
+from kvstrata.layers.buffers import KvShape
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
@@ -27,6 +28,7 @@ from tests.tiny import VOCAB, tiny_module
 HEADS, K_DIM, V_DIM = 2, 16, 8
 TOKEN_BYTES = HEADS * (K_DIM + V_DIM) * 4
 RING = 48
+SHAPE = KvShape(HEADS, K_DIM, V_DIM, mx.float32)
 
 
 def decode(cache: Any, arrays: Callable[[], list[mx.array]], rows: int = 1) -> None:
@@ -44,7 +46,7 @@ def decode(cache: Any, arrays: Callable[[], list[mx.array]], rows: int = 1) -> N
 @pytest.mark.parametrize("keep", [0, 4])
 def test_a_ring_is_allocated_whole_by_its_first_token(keep: int) -> None:
     before = active_bytes()
-    layer = WindowLayer(2000, keep)
+    layer = WindowLayer(2000, keep, SHAPE)
     assert layer.nbytes == 0
     for i in range(1000):
         decode(layer, layer.arrays)
@@ -56,7 +58,7 @@ def test_a_ring_is_allocated_whole_by_its_first_token(keep: int) -> None:
 
 @pytest.mark.usefixtures("attention_path")
 def test_rings_of_a_batch_are_allocated_whole_by_their_first_tokens() -> None:
-    rings = [WindowLayer(RING) for _ in range(4)]
+    rings = [WindowLayer(RING, shape=SHAPE) for _ in range(4)]
     for layer, num_tokens in zip(rings, (0, 5, RING, 3 * RING), strict=True):
         if num_tokens:
             layer.append(mx.zeros((1, HEADS, num_tokens, K_DIM)), mx.zeros((1, HEADS, num_tokens, V_DIM)))
@@ -183,7 +185,7 @@ def test_sealing_needs_scratch_for_one_layer_only() -> None:
 
 
 def test_growing_by_a_piece_costs_what_it_adds() -> None:
-    layer = FullLayer(4000)
+    layer = FullLayer(4000, shape=SHAPE)
     layer.append(mx.zeros((1, HEADS, 4000, K_DIM)), mx.zeros((1, HEADS, 4000, V_DIM)))
     mx.eval(layer.arrays())
 

@@ -77,10 +77,10 @@ def test_without_stop_strings_everything_passes(stops: tuple[str, ...]) -> None:
 def test_time_grows_with_the_text_and_not_with_its_square() -> None:
     # Every character of this text begins a near match of 20,000.
     matcher = StopMatcher(("a" * 20_000 + "b",))
-    began = time.perf_counter()
+    began = time.thread_time()
     for _ in range(150):
         matcher.add("a" * 501)
-    assert time.perf_counter() - began < 2.0
+    assert time.thread_time() - began < 2.0
     assert matcher.finish() == "a" * 20_000
 
 

@@ -42,8 +42,6 @@ RAW_BITS = 32  # as in cpu_kernels, which needs numba to be looked at
 
 _NO_SINKS = np.empty(0, np.float32)
 
-Tokens = mx.array | np.ndarray  # [rows, kv_heads, tokens, dim]
-
 # The process that compiles for this one, if there is one.
 _beside: list[subprocess.Popen[bytes]] = []
 
@@ -90,7 +88,7 @@ class Run(NamedTuple):
 class Row(Protocol):
     """One layer of one sequence."""
 
-    def runs_with_next(self, k: Tokens, v: Tokens) -> list[Run]: ...
+    def runs_with_next(self) -> list[Run]: ...
 
     def parts(self) -> Any: ...
 
@@ -203,7 +201,7 @@ def attend_next(rows: Sequence[Row], q: np.ndarray, k: np.ndarray, v: np.ndarray
 def write(rows: Sequence[Row], k: np.ndarray, v: np.ndarray) -> Written:
     from kvstrata.attention import cpu_kernels
 
-    by_row = [row.runs_with_next(k, v) for row in rows]
+    by_row = [row.runs_with_next() for row in rows]
     runs = [run for runs in by_row for run in runs]
     table = np.array([(i, *run.fields()) for i, runs in enumerate(by_row) for run in runs], np.int64)
     cpu_kernels.write(k, v, table)

@@ -27,9 +27,8 @@ class Row(Protocol):
 
     def before_slot(self) -> tuple[Part, ...]: ...
 
-    def next_slot(self, k: mx.array | None, v: mx.array | None) -> Slot | None:
-        """Make room for one more token, not counted yet. None: `k` and `v` are not given, and only they tell the shape
-        of a buffer that has to be made."""
+    def next_slot(self) -> Slot:
+        """Make room for one more token, not counted yet."""
         ...
 
     def count_next(self) -> None:
@@ -45,14 +44,12 @@ def fits(keys: mx.array, values: mx.array) -> bool:
     return keys.shape[2] == 1 and keys.dtype == values.dtype and step_works(keys.dtype, keys.shape[3], values.shape[3])
 
 
-def slots_of(rows: Sequence[Row], k: mx.array, v: mx.array) -> list[Slot]:
+def slots_of(rows: Sequence[Row]) -> list[Slot]:
     """A place for each row's next token, counted."""
     slots = []
     for row in rows:
-        slot = row.next_slot(k, v)
-        assert slot is not None
+        slots.append(row.next_slot())
         row.count_next()
-        slots.append(slot)
     return slots
 
 
@@ -127,7 +124,7 @@ class Step:
     def _take_slots(self) -> None:
         """Make room for the new tokens, and find out whether the kernel can read all that the rows read."""
         self._before = [[part.cuda_range() for part in row.before_slot()] for row in self._rows]
-        self._slots = slots_of(self._rows, self._keys, self._values)
+        self._slots = slots_of(self._rows)
         if all(part.fits for ranges in self._before for part in ranges):
             self._reads = self._counters.known.reads(self._before, self._slots)
 
@@ -164,11 +161,11 @@ class Found(NamedTuple):
 
 
 def find(rows: Sequence[Row], counters: Counters) -> Found | None:
-    """None: a launch cannot take it, or a buffer has to be made first."""
+    """None: a launch cannot take it."""
     before = [[part.cuda_range() for part in row.before_slot()] for row in rows]
-    slots = [slot for slot in [row.next_slot(None, None) for row in rows] if slot is not None]
-    if len(slots) < len(rows) or not all(part.fits for ranges in before for part in ranges):
+    if not all(part.fits for ranges in before for part in ranges):
         return None
+    slots = [row.next_slot() for row in rows]
     k, v = slots[0][:2]
     kv_heads = k.shape[1]
     if k.dtype != v.dtype or not step_works(k.dtype, k.shape[3], v.shape[3]):

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.attention.cpu import Tokens
 from kvstrata.attention.cuda_addresses import Whereabouts
 from kvstrata.attention.parts import RawPart
 from kvstrata.codecs.base import copy_rows
@@ -41,11 +41,22 @@ def without_cache() -> Iterator[None]:
         mx.set_cache_limit(limit_bytes)
 
 
+class KvShape(NamedTuple):
+    """Of the keys and values of one token in one layer."""
+
+    kv_heads: int
+    k_dim: int
+    v_dim: int
+    dtype: mx.Dtype
+
+
 class Buffer:
     """K and V of up to `size` tokens of one sequence in one layer. Allocated whole by the first write."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, shape: KvShape | None = None) -> None:
+        """Without `shape` the first tokens that are put tell it, and only then can others write."""
         self.size = max(size, 2)  # see _assign
+        self._shape = shape
         self.k: mx.array | None = None  # [1, kv_heads, size, k_dim]
         self.v: mx.array | None = None  # [1, kv_heads, size, v_dim]
         self.where = Whereabouts()  # on a GPU
@@ -69,9 +80,10 @@ class Buffer:
         return RawPart(self.k, self.v, num_tokens, where=self.where)
 
     def put(self, at: int, k: mx.array, v: mx.array) -> None:  # [1, kv_heads, tokens, dim]
-        k_buffer, v_buffer = self.allocate(k, v)
-        _assign(k_buffer, at, k)
-        _assign(v_buffer, at, v)
+        if self.k is None or self.v is None:
+            self.k, self.v = (mx.zeros((1, x.shape[1], self.size, x.shape[3]), x.dtype) for x in (k, v))
+        _assign(self.k, at, k)
+        _assign(self.v, at, v)
         self._addresses = None
         self.where.forget()
 
@@ -80,28 +92,21 @@ class Buffer:
         self.k, self.v, self._addresses = k, v, None
         self.where.forget()
 
-    def addresses(self, k: Tokens, v: Tokens) -> tuple[int, int]:
-        """Where K and V lie in memory, computed up to now. `k` and `v` are new tokens: they tell the shape if need be.
-
-        Good until the next `put`: nothing else moves a buffer.
-        """
+    def addresses(self) -> tuple[int, int]:
+        """Where K and V lie in memory, computed up to now. Good until the next `put`: nothing else moves a buffer."""
         if self._addresses is None:
-            if self.k is None or self.v is None:
-                self.k, self.v = _zeros(self._shape(k)), _zeros(self._shape(v))
-            mx.eval(self.k, self.v)
-            self._addresses = _address(self.k), _address(self.v)
+            k, v = self.allocate()
+            mx.eval(k, v)
+            self._addresses = _address(k), _address(v)
         return self._addresses
 
-    def allocate(self, k: mx.array | None, v: mx.array | None) -> tuple[mx.array, mx.array]:
-        """K and V, allocated if they are not: `k` and `v` are new tokens and tell the shape."""
+    def allocate(self) -> tuple[mx.array, mx.array]:
+        """K and V, for a kernel that writes to them: allocated if they are not."""
         if self.k is None or self.v is None:
-            assert k is not None
-            assert v is not None
-            self.k, self.v = mx.zeros(self._shape(k), k.dtype), mx.zeros(self._shape(v), v.dtype)
+            assert self._shape is not None, "no token was put yet, and its shape was not given"
+            heads, k_dim, v_dim, dtype = self._shape
+            self.k, self.v = (_zeros((1, heads, self.size, dim), dtype) for dim in (k_dim, v_dim))
         return self.k, self.v
-
-    def _shape(self, tokens: Tokens) -> tuple[int, ...]:
-        return 1, tokens.shape[1], self.size, tokens.shape[3]
 
 
 def owned(array: mx.array) -> mx.array:
@@ -121,11 +126,11 @@ def _assign(buffer: mx.array, at: int, tokens: mx.array) -> None:
     buffer[:, :, half:] = tokens[:, :, half:]
 
 
-def _zeros(shape: tuple[int, ...]) -> mx.array:
-    """For kernels on a CPU, in float32. Few are copied: to compute them takes MLX 60 us, however few they are."""
-    if math.prod(shape) <= FEW_VALUES:
+def _zeros(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """On a CPU few are copied: to compute them takes MLX 60 us, however few they are."""
+    if dtype == mx.float32 and math.prod(shape) <= FEW_VALUES and mx.default_device() == mx.cpu:
         return mx.array(np.zeros(shape, np.float32))
-    return mx.zeros(shape, mx.float32)
+    return mx.zeros(shape, dtype)
 
 
 def _address(buffer: mx.array) -> int:

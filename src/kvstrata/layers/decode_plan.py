@@ -99,7 +99,7 @@ def plan_after(
     before: DecodePlan | None, sequences: Sequence[SequenceCache], rows: Sequence[AttentionRows]
 ) -> DecodePlan | None:
     """A plan for the next step: `before`, if that is good, else what is good of it and what is found anew. None: the
-    step has to go layer by layer, which also makes buffers that are missing."""
+    step has to go layer by layer."""
     if before is not None and before.is_good:
         return before
     known: Sequence[LayerPlan | None] = before.layers if before is not None and before.has_room else [None] * len(rows)

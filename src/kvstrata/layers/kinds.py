@@ -20,6 +20,7 @@ from mlx_lm.models.cache import (
 
 from kvstrata.codecs.turns import Turn
 from kvstrata.errors import ConfigError
+from kvstrata.layers.buffers import KvShape
 
 Kind = Literal["full", "window", "chunked", "recurrent", "composite", "foreign"]
 
@@ -42,6 +43,11 @@ class LayerSpec:
     k_turn: Turn | None = None  # how its keys turn from token to token; None: they do not, or it is not known
     v_turn: Turn | None = None  # of a model that puts keys where values go
     turn_reason: str = ""  # why it is not known
+
+    @property
+    def kv_shape(self) -> KvShape | None:
+        """None: not measured yet, or it keeps no K and V."""
+        return KvShape(self.kv_heads, self.k_dim, self.v_dim, self.dtype) if self.kv_heads else None
 
     @property
     def signature(self) -> str:

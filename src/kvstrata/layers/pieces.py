@@ -14,7 +14,7 @@ import mlx.core as mx
 from kvstrata.attention import cpu
 from kvstrata.attention.cuda_step import Slot
 from kvstrata.attention.parts import RawPart
-from kvstrata.layers.buffers import Buffer, round_up
+from kvstrata.layers.buffers import Buffer, KvShape, round_up
 
 # Room beside the newest tokens when the others were encoded, and of every buffer that is added later: what is encoded
 # next moves the newest tokens again, and would move all room that they have.
@@ -32,11 +32,12 @@ class Piece:
 
 
 class Pieces:
-    def __init__(self, capacity: int, raw_tokens: int | None) -> None:
+    def __init__(self, capacity: int, raw_tokens: int | None, shape: KvShape | None) -> None:
         """Room for `capacity` tokens; buffers for no more than `raw_tokens` of them at once."""
         self._raw_tokens = raw_tokens
+        self._shape = shape
         first = capacity if raw_tokens is None else min(capacity, raw_tokens)
-        self._pieces = [_piece(first)]
+        self._pieces = [self._piece(first)]
         self._promised = capacity - first  # tokens that there is no buffer for yet
         self.version = 0  # changes with the buffers, and with what MLX writes to them
 
@@ -65,7 +66,7 @@ class Pieces:
 
     def grow(self, tokens: int) -> None:
         if self._raw_tokens is None and not self._promised:
-            self._pieces.append(_piece(tokens))
+            self._pieces.append(self._piece(tokens))
             self.version += 1
         else:
             self._promised += tokens
@@ -75,7 +76,7 @@ class Pieces:
         free = sum(piece.free for piece in self._pieces)
         if free < num_tokens and self._promised:
             size = max(num_tokens - free, self._raw_tokens or max(ROOM_TOKENS, self.capacity // 4))
-            self._pieces.append(_piece(min(size, self._promised)))
+            self._pieces.append(self._piece(min(size, self._promised)))
             self._promised = max(0, self._promised - self._pieces[-1].buffer.size)
             self.version += 1
 
@@ -92,7 +93,7 @@ class Pieces:
                 start += count
         return start
 
-    def runs_with_next(self, k: cpu.Tokens, v: cpu.Tokens) -> tuple[list[cpu.Run], bool]:
+    def runs_with_next(self) -> tuple[list[cpu.Run], bool]:
         """All of it and a place for one more token, which the caller writes there; and whether there was one."""
         self.make_room(1)
         runs, is_placed = [], False
@@ -102,18 +103,17 @@ class Pieces:
                 piece.used += 1
                 is_placed = True
             if piece.used:
-                runs.append(cpu.Run(*piece.buffer.addresses(k, v), piece.buffer.size, at, piece.used))
+                runs.append(cpu.Run(*piece.buffer.addresses(), piece.buffer.size, at, piece.used))
         return runs, is_placed
 
-    def next_slot(self, k: mx.array | None, v: mx.array | None) -> Slot | None:
-        """A place for one more token, which is not counted yet: see `count_next`. None: there is none, or there is no
-        buffer yet and no token to tell its shape."""
+    def next_slot(self) -> Slot | None:
+        """A place for one more token, which is not counted yet: see `count_next`. None: there is no room."""
         self.make_room(1)
-        piece = self._pieces[self.num_full]
-        used, buffer = piece.used + 1, piece.buffer
-        if used > buffer.size or (k is None and not buffer.arrays()):
+        piece = self.next_piece
+        if not piece.free:
             return None
-        return Slot(*buffer.allocate(k, v), buffer.size, used - 1, used, buffer.where)
+        buffer = piece.buffer
+        return Slot(*buffer.allocate(), buffer.size, piece.used, piece.used + 1, buffer.where)
 
     @property
     def next_piece(self) -> Piece:
@@ -155,13 +155,12 @@ class Pieces:
     def keep_only(self, recent: Sequence[mx.array], num_recent: int) -> None:
         """Let all buffers go but one with `recent`, K and V as long as `size_for` says; none where no token stays."""
         room = self.capacity - self.num_tokens
-        tail = Piece(Buffer(self.size_for(num_recent)), num_recent)
+        tail = Piece(Buffer(self.size_for(num_recent), self._shape), num_recent)
         if recent:
             tail.buffer.adopt(*recent)
         self._pieces = [tail]
         self._promised = max(0, room - tail.free)
         self.version += 1
 
-
-def _piece(num_tokens: int) -> Piece:
-    return Piece(Buffer(round_up(num_tokens)))
+    def _piece(self, num_tokens: int) -> Piece:
+        return Piece(Buffer(round_up(num_tokens), self._shape))

@@ -218,9 +218,9 @@ def _make(
         return CompositeLayer([make(child) for child in spec.children])
     before = next(sources)
     if spec.kind == "full":
-        return FullLayer(capacity, before, raw_tokens)
+        return FullLayer(capacity, before, raw_tokens, spec.kv_shape)
     if spec.kind == "window":
-        return WindowLayer(spec.max_size, spec.keep)
+        return WindowLayer(spec.max_size, spec.keep, spec.kv_shape)
     if spec.kind == "chunked":
         return ChunkedLayer(spec.max_size)
     if spec.kind == "recurrent":

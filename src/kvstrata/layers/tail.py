@@ -13,6 +13,7 @@ from kvstrata.attention.cuda_tables import Place
 from kvstrata.attention.parts import Part, Source
 from kvstrata.attention.runs import RunCache
 from kvstrata.layers.base import AttentionLayer, Watched
+from kvstrata.layers.buffers import KvShape
 from kvstrata.layers.own import OwnTokens
 from kvstrata.layers.pieces import Piece, Pieces
 
@@ -20,12 +21,18 @@ from kvstrata.layers.pieces import Piece, Pieces
 class FullLayer(AttentionLayer):
     """`before` are tokens that others hold: maybe still being written by their owner, never by this layer."""
 
-    def __init__(self, capacity: int, before: Sequence[Source] = (), raw_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        before: Sequence[Source] = (),
+        raw_tokens: int | None = None,
+        shape: KvShape | None = None,
+    ) -> None:
         """Room for `capacity` tokens; buffers for no more than `raw_tokens` of them at once, if what is older is sealed
         in time."""
         super().__init__(sum(source.num_tokens for source in before))
         self._before = tuple(before)
-        self._pieces = Pieces(capacity, raw_tokens)
+        self._pieces = Pieces(capacity, raw_tokens, shape)
         self.own = OwnTokens(self.offset, self._pieces)
         self._runs = RunCache()
 
@@ -52,15 +59,15 @@ class FullLayer(AttentionLayer):
         """Write tokens; the caller has made sure that there is room."""
         self._count(k.shape[2], self._pieces.append(k, v))
 
-    def runs_with_next(self, k: cpu.Tokens, v: cpu.Tokens) -> list[cpu.Run]:
+    def runs_with_next(self) -> list[cpu.Run]:
         """Make room for one more token, which the caller writes where the runs say. Only if `has_runs`."""
-        runs, is_placed = self._pieces.runs_with_next(k, v)
+        runs, is_placed = self._pieces.runs_with_next()
         self._count(1, int(is_placed))
         return [*self._runs.of(self._parts_before()), *runs]
 
-    def next_slot(self, k: mx.array | None, v: mx.array | None) -> Slot | None:
-        slot = self._pieces.next_slot(k, v)
-        if slot is None and k is not None:
+    def next_slot(self) -> Slot:
+        slot = self._pieces.next_slot()
+        if slot is None:
             raise self._no_room(1)
         return slot
 

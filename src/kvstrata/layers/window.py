@@ -12,16 +12,16 @@ from kvstrata.attention.cuda_step import Slot
 from kvstrata.attention.cuda_tables import Place
 from kvstrata.attention.parts import Part, Parts, RawPart
 from kvstrata.layers.base import AttentionLayer, Watched
-from kvstrata.layers.buffers import Buffer
+from kvstrata.layers.buffers import Buffer, KvShape
 from kvstrata.layers.pieces import Piece
 from kvstrata.layers.ring import Ring
 
 
 class WindowLayer(AttentionLayer):
-    def __init__(self, max_size: int, keep: int = 0) -> None:
+    def __init__(self, max_size: int, keep: int = 0, shape: KvShape | None = None) -> None:
         super().__init__(0)
         self.ring = Ring(max_size, keep)
-        self._buffer = Buffer(max_size)
+        self._buffer = Buffer(max_size, shape)
         self._chunk: RawPart | None = None  # what the queries of a chunk read, until the pass ends
 
     @property
@@ -75,18 +75,16 @@ class WindowLayer(AttentionLayer):
             new = slice(first - start, last - start)
             self._buffer.put(self.ring.slot(first), k[:, :, new], v[:, :, new])
 
-    def runs_with_next(self, k: cpu.Tokens, v: cpu.Tokens) -> list[cpu.Run]:
+    def runs_with_next(self) -> list[cpu.Run]:
         """Make room for one more token, which the caller writes where the run says."""
         at = self.ring.slot(self.offset)
         self.offset += 1
-        return [cpu.Run(*self._buffer.addresses(k, v), self._buffer.size, at, min(self.offset, self.ring.max_size))]
+        return [cpu.Run(*self._buffer.addresses(), self._buffer.size, at, min(self.offset, self.ring.max_size))]
 
-    def next_slot(self, k: mx.array | None, v: mx.array | None) -> Slot | None:
+    def next_slot(self) -> Slot:
         buffer, ring = self._buffer, self.ring
-        if k is None and not buffer.arrays():
-            return None
         held = min(self.offset + 1, ring.max_size)
-        return Slot(*buffer.allocate(k, v), buffer.size, ring.slot(self.offset), held, buffer.where)
+        return Slot(*buffer.allocate(), buffer.size, ring.slot(self.offset), held, buffer.where)
 
     def count_next(self) -> None:
         self.offset += 1
