@@ -64,9 +64,9 @@ class Sixteen:
 def sixteen(case: str, dtype_name: str, seed: int) -> Sixteen:
     wide = _module(case, seed)
     dtype = DTYPES[dtype_name]
-    wide.update(_cast(wide.parameters(), dtype, mx.float32))
+    wide.update(cast(wide.parameters(), dtype, mx.float32))
     model = _module(case, seed)
-    model.update(_cast(model.parameters(), dtype))
+    model.update(cast(model.parameters(), dtype))
     mx.eval(wide.parameters(), model.parameters())
     rng = random.Random(f"{case}{seed}")
     ids = tuple(rng.randrange(VOCAB) for _ in range(NUM_TOKENS))
@@ -79,7 +79,7 @@ def sixteen(case: str, dtype_name: str, seed: int) -> Sixteen:
 def _layout(case: str, dtype_name: str | None) -> Layout:
     """It follows from the configuration, not from the weights."""
     model = _module(case, 0)
-    model.update(_cast(model.parameters(), DTYPES[dtype_name] if dtype_name else mx.float32))
+    model.update(cast(model.parameters(), DTYPES[dtype_name] if dtype_name else mx.float32))
     return probe(model)
 
 
@@ -96,7 +96,7 @@ def _module(case: str, seed: int) -> Any:
     return model
 
 
-def _cast(parameters: Any, *dtypes: mx.Dtype) -> Any:
+def cast(parameters: Any, *dtypes: mx.Dtype) -> Any:
     for dtype in dtypes:
         parameters = tree_map(
             lambda a, to=dtype: a.astype(to) if mx.issubdtype(a.dtype, mx.floating) else a, parameters
