@@ -146,7 +146,7 @@ def test_a_change_of_membership_copies_nobodys_kv() -> None:
 
 
 def test_a_hit_copies_nothing() -> None:
-    drive = Drive(tiny_loaded(LLAMA), Limits(tail_step_tokens=8))
+    drive = Drive(tiny_loaded(LLAMA, 4), Limits(tail_step_tokens=8))
     serve(drive, prompt(8000), 2)
     held = drive.stock.shelf.held_bytes
     assert held > 7.5e6

@@ -21,7 +21,7 @@ VOCAB = 97
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 64,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "intermediate_size": 96,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -150,14 +150,16 @@ def tiny_module(architecture: str, *, seed: int = 0, **overrides: Any) -> Any:
 
 
 @functools.cache
-def tiny_loaded(architecture: str) -> LoadedModel:
-    module = tiny_module(architecture)
+def tiny_loaded(architecture: str, num_layers: int | None = None) -> LoadedModel:
+    """Of two layers, as a rule: tests take less time. Some need more, or were made for the bytes of more."""
+    config = {**tiny_config(architecture), **({"num_hidden_layers": num_layers} if num_layers else {})}
+    module = tiny_module(architecture, **config)
     return LoadedModel(
         name=f"tiny-{architecture}",
         path=Path("nowhere"),
         module=module,
         tokenizer=tiny_tokenizer(),
-        config=tiny_config(architecture),
+        config=config,
         context_tokens=_COMMON["max_position_embeddings"],
         vocab_size=VOCAB,
         eos_ids=frozenset(),
@@ -169,14 +171,14 @@ def tiny_loaded(architecture: str) -> LoadedModel:
 
 def layout_of(loaded: LoadedModel, max_kv_size: int | None = None) -> Layout:
     """Tiny models are probed once: the layout follows from the configuration, not from the weights."""
-    architecture = loaded.config["model_type"]
-    is_tiny = loaded.config == tiny_config(architecture)
-    return _tiny_layout(architecture, max_kv_size) if is_tiny else probe(loaded.module, max_kv_size)
+    architecture, num_layers = loaded.config["model_type"], loaded.config["num_hidden_layers"]
+    is_tiny = loaded.config == {**tiny_config(architecture), "num_hidden_layers": num_layers}
+    return _tiny_layout(architecture, num_layers, max_kv_size) if is_tiny else probe(loaded.module, max_kv_size)
 
 
 @functools.cache
-def _tiny_layout(architecture: str, max_kv_size: int | None) -> Layout:
-    return probe(tiny_loaded(architecture).module, max_kv_size)
+def _tiny_layout(architecture: str, num_layers: int, max_kv_size: int | None) -> Layout:
+    return probe(tiny_loaded(architecture, num_layers).module, max_kv_size)
 
 
 def tiny_tokenizer() -> TokenizerWrapper:

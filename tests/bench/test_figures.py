@@ -111,7 +111,7 @@ def test_prefill_share_figures_have_both_sides() -> None:
 
 def test_spilling_figures_come_from_bytes_that_were_spilled() -> None:
     load = spilling.Load(streams=2, conversations=6, conversation_tokens=700)
-    figures = spilling.measure(tiny_loaded("llama"), load, rounds=2)
+    figures = spilling.measure(tiny_loaded("llama", 4), load, rounds=2)
     # 4 layers, K and V of 2 heads of 16 values in float32; the token of a reply of one is never fed.
     assert figures.spilled_bytes >= 2 * 6 * 700 * 4 * 2 * 2 * 16 * 4
     assert figures.num_intervals > 0

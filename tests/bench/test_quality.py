@@ -125,7 +125,7 @@ def test_pairs_are_read_as_they_are_written() -> None:
 
 def test_each_layer_loses_alone_and_more_with_fewer_bits() -> None:
     passes: list[int] = []
-    subject = subject_of(tiny_loaded("llama"))
+    subject = subject_of(tiny_loaded("llama", 4))
     losses = list(layers.measure(subject, text(200), LAYERS, Watch(advanced=lambda: passes.append(1))))
     assert len(passes) == LAYERS.num_passes(subject.layout) == 1 + 4 * 2 * 3
     assert [(loss.layer, loss.side, loss.bits) for loss in losses] == [
@@ -136,7 +136,7 @@ def test_each_layer_loses_alone_and_more_with_fewer_bits() -> None:
 
 
 def test_layers_without_keys_are_left_out() -> None:
-    losses = list(layers.measure(subject_of(tiny_loaded("qwen3_next")), text(200), LAYERS))
+    losses = list(layers.measure(subject_of(tiny_loaded("qwen3_next", 4)), text(200), LAYERS))
     assert {loss.layer for loss in losses} == {1, 3}
 
 
@@ -156,7 +156,7 @@ def words(tmp_path: Path) -> Path:
 @pytest.fixture
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command's model is a tiny one, and each character of its text is a token."""
-    monkeypatch.setattr("kvstrata.models.load.load", lambda _model: tiny_loaded("llama"))
+    monkeypatch.setattr("kvstrata.models.load.load", lambda _model: tiny_loaded("llama", 4))
     monkeypatch.setattr(
         "kvstrata.text.tokens.encode_text", lambda _tokenizer, words: [ord(word) - 32 for word in words]
     )
@@ -207,7 +207,7 @@ def test_layers_compares_plans_of_the_same_bytes_on_another_text(words: Path) ->
 
 
 def test_a_plan_by_layer_is_like_planes_alone() -> None:
-    subject = subject_of(tiny_loaded("llama"))
+    subject = subject_of(tiny_loaded("llama", 4))
     losses = [
         layers.LayerLoss(i, side, bits, 1 / bits, 0, 1) for i in range(4) for side in ("k", "v") for bits in (8, 4)
     ]

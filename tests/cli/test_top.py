@@ -140,8 +140,8 @@ def test_requests_are_shown_with_what_they_took_and_why_they_missed(tiny: Served
 def test_conversations_are_bars_of_their_parts(tiny: Served) -> None:
     """The newer one parts from the older at 100 of 300 tokens: what both have is drawn once."""
     newer, older = re.findall(r"^orchard-1 .*$", printed(tiny), re.MULTILINE)
-    whole = re.search(r"^orchard-1 +(█{20,}) +303  303.0 KiB +\d+ s$", older)
-    rest = re.search(r"^orchard-1 +(█{10,}) +303  203.0 KiB +\d+ s$", newer)
+    whole = re.search(r"^orchard-1 +(█{20,}) +303  151.5 KiB +\d+ s$", older)
+    rest = re.search(r"^orchard-1 +(█{10,}) +303  101.5 KiB +\d+ s$", newer)
     assert whole is not None, older
     assert rest is not None, newer
     assert whole.end(1) == rest.end(1)

@@ -189,7 +189,7 @@ def leave_room_for_one(loop: Loop) -> None:
 def logged_at_the_end(
     folder: Path, files: FaultyFiles, caplog: pytest.LogCaptureFixture, before: dict[str, Act], flush_s: float
 ) -> str:
-    with engine_on(folder, tiny_loaded("llama"), files=files, flush_s=flush_s) as engine:
+    with engine_on(folder, tiny_loaded("llama", 4), files=files, flush_s=flush_s) as engine:
         answer(engine, "first", 700)
         files.before = before
     files.before = {}

@@ -318,7 +318,7 @@ class Watched(Files):
 def test_a_long_match_comes_in_batches_within_the_bound_while_others_decode(
     architecture: str, bound_bytes: int, tmp_path: Path
 ) -> None:
-    loaded = tiny_loaded(architecture)
+    loaded = tiny_loaded(architecture, 4)
     with engine_on(tmp_path, loaded) as engine:
         first = answer(engine, "first", 4000)
     files = Watched()
@@ -342,7 +342,7 @@ def test_a_long_match_comes_in_batches_within_the_bound_while_others_decode(
 
 
 def test_a_match_that_memory_has_no_room_for_is_loaded_as_far_as_it_has(tmp_path: Path) -> None:
-    loaded = tiny_loaded("llama")
+    loaded = tiny_loaded("llama", 4)
     with engine_on(tmp_path, loaded) as engine:
         first = answer(engine, "first", 4000)
     with engine_on(tmp_path, loaded, Storage(hot_bytes=2 * MIB), read_ahead_bytes=MIB // 2) as engine:
@@ -408,7 +408,7 @@ def ask_for(engine: Engine, prompt: tuple[int, ...]) -> Reply:
 
 
 def test_second_touch_counts_requests_however_often_a_span_is_offered(tmp_path: Path) -> None:
-    loaded = tiny_loaded("llama")
+    loaded = tiny_loaded("llama", 4)
     generator = np.random.default_rng(1)
     prompts = [tuple(generator.integers(0, VOCAB, 600).tolist()) for _ in range(16)]
 

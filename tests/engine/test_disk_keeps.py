@@ -202,7 +202,7 @@ def write_all(loop: Loop) -> bool:
 
 
 def test_the_end_writes_what_the_disk_has_evicted_and_the_newest_stays(tmp_path: Path) -> None:
-    loaded = tiny_loaded("llama")
+    loaded = tiny_loaded("llama", 4)
     with engine_on(tmp_path, loaded, Storage(write_through=True), SMALL_DISK) as engine:
         ask(engine, 1)
         fill_disk_with_others(engine)

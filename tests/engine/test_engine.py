@@ -84,7 +84,7 @@ def test_requests_from_many_threads_are_all_answered() -> None:
 
 
 def test_what_can_never_be_served_is_refused_with_the_numbers() -> None:
-    loaded = tiny_loaded("llama")
+    loaded = tiny_loaded("llama", 4)
     # Small chunks: what a step takes is little beside the cache.
     with running(loaded, memory_bytes=loaded.weight_bytes + 3 * MIB // 2, prefill_chunk_tokens=16) as engine:
         most_tokens = engine.props()["kv_budget_bytes"] // engine.props()["kv_bytes_per_token"]

@@ -43,7 +43,7 @@ def test_a_quarter_of_the_memory_keeps_all_chats_at_a_lower_precision() -> None:
 
 
 def test_layers_at_the_edges_do_not_hide_how_far_the_others_have_stepped_down() -> None:
-    loaded = tiny_loaded("llama")
+    loaded = tiny_loaded("llama", 4)
     kv_bytes = 3000 * Drive(loaded).budget.token_bytes
     drive = Drive(loaded, Limits(tail_step_tokens=16), kv_bytes=kv_bytes, storage=Storage(dynamic=True, edge_layers=1))
     for i in range(13):

@@ -42,7 +42,7 @@ def test_each_token_of_a_chat_is_written_once(architecture: str, tmp_path: Path)
 
 
 def test_an_idle_engine_rests_while_the_disk_takes_nothing(tmp_path: Path) -> None:
-    loaded = tiny_loaded("llama")
+    loaded = tiny_loaded("llama", 4)
     with engine_on(tmp_path, loaded, Storage(hot_bytes=2000 * 1024), daily_write_bytes=1000) as engine:
         for turn in range(2):
             reply = Reply()

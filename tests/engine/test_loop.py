@@ -157,7 +157,7 @@ def test_held_memory_never_exceeds_the_budget() -> None:
 
 
 def test_joining_and_leaving_copies_nobody_elses_kv() -> None:
-    drive = Drive(tiny_loaded("llama"), Limits(tail_step_tokens=40_000))
+    drive = Drive(tiny_loaded("llama", 4), Limits(tail_step_tokens=40_000))
     big = drive.submit(prompt(300), 40_000)
     while len(big.ids) < 3:
         drive.loop.step()

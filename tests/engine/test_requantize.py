@@ -164,7 +164,7 @@ def test_bad_changes_are_refused_and_nothing_is_lost() -> None:
 
 @pytest.mark.usefixtures("exact_buffers")
 def test_memory_that_is_said_to_be_free_is_free_before_the_readers_next_step() -> None:
-    drive = Drive(tiny_loaded("llama"))
+    drive = Drive(tiny_loaded("llama", 4))
     drive.submit(prompt(1500), 4)
     drive.run()
     settle(drive)

@@ -33,7 +33,7 @@ SHORT = {"llama": 4, "qwen2": 4, "qwen3": 4, "gemma3_text": 4}
 
 def quantized_module(architecture: str, *, bits: int = 4, **overrides: Any) -> Any:
     """The same weights each time."""
-    model = tiny_module(architecture, **overrides)
+    model = tiny_module(architecture, **{"num_hidden_layers": 4, **overrides})
 
     def fits(_: str, module: Any) -> bool:
         return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0

@@ -173,7 +173,7 @@ def test_explain_tells_nothing_of_anothers_prompts(callers: tuple[As, As, As]) -
 
 
 def test_pins_are_ones_own_and_within_the_quota() -> None:
-    with running(tiny_loaded("llama"), api_key=["key-a", "key-b"], admin_key=["boss"], pin_quota="600KiB") as locked:
+    with running(tiny_loaded("llama", 4), api_key=["key-a", "key-b"], admin_key=["boss"], pin_quota="600KiB") as locked:
         a, b, boss = (As(locked, key) for key in KEYS)
         for caller in (a, b, boss):
             for prompt in (LONG, OTHER):

@@ -148,7 +148,7 @@ def test_another_model_is_refused_with_what_differs() -> None:
 
 
 def test_what_cannot_be_exported_or_imported_is_said(tmp_path: Path) -> None:
-    with running(tiny_loaded("llama"), hot_cache_size="1MiB") as served:
+    with running(tiny_loaded("llama", 4), hot_cache_size="1MiB") as served:
         assert exported(served, "nobody").json()["error"]["code"] == "session_not_found"
         complete(served, PROMPT)
         assert exported(served, query="?format=zip").status_code == 400
@@ -159,17 +159,17 @@ def test_what_cannot_be_exported_or_imported_is_said(tmp_path: Path) -> None:
         told = imported(served, bytes(limit + 1))
         assert told.status_code == 413
         assert "--memory-limit" in told.json()["error"]["message"]
-    with running(tiny_loaded("llama")) as here:
+    with running(tiny_loaded("llama", 4)) as here:
         complete(here, [*PROMPT, *PROMPT])
         content = exported(here).content
-    with running(tiny_loaded("llama"), hot_cache_size="512KiB") as small:
+    with running(tiny_loaded("llama", 4), hot_cache_size="512KiB") as small:
         answer = imported(small, content)
         assert answer.json()["error"]["code"] == "memory_limit_exceeded"
         assert "512KiB" in answer.json()["error"]["message"]
         assert stored(small) == (0, 0)
     kept = tmp_path / "kept"
     kept.write_text("mine")
-    with running(tiny_loaded("llama")) as served, pytest.raises(KvstrataError, match="--force"):
+    with running(tiny_loaded("llama", 4)) as served, pytest.raises(KvstrataError, match="--force"):
         run(served, "export", "chat-1", str(kept))
     assert kept.read_text() == "mine"
 
@@ -229,7 +229,7 @@ CASES = [
 def test_we_take_what_cache_prompt_wrote(
     architecture: str, options: dict[str, Any], flags: dict[str, Any], tmp_path: Path
 ) -> None:
-    loaded = heads_of_64(architecture) if "kv_bits" in options else tiny_loaded(architecture)
+    loaded = heads_of_64(architecture) if "kv_bits" in options else tiny_loaded(architecture, 4)
     file, tokens, wrong = tmp_path / "cache.safetensors", tmp_path / "tokens.json", tmp_path / "wrong.json"
     caches = prompt_cache(loaded.module, file, **options)
     tokens.write_text(json.dumps(PROMPT))
@@ -301,7 +301,7 @@ def test_a_prompt_is_rendered_as_cache_prompt_does(served: Served, default_model
 @pytest.fixture(scope="module")
 def plain_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     file = tmp_path_factory.mktemp("mlx") / "cache.safetensors"
-    prompt_cache(tiny_loaded("llama").module, file)
+    prompt_cache(tiny_loaded("llama", 4).module, file)
     return file.read_bytes()
 
 
@@ -324,7 +324,7 @@ def test_prompt_caches_that_say_something_else_are_refused(plain_file: bytes) ->
         lambda f: f.update({"0.0": None}),
         lambda f: f.pop("2.1"),
     ]
-    with running(tiny_loaded("llama")) as served:
+    with running(tiny_loaded("llama", 4)) as served:
         for change in changes:
             changed = json.loads(json.dumps(fields))
             change(changed)

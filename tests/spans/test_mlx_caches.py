@@ -102,12 +102,13 @@ def test_generate_step_goes_on_from_our_spans(architecture: str) -> None:
     assert adopt_mlx_lm(text.layout, caches, 66 + 4).end == 70
 
 
-def test_spans_cut_and_of_several_precisions_are_decoded() -> None:
+@pytest.mark.parametrize("names", [("raw", "planes:8"), ("rotated:4", "planes:8")], ids="-".join)
+def test_spans_cut_and_of_several_precisions_are_decoded(names: tuple[str, str]) -> None:
     text = text_for("qwen3")
     cache = SequenceCache(text.layout, text.model, 90)
     text.advance(cache, 90)
     span = sealed(text, cache)
-    for layer, name in zip(span.layers, ("raw", "planes:8", "rotated:4", "planes:8"), strict=True):
+    for layer, name in zip(span.layers, names, strict=True):
         rewrite_layer(span, layer, make_plan(text.layout, parse(name), parse(name)).pairs[layer])
     runs = [SpanRange(span, 0, 50), SpanRange(span, 50, 80)]
     caches = to_mlx_lm(text.layout, runs, None)

@@ -298,21 +298,25 @@ def softmax(scores: mx.array) -> mx.array:
     """Over the last axis. On a CPU in place: `scores` must be the caller's alone."""
     if not fits(scores):
         return mx.softmax(scores, axis=-1, precise=True)
-    from kvstrata.attention import cpu_kernels
-
     mx.eval(scores)
     view = np.asarray(scores)
     if not view.flags.c_contiguous:
         return mx.softmax(scores, axis=-1, precise=True)
     columns = scores.shape[-1]
-    cpu_kernels.softmax_causal(view.reshape(-1, columns), columns, 1)  # every query sees every column
+    _softmax_causal(view.reshape(-1, columns), columns, 1)  # every query sees every column
     return scores
+
+
+def _softmax_causal(scores: np.ndarray, past: int, tokens: int) -> None:
+    from kvstrata.attention import cpu_kernels
+
+    # MLX has computed the scores: threads of ours are asleep.
+    with threads_for(is_large=scores.size > PARALLEL_ASLEEP):
+        cpu_kernels.softmax_causal(scores, past, tokens)
 
 
 def prefill(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
     """Causal attention of one row: q [1, heads, tokens, k_dim] are the last of k [1, kv_heads, total, k_dim]."""
-    from kvstrata.attention import cpu_kernels
-
     heads, tokens, kv_heads = q.shape[1], q.shape[2], k.shape[1]
     past = k.shape[2] - tokens
     grouped = (q * scale).reshape(1, kv_heads, heads // kv_heads, tokens, q.shape[3])
@@ -322,7 +326,7 @@ def prefill(q: mx.array, k: mx.array, v: mx.array, scale: float) -> mx.array:
         block = grouped[:, :, :, start:end].reshape(1, kv_heads, -1, q.shape[3])
         scores = block @ k[:, :, : past + end].swapaxes(-1, -2)
         mx.eval(scores)
-        cpu_kernels.softmax_causal(np.asarray(scores).reshape(-1, past + end), past + start, end - start)
+        _softmax_causal(np.asarray(scores).reshape(-1, past + end), past + start, end - start)
         mixed = scores @ v[:, :, : past + end]
         out.append(mixed.reshape(1, heads, end - start, v.shape[3]))
     return mx.concatenate(out, axis=2) if len(out) > 1 else out[0]
