@@ -230,7 +230,6 @@ def test_the_number_of_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     drive = drive_with(m, "llama")
     began_s = drive.stock.leaves._clock()
     for i in range(30):
-        # What is younger than half a second is not always worth more than what is a little older.
         monkeypatch.setattr(drive.stock.leaves, "_clock", lambda now_s=began_s + i: now_s)
         # Some are so long that an eviction by bytes would only shorten them.
         ask(drive, (i, *(m.ids * 9)[: 600 if i % 10 == 0 else 20]))

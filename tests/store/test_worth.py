@@ -112,7 +112,7 @@ def test_every_age_has_its_bucket(age_s: float) -> None:
 
 def test_without_measurements_older_is_worth_less() -> None:
     reuse = Reuse()
-    rates = [reuse.density(Kind.FRESH, age_s) for age_s in (1, 10, 100, 1000, 10_000)]
+    rates = [reuse.density(Kind.FRESH, age_s) for age_s in (0.1, 0.6, 1, 10, 100, 1000, 10_000)]
     assert rates == sorted(rates, reverse=True)
     assert len(set(rates)) == len(rates)
 

@@ -65,7 +65,9 @@ NUM_BUCKETS = 42
 EDGES_S: Floats = np.concatenate(([0.0], FIRST_EDGE_S * 2.0 ** (np.arange(NUM_BUCKETS) / 2)))
 INNER_EDGES_S: tuple[float, ...] = tuple(EDGES_S[1:-1].tolist())
 # Without measurements the same share comes back in every bucket, so the chance per second falls with age: LRU.
-PRIOR_HAZARD = 0.1
+PRIOR_HAZARD: Floats = np.full(NUM_BUCKETS, 0.1)
+# The first one is wider than the three after it: with their share what is youngest would be worth less than they are.
+PRIOR_HAZARD[0] = 1 - (1 - 0.1) ** 3
 PRIOR_WEIGHT = 20.0
 MAX_HAZARD = 0.95
 # Giving up comes after beginning.
@@ -132,7 +134,7 @@ class Reuse:
         weight = self._weight * (np.count_nonzero(self._weight) / max(1.0, self._weight.sum()))
         used = _by_bucket(where[self._is_reused], weight[self._is_reused])
         ended = _by_bucket(where, weight)
-        overall = hazard(used.sum(0), ended.sum(0), np.full(NUM_BUCKETS, PRIOR_HAZARD))
+        overall = hazard(used.sum(0), ended.sum(0), PRIOR_HAZARD)
         self._density = best_rate(hazard(used, ended, overall)).tolist()
 
 
