@@ -50,8 +50,8 @@ from tests.tiny import VOCAB, tiny_loaded, tiny_module
 # In a run of all slow tests; `make soak` asks for twenty.
 DEFAULT_MINUTES = 0.5
 KIB, MIB = 1 << 10, 1 << 20
-HOT_BYTES = 2 * MIB
-DISK_BYTES = 10 * MIB
+HOT_BYTES = MIB
+DISK_BYTES = 5 * MIB
 # On CUDA products have workspaces of their own, whatever the model.
 MEMORY_BYTES = (2048 if mx.cuda.is_available() else 256) * MIB
 NUM_CHATS = 12
