@@ -192,8 +192,7 @@ def test_what_another_sequence_still_writes_is_read_where_it_lies() -> None:
     model = tiny_module("qwen3")
     layout = probe(model)
     owner = _caches(model, layout)[1]
-    sources = tuple((_Live(layer, 30),) for layer in owner.flat)
-    reader = SequenceCache(layout, model, 32, Prefix(30, sources, (None,) * len(owner.flat)))
+    reader = SequenceCache(layout, model, 32, _beginning(owner))
     mx.eval(model(mx.array([[1, 2, 3]]), cache=reader.caches()), reader.arrays())
     reader.end_pass(3)
     batch, step = BatchCache([owner, reader]), CompiledStep(model)
@@ -209,14 +208,18 @@ def test_the_first_step_over_a_prompt_that_others_computed_is_planned() -> None:
     model = tiny_module("qwen3")
     layout = probe(model)
     owner = _caches(model, layout)[1]
-    sources = tuple((_Live(layer, 30),) for layer in owner.flat)
-    ours, theirs = (SequenceCache(layout, model, 8, Prefix(30, sources, (None,) * len(owner.flat))) for _ in range(2))
+    ours, theirs = (SequenceCache(layout, model, 8, _beginning(owner)) for _ in range(2))
     batch, step, tokens = BatchCache([ours]), CompiledStep(model), mx.array([5])
     for _ in range(3):
         got = step.run(tokens, batch)
         assert got is not None
         wanted = _layer_by_layer(model, [theirs], tokens)
         assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
+
+
+def _beginning(owner: SequenceCache, num_tokens: int = 30) -> Prefix:
+    sources = tuple((_Live(layer, num_tokens),) for layer in owner.flat)
+    return Prefix(num_tokens, sources, (None,) * len(owner.flat))
 
 
 class _Live:

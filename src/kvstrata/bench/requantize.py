@@ -64,8 +64,9 @@ def measure(
     limits = Limits(max_running=streams, tail_step_tokens=reply_tokens, prefill_share=1.0)
     with running(Engine(loaded, limits, metrics)) as engine:
         started = Streams(engine)
-        for _ in range(streams):
-            started.start(greedy(random_prompt(rng, loaded, prompt_tokens), reply_tokens))
+        for stream in range(streams):
+            # A salt each: two random prompts may begin with the same token, and would share it.
+            started.start(greedy(random_prompt(rng, loaded, prompt_tokens), reply_tokens, salt=str(stream)))
         started.wait_for(1)
         rows = []
         for precision in precisions:

@@ -65,9 +65,10 @@ NUM_BUCKETS = 42
 EDGES_S: Floats = np.concatenate(([0.0], FIRST_EDGE_S * 2.0 ** (np.arange(NUM_BUCKETS) / 2)))
 INNER_EDGES_S: tuple[float, ...] = tuple(EDGES_S[1:-1].tolist())
 # Without measurements the same share comes back in every bucket, so the chance per second falls with age: LRU.
-PRIOR_HAZARD: Floats = np.full(NUM_BUCKETS, 0.1)
-# The first one is wider than the three after it: with their share what is youngest would be worth less than they are.
-PRIOR_HAZARD[0] = 1 - (1 - 0.1) ** 3
+PRIOR_SHARE = 0.1
+# The first bucket is wider than each of the next three: with the share of one, the youngest would be worth less than
+# what is a little older. It has the share of three.
+PRIOR_HAZARD: Floats = np.array([1 - (1 - PRIOR_SHARE) ** 3, *[PRIOR_SHARE] * (NUM_BUCKETS - 1)])
 PRIOR_WEIGHT = 20.0
 MAX_HAZARD = 0.95
 # Giving up comes after beginning.

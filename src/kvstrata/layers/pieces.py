@@ -37,7 +37,7 @@ class Pieces:
         self._raw_tokens = raw_tokens
         self._shape = shape
         first = capacity if raw_tokens is None else min(capacity, raw_tokens)
-        self._pieces = [self._piece(first)]
+        self._pieces = [_piece(first, shape)]
         self._promised = capacity - first  # tokens that there is no buffer for yet
         self.version = 0  # changes with the buffers, and with what MLX writes to them
 
@@ -66,7 +66,7 @@ class Pieces:
 
     def grow(self, tokens: int) -> None:
         if self._raw_tokens is None and not self._promised:
-            self._pieces.append(self._piece(tokens))
+            self._pieces.append(_piece(tokens, self._shape))
             self.version += 1
         else:
             self._promised += tokens
@@ -76,7 +76,7 @@ class Pieces:
         free = sum(piece.free for piece in self._pieces)
         if free < num_tokens and self._promised:
             size = max(num_tokens - free, self._raw_tokens or max(ROOM_TOKENS, self.capacity // 4))
-            self._pieces.append(self._piece(min(size, self._promised)))
+            self._pieces.append(_piece(min(size, self._promised), self._shape))
             self._promised = max(0, self._promised - self._pieces[-1].buffer.size)
             self.version += 1
 
@@ -162,5 +162,6 @@ class Pieces:
         self._promised = max(0, room - tail.free)
         self.version += 1
 
-    def _piece(self, num_tokens: int) -> Piece:
-        return Piece(Buffer(round_up(num_tokens), self._shape))
+
+def _piece(num_tokens: int, shape: KvShape | None) -> Piece:
+    return Piece(Buffer(round_up(num_tokens), shape))
