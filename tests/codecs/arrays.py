@@ -56,6 +56,6 @@ def same_bits(a: mx.array, b: mx.array) -> bool:
 
 
 def allocated() -> int:
-    """By arrays that are alive: they go with their last reference, so there is no garbage to collect."""
+    """By arrays that are alive. Wants `no_garbage`: collecting it at each call would take longer than the tests."""
     mx.clear_cache()
     return mx.get_active_memory()

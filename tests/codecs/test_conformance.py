@@ -14,6 +14,8 @@ from kvstrata.codecs.base import Codec, MismatchedPlanes, Planes, UnsupportedCod
 from kvstrata.codecs.registry import from_spec, parse, planes_from
 from tests.codecs.arrays import HEAD_DIMS, NAMES, TURNING, allocated, keys, named, relative_error, same_bits
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 # Root mean square error relative to the size of the keys. planes: a uniform step of scale / 2**(bits - 1), over
 # sqrt(12), with a largest value of 3.4 standard deviations; rotated: Lloyd-Max's own; affine: what groups with an
 # outlier cost.

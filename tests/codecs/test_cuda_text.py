@@ -7,6 +7,7 @@ import pytest
 
 from kvstrata.attention.cuda_addresses import COLLECTED, PLANES_PLACES, RAW_PLACES
 from kvstrata.codecs import cuda_kernels
+from kvstrata.codecs.cuda_codes import blocks_for
 from tests.codecs import nvrtc
 
 pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason="needs nvidia-cuda-nvrtc, -runtime and -cccl")
@@ -29,7 +30,7 @@ STEPS = [
 def test_a_step(dtype: mx.Dtype, k_dim: int, v_dim: int, tiles: int) -> None:
     constants = (("BF", dtype == mx.bfloat16), ("K_DIM", k_dim), ("V_DIM", v_dim), ("TILES", tiles))
     dtypes = TABLES | dict.fromkeys(("q", "k_new", "v_new", "out"), dtype)
-    assert not nvrtc.complaints(cuda_kernels.step(), constants, dtypes)
+    assert not nvrtc.complaints(cuda_kernels.step(blocks_for(tiles, k_dim)), constants, dtypes)
 
 
 @pytest.mark.parametrize("places", [RAW_PLACES, PLANES_PLACES])
@@ -45,4 +46,4 @@ def test_collecting_addresses() -> None:
 
 def test_an_error_is_seen() -> None:
     constants = (("BF", True), ("K_DIM", 128), ("V_DIM", 128), ("TILES", "one"))
-    assert "TILES" in nvrtc.complaints(cuda_kernels.step(), constants, TABLES)  # pyright: ignore[reportArgumentType]
+    assert "TILES" in nvrtc.complaints(cuda_kernels.step(4), constants, TABLES)  # pyright: ignore[reportArgumentType]

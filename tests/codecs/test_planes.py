@@ -14,6 +14,8 @@ from kvstrata.codecs.segments import segments_of
 from kvstrata.codecs.turns import Means
 from tests.codecs.arrays import HEAD_DIMS, allocated, keys, relative_error, same_bits
 
+pytestmark = pytest.mark.usefixtures("no_garbage")
+
 STEPS = [(8, 4), (8, 2), (4, 2)]
 
 needs_kernels = pytest.mark.skipif(paths.active() != "cpu", reason="a CPU with numba has kernels to compare")

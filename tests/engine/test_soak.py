@@ -226,6 +226,7 @@ def loaded_of(architecture: str) -> LoadedModel:
         return loaded
     module = tiny_module(architecture, head_dim=64)
     module.update(cast(module.parameters(), mx.bfloat16))
+    mx.eval(module.parameters())  # what is lazy belongs to this thread
     return replace(loaded, module=module, config={**loaded.config, "head_dim": 64}, dtype="bfloat16")
 
 

@@ -1,6 +1,6 @@
 """The decode step over addresses on a GPU with CUDA: right, and how fast beside other ways.
 
-    python -m tests.gpu.step [--only hold,right,compiled,speed,long,eight] [--all]
+    python -m tests.gpu.step [--only hold,right,compiled,speed,long,eight,far] [--all]
 
 Right: against float64 in numpy over what stock operations decode. Compiled: logits of the compiled step beside those
 of the step that goes layer by layer. Speed: decode steps of a model of Qwen3-0.6B's shape.
@@ -35,6 +35,7 @@ from kvstrata.spans.plan import make_plan
 from tests.gpu.step_right import cases, right, slow_cases, wide
 
 BEGAN_S = time.perf_counter()
+ROUNDS = 5
 
 
 def say(text: str) -> None:
@@ -236,7 +237,7 @@ def joining(model: Any, layout: Layout, compiled: CompiledStep) -> str:
     return f"ms of the first step {', '.join(f'{x:.1f}' for x in firsts)}; of others {1e3 * median(usual):.1f}"
 
 
-def speed(batches: Sequence[int], rounds: int = 3, reply_tokens: int = 40) -> None:
+def speed(batches: Sequence[int], rounds: int = ROUNDS, reply_tokens: int = 40) -> None:
     model = random_model().module
     layout = probe(model)
     compiled = CompiledStep(model)
@@ -272,7 +273,7 @@ def in_turns(runs: dict[str, Callable[[], float]], rounds: int) -> str:
     return "tokens/s (range; to " + last + "): " + ", ".join(lines)
 
 
-def long(batch: int, num_tokens: int = 32768, rounds: int = 3, reply_tokens: int = 40) -> str:
+def long(batch: int, num_tokens: int = 32768, rounds: int = ROUNDS, reply_tokens: int = 40) -> str:
     model = random_model().module
     layout = probe(model)
     compiled = CompiledStep(model)
@@ -312,7 +313,9 @@ def mlx_lm_long(model: Any, layout: Layout, num_tokens: int, reply_tokens: int) 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="hold,right,compiled,speed,long,eight", help="some of these, in this order")
+    parser.add_argument(
+        "--only", default="hold,right,compiled,speed,long,eight,far", help="some of these, in this order"
+    )
     parser.add_argument("--batches", default="1,8,16,32")
     parser.add_argument("--all", action="store_true", help="also cases whose kernels take long to compile")
     options = parser.parse_args()
@@ -333,6 +336,8 @@ def main() -> None:
             guarded("speed, batch 1, 32k", lambda: long(1))
         elif part == "eight":
             guarded("speed, batch 8, 32k", lambda: long(8))
+        elif part == "far":
+            guarded("speed, batch 1, 128k", lambda: long(1, 131072))
         else:
             parser.error(f"no such part: {part}")
     say("end")

@@ -22,12 +22,11 @@ from kvstrata.codecs.cuda_codes import (
     THREADS,
     arrays_of,
     bits_of,
-    columns_of,
-    longest_piece,
     piece_tokens,
     pieces_of,
     scalar,
     signs,
+    table_of,
     tiles_for,
     turn_constants,
     turn_of,
@@ -46,10 +45,9 @@ _COMBINE_THREADS = 1024
 class PieceSegments(NamedTuple):
     segments: tuple[Segments, Segments]  # of keys and of values
     offset: int  # of token 0 in the group that shares a mean
-    longest: int  # piece, in tokens
 
     def pieces(self, start: int, end: int, heads: int) -> mx.array:
-        return pieces_of(self.segments, self.offset, start, end, piece_tokens(end - start, heads, self.longest))
+        return pieces_of(self.segments, self.offset, start, end, piece_tokens(end - start, heads))
 
 
 class Packed:
@@ -78,12 +76,11 @@ class PlanesRange:
 
     @cached_property
     def fits(self) -> bool:
-        turns_fit = turn_of(self.v) is None and (turn_of(self.k) is None or self.k.dim == self.v.dim)
-        return fits(self.k) and fits(self.v) and turns_fit
+        return fits(self.k) and fits(self.v) and turn_of(self.v) is None
 
     @cached_property
     def arrays(self) -> list[mx.array]:
-        return [*arrays_of(self.k), *arrays_of(self.v), columns_of(turn_of(self.k), self.k.dim)]
+        return [*arrays_of(self.k), *arrays_of(self.v), table_of(turn_of(self.k), self.k.dim)]
 
     def constants(self, number: int) -> list[Constant]:
         """Of part `number` of a launch."""
@@ -93,7 +90,7 @@ class PlanesRange:
     @property
     def segments(self) -> PieceSegments:
         """All that pieces depend on, beside the range and their number."""
-        return PieceSegments((self.k.segments, self.v.segments), self.k.position % GROUP_TOKENS, longest_piece(self.k))
+        return PieceSegments((self.k.segments, self.v.segments), self.k.position % GROUP_TOKENS)
 
     @cached_property
     def pieces(self) -> mx.array:

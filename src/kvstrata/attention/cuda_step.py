@@ -21,7 +21,7 @@ from kvstrata.attention.cuda import RAW_DTYPES, Range, RawRange
 from kvstrata.attention.cuda_addresses import PLANES_PLACES, RAW_PLACES, Whereabouts
 from kvstrata.attention.cuda_tables import Kind, Place, RowReads, Tables, places_of, raw_kind, tables_of
 from kvstrata.codecs import cuda_kernels, paths
-from kvstrata.codecs.cuda_codes import FUSED_DIMS, THREADS, bits_of, longest_piece, scalar, tiles_for, turn_of
+from kvstrata.codecs.cuda_codes import FUSED_DIMS, THREADS, bits_of, blocks_for, scalar, tiles_for, turn_of
 from kvstrata.codecs.rotation import sign_values
 from kvstrata.codecs.segments import GROUP_TOKENS
 
@@ -97,7 +97,6 @@ def _kind(part: Range) -> Kind:
     return Kind(
         *(bits_of(part.k), bits_of(part.v), part.k.num_tokens, (part.k.segments, part.v.segments)),
         offset=part.k.position % GROUP_TOKENS,
-        longest=longest_piece(part.k),
         turn=(turn.num_pairs, turn.first, int(turn.is_interleaved)) if turn else (0, 0, 0),
     )
 
@@ -133,11 +132,9 @@ def attend_step(
     """Puts K and V into their places and attends over all -> [rows, heads, 1, v_dim]."""
     num_rows, kv_heads, _, k_dim = k.shape
     group, v_dim, num_blocks = q.shape[1] // kv_heads, v.shape[3], launch.num_blocks
-    out, _, _ = cuda_kernels.step().run(
-        (
-            *(("BF", k.dtype == mx.bfloat16), ("K_DIM", k_dim), ("V_DIM", v_dim)),
-            ("TILES", tiles_for(group, max(k_dim, v_dim))),
-        ),
+    tiles = tiles_for(group, max(k_dim, v_dim))
+    out, _, _ = cuda_kernels.step(blocks_for(tiles, max(k_dim, v_dim))).run(
+        (("BF", k.dtype == mx.bfloat16), ("K_DIM", k_dim), ("V_DIM", v_dim), ("TILES", tiles)),
         inputs=[
             *(q, k, v, launch.places, launch.pieces, launch.kinds, launch.addresses, launch.counters),
             scalar(0.0) if sinks is None else sinks.astype(mx.float32),

@@ -29,7 +29,6 @@ class Kind(NamedTuple):
     num_tokens: int  # of the arrays
     segments: tuple[Segments, Segments] = ((), ())  # of keys and of values; none of raw vectors
     offset: int = 0  # of token 0 in the group that shares a mean
-    longest: int = 0  # piece, in tokens
     turn: tuple[int, int, int] = (0, 0, 0)  # pairs, first dim, whether pairs are neighbours
 
 
@@ -107,13 +106,12 @@ _NOTHING = np.zeros((0, ENTRY), np.int32)
 
 
 def _pieces(number: int, kind: Kind, start: int, end: int, num_heads: int) -> np.ndarray:
+    size = piece_tokens(end - start, num_heads)
     if kind.k_bits == RAW_BITS:
-        size = piece_tokens(end - start, num_heads)
         firsts = np.arange(start, end, size)
         known = np.zeros((len(firsts), 5), np.int32)
         known[:, 0], known[:, 1] = firsts, np.minimum(size, end - firsts)
     else:
-        size = piece_tokens(end - start, num_heads, kind.longest)
         known = piece_rows(kind.segments, kind.offset, start, end, size)
     rows = np.zeros((len(known), ENTRY), np.int32)
     rows[:, 0], rows[:, 1:6] = number, known

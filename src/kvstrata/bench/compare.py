@@ -54,16 +54,13 @@ LEAST_S = 5.0  # a server that starts late has at least so long for its scenario
 
 @dataclass(frozen=True)
 class Side:
-    """A peer as it takes part: MLX's with our BLAS, and as it comes."""
+    """A peer as it takes part. On a CPU MLX's come with our BLAS, and once more as they come."""
 
     peer: Peer
     name: str
     blas: Path | None = None
     budget_s: float | None = None  # all scenarios together
-
-    @property
-    def as_it_comes(self) -> bool:
-        return self.peer.on_mlx and self.blas is None
+    as_it_comes: bool = False
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def _sides(only: str, llama_server: Path | None, as_they_come_s: float) -> list[
         Side(LlamaCppPython(), LlamaCppPython.name),
     ]
     if library is not None and as_they_come_s:
-        sides += [Side(peer, f"{peer.name}, as it comes", None, as_they_come_s) for peer in on_mlx]
+        sides += [Side(peer, f"{peer.name}, as it comes", budget_s=as_they_come_s, as_it_comes=True) for peer in on_mlx]
     prefixes = tuple(words(only)) if only else ("",)
     return [side for side in sides if side.name.startswith(prefixes)]
 

@@ -32,6 +32,7 @@ _SHORTEST_PIECE = 64
 _ENOUGH_WARPS = 1024  # to keep the GPU busy; with fewer, pieces are made shorter
 _ENCODE_THREADS = 256  # as in encode.cuh
 _DECODE_THREADS = 256
+_TABLE_ROWS = 32  # as in turned.cuh
 
 
 def pays(num_queries: int, dim: int) -> bool:
@@ -59,13 +60,23 @@ def angles_of(turn: Turn | None) -> mx.array:
 
 
 @lru_cache(maxsize=8)
-def columns_of(turn: Turn | None, dim: int) -> mx.array:
-    """float16 [2, 256, dim]: see `turns.Tables`; then what float16 leaves of it, times 2048"""
+def table_of(turn: Turn | None, dim: int) -> mx.array:
+    """As float32 numbers: see turned.cuh"""
     if turn is None:
-        return mx.zeros((1,), mx.float16)
-    wide = np.ascontiguousarray(tables(turn, dim).columns.T)
+        return mx.zeros((1,))
+    cos, sin, columns = tables(turn, dim)
+    turns = np.zeros((GROUP_TOKENS, 2, dim), np.float32)
+    turns[:, 0] = 1
+    for dims in turn.pairs():
+        turns[:, 0, dims], turns[:, 1, dims] = cos, sin
+    wide = columns.T[:_TABLE_ROWS]
     upper = wide.astype(np.float16)
-    return mx.array(np.stack([upper, ((wide - upper.astype(np.float32)) * 2048).astype(np.float16)]))
+    rows = np.stack([upper, ((wide - upper.astype(np.float32)) * 2048).astype(np.float16)])
+    # Upper or lower; of rows: half, 8 of them, group; of dims: 32 of them, quarter, product, pair, place.
+    cut = rows.reshape(2, 2, 2, 8, dim // 32, 4, 2, 2, 2)
+    # Upper or lower, 32 dims, product, half; the lane's group and quarter; in it pair, 8 rows, place.
+    rows = np.ascontiguousarray(cut.transpose(0, 4, 6, 1, 3, 5, 7, 2, 8))
+    return mx.array(np.concatenate([turns.ravel(), rows.view(np.float32).ravel()]))
 
 
 def decode_planes(planes: Planes, dtype: mx.Dtype, start: int = 0, end: int | None = None) -> mx.array:
@@ -119,7 +130,7 @@ def score_planes(q: mx.array, planes: Planes) -> mx.array:
     tiles, turn = tiles_for(queries, dim), turn_of(planes)
     pieces = all_pieces(planes, heads)
     (scores,) = cuda_kernels.score_planes().run(
-        inputs=[flat, signs(dim), columns_of(turn, dim), pieces, *arrays_of(planes)],
+        inputs=[flat, signs(dim), table_of(turn, dim), pieces, *arrays_of(planes)],
         constants=(
             *(("T", q.dtype), ("K_BITS", bits_of(planes)), ("K_DIM", dim), ("TILES", tiles)),
             *turn_constants(turn, "K_"),
@@ -163,20 +174,20 @@ def tiles_for(queries: int, dim: int) -> int:
     return 2 if queries > 4 and dim <= 128 else 1
 
 
-def piece_tokens(num_tokens: int, heads: int, longest: int = _LONGEST_PIECE) -> int:
-    size = longest
+def blocks_for(tiles: int, dim: int) -> int:
+    """How many blocks a multiprocessor should run at once. What a larger one needs in registers is worth more to it."""
+    return 3 if tiles == 1 and dim <= 128 else 1
+
+
+def piece_tokens(num_tokens: int, heads: int) -> int:
+    size = _LONGEST_PIECE
     while size > _SHORTEST_PIECE and num_tokens * heads < _ENOUGH_WARPS * size:
         size //= 2
     return size
 
 
-def longest_piece(keys: Planes) -> int:
-    """Of keys whose mean turns: as many tokens as the memory of a warp has room for."""
-    return _LONGEST_PIECE if turn_of(keys) is None else min(_LONGEST_PIECE, keys.dim // 64 * 64)
-
-
 def all_pieces(planes: Planes, heads: int) -> mx.array:
-    size = piece_tokens(planes.num_tokens, heads, longest_piece(planes))
+    size = piece_tokens(planes.num_tokens, heads)
     offset = planes.position % GROUP_TOKENS
     return pieces_of((planes.segments, planes.segments), offset, 0, planes.num_tokens, size)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import mlx.core as mx
 
 FOLDER = Path(__file__).parent / "cuda_source"
-ATTENTION = ("intrinsics", "codes", "shares", "turn", "attention")
+ATTENTION = ("intrinsics", "codes", "shares", "turn", "queries", "turned", "attention")
 WARPS = 4  # of a block, as in attention.cuh
 ENTRY, ADDRESSES = 8, 12  # numbers in a row of a table, as in step.cuh
 
@@ -55,25 +55,29 @@ _ATTEND_PLANES = f"""{_PIECE}
     kvstrata::Values<V_BITS@, V_DIM> v;
     k.load(k@_source, start, start + count - 1, lane);
     v.load(v@_source, start, start + count - 1, lane);
-    kvstrata::take_queries(queries, q_row, q_strides[1], *scale, num_queries, lane);
-    kvstrata::rotate_queries(rotated, queries, k_signs, num_queries, lane);
+    kvstrata::take_queries(shared.queries, q_row, q_strides[1], *scale, num_queries, lane);
+    kvstrata::rotate_queries(shared.rotated, shared.queries, k_signs, num_queries, lane);
     __syncthreads();
     if (piece < num_pieces@) {{
       kvstrata::Asked<false, K_BITS@, K_DIM, TILES> asked;
-      asked.take(rotated, num_queries, lane);
+      asked.take(shared.rotated, num_queries, lane);
+      float* found = shared.found.sums[lane.warp];
       // Until the piece is done, what it finds has no need of its memory.
-      float* shares = K_PAIRS@ > 0 ? found.sums[lane.warp][0] : nullptr;
+      float* shares = K_PAIRS@ > 0 ? found : nullptr;
       if constexpr (K_PAIRS@ > 0) {{
         using Turn = kvstrata::Turn<K_PAIRS@, K_FIRST@, K_INTERLEAVED@>;
-        kvstrata::add_turned(Turn{{}}, queries, k@_source.mean, turns@, place[4], count, num_queries, shares, lane);
+        kvstrata::add_turned(
+            Turn{{}}, shared.queries, k@_source.mean, turns@, place[4], num_queries,
+            shared.scratch[lane.warp].factors, shares, lane);
       }} else {{
-        asked.centre(queries, k@_source.mean, num_queries, lane);
+        asked.centre(shared.queries, k@_source.mean, num_queries, lane);
       }}
       kvstrata::attend<false, K_BITS@, V_BITS@, K_DIM, V_DIM, TILES>(
-          exchange, asked, k, v, k@_source, v@_source, shares, v_signs, start, count, num_queries,
-          found.sums[lane.warp][0], found.stats[lane.warp][0], lane);
+          shared.scratch[lane.warp].exchange, asked, k, v, k@_source, v@_source, shares, start, count,
+          num_queries, found, shared.found.stats[lane.warp][0], lane);
+      shared.found.says(v@_source.mean, lane);
     }} else {{
-      found.nothing(lane);
+      shared.found.nothing(lane);
     }}
 """
 
@@ -87,22 +91,30 @@ _ATTEND_RAW = """
     kvstrata::Values<kvstrata::RAW, V_DIM> v;
     k.load(k_source, start, start + count - 1, lane);
     v.load(v_source, start, start + count - 1, lane);
-    kvstrata::take_queries(queries, q_row, q_strides[1], *scale, num_queries, lane);
+    kvstrata::take_queries(shared.queries, q_row, q_strides[1], *scale, num_queries, lane);
     __syncthreads();
     if (piece < num_pieces@) {
       kvstrata::Asked<BF, kvstrata::RAW, K_DIM, TILES> asked;
-      asked.take(queries, num_queries, lane);
+      asked.take(shared.queries, num_queries, lane);
       kvstrata::attend<BF, kvstrata::RAW, kvstrata::RAW, K_DIM, V_DIM, TILES>(
-          exchange, asked, k, v, k_source, v_source, nullptr, nullptr, start, count, num_queries,
-          found.sums[lane.warp][0], found.stats[lane.warp][0], lane);
+          shared.scratch[lane.warp].exchange, asked, k, v, k_source, v_source, nullptr, start, count,
+          num_queries, shared.found.sums[lane.warp], shared.found.stats[lane.warp][0], lane);
+      shared.found.says(nullptr, lane);
     } else {
-      found.nothing(lane);
+      shared.found.nothing(lane);
     }
+"""
+
+# MLX writes the line that begins a kernel, so what belongs there comes with the word that it begins with.
+_BOUNDS = """
+#undef __global__
+#define __global__ __attribute__((global)) __launch_bounds__({threads}, {blocks})
 """
 
 # A step over addresses: see step.cuh. `facts`: the scale, whether there are sinks, signs of keys and of values.
 _STEP = """
   __shared__ kvstrata::Shared<K_DIM, V_DIM, TILES> shared;
+  __shared__ bool is_last;
   const kvstrata::Lane lane;
   const int num_heads = k_new_shape[1], num_queries = q_shape[1] / num_heads;
   const int row = blockIdx.y / num_heads, head = blockIdx.y % num_heads;
@@ -129,30 +141,38 @@ _STEP = """
     kvstrata::rotate_queries(shared.rotated, shared.queries, facts + 2, num_queries, lane);
     __syncthreads();
   }
-  const float* v_signs = facts + 2 + K_DIM;
+  float* shares = nullptr;
+  if (has_piece && is_coded && work.turn.pairs > 0) {
+    // Until the piece is done, what it finds has no need of its memory.
+    shares = shared.found.sums[lane.warp];
+    kvstrata::add_turned(
+        work.turn, shared.queries, work.k.mean, work.table, work.offset, num_queries,
+        shared.scratch[lane.warp].factors, shares, lane);
+  }
   if (!has_piece) {
     shared.found.nothing(lane);
   } else if (!is_coded) {
     kvstrata::attend_raw<BF, K_DIM, V_DIM, TILES>(shared, work, num_queries, lane);
   } else if (work.k_bits == 8) {
-    kvstrata::attend_coded<8, K_DIM, V_DIM, TILES>(shared, work, v_signs, num_queries, lane);
+    kvstrata::attend_coded<8, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
   } else if (work.k_bits == 4) {
-    kvstrata::attend_coded<4, K_DIM, V_DIM, TILES>(shared, work, v_signs, num_queries, lane);
+    kvstrata::attend_coded<4, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
   } else {
-    kvstrata::attend_coded<2, K_DIM, V_DIM, TILES>(shared, work, v_signs, num_queries, lane);
+    kvstrata::attend_coded<2, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
   }
   const long first = long(blockIdx.y) * gridDim.x * num_queries, found = first + blockIdx.x * num_queries;
-  shared.found.merge(num_queries, sums + found * V_DIM, stats + 2 * found);
+  if (has_piece) shared.found.says(is_coded ? work.v.mean : nullptr, lane);
+  shared.found.merge(num_queries, facts + 2 + K_DIM, sums + found * V_DIM, stats + 2 * found);
   __threadfence();
   __syncthreads();
   unsigned* counter = const_cast<unsigned*>(counters) + blockIdx.y;
-  if (threadIdx.x == 0) shared.is_last = atomicAdd(counter, 1u) + 1 == num_blocks;
+  if (threadIdx.x == 0) is_last = atomicAdd(counter, 1u) + 1 == num_blocks;
   __syncthreads();
-  if (!shared.is_last) return;
+  if (!is_last) return;
   __threadfence();
   if (threadIdx.x == 0) *counter = 0;
-  kvstrata::combine_found<V_DIM>(
-      sums + first * V_DIM, stats + 2 * first, num_blocks, num_queries,
+  kvstrata::combine_found(
+      shared.found, sums + first * V_DIM, stats + 2 * first, num_blocks, num_queries,
       facts[1] != 0 ? sinks + head * num_queries : nullptr, out + long(blockIdx.y) * num_queries * V_DIM);
 """
 
@@ -167,11 +187,13 @@ _SCORE = f"""{_PLACE}{_QUERIES.format(x="q")}
   if (piece >= num_pieces0) return;
   kvstrata::Asked<false, K_BITS, K_DIM, TILES> asked;
   asked.take(rotated, num_queries, lane);
-  __shared__ float turned[K_PAIRS > 0 ? kvstrata::WARPS : 1][K_PAIRS > 0 ? 4 * TILES * K_DIM : 1];
+  __shared__ float turned[K_PAIRS > 0 ? kvstrata::WARPS : 1][K_PAIRS > 0 ? 4 * TILES * kvstrata::SHARES : 1];
+  __shared__ kvstrata::Factors<K_DIM, TILES> factors[kvstrata::WARPS];
   float* shares = K_PAIRS > 0 ? turned[lane.warp] : nullptr;
   if constexpr (K_PAIRS > 0) {{
     using Turn = kvstrata::Turn<K_PAIRS, K_FIRST, K_INTERLEAVED>;
-    kvstrata::add_turned(Turn{{}}, queries, k_source.mean, turns, place[4], count, num_queries, shares, lane);
+    kvstrata::add_turned(
+        Turn{{}}, queries, k_source.mean, turns, place[4], num_queries, factors[lane.warp], shares, lane);
   }} else {{
     asked.centre(queries, k_source.mean, num_queries, lane);
   }}
@@ -272,10 +294,12 @@ def attend(kinds: tuple[Kind, ...]) -> Kernel:
 
 
 @cache
-def step() -> Kernel:
-    """A step of a batch, over addresses."""
+def step(blocks: int) -> Kernel:
+    """A step of a batch, over addresses. A multiprocessor has registers for so many `blocks` at once."""
     tables = ("places", "pieces", "kinds", "addresses", "counters", "sinks", "facts")
-    return _make("step", ("q", "k_new", "v_new", *tables), ("out", "sums", "stats"), _STEP, (*ATTENTION, "step"))
+    inputs, outputs = ("q", "k_new", "v_new", *tables), ("out", "sums", "stats")
+    kernel = _make(f"step{blocks}", inputs, outputs, _STEP, (*ATTENTION, "step"))
+    return replace(kernel, header=kernel.header + _BOUNDS.format(threads=32 * WARPS, blocks=blocks))
 
 
 @cache
@@ -309,10 +333,8 @@ def _parts(kinds: tuple[Kind, ...]) -> str:
     """A block works on one part, and its warps each on a piece of it."""
     counts = {"planes": "pieces{i}_shape[0]", "raw": "(k{i}_shape[2] + SIZE{i} - 1) / SIZE{i}"}
     code = {"planes": _ATTEND_PLANES, "raw": _ATTEND_RAW}
-    body = f"""
-  __shared__ kvstrata::Queries<K_DIM, TILES> queries{", rotated" if "planes" in kinds else ""};
-  __shared__ kvstrata::Exchange<TILES> exchange;
-  __shared__ kvstrata::Found<V_DIM, TILES> found;
+    body = """
+  __shared__ kvstrata::Shared<K_DIM, V_DIM, TILES> shared;
   const auto* q_row = q + blockIdx.y * q_strides[0] + first_query * q_strides[1];
   int block = blockIdx.x, num_blocks = 0;
 """
@@ -331,7 +353,7 @@ def _parts(kinds: tuple[Kind, ...]) -> str:
 """
     return f"""{body}
   const long place = (long(blockIdx.y) * gridDim.x + blockIdx.x) * total_queries + first_query;
-  found.merge(num_queries, sums + place * V_DIM, stats + 2 * place);
+  shared.found.merge(num_queries, v_signs, sums + place * V_DIM, stats + 2 * place);
 """
 
 

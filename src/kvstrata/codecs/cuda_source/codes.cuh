@@ -4,24 +4,20 @@ namespace kvstrata {
 
 constexpr int RAW = 16;  // bits of values that are not packed
 
-// What a code is worth, in units of the vector's scale: (code - MIDDLE + 0.5) * STEP.
-template <int BITS> constexpr unsigned MIDDLE = 1u << (BITS - 1);
-template <int BITS> constexpr float STEP = 2.0f / float(1 << BITS);
+// Whatever its bits, a code is the top of a byte, the rest of which is 0. It stands for the middle of the bytes that
+// begin like it: in units of the vector's scale, (byte - MIDDLE + HALF) * UNIT.
+constexpr int MIDDLE = 128;
+constexpr float UNIT = 1.0f / 128;
+template <int BITS> constexpr float HALF = float(128 >> BITS) + (BITS == 8 ? 0.5f : 0.0f);
 
 template <int N>
 __device__ __forceinline__ void load_words(const unsigned* from, unsigned (&to)[N]) {
   if constexpr (N % 4 == 0) {
-    for (int i = 0; i < N / 4; ++i) {
-      uint4 four = __ldg(reinterpret_cast<const uint4*>(from) + i);
-      to[4 * i] = four.x, to[4 * i + 1] = four.y, to[4 * i + 2] = four.z, to[4 * i + 3] = four.w;
-    }
+    for (int i = 0; i < N / 4; ++i) load_once(from + 4 * i, to[4 * i], to[4 * i + 1], to[4 * i + 2], to[4 * i + 3]);
   } else if constexpr (N % 2 == 0) {
-    for (int i = 0; i < N / 2; ++i) {
-      uint2 two = __ldg(reinterpret_cast<const uint2*>(from) + i);
-      to[2 * i] = two.x, to[2 * i + 1] = two.y;
-    }
+    for (int i = 0; i < N / 2; ++i) load_once(from + 2 * i, to[2 * i], to[2 * i + 1]);
   } else {
-    for (int i = 0; i < N; ++i) to[i] = __ldg(from + i);
+    for (int i = 0; i < N; ++i) load_once(from + i, to[i]);
   }
 }
 
@@ -42,29 +38,31 @@ __device__ __forceinline__ void load_halves(const unsigned short* from, unsigned
 template <int BITS>
 __device__ __forceinline__ void unpack(
     unsigned top, unsigned next, unsigned low0, unsigned low1, unsigned (&codes)[4]) {
+  constexpr unsigned TOP = 0xC0C0C0C0, NEXT = 0x30303030, LOW = 0x0F0F0F0F;
+  codes[0] = (top << 6) & TOP;
+  codes[1] = (top << 4) & TOP;
+  codes[2] = (top << 2) & TOP;
+  codes[3] = top & TOP;
+  if constexpr (BITS >= 4) {
+    codes[0] |= (next << 4) & NEXT;
+    codes[1] |= (next << 2) & NEXT;
+    codes[2] |= next & NEXT;
+    codes[3] |= (next >> 2) & NEXT;
+  }
   if constexpr (BITS == 8) {
-    constexpr unsigned TOP = 0xC0C0C0C0, NEXT = 0x30303030, LOW = 0x0F0F0F0F;
     unsigned first = permute(low0, low1, 0x6420), second = permute(low0, low1, 0x7531);
-    codes[0] = ((top << 6) & TOP) | ((next << 4) & NEXT) | (first & LOW);
-    codes[1] = ((top << 4) & TOP) | ((next << 2) & NEXT) | ((first >> 4) & LOW);
-    codes[2] = ((top << 2) & TOP) | (next & NEXT) | (second & LOW);
-    codes[3] = (top & TOP) | ((next >> 2) & NEXT) | ((second >> 4) & LOW);
-  } else if constexpr (BITS == 4) {
-    constexpr unsigned TOP = 0x0C0C0C0C, NEXT = 0x03030303;
-    codes[0] = ((top << 2) & TOP) | (next & NEXT);
-    codes[1] = (top & TOP) | ((next >> 2) & NEXT);
-    codes[2] = ((top >> 2) & TOP) | ((next >> 4) & NEXT);
-    codes[3] = ((top >> 4) & TOP) | ((next >> 6) & NEXT);
-  } else {
-    for (int i = 0; i < 4; ++i) codes[i] = (top >> (2 * i)) & 0x03030303;
+    codes[0] |= first & LOW;
+    codes[1] |= (first >> 4) & LOW;
+    codes[2] |= second & LOW;
+    codes[3] |= (second >> 4) & LOW;
   }
 }
 
-// Two bytes of codes as float16, less the middle. 0x6400 is 1024, where neighbours are 1 apart.
-template <int BITS>
+// Two bytes of codes as float16, and OVER more: 0x6400 is 1024, where neighbours are 1 apart.
+constexpr int OVER = 1024;
+
 __device__ __forceinline__ unsigned to_halves(unsigned codes, unsigned which) {
-  constexpr unsigned BOTH = 0x64006400 + MIDDLE<BITS> * 0x10001;
-  return subtract_halves(permute(codes, 0x64646464, which), BOTH);
+  return permute(codes, 0x64646464, which);
 }
 
 __device__ __forceinline__ void butterfly(float& a, float& b) {

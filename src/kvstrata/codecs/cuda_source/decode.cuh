@@ -10,10 +10,10 @@ __device__ __forceinline__ int segment_of(const int* starts, int num_segments, i
   return segment;
 }
 
-// A byte of `codes` as float32, less the middle. 0x4700bb00 is 32768 + bb.
+// A byte of `codes` as float32, in units. 0x4700bb00 is 32768 + bb.
 template <int BITS>
 __device__ __forceinline__ float to_float(unsigned codes, int byte) {
-  return __uint_as_float(permute(codes, 0x47000000, 0x7404 + 16 * byte)) - (32768.0f + MIDDLE<BITS> - 0.5f);
+  return __uint_as_float(permute(codes, 0x47000000, 0x7404 + 16 * byte)) - (32768.0f + MIDDLE - HALF<BITS>);
 }
 
 __device__ __forceinline__ void store(float* to, const float (&x)[16]) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void decode(
 #pragma unroll
   for (int i = 0; i < 16; ++i) x[i] = to_float<BITS>(codes[i % 4], i / 4);
   rotate_sixteen<DIM>(x);
-  float factor = __half2float(scales[long(row) * num_tokens + token]) * STEP<BITS> * rsqrtf(float(DIM & -DIM));
+  float factor = __half2float(scales[long(row) * num_tokens + token]) * UNIT * rsqrtf(float(DIM & -DIM));
   const __half* mean = means + (long(row) * num_segments + segment_of(starts, num_segments, token)) * DIM;
   auto mean_at = [&](int d) { return __half2float(mean[d]); };
 #pragma unroll

@@ -9,11 +9,26 @@ __device__ __forceinline__ unsigned permute(unsigned a, unsigned b, unsigned whi
   return __byte_perm(a, b, which);
 }
 
-// Two float16 numbers less two others.
-__device__ __forceinline__ unsigned subtract_halves(unsigned a, unsigned b) {
-  unsigned difference;
-  asm("sub.f16x2 %0, %1, %2;" : "=r"(difference) : "r"(a), "r"(b));
-  return difference;
+// Loads of what is read once: it does not push out of the nearest cache what is read again.
+__device__ __forceinline__ void load_once(const unsigned* from, unsigned& a) {
+  asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(a) : "l"(__cvta_generic_to_global(from)));
+}
+
+__device__ __forceinline__ void load_once(const unsigned* from, unsigned& a, unsigned& b) {
+  asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(a), "=r"(b) : "l"(__cvta_generic_to_global(from)));
+}
+
+__device__ __forceinline__ void load_once(const unsigned* from, unsigned& a, unsigned& b, unsigned& c, unsigned& d) {
+  asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+      : "l"(__cvta_generic_to_global(from)));
+}
+
+// What would be smaller than any normal number is 0.
+__device__ __forceinline__ float exp2_of(float x) {
+  float power;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+  return power;
 }
 
 template <bool BF>
@@ -47,6 +62,14 @@ __device__ __forceinline__ void multiply_add(
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
   }
+}
+
+// 16 x 32 bytes without a sign times 32 x 8 bytes with one, added to sums.
+__device__ __forceinline__ void multiply_add(
+    int (&sums)[4], const unsigned (&left)[4], unsigned right0, unsigned right1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "r"(right0), "r"(right1));
 }
 
 }  // namespace kvstrata

@@ -23,7 +23,7 @@ struct Source {
 template <int BITS, int DIM>
 struct Keys {
   static constexpr int UNITS = DIM / 64;  // of 16 dims
-  static constexpr int PRODUCTS = DIM / 16;
+  static constexpr int PRODUCTS = DIM / 32;
   unsigned top[2][UNITS], next[2][UNITS], low[2][2 * UNITS];
   __half scales[2];
 
@@ -38,22 +38,22 @@ struct Keys {
     }
   }
 
+  // `place`: of the eight bytes that a lane has of the right side.
   static __device__ __forceinline__ int dim_of(int product, int place, const Lane& at) {
-    return 16 * (at.quarter * UNITS + product / 4) + product % 4 + 4 * place;
+    return 16 * (at.quarter * UNITS + product / 2) + 2 * (product % 2) + place / 4 + 4 * (place % 4);
   }
 
   template <int TILES>
-  __device__ __forceinline__ void multiply(const unsigned (&q)[TILES][PRODUCTS][2], float (&sums)[TILES][4]) const {
+  __device__ __forceinline__ void multiply(const unsigned (&q)[TILES][PRODUCTS][2], int (&sums)[TILES][4]) const {
 #pragma unroll
     for (int j = 0; j < UNITS; ++j) {
       unsigned codes[2][4];
       for (int r = 0; r < 2; ++r) unpack<BITS>(top[r][j], next[r][j], low[r][2 * j], low[r][2 * j + 1], codes[r]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        unsigned left[4] = {to_halves<BITS>(codes[0][i], 0x4140), to_halves<BITS>(codes[1][i], 0x4140),
-                            to_halves<BITS>(codes[0][i], 0x4342), to_halves<BITS>(codes[1][i], 0x4342)};
+      for (int i = 0; i < 2; ++i) {
+        unsigned left[4] = {codes[0][2 * i], codes[1][2 * i], codes[0][2 * i + 1], codes[1][2 * i + 1]};
 #pragma unroll
-        for (int t = 0; t < TILES; ++t) multiply_add<false>(sums[t], left, q[t][4 * j + i][0], q[t][4 * j + i][1]);
+        for (int t = 0; t < TILES; ++t) multiply_add(sums[t], left, q[t][2 * j + i][0], q[t][2 * j + i][1]);
       }
     }
   }
@@ -138,8 +138,8 @@ struct Values {
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        unsigned left[4] = {to_halves<BITS>(codes[0][i], 0x4240), to_halves<BITS>(codes[0][i], 0x4341),
-                            to_halves<BITS>(codes[1][i], 0x4240), to_halves<BITS>(codes[1][i], 0x4341)};
+        unsigned left[4] = {to_halves(codes[0][i], 0x4240), to_halves(codes[0][i], 0x4341),
+                            to_halves(codes[1][i], 0x4240), to_halves(codes[1][i], 0x4341)};
 #pragma unroll
         for (int t = 0; t < TILES; ++t) multiply_add<false>(sums[4 * j + i][t], left, weights[t][0], weights[t][1]);
       }

@@ -9,8 +9,8 @@
 // pieces [n][8]: part, first token, how many, segment of keys, segment of values, where in its group the first is.
 // kinds [parts][8]: bits of keys and of values (16: raw), tokens of the arrays, segments of keys, of values, and the
 // turn of the keys' means: pairs, first dim, whether a pair's dims are neighbours.
-// addresses [parts][12]: of keys, then of values: values (or top crumbs), next, low, scales, means; then the columns
-// that belong to the turn.
+// addresses [parts][12]: of keys, then of values: values (or top crumbs), next, low, scales, means; then the table of the
+// turn.
 
 namespace kvstrata {
 
@@ -21,7 +21,7 @@ struct Work {
   Source k, v;
   int k_bits, v_bits, start, count, offset;
   AnyTurn turn;
-  const __half* columns;
+  const float* table;  // of the turn
 };
 
 template <typename T>
@@ -54,7 +54,7 @@ __device__ __forceinline__ Work work_of(
   work.k = source_of<K_DIM>(at, kind[0], head, kind[2], kind[3], own < 0 ? known[3] : 0);
   work.v = source_of<V_DIM>(at + 5, kind[1], head, kind[2], kind[4], own < 0 ? known[4] : 0);
   work.turn = {kind[5], kind[6], kind[7] != 0};
-  work.columns = address<__half>(at[10]);
+  work.table = address<float>(at[10]);
   return work;
 }
 
@@ -66,84 +66,108 @@ __device__ __forceinline__ void put_token(const Source& to, int place, const T* 
   for (int d = at.lane; d < DIM; d += 32) values[d] = bits[d];
 }
 
-template <int K_DIM, int V_DIM, int TILES>
-struct Shared {
-  Queries<K_DIM, TILES> queries, rotated;
-  Exchange<TILES> exchange;
-  Found<V_DIM, TILES> found;
-  bool is_last;
-};
-
-// Compiled once, whatever the bits are.
-template <int DIM, int TILES>
-__device__ __noinline__ void share_turned(
-    const Queries<DIM, TILES>& queries, const Work& work, int num_queries, float* memory, const Lane& at) {
-  add_turned(work.turn, queries, work.k.mean, work.columns, work.offset, work.count, num_queries, memory, at);
-}
-
 template <int K_BITS, int V_BITS, int K_DIM, int V_DIM, int TILES>
-__device__ __noinline__ void attend_planes(
-    Shared<K_DIM, V_DIM, TILES>& shared, const Work& work, const float* v_signs, int num_queries, const Lane& at) {
-  float* found = shared.found.sums[at.warp][0];
-  // Until the piece is done, what it finds has no need of its memory.
-  float* shares = work.turn.pairs > 0 ? found : nullptr;
-  if (shares != nullptr) share_turned(shared.queries, work, num_queries, shares, at);
+__device__ __forceinline__ void attend_planes(
+    Shared<K_DIM, V_DIM, TILES>& shared, const Work& work, const float* shares, int num_queries, const Lane& at) {
+  const Source &keys = work.k, &values = work.v;
+  const int start = work.start, count = work.count;
   Keys<K_BITS, K_DIM> k;
   Values<V_BITS, V_DIM> v;
-  k.load(work.k, work.start, work.start + work.count - 1, at);
-  v.load(work.v, work.start, work.start + work.count - 1, at);
+  k.load(keys, start, start + count - 1, at);
+  v.load(values, start, start + count - 1, at);
   Asked<false, K_BITS, K_DIM, TILES> asked;
   asked.take(shared.rotated, num_queries, at);
-  if (shares == nullptr) asked.centre(shared.queries, work.k.mean, num_queries, at);
+  if (shares == nullptr) asked.centre(shared.queries, keys.mean, num_queries, at);
   attend<false, K_BITS, V_BITS, K_DIM, V_DIM, TILES>(
-      shared.exchange, asked, k, v, work.k, work.v, shares, v_signs, work.start, work.count, num_queries, found,
-      shared.found.stats[at.warp][0], at);
+      shared.scratch[at.warp].exchange, asked, k, v, keys, values, shares, start, count, num_queries,
+      shared.found.sums[at.warp], shared.found.stats[at.warp][0], at);
 }
 
 template <int K_BITS, int K_DIM, int V_DIM, int TILES>
 __device__ __forceinline__ void attend_coded(
-    Shared<K_DIM, V_DIM, TILES>& shared, const Work& work, const float* v_signs, int num_queries, const Lane& at) {
+    Shared<K_DIM, V_DIM, TILES>& shared, const Work& work, const float* shares, int num_queries, const Lane& at) {
   if (work.v_bits == 8) {
-    attend_planes<K_BITS, 8, K_DIM, V_DIM, TILES>(shared, work, v_signs, num_queries, at);
+    attend_planes<K_BITS, 8, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, at);
   } else if (work.v_bits == 4) {
-    attend_planes<K_BITS, 4, K_DIM, V_DIM, TILES>(shared, work, v_signs, num_queries, at);
+    attend_planes<K_BITS, 4, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, at);
   } else {
-    attend_planes<K_BITS, 2, K_DIM, V_DIM, TILES>(shared, work, v_signs, num_queries, at);
+    attend_planes<K_BITS, 2, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, at);
   }
 }
 
 template <bool BF, int K_DIM, int V_DIM, int TILES>
-__device__ __noinline__ void attend_raw(
+__device__ __forceinline__ void attend_raw(
     Shared<K_DIM, V_DIM, TILES>& shared, const Work& work, int num_queries, const Lane& at) {
+  const Source &keys = work.k, &values = work.v;
+  const int start = work.start, count = work.count;
   Keys<RAW, K_DIM> k;
   Values<RAW, V_DIM> v;
-  k.load(work.k, work.start, work.start + work.count - 1, at);
-  v.load(work.v, work.start, work.start + work.count - 1, at);
+  k.load(keys, start, start + count - 1, at);
+  v.load(values, start, start + count - 1, at);
   Asked<BF, RAW, K_DIM, TILES> asked;
   asked.take(shared.queries, num_queries, at);
   attend<BF, RAW, RAW, K_DIM, V_DIM, TILES>(
-      shared.exchange, asked, k, v, work.k, work.v, nullptr, nullptr, work.start, work.count, num_queries,
-      shared.found.sums[at.warp][0], shared.found.stats[at.warp][0], at);
+      shared.scratch[at.warp].exchange, asked, k, v, keys, values, nullptr, start, count, num_queries,
+      shared.found.sums[at.warp], shared.found.stats[at.warp][0], at);
 }
 
 // The block that is last to come combines what all of them found: sums and stats [blocks, queries, ...] of a row's head.
-template <int V_DIM, typename T>
+// What its own warps found is no longer needed: that memory holds the blocks' weights, and then parts of the sums.
+template <int V_DIM, int TILES, typename T>
 __device__ __forceinline__ void combine_found(
-    const float* sums, const float* stats, int num_blocks, int num_queries, const float* sinks, T* out) {
-  for (int i = threadIdx.x; i < num_queries * V_DIM; i += 32 * WARPS) {
-    const int query = i / V_DIM;
+    Found<V_DIM, TILES>& memory, const float* sums, const float* stats, int num_blocks, int num_queries,
+    const float* sinks, T* out) {
+  constexpr int THREADS = 32 * WARPS, MOST = 4 * TILES * SHARES;
+  __shared__ float largest[4 * TILES], total[4 * TILES];
+  const Lane at;
+  for (int query = at.warp; query < num_queries; query += WARPS) {
     const float sink = sinks == nullptr ? -INFINITY : sinks[query];
-    float largest = sink, sum = 0;
-#pragma unroll 8
-    for (int b = 0; b < num_blocks; ++b) largest = fmaxf(largest, __ldcg(stats + 2 * (b * num_queries + query)));
-    float total = expf(sink - largest);
-#pragma unroll 8
-    for (int b = 0; b < num_blocks; ++b) {
-      const long at = long(b) * num_queries + query;
-      const float weight = expf(__ldcg(stats + 2 * at) - largest);
-      total += weight * __ldcg(stats + 2 * at + 1), sum += weight * __ldcg(sums + at * V_DIM + i % V_DIM);
+    float top = sink, sum = 0;
+    for (int b = at.lane; b < num_blocks; b += 32) top = fmaxf(top, __ldcg(stats + 2 * (b * num_queries + query)));
+    top = warp_max(top);
+    for (int b = at.lane; b < num_blocks; b += 32) {
+      const float2 of_block = __ldcg(reinterpret_cast<const float2*>(stats) + b * num_queries + query);
+      sum += exp2f((of_block.x - top) * LOG2_E) * of_block.y;
     }
-    out[i] = static_cast<T>(sum / total);
+    sum = warp_sum(sum);
+    if (at.lane == 0) largest[query] = top, total[query] = sum + exp2f((sink - top) * LOG2_E);
+  }
+  __syncthreads();
+  auto weight_of = [&](int i) { return exp2f((__ldcg(stats + 2 * i) - largest[i % num_queries]) * LOG2_E); };
+  // Those that there is no room for are computed again.
+  const int num_weights = min(num_blocks * num_queries, (WARPS - 1) * MOST);
+  float *weights = memory.sums[0], *parts = memory.sums[WARPS - 1];
+  for (int i = threadIdx.x; i < num_weights; i += THREADS) weights[i] = weight_of(i);
+  __syncthreads();
+  // Each thread has four dims; where threads are left, each has some of the blocks.
+  const int num_fours = num_queries * V_DIM / 4, num_parts = max(1, THREADS / num_fours);
+  for (int four = threadIdx.x; four < num_fours * num_parts; four += THREADS) {
+    const int place = four % num_fours, query = place / (V_DIM / 4);
+    float4 sum = {0, 0, 0, 0};
+#pragma unroll 8
+    for (int b = four / num_fours; b < num_blocks; b += num_parts) {
+      const int i = b * num_queries + query;
+      const float weight = i < num_weights ? weights[i] : weight_of(i);
+      const float4 found = __ldcg(reinterpret_cast<const float4*>(sums) + long(b) * num_fours + place);
+      sum.x += weight * found.x, sum.y += weight * found.y, sum.z += weight * found.z, sum.w += weight * found.w;
+    }
+    const float inverse = 1 / total[query];
+    const float values[4] = {sum.x * inverse, sum.y * inverse, sum.z * inverse, sum.w * inverse};
+#pragma unroll
+    for (int d = 0; d < 4; ++d) {
+      if (num_parts == 1) {
+        out[4 * place + d] = static_cast<T>(values[d]);
+      } else {
+        parts[4 * four + d] = values[d];
+      }
+    }
+  }
+  if (num_parts == 1) return;
+  __syncthreads();
+  for (int i = threadIdx.x; i < 4 * num_fours; i += THREADS) {
+    float sum = 0;
+    for (int part = 0; part < num_parts; ++part) sum += parts[4 * num_fours * part + i];
+    out[i] = static_cast<T>(sum);
   }
 }
 
