@@ -14,6 +14,7 @@ from kvstrata.bench.streams import running
 from kvstrata.cli.bench import app
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
+from kvstrata.layers import buffers
 from kvstrata.metrics import Metrics
 from tests.byte_level import byte_model
 from tests.tiny import tiny_loaded
@@ -149,7 +150,9 @@ def test_a_quarter_of_the_memory_is_enough_with_the_ladder() -> None:
     assert evict.stepped_down_spans == 0
 
 
-def test_precision_changes_under_streams_that_all_finish() -> None:
+@pytest.mark.parametrize("buffer_step", [1, 256], ids=["buffers of any size", "as on CUDA"])
+def test_precision_changes_under_streams_that_all_finish(buffer_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "TOKENS_STEP", buffer_step)
     rows = requantize.measure(tiny_loaded("llama"), streams=3, prompt_tokens=600, reply_tokens=120)
     assert [row.precision for row in rows] == ["planes:8", "planes:4"]
     for row in rows:

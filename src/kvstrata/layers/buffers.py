@@ -18,13 +18,14 @@ from kvstrata.attention.cuda_addresses import Whereabouts
 from kvstrata.attention.parts import RawPart
 from kvstrata.codecs.base import copy_rows
 
-CUDA_TOKENS = 256
+# On CUDA, MLX has its fast attention for buffers of a multiple of 256 tokens only.
+TOKENS_STEP = 256 if mx.cuda.is_available() else 1
 FEW_VALUES = 1 << 15
 
 
 def round_up(num_tokens: int) -> int:
-    """The size of a buffer for so many tokens. On CUDA, MLX has its fast attention for multiples of 256 only."""
-    return -(-num_tokens // CUDA_TOKENS) * CUDA_TOKENS if mx.cuda.is_available() else num_tokens
+    """The size of a buffer for so many tokens."""
+    return -(-num_tokens // TOKENS_STEP) * TOKENS_STEP
 
 
 @contextmanager

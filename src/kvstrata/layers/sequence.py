@@ -12,6 +12,7 @@ import mlx.core as mx
 from kvstrata.attention.parts import Parts, Source
 from kvstrata.codecs.base import Codec
 from kvstrata.layers.base import AttentionLayer
+from kvstrata.layers.buffers import round_up
 from kvstrata.layers.chunked import ChunkedLayer
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in, make_foreign_cache
 from kvstrata.layers.raw_window import RawWindow
@@ -146,14 +147,14 @@ class SequenceCache:
 
     @property
     def raw_capacity(self) -> int:
-        """Tokens that buffers are reserved for: what is sealed has given its room back."""
+        """Tokens that buffers are reserved for, as large as buffers are: what is sealed has given its room back."""
         left = self.capacity - self._sealed_tokens
-        return left if self._raw_tokens is None else min(left, max(self._raw_tokens, self.unsealed_tokens))
+        return round_up(left if self._raw_tokens is None else min(left, max(self._raw_tokens, self.unsealed_tokens)))
 
     @property
     def unallocated_tokens(self) -> int:
         """Tokens that are still to come when those before them are sealed: in the buffers that they leave."""
-        return self.capacity - self._sealed_tokens - self.raw_capacity
+        return max(0, self.capacity - self._sealed_tokens - self.raw_capacity)
 
     @property
     def unsealed_tokens(self) -> int:
