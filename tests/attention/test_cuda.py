@@ -1,12 +1,14 @@
 """The CUDA kernels against float64 arithmetic on what stock operations decode.
 
-Without a GPU only how tokens are cut into pieces can be tested.
+Without a GPU they run on the processor, where there is a C++ compiler, and only some of the cases: each takes seconds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -16,12 +18,32 @@ from hypothesis import strategies as st
 
 from kvstrata.attention import cuda, cuda_step
 from kvstrata.attention.cuda_addresses import Whereabouts
-from kvstrata.codecs import cuda_codes, paths
+from kvstrata.codecs import cuda_codes, cuda_kernels, paths
 from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cuda_kernels import Kernel
 from kvstrata.codecs.planes import HELD, PlanesCodec
+from kvstrata.codecs.segments import segments_of
+from tests.attention import cuda_emulated
+from tests.attention.plain_kernels import COMPILER
 from tests.codecs.arrays import TURNS, a_turn, keys
+from tests.gpu.step_right import Case, right
 
-needs_cuda = pytest.mark.skipif(paths.active() != "cuda", reason="needs a GPU and mlx[cuda13] or mlx[cuda12]")
+ON_GPU = paths.active() == "cuda"
+
+
+def some(cases: Sequence[Any], first: int, step: int) -> Sequence[Any]:
+    return cases if ON_GPU else cases[first::step]
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not ON_GPU:
+        if COMPILER is None:
+            pytest.skip("needs a GPU and mlx[cuda13] or mlx[cuda12], or a C++ compiler")
+        monkeypatch.setattr(Kernel, "run", cuda_emulated.run)
+
+
+needs_kernels = pytest.mark.usefixtures("kernels")
 
 SIZES = st.lists(st.integers(1, 256), min_size=1, max_size=12)
 
@@ -67,28 +89,28 @@ DTYPES = [
     (192, mx.float32),
     (256, mx.float16),
 ]
+CODED = [(bits, *kind, turns) for bits in HELD for kind in DTYPES for turns in (False, True)]
 
 
-@needs_cuda
-@pytest.mark.parametrize("bits", HELD)
-@pytest.mark.parametrize(("dim", "dtype"), DTYPES)
-@pytest.mark.parametrize("turns", [False, True])
+@needs_kernels
+@pytest.mark.parametrize(("bits", "dim", "dtype", "turns"), some(CODED, 1, 11))
 def test_encoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: mx.Dtype, turns: bool) -> None:
     x = keys(2, 301, dim, dtype=dtype)
     x[0, 3], x[0, 7, 2], x[1, 9, 1] = 0.0, float("nan"), float("inf")
     codec = PlanesCodec(bits, a_turn(_kind(dim), dim) if turns else None)
-    planes = codec.encode(x, 100)
+    segments = segments_of(100, 301)
     stock = codec.encode_stock(x, 100)
     stock = {name: stock[name] for name in (*HELD[bits], "scales", "means")}
-    wanted = _dense(Planes(planes.codec, stock, 301, 100, dim, planes.segments))
+    found, wanted = (
+        _dense(Planes(codec, arrays, 301, 100, dim, segments))
+        for arrays in (cuda_codes.encode_planes(x, bits, 100, codec.turn), stock)
+    )
     # A sum in another order may round a mean or a scale to its neighbour in float16, and a code with it.
-    assert np.mean(np.abs(_dense(planes) - wanted) > 1e-2) < 0.02
+    assert np.mean(np.abs(found - wanted) > 1e-2) < 0.02
 
 
-@needs_cuda
-@pytest.mark.parametrize("bits", HELD)
-@pytest.mark.parametrize(("dim", "dtype"), DTYPES)
-@pytest.mark.parametrize("turns", [False, True])
+@needs_kernels
+@pytest.mark.parametrize(("bits", "dim", "dtype", "turns"), some(CODED, 0, 11))
 def test_decoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: mx.Dtype, turns: bool) -> None:
     planes = _encoded(bits, dim, turn=_kind(dim) if turns else "")
     wanted = _dense(planes)
@@ -97,9 +119,11 @@ def test_decoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: m
     assert _error(cuda_codes.decode_planes(planes, dtype, 33, 290), wanted[:, 33:290]) < bound
 
 
-@needs_cuda
-@pytest.mark.parametrize(("k_bits", "v_bits", "dim", "queries"), CASES)
-@pytest.mark.parametrize("turns", [False, True])
+@needs_kernels
+@pytest.mark.parametrize(
+    ("k_bits", "v_bits", "dim", "queries", "turns"),
+    some([(*case, turns) for case in CASES for turns in (True, False)], 4, 7),
+)
 def test_attention_over_planes_is_attention_over_what_they_decode_to(
     k_bits: int, v_bits: int, dim: int, queries: int, turns: bool
 ) -> None:
@@ -108,23 +132,23 @@ def test_attention_over_planes_is_attention_over_what_they_decode_to(
     out, log_sum = cuda.attend_planes(q, k, v, 17, 540, 0.25)
     wanted, wanted_log_sum = _attention(q, _dense(k)[:, 17:540], _dense(v)[:, 17:540], 0.25)
     assert _error(out, wanted) < 2e-5
-    assert np.abs(np.asarray(log_sum) - wanted_log_sum).max() < 1e-4
+    # Queries have 14 bits where they meet codes.
+    assert np.abs(np.asarray(log_sum) - wanted_log_sum).max() < 5e-4
 
 
-@needs_cuda
-@pytest.mark.parametrize("bits", HELD)
-@pytest.mark.parametrize("dim", cuda_codes.FUSED_DIMS)
+@needs_kernels
+@pytest.mark.parametrize(("bits", "dim"), some([(bits, dim) for bits in HELD for dim in cuda_codes.FUSED_DIMS], 1, 6))
 def test_scores_and_sums_of_planes(bits: int, dim: int) -> None:
     planes = _encoded(bits, dim)
     q = _queries(2, 7, dim)
     p = mx.softmax(_queries(2, 7, planes.num_tokens), axis=-1)
     for k in (planes, _encoded(bits, dim, turn=_kind(bits))):
-        assert _error(cuda_codes.score_planes(q, k), _float64(q) @ _dense(k).swapaxes(1, 2)) < 2e-6
+        assert _error(cuda_codes.score_planes(q, k), _float64(q) @ _dense(k).swapaxes(1, 2)) < 1e-4
     assert _error(cuda_codes.mix_planes(p, planes), _float64(p) @ _dense(planes)) < 2e-6
 
 
-@needs_cuda
-@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+@needs_kernels
+@pytest.mark.parametrize("dtype", some([mx.float16, mx.bfloat16], 1, 1))
 def test_parts_of_all_kinds_are_one_attention(dtype: mx.Dtype) -> None:
     dim, scale = 128, 0.05
     first, buffer = keys(1, 2, 4, dim, seed=5, dtype=dtype), keys(1, 2, 400, dim, seed=6, dtype=dtype)
@@ -145,16 +169,30 @@ def test_parts_of_all_kinds_are_one_attention(dtype: mx.Dtype) -> None:
         assert _error(out.reshape(2, 3, dim), wanted) < 5e-3
 
 
-@needs_cuda
+@needs_kernels
 @pytest.mark.parametrize("with_planes", [False, True])
 def test_a_step_writes_its_tokens_and_attends_over_them(with_planes: bool) -> None:
     check_step(mx.bfloat16, 64, with_planes)
 
 
-@needs_cuda
-@pytest.mark.parametrize("turn", TURNS)
+@needs_kernels
+@pytest.mark.parametrize("turn", some(TURNS, 2, 1))
 def test_a_step_over_keys_whose_means_turn(turn: str) -> None:
     check_step(mx.bfloat16, 128, with_planes=True, turn=turn)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(mx.float16, 64, 64, 1, 8, 3, 3, 6, has_sinks=True),
+        Case(mx.bfloat16, 192, 128, 1, 2, 2, 2, 11),
+        Case(mx.float16, 256, 256, 1, 3, 2, 2, 10),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_step_over_any_runs(case: Case) -> None:
+    assert right(case).startswith("ok")
 
 
 def check_step(dtype: mx.Dtype, dim: int, with_planes: bool, turn: str = "") -> None:
@@ -200,7 +238,17 @@ def _tokens(part: cuda.Range, which: str, held: dict[int, np.ndarray]) -> np.nda
     return dense[:, part.start : part.end]
 
 
-@needs_cuda
+@pytest.mark.skipif(ON_GPU or COMPILER is None, reason="needs a C++ compiler, and no GPU")
+def test_a_wrong_kernel_is_noticed() -> None:
+    planes, right_one = _encoded(4, 64), cuda_kernels.decode_planes()
+    wrong_one = replace(right_one, header=right_one.header.replace("NEXT = 0x30303030", "NEXT = 0x10101010"))
+    with pytest.MonkeyPatch.context() as patch:
+        for kernel, is_right in ((right_one, True), (wrong_one, False)):
+            patch.setattr(Kernel, "run", lambda _, *args, of=kernel, **kwargs: cuda_emulated.run(of, *args, **kwargs))
+            assert (_error(cuda_codes.decode_planes(planes, mx.float32), _dense(planes)) < 1e-6) == is_right
+
+
+@needs_kernels
 def test_odd_vectors_are_read_as_they_decode() -> None:
     x = mx.concatenate([mx.zeros((1, 70, 64)), mx.full((1, 30, 64), 3.0), keys(1, 3, 64) * 1e6], axis=1)
     planes = PlanesCodec(8).encode(x, position=250)

@@ -398,9 +398,9 @@ def combine(num_parts: int) -> Kernel:
     return _make(f"combine{num_parts}", inputs, ("out", "log_sum"), body, ("intrinsics", "combine"))
 
 
-def _source(file: str) -> str:
-    """Without comments: MLX copies the source at every call."""
-    lines = (FOLDER / f"{file}.cuh").read_text(encoding="utf-8").splitlines()
+def without_comments(file: Path) -> str:
+    """MLX copies the source at every call."""
+    lines = file.read_text(encoding="utf-8").splitlines()
     code = (line.partition("//")[0].strip() for line in lines)
     return "\n".join(line for line in code if line)
 
@@ -418,4 +418,5 @@ def _make(
     *,
     views: bool = False,
 ) -> Kernel:
-    return Kernel(name, inputs, outputs, body, "\n".join(_source(file) for file in files), views)
+    header = "\n".join(without_comments(FOLDER / f"{file}.cuh") for file in files)
+    return Kernel(name, inputs, outputs, body, header, views)
