@@ -1,14 +1,14 @@
-// CUDA on a CPU, as far as our kernels use it: the threads of a block are fibers, and meet where lanes of a warp do.
-// Slow, and exact about who sees what when: a lane that comes to a meeting waits for all others.
+// CUDA on a CPU, as far as our kernels use it: the threads of a block are fibers, and wait for each other where lanes of
+// a warp or threads of a block meet. Between two meetings they run one after the other, forwards or backwards: what one
+// reads that another has yet to write is seen in one of the two orders, unless a shuffle or a product lies between.
 
 #include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #define __device__
@@ -17,7 +17,6 @@
 #undef INFINITY
 #define INFINITY __builtin_inff()
 
-using std::isfinite;
 using std::isnan;
 using std::max;
 using std::min;
@@ -73,7 +72,7 @@ struct Meeting {
 
 struct Fiber {
   ucontext_t context;
-  std::vector<char> stack;
+  std::unique_ptr<char[]> stack;
   bool is_done;
 };
 
@@ -84,7 +83,7 @@ static int current;
 static std::vector<Meeting> warps;
 static Meeting block;
 static std::vector<unsigned> words;  // [parity][thread][MOST_WORDS]
-static int any_of_block[2];
+static std::vector<int> votes;  // [parity][thread]
 
 static void meet(Meeting& meeting) {
   const unsigned number = meeting.number;
@@ -102,11 +101,10 @@ inline void __syncthreads() { meet(block); }
 inline void __threadfence() {}
 
 inline int __syncthreads_or(int x) {
-  const int parity = block.number % 2;
-  any_of_block[parity] |= x;
+  const auto first = votes.begin() + block.number % 2 * fibers.size();
+  first[current] = x;
   meet(block);
-  any_of_block[1 - parity] = 0;
-  return any_of_block[parity];
+  return std::any_of(first, first + fibers.size(), [](int vote) { return vote != 0; });
 }
 
 // What all lanes of a warp say, in turns in two places: no lane is two meetings ahead of another.

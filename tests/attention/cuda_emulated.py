@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import subprocess
+import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -24,14 +27,17 @@ TYPES = {
     mx.uint32: "unsigned",
     mx.uint64: "unsigned long",
 }
+_OPTIONS = ("-std=c++17", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
 _HERE = Path(__file__).parent
+_BACKWARDS = itertools.cycle((False, True))
 
 
 def run(kernel: Kernel, constants: tuple[Constant, ...], **launch: Any) -> list[mx.array]:
     """In place of `Kernel.run`."""
     inputs, shapes, dtypes = (launch[name] for name in ("inputs", "output_shapes", "output_dtypes"))
     views = [_view(array if kernel.views else mx.contiguous(array)) for array in inputs]
-    outputs = [np.full(shape, 0xFF, _words(dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    # All ones: NaN where nothing is written.
+    outputs = [_ones(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     source = kernel.source(constants)
     beside: list[np.ndarray] = []
     lines = []
@@ -53,7 +59,8 @@ def run(kernel: Kernel, constants: tuple[Constant, ...], **launch: Any) -> list[
     addresses = [array.ctypes.data for array in (*views, *outputs, *beside)]
     threads = launch["threadgroup"][0]
     x, y, z = launch["grid"]
-    _library(text).emulate((ctypes.c_void_p * len(addresses))(*addresses), threads, -(-x // threads), y, z)
+    given = (ctypes.c_void_p * len(addresses))(*addresses)
+    _library(text).emulate(given, threads, -(-x // threads), y, z, next(_BACKWARDS))
     return [mx.array(out).view(dtype) for out, dtype in zip(outputs, dtypes, strict=True)]
 
 
@@ -61,8 +68,9 @@ def _declared(kind: str, name: str, number: int) -> str:
     return f"  {kind} {name} = static_cast<{kind}>(arguments[{number}]);\n"
 
 
-def _words(dtype: mx.Dtype) -> type[np.unsignedinteger]:
-    return {2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype.size]
+def _ones(shape: Sequence[int], dtype: mx.Dtype) -> np.ndarray:
+    words = {2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype.size]
+    return np.full(shape, np.iinfo(words).max, words)
 
 
 def _view(array: mx.array) -> np.ndarray:
@@ -72,8 +80,17 @@ def _view(array: mx.array) -> np.ndarray:
 
 
 @cache
-def _folder() -> Path:
-    return Path(mkdtemp(prefix="kvstrata-cuda-"))
+def works() -> bool:
+    """Whether there is a compiler that takes it, on a system that has such fibers."""
+    if COMPILER is None or sys.platform != "linux":
+        return False
+    command = [COMPILER, *_OPTIONS, "-fsyntax-only", str(_HERE / "cuda_emulated.h")]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@cache
+def _folder() -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix="kvstrata-cuda-")
 
 
 @cache
@@ -81,9 +98,9 @@ def _library(text: str) -> ctypes.CDLL:
     assert COMPILER is not None
     source = f'#include "{_HERE}/cuda_emulated.h"\n{text}\n#include "{_HERE}/cuda_emulated_run.h"\n'
     name = hashlib.blake2s(source.encode(), digest_size=8).hexdigest()
-    file, library = _folder() / f"{name}.cpp", _folder() / f"{name}.so"
+    file, library = (Path(_folder().name) / f"{name}.{ending}" for ending in ("cpp", "so"))
     file.write_text(source)
-    command = [COMPILER, "-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing"]
-    done = subprocess.run([*command, str(file), "-o", str(library)], capture_output=True, text=True, check=False)
+    command = [COMPILER, *_OPTIONS, "-O1", "-shared", "-fPIC", str(file), "-o", str(library)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
     return ctypes.CDLL(str(library))

@@ -10,23 +10,25 @@ static void live() {
   }
 }
 
-static void run_block() {
+constexpr size_t STACK_BYTES = 1 << 16;
+
+static void run_block(bool backwards) {
   const int count = fibers.size();
   warps.clear();
   for (int first = 0; first < count; first += 32) warps.push_back({min(32, count - first)});
   block = {count};
-  any_of_block[0] = any_of_block[1] = 0;
   for (Fiber& fiber : fibers) {
     getcontext(&fiber.context);
-    fiber.stack.resize(1 << 18);
-    fiber.context.uc_stack = {fiber.stack.data(), 0, fiber.stack.size()};
+    if (!fiber.stack) fiber.stack.reset(new char[STACK_BYTES]);
+    fiber.context.uc_stack = {fiber.stack.get(), 0, STACK_BYTES};
     fiber.context.uc_link = &scheduler;
     fiber.is_done = false;
     makecontext(&fiber.context, live, 0);
   }
   for (int left = count; left;) {
     left = 0;
-    for (current = 0; current < count; ++current) {
+    for (int i = 0; i < count; ++i) {
+      current = backwards ? count - 1 - i : i;
       if (fibers[current].is_done) continue;
       threadIdx = {current, 0, 0};
       swapcontext(&scheduler, &fibers[current].context);
@@ -35,14 +37,16 @@ static void run_block() {
   }
 }
 
-extern "C" void emulate(void** given, int threads, int x, int y, int z) {
+extern "C" void emulate(void** given, int threads, int x, int y, int z, int backwards) {
   arguments = given;
   fibers.resize(threads);
   words.assign(2 * threads * MOST_WORDS, 0);
+  votes.assign(2 * threads, 0);
   blockDim = {threads, 1, 1}, gridDim = {x, y, z};
   for (blockIdx.z = 0; blockIdx.z < z; ++blockIdx.z) {
     for (blockIdx.y = 0; blockIdx.y < y; ++blockIdx.y) {
-      for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x) run_block();
+      for (blockIdx.x = 0; blockIdx.x < x; ++blockIdx.x) run_block(backwards);
     }
   }
+  fibers.clear();
 }

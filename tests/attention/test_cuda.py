@@ -24,7 +24,6 @@ from kvstrata.codecs.cuda_kernels import Kernel
 from kvstrata.codecs.planes import HELD, PlanesCodec
 from kvstrata.codecs.segments import segments_of
 from tests.attention import cuda_emulated
-from tests.attention.plain_kernels import COMPILER
 from tests.codecs.arrays import TURNS, a_turn, keys
 from tests.gpu.step_right import Case, right
 
@@ -38,8 +37,8 @@ def some(cases: Sequence[Any], first: int, step: int) -> Sequence[Any]:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
-        if COMPILER is None:
-            pytest.skip("needs a GPU and mlx[cuda13] or mlx[cuda12], or a C++ compiler")
+        if not cuda_emulated.works():
+            pytest.skip("needs a GPU and mlx[cuda13] or mlx[cuda12], or Linux and a C++ compiler")
         monkeypatch.setattr(Kernel, "run", cuda_emulated.run)
 
 
@@ -106,7 +105,7 @@ def test_encoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: m
         for arrays in (cuda_codes.encode_planes(x, bits, 100, codec.turn), stock)
     )
     # A sum in another order may round a mean or a scale to its neighbour in float16, and a code with it.
-    assert np.mean(np.abs(found - wanted) > 1e-2) < 0.02
+    assert np.mean(~(np.abs(found - wanted) <= 1e-2)) < 0.02
 
 
 @needs_kernels
@@ -122,7 +121,7 @@ def test_decoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: m
 @needs_kernels
 @pytest.mark.parametrize(
     ("k_bits", "v_bits", "dim", "queries", "turns"),
-    some([(*case, turns) for case in CASES for turns in (True, False)], 4, 7),
+    some([(*case, turns) for case in CASES for turns in (True, False)], 1, 7),
 )
 def test_attention_over_planes_is_attention_over_what_they_decode_to(
     k_bits: int, v_bits: int, dim: int, queries: int, turns: bool
@@ -195,6 +194,19 @@ def test_a_step_over_any_runs(case: Case) -> None:
     assert right(case).startswith("ok")
 
 
+@pytest.mark.skipif(ON_GPU or not cuda_emulated.works(), reason="needs Linux and a C++ compiler, and no GPU")
+def test_a_step_with_more_blocks_than_there_is_room_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million tokens, or here two."""
+
+    def run(kernel: Kernel, *args: Any, **kwargs: Any) -> list[mx.array]:
+        header = kernel.header.replace("(WARPS - 1) * ROOM", "2")
+        assert kernel.name != "step3" or header != kernel.header
+        return cuda_emulated.run(replace(kernel, header=header), *args, **kwargs)
+
+    monkeypatch.setattr(Kernel, "run", run)
+    assert right(Case(mx.bfloat16, 64, 64, 1, 2, 2, 4, 3)).startswith("ok")
+
+
 def check_step(dtype: mx.Dtype, dim: int, with_planes: bool, turn: str = "") -> None:
     """Three rows with buffers of their own; some also read a buffer that another row writes, and planes."""
     scale, sinks = 0.1, mx.array([0.0, 5, 10, 15, 20, 25])
@@ -238,7 +250,7 @@ def _tokens(part: cuda.Range, which: str, held: dict[int, np.ndarray]) -> np.nda
     return dense[:, part.start : part.end]
 
 
-@pytest.mark.skipif(ON_GPU or COMPILER is None, reason="needs a C++ compiler, and no GPU")
+@pytest.mark.skipif(ON_GPU or not cuda_emulated.works(), reason="needs Linux and a C++ compiler, and no GPU")
 def test_a_wrong_kernel_is_noticed() -> None:
     planes, right_one = _encoded(4, 64), cuda_kernels.decode_planes()
     wrong_one = replace(right_one, header=right_one.header.replace("NEXT = 0x30303030", "NEXT = 0x10101010"))

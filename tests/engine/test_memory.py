@@ -10,17 +10,22 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvstrata.codecs.registry import parse
 from kvstrata.engine import remembered, scratch
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.limits import Limits
-from kvstrata.engine.memory import MemoryShares, Scratch, limit_for, share_memory
+from kvstrata.engine.memory import Budget, MemoryShares, Scratch, limit_for, share_memory
 from kvstrata.engine.planned import least_token_bytes, sealed_pairs
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling
+from kvstrata.engine.rungs import Rung
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.scratch import Shape, max_chunk, measure_scratch
 from kvstrata.engine.storage import Storage
+from kvstrata.layers import buffers
+from kvstrata.layers.sequence import SequenceCache
 from kvstrata.metrics import Metrics
 from kvstrata.models.probe import probe
 from tests.tiny import VOCAB, layout_of, tiny_loaded, tiny_module
@@ -161,3 +166,25 @@ def test_mlx_stays_within_the_limit_with_its_cache_while_kv_is_encoded() -> None
     assert watch.most_bytes - others_bytes <= limit_bytes
     # Exact, where a look may come too late: the most that was alive, and the most that its cache may hold.
     assert mx.get_peak_memory() - others_bytes + shares.allocator_cache_bytes <= limit_bytes
+
+
+@pytest.mark.parametrize("buffer_step", [1, 256], ids=["buffers of any size", "as on CUDA"])
+@pytest.mark.parametrize("raw_tokens", [None, 512])
+@given(num_tokens=st.integers(1, 3000), more=st.integers(0, 700))
+@settings(max_examples=30)
+def test_what_is_let_in_is_what_is_counted(
+    buffer_step: int, raw_tokens: int | None, num_tokens: int, more: int
+) -> None:
+    layout = layout_of(tiny_loaded("llama"))
+    rung = Rung(None, 100.0, raw_tokens)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffers, "TOKENS_STEP", buffer_step)
+        budget = Budget(1 << 30, layout.fixed_bytes, layout.token_bytes)
+        room = budget.tail_tokens(num_tokens, 0, rung, None)
+        cache = SequenceCache(layout, None, room, raw_tokens=raw_tokens)
+        assert budget.held_by(cache, rung) == budget.bytes_for(room, rung)
+        growth = budget.tail_tokens(more, room, rung, None)
+        before, grown_bytes = budget.held_by(cache, rung), budget.growth_bytes(growth, room, rung)
+        cache.grow(growth)
+        assert budget.held_by(cache, rung) == before + grown_bytes
+        assert budget.bytes_for(budget.tokens_in(50_000, rung), rung) - budget.fixed_bytes <= 50_000

@@ -13,7 +13,7 @@ import mlx.core as mx
 from kvstrata.codecs import cuda_kernels
 from kvstrata.codecs.cuda_kernels import ADDRESSES
 
-# Places in a row of addresses: of keys and values that are raw; of planes, which end with the columns of a turn.
+# Places in a row of addresses: of keys and values that are raw; of planes, which end with the table of a turn.
 RAW_PLACES = (0, 5)
 PLANES_PLACES = tuple(range(11))
 

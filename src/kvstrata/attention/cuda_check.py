@@ -83,7 +83,7 @@ def _error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
 
 
 def _planes(dtype: mx.Dtype, k_dim: int, v_dim: int, k_bits: int, v_bits: int) -> PlanesRange:
-    turn = make_turn(100.0 ** (-np.arange(k_dim // 2) / k_dim)) if k_dim == v_dim else None
+    turn = make_turn(100.0 ** (-np.arange(k_dim // 2) / k_dim))
     k = _encoded(PlanesCodec(k_bits, turn), _random((_HEADS, _NUM_BEFORE, k_dim), k_bits, dtype))
     v = _encoded(PlanesCodec(v_bits), _random((_HEADS, _NUM_BEFORE, v_dim), 10 + v_bits, dtype))
     return PlanesRange(k, v, 3, _NUM_BEFORE)

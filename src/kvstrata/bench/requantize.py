@@ -84,6 +84,7 @@ def table(rows: Sequence[Requantized]) -> str:
         rows,
         [
             ("to", "<10", lambda row: row.precision),
+            ("a step, ms", ">12.1f", lambda row: 1e3 * row.step_s),
             ("longest pause", ">15", lambda row: f"{row.longest_pause_steps:.1f} steps"),
             ("said MiB", ">10.1f", lambda row: row.freed_said_bytes / MIB),
             ("freed MiB", ">11.1f", lambda row: row.freed_bytes / MIB),

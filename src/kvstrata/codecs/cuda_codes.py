@@ -27,12 +27,12 @@ FUSED_QUERIES = 16
 MAX_DIM = 512
 THREADS = 32 * WARPS
 
-_LONGEST_PIECE = 256  # tokens of a warp
+_LONGEST_PIECE = GROUP_TOKENS  # tokens of a warp: it has memory for the shares of no more
 _SHORTEST_PIECE = 64
 _ENOUGH_WARPS = 1024  # to keep the GPU busy; with fewer, pieces are made shorter
 _ENCODE_THREADS = 256  # as in encode.cuh
 _DECODE_THREADS = 256
-_TABLE_ROWS = 32  # as in turned.cuh
+_TABLE_ROWS, _LOWER = 32, 2048  # as in turned.cuh and queries.cuh
 
 
 def pays(num_queries: int, dim: int) -> bool:
@@ -61,7 +61,7 @@ def angles_of(turn: Turn | None) -> mx.array:
 
 @lru_cache(maxsize=8)
 def table_of(turn: Turn | None, dim: int) -> mx.array:
-    """As float32 numbers: see turned.cuh"""
+    """float32, and then float16 by twos as the bits of one: see turned.cuh"""
     if turn is None:
         return mx.zeros((1,))
     cos, sin, columns = tables(turn, dim)
@@ -71,7 +71,7 @@ def table_of(turn: Turn | None, dim: int) -> mx.array:
         turns[:, 0, dims], turns[:, 1, dims] = cos, sin
     wide = columns.T[:_TABLE_ROWS]
     upper = wide.astype(np.float16)
-    rows = np.stack([upper, ((wide - upper.astype(np.float32)) * 2048).astype(np.float16)])
+    rows = np.stack([upper, ((wide - upper.astype(np.float32)) * _LOWER).astype(np.float16)])
     # Upper or lower; of rows: half, 8 of them, group; of dims: 32 of them, quarter, product, pair, place.
     cut = rows.reshape(2, 2, 2, 8, dim // 32, 4, 2, 2, 2)
     # Upper or lower, 32 dims, product, half; the lane's group and quarter; in it pair, 8 rows, place.
@@ -175,7 +175,7 @@ def tiles_for(queries: int, dim: int) -> int:
 
 
 def blocks_for(tiles: int, dim: int) -> int:
-    """How many blocks a multiprocessor should run at once. What a larger one needs in registers is worth more to it."""
+    """That a multiprocessor should run at once. With more tiles or dims a block needs the registers of several."""
     return 3 if tiles == 1 and dim <= 128 else 1
 
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 
 FOLDER = Path(__file__).parent / "cuda_source"
 ATTENTION = ("intrinsics", "codes", "shares", "turn", "queries", "turned", "attention")
-WARPS = 4  # of a block, as in attention.cuh
+WARPS = 4  # of a block, as in queries.cuh
 ENTRY, ADDRESSES = 8, 12  # numbers in a row of a table, as in step.cuh
 
 Kind = Literal["planes", "raw"]
@@ -187,10 +187,11 @@ _SCORE = f"""{_PLACE}{_QUERIES.format(x="q")}
   if (piece >= num_pieces0) return;
   kvstrata::Asked<false, K_BITS, K_DIM, TILES> asked;
   asked.take(rotated, num_queries, lane);
-  __shared__ float turned[K_PAIRS > 0 ? kvstrata::WARPS : 1][K_PAIRS > 0 ? 4 * TILES * kvstrata::SHARES : 1];
-  __shared__ kvstrata::Factors<K_DIM, TILES> factors[kvstrata::WARPS];
-  float* shares = K_PAIRS > 0 ? turned[lane.warp] : nullptr;
+  float* shares = nullptr;
   if constexpr (K_PAIRS > 0) {{
+    __shared__ float turned[kvstrata::WARPS][4 * TILES * kvstrata::SHARES];
+    __shared__ kvstrata::Factors<K_DIM, TILES> factors[kvstrata::WARPS];
+    shares = turned[lane.warp];
     using Turn = kvstrata::Turn<K_PAIRS, K_FIRST, K_INTERLEAVED>;
     kvstrata::add_turned(
         Turn{{}}, queries, k_source.mean, turns, place[4], num_queries, factors[lane.warp], shares, lane);

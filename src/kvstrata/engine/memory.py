@@ -32,14 +32,16 @@ class Budget:
     live_rungs: Mapping[int, Rung] = field(default_factory=dict)  # what other settings would allow, by bits
 
     def bytes_for(self, num_tokens: int, rung: Rung = RAW) -> int:
-        raw = num_tokens if rung.raw_tokens is None else min(num_tokens, rung.raw_tokens)
-        return self.fixed_bytes + raw * self.token_bytes + math.ceil((num_tokens - raw) * rung.token_bytes)
+        raw = num_tokens if rung.raw_tokens is None else round_up(min(num_tokens, rung.raw_tokens))
+        return self.fixed_bytes + raw * self.token_bytes + math.ceil(max(0, num_tokens - raw) * rung.token_bytes)
 
     def tokens_in(self, nbytes: int, rung: Rung = RAW) -> int:
         """How many a sequence can have in so many bytes beside its fixed ones; tokens that take none apart."""
         raw = nbytes // self.token_bytes
-        if rung.raw_tokens is None or raw <= rung.raw_tokens:
+        if rung.raw_tokens is None:
             return raw
+        if raw <= rung.raw_tokens:
+            return round_up(raw + 1) - round_up(1)
         return rung.raw_tokens + int((nbytes - rung.raw_tokens * self.token_bytes) / rung.token_bytes)
 
     def growth_bytes(self, num_tokens: int, held_tokens: int, rung: Rung) -> int:

@@ -22,7 +22,7 @@ template <bool BF, int BITS, int DIM, int TILES>
 struct Sums {
   using V = Values<BITS, DIM>;
   float sums[V::PRODUCTS][TILES][4] = {};
-  float weights[TILES][4] = {};  // their own sum, for what the halves are more than what codes stand for
+  float weights[TILES][4] = {};  // their own sum, for OVER and MIDDLE, which codes have too much
 
   __device__ __forceinline__ void add(const V& values, const unsigned (&fragments)[TILES][2]) {
     values.template add<BF>(fragments, sums);
@@ -181,8 +181,8 @@ struct Scored {
 };
 
 // By one warp: `count` tokens from `start` on -> out [queries, V_DIM], in the basis that values are stored in and without
-// their mean; stats [queries, 2]. The scores of a step are found beside the sums of the one before: each alone would wait
-// for itself. So keys are loaded two steps ahead, and beyond the end the last token again and again.
+// their mean; stats [queries, 2]. The scores of a step are found beside the sums of the one before, so that neither waits
+// for its own results. So keys are loaded two steps ahead, and beyond the end the last token again and again.
 template <bool BF, int K_BITS, int V_BITS, int K_DIM, int V_DIM, int TILES>
 __device__ __forceinline__ void attend(
     Exchange<TILES>& exchange, const Asked<BF, K_BITS, K_DIM, TILES>& asked, Keys<K_BITS, K_DIM>& k,
@@ -229,6 +229,7 @@ __device__ __forceinline__ void attend(
   const float factor[2] = {scale, scale};
   float x[Values<V_BITS, V_DIM>::PRODUCTS][2][2];
   sums.take(factor, x, at);
+  __syncwarp();  // `out` is where the shares were
   sums.store(x, num_queries, out, at);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -244,7 +245,8 @@ __device__ __forceinline__ void attend(
 template <int V_DIM, int TILES>
 struct Found {
   static_assert(V_DIM <= SHARES, "a warp's sums lie where the shares of its mean were");
-  float sums[WARPS][4 * TILES * SHARES];
+  static constexpr int ROOM = 4 * TILES * SHARES + TOKENS;  // shares are read up to a step beyond the last, for nothing
+  float sums[WARPS][ROOM];
   float stats[WARPS][4 * TILES][2];
   const __half* means[WARPS];  // of the values; nullptr: they are raw, or there are none
 
@@ -284,8 +286,11 @@ struct Found {
         }
       }
       if (dim == 0) out_stats[2 * query] = largest, out_stats[2 * query + 1] = total;
-      if (!is_coded) out[i] = rest;
-      coded[i] = code, plain[i] = rest;
+      if (is_coded) {
+        coded[i] = code, plain[i] = rest;
+      } else {
+        out[i] = rest;
+      }
     }
     if (!is_coded) return;
     __syncthreads();

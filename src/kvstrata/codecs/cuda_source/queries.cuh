@@ -44,21 +44,21 @@ __device__ __forceinline__ float add_halves(const float (&tiles)[TILES][4], int 
   }
 }
 
-// The same of numbers with DIGITS steps, in two bytes: DIGIT * upper + lower.
-constexpr int DIGIT = 128, DIGITS = 127 * DIGIT;
+// The same of whole numbers up to MOST, in two bytes: BASE * upper + lower.
+constexpr int BASE = 128, MOST = 127 * BASE;
 
 __device__ __forceinline__ unsigned split_digits(int x, bool lower) {
-  const int upper = (x + DIGIT / 2) >> 7;
-  return (lower ? x - DIGIT * upper : upper) & 0xFF;
+  const int upper = (x + MOST + BASE / 2) / BASE - MOST / BASE;
+  return (lower ? x - BASE * upper : upper) & 0xFF;
 }
 
 template <int TILES>
 __device__ __forceinline__ int add_digits(const int (&tiles)[TILES][4], int e, const Lane& at) {
   if constexpr (TILES == 2) {
-    return DIGIT * tiles[0][e] + tiles[1][e];
+    return BASE * tiles[0][e] + tiles[1][e];
   } else {
     const int other = __shfl_xor_sync(0xFFFFFFFF, tiles[0][e], 2);
-    return at.quarter < 2 ? DIGIT * tiles[0][e] + other : DIGIT * other + tiles[0][e];
+    return at.quarter < 2 ? BASE * tiles[0][e] + other : BASE * other + tiles[0][e];
   }
 }
 
@@ -89,8 +89,8 @@ __device__ __forceinline__ void hadamard(float* x, int lane) {
   __syncwarp();
 }
 
-// Of a block. The largest magnitude of `values` is 1, or DIGITS where they are for codes, and whole then. `factor` makes
-// a score of a product with values.
+// Of a block. The largest magnitude of `values` is 1; for codes it is MOST, and they are whole. `factor` makes a score of
+// a product with values, `sum` is that of the values.
 template <int DIM, int TILES>
 struct Queries {
   float values[4 * TILES][DIM];
@@ -98,7 +98,7 @@ struct Queries {
 
   template <bool FOR_CODES>
   __device__ __forceinline__ void normalise(int query, float factor_of_all, int lane) {
-    constexpr float LARGEST = FOR_CODES ? DIGITS : 1;
+    constexpr float LARGEST = FOR_CODES ? MOST : 1;
     __syncwarp();
     float* x = values[query];
     float largest = 0, total = 0;
@@ -188,8 +188,8 @@ struct Asked {
   using K = Keys<BITS, DIM>;
   unsigned fragments[TILES][K::PRODUCTS][2];
   float factor[2], base[2];
-  int over[2];  // what bytes are more than codes less the middle, but for HALF of them
-  float half[2];
+  int over[2];  // MIDDLE times the query's sum, to be taken off
+  float half[2];  // HALF times it, to be added
 
   __device__ __forceinline__ void take(const Queries<DIM, TILES>& queries, int num_queries, const Lane& at) {
     if constexpr (BITS == RAW) {

@@ -117,7 +117,7 @@ template <int V_DIM, int TILES, typename T>
 __device__ __forceinline__ void combine_found(
     Found<V_DIM, TILES>& memory, const float* sums, const float* stats, int num_blocks, int num_queries,
     const float* sinks, T* out) {
-  constexpr int THREADS = 32 * WARPS, MOST = 4 * TILES * SHARES;
+  constexpr int THREADS = 32 * WARPS, ROOM = Found<V_DIM, TILES>::ROOM;
   __shared__ float largest[4 * TILES], total[4 * TILES];
   const Lane at;
   for (int query = at.warp; query < num_queries; query += WARPS) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void combine_found(
   __syncthreads();
   auto weight_of = [&](int i) { return exp2f((__ldcg(stats + 2 * i) - largest[i % num_queries]) * LOG2_E); };
   // Those that there is no room for are computed again.
-  const int num_weights = min(num_blocks * num_queries, (WARPS - 1) * MOST);
+  const int num_weights = min(num_blocks * num_queries, (WARPS - 1) * ROOM);
   float *weights = memory.sums[0], *parts = memory.sums[WARPS - 1];
   for (int i = threadIdx.x; i < num_weights; i += THREADS) weights[i] = weight_of(i);
   __syncthreads();
