@@ -18,15 +18,8 @@ import numpy as np
 
 from kvstrata.codecs.cuda_kernels import FOLDER, Constant, Kernel, without_comments
 from tests.attention.plain_kernels import COMPILER
+from tests.codecs.nvrtc import TYPES
 
-TYPES = {
-    mx.bfloat16: "__nv_bfloat16",
-    mx.float16: "__half",
-    mx.float32: "float",
-    mx.int32: "int",
-    mx.uint32: "unsigned",
-    mx.uint64: "unsigned long",
-}
 _OPTIONS = ("-std=c++17", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
 _HERE = Path(__file__).parent
 _BACKWARDS = itertools.cycle((False, True))

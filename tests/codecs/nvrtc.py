@@ -20,7 +20,7 @@ _BEFORE = """
 struct Shape { int sizes[10]; __device__ int operator[](int i) const { return sizes[i]; } };
 struct Strides { long long sizes[10]; __device__ long long operator[](int i) const { return sizes[i]; } };
 """
-_TYPES = {
+TYPES = {
     mx.bfloat16: "__nv_bfloat16",
     mx.float16: "__half",
     mx.float32: "float",
@@ -65,8 +65,8 @@ def _text(kernel: Kernel, constants: tuple[Constant, ...], dtypes: dict[str, mx.
     source = kernel.source(constants)
     parameters = []
     for name in kernel.inputs:
-        parameters.append(f"const {_TYPES[dtypes.get(name, mx.float32)]}* {name}")
+        parameters.append(f"const {TYPES[dtypes.get(name, mx.float32)]}* {name}")
         kinds = [kind for kind in ("Shape", "Strides") if f"{name}_{kind.lower()}" in source]
         parameters += [f"const __grid_constant__ {kind} {name}_{kind.lower()}" for kind in kinds]
-    parameters += [f"{_TYPES[dtypes.get(name, mx.float32)]}* {name}" for name in kernel.outputs]
+    parameters += [f"{TYPES[dtypes.get(name, mx.float32)]}* {name}" for name in kernel.outputs]
     return f"{_BEFORE}{kernel.header}\n__global__ void kernel({', '.join(parameters)}) {{\n{source}\n}}\n"

@@ -151,7 +151,7 @@ struct Exchange {
       }
     }
     __syncwarp();
-    float4 four = *reinterpret_cast<const float4*>(&buffer[query_of<TILES>(0, at.group)][4 * at.quarter]);
+    float4 four = *reinterpret_cast<const float4*>(&buffer[query_of<TILES>(at.group)][4 * at.quarter]);
     by_query[0] = four.x, by_query[1] = four.y, by_query[2] = four.z, by_query[3] = four.w;
   }
 };
@@ -353,14 +353,14 @@ __device__ __forceinline__ void mix(
       top = fmaxf(top, fabsf(weight * __half2float(values.scales[start + token]))), sum += weight;
     }
     top = warp_max(top), sum = warp_sum(sum);
-    if (query == query_of<TILES>(0, at.group)) own = top;
+    if (query == query_of<TILES>(at.group)) own = top;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (query == query_of_lane<TILES>(at) + h) largest[h] = top, total[h] = sum;
     }
   }
   Sums<false, BITS, DIM, TILES> sums;
-  int query = query_of<TILES>(0, at.group);
+  int query = query_of<TILES>(at.group);
   for (int first = 0; first < count; first += TOKENS) {
     Values<BITS, DIM> v;
     v.load(values, start + first, start + count - 1, at);

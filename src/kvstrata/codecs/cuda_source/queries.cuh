@@ -18,7 +18,7 @@ __device__ __forceinline__ unsigned short split(float x, bool lower) {
 
 // Whose query a column is, and which half of its split. Up to four queries fill one tile, up to eight fill two.
 template <int TILES>
-__device__ __forceinline__ int query_of(int tile, int column) {
+__device__ __forceinline__ int query_of(int column) {
   return TILES == 1 ? column & 3 : column;
 }
 
@@ -139,44 +139,24 @@ __device__ __forceinline__ void rotate_queries(
   }
 }
 
-// The right sides of products of keys with values [queries, DIM], none of which is larger than 1.
-template <bool BF, typename K, int DIM, int TILES>
+// The right sides of products of keys with values [queries, DIM]: two 16-bit numbers to a word, or four bytes for codes.
+template <bool BF, int BITS, int DIM, int TILES>
 __device__ __forceinline__ void take_fragments(
-    const float* values, int num_queries, unsigned (&fragments)[TILES][K::PRODUCTS][2], const Lane& at) {
+    const float* values, int num_queries, unsigned (&fragments)[TILES][Keys<BITS, DIM>::PRODUCTS][2], const Lane& at) {
+  constexpr int EACH = BITS == RAW ? 2 : 4;
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
-    int query = query_of<TILES>(t, at.group);
-    bool lower = is_lower<TILES>(t, at.group);
+    const int query = query_of<TILES>(at.group);
+    const bool lower = is_lower<TILES>(t, at.group);
 #pragma unroll
-    for (int p = 0; p < K::PRODUCTS; ++p) {
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        unsigned bits = 0;
-        if (query < num_queries) {
-          bits = split<BF>(values[query * DIM + K::dim_of(p, 2 * pair, at)], lower);
-          bits |= unsigned(split<BF>(values[query * DIM + K::dim_of(p, 2 * pair + 1, at)], lower)) << 16;
-        }
-        fragments[t][p][pair] = bits;
-      }
-    }
-  }
-}
-
-template <typename K, int DIM, int TILES>
-__device__ __forceinline__ void take_digits(
-    const float* values, int num_queries, unsigned (&fragments)[TILES][K::PRODUCTS][2], const Lane& at) {
-#pragma unroll
-  for (int t = 0; t < TILES; ++t) {
-    int query = query_of<TILES>(t, at.group);
-    bool lower = is_lower<TILES>(t, at.group);
-#pragma unroll
-    for (int p = 0; p < K::PRODUCTS; ++p) {
+    for (int p = 0; p < Keys<BITS, DIM>::PRODUCTS; ++p) {
       fragments[t][p][0] = fragments[t][p][1] = 0;
       if (query >= num_queries) continue;
 #pragma unroll
-      for (int place = 0; place < 8; ++place) {
-        unsigned digit = split_digits(int(values[query * DIM + K::dim_of(p, place, at)]), lower);
-        fragments[t][p][place / 4] |= digit << (8 * (place % 4));
+      for (int place = 0; place < 2 * EACH; ++place) {
+        const float x = values[query * DIM + Keys<BITS, DIM>::dim_of(p, place, at)];
+        const unsigned half = BITS == RAW ? split<BF>(x, lower) : split_digits(int(x), lower);
+        fragments[t][p][place / EACH] |= half << (32 / EACH * (place % EACH));
       }
     }
   }
@@ -192,11 +172,7 @@ struct Asked {
   float half[2];  // HALF times it, to be added
 
   __device__ __forceinline__ void take(const Queries<DIM, TILES>& queries, int num_queries, const Lane& at) {
-    if constexpr (BITS == RAW) {
-      take_fragments<BF, K, DIM, TILES>(queries.values[0], num_queries, fragments, at);
-    } else {
-      take_digits<K, DIM, TILES>(queries.values[0], num_queries, fragments, at);
-    }
+    take_fragments<BF, BITS, DIM, TILES>(queries.values[0], num_queries, fragments, at);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int query = query_of_lane<TILES>(at) + h;
