@@ -24,8 +24,8 @@ class Walk:
 
     def install(self, monkeypatch: object) -> None:
         patch = monkeypatch.setattr  # pyright: ignore[reportAttributeAccessIssue]
-        patch(cuda_step, "_addresses", lambda part: part.where.of(lambda: self._number(part)))
-        patch(cuda_addresses, "collect", mx.stack)
+        patch(cuda_step, "addresses_of", lambda part: part.where.of(lambda: self._number(part)))
+        patch(cuda_addresses, "collect", lambda rows, _: mx.stack(rows))
         patch(cuda_step, "attend_step", self.attend_step)
 
     def _number(self, part: Range) -> mx.array:

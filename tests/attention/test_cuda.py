@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,12 +17,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.attention import cuda, cuda_step
+from kvstrata.attention import cuda, cuda_check, cuda_joined, cuda_step
 from kvstrata.attention.cuda_addresses import Whereabouts
+from kvstrata.attention.parts import CutPart, Parts, RawPart, SealedPart
 from kvstrata.codecs import cuda_codes, cuda_kernels, paths
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.cuda_kernels import Kernel
 from kvstrata.codecs.planes import HELD, PlanesCodec
+from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.segments import segments_of
 from tests.attention import cuda_emulated
 from tests.codecs.arrays import TURNS, a_turn, keys
@@ -116,6 +119,72 @@ def test_decoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: m
     bound = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 5e-3}[dtype]
     assert _error(cuda_codes.decode_planes(planes, dtype), wanted) < bound
     assert _error(cuda_codes.decode_planes(planes, dtype, 33, 290), wanted[:, 33:290]) < bound
+
+
+JOINED = [(64, mx.float16, True), (128, mx.bfloat16, True), (128, mx.bfloat16, False), (256, mx.float16, True)]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("dim", "dtype", "turns"), some(JOINED, 1, 4))
+@pytest.mark.parametrize("with_own", [True, False])
+def test_parts_are_joined_as_they_decode(
+    dim: int, dtype: mx.Dtype, turns: bool, with_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstrata.attention.parts.paths", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr("kvstrata.attention.parts.joined_works", lambda *_: True)
+    # Of any bits, some of them cut, one raw; each lies elsewhere in its groups.
+    sealed = [
+        SealedPart(_encoded(k_bits, dim, seed=i, turn=_kind(dim) if turns else ""), _encoded(v_bits, dim, seed=5 + i))
+        for i, (k_bits, v_bits) in enumerate([(8, 8), (4, 2), (2, 4)])
+    ]
+    raw = [RawCodec().adopt(keys(2, 33, dim, seed=20 + i, dtype=dtype), 0) for i in range(2)]
+    own = [keys(2, 50, dim, seed=30 + i, dtype=dtype)[None] for i in range(2)]
+    parts: list[Any] = [CutPart(sealed[0], 100, 290), SealedPart(*raw), *sealed[1:], CutPart(SealedPart(*raw), 3, 4)]
+    wanted = [
+        [_dense(sealed[0].k)[:, 100:290], _dense(sealed[0].v)[:, 100:290]],
+        [_numbers(planes.arrays["values"]) for planes in raw],
+        *([_dense(part.k), _dense(part.v)] for part in sealed[1:]),
+        [_numbers(planes.arrays["values"])[:, 3:4] for planes in raw],
+    ]
+    if with_own:
+        parts.append(RawPart(*own, 21, 2))
+        wanted.append([_numbers(array[0])[:, 2:23] for array in own])
+    launched: list[str] = []
+    run = Kernel.run
+    monkeypatch.setattr(Kernel, "run", lambda kernel, *a, **b: launched.append(kernel.name) or run(kernel, *a, **b))
+    joined = Parts((tuple(parts),)).joined(mx.zeros((), dtype))
+    for found, expected in zip(joined, zip(*wanted, strict=True), strict=True):
+        assert _error(found[0], np.concatenate(expected, axis=1)) < {mx.float16: 1e-3, mx.bfloat16: 5e-3}[dtype]
+    assert launched.count("decode_parts") == 2
+    assert not any(name == "decode_planes" for name in launched)
+
+
+def _numbers(array: mx.array) -> np.ndarray:
+    return np.asarray(array.astype(mx.float32))
+
+
+@needs_kernels
+def test_the_kernel_that_joins_is_tried_and_found_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstrata.attention.cuda_check.paths", SimpleNamespace(active=lambda: "cuda"))
+    assert cuda_check.join_works.__wrapped__(mx.bfloat16, 128, 128, None)
+    tables = cuda_joined._tables
+
+    def one_off(spans: tuple[cuda_joined.Span, ...]) -> cuda_joined.Tables:
+        return tables(tuple([s._replace(start=s.start - 1, end=s.end - 1) if s.start else s for s in spans]))
+
+    monkeypatch.setattr(cuda_joined, "_tables", one_off)
+    assert not cuda_check.join_works.__wrapped__(mx.bfloat16, 128, 128, None)
+
+
+def test_what_another_sequence_may_still_write_is_not_joined_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstrata.attention.parts.paths", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr("kvstrata.attention.parts.cuda_joined.join", lambda *_: pytest.fail("not this way"))
+    planes = _encoded(8, 64, turn="")
+    x = keys(2, 8, 64, dtype=mx.bfloat16)[None]
+    live = RawPart(x, x, 8)
+    monkeypatch.setattr(SealedPart, "dense", lambda *_: (x, x))
+    for row in ((live, live), (SealedPart(planes, planes), live, live), (live, SealedPart(planes, planes)), (live,)):
+        Parts((row,)).joined(mx.zeros((), mx.bfloat16))
 
 
 @needs_kernels

@@ -44,6 +44,16 @@ def test_collecting_addresses() -> None:
     assert not nvrtc.complaints(kernel, (), dict.fromkeys((*kernel.inputs, "out"), mx.uint64))
 
 
+@pytest.mark.parametrize(("dtype", "pairs", "place"), [(mx.bfloat16, 64, 0), (mx.float16, 0, 5)])
+def test_joining_parts(dtype: mx.Dtype, pairs: int, place: int) -> None:
+    constants = (
+        *(("T", dtype), ("DIM", 128), ("PLACE", place)),
+        *(("PAIRS", pairs), ("FIRST", 0), ("INTERLEAVED", False)),
+    )
+    types = {"signs": mx.float32, "angles": mx.float32, "spans": mx.int32, "starts": mx.int32, "addresses": mx.uint64}
+    assert not nvrtc.complaints(cuda_kernels.decode_parts(), constants, types | {"own": dtype, "out": dtype})
+
+
 def test_an_error_is_seen() -> None:
     constants = (("BF", True), ("K_DIM", 128), ("V_DIM", 128), ("TILES", "one"))
     assert "TILES" in nvrtc.complaints(cuda_kernels.step(3), constants, TABLES)  # pyright: ignore[reportArgumentType]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Sampling, TokenUsage
-from tests.engine.drive import Client, Drive
+from kvstrata.layers.mixed import MixedPass
+from tests.engine.drive import GREEDY, Client, Drive
 from tests.tiny import VOCAB, tiny_loaded
 
 MIB = 1 << 20
@@ -46,6 +48,31 @@ def test_requests_that_come_and_go_get_what_they_get_alone(architecture: str) ->
     drive.run()
     for i, client in enumerate(clients):
         assert_same(client, alone(architecture, prompt(5 + 13 * i, seed=i), 10 + 3 * i, sampling[i]))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+def test_short_prompts_that_share_passes_get_what_they_get_alone(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where a pass costs as much as hundreds of tokens."""
+    passes: list[int] = []
+    run = MixedPass.__init__
+
+    def watched(mixed: MixedPass, chunks: list[Any], *given: Any, **options: Any) -> None:
+        passes.append(len(chunks))
+        run(mixed, chunks, *given, **options)
+
+    drive = Drive(tiny_loaded(architecture))
+    drive.loop.speeds.pass_tokens = 120
+    monkeypatch.setattr(MixedPass, "__init__", watched)
+    # Each ends with a pass that it shares: while no stream runs, and beside those that run then.
+    lengths = [30, 50, 7, 90, 40, 25]
+    clients = [drive.submit(prompt(length, seed=i), 8 + i) for i, length in enumerate(lengths)]
+    drive.run()
+    assert max(passes) >= 3
+    assert len(passes) < len(lengths)
+    for i, client in enumerate(clients):
+        assert_same(client, alone(architecture, prompt(lengths[i], seed=i), 8 + i, GREEDY))
 
 
 def test_usage_counts_what_was_sent_and_what_came() -> None:

@@ -17,17 +17,19 @@ def test_every_kind_is_encoded_and_decoded_once(monkeypatch: pytest.MonkeyPatch)
     layout = Layout((full, full, LayerSpec("window", max_size=8, kv_heads=2, k_dim=64, v_dim=64, dtype=mx.float16)))
     monkeypatch.setattr(warm_up, "paths", SimpleNamespace(active=lambda: "metal"))
     assert warm_up.compile_planes(layout) == 0
-    decoded: list[tuple[int, int]] = []
+    decoded: list[tuple[int, int, bool]] = []
     decode = PlanesCodec.decode
 
     def watched(codec: PlanesCodec, planes: object, dtype: mx.Dtype) -> mx.array:
-        decoded.append((codec.bits, planes.dim))  # pyright: ignore[reportAttributeAccessIssue]
+        decoded.append((codec.bits, planes.dim, dtype == mx.float32))  # pyright: ignore[reportAttributeAccessIssue]
         return decode(codec, planes, dtype)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(PlanesCodec, "decode", watched)
     monkeypatch.setattr(warm_up, "paths", SimpleNamespace(active=lambda: "cuda"))
     assert warm_up.compile_planes(layout) == 6
-    assert sorted(decoded) == [(bits, dim) for bits in (2, 4, 8) for dim in (64, 128)]
+    assert sorted(decoded) == [
+        (bits, dim, is_float32) for bits in (2, 4, 8) for dim in (64, 128) for is_float32 in (False, True)
+    ]
 
 
 def test_what_planes_cannot_store_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ it hands out arrays that have no values yet.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -15,11 +16,13 @@ import pytest
 
 from kvstrata.attention import cpu, cuda_rows
 from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.engine.runner import Runner
 from kvstrata.layers import compiled
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.compiled import CompiledStep
 from kvstrata.layers.decode_plan import DecodePlan
 from kvstrata.layers.kinds import Layout
+from kvstrata.layers.mixed import MixedPass
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import Prefix, SequenceCache
 from kvstrata.layers.tail import FullLayer
@@ -201,6 +204,69 @@ def test_what_another_sequence_still_writes_is_read_where_it_lies() -> None:
     owner.flat[0].own.seal(PlanesCodec(8), PlanesCodec(8), RawWindow(0, 4))
     assert step.run(mx.array([1, 2]), batch) is not None
     assert batch.plan() is not first
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_steps_of_a_mixed_pass_are_planned_too(architecture: str, walk: Walk) -> None:
+    model = tiny_module(architecture)
+    layout = probe(model)
+    ours, theirs = _caches(model, layout), _caches(model, layout)
+    batch, step = BatchCache(ours[:2]), CompiledStep(model)
+    plans = []
+    for number in range(4):
+        tokens = mx.array([number, number + 1])
+        wanted = _layer_by_layer(model, theirs[:2], tokens)
+        if number % 2:
+            got = step.run(tokens, batch)
+        else:
+            mixed = MixedPass([(ours[2], 3)], batch, is_planned=True)
+            got = model(mx.concatenate([mx.array([7, 8, 9]), tokens])[:, None], cache=mixed.begin())[-2:, -1]
+            mixed.end()
+            _chunk(model, theirs[2], [7, 8, 9])
+        assert got is not None
+        assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
+        plans.append(batch.plan())
+    assert plans[0] is not None
+    assert all(plan is plans[0] for plan in plans), "a chunk of another sequence changes nothing for the streams"
+    assert walk.launches
+    got, wanted = (_chunk(model, caches[2], [1]) for caches in (ours, theirs))
+    assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
+
+
+def _chunk(model: Any, cache: SequenceCache, tokens: list[int]) -> mx.array:
+    logits = model(mx.array([tokens]), cache=cache.caches())
+    cache.end_pass(len(tokens))
+    mx.eval(logits, cache.arrays())
+    return logits[:, -1]
+
+
+@pytest.mark.usefixtures("walk")
+def test_each_number_of_rows_is_run_once_before_a_request_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_module("qwen3")
+    layout = dataclasses.replace(probe(model), compiles=True)
+    rows: list[int] = []
+    run = CompiledStep.run
+    monkeypatch.setattr(
+        CompiledStep, "run", lambda step, tokens, batch: rows.append(len(tokens)) or run(step, tokens, batch)
+    )
+    Runner(model, layout).trace_steps(5)
+    assert rows == [1, 2, 3, 4, 5]
+    Runner(model, dataclasses.replace(layout, compiles=False)).trace_steps(5)
+    assert len(rows) == 5
+
+
+@pytest.mark.usefixtures("walk")
+def test_a_batch_that_seals_layer_by_layer_keeps_the_shape_that_was_traced() -> None:
+    model = tiny_module("qwen3")
+    layout = probe(model)
+    caches = _caches(model, layout)
+    batch, step = BatchCache(caches), CompiledStep(model)
+    tokens = mx.arange(len(LENGTHS))
+    for layer in (None, *caches[1].layers):
+        if layer is not None:
+            layer.own.seal(PlanesCodec(8), PlanesCodec(8), RawWindow(0, 4))
+        assert step.run(tokens, batch) is not None
+    assert step.num_traced == 1
 
 
 @pytest.mark.usefixtures("walk")

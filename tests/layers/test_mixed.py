@@ -44,10 +44,17 @@ def prefilled(model: Any, layout: Layout, tokens: list[int], prefix: Prefix | No
 
 
 def run(model: Any, chunk: SequenceCache, tokens: list[int], rows: list[SequenceCache], inputs: list[int]) -> mx.array:
-    mixed = MixedPass(chunk, len(tokens), BatchCache(rows))
+    return run_all(model, [(chunk, tokens)], rows, inputs)
+
+
+def run_all(
+    model: Any, chunks: list[tuple[SequenceCache, list[int]]], rows: list[SequenceCache], inputs: list[int]
+) -> mx.array:
+    mixed = MixedPass([(cache, len(tokens)) for cache, tokens in chunks], BatchCache(rows) if rows else None)
+    tokens = [token for _, tokens in chunks for token in tokens]
     logits = model(mx.array([*tokens, *inputs])[:, None], cache=mixed.begin())
     mixed.end()
-    mx.eval(logits, chunk.arrays())
+    mx.eval(logits, [cache.arrays() for cache, _ in chunks])
     return logits[:, -1]
 
 
@@ -82,6 +89,31 @@ def test_each_has_the_output_that_it_has_alone(architecture: str, num_streams: i
         assert distance(logits, expected) <= TOLERANCE
     last = model(mx.array([prompt[start:]]), cache=chunked.caches())[0, -1]
     assert distance(last, alone(model, prompt)[-1]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "gpt_oss", "gemma4_text"])
+@pytest.mark.parametrize("num_streams", [0, 2])
+def test_prompts_that_share_a_pass_have_the_output_that_each_has_alone(architecture: str, num_streams: int) -> None:
+    model = steady_module(architecture)
+    layout = probe(model)
+    prompts = [ids(10 + i, count) for i, count in enumerate((70, 41, 3))]
+    streams = [ids(1 + i, STREAM_TOKENS + 7 * i) for i in range(num_streams)]
+    wanted = [alone(model, tokens) for tokens in streams]
+    rows = [prefilled(model, layout, tokens[:-2]) for tokens in streams]
+    chunked = [SequenceCache(layout, model, 300) for _ in prompts]
+    for step in range(2):
+        # All but the last token of each, in two passes; the shortest is done with the first.
+        chunks = [
+            (cache, prompt[cache.num_tokens : len(prompt) - 1 if step else max(2, len(prompt) // 2)])
+            for cache, prompt in zip(chunked, prompts, strict=True)
+            if cache.num_tokens < len(prompt) - 1
+        ]
+        logits = run_all(model, chunks, rows, [tokens[-2 + step] for tokens in streams])
+        for number, tokens in enumerate(streams):
+            assert distance(logits[number], wanted[number][len(tokens) - 2 + step]) <= TOLERANCE
+    for cache, prompt in zip(chunked, prompts, strict=True):
+        last = model(mx.array([prompt[-1:]]), cache=cache.caches())[0, -1]
+        assert distance(last, alone(model, prompt)[-1]) <= TOLERANCE
 
 
 class Reader:
@@ -143,9 +175,10 @@ def test_keys_of_a_mixed_layer_are_those_that_were_written() -> None:
     model = steady_module("llama")
     layout = probe(model)
     row, chunked = prefilled(model, layout, ids(0, 9)), SequenceCache(layout, model, 50)
-    first = MixedPass(chunked, 4, BatchCache([row])).begin()[0]
+    first = MixedPass([(chunked, 4)], BatchCache([row])).begin()[0]
     keys, _ = first.update_and_fetch(mx.zeros((5, 2, 1, 16)), mx.zeros((5, 2, 1, 16)))
     assert first.keys_and_values() == (keys, keys)
-    assert isinstance(keys.chunk, Parts)
-    with pytest.raises(ValueError, match="one token at a time"):
+    (chunk,) = keys.chunks
+    assert isinstance(chunk.parts, Parts)
+    with pytest.raises(ValueError, match="single tokens"):
         first.make_mask(2)

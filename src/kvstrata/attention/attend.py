@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models import base
@@ -25,14 +25,20 @@ from kvstrata.codecs import paths
 Keys = Parts | cpu.Step | cuda_rows.Step | cuda_rows.Prepared
 
 
+class ChunkKeys(NamedTuple):
+    """Of one chunk of a prompt."""
+
+    parts: Parts
+    num_tokens: int
+    mask: mx.array | str | None
+
+
 @dataclass(frozen=True)
 class MixedKeys:
-    """A chunk of one prompt and the next tokens of streams. Stands for the keys and for the values, as `Parts` does."""
+    """Chunks of prompts and the next tokens of streams. Stands for the keys and for the values, as `Parts` does."""
 
-    chunk: Parts
-    num_tokens: int  # of the chunk
-    mask: mx.array | str | None  # of the chunk
-    rows: Keys
+    chunks: tuple[ChunkKeys, ...]
+    rows: Keys | None  # None: there are no streams
 
 
 def as_chunk(tokens: mx.array) -> mx.array:
@@ -74,10 +80,16 @@ def attend(
 
 def _mixed(queries: mx.array, keys: MixedKeys, scale: float, sinks: mx.array | None) -> mx.array:
     """The tokens of a chunk as a chunk, those of the streams as a decode step."""
-    count = keys.num_tokens
-    chunk = attend(as_chunk(queries[:count]), keys.chunk, keys.chunk, None, scale, keys.mask, sinks)
-    rows = attend(queries[count:], keys.rows, keys.rows, None, scale, None, sinks)
-    return mx.concatenate([as_chunk(chunk), rows])
+    out, start = [], 0
+    for parts, count, mask in keys.chunks:
+        chunk = as_chunk(queries[start : start + count])
+        if count == 1 and mask is None and paths.active() == "cuda":
+            mask = "causal"  # as longer ones: kernels for one token of one row would be compiled here, for seconds
+        out.append(as_chunk(attend(chunk, parts, parts, None, scale, mask, sinks)))
+        start += count
+    if keys.rows is not None:
+        out.append(attend(queries[start:], keys.rows, keys.rows, None, scale, None, sinks))
+    return mx.concatenate(out)
 
 
 def decode(queries: mx.array, keys: Parts, scale: float, sinks: mx.array | None) -> mx.array:

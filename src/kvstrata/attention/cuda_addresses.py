@@ -51,19 +51,21 @@ def take(arrays: Sequence[mx.array], places: tuple[int, ...]) -> mx.array:
     return out
 
 
-def collect(rows: Sequence[mx.array]) -> mx.array:
-    """uint64 [parts, 12], with a multiple of 16 parts: those that are too many are the last one again."""
+def collect(rows: Sequence[mx.array], length: int) -> mx.array:
+    """uint64 [length, 12]: those that are too many are the last one again."""
     padded = [*rows, *[rows[-1]] * (-len(rows) % COLLECTED)]
     groups = [padded[i : i + COLLECTED] for i in range(0, len(padded), COLLECTED)]
+    lengths = [COLLECTED] * (len(groups) - 1)
+    lengths.append(length - sum(lengths))
     tables = [
         cuda_kernels.collect(COLLECTED).run(
             (),
             inputs=group,
-            output_shapes=[(COLLECTED, ADDRESSES)],
+            output_shapes=[(size, ADDRESSES)],
             output_dtypes=[mx.uint64],
-            grid=(ADDRESSES, 1, 1),
+            grid=(ADDRESSES, size, 1),
             threadgroup=(ADDRESSES, 1, 1),
         )[0]
-        for group in groups
+        for group, size in zip(groups, lengths, strict=True)
     ]
     return tables[0] if len(tables) == 1 else mx.concatenate(tables)

@@ -1,7 +1,7 @@
-"""Whether the step of cuda_step.py is right on this machine: tried once, before anything is served with it.
+"""Whether the kernels that go by addresses are right on this machine: tried once, before anything is served with them.
 
-It writes into buffers behind MLX's back, and compilers and drivers differ. Where it fails or gives other numbers than
-MLX's own attention, attention goes by sequence instead: slower, and right.
+The step writes into buffers behind MLX's back, and compilers and drivers differ. Where it fails or gives other numbers
+than MLX's own attention, attention goes by sequence instead: slower, and right. So do chunks, part by part.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import numpy as np
 from kvstrata.attention import cuda_step
 from kvstrata.attention.cuda import RAW_DTYPES, PlanesRange, Range, RawRange
 from kvstrata.attention.cuda_addresses import Whereabouts
+from kvstrata.attention.cuda_joined import Joining, join, joining
 from kvstrata.codecs import paths
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.cuda_codes import FUSED_DIMS
 from kvstrata.codecs.planes import HELD, PlanesCodec
 from kvstrata.codecs.segments import segments_of
-from kvstrata.codecs.turns import make_turn
+from kvstrata.codecs.turns import Turn, make_turn
 
 _HEADS, _GROUP, _SCALE = 2, 2, 0.1
 _BUFFER_TOKENS, _NUM_BEFORE = 512, 300
@@ -47,9 +48,44 @@ def step_works(dtype: mx.Dtype, k_dim: int, v_dim: int) -> bool:
     return True
 
 
+def joined_works(dtype: mx.Dtype, parts: Joining) -> bool:
+    """For parts of this kind."""
+    planes = next(part for part in parts.ranges if isinstance(part, PlanesRange))
+    return join_works(dtype, planes.k.dim, planes.v.dim, parts.turn)
+
+
+@cache
+def join_works(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: Turn | None) -> bool:
+    if paths.active() != "cuda" or dtype not in RAW_DTYPES or not {k_dim, v_dim} <= {*FUSED_DIMS}:
+        return False
+    try:
+        error = _join_error(dtype, k_dim, v_dim, turn)
+    except (RuntimeError, ValueError) as failure:
+        logger.warning("Chunks decode part by part, which is slower: the kernel does not run here: %s", failure)
+        return False
+    if not error < _TOLERANCE:
+        logger.warning("Chunks decode part by part, which is slower: the kernel is off by %.3g here.", error)
+        return False
+    return True
+
+
+def _join_error(dtype: mx.Dtype, k_dim: int, v_dim: int, turn: Turn | None) -> float:
+    planes = [_planes(dtype, k_dim, v_dim, *bits, turn) for bits in _BITS]
+    stored, own = (_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4))
+    mx.eval(stored, own)
+    parts = joining([planes[0], RawRange(*stored, 5, 70), *planes[1:]], RawRange(*own, 0, 9), dtype)
+    assert parts is not None
+    dense = [_dense(part, dtype) for part in planes]
+    dense[1:1] = [[array[:, :, 5:70] for array in stored]]
+    dense.append([array[:, :, :9] for array in own])
+    pairs = zip(join(parts, dtype), zip(*dense, strict=True), strict=True)
+    return max(relative_error(found, mx.concatenate(list(wanted), axis=2)) for found, wanted in pairs)
+
+
 def _error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
     """Two rows of two steps, the second of them over planes and over what the first one has: the largest difference."""
-    planes = [_planes(dtype, k_dim, v_dim, *bits) for bits in _BITS]
+    turn = make_turn(100.0 ** (-np.arange(k_dim // 2) / k_dim))
+    planes = [_planes(dtype, k_dim, v_dim, *bits, turn) for bits in _BITS]
     buffers = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
     expected = [_pair(1, _BUFFER_TOKENS, k_dim, v_dim, seed, dtype) for seed in (2, 4)]
     mx.eval(buffers, expected)
@@ -82,8 +118,7 @@ def _error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
     return max(errors) if all(written) else float("inf")
 
 
-def _planes(dtype: mx.Dtype, k_dim: int, v_dim: int, k_bits: int, v_bits: int) -> PlanesRange:
-    turn = make_turn(100.0 ** (-np.arange(k_dim // 2) / k_dim))
+def _planes(dtype: mx.Dtype, k_dim: int, v_dim: int, k_bits: int, v_bits: int, turn: Turn | None) -> PlanesRange:
     k = _encoded(PlanesCodec(k_bits, turn), _random((_HEADS, _NUM_BEFORE, k_dim), k_bits, dtype))
     v = _encoded(PlanesCodec(v_bits), _random((_HEADS, _NUM_BEFORE, v_dim), 10 + v_bits, dtype))
     return PlanesRange(k, v, 3, _NUM_BEFORE)

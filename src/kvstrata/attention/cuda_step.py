@@ -19,7 +19,7 @@ import numpy as np
 from kvstrata.attention import cuda_addresses
 from kvstrata.attention.cuda import RAW_DTYPES, Range, RawRange
 from kvstrata.attention.cuda_addresses import PLANES_PLACES, RAW_PLACES, Whereabouts
-from kvstrata.attention.cuda_tables import Kind, Place, RowReads, Tables, places_of, raw_kind, tables_of
+from kvstrata.attention.cuda_tables import Kind, Place, RowReads, Tables, parts_length, places_of, raw_kind, tables_of
 from kvstrata.codecs import cuda_kernels, paths
 from kvstrata.codecs.cuda_codes import FUSED_DIMS, THREADS, bits_of, blocks_for, scalar, tiles_for, turn_of
 from kvstrata.codecs.rotation import sign_values
@@ -87,7 +87,7 @@ def _reads_of(before: Sequence[Sequence[Range]], slots: Sequence[Slot]) -> Reads
     if len({part.k.dtype for part in parts if isinstance(part, RawRange)}) > 1:
         return None
     tables = tables_of(tuple([_kind(part) for part in parts]), tuple(rows), slots[0].k.shape[1])
-    return Reads(tables, cuda_addresses.collect([_addresses(part) for part in parts]))
+    return Reads(tables, cuda_addresses.collect([addresses_of(part) for part in parts], parts_length(len(parts))))
 
 
 def _kind(part: Range) -> Kind:
@@ -105,7 +105,7 @@ def _arrays(part: Range) -> list[mx.array]:
     return [part.k, part.v] if isinstance(part, RawRange) else part.packed.of(part.arrays)
 
 
-def _addresses(part: Range) -> mx.array:
+def addresses_of(part: Range) -> mx.array:
     places = RAW_PLACES if isinstance(part, RawRange) else PLANES_PLACES
     return part.where.of(lambda: cuda_addresses.take(_arrays(part), places))
 
@@ -152,8 +152,7 @@ def attend_step(
     return out
 
 
-@dataclass(frozen=True, eq=False)
-class Launch:
+class Launch(NamedTuple):
     """All that a launch is given beside the tokens."""
 
     places: mx.array

@@ -1,7 +1,8 @@
 """The tables of a decode step on CUDA: which row reads which tokens of which part. See step.cuh for what they hold.
 
 All but `places` stay as they are while the rows read the same parts, and layers that are stored alike share them.
-Lengths are rounded up, so that shapes change seldom. Knows numbers only, no arrays of keys or values.
+Lengths are rounded up, and short ones to those of a usual batch: a step of a new shape is traced first, which takes as
+long as several steps. Knows numbers only, no arrays of keys or values.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from kvstrata.codecs.cuda_kernels import ENTRY, WARPS
 from kvstrata.codecs.segments import Segments
 
 RAW_BITS = 16
-_FEWEST = 16  # entries of a table
+# Entries of a table at least, and blocks of a launch: those of one row, and of all together. Those that have no piece
+# end at once.
+_FEWEST_PIECES = 256
+_FEWEST_PARTS = 64
+_ROW_BLOCKS, _ALL_BLOCKS = 32, 1024
 
 
 class Kind(NamedTuple):
@@ -74,22 +79,37 @@ def tables_of(kinds: tuple[Kind, ...], rows: tuple[RowReads, ...], heads: int) -
         placed.append((row.own, first, count))
         found += mine
         first += count
-    return Tables(_padded(np.concatenate(found) if found else _NOTHING), _padded(_kind_rows(kinds)), tuple(placed))
+    pieces = np.concatenate(found) if found else _NOTHING
+    return Tables(
+        _padded(pieces, table_length(len(pieces), _FEWEST_PIECES)),
+        _padded(_kind_rows(kinds), parts_length(len(kinds))),
+        tuple(placed),
+    )
 
 
 def places_of(tables: Tables, places: Sequence[Place], heads: int) -> Places:
-    longest = max([place.num_tokens for place in places])
-    return _places(tables.rows, tuple(places), piece_tokens(longest, len(places) * heads))
+    longest, num_heads = max([place.num_tokens for place in places]), len(places) * heads
+    fewest = min(_ROW_BLOCKS, max(1, _ALL_BLOCKS // num_heads))
+    return _places(tables.rows, tuple(places), piece_tokens(longest, num_heads), fewest)
 
 
 @lru_cache(maxsize=64)
-def _places(rows: tuple[tuple[int, int, int], ...], places: tuple[Place, ...], size: int) -> Places:
+def _places(rows: tuple[tuple[int, int, int], ...], places: tuple[Place, ...], size: int, fewest: int) -> Places:
     table = np.zeros((len(rows), ENTRY), np.int32)
     table[:, [0, 4, 5]] = rows
     table[:, 1:3] = places
     table[:, 3] = size
     num_pieces = table[:, 5] - (-table[:, 2] // size)
-    return Places(mx.array(table), rounded_up(-(-int(num_pieces.max()) // WARPS)))
+    return Places(mx.array(table), rounded_up(max(fewest, -(-int(num_pieces.max()) // WARPS))))
+
+
+def parts_length(num_parts: int) -> int:
+    """Of tables that have an entry for each part."""
+    return table_length(num_parts, _FEWEST_PARTS)
+
+
+def table_length(number: int, fewest: int) -> int:
+    return max(fewest, 1 << (number - 1).bit_length() if number else 0)
 
 
 def rounded_up(number: int) -> int:
@@ -124,6 +144,5 @@ def _kind_rows(kinds: Sequence[Kind]) -> np.ndarray:
     )
 
 
-def _padded(rows: np.ndarray) -> mx.array:
-    size = max(_FEWEST, rounded_up(len(rows)))
-    return mx.array(np.concatenate([rows, np.zeros((size - len(rows), ENTRY), np.int32)]))
+def _padded(rows: np.ndarray, length: int) -> mx.array:
+    return mx.array(np.concatenate([rows, np.zeros((length - len(rows), ENTRY), np.int32)]))

@@ -6,16 +6,17 @@ both as plain arrays. `like` tells the dtype that the model computes in.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
 import mlx.core as mx
 
-from kvstrata.attention import cuda, portable
+from kvstrata.attention import cuda, cuda_joined, portable
 from kvstrata.attention.cuda_addresses import Whereabouts
-from kvstrata.codecs import products
+from kvstrata.attention.cuda_check import joined_works
+from kvstrata.codecs import paths, products
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.raw import RawCodec
 
@@ -221,10 +222,28 @@ class Parts:
     def joined(self, like: mx.array) -> tuple[mx.array, mx.array]:
         """The only row's keys and values as plain arrays."""
         (row,) = self.rows
+        if (joined := _joined_on_cuda(row, like.dtype)) is not None:
+            return joined
         dense = [part.dense(like) for part in row]
         if len(dense) == 1:
             return dense[0]
         return mx.concatenate([k for k, _ in dense], axis=2), mx.concatenate([v for _, v in dense], axis=2)
+
+
+def _joined_on_cuda(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
+    """None: part by part."""
+    if paths.active() != "cuda" or not row:
+        return None
+    *before, last = row
+    # What a sequence writes may come last alone: its own tokens. Those of another are not known to be written.
+    is_own = isinstance(last, RawPart)
+    if any(isinstance(part, RawPart) for part in before):
+        return None
+    own = last.cuda_range() if isinstance(last, RawPart) else None
+    parts = cuda_joined.joining([part.cuda_range() for part in (before if is_own else row)], own, dtype)
+    if parts is None or not joined_works(dtype, parts):
+        return None
+    return cuda_joined.join(parts, dtype)
 
 
 def cut_parts(parts: Iterable[Part], start: int, end: int) -> Iterator[Part]:

@@ -31,7 +31,7 @@ _LONGEST_PIECE = GROUP_TOKENS  # tokens of a warp: it has memory for the shares 
 _SHORTEST_PIECE = 64
 _ENOUGH_WARPS = 1024  # to keep the GPU busy; with fewer, pieces are made shorter
 _ENCODE_THREADS = 256  # as in encode.cuh
-_DECODE_THREADS = 256
+DECODE_THREADS = 256
 _TABLE_ROWS, _LOWER = 32, 2048  # as in turned.cuh and queries.cuh
 
 
@@ -91,8 +91,8 @@ def decode_planes(planes: Planes, dtype: mx.Dtype, start: int = 0, end: int | No
             *(starts_of(planes.segments, start, count, planes.position % GROUP_TOKENS), *arrays_of(planes)),
         ],
         constants=(("T", dtype), ("BITS", bits_of(planes)), ("DIM", planes.dim), *turn_constants(turn)),
-        grid=(-(-num_units // _DECODE_THREADS) * _DECODE_THREADS, 1, 1),
-        threadgroup=(_DECODE_THREADS, 1, 1),
+        grid=(-(-num_units // DECODE_THREADS) * DECODE_THREADS, 1, 1),
+        threadgroup=(DECODE_THREADS, 1, 1),
         output_shapes=[(*planes.leading, count, planes.dim)],
         output_dtypes=[dtype],
     )

@@ -224,6 +224,16 @@ _DECODE = """
       long(blockIdx.x) * blockDim.x + threadIdx.x, num_units, num_tokens, start, count, out);
 """
 
+# spans: the number of tokens and of parts in the first row, then as in decode.cuh. PLACE: of keys or of values in a row
+# of addresses.
+_DECODE_PARTS = """
+  using Turn = kvstrata::Turn<PAIRS, FIRST, INTERLEAVED>;
+  const int total = spans[0];
+  kvstrata::decode_parts<Turn, T, DIM>(
+      spans + 8, spans[1], starts, reinterpret_cast<const unsigned long long*>(addresses) + PLACE, own, signs, angles,
+      long(blockIdx.x) * blockDim.x + threadIdx.x, long(own_shape[1]) * total * (DIM / 16), total, out);
+"""
+
 # Blocks: segments, heads.
 _ENCODE = """
   __shared__ float sums[kvstrata::ENCODE_THREADS];
@@ -316,10 +326,14 @@ def addresses(places: tuple[int, ...]) -> Kernel:
 
 @cache
 def collect(num_rows: int) -> Kernel:
-    """Rows of addresses in one array: a copy for each would cost a launch each."""
+    """Rows of addresses in one array, then the last one again: a copy for each would cost a launch each."""
     inputs = tuple(f"row{i}" for i in range(num_rows))
-    lines = [f"  out[{i * ADDRESSES} + threadIdx.x] = {name}[threadIdx.x];" for i, name in enumerate(inputs)]
-    return _make(f"collect{num_rows}", inputs, ("out",), "\n".join(lines), ("intrinsics",))
+    pointers = ", ".join(f"(const unsigned long long*){name}" for name in inputs)
+    body = f"""
+  const unsigned long long* rows[] = {{{pointers}}};
+  out[blockIdx.y * {ADDRESSES} + threadIdx.x] = rows[min(int(blockIdx.y), {num_rows - 1})][threadIdx.x];
+"""
+    return _make(f"collect{num_rows}", inputs, ("out",), body, ("intrinsics",))
 
 
 def attend_inputs(kinds: tuple[Kind, ...]) -> tuple[str, ...]:
@@ -376,6 +390,12 @@ def mix_planes() -> Kernel:
 def decode_planes() -> Kernel:
     inputs = ("k_signs", "angles", "starts", *_names("k"))
     return _make("decode_planes", inputs, ("out",), _DECODE, ("intrinsics", "codes", "turn", "decode"))
+
+
+@cache
+def decode_parts() -> Kernel:
+    inputs = ("signs", "angles", "spans", "starts", "addresses", "own")
+    return _make("decode_parts", inputs, ("out",), _DECODE_PARTS, ("intrinsics", "codes", "turn", "decode"))
 
 
 @cache

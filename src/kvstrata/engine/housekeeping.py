@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from kvstrata.engine.capacity import Capacity
 from kvstrata.engine.rates import Speeds
+from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequences import Sequences
 from kvstrata.layers.buffers import without_cache
 from kvstrata.store.stock import Stock
+
+# After work for which no client waits, streams go on without any for so many times as long: where steps are short it
+# would else take more time than they do, because it also waits for the step that is in flight.
+REST = 4.0
+# Where the next step has to be planned anew: the first slice, of the longest, and how much the next may be longer.
+FIRST_SLICE = 1 / 8
+MAX_GROWTH = 2.0
 
 
 class Housekeeping:
     """`slice_s`: of work on stored KV between two decode steps."""
 
     def __init__(
-        self, stock: Stock, sequences: Sequences, capacity: Capacity, speeds: Speeds, *, slice_s: float
+        self,
+        stock: Stock,
+        sequences: Sequences,
+        capacity: Capacity,
+        speeds: Speeds,
+        runner: Runner,
+        *,
+        slice_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._chores = stock.chores
         self._room = stock.room
@@ -27,7 +45,11 @@ class Housekeeping:
         self._sequences = sequences
         self._capacity = capacity
         self._speeds = speeds
+        self._runner = runner
         self._slice_s = slice_s
+        self._clock = clock
+        self._hurried_s = 0.0  # the last slice, if that was in a hurry
+        self._rests_until_s = 0.0
 
     @property
     def has_work(self) -> bool:
@@ -35,8 +57,26 @@ class Housekeeping:
 
     def work_in_step(self, *, is_awaited: bool) -> None:
         """What a client waits for may take as long as a decode step; all else must hardly be noticed."""
-        in_hurry = is_awaited or self._changes.is_running
-        self.work(max(self._slice_s, self._speeds.step_s) if in_hurry else self._slice_s)
+        if is_awaited or self._changes.is_running:
+            self._hurried_s = self._next_hurried_s(max(self._slice_s, self._speeds.step_s))
+            self.work(self._hurried_s)
+            return
+        self._hurried_s = 0.0
+        began_s = self._clock()
+        if self._sequences.has_streams and not self._chores.is_asked_for and began_s < self._rests_until_s:
+            return
+        self.work(self._slice_s)
+        ended_s = self._clock()
+        self._rests_until_s = ended_s + REST * (ended_s - began_s)
+
+    def _next_hurried_s(self, most_s: float) -> float:
+        """What is stored in another way has to be found anew for the next step: both together take no longer."""
+        if not self._runner.plans_steps:
+            return most_s
+        if not self._hurried_s:
+            return FIRST_SLICE * most_s
+        fits = most_s / (self._hurried_s + self._runner.planning_s)
+        return self._hurried_s * min(MAX_GROWTH, fits)
 
     def work(self, slice_s: float) -> None:
         """For about so long."""

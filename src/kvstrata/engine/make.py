@@ -149,7 +149,7 @@ def make_loop(
         ),
         replies=Replies(sequences, resume, endings, speeds, metrics, detokenizer),
         endings=endings,
-        housekeeping=Housekeeping(stock, sequences, capacity, speeds, slice_s=limits.slice_s),
+        housekeeping=Housekeeping(stock, sequences, capacity, speeds, runner, slice_s=limits.slice_s),
         speeds=speeds,
         runner=runner,
     )

@@ -1,4 +1,4 @@
-"""Runs what a step plan says: a chunk of a prompt, a decode step, or both in one pass.
+"""Runs what a step plan says: chunks of prompts, a decode step, or both in one pass.
 
 Decode steps overlap where a device works by itself: while it is at one, the host reads the one before. Our own kernels
 for a CPU are run by the host: there a token is read when its step ends, or it would wait for the step after it.
@@ -11,7 +11,7 @@ import time
 from kvstrata.engine.rates import Speeds
 from kvstrata.engine.resume import Resume
 from kvstrata.engine.runner import BatchRow, Guide, Launched, PromptChunk, Runner
-from kvstrata.engine.scheduler import StepPlan
+from kvstrata.engine.scheduler import Chunk, StepPlan
 from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.sequences import Sequences
 from kvstrata.metrics import Metrics
@@ -40,14 +40,13 @@ class Passes:
 
     def run(self, step_plan: StepPlan) -> list[Launched]:
         """Tells which steps are over, so that their tokens can be read."""
-        chunk = self._chunk_of(step_plan)
-        if chunk is not None and not step_plan.rides:
-            self._prefill(chunk)
-        riding = chunk if step_plan.rides else None
+        chunks = [self._chunk_of(chunk) for chunk in step_plan.prefill]
+        if chunks and not step_plan.rides:
+            self._prefill(chunks)
+        riding = chunks if step_plan.rides else []
         done = self._replace_in_flight(self._launch(step_plan.decode, riding))
-        if riding is not None:
-            self._after_chunk(riding)
-        if not self.overlaps or chunk is not None or self._sequences.has_prompts:
+        self._after_chunks(riding)
+        if not self.overlaps or chunks or self._sequences.has_prompts:
             # Steps beside a prompt never overlap: how long each takes is what chunks are sized by.
             done += self.take_in_flight()
         return done
@@ -60,29 +59,31 @@ class Passes:
         done, self.in_flight = self.in_flight, launched
         return [done] if done is not None else []
 
-    def _chunk_of(self, step_plan: StepPlan) -> PromptChunk | None:
-        if step_plan.prefill is None:
-            return None
-        sequence = self._sequences.running[step_plan.prefill.id]
+    def _chunk_of(self, chunk: Chunk) -> PromptChunk:
+        sequence = self._sequences.running[chunk.id]
         assert sequence.cache is not None
         start = sequence.cache.num_tokens
-        tokens = sequence.tokens[start : start + step_plan.prefill.num_tokens]
-        return PromptChunk(sequence.arrival, sequence.cache, tokens)
+        return PromptChunk(chunk.id, sequence.cache, sequence.tokens[start : start + chunk.num_tokens])
 
-    def _prefill(self, chunk: PromptChunk) -> None:
+    def _prefill(self, chunks: list[PromptChunk]) -> None:
         has_streams = self._sequences.has_streams
         began_s = time.perf_counter()
-        self._runner.prefill(chunk.cache, chunk.tokens)
-        self._speeds.count_chunk(len(chunk.tokens), time.perf_counter() - began_s, has_streams=has_streams)
-        self._after_chunk(chunk)
+        if len(chunks) == 1:
+            self._runner.prefill(chunks[0].cache, chunks[0].tokens)
+        else:
+            self._runner.prefill_together(chunks)
+        num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        self._speeds.count_chunk(num_tokens, time.perf_counter() - began_s, has_streams=has_streams)
+        self._after_chunks(chunks)
 
-    def _after_chunk(self, chunk: PromptChunk) -> None:
-        sequence = self._sequences.running[chunk.id]
-        self._resume.after_chunk(sequence)
-        self._metrics.prefill_tokens.inc(len(chunk.tokens))
-        sequence.report_prefill()
+    def _after_chunks(self, chunks: list[PromptChunk]) -> None:
+        for chunk in chunks:
+            sequence = self._sequences.running[chunk.id]
+            self._resume.after_chunk(sequence)
+            self._metrics.prefill_tokens.inc(len(chunk.tokens))
+            sequence.report_prefill()
 
-    def _launch(self, keys: tuple[int, ...], riding: PromptChunk | None) -> Launched | None:
+    def _launch(self, keys: tuple[int, ...], riding: list[PromptChunk]) -> Launched | None:
         if not keys:
             return None
         sequences = [self._sequences.running[key] for key in keys]

@@ -23,12 +23,17 @@ class Pacing:
 
     speeds: Speeds
     max_running: int
-    mixes: bool  # a chunk rides along with the streams' step
+    mixes: bool  # chunks ride along with the streams' step, and several with each other
 
     def terms(self, free_bytes: int, num_streams: int) -> Terms:
         speeds = self.speeds
         chunk_tokens, beside_tokens = speeds.chunk_tokens(), speeds.beside_tokens(num_streams)
-        return Terms(free_bytes, self.max_running, chunk_tokens, beside_tokens, self.mixes, speeds.num_chunks)
+        return Terms(
+            *(free_bytes, self.max_running, chunk_tokens, beside_tokens),
+            mixes=self.mixes,
+            turn=speeds.num_chunks,
+            joined_tokens=speeds.pass_tokens,
+        )
 
 
 class Planner:

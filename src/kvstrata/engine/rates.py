@@ -116,6 +116,7 @@ class Speeds:
         self._max_chunk = max_chunk
         self._fixed_chunk = fixed_chunk
         self._clock = clock
+        self.pass_tokens = 0  # that cost as much as a pass costs before its first one; measured at the start
         self.num_chunks = 0
         self._last_read_s = 0.0
         self._did_chores = False  # since the last decode step was read
@@ -137,8 +138,11 @@ class Speeds:
         """Of the next chunk beside so many streams; 0: they go on without one."""
         if self._fixed_chunk:
             return self._fixed_chunk
-        step_s = self._beside.step_s(num_streams)
-        sharing = Sharing(self._share, step_s, self.alone.tokens_s, self._beside.recent, self._beside.steps_since_chunk)
+        beside = self._beside
+        step_s = beside.step_s(num_streams)
+        sharing = Sharing(
+            *(self._share, step_s, self.alone.tokens_s, beside.recent, beside.steps_since_chunk, self.pass_tokens)
+        )
         return beside_tokens(sharing, least=MIN_BESIDE_TOKENS, most=self._max_chunk)
 
     def did_chores(self) -> None:

@@ -1,4 +1,4 @@
-"""Forward passes: a chunk of one prompt, one token for every row of the batch, or both in one.
+"""Forward passes: chunks of prompts, one token for every row of the batch, or both in one.
 
 Knows the model and the sequences' caches; does not know requests. Decoding is pipelined: `launch` takes the tokens of
 the step before as they are, computed or not, so the device always has a step to work on while the host reads the last.
@@ -24,6 +24,9 @@ from kvstrata.layers.kept import PromptCaches
 from kvstrata.layers.kinds import Layout, arrays_in
 from kvstrata.layers.mixed import MixedPass
 from kvstrata.layers.sequence import Prefix, SequenceCache
+
+# Rows of the largest step that is traced before a request comes.
+MOST_TRACED = 32
 
 
 @dataclass(frozen=True)
@@ -94,17 +97,24 @@ class Runner:
         cache.end_pass(len(tokens))
         mx.eval(cache.arrays())
 
+    def prefill_together(self, chunks: Sequence[PromptChunk]) -> None:
+        """As `prefill`, of several sequences in one pass: only if it `mixes`."""
+        mixed = MixedPass([(chunk.cache, len(chunk.tokens)) for chunk in chunks], None)
+        self._model(mx.array([token for chunk in chunks for token in chunk.tokens])[:, None], cache=mixed.begin())
+        mixed.end()
+        mx.eval([chunk.cache.arrays() for chunk in chunks])
+
     @property
     def mixes(self) -> bool:
-        """Whether a chunk may ride along with a decode step."""
+        """Whether chunks may ride along with a decode step, and several with each other."""
         return self._layout.mixes
 
-    def launch(self, rows: Sequence[BatchRow], before: Launched | None, riding: PromptChunk | None = None) -> Launched:
+    def launch(self, rows: Sequence[BatchRow], before: Launched | None, riding: Sequence[PromptChunk] = ()) -> Launched:
         """Start one token for every row. `riding` goes through the same pass: only if it `mixes`."""
         began_s = time.perf_counter()
         tokens = _inputs(rows, before)
-        logits = self._forward(rows, tokens) if riding is None else self._forward_mixed(rows, tokens, riding)
-        written = riding.cache.arrays() if riding else []
+        logits = self._forward_mixed(rows, tokens, riding) if riding else self._forward(rows, tokens)
+        written = [chunk.cache.arrays() for chunk in riding]
         allowed = Allowed()
         if any(row.guide is not None for row in rows):
             mx.async_eval(logits, self._state_arrays(rows), written)
@@ -112,7 +122,7 @@ class Runner:
         sampled = sample(logits, [row.sampler for row in rows], allowed.tokens)
         changed = [array for row in rows for array in row.sampler.arrays()]
         mx.async_eval(sampled.arrays(), changed, self._state_arrays(rows), written)
-        num_riding = len(riding.tokens) if riding else 0
+        num_riding = sum(len(chunk.tokens) for chunk in riding)
         failures = {rows[place].id: why for place, why in allowed.failures.items()}
         return Launched(tuple(row.id for row in rows), sampled, began_s, num_riding, failures)
 
@@ -124,6 +134,24 @@ class Runner:
             assert row.guide is not None
             row.guide.matcher.consume(row.guide.num_known, tokens[row.id])
         return self._masks.fill([row.guide.matcher if row.guide else None for row in rows], vocab_size)
+
+    @property
+    def plans_steps(self) -> bool:
+        """Whether what a step reads is found before it, and again when it is stored in another way."""
+        return self._compiled is not None
+
+    @property
+    def planning_s(self) -> float:
+        """How long that took for the last step."""
+        return self._compiled.planning_s if self._compiled else 0.0
+
+    def trace_steps(self, most_rows: int) -> None:
+        """Run a compiled step of each number of rows: the first of each is traced, which takes as long as several."""
+        for num_rows in range(1, min(most_rows, MOST_TRACED) + 1) if self._compiled else ():
+            # Rows may share a sequence here: no code reads what they write.
+            batch = BatchCache([self.new_cache(num_rows)] * num_rows)
+            self._compiled.run(mx.zeros((num_rows,), mx.int32), batch)
+            batch.end_plan()
 
     def disband(self) -> None:
         """Give every sequence of the batch its own state back."""
@@ -151,10 +179,12 @@ class Runner:
         return logits[:, -1]
 
     def _forward_mixed(
-        self, rows: Sequence[BatchRow], tokens: mx.array, riding: PromptChunk
+        self, rows: Sequence[BatchRow], tokens: mx.array, riding: Sequence[PromptChunk]
     ) -> mx.array:  # -> [rows, vocab]
-        mixed = MixedPass(riding.cache, len(riding.tokens), self._batch_of(rows))
-        inputs = mx.concatenate([mx.array(riding.tokens, mx.int32), tokens.astype(mx.int32)])
+        chunks = [(chunk.cache, len(chunk.tokens)) for chunk in riding]
+        mixed = MixedPass(chunks, self._batch_of(rows), is_planned=self._layout.compiles)
+        prompts = mx.array([token for chunk in riding for token in chunk.tokens], mx.int32)
+        inputs = mx.concatenate([prompts, tokens.astype(mx.int32)])
         logits = self._model(inputs[:, None], cache=mixed.begin())
         mixed.end()
         return logits[-len(rows) :, -1]

@@ -2,14 +2,15 @@
 
 Fairness: first come, first served, for memory. The oldest sequence always gets its next piece of tail, if need be from
 the youngest, so one always finishes. Prefill goes to the shortest rest, so that a short prompt does not wait for a
-long one, but every fourth chunk to the oldest, so that the long one ends too. While streams run, chunks get a share of
-the time: their size follows what chunks of late have added to the streams' steps.
+long one, but every fourth chunk to the oldest, so that the long one ends too. Short prompts share a pass where it costs
+more than their tokens. While streams run, chunks get a share of the time: their size follows what chunks of late have
+added to the streams' steps.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 OLDEST_EVERY = 4
@@ -19,10 +20,11 @@ CHUNK_S = 0.5
 MIN_CHUNK_TOKENS = 128
 # However few tokens a chunk beside streams has, it costs about one step of theirs: on a CPU because BLAS copies all
 # weights for a product of more than one row. So a chunk of fewer tokens is hardly shorter, and the prompt takes several
-# times as long. Where that cost is that of far more tokens, as on a GPU, `_worthwhile` finds how many.
+# times as long. Where a pass costs as much as far more tokens, as on a GPU, that is measured (`Sharing.pass_tokens`).
 MIN_BESIDE_TOKENS = 16
-# Chunks of late without which nothing is concluded from their cost: the first one may have waited for a compiler.
-SURE_CHUNKS = 3
+# A chunk beside streams may be longer by this share of its size where that ends the prompt: what would be left costs a
+# pass of its own.
+OVER_SIZE = 0.25
 # From one chunk to the next, sizes grow by no more than this: one measurement may be off.
 MAX_GROWTH = 2.0
 
@@ -69,6 +71,7 @@ class Sharing:
     prefill_tokens_s: float  # of large chunks; 0: not known
     recent: Sequence[Added] = ()
     steps_since_chunk: int = 0  # decode steps without one, in a row
+    pass_tokens: int = 0  # tokens that cost as much as a pass costs before its first one
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,10 @@ class Terms:
     free_bytes: int
     max_running: int
     chunk_tokens: int
-    beside_tokens: int  # of a chunk while streams run; 0: none in this step
-    mixes: bool = False  # whether such a chunk rides along with their step
+    beside_tokens: int  # of chunks while streams run; 0: none in this step
+    mixes: bool = False  # whether such chunks ride along with their step, and several with each other
     turn: int = 0  # chunks so far
+    joined_tokens: int = 0  # of several chunks in one pass while no stream runs
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,9 @@ class StepPlan:
     set_aside: tuple[int, ...] = ()
     grow: tuple[int, ...] = ()
     admit: tuple[int, ...] = ()
-    prefill: Chunk | None = None
+    prefill: tuple[Chunk, ...] = ()  # in one pass
     decode: tuple[int, ...] = ()
-    rides: bool = False  # the chunk goes through the same pass as the decode step
+    rides: bool = False  # the chunks go through the same pass as the decode step
 
 
 def plan(waiting: Sequence[Waiting], running: Sequence[Running], terms: Terms) -> StepPlan:
@@ -102,12 +106,12 @@ def plan(waiting: Sequence[Waiting], running: Sequence[Running], terms: Terms) -
     left += [Running(w.id, w.admit_bytes, w.prefill_left, w.chunk_limit) for w in waiting if w.id in admit]
     left.sort(key=lambda sequence: sequence.id)
     streams = [s for s in left if not s.prefill_left and not s.complete]
-    chunk = _next_chunk(left, terms.beside_tokens if streams else terms.chunk_tokens, terms.turn)
-    rides = terms.mixes and chunk is not None and bool(streams)
+    chunks = _next_chunks(left, terms, beside=bool(streams))
+    rides = terms.mixes and bool(chunks) and bool(streams)
     # A prompt whose last chunk rides along has its first token in the next step: this one's rows are those of streams.
-    decoding = streams if rides else [s for s in left if _decodes(s, chunk)]
+    decoding = streams if rides else [s for s in left if _decodes(s, chunks)]
     decode = tuple(s.id for s in decoding if not s.grow_bytes or s.id in grow)
-    return StepPlan(set_aside, grow, admit, chunk, decode, rides)
+    return StepPlan(set_aside, grow, admit, chunks, decode, rides)
 
 
 def _make_room(running: Sequence[Running], free_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
@@ -139,19 +143,34 @@ def _admit(waiting: Sequence[Waiting], num_running: int, free_bytes: int, max_ru
     return tuple(admit)
 
 
-def _next_chunk(running: Sequence[Running], chunk_tokens: int, turn: int) -> Chunk | None:
+def _next_chunks(running: Sequence[Running], terms: Terms, *, beside: bool) -> tuple[Chunk, ...]:
+    """Of one prompt, and of those that it leaves room for in the pass."""
     prefilling = [sequence for sequence in running if sequence.prefill_left]
-    if not prefilling or not chunk_tokens:
-        return None
-    oldest = turn % OLDEST_EVERY == OLDEST_EVERY - 1
-    chosen = prefilling[0] if oldest else min(prefilling, key=lambda s: s.prefill_left)
-    limit = chosen.prefill_left if chosen.chunk_limit is None else chosen.chunk_limit
-    return Chunk(chosen.id, min(chunk_tokens, chosen.prefill_left, limit))
+    size = terms.beside_tokens if beside else terms.chunk_tokens
+    if not prefilling or not size:
+        return ()
+    shortest = sorted(prefilling, key=lambda sequence: sequence.prefill_left)
+    is_oldests_turn = terms.turn % OLDEST_EVERY == OLDEST_EVERY - 1
+    chosen = prefilling[0] if is_oldests_turn else shortest[0]
+    longer = min(int(size * (1 + OVER_SIZE)), max(size, terms.chunk_tokens)) if beside else size
+    chunks = [Chunk(chosen.id, _most(chosen) if _most(chosen) <= longer else size)]
+    room = (size if beside else min(size, terms.joined_tokens)) - chunks[0].num_tokens
+    for sequence in shortest if terms.mixes else ():
+        if sequence is not chosen and _most(sequence) <= room:
+            chunks.append(Chunk(sequence.id, _most(sequence)))
+            room -= _most(sequence)
+    return tuple(chunks)
 
 
-def _decodes(sequence: Running, chunk: Chunk | None) -> bool:
-    """Its prompt is done, or this step's chunk ends it: then its first token comes in this step."""
-    ends_now = chunk is not None and chunk.id == sequence.id and chunk.num_tokens == sequence.prefill_left
+def _most(sequence: Running) -> int:
+    """Tokens of its next chunk, however large that may be."""
+    limit = sequence.chunk_limit
+    return sequence.prefill_left if limit is None else min(sequence.prefill_left, limit)
+
+
+def _decodes(sequence: Running, chunks: Sequence[Chunk]) -> bool:
+    """Its prompt is done, or a chunk of this step ends it: then its first token comes in this step."""
+    ends_now = any(chunk.id == sequence.id and chunk.num_tokens == sequence.prefill_left for chunk in chunks)
     return not sequence.complete and (not sequence.prefill_left or ends_now)
 
 
@@ -173,38 +192,13 @@ def beside_tokens(sharing: Sharing, *, least: int, most: int) -> int:
         return most
     if not sharing.step_s:
         return 0
-    least = min(_worthwhile(sharing, least), most)
+    least = min(max(least, sharing.pass_tokens), most)
     allowed_s = sharing.share / (1 - sharing.share) * sharing.step_s
     wanted = _tokens_in(allowed_s, sharing, least)
     if wanted >= least:
         return min(wanted, most)
     saved_s = allowed_s * (1 + sharing.steps_since_chunk)
     return least if _cost_s(least, sharing) <= saved_s else 0
-
-
-def _worthwhile(sharing: Sharing, least: int) -> int:
-    """`least`, doubled as long as that many tokens cost no more than what a chunk costs before its first token.
-
-    A smaller chunk spares the streams little and holds up the prompt. Both costs are guessed twice, and the guess that
-    gives fewer tokens counts: by the speed of large chunks, which is too good for a long context, and by what chunks of
-    different sizes added of late.
-    """
-    if len(sharing.recent) < SURE_CHUNKS or not sharing.prefill_tokens_s:
-        return least
-    smallest, largest = (_usual(sharing.recent, choose) for choose in (min, max))
-    tokens_s = [sharing.prefill_tokens_s]
-    if largest.num_tokens >= 2 * smallest.num_tokens and largest.seconds > smallest.seconds:
-        tokens_s.append((largest.num_tokens - smallest.num_tokens) / (largest.seconds - smallest.seconds))
-    break_even = min(largest.seconds * speed - largest.num_tokens for speed in tokens_s)
-    while 2 * least <= min(break_even, MAX_GROWTH * largest.num_tokens):
-        least *= 2
-    return least
-
-
-def _usual(recent: Sequence[Added], choose: Callable[[Iterable[int]], int]) -> Added:
-    """What chunks of the size that `choose` takes added: the middle one of them."""
-    size = choose(chunk.num_tokens for chunk in recent)
-    return Added(size, statistics.median(chunk.seconds for chunk in recent if chunk.num_tokens == size))
 
 
 def _tokens_in(seconds: float, sharing: Sharing, least: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -46,7 +46,11 @@ LOGITS_COPIES = 10
 LEEWAY = 1.2
 KEPT_BITS = 5
 MAX_TRIES = 8
+# Passes that are timed: of a few tokens, and where that takes less than so long, of many.
 TIMED_TOKENS = 64
+MANY_TIMED_TOKENS = 512
+LONG_PASS_S = 0.1
+TIMED_PASSES = 2
 LOGIT_BYTES = 4
 
 RAW: Pair = (RawCodec(), RawCodec())
@@ -88,11 +92,28 @@ def _measured_tokens(runner: Runner, chunk: int) -> int:
     return min(chunk, max(MIN_MEASURED_TOKENS, chunk // share))
 
 
-def measure_prefill(runner: Runner, chunk_tokens: int) -> float:
-    """Tokens a second, of a pass that is not the first of its size: that one may load kernels."""
-    tokens = min(chunk_tokens, TIMED_TOKENS)
-    _, seconds = [_peak(partial(runner.prefill, runner.new_cache(tokens), [0] * tokens))[1] for _ in range(2)]
-    return tokens / seconds
+class PrefillCost(NamedTuple):
+    tokens_s: float
+    pass_tokens: int  # that cost as much as a pass costs before its first one; 0: not worth to be known
+
+
+def measure_prefill(runner: Runner, chunk_tokens: int) -> PrefillCost:
+    few = min(chunk_tokens, TIMED_TOKENS)
+    few_s = _pass_s(runner, few)
+    many = min(chunk_tokens, MANY_TIMED_TOKENS)
+    if mx.default_device() == mx.cpu or few_s > LONG_PASS_S or many <= few:
+        return PrefillCost(few / few_s, 0)
+    many_s = _pass_s(runner, many)
+    token_s = max(many_s - few_s, 0.0) / (many - few)
+    return PrefillCost(many / many_s, min(many, int(few_s / max(token_s, 1e-9)) - few))
+
+
+def _pass_s(runner: Runner, tokens: int) -> float:
+    """Of one that is not the first of its size: that may load kernels."""
+    _, *seconds = [
+        _peak(partial(runner.prefill, runner.new_cache(tokens), [0] * tokens))[1] for _ in range(TIMED_PASSES)
+    ]
+    return min(seconds)
 
 
 class _Measure:

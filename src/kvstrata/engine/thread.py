@@ -25,7 +25,7 @@ from kvstrata.engine.planned import least_token_bytes, sealed_pairs
 from kvstrata.engine.remembered import remembered_scratch
 from kvstrata.engine.request import Request
 from kvstrata.engine.runner import Runner
-from kvstrata.engine.scratch import Shape, max_chunk, measure_prefill
+from kvstrata.engine.scratch import PrefillCost, Shape, max_chunk, measure_prefill
 from kvstrata.engine.storage import Storage
 from kvstrata.engine.warm_up import compile_planes
 from kvstrata.layers.kinds import Layout
@@ -74,7 +74,7 @@ class EngineThread:
         self.cold: Cold
         self.shared: Shared | None
         self.loop: Loop
-        self._prefill_tokens_s: float
+        self._prefill_cost: PrefillCost
 
     # Called by other threads.
 
@@ -162,8 +162,9 @@ class EngineThread:
         self.cold = open_disk(self.served, self._outside.disk, self._outside.files, self._inbox.put)
         self.shared = self._open_remote()
         begin("speed", "Timing a short prompt")
-        self._prefill_tokens_s = measure_prefill(runner, shape.chunk_tokens)
+        self._prefill_cost = measure_prefill(runner, shape.chunk_tokens)
         self.loop = self._make_loop()
+        self.loop.runner.trace_steps(self._limits.max_running)
         self.state = self.loop.state()
 
     def _open_remote(self) -> Shared | None:
@@ -189,7 +190,8 @@ class EngineThread:
         watcher = self._outside.watcher
         loop = make_loop(self.served, self._metrics, self.cold, self.make_detokenizer, self.shared, watcher)
         # Before the first request: whether it is worth waiting for the disk must be known then.
-        loop.speeds.alone.add(1, 1 / self._prefill_tokens_s)
+        loop.speeds.alone.add(1, 1 / self._prefill_cost.tokens_s)
+        loop.speeds.pass_tokens = self._prefill_cost.pass_tokens
         return loop
 
     def make_detokenizer(self, request: Request) -> Detokenizer:

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 import mlx.core as mx
 
+from kvstrata.attention.cuda_check import join_works
 from kvstrata.codecs import paths
 from kvstrata.codecs.base import UnsupportedCodec
 from kvstrata.codecs.planes import PlanesCodec
@@ -14,11 +15,14 @@ from kvstrata.store.precision.ladder import RUNGS
 
 
 def compile_planes(layout: Layout) -> int:
-    """Encode and decode a vector of each kind that the layers have, under each precision; tells how many. MLX keeps
-    what it compiles on disk."""
+    """Encode and decode a vector of each kind that the layers have, under each precision; tells how many. Decoded to
+    the layers' dtype, which they attend in, and to float32, which a change of precision is judged in. MLX keeps what it
+    compiles on disk."""
     if paths.active() != "cuda":
         return 0
     stored = [spec for spec in layout.flat() if spec.kind in ("full", "window")]
+    for dtype, k_dim, v_dim, turn in {(spec.dtype, spec.k_dim, spec.v_dim, spec.k_turn) for spec in stored}:
+        join_works(dtype, k_dim, v_dim, turn)
     vectors = {(spec.k_dim, spec.k_turn, spec.dtype) for spec in stored}
     vectors |= {(spec.v_dim, spec.v_turn, spec.dtype) for spec in stored}
     done = 0
@@ -26,6 +30,7 @@ def compile_planes(layout: Layout) -> int:
         for bits in RUNGS:
             codec = PlanesCodec(bits, turn)
             with suppress(UnsupportedCodec):
-                mx.eval(codec.decode(codec.encode(mx.zeros((1, 1, dim), dtype)), dtype))
+                planes = codec.encode(mx.zeros((1, 1, dim), dtype))
+                mx.eval(codec.decode(planes, dtype), codec.decode(planes, mx.float32))
                 done += 1
     return done

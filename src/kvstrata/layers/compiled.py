@@ -6,6 +6,7 @@ The weights are constants of the graph. Models that look at more than that in a 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -28,13 +29,13 @@ def can_compile(layout: Layout) -> bool:
     return paths.active() == "cuda" and layout.path == "parts" and attends
 
 
-class TracedLayer:
-    """What a model sees of a layer while it is traced."""
+class PlannedLayer:
+    """What a model sees of a layer whose launch was prepared: while a step is traced, or in a mixed pass."""
 
     def __init__(self, offsets: mx.array, launch: Launch, rows: AttentionRows) -> None:
         self.offset = offsets
         self._launch = launch
-        self._rows = rows  # those that it is traced with; others are of the same kind
+        self._rows = rows  # of a traced step: those that it is traced with; others are of the same kind
         self._keys: Prepared | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]:
@@ -56,19 +57,27 @@ class CompiledStep:
         self._run = mx.compile(self._forward)
         self._shapes: set[Hashable] = set()  # that it was traced for
         self._traced: Sequence[AttentionRows] = ()
+        self.planning_s = 0.0  # of the last step
+
+    @property
+    def num_traced(self) -> int:
+        """Shapes that it knows."""
+        return len(self._shapes)
 
     def run(self, tokens: mx.array, batch: BatchCache) -> mx.array | None:  # tokens [rows] -> logits [rows, vocab]
         """The next token of every row, issued. None: it has to go layer by layer."""
+        began_s = time.perf_counter()
         plan = batch.plan()
+        self.planning_s = time.perf_counter() - began_s
         if plan is None:
             return None
-        steps = plan.step()
-        tables, blocks = [step.arrays for step in steps], tuple([step.num_blocks for step in steps])
-        lengths = [len(table) for arrays in tables for table in arrays]
-        self._bound((len(tokens), plan.numbers, blocks, *lengths))
+        launches = plan.launches()
+        arrays, blocks = [launch[:-1] for launch in launches], tuple([launch.num_blocks for launch in launches])
+        lengths = tuple([(len(launch.pieces), len(launch.kinds)) for launch in launches])
+        self._bound((len(tokens), blocks, lengths))
         self._traced = plan.rows
         try:
-            logits = self._run(tokens, batch.offsets(), tables, plan.addresses, plan.counters, plan.numbers, blocks)
+            logits = self._run(tokens, batch.offsets(), arrays, blocks)
         finally:
             self._traced = ()  # it would keep the sequences
         mx.async_eval(logits)  # the launches write, whether or not the result is asked for
@@ -88,15 +97,9 @@ class CompiledStep:
         self,
         tokens: mx.array,
         offsets: mx.array,
-        tables: list[tuple[mx.array, mx.array, mx.array]],  # of each group: places, pieces, kinds
-        addresses: list[mx.array],  # of each layer
-        counters: list[mx.array],
-        *constants: tuple[int, ...],  # of each layer its group, and of each group the number of blocks
+        arrays: list[tuple[mx.array, ...]],  # of each layer, what its launch is given
+        blocks: tuple[int, ...],  # a constant
     ) -> mx.array:
-        numbers, blocks = constants
-        launches = [
-            Launch(*tables[number], *pair, num_blocks=blocks[number])
-            for number, *pair in zip(numbers, addresses, counters, strict=True)
-        ]
-        caches = [TracedLayer(offsets, *each) for each in zip(launches, self._traced, strict=True)]
+        launches = [Launch(*given, num_blocks=count) for given, count in zip(arrays, blocks, strict=True)]
+        caches = [PlannedLayer(offsets, *each) for each in zip(launches, self._traced, strict=True)]
         return self._model(tokens[:, None], cache=caches)[:, -1]

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from kvstrata.attention.cuda_rows import Found
+from kvstrata.attention.cuda_step import Launch
 from kvstrata.attention.cuda_tables import Tables, places_of
 from kvstrata.layers.attention_rows import AttentionRows
 from kvstrata.layers.base import AttentionLayer, Watched
@@ -40,22 +41,13 @@ class Group(NamedTuple):
     rows: Sequence[AttentionLayer]  # of one of the layers
 
 
-class Numbers(NamedTuple):
-    """Of one group in one step."""
-
-    arrays: tuple[mx.array, mx.array, mx.array]  # places, pieces, kinds
-    num_blocks: int
-
-
 class DecodePlan:
     def __init__(
         self, sequences: Sequence[SequenceCache], rows: Sequence[AttentionRows], layers: Sequence[LayerPlan]
     ) -> None:
         self.rows = rows  # by layer
         self.layers = layers
-        self.addresses = [layer.found.reads.addresses for layer in layers]
-        self.counters = [layer.found.counters for layer in layers]
-        self.groups, self.numbers = _grouped(rows, layers)
+        self._groups, self._numbers = _grouped(rows, layers)
         self._sequences = sequences
         self._attending = [layer for each in rows for layer in each.layers]
         self._pieces = [piece for layer in self._attending if (piece := layer.next_piece()) is not None]
@@ -73,12 +65,17 @@ class DecodePlan:
         """Whether the next step can go by it."""
         return self.has_room and [watched.version for watched in self._watched] == self._versions
 
-    def step(self) -> list[Numbers]:
-        """Of each group, for the next tokens."""
+    def launches(self) -> list[Launch]:
+        """Of each layer, for the next tokens."""
+        places = [
+            places_of(group.tables, [layer.next_place() for layer in group.rows], group.kv_heads)
+            for group in self._groups
+        ]
         made = []
-        for group in self.groups:
-            places = places_of(group.tables, [layer.next_place() for layer in group.rows], group.kv_heads)
-            made.append(Numbers((places.table, group.tables.pieces, group.tables.kinds), places.num_blocks))
+        for number, layer in zip(self._numbers, self.layers, strict=True):
+            (reads, counters, *_), at = layer.found, places[number]
+            tables = reads.tables
+            made.append(Launch(at.table, tables.pieces, tables.kinds, reads.addresses, counters, at.num_blocks))
         return made
 
     def count(self) -> None:
@@ -141,7 +138,7 @@ def _ends(sequences: Sequence[SequenceCache], rows: Sequence[AttentionRows]) -> 
     return ends
 
 
-def _grouped(rows: Sequence[AttentionRows], layers: Sequence[LayerPlan]) -> tuple[list[Group], tuple[int, ...]]:
+def _grouped(rows: Sequence[AttentionRows], layers: Sequence[LayerPlan]) -> tuple[list[Group], list[int]]:
     """The groups, and which one each layer is in."""
     known: dict[tuple[object, ...], int] = {}
     groups: list[Group] = []
@@ -154,4 +151,4 @@ def _grouped(rows: Sequence[AttentionRows], layers: Sequence[LayerPlan]) -> tupl
         if number == len(groups):
             groups.append(Group(tables, kv_heads, each.layers))
         numbers.append(number)
-    return groups, tuple(numbers)
+    return groups, numbers

@@ -1,22 +1,22 @@
-"""A chunk of one prompt and the next tokens of running streams, in one forward pass.
+"""Chunks of prompts and the next tokens of running streams, in one forward pass.
 
-The pass is a batch of single tokens: first those of the chunk, then one for each stream, each with an offset of its
+The pass is a batch of single tokens: first those of the chunks, then one for each stream, each with an offset of its
 own. Projections and MLPs do not care whose row a token is, so the weights are read once for all of them. Attention
-does: the chunk attends as a chunk does, the streams as in a decode step.
+does: a chunk attends as a chunk does, the streams as in a decode step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
-from kvstrata.attention.attend import MixedKeys, as_chunk
+from kvstrata.attention.attend import ChunkKeys, Keys, MixedKeys, as_chunk
 from kvstrata.attention.parts import Parts
-from kvstrata.layers.attention_rows import AttentionRows
 from kvstrata.layers.base import AttentionLayer
 from kvstrata.layers.batch import BatchCache
+from kvstrata.layers.compiled import PlannedLayer
 from kvstrata.layers.kept import KeptCaches
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
@@ -28,23 +28,39 @@ def can_mix(layout: Layout) -> bool:
     return layout.path == "parts" and all(spec.kind in ("full", "window") for spec in layout.layers)
 
 
-class MixedLayer:
-    """One attention layer: of the sequence whose chunk it is, and of the streams."""
+class StreamLayer(Protocol):
+    """One attention layer of the streams."""
 
-    def __init__(self, chunk: AttentionLayer, num_tokens: int, rows: AttentionRows, offsets: mx.array) -> None:
-        self._chunk = chunk
-        self._num_tokens = num_tokens
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Keys, Keys]: ...
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None: ...  # noqa: N803
+
+
+class MixedLayer:
+    """One attention layer: of the sequences whose chunks they are, with the number of tokens, and of the streams."""
+
+    def __init__(
+        self, chunks: Sequence[tuple[AttentionLayer, int]], rows: StreamLayer | None, offsets: mx.array
+    ) -> None:
+        self._chunks = chunks
         self._rows = rows
         self.offset = offsets  # [tokens + rows]
         self._keys: MixedKeys | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[MixedKeys, MixedKeys]:
-        count = self._num_tokens
-        mask = self._chunk.make_mask(count)  # depends on what was there before
-        # Both write before either reads: one may go on from the other, and a view would make MLX copy its buffer.
-        self._chunk.append(as_chunk(keys[:count]), as_chunk(values[:count]))
-        rows, _ = self._rows.update_and_fetch(keys[count:], values[count:])
-        self._keys = MixedKeys(Parts((self._chunk.parts(),)), count, mask, rows)
+        masks = [layer.make_mask(count) for layer, count in self._chunks]  # depend on what was there before
+        # All write before any reads: one may go on from another, and a view would make MLX copy its buffer.
+        start = 0
+        for layer, count in self._chunks:
+            end = start + count
+            layer.append(as_chunk(keys[start:end]), as_chunk(values[start:end]))
+            start = end
+        rows = self._rows.update_and_fetch(keys[start:], values[start:])[0] if self._rows else None
+        chunks = [
+            ChunkKeys(Parts((layer.parts(),)), count, mask)
+            for (layer, count), mask in zip(self._chunks, masks, strict=True)
+        ]
+        self._keys = MixedKeys(tuple(chunks), rows)
         return self._keys, self._keys
 
     def keys_and_values(self) -> tuple[MixedKeys, MixedKeys]:
@@ -52,9 +68,12 @@ class MixedLayer:
         return self._keys, self._keys
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> None:  # noqa: N803
-        """None for the batch of single tokens; the chunk has its own, see `update_and_fetch`."""
-        self._rows.make_mask(N, return_array, window_size)
-        if window_size is not None and not isinstance(self._chunk, WindowLayer):
+        """None for the batch of single tokens; chunks have their own, see `update_and_fetch`."""
+        if N != 1:
+            raise ValueError(f"a mixed pass is a batch of single tokens, not of {N}")
+        if self._rows is not None:
+            self._rows.make_mask(N, return_array, window_size)
+        if window_size is not None and not all(isinstance(layer, WindowLayer) for layer, _ in self._chunks):
             raise NotImplementedError("a window over a layer that keeps everything needs a mask for each row")
 
 
@@ -66,25 +85,46 @@ class MixedCaches(KeptCaches):
         self._num_kept = num_kept
 
     def keep(self, hidden: mx.array) -> mx.array:
-        return hidden[-self._num_kept :]
+        return hidden[len(hidden) - self._num_kept :]
 
 
 class MixedPass:
-    """`num_tokens` of the prompt of `chunk`, and the next token of every sequence in `batch`."""
+    """So many tokens of the prompts of `chunks`, and the next token of every sequence in `batch`; None: of no stream.
+    `is_planned`: the streams' launches may be prepared, as for a compiled step."""
 
-    def __init__(self, chunk: SequenceCache, num_tokens: int, batch: BatchCache) -> None:
-        self._chunk = chunk
-        self._num_tokens = num_tokens
+    def __init__(
+        self, chunks: Sequence[tuple[SequenceCache, int]], batch: BatchCache | None, *, is_planned: bool = False
+    ) -> None:
+        self._chunks = chunks
         self._batch = batch
+        self._plan = batch.plan() if batch is not None and is_planned else None
 
     def begin(self) -> MixedCaches:
-        first = self._chunk.num_tokens
-        offsets = [*range(first, first + self._num_tokens), *(s.num_tokens for s in self._batch.sequences)]
-        array = mx.array(offsets)
-        pairs: list[tuple[Any, Any]] = list(zip(self._chunk.layers, self._batch.begin_step(), strict=True))
-        layers = [MixedLayer(chunk, self._num_tokens, rows, array) for chunk, rows in pairs]
-        return MixedCaches(layers, len(self._batch.sequences))
+        streams = self._batch.sequences if self._batch is not None else ()
+        offsets = [place for s, count in self._chunks for place in range(s.num_tokens, s.num_tokens + count)]
+        array = mx.array([*offsets, *(stream.num_tokens for stream in streams)])
+        by_layer: Any = zip(*(sequence.layers for sequence, _ in self._chunks), strict=True)
+        counts = [count for _, count in self._chunks]
+        layers = [
+            MixedLayer(list(zip(chunk_layers, counts, strict=True)), rows, array)
+            for chunk_layers, rows in zip(by_layer, self._stream_layers(), strict=True)
+        ]
+        return MixedCaches(layers, len(streams))
+
+    def _stream_layers(self) -> Sequence[StreamLayer | None]:
+        if self._batch is None:
+            return [None] * len(self._chunks[0][0].layers)
+        if self._plan is None:
+            return self._batch.begin_step()
+        offsets = self._batch.offsets()
+        pairs = zip(self._plan.launches(), self._plan.rows, strict=True)
+        return [PlannedLayer(offsets, launch, rows) for launch, rows in pairs]
 
     def end(self) -> None:
-        self._batch.end_step()
-        self._chunk.end_pass(self._num_tokens)
+        """The caller has the result computed: the streams' launches write, whether or not a caller asks for it."""
+        if self._plan is not None:
+            self._plan.count()
+        elif self._batch is not None:
+            self._batch.end_step()
+        for sequence, count in self._chunks:
+            sequence.end_pass(count)

@@ -73,6 +73,8 @@ class Pieces:
 
     def make_room(self, num_tokens: int) -> None:
         """Buffers for so many more, out of what was promised. Few of them, whatever the sequence grows to."""
+        if self._pieces[-1].free >= num_tokens:
+            return  # as nearly always: a plan of a step asks this of each layer of each row
         free = sum(piece.free for piece in self._pieces)
         if free < num_tokens and self._promised:
             size = max(num_tokens - free, self._raw_tokens or max(ROOM_TOKENS, self.capacity // 4))

@@ -111,7 +111,7 @@ class _Bound:
 
 
 def _mixes(model: Any, layout: Layout, bound: _Bound) -> bool:
-    """Whether a chunk of one sequence beside a token of the other changes no logits of either."""
+    """Whether chunks of two sequences in one pass, and one beside a token of the other, change no logits of either."""
     if not can_mix(layout):
         return False
     try:
@@ -189,18 +189,22 @@ def _steps_compiled(model: Any, layout: Layout, step: CompiledStep, prompts: Seq
 
 
 def _run_mixed(model: Any, layout: Layout) -> list[mx.array]:
-    """The first prompt but for its last token comes in two chunks, beside two steps of the other sequence."""
-    chunked, decoded = (SequenceCache(layout, model, _CAPACITY) for _ in _PROMPTS)
+    """The beginnings of both prompts in one pass. Then the rest of the first but for its last token in two chunks,
+    beside two steps of the other sequence."""
+    first, second = (SequenceCache(layout, model, _CAPACITY) for _ in _PROMPTS)
     begun, *steps = _passes(_PROMPTS[1])
-    _pass(model, decoded, begun)
     *prompt, last = _PROMPTS[0]
+    together = MixedPass([(first, 1), (second, len(begun))], None)
+    model(mx.array([prompt[0], *begun])[:, None], cache=together.begin())
+    together.end()
+    mx.eval(first.arrays(), second.arrays())
     out = mx.zeros(())
-    for chunk, step in zip((prompt[:1], prompt[1:]), steps, strict=True):
-        mixed = MixedPass(chunked, len(chunk), BatchCache([decoded]))
+    for chunk, step in zip((prompt[1:2], prompt[2:]), steps, strict=True):
+        mixed = MixedPass([(first, len(chunk))], BatchCache([second]), is_planned=can_compile(layout))
         out = model(mx.array([*chunk, *step])[:, None], cache=mixed.begin())
         mixed.end()
-        mx.eval(out, chunked.arrays())
-    return [logits[-1, -1].astype(mx.float32) for logits in (_pass(model, chunked, [last]), out)]
+        mx.eval(out, first.arrays())
+    return [logits[-1, -1].astype(mx.float32) for logits in (_pass(model, first, [last]), out)]
 
 
 def _pass(model: Any, cache: SequenceCache, tokens: Sequence[int]) -> mx.array:

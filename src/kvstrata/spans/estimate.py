@@ -154,8 +154,8 @@ def _layer_error(span: Span, layer: int, pair: Pair, upward: bool) -> float | No
     if codec is None:
         return None
     k, _ = Parts((parts,)).joined(mx.zeros((), dtype))
+    after = codec.decode(codec.encode(k[0], start), mx.float32)
     keys = k[0].astype(mx.float32)  # [heads, tokens, dim]
-    after = codec.decode(codec.encode(keys, start), mx.float32)
     queries = keys[:, :: max(1, keys.shape[1] // SAMPLE_QUERIES)]
     exact, moved = queries @ keys.swapaxes(-1, -2), queries @ after.swapaxes(-1, -2)
     spread = exact - exact.mean(axis=-1, keepdims=True)

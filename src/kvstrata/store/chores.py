@@ -34,9 +34,13 @@ class Chores:
 
     @property
     def has_work(self) -> bool:
-        is_asked = self._arrived is not None or self._restorer.is_ready or not self._errands.idle
-        is_busy = is_asked or not self._mover.idle or not self._spills.idle
+        is_busy = self.is_asked_for or not self._mover.idle or not self._spills.idle
         return is_busy or (self._sharing is not None and self._sharing.has_work)
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether a request or a client waits for some of it."""
+        return self._arrived is not None or self._restorer.is_ready or not self._errands.idle
 
     @property
     def _arrived(self) -> Cold | None:

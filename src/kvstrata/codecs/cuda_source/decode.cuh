@@ -35,6 +35,30 @@ __device__ __forceinline__ void store_halves(void* to, const float (&x)[16]) {
 __device__ __forceinline__ void store(__half* to, const float (&x)[16]) { store_halves<false>(to, x); }
 __device__ __forceinline__ void store(__nv_bfloat16* to, const float (&x)[16]) { store_halves<true>(to, x); }
 
+// 16 dims of a vector, in units and not rotated back. `from`: their place, in sixteens.
+template <int BITS>
+__device__ __forceinline__ void load_codes(
+    const unsigned* top, const unsigned* next, const unsigned* low, long from, float (&x)[16]) {
+  unsigned codes[4];
+  uint2 nibbles = BITS == 8 ? __ldg(reinterpret_cast<const uint2*>(low) + from) : make_uint2(0, 0);
+  unpack<BITS>(__ldg(top + from), BITS >= 4 ? __ldg(next + from) : 0, nibbles.x, nibbles.y, codes);
+#pragma unroll
+  for (int i = 0; i < 16; ++i) x[i] = to_float<BITS>(codes[i % 4], i / 4);
+}
+
+// What is rotated back, from dim `dim` on, as it was. `place`: of the token in its group.
+template <typename TURN, int DIM>
+__device__ __forceinline__ void add_mean(
+    float (&x)[16], float scale, const __half* mean, const float* signs, const float* angles, int dim, int place) {
+  float factor = scale * UNIT * rsqrtf(float(DIM & -DIM));
+  auto mean_at = [&](int d) { return __half2float(mean[d]); };
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    float centre = TURN::turned(mean_at, dim + i, angles, place);
+    x[i] = x[i] * (factor * signs[dim + i]) + centre;
+  }
+}
+
 // Tokens [start, start + count) of each row -> out [rows, count, DIM]. One thread for each 16 dims.
 template <typename TURN, typename T, int BITS, int DIM>
 __device__ __forceinline__ void decode(
@@ -46,22 +70,62 @@ __device__ __forceinline__ void decode(
   long unit = is_ours ? index : num_units - 1;  // all lanes take part in the rotation
   long vector = unit / UNITS;
   int row = vector / count, token = start + vector % count, dim = unit % UNITS * 16;
-  long from = (long(row) * num_tokens + token) * UNITS + dim / 16;
-  unsigned codes[4];
-  uint2 nibbles = BITS == 8 ? __ldg(reinterpret_cast<const uint2*>(low) + from) : make_uint2(0, 0);
-  unpack<BITS>(__ldg(top + from), BITS >= 4 ? __ldg(next + from) : 0, nibbles.x, nibbles.y, codes);
+  long at = long(row) * num_tokens + token;
   float x[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) x[i] = to_float<BITS>(codes[i % 4], i / 4);
+  load_codes<BITS>(top, next, low, at * UNITS + dim / 16, x);
   rotate_sixteen<DIM>(x);
-  float factor = __half2float(scales[long(row) * num_tokens + token]) * UNIT * rsqrtf(float(DIM & -DIM));
   const __half* mean = means + (long(row) * num_segments + segment_of(starts, num_segments, token)) * DIM;
-  auto mean_at = [&](int d) { return __half2float(mean[d]); };
-#pragma unroll
-  for (int i = 0; i < 16; ++i) {
-    float centre = TURN::turned(mean_at, dim + i, angles, (offset + token) % GROUP);
-    x[i] = x[i] * (factor * signs[dim + i]) + centre;
+  add_mean<TURN, DIM>(x, __half2float(scales[at]), mean, signs, angles, dim, (offset + token) % GROUP);
+  if (is_ours) store(out + unit * 16, x);
+}
+
+// Parts that follow each other -> out [rows, total, DIM], as `decode` does it; raw vectors as they are.
+// spans [parts][8]: the first token of `out`, the one of the part, tokens of the part's arrays, bits (16: raw, 0: in
+// `own`), segments, where in `starts` they begin, where token 0 is in its group, the row of addresses.
+template <typename TURN, typename T, int DIM>
+__device__ __forceinline__ void decode_parts(
+    const int* spans, int num_spans, const int* starts, const unsigned long long* addresses, const T* own,
+    const float* signs, const float* angles, long index, long num_units, int total, T* out) {
+  constexpr int UNITS = DIM / 16, ENTRY = 8, ADDRESSES = 12;
+  bool is_ours = index < num_units;
+  long unit = is_ours ? index : num_units - 1;
+  long vector = unit / UNITS;
+  int row = vector / total, place = vector % total, dim = unit % UNITS * 16;
+  int first = 0, last = num_spans - 1;
+  while (first < last) {
+    int middle = (first + last + 1) / 2;
+    if (spans[ENTRY * middle] <= place) first = middle;
+    else last = middle - 1;
   }
+  const int* span = spans + ENTRY * first;
+  const unsigned long long* arrays = addresses + ADDRESSES * span[7];
+  auto array = [&](int i) { return reinterpret_cast<const unsigned*>(arrays[i]); };
+  int bits = span[3], token = span[1] + place - span[0];
+  long at = long(row) * span[2] + token, from = at * UNITS + dim / 16;
+  bool is_raw = bits == 0 || bits == 16;
+  uint4 raw[2];
+  float x[16] = {};
+  if (is_raw) {
+    const void* values = bits == 0 ? static_cast<const void*>(own) : array(0);
+    const uint4* words = static_cast<const uint4*>(values) + 2 * from;
+    raw[0] = words[0], raw[1] = words[1];
+  } else if (bits == 8) {
+    load_codes<8>(array(0), array(1), array(2), from, x);
+  } else if (bits == 4) {
+    load_codes<4>(array(0), array(1), array(2), from, x);
+  } else {
+    load_codes<2>(array(0), array(1), array(2), from, x);
+  }
+  rotate_sixteen<DIM>(x);  // by all lanes
+  if (is_raw) {
+    uint4* to = reinterpret_cast<uint4*>(out + unit * 16);
+    if (is_ours) to[0] = raw[0], to[1] = raw[1];
+    return;
+  }
+  int segment = segment_of(starts + span[5], span[4], token);
+  const __half* mean = reinterpret_cast<const __half*>(arrays[4]) + (long(row) * span[4] + segment) * DIM;
+  float scale = __half2float(reinterpret_cast<const __half*>(arrays[3])[at]);
+  add_mean<TURN, DIM>(x, scale, mean, signs, angles, dim, (span[6] + token) % GROUP);
   if (is_ours) store(out + unit * 16, x);
 }
 
