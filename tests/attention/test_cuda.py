@@ -147,11 +147,16 @@ def test_parts_are_joined_as_they_decode(
         [_numbers(planes.arrays["values"])[:, 3:4] for planes in raw],
     ]
     if with_own:
-        parts.append(RawPart(*own, 21, 2))
+        parts.append(RawPart(own[0], own[1], 21, 2))
         wanted.append([_numbers(array[0])[:, 2:23] for array in own])
     launched: list[str] = []
-    run = Kernel.run
-    monkeypatch.setattr(Kernel, "run", lambda kernel, *a, **b: launched.append(kernel.name) or run(kernel, *a, **b))
+    run: Any = Kernel.run
+
+    def watched(kernel: Kernel, *given: Any, **launch: Any) -> list[mx.array]:
+        launched.append(kernel.name)
+        return run(kernel, *given, **launch)
+
+    monkeypatch.setattr(Kernel, "run", watched)
     joined = Parts((tuple(parts),)).joined(mx.zeros((), dtype))
     for found, expected in zip(joined, zip(*wanted, strict=True), strict=True):
         assert _error(found[0], np.concatenate(expected, axis=1)) < {mx.float16: 1e-3, mx.bfloat16: 5e-3}[dtype]

@@ -69,6 +69,8 @@ NUM_LEAVING = 5
 # restarts: a short run sees some of that.
 NUM_RESTARTS_TO_JUDGE = 36
 MOST_GROWTH_BYTES = 16 * MIB
+# Tables of shapes that were met are kept, some hundred small arrays; on CUDA each takes a page.
+KEPT_TABLES_BYTES = (16 if mx.cuda.is_available() else 1) * MIB
 MOST_GROWTH_OF_SHORT_RUN_BYTES = 128 * MIB
 
 
@@ -288,7 +290,7 @@ def test_nothing_is_wrong_and_nothing_grows(tmp_path: Path) -> None:
         assert threading.active_count() == num_python_threads
         assert process.num_threads() <= num_threads + NUM_LEAVING
         assert process.num_fds() == num_files
-        assert mx.get_active_memory() <= active_bytes + MIB
+        assert mx.get_active_memory() <= active_bytes + KEPT_TABLES_BYTES
     report(soak)
     moved = ("promoted_tokens", "evicted_tokens", "disk_evicted_limit", "disk_written_base")
     for what in ("cached_tokens", *moved, "left", "changes"):

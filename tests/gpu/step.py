@@ -212,7 +212,7 @@ def split_of(decoding: Decoding) -> str:
         at = [time.perf_counter()]
         plan = batch.plan()
         assert plan is not None
-        plan.step()
+        plan.launches()
         at.append(time.perf_counter())
         logits = decoding.compiled.run(tokens, batch)
         assert logits is not None

@@ -88,9 +88,10 @@ def decode_planes(planes: Planes, dtype: mx.Dtype, start: int = 0, end: int | No
     (out,) = cuda_kernels.decode_planes().run(
         inputs=[
             *(signs(planes.dim), angles_of(turn)),
-            *(starts_of(planes.segments, start, count, planes.position % GROUP_TOKENS), *arrays_of(planes)),
+            starts_of(planes.segments, start, count, planes.position % GROUP_TOKENS, bits_of(planes)),
+            *arrays_of(planes),
         ],
-        constants=(("T", dtype), ("BITS", bits_of(planes)), ("DIM", planes.dim), *turn_constants(turn)),
+        constants=(("T", dtype), ("DIM", planes.dim), *turn_constants(turn)),
         grid=(-(-num_units // DECODE_THREADS) * DECODE_THREADS, 1, 1),
         threadgroup=(DECODE_THREADS, 1, 1),
         output_shapes=[(*planes.leading, count, planes.dim)],
@@ -110,7 +111,7 @@ def encode_planes(x: mx.array, bits: int, position: int, turn: Turn | None) -> d
     planes = cuda_kernels.encode_planes().run(
         inputs=[
             *(rows, signs(dim), angles_of(turn)),
-            starts_of(segments, 0, num_tokens, position % GROUP_TOKENS),
+            starts_of(segments, 0, num_tokens, position % GROUP_TOKENS, bits),
         ],
         constants=(("T", x.dtype), ("BITS", bits), ("DIM", dim), *turn_constants(turn)),
         output_shapes=[*shapes, (heads, num_tokens, 1), (heads, len(segments), dim)],
@@ -214,8 +215,8 @@ def signs(dim: int) -> mx.array:
 
 
 @lru_cache(maxsize=256)
-def starts_of(segments: Segments, start: int, count: int, offset: int) -> mx.array:
-    return mx.array(np.array([start, count, offset, *np.cumsum((0, *segments))], np.int32))
+def starts_of(segments: Segments, start: int, count: int, offset: int, bits: int) -> mx.array:
+    return mx.array(np.array([start, count, offset, bits, *np.cumsum((0, *segments))], np.int32))
 
 
 @lru_cache(maxsize=256)
@@ -223,6 +224,7 @@ def pieces_of(segments: tuple[Segments, Segments], offset: int, start: int, end:
     return mx.array(piece_rows(segments, offset, start, end, size))
 
 
+@lru_cache(maxsize=256)
 def piece_rows(segments: tuple[Segments, Segments], offset: int, start: int, end: int, size: int) -> np.ndarray:
     """int32 [pieces, 5]: first token, how many, segment of keys, segment of values, where in its group the first token
     is. No piece crosses a segment. `segments` of keys and values; `offset`: where in its group token 0 is."""

@@ -213,14 +213,14 @@ _MIX = f"""{_PLACE}{_QUERIES.format(x="p")}
       v_source, weights, num_tokens, v_signs, start, count, num_queries, out, lane);
 """
 
-# starts: the first token and the number of tokens to decode, where token 0 is in its group, where each segment begins,
-# and the end.
+# starts: the first token and the number of tokens to decode, where token 0 is in its group, the bits; then where each
+# segment begins, and the end.
 _DECODE = """
   using Turn = kvstrata::Turn<PAIRS, FIRST, INTERLEAVED>;
   const int num_tokens = k_scales_shape[1], num_segments = k_means_shape[1], start = starts[0], count = starts[1];
   const long num_units = long(k_scales_shape[0]) * count * (DIM / 16);
-  kvstrata::decode<Turn, T, BITS, DIM>(
-      k_top, k_next, k_low, k_scales, k_means, k_signs, angles, starts[2], starts + 3, num_segments,
+  kvstrata::decode<Turn, T, DIM>(
+      starts[3], k_top, k_next, k_low, k_scales, k_means, k_signs, angles, starts[2], starts + 4, num_segments,
       long(blockIdx.x) * blockDim.x + threadIdx.x, num_units, num_tokens, start, count, out);
 """
 
@@ -239,8 +239,8 @@ _ENCODE = """
   __shared__ float sums[kvstrata::ENCODE_THREADS];
   __shared__ float mean[DIM];
   using Turn = kvstrata::Turn<PAIRS, FIRST, INTERLEAVED>;
-  const int num_tokens = x_shape[1], num_segments = starts_shape[0] - 4, head = blockIdx.y, offset = starts[2];
-  const int start = starts[3 + blockIdx.x], end = starts[4 + blockIdx.x];
+  const int num_tokens = x_shape[1], num_segments = starts_shape[0] - 5, head = blockIdx.y, offset = starts[2];
+  const int start = starts[4 + blockIdx.x], end = starts[5 + blockIdx.x];
   const long row = long(head) * num_tokens;
   kvstrata::mean_of<Turn, DIM>(
       x + row * DIM, angles, offset, start, end, sums, mean, means + (long(head) * num_segments + blockIdx.x) * DIM);

@@ -147,7 +147,9 @@ class Runner:
 
     def trace_steps(self, most_rows: int) -> None:
         """Run a compiled step of each number of rows: the first of each is traced, which takes as long as several."""
-        for num_rows in range(1, min(most_rows, MOST_TRACED) + 1) if self._compiled else ():
+        if self._compiled is None:
+            return
+        for num_rows in range(1, min(most_rows, MOST_TRACED) + 1):
             # Rows may share a sequence here: no code reads what they write.
             batch = BatchCache([self.new_cache(num_rows)] * num_rows)
             self._compiled.run(mx.zeros((num_rows,), mx.int32), batch)

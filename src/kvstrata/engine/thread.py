@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 
 # Ids before a plain completion that the first word of its text may depend on.
 CONTEXT_IDS = 8
+# Without a request, until memory that was freed goes back to the system.
+KEEPS_FREED_S = 5.0
 # Work on stored KV while no sequence runs, until the inbox is looked at again.
 IDLE_SLICE_S = 0.05
 
@@ -218,8 +220,6 @@ class EngineThread:
         while loop.idle and loop.housekeeping.has_work and self._inbox.empty():
             loop.housekeeping.work(IDLE_SLICE_S)
         if loop.idle and self._inbox.empty():
-            mx.clear_cache()
-            trim_heap()
             self.state = loop.state()
             self._rest()
         elif loop.is_stalled and self._inbox.empty():
@@ -228,13 +228,21 @@ class EngineThread:
         self._receive_all()
 
     def _rest(self) -> None:
-        """Until something comes, or something stored has not been asked for in time."""
+        """Until something comes, or something stored has not been asked for in time. The memory that MLX has freed it
+        keeps for a while: the next turn of a chat takes the same again."""
         seconds = self.loop.housekeeping.seconds_to_expiry()
-        try:
-            job = self._inbox.get(timeout=min(seconds, threading.TIMEOUT_MAX))
-        except queue.Empty:
-            job = self.loop.housekeeping.expire
-        job()
+        job = self._job_within(min(seconds, KEEPS_FREED_S))
+        if job is None and seconds > KEEPS_FREED_S:
+            mx.clear_cache()
+            trim_heap()
+            self.state = self.loop.state()
+            job = self._job_within(seconds - KEEPS_FREED_S)
+        (job or self.loop.housekeeping.expire)()
+
+    def _job_within(self, seconds: float) -> Callable[[], None] | None:
+        with contextlib.suppress(queue.Empty):
+            return self._inbox.get(timeout=min(seconds, threading.TIMEOUT_MAX))
+        return None
 
     def _receive_all(self) -> None:
         while not self._inbox.empty():

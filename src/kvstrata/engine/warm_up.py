@@ -15,22 +15,22 @@ from kvstrata.store.precision.ladder import RUNGS
 
 
 def compile_planes(layout: Layout) -> int:
-    """Encode and decode a vector of each kind that the layers have, under each precision; tells how many. Decoded to
-    the layers' dtype, which they attend in, and to float32, which a change of precision is judged in. MLX keeps what it
-    compiles on disk."""
+    """Encode and decode a vector of each kind that the layers have, under each precision; tells how many. Keys are also
+    decoded to float32: a change of precision is judged in it."""
     if paths.active() != "cuda":
         return 0
     stored = [spec for spec in layout.flat() if spec.kind in ("full", "window")]
     for dtype, k_dim, v_dim, turn in {(spec.dtype, spec.k_dim, spec.v_dim, spec.k_turn) for spec in stored}:
         join_works(dtype, k_dim, v_dim, turn)
-    vectors = {(spec.k_dim, spec.k_turn, spec.dtype) for spec in stored}
-    vectors |= {(spec.v_dim, spec.v_turn, spec.dtype) for spec in stored}
+    keys = {(spec.k_dim, spec.k_turn, spec.dtype) for spec in stored}
+    values = {(spec.v_dim, spec.v_turn, spec.dtype) for spec in stored}
     done = 0
-    for dim, turn, dtype in vectors:
+    for vector in keys | values:
+        dim, turn, dtype = vector
         for bits in RUNGS:
             codec = PlanesCodec(bits, turn)
             with suppress(UnsupportedCodec):
                 planes = codec.encode(mx.zeros((1, 1, dim), dtype))
-                mx.eval(codec.decode(planes, dtype), codec.decode(planes, mx.float32))
+                mx.eval([codec.decode(planes, to) for to in ((dtype, mx.float32) if vector in keys else (dtype,))])
                 done += 1
     return done

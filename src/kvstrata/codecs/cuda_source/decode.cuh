@@ -46,6 +46,18 @@ __device__ __forceinline__ void load_codes(
   for (int i = 0; i < 16; ++i) x[i] = to_float<BITS>(codes[i % 4], i / 4);
 }
 
+// The same, under any bits: a kernel for each would be more to compile.
+__device__ __forceinline__ void load_codes(
+    int bits, const unsigned* top, const unsigned* next, const unsigned* low, long from, float (&x)[16]) {
+  if (bits == 8) {
+    load_codes<8>(top, next, low, from, x);
+  } else if (bits == 4) {
+    load_codes<4>(top, next, low, from, x);
+  } else {
+    load_codes<2>(top, next, low, from, x);
+  }
+}
+
 // What is rotated back, from dim `dim` on, as it was. `place`: of the token in its group.
 template <typename TURN, int DIM>
 __device__ __forceinline__ void add_mean(
@@ -60,9 +72,9 @@ __device__ __forceinline__ void add_mean(
 }
 
 // Tokens [start, start + count) of each row -> out [rows, count, DIM]. One thread for each 16 dims.
-template <typename TURN, typename T, int BITS, int DIM>
+template <typename TURN, typename T, int DIM>
 __device__ __forceinline__ void decode(
-    const unsigned* top, const unsigned* next, const unsigned* low, const __half* scales, const __half* means,
+    int bits, const unsigned* top, const unsigned* next, const unsigned* low, const __half* scales, const __half* means,
     const float* signs, const float* angles, int offset, const int* starts, int num_segments, long index,
     long num_units, int num_tokens, int start, int count, T* out) {
   constexpr int UNITS = DIM / 16;
@@ -72,7 +84,7 @@ __device__ __forceinline__ void decode(
   int row = vector / count, token = start + vector % count, dim = unit % UNITS * 16;
   long at = long(row) * num_tokens + token;
   float x[16];
-  load_codes<BITS>(top, next, low, at * UNITS + dim / 16, x);
+  load_codes(bits, top, next, low, at * UNITS + dim / 16, x);
   rotate_sixteen<DIM>(x);
   const __half* mean = means + (long(row) * num_segments + segment_of(starts, num_segments, token)) * DIM;
   add_mean<TURN, DIM>(x, __half2float(scales[at]), mean, signs, angles, dim, (offset + token) % GROUP);
@@ -109,12 +121,8 @@ __device__ __forceinline__ void decode_parts(
     const void* values = bits == 0 ? static_cast<const void*>(own) : array(0);
     const uint4* words = static_cast<const uint4*>(values) + 2 * from;
     raw[0] = words[0], raw[1] = words[1];
-  } else if (bits == 8) {
-    load_codes<8>(array(0), array(1), array(2), from, x);
-  } else if (bits == 4) {
-    load_codes<4>(array(0), array(1), array(2), from, x);
   } else {
-    load_codes<2>(array(0), array(1), array(2), from, x);
+    load_codes(bits, array(0), array(1), array(2), from, x);
   }
   rotate_sixteen<DIM>(x);  // by all lanes
   if (is_raw) {
