@@ -101,11 +101,17 @@ def plan_after(
         return before
     known: Sequence[LayerPlan | None] = before.layers if before is not None and before.has_room else [None] * len(rows)
     layers: list[LayerPlan] = []
+    new: list[mx.array] = []
     for each, layer in zip(rows, known, strict=True):
         now = layer if layer is not None and layer.is_good else _find(each)
         if now is None:
             break
         layers.append(now)
+        if now is not layer:
+            new += [now.found.reads.addresses, now.found.counters]
+    # Apart from the step: CUDA gets a graph of what is evaluated together, and one that differs from those of the steps
+    # before would have to be made anew, with all of its kernels.
+    mx.async_eval(new)
     is_whole = len(layers) == len(rows)
     if before is not None:
         kept = {id(layer) for layer in layers} if is_whole else set()
