@@ -183,6 +183,7 @@ def test_the_kernel_that_joins_is_tried_and_found_right(monkeypatch: pytest.Monk
 
 def test_what_another_sequence_may_still_write_is_not_joined_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvstrata.attention.parts.paths", SimpleNamespace(active=lambda: "cuda"))
+    monkeypatch.setattr("kvstrata.attention.parts.joined_works", lambda *_: True)
     monkeypatch.setattr("kvstrata.attention.parts.cuda_joined.join", lambda *_: pytest.fail("not this way"))
     planes = _encoded(8, 64, turn="")
     x = keys(2, 8, 64, dtype=mx.bfloat16)[None]

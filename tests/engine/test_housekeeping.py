@@ -31,7 +31,10 @@ class House:
         stock: Any = SimpleNamespace(
             chores=self.chores, room=nothing, evictor=None, leaves=None, pins=None, changes=self.changes
         )
-        capacity: Any = SimpleNamespace(budget=SimpleNamespace(total_bytes=0), running_bytes=0, keeps_growth_free=False)
+        self.capacity = SimpleNamespace(
+            budget=SimpleNamespace(total_bytes=100), running_bytes=20, stored_bytes=20, keeps_growth_free=False
+        )
+        capacity: Any = self.capacity
         speeds: Any = SimpleNamespace(step_s=step_s, did_chores=lambda: None)
         runner, sequences = self.runner, self.sequences
         self.keeping = Housekeeping(
@@ -69,12 +72,13 @@ def test_work_that_no_client_waits_for_takes_a_fifth_of_the_time_at_most(step_s:
     assert step_s < 5 * (SLICE_S + waits_s) or len(house.slices) == 400
 
 
-@pytest.mark.parametrize("reason", ["asked", "idle", "awaited", "changing"])
+@pytest.mark.parametrize("reason", ["asked", "idle", "awaited", "changing", "pressed"])
 def test_what_a_client_waits_for_does_not_rest(reason: str) -> None:
     house = House(0.004, 0.01)
     house.chores.is_asked_for = reason == "asked"
     house.sequences.has_streams = reason != "idle"
     house.changes.is_running = reason == "changing"
+    house.capacity.stored_bytes = 70 if reason == "pressed" else 20
     for _ in range(20):
         house.step(is_awaited=reason == "awaited")
     assert house.slices == [SLICE_S] * 20

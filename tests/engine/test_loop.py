@@ -69,8 +69,11 @@ def test_short_prompts_that_share_passes_get_what_they_get_alone(
     lengths = [30, 50, 7, 90, 40, 25]
     clients = [drive.submit(prompt(length, seed=i), 8 + i) for i, length in enumerate(lengths)]
     drive.run()
-    assert max(passes) >= 3
-    assert len(passes) < len(lengths)
+    if architecture == "llama":
+        assert max(passes) >= 3
+        assert len(passes) < len(lengths)
+    else:
+        assert max(passes) == 1, "each window would take memory of its own"
     for i, client in enumerate(clients):
         assert_same(client, alone(architecture, prompt(lengths[i], seed=i), 8 + i, GREEDY))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import hypothesis.strategies as st
 from hypothesis import given
@@ -35,12 +36,19 @@ def situations(draw: st.DrawFn) -> tuple[list[Waiting], list[Running], int, int]
             prefill_left=(left := draw(st.sampled_from([0, 0, 1, 200, 5000]))),
             grow_bytes=0 if left else draw(st.sampled_from([0, 0, 10, 60])),
             complete=not left and draw(st.booleans()),
+            chunk_limit=draw(st.sampled_from([None, None, 3, 150])),
+            context=draw(st.sampled_from([0, 400])),
         )
         for i in range(num_running)
     ]
     running = [r if not r.complete else Running(r.id, r.held_bytes, 0, complete=True) for r in running]
     waiting = [
-        Waiting(100 + i, draw(SIZES), draw(st.sampled_from([0, 20, 5000]))) for i in range(draw(st.integers(0, 5)))
+        Waiting(
+            *(100 + i, draw(SIZES), draw(st.sampled_from([0, 20, 5000]))),
+            chunk_limit=draw(st.sampled_from([None, 7])),
+            context=draw(st.sampled_from([0, 400])),
+        )
+        for i in range(draw(st.integers(0, 5)))
     ]
     return waiting, running, draw(st.integers(0, 150)), draw(st.integers(1, 8))
 
@@ -141,14 +149,21 @@ def test_a_rest_that_is_hardly_longer_than_a_chunk_goes_with_it() -> None:
 
 def test_short_prompts_share_a_pass_up_to_what_a_pass_is_worth() -> None:
     prompts = [Running(i, 10, prefill_left=left) for i, left in enumerate([90, 30, 400, 60, 1])]
-    alone = plan([], prompts, Terms(0, 8, 256, 0, mixes=True, joined_tokens=100))
+    alone = plan([], prompts, Terms(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=1000))
     assert alone.prefill == (Chunk(4, 1), Chunk(1, 30), Chunk(3, 60))
     assert alone.decode == (1, 3, 4), "their prompts end with this pass"
     stream = Running(9, 10, prefill_left=0)
-    beside = plan([], [*prompts, stream], Terms(0, 8, 256, 128, mixes=True, turn=3, joined_tokens=100))
+    beside = plan(
+        [], [*prompts, stream], Terms(0, 8, 256, 128, mixes=True, turn=3, joined_tokens=100, joined_context=1000)
+    )
     assert beside.prefill == (Chunk(0, 90), Chunk(4, 1), Chunk(1, 30)), "the oldest has its turn"
     assert (beside.rides, beside.decode) == (True, (9,))
-    assert plan([], prompts, Terms(0, 8, 256, 0, mixes=False, joined_tokens=100)).prefill == (Chunk(4, 1),)
+    never = plan([], prompts, Terms(0, 8, 256, 0, mixes=False, joined_tokens=100, joined_context=1000))
+    assert never.prefill == (Chunk(4, 1),)
+    # What they read is in memory at the same time.
+    long = [replace(prompt, context=300) for prompt in prompts]
+    few = plan([], long, Terms(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=700))
+    assert few.prefill == (Chunk(4, 1), Chunk(1, 30))
 
 
 @given(situations(), st.integers(0, 7), st.integers(0, 300), st.integers(0, 600), st.booleans())
@@ -156,11 +171,14 @@ def test_chunks_of_a_pass_are_of_different_prompts_and_no_more_than_it_may_have(
     situation: tuple[list[Waiting], list[Running], int, int], turn: int, beside: int, joined: int, mixes: bool
 ) -> None:
     waiting, running, free, most = situation
-    result = plan(waiting, running, Terms(free, most, 256, beside, mixes, turn, joined))
-    left = {sequence.id: sequence.prefill_left for sequence in (*running, *waiting)}
+    result = plan(waiting, running, Terms(free, most, 256, beside, mixes, turn, joined, joined_context=1000))
+    given = {sequence.id: sequence for sequence in (*running, *waiting)}
+    longest = {id_: min(s.prefill_left, s.chunk_limit or s.prefill_left) for id_, s in given.items()}
     assert len({chunk.id for chunk in result.prefill}) == len(result.prefill)
-    assert all(0 < chunk.num_tokens <= left[chunk.id] for chunk in result.prefill)
-    assert all(chunk.num_tokens == left[chunk.id] for chunk in result.prefill[1:])
+    assert all(0 < chunk.num_tokens <= longest[chunk.id] for chunk in result.prefill)
+    assert all(chunk.num_tokens == longest[chunk.id] for chunk in result.prefill[1:])
+    reads = sum(given[chunk.id].context + chunk.num_tokens for chunk in result.prefill)
+    assert len(result.prefill) <= 1 or reads <= 1000
     assert sum(chunk.num_tokens for chunk in result.prefill) <= max(256, beside)
     assert mixes or len(result.prefill) <= 1
 
@@ -169,17 +187,23 @@ class Machine:
     """A chunk beside streams adds a fixed time and one for each token. What it measures is off by some."""
 
     def __init__(
-        self, step_s: float, fixed_s: float, token_s: float, noise: random.Random, pass_tokens: int = 0
+        self,
+        step_s: float,
+        fixed_s: float,
+        token_s: float,
+        noise: random.Random,
+        pass_tokens: int = 0,
+        alone_tokens_s: float = 0.0,
     ) -> None:
         self.step_s, self._fixed_s, self._token_s, self._noise = step_s, fixed_s, token_s, noise
-        self._pass_tokens = pass_tokens
+        self._pass_tokens, self._alone_tokens_s = pass_tokens, alone_tokens_s or 1 / token_s
         self._added: list[Added] = []
         self._steps_since_chunk = 0
 
     def run(self, share: float, least: int) -> tuple[int, float]:
         """One step: the tokens of its chunk, and what it added."""
         known = self._added[-6:], self._steps_since_chunk, self._pass_tokens
-        sharing = Sharing(share, self.step_s, 1 / self._token_s, *known)
+        sharing = Sharing(share, self.step_s, self._alone_tokens_s, *known)
         tokens = beside_tokens(sharing, least=least, most=256)
         if not tokens:
             self._steps_since_chunk += 1
@@ -228,6 +252,16 @@ def test_where_tokens_cost_next_to_nothing_chunks_are_large(seed: int, fixed_s: 
     # Its tokens and as much for the passes, and as long again for the streams; then what noise and whole steps cost.
     assert elapsed_s < 1.3 * (4 * 3000 * token_s + 4 * fixed_s)
     assert longest_s <= 2.1 * fixed_s
+
+
+@given(seed=st.integers(0, 1000), slower=st.floats(20.0, 40.0))
+def test_where_tokens_got_dear_a_pass_is_worth_fewer(seed: int, slower: float) -> None:
+    """Measured without a context, 333 tokens cost as much as the pass; over a long one each takes longer."""
+    machine = Machine(0.004, 0.004, 0.000012 * slower, random.Random(seed), pass_tokens=333, alone_tokens_s=41_000)
+    added = [seconds for size, seconds in (machine.run(0.5, 16) for _ in range(2000)) if size]
+    # Three times what 333 tokens cost alone are 24 ms; sizes double and halve. 256 tokens would add 65 to 127 ms.
+    assert max(added[20:]) <= 0.05
+    assert sum(added[20:]) <= 0.03 * len(added[20:])
 
 
 def test_without_a_measured_step_streams_go_on_alone_and_a_share_of_one_gives_all() -> None:

@@ -233,6 +233,44 @@ def test_the_steps_of_a_mixed_pass_are_planned_too(architecture: str, walk: Walk
     assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
 
 
+@pytest.mark.usefixtures("walk")
+def test_a_stream_that_goes_on_from_a_chunks_buffer_is_not_planned() -> None:
+    model = tiny_module("qwen3")
+    layout = probe(model)
+    owner, wanted_owner = (_caches(model, layout)[1] for _ in range(2))
+    ours = SequenceCache(layout, model, 8, _beginning(owner))
+    theirs = SequenceCache(layout, model, 8, _beginning(wanted_owner))
+    batch, step = BatchCache([ours]), CompiledStep(model)
+    for number in range(3):
+        token = mx.array([5 + number])
+        wanted = _layer_by_layer(model, [theirs], token)
+        _chunk(model, wanted_owner, [7, 8])
+        mixed = MixedPass([(owner, 2)], batch, is_planned=True)
+        assert not mixed.is_planned
+        got = model(mx.array([7, 8, 5 + number])[:, None], cache=mixed.begin())[-1:, -1]
+        mixed.end()
+        mx.eval(got, owner.arrays())
+        assert mx.abs(got - wanted).max() < 1e-4 * mx.abs(wanted).max()
+    assert step.run(mx.array([9]), batch) is not None, "a step without the chunk is"
+
+
+def test_tokens_of_any_type_are_traced_once(walk: Walk, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_module("qwen3")
+    batch, given = BatchCache(_caches(model, probe(model))), []
+    forward = CompiledStep._forward
+
+    def watched(step: CompiledStep, tokens: mx.array, *rest: Any) -> mx.array:
+        given.append(tokens.dtype)
+        return forward(step, tokens, *rest)
+
+    monkeypatch.setattr(CompiledStep, "_forward", watched)
+    step = CompiledStep(model)
+    for dtype in (mx.int32, mx.uint32, mx.int64):
+        assert step.run(mx.arange(len(LENGTHS)).astype(dtype), batch) is not None
+    assert given == [mx.int32] * 3
+    assert walk.launches
+
+
 def _chunk(model: Any, cache: SequenceCache, tokens: list[int]) -> mx.array:
     logits = model(mx.array([tokens]), cache=cache.caches())
     cache.end_pass(len(tokens))

@@ -2,7 +2,7 @@
 
 Codes and vectors are read as they lie, a piece of up to 256 tokens to a warp, and what the pieces give is combined by
 their largest score and their sum of exponentials: exact, in float32. Prefill decodes a layer into scratch instead
-(`PlanesCodec.decode`). Knows planes and arrays; does not know sequences or layers.
+(`cuda_joined.py`). Knows planes and arrays; does not know sequences or layers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Where arrays lie on a GPU, as arrays that kernels read: so a launch takes any number of parts in one argument.
 
-The host never learns an address. The plan of a step holds the arrays that its addresses point to until the launch that
-reads them has ended: MLX knows nothing of it.
+The host never learns an address, and MLX does not know what is read through one. So the plan of a step holds the arrays
+that its addresses point to until the launch has ended, and what `cuda_joined` makes depends on them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Keys and values of a layer as plain arrays on CUDA, for a chunk: a launch for K and one for V, whatever they lie in.
 
-Stored parts are found through addresses, as a step finds them; the tokens that the sequence has just written are an
-argument, because MLX must know that they come first. What addresses point to is held by the sequence, which holds its
-parts until the pass was issued; memory that is freed after that is used again by what was issued later.
+Stored parts are found through addresses, as a step finds them, and the result depends on what these point to: so MLX
+keeps it until the launches have ended. The tokens that the sequence has just written are an argument.
 Knows ranges; does not know parts, sequences or layers.
 """
 
@@ -17,7 +16,7 @@ import numpy as np
 
 from kvstrata.attention import cuda_addresses
 from kvstrata.attention.cuda import RAW_DTYPES, PlanesRange, Range, RawRange
-from kvstrata.attention.cuda_step import addresses_of
+from kvstrata.attention.cuda_step import addresses_of, held_by
 from kvstrata.attention.cuda_tables import RAW_BITS, parts_length, table_length
 from kvstrata.codecs import cuda_kernels
 from kvstrata.codecs.base import Planes
@@ -80,6 +79,7 @@ def join(parts: Joining, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         v_spans.append(k_spans[-1])
     k = _decoded(_tables(tuple(k_spans)), addresses, own_k, turn, place=0)
     v = _decoded(_tables(tuple(v_spans)), addresses, own_v, None, place=_VALUES_PLACE)
+    k, v = mx.depends([k, v], held_by([ranges], []))
     return k, v
 
 
@@ -90,7 +90,7 @@ def _span(part: Range, held: Planes | mx.array) -> Span:
     return Span(bits_of(held), held.num_tokens, part.start, part.end, held.segments, offset)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=256)
 def _tables(spans: tuple[Span, ...]) -> Tables:
     """Layers that are stored alike share them."""
     rows = np.zeros((table_length(1 + len(spans), _FEWEST_SPANS), ENTRY), np.int32)

@@ -12,6 +12,7 @@ from kvstrata.engine.rates import Speeds
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequences import Sequences
 from kvstrata.layers.buffers import without_cache
+from kvstrata.store.precision.ladder import HIGH
 from kvstrata.store.stock import Stock
 
 # After work for which no client waits, streams go on without any for so many times as long: where steps are short it
@@ -63,7 +64,8 @@ class Housekeeping:
             return
         self._hurried_s = 0.0
         began_s = self._clock()
-        if self._sequences.has_streams and not self._chores.is_asked_for and began_s < self._rests_until_s:
+        may_rest = self._sequences.has_streams and not self._chores.is_asked_for and not self._is_pressed
+        if may_rest and began_s < self._rests_until_s:
             return
         self.work(self._slice_s)
         ended_s = self._clock()
@@ -76,7 +78,16 @@ class Housekeeping:
         if not self._hurried_s:
             return FIRST_SLICE * most_s
         fits = most_s / (self._hurried_s + self._runner.planning_s)
-        return self._hurried_s * min(MAX_GROWTH, fits)
+        return max(FIRST_SLICE * most_s, self._hurried_s * min(MAX_GROWTH, fits))
+
+    @property
+    def _is_pressed(self) -> bool:
+        """Memory fills up: what is done in time need not be thrown away."""
+        return self._used_bytes > HIGH * self._capacity.budget.total_bytes
+
+    @property
+    def _used_bytes(self) -> int:
+        return self._capacity.running_bytes + self._capacity.stored_bytes
 
     def work(self, slice_s: float) -> None:
         """For about so long."""
@@ -91,8 +102,7 @@ class Housekeeping:
     def relieve(self) -> None:
         """Memory fills up: begin in time."""
         self._pins.expire()
-        used_bytes = self._capacity.running_bytes + self._capacity.stored_bytes
-        self._room.relieve(used_bytes, self._capacity.budget.total_bytes)
+        self._room.relieve(self._used_bytes, self._capacity.budget.total_bytes)
 
     def make_room(self, slice_s: float, *, has_grown: bool) -> None:
         """Streams wait for so long at most. What has not stepped down by then goes, where a sequence has grown; while

@@ -132,7 +132,7 @@ def make_loop(
     entrance = Entrance(stock.room, stock.leases, cold.patience_s)
     endings = Endings(sequences, resume, fetching, entrance, runner, metrics)
     first = FirstInLine(sequences, capacity, fetching, entrance, stock.shortening, endings)
-    pacing = Pacing(speeds, limits.max_running, runner.mixes)
+    pacing = Pacing(speeds, limits.max_running, _joined_context(served), runner.mixes)
     return Loop(
         stock=stock,
         plans=plans,
@@ -153,6 +153,15 @@ def make_loop(
         speeds=speeds,
         runner=runner,
     )
+
+
+def _joined_context(served: Served) -> int:
+    """What passes take was measured with one sequence. Several chunks take no more if they read no more than one
+    sequence may; of windows each would take its own."""
+    if any(spec.kind != "full" for spec in served.layout.flat()):
+        return 0
+    context_tokens = served.limits.context_tokens or served.loaded.context_tokens
+    return min(context_tokens, served.loaded.context_tokens, served.budget.most_tokens())
 
 
 def with_rungs(budget: Budget, stock: Stock, plans: Plans) -> Budget:

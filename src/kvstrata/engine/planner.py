@@ -23,6 +23,7 @@ class Pacing:
 
     speeds: Speeds
     max_running: int
+    joined_context: int  # that several chunks of one pass may read in all
     mixes: bool  # chunks ride along with the streams' step, and several with each other
 
     def terms(self, free_bytes: int, num_streams: int) -> Terms:
@@ -33,6 +34,7 @@ class Pacing:
             mixes=self.mixes,
             turn=speeds.num_chunks,
             joined_tokens=speeds.pass_tokens,
+            joined_context=self.joined_context,
         )
 
 

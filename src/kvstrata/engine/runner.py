@@ -143,7 +143,7 @@ class Runner:
     @property
     def planning_s(self) -> float:
         """How long that took for the last step."""
-        return self._compiled.planning_s if self._compiled else 0.0
+        return self._batch.planning_s if self._batch else 0.0
 
     def trace_steps(self, most_rows: int) -> None:
         """Run a compiled step of each number of rows: the first of each is traced, which takes as long as several."""

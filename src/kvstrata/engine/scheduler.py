@@ -2,9 +2,9 @@
 
 Fairness: first come, first served, for memory. The oldest sequence always gets its next piece of tail, if need be from
 the youngest, so one always finishes. Prefill goes to the shortest rest, so that a short prompt does not wait for a
-long one, but every fourth chunk to the oldest, so that the long one ends too. Short prompts share a pass where it costs
-more than their tokens. While streams run, chunks get a share of the time: their size follows what chunks of late have
-added to the streams' steps.
+long one, but every fourth chunk to the oldest, so that the long one ends too. Short prompts share a pass: beside
+streams if it has room for them, else up to what the pass itself costs. While streams run, chunks get a share of the
+time: their size follows what chunks of late have added to the streams' steps.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ MIN_BESIDE_TOKENS = 16
 # A chunk beside streams may be longer by this share of its size where that ends the prompt: what would be left costs a
 # pass of its own.
 OVER_SIZE = 0.25
+# A chunk that costs more than so many times what was expected of a large one is too large.
+MOST_OF_EXPECTED = 3.0
 # From one chunk to the next, sizes grow by no more than this: one measurement may be off.
 MAX_GROWTH = 2.0
 
@@ -35,6 +37,7 @@ class Waiting:
     admit_bytes: int  # KV to begin with, and what it keeps from being evicted
     prefill_left: int
     chunk_limit: int | None = None  # tokens until its prefill has to pause
+    context: int = 0  # tokens that are stored for it
     follows: bool = False  # another computes what it needs: it waits for that, and holds up no other
 
 
@@ -46,6 +49,7 @@ class Running:
     chunk_limit: int | None = None  # tokens until its prefill has to pause
     grow_bytes: int = 0  # what its next piece of tail takes; 0: there is room for the next token
     complete: bool = False  # everything was launched that it may still produce
+    context: int = 0  # tokens before its next one
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,7 @@ class Terms:
     mixes: bool = False  # whether such chunks ride along with their step, and several with each other
     turn: int = 0  # chunks so far
     joined_tokens: int = 0  # of several chunks in one pass while no stream runs
+    joined_context: int = 0  # that several chunks of one pass may read in all: they take memory at the same time
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,9 @@ def plan(waiting: Sequence[Waiting], running: Sequence[Running], terms: Terms) -
     left = [sequence for sequence in running if sequence.id not in set_aside]
     # A sequence that was set aside has first call on the memory: no other is let in before it.
     admit = () if set_aside else _admit(waiting, len(left), free_bytes, terms.max_running)
-    left += [Running(w.id, w.admit_bytes, w.prefill_left, w.chunk_limit) for w in waiting if w.id in admit]
+    left += [
+        Running(w.id, w.admit_bytes, w.prefill_left, w.chunk_limit, context=w.context) for w in waiting if w.id in admit
+    ]
     left.sort(key=lambda sequence: sequence.id)
     streams = [s for s in left if not s.prefill_left and not s.complete]
     chunks = _next_chunks(left, terms, beside=bool(streams))
@@ -155,10 +162,13 @@ def _next_chunks(running: Sequence[Running], terms: Terms, *, beside: bool) -> t
     longer = min(int(size * (1 + OVER_SIZE)), max(size, terms.chunk_tokens)) if beside else size
     chunks = [Chunk(chosen.id, _most(chosen) if _most(chosen) <= longer else size)]
     room = (size if beside else min(size, terms.joined_tokens)) - chunks[0].num_tokens
+    context_room = terms.joined_context - chosen.context - chunks[0].num_tokens
     for sequence in shortest if terms.mixes else ():
-        if sequence is not chosen and _most(sequence) <= room:
-            chunks.append(Chunk(sequence.id, _most(sequence)))
-            room -= _most(sequence)
+        count = _most(sequence)
+        if sequence is not chosen and count <= room and sequence.context + count <= context_room:
+            chunks.append(Chunk(sequence.id, count))
+            room -= count
+            context_room -= sequence.context + count
     return tuple(chunks)
 
 
@@ -192,13 +202,24 @@ def beside_tokens(sharing: Sharing, *, least: int, most: int) -> int:
         return most
     if not sharing.step_s:
         return 0
-    least = min(max(least, sharing.pass_tokens), most)
+    least = min(_worthwhile(sharing, least), most)
     allowed_s = sharing.share / (1 - sharing.share) * sharing.step_s
     wanted = _tokens_in(allowed_s, sharing, least)
     if wanted >= least:
         return min(wanted, most)
     saved_s = allowed_s * (1 + sharing.steps_since_chunk)
     return least if _cost_s(least, sharing) <= saved_s else 0
+
+
+def _worthwhile(sharing: Sharing, least: int) -> int:
+    """Fewer tokens spare the streams little and hold up the prompt. What a pass is worth was measured without a
+    context: where the largest chunk of late cost far more, it is worth fewer."""
+    if not sharing.recent or not sharing.prefill_tokens_s:
+        return max(least, sharing.pass_tokens)
+    size = max(chunk.num_tokens for chunk in sharing.recent)
+    took_s = statistics.median(chunk.seconds for chunk in sharing.recent if chunk.num_tokens == size)
+    is_dear = took_s > MOST_OF_EXPECTED * sharing.pass_tokens / sharing.prefill_tokens_s
+    return max(least, min(sharing.pass_tokens, size // 2 if is_dear else int(MAX_GROWTH * size)))
 
 
 def _tokens_in(seconds: float, sharing: Sharing, least: int) -> int:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 import mlx.core as mx
@@ -69,6 +71,7 @@ class EngineThread:
         self._lock = threading.Lock()  # guards the next one
         self._stopped = False
         self._stopping = False
+        self._frees_at_s: float | None = None  # when memory goes back to the system; None: a request runs
         self.state = EngineState()
         # Made by the thread before start() returns.
         self.served: Served
@@ -166,7 +169,6 @@ class EngineThread:
         begin("speed", "Timing a short prompt")
         self._prefill_cost = measure_prefill(runner, shape.chunk_tokens)
         self.loop = self._make_loop()
-        self.loop.runner.trace_steps(self._limits.max_running)
         self.state = self.loop.state()
 
     def _open_remote(self) -> Shared | None:
@@ -194,6 +196,7 @@ class EngineThread:
         # Before the first request: whether it is worth waiting for the disk must be known then.
         loop.speeds.alone.add(1, 1 / self._prefill_cost.tokens_s)
         loop.speeds.pass_tokens = self._prefill_cost.pass_tokens
+        loop.runner.trace_steps(self._limits.max_running)
         return loop
 
     def make_detokenizer(self, request: Request) -> Detokenizer:
@@ -204,6 +207,7 @@ class EngineThread:
         try:
             self._receive()
             if not self._stopping and not self.loop.idle:
+                self._frees_at_s = None
                 self.loop.step()
         except Exception:
             # A defect of ours or of the model: those that ran lose their reply, the server goes on with a fresh loop.
@@ -230,14 +234,20 @@ class EngineThread:
     def _rest(self) -> None:
         """Until something comes, or something stored has not been asked for in time. The memory that MLX has freed it
         keeps for a while: the next turn of a chat takes the same again."""
-        seconds = self.loop.housekeeping.seconds_to_expiry()
-        job = self._job_within(min(seconds, KEEPS_FREED_S))
-        if job is None and seconds > KEEPS_FREED_S:
+        now_s = time.monotonic()
+        if self._frees_at_s is None:
+            self._frees_at_s = now_s + KEEPS_FREED_S
+        if now_s >= self._frees_at_s:
+            self._frees_at_s = math.inf
             mx.clear_cache()
             trim_heap()
             self.state = self.loop.state()
-            job = self._job_within(seconds - KEEPS_FREED_S)
-        (job or self.loop.housekeeping.expire)()
+        expires_s, frees_s = self.loop.housekeeping.seconds_to_expiry(), self._frees_at_s - now_s
+        job = self._job_within(min(expires_s, frees_s))
+        if job is not None:
+            job()
+        elif expires_s <= frees_s:
+            self.loop.housekeeping.expire()
 
     def _job_within(self, seconds: float) -> Callable[[], None] | None:
         with contextlib.suppress(queue.Empty):

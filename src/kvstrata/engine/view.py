@@ -39,6 +39,7 @@ class View:
             admit_bytes=self._capacity.admit_bytes(sequence, found),
             prefill_left=len(sequence.tokens) - 1 - found.num_tokens,
             chunk_limit=self._resume.next_stop(sequence, found.num_tokens),
+            context=found.num_tokens,
             follows=self._fetching.awaits_disk(sequence) or self._resume.follow(sequence, ahead),
         )
 
@@ -56,6 +57,7 @@ class View:
             chunk_limit=self._resume.next_stop(sequence, sequence.num_computed),
             grow_bytes=self._capacity.next_bytes(sequence) if full else 0,
             complete=complete,
+            context=sequence.num_computed,
         )
 
     def first_bytes(self, sequence: Sequence) -> int:

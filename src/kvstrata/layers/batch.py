@@ -6,6 +6,7 @@ moves no KV. Only recurrent state is gathered, and only when the membership chan
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ class BatchCache:
         by_layer = zip(*(sequence.layers for sequence in sequences), strict=True)
         self._rows = [_rows_of(layers) for layers in by_layer]
         self._plan: DecodePlan | None = None
+        self.planning_s = 0.0  # how long it took to plan the last step
 
     def offsets(self) -> mx.array:  # [rows]
         return mx.array([sequence.num_tokens for sequence in self.sequences])
@@ -67,7 +69,9 @@ class BatchCache:
         attend = [rows for rows in self._rows if isinstance(rows, AttentionRows)]
         if len(attend) < len(self._rows):
             return None
+        began_s = time.perf_counter()
         self._plan = plan_after(self._plan, self.sequences, attend)
+        self.planning_s = time.perf_counter() - began_s
         return self._plan
 
     def states(self) -> list[mx.array]:

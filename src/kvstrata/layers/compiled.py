@@ -6,7 +6,6 @@ The weights are constants of the graph. Models that look at more than that in a 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -57,7 +56,6 @@ class CompiledStep:
         self._run = mx.compile(self._forward)
         self._shapes: set[Hashable] = set()  # that it was traced for
         self._traced: Sequence[AttentionRows] = ()
-        self.planning_s = 0.0  # of the last step
 
     @property
     def num_traced(self) -> int:
@@ -66,11 +64,10 @@ class CompiledStep:
 
     def run(self, tokens: mx.array, batch: BatchCache) -> mx.array | None:  # tokens [rows] -> logits [rows, vocab]
         """The next token of every row, issued. None: it has to go layer by layer."""
-        began_s = time.perf_counter()
         plan = batch.plan()
-        self.planning_s = time.perf_counter() - began_s
         if plan is None:
             return None
+        tokens = tokens.astype(mx.int32)  # samples have several types, and each would be traced
         launches = plan.launches()
         arrays, blocks = [launch[:-1] for launch in launches], tuple([launch.num_blocks for launch in launches])
         lengths = tuple([(len(launch.pieces), len(launch.kinds)) for launch in launches])

@@ -65,6 +65,11 @@ class DecodePlan:
         """Whether the next step can go by it."""
         return self.has_room and [watched.version for watched in self._watched] == self._versions
 
+    def reads(self, arrays: Sequence[mx.array]) -> bool:
+        """Whether its addresses point to one of these."""
+        held = {id(array) for layer in self.layers for array in layer.found.held}
+        return any(id(array) in held for array in arrays)
+
     def launches(self) -> list[Launch]:
         """Of each layer, for the next tokens."""
         places = [

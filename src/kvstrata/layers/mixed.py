@@ -97,7 +97,14 @@ class MixedPass:
     ) -> None:
         self._chunks = chunks
         self._batch = batch
-        self._plan = batch.plan() if batch is not None and is_planned else None
+        plan = batch.plan() if batch is not None and is_planned else None
+        # Not for a stream that goes on from what a chunk writes to: MLX may put that elsewhere in this pass.
+        written = [array for sequence, _ in chunks for array in sequence.arrays()]
+        self._plan = None if plan is None or plan.reads(written) else plan
+
+    @property
+    def is_planned(self) -> bool:
+        return self._plan is not None
 
     def begin(self) -> MixedCaches:
         streams = self._batch.sequences if self._batch is not None else ()

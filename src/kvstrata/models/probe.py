@@ -79,9 +79,8 @@ def _probe(model: Any, max_kv_size: int | None) -> Layout:
         reason = f"over parts the logits differ by {bound.distance(reached):.2g} of their spread"
         log.warning("every sequence gets passes of its own, which is slower: %s", reason)
         return dataclasses.replace(alone, reason=reason)
-    return dataclasses.replace(
-        together, mixes=_mixes(model, together, bound), compiles=_compiles(model, together, bound)
-    )
+    together = dataclasses.replace(together, compiles=_compiles(model, together, bound))
+    return dataclasses.replace(together, mixes=_mixes(model, together, bound))
 
 
 class _Bound:
@@ -200,7 +199,7 @@ def _run_mixed(model: Any, layout: Layout) -> list[mx.array]:
     mx.eval(first.arrays(), second.arrays())
     out = mx.zeros(())
     for chunk, step in zip((prompt[1:2], prompt[2:]), steps, strict=True):
-        mixed = MixedPass([(first, len(chunk))], BatchCache([second]), is_planned=can_compile(layout))
+        mixed = MixedPass([(first, len(chunk))], BatchCache([second]), is_planned=layout.compiles)
         out = model(mx.array([*chunk, *step])[:, None], cache=mixed.begin())
         mixed.end()
         mx.eval(out, first.arrays())
