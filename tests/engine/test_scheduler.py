@@ -259,8 +259,9 @@ def test_where_tokens_got_dear_a_pass_is_worth_fewer(seed: int, slower: float) -
     """Measured without a context, 333 tokens cost as much as the pass; over a long one each takes longer."""
     machine = Machine(0.004, 0.004, 0.000012 * slower, random.Random(seed), pass_tokens=333, alone_tokens_s=41_000)
     added = [seconds for size, seconds in (machine.run(0.5, 16) for _ in range(2000)) if size]
-    # Three times what 333 tokens cost alone are 24 ms; sizes double and halve. 256 tokens would add 65 to 127 ms.
-    assert max(added[20:]) <= 0.05
+    # Three times what 333 tokens cost alone are 24 ms; a chunk that seems less dear than it is, is doubled. 256 tokens
+    # would add 65 to 127 ms.
+    assert max(added[20:]) <= 0.06
     assert sum(added[20:]) <= 0.03 * len(added[20:])
 
 
