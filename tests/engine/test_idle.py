@@ -46,6 +46,9 @@ def test_memory_is_given_back_once_and_not_between_two_turns(
         assert cleared[0] - ended_s > 0.5
         time.sleep(0.3)
         assert len(cleared) == 1
+        engine.ask(lambda loop: loop.stock.clearing.clear()).result()
+        del cleared[:]
+        wait_until_cleared(cleared)
         answered(engine, "c")
         del cleared[:]
         wait_until_cleared(cleared)

@@ -246,6 +246,8 @@ class EngineThread:
         job = self._job_within(min(expires_s, frees_s))
         if job is not None:
             job()
+            if self._frees_at_s == math.inf:
+                self._frees_at_s = None  # it may have freed something
         elif expires_s <= frees_s:
             self.loop.housekeeping.expire()
 
