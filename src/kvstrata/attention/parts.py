@@ -235,12 +235,12 @@ def _joined_on_cuda(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.
     if paths.active() != "cuda" or not row:
         return None
     *before, last = row
-    # What a sequence writes may come last alone: its own tokens. Those of another are not known to be written.
-    is_own = isinstance(last, RawPart)
-    if any(isinstance(part, RawPart) for part in before):
-        return None
     own = last.cuda_range() if isinstance(last, RawPart) else None
-    parts = cuda_joined.joining([part.cuda_range() for part in (before if is_own else row)], own, dtype)
+    stored = row if own is None else before
+    # What a sequence writes may come last alone: its own tokens. Those of another are not known to be written.
+    if any(isinstance(part, RawPart) for part in stored):
+        return None
+    parts = cuda_joined.joining([part.cuda_range() for part in stored], own, dtype)
     if parts is None or not joined_works(dtype, parts):
         return None
     return cuda_joined.join(parts, dtype)

@@ -1,4 +1,4 @@
-"""Kernels for planes, compiled before a stream would have to wait for them: seconds for each, at the first start."""
+"""Kernels for planes, compiled before a stream would have to wait for them: a second or two for each, at each start."""
 
 from __future__ import annotations
 
