@@ -9,9 +9,13 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #define __device__
+#define __global__
+#define __launch_bounds__(...)
 #define __forceinline__ inline
 #define __shared__ static
 #undef INFINITY

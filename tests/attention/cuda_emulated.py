@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,50 +16,89 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
-from kvstrata.codecs.cuda_kernels import FOLDER, Constant, Kernel, without_comments
+from kvstrata.backend import nvrtc
+from kvstrata.codecs.cuda_compiled import TYPES
+from kvstrata.codecs.cuda_kernels import FOLDER, without_comments
 from tests.attention.plain_kernels import COMPILER
-from tests.codecs.nvrtc import TYPES
 
 _OPTIONS = ("-std=c++17", "-w", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing")
 _HERE = Path(__file__).parent
 _BACKWARDS = itertools.cycle((False, True))
 
 
-def run(kernel: Kernel, constants: tuple[Constant, ...], **launch: Any) -> list[mx.array]:
-    """In place of `Kernel.run`."""
-    inputs, shapes, dtypes = (launch[name] for name in ("inputs", "output_shapes", "output_dtypes"))
-    views = [_view(array if kernel.views else mx.contiguous(array)) for array in inputs]
+def install(patch: pytest.MonkeyPatch) -> None:
+    """In place of NVIDIA's compiler and of MLX's kernels."""
+    patch.setattr(nvrtc, "kept_machine_code", lambda text, _: _compiled(text))
+    patch.setattr(mx.fast, "precompiled_cuda_kernel", _run_precompiled)
+    patch.setattr(mx.fast, "cuda_kernel", _Strided)
+
+
+def _run_precompiled(
+    *,
+    name: str,
+    compiled_source: bytes,
+    inputs: Sequence[mx.array],
+    scalars: Sequence[int],
+    ensure_row_contiguous: bool,
+    **launch: Any,
+) -> list[mx.array]:
+    assert name
+    views = [_view(mx.contiguous(array) if ensure_row_contiguous else array) for array in inputs]
+    return _run(compiled_source, views, [np.array(number, np.int32) for number in scalars], **launch)
+
+
+class _Strided:
+    """A kernel that MLX compiles, and tells shapes and strides. Those that need no strides are not compiled so."""
+
+    def __init__(
+        self,
+        name: str,
+        input_names: Sequence[str],
+        output_names: Sequence[str],
+        source: str,
+        header: str,
+        ensure_row_contiguous: bool,
+    ) -> None:
+        assert "_strides" in source
+        assert not ensure_row_contiguous
+        self._name, self._inputs, self._outputs = name, input_names, output_names
+        self._source, self._header = source, header
+
+    def __call__(self, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], **launch: Any) -> list[mx.array]:
+        views = [_view(array) for array in inputs]
+        types = [TYPES[array.dtype] for array in inputs]
+        parameters = [f"const {kind}* {name}" for kind, name in zip(types, self._inputs, strict=True)]
+        parameters += [f"{TYPES[dtype]}* {name}" for dtype, name in zip(output_dtypes, self._outputs, strict=True)]
+        beside: list[np.ndarray] = []
+        for name, view in zip(self._inputs, views, strict=True):
+            strides = np.array([step // view.itemsize for step in view.strides], np.int64)
+            for what, numbers in (("shape", np.array(view.shape, np.int32)), ("strides", strides)):
+                if f"{name}_{what}" in self._source:
+                    parameters.append(f"const {'int' if what == 'shape' else 'long'}* {name}_{what}")
+                    beside.append(numbers)
+        text = f"{self._header}\n__global__ void {self._name}({', '.join(parameters)}) {{\n{self._source}\n}}\n"
+        return _run(_compiled(text), views, beside, output_dtypes=output_dtypes, **launch)
+
+
+def _run(
+    library: bytes,
+    views: Sequence[np.ndarray],
+    beside: Sequence[np.ndarray],
+    *,
+    output_shapes: Sequence[Sequence[int]],
+    output_dtypes: Sequence[mx.Dtype],
+    grid: tuple[int, int, int],
+    threadgroup: tuple[int, int, int],
+) -> list[mx.array]:
     # All ones: NaN where nothing is written.
-    outputs = [_ones(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    source = kernel.source(constants)
-    beside: list[np.ndarray] = []
-    lines = []
-    for i, (name, array) in enumerate(zip(kernel.inputs, inputs, strict=True)):
-        lines.append(_declared(f"const {TYPES[array.dtype]}*", name, i))
-    for i, (name, dtype) in enumerate(zip(kernel.outputs, dtypes, strict=True)):
-        lines.append(_declared(f"{TYPES[dtype]}*", name, len(inputs) + i))
-    for name, view in zip(kernel.inputs, views, strict=True):
-        for what, ctype, numbers in (
-            ("shape", np.int32, view.shape),
-            ("strides", np.int64, [step // view.itemsize for step in view.strides]),
-        ):
-            if f"{name}_{what}" in source:
-                kind = "const int*" if what == "shape" else "const long*"
-                lines.append(_declared(kind, f"{name}_{what}", len(inputs) + len(outputs) + len(beside)))
-                beside.append(np.array(numbers, ctype))
-    header = kernel.header.replace(without_comments(FOLDER / "intrinsics.cuh"), "")
-    text = f"{header}\nstatic void kernel(void** arguments) {{\n{''.join(lines)}{source}\n}}\n"
+    outputs = [_ones(shape, dtype) for shape, dtype in zip(output_shapes, output_dtypes, strict=True)]
     addresses = [array.ctypes.data for array in (*views, *outputs, *beside)]
-    threads = launch["threadgroup"][0]
-    x, y, z = launch["grid"]
     given = (ctypes.c_void_p * len(addresses))(*addresses)
-    _library(text).emulate(given, threads, -(-x // threads), y, z, next(_BACKWARDS))
-    return [mx.array(out).view(dtype) for out, dtype in zip(outputs, dtypes, strict=True)]
-
-
-def _declared(kind: str, name: str, number: int) -> str:
-    return f"  {kind} {name} = static_cast<{kind}>(arguments[{number}]);\n"
+    threads = threadgroup[0]
+    _loaded(library).emulate(given, threads, -(-grid[0] // threads), *grid[1:], next(_BACKWARDS))
+    return [mx.array(out).view(dtype) for out, dtype in zip(outputs, output_dtypes, strict=True)]
 
 
 def _ones(shape: Sequence[int], dtype: mx.Dtype) -> np.ndarray:
@@ -87,13 +127,22 @@ def _folder() -> TemporaryDirectory[str]:
 
 
 @cache
-def _library(text: str) -> ctypes.CDLL:
+def _compiled(text: str) -> bytes:
+    """Text of one kernel -> the path of a library"""
     assert COMPILER is not None
-    source = f'#include "{_HERE}/cuda_emulated.h"\n{text}\n#include "{_HERE}/cuda_emulated_run.h"\n'
-    name = hashlib.blake2s(source.encode(), digest_size=8).hexdigest()
-    file, library = (Path(_folder().name) / f"{name}.{ending}" for ending in ("cpp", "so"))
+    (name,) = re.findall(r"__global__ void (\w+)\(", text)
+    text = text.replace(without_comments(FOLDER / "intrinsics.cuh"), "")
+    before, after = (f'#include "{_HERE / name}"\n' for name in ("cuda_emulated.h", "cuda_emulated_run.h"))
+    source = f"{before}{text}\n#define KERNEL {name}\n{after}"
+    digest = hashlib.blake2s(source.encode(), digest_size=8).hexdigest()
+    file, library = (Path(_folder().name) / f"{digest}.{ending}" for ending in ("cpp", "so"))
     file.write_text(source)
     command = [COMPILER, *_OPTIONS, "-O1", "-shared", "-fPIC", str(file), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
-    return ctypes.CDLL(str(library))
+    return str(library).encode()
+
+
+@cache
+def _loaded(library: bytes) -> ctypes.CDLL:
+    return ctypes.CDLL(library.decode())

@@ -1,8 +1,28 @@
 
 static void** arguments;
 
+// Arrays by their address, numbers by where they lie.
+template <typename T>
+static T argument(void* given) {
+  if constexpr (std::is_pointer_v<T>) {
+    return static_cast<T>(given);
+  } else {
+    return *static_cast<T*>(given);
+  }
+}
+
+template <typename... Parameters, size_t... I>
+static void call(void (*kernel)(Parameters...), std::index_sequence<I...>) {
+  kernel(argument<Parameters>(arguments[I])...);
+}
+
+template <typename... Parameters>
+static void call(void (*kernel)(Parameters...)) {
+  call(kernel, std::index_sequence_for<Parameters...>());
+}
+
 static void live() {
-  kernel(arguments);
+  call(KERNEL);
   fibers[current].is_done = true;
   for (Meeting* meeting : {&warps[current / 32], &block}) {
     --meeting->alive;

@@ -42,7 +42,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         if not cuda_emulated.works():
             pytest.skip("needs a GPU and mlx[cuda13] or mlx[cuda12], or Linux and a C++ compiler")
-        monkeypatch.setattr(Kernel, "run", cuda_emulated.run)
+        cuda_emulated.install(monkeypatch)
 
 
 needs_kernels = pytest.mark.usefixtures("kernels")
@@ -273,11 +273,14 @@ def test_a_step_over_any_runs(case: Case) -> None:
 def test_a_step_with_more_blocks_than_there_is_room_for_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A million tokens, or here two."""
 
+    real_run = Kernel.run
+
     def run(kernel: Kernel, *args: Any, **kwargs: Any) -> list[mx.array]:
         header = kernel.header.replace("(WARPS - 1) * ROOM", "2")
         assert kernel.name != "step3" or header != kernel.header
-        return cuda_emulated.run(replace(kernel, header=header), *args, **kwargs)
+        return real_run(replace(kernel, header=header), *args, **kwargs)
 
+    cuda_emulated.install(monkeypatch)
     monkeypatch.setattr(Kernel, "run", run)
     assert right(Case(mx.bfloat16, 64, 64, 1, 2, 2, 4, 3)).startswith("ok")
 
@@ -330,8 +333,9 @@ def test_a_wrong_kernel_is_noticed() -> None:
     planes, right_one = _encoded(4, 64), cuda_kernels.decode_planes()
     wrong_one = replace(right_one, header=right_one.header.replace("NEXT = 0x30303030", "NEXT = 0x10101010"))
     with pytest.MonkeyPatch.context() as patch:
+        cuda_emulated.install(patch)
         for kernel, is_right in ((right_one, True), (wrong_one, False)):
-            patch.setattr(Kernel, "run", lambda _, *args, of=kernel, **kwargs: cuda_emulated.run(of, *args, **kwargs))
+            patch.setattr(cuda_kernels, "decode_planes", lambda of=kernel: of)
             assert (_error(cuda_codes.decode_planes(planes, mx.float32), _dense(planes)) < 1e-6) == is_right
 
 

@@ -1,20 +1,21 @@
 """The CUDA kernels: their sources put together, one kernel for each name.
 
-MLX compiles a kernel when it is first run and keeps the result on disk under the kernel's name alone, so the names
-carry a digest of the source. Numbers that change from call to call are read from arrays or from their shapes; those
-that are few (bits, dims) are compiled in.
+A kernel is compiled when it is first run (`cuda_compiled.py`). Numbers that change from call to call are read from
+arrays or from their shapes; those that are few (bits, dims) are compiled in, and so are the types of arrays.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
+
+from kvstrata.codecs import cuda_compiled
 
 FOLDER = Path(__file__).parent / "cuda_source"
 ATTENTION = ("intrinsics", "codes", "shares", "turn", "queries", "turned", "attention")
@@ -250,9 +251,10 @@ _ENCODE = """
 """
 
 
-_TYPES = {mx.float32: "float", mx.float16: "__half", mx.bfloat16: "__nv_bfloat16"}
-
 Constant = tuple[str, mx.Dtype | int]  # a bool is one, too
+
+
+Run = Callable[..., list[mx.array]]  # called as MLX's kernels are
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,22 +265,42 @@ class Kernel:
     body: str
     header: str
     views: bool  # inputs may be views of something larger
-    _compiled: dict[tuple[Constant, ...], Callable[..., list[mx.array]]] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _ready: dict[tuple[Constant, ...], Run] = field(default_factory=dict, init=False, repr=False)
 
-    def run(self, constants: tuple[Constant, ...], **launch: Any) -> list[mx.array]:
-        """`launch` is what MLX's kernels are called with. MLX's own templates would cost regular expressions a call."""
-        run = self._compiled.get(constants)
+    def run(self, constants: tuple[Constant, ...], inputs: Sequence[mx.array], **launch: Any) -> list[mx.array]:
+        """`launch`: what MLX's kernels are called with. MLX's own templates would cost regular expressions a call.
+        `constants` tell the types of all arrays."""
+        run = self._ready.get(constants)
         if run is None:
-            run = self._compiled[constants] = self._with(constants)
-        return run(**launch)
+            dtypes = [array.dtype for array in inputs], launch["output_dtypes"]
+            run = self._ready[constants] = self._compiled(constants, *dtypes)
+        return run(inputs=inputs, **launch)
 
     def source(self, constants: tuple[Constant, ...]) -> str:
         return "".join(_declared(*constant) for constant in constants) + self.body
 
-    def _with(self, constants: tuple[Constant, ...]) -> Callable[..., list[mx.array]]:
+    @property
+    def needs_strides(self) -> bool:
+        """MLX tells them to kernels alone that it compiles itself."""
+        return "_strides" in self.body
+
+    def text(
+        self, constants: tuple[Constant, ...], inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
+    ) -> cuda_compiled.Text:
+        """For arrays of these types."""
+        arrays = [
+            [cuda_compiled.Array(*array) for array in zip(names, dtypes, strict=True)]
+            for names, dtypes in ((self.inputs, inputs), (self.outputs, outputs))
+        ]
+        return cuda_compiled.text_of(self.name, self.header, self.source(constants), *arrays)
+
+    def _compiled(
+        self, constants: tuple[Constant, ...], inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
+    ) -> Run:
+        if not self.needs_strides and cuda_compiled.works():
+            return cuda_compiled.Compiled(self.text(constants, inputs, outputs), views=self.views)
         source = self.source(constants)
+        # MLX knows a kernel by its name alone.
         digest = hashlib.blake2s((self.header + source).encode(), digest_size=6).hexdigest()
         run: Any = mx.fast.cuda_kernel(
             name=f"kvstrata_{self.name}_{digest}",
@@ -293,7 +315,7 @@ class Kernel:
 
 def _declared(name: str, value: mx.Dtype | int) -> str:
     if isinstance(value, mx.Dtype):
-        return f"  using {name} = {_TYPES[value]};\n"
+        return f"  using {name} = {cuda_compiled.TYPES[value]};\n"
     return f"  constexpr {type(value).__name__} {name} = {str(value).lower()};\n"
 
 
@@ -420,7 +442,7 @@ def combine(num_parts: int) -> Kernel:
 
 
 def without_comments(file: Path) -> str:
-    """MLX copies the source at every call."""
+    """Where MLX compiles a kernel it copies the source at every call."""
     lines = file.read_text(encoding="utf-8").splitlines()
     code = (line.partition("//")[0].strip() for line in lines)
     return "\n".join(line for line in code if line)

@@ -1,4 +1,4 @@
-"""Kernels for planes, compiled before a stream would have to wait for them: a second or two for each, at each start."""
+"""Kernels for planes, compiled or loaded before a stream would have to wait for them."""
 
 from __future__ import annotations
 

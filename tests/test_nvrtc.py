@@ -1,0 +1,98 @@
+"""Machine code of CUDA kernels, which needs no GPU: made once, and never taken from a damaged file."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kvstrata.backend import nvrtc
+
+TEXT = 'extern "C" __global__ void twice(float* x) { x[threadIdx.x] *= 2; }\n'
+
+pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason="needs nvidia-cuda-nvrtc, -runtime and -cccl")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVSTRATA_HOME", str(tmp_path))
+    return tmp_path / "cuda"
+
+
+@pytest.fixture
+def compiled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Architectures for which something was compiled."""
+    assert not folder.exists()
+    done: list[str] = []
+    real = nvrtc.machine_code
+
+    def machine_code(text: str, architecture: str) -> bytes:
+        done.append(architecture)
+        return real(text, architecture)
+
+    monkeypatch.setattr(nvrtc, "machine_code", machine_code)
+    return done
+
+
+def test_it_is_compiled_once_for_an_architecture(compiled: list[str]) -> None:
+    first = nvrtc.kept_machine_code(TEXT, "sm_90")
+    assert first.startswith(b"\x7fELF")
+    assert b"twice" in first
+    assert nvrtc.kept_machine_code(TEXT, "sm_90") == first
+    assert nvrtc.kept_machine_code(TEXT, "sm_80") != first
+    assert nvrtc.kept_machine_code(TEXT.replace("2", "3"), "sm_90") != first
+    assert compiled == ["sm_90", "sm_80", "sm_90"]
+
+
+@pytest.mark.parametrize("damage", ["empty", "short", "one byte less", "another byte"])
+def test_a_damaged_file_is_made_again(folder: Path, compiled: list[str], damage: str) -> None:
+    first = nvrtc.kept_machine_code(TEXT, "sm_90")
+    (file,) = folder.iterdir()
+    data = file.read_bytes()
+    middle = len(data) // 2
+    damaged = {
+        "empty": b"",
+        "short": data[:10],
+        "one byte less": data[:-1],
+        "another byte": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
+    }
+    file.write_bytes(damaged[damage])
+    assert nvrtc.kept_machine_code(TEXT, "sm_90") == first
+    assert nvrtc.kept_machine_code(TEXT, "sm_90") == first
+    assert len(compiled) == 2
+
+
+def test_what_no_start_has_read_for_long_goes(folder: Path, compiled: list[str]) -> None:
+    long_ago = time.time() - 100 * 24 * 3600
+    nvrtc.kept_machine_code(TEXT, "sm_80")
+    (read,) = folder.iterdir()
+    nvrtc.kept_machine_code(TEXT, "sm_86")
+    unread = next(file for file in folder.iterdir() if file != read)
+    for file in (read, unread):
+        os.utime(file, (long_ago, long_ago))
+    nvrtc.kept_machine_code(TEXT, "sm_80")
+    nvrtc.kept_machine_code(TEXT, "sm_90")
+    assert read.exists()
+    assert not unread.exists()
+    assert compiled == ["sm_80", "sm_86", "sm_90"]
+
+
+def test_a_folder_that_cannot_be_made_costs_time_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVSTRATA_HOME", str(tmp_path / "file"))
+    assert nvrtc.kept_machine_code(TEXT, "sm_90") == nvrtc.kept_machine_code(TEXT, "sm_90")
+    assert len(compiled) == 2
+
+
+def test_the_compiler_tells_what_is_wrong(folder: Path) -> None:
+    with pytest.raises(nvrtc.CompileError, match="factor"):
+        nvrtc.kept_machine_code(TEXT.replace("2", "factor"), "sm_90")
+    with pytest.raises(nvrtc.CompileError, match="gpu-architecture"):
+        nvrtc.kept_machine_code(TEXT, "sm_1")
+    assert not folder.exists()
+    assert "factor" in nvrtc.complaints(TEXT.replace("2", "factor"))
+    assert not nvrtc.complaints(TEXT)
