@@ -28,11 +28,15 @@ def untried() -> Iterator[None]:
 def test_sizes_are_parameters_after_the_arrays() -> None:
     source = "  y[0] = b_shape[1] + a_b_shape[0] * b_shape[0] + b_shape[1];"
     inputs = [Array("b", mx.float16), Array("a_b", mx.uint64)]
-    name, text, sizes = text_of("sum", "// before\n", source, inputs, [Array("y", mx.int32)])
+    name, text, *_, sizes = text_of("sum", "// before\n", source, inputs, [Array("y", mx.int32)])
     assert sizes == (Size(0, 1), Size(1, 0), Size(0, 0))
     assert "y[0] = b_size1 + a_b_size0 * b_size0 + b_size1;" in text
-    parameters = "const __half* b, const unsigned long long* a_b, int* y, const int b_size1, const int a_b_size0"
-    assert f'// before\n\nextern "C" __global__ void {name}({parameters}, const int b_size0) {{' in text
+    arrays, sizes = "const __half* b, const unsigned long long* a_b, int* y", ("b_size1", "a_b_size0", "b_size0")
+    parameters = ", ".join([arrays, *(f"const int {number}" for number in (*sizes, "is_launch"))])
+    assert (
+        f'// before\n\nextern "C" __global__ void {name}({parameters}, const int b_size0, const int is_launch) {{'
+        in text
+    )
     assert name.startswith("kvstrata_sum_")
 
 
@@ -56,19 +60,51 @@ def test_the_trial_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_emulation
 @pytest.mark.usefixtures("untried")
-@pytest.mark.parametrize("fault", ["sizes in another order", "a view that was not copied"])
-def test_the_trial_notices(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        ("sizes in another order", "wrong numbers"),
+        ("views as they are", "wrong numbers"),
+        ("machine code asked for at each call", "no machine code"),
+    ],
+)
+def test_the_trial_notices(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str, complaint: str
+) -> None:
     cuda_emulated.install(monkeypatch)
     run: Any = mx.fast.precompiled_cuda_kernel
 
-    def wrong(*, scalars: list[int], ensure_row_contiguous: bool, **launch: Any) -> list[mx.array]:
+    def differently(compiled_source: bytes, **launch: Any) -> list[mx.array]:
         if fault == "sizes in another order":
-            return run(scalars=scalars[::-1], ensure_row_contiguous=ensure_row_contiguous, **launch)
-        return run(scalars=scalars, ensure_row_contiguous=not ensure_row_contiguous, **launch)
+            launch["scalars"] = launch["scalars"][::-1]
+        elif fault == "views as they are":
+            launch["ensure_row_contiguous"] = False
+        elif not compiled_source:
+            raise RuntimeError("no machine code")
+        return run(compiled_source=compiled_source, **launch)
 
-    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", wrong)
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", differently)
     assert not cuda_compiled.works()
-    assert "wrong numbers" in caplog.text
+    assert complaint in caplog.text
+
+
+@needs_emulation
+def test_machine_code_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda_emulated.install(monkeypatch)
+    run: Any = mx.fast.precompiled_cuda_kernel
+    given: list[int] = []
+
+    def counted(compiled_source: bytes, **launch: Any) -> list[mx.array]:
+        given.append(len(compiled_source))
+        return run(compiled_source=compiled_source, **launch)
+
+    monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", counted)
+    text = text_of("once", "", "y[0] = x[0];", [Array("x", mx.int32)], [Array("y", mx.int32)])
+    kernel = cuda_compiled.Compiled(text, views=False)
+    for number in (3, 4):
+        (y,) = kernel([mx.array([number])], [(1,)], [mx.int32], grid=(1, 1, 1), threadgroup=(1, 1, 1))
+        assert y.item() == number
+    assert [size > 0 for size in given] == [True, False, False]
 
 
 @pytest.mark.usefixtures("untried")

@@ -3,7 +3,8 @@
 What MLX compiles it compiles at every start, behind headers of its own that take two seconds to read: half a minute for
 the kernels of one model. Ours take tenths of a second each, and a start after the first only loads them.
 
-MLX gives such a kernel its inputs, its outputs, then whole numbers: here sizes of inputs, as the source asks for them.
+MLX gives such a kernel its inputs, its outputs, then whole numbers: here sizes of inputs, as the source asks for them,
+and whether it is to do anything.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Size(NamedTuple):
 class Text(NamedTuple):
     name: str  # of the kernel; no other text has it
     text: str
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
     sizes: tuple[Size, ...]
 
 
@@ -69,21 +72,28 @@ def text_of(name: str, header: str, source: str, inputs: Sequence[Array], output
         *(f"const {TYPES[dtype]}* {name}" for name, dtype in inputs),
         *(f"{TYPES[dtype]}* {name}" for name, dtype in outputs),
         *(f"const int {inputs[size.number].name}_size{size.axis}" for size in sizes),
+        "const int is_launch",
     ]
-    after = f"({', '.join(parameters)}) {{\n{body}\n}}\n"
+    after = f"({', '.join(parameters)}) {{\n  if (!is_launch) return;\n{body}\n}}\n"
     digest = blake2s((header + after).encode(), digest_size=8).hexdigest()
     unique = f"kvstrata_{name}_{digest}"
-    return Text(unique, f'{_BEFORE}{header}\nextern "C" __global__ void {unique}{after}', tuple(sizes))
+    text = f'{_BEFORE}{header}\nextern "C" __global__ void {unique}{after}'
+    return Text(unique, text, tuple(inputs), tuple(outputs), tuple(sizes))
 
 
 class Compiled:
-    """A kernel, called as MLX's kernels are."""
+    """A kernel, called as MLX's kernels are. MLX copies what it is given of machine code at every call and looks at it
+    in the first alone, after which it knows the kernel by its name: so the first is one that does nothing."""
 
     def __init__(self, text: Text, *, views: bool) -> None:
         self._name = text.name
         self._sizes = text.sizes
         self._views = views
-        self._code = nvrtc.kept_machine_code(text.text, str(mx.device_info()["architecture"]))
+        code = nvrtc.kept_machine_code(text.text, str(mx.device_info()["architecture"]))
+        inputs = [mx.zeros((1,), dtype) for _, dtype in text.inputs]
+        dtypes = [dtype for _, dtype in text.outputs]
+        nothing = [0] * (len(text.sizes) + 1)
+        mx.eval(self._run(code, inputs, [(1,)] * len(dtypes), dtypes, (1, 1, 1), (1, 1, 1), nothing))
 
     def __call__(
         self,
@@ -93,13 +103,26 @@ class Compiled:
         grid: tuple[int, int, int],
         threadgroup: tuple[int, int, int],
     ) -> list[mx.array]:
+        numbers = [inputs[number].shape[axis] for number, axis in self._sizes]
+        return self._run(b"", inputs, output_shapes, output_dtypes, grid, threadgroup, [*numbers, 1])
+
+    def _run(
+        self,
+        code: bytes,
+        inputs: Sequence[mx.array],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        numbers: list[int],
+    ) -> list[mx.array]:
         return mx.fast.precompiled_cuda_kernel(
             name=self._name,
-            compiled_source=self._code,
+            compiled_source=code,
             inputs=inputs,
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
-            scalars=[inputs[number].shape[axis] for number, axis in self._sizes],
+            scalars=numbers,
             grid=grid,
             threadgroup=threadgroup,
             ensure_row_contiguous=not self._views,
