@@ -33,10 +33,8 @@ def test_sizes_are_parameters_after_the_arrays() -> None:
     assert "y[0] = b_size1 + a_b_size0 * b_size0 + b_size1;" in text
     arrays, sizes = "const __half* b, const unsigned long long* a_b, int* y", ("b_size1", "a_b_size0", "b_size0")
     parameters = ", ".join([arrays, *(f"const int {number}" for number in (*sizes, "is_launch"))])
-    assert (
-        f'// before\n\nextern "C" __global__ void {name}({parameters}, const int b_size0, const int is_launch) {{'
-        in text
-    )
+    line = f'extern "C" __global__ void {name}({parameters}) {{'
+    assert f"// before\n\n{line}\n  if (!is_launch) return;\n" in text
     assert name.startswith("kvstrata_sum_")
 
 
