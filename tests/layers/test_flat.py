@@ -126,11 +126,15 @@ def test_concatenations_are_counted() -> None:
 
 
 def test_growing_to_4096_tokens_never_needs_more_than_is_held() -> None:
-    # The count is that of the process: what a thread of an earlier test does meanwhile is in it.
-    ours, theirs = min((memory.grow_alone(4096) for _ in range(3)), key=lambda rows: rows[0].ratio)
-    assert ours.held_bytes == 4096 * memory.LAYERS * 2 * memory.HEADS * memory.HEAD_DIM * 4
-    assert ours.ratio <= 1.02
-    assert theirs.ratio > 1.9
+    # The count is that of the process: what a thread of an earlier test does meanwhile is in it. One of three will do.
+    found: list[tuple[float, float]] = []
+    for _ in range(3):
+        ours, theirs = memory.grow_alone(4096)
+        assert ours.held_bytes == 4096 * memory.LAYERS * 2 * memory.HEADS * memory.HEAD_DIM * 4
+        found.append((ours.ratio, theirs.ratio))
+        if ours.ratio <= 1.02 and theirs.ratio > 1.9:
+            return
+    pytest.fail(f"ours and mlx-lm's peaks, to what they hold: {found}")
 
 
 @pytest.mark.usefixtures("attention_path")
