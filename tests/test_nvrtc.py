@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -94,5 +97,45 @@ def test_the_compiler_tells_what_is_wrong(folder: Path) -> None:
     with pytest.raises(nvrtc.CompileError, match="gpu-architecture"):
         nvrtc.kept_machine_code(TEXT, "sm_1")
     assert not folder.exists()
-    assert "factor" in nvrtc.complaints(TEXT.replace("2", "factor"))
-    assert not nvrtc.complaints(TEXT)
+    with pytest.raises(nvrtc.CompileError, match="factor"):
+        nvrtc.assembly(TEXT.replace("2", "factor"))
+    assert ".entry twice(" in nvrtc.assembly(TEXT)
+
+
+def test_another_users_folder_is_read(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    nvrtc.kept_machine_code(TEXT, "sm_90")
+    monkeypatch.setattr(nvrtc.os, "utime", refuse)
+    nvrtc.kept_machine_code(TEXT, "sm_90")
+    assert len(compiled) == 1
+
+
+def test_a_full_disk_leaves_nothing_behind(folder: Path) -> None:
+    """A process of its own may write files of 1,000 bytes at most."""
+    code = f"""
+import resource, signal
+from kvstrata.backend import nvrtc
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+assert len(nvrtc.kept_machine_code({TEXT!r}, "sm_90")) > 1000
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_library_that_is_loaded_already_is_taken(tmp_path: Path) -> None:
+    for version in (12, 13):
+        library, soname = tmp_path / f"libnvrtc.so.{version}", f"-Wl,-soname,libnvrtc.so.{version}"
+        subprocess.run(["cc", "-shared", "-x", "c", "/dev/null", soname, "-o", str(library)], check=True)
+    code = f"""
+import ctypes
+ctypes.CDLL({str(tmp_path / "libnvrtc.so.12")!r})
+from kvstrata.backend import nvrtc
+print(nvrtc.library()._name)
+"""
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True, text=True)
+    assert run.stdout == "libnvrtc.so.12\n"

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from kvstrata.backend import nvrtc
+from kvstrata.codecs import cuda_compiled
 from kvstrata.codecs.cuda_compiled import TYPES
 from kvstrata.codecs.cuda_kernels import FOLDER, without_comments
 from tests.attention.plain_kernels import COMPILER
@@ -34,9 +35,10 @@ _known: dict[str, bytes] = {}
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """In place of NVIDIA's compiler and of MLX's kernels."""
+    cuda_compiled.works.cache_clear()
     patch.setattr(nvrtc, "kept_machine_code", lambda text, _: _compiled(text))
     patch.setattr(mx.fast, "precompiled_cuda_kernel", _run_precompiled)
-    patch.setattr(mx.fast, "cuda_kernel", _Strided)
+    patch.setattr(mx.fast, "cuda_kernel", _CompiledByMlx)
 
 
 def _run_precompiled(
@@ -48,13 +50,13 @@ def _run_precompiled(
     ensure_row_contiguous: bool,
     **launch: Any,
 ) -> list[mx.array]:
-    library = _known.setdefault(name, compiled_source)
+    path = _known.setdefault(name, compiled_source)
     views = [_view(mx.contiguous(array) if ensure_row_contiguous else array) for array in inputs]
-    return _run(library, views, [np.array(number, np.int32) for number in scalars], **launch)
+    return _run(path, views, [np.array(number, np.int32) for number in scalars], **launch)
 
 
-class _Strided:
-    """A kernel that MLX compiles, and tells shapes and strides. Those that need no strides are not compiled so."""
+class _CompiledByMlx:
+    """A kernel that MLX compiles, and tells shapes and strides."""
 
     def __init__(
         self,
@@ -65,13 +67,12 @@ class _Strided:
         header: str,
         ensure_row_contiguous: bool,
     ) -> None:
-        assert "_strides" in source
-        assert not ensure_row_contiguous
+        self._needs_copies = ensure_row_contiguous
         self._name, self._inputs, self._outputs = name, input_names, output_names
         self._source, self._header = source, header
 
     def __call__(self, inputs: Sequence[mx.array], output_dtypes: Sequence[mx.Dtype], **launch: Any) -> list[mx.array]:
-        views = [_view(array) for array in inputs]
+        views = [_view(mx.contiguous(array) if self._needs_copies else array) for array in inputs]
         types = [TYPES[array.dtype] for array in inputs]
         parameters = [f"const {kind}* {name}" for kind, name in zip(types, self._inputs, strict=True)]
         parameters += [f"{TYPES[dtype]}* {name}" for dtype, name in zip(output_dtypes, self._outputs, strict=True)]
@@ -87,7 +88,7 @@ class _Strided:
 
 
 def _run(
-    library: bytes,
+    path: bytes,
     views: Sequence[np.ndarray],
     beside: Sequence[np.ndarray],
     *,
@@ -101,7 +102,7 @@ def _run(
     addresses = [array.ctypes.data for array in (*views, *outputs, *beside)]
     given = (ctypes.c_void_p * len(addresses))(*addresses)
     threads = threadgroup[0]
-    _loaded(library).emulate(given, threads, -(-grid[0] // threads), *grid[1:], next(_BACKWARDS))
+    _loaded(path).emulate(given, threads, -(-grid[0] // threads), *grid[1:], next(_BACKWARDS))
     return [mx.array(out).view(dtype) for out, dtype in zip(outputs, output_dtypes, strict=True)]
 
 
@@ -148,5 +149,5 @@ def _compiled(text: str) -> bytes:
 
 
 @cache
-def _loaded(library: bytes) -> ctypes.CDLL:
-    return ctypes.CDLL(library.decode())
+def _loaded(path: bytes) -> ctypes.CDLL:
+    return ctypes.CDLL(path.decode())

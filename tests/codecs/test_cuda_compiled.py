@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,13 +10,18 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.backend import nvrtc
-from kvstrata.codecs import cuda_compiled
+from kvstrata.codecs import cuda_codes, cuda_compiled, cuda_kernels
 from kvstrata.codecs.cuda_compiled import Array, Size, text_of
+from kvstrata.codecs.planes import PlanesCodec
 from tests.attention import cuda_emulated
+from tests.codecs.arrays import keys
 
 needs_emulation = pytest.mark.skipif(
     mx.default_device() != mx.cpu or not cuda_emulated.works(), reason="needs Linux and a C++ compiler, and no GPU"
 )
+
+
+HEADER = cuda_kernels.without_comments(cuda_kernels.FOLDER / "intrinsics.cuh")
 
 
 @pytest.fixture
@@ -53,7 +59,7 @@ def test_no_two_kernels_have_the_same_name() -> None:
 @pytest.mark.usefixtures("untried")
 def test_the_trial_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_emulated.install(monkeypatch)
-    assert cuda_compiled.works()
+    assert cuda_compiled.works(HEADER)
 
 
 @needs_emulation
@@ -82,7 +88,7 @@ def test_the_trial_notices(
         return run(compiled_source=compiled_source, **launch)
 
     monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", differently)
-    assert not cuda_compiled.works()
+    assert not cuda_compiled.works(HEADER)
     assert complaint in caplog.text
 
 
@@ -109,5 +115,29 @@ def test_machine_code_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_compiler_mlx_compiles(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     nvrtc._version.cache_clear()  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(nvrtc, "library", lambda: None)
-    assert not cuda_compiled.works()
-    assert "nvidia-cuda-nvrtc" in caplog.text
+    assert not cuda_compiled.works(HEADER)
+    assert "NVRTC" in caplog.text
+
+
+@needs_emulation
+@pytest.mark.usefixtures("untried")
+@pytest.mark.parametrize("fault", ["no compiler", "a kernel that does not compile"])
+def test_what_we_cannot_compile_mlx_does(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    cuda_emulated.install(monkeypatch)
+    real = nvrtc.kept_machine_code
+
+    def compiled(text: str, architecture: str) -> bytes:
+        if fault == "no compiler" or "decode_planes" in text:
+            raise nvrtc.CompileError("not today")
+        return real(text, architecture)
+
+    monkeypatch.setattr(nvrtc, "kept_machine_code", compiled)
+    fresh = dataclasses.replace(cuda_kernels.decode_planes())
+    monkeypatch.setattr(cuda_kernels, "decode_planes", lambda: fresh)
+    planes = PlanesCodec(4).encode(keys(2, 70, 64))
+    wanted = planes.codec.decode(planes, mx.float32)
+    assert mx.abs(cuda_codes.decode_planes(planes, mx.float32) - wanted).max().item() < 1e-6
+    assert "left to MLX" in caplog.text
+    assert "not today" in caplog.text

@@ -16,10 +16,23 @@ pytestmark = pytest.mark.skipif(nvrtc.library() is None, reason="needs nvidia-cu
 TABLES = dict.fromkeys(("places", "pieces", "kinds"), mx.int32) | {"addresses": mx.uint64, "counters": mx.uint32}
 
 
-def complaints(kernel: Kernel, constants: tuple[Constant, ...], dtypes: dict[str, mx.Dtype]) -> str:
+PLANES = dict.fromkeys(("top", "next", "low"), mx.uint32) | dict.fromkeys(("scales", "means"), mx.float16)
+TURN = (("PAIRS", 64), ("FIRST", 0), ("INTERLEAVED", False))
+NO_TURN = (("PAIRS", 0), ("FIRST", 0), ("INTERLEAVED", False))
+
+
+def assembled(kernel: Kernel, constants: tuple[Constant, ...], dtypes: dict[str, mx.Dtype]) -> str:
+    return nvrtc.assembly(text_of(kernel, constants, dtypes))
+
+
+def text_of(kernel: Kernel, constants: tuple[Constant, ...], dtypes: dict[str, mx.Dtype]) -> str:
     """`dtypes`: of inputs and outputs that are not float32."""
     types = [[dtypes.get(name, mx.float32) for name in names] for names in (kernel.inputs, kernel.outputs)]
-    return nvrtc.complaints(kernel.text(constants, *types).text)
+    return kernel.text(constants, *types).text
+
+
+def named(prefix: str) -> dict[str, mx.Dtype]:
+    return {f"{prefix}_{name}": dtype for name, dtype in PLANES.items()}
 
 
 # Every size, every number of tiles, both types.
@@ -37,30 +50,63 @@ STEPS = [
 def test_a_step(dtype: mx.Dtype, k_dim: int, v_dim: int, tiles: int) -> None:
     constants = (("BF", dtype == mx.bfloat16), ("K_DIM", k_dim), ("V_DIM", v_dim), ("TILES", tiles))
     dtypes = TABLES | dict.fromkeys(("q", "k_new", "v_new", "out"), dtype)
-    assert not complaints(cuda_kernels.step(blocks_for(tiles, max(k_dim, v_dim))), constants, dtypes)
+    blocks = blocks_for(tiles, max(k_dim, v_dim))
+    lines = assembled(cuda_kernels.step(blocks), constants, dtypes).splitlines()
+    assert ".maxntid 128, 1, 1" in lines
+    assert f".minnctapersm {blocks}" in lines
 
 
 @pytest.mark.parametrize("places", [RAW_PLACES, PLANES_PLACES])
 def test_taking_addresses(places: tuple[int, ...]) -> None:
     kernel = cuda_kernels.addresses(places)
-    assert not complaints(kernel, (), dict.fromkeys(kernel.inputs, mx.bfloat16) | {"out": mx.uint64})
+    assert assembled(kernel, (), dict.fromkeys(kernel.inputs, mx.bfloat16) | {"out": mx.uint64})
 
 
 def test_collecting_addresses() -> None:
     kernel = cuda_kernels.collect(COLLECTED)
-    assert not complaints(kernel, (), dict.fromkeys((*kernel.inputs, "out"), mx.uint64))
+    assert assembled(kernel, (), dict.fromkeys((*kernel.inputs, "out"), mx.uint64))
 
 
-@pytest.mark.parametrize(("dtype", "pairs", "place"), [(mx.bfloat16, 64, 0), (mx.float16, 0, 5)])
-def test_joining_parts(dtype: mx.Dtype, pairs: int, place: int) -> None:
-    constants = (
-        *(("T", dtype), ("DIM", 128), ("PLACE", place)),
-        *(("PAIRS", pairs), ("FIRST", 0), ("INTERLEAVED", False)),
-    )
-    types = {"signs": mx.float32, "angles": mx.float32, "spans": mx.int32, "starts": mx.int32, "addresses": mx.uint64}
-    assert not complaints(cuda_kernels.decode_parts(), constants, types | {"own": dtype, "out": dtype})
+@pytest.mark.parametrize(("dtype", "turn", "place"), [(mx.bfloat16, TURN, 0), (mx.float16, NO_TURN, 5)])
+def test_joining_parts(dtype: mx.Dtype, turn: tuple[Constant, ...], place: int) -> None:
+    constants = (("T", dtype), ("DIM", 128), ("PLACE", place), *turn)
+    types = {"spans": mx.int32, "starts": mx.int32, "addresses": mx.uint64, "own": dtype, "out": dtype}
+    assert assembled(cuda_kernels.decode_parts(), constants, types)
+
+
+@pytest.mark.parametrize(("bits", "turn"), [(8, TURN), (4, NO_TURN), (2, TURN)])
+def test_encoding(bits: int, turn: tuple[Constant, ...]) -> None:
+    """To machine code: shared memory is known then."""
+    constants = (("T", mx.bfloat16), ("BITS", bits), ("DIM", 128), *turn)
+    text = text_of(cuda_kernels.encode_planes(), constants, PLANES | {"x": mx.bfloat16, "starts": mx.int32})
+    assert nvrtc.machine_code(text, "sm_90")
+
+
+@pytest.mark.parametrize("turn", [TURN, NO_TURN])
+def test_decoding(turn: tuple[Constant, ...]) -> None:
+    constants = (("T", mx.float16), ("DIM", 128), *turn)
+    text = text_of(cuda_kernels.decode_planes(), constants, named("k") | {"starts": mx.int32, "out": mx.float16})
+    assert nvrtc.machine_code(text, "sm_90")
+
+
+@pytest.mark.parametrize("turn", [TURN, NO_TURN])
+def test_scores(turn: tuple[Constant, ...]) -> None:
+    turned = tuple((f"K_{name}", number) for name, number in turn)
+    constants = (("T", mx.bfloat16), ("K_BITS", 8), ("K_DIM", 128), ("TILES", 2), *turned)
+    assert assembled(cuda_kernels.score_planes(), constants, named("k") | {"q": mx.bfloat16, "pieces0": mx.int32})
+
+
+def test_sums() -> None:
+    constants = (("V_BITS", 4), ("V_DIM", 256), ("TILES", 1))
+    assert assembled(cuda_kernels.mix_planes(), constants, named("v") | {"pieces0": mx.int32})
+
+
+def test_combining() -> None:
+    constants = (("T", mx.float16), ("V_DIM", 64), ("HAS_SINKS", True))
+    assert assembled(cuda_kernels.combine(2), constants, {"out": mx.float16})
 
 
 def test_an_error_is_seen() -> None:
     constants = (("BF", True), ("K_DIM", 128), ("V_DIM", 128), ("TILES", "one"))
-    assert "TILES" in complaints(cuda_kernels.step(3), constants, TABLES)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(nvrtc.CompileError, match="TILES"):
+        assembled(cuda_kernels.step(3), constants, TABLES)  # pyright: ignore[reportArgumentType]

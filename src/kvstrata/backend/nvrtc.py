@@ -10,6 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache
 from hashlib import blake2s
 from importlib.util import find_spec
@@ -18,17 +19,20 @@ from pathlib import Path
 from kvstrata.backend.folders import cache_root
 
 _SONAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
+_OPTIONS = ("--disable-warnings",)
 _DIGEST_BYTES = 16  # a file begins with them
+_LOG_CHARACTERS = 500  # the first error; others mostly follow from it
 _UNUSED_S = 90 * 24 * 3600  # a file that no start has read for so long is removed
 
 
 class CompileError(RuntimeError):
-    pass
+    """What the compiler says. Never leaves the package: kernels are then compiled by MLX."""
 
 
 def kept_machine_code(text: str, architecture: str) -> bytes:
     """Of kernels in CUDA C++, for an architecture such as sm_90. Compiled once on this machine."""
-    key = blake2s("\0".join((_version(), architecture, text)).encode(), digest_size=_DIGEST_BYTES).hexdigest()
+    made_from = (str(_version()), *_OPTIONS, architecture, text)
+    key = blake2s("\0".join(made_from).encode(), digest_size=_DIGEST_BYTES).hexdigest()
     path = cache_root() / "cuda" / f"{key}.cubin"
     code = _read(path)
     if code is None:
@@ -38,26 +42,23 @@ def kept_machine_code(text: str, architecture: str) -> bytes:
 
 
 def machine_code(text: str, architecture: str) -> bytes:
-    """As above, compiled now."""
+    """Like `kept_machine_code`, but compiled now and not kept."""
     return _compile(text, (f"--gpu-architecture={architecture}",), "CUBIN")
 
 
-def complaints(text: str) -> str:
-    """Of the compiler; "": it compiles. Nothing is made that could run, which takes less time."""
-    try:
-        _compile(text, ("--gpu-architecture=compute_90", "--Ofast-compile=max"), "PTX")
-    except CompileError as error:
-        return str(error)
-    return ""
+def assembly(text: str) -> str:
+    """PTX that was hardly optimized: all that tests need to know whether a text compiles, in a tenth of the time."""
+    return _compile(text, ("--gpu-architecture=compute_90", "--Ofast-compile=max"), "PTX").rstrip(b"\0").decode()
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The one that MLX has loaded, else one that is installed beside it."""
-    found = [path for folder in _wheels() for path in sorted(folder.glob("lib/libnvrtc.so.*"))]
-    for name in (*_SONAMES, *map(str, found)):
+    """The one that MLX has loaded, else one that is installed."""
+    installed = [str(path) for folder in _wheels() for path in sorted(folder.glob("lib/libnvrtc.so.*"))]
+    loaded_only = getattr(os, "RTLD_NOLOAD", 0)
+    for name, mode in [(name, loaded_only) for name in _SONAMES] + [(name, 0) for name in (*_SONAMES, *installed)]:
         try:
-            return ctypes.CDLL(name)
+            return ctypes.CDLL(name, mode)
         except OSError:
             continue
     return None
@@ -68,12 +69,12 @@ def _compile(text: str, options: tuple[str, ...], result: str) -> bytes:
     program = ctypes.c_void_p()
     call("CreateProgram", ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None)
     try:
-        given = [option.encode() for option in (*options, *_includes())]
+        given = [option.encode() for option in (*_OPTIONS, *options, *_includes())]
         try:
             call("CompileProgram", program, len(given), (ctypes.c_char_p * len(given))(*given))
         except CompileError as error:
             log = _bytes_of(call, program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
-            raise CompileError(f"{error}: {log}") from None
+            raise CompileError(f"{error}: {log.strip()[:_LOG_CHARACTERS]}") from None
         return _bytes_of(call, program, result)
     finally:
         call("DestroyProgram", ctypes.byref(program))
@@ -82,7 +83,7 @@ def _compile(text: str, options: tuple[str, ...], result: str) -> bytes:
 def _caller() -> Callable[..., None]:
     nvrtc = library()
     if nvrtc is None:
-        raise CompileError("NVIDIA's compiler is not installed (the package nvidia-cuda-nvrtc has it)")
+        raise CompileError("NVIDIA's compiler (NVRTC) was not found")
 
     def call(name: str, *arguments: object) -> None:
         code = getattr(nvrtc, f"nvrtc{name}")(*arguments)
@@ -101,10 +102,10 @@ def _bytes_of(call: Callable[..., None], program: ctypes.c_void_p, what: str) ->
 
 
 @cache
-def _version() -> str:
+def _version() -> tuple[int, int]:
     major, minor = ctypes.c_int(), ctypes.c_int()
     _caller()("Version", ctypes.byref(major), ctypes.byref(minor))
-    return f"{major.value}.{minor.value}"
+    return major.value, minor.value
 
 
 @cache
@@ -113,12 +114,13 @@ def _includes() -> tuple[str, ...]:
 
 
 def _header_folders() -> Iterator[Path]:
-    """Where MLX looks for CUDA's headers, and in the same order."""
+    """Where CUDA's headers may be, as MLX looks for them: in packages, then in the system."""
     for place in _packages("mlx"):
         yield place / "include" / "cccl"
     for folder in _wheels():
-        yield folder / "include"
-        yield folder / "include" / "cccl"
+        if not folder.name.startswith("cu1") or folder.name == f"cu{_version()[0]}":
+            yield folder / "include"
+            yield folder / "include" / "cccl"
     for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if home:
             yield Path(home) / "include"
@@ -138,27 +140,28 @@ def _packages(name: str) -> list[Path]:
 def _read(path: Path) -> bytes | None:
     """None: not there, or damaged."""
     try:
-        digest, code = (data := path.read_bytes())[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-        if digest != _digest(code):
-            return None
-        os.utime(path)
+        data = path.read_bytes()
     except OSError:
         return None
+    code = data[_DIGEST_BYTES:]
+    if data[:_DIGEST_BYTES] != _digest(code):
+        return None
+    with suppress(OSError):  # another user's file, or a disk that cannot be written
+        os.utime(path)
     return code
 
 
 def _write(path: Path, code: bytes) -> None:
     """Published by rename. Without room or permission the next start compiles again."""
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(_digest(code) + code)
-        os.replace(file.name, path)
-        for other in path.parent.iterdir():
-            if other.stat().st_mtime < time.time() - _UNUSED_S:
-                other.unlink(missing_ok=True)
-    except OSError:
-        return
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="making-") as folder:
+            made = Path(folder) / path.name
+            made.write_bytes(_digest(code) + code)
+            made.replace(path)
+        for file in path.parent.glob("*.cubin"):
+            if file.stat().st_mtime < time.time() - _UNUSED_S:
+                file.unlink(missing_ok=True)
 
 
 def _digest(code: bytes) -> bytes:

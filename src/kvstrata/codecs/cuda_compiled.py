@@ -82,8 +82,8 @@ def text_of(name: str, header: str, source: str, inputs: Sequence[Array], output
 
 
 class Compiled:
-    """A kernel, called as MLX's kernels are. MLX copies what it is given of machine code at every call and looks at it
-    in the first alone, after which it knows the kernel by its name: so the first is one that does nothing."""
+    """A kernel, called as MLX's kernels are. MLX copies the machine code at every call but uses it only in the first,
+    and then knows the kernel by its name. So the first call, made here, does nothing, and the others give no code."""
 
     def __init__(self, text: Text, *, views: bool) -> None:
         self._name = text.name
@@ -130,32 +130,31 @@ class Compiled:
 
 
 @cache
-def works() -> bool:
-    """Whether MLX runs what we compile here: tried once."""
+def works(header: str) -> bool:
+    """Whether MLX runs what we compile here behind this header: tried once."""
     try:
-        if _tried():
+        if _tried(header):
             return True
         fault = "they give wrong numbers"
     except (RuntimeError, ValueError, KeyError) as failure:
         fault = str(failure)
-    logger.warning("MLX compiles the CUDA kernels, seconds for each at every start: ours do not run here: %s", fault)
+    logger.warning("CUDA kernels are left to MLX, which compiles them at every start: ours do not run here: %s", fault)
     return False
 
 
-def _tried() -> bool:
+def _tried(header: str) -> bool:
     """With a view, which MLX copies first, and sizes that differ."""
     source = """
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= x_shape[0] * x_shape[1]) return;
-  sums[i] = float(x[i]) + *y;
+  sums[i] = __half(float(x[i]) + float(*y));
   places[i] = 100 * y_shape[0] + i / x_shape[1];
 """
-    inputs = (Array("x", mx.uint32), Array("y", mx.float32))
-    outputs = (Array("sums", mx.float32), Array("places", mx.int32))
-    kernel = Compiled(text_of("trial", "", source, inputs, outputs), views=False)
+    inputs = (Array("x", mx.uint32), Array("y", mx.bfloat16))
+    outputs = (Array("sums", mx.float16), Array("places", mx.int32))
+    kernel = Compiled(text_of("trial", header, source, inputs, outputs), views=False)
     x = mx.arange(15, dtype=mx.uint32).reshape(3, 5)
-    sums, places = kernel(
-        [x.T, mx.array([0.5])], [(5, 3), (5, 3)], [mx.float32, mx.int32], grid=(32, 1, 1), threadgroup=(32, 1, 1)
-    )
+    arrays, shapes = [x.T, mx.array([0.5], mx.bfloat16)], [(5, 3), (5, 3)]
+    sums, places = kernel(arrays, shapes, [mx.float16, mx.int32], grid=(32, 1, 1), threadgroup=(32, 1, 1))
     wanted = 100 + mx.broadcast_to(mx.arange(5)[:, None], (5, 3))
     return bool((sums == x.T + 0.5).all().item()) and bool((places == wanted).all().item())

@@ -6,7 +6,7 @@ arrays or from their shapes; those that are few (bits, dims) are compiled in, an
 
 from __future__ import annotations
 
-import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -23,6 +23,8 @@ WARPS = 4  # of a block, as in queries.cuh
 ENTRY, ADDRESSES = 8, 12  # numbers in a row of a table, as in step.cuh
 
 Kind = Literal["planes", "raw"]
+
+logger = logging.getLogger(__name__)
 
 _PLANES = ("top", "next", "low", "scales", "means")
 
@@ -106,7 +108,7 @@ _ATTEND_RAW = """
     }
 """
 
-# MLX writes the line that begins a kernel, so what belongs there comes with the word that it begins with.
+# Where MLX compiles a kernel it writes its first line, so what belongs there comes with the word that it begins with.
 _BOUNDS = """
 #undef __global__
 #define __global__ __attribute__((global)) __launch_bounds__({threads}, {blocks})
@@ -269,7 +271,7 @@ class Kernel:
 
     def run(self, constants: tuple[Constant, ...], inputs: Sequence[mx.array], **launch: Any) -> list[mx.array]:
         """`launch`: what MLX's kernels are called with. MLX's own templates would cost regular expressions a call.
-        `constants` tell the types of all arrays."""
+        `constants` tell the types of all arrays that are not only pointed to."""
         run = self._ready.get(constants)
         if run is None:
             dtypes = [array.dtype for array in inputs], launch["output_dtypes"]
@@ -281,7 +283,7 @@ class Kernel:
 
     @property
     def needs_strides(self) -> bool:
-        """MLX tells them to kernels alone that it compiles itself."""
+        """MLX tells them only to kernels that it compiles itself."""
         return "_strides" in self.body
 
     def text(
@@ -297,16 +299,17 @@ class Kernel:
     def _compiled(
         self, constants: tuple[Constant, ...], inputs: Sequence[mx.Dtype], outputs: Sequence[mx.Dtype]
     ) -> Run:
-        if not self.needs_strides and cuda_compiled.works():
-            return cuda_compiled.Compiled(self.text(constants, inputs, outputs), views=self.views)
-        source = self.source(constants)
-        # MLX knows a kernel by its name alone.
-        digest = hashlib.blake2s((self.header + source).encode(), digest_size=6).hexdigest()
+        text = self.text(constants, inputs, outputs)
+        if not self.needs_strides and cuda_compiled.works(_read_all(("intrinsics",))):
+            try:
+                return cuda_compiled.Compiled(text, views=self.views)
+            except RuntimeError as failure:
+                logger.warning("Kernel %s is left to MLX, which compiles it at every start: %s", self.name, failure)
         run: Any = mx.fast.cuda_kernel(
-            name=f"kvstrata_{self.name}_{digest}",
+            name=text.name,
             input_names=list(self.inputs),
             output_names=list(self.outputs),
-            source=source,
+            source=self.source(constants),
             header=self.header,
             ensure_row_contiguous=not self.views,
         )
@@ -461,5 +464,9 @@ def _make(
     *,
     views: bool = False,
 ) -> Kernel:
-    header = "\n".join(without_comments(FOLDER / f"{file}.cuh") for file in files)
-    return Kernel(name, inputs, outputs, body, header, views)
+    return Kernel(name, inputs, outputs, body, _read_all(files), views)
+
+
+@cache
+def _read_all(files: tuple[str, ...]) -> str:
+    return "\n".join(without_comments(FOLDER / f"{file}.cuh") for file in files)
