@@ -16,6 +16,7 @@ from kvstrata.engine.operations import Operations
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, Request, Sampling, TokenLogprob
 from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.storage import Storage
+from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.store.cold.cold import Cold
@@ -72,9 +73,10 @@ class Drive:
         storage: Storage | None = None,
         tier: DiskTier | None = None,
         patience_s: float = 60.0,
+        layout: Layout | None = None,
     ) -> None:
         limits = limits or Limits()
-        layout = layout_of(loaded, limits.max_kv_size)
+        layout = layout or layout_of(loaded, limits.max_kv_size)
         cold = Cold(tier or NoTier(), layout, post=lambda _: None, patience_s=patience_s)
         self.budget = Budget(kv_bytes or 4 * GIB, layout.fixed_bytes, layout.token_bytes)
         self.metrics = Metrics()

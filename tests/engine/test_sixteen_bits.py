@@ -66,7 +66,7 @@ def loaded_of(m: Sixteen, case: str) -> LoadedModel:
 
 
 def drive_with(m: Sixteen, case: str, **settings: Any) -> Drive:
-    return Drive(loaded_of(m, case), Limits(prefill_chunk_tokens=16), **settings)
+    return Drive(loaded_of(m, case), Limits(prefill_chunk_tokens=16), layout=m.layout, **settings)
 
 
 def settle(drive: Drive) -> None:

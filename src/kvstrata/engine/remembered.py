@@ -24,8 +24,8 @@ from kvstrata.engine.scratch import Shape, measure_scratch, measured_context
 from kvstrata.models.loaded import LoadedModel
 
 NOTES = "scratch"
-MAX_NOTES = 32
-WORTH_KEEPING_S = 1.0
+MAX_NOTES = 256
+WORTH_KEEPING_S = 0.05
 
 
 def remembered_scratch(loaded: LoadedModel, runner: Runner, shape: Shape) -> Scratch:
