@@ -37,7 +37,7 @@ def test_a_codec_encodes_and_decodes_by_the_kernels() -> None:
     with planes_check.as_if_tried("plain", run):
         planes = codec.encode(x, 70)
         found = np.array(codec.decode(planes, mx.float32))
-    names = ["means_of_planes", "encode_planes", "decode_planes"]
+    names = ["means_of_planes", "encode_planes", "decode_parts"]
     assert [launch.text.name for launch in run.launches] == names
     np.testing.assert_allclose(found, np.array(codec.decode(planes, mx.float32)), rtol=0, atol=1e-4)
     assert np.abs(found - np.array(x)).mean() < 0.3
@@ -75,12 +75,14 @@ def test_a_trial_finds_what_is_right_wrong_slow_or_fails(monkeypatch: pytest.Mon
         assert all(said in str(trial) for trial in trials.values()), trials
     for times, is_used in (((2.0, 1.0), False), ((1.0, 2.0), True)):
         planes_check._tried.clear()
-        left = [*times, *times]
+        left = [*times, *times, *times]
         monkeypatch.setattr(planes_check, "_milliseconds", lambda _, left=left: left.pop(0))
         trials = _tried(Plain())
         assert all(trial.is_used == is_used for trial in trials.values()), trials
-        assert {entry["what"] for entry in planes_check.report()} == {"encode", "decode"}
+        assert {entry["what"] for entry in planes_check.report()} == {"encode", "decode", "join"}
         assert planes_check._is_used("encode", KIND, PlanesCodec(8)) == is_used
+        (said,) = planes_check.kernels([KIND, Kind(mx.float16, 64)])
+        assert said.count("own (" if is_used else "MLX (") == 3
 
 
 def test_without_metal_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

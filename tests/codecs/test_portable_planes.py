@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from kvstrata.codecs import paths, portable_planes
+from kvstrata.codecs import paths, portable_decode, portable_planes
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.packing import unpack
 from kvstrata.codecs.planes import CODE_PLANES, HELD, PlanesCodec
@@ -65,7 +65,7 @@ def test_decoded_are_the_values_of_the_stock_path(dim: int, bits: int, turn: str
     with paths.as_on_metal():
         planes = codec.encode(keys(HEADS, TOKENS, dim), POSITION)
         wanted = np.array(codec.decode(planes, mx.float32))
-    found = np.array(portable_planes.decode(planes, mx.float32, "plain", Plain()))
+    found = np.array(portable_decode.decode(planes, mx.float32, "plain", Plain()))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
 
 
@@ -80,7 +80,7 @@ def test_sixteen_bit_vectors_and_odd_values() -> None:
         wanted = codec.encode(x, 0)
         decoded = np.array(codec.decode(wanted, mx.float32))
     assert _close(found.arrays["means"], wanted.arrays["means"], 1.1)
-    ours = np.array(portable_planes.decode(found, mx.float32, "plain", Plain()))
+    ours = np.array(portable_decode.decode(found, mx.float32, "plain", Plain()))
     assert np.isfinite(ours).all()
     scales = np.array(wanted.arrays["scales"].astype(mx.float32))
     assert (np.abs(ours - decoded) <= scales * 0.1 + 0.02).all()
@@ -89,7 +89,7 @@ def test_sixteen_bit_vectors_and_odd_values() -> None:
 def test_vectors_that_are_their_mean() -> None:
     x = mx.ones((1, 20, 64)) * 3
     planes = _encoded(x, PlanesCodec(4), 0)
-    assert mx.array_equal(portable_planes.decode(planes, mx.float32, "plain", Plain()), x)
+    assert mx.array_equal(portable_decode.decode(planes, mx.float32, "plain", Plain()), x)
 
 
 def test_lanes_in_another_order_find_the_same() -> None:
@@ -109,7 +109,7 @@ def test_what_is_joined_inside_a_group_is_decoded(turn: str) -> None:
             codec.encode(keys(HEADS, 100, 64, seed=1), 30), codec.encode(keys(HEADS, 250, 64, seed=2), 130)
         )
         wanted = np.array(codec.decode(joined, mx.float32))
-    found = np.array(portable_planes.decode(joined, mx.float32, "plain", Plain()))
+    found = np.array(portable_decode.decode(joined, mx.float32, "plain", Plain()))
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
 
 
@@ -119,5 +119,5 @@ def test_what_is_not_taken() -> None:
     assert not portable_planes.takes(keys(HEADS, 4, 72))
     assert not portable_planes.takes(keys(HEADS, 4, 512))
     with paths.as_on_metal():
-        assert not portable_planes.takes_planes(PlanesCodec(4).encode(keys(1, 4, 64)))
-        assert portable_planes.takes_planes(PlanesCodec(4).encode(keys(2, 4, 64)))
+        assert not portable_decode.takes_planes(PlanesCodec(4).encode(keys(1, 4, 64)))
+        assert portable_decode.takes_planes(PlanesCodec(4).encode(keys(2, 4, 64)))

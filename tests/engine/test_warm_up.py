@@ -1,4 +1,4 @@
-"""Kernels for planes are compiled at the start: every kind of vector under every precision."""
+"""Kernels for planes are compiled or tried at the start: every kind of vector under every precision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import mlx.core as mx
 import pytest
 
+from kvstrata.codecs import paths, planes_check
 from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.planes_check import Kind, What
+from kvstrata.codecs.trials import Trial
 from kvstrata.engine import warm_up
 from kvstrata.layers.kinds import LayerSpec, Layout
 
@@ -15,8 +18,6 @@ from kvstrata.layers.kinds import LayerSpec, Layout
 def test_every_kind_is_encoded_and_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     full = LayerSpec("full", kv_heads=2, k_dim=64, v_dim=128, dtype=mx.float16)
     layout = Layout((full, full, LayerSpec("window", max_size=8, kv_heads=2, k_dim=64, v_dim=64, dtype=mx.float16)))
-    monkeypatch.setattr(warm_up, "paths", SimpleNamespace(active=lambda: "metal"))
-    assert warm_up.compile_planes(layout) == 0
     decoded: list[tuple[int, int, bool]] = []
     decode = PlanesCodec.decode
 
@@ -26,7 +27,7 @@ def test_every_kind_is_encoded_and_decoded_once(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(PlanesCodec, "decode", watched)
     monkeypatch.setattr(warm_up, "paths", SimpleNamespace(active=lambda: "cuda"))
-    assert warm_up.compile_planes(layout) == 6
+    assert warm_up.ready_planes(layout) == 6
     # Keys to float32 too.
     kinds = ((64, False), (64, True), (128, False))
     assert sorted(decoded) == [(bits, *kind) for bits in (2, 4, 8) for kind in kinds]
@@ -34,4 +35,26 @@ def test_every_kind_is_encoded_and_decoded_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_planes_cannot_store_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm_up, "paths", SimpleNamespace(active=lambda: "cuda"))
-    assert warm_up.compile_planes(Layout((LayerSpec("full", kv_heads=2, k_dim=20, v_dim=64),))) == 3
+    assert warm_up.ready_planes(Layout((LayerSpec("full", kv_heads=2, k_dim=20, v_dim=64),))) == 3
+
+
+def test_on_metal_each_kind_is_tried_with_the_types_that_it_is_decoded_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(
+        (
+            LayerSpec("full", kv_heads=2, k_dim=64, v_dim=128, dtype=mx.float16),
+            LayerSpec("full", kv_heads=2, k_dim=72, v_dim=128, dtype=mx.float16),  # 72: not by the kernels
+        )
+    )
+    tried: list[Kind] = []
+
+    def trials(kind: Kind, _: PlanesCodec) -> dict[What, Trial]:
+        tried.append(kind)
+        return {"decode": Trial("decode", 0.0, 1.0)}
+
+    monkeypatch.setattr(planes_check, "trials", trials)
+    assert warm_up.ready_planes(layout) == 0
+    with paths.as_on_metal():
+        assert warm_up.ready_planes(layout) == 0  # no GPU of Apple's here
+        monkeypatch.setattr(planes_check, "dialect", lambda: "metal")
+        assert warm_up.ready_planes(layout) == 3
+    assert {*tried} == {Kind(mx.float16, 64), Kind(mx.float16, 128), Kind(mx.float32, 64)}

@@ -24,7 +24,7 @@ import numpy as np
 from kvstrata.attention import portable, portable_plan
 from kvstrata.attention.by_row import decode_by_row
 from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
-from kvstrata.codecs import cuda_codes, portable_planes
+from kvstrata.codecs import cuda_codes, portable_decode, portable_planes
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.turns import Turn, make_turn
@@ -158,7 +158,7 @@ def codecs_right() -> Iterator[Right]:
             name = f"{codec.name}, heads of {dim}, {dtype}, {'turning' if turn else 'plain'} means"
             yield Right(f"encode {name}", float(np.abs(found - wanted).mean() / np.abs(wanted).mean()), 5e-3, first_s)
             began_s = time.perf_counter()
-            decoded = wide(portable_planes.decode(theirs, mx.float32, "cuda"))
+            decoded = wide(portable_decode.decode(theirs, mx.float32, "cuda"))
             first_s = time.perf_counter() - began_s
             yield Right(f"decode {name}", float(np.abs(decoded - wanted).max() / np.abs(wanted).max()), 1e-4, first_s)
 
@@ -171,7 +171,7 @@ def codecs_speed(copy: float) -> Iterator[Speed]:
         works: dict[str, list[Work]] = {
             "decode": [
                 lambda codec=codec, planes=planes: codec.decode(planes, mx.bfloat16),
-                lambda planes=planes: portable_planes.decode(planes, mx.bfloat16, "cuda"),
+                lambda planes=planes: portable_decode.decode(planes, mx.bfloat16, "cuda"),
             ],
             "encode": [
                 lambda codec=codec, bits=bits: list(cuda_codes.encode_planes(x, bits, 0, codec.turn).values()),

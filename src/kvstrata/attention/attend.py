@@ -20,7 +20,7 @@ from kvstrata.attention import cpu, cuda_prefill, cuda_rows, portable_check
 from kvstrata.attention.by_row import decode_by_row
 from kvstrata.attention.parts import Parts
 from kvstrata.attention.portable_rows import decode_together
-from kvstrata.codecs import paths
+from kvstrata.codecs import paths, planes_check
 
 Keys = Parts | cpu.Step | cuda_rows.Step | cuda_rows.Prepared
 
@@ -102,7 +102,10 @@ def kernels(kinds: Collection[cuda_rows.HeadKind]) -> str:
     """Whose loops attention over heads of these kinds runs on, for people to read."""
     if paths.active() == "cuda":
         return cuda_rows.kernels(kinds)
-    return portable_check.kernels(kinds) if paths.active() == "metal" else cpu.kernels()
+    if paths.active() == "metal":
+        vectors = {planes_check.Kind(dtype, dim) for dtype, *dims in kinds for dim in dims}
+        return "; ".join([portable_check.kernels(kinds), *planes_check.kernels(vectors)])
+    return cpu.kernels()
 
 
 def install() -> int:

@@ -16,8 +16,9 @@ import mlx.core as mx
 from kvstrata.attention import cuda, cuda_joined, portable
 from kvstrata.attention.cuda_addresses import Whereabouts
 from kvstrata.attention.cuda_check import joined_works
-from kvstrata.codecs import paths, products
+from kvstrata.codecs import paths, planes_check, products
 from kvstrata.codecs.base import Planes
+from kvstrata.codecs.portable_decode import Stretch
 from kvstrata.codecs.raw import RawCodec
 
 
@@ -46,6 +47,10 @@ class Part(Protocol):
 
     def read(self) -> portable.Read | None:
         """What the portable kernel reads; None: it does not."""
+        ...
+
+    def stretches(self) -> tuple[Stretch, Stretch]:
+        """Its keys and its values, for the kernel that joins parts."""
         ...
 
 
@@ -100,6 +105,10 @@ class RawPart:
     def read(self) -> portable.Read | None:
         return portable.read_buffers(self.k_buffer, self.v_buffer, self.start, self.start + self.num_tokens)
 
+    def stretches(self) -> tuple[Stretch, Stretch]:
+        start, end = self.start, self.start + self.num_tokens
+        return Stretch(self.k_buffer.squeeze(0), start, end), Stretch(self.v_buffer.squeeze(0), start, end)
+
 
 @dataclass(frozen=True)
 class SealedPart:
@@ -152,6 +161,10 @@ class SealedPart:
     @cached_property
     def _read(self) -> portable.Read | None:
         return portable.read_planes(self.k, self.v, 0, self.num_tokens)
+
+    def stretches(self) -> tuple[Stretch, Stretch]:
+        k, v = (Stretch(each.arrays.get("values", each), 0, self.num_tokens) for each in (self.k, self.v))
+        return k, v
 
     def scores(self, q: mx.array, scale: float) -> mx.array:
         if isinstance(self.k.codec, RawCodec):
@@ -206,6 +219,10 @@ class CutPart:
         whole = self.whole.read()
         return None if whole is None else whole._replace(start=self.start, end=self.end)
 
+    def stretches(self) -> tuple[Stretch, Stretch]:
+        k, v = (whole._replace(start=self.start, end=self.end) for whole in self.whole.stretches())
+        return k, v
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -222,7 +239,8 @@ class Parts:
     def joined(self, like: mx.array) -> tuple[mx.array, mx.array]:
         """The only row's keys and values as plain arrays."""
         (row,) = self.rows
-        if (joined := _joined_on_cuda(row, like.dtype)) is not None:
+        on_gpu = {"cuda": _joined_on_cuda, "metal": _joined_on_metal}.get(paths.active())
+        if on_gpu is not None and self.has_codes and (joined := on_gpu(row, like.dtype)) is not None:
             return joined
         dense = [part.dense(like) for part in row]
         if len(dense) == 1:
@@ -231,9 +249,7 @@ class Parts:
 
 
 def _joined_on_cuda(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
-    """None: part by part."""
-    if paths.active() != "cuda" or not row:
-        return None
+    """Of which some is coded. None: part by part."""
     *before, last = row
     own = last.cuda_range() if isinstance(last, RawPart) else None
     stored = row if own is None else before
@@ -244,6 +260,21 @@ def _joined_on_cuda(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.
     if parts is None or not joined_works(dtype, parts):
         return None
     return cuda_joined.join(parts, dtype)
+
+
+def _joined_on_metal(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
+    """Likewise."""
+    sides = zip(*(part.stretches() for part in row), strict=True)
+    k, v = (_joined_side(stretches, dtype) for stretches in sides)
+    return None if k is None or v is None else (k[None], v[None])
+
+
+def _joined_side(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array | None:
+    """Keys or values alone, [heads, tokens, dim]"""
+    if any(isinstance(held, Planes) for held, _, _ in stretches):
+        return planes_check.join(stretches, dtype)
+    raw = [held[:, start:end] for held, start, end in stretches if isinstance(held, mx.array)]
+    return raw[0] if len(raw) == 1 else mx.concatenate(raw, axis=1)
 
 
 def cut_parts(parts: Iterable[Part], start: int, end: int) -> Iterator[Part]:

@@ -103,14 +103,8 @@ def attend_text(dialect: Dialect, sizes: Sizes, slots: Slots, raw: tuple[mx.Dtyp
         "KV_CODED": int(slots.words > 0),
         "KV_RAW_KINDS": sum({_RAW_BITS[dtype] for dtype in raw}),
     }
-    names = {letter: [name for name in slots.names if name[3] == letter] for letter in "whr"}
-    picks = (
-        _pick("KV_WORDS", "kv_uint", names["w"])
-        + _pick("KV_HALVES", "kv_half", names["h"])
-        + _pick("KV_RAW", "kv_uint", names["r"])
-    )
     header = _header(dialect, constants) + _read("vectors") + _read("attend")
-    body = _PLACES[dialect] + picks + _read("attend_body")
+    body = _PLACES[dialect] + _picks(slots) + _read("attend_body")
     inputs = ("q", "table", "angles", *slots.names)
     return Text(dialect, "attend_parts", inputs, ("partial",), header, body)
 
@@ -150,11 +144,12 @@ def encode_text(dialect: Dialect, dim: int, bits: int) -> Text:
 
 
 @cache
-def decode_text(dialect: Dialect, dim: int, bits: int, dtype: mx.Dtype) -> Text:
-    constants = {"KV_DIM": dim, "KV_BITS": bits, "KV_OUT(x)": f"{_TYPES[dialect][dtype]}(x)"}
-    header = _planes_header(dialect, constants)
-    inputs = ("table", "angles", *_CODES[bits], "scales", "means")
-    return Text(dialect, "decode_planes", inputs, ("out",), header, _PLACES[dialect] + _read("decode_body"))
+def decode_text(dialect: Dialect, dim: int, slots: Slots, dtype: mx.Dtype) -> Text:
+    """Vectors of one part or of several, as one array. Raw ones have its dtype."""
+    constants = {"KV_DIM": dim, "KV_RAW_KIND": RAW_KINDS[dtype]}
+    body = _PLACES[dialect] + _picks(slots) + _read("decode_body")
+    inputs = ("table", "angles", *slots.names)
+    return Text(dialect, "decode_parts", inputs, ("out",), _planes_header(dialect, constants), body)
 
 
 def _planes_header(dialect: Dialect, constants: Mapping[str, object]) -> str:
@@ -205,6 +200,16 @@ def _header(dialect: Dialect, constants: Mapping[str, object]) -> str:
 
 def _word(name: str) -> str:
     return name.partition("(")[0]
+
+
+def _picks(slots: Slots) -> str:
+    """Each sort of arrays by their numbers."""
+    names = {letter: [name for name in slots.names if name[3] == letter] for letter in "whr"}
+    return (
+        _pick("KV_WORDS", "kv_uint", names["w"])
+        + _pick("KV_HALVES", "kv_half", names["h"])
+        + _pick("KV_RAW", "kv_uint", names["r"])
+    )
 
 
 def _pick(macro: str, type_name: str, names: Sequence[str]) -> str:

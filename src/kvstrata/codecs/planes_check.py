@@ -1,30 +1,32 @@
 """Whether vectors become planes, and planes vectors, by the portable kernels on this machine.
 
-Both are tried once for each dtype and size of vectors, beside MLX's own operations: where a kernel fails, is off or is
-not faster, MLX's operations stay. On CUDA and on a CPU others are in their place.
+Encoding, decoding, and decoding of several parts to one array are tried once for each dtype and size of vectors, beside
+MLX's own operations: where a kernel fails, is off or is not faster, MLX's operations stay. On CUDA and on a CPU others
+are in their place.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import cache
-from typing import Any, Literal, NamedTuple, Protocol
+from functools import cache, partial
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs import portable_planes
+from kvstrata.codecs import portable_decode, portable_planes
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.kernel_text import Dialect, Run
+from kvstrata.codecs.portable_decode import Stretch
 from kvstrata.codecs.segments import segments_of
 from kvstrata.codecs.trials import Stands, Trial, failed, largest
 from kvstrata.codecs.turns import Turn, make_turn
 
-What = Literal["encode", "decode"]
+What = Literal["encode", "decode", "join"]
 
 # The mean difference of decoded values, as a share of their mean size: here and there a code is its neighbour.
 ENCODED_WITHIN = 5e-3
@@ -83,12 +85,26 @@ def encode(x: mx.array, position: int, stock: Stock) -> dict[str, mx.array] | No
 
 def decode(planes: Planes, dtype: mx.Dtype, stock: Stock) -> mx.array | None:
     """-> [..., tokens, dim]. None: not by the kernel."""
-    if dialect() is None or dtype not in DECODED_WITHIN or not portable_planes.takes_planes(planes):
+    if dialect() is None or dtype not in DECODED_WITHIN or not portable_decode.takes_planes(planes):
         return None
     if not _is_used("decode", Kind(dtype, planes.dim), stock):
         return None
     try:
         return _decoded(planes, dtype)
+    except Exception as failure:  # noqa: BLE001
+        _complain(f"{type(failure).__name__}: {failure}")
+        return None
+
+
+def join(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array | None:
+    """What follows each other, planes among it -> [heads, tokens, dim]. None: not by the kernel."""
+    codec = next((held.codec for held, _, _ in stretches if isinstance(held, Planes)), None)
+    if dialect() is None or codec is None or not portable_decode.takes(stretches, dtype):
+        return None
+    if not _is_used("join", Kind(dtype, stretches[0].dim), codec):
+        return None
+    try:
+        return _joined(stretches, dtype)
     except Exception as failure:  # noqa: BLE001
         _complain(f"{type(failure).__name__}: {failure}")
         return None
@@ -103,10 +119,16 @@ def _encoded(x: mx.array, position: int, stock: Stock) -> dict[str, mx.array]:
 def _decoded(planes: Planes, dtype: mx.Dtype) -> mx.array:
     found = dialect()
     assert found is not None
-    return portable_planes.decode(planes, dtype, found, _stands.run)
+    return portable_decode.decode(planes, dtype, found, _stands.run)
 
 
-def _is_used(what: What, kind: Kind, stock: Stock) -> bool:
+def _joined(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array:
+    found = dialect()
+    assert found is not None
+    return portable_decode.join(stretches, dtype, found, _stands.run)
+
+
+def _is_used(what: What, kind: Kind, stock: Any) -> bool:
     return bool(_stands) or trials(kind, stock)[what].is_used
 
 
@@ -114,11 +136,27 @@ def trials(kind: Kind, stock: Any) -> dict[What, Trial]:
     """`stock` is a codec: its bits and its turn are replaced by those that are tried."""
     found = _tried.get(kind)
     if found is None:
-        found = _tried[kind] = {what: _trial(what, kind, stock) for what in ("encode", "decode")}
-        for trial in found.values():
+        found = _tried[kind] = {}
+        # Decoding comes before joining, which is compared with it.
+        for what in get_args(What):
+            trial = found[what] = _trial(what, kind, stock)
             log = logger.info if trial.is_used else logger.warning
             log("Planes of vectors of %d, %s: %s.", kind.dim, kind.dtype, trial)
     return found
+
+
+def try_now(kind: Kind, stock: Any) -> bool:
+    """Where it was not done yet. False: this machine has no such kernels, or they do not take such vectors."""
+    return dialect() is not None and portable_planes.takes_vectors(*kind) and bool(trials(kind, stock))
+
+
+def kernels(kinds: Collection[Kind]) -> list[str]:
+    """Whose loops make and read planes, for people to read. Asks for no trial."""
+    return [
+        f"planes of {kind.dim} values, {kind.dtype}: {', '.join(map(str, found.values()))}"
+        for kind, found in _tried.items()
+        if kind in kinds
+    ]
 
 
 def report() -> list[dict[str, Any]]:
@@ -133,22 +171,61 @@ def report() -> list[dict[str, Any]]:
 def _trial(what: What, kind: Kind, stock: Any) -> Trial:
     allowed = ENCODED_WITHIN if what == "encode" else DECODED_WITHIN[kind.dtype]
     try:
-        error = _error(what, kind, stock)
+        error = _join_error(kind, stock) if what == "join" else _error(what, kind, stock)
         if not error <= allowed:
             return Trial(what, error, allowed)
-        x = _normal((TIMED_HEADS, TIMED_TOKENS, kind.dim), 1, kind.dtype)
-        codec = replace(stock, bits=TIMED_BITS)
-        planes = _planes(codec, codec.encode_by_mlx(x, 0), x, 0)
-        works: Sequence[Callable[[], object]] = (
-            (lambda: _encoded(x, 0, codec), lambda: codec.encode_by_mlx(x, 0))
-            if what == "encode"
-            else (lambda: _decoded(planes, kind.dtype), lambda: codec.decode_by_mlx(planes, kind.dtype))
-        )
-        ours_ms, stock_ms = (_milliseconds(work) for work in works)
+        ours_ms, stock_ms = (_milliseconds(work) for work in _timed(what, kind, stock))
     except Exception as failure:  # noqa: BLE001
         # Whatever a compiler or a driver says: then there are MLX's operations.
         return failed(what, allowed, failure)
     return Trial(what, error, allowed, ours_ms, stock_ms)
+
+
+def _timed(what: What, kind: Kind, stock: Any) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Ours, and what it would take the place of."""
+    codec = replace(stock, bits=TIMED_BITS)
+    x = _normal((TIMED_HEADS, TIMED_TOKENS, kind.dim), 1, kind.dtype)
+    if what == "encode":
+        return lambda: _encoded(x, 0, codec), lambda: codec.encode_by_mlx(x, 0)
+    planes = _planes(codec, codec.encode_by_mlx(x, 0), x, 0)
+    if what == "decode":
+        return lambda: _decoded(planes, kind.dtype), lambda: codec.decode_by_mlx(planes, kind.dtype)
+    stretches = [Stretch(planes, 0, TIMED_TOKENS), Stretch(planes, 0, TIMED_TOKENS), Stretch(x, 0, TIMED_TOKENS // 4)]
+    return lambda: _joined(stretches, kind.dtype), lambda: _in_turn(
+        stretches, lambda planes: codec.decode(planes, kind.dtype)
+    )
+
+
+def _in_turn(stretches: Sequence[Stretch], decode: Callable[[Planes], mx.array]) -> mx.array:
+    """One by one, then joined."""
+    dense = [
+        held[:, start:end] if isinstance(held, mx.array) else decode(held.view(start, end))
+        for held, start, end in stretches
+    ]
+    return mx.concatenate(dense, axis=1)
+
+
+def _by_mlx(planes: Planes, dtype: mx.Dtype) -> mx.array:
+    codec: Any = planes.codec
+    return codec.decode_by_mlx(planes, dtype)
+
+
+def _join_error(kind: Kind, stock: Any) -> float:
+    """Of launches of each shape, and of more parts than one takes: planes of all bits, cut and whole, and raw."""
+    turn = make_turn(100.0 ** (-np.arange(kind.dim // 2) / kind.dim))
+    coded = []
+    for number, bits in enumerate((8, 4, 2, 8, 8, 4)):
+        codec = replace(stock, bits=bits, turn=turn if number % 2 else None)
+        x = _normal((HEADS, TOKENS, kind.dim), number, kind.dtype)
+        planes = _planes(codec, codec.encode_by_mlx(x, POSITION), x, POSITION)
+        coded.append(Stretch(planes, 7 * number, TOKENS - 5 * number))
+    raw = Stretch(_normal((HEADS, 50, kind.dim), 9, kind.dtype), 3, 44)
+    errors = []
+    for stretches in ([coded[0], raw], [coded[1], raw, *coded[2:4], raw], [*coded, raw]):
+        found = _joined(stretches, kind.dtype).astype(mx.float32)
+        wanted = _in_turn(stretches, partial(_by_mlx, dtype=kind.dtype)).astype(mx.float32)
+        errors.append(float(np.array(mx.abs(found - wanted).max() / mx.abs(wanted).max())))
+    return largest(errors)
 
 
 def _error(what: What, kind: Kind, stock: Any) -> float:

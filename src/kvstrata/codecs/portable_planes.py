@@ -1,7 +1,7 @@
-"""Planes by the kernels that are written once for Metal, CUDA and tests: vectors to codes and back.
+"""Vectors to planes by the kernels that are written once for Metal, CUDA and tests. The way back: portable_decode.py.
 
-Encoding is two launches, the means of all segments and then the codes; decoding is one. Leading axes are any. Whether a
-machine uses them is not known here.
+Two launches: the means of all segments, then the codes. Leading axes are any. Whether a machine uses the kernels is not
+known here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.codecs import kernel_text
-from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda_codes import bits_of, pieces_of, turn_of
+from kvstrata.codecs.cuda_codes import pieces_of
 from kvstrata.codecs.kernel_text import LARGEST_DIM, RAW_KINDS, Dialect, Launch, Run
 from kvstrata.codecs.rotation import sign_values
 from kvstrata.codecs.segments import GROUP_TOKENS, Segments, segments_of
@@ -27,13 +26,11 @@ HEAD_NUMBERS = 16  # of a table, before its pieces
 
 def takes(x: mx.array) -> bool:
     """Whether vectors [..., tokens, dim] are encoded."""
-    vectors = x.size // x.shape[-1]
-    return x.dtype in RAW_KINDS and x.shape[-1] % 16 == 0 and x.shape[-1] <= LARGEST_DIM and vectors >= FEWEST_ENTRIES
+    return takes_vectors(x.dtype, x.shape[-1]) and x.size // x.shape[-1] >= FEWEST_ENTRIES
 
 
-def takes_planes(planes: Planes) -> bool:
-    fits = "top" in planes.arrays and planes.dim <= LARGEST_DIM
-    return fits and min(array.size for array in planes.arrays.values()) >= FEWEST_ENTRIES
+def takes_vectors(dtype: mx.Dtype, dim: int) -> bool:
+    return dtype in RAW_KINDS and dim % 16 == 0 and dim <= LARGEST_DIM
 
 
 def encode(
@@ -57,19 +54,6 @@ def encode(
     made = run(Launch(text, [pieces, angles, rows, means], groups, shapes, dtypes))
     planes = {**dict(zip(text.outputs, made, strict=True)), "means": means}
     return {name: plane.reshape(*x.shape[:-2], *plane.shape[-2:]) for name, plane in planes.items()}
-
-
-def decode(planes: Planes, dtype: mx.Dtype, dialect: Dialect, run: Run = kernel_text.run_on_gpu) -> mx.array:
-    """-> [..., tokens, dim]"""
-    turn, dim = turn_of(planes), planes.dim
-    table = _table(planes.segments, planes.position % GROUP_TOKENS, turn, PIECE_TOKENS)
-    text = kernel_text.decode_text(dialect, dim, bits_of(planes), dtype)
-    heads = planes.num_values // (planes.num_tokens * dim)
-    arrays = [planes.arrays[name] for name in text.inputs[2:]]
-    groups = (_num_pieces(table), heads, 1)
-    shape = (*planes.leading, planes.num_tokens, dim)
-    (out,) = run(Launch(text, [table, angles_of(turn, dim), *arrays], groups, [shape], [dtype]))
-    return out
 
 
 def _num_pieces(table: mx.array) -> int:

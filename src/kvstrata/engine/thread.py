@@ -29,7 +29,7 @@ from kvstrata.engine.request import Request
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.scratch import PrefillCost, Shape, max_chunk, measure_prefill
 from kvstrata.engine.storage import Storage
-from kvstrata.engine.warm_up import compile_planes
+from kvstrata.engine.warm_up import ready_planes
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -148,7 +148,7 @@ class EngineThread:
         cpu.warm_up()
         begin("probe", "Trying how the model can be batched")
         layout = probe(self._loaded.module, self._limits.max_kv_size)
-        compile_planes(layout)
+        ready_planes(layout)
         limit_bytes = self._limits.memory_bytes or _default_limit_bytes()
         runner = Runner(self._loaded.module, layout)
         shape = self._shape(layout, limit_bytes)

@@ -1,25 +1,40 @@
-"""Kernels for planes, compiled or loaded before a stream would have to wait for them."""
+"""Kernels for planes, compiled, loaded or tried before a stream would have to wait for that."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 import mlx.core as mx
 
 from kvstrata.attention.cuda_check import join_works
-from kvstrata.codecs import paths
+from kvstrata.codecs import paths, planes_check
 from kvstrata.codecs.base import UnsupportedCodec
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.layers.kinds import Layout
+from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.store.precision.ladder import RUNGS
 
 
-def compile_planes(layout: Layout) -> int:
-    """Encode and decode a vector of each kind that the layers have, under each precision; tells how many. Keys are also
+def ready_planes(layout: Layout) -> int:
+    """For each kind of vector that the layers have; tells how many kernels were compiled, or kinds tried. Keys are also
     decoded to float32: a change of precision is judged in it."""
-    if paths.active() != "cuda":
-        return 0
     stored = [spec for spec in layout.flat() if spec.kind in ("full", "window")]
+    if paths.active() == "metal":
+        return sum(planes_check.try_now(kind, PlanesCodec(8)) for kind in _kinds(stored))
+    return _compile(stored) if paths.active() == "cuda" else 0
+
+
+def _kinds(stored: Sequence[LayerSpec]) -> set[planes_check.Kind]:
+    """Of vectors, with the dtypes that they come from and are decoded to."""
+    return {
+        planes_check.Kind(*kind)
+        for spec in stored
+        for kind in ((spec.dtype, spec.k_dim), (spec.dtype, spec.v_dim), (mx.float32, spec.k_dim))
+    }
+
+
+def _compile(stored: Sequence[LayerSpec]) -> int:
+    """Encode and decode a vector of each kind, under each precision."""
     for dtype, k_dim, v_dim, turn in {(spec.dtype, spec.k_dim, spec.v_dim, spec.k_turn) for spec in stored}:
         join_works(dtype, k_dim, v_dim, turn)
     keys = {(spec.k_dim, spec.k_turn, spec.dtype) for spec in stored}

@@ -1,36 +1,28 @@
-  // One group: a piece, a head. A vector is rotated back in the registers of the lanes that share it.
-  const int lane = KV_LANE, head = KV_GROUP_Y, num_tokens = table[4], num_segments = table[5];
-  const int unit = lane % kv_of_vectors::LANES, slot = lane / kv_of_vectors::LANES;
-  const int used = unit < kv_of_vectors::USED ? unit : 0;
-  const KV_DEVICE int* piece = table + 16 + 5 * KV_GROUP_X;
-  const int start = piece[0], count = piece[1];
-  const kv_long before = kv_long(head) * num_tokens;
+  // One group: a piece, a head. Pieces of several parts make one result, so a layer that lies in parts is one launch.
+  const int lane = KV_LANE, head = KV_GROUP_Y, total = table[4];
+  // piece: first token, how many, tokens of the arrays, slots, slot of the means, segment, how many, offset in its group,
+  // bits (0: raw) and whether it turns, first token of the result.
+  const KV_DEVICE int* piece = table + 16 + 10 * KV_GROUP_X;
+  const int start = piece[0], count = piece[1], bits = piece[8] & 255, slots = piece[3];
+  const kv_long before = kv_long(head) * piece[2];
+  kv_centring centring;
+  centring.table = table;
+  centring.angles = angles;
+  centring.offset = piece[7];
+  centring.turns = (piece[8] >> 8) != 0;
   kv_source source;
-  source.words = top + before * (KV_DIM / 16);
-#if KV_BITS >= 4
-  source.next = next + before * (KV_DIM / 16);
-#endif
-#if KV_BITS == 8
-  source.low = low + before * (KV_DIM / 8);
-#endif
-  source.scales = scales + before;
-  source.mean = means + (kv_long(head) * num_segments + piece[2]) * KV_DIM;
-  for (int base = 0; base < count; base += kv_of_vectors::TOKENS) {
-    const int t = base + slot < count ? base + slot : count - 1;
-    kv_packed packed;
-    float values[16];
-    kv_fetch<KV_BITS, KV_DIM>(source, start + t, used, packed);
-    kv_spread<KV_BITS>(packed, values);
-    KV_UNROLL
-    for (int r = 0; r < 16; ++r) values[r] = (values[r] + 0.5f) * packed.scale;
-    kv_hadamard_registers<kv_of_vectors::BLOCK>(values, lane);
-    if (base + slot < count && unit < kv_of_vectors::USED) {
-      KV_UNROLL
-      for (int r = 0; r < 16; ++r) {
-        const int dim = unit * 16 + KV_DIM_OF(r);
-        const float value = values[r] * kv_hadamard_scale<kv_of_vectors::BLOCK>() * kv_sign(table + 8, dim);
-        const float centre = kv_centre(source.mean, table, angles, dim, piece[4] + t);
-        out[(before + start + t) * KV_DIM + dim] = KV_OUT(value + centre);
-      }
-    }
+  if (bits != 0) {
+    source.words = KV_WORDS(slots & 255) + before * (KV_DIM / 16);
+    source.next = KV_WORDS((slots >> 8) & 255) + before * (KV_DIM / 16);
+    source.low = KV_WORDS((slots >> 16) & 255) + before * (KV_DIM / 8);
+    source.scales = KV_HALVES((slots >> 24) & 255) + before;
+    source.mean = KV_HALVES(piece[4]) + (kv_long(head) * piece[6] + piece[5]) * KV_DIM;
+  } else {
+    source.words = KV_RAW(slots & 255) + before * (KV_RAW_KIND == 32 ? KV_DIM : KV_DIM / 2);
   }
+#define KV_TRY_DECODE(which) \
+  kv_decode<which>(source, centring, start, count, out + (kv_long(head) * total + piece[9]) * KV_DIM, lane)
+  if (bits == 8) KV_TRY_DECODE(8);
+  else if (bits == 4) KV_TRY_DECODE(4);
+  else if (bits == 2) KV_TRY_DECODE(2);
+  else KV_TRY_DECODE(KV_RAW_KIND);

@@ -1,6 +1,6 @@
-// Encoding and decoding of planes: what both need of the means. Constants that the caller defines: KV_DIM, KV_BITS.
-// table: turn (first, step, gap, pairs), tokens, segments, two unused, signs [8], then pieces [5]: first token, how many,
-// segment, segment once more, where in its group the first token is.
+// Encoding and decoding of planes. Constants that the caller defines: KV_DIM; to encode, KV_BITS.
+// table: turn (first, step, gap, pairs), tokens, segments, two unused, signs [8], then pieces. To encode they have 5
+// numbers: first token, how many, segment, segment once more, where in its group the first token is.
 
 #define KV_LARGEST 65504.0f  // of float16
 
@@ -33,4 +33,45 @@ KV_FN float kv_centre(
   if (!turned.is_on) return float(mean[dim]);
   const KV_DEVICE float* at = angles + offset * kv_of_vectors::USED * 16 + turned.angle;
   return float(mean[dim]) * at[0] + turned.sign * float(mean[turned.partner]) * at[8];
+}
+
+// How the tokens of a piece are centred.
+struct kv_centring {
+  const KV_DEVICE int* table;
+  const KV_DEVICE float* angles;
+  int offset;  // of the piece's first token in its group
+  bool turns;
+};
+
+// `count` vectors from `start` on, to `out`. A vector is rotated back in the registers of the lanes that share it.
+template <int KIND, typename T>
+KV_FN void kv_decode(
+    const KV_LOCAL kv_source& source, const KV_LOCAL kv_centring& centring, int start, int count, KV_DEVICE T* out,
+    int lane) {
+  const int unit = lane % kv_of_vectors::LANES, slot = lane / kv_of_vectors::LANES;
+  const int used = unit < kv_of_vectors::USED ? unit : 0;
+  for (int base = 0; base < count; base += kv_of_vectors::TOKENS) {
+    const int t = base + slot < count ? base + slot : count - 1;
+    kv_packed packed;
+    float values[16];
+    kv_fetch<KIND, KV_DIM>(source, start + t, used, packed);
+    kv_spread<KIND>(packed, values);
+    if (KV_IS_CODED(KIND)) {
+      KV_UNROLL
+      for (int r = 0; r < 16; ++r) values[r] = (values[r] + 0.5f) * packed.scale;
+      kv_hadamard_registers<kv_of_vectors::BLOCK>(values, lane);
+    }
+    if (base + slot >= count || unit >= kv_of_vectors::USED) continue;
+    KV_UNROLL
+    for (int r = 0; r < 16; ++r) {
+      const int dim = unit * 16 + KV_DIM_OF(r);
+      float value = values[r];
+      if (KV_IS_CODED(KIND)) {
+        value *= kv_hadamard_scale<kv_of_vectors::BLOCK>() * kv_sign(centring.table + 8, dim);
+        value += centring.turns ? kv_centre(source.mean, centring.table, centring.angles, dim, centring.offset + t)
+                                : float(source.mean[dim]);
+      }
+      out[kv_long(t) * KV_DIM + dim] = T(value);
+    }
+  }
 }

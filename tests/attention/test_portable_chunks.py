@@ -1,0 +1,87 @@
+"""Chunks of a prompt over parts as a Mac runs them: one launch for keys and one for values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import get_args
+
+import mlx.core as mx
+import pytest
+
+from kvstrata.attention.attend import attend
+from kvstrata.attention.parts import CutPart, Part, Parts
+from kvstrata.codecs import paths, planes_check, portable_decode
+from kvstrata.codecs.planes_check import Kind, What
+from kvstrata.codecs.portable_decode import Stretch
+from kvstrata.codecs.trials import Trial
+from tests.attention.plain_kernels import Plain
+from tests.attention.test_portable import KV_HEADS, needs_compiler, raw, sealed
+from tests.codecs.arrays import keys
+
+DIM, GROUP, CHUNK = 64, 2, 9
+
+
+@pytest.fixture(autouse=True)
+def as_on_metal() -> Iterator[None]:
+    with paths.as_on_metal():
+        yield
+
+
+def chat() -> tuple[Part, ...]:
+    """Turns that were stored at several times, one of them cut, and what the sequence has computed itself."""
+    turns = [
+        CutPart(sealed("planes:8 halves", "planes:4", 300, DIM), 0, 280),
+        sealed("planes:4 halves", "planes:2", 120, DIM, seed=2, position=280),
+        sealed("raw", "planes:8", 40, DIM, seed=4, position=400),
+    ]
+    return (*turns, raw(20 + CHUNK, DIM, 7, start=0))
+
+
+def attended(parts: tuple[Part, ...]) -> mx.array:
+    q = keys(1, KV_HEADS * GROUP, CHUNK, DIM, seed=9) * 0.15
+    held = Parts((parts,))
+    return attend(q, held, held, None, DIM**-0.5, "causal")
+
+
+@needs_compiler
+def test_a_chunk_decodes_all_parts_by_one_launch_for_keys_and_one_for_values() -> None:
+    parts, run = chat(), Plain()
+    wanted = attended(parts)
+    with planes_check.as_if_tried("plain", run):
+        found = attended(parts)
+    assert [launch.text.name for launch in run.launches] == ["decode_parts"] * 2
+    assert mx.abs(found - wanted).max() < 1e-4 * mx.abs(wanted).max()
+
+
+@needs_compiler
+def test_what_is_raw_or_of_another_codec_is_left_to_mlx() -> None:
+    run = Plain()
+    own, values = raw(20 + CHUNK, DIM, 7, start=0), sealed("raw", "planes:8", 40, DIM)
+    with planes_check.as_if_tried("plain", run):
+        for parts in ((own,), (sealed("raw", "raw", 40, DIM), own), (sealed("affine:8", "affine:8", 40, DIM), own)):
+            attended(parts)
+        assert not run.launches
+        attended((values, own))
+    assert len(run.launches) == 1  # keys that are not coded need none
+
+
+@needs_compiler
+def test_what_was_tried_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine on which the kernel is right and faster, and one on which it is not."""
+    parts, asked = chat(), []
+    wanted = attended(parts)
+    kind = Kind(mx.float32, DIM)
+
+    def joined(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array:
+        asked.append(len(stretches))
+        return portable_decode.join(stretches, dtype, "plain", Plain())
+
+    monkeypatch.setattr(planes_check, "dialect", lambda: "metal")
+    monkeypatch.setattr(planes_check, "_joined", joined)
+    slow: dict[What, Trial] = {what: Trial(what, 0.0, 1.0, 2.0, 1.0) for what in get_args(What)}
+    monkeypatch.setattr(planes_check, "_tried", {kind: slow})
+    assert mx.array_equal(attended(parts), wanted)
+    assert not asked
+    monkeypatch.setattr(planes_check, "_tried", {kind: {**slow, "join": Trial("join", 0.0, 1.0, 1.0, 2.0)}})
+    assert mx.abs(attended(parts) - wanted).max() < 1e-4 * mx.abs(wanted).max()
+    assert asked == [4, 4]

@@ -1,0 +1,121 @@
+"""Planes and raw vectors to one array by the portable kernel, run lane by lane in C++, beside MLX's own operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.codecs import paths, portable_decode
+from kvstrata.codecs.base import Planes
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.portable_decode import Stretch
+from tests.attention.plain_kernels import COMPILER, Plain
+from tests.codecs.arrays import TURNS, a_turn, keys
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+HEADS = 2
+
+
+def planes(bits: int, num_tokens: int, seed: int, position: int = 0, turn: str | None = None, dim: int = 64) -> Planes:
+    with paths.as_on_metal():
+        codec = PlanesCodec(bits, a_turn(turn, dim) if turn else None)
+        return codec.encode(keys(HEADS, num_tokens, dim, seed=seed), position)
+
+
+def stock(stretches: Sequence[Stretch], dtype: mx.Dtype = mx.float32) -> np.ndarray:
+    """One by one, by MLX's operations."""
+    found = []
+    for held, start, end in stretches:
+        if isinstance(held, Planes):
+            assert isinstance(held.codec, PlanesCodec)
+            with paths.as_on_metal():
+                found.append(held.codec.decode_by_mlx(held.view(start, end), dtype))
+        else:
+            found.append(held[:, start:end])
+    return np.array(mx.concatenate(found, axis=1).astype(mx.float32))
+
+
+def check(stretches: Sequence[Stretch], dtype: mx.Dtype = mx.float32, num_launches: int = 1) -> None:
+    run = Plain()
+    assert portable_decode.takes(stretches, dtype)
+    found = portable_decode.join(stretches, dtype, "plain", run)
+    assert found.dtype == dtype
+    wanted = stock(stretches, dtype)
+    step = {mx.float32: 0, mx.float16: 2.0**-10, mx.bfloat16: 2.0**-7}[dtype]
+    np.testing.assert_allclose(np.array(found.astype(mx.float32)), wanted, rtol=step, atol=1e-4)
+    assert len(run.launches) == num_launches
+
+
+def test_five_turns_of_a_chat_and_what_follows_are_one_launch() -> None:
+    """Whole and cut, of all bits, with means that turn and plain ones: an older part has those."""
+    cases = ((8, "halves"), (4, "halves"), (2, None), (8, None), (8, "halves"))
+    coded = [
+        Stretch(planes(bits, 300 - 17 * i, i, 90 * i, turn), 5 * i, 300 - 20 * i)
+        for i, (bits, turn) in enumerate(cases)
+    ]
+    own = Stretch(keys(HEADS, 80, 64, seed=20), 0, 71)
+    check([*coded, own])
+    check(coded)
+    check([coded[0], own])
+
+
+def test_more_parts_than_a_launch_has_places_for() -> None:
+    coded = [Stretch(planes(8, 40 + i, i), 0, 40) for i in range(7)]
+    check([*coded, Stretch(keys(HEADS, 9, 64), 2, 9)], num_launches=2)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_sixteen_bits(dtype: mx.Dtype) -> None:
+    """Raw vectors come through as they are."""
+    own = Stretch(keys(HEADS, 70, 64, seed=3, dtype=dtype), 3, 65)
+    check([Stretch(planes(4, 100, 1, turn="neighbours"), 0, 100), own], dtype)
+    joined = portable_decode.join([Stretch(planes(2, 8, 1), 0, 8), own], dtype, "plain", Plain())
+    assert mx.array_equal(joined[:, 8:], own.held[:, 3:65])  # pyright: ignore[reportIndexIssue]
+
+
+@pytest.mark.parametrize(("dim", "turn"), [(80, "last"), (192, "halves"), (256, "neighbours")])
+def test_head_sizes(dim: int, turn: str) -> None:
+    check([Stretch(planes(8, 90, 1, 200, turn, dim), 1, 88), Stretch(keys(HEADS, 12, dim), 0, 12)])
+
+
+STRETCHES = st.tuples(
+    st.sampled_from([8, 4, 2, 0]), st.integers(4, 400), st.integers(0, 600), st.integers(0, 60), st.integers(0, 60)
+)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(cases=st.lists(STRETCHES, min_size=1, max_size=9), turn=st.sampled_from([None, *TURNS]))
+def test_any_stretches(cases: list[tuple[int, int, int, int, int]], turn: str | None) -> None:
+    stretches = []
+    for seed, (bits, num_tokens, position, before, after) in enumerate(cases):
+        size = before + num_tokens + after
+        held = planes(bits, size, seed, position, turn) if bits else keys(HEADS, size, 64, seed=seed)
+        stretches.append(Stretch(held, before, before + num_tokens))
+    found = portable_decode.join(stretches, mx.float32, "plain", Plain())
+    np.testing.assert_allclose(np.array(found), stock(stretches), rtol=0, atol=1e-4)
+
+
+def test_lanes_in_another_order_find_the_same() -> None:
+    stretches = [Stretch(planes(8, 100, 1, turn="halves"), 3, 90), Stretch(keys(HEADS, 30, 64), 0, 30)]
+    forth, back = (portable_decode.join(stretches, mx.float32, "plain", Plain(backwards=way)) for way in (False, True))
+    assert mx.array_equal(forth, back)
+
+
+def test_what_is_not_taken() -> None:
+    coded, raw = Stretch(planes(4, 20, 1, turn="halves"), 0, 20), Stretch(keys(HEADS, 20, 64), 0, 20)
+    assert portable_decode.takes([coded, raw], mx.float32)
+    # Raw vectors of another type or size; keys that turn in two ways; what the kernel does not know.
+    assert not portable_decode.takes([coded, raw], mx.bfloat16)
+    assert not portable_decode.takes([coded, Stretch(keys(HEADS, 20, 80), 0, 20)], mx.float32)
+    assert not portable_decode.takes([coded, Stretch(planes(4, 20, 1, turn="last"), 0, 20)], mx.float32)
+    assert not portable_decode.takes([Stretch(keys(HEADS, 20, 288), 0, 20)], mx.float32)
+    assert not portable_decode.takes([Stretch(keys(HEADS, 20, 72), 0, 20)], mx.float32)
+    with paths.as_on_metal():
+        few = PlanesCodec(4).encode(keys(1, 4, 64))
+    assert not portable_decode.takes([Stretch(few, 0, 4)], mx.float32)
