@@ -2,6 +2,7 @@
 # make test    every check that CI runs
 # make test-all  the same with the slow tests: every architecture over a thousand steps, and 200 kills of a writing process
 # make test-metal  what matters on a Mac: the cache on Metal, within 10 minutes, and a report that can be attached to an issue
+# make test-cuda  the same on an NVIDIA GPU, within an hour: what is right, how fast it is beside mlx-lm, a soak; into cuda-report/
 # make soak    random chats and restarts over a small disk for KVSTRATA_SOAK_MINUTES, 20 by default
 # make peers   into .peers, what kvstrata bench compare and bench cpu run beside ours; some of it: make peers NAMES="mlx-lm llama-server"
 # make screenshots  pictures of the page of a real server, into docs/screenshots; needs Chromium
@@ -19,7 +20,7 @@ BACKEND ?= $(shell if nvidia-smi >/dev/null 2>&1; then \
 	else echo cpu; fi)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-metal soak screenshots peers agents lint format clean
+.PHONY: help setup serve test test-all test-metal test-cuda soak screenshots peers agents lint format clean
 
 help:
 	@sed -n 's/^# //p' $(MAKEFILE_LIST)
@@ -59,6 +60,11 @@ test-metal: setup $(VENV)/.installed-dev
 	$(BIN)/pytest tests/codecs tests/attention tests/layers tests/spans tests/models tests/store tests/engine/test_sixteen_bits.py \
 	  tests/engine/test_prefixes.py tests/engine/test_requantize.py tests/engine/test_disk.py tests/engine/test_ladder.py \
 	  tests/server/test_chat.py $(ARGS)
+
+# The comparison is made beside mlx_lm.server if it is there: make peers NAMES=mlx-lm
+CUDA_REPORT ?= cuda-report
+test-cuda: setup $(VENV)/.installed-dev
+	$(BIN)/python -m tests.gpu.all $(CUDA_REPORT) $(ARGS)
 
 KVSTRATA_SOAK_MINUTES ?= 20
 soak: setup $(VENV)/.installed-dev

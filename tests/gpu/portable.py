@@ -27,6 +27,7 @@ from kvstrata.attention.parts import CutPart, Part, Parts, RawPart, SealedPart
 from kvstrata.codecs import cuda_codes, portable_decode, portable_planes
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.portable_decode import Stretch
 from kvstrata.codecs.turns import Turn, make_turn
 
 ALLOWED = {mx.float32: 1e-3, mx.float16: 2e-3, mx.bfloat16: 1.2e-2}
@@ -161,6 +162,13 @@ def codecs_right() -> Iterator[Right]:
             decoded = wide(portable_decode.decode(theirs, mx.float32, "cuda"))
             first_s = time.perf_counter() - began_s
             yield Right(f"decode {name}", float(np.abs(decoded - wanted).max() / np.abs(wanted).max()), 1e-4, first_s)
+            began_s = time.perf_counter()
+            own = normal((2, 90, dim), 2, mx.float32)
+            stretches = [Stretch(theirs, 40, 650), Stretch(theirs, 0, 700), Stretch(own, 3, 80)]
+            joined = wide(portable_decode.join(stretches, mx.float32, "cuda"))
+            first_s = time.perf_counter() - began_s
+            whole = np.concatenate([wanted[:, 40:650], wanted, wide(own)[:, 3:80]], axis=1)
+            yield Right(f"join {name}", float(np.abs(joined - whole).max() / np.abs(whole).max()), 1e-4, first_s)
 
 
 def codecs_speed(copy: float) -> Iterator[Speed]:

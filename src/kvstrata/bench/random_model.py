@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from kvstrata.bench.peers.subject import copy_tokenizer
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.models.loaded import LoadedModel
 
@@ -50,6 +52,22 @@ def random_model(config: dict[str, Any] = QWEN3_0_6B, *, seed: int = 0) -> Loade
         dtype="bfloat16",
         fingerprint=f"random-{seed}",
     )
+
+
+def write_random_model(
+    folder: Path, tokenizer: Path, config: dict[str, Any] = QWEN3_0_6B, *, seed: int = 0
+) -> dict[str, Any]:
+    """As a folder that any server on MLX loads, with the tokenizer, and so the vocabulary, of another one. Gives its
+    config."""
+    from mlx_lm.utils import save_config, save_model
+
+    theirs = json.loads((tokenizer / "config.json").read_text())
+    taken = {name: theirs[name] for name in ("vocab_size", "bos_token_id", "eos_token_id") if name in theirs}
+    written = {**config, **taken, "torch_dtype": "bfloat16"}
+    save_model(folder, random_model(written, seed=seed).module)
+    copy_tokenizer(tokenizer, folder)
+    save_config(written, folder / "config.json")
+    return written
 
 
 def _tokenizer(vocab_size: int) -> TokenizerWrapper:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvstrata.cli.bench_options import numbers, say, words
+from kvstrata.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvstrata.bench.compare import Plan, Side, SideFigure
@@ -77,6 +78,30 @@ def compare(
     if as_json:
         typer.echo(json.dumps(data))
     typer.echo(f"The report is {out / 'README.md'}", err=True)
+
+
+def random_model(
+    folder: Annotated[Path, typer.Argument(file_okay=False, help="Where to write it; a new folder.")],
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Folder of the model whose tokenizer it gets.",
+            show_default="the default model",
+        ),
+    ] = None,
+) -> None:
+    """Write a model of Qwen3-0.6B's shape with random bf16 weights: for speed, where no checkpoint can be had."""
+    from kvstrata.bench.random_model import write_random_model
+    from kvstrata.models.default import get_default
+
+    if folder.exists() and any(folder.iterdir()):
+        raise ConfigError(f"{folder} is not empty. Name a new folder.")
+    config = write_random_model(folder, tokenizer or get_default())
+    typer.echo(
+        f"{folder} has {config['num_hidden_layers']} layers of random weights and {config['vocab_size']:,} tokens."
+    )
 
 
 def _plan(*, quick: bool, minutes: float) -> Plan:

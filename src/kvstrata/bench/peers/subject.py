@@ -75,10 +75,15 @@ def write_dense(folder: Path, into: Path) -> None:
     for key in ("quantization", "quantization_config"):
         config.pop(key, None)
     save_model(into, model)
+    copy_tokenizer(folder, into)
+    save_config({**config, "torch_dtype": "float32"}, into / "config.json")
+
+
+def copy_tokenizer(folder: Path, into: Path) -> None:
+    """And the chat template: all that a model's folder has beside weights."""
     for path in folder.iterdir():
         if path.suffix in {".json", ".jinja", ".txt", ".model"} and "safetensors" not in path.name:
             shutil.copy(path, into / path.name)
-    save_config({**config, "torch_dtype": "float32"}, into / "config.json")
 
 
 if __name__ == "__main__":

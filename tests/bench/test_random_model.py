@@ -1,0 +1,47 @@
+"""A model of random weights as a folder: what servers that load from one are compared on."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from typer.testing import CliRunner
+
+from kvstrata.bench import random_model
+from kvstrata.bench.random_model import QWEN3_0_6B, write_random_model
+from kvstrata.cli import bench_compare
+from kvstrata.cli.bench import app
+from kvstrata.errors import ConfigError
+from kvstrata.layers.kinds import arrays_in
+from kvstrata.models.default import get_default
+from kvstrata.models.load import load
+
+SMALL = QWEN3_0_6B | {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128}
+
+
+def test_kvstrata_and_mlx_lm_load_it_and_agree(tmp_path: Path) -> None:
+    config = write_random_model(tmp_path / "random", get_default(), SMALL)
+    assert config["vocab_size"] == 49152
+    ours = load(str(tmp_path / "random"))
+    theirs, tokenizer, *_ = mlx_lm.load(str(tmp_path / "random"))
+    assert {array.dtype for array in arrays_in(theirs.parameters())} == {mx.bfloat16}
+    chat = [{"role": "user", "content": "the of and to in is that for"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)
+    assert ours.tokenizer.apply_chat_template(chat, add_generation_prompt=True) == ids
+    assert 2 in ours.eos_ids  # as the tokenizer's model has it
+    a, b = (model(mx.array([ids])).astype(mx.float32) for model in (ours.module, theirs))
+    assert mx.abs(a - b).max() < 0.02 * mx.abs(b).max(), (mx.abs(a - b).max(), mx.abs(b).max())
+
+
+def test_the_command_writes_one_and_keeps_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_model, "write_random_model", partial(write_random_model, config=SMALL))
+    folder = tmp_path / "new"
+    result = CliRunner().invoke(app, ["random-model", str(folder)])
+    assert result.exit_code == 0, result.output
+    assert "2 layers" in result.output
+    assert (folder / "config.json").is_file()
+    with pytest.raises(ConfigError, match="not empty"):
+        bench_compare.random_model(folder)

@@ -1,0 +1,75 @@
+"""The stages that a GPU is asked: one that fails or hangs costs no other. No GPU is needed to see that."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvstrata.cli import load_command
+from tests.gpu import all as gpu
+from tests.gpu.all import Stage, run_all, stages
+
+
+def stage(name: str, text: str, limit_s: float = 60.0, *settings: tuple[str, str]) -> Stage:
+    return Stage(name, limit_s, (sys.executable, "-u", "-c", text), settings)
+
+
+def test_a_stage_that_fails_or_hangs_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "LEAST_S", 0.1)
+    hangs = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
+    chosen = [
+        stage("right", "import os; print('said', os.environ['ASKED'])", 60.0, ("ASKED", "so")),
+        stage("fails", "print('half'); raise SystemExit(3)"),
+        stage("hangs", hangs, 5.0),
+        stage("after", "print('still')"),
+    ]
+    results = run_all(chosen, tmp_path, minutes=5)
+    assert [result.said for result in results] == ["passed", "failed (3)", "was ended after 5 s", "passed"]
+    assert (tmp_path / "right.log").read_text() == "said so\n"
+    assert (tmp_path / "fails.log").read_text() == "half\n"
+    assert [row["name"] for row in json.loads((tmp_path / "summary.json").read_text())] == [s.name for s in chosen]
+    # What a stage has started ends with it.
+    child = int((tmp_path / "hangs.log").read_text())
+    for _ in range(100):
+        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("what the stage had started still runs")
+
+
+def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:
+    (result,) = run_all([stage("late", "print(1)")], tmp_path, minutes=0)
+    assert result.said == "no time was left"
+    assert not (tmp_path / "late.log").exists()
+
+
+def test_each_stage_is_a_command_that_is_there(tmp_path: Path) -> None:
+    (tmp_path / "random-qwen3").mkdir()  # as an earlier stage writes it
+    kinds = set()
+    for each in stages(tmp_path):
+        module, *arguments = each.command[3:]
+        kinds.add(module)
+        if module == "kvstrata":
+            understood(arguments)
+        elif module == "pytest":
+            assert all(Path(argument).exists() for argument in arguments if argument.startswith("tests/"))
+        else:
+            assert find_spec(module) is not None
+    assert kinds == {"kvstrata", "pytest", "tests.gpu.step", "tests.gpu.portable"}
+
+
+def understood(arguments: list[str]) -> None:
+    """By kvstrata's own commands; raises otherwise."""
+    name, *arguments = arguments
+    command = load_command(name)
+    if hasattr(command, "commands"):
+        name, *arguments = arguments
+        command = command.commands[name]
+    command.make_context(command.name, arguments)
