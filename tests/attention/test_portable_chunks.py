@@ -78,10 +78,10 @@ def test_what_was_tried_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(planes_check, "dialect", lambda: "metal")
     monkeypatch.setattr(planes_check, "_joined", joined)
-    slow: dict[What, Trial] = {what: Trial(what, 0.0, 1.0, 2.0, 1.0) for what in get_args(What)}
-    monkeypatch.setattr(planes_check, "_tried", {kind: slow})
+    slow = {(kind, what): Trial(what, 0.0, 1.0, 2.0, 1.0) for what in get_args(What)}
+    monkeypatch.setattr(planes_check, "_tried", slow)
     assert mx.array_equal(attended(parts), wanted)
     assert not asked
-    monkeypatch.setattr(planes_check, "_tried", {kind: {**slow, "join": Trial("join", 0.0, 1.0, 1.0, 2.0)}})
+    monkeypatch.setattr(planes_check, "_tried", {**slow, (kind, "join"): Trial("join", 0.0, 1.0, 1.0, 2.0)})
     assert mx.abs(attended(parts) - wanted).max() < 1e-4 * mx.abs(wanted).max()
     assert asked == [4, 4]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from clang.cindex import Index
+from clang.cindex import CursorKind, Index, TypeKind
 
 from kvstrata.attention import portable, portable_plan
 from kvstrata.attention.parts import Part
@@ -31,6 +31,11 @@ CUDA_TYPES = {
     mx.uint32: "uint32_t",
     mx.int32: "int32_t",
 }
+FLAGS = [
+    *("-xc++", "-nostdinc", "--target=aarch64-linux-gnu"),
+    *("-Wall", "-Wextra", "-Werror", "-Wdouble-promotion", "-Wno-unknown-attributes", "-Wno-unused"),
+    *("-Wno-sign-compare", "-Wno-dangling-else", "-Wno-sometimes-uninitialized", "-Wno-missing-braces"),
+]
 DIM = 64
 # A variable of a function cannot be in another space of memory for clang's C++, but for a static one.
 SHARED_ARRAY = "(type, name, size) threadgroup type name[size]"
@@ -152,6 +157,36 @@ def test_clang_refuses_what_metal_would_refuse(tmp_path: Path) -> None:
         assert "error" in _complaints(tmp_path / "wrong.cpp", text.replace(right, wrong), "c++17")
 
 
+SPACES = {"KV_DEVICE", "KV_LOCAL", "KV_SHARED", "device", "thread", "threadgroup", "constant"}
+DECLARED = {CursorKind.PARM_DECL, CursorKind.VAR_DECL, CursorKind.FIELD_DECL}
+POINTING = {TypeKind.POINTER, TypeKind.LVALUEREFERENCE}
+
+
+def without_a_space(file: Path, text: str) -> list[str]:
+    """Pointers and references that name no space of memory: Metal refuses them. For clang `thread` is no word."""
+    _complaints(file, text, "c++17")
+    source = file.read_text()
+    found = Index.create().parse(str(file), args=FLAGS).cursor.walk_preorder()
+    ours = [each for each in found if each.kind in DECLARED and str(each.location.file) == str(file)]
+    pointing = [each for each in ours if each.type.kind in POINTING]
+    assert len(pointing) >= 4
+    # Words that the compiler never sees stand before what it takes for the beginning.
+    starts = [max(source.rfind(mark, 0, each.extent.start.offset) for mark in "(,;{}") + 1 for each in pointing]
+    said = [source[start : each.location.offset] for start, each in zip(starts, pointing, strict=True)]
+    return [text for text in said if not SPACES & {*re.findall(r"\w+", text)}]
+
+
+def test_every_pointer_names_its_space_of_memory(tmp_path: Path) -> None:
+    texts = {text for texts in every_case().values() for text in texts}
+    for text in texts:
+        assert without_a_space(tmp_path / "text.cpp", text) == []
+    decoding = next(text for text in texts if "kv_decode<" in text)
+    for right in ("const KV_LOCAL kv_source& source, const KV_LOCAL kv_centring", "KV_DEVICE T* out"):
+        assert right in decoding
+        wrong = decoding.replace(right, right.replace("KV_LOCAL ", "", 1).replace("KV_DEVICE ", ""))
+        assert without_a_space(tmp_path / "wrong.cpp", wrong)
+
+
 def test_clang_takes_the_text_as_cudas_language(tmp_path: Path) -> None:
     rows: Rows = [
         (sealed("planes:8 halves", "planes:8", 40, DIM), raw(20, DIM, 1, mx.bfloat16)),
@@ -193,10 +228,5 @@ def _complaints(file: Path, text: str, standard: str) -> str:
 
 
 def _checked(file: Path, standard: str) -> str:
-    flags = [
-        *("-xc++", f"-std={standard}", "-nostdinc", "--target=aarch64-linux-gnu"),
-        *("-Wall", "-Wextra", "-Werror", "-Wdouble-promotion", "-Wno-unknown-attributes", "-Wno-unused"),
-        *("-Wno-sign-compare", "-Wno-dangling-else", "-Wno-sometimes-uninitialized", "-Wno-missing-braces"),
-    ]
-    found = Index.create().parse(str(file), args=flags).diagnostics
+    found = Index.create().parse(str(file), args=[*FLAGS, f"-std={standard}"]).diagnostics
     return "\n".join(f"error: {each.spelling} ({each.location.line})" for each in found)[:3000]

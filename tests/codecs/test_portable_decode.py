@@ -66,8 +66,20 @@ def test_five_turns_of_a_chat_and_what_follows_are_one_launch() -> None:
 
 
 def test_more_parts_than_a_launch_has_places_for() -> None:
+    """Then raw ones are not copied by a launch first."""
     coded = [Stretch(planes(8, 40 + i, i), 0, 40) for i in range(7)]
-    check([*coded, Stretch(keys(HEADS, 9, 64), 2, 9)], num_launches=2)
+    raw = [Stretch(keys(HEADS, 20 + i, 64, seed=i), 2, 9 + i) for i in range(4)]
+    check([*coded, raw[0]], num_launches=2)
+    check([coded[0], *raw], num_launches=1)
+    check([coded[0], raw[0], *coded[1:], raw[1]], num_launches=3)
+
+
+def test_a_kernel_is_compiled_for_a_shape_and_a_type_alone() -> None:
+    """Whatever fills the places that are left."""
+    own, run = Stretch(keys(HEADS, 20, 64), 0, 20), Plain()
+    for stretches in ([Stretch(planes(2, 20, 1), 0, 20)], [Stretch(planes(8, 20, 1), 0, 20), own]):
+        portable_decode.join(stretches, mx.float32, "plain", run)
+    assert len({(launch.text, tuple(array.dtype for array in launch.inputs)) for launch in run.launches}) == 1
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])

@@ -264,8 +264,9 @@ def _joined_on_cuda(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.
 
 def _joined_on_metal(row: Sequence[Part], dtype: mx.Dtype) -> tuple[mx.array, mx.array] | None:
     """Likewise."""
-    sides = zip(*(part.stretches() for part in row), strict=True)
-    k, v = (_joined_side(stretches, dtype) for stretches in sides)
+    keys, values = zip(*(part.stretches() for part in row), strict=True)
+    k = _joined_side(keys, dtype)
+    v = None if k is None else _joined_side(values, dtype)
     return None if k is None or v is None else (k[None], v[None])
 
 

@@ -59,7 +59,7 @@ class Kind(NamedTuple):
 
 
 _stands = Stands()
-_tried: dict[Kind, dict[What, Trial]] = {}
+_tried: dict[tuple[Kind, What], Trial] = {}
 
 
 def as_if_tried(dialect: Dialect, run: Run) -> AbstractContextManager[None]:
@@ -129,43 +129,40 @@ def _joined(stretches: Sequence[Stretch], dtype: mx.Dtype) -> mx.array:
 
 
 def _is_used(what: What, kind: Kind, stock: Any) -> bool:
-    return bool(_stands) or trials(kind, stock)[what].is_used
+    return bool(_stands) or trial(what, kind, stock).is_used
 
 
-def trials(kind: Kind, stock: Any) -> dict[What, Trial]:
+def trial(what: What, kind: Kind, stock: Any) -> Trial:
     """`stock` is a codec: its bits and its turn are replaced by those that are tried."""
-    found = _tried.get(kind)
+    found = _tried.get((kind, what))
     if found is None:
-        found = _tried[kind] = {}
-        # Decoding comes before joining, which is compared with it.
-        for what in get_args(What):
-            trial = found[what] = _trial(what, kind, stock)
-            log = logger.info if trial.is_used else logger.warning
-            log("Planes of vectors of %d, %s: %s.", kind.dim, kind.dtype, trial)
+        found = _tried[kind, what] = _trial(what, kind, stock)
+        log = logger.info if found.is_used else logger.warning
+        log("Planes of vectors of %d, %s: %s.", kind.dim, kind.dtype, found)
     return found
 
 
-def try_now(kind: Kind, stock: Any) -> bool:
+def try_now(kind: Kind, stock: Any, whats: Sequence[What] = get_args(What)) -> bool:
     """Where it was not done yet. False: this machine has no such kernels, or they do not take such vectors."""
-    return dialect() is not None and portable_planes.takes_vectors(*kind) and bool(trials(kind, stock))
+    if dialect() is None or not portable_planes.takes_vectors(*kind):
+        return False
+    for what in whats:
+        trial(what, kind, stock)
+    return True
 
 
 def kernels(kinds: Collection[Kind]) -> list[str]:
     """Whose loops make and read planes, for people to read. Asks for no trial."""
-    return [
-        f"planes of {kind.dim} values, {kind.dtype}: {', '.join(map(str, found.values()))}"
-        for kind, found in _tried.items()
-        if kind in kinds
-    ]
+    by_kind: dict[Kind, list[str]] = {}
+    for (kind, _), found in list(_tried.items()):  # another thread may add to it
+        if kind in kinds:
+            by_kind.setdefault(kind, []).append(str(found))
+    return [f"planes of {kind.dim} values, {kind.dtype}: {', '.join(said)}" for kind, said in by_kind.items()]
 
 
 def report() -> list[dict[str, Any]]:
     """Of all that was tried, for `doctor`."""
-    return [
-        {"vectors": [str(kind.dtype), kind.dim], **trial.as_json()}
-        for kind, found in _tried.items()
-        for trial in found.values()
-    ]
+    return [{"vectors": [str(kind.dtype), kind.dim], **found.as_json()} for (kind, _), found in list(_tried.items())]
 
 
 def _trial(what: What, kind: Kind, stock: Any) -> Trial:
@@ -183,7 +180,7 @@ def _trial(what: What, kind: Kind, stock: Any) -> Trial:
 
 def _timed(what: What, kind: Kind, stock: Any) -> tuple[Callable[[], object], Callable[[], object]]:
     """Ours, and what it would take the place of."""
-    codec = replace(stock, bits=TIMED_BITS)
+    codec = replace(stock, bits=TIMED_BITS, turn=_turn(kind.dim))  # keys turn in most models, and that takes longer
     x = _normal((TIMED_HEADS, TIMED_TOKENS, kind.dim), 1, kind.dtype)
     if what == "encode":
         return lambda: _encoded(x, 0, codec), lambda: codec.encode_by_mlx(x, 0)
@@ -212,7 +209,7 @@ def _by_mlx(planes: Planes, dtype: mx.Dtype) -> mx.array:
 
 def _join_error(kind: Kind, stock: Any) -> float:
     """Of launches of each shape, and of more parts than one takes: planes of all bits, cut and whole, and raw."""
-    turn = make_turn(100.0 ** (-np.arange(kind.dim // 2) / kind.dim))
+    turn = _turn(kind.dim)
     coded = []
     for number, bits in enumerate((8, 4, 2, 8, 8, 4)):
         codec = replace(stock, bits=bits, turn=turn if number % 2 else None)
@@ -230,10 +227,9 @@ def _join_error(kind: Kind, stock: Any) -> float:
 
 def _error(what: What, kind: Kind, stock: Any) -> float:
     """The largest one: of every number of bits, with means that turn and plain ones."""
-    frequencies = 100.0 ** (-np.arange(kind.dim // 2) / kind.dim)
     errors = []
     for bits in BITS:
-        for turn in (None, make_turn(frequencies)):
+        for turn in (None, _turn(kind.dim)):
             codec = replace(stock, bits=bits, turn=turn)
             x = _normal((HEADS, TOKENS, kind.dim), bits, kind.dtype)
             theirs = _planes(codec, codec.encode_by_mlx(x, POSITION), x, POSITION)
@@ -247,6 +243,10 @@ def _error(what: What, kind: Kind, stock: Any) -> float:
                 error = mx.abs(found - wanted).max() / mx.abs(wanted).max()
             errors.append(float(np.array(error)))
     return largest(errors)
+
+
+def _turn(dim: int) -> Turn:
+    return make_turn(100.0 ** (-np.arange(dim // 2) / dim))
 
 
 def _planes(codec: Any, arrays: dict[str, mx.array], x: mx.array, position: int) -> Planes:

@@ -7,8 +7,7 @@ that follow each other, raw ones among them. They become one array. Whether a ma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -75,16 +74,20 @@ def decode(planes: Planes, dtype: mx.Dtype, dialect: Dialect, run: Run = kernel_
 def join(
     stretches: Sequence[Stretch], dtype: mx.Dtype, dialect: Dialect, run: Run = kernel_text.run_on_gpu
 ) -> mx.array:
-    """One after the other -> [heads, tokens, dim]"""
-    loads = [_Load()]
+    """One after the other -> [heads, tokens, dim]. What does not fit one launch is concatenated, and then only codes go
+    through launches."""
+    kind = (stretches[0].heads, stretches[0].dim, dtype)
+    load = _Load(dtype)
+    if all(load.add(stretch) for stretch in stretches):
+        return _decoded(load, *kind, dialect, run)
+    made: list[_Load | mx.array] = []
     for stretch in stretches:
-        if not loads[-1].add(stretch):
-            loads.append(_Load())
-            added = loads[-1].add(stretch)
-            assert added, "every part fits a launch of its own"
-    heads, dim = stretches[0].heads, stretches[0].dim
-    made = [_decoded(load, heads, dim, dtype, dialect, run) for load in loads]
-    return made[0] if len(made) == 1 else mx.concatenate(made, axis=1)
+        if isinstance(stretch.held, mx.array):
+            made.append(stretch.held[:, stretch.start : stretch.end])
+        elif not made or isinstance(made[-1], mx.array) or not made[-1].add(stretch):
+            made.append(_Load(dtype, stretch))
+    arrays = [each if isinstance(each, mx.array) else _decoded(each, *kind, dialect, run) for each in made]
+    return mx.concatenate(arrays, axis=1)
 
 
 class Stored(NamedTuple):
@@ -99,15 +102,18 @@ class Stored(NamedTuple):
     turns: bool = False
 
 
-@dataclass(eq=False)
 class _Load:
-    """What one launch decodes."""
+    """What one launch decodes to vectors of `dtype`."""
 
-    turn: Turn | None = None
-    stored: list[Stored] = field(default_factory=list)
-    words: list[mx.array] = field(default_factory=list)
-    halves: list[mx.array] = field(default_factory=list)
-    raw: list[mx.array] = field(default_factory=list)
+    def __init__(self, dtype: mx.Dtype, *stretches: Stretch) -> None:
+        self.turn: Turn | None = None
+        self.stored: list[Stored] = []
+        self._dtype = dtype
+        self._words: list[mx.array] = []
+        self._halves: list[mx.array] = []
+        self._raw: list[mx.array] = []
+        for stretch in stretches:
+            self.add(stretch)
 
     def add(self, stretch: Stretch) -> bool:
         """Whether there was room."""
@@ -120,28 +126,36 @@ class _Load:
             halves, raw = [held.arrays["scales"], held.arrays["means"]], []
             offset, turns = held.position % GROUP_TOKENS, stretch.turn is not None
             stored = Stored(bits_of(held), held.num_tokens, start, end, held.segments, offset, turns)
-        sizes = (len(self.words) + len(words), len(self.halves) + len(halves), len(self.raw) + len(raw))
+        held_already = (self._words, self._halves, self._raw)
+        sizes = [len(before) + len(more) for before, more in zip(held_already, (words, halves, raw), strict=True)]
         if not SHAPES[-1].holds(Slots(*sizes)):
             return False
-        self.words += words
-        self.halves += halves
-        self.raw += raw
+        self._words += words
+        self._halves += halves
+        self._raw += raw
         self.stored.append(stored)
         self.turn = self.turn or stretch.turn
         return True
 
     @property
     def shape(self) -> Slots:
-        slots = Slots(len(self.words), len(self.halves), len(self.raw))
+        slots = Slots(len(self._words), len(self._halves), len(self._raw))
         return next(shape for shape in SHAPES if shape.holds(slots))
 
     def arrays(self) -> list[mx.array]:
-        """Each sort filled up with its first one, or with any where it has none: that one is never read."""
-        anything = self.words or self.raw
+        """Places that are left get something small of the same type: a kernel is compiled for types."""
+        sorts = ((self._words, mx.uint32), (self._halves, mx.float16), (self._raw, self._dtype))
         found: list[mx.array] = []
-        for held, count in zip((self.words, self.halves, self.raw), self.shape, strict=True):
-            found += [*held, *(held or anything)[:1] * (count - len(held))]
+        for (held, dtype), count in zip(sorts, self.shape, strict=True):
+            found += [*held, *[_nothing(dtype)] * (count - len(held))]
         return found
+
+
+@cache
+def _nothing(dtype: mx.Dtype) -> mx.array:
+    zeros = mx.zeros((FEWEST_ENTRIES,), dtype)
+    mx.eval(zeros)
+    return zeros
 
 
 def _decoded(load: _Load, heads: int, dim: int, dtype: mx.Dtype, dialect: Dialect, run: Run) -> mx.array:

@@ -16,21 +16,20 @@ from kvstrata.store.precision.ladder import RUNGS
 
 
 def ready_planes(layout: Layout) -> int:
-    """For each kind of vector that the layers have; tells how many kernels were compiled, or kinds tried. Keys are also
-    decoded to float32: a change of precision is judged in it."""
+    """For each kind of vector that the layers have; tells how many, on CUDA times the precisions. Keys are also decoded
+    to float32: a change of precision is judged in it."""
     stored = [spec for spec in layout.flat() if spec.kind in ("full", "window")]
     if paths.active() == "metal":
-        return sum(planes_check.try_now(kind, PlanesCodec(8)) for kind in _kinds(stored))
+        return _try(stored)
     return _compile(stored) if paths.active() == "cuda" else 0
 
 
-def _kinds(stored: Sequence[LayerSpec]) -> set[planes_check.Kind]:
-    """Of vectors, with the dtypes that they come from and are decoded to."""
-    return {
-        planes_check.Kind(*kind)
-        for spec in stored
-        for kind in ((spec.dtype, spec.k_dim), (spec.dtype, spec.v_dim), (mx.float32, spec.k_dim))
-    }
+def _try(stored: Sequence[LayerSpec]) -> int:
+    codec = PlanesCodec(8)
+    kinds = {planes_check.Kind(spec.dtype, dim) for spec in stored for dim in (spec.k_dim, spec.v_dim)}
+    judged = {planes_check.Kind(mx.float32, spec.k_dim) for spec in stored} - kinds
+    tried = [planes_check.try_now(kind, codec) for kind in kinds]
+    return sum(tried) + sum(planes_check.try_now(kind, codec, ("decode",)) for kind in judged)
 
 
 def _compile(stored: Sequence[LayerSpec]) -> int:
