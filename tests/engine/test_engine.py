@@ -21,6 +21,7 @@ from kvstrata.engine.engine import Engine
 from kvstrata.engine.housekeeping import Housekeeping
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
+from kvstrata.engine.runner import Runner
 from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, NeverFits, QueueFull, Unavailable
 from kvstrata.layers import buffers
@@ -257,6 +258,19 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_server(caplog: pytest.L
         assert "defect" in caplog.text
         engine.submit(request("good"), (good := Reply()).sink)
         assert isinstance(good.wait(), Finished)
+
+
+def test_steps_are_traced_at_the_start_and_not_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What made a step fail may make the next ones fail, too: the thread must live to serve later requests."""
+    traced: list[int] = []
+    monkeypatch.setattr(Runner, "trace_steps", lambda _, most_rows: traced.append(most_rows))
+    loaded = dataclasses.replace(tiny_loaded("llama"), module=Brittle(tiny_module("llama")))
+    with running(loaded, max_running=3) as engine:
+        engine.submit(Request("bad", (77, 1, 2), 4, GREEDY), (bad := Reply()).sink)
+        assert isinstance(bad.wait(), Failed)
+        engine.submit(request("good"), (good := Reply()).sink)
+        assert isinstance(good.wait(), Finished)
+        assert traced == [3]
 
 
 def test_a_sink_that_fails_costs_nobody_else_a_reply(caplog: pytest.LogCaptureFixture) -> None:

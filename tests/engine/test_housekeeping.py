@@ -72,13 +72,21 @@ def test_work_that_no_client_waits_for_takes_a_fifth_of_the_time_at_most(step_s:
     assert step_s < 5 * (SLICE_S + waits_s) or len(house.slices) == 400
 
 
-@pytest.mark.parametrize("reason", ["asked", "idle", "awaited", "changing", "pressed"])
+def test_while_memory_fills_up_it_may_have_half_of_the_time() -> None:
+    house = House(0.004, 0.01)
+    house.capacity.stored_bytes = 70
+    for _ in range(400):
+        house.step()
+    worked_s = sum(house.slices) + 0.01 * len(house.slices)
+    assert 0.35 <= worked_s / (house.now_s - 1.0) <= 0.5
+
+
+@pytest.mark.parametrize("reason", ["asked", "idle", "awaited", "changing"])
 def test_what_a_client_waits_for_does_not_rest(reason: str) -> None:
     house = House(0.004, 0.01)
     house.chores.is_asked_for = reason == "asked"
     house.sequences.has_streams = reason != "idle"
     house.changes.is_running = reason == "changing"
-    house.capacity.stored_bytes = 70 if reason == "pressed" else 20
     for _ in range(20):
         house.step(is_awaited=reason == "awaited")
     assert house.slices == [SLICE_S] * 20

@@ -8,7 +8,11 @@ import pytest
 
 from kvstrata.engine import thread
 from kvstrata.engine.engine import Engine
+from kvstrata.engine.housekeeping import Housekeeping
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Event, Finished
+from kvstrata.engine.storage import Storage
+from kvstrata.metrics import Metrics
 from tests.engine.test_engine import Reply, request, running
 from tests.tiny import tiny_loaded
 
@@ -57,6 +61,30 @@ def test_memory_is_given_back_once_and_not_between_two_turns(
         engine.ask(lambda loop: loop.stock.clearing.clear()).result()
         wait_until_cleared(cleared, asked_s)
         wait_until_cleared(cleared, answered(engine, "c"))
+
+
+def test_what_expires_while_no_request_runs_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, cleared: list[float]
+) -> None:
+    monkeypatch.setattr(thread, "KEEPS_FREED_S", 0.1)
+    expired: list[float] = []
+    expire = Housekeeping.expire
+
+    def noted(housekeeping: Housekeeping) -> None:
+        expire(housekeeping)
+        expired.append(time.monotonic())
+
+    monkeypatch.setattr(Housekeeping, "expire", noted)
+    engine = Engine(tiny_loaded("llama"), Limits(), Metrics(), Storage(ttl_s=2.0))
+    engine.start()
+    try:
+        wait_until_cleared(cleared, answered(engine, "a"))
+        until_s = time.monotonic() + 30
+        while not expired and time.monotonic() < until_s:
+            time.sleep(0.01)
+        wait_until_cleared(cleared, expired[0])
+    finally:
+        engine.stop()
 
 
 def test_a_page_that_asks_every_moment_does_not_keep_it(monkeypatch: pytest.MonkeyPatch, cleared: list[float]) -> None:

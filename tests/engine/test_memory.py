@@ -13,6 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.codecs import paths, portable_decode
+from kvstrata.codecs.kernel_text import Launch
+from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.engine import remembered, scratch
 from kvstrata.engine.engine import Engine
@@ -25,6 +28,7 @@ from kvstrata.engine.runner import Runner
 from kvstrata.engine.scratch import Shape, max_chunk, measure_scratch
 from kvstrata.engine.storage import Storage
 from kvstrata.layers import buffers
+from kvstrata.layers.kinds import LayerSpec
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.metrics import Metrics
 from kvstrata.models.probe import probe
@@ -66,6 +70,37 @@ def test_what_is_expected_is_close_to_what_passes_take(architecture: str, chunk:
             taken = measure.chunk_bytes(chunk, context, codecs)
             expected = lines.bytes_for(context + chunk, 1, context + chunk)
             assert taken <= expected <= 1.5 * taken + 2 * MIB, (context, codecs)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 700])
+def test_on_a_mac_the_measured_context_lies_in_more_parts_than_a_launch_decodes(num_tokens: int) -> None:
+    spec = LayerSpec("full", kv_heads=2, k_dim=64, v_dim=64, dtype=mx.float32)
+    pair = (PlanesCodec(8), PlanesCodec(4))
+    with paths.as_on_metal():
+        sources = scratch._sources(spec, pair, num_tokens)
+        assert sum(source.num_tokens for source in sources) == num_tokens
+        stretches = [part.stretches()[0] for source in sources for part in source.parts()]
+    launches: list[Launch] = []
+
+    def see(launch: Launch) -> list[mx.array]:
+        launches.append(launch)
+        return [mx.zeros(shape, dtype) for shape, dtype in zip(launch.shapes, launch.dtypes, strict=True)]
+
+    joined = portable_decode.join(stretches, mx.float32, "plain", see)
+    assert joined.shape == (2, num_tokens, 64)
+    assert len(launches) == (2 if num_tokens > 7 else 1)
+
+
+@given(
+    fixed_s=st.floats(1e-4, 2.0), token_s=st.floats(1e-6, 0.01), few=st.sampled_from([16, 64]), more=st.integers(1, 500)
+)
+def test_the_fixed_cost_of_a_pass_is_told_from_two_passes(fixed_s: float, token_s: float, few: int, more: int) -> None:
+    timed = [(tokens, fixed_s + tokens * token_s) for tokens in (few + more, few)]
+    found = scratch.pass_cost(*timed)
+    # No more than was seen: a longer chunk may be another matter.
+    assert found.pass_tokens == pytest.approx(min(fixed_s / token_s, few + more), rel=0.01, abs=2)
+    assert found.tokens_s == pytest.approx((few + more) / timed[0][1])
+    assert scratch.pass_cost((64, 0.2), (16, 0.2)).pass_tokens == 64
 
 
 def test_windows_are_not_taken_for_contexts() -> None:

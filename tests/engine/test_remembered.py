@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
+from kvstrata.codecs import planes_check
+from kvstrata.codecs.trials import Trial
 from kvstrata.engine import remembered
 from kvstrata.engine.memory import Scratch
 from kvstrata.engine.runner import Runner
@@ -52,6 +55,15 @@ def test_what_it_depends_on_is_measured_anew(starts: Starts) -> None:
     starts.start(dataclasses.replace(SHAPE, rows=2))
     starts.start(fingerprint="other weights")
     assert starts.measured == 4
+
+
+def test_other_kernels_are_measured_anew(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ones are used is a matter of time, and so may differ from start to start."""
+    kind = planes_check.Kind(mx.float32, 64)
+    for ours_ms in (1.0, 3.0, 1.5):
+        monkeypatch.setattr(planes_check, "_tried", {(kind, "join"): Trial("join", 0.0, 1.0, ours_ms, 2.0)})
+        starts.start()
+    assert starts.measured == 2
 
 
 def test_other_code_is_measured_anew(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,17 +11,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 PYTHON = (sys.executable, "-u", "-m")
 KVSTRATA = (*PYTHON, "kvstrata")
 LEAST_S = 10.0  # a stage that would have less is not begun
+END_S = 15.0  # to end by itself
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Stage:
     limit_s: float
     command: tuple[str, ...]
     settings: tuple[tuple[str, str], ...] = ()  # of its environment
+    makes: Path | None = None  # a folder that must not be there before
 
 
 @dataclass(frozen=True)
@@ -56,12 +61,12 @@ def stages(folder: Path) -> list[Stage]:
         Stage("memory", 150, (*PYTHON, "pytest", "tests/engine", "-k", memory)),
         Stage("speed", 300, (*PYTHON, "tests.gpu.step", "--only", "speed")),
         Stage("long", 300, (*PYTHON, "tests.gpu.step", "--only", "long,eight,far")),
-        Stage("model", 60, (*KVSTRATA, "bench", "random-model", model)),
+        Stage("model", 60, (*KVSTRATA, "bench", "random-model", model), makes=Path(model)),
         Stage("compare", 600, (*KVSTRATA, "bench", "compare", model, *compare)),
         Stage("step", 120, (*KVSTRATA, "bench", "step", "--random-weights", "--prompt-tokens", "1024")),
         Stage("codecs", 120, (*KVSTRATA, "bench", "codecs", "--tokens", "32768", "--rounds", "7")),
         Stage("portable", 240, (*PYTHON, "tests.gpu.portable")),
-        Stage("kernels", 600, (*PYTHON, "pytest", "tests/attention/test_cuda.py", "tests/codecs")),
+        Stage("kernels", 600, (*PYTHON, "pytest", *sorted(map(str, Path("tests").glob("*/test_cuda*.py"))))),
     ]
 
 
@@ -74,20 +79,33 @@ def run(stage: Stage, folder: Path, left_s: float) -> Result:
     limit_s = min(stage.limit_s, left_s)
     if limit_s < LEAST_S:
         return Result(stage.name, "no time was left", 0.0)
+    if stage.makes is not None:
+        shutil.rmtree(stage.makes, ignore_errors=True)
     began_s = time.monotonic()
     with (folder / f"{stage.name}.log").open("w") as log:
         settings = os.environ | dict(stage.settings)
-        process = subprocess.Popen(
-            stage.command, stdout=log, stderr=subprocess.STDOUT, env=settings, start_new_session=True
-        )
+        process = subprocess.Popen(stage.command, stdout=log, stderr=subprocess.STDOUT, env=settings)
         try:
             code = process.wait(limit_s)
             said = "passed" if code == 0 else f"failed ({code})"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             said = f"was ended after {limit_s:.0f} s"
+        finally:
+            end(process)
     return Result(stage.name, said, time.monotonic() - began_s)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """With the servers that it has started, which have sessions of their own: it may end them itself, then all go."""
+    if process.poll() is not None:
+        return
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    process.terminate()
+    _, left = psutil.wait_procs(family, timeout=END_S)
+    for each in left:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    process.wait()
 
 
 def run_all(chosen: Sequence[Stage], folder: Path, minutes: float) -> list[Result]:

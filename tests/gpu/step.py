@@ -9,6 +9,7 @@ of the step that goes layer by layer. Speed: decode steps of a model of Qwen3-0.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,11 @@ from kvstrata.spans.plan import make_plan
 from tests.gpu.step_right import cases, right, slow_cases, wide
 
 BEGAN_S = time.perf_counter()
+WRONG = "WRONG"  # in what a case says
 ROUNDS = 5
+
+
+Cases = Iterator[tuple[str, Callable[[], str]]]  # with what they say
 
 
 def say(text: str) -> None:
@@ -43,16 +48,17 @@ def say(text: str) -> None:
 
 
 def guarded(name: str, work: Callable[[], str]) -> bool:
-    """One case that fails does not hide the others."""
+    """One case that fails does not hide the others. Tells whether it was right."""
     try:
-        say(f"{name}: {work()}")
+        said = work()
+        say(f"{name}: {said}")
     except Exception as error:  # noqa: BLE001
         last = traceback.extract_tb(error.__traceback__)[-1]
         say(
             f"FAILED {name}: {type(error).__name__}: {str(error)[:1500]} ({last.filename.split('/')[-1]}:{last.lineno})"
         )
         return False
-    return True
+    return WRONG not in said
 
 
 # What launches read is kept until they have ended.
@@ -153,7 +159,7 @@ class Decoding:
         return time.perf_counter() - began_s
 
 
-def compiled_right() -> Iterator[tuple[str, Callable[[], str]]]:
+def compiled_right() -> Cases:
     model = random_model(QWEN3_0_6B | {"num_hidden_layers": 6}).module
     layout = probe(model)
     say(f"probed: path {layout.path}, mixes {layout.mixes}, compiles {layout.compiles}")
@@ -237,7 +243,7 @@ def joining(model: Any, layout: Layout, compiled: CompiledStep) -> str:
     return f"ms of the first step {', '.join(f'{x:.1f}' for x in firsts)}; of others {1e3 * median(usual):.1f}"
 
 
-def speed(batches: Sequence[int], rounds: int = ROUNDS, reply_tokens: int = 40) -> None:
+def speed(batches: Sequence[int], rounds: int = ROUNDS, reply_tokens: int = 40) -> Cases:
     model = random_model().module
     layout = probe(model)
     compiled = CompiledStep(model)
@@ -256,8 +262,8 @@ def speed(batches: Sequence[int], rounds: int = ROUNDS, reply_tokens: int = 40) 
             runs["mlx-lm"] = lambda: mlx_lm_tokens_s(model, size, 1024, reply_tokens)
             return in_turns(runs, rounds) + "\n" + " " * 12 + split_of(ways["compiled"])
 
-        guarded(f"speed, batch {size}, 1k", work)
-    guarded("joining", lambda: joining(model, layout, compiled))
+        yield f"speed, batch {size}, 1k", work
+    yield "joining", lambda: joining(model, layout, compiled)
 
 
 def in_turns(runs: dict[str, Callable[[], float]], rounds: int) -> str:
@@ -311,36 +317,41 @@ def mlx_lm_long(model: Any, layout: Layout, num_tokens: int, reply_tokens: int) 
     return decode
 
 
+def held_cases(_: argparse.Namespace) -> Cases:
+    yield "held", lambda: held_until_done(afterwards=False)
+    yield "held, given afterwards", lambda: held_until_done(afterwards=True)
+
+
+def right_cases(options: argparse.Namespace) -> Cases:
+    for case in (*cases(), *(slow_cases() if options.all else ())):
+        yield f"right, {case.name}", lambda case=case: right(case)
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], Cases]] = {
+    "hold": held_cases,
+    "right": right_cases,
+    "compiled": lambda _: compiled_right(),
+    "speed": lambda options: speed([int(size) for size in options.batches.split(",")]),
+    "long": lambda _: iter([("speed, batch 1, 32k", lambda: long(1))]),
+    "eight": lambda _: iter([("speed, batch 8, 32k", lambda: long(8))]),
+    "far": lambda _: iter([("speed, batch 1, 128k", lambda: long(1, 131072))]),
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument(
-        "--only", default="hold,right,compiled,speed,long,eight,far", help="some of these, in this order"
-    )
+    parser.add_argument("--only", default=",".join(PARTS), help="some of these, in this order")
     parser.add_argument("--batches", default="1,8,16,32")
     parser.add_argument("--all", action="store_true", help="also cases whose kernels take long to compile")
     options = parser.parse_args()
     say(f"mlx {version('mlx')}, CUDA {mx.cuda.is_available()}")
-    for part in options.only.split(","):
-        if part == "hold":
-            guarded("held", lambda: held_until_done(afterwards=False))
-            guarded("held, given afterwards", lambda: held_until_done(afterwards=True))
-        elif part == "right":
-            for case in (*cases(), *(slow_cases() if options.all else ())):
-                guarded(f"right, {case.name}", lambda case=case: right(case))
-        elif part == "compiled":
-            for name, work in compiled_right():
-                guarded(name, work)
-        elif part == "speed":
-            speed([int(size) for size in options.batches.split(",")])
-        elif part == "long":
-            guarded("speed, batch 1, 32k", lambda: long(1))
-        elif part == "eight":
-            guarded("speed, batch 8, 32k", lambda: long(8))
-        elif part == "far":
-            guarded("speed, batch 1, 128k", lambda: long(1, 131072))
-        else:
-            parser.error(f"no such part: {part}")
-    say("end")
+    parts = options.only.split(",")
+    if unknown := [part for part in parts if part not in PARTS]:
+        parser.error(f"no such part: {', '.join(unknown)}")
+    # All of them, whatever the first ones find.
+    found = [guarded(name, work) for part in parts for name, work in PARTS[part](options)]
+    say("end" if all(found) else f"end: {found.count(False)} of {len(found)} failed")
+    sys.exit(0 if all(found) else 1)
 
 
 if __name__ == "__main__":

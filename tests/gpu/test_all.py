@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 
 from kvstrata.cli import load_command
 from tests.gpu import all as gpu
+from tests.gpu import step
 from tests.gpu.all import Stage, run_all, stages
 
 
@@ -22,7 +24,11 @@ def stage(name: str, text: str, limit_s: float = 60.0, *settings: tuple[str, str
 
 def test_a_stage_that_fails_or_hangs_costs_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "LEAST_S", 0.1)
-    hangs = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid); time.sleep(600)"
+    monkeypatch.setattr(gpu, "END_S", 1.0)
+    hangs = (
+        "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+        "print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid); time.sleep(600)"
+    )
     chosen = [
         stage("right", "import os; print('said', os.environ['ASKED'])", 60.0, ("ASKED", "so")),
         stage("fails", "print('half'); raise SystemExit(3)"),
@@ -34,7 +40,7 @@ def test_a_stage_that_fails_or_hangs_costs_no_other(tmp_path: Path, monkeypatch:
     assert (tmp_path / "right.log").read_text() == "said so\n"
     assert (tmp_path / "fails.log").read_text() == "half\n"
     assert [row["name"] for row in json.loads((tmp_path / "summary.json").read_text())] == [s.name for s in chosen]
-    # What a stage has started ends with it.
+    # What a stage has started ends with it, in whatever session.
     child = int((tmp_path / "hangs.log").read_text())
     for _ in range(100):
         if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
@@ -42,6 +48,34 @@ def test_a_stage_that_fails_or_hangs_costs_no_other(tmp_path: Path, monkeypatch:
         time.sleep(0.05)
     else:
         pytest.fail("what the stage had started still runs")
+
+
+def test_a_stage_that_makes_a_folder_finds_none(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    again = stage("makes", f"import os; os.mkdir({str(folder)!r})")
+    for _ in range(2):
+        (result,) = run_all([replace(again, makes=folder)], tmp_path, minutes=1)
+        assert result.passed
+
+
+def test_cases_that_are_wrong_or_fail_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the exit status of the module that most stages run."""
+
+    def fails() -> str:
+        raise RuntimeError("no such kernel")
+
+    cases = {"right": lambda: "ok 1e-4", "wrong": lambda: "WRONG 3.1", "fails": fails}
+    monkeypatch.setattr(
+        step, "PARTS", {name: lambda _, name=name, work=work: iter([(name, work)]) for name, work in cases.items()}
+    )
+    for only, status in (("right", 0), ("right,wrong,right", 1), ("fails,right", 1)):
+        monkeypatch.setattr(sys, "argv", ["step", "--only", only])
+        with pytest.raises(SystemExit) as ended:
+            step.main()
+        assert ended.value.code == status, only
+        assert "right: ok" in capsys.readouterr().out
 
 
 def test_what_there_is_no_time_for_is_said(tmp_path: Path) -> None:

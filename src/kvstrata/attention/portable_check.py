@@ -91,8 +91,13 @@ def trials(kind: Kind) -> tuple[Trial, ...]:
 
 def kernels(kinds: Collection[tuple[mx.Dtype, int, int]]) -> str:
     """Whose loops attention runs on, for people to read. Asks for no trial."""
-    known = {str(trial) for kind, found in _tried.items() if kind[:3] in kinds for trial in found}
+    known = {str(trial) for kind, found in list(_tried.items()) if kind[:3] in kinds for trial in found}
     return f"MLX; decode steps over {'; over '.join(sorted(known, reverse=True))}" if known else "MLX"
+
+
+def used() -> list[str]:
+    """Kernels that were tried, and are used: the same word for the same one."""
+    return sorted(f"{trial.what} {kind}" for kind, found in list(_tried.items()) for trial in found if trial.is_used)
 
 
 def report(kinds: Collection[Kind]) -> list[dict[str, Any]]:

@@ -160,6 +160,11 @@ def kernels(kinds: Collection[Kind]) -> list[str]:
     return [f"planes of {kind.dim} values, {kind.dtype}: {', '.join(said)}" for kind, said in by_kind.items()]
 
 
+def used() -> list[str]:
+    """Kernels that were tried, and are used: the same word for the same one."""
+    return sorted(f"{what} {kind.dtype} {kind.dim}" for (kind, what), found in list(_tried.items()) if found.is_used)
+
+
 def report() -> list[dict[str, Any]]:
     """Of all that was tried, for `doctor`."""
     return [{"vectors": [str(kind.dtype), kind.dim], **found.as_json()} for (kind, _), found in list(_tried.items())]

@@ -18,6 +18,7 @@ from kvstrata.store.stock import Stock
 # After work for which no client waits, streams go on without any for so many times as long: where steps are short it
 # would else take more time than they do, because it also waits for the step that is in flight.
 REST = 4.0
+PRESSED_REST = 1.0  # while memory fills up
 # Where the next step has to be planned anew: the first slice, of the longest, and how much the next may be longer.
 FIRST_SLICE = 1 / 8
 MAX_GROWTH = 2.0
@@ -64,12 +65,12 @@ class Housekeeping:
             return
         self._hurried_s = 0.0
         began_s = self._clock()
-        may_rest = self._sequences.has_streams and not self._chores.is_asked_for and not self._is_pressed
+        may_rest = self._sequences.has_streams and not self._chores.is_asked_for
         if may_rest and began_s < self._rests_until_s:
             return
         self.work(self._slice_s)
         ended_s = self._clock()
-        self._rests_until_s = ended_s + REST * (ended_s - began_s)
+        self._rests_until_s = ended_s + (PRESSED_REST if self._is_pressed else REST) * (ended_s - began_s)
 
     def _next_hurried_s(self, most_s: float) -> float:
         """What is stored in another way has to be found anew for the next step: both together take no longer."""

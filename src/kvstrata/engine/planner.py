@@ -32,7 +32,7 @@ class Pacing:
         return Terms(
             *(free_bytes, self.max_running, chunk_tokens, beside_tokens),
             mixes=self.mixes,
-            turn=speeds.num_chunks,
+            turn=speeds.num_passes,
             joined_tokens=speeds.pass_tokens,
             joined_context=self.joined_context,
         )

@@ -116,8 +116,8 @@ class Speeds:
         self._max_chunk = max_chunk
         self._fixed_chunk = fixed_chunk
         self._clock = clock
-        self.pass_tokens = 0  # that cost as much as a pass costs before its first one; measured at the start
-        self.num_chunks = 0
+        self.pass_tokens, self.pass_s = 0, 0.0  # measured at the start: see `Sharing`
+        self.num_passes = 0  # with chunks
         self._last_read_s = 0.0
         self._did_chores = False  # since the last decode step was read
         self._beside = Beside(MIN_BESIDE_TOKENS)
@@ -140,9 +140,8 @@ class Speeds:
             return self._fixed_chunk
         beside = self._beside
         step_s = beside.step_s(num_streams)
-        sharing = Sharing(
-            *(self._share, step_s, self.alone.tokens_s, beside.recent, beside.steps_since_chunk, self.pass_tokens)
-        )
+        known = beside.recent, beside.steps_since_chunk, self.pass_tokens, self.pass_s
+        sharing = Sharing(self._share, step_s, self.alone.tokens_s, *known)
         return beside_tokens(sharing, least=MIN_BESIDE_TOKENS, most=self._max_chunk)
 
     def did_chores(self) -> None:
@@ -150,7 +149,7 @@ class Speeds:
 
     def count_chunk(self, num_tokens: int, seconds: float, *, has_streams: bool) -> None:
         """A pass of its own."""
-        self.num_chunks += 1
+        self.num_passes += 1
         self.prefill.add(num_tokens, seconds)
         self._metrics.step_s.labels(kind="prefill").observe(seconds)
         if has_streams:
@@ -179,7 +178,7 @@ class Speeds:
 
     def _count_mixed(self, step: Launched, seconds: float) -> None:
         """What it took more than a step without the chunk is the chunk's."""
-        self.num_chunks += 1
+        self.num_passes += 1
         step_s = min(self._beside.pace.step_s(len(step.ids)), seconds)
         self._beside.add_chunk(step.num_riding, seconds - step_s)
         self.prefill.add(step.num_riding, seconds)

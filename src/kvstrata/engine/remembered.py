@@ -1,6 +1,7 @@
 """Scratch that took long to measure, kept in the cache folder: the next start is sooner, and has the same budget.
 
-What it was measured for is part of its key: the model's content, the shapes, the machine, MLX, and our own code.
+What it was measured for is part of its key: the model's content, the shapes, the machine, MLX, our own code, and which
+of the kernels that are tried at each start were used.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from typing import Any
 from blake3 import blake3
 
 import kvstrata
+from kvstrata.attention import portable_check
 from kvstrata.backend import device
 from kvstrata.backend.notebook import read_notes, write_notes
-from kvstrata.codecs import paths
+from kvstrata.codecs import paths, planes_check
 from kvstrata.engine.memory import Line, Scratch
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.scratch import Shape, measure_scratch, measured_context
@@ -50,6 +52,7 @@ def _key(loaded: LoadedModel, runner: Runner, shape: Shape) -> str:
         [shape.rows, shape.vocab_size, shape.chunk_tokens, codecs],
         min(shape.max_context_tokens, measured_context() + shape.chunk_tokens),
         [device().name, paths.active(), version("mlx"), version("mlx-lm"), _code()],
+        [*portable_check.used(), *planes_check.used()],
     ]
     return blake3(json.dumps(told, sort_keys=True, default=repr).encode()).hexdigest()
 

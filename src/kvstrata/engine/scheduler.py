@@ -2,7 +2,7 @@
 
 Fairness: first come, first served, for memory. The oldest sequence always gets its next piece of tail, if need be from
 the youngest, so one always finishes. Prefill goes to the shortest rest, so that a short prompt does not wait for a
-long one, but every fourth chunk to the oldest, so that the long one ends too. Short prompts share a pass: beside
+long one, but every fourth pass to the oldest, so that the long one ends too. Short prompts share a pass: beside
 streams if it has room for them, else up to what the pass itself costs. While streams run, chunks get a share of the
 time: their size follows what chunks of late have added to the streams' steps.
 """
@@ -72,10 +72,11 @@ class Sharing:
 
     share: float  # of the time, that chunks may take while streams run
     step_s: float  # usual time of a decode step of these streams without a chunk; 0: not known
-    prefill_tokens_s: float  # of large chunks; 0: not known
+    prefill_tokens_s: float  # of chunks while nothing decoded; 0: not known
     recent: Sequence[Added] = ()
     steps_since_chunk: int = 0  # decode steps without one, in a row
-    pass_tokens: int = 0  # tokens that cost as much as a pass costs before its first one
+    pass_tokens: int = 0  # how many tokens take as long as the fixed cost of a pass
+    pass_s: float = 0.0  # how long a chunk of so many took when that was measured, at the start; 0: not known
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Terms:
     chunk_tokens: int
     beside_tokens: int  # of chunks while streams run; 0: none in this step
     mixes: bool = False  # whether such chunks ride along with their step, and several with each other
-    turn: int = 0  # chunks so far
+    turn: int = 0  # passes with chunks so far
     joined_tokens: int = 0  # of several chunks in one pass while no stream runs
     joined_context: int = 0  # that several chunks of one pass may read in all: they take memory at the same time
 
@@ -214,11 +215,11 @@ def beside_tokens(sharing: Sharing, *, least: int, most: int) -> int:
 def _worthwhile(sharing: Sharing, least: int) -> int:
     """Fewer tokens spare the streams little and hold up the prompt. What a pass is worth was measured without a
     context: where the largest chunk of late cost far more, it is worth fewer."""
-    if not sharing.recent or not sharing.prefill_tokens_s:
+    if not sharing.recent or not sharing.pass_s:
         return max(least, sharing.pass_tokens)
     size = max(chunk.num_tokens for chunk in sharing.recent)
     took_s = statistics.median(chunk.seconds for chunk in sharing.recent if chunk.num_tokens == size)
-    is_dear = took_s > MOST_OF_EXPECTED * sharing.pass_tokens / sharing.prefill_tokens_s
+    is_dear = took_s > MOST_OF_EXPECTED * sharing.pass_s
     return max(least, min(sharing.pass_tokens, size // 2 if is_dear else int(MAX_GROWTH * size)))
 
 

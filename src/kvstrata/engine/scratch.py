@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from kvstrata.attention.parts import SealedPart
+from kvstrata.attention.parts import Part, RawPart, SealedPart, Source
 from kvstrata.backend.allocator import limits_restored
+from kvstrata.codecs import paths
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.engine.memory import Line, Scratch
 from kvstrata.engine.runner import Runner
@@ -40,15 +42,18 @@ MIN_MEASURED_TOKENS = 16
 # The context that is measured: long enough that attention takes about as much as the rest of a layer.
 CONTEXT_CPU = 1024
 CONTEXT_GPU = 16384
+# Parts of it, on Metal: more than one launch decodes.
+MANY_PARTS = 7
 # Arrays of logits that drawing tokens has alive at once; seen with every sampling option on.
 LOGITS_COPIES = 10
 # More than what was seen: what is alive in a larger chunk is told from smaller ones.
 LEEWAY = 1.2
 KEPT_BITS = 5
 MAX_TRIES = 8
-# Passes that are timed: of a few tokens, and where that takes less than so long, of many.
+# Passes that are timed: one, and on a GPU a longer one, or a shorter one where the first took long.
 TIMED_TOKENS = 64
 MANY_TIMED_TOKENS = 512
+FEW_TIMED_TOKENS = 16
 LONG_PASS_S = 0.1
 TIMED_PASSES = 4
 LOGIT_BYTES = 4
@@ -92,20 +97,30 @@ def _measured_tokens(runner: Runner, chunk: int) -> int:
     return min(chunk, max(MIN_MEASURED_TOKENS, chunk // share))
 
 
-class PrefillCost(NamedTuple):
+class PassCost(NamedTuple):
     tokens_s: float
-    pass_tokens: int  # that cost as much as a pass costs before its first one; 0: not worth to be known
+    pass_tokens: int = 0  # how many tokens take as long as the fixed cost of a pass; 0: not measured
+
+    @property
+    def pass_s(self) -> float:
+        """Of a chunk of so many."""
+        return self.pass_tokens / self.tokens_s
 
 
-def measure_prefill(runner: Runner, chunk_tokens: int) -> PrefillCost:
-    few = min(chunk_tokens, TIMED_TOKENS)
-    few_s = _pass_s(runner, few)
-    many = min(chunk_tokens, MANY_TIMED_TOKENS)
-    if mx.default_device() == mx.cpu or few_s > LONG_PASS_S or many <= few:
-        return PrefillCost(few / few_s, 0)
-    many_s = _pass_s(runner, many)
+def measure_prefill(runner: Runner, chunk_tokens: int) -> PassCost:
+    first = min(chunk_tokens, TIMED_TOKENS)
+    first_s = _pass_s(runner, first)
+    second = min(chunk_tokens, MANY_TIMED_TOKENS if first_s <= LONG_PASS_S else FEW_TIMED_TOKENS)
+    if mx.default_device() == mx.cpu or second == first:
+        return PassCost(first / first_s)
+    return pass_cost((first, first_s), (second, _pass_s(runner, second)))
+
+
+def pass_cost(*timed: tuple[int, float]) -> PassCost:
+    """Of two passes: their tokens, and the seconds that they took."""
+    (few, few_s), (many, many_s) = sorted(timed)
     token_s = max(many_s - few_s, 0.0) / (many - few)
-    return PrefillCost(many / many_s, max(0, min(many, int(few_s / max(token_s, 1e-9)) - few)))
+    return PassCost(many / many_s, max(0, min(many, int(few_s / max(token_s, 1e-9)) - few)))
 
 
 def _pass_s(runner: Runner, tokens: int) -> float:
@@ -188,14 +203,47 @@ class _Measure:
     def _prefix(self, num_tokens: int, pairs: Sequence[Pair] | None) -> Prefix:
         """Zeros: what a pass takes does not depend on what it reads. Layers of one shape read the same ones."""
         specs = self._layout.flat()
-        sealed: dict[tuple[LayerSpec, Pair], SealedPart] = {}
+        made: dict[tuple[LayerSpec, Pair], tuple[Source, ...]] = {}
         sources = []
         for spec, pair in zip(specs, pairs or (RAW,) * len(specs), strict=True):
-            if spec.kind == "full" and (spec, pair) not in sealed:
-                sealed[spec, pair] = _sealed(*_zeros(spec, num_tokens), pair)
-            sources.append((sealed[spec, pair],) if spec.kind == "full" else ())
+            if spec.kind == "full" and (spec, pair) not in made:
+                made[spec, pair] = _sources(spec, pair, num_tokens)
+            sources.append(made[spec, pair] if spec.kind == "full" else ())
         states = [_zeros_of_ring(spec, num_tokens, state) for spec, state in zip(specs, self._states, strict=True)]
         return Prefix(num_tokens, tuple(sources), tuple(states))
+
+
+@dataclass(frozen=True)
+class _Others:
+    """Tokens of a sequence that runs."""
+
+    part: RawPart
+    version: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.part.num_tokens
+
+    def parts(self) -> tuple[Part, ...]:
+        return (self.part,)
+
+
+def _sources(spec: LayerSpec, pair: Pair, num_tokens: int) -> tuple[Source, ...]:
+    """A context in such parts as take most to be joined. On a GPU those are parts that no single launch decodes: on
+    Metal many of them, on CUDA some that another sequence still writes."""
+    if paths.active() == "metal":
+        return tuple(_sealed(*_zeros(spec, size), pair) for size in _shared_out(num_tokens, MANY_PARTS))
+    if paths.active() == "cuda" and num_tokens > 1:
+        stored, others = _shared_out(num_tokens, 2)
+        k, v = (array[None] for array in _zeros(spec, others))
+        mx.eval(k, v)
+        return _sealed(*_zeros(spec, stored), pair), _Others(RawPart(k, v, others))
+    return (_sealed(*_zeros(spec, num_tokens), pair),)
+
+
+def _shared_out(num_tokens: int, num_parts: int) -> list[int]:
+    bounds = [num_tokens * i // num_parts for i in range(num_parts + 1)]
+    return [b - a for a, b in pairwise(bounds) if b > a]
 
 
 def _line(base_bytes: float, token_bytes: float = 0.0, *, of_all_rows: bool = False) -> Line:

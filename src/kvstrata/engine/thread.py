@@ -27,7 +27,7 @@ from kvstrata.engine.planned import least_token_bytes, sealed_pairs
 from kvstrata.engine.remembered import remembered_scratch
 from kvstrata.engine.request import Request
 from kvstrata.engine.runner import Runner
-from kvstrata.engine.scratch import PrefillCost, Shape, max_chunk, measure_prefill
+from kvstrata.engine.scratch import PassCost, Shape, max_chunk, measure_prefill
 from kvstrata.engine.storage import Storage
 from kvstrata.engine.warm_up import ready_planes
 from kvstrata.layers.kinds import Layout
@@ -71,7 +71,8 @@ class EngineThread:
         self._lock = threading.Lock()  # guards the next one
         self._stopped = False
         self._stopping = False
-        self._frees_at_s: float | None = None  # when memory goes back to the system; None: a request runs
+        # When memory goes back to the system; None: something may have been freed since it was last decided.
+        self._frees_at_s: float | None = None
         self.state = EngineState()
         # Made by the thread before start() returns.
         self.served: Served
@@ -79,7 +80,7 @@ class EngineThread:
         self.cold: Cold
         self.shared: Shared | None
         self.loop: Loop
-        self._prefill_cost: PrefillCost
+        self._pass_cost: PassCost
 
     # Called by other threads.
 
@@ -167,8 +168,10 @@ class EngineThread:
         self.cold = open_disk(self.served, self._outside.disk, self._outside.files, self._inbox.put)
         self.shared = self._open_remote()
         begin("speed", "Timing a short prompt")
-        self._prefill_cost = measure_prefill(runner, shape.chunk_tokens)
+        self._pass_cost = measure_prefill(runner, shape.chunk_tokens)
         self.loop = self._make_loop()
+        # Not after a failed step: what failed once may fail again, and a server that goes on can trace when it has to.
+        self.loop.runner.trace_steps(self._limits.max_running)
         self.state = self.loop.state()
 
     def _open_remote(self) -> Shared | None:
@@ -194,9 +197,8 @@ class EngineThread:
         watcher = self._outside.watcher
         loop = make_loop(self.served, self._metrics, self.cold, self.make_detokenizer, self.shared, watcher)
         # Before the first request: whether it is worth waiting for the disk must be known then.
-        loop.speeds.alone.add(1, 1 / self._prefill_cost.tokens_s)
-        loop.speeds.pass_tokens = self._prefill_cost.pass_tokens
-        loop.runner.trace_steps(self._limits.max_running)
+        loop.speeds.alone.add(1, 1 / self._pass_cost.tokens_s)
+        loop.speeds.pass_tokens, loop.speeds.pass_s = self._pass_cost.pass_tokens, self._pass_cost.pass_s
         return loop
 
     def make_detokenizer(self, request: Request) -> Detokenizer:
@@ -246,10 +248,12 @@ class EngineThread:
         job = self._job_within(min(expires_s, frees_s))
         if job is not None:
             job()
-            if self._frees_at_s == math.inf:
-                self._frees_at_s = None  # it may have freed something
         elif expires_s <= frees_s:
             self.loop.housekeeping.expire()
+        else:
+            return
+        if self._frees_at_s == math.inf:
+            self._frees_at_s = None
 
     def _job_within(self, seconds: float) -> Callable[[], None] | None:
         with contextlib.suppress(queue.Empty):

@@ -19,7 +19,7 @@ from kvstrata.layers.attention_rows import AttentionRows
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.kinds import Layout
 
-MOST_SHAPES = 64
+MOST_SHAPES = 128  # up to 32 of them are traced at the start
 
 
 def can_compile(layout: Layout) -> bool:
