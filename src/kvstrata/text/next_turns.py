@@ -6,15 +6,11 @@ last user message. Knows chats, texts and ids. Does not know templates: it is gi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kvstrata.text.messages import Message
 from kvstrata.text.probe import PROBE_ID
-from kvstrata.text.tokens import encode_rendered
-
-if TYPE_CHECKING:
-    from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 # Before a position: a marker is looked for in so much text. After it: enough that the end of what is tokenized there
 # does not matter.
@@ -59,8 +55,8 @@ class Positions:
     """Where a text's characters are among the ids of a prompt. `markers`: the tokenizer's special tokens by id; they
     part a text, so what stands between two of them has the same ids wherever it stands."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, markers: Mapping[int, str]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, encode: Callable[[str], tuple[int, ...]], markers: Mapping[int, str]) -> None:
+        self._encode = encode  # of rendered text
         self._markers = markers
 
     def shared(self, text: str, ids: tuple[int, ...], other: str) -> int:
@@ -76,9 +72,6 @@ class Positions:
         ours, theirs = (self._encode(each[begin : at + _AFTER_CHARS]) for each in (text, other))
         both = ours[: _num_shared(ours, theirs)]
         return start + _num_shared(both, ids[start : start + len(both)])
-
-    def _encode(self, text: str) -> tuple[int, ...]:
-        return encode_rendered(self._tokenizer, text)
 
     def _last_marker(self, text: str) -> int | None:
         return next((id for id in reversed(self._encode(text)) if id in self._markers), None)

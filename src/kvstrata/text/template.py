@@ -3,12 +3,13 @@
 Knows templates and where their parts begin. Does not know what a reply looks like (reply_form.py) or how ids are
 cached. What a template cannot show is brought into a form that it can: tools (told_tools.py), system messages in the
 middle of a chat (system_turns.py).
-Nothing changes after the constructor, so any number of threads may render.
+Any number of threads may render.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -36,6 +37,7 @@ from kvstrata.text.special import special_names
 from kvstrata.text.system_turns import placed
 from kvstrata.text.tokens import encode_rendered, require_unicode, token_text
 from kvstrata.text.told_tools import without_tools
+from kvstrata.text.turn_encoder import TurnEncoder
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -52,6 +54,8 @@ class Prompt:
     replayed_tokens: int = 0
 
 
+# With spaces, lines, digits and letters at either end, where a tokenizer may look beyond a special token.
+SAMPLE_TEXTS = ("Hello", "  two spaces  ", "\n\nlines\n", "12345 678", "\tñ漢字🙂", "")
 # What apply_chat_template takes for itself; a client may set the template's variables only.
 _RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
@@ -66,8 +70,9 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         # A tokenizer saved with truncation or padding loses them at its first use; that must not happen in two threads.
         encode_rendered(tokenizer, "")
-        self._positions = Positions(tokenizer, special_names(tokenizer))
         self.exists: bool = bool(tokenizer.has_chat_template)
+        self._encode = TurnEncoder(tokenizer, self._samples() if self.exists else ())
+        self._positions = Positions(self._encode, special_names(tokenizer))
         self.has_tools = self.exists and shows_tools(self._with_generation_prompt)
         self._shape = wanted_shape(self._with_generation_prompt) if self.has_tools else Shape()
         self._shown = shown_of_history(self._with_generation_prompt, self._shape)
@@ -83,7 +88,7 @@ class ChatTemplate:
         """Token ids up to where the reply begins. Raises InvalidRequest."""
         self._refuse(template_kwargs)
         text = self._text(self._chat(messages, tools), self._shown_tools(tools), template_kwargs, reply=True)
-        return encode_rendered(self._tokenizer, text)
+        return self._encode(text)
 
     def replay(
         self,
@@ -104,7 +109,7 @@ class ChatTemplate:
         endings = tuple(text for id in ending_ids if (text := token_text(self._tokenizer, id)))
         pieces = pieces_of(messages, replies, text_of, Frame(self._header, endings, self._added), self._tokenizer)
         sampled = [piece for piece in pieces if not isinstance(piece, str)]
-        ids = [encode_rendered(self._tokenizer, piece) if isinstance(piece, str) else piece for piece in pieces]
+        ids = [self._encode(piece) if isinstance(piece, str) else piece for piece in pieces]
         return Prompt(tuple(chain.from_iterable(ids)), len(sampled), sum(map(len, sampled)))
 
     def shown_with(self, template_kwargs: dict[str, Any]) -> str:
@@ -136,7 +141,7 @@ class ChatTemplate:
         chat = self._chat(messages, tools)
         text_of = partial(self._text, tools=self._shown_tools(tools), template_kwargs=template_kwargs)
         text = text_of(chat, reply=True)
-        ids = encode_rendered(self._tokenizer, text) if prompt is None else prompt
+        ids = self._encode(text) if prompt is None else prompt
         before = self._before_reply(chat, text, text_of)
         found = {
             self._system_end(self._openings(messages, tools), text, ids, text_of),
@@ -194,6 +199,16 @@ class ChatTemplate:
         users = [{"role": "user", "content": content} for content in ("A", "0")]
         return [self._chat([*messages[:num_system], user], tools) for user in users]
 
+    def _samples(self) -> list[str]:
+        """Chats as the template writes them, some of odd texts; fewer where it refuses some."""
+        samples = []
+        for text in SAMPLE_TEXTS:
+            system, asked, said = ({"role": role, "content": text} for role in ("system", "user", "assistant"))
+            for chat in ([system, asked], [asked, said, asked]):
+                with suppress(InvalidRequest):
+                    samples.append(self._with_generation_prompt(chat, None))
+        return samples
+
     def _with_generation_prompt(self, messages: list[Message], tools: Tools | None) -> str:
         return self._text(messages, tools, None, reply=True)
 
@@ -222,7 +237,7 @@ class ChatTemplate:
         except InvalidRequest:
             return 0
         shared = text[: min(_num_shared(text, other) for other in others)]
-        return _num_shared(encode_rendered(self._tokenizer, shared), ids)
+        return _num_shared(self._encode(shared), ids)
 
     def _before_reply(self, chat: list[Message], text: str, text_of: Callable[..., str]) -> str:
         """What comes before the generation prompt; empty: the template cannot do without."""
@@ -235,11 +250,11 @@ class ChatTemplate:
     def _reply_start(self, before: str, text: str, ids: tuple[int, ...]) -> int:
         if not before:
             return 0
-        generation_prompt = encode_rendered(self._tokenizer, text[len(before) :])
+        generation_prompt = self._encode(text[len(before) :])
         # Where the generation prompt's ids stand at the end as they are, the long rest need not be tokenized again.
         if generation_prompt and ids[-len(generation_prompt) :] == generation_prompt:
             return len(ids) - len(generation_prompt)
-        shorter = encode_rendered(self._tokenizer, before)
+        shorter = self._encode(before)
         return len(shorter) if ids[: len(shorter)] == shorter else 0
 
     def _next_chats(self, messages: list[Message], tools: Tools | None) -> list[list[Message]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,11 @@ def encode_text(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:
 def encode_rendered(tokenizer: TokenizerWrapper, text: str) -> tuple[int, ...]:
     """Text that already has its special tokens written out, as chat templates do."""
     return _encode(tokenizer, text, with_special=False)
+
+
+def encode_rendered_all(tokenizer: TokenizerWrapper, texts: Sequence[str]) -> list[Sequence[int]]:
+    """Likewise of several, each by itself."""
+    return _encode_all(tokenizer, texts, with_special=False)
 
 
 def require_unicode(text: str, *, param: str) -> None:
@@ -83,11 +88,16 @@ def decode_ids(tokenizer: TokenizerWrapper, ids: list[int]) -> str:
 
 
 def _encode(tokenizer: TokenizerWrapper, text: str, *, with_special: bool) -> tuple[int, ...]:
+    (ids,) = _encode_all(tokenizer, [text], with_special=with_special)
+    return tuple(ids)
+
+
+def _encode_all(tokenizer: TokenizerWrapper, texts: Sequence[str], *, with_special: bool) -> list[Sequence[int]]:
     fast = fast_tokenizer(tokenizer)
     if fast is None or fast.truncation is not None or fast.padding is not None:
-        return tuple(hf_tokenizer(tokenizer).encode(text, add_special_tokens=with_special))
+        return [hf_tokenizer(tokenizer).encode(text, add_special_tokens=with_special) for text in texts]
     # The batch call lets other threads run and leaves offsets out: half the time of `encode`, which holds the GIL.
-    return tuple(fast.encode_batch_fast([text], add_special_tokens=with_special)[0].ids)
+    return [made.ids for made in fast.encode_batch_fast(list(texts), add_special_tokens=with_special)]
 
 
 def _is_byte_level(decoder: Any) -> bool:

@@ -1,0 +1,119 @@
+"""Rendered chats to token ids, piece by piece: what an earlier prompt had is not tokenized again.
+
+The next prompt of an agent is its last one and a turn more, and tokenizing 100,000 tokens takes as long as many steps.
+Tokenizers cut a text at special tokens before they look at anything else, so what begins with one has the same ids
+wherever it stands. Whether that holds for a tokenizer is tried before it is relied on.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import chain, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from blake3 import blake3
+
+from kvstrata.text.fast import fast_tokenizer, hf_tokenizer
+from kvstrata.text.tokens import encode_rendered, encode_rendered_all
+
+if TYPE_CHECKING:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+MOST_TOKENS = 4 << 20  # that are remembered, four bytes each
+LEAST_CHARS = 32  # shorter pieces are as soon tokenized as found
+DIGEST_BYTES = 16
+
+
+class TurnEncoder:
+    """`samples`: texts as the template writes them. Pieces begin at the special tokens that these have."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, samples: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._known = _Known()
+        self._marks = _marks(tokenizer, samples)
+        if any(self(sample) != encode_rendered(tokenizer, sample) for sample in samples):
+            self._marks = None
+
+    @property
+    def cuts(self) -> bool:
+        """Whether texts are cut at all."""
+        return self._marks is not None
+
+    def __call__(self, text: str) -> tuple[int, ...]:
+        if self._marks is None:
+            return encode_rendered(self._tokenizer, text)
+        starts = [match.start() for match in self._marks.finditer(text)]
+        pieces = [text[a:b] for a, b in pairwise([0, *starts, len(text)]) if a < b]
+        keys = [_digest(piece) if len(piece) >= LEAST_CHARS else None for piece in pieces]
+        found: list[Sequence[int] | None] = [None if key is None else self._known.get(key) for key in keys]
+        missing = [place for place, ids in enumerate(found) if ids is None]
+        made = encode_rendered_all(self._tokenizer, [pieces[place] for place in missing])
+        for place, ids in zip(missing, made, strict=True):
+            found[place] = ids
+            if (key := keys[place]) is not None:
+                self._known.put(key, ids)
+        return tuple(chain.from_iterable(ids for ids in found if ids is not None))
+
+
+class _Known:
+    """Ids of pieces, those that were asked for last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ids: OrderedDict[bytes, np.ndarray] = OrderedDict()
+        self._num_tokens = 0
+
+    def get(self, key: bytes) -> list[int] | None:
+        with self._lock:
+            ids = self._ids.get(key)
+            if ids is None:
+                return None
+            self._ids.move_to_end(key)
+        return ids.tolist()
+
+    def put(self, key: bytes, ids: Sequence[int]) -> None:
+        held = np.array(ids, np.uint32)
+        with self._lock:
+            if key in self._ids or len(held) > MOST_TOKENS:
+                return
+            self._ids[key] = held
+            self._num_tokens += len(held)
+            while self._num_tokens > MOST_TOKENS:
+                _, oldest = self._ids.popitem(last=False)
+                self._num_tokens -= len(oldest)
+
+
+def _digest(text: str) -> bytes:
+    return blake3(text.encode()).digest(length=DIGEST_BYTES)
+
+
+def _marks(tokenizer: TokenizerWrapper, samples: Sequence[str]) -> re.Pattern[str] | None:
+    """Of the special tokens in these texts, those that the tokenizer finds wherever they stand. None: no such."""
+    fast = fast_tokenizer(tokenizer)
+    if fast is None or fast.encode_special_tokens:
+        return None
+    # Others are looked for later, in what is left between these.
+    exact = [token for token in hf_tokenizer(tokenizer).added_tokens_decoder.values() if not token.normalized]
+    if any(token.single_word for token in exact):
+        return None
+    names = [token.content for token in exact]
+    marks = [
+        token.content
+        for token in exact
+        # One that takes the spaces before it would begin earlier than it is found.
+        if token.special and not token.lstrip and any(token.content in sample for sample in samples)
+    ]
+    alone = [mark for mark in marks if not any(_hides(name, mark) for name in names)]
+    return re.compile("|".join(map(re.escape, alone))) if alone else None
+
+
+def _hides(token: str, mark: str) -> bool:
+    """Whether a tokenizer may find this token where the mark stands: it has it inside, or ends as the mark begins."""
+    if token == mark:
+        return False
+    starts = (mark[:size] for size in range(1, len(mark)))
+    return mark in token or any(token.endswith(start) and token != start for start in starts)
