@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import psutil
 import pytest
 
@@ -22,6 +23,7 @@ from kvstrata.engine.housekeeping import Housekeeping
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.engine.runner import Runner
+from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, NeverFits, QueueFull, Unavailable
 from kvstrata.layers import buffers
@@ -258,6 +260,20 @@ def test_a_step_that_fails_ends_its_requests_and_not_the_server(caplog: pytest.L
         assert "defect" in caplog.text
         engine.submit(request("good"), (good := Reply()).sink)
         assert isinstance(good.wait(), Finished)
+
+
+def test_a_prompt_as_an_array_is_used_as_it_is_and_refused_where_it_is_another() -> None:
+    prompt = tuple(range(1, 40))
+    ids = np.array(prompt, np.int32)
+    asked = Request("a", prompt, 4, GREEDY, prompt_ids=ids)
+    sequence = Sequence(asked, lambda _: None, 4, 0)
+    assert sequence.ids() is ids
+    sequence.tokens.append(7)
+    assert sequence.ids().tolist() == [*prompt, 7]
+    assert Sequence(Request("a", prompt, 4, GREEDY), lambda _: None, 4, 0).ids().tolist() == list(prompt)
+    for other in (prompt[:-1], (*prompt[:-1], 50)):
+        with pytest.raises(ValueError, match="another prompt"):
+            dataclasses.replace(asked, prompt=other)
 
 
 def test_steps_are_traced_at_the_start_and_not_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

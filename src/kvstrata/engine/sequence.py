@@ -70,7 +70,7 @@ class Sequence:
         self.stored = Stored(set(request.resume_at))
         self.miss = ""  # why not more of the prompt was found
         self.unpinned = ""  # why the prompt is not pinned as asked
-        self._ids = np.empty(0, np.int32)
+        self._ids = np.empty(0, np.int32) if request.prompt_ids is None else request.prompt_ids
         self._sampler: Sampler | None = None
         self._matcher: Matcher | None = None
         self.submitted_s = time.monotonic()

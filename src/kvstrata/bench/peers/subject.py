@@ -12,6 +12,7 @@ from typing import Any
 from kvstrata.backend import cache_root
 from kvstrata.bench.peers.base import Model
 from kvstrata.errors import ConfigError, ModelError
+from kvstrata.models.made import MARKER
 
 
 def subject(named: Path | None, gguf: Path | None, *, on_cpu: bool) -> Model:
@@ -82,7 +83,9 @@ def write_dense(folder: Path, into: Path) -> None:
 def copy_tokenizer(folder: Path, into: Path) -> None:
     """And the chat template: all that a model's folder has beside weights."""
     for path in folder.iterdir():
-        if path.suffix in {".json", ".jinja", ".txt", ".model"} and "safetensors" not in path.name:
+        if path.suffix in {".json", ".jinja", ".txt", ".model"} and not (
+            "safetensors" in path.name or path.name == MARKER
+        ):
             shutil.copy(path, into / path.name)
 
 

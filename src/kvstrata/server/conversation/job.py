@@ -114,12 +114,16 @@ def _job(job_id: str, requests: Sequence[Request], wanted: Wanted, readers: Sequ
 def _visiting(service: Service, job: Job, names: Sequence[Name]) -> Job:
     """`names`: of the sessions that the prompts belong to."""
     firsts = job.requests[:: job.n]
-    tokenizer = service.loaded.tokenizer
+    prompts = [as_ids(request.prompt) for request in firsts]
+    text_of = partial(ids_text, service.loaded.tokenizer)
     visits = tuple(
-        service.sessions.visit(request.salt, name, as_ids(request.prompt), partial(ids_text, tokenizer))
-        for request, name in zip(firsts, names, strict=True)
+        service.sessions.visit(request.salt, name, ids, text_of)
+        for request, name, ids in zip(firsts, names, prompts, strict=True)
     )
-    requests = [replace(request, session=visits[place // job.n].key) for place, request in enumerate(job.requests)]
+    requests = [
+        replace(request, session=visits[place // job.n].key, prompt_ids=prompts[place // job.n])
+        for place, request in enumerate(job.requests)
+    ]
     parted = visits[0].parted if len(visits) == 1 else None
     notes = {**(parted.notes if parted else {}), **job.notes}
     return replace(job, requests=tuple(requests), visits=visits, notes=notes)
