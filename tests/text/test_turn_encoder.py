@@ -101,8 +101,8 @@ def test_where_cutting_does_not_hold_texts_are_encoded_whole() -> None:
     assert not TurnEncoder(ALL["bytes"], []).cuts
 
     class Counting(TurnEncoder):
-        def __call__(self, text: str) -> tuple[int, ...]:
-            return (*super().__call__(text), 0) if self.cuts else super().__call__(text)
+        def __call__(self, text: str, salt: str = "") -> tuple[int, ...]:
+            return (*super().__call__(text, salt), 0) if self.cuts else super().__call__(text, salt)
 
     encoder = Counting(ALL["bytes"], [SAMPLE])  # its pieces are not the whole
     assert not encoder.cuts
@@ -131,6 +131,8 @@ def test_what_was_seen_is_not_tokenized_again_and_memory_is_bounded(monkeypatch:
     asked.clear()
     encoder(turns[0])
     assert asked == [turns[0]]
+    encoder(turns[0], salt="another caller")
+    assert asked == [turns[0]] * 2
     encoder(f"{START}{'b' * 5000}")  # more than all that may be remembered
     assert encoder._known._num_tokens <= 1000
 
@@ -138,7 +140,7 @@ def test_what_was_seen_is_not_tokenized_again_and_memory_is_bounded(monkeypatch:
 def test_a_long_chat_and_a_turn_more(default_model: LoadedModel) -> None:
     """The default model's own template and tokenizer: as before, and in a fraction of the time."""
     template = ChatTemplate(default_model.tokenizer)
-    assert template._encode.cuts
+    assert template._encoder.cuts
     turns = [
         {"role": role, "content": f"{i}. The answer is {i * 7919}, isn't it?\n\n" * 60}
         for i in range(60)
@@ -149,6 +151,7 @@ def test_a_long_chat_and_a_turn_more(default_model: LoadedModel) -> None:
     assert len(template.render(short)) > 50_000
     text = template._text(long, None, None, reply=True)
     assert template.render(long) == encode_rendered(default_model.tokenizer, text)
+    assert template.under("a caller").render(long) == template.render(long)
     whole, pieces = partial(encode_rendered, default_model.tokenizer, text), partial(template._encode, text)
     assert _least_s(pieces) < 0.5 * _least_s(whole)
 

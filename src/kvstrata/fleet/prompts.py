@@ -107,8 +107,9 @@ class Prompts:
         return self._of_completion(validated(CompletionAsked, {**request, "prompt": ids}), scope)
 
     def _of_chat(self, chat: Chat, scope: Scope) -> _Prompt:
-        ids = self._renderer.render(self._renderer.shown(chat))
-        return _Prompt(ids, salt_of(scope, chat.wanted.cache_salt), name_of_chat(scope, chat))
+        salt = salt_of(scope, chat.wanted.cache_salt)
+        ids = self._renderer.render(self._renderer.shown(chat), salt)
+        return _Prompt(ids, salt, name_of_chat(scope, chat))
 
     def _of_completion(self, asked: CompletionAsked, scope: Scope) -> _Prompt:
         """Of several prompts the first decides."""

@@ -59,6 +59,9 @@ class Positions:
         self._encode = encode  # of rendered text
         self._markers = markers
 
+    def with_encode(self, encode: Callable[[str], tuple[int, ...]]) -> Positions:
+        return Positions(encode, self._markers)
+
     def shared(self, text: str, ids: tuple[int, ...], other: str) -> int:
         """How many ids a prompt has in common with what another text makes; 0: not known. `ids` are those of `text`,
         but a reply may have been put in as the model wrote it: so positions are counted in markers, and only

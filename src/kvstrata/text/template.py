@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -71,7 +72,8 @@ class ChatTemplate:
         # A tokenizer saved with truncation or padding loses them at its first use; that must not happen in two threads.
         encode_rendered(tokenizer, "")
         self.exists: bool = bool(tokenizer.has_chat_template)
-        self._encode = TurnEncoder(tokenizer, self._samples() if self.exists else ())
+        self._encoder = TurnEncoder(tokenizer, self._samples() if self.exists else ())
+        self._encode: Callable[[str], tuple[int, ...]] = self._encoder
         self._positions = Positions(self._encode, special_names(tokenizer))
         self.has_tools = self.exists and shows_tools(self._with_generation_prompt)
         self._shape = wanted_shape(self._with_generation_prompt) if self.has_tools else Shape()
@@ -81,6 +83,13 @@ class ChatTemplate:
         self._system_turns = takes if system_in_place else replace(takes, later=True)
         self._header = reply_header(partial(self._text, tools=None, template_kwargs=None)) if self.exists else ""
         self._added = tuple(token.content for token in hf_tokenizer(tokenizer).added_tokens_decoder.values())
+
+    def under(self, salt: str) -> ChatTemplate:
+        """The same template, which remembers apart what it tokenizes."""
+        salted = copy(self)
+        salted._encode = partial(self._encoder, salt=salt)
+        salted._positions = self._positions.with_encode(salted._encode)
+        return salted
 
     def render(
         self, messages: list[Message], *, tools: Tools | None = None, template_kwargs: dict[str, Any] | None = None

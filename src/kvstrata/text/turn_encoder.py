@@ -43,20 +43,22 @@ class TurnEncoder:
         """Whether texts are cut at all."""
         return self._marks is not None
 
-    def __call__(self, text: str) -> tuple[int, ...]:
+    def __call__(self, text: str, salt: str = "") -> tuple[int, ...]:
+        """Callers of different salts learn nothing of each other's texts, not even by the time that it takes."""
         if self._marks is None:
             return encode_rendered(self._tokenizer, text)
         starts = [match.start() for match in self._marks.finditer(text)]
         pieces = [text[a:b] for a, b in pairwise([0, *starts, len(text)]) if a < b]
-        keys = [_digest(piece) if len(piece) >= LEAST_CHARS else None for piece in pieces]
+        keys = [_digest(salt, piece) if len(piece) >= LEAST_CHARS else None for piece in pieces]
         found: list[Sequence[int] | None] = [None if key is None else self._known.get(key) for key in keys]
-        missing = [place for place, ids in enumerate(found) if ids is None]
-        made = encode_rendered_all(self._tokenizer, [pieces[place] for place in missing])
-        for place, ids in zip(missing, made, strict=True):
-            found[place] = ids
-            if (key := keys[place]) is not None:
-                self._known.put(key, ids)
-        return tuple(chain.from_iterable(ids for ids in found if ids is not None))
+        missing = {piece: key for piece, key, ids in zip(pieces, keys, found, strict=True) if ids is None}
+        made = dict(zip(missing, encode_rendered_all(self._tokenizer, list(missing)), strict=True))
+        for piece, key in missing.items():
+            if key is not None:
+                self._known.put(key, made[piece])
+        return tuple(
+            chain.from_iterable(made[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True))
+        )
 
 
 class _Known:
@@ -87,8 +89,8 @@ class _Known:
                 self._num_tokens -= len(oldest)
 
 
-def _digest(text: str) -> bytes:
-    return blake3(text.encode()).digest(length=DIGEST_BYTES)
+def _digest(salt: str, text: str) -> bytes:
+    return blake3(f"{len(salt)}:{salt}{text}".encode()).digest(length=DIGEST_BYTES)
 
 
 def _marks(tokenizer: TokenizerWrapper, samples: Sequence[str]) -> re.Pattern[str] | None:

@@ -60,9 +60,10 @@ class Renderer:
         variables = {**switched, **chat.template_kwargs} or None
         return Shown(tidy.messages, list(tools_told(chat)) or None, variables, tidy.used)
 
-    def render(self, shown: Shown) -> tuple[int, ...]:
+    def render(self, shown: Shown, salt: str) -> tuple[int, ...]:
         """Every reply as the template writes it."""
-        return self.template.render(shown.messages, tools=shown.tools, template_kwargs=shown.variables)
+        template = self.template.under(salt)
+        return template.render(shown.messages, tools=shown.tools, template_kwargs=shown.variables)
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,11 @@ class Shown:
 
 
 def chat_prompt(service: Service, chat: Chat, scope: Scope) -> ChatPrompt:
-    template = service.template
-    renderer = Renderer(template, service.thinking, service.hygiene)
-    shown = renderer.shown(chat)
+    salt = salt_of(scope, chat.wanted.cache_salt)
+    template = service.template.under(salt)
+    shown = Renderer(template, service.thinking, service.hygiene).shown(chat)
     require_possible_chat(service, shown.messages)
-    prompt = _rendered(service, renderer, shown, salt_of(scope, chat.wanted.cache_salt))
+    prompt = _rendered(service, template, shown, salt)
     resume_at: tuple[int, ...] = ()
     if service.engine.resumes_at_marks:
         resume_at = template.boundaries(shown.messages, shown.tools, template_kwargs=shown.variables, prompt=prompt.ids)
@@ -104,11 +105,11 @@ def tools_told(chat: Chat) -> tuple[dict[str, object], ...]:
     return () if chat.choice.mode == "none" else chat.tools
 
 
-def _rendered(service: Service, renderer: Renderer, shown: Shown, salt: str) -> Prompt:
+def _rendered(service: Service, template: ChatTemplate, shown: Shown, salt: str) -> Prompt:
     replies = [_reply_of(service, salt, message, shown.tools) for message in shown.messages]
     if not any(replies):
-        return Prompt(renderer.render(shown))
-    return service.template.replay(
+        return Prompt(template.render(shown.messages, tools=shown.tools, template_kwargs=shown.variables))
+    return template.replay(
         shown.messages,
         replies,
         ending_ids=service.ending_ids,
