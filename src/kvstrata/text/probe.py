@@ -45,6 +45,19 @@ _SYSTEM: Message = {"role": "system", "content": "S"}
 _USER: Message = {"role": "user", "content": "U"}
 
 
+# With spaces, lines, digits and letters at either end, where a tokenizer may look beyond a special token.
+_TEXTS = ("Hello", "  two spaces  ", "\n\nlines\n", "12345 678", "\tñ漢字🙂", "")
+
+
+def samples(render: Render) -> list[str]:
+    """Chats as the template writes them, some of odd texts; without those that it refuses."""
+    made = []
+    for text in _TEXTS:
+        system, asked, said = ({"role": role, "content": text} for role in ("system", "user", "assistant"))
+        made += [_rendered(render, chat, None) for chat in ([system, asked], [asked, said, asked])]
+    return [text for text in made if text]
+
+
 def shows_tools(render: Render) -> bool:
     # Some templates show tools only beside a system message, others refuse system messages.
     chats = ([_USER], [_SYSTEM, _USER])

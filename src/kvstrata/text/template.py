@@ -9,7 +9,6 @@ Any number of threads may render.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +26,7 @@ from kvstrata.text.probe import (
     SystemTurns,
     probe_call,
     reply_header,
+    samples,
     shown_of_history,
     shows_tools,
     system_turns,
@@ -55,8 +55,6 @@ class Prompt:
     replayed_tokens: int = 0
 
 
-# With spaces, lines, digits and letters at either end, where a tokenizer may look beyond a special token.
-SAMPLE_TEXTS = ("Hello", "  two spaces  ", "\n\nlines\n", "12345 678", "\tñ漢字🙂", "")
 # What apply_chat_template takes for itself; a client may set the template's variables only.
 _RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
@@ -72,7 +70,7 @@ class ChatTemplate:
         # A tokenizer saved with truncation or padding loses them at its first use; that must not happen in two threads.
         encode_rendered(tokenizer, "")
         self.exists: bool = bool(tokenizer.has_chat_template)
-        self._encoder = TurnEncoder(tokenizer, self._samples() if self.exists else ())
+        self._encoder = TurnEncoder(tokenizer, samples(self._with_generation_prompt) if self.exists else ())
         self._encode: Callable[[str], tuple[int, ...]] = self._encoder
         self._positions = Positions(self._encode, special_names(tokenizer))
         self.has_tools = self.exists and shows_tools(self._with_generation_prompt)
@@ -207,16 +205,6 @@ class ChatTemplate:
         num_system = is_system.index(False) if False in is_system else len(messages)
         users = [{"role": "user", "content": content} for content in ("A", "0")]
         return [self._chat([*messages[:num_system], user], tools) for user in users]
-
-    def _samples(self) -> list[str]:
-        """Chats as the template writes them, some of odd texts; fewer where it refuses some."""
-        samples = []
-        for text in SAMPLE_TEXTS:
-            system, asked, said = ({"role": role, "content": text} for role in ("system", "user", "assistant"))
-            for chat in ([system, asked], [asked, said, asked]):
-                with suppress(InvalidRequest):
-                    samples.append(self._with_generation_prompt(chat, None))
-        return samples
 
     def _with_generation_prompt(self, messages: list[Message], tools: Tools | None) -> str:
         return self._text(messages, tools, None, reply=True)
