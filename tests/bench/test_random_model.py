@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvstrata.bench import random_model
+from kvstrata.bench.peers.subject import copy_tokenizer
 from kvstrata.bench.random_model import QWEN3_0_6B, write_random_model
 from kvstrata.cli import bench_compare
 from kvstrata.cli.bench import app
@@ -45,3 +47,19 @@ def test_the_command_writes_one_and_keeps_what_is_there(tmp_path: Path, monkeypa
     assert (folder / "config.json").is_file()
     with pytest.raises(ConfigError, match="not empty"):
         bench_compare.random_model(folder)
+
+
+def test_the_vocabulary_is_that_of_the_tokenizer(tmp_path: Path) -> None:
+    """Also where the model sees pictures, too; and where it cannot be told, nothing is written."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    copy_tokenizer(get_default(), theirs)
+    config = json.loads((get_default() / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps({"text_config": {"vocab_size": config["vocab_size"]}}))
+    assert write_random_model(tmp_path / "made", theirs, SMALL)["vocab_size"] == config["vocab_size"]
+    (theirs / "config.json").write_text("{}")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="vocab_size"):
+            write_random_model(tmp_path / "other", theirs, SMALL)
+        (theirs / "config.json").unlink(missing_ok=True)
+    assert not (tmp_path / "other").exists()

@@ -271,7 +271,7 @@ def test_a_prompt_as_an_array_is_used_as_it_is_and_refused_where_it_is_another()
     sequence.tokens.append(7)
     assert sequence.ids().tolist() == [*prompt, 7]
     assert Sequence(Request("a", prompt, 4, GREEDY), lambda _: None, 4, 0).ids().tolist() == list(prompt)
-    for other in (prompt[:-1], (*prompt[:-1], 50)):
+    for other in (prompt[:-1], (*prompt[:-1], 50), (*prompt[:9], 50, *prompt[10:])):
         with pytest.raises(ValueError, match="another prompt"):
             dataclasses.replace(asked, prompt=other)
 

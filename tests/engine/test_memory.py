@@ -100,6 +100,7 @@ def test_the_fixed_cost_of_a_pass_is_told_from_two_passes(fixed_s: float, token_
     # No more than was seen: a longer chunk may be another matter.
     assert found.pass_tokens == pytest.approx(min(fixed_s / token_s, few + more), rel=0.01, abs=2)
     assert found.tokens_s == pytest.approx((few + more) / timed[0][1])
+    assert found.pass_s == pytest.approx(fixed_s + found.pass_tokens * token_s, rel=0.01)
     assert scratch.pass_cost((64, 0.2), (16, 0.2)).pass_tokens == 64
 
 

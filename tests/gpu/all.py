@@ -26,6 +26,7 @@ PYTHON = (sys.executable, "-u", "-m")
 KVSTRATA = (*PYTHON, "kvstrata")
 LEAST_S = 10.0  # a stage that would have less is not begun
 END_S = 15.0  # to end by itself
+LOOK_S = 0.5  # between two looks at what a stage has started
 
 
 @dataclass(frozen=True)
@@ -84,28 +85,43 @@ def run(stage: Stage, folder: Path, left_s: float) -> Result:
     began_s = time.monotonic()
     with (folder / f"{stage.name}.log").open("w") as log:
         settings = os.environ | dict(stage.settings)
-        process = subprocess.Popen(stage.command, stdout=log, stderr=subprocess.STDOUT, env=settings)
+        family = Family(subprocess.Popen(stage.command, stdout=log, stderr=subprocess.STDOUT, env=settings))
         try:
-            code = process.wait(limit_s)
-            said = "passed" if code == 0 else f"failed ({code})"
-        except subprocess.TimeoutExpired:
-            said = f"was ended after {limit_s:.0f} s"
+            code = family.wait(limit_s)
+            said = f"was ended after {limit_s:.0f} s" if code is None else "passed" if code == 0 else f"failed ({code})"
         finally:
-            end(process)
+            family.end()
     return Result(stage.name, said, time.monotonic() - began_s)
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
-    """With the servers that it has started, which have sessions of their own: it may end them itself, then all go."""
-    if process.poll() is not None:
-        return
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    process.terminate()
-    _, left = psutil.wait_procs(family, timeout=END_S)
-    for each in left:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
-    process.wait()
+class Family:
+    """A stage, and what it has started: servers have sessions of their own, and outlive a stage that was killed."""
+
+    def __init__(self, stage: subprocess.Popen[bytes]) -> None:
+        self._stage = stage
+        self._seen: set[psutil.Process] = set()
+
+    def wait(self, limit_s: float) -> int | None:
+        """Its status; None: it still runs after so long."""
+        until_s = time.monotonic() + limit_s
+        while time.monotonic() < until_s:
+            with suppress(psutil.NoSuchProcess):
+                self._seen |= {*psutil.Process(self._stage.pid).children(recursive=True)}
+            with suppress(subprocess.TimeoutExpired):
+                return self._stage.wait(max(0.0, min(LOOK_S, until_s - time.monotonic())))
+        return None
+
+    def end(self) -> None:
+        """The stage first gets time to end what it has started; whatever is left is killed."""
+        if self._stage.poll() is None:
+            self._stage.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._stage.wait(END_S)
+        self._stage.kill()
+        self._stage.wait()
+        for each in self._seen:
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 def run_all(chosen: Sequence[Stage], folder: Path, minutes: float) -> list[Result]:

@@ -180,7 +180,7 @@ def compiled_right() -> Cases:
                 found[way] = np.stack(steps)
             scale = np.abs(found["layers"]).max()
             off = [float(np.abs(a - b).max() / scale) for a, b in zip(found["layers"], found["compiled"], strict=True)]
-            return f"{'ok' if max(off) < 0.01 else 'WRONG'} by step: {' '.join(f'{x:.1e}' for x in off)}"
+            return f"{'ok' if all(x < 0.01 for x in off) else 'WRONG'} by step: {' '.join(f'{x:.1e}' for x in off)}"
 
         yield f"compiled, {', '.join(names)}", work
 

@@ -29,25 +29,33 @@ def test_a_stage_that_fails_or_hangs_costs_no_other(tmp_path: Path, monkeypatch:
         "import signal, subprocess, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         "print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid); time.sleep(600)"
     )
+    dies = (
+        "import os, subprocess, time; print(subprocess.Popen(['sleep', '600'], start_new_session=True).pid);"
+        "time.sleep(3); os.kill(os.getpid(), 9)"
+    )
     chosen = [
         stage("right", "import os; print('said', os.environ['ASKED'])", 60.0, ("ASKED", "so")),
         stage("fails", "print('half'); raise SystemExit(3)"),
         stage("hangs", hangs, 5.0),
+        stage("dies", dies),
         stage("after", "print('still')"),
     ]
     results = run_all(chosen, tmp_path, minutes=5)
-    assert [result.said for result in results] == ["passed", "failed (3)", "was ended after 5 s", "passed"]
+    assert [result.said for result in results] == [
+        *("passed", "failed (3)", "was ended after 5 s", "failed (-9)", "passed")
+    ]
     assert (tmp_path / "right.log").read_text() == "said so\n"
     assert (tmp_path / "fails.log").read_text() == "half\n"
     assert [row["name"] for row in json.loads((tmp_path / "summary.json").read_text())] == [s.name for s in chosen]
     # What a stage has started ends with it, in whatever session.
-    child = int((tmp_path / "hangs.log").read_text())
-    for _ in range(100):
-        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
-            break
-        time.sleep(0.05)
-    else:
-        pytest.fail("what the stage had started still runs")
+    for name in ("hangs", "dies"):
+        child = int((tmp_path / f"{name}.log").read_text())
+        for _ in range(100):
+            if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail(f"what the stage that {name} had started still runs")
 
 
 def test_a_stage_that_makes_a_folder_finds_none(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def test_what_was_seen_is_not_tokenized_again_and_memory_is_bounded(monkeypatch:
         return made(tokenizer, texts)
 
     monkeypatch.setattr(turn_encoder, "encode_rendered_all", counted)
-    monkeypatch.setattr(turn_encoder, "MOST_TOKENS", 1000)
+    monkeypatch.setattr(turn_encoder, "MOST_BYTES", 8000)
     encoder = TurnEncoder(ALL["bytes"], [SAMPLE])
     turns = [f"{START}{i}{'ab er ' * 40}" for i in range(3)]
     encoder("".join(turns[:2]))
@@ -127,14 +127,14 @@ def test_what_was_seen_is_not_tokenized_again_and_memory_is_bounded(monkeypatch:
     assert asked == [turns[2]]
     for i in range(50):
         encoder(f"{START}{i} other {'a' * 90}")
-        assert encoder._known._num_tokens <= 1000
+        assert encoder._known.num_bytes <= 8000
     asked.clear()
     encoder(turns[0])
     assert asked == [turns[0]]
     encoder(turns[0], salt="another caller")
     assert asked == [turns[0]] * 2
     encoder(f"{START}{'b' * 5000}")  # more than all that may be remembered
-    assert encoder._known._num_tokens <= 1000
+    assert encoder._known.num_bytes <= 8000
 
 
 def test_a_long_chat_and_a_turn_more(default_model: LoadedModel) -> None:

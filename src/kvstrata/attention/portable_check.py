@@ -96,7 +96,7 @@ def kernels(kinds: Collection[tuple[mx.Dtype, int, int]]) -> str:
 
 
 def used() -> list[str]:
-    """Kernels that were tried, and are used: the same word for the same one."""
+    """Kernels that were tried, and are used. They are named alike at every start."""
     return sorted(f"{trial.what} {kind}" for kind, found in list(_tried.items()) for trial in found if trial.is_used)
 
 

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from kvstrata.bench.peers.subject import copy_tokenizer
+from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.models.loaded import LoadedModel
 
@@ -61,7 +62,10 @@ def write_random_model(
     config."""
     from mlx_lm.utils import save_config, save_model
 
-    theirs = json.loads((tokenizer / "config.json").read_text())
+    theirs = json.loads((tokenizer / "config.json").read_text()) if (tokenizer / "config.json").is_file() else {}
+    theirs |= theirs.get("text_config", {})  # of a model that sees pictures, too
+    if "vocab_size" not in theirs:
+        raise ConfigError(f"{tokenizer} has no config.json that tells its vocab_size. Name another folder.")
     taken = {name: theirs[name] for name in ("vocab_size", "bos_token_id", "eos_token_id") if name in theirs}
     written = {**config, **taken, "torch_dtype": "bfloat16"}
     save_model(folder, random_model(written, seed=seed).module)

@@ -161,7 +161,7 @@ def kernels(kinds: Collection[Kind]) -> list[str]:
 
 
 def used() -> list[str]:
-    """Kernels that were tried, and are used: the same word for the same one."""
+    """Kernels that were tried, and are used. They are named alike at every start."""
     return sorted(f"{what} {kind.dtype} {kind.dim}" for (kind, what), found in list(_tried.items()) if found.is_used)
 
 

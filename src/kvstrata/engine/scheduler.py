@@ -76,7 +76,7 @@ class Sharing:
     recent: Sequence[Added] = ()
     steps_since_chunk: int = 0  # decode steps without one, in a row
     pass_tokens: int = 0  # how many tokens take as long as the fixed cost of a pass
-    pass_s: float = 0.0  # how long a chunk of so many took when that was measured, at the start; 0: not known
+    pass_s: float = 0.0  # how long a chunk of so many takes, by what was measured at the start; 0: not known
 
 
 @dataclass(frozen=True)

@@ -100,11 +100,7 @@ def _measured_tokens(runner: Runner, chunk: int) -> int:
 class PassCost(NamedTuple):
     tokens_s: float
     pass_tokens: int = 0  # how many tokens take as long as the fixed cost of a pass; 0: not measured
-
-    @property
-    def pass_s(self) -> float:
-        """Of a chunk of so many."""
-        return self.pass_tokens / self.tokens_s
+    pass_s: float = 0.0  # how long a chunk of so many takes
 
 
 def measure_prefill(runner: Runner, chunk_tokens: int) -> PassCost:
@@ -120,7 +116,8 @@ def pass_cost(*timed: tuple[int, float]) -> PassCost:
     """Of two passes: their tokens, and the seconds that they took."""
     (few, few_s), (many, many_s) = sorted(timed)
     token_s = max(many_s - few_s, 0.0) / (many - few)
-    return PassCost(many / many_s, max(0, min(many, int(few_s / max(token_s, 1e-9)) - few)))
+    pass_tokens = max(0, min(many, int(few_s / max(token_s, 1e-9)) - few))
+    return PassCost(many / many_s, pass_tokens, few_s + (pass_tokens - few) * token_s)
 
 
 def _pass_s(runner: Runner, tokens: int) -> float:

@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from blake3 import blake3
 
-from kvstrata.text.fast import fast_tokenizer, hf_tokenizer
+from kvstrata.text.fast import fast_tokenizer
 from kvstrata.text.tokens import encode_rendered, encode_rendered_all
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-MOST_TOKENS = 4 << 20  # that are remembered, four bytes each
-LEAST_CHARS = 32  # shorter pieces are as soon tokenized as found
+MOST_BYTES = 16 << 20  # that are remembered
+ENTRY_BYTES = 400  # of a piece beside its ids: its key, and what Python needs for both
+LEAST_CHARS = 32  # tokenizing a shorter piece takes no longer than looking it up
 DIGEST_BYTES = 16
 
 
@@ -44,7 +45,7 @@ class TurnEncoder:
         return self._marks is not None
 
     def __call__(self, text: str, salt: str = "") -> tuple[int, ...]:
-        """Callers of different salts learn nothing of each other's texts, not even by the time that it takes."""
+        """What is remembered for one salt is never found for another."""
         if self._marks is None:
             return encode_rendered(self._tokenizer, text)
         starts = [match.start() for match in self._marks.finditer(text)]
@@ -67,7 +68,7 @@ class _Known:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ids: OrderedDict[bytes, np.ndarray] = OrderedDict()
-        self._num_tokens = 0
+        self.num_bytes = 0
 
     def get(self, key: bytes) -> list[int] | None:
         with self._lock:
@@ -80,13 +81,13 @@ class _Known:
     def put(self, key: bytes, ids: Sequence[int]) -> None:
         held = np.array(ids, np.uint32)
         with self._lock:
-            if key in self._ids or len(held) > MOST_TOKENS:
+            if key in self._ids or ENTRY_BYTES + held.nbytes > MOST_BYTES:
                 return
             self._ids[key] = held
-            self._num_tokens += len(held)
-            while self._num_tokens > MOST_TOKENS:
+            self.num_bytes += ENTRY_BYTES + held.nbytes
+            while self.num_bytes > MOST_BYTES:
                 _, oldest = self._ids.popitem(last=False)
-                self._num_tokens -= len(oldest)
+                self.num_bytes -= ENTRY_BYTES + oldest.nbytes
 
 
 def _digest(salt: str, text: str) -> bytes:
@@ -99,7 +100,7 @@ def _marks(tokenizer: TokenizerWrapper, samples: Sequence[str]) -> re.Pattern[st
     if fast is None or fast.encode_special_tokens:
         return None
     # Others are looked for later, in what is left between these.
-    exact = [token for token in hf_tokenizer(tokenizer).added_tokens_decoder.values() if not token.normalized]
+    exact = [token for token in fast.get_added_tokens_decoder().values() if not token.normalized]
     if any(token.single_word for token in exact):
         return None
     names = [token.content for token in exact]
@@ -114,7 +115,7 @@ def _marks(tokenizer: TokenizerWrapper, samples: Sequence[str]) -> re.Pattern[st
 
 
 def _hides(token: str, mark: str) -> bool:
-    """Whether a tokenizer may find this token where the mark stands: it has it inside, or ends as the mark begins."""
+    """Whether this token may be found in place of the mark: it contains the mark, or its end overlaps its beginning."""
     if token == mark:
         return False
     starts = (mark[:size] for size in range(1, len(mark)))
