@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.attention.parts import RawPart
 from kvstrata.codecs import paths, portable_decode
 from kvstrata.codecs.kernel_text import Launch
 from kvstrata.codecs.planes import PlanesCodec
@@ -89,6 +91,20 @@ def test_on_a_mac_the_measured_context_lies_in_more_parts_than_a_launch_decodes(
     joined = portable_decode.join(stretches, mx.float32, "plain", see)
     assert joined.shape == (2, num_tokens, 64)
     assert len(launches) == (2 if num_tokens > 7 else 1)
+
+
+def test_on_cuda_some_of_the_measured_context_is_another_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass goes over it like over any other: here the passes themselves are a CPU's."""
+    loaded = tiny_loaded("llama")
+    layout = layout_of(loaded)
+    runner, storage = Runner(loaded.module, layout), Storage(k=parse("planes:8"), v=parse("planes:4"))
+    pairs = sealed_pairs(layout, storage)
+    assert pairs is not None
+    monkeypatch.setattr(scratch, "paths", SimpleNamespace(active=lambda: "cuda"))
+    first, second = scratch._sources(layout.flat()[0], pairs[0], 700)
+    assert (first.num_tokens, second.num_tokens) == (350, 350)
+    assert isinstance(second.parts()[0], RawPart)
+    assert measure_scratch(runner, Shape(2, VOCAB, 700, 32, pairs)).bytes_for(700, 1, 700) > 0
 
 
 @given(

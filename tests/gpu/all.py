@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import mlx.core as mx
 import psutil
 
 PYTHON = (sys.executable, "-u", "-m")
@@ -143,6 +144,10 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0, help="for all stages together")
     parser.add_argument("--only", default="", help="some stages, with commas between")
     options = parser.parse_args()
+    if not mx.cuda.is_available():
+        parser.error(
+            "MLX finds no NVIDIA GPU here: nvidia-smi must answer, and make setup must have installed CUDA's MLX"
+        )
     known = {stage.name: stage for stage in stages(options.folder)}
     names = options.only.split(",") if options.only else [*known]
     if missing := [name for name in names if name not in known]:

@@ -99,9 +99,8 @@ def random_model(
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty. Name a new folder.")
     config = write_random_model(folder, tokenizer or get_default())
-    typer.echo(
-        f"{folder} has {config['num_hidden_layers']} layers of random weights and {config['vocab_size']:,} tokens."
-    )
+    layers, tokens = config["num_hidden_layers"], config["vocab_size"]
+    typer.echo(f"{folder} has {layers} layers of random weights and a vocabulary of {tokens:,} tokens.")
 
 
 def _plan(*, quick: bool, minutes: float) -> Plan:
