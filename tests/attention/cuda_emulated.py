@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from kvstrata.backend import nvrtc
+from kvstrata.backend.string_hash import string_hash
 from kvstrata.codecs import cuda_compiled
 from kvstrata.codecs.cuda_compiled import TYPES
 from kvstrata.codecs.cuda_kernels import FOLDER, without_comments
@@ -29,8 +30,8 @@ _HERE = Path(__file__).parent
 _BACKWARDS = itertools.cycle((False, True))
 
 
-# By names of kernels, as MLX has them: what comes with a later call it does not look at.
-_known: dict[str, bytes] = {}
+# By names of kernels and hashes of their code, as MLX has them.
+_known: dict[tuple[str, int], bytes] = {}
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
@@ -50,7 +51,7 @@ def _run_precompiled(
     ensure_row_contiguous: bool,
     **launch: Any,
 ) -> list[mx.array]:
-    path = _known.setdefault(name, compiled_source)
+    path = _known.setdefault((name, string_hash(compiled_source)), compiled_source)
     views = [_view(mx.contiguous(array) if ensure_row_contiguous else array) for array in inputs]
     return _run(path, views, [np.array(number, np.int32) for number in scalars], **launch)
 
@@ -133,7 +134,7 @@ def _folder() -> TemporaryDirectory[str]:
 
 @cache
 def _compiled(text: str) -> bytes:
-    """Text of one kernel -> the path of a library"""
+    """Text of one kernel -> the path of a library, which ends with a zero"""
     assert COMPILER is not None
     (name,) = re.findall(r"__global__ void (\w+)\(", text)
     text = text.replace(without_comments(FOLDER / "intrinsics.cuh"), "")
@@ -145,9 +146,9 @@ def _compiled(text: str) -> bytes:
     command = [COMPILER, *_OPTIONS, "-O1", "-shared", "-fPIC", str(file), "-o", str(library)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[:4000]
-    return str(library).encode()
+    return str(library).encode() + b"\0"
 
 
 @cache
 def _loaded(path: bytes) -> ctypes.CDLL:
-    return ctypes.CDLL(path.decode())
+    return ctypes.CDLL(path.partition(b"\0")[0].decode())

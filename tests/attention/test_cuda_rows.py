@@ -35,6 +35,10 @@ from kvstrata.layers.window import WindowLayer
 from tests.attention.table_walk import Walk
 from tests.codecs.arrays import keys
 
+pytestmark = pytest.mark.skipif(
+    mx.cuda.is_available(), reason="where there is a GPU the kernel is tried first, and test_cuda.py tests it"
+)
+
 HEADS, DIM, SCALE = 2, 64, 0.1
 DTYPE = mx.bfloat16
 SHAPE = KvShape(HEADS, DIM, DIM, DTYPE)

@@ -32,9 +32,12 @@ class Entrance:
     def let_in(self, requests: Sequence[Request], own_bytes: Iterable[int], limit_bytes: int, *, slice_s: float) -> int:
         """How many of these, in their order, may begin now. `own_bytes`: what each of them takes; `limit_bytes`: what
         those that run leave. `slice_s`: of work that may be done here and now."""
-        found = [request.stored.found for request in requests]
-        self._hold([entry for each in found if each is not None for entry in each.entries])
-        for number, (request, nbytes) in enumerate(zip(requests, own_bytes, strict=True)):
+        sizes = tuple(own_bytes)
+        if not self._room.fits(limit_bytes - sum(sizes)):
+            # Something has to go: not what these would go on from.
+            found = [request.stored.found for request in requests]
+            self._hold([entry for each in found if each is not None for entry in each.entries])
+        for number, (request, nbytes) in enumerate(zip(requests, sizes, strict=True)):
             limit_bytes -= nbytes
             if self._has_to_wait(request, limit_bytes, slice_s):
                 return number

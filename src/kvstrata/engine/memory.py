@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import mlx.core as mx
+
 from kvstrata.engine.rungs import RAW, Rung
 from kvstrata.errors import ConfigError, NeverFits
 from kvstrata.layers.buffers import round_up
@@ -16,9 +18,10 @@ DEFAULT_SHARE = 0.75
 # Kept free beside what passes were seen to take: for what the disk sends ahead, and for the allocator's rounding.
 SPARE_SHARE = 0.1
 # MLX keeps freed buffers for the next allocation of that size; more than this goes back to the system. One part in so
-# many of what the weights leave: buffers of passes, which would otherwise come back as pages to be cleared.
+# many of what the weights leave: buffers of passes, which would otherwise come back as pages to be cleared. On CUDA the
+# arrays of many operations are alive at once, and one pass that has to ask the driver for them takes 60 ms longer.
 ALLOCATOR_CACHE_SHARE = 16
-MAX_ALLOCATOR_CACHE_BYTES = 512 << 20
+MAX_ALLOCATOR_CACHE_BYTES = (4096 if mx.cuda.is_available() else 512) << 20
 MIB = 1 << 20
 
 

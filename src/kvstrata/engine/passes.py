@@ -44,10 +44,12 @@ class Passes:
         if chunks and not step_plan.rides:
             self._prefill(chunks)
         riding = chunks if step_plan.rides else []
+        brings_first = any(not self._sequences.running[key].num_generated for key in step_plan.decode)
         done = self._replace_in_flight(self._launch(step_plan.decode, riding))
         self._after_chunks(riding)
-        if not self.overlaps or chunks or self._sequences.has_prompts:
-            # Steps beside a prompt never overlap: how long each takes is what chunks are sized by.
+        if not self.overlaps or chunks or brings_first or self._sequences.has_prompts:
+            # Steps beside a prompt never overlap: how long each takes is what chunks are sized by. Nor does a step that
+            # brings a first token: that would be read after the next step was issued, which takes longer than the GPU.
             done += self.take_in_flight()
         return done
 

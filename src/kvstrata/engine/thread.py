@@ -43,10 +43,11 @@ log = logging.getLogger(__name__)
 
 # Ids before a plain completion that the first word of its text may depend on.
 CONTEXT_IDS = 8
-# Without a request, until memory that was freed goes back to the system.
-KEEPS_FREED_S = 5.0
+# Without a request, until memory that was freed goes back to the system. A GPU of its own has no use for it elsewhere,
+# and users read for a while before they answer.
+KEEPS_FREED_S = 300.0 if mx.cuda.is_available() else 5.0
 # Work on stored KV while no sequence runs, until the inbox is looked at again.
-IDLE_SLICE_S = 0.05
+IDLE_SLICE_S = 0.002
 
 
 class EngineThread:

@@ -10,6 +10,7 @@ alike: so memory and disk can tell whose something is without a list of salts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from blake3 import blake3
 
@@ -42,6 +43,7 @@ def owner_key(identity: Identity, owner: str) -> bytes:
     return _digest(identity, owner)[:OWNER_BYTES]
 
 
+@lru_cache(maxsize=256)
 def _digest(identity: Identity, salt: str) -> bytes:
     """Every field is written with its length, so that no two identities spell the same bytes."""
     fields = [

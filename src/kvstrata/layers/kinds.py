@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -88,6 +89,10 @@ class Layout:
 
     def flat(self) -> tuple[LayerSpec, ...]:
         """With the children of composites in their place: how spans and plans number layers."""
+        return self._flat
+
+    @cached_property
+    def _flat(self) -> tuple[LayerSpec, ...]:
         return tuple(spec for layer in self.layers for spec in (layer.children or (layer,)))
 
     def head_kinds(self) -> set[tuple[mx.Dtype, int, int]]:

@@ -49,6 +49,10 @@ class Room:
         is_high = used_bytes > HIGH * limit_bytes
         self._pressure.relieve(used_bytes - (self._rewriting.pending_bytes() if is_high else 0), limit_bytes)
 
+    def fits(self, limit_bytes: int) -> bool:
+        """Whether no more than this is held already."""
+        return self._shelf.held_bytes <= min(limit_bytes, self._shelf.max_bytes)
+
     def shrink_to(self, limit_bytes: int, slice_s: float = math.inf, *, most_bytes: int | None = None) -> Shrunk:
         """Let spans step down and evict until no more than this is held, or only what is in use. First goes what
         conversations have left behind, then what the disk has too, as far as it is worth least; then spans step down;
