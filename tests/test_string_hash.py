@@ -21,7 +21,7 @@ def of_library() -> Callable[[bytes], int]:
     name = ctypes.util.find_library("stdc++")
     if name is None or sys.platform != "linux" or sys.maxsize < 1 << 32:
         pytest.skip("there is no libstdc++ of 64 bits here")
-    function = getattr(ctypes.CDLL(name), "_ZSt11_Hash_bytesPKvmm")  # std::_Hash_bytes(const void*, size_t, size_t)
+    function = ctypes.CDLL(name)._ZSt11_Hash_bytesPKvmm  # std::_Hash_bytes(const void*, size_t, size_t)
     function.restype = ctypes.c_uint64
     function.argtypes = (ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t)
     return lambda text: function(text, len(text), SEED)

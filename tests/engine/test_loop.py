@@ -50,6 +50,17 @@ def test_requests_that_come_and_go_get_what_they_get_alone(architecture: str) ->
         assert_same(client, alone(architecture, prompt(5 + 13 * i, seed=i), 10 + 3 * i, sampling[i]))
 
 
+def test_a_first_token_does_not_wait_for_the_step_after_it() -> None:
+    """Steps overlap from then on: each token is read when the next step is in flight."""
+    drive = Drive(tiny_loaded("llama"))
+    client = drive.submit(prompt(1), 4)
+    seen = []
+    while not drive.loop.idle:
+        drive.loop.step()
+        seen.append(len(client.ids))
+    assert seen == [1, 1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_short_prompts_that_share_passes_get_what_they_get_alone(
     architecture: str, monkeypatch: pytest.MonkeyPatch

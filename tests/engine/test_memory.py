@@ -7,7 +7,7 @@ import random
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -118,6 +118,25 @@ def test_the_fixed_cost_of_a_pass_is_told_from_two_passes(fixed_s: float, token_
     assert found.tokens_s == pytest.approx((few + more) / timed[0][1])
     assert found.pass_s == pytest.approx(fixed_s + found.pass_tokens * token_s, rel=0.01)
     assert scratch.pass_cost((64, 0.2), (16, 0.2)).pass_tokens == 64
+
+
+@pytest.mark.parametrize(
+    ("fixed_s", "token_s", "timed"), [(0.01, 1e-6, [64, 512, 2048]), (0.01, 1e-4, [64, 512]), (0.2, 1e-4, [64, 16])]
+)
+def test_where_many_tokens_take_no_longer_more_are_timed(
+    monkeypatch: pytest.MonkeyPatch, fixed_s: float, token_s: float, timed: list[int]
+) -> None:
+    seen = []
+
+    def took_s(_: object, tokens: int) -> float:
+        seen.append(tokens)
+        return fixed_s + tokens * token_s
+
+    monkeypatch.setattr(scratch, "_pass_s", took_s)
+    monkeypatch.setattr(scratch, "mx", SimpleNamespace(default_device=lambda: "gpu", cpu="cpu"))
+    found = scratch.measure_prefill(cast("Runner", None), 4096)
+    assert seen == timed
+    assert found.pass_tokens == pytest.approx(min(fixed_s / token_s, max(timed)), rel=0.01, abs=2)
 
 
 def test_windows_are_not_taken_for_contexts() -> None:

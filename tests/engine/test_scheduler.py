@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
 from kvstrata.engine.scheduler import (
@@ -267,6 +268,13 @@ def test_where_tokens_got_dear_a_pass_is_worth_fewer(seed: int, slower: float, a
     # would add 65 to 127 ms.
     assert max(added[20:]) <= 0.06
     assert sum(added[20:]) <= 0.03 * len(added[20:])
+
+
+@pytest.mark.parametrize(("took_s", "size"), [(0.03, 2048), (0.04, 180), (0.2, 45)])
+def test_short_chunks_of_late_do_not_make_long_ones_short(took_s: float, size: int) -> None:
+    """Where 2,048 tokens take 40 ms, 20 of them for the pass: 90 that took about that were all that there was."""
+    sharing = Sharing(0.5, 0.006, 90_000.0, [Added(90, took_s)], 60, pass_tokens=2048, pass_s=0.04)
+    assert beside_tokens(sharing, least=16, most=4096) == size
 
 
 def test_without_a_measured_step_streams_go_on_alone_and_a_share_of_one_gives_all() -> None:

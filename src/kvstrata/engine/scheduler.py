@@ -25,6 +25,8 @@ MIN_BESIDE_TOKENS = 16
 # A chunk beside streams may be longer by this share of its size where that ends the prompt: what would be left costs a
 # pass of its own.
 OVER_SIZE = 0.25
+# A chunk that costs no more than so many times what was expected of it says that others cost what is expected of them.
+AS_EXPECTED = 1.5
 # A chunk that costs more than so many times what was expected of a large one is too large.
 MOST_OF_EXPECTED = 3.0
 # From one chunk to the next, sizes grow by no more than this: one measurement may be off.
@@ -219,6 +221,10 @@ def _worthwhile(sharing: Sharing, least: int) -> int:
         return max(least, sharing.pass_tokens)
     size = max(chunk.num_tokens for chunk in sharing.recent)
     took_s = statistics.median(chunk.seconds for chunk in sharing.recent if chunk.num_tokens == size)
+    # Half of what a chunk of `pass_tokens` costs is the pass itself.
+    expected_s = sharing.pass_s * (1 + size / sharing.pass_tokens) / 2 if sharing.pass_tokens else 0.0
+    if took_s <= AS_EXPECTED * expected_s:
+        return max(least, sharing.pass_tokens)
     is_dear = took_s > MOST_OF_EXPECTED * sharing.pass_s
     return max(least, min(sharing.pass_tokens, size // 2 if is_dear else int(MAX_GROWTH * size)))
 

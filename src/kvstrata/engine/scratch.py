@@ -52,7 +52,8 @@ KEPT_BITS = 5
 MAX_TRIES = 8
 # Passes that are timed: one, and on a GPU a longer one, or a shorter one where the first took long.
 TIMED_TOKENS = 64
-MANY_TIMED_TOKENS = 512
+MANY_TIMED_TOKENS, MOST_TIMED_TOKENS = 512, 2048
+HARDLY_LONGER = 1.5
 FEW_TIMED_TOKENS = 16
 LONG_PASS_S = 0.1
 TIMED_PASSES = 4
@@ -109,7 +110,12 @@ def measure_prefill(runner: Runner, chunk_tokens: int) -> PassCost:
     second = min(chunk_tokens, MANY_TIMED_TOKENS if first_s <= LONG_PASS_S else FEW_TIMED_TOKENS)
     if mx.default_device() == mx.cpu or second == first:
         return PassCost(first / first_s)
-    return pass_cost((first, first_s), (second, _pass_s(runner, second)))
+    second_s = _pass_s(runner, second)
+    if second > first and second_s <= HARDLY_LONGER * first_s:
+        # It tells nothing of what a token costs.
+        second = min(chunk_tokens, MOST_TIMED_TOKENS)
+        second_s = _pass_s(runner, second)
+    return pass_cost((first, first_s), (second, second_s))
 
 
 def pass_cost(*timed: tuple[int, float]) -> PassCost:
