@@ -72,6 +72,7 @@ MOST_GROWTH_BYTES = 16 * MIB
 # Tables of shapes that were met are kept, some hundred small arrays; on CUDA each takes a page.
 KEPT_TABLES_BYTES = (16 if mx.cuda.is_available() else 1) * MIB
 MOST_GROWTH_OF_SHORT_RUN_BYTES = 128 * MIB
+SAYS_EVERY_S = 20.0
 
 
 class Case(NamedTuple):
@@ -281,8 +282,8 @@ def test_nothing_is_wrong_and_nothing_grows(tmp_path: Path) -> None:
     process = psutil.Process()
     num_python_threads, num_threads, num_files = threading.active_count(), process.num_threads(), process.num_fds()
     active_bytes = mx.get_active_memory()
-    ends_s = time.monotonic() + 60 * minutes
-    while time.monotonic() < ends_s:
+    began_s = said_s = time.monotonic()
+    while time.monotonic() < began_s + 60 * minutes:
         case = soak.rng.choice(CASES)
         soak.between(case)
         soak.epoch(case, chats[case])
@@ -291,6 +292,10 @@ def test_nothing_is_wrong_and_nothing_grows(tmp_path: Path) -> None:
         assert process.num_threads() <= num_threads + NUM_LEAVING
         assert process.num_fds() == num_files
         assert mx.get_active_memory() <= active_bytes + KEPT_TABLES_BYTES
+        if time.monotonic() >= said_s + SAYS_EVERY_S:
+            said_s = time.monotonic()
+            more = mx.get_active_memory() - active_bytes
+            print(f"{said_s - began_s:.0f} s: {soak.num_requests} requests, {more / MIB:.1f} MiB more than before")
     report(soak)
     moved = ("promoted_tokens", "evicted_tokens", "disk_evicted_limit", "disk_written_base")
     for what in ("cached_tokens", *moved, "left", "changes"):
