@@ -10,6 +10,7 @@ import pytest
 
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Sampling, TokenUsage
+from kvstrata.engine.scheduler import PassCost
 from kvstrata.layers.mixed import MixedPass
 from tests.engine.drive import GREEDY, Client, Drive
 from tests.tiny import VOCAB, tiny_loaded
@@ -74,7 +75,7 @@ def test_short_prompts_that_share_passes_get_what_they_get_alone(
         run(mixed, chunks, *given, **options)
 
     drive = Drive(tiny_loaded(architecture))
-    drive.loop.speeds.pass_tokens = 120
+    drive.loop.speeds.pass_cost = PassCost(pass_tokens=120)
     monkeypatch.setattr(MixedPass, "__init__", watched)
     # Each ends with a pass that it shares: while no stream runs, and beside those that run then.
     lengths = [30, 50, 7, 90, 40, 25]

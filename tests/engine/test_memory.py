@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.attention.parts import RawPart
+from kvstrata.backend import MlxBackend
 from kvstrata.codecs import paths, portable_decode
 from kvstrata.codecs.kernel_text import Launch
 from kvstrata.codecs.planes import PlanesCodec
@@ -164,17 +165,21 @@ def test_windows_are_not_taken_for_contexts() -> None:
         measure_scratch(Runner(module, layout), shape),
         token_bytes=least_token_bytes(layout, Storage()),
         context_tokens=32_768,
+        backend="metal",
     )
     assert shares.scratch_bytes < GIB
     assert shares.kv_bytes > 13 * GIB
 
 
 @pytest.mark.parametrize("kv_bytes", [3 * MIB, GIB, 100 * GIB])
-def test_a_limit_for_so_much_kv_leaves_so_much(kv_bytes: int) -> None:
+@pytest.mark.parametrize(("backend", "most_cached"), [("cpu", 512 * MIB), ("cuda", 4 * GIB)])
+def test_a_limit_for_so_much_kv_leaves_so_much(kv_bytes: int, backend: MlxBackend, most_cached: int) -> None:
     lines = (scratch.Line(5 * MIB), scratch.Line(MIB, 700.5), scratch.Line(0, 20.0, of_all_rows=True))
-    sizes = {"token_bytes": 1000.0, "context_tokens": 40_000}
+    sizes: Any = {"token_bytes": 1000.0, "context_tokens": 40_000, "backend": backend}
     limit_bytes = limit_for(kv_bytes, 77 * MIB, Scratch(lines), **sizes)
     shares = share_memory(limit_bytes, 77 * MIB, Scratch(lines), **sizes)
+    assert shares.allocator_cache_bytes <= most_cached
+    assert (shares.allocator_cache_bytes == most_cached) == (kv_bytes == 100 * GIB)
     assert shares.kv_bytes == pytest.approx(kv_bytes, rel=0.001)
     parts = (shares.weight_bytes, shares.allocator_cache_bytes, shares.scratch_bytes, shares.spare_bytes)
     assert sum(parts) + shares.kv_bytes <= limit_bytes

@@ -11,8 +11,10 @@ from hypothesis import given
 
 from kvstrata.engine.scheduler import (
     MIN_CHUNK_TOKENS,
+    UNMEASURED,
     Added,
     Chunk,
+    PassCost,
     Running,
     Sharing,
     StepPlan,
@@ -193,19 +195,18 @@ class Machine:
         fixed_s: float,
         token_s: float,
         noise: random.Random,
-        pass_tokens: int = 0,
-        pass_s: float = 0.0,
+        cost: PassCost = UNMEASURED,
         alone_tokens_s: float = 0.0,
     ) -> None:
         self.step_s, self._fixed_s, self._token_s, self._noise = step_s, fixed_s, token_s, noise
-        self._pass, self._alone_tokens_s = (pass_tokens, pass_s), alone_tokens_s or 1 / token_s
+        self._cost, self._alone_tokens_s = cost, alone_tokens_s or 1 / token_s
         self._added: list[Added] = []
         self._steps_since_chunk = 0
 
     def run(self, share: float, least: int) -> tuple[int, float]:
         """One step: the tokens of its chunk, and what it added."""
         known = self._added[-6:], self._steps_since_chunk
-        sharing = Sharing(share, self.step_s, self._alone_tokens_s, *known, *self._pass)
+        sharing = Sharing(share, self.step_s, self._alone_tokens_s, *known, self._cost)
         tokens = beside_tokens(sharing, least=least, most=256)
         if not tokens:
             self._steps_since_chunk += 1
@@ -244,7 +245,7 @@ def test_prompts_get_their_share_of_the_time_whatever_the_machine(
 def test_where_tokens_cost_next_to_nothing_chunks_are_large(seed: int, fixed_s: float) -> None:
     """As on a GPU: a step of 3 ms, and a chunk adds several, however few tokens it has."""
     token_s = 0.00008
-    machine = Machine(0.003, fixed_s, token_s, random.Random(seed), pass_tokens=int(fixed_s / token_s))
+    machine = Machine(0.003, fixed_s, token_s, random.Random(seed), PassCost(pass_tokens=int(fixed_s / token_s)))
     tokens, elapsed_s, longest_s = 0, 0.0, 0.0
     while tokens < 3000:
         size, seconds = machine.run(0.5, 16)
@@ -260,9 +261,8 @@ def test_where_tokens_cost_next_to_nothing_chunks_are_large(seed: int, fixed_s: 
 def test_where_tokens_got_dear_a_pass_is_worth_fewer(seed: int, slower: float, alone_tokens_s: float) -> None:
     """Measured without a context, 333 tokens cost as much as the pass; over a long one each takes longer. How fast
     prompts are computed alone says nothing of it: short turns take a pass each."""
-    machine = Machine(
-        0.004, 0.004, 0.000012 * slower, random.Random(seed), 333, 333 / 41_000, alone_tokens_s=alone_tokens_s
-    )
+    cost = PassCost(41_000, 333, 333 / 41_000, 0.000012)
+    machine = Machine(0.004, 0.004, 0.000012 * slower, random.Random(seed), cost, alone_tokens_s=alone_tokens_s)
     added = [seconds for size, seconds in (machine.run(0.5, 16) for _ in range(2000)) if size]
     # Three times what 333 tokens cost alone are 24 ms; a chunk that seems less dear than it is, is doubled. 256 tokens
     # would add 65 to 127 ms.
@@ -270,10 +270,14 @@ def test_where_tokens_got_dear_a_pass_is_worth_fewer(seed: int, slower: float, a
     assert sum(added[20:]) <= 0.03 * len(added[20:])
 
 
-@pytest.mark.parametrize(("took_s", "size"), [(0.03, 2048), (0.04, 180), (0.2, 45)])
-def test_short_chunks_of_late_do_not_make_long_ones_short(took_s: float, size: int) -> None:
-    """Where 2,048 tokens take 40 ms, 20 of them for the pass: 90 that took about that were all that there was."""
-    sharing = Sharing(0.5, 0.006, 90_000.0, [Added(90, took_s)], 60, pass_tokens=2048, pass_s=0.04)
+@pytest.mark.parametrize(
+    ("fixed_s", "took_s", "size"),
+    [(0.02, 0.03, 2048), (0.02, 0.04, 180), (0.02, 0.2, 45), (0.038, 0.039, 2048), (0.038, 0.07, 180)],
+)
+def test_short_chunks_of_late_do_not_make_long_ones_short(fixed_s: float, took_s: float, size: int) -> None:
+    """Where 2,048 tokens take 40 ms, some of them for the pass: 90 that took about that were all that there was."""
+    cost = PassCost(51_200, 2048, 0.04, (0.04 - fixed_s) / 2048)
+    sharing = Sharing(0.5, 0.006, 90_000.0, [Added(90, took_s)], 60, cost)
     assert beside_tokens(sharing, least=16, most=4096) == size
 
 

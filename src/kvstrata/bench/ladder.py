@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.backend import device
 from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.bench.streams import Prompt, Stream, Streams, greedy, random_prompt, running
 from kvstrata.engine.engine import Engine
@@ -149,6 +150,7 @@ def _limit_bytes(loaded: LoadedModel, layout: Layout, load: Load, share: float) 
         remembered_scratch(loaded, Runner(loaded.module, layout), shape),
         token_bytes=least_token_bytes(layout, storage),
         context_tokens=load.chat_tokens,
+        backend=device().backend,
     )
 
 

@@ -26,6 +26,8 @@ TYPES = {
     mx.float16: "__half",
     mx.float32: "float",
     mx.int32: "int",
+    mx.uint8: "unsigned char",
+    mx.uint16: "unsigned short",
     mx.uint32: "unsigned",
     mx.uint64: "unsigned long long",
 }

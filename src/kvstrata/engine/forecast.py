@@ -185,6 +185,7 @@ def _shares(outline: Outline, limit_bytes: int, scratch: Scratch, storage: Stora
         scratch,
         token_bytes=least_token_bytes(outline.layout, storage),
         context_tokens=outline.context_tokens,
+        backend=outline.backend,
     )
 
 

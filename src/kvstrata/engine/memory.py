@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import mlx.core as mx
-
+from kvstrata.backend import MlxBackend
 from kvstrata.engine.rungs import RAW, Rung
 from kvstrata.errors import ConfigError, NeverFits
 from kvstrata.layers.buffers import round_up
@@ -21,7 +20,8 @@ SPARE_SHARE = 0.1
 # many of what the weights leave: buffers of passes, which would otherwise come back as pages to be cleared. On CUDA the
 # arrays of many operations are alive at once, and one pass that has to ask the driver for them takes 60 ms longer.
 ALLOCATOR_CACHE_SHARE = 16
-MAX_ALLOCATOR_CACHE_BYTES = (4096 if mx.cuda.is_available() else 512) << 20
+MAX_ALLOCATOR_CACHE_BYTES = 512 << 20
+MAX_ALLOCATOR_CACHE_BYTES_CUDA = 4096 << 20
 MIB = 1 << 20
 
 
@@ -159,22 +159,40 @@ class MemoryShares:
 
 
 def share_memory(
-    limit_bytes: int, weight_bytes: int, scratch: Scratch, *, token_bytes: float, context_tokens: int
+    limit_bytes: int,
+    weight_bytes: int,
+    scratch: Scratch,
+    *,
+    token_bytes: float,
+    context_tokens: int,
+    backend: MlxBackend,
 ) -> MemoryShares:
     """`token_bytes`: the least that a token of KV takes: the more tokens there are, the more is read."""
     free_bytes = limit_bytes - weight_bytes
-    cache_bytes = max(0, min(MAX_ALLOCATOR_CACHE_BYTES, free_bytes // ALLOCATOR_CACHE_SHARE))
+    cache_bytes = max(0, min(_most_cached(backend), free_bytes // ALLOCATOR_CACHE_SHARE))
     spare_bytes = max(0, int(free_bytes * SPARE_SHARE))
     kv_bytes = scratch.kv_bytes(free_bytes - cache_bytes - spare_bytes, token_bytes, context_tokens)
     scratch_bytes = scratch.bytes_for(max(0, kv_bytes), token_bytes, context_tokens)
     return MemoryShares(limit_bytes, weight_bytes, cache_bytes, scratch_bytes, spare_bytes, kv_bytes)
 
 
-def limit_for(kv_bytes: int, weight_bytes: int, scratch: Scratch, *, token_bytes: float, context_tokens: int) -> int:
+def _most_cached(backend: MlxBackend) -> int:
+    return MAX_ALLOCATOR_CACHE_BYTES_CUDA if backend == "cuda" else MAX_ALLOCATOR_CACHE_BYTES
+
+
+def limit_for(
+    kv_bytes: int,
+    weight_bytes: int,
+    scratch: Scratch,
+    *,
+    token_bytes: float,
+    context_tokens: int,
+    backend: MlxBackend,
+) -> int:
     """The limit that leaves so many bytes for KV. The reverse of `share_memory`."""
     used_bytes = kv_bytes + scratch.bytes_for(kv_bytes, token_bytes, context_tokens)
     shared = used_bytes / (1 - SPARE_SHARE - 1 / ALLOCATOR_CACHE_SHARE)
-    capped = (used_bytes + MAX_ALLOCATOR_CACHE_BYTES) / (1 - SPARE_SHARE)
+    capped = (used_bytes + _most_cached(backend)) / (1 - SPARE_SHARE)
     return weight_bytes + int(min(shared, capped)) + ALLOCATOR_CACHE_SHARE
 
 

@@ -49,7 +49,7 @@ class Passes:
         self._after_chunks(riding)
         if not self.overlaps or chunks or brings_first or self._sequences.has_prompts:
             # Steps beside a prompt never overlap: how long each takes is what chunks are sized by. Nor does a step that
-            # brings a first token: that would be read after the next step was issued, which takes longer than the GPU.
+            # brings a first token: its client would wait until the next step is issued, too.
             done += self.take_in_flight()
         return done
 

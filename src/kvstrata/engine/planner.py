@@ -33,7 +33,7 @@ class Pacing:
             *(free_bytes, self.max_running, chunk_tokens, beside_tokens),
             mixes=self.mixes,
             turn=speeds.num_passes,
-            joined_tokens=speeds.pass_tokens,
+            joined_tokens=speeds.pass_cost.pass_tokens,
             joined_context=self.joined_context,
         )
 

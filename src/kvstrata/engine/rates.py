@@ -10,6 +10,7 @@ from collections.abc import Callable
 from kvstrata.engine.runner import Launched
 from kvstrata.engine.scheduler import (
     MIN_BESIDE_TOKENS,
+    UNMEASURED,
     Added,
     Sharing,
     beside_tokens,
@@ -116,7 +117,7 @@ class Speeds:
         self._max_chunk = max_chunk
         self._fixed_chunk = fixed_chunk
         self._clock = clock
-        self.pass_tokens, self.pass_s = 0, 0.0  # measured at the start: see `Sharing`
+        self.pass_cost = UNMEASURED  # until the start has measured it
         self.num_passes = 0  # with chunks
         self._last_read_s = 0.0
         self._did_chores = False  # since the last decode step was read
@@ -140,8 +141,8 @@ class Speeds:
             return self._fixed_chunk
         beside = self._beside
         step_s = beside.step_s(num_streams)
-        known = beside.recent, beside.steps_since_chunk, self.pass_tokens, self.pass_s
-        sharing = Sharing(self._share, step_s, self.alone.tokens_s, *known)
+        known = beside.recent, beside.steps_since_chunk
+        sharing = Sharing(self._share, step_s, self.alone.tokens_s, *known, self.pass_cost)
         return beside_tokens(sharing, least=MIN_BESIDE_TOKENS, most=self._max_chunk)
 
     def did_chores(self) -> None:

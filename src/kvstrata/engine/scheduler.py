@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 OLDEST_EVERY = 4
 
@@ -20,12 +21,12 @@ CHUNK_S = 0.5
 MIN_CHUNK_TOKENS = 128
 # However few tokens a chunk beside streams has, it costs about one step of theirs: on a CPU because BLAS copies all
 # weights for a product of more than one row. So a chunk of fewer tokens is hardly shorter, and the prompt takes several
-# times as long. Where a pass costs as much as far more tokens, as on a GPU, that is measured (`Sharing.pass_tokens`).
+# times as long. Where a pass costs as much as far more tokens, as on a GPU, that is measured (`PassCost`).
 MIN_BESIDE_TOKENS = 16
 # A chunk beside streams may be longer by this share of its size where that ends the prompt: what would be left costs a
 # pass of its own.
 OVER_SIZE = 0.25
-# A chunk that costs no more than so many times what was expected of it says that others cost what is expected of them.
+# While chunks cost at most so many times what was expected of them, what was measured at the start holds.
 AS_EXPECTED = 1.5
 # A chunk that costs more than so many times what was expected of a large one is too large.
 MOST_OF_EXPECTED = 3.0
@@ -68,6 +69,21 @@ class Added:
     seconds: float
 
 
+class PassCost(NamedTuple):
+    """What a pass takes, as measured at the start."""
+
+    tokens_s: float = 0.0  # in a long pass; 0: not known
+    pass_tokens: int = 0  # how many tokens take as long as the fixed cost of a pass; 0: not measured
+    pass_s: float = 0.0  # how long a chunk of so many takes
+    token_s: float = 0.0  # how much longer for each token
+
+    def seconds(self, num_tokens: int) -> float:
+        return self.pass_s + (num_tokens - self.pass_tokens) * self.token_s
+
+
+UNMEASURED = PassCost()
+
+
 @dataclass(frozen=True)
 class Sharing:
     """What is known when streams and prompts have to share."""
@@ -77,8 +93,7 @@ class Sharing:
     prefill_tokens_s: float  # of chunks while nothing decoded; 0: not known
     recent: Sequence[Added] = ()
     steps_since_chunk: int = 0  # decode steps without one, in a row
-    pass_tokens: int = 0  # how many tokens take as long as the fixed cost of a pass
-    pass_s: float = 0.0  # how long a chunk of so many takes, by what was measured at the start; 0: not known
+    cost: PassCost = UNMEASURED
 
 
 @dataclass(frozen=True)
@@ -217,16 +232,15 @@ def beside_tokens(sharing: Sharing, *, least: int, most: int) -> int:
 def _worthwhile(sharing: Sharing, least: int) -> int:
     """Fewer tokens spare the streams little and hold up the prompt. What a pass is worth was measured without a
     context: where the largest chunk of late cost far more, it is worth fewer."""
-    if not sharing.recent or not sharing.pass_s:
-        return max(least, sharing.pass_tokens)
+    cost = sharing.cost
+    if not sharing.recent or not cost.pass_s:
+        return max(least, cost.pass_tokens)
     size = max(chunk.num_tokens for chunk in sharing.recent)
     took_s = statistics.median(chunk.seconds for chunk in sharing.recent if chunk.num_tokens == size)
-    # Half of what a chunk of `pass_tokens` costs is the pass itself.
-    expected_s = sharing.pass_s * (1 + size / sharing.pass_tokens) / 2 if sharing.pass_tokens else 0.0
-    if took_s <= AS_EXPECTED * expected_s:
-        return max(least, sharing.pass_tokens)
-    is_dear = took_s > MOST_OF_EXPECTED * sharing.pass_s
-    return max(least, min(sharing.pass_tokens, size // 2 if is_dear else int(MAX_GROWTH * size)))
+    if took_s <= AS_EXPECTED * cost.seconds(size):
+        return max(least, cost.pass_tokens)
+    is_dear = took_s > MOST_OF_EXPECTED * cost.pass_s
+    return max(least, min(cost.pass_tokens, size // 2 if is_dear else int(MAX_GROWTH * size)))
 
 
 def _tokens_in(seconds: float, sharing: Sharing, least: int) -> int:

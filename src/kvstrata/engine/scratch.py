@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 
@@ -25,6 +25,7 @@ from kvstrata.codecs import paths
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.engine.memory import Line, Scratch
 from kvstrata.engine.runner import Runner
+from kvstrata.engine.scheduler import PassCost
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.sequence import Pair, Prefix, SequenceCache
@@ -50,7 +51,8 @@ LOGITS_COPIES = 10
 LEEWAY = 1.2
 KEPT_BITS = 5
 MAX_TRIES = 8
-# Passes that are timed: one, and on a GPU a longer one, or a shorter one where the first took long.
+# Passes that are timed: one, and on a GPU a longer one, or a shorter one where the first took long. Where the longer
+# one takes hardly longer, a still longer one tells what a token costs.
 TIMED_TOKENS = 64
 MANY_TIMED_TOKENS, MOST_TIMED_TOKENS = 512, 2048
 HARDLY_LONGER = 1.5
@@ -98,12 +100,6 @@ def _measured_tokens(runner: Runner, chunk: int) -> int:
     return min(chunk, max(MIN_MEASURED_TOKENS, chunk // share))
 
 
-class PassCost(NamedTuple):
-    tokens_s: float
-    pass_tokens: int = 0  # how many tokens take as long as the fixed cost of a pass; 0: not measured
-    pass_s: float = 0.0  # how long a chunk of so many takes
-
-
 def measure_prefill(runner: Runner, chunk_tokens: int) -> PassCost:
     first = min(chunk_tokens, TIMED_TOKENS)
     first_s = _pass_s(runner, first)
@@ -111,10 +107,9 @@ def measure_prefill(runner: Runner, chunk_tokens: int) -> PassCost:
     if mx.default_device() == mx.cpu or second == first:
         return PassCost(first / first_s)
     second_s = _pass_s(runner, second)
-    if second > first and second_s <= HARDLY_LONGER * first_s:
-        # It tells nothing of what a token costs.
-        second = min(chunk_tokens, MOST_TIMED_TOKENS)
-        second_s = _pass_s(runner, second)
+    most = min(chunk_tokens, MOST_TIMED_TOKENS)
+    if first < second < most and second_s <= HARDLY_LONGER * first_s:
+        second, second_s = most, _pass_s(runner, most)
     return pass_cost((first, first_s), (second, second_s))
 
 
@@ -123,7 +118,7 @@ def pass_cost(*timed: tuple[int, float]) -> PassCost:
     (few, few_s), (many, many_s) = sorted(timed)
     token_s = max(many_s - few_s, 0.0) / (many - few)
     pass_tokens = max(0, min(many, int(few_s / max(token_s, 1e-9)) - few))
-    return PassCost(many / many_s, pass_tokens, few_s + (pass_tokens - few) * token_s)
+    return PassCost(many / many_s, pass_tokens, few_s + (pass_tokens - few) * token_s, token_s)
 
 
 def _pass_s(runner: Runner, tokens: int) -> float:

@@ -27,7 +27,8 @@ from kvstrata.engine.planned import least_token_bytes, sealed_pairs
 from kvstrata.engine.remembered import remembered_scratch
 from kvstrata.engine.request import Request
 from kvstrata.engine.runner import Runner
-from kvstrata.engine.scratch import PassCost, Shape, max_chunk, measure_prefill
+from kvstrata.engine.scheduler import PassCost
+from kvstrata.engine.scratch import Shape, max_chunk, measure_prefill
 from kvstrata.engine.storage import Storage
 from kvstrata.engine.warm_up import ready_planes
 from kvstrata.layers.kinds import Layout
@@ -43,8 +44,8 @@ log = logging.getLogger(__name__)
 
 # Ids before a plain completion that the first word of its text may depend on.
 CONTEXT_IDS = 8
-# Without a request, until memory that was freed goes back to the system. A GPU of its own has no use for it elsewhere,
-# and users read for a while before they answer.
+# Without a request, until memory that was freed goes back to the system. On a GPU few other programs could use it, and
+# people read for a while before they answer.
 KEEPS_FREED_S = 300.0 if mx.cuda.is_available() else 5.0
 # Work on stored KV while no sequence runs, until the inbox is looked at again.
 IDLE_SLICE_S = 0.002
@@ -161,6 +162,7 @@ class EngineThread:
             remembered_scratch(self._loaded, runner, shape),
             token_bytes=least_token_bytes(layout, self._storage),
             context_tokens=self.context_tokens,
+            backend=device().backend,
         )
         self.served = Served(self._loaded, layout, make_budget(layout, self.shares), self._limits, self._storage)
         mx.set_cache_limit(self.shares.allocator_cache_bytes)
@@ -169,7 +171,7 @@ class EngineThread:
         self.cold = open_disk(self.served, self._outside.disk, self._outside.files, self._inbox.put)
         self.shared = self._open_remote()
         begin("speed", "Timing a short prompt")
-        self._pass_cost = measure_prefill(runner, shape.chunk_tokens)
+        self._pass_cost = measure_prefill(runner, min(shape.chunk_tokens, shape.max_context_tokens))
         self.loop = self._make_loop()
         # Not after a failed step: what failed once may fail again, and a server that goes on can trace when it has to.
         self.loop.runner.trace_steps(self._limits.max_running)
@@ -199,7 +201,7 @@ class EngineThread:
         loop = make_loop(self.served, self._metrics, self.cold, self.make_detokenizer, self.shared, watcher)
         # Before the first request: whether it is worth waiting for the disk must be known then.
         loop.speeds.alone.add(1, 1 / self._pass_cost.tokens_s)
-        loop.speeds.pass_tokens, loop.speeds.pass_s = self._pass_cost.pass_tokens, self._pass_cost.pass_s
+        loop.speeds.pass_cost = self._pass_cost
         return loop
 
     def make_detokenizer(self, request: Request) -> Detokenizer:

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import mlx.core as mx
 
+from kvstrata.attention import cuda_reading
 from kvstrata.attention.cuda_check import join_works
 from kvstrata.codecs import paths, planes_check
 from kvstrata.codecs.base import UnsupportedCodec
@@ -34,6 +35,7 @@ def _try(stored: Sequence[LayerSpec]) -> int:
 
 def _compile(stored: Sequence[LayerSpec]) -> int:
     """Encode and decode a vector of each kind, under each precision."""
+    cuda_reading.works()
     for dtype, k_dim, v_dim, turn in {(spec.dtype, spec.k_dim, spec.v_dim, spec.k_turn) for spec in stored}:
         join_works(dtype, k_dim, v_dim, turn)
     keys = {(spec.k_dim, spec.k_turn, spec.dtype) for spec in stored}

@@ -13,7 +13,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.attention import cuda_reading
 from kvstrata.attention.parts import SealedPart
+from kvstrata.codecs import paths
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.registry import planes_from
 from kvstrata.errors import ConfigError
@@ -239,19 +241,26 @@ def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:
     out = np.empty((len(arrays), first.nbytes), np.uint8)
     for at in range(0, len(arrays), LAYERS_AT_ONCE):
         some = list(arrays[at : at + LAYERS_AT_ONCE])
-        mx.eval(some)
-        for row, array in zip(out[at:], some, strict=False):
-            row[:] = octets_of(array)
+        for row, octets in zip(out[at:], all_octets(some), strict=False):
+            row[:] = octets
         if at + LAYERS_AT_ONCE < len(arrays):
             yield
     return PackedArray(DTYPES[first.dtype], (len(arrays), *first.shape), out.reshape(-1))
 
 
 def octets_of(array: mx.array) -> np.ndarray:
-    """Its bytes, as they lie in memory where that is without gaps."""
-    if array.dtype == mx.bfloat16:
-        array = array.view(mx.uint16)
-    return np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8)
+    """Its bytes, as they lie in memory where that is without gaps: maybe a view."""
+    (octets,) = all_octets([array])
+    return octets
+
+
+def all_octets(arrays: Sequence[mx.array]) -> list[np.ndarray]:
+    """Those of each."""
+    if paths.active() == "cuda":
+        return cuda_reading.octets(arrays)
+    mx.eval(arrays)
+    bits = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for array in arrays]
+    return [np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8) for array in bits]
 
 
 def array_of(packed: PackedArray) -> mx.array:

@@ -1,0 +1,97 @@
+"""Reading arrays of a GPU. Without one, kernels run on the processor, and the driver is a copy of memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvstrata.attention import cuda_reading
+from kvstrata.attention.cuda_addresses import PLANES_PLACES, take
+from kvstrata.codecs import paths
+from kvstrata.spans import blocks
+from tests.attention import cuda_emulated
+
+ON_GPU = mx.cuda.is_available()
+emulated = pytest.mark.skipif(ON_GPU or not cuda_emulated.works(), reason="needs a C++ compiler, and no GPU")
+
+
+class PretendedDriver:
+    def __init__(self, *, fault: str = "") -> None:
+        self.fault = fault
+        self.addresses: list[int] = []
+
+    def make_current(self) -> None:
+        if self.fault == "no context":
+            raise RuntimeError("cuCtxSetCurrent says 201")
+
+    def copy(self, to: np.ndarray, address: int) -> None:
+        self.addresses.append(address)
+        ctypes.memmove(to.ctypes.data, address, to.nbytes)
+        if self.fault == "other bytes":
+            to[-1] += 1
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[PretendedDriver]:
+    made = PretendedDriver(fault=getattr(request, "param", ""))
+    cuda_emulated.install(monkeypatch)
+    monkeypatch.setattr(cuda_reading, "_driver", lambda: made)
+    cuda_reading.works.cache_clear()
+    yield made
+    cuda_reading.works.cache_clear()
+
+
+def arrays() -> list[mx.array]:
+    numbers = mx.random.normal((4, 6, 70), key=mx.random.key(3))
+    made = [numbers.astype(dtype) for dtype in (mx.bfloat16, mx.float16, mx.float32)]
+    made += [made[0][1:3, :, 5:9], made[1].swapaxes(0, 2), made[2][::2], mx.arange(5, dtype=mx.uint64)]
+    made += [mx.array([True, False, True]), mx.arange(7).astype(mx.uint8), mx.arange(9).astype(mx.int64)]
+    made += [mx.full((3, 2), i, mx.uint32) for i in range(5)]  # more than one launch takes
+    mx.eval(made)
+    return made
+
+
+def bytes_of(array: mx.array) -> bytes:
+    return np.ascontiguousarray(np.asarray(array.view(mx.uint16) if array.dtype == mx.bfloat16 else array)).tobytes()
+
+
+@emulated
+def test_the_bytes_are_those_of_the_arrays_and_none_is_looked_at(
+    driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = arrays()
+    monkeypatch.setattr(paths, "active", lambda: "cuda")
+    found = blocks.all_octets(given)
+    assert [each.tobytes() for each in found] == [bytes_of(array) for array in given]
+    places = {np.asarray(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a).ctypes.data for a in given}
+    assert len(driver.addresses) == 1 + len(given), "with the trial"
+    assert not places.intersection(driver.addresses), "launches may read there"
+    assert blocks.octets_of(given[0]).tobytes() == bytes_of(given[0])
+
+
+@emulated
+@pytest.mark.parametrize("driver", ["no context", "other bytes"], indirect=True)
+def test_where_the_driver_does_not_copy_mlx_does(driver: PretendedDriver, caplog: pytest.LogCaptureFixture) -> None:
+    given = arrays()
+    assert [each.tobytes() for each in cuda_reading.octets(given)] == [bytes_of(array) for array in given]
+    assert "the driver cannot be used" in caplog.text
+    assert not cuda_reading.works()
+    assert driver.fault
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU with CUDA")
+def test_on_a_gpu_arrays_stay_where_they_are() -> None:
+    def places(of: mx.array) -> list[int]:
+        return np.array(take([of] * len(PLANES_PLACES), PLANES_PLACES)).tolist()
+
+    array = mx.random.normal((8, 700, 128), key=mx.random.key(5)).astype(mx.bfloat16)
+    mx.eval(array)
+    before = places(array)
+    assert cuda_reading.works()
+    found = blocks.octets_of(array)
+    assert places(array) == before
+    assert found.tobytes() == bytes_of(array)
