@@ -62,6 +62,24 @@ def test_a_first_token_does_not_wait_for_the_step_after_it() -> None:
     assert seen == [1, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
+def test_a_chunk_of_one_token_attends_as_longer_ones_where_it_can(
+    architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive = Drive(tiny_loaded(architecture))
+    passes: list[int] = []
+    together = drive.loop.runner.prefill_together
+    monkeypatch.setattr(
+        drive.loop.runner, "prefill_together", lambda chunks: (passes.append(len(chunks)), together(chunks))
+    )
+    sampling = Sampling(temperature=0, num_logprobs=0)
+    client = drive.submit(prompt(2), 6, sampling)
+    drive.run()
+    assert passes == ([1] if drive.loop.runner.mixes else [])
+    monkeypatch.setattr(type(drive.loop.runner), "mixes", False)
+    assert_same(client, alone(architecture, prompt(2), 6, sampling))
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_short_prompts_that_share_passes_get_what_they_get_alone(
     architecture: str, monkeypatch: pytest.MonkeyPatch

@@ -70,11 +70,12 @@ class Passes:
     def _prefill(self, chunks: list[PromptChunk]) -> None:
         has_streams = self._sequences.has_streams
         began_s = time.perf_counter()
-        if len(chunks) == 1:
-            self._runner.prefill(chunks[0].cache, chunks[0].tokens)
-        else:
-            self._runner.prefill_together(chunks)
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        if len(chunks) > 1 or (num_tokens == 1 and self._runner.mixes):
+            # One token alone would attend as a stream does: on CUDA by kernels that MLX compiles then, for seconds.
+            self._runner.prefill_together(chunks)
+        else:
+            self._runner.prefill(chunks[0].cache, chunks[0].tokens)
         self._speeds.count_chunk(num_tokens, time.perf_counter() - began_s, has_streams=has_streams)
         self._after_chunks(chunks)
 
