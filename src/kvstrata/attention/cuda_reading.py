@@ -2,7 +2,7 @@
 
 MLX moves an array that the host looks at into memory that both share. The addresses that launches were given then point
 to memory that is free, and the GPU waits for every page of the shared one when it gets it again, for whatever array. So
-the host never looks at an array of more than a few bytes: the driver copies them, from a copy that no launch reads.
+the host looks at no array that is stored: the driver copies its bytes, from a copy that no launch reads.
 """
 
 from __future__ import annotations
