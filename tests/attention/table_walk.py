@@ -11,8 +11,8 @@ import numpy as np
 
 from kvstrata.attention import cuda_addresses, cuda_step
 from kvstrata.attention.cuda import Range
-from kvstrata.attention.cuda_tables import RAW_BITS
 from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cuda_codes import RAW_BITS, bits_of
 from kvstrata.codecs.cuda_kernels import ADDRESSES, WARPS
 from kvstrata.codecs.segments import GROUP_TOKENS, ids
 
@@ -72,8 +72,8 @@ class Walk:
         if not isinstance(k, Planes):
             assert kind[:3] == [RAW_BITS, RAW_BITS, k.shape[2]]
             return [x[:, :, start:end] for x in (k, v)]
-        assert kind[2:5] == [k.num_tokens, len(k.segments), len(v.segments)]
+        assert kind[:5] == [bits_of(k), bits_of(v), k.num_tokens, len(k.segments), len(v.segments)]
         assert offset == (k.position + start) % GROUP_TOKENS
         for planes, segment in ((k, k_segment), (v, v_segment)):
-            assert (ids(planes.segments)[start:end] == segment).all()
+            assert not planes.segments or (ids(planes.segments)[start:end] == segment).all()
         return [x.codec.decode(x, dtype)[None, :, start:end] for x in (k, v)]

@@ -28,7 +28,7 @@ from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.segments import segments_of
 from tests.attention import cuda_emulated
 from tests.codecs.arrays import TURNS, a_turn, keys
-from tests.gpu.step_right import Case, right
+from tests.gpu.step_right import Case, decoded, right
 
 ON_GPU = paths.active() == "cuda"
 
@@ -104,7 +104,7 @@ def test_encoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: m
     stock = codec.encode_stock(x, 100)
     stock = {name: stock[name] for name in (*HELD[bits], "scales", "means")}
     found, wanted = (
-        _dense(Planes(codec, arrays, 301, 100, dim, segments))
+        decoded(Planes(codec, arrays, 301, 100, dim, segments))
         for arrays in (cuda_codes.encode_planes(x, bits, 100, codec.turn), stock)
     )
     # A sum in another order may round a mean or a scale to its neighbour in float16, and a code with it.
@@ -115,7 +115,7 @@ def test_encoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: m
 @pytest.mark.parametrize(("bits", "dim", "dtype", "turns"), some(CODED, 0, 11))
 def test_decoding_gives_what_stock_operations_give(bits: int, dim: int, dtype: mx.Dtype, turns: bool) -> None:
     planes = _encoded(bits, dim, turn=_kind(dim) if turns else "")
-    wanted = _dense(planes)
+    wanted = decoded(planes)
     bound = {mx.float32: 1e-6, mx.float16: 1e-3, mx.bfloat16: 5e-3}[dtype]
     assert _error(cuda_codes.decode_planes(planes, dtype), wanted) < bound
     assert _error(cuda_codes.decode_planes(planes, dtype, 33, 290), wanted[:, 33:290]) < bound
@@ -132,18 +132,20 @@ def test_parts_are_joined_as_they_decode(
 ) -> None:
     monkeypatch.setattr("kvstrata.attention.parts.paths", SimpleNamespace(active=lambda: "cuda"))
     monkeypatch.setattr("kvstrata.attention.parts.joined_works", lambda *_: True)
-    # Of any bits, some of them cut, one raw; each lies elsewhere in its groups.
+    # Of any bits, some of them cut, one raw and some by half; each lies elsewhere in its groups.
     sealed = [
         SealedPart(_encoded(k_bits, dim, seed=i, turn=_kind(dim) if turns else ""), _encoded(v_bits, dim, seed=5 + i))
         for i, (k_bits, v_bits) in enumerate([(8, 8), (4, 2), (2, 4)])
     ]
     raw = [RawCodec().adopt(keys(2, 33, dim, seed=20 + i, dtype=dtype), 0) for i in range(2)]
+    half = [RawCodec().adopt(keys(2, 601, dim, seed=40 + i, dtype=dtype), 200) for i in range(2)]
+    sealed += [SealedPart(half[0], sealed[0].v), SealedPart(sealed[1].k, half[1])]
     own = [keys(2, 50, dim, seed=30 + i, dtype=dtype)[None] for i in range(2)]
     parts: list[Any] = [CutPart(sealed[0], 100, 290), SealedPart(*raw), *sealed[1:], CutPart(SealedPart(*raw), 3, 4)]
     wanted = [
-        [_dense(sealed[0].k)[:, 100:290], _dense(sealed[0].v)[:, 100:290]],
+        [decoded(sealed[0].k)[:, 100:290], decoded(sealed[0].v)[:, 100:290]],
         [_numbers(planes.arrays["values"]) for planes in raw],
-        *([_dense(part.k), _dense(part.v)] for part in sealed[1:]),
+        *([decoded(part.k), decoded(part.v)] for part in sealed[1:]),
         [_numbers(planes.arrays["values"])[:, 3:4] for planes in raw],
     ]
     if with_own:
@@ -204,7 +206,7 @@ def test_attention_over_planes_is_attention_over_what_they_decode_to(
     k, v = _encoded(k_bits, dim, turn=_kind(queries) if turns else ""), _encoded(v_bits, dim, seed=3)
     q = _queries(2, queries, dim)
     out, log_sum = cuda.attend_planes(q, k, v, 17, 540, 0.25)
-    wanted, wanted_log_sum = _attention(q, _dense(k)[:, 17:540], _dense(v)[:, 17:540], 0.25)
+    wanted, wanted_log_sum = _attention(q, decoded(k)[:, 17:540], decoded(v)[:, 17:540], 0.25)
     assert _error(out, wanted) < 2e-5
     # Queries have 14 bits where they meet codes.
     assert np.abs(np.asarray(log_sum) - wanted_log_sum).max() < 5e-4
@@ -217,8 +219,8 @@ def test_scores_and_sums_of_planes(bits: int, dim: int) -> None:
     q = _queries(2, 7, dim)
     p = mx.softmax(_queries(2, 7, planes.num_tokens), axis=-1)
     for k in (planes, _encoded(bits, dim, turn=_kind(bits))):
-        assert _error(cuda_codes.score_planes(q, k), _float64(q) @ _dense(k).swapaxes(1, 2)) < 1e-4
-    assert _error(cuda_codes.mix_planes(p, planes), _float64(p) @ _dense(planes)) < 2e-6
+        assert _error(cuda_codes.score_planes(q, k), _float64(q) @ decoded(k).swapaxes(1, 2)) < 1e-4
+    assert _error(cuda_codes.mix_planes(p, planes), _float64(p) @ decoded(planes)) < 2e-6
 
 
 @needs_kernels
@@ -231,8 +233,8 @@ def test_parts_of_all_kinds_are_one_attention(dtype: mx.Dtype) -> None:
     ranges = [cuda.RawRange(first, first, 0, 4), cuda.PlanesRange(k, v, 0, k.num_tokens), tail]
     q = _queries(1, 6, 1, dim).astype(dtype)
     sinks = mx.array([0.0, 5, 10, 15, 20, 25])
-    parts = [_float64(first)[0], _dense(k), _float64(buffer)[0, :, 7:340]]
-    values = [_float64(first)[0], _dense(v), _float64(buffer)[0, :, 7:340]]
+    parts = [_float64(first)[0], decoded(k), _float64(buffer)[0, :, 7:340]]
+    values = [_float64(first)[0], decoded(v), _float64(buffer)[0, :, 7:340]]
     for given_sinks in (None, sinks):
         out = cuda.attend(q, ranges, scale, given_sinks)
         assert out.shape == (1, 6, 1, dim)
@@ -294,7 +296,9 @@ def check_step(dtype: mx.Dtype, dim: int, with_planes: bool, turn: str = "") -> 
     before: list[list[cuda.Range]] = [[], [cuda.RawRange(*first, 0, 4)], [cuda.RawRange(*buffers[0], 7, 90)]]
     if with_planes:
         before[1].append(planes)
-        before[2][:0] = [replace(planes, start=100, end=300), planes]
+        raw = RawCodec().adopt(keys(2, 601, dim, seed=9, dtype=dtype), 200)
+        stepping, kept = cuda.PlanesRange(raw, planes.v, 33, 590), cuda.PlanesRange(planes.k, raw, 0, 280)
+        before[2][:0] = [replace(planes, start=100, end=300), stepping, planes, kept]
     held = {id(array): _float64(array) for pair in (*buffers, first) for array in pair}
     counters, known, wheres = mx.zeros((6,), mx.uint32), cuda_step.Known(), [Whereabouts() for _ in buffers]
     # The last row is a ring: its new token lies among older ones.
@@ -324,7 +328,7 @@ def _pair(*shape: int, seed: int, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
 
 def _tokens(part: cuda.Range, which: str, held: dict[int, np.ndarray]) -> np.ndarray:
     source = getattr(part, which)
-    dense = _dense(source) if isinstance(source, Planes) else held[id(source)][0]
+    dense = decoded(source) if isinstance(source, Planes) else held[id(source)][0]
     return dense[:, part.start : part.end]
 
 
@@ -336,16 +340,16 @@ def test_a_wrong_kernel_is_noticed() -> None:
         cuda_emulated.install(patch)
         for kernel, is_right in ((right_one, True), (wrong_one, False)):
             patch.setattr(cuda_kernels, "decode_planes", lambda of=kernel: of)
-            assert (_error(cuda_codes.decode_planes(planes, mx.float32), _dense(planes)) < 1e-6) == is_right
+            assert (_error(cuda_codes.decode_planes(planes, mx.float32), decoded(planes)) < 1e-6) == is_right
 
 
 @needs_kernels
 def test_odd_vectors_are_read_as_they_decode() -> None:
     x = mx.concatenate([mx.zeros((1, 70, 64)), mx.full((1, 30, 64), 3.0), keys(1, 3, 64) * 1e6], axis=1)
     planes = PlanesCodec(8).encode(x, position=250)
-    assert _error(cuda_codes.decode_planes(planes, mx.float32), _dense(planes)) < 1e-6
+    assert _error(cuda_codes.decode_planes(planes, mx.float32), decoded(planes)) < 1e-6
     q = _queries(1, 2, 64) * 1e-5
-    wanted, _ = _attention(q, _dense(planes), _dense(planes), 1.0)
+    wanted, _ = _attention(q, decoded(planes), decoded(planes), 1.0)
     out = cuda.attend_planes(q, planes, planes, 0, planes.num_tokens).out
     assert _error(out, wanted) < 1e-4
 
@@ -363,11 +367,6 @@ def _encoded(bits: int, dim: int, seed: int = 0, turn: str = "") -> Planes:
 
 def _queries(*shape: int) -> mx.array:
     return mx.random.normal(shape, key=mx.random.key(1)) * 0.3
-
-
-def _dense(planes: Planes) -> np.ndarray:
-    assert isinstance(planes.codec, PlanesCodec)
-    return _float64(planes.codec.decode_stock(planes))
 
 
 def _float64(x: mx.array) -> np.ndarray:

@@ -19,9 +19,9 @@ from kvstrata.attention import cpu, cuda_check, cuda_rows, cuda_step
 from kvstrata.attention import cuda as cuda_ranges
 from kvstrata.attention.attend import attend
 from kvstrata.attention.cuda_check import step_works
-from kvstrata.attention.cuda_tables import RAW_BITS
 from kvstrata.attention.parts import CutPart, Part, Parts, SealedPart
 from kvstrata.codecs import paths
+from kvstrata.codecs.cuda_codes import RAW_BITS
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers.attention_rows import AttentionRows
@@ -45,9 +45,11 @@ SHAPE = KvShape(HEADS, DIM, DIM, DTYPE)
 LAYOUT = Layout((LayerSpec("full", kv_heads=HEADS, k_dim=DIM, v_dim=DIM, dtype=DTYPE),) * 2, path="parts")
 
 
-def _prefix(codec: PlanesCodec | RawCodec, num_tokens: int, seed: int) -> SealedPart:
+def _prefix(
+    codec: PlanesCodec | RawCodec, num_tokens: int, seed: int, v_codec: PlanesCodec | None = None
+) -> SealedPart:
     k, v = (keys(HEADS, num_tokens, DIM, seed=seed + i, dtype=DTYPE) for i in (0, 1))
-    return SealedPart(codec.encode(k, 0), codec.encode(v, 0))
+    return SealedPart(codec.encode(k, 0), (v_codec or codec).encode(v, 0))
 
 
 class _Cut:
@@ -65,7 +67,8 @@ class _Cut:
 def _layers() -> list[FullLayer | WindowLayer]:
     planes, raw = _prefix(PlanesCodec(8), 90, 1), _prefix(RawCodec(), 70, 3)
     plain, sealed, grown = FullLayer(40), FullLayer(400), FullLayer(14, [_Cut(CutPart(raw, 5, 60))], shape=SHAPE)
-    shares = FullLayer(30, [planes, _Cut(CutPart(planes, 0, 31)), _Owner(plain, 11)])
+    stepping = _prefix(RawCodec(), 300, 7, PlanesCodec(8))  # V goes before K
+    shares = FullLayer(30, [planes, _Cut(CutPart(planes, 0, 31)), stepping, _Owner(plain, 11)])
     for seed, (layer, count) in enumerate([(plain, 12), (sealed, 300), (shares, 3), (grown, 13)]):
         layer.append(*(keys(1, HEADS, count, DIM, seed=20 + seed + i, dtype=DTYPE) for i in (0, 9)))
     sealed.own.seal(PlanesCodec(4), PlanesCodec(4), RawWindow(4, 128))

@@ -27,7 +27,7 @@ class House:
         self.changes = SimpleNamespace(is_running=False)
         self.sequences = SimpleNamespace(has_streams=True, let_go=lambda: None)
         self.runner = SimpleNamespace(plans_steps=plans_anew is not None, planning_s=0.0)
-        nothing: Any = SimpleNamespace(shrink_to=lambda *_, **__: True)
+        nothing: Any = SimpleNamespace(shrink_to=lambda *_, **__: "done")
         stock: Any = SimpleNamespace(
             chores=self.chores, room=nothing, evictor=None, leaves=None, pins=None, changes=self.changes
         )

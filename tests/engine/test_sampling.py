@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import io
+import re
 from collections import Counter
 
 import hypothesis.strategies as st
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis.extra.numpy import arrays
 
+from kvstrata.engine import sampling as sampling_module
 from kvstrata.engine.request import Sampling
 from kvstrata.engine.sampling import Sampler, sample
 
@@ -227,3 +230,27 @@ def test_as_many_logprobs_as_were_asked_for_or_as_there_are(count: int) -> None:
     sampled = sample(mx.array(logits)[None], [Sampler(Sampling(temperature=0, num_logprobs=count), (), VOCAB)])
     row = sampled.logprobs[0].read(sampled.read()[0])
     assert [id_ for id_, _ in row.top] == list(range(min(count, VOCAB)))
+
+
+# MLX compiles these when they are first run on CUDA, for seconds.
+COMPILED_LATE = {"Gather", "GatherAxis", "Scatter", "ScatterAxis", "MaskedScatter"}
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0),
+        Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1),
+        Sampling(repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5, logit_bias=((3, 2.0),)),
+    ],
+    ids=["greedy", "truncated", "adjusted"],
+)
+def test_no_rule_needs_a_kernel_that_is_compiled_late(sampling: Sampling, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling_module, "_descending", lambda x: -mx.sort(-x, axis=-1))  # as on a GPU
+    samplers = [Sampler(each, (1, 2), VOCAB) for each in (sampling, Sampling(temperature=0))]
+    sampled = sample(mx.zeros((2, VOCAB)), samplers)
+    graph = io.StringIO()
+    mx.export_to_dot(graph, *sampled.arrays(), *(array for each in samplers for array in each.arrays()))
+    operations = set(re.findall(r'label ="(\w+)", shape=rectangle', graph.getvalue()))
+    assert "ArgReduce" in operations
+    assert not operations & COMPILED_LATE

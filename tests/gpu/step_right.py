@@ -14,7 +14,9 @@ from kvstrata.attention.cuda import PlanesRange, Range, RawRange
 from kvstrata.attention.cuda_addresses import Whereabouts
 from kvstrata.attention.cuda_step import Slot
 from kvstrata.codecs.base import Planes
+from kvstrata.codecs.cuda_codes import RAW_BITS
 from kvstrata.codecs.planes import HELD, PlanesCodec
+from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.segments import segments_of
 from kvstrata.codecs.turns import Turn, make_turn
 
@@ -138,10 +140,12 @@ class Rows:
 
     def _planes(self, turn: Turn | None) -> PlanesRange:
         num_tokens, position = int(self.rng.integers(5, 900)), int(self.rng.integers(0, 600))
-        bits = self.rng.choice([8, 4, 2], size=2)
+        k_bits, v_bits = self.rng.choice([RAW_BITS, 8, 4, 2], size=2).tolist()
+        if k_bits == v_bits == RAW_BITS:
+            v_bits = 8
         k, v = (
-            encoded(self._normal(self.case.kv_heads, num_tokens, dim) + 0.5, PlanesCodec(int(b), t), position)
-            for dim, b, t in ((self.case.k_dim, bits[0], turn), (self.case.v_dim, bits[1], None))
+            encoded(self._normal(self.case.kv_heads, num_tokens, dim) + 0.5, bits, t, position)
+            for dim, bits, t in ((self.case.k_dim, k_bits, turn), (self.case.v_dim, v_bits, None))
         )
         return PlanesRange(k, v, 0, num_tokens)
 
@@ -156,7 +160,7 @@ class Rows:
             if isinstance(part, RawRange):
                 self.dense[part.where] = [wide(part.k)[0], wide(part.v)[0]]
             else:
-                self.dense[part.where] = [wide(x.codec.decode_stock(x)) for x in (part.k, part.v)]  # pyright: ignore
+                self.dense[part.where] = [decoded(x) for x in (part.k, part.v)]
         return self.dense[part.where]
 
 
@@ -166,11 +170,19 @@ def a_turn(dim: int) -> Turn:
     return turn
 
 
-def encoded(x: mx.array, codec: PlanesCodec, position: int) -> Planes:
+def encoded(x: mx.array, bits: int, turn: Turn | None, position: int) -> Planes:
     """With stock operations, which compile nothing."""
+    if bits == RAW_BITS:
+        return RawCodec().adopt(x, position)
+    codec = PlanesCodec(bits, turn)
     arrays = codec.encode_stock(x, position)
     held = {name: arrays[name] for name in (*HELD[codec.bits], "scales", "means")}
     return Planes(codec, held, x.shape[1], position, x.shape[2], segments_of(position, x.shape[1]))
+
+
+def decoded(planes: Planes) -> np.ndarray:
+    codec = planes.codec
+    return wide(codec.decode_stock(planes) if isinstance(codec, PlanesCodec) else planes.arrays["values"])
 
 
 def wide(x: mx.array) -> np.ndarray:

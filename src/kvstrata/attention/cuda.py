@@ -19,6 +19,7 @@ from kvstrata.codecs import cuda_kernels
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.cuda_codes import (
     FUSED_DIMS,
+    RAW_BITS,
     THREADS,
     arrays_of,
     bits_of,
@@ -64,7 +65,8 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class PlanesRange:
-    """Tokens [start, end) of planes [kv_heads, tokens, dim]. Made once for many steps, it looks things up once."""
+    """Tokens [start, end) of planes [kv_heads, tokens, dim], of which one side may be raw. Made once for many steps, it
+    looks things up once."""
 
     k: Planes
     v: Planes
@@ -77,6 +79,11 @@ class PlanesRange:
     @cached_property
     def fits(self) -> bool:
         return fits(self.k) and fits(self.v) and turn_of(self.v) is None
+
+    @cached_property
+    def raw_dtypes(self) -> set[mx.Dtype]:
+        """Of the side that is raw."""
+        return {planes.arrays["values"].dtype for planes in (self.k, self.v) if is_raw(planes)}
 
     @cached_property
     def arrays(self) -> list[mx.array]:
@@ -111,6 +118,10 @@ class RawRange:
     def fits(self) -> bool:
         return _raw_fits(self.k, self.v)
 
+    @property
+    def raw_dtypes(self) -> set[mx.Dtype]:
+        return {self.k.dtype}
+
     def views(self) -> list[mx.array]:
         return [array[:, :, self.start : self.end] for array in (self.k, self.v)]
 
@@ -137,13 +148,23 @@ def _raw_fits(k: mx.array, v: mx.array) -> bool:
 
 def fits(planes: Planes) -> bool:
     """Whether the kernels read these planes; others are decoded."""
-    return "top" in planes.arrays and planes.dim in FUSED_DIMS and len(planes.leading) == 1
+    is_known = planes.arrays["values"].dtype in RAW_DTYPES if is_raw(planes) else "top" in planes.arrays
+    return is_known and planes.dim in FUSED_DIMS and len(planes.leading) == 1
+
+
+def is_raw(planes: Planes) -> bool:
+    return bits_of(planes) == RAW_BITS
+
+
+def have_one_dtype(ranges: Sequence[Range]) -> bool:
+    """A launch takes the bits of raw vectors for one dtype."""
+    return len({dtype for part in ranges for dtype in part.raw_dtypes}) <= 1
 
 
 def fit_together(ranges: Sequence[Range]) -> bool:
-    """Whether one `attend` reads all of them: a launch takes the bits of raw vectors for one dtype."""
-    dtypes = {part.k.dtype for part in ranges if isinstance(part, RawRange)}
-    return len(dtypes) <= 1 and all(part.fits for part in ranges)
+    """Whether one `attend` reads all of them. It takes no planes of which one side is raw."""
+    is_mixed = any(isinstance(part, PlanesRange) and part.raw_dtypes for part in ranges)
+    return not is_mixed and have_one_dtype(ranges) and all(part.fits for part in ranges)
 
 
 def attend(

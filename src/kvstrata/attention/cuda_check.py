@@ -19,14 +19,15 @@ from kvstrata.attention.cuda_addresses import Whereabouts
 from kvstrata.attention.cuda_joined import Joining, join, joining
 from kvstrata.codecs import paths
 from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda_codes import FUSED_DIMS
+from kvstrata.codecs.cuda_codes import FUSED_DIMS, RAW_BITS
 from kvstrata.codecs.planes import HELD, PlanesCodec
+from kvstrata.codecs.raw import RawCodec
 from kvstrata.codecs.segments import segments_of
 from kvstrata.codecs.turns import Turn, make_turn
 
 _HEADS, _GROUP, _SCALE = 2, 2, 0.1
 _BUFFER_TOKENS, _NUM_BEFORE = 512, 300
-_BITS = ((8, 8), (4, 2), (2, 4))  # of keys and of values
+_BITS = ((8, 8), (4, 2), (2, 4), (RAW_BITS, 8), (4, RAW_BITS))  # of keys and of values
 _TOLERANCE = 0.02  # of the largest value: 16-bit rounding stays well below
 
 logger = logging.getLogger(__name__)
@@ -119,13 +120,16 @@ def _error(dtype: mx.Dtype, k_dim: int, v_dim: int) -> float:
 
 
 def _planes(dtype: mx.Dtype, k_dim: int, v_dim: int, k_bits: int, v_bits: int, turn: Turn | None) -> PlanesRange:
-    k = _encoded(PlanesCodec(k_bits, turn), _random((_HEADS, _NUM_BEFORE, k_dim), k_bits, dtype))
-    v = _encoded(PlanesCodec(v_bits), _random((_HEADS, _NUM_BEFORE, v_dim), 10 + v_bits, dtype))
+    k = _encoded(k_bits, turn, _random((_HEADS, _NUM_BEFORE, k_dim), k_bits, dtype))
+    v = _encoded(v_bits, None, _random((_HEADS, _NUM_BEFORE, v_dim), 20 + v_bits, dtype))
     return PlanesRange(k, v, 3, _NUM_BEFORE)
 
 
-def _encoded(codec: PlanesCodec, x: mx.array) -> Planes:
+def _encoded(bits: int, turn: Turn | None, x: mx.array) -> Planes:
     """With stock operations: kernels that do it would have to be compiled."""
+    if bits == RAW_BITS:
+        return RawCodec().adopt(x)
+    codec = PlanesCodec(bits, turn)
     arrays = codec.encode_stock(x, 0)
     held = {name: arrays[name] for name in (*HELD[codec.bits], "scales", "means")}
     return Planes(codec, held, x.shape[1], 0, x.shape[2], segments_of(0, x.shape[1]))
@@ -139,8 +143,9 @@ def _stock(q: mx.array, read: Sequence[Sequence[mx.array]]) -> mx.array:
 def _dense(part: PlanesRange, dtype: mx.Dtype) -> list[mx.array]:
     dense = []
     for planes in (part.k, part.v):
-        assert isinstance(planes.codec, PlanesCodec)
-        dense.append(planes.codec.decode_stock(planes).astype(dtype)[None, :, part.start : part.end])
+        codec = planes.codec
+        values = codec.decode_stock(planes) if isinstance(codec, PlanesCodec) else codec.decode(planes, dtype)
+        dense.append(values.astype(dtype)[None, :, part.start : part.end])
     return dense
 
 

@@ -15,12 +15,12 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention import cuda_addresses
-from kvstrata.attention.cuda import RAW_DTYPES, PlanesRange, Range, RawRange
+from kvstrata.attention.cuda import RAW_DTYPES, PlanesRange, Range, RawRange, is_raw
 from kvstrata.attention.cuda_step import addresses_of, held_by
-from kvstrata.attention.cuda_tables import RAW_BITS, parts_length, table_length
+from kvstrata.attention.cuda_tables import parts_length, table_length
 from kvstrata.codecs import cuda_kernels
 from kvstrata.codecs.base import Planes
-from kvstrata.codecs.cuda_codes import DECODE_THREADS, angles_of, bits_of, signs, turn_constants, turn_of
+from kvstrata.codecs.cuda_codes import DECODE_THREADS, RAW_BITS, angles_of, bits_of, signs, turn_constants, turn_of
 from kvstrata.codecs.cuda_kernels import ENTRY
 from kvstrata.codecs.segments import GROUP_TOKENS, Segments
 from kvstrata.codecs.turns import Turn
@@ -57,11 +57,11 @@ class Tables(NamedTuple):
 
 def joining(ranges: Sequence[Range], own: RawRange | None, dtype: mx.Dtype) -> Joining | None:
     """None: the kernel does not take them, or there is nothing to join."""
+    parts = ranges if own is None else [*ranges, own]
     planes = [part for part in ranges if isinstance(part, PlanesRange)]
-    raw = [part for part in (*ranges, own) if isinstance(part, RawRange)]
-    turns = {turn_of(part.k) for part in planes}
-    fits = dtype in RAW_DTYPES and all(part.fits for part in (*planes, *raw)) and all(p.k.dtype == dtype for p in raw)
-    if not planes or len(planes) + len(raw) < 2 or len(turns) > 1 or not fits:
+    turns = {turn_of(part.k) for part in planes if not is_raw(part.k)} or {None}
+    fits = dtype in RAW_DTYPES and all(part.fits and part.raw_dtypes <= {dtype} for part in parts)
+    if not planes or len(parts) < 2 or len(turns) > 1 or not fits:
         return None
     return Joining(ranges, own, *turns)
 

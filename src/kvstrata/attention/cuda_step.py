@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention import cuda_addresses
-from kvstrata.attention.cuda import RAW_DTYPES, Range, RawRange
+from kvstrata.attention.cuda import RAW_DTYPES, Range, RawRange, have_one_dtype
 from kvstrata.attention.cuda_addresses import PLANES_PLACES, RAW_PLACES, Whereabouts
 from kvstrata.attention.cuda_tables import Kind, Place, RowReads, Tables, parts_length, places_of, raw_kind, tables_of
 from kvstrata.codecs import cuda_kernels, paths
@@ -84,7 +84,7 @@ def _reads_of(before: Sequence[Sequence[Range]], slots: Sequence[Slot]) -> Reads
     for ranges, slot in zip(before, slots, strict=True):
         reads = tuple([(number_of(part), part.start, part.end) for part in ranges])
         rows.append(RowReads(reads, number_of(RawRange(slot.k, slot.v, 0, slot.size, slot.where))))
-    if len({part.k.dtype for part in parts if isinstance(part, RawRange)}) > 1:
+    if not have_one_dtype(parts):
         return None
     tables = tables_of(tuple([_kind(part) for part in parts]), tuple(rows), slots[0].k.shape[1])
     return Reads(tables, cuda_addresses.collect([addresses_of(part) for part in parts], parts_length(len(parts))))

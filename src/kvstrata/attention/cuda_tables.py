@@ -14,11 +14,10 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.codecs.cuda_codes import piece_rows, piece_tokens
+from kvstrata.codecs.cuda_codes import RAW_BITS, piece_rows, piece_tokens
 from kvstrata.codecs.cuda_kernels import ENTRY, WARPS
 from kvstrata.codecs.segments import Segments
 
-RAW_BITS = 16
 # Entries of a table at least, and blocks of a launch: those of one row, and of all together. Those that have no piece
 # end at once.
 _FEWEST_PIECES = 256
@@ -127,7 +126,7 @@ _NOTHING = np.zeros((0, ENTRY), np.int32)
 
 def _pieces(number: int, kind: Kind, start: int, end: int, num_heads: int) -> np.ndarray:
     size = piece_tokens(end - start, num_heads)
-    if kind.k_bits == RAW_BITS:
+    if kind.k_bits == kind.v_bits == RAW_BITS:
         firsts = np.arange(start, end, size)
         known = np.zeros((len(firsts), 5), np.int32)
         known[:, 0], known[:, 1] = firsts, np.minimum(size, end - firsts)

@@ -32,6 +32,7 @@ _SHORTEST_PIECE = 64
 _ENOUGH_WARPS = 1024  # to keep the GPU busy; with fewer, pieces are made shorter
 _ENCODE_THREADS = 256  # as in encode.cuh
 DECODE_THREADS = 256
+RAW_BITS = 16  # how tables say that vectors are raw
 _TABLE_ROWS, _LOWER = 32, 2048  # as in turned.cuh and queries.cuh
 
 
@@ -194,12 +195,16 @@ def all_pieces(planes: Planes, heads: int) -> mx.array:
 
 
 def bits_of(planes: Planes) -> int:
+    if "values" in planes.arrays:
+        return RAW_BITS
     return 8 if "low" in planes.arrays else 4 if "next" in planes.arrays else 2
 
 
 def arrays_of(planes: Planes) -> list[mx.array]:
     """A plane that is not held is never read: the top one stands in for it."""
     held = planes.arrays
+    if "values" in held:
+        return [held["values"]] * 5
     arrays = [held["top"], held.get("next", held["top"]), held.get("low", held["top"]), held["scales"], held["means"]]
     return arrays if len(planes.leading) == 1 else [x.reshape(-1, *x.shape[-2:]) for x in arrays]
 

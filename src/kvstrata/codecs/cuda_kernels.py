@@ -132,7 +132,7 @@ _STEP = """
   const kvstrata::Work work = kvstrata::work_of<K_DIM, V_DIM>(
       place, pieces + kvstrata::ENTRY * (place[4] + mine), mine - num_known, kinds,
       reinterpret_cast<const unsigned long long*>(addresses), head);
-  const bool is_coded = work.k_bits != kvstrata::RAW;
+  const bool has_coded_keys = has_piece && work.k_bits != kvstrata::RAW;
   if (has_piece && mine >= num_known && place[1] >= work.start && place[1] < work.start + work.count) {
     kvstrata::put_token<K_DIM>(work.k, place[1], k_new + long(blockIdx.y) * K_DIM, lane);
     kvstrata::put_token<V_DIM>(work.v, place[1], v_new + long(blockIdx.y) * V_DIM, lane);
@@ -140,12 +140,12 @@ _STEP = """
   }
   const auto* asked = q + long(blockIdx.y) * num_queries * K_DIM;
   kvstrata::take_queries(shared.queries, asked, K_DIM, facts[0], num_queries, lane);
-  if (__syncthreads_or(has_piece && is_coded)) {
+  if (__syncthreads_or(has_coded_keys)) {
     kvstrata::rotate_queries(shared.rotated, shared.queries, facts + 2, num_queries, lane);
     __syncthreads();
   }
   float* shares = nullptr;
-  if (has_piece && is_coded && work.turn.pairs > 0) {
+  if (has_coded_keys && work.turn.pairs > 0) {
     // Until the piece is done, what it finds has no need of its memory.
     shares = shared.found.sums[lane.warp];
     kvstrata::add_turned(
@@ -154,17 +154,17 @@ _STEP = """
   }
   if (!has_piece) {
     shared.found.nothing(lane);
-  } else if (!is_coded) {
-    kvstrata::attend_raw<BF, K_DIM, V_DIM, TILES>(shared, work, num_queries, lane);
+  } else if (work.k_bits == kvstrata::RAW) {
+    kvstrata::attend_values<BF, kvstrata::RAW, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
   } else if (work.k_bits == 8) {
-    kvstrata::attend_coded<8, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
+    kvstrata::attend_values<BF, 8, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
   } else if (work.k_bits == 4) {
-    kvstrata::attend_coded<4, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
+    kvstrata::attend_values<BF, 4, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
   } else {
-    kvstrata::attend_coded<2, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
+    kvstrata::attend_values<BF, 2, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, lane);
   }
   const long first = long(blockIdx.y) * gridDim.x * num_queries, found = first + blockIdx.x * num_queries;
-  if (has_piece) shared.found.says(is_coded ? work.v.mean : nullptr, lane);
+  if (has_piece) shared.found.says(work.v.mean, lane);
   shared.found.merge(num_queries, facts + 2 + K_DIM, sums + found * V_DIM, stats + 2 * found);
   __threadfence();
   __syncthreads();

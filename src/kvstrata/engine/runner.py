@@ -186,7 +186,7 @@ class Runner:
         chunks = [(chunk.cache, len(chunk.tokens)) for chunk in riding]
         mixed = MixedPass(chunks, self._batch_of(rows), is_planned=self._layout.compiles)
         prompts = mx.array([token for chunk in riding for token in chunk.tokens], mx.int32)
-        inputs = mx.concatenate([prompts, tokens.astype(mx.int32)])
+        inputs = mx.concatenate([prompts, tokens])
         logits = self._model(inputs[:, None], cache=mixed.begin())
         mixed.end()
         return logits[-len(rows) :, -1]
@@ -214,8 +214,9 @@ def _inputs(rows: Sequence[BatchRow], before: Launched | None) -> mx.array:
     tokens = []
     for row in rows:
         if row.token is not None:
-            tokens.append(mx.array(row.token))
+            tokens.append(mx.array([row.token], mx.int32))
         else:
             assert before is not None
-            tokens.append(before.sampled.tokens[places[row.id]].astype(mx.int32))
-    return mx.stack([token.astype(mx.int32) for token in tokens])
+            # A slice: MLX gathers by a number, on CUDA with a kernel that it first has to compile.
+            tokens.append(before.sampled.tokens[places[row.id] : places[row.id] + 1])
+    return mx.concatenate(tokens)

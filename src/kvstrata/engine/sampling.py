@@ -46,7 +46,7 @@ class Sampler:
     def draw(self) -> float:
         return self._random.getrandbits(_DRAW_BITS) / 2**_DRAW_BITS
 
-    def adjust(self, logits: mx.array) -> mx.array:  # [vocab]
+    def adjust(self, logits: mx.array) -> mx.array:  # [1, vocab]
         if self._bias is not None:
             logits = logits + self._bias
         if self._seen is not None:
@@ -57,7 +57,7 @@ class Sampler:
             logits = logits - self.sampling.presence_penalty * (self._counts > 0)
         return logits
 
-    def record(self, token: mx.array) -> None:
+    def record(self, token: mx.array) -> None:  # [1]
         """`token`, maybe not computed yet, is part of the reply from now on."""
         if self._seen is not None:
             self._seen = self._seen | (mx.arange(self._seen.size) == token)
@@ -72,7 +72,7 @@ class Sampler:
 class Sampled:
     """One step of a batch, maybe still being computed."""
 
-    tokens: mx.array  # [rows]
+    tokens: mx.array  # int32 [rows]
     logprobs: dict[int, RowLogprobs]  # by row, where they were asked for
 
     def read(self) -> list[int]:
@@ -81,18 +81,18 @@ class Sampled:
         return np.asarray(self.tokens).tolist()
 
     def arrays(self) -> list[mx.array]:
-        return [self.tokens, *(array for row in self.logprobs.values() for array in (row.chosen, row.ids, row.values))]
+        return [self.tokens, *(array for row in self.logprobs.values() for array in (row.ids, row.values))]
 
 
 @dataclass(frozen=True)
 class RowLogprobs:
-    chosen: mx.array  # []
-    ids: mx.array  # [n], not sorted
-    values: mx.array  # [n]
+    ids: mx.array  # [1 + n], the one that was chosen, then the most likely, not sorted
+    values: mx.array  # [1 + n]
 
     def read(self, token: int) -> TokenLogprob:
-        pairs = sorted(zip(_floats(self.values), _floats(self.ids), strict=True), reverse=True)
-        return TokenLogprob(token, _floats(self.chosen[None])[0], tuple((int(id_), value) for value, id_ in pairs))
+        (chosen, *values), (_, *ids) = _floats(self.values), _floats(self.ids)
+        pairs = sorted(zip(values, ids, strict=True), reverse=True)
+        return TokenLogprob(token, chosen, tuple((int(id_), value) for value, id_ in pairs))
 
 
 def sample(
@@ -103,15 +103,15 @@ def sample(
     logits = logits.astype(mx.float32)
     adjusted = logits
     if any(sampler.adjusts for sampler in samplers):
-        adjusted = mx.stack([sampler.adjust(logits[row]) for row, sampler in enumerate(samplers)])
+        adjusted = mx.concatenate([sampler.adjust(_row(logits, row)) for row, sampler in enumerate(samplers)])
     if allowed is not None:
         adjusted = mx.where(mx.array(allowed), adjusted, -mx.inf)  # pyright: ignore[reportArgumentType]
-    tokens = mx.argmax(adjusted, axis=-1)
+    tokens = mx.argmax(adjusted, axis=-1).astype(mx.int32)
     if not all(sampler.greedy for sampler in samplers):
         greedy = mx.array([sampler.greedy for sampler in samplers])
         tokens = mx.where(greedy, tokens, _draw_tokens(adjusted, samplers))
     for row, sampler in enumerate(samplers):
-        sampler.record(tokens[row])
+        sampler.record(_row(tokens, row))
     return Sampled(tokens, _row_logprobs(logits, tokens, samplers))
 
 
@@ -123,7 +123,7 @@ def _draw_tokens(logits: mx.array, samplers: Sequence[Sampler]) -> mx.array:
     draws = _column([sampler.draw() for sampler in samplers])
     drawn = (cumulative <= draws * cumulative[:, -1:]).sum(axis=-1)
     # Whatever a broken model's logits do to the sums, the next step looks this id up.
-    return mx.minimum(drawn, logits.shape[-1] - 1)
+    return mx.minimum(drawn, logits.shape[-1] - 1).astype(mx.int32)
 
 
 def _truncate(probabilities: mx.array, rows: Sequence[Sampling]) -> mx.array:
@@ -148,8 +148,8 @@ def _descending(probabilities: mx.array) -> mx.array:
 
 def _top_k_floor(descending: mx.array, rows: Sequence[Sampling]) -> mx.array:
     size = descending.shape[-1]
-    last = mx.array([[min(row.top_k or size, size) - 1] for row in rows])
-    return mx.take_along_axis(descending, last, axis=-1)
+    counts = mx.array([[min(row.top_k or size, size)] for row in rows])
+    return _smallest(descending, mx.arange(size) < counts)
 
 
 def _top_p_floor(descending: mx.array, rows: Sequence[Sampling]) -> mx.array:
@@ -157,9 +157,14 @@ def _top_p_floor(descending: mx.array, rows: Sequence[Sampling]) -> mx.array:
     cumulative = mx.cumsum(descending, axis=-1)
     # A row without top-p keeps everything, whatever the sum was rounded to.
     top_p = _column([row.top_p if row.top_p < 1 else 2.0 for row in rows])
-    is_kept = cumulative - descending < top_p * cumulative[:, -1:]
-    last = mx.maximum(is_kept.sum(axis=-1, keepdims=True), 1) - 1
-    return mx.take_along_axis(descending, last, axis=-1)
+    return _smallest(descending, cumulative - descending < top_p * cumulative[:, -1:])
+
+
+def _smallest(descending: mx.array, is_kept: mx.array) -> mx.array:
+    """Of those that are kept, and of the first in any case -> [rows, 1]. Looked up by its place it would be gathered,
+    on CUDA with a kernel that MLX first has to compile."""
+    kept = mx.where(is_kept, descending, mx.inf)
+    return mx.minimum(kept.min(axis=-1, keepdims=True), descending[:, :1])
 
 
 def _row_logprobs(logits: mx.array, tokens: mx.array, samplers: Sequence[Sampler]) -> dict[int, RowLogprobs]:
@@ -169,10 +174,17 @@ def _row_logprobs(logits: mx.array, tokens: mx.array, samplers: Sequence[Sampler
         count = sampler.sampling.num_logprobs
         if count is None:
             continue
-        values = logits[row] - mx.logsumexp(logits[row])
+        values = _row(logits, row).reshape(-1)
+        values = values - mx.logsumexp(values)
         ids = mx.argpartition(-values, kth=min(count, values.size - 1))[:count]
-        result[row] = RowLogprobs(values[tokens[row]], ids, values[ids])
+        ids = mx.concatenate([_row(tokens, row), ids.astype(mx.int32)])
+        result[row] = RowLogprobs(ids, values[ids])
     return result
+
+
+def _row(array: mx.array, row: int) -> mx.array:
+    """As an array of one row: MLX gathers by a number, and slices by two."""
+    return array[row : row + 1]
 
 
 def _column(values: list[float]) -> mx.array:
@@ -185,14 +197,14 @@ def _floats(array: mx.array) -> list[float]:
 
 
 def _marks(ids: Sequence[int], vocab_size: int) -> mx.array:
-    marks = mx.zeros((vocab_size,), dtype=mx.bool_)
-    marks[mx.array(list(ids))] = True
-    return marks
+    marks = np.zeros(vocab_size, np.bool_)
+    marks[list(ids)] = True
+    return mx.array(marks)
 
 
 def _dense_bias(sampling: Sampling, vocab_size: int) -> mx.array | None:
     if not sampling.logit_bias:
         return None
-    bias = mx.zeros((vocab_size,))
-    bias[mx.array([token for token, _ in sampling.logit_bias])] = mx.array([value for _, value in sampling.logit_bias])
-    return bias
+    bias = np.zeros(vocab_size, np.float32)
+    bias[[token for token, _ in sampling.logit_bias]] = [value for _, value in sampling.logit_bias]
+    return mx.array(bias)

@@ -1,4 +1,4 @@
-"""Kernels for planes, compiled, loaded or tried before a stream would have to wait for that."""
+"""Kernels, compiled, loaded or tried before a stream would have to wait for that."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from kvstrata.attention.cuda_check import join_works
 from kvstrata.codecs import paths, planes_check
 from kvstrata.codecs.base import UnsupportedCodec
 from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.engine.request import Sampling
+from kvstrata.engine.sampling import Sampler, sample
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.store.precision.ladder import RUNGS
 
@@ -36,6 +38,8 @@ def _try(stored: Sequence[LayerSpec]) -> int:
 def _compile(stored: Sequence[LayerSpec]) -> int:
     """Encode and decode a vector of each kind, under each precision."""
     cuda_reading.works()
+    # Log-probabilities are gathered, which MLX compiles a kernel for.
+    mx.eval(sample(mx.zeros((1, 8)), [Sampler(Sampling(num_logprobs=1), (), 8)]).arrays())
     for dtype, k_dim, v_dim, turn in {(spec.dtype, spec.k_dim, spec.v_dim, spec.k_turn) for spec in stored}:
         join_works(dtype, k_dim, v_dim, turn)
     keys = {(spec.k_dim, spec.k_turn, spec.dtype) for spec in stored}

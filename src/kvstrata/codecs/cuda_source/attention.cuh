@@ -183,9 +183,9 @@ struct Scored {
 // By one warp: `count` tokens from `start` on -> out [queries, V_DIM], in the basis that values are stored in and without
 // their mean; stats [queries, 2]. The scores of a step are found beside the sums of the one before, so that neither waits
 // for its own results. So keys are loaded two steps ahead, and beyond the end the last token again and again.
-template <bool BF, int K_BITS, int V_BITS, int K_DIM, int V_DIM, int TILES>
+template <bool BF, int K_BITS, int V_BITS, int K_DIM, int V_DIM, int TILES, bool K_BF>
 __device__ __forceinline__ void attend(
-    Exchange<TILES>& exchange, const Asked<BF, K_BITS, K_DIM, TILES>& asked, Keys<K_BITS, K_DIM>& k,
+    Exchange<TILES>& exchange, const Asked<K_BF, K_BITS, K_DIM, TILES>& asked, Keys<K_BITS, K_DIM>& k,
     Values<V_BITS, V_DIM>& v, const Source& keys, const Source& values, const float* shares, int start,
     int count, int num_queries, float* out, float* stats, const Lane& at) {
   const int last = start + count - 1;

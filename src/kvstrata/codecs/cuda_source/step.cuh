@@ -66,8 +66,9 @@ __device__ __forceinline__ void put_token(const Source& to, int place, const T* 
   for (int d = at.lane; d < DIM; d += 32) values[d] = bits[d];
 }
 
-template <int K_BITS, int V_BITS, int K_DIM, int V_DIM, int TILES>
-__device__ __forceinline__ void attend_planes(
+// Each side of a piece is raw or coded. `shares`: of a mean of keys that turns; nullptr: there is none.
+template <bool BF, int K_BITS, int V_BITS, int K_DIM, int V_DIM, int TILES>
+__device__ __forceinline__ void attend_piece(
     Shared<K_DIM, V_DIM, TILES>& shared, const Work& work, const float* shares, int num_queries, const Lane& at) {
   const Source &keys = work.k, &values = work.v;
   const int start = work.start, count = work.count;
@@ -75,40 +76,26 @@ __device__ __forceinline__ void attend_planes(
   Values<V_BITS, V_DIM> v;
   k.load(keys, start, start + count - 1, at);
   v.load(values, start, start + count - 1, at);
-  Asked<false, K_BITS, K_DIM, TILES> asked;
-  asked.take(shared.rotated, num_queries, at);
-  if (shares == nullptr) asked.centre(shared.queries, keys.mean, num_queries, at);
-  attend<false, K_BITS, V_BITS, K_DIM, V_DIM, TILES>(
+  Asked<BF && K_BITS == RAW, K_BITS, K_DIM, TILES> asked;
+  asked.take(K_BITS == RAW ? shared.queries : shared.rotated, num_queries, at);
+  if (K_BITS != RAW && shares == nullptr) asked.centre(shared.queries, keys.mean, num_queries, at);
+  attend<BF && V_BITS == RAW, K_BITS, V_BITS, K_DIM, V_DIM, TILES>(
       shared.scratch[at.warp].exchange, asked, k, v, keys, values, shares, start, count, num_queries,
       shared.found.sums[at.warp], shared.found.stats[at.warp][0], at);
 }
 
-template <int K_BITS, int K_DIM, int V_DIM, int TILES>
-__device__ __forceinline__ void attend_coded(
+template <bool BF, int K_BITS, int K_DIM, int V_DIM, int TILES>
+__device__ __forceinline__ void attend_values(
     Shared<K_DIM, V_DIM, TILES>& shared, const Work& work, const float* shares, int num_queries, const Lane& at) {
-  if (work.v_bits == 8) {
-    attend_planes<K_BITS, 8, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, at);
+  if (work.v_bits == RAW) {
+    attend_piece<BF, K_BITS, RAW, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, at);
+  } else if (work.v_bits == 8) {
+    attend_piece<BF, K_BITS, 8, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, at);
   } else if (work.v_bits == 4) {
-    attend_planes<K_BITS, 4, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, at);
+    attend_piece<BF, K_BITS, 4, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, at);
   } else {
-    attend_planes<K_BITS, 2, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, at);
+    attend_piece<BF, K_BITS, 2, K_DIM, V_DIM, TILES>(shared, work, shares, num_queries, at);
   }
-}
-
-template <bool BF, int K_DIM, int V_DIM, int TILES>
-__device__ __forceinline__ void attend_raw(
-    Shared<K_DIM, V_DIM, TILES>& shared, const Work& work, int num_queries, const Lane& at) {
-  const Source &keys = work.k, &values = work.v;
-  const int start = work.start, count = work.count;
-  Keys<RAW, K_DIM> k;
-  Values<RAW, V_DIM> v;
-  k.load(keys, start, start + count - 1, at);
-  v.load(values, start, start + count - 1, at);
-  Asked<BF, RAW, K_DIM, TILES> asked;
-  asked.take(shared.queries, num_queries, at);
-  attend<BF, RAW, RAW, K_DIM, V_DIM, TILES>(
-      shared.scratch[at.warp].exchange, asked, k, v, keys, values, nullptr, start, count, num_queries,
-      shared.found.sums[at.warp], shared.found.stats[at.warp][0], at);
 }
 
 // The block that is last to come combines what all of them found: sums and stats [blocks, queries, ...] of a row's head.
