@@ -27,7 +27,9 @@ class House:
         self.changes = SimpleNamespace(is_running=False)
         self.sequences = SimpleNamespace(has_streams=True, let_go=lambda: None)
         self.runner = SimpleNamespace(plans_steps=plans_anew is not None, planning_s=0.0)
-        nothing: Any = SimpleNamespace(shrink_to=lambda *_, **__: "done")
+        nothing: Any = SimpleNamespace(
+            shrink_to=lambda *_, **__: "done", nearly_fits=lambda _: True, fits=lambda _: True
+        )
         stock: Any = SimpleNamespace(
             chores=self.chores, room=nothing, evictor=None, leaves=None, pins=None, changes=self.changes
         )

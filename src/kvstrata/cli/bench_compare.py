@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from dataclasses import replace
@@ -183,7 +184,7 @@ def _about(model: Model, plan: Plan, note: str) -> dict[str, Any]:
         "machine": f"{machine.name}, back-end {machine.backend}, {usable_cores()} cores, "
         f"{machine.memory_bytes / 2**30:.0f} GiB of memory",
         "model": model.name,
-        "command": " ".join(["kvstrata", *sys.argv[1:]]),
+        "command": shlex.join(["kvstrata", *sys.argv[1:]]),
         "share": plan.share,
         "rounds": plan.rounds,
         "note": note,

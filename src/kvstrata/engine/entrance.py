@@ -45,7 +45,7 @@ class Entrance:
         return len(requests)
 
     def _has_to_wait(self, request: Request, limit_bytes: int, slice_s: float) -> bool:
-        shrunk = self._room.shrink_to(limit_bytes, slice_s)
+        shrunk = "done" if self._room.nearly_fits(limit_bytes) else self._room.shrink_to(limit_bytes, slice_s)
         if shrunk != "awaits_disk":
             request.stored.awaits_room_s = None
             return shrunk == "steps_down"

@@ -83,8 +83,9 @@ class Housekeeping:
 
     @property
     def _is_pressed(self) -> bool:
-        """Memory fills up: what is done in time need not be thrown away."""
-        return self._used_bytes > HIGH * self._capacity.budget.total_bytes
+        """Memory fills up: what is done in time need not be thrown away. Or more is stored than should be."""
+        total_bytes = self._capacity.budget.total_bytes
+        return self._used_bytes > HIGH * total_bytes or not self._room.fits(total_bytes)
 
     @property
     def _used_bytes(self) -> int:
@@ -106,14 +107,16 @@ class Housekeeping:
         self._room.relieve(self._used_bytes, self._capacity.budget.total_bytes)
 
     def make_room(self, slice_s: float, *, has_grown: bool) -> None:
-        """Requests wait for so long at most, and longer where none streams and far too much is held. What has not
+        """Streams wait for so long at most, and no request does while there is memory: the chores do it. What has not
         stepped down by then goes, where a sequence has grown; while one is being encoded it takes more for a moment,
         which is no reason to let others go."""
         limit_bytes = self._capacity.budget.total_bytes - self._capacity.running_bytes
+        if self._room.nearly_fits(limit_bytes):
+            slice_s = 0.0
+        elif not self._sequences.has_streams:
+            slice_s = math.inf
         most_bytes = limit_bytes if has_grown or not self._chores.is_rewriting else None
-        shrunk = self._room.shrink_to(limit_bytes, slice_s, most_bytes=most_bytes)
-        if shrunk != "done" and not self._sequences.has_streams and not self._room.nearly_fits(limit_bytes):
-            self._room.shrink_to(limit_bytes, math.inf, most_bytes=most_bytes)
+        self._room.shrink_to(limit_bytes, slice_s, most_bytes=most_bytes)
         if self._capacity.keeps_growth_free:
             # A stream waits for no disk when it grows: for the next that does there should be room by then.
             self._room.shrink_to(limit_bytes - self._capacity.most_next_bytes(), 0.0)

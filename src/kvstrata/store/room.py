@@ -24,7 +24,7 @@ from kvstrata.store.shelf import Shelf
 # awaits_disk  what is to go is on its way to the disk, which is working
 Shrunk = Literal["done", "steps_down", "awaits_disk"]
 # Of the memory for stored spans, while they step down or go to the disk between steps: a conversation that ends is
-# stored at once, and the next request should not wait until there is room for it.
+# stored at once, and no request should wait until there is room for it.
 MOST_OVER = 1.5
 
 
@@ -57,7 +57,8 @@ class Room:
         return self._shelf.held_bytes <= min(limit_bytes, self._shelf.max_bytes)
 
     def nearly_fits(self, limit_bytes: int) -> bool:
-        """Whether no more is held than may be for a moment. `limit_bytes` is what there is: no moment is too short."""
+        """Whether no more is held than may be for a moment. `limit_bytes` is memory that there is: no more than that
+        ever is."""
         return self._shelf.held_bytes <= min(limit_bytes, MOST_OVER * self._shelf.max_bytes)
 
     def shrink_to(self, limit_bytes: int, slice_s: float = math.inf, *, most_bytes: int | None = None) -> Shrunk:
