@@ -24,6 +24,7 @@ from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.contents import tally
+from kvstrata.store.room import MOST_OVER
 from kvstrata.tier.lookups import finish
 from tests.disk.faults import Act, FaultyFiles, fail, wait_for
 from tests.engine.drive import GREEDY, Drive
@@ -105,6 +106,26 @@ def test_a_request_waits_for_the_disk_while_streams_go_on_and_nothing_is_lost(dy
         assert late.finished.usage.completion_tokens == 2
         assert dropped(drive) == {}
         assert [num_kept(drive, seed) for seed in range(NUM_CHATS)] == [CHAT_TOKENS - 1] * NUM_CHATS
+
+
+def test_a_request_does_not_wait_for_the_disk_while_there_is_memory(tmp_path: Path) -> None:
+    """What is over the share of stored KV goes when the disk has taken it."""
+    goes_on = threading.Event()
+    files = FaultyFiles(before={"sync": wait_for(goes_on)})
+    loaded = tiny_loaded("llama")
+    hot_bytes = (NUM_CHATS * CHAT_TOKENS + 200) * Drive(loaded).budget.token_bytes
+    with full_drive(tmp_path, loaded, Storage(hot_bytes=hot_bytes), files) as drive:
+        late = drive.submit(prompt(CHAT_TOKENS // 2, seed=77), 2)
+        drive.run()
+        assert late.finished.usage.completion_tokens == 2
+        assert hot_bytes < drive.stock.shelf.held_bytes <= MOST_OVER * hot_bytes
+        assert dropped(drive) == {}
+        goes_on.set()
+        until_s = time.monotonic() + 60
+        while drive.stock.shelf.held_bytes > hot_bytes:
+            assert time.monotonic() < until_s
+            drive.loop.housekeeping.work(0.01)
+        assert dropped(drive) == {}
 
 
 def test_a_request_waits_no_longer_than_its_patience(tmp_path: Path) -> None:
