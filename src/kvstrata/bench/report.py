@@ -200,7 +200,7 @@ def _beside(what: str, ours: float | None, theirs: float | None, *, larger_is_be
 
 
 def _engine(data: Data) -> str:
-    engine = data.get("engine") or {"missing": "Not measured in this run."}
+    engine: Data = data.get("engine") or {"missing": "Not measured in this run."}
     head = "## The engine alone\n\nDecode and prefill without a server: ours and llama.cpp through node-llama-cpp."
     if "rates" not in engine:
         return f"{head}\n\n{engine['missing']}"

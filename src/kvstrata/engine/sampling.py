@@ -199,7 +199,7 @@ def _floats(array: mx.array) -> list[float]:
 def _marks(ids: Sequence[int], vocab_size: int) -> mx.array:
     marks = np.zeros(vocab_size, np.bool_)
     marks[list(ids)] = True
-    return mx.array(marks)
+    return mx.array(marks)  # pyright: ignore[reportArgumentType]
 
 
 def _dense_bias(sampling: Sampling, vocab_size: int) -> mx.array | None:
