@@ -67,6 +67,7 @@ class CompiledStep:
         plan = batch.plan()
         if plan is None:
             return None
+        tokens = tokens.astype(mx.int32)  # each type would be traced
         launches = plan.launches()
         arrays, blocks = [launch[:-1] for launch in launches], tuple([launch.num_blocks for launch in launches])
         lengths = tuple([(len(launch.pieces), len(launch.kinds)) for launch in launches])
