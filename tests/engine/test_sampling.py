@@ -6,6 +6,8 @@ import dataclasses
 import io
 import re
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import hypothesis.strategies as st
 import mlx.core as mx
@@ -16,6 +18,7 @@ from hypothesis.extra.numpy import arrays
 
 from kvstrata.engine import sampling as sampling_module
 from kvstrata.engine.request import Sampling
+from kvstrata.engine.runner import Launched, _inputs
 from kvstrata.engine.sampling import Sampler, sample
 
 VOCAB = 40
@@ -249,8 +252,27 @@ def test_no_rule_needs_a_kernel_that_is_compiled_late(sampling: Sampling, monkey
     monkeypatch.setattr(sampling_module, "_descending", lambda x: -mx.sort(-x, axis=-1))  # as on a GPU
     samplers = [Sampler(each, (1, 2), VOCAB) for each in (sampling, Sampling(temperature=0))]
     sampled = sample(mx.zeros((2, VOCAB)), samplers)
+    found = operations(*sampled.arrays(), *(array for each in samplers for array in each.arrays()))
+    assert "ArgReduce" in found
+    assert not found & COMPILED_LATE
+
+
+def test_a_batch_that_changes_needs_none_either() -> None:
+    """One has left, one has come, and two go on in another order."""
+    sampled = sample(
+        mx.array(np.eye(3, VOCAB, dtype=np.float32)), [Sampler(Sampling(temperature=0), (), VOCAB) for _ in range(3)]
+    )
+    before = Launched((1, 2, 3), sampled, began_s=0.0)
+    rows: Any = [SimpleNamespace(id=id_, token=token) for id_, token in ((3, None), (4, 7), (1, None))]
+    tokens = _inputs(rows, before)
+    found = operations(tokens)
+    assert "Concatenate" in found
+    assert not found & COMPILED_LATE
+    assert tokens.tolist() == [2, 7, 0]
+    assert tokens.dtype == mx.int32
+
+
+def operations(*arrays_of_graph: mx.array) -> set[str]:
     graph = io.StringIO()
-    mx.export_to_dot(graph, *sampled.arrays(), *(array for each in samplers for array in each.arrays()))
-    operations = set(re.findall(r'label ="(\w+)", shape=rectangle', graph.getvalue()))
-    assert "ArgReduce" in operations
-    assert not operations & COMPILED_LATE
+    mx.export_to_dot(graph, *arrays_of_graph)
+    return set(re.findall(r'label ="(\w+)", shape=rectangle', graph.getvalue()))
