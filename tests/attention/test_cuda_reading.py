@@ -65,7 +65,8 @@ def test_the_bytes_are_those_of_the_arrays_and_none_is_looked_at(
 ) -> None:
     given = arrays()
     monkeypatch.setattr(paths, "active", lambda: "cuda")
-    found = blocks.all_octets(given)
+    found = [np.empty(array.nbytes, np.uint8) for array in given]
+    blocks.copy_octets(given, found)
     assert [each.tobytes() for each in found] == [bytes_of(array) for array in given]
     places = {np.asarray(a.view(mx.uint16) if a.dtype == mx.bfloat16 else a).ctypes.data for a in given}
     assert len(driver.addresses) == 1 + len(given), "with the trial"
@@ -77,7 +78,9 @@ def test_the_bytes_are_those_of_the_arrays_and_none_is_looked_at(
 @pytest.mark.parametrize("driver", ["no context", "other bytes"], indirect=True)
 def test_where_the_driver_does_not_copy_mlx_does(driver: PretendedDriver, caplog: pytest.LogCaptureFixture) -> None:
     given = arrays()
-    assert [each.tobytes() for each in cuda_reading.octets(given)] == [bytes_of(array) for array in given]
+    found = [np.empty(array.nbytes, np.uint8) for array in given]
+    cuda_reading.copy_octets(given, found)
+    assert [each.tobytes() for each in found] == [bytes_of(array) for array in given]
     assert "the driver cannot be used" in caplog.text
     assert not cuda_reading.works()
     assert driver.fault

@@ -28,6 +28,7 @@ import mlx.core as mx
 import psutil
 import pytest
 
+from kvstrata.backend.heap import trim_heap
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
@@ -69,10 +70,11 @@ NUM_LEAVING = 5
 # Of the process, between the second third of the run and the last. The allocators fill their pools in the first dozen
 # restarts: a short run sees some of that.
 NUM_RESTARTS_TO_JUDGE = 36
-MOST_GROWTH_BYTES = 16 * MIB
+# On CUDA 124 MiB of the host's memory were taken at once, with new mappings of the driver: a kernel that was first met.
+MOST_GROWTH_BYTES = (192 if mx.cuda.is_available() else 16) * MIB
 # Tables of shapes that were met are kept, some hundred small arrays; on CUDA each takes a page.
 KEPT_TABLES_BYTES = (16 if mx.cuda.is_available() else 1) * MIB
-MOST_GROWTH_OF_SHORT_RUN_BYTES = 128 * MIB
+MOST_GROWTH_OF_SHORT_RUN_BYTES = (256 if mx.cuda.is_available() else 128) * MIB
 SAYS_EVERY_S = 20.0
 DISK_MAY_TAKE_S = 10.0
 
@@ -217,8 +219,10 @@ class Soak:
                 path.unlink()
 
     def look(self) -> None:
+        """After what a server does that rests: every thread of an engine leaves freed memory in an arena of its own."""
         gc.collect()
         mx.clear_cache()
+        trim_heap()
         self.resident_bytes.append(psutil.Process().memory_info().rss)
 
 

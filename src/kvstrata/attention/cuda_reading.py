@@ -25,12 +25,14 @@ _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 _TRIED = 3000
 
 
-def octets(arrays: Sequence[mx.array]) -> list[np.ndarray]:  # of each: uint8 [bytes]
+def copy_octets(arrays: Sequence[mx.array], into: Sequence[np.ndarray]) -> None:  # of each: uint8 [bytes]
     """As they would lie in memory without gaps."""
     if not works():
-        return [_looked_at(copied(array)) for array in arrays]
-    groups = [arrays[at : at + _AT_ONCE] for at in range(0, len(arrays), _AT_ONCE)]
-    return [out for group in groups for out in _by_driver(group)]
+        for array, octets in zip(arrays, into, strict=True):
+            octets[:] = np.asarray(copied(array)).view(np.uint8)
+        return
+    for at in range(0, len(arrays), _AT_ONCE):
+        _by_driver(arrays[at : at + _AT_ONCE], into[at : at + _AT_ONCE])
 
 
 def copied(array: mx.array) -> mx.array:
@@ -43,8 +45,9 @@ def works() -> bool:
     """Whether the driver copies what MLX has computed: tried once."""
     tried = mx.arange(_TRIED, dtype=mx.uint32) * 2654435761
     wanted = np.arange(_TRIED, dtype=np.uint32) * np.uint32(2654435761)
+    found = np.empty(tried.nbytes, np.uint8)
     try:
-        (found,) = _by_driver([tried])
+        _by_driver([tried], [found])
         if np.array_equal(found.view(np.uint32), wanted):
             return True
         fault = "it copies other bytes"
@@ -54,20 +57,14 @@ def works() -> bool:
     return False
 
 
-def _looked_at(array: mx.array) -> np.ndarray:
-    return np.asarray(array).view(np.uint8)
-
-
-def _by_driver(arrays: Sequence[mx.array]) -> list[np.ndarray]:
+def _by_driver(arrays: Sequence[mx.array], into: Sequence[np.ndarray]) -> None:
     copies = [copied(array) for array in arrays]
     taken = take([*copies, *[copies[-1]] * (_AT_ONCE - len(copies))], PLANES_PLACES)
     mx.eval(copies, taken)
     driver = _driver()
     driver.make_current()
-    out = [np.empty(array.nbytes, np.uint8) for array in arrays]
-    for octets_of_array, address in zip(out, _numbers(taken), strict=False):
-        driver.copy(octets_of_array, address)
-    return out
+    for octets, address in zip(into, _numbers(taken), strict=False):
+        driver.copy(octets, address)
 
 
 def _numbers(addresses: mx.array) -> list[int]:

@@ -232,7 +232,7 @@ def _full_layers(layout: Layout) -> list[int]:
 
 def _alone(array: mx.array) -> PackedArray:
     """[1, ...], copied."""
-    return PackedArray(DTYPES[array.dtype], (1, *array.shape), octets_of(array).copy())
+    return PackedArray(DTYPES[array.dtype], (1, *array.shape), own_octets(array))
 
 
 def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:
@@ -240,27 +240,40 @@ def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:
     first = arrays[0]
     out = np.empty((len(arrays), first.nbytes), np.uint8)
     for at in range(0, len(arrays), LAYERS_AT_ONCE):
-        some = list(arrays[at : at + LAYERS_AT_ONCE])
-        for row, octets in zip(out[at:], all_octets(some), strict=False):
-            row[:] = octets
+        copy_octets(arrays[at : at + LAYERS_AT_ONCE], out[at : at + LAYERS_AT_ONCE])
         if at + LAYERS_AT_ONCE < len(arrays):
             yield
     return PackedArray(DTYPES[first.dtype], (len(arrays), *first.shape), out.reshape(-1))
 
 
+def copy_octets(arrays: Sequence[mx.array], into: Sequence[np.ndarray] | np.ndarray) -> None:  # of each: uint8 [bytes]
+    """The bytes of each array, without gaps. New memory for each would cost more than the copy."""
+    if paths.active() == "cuda":
+        cuda_reading.copy_octets(arrays, list(into))
+        return
+    mx.eval(arrays)
+    for array, octets in zip(arrays, into, strict=True):
+        octets[:] = _looked_at(array)
+
+
 def octets_of(array: mx.array) -> np.ndarray:
     """Its bytes, as they lie in memory where that is without gaps: maybe a view."""
-    (octets,) = all_octets([array])
+    if paths.active() == "cuda":
+        return own_octets(array)
+    mx.eval(array)
+    return _looked_at(array)
+
+
+def own_octets(array: mx.array) -> np.ndarray:
+    """Its bytes, in memory of their own."""
+    octets = np.empty(array.nbytes, np.uint8)
+    copy_octets([array], [octets])
     return octets
 
 
-def all_octets(arrays: Sequence[mx.array]) -> list[np.ndarray]:
-    """Those of each."""
-    if paths.active() == "cuda":
-        return cuda_reading.octets(arrays)
-    mx.eval(arrays)
-    bits = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for array in arrays]
-    return [np.ascontiguousarray(np.asarray(array)).reshape(-1).view(np.uint8) for array in bits]
+def _looked_at(array: mx.array) -> np.ndarray:
+    bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    return np.ascontiguousarray(np.asarray(bits)).reshape(-1).view(np.uint8)
 
 
 def array_of(packed: PackedArray) -> mx.array:
