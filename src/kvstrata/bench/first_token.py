@@ -7,7 +7,6 @@ out of the system's page cache before they are read, where the system lets us.
 from __future__ import annotations
 
 import math
-import os
 import random
 import statistics
 import tempfile
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstrata.bench.driver import Figure, Progress, lay_out, median_ratio, silent
+from kvstrata.bench.driver import Figure, Progress, lay_out, leave_page_cache, median_ratio, silent
 from kvstrata.bench.streams import Prompt, Stream, answer, greedy, random_prompt, running
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
@@ -123,7 +122,7 @@ def _round(loaded: LoadedModel, load: Load, prompt: Prompt) -> dict[str, Stream]
         for speed in load.slow_bytes_s:
             disks[f"the same, read at {speed / 1e6:.3g} MB/s"] = SlowFiles(speed)
         for case, files in disks.items():
-            _leave_page_cache(folder)
+            leave_page_cache(folder)
             with _engine(loaded, storage, folder, files) as engine:
                 answers[case] = _answer(engine, prompt)
                 files.end()
@@ -142,16 +141,6 @@ def _row(case: str, prompt_tokens: int, found: Sequence[dict[str, Stream]]) -> F
         largest_ratio=max(a / b for a, b in zip(times, times_without, strict=True)),
         is_same_reply=all(a.ids == b.ids for a, b in zip(answers, without, strict=True)),
     )
-
-
-def _leave_page_cache(folder: Path) -> None:
-    """So that they are read from the disk. Not every system can be asked for it."""
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path in folder.rglob("*.safetensors"):
-        fd = os.open(path, os.O_RDONLY)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(fd)
 
 
 @contextmanager

@@ -1,8 +1,11 @@
 """Where the time of a decode step goes: the engine's thread is looked at every two milliseconds while a batch decodes.
 
 A look counts for the innermost frame that belongs to a room, so the time of a kernel is that of the code that calls it.
-On a GPU the thread builds and issues work and then waits for its result; only the wait is the GPU's own time. Limits
-are what the machine gives to plain work: a copy of more memory than its caches hold, and one product.
+On a GPU the thread builds and issues work and then waits for its result; only the wait is the GPU's own time.
+
+Limits are what the machine gives to plain work (limits.py): all weights and all KV that a step reads, as fast as a copy
+goes, and its products, as fast as one large product of float32 numbers. They are compared with the part of the step
+that does that; on a GPU, where parts cannot be told apart from here, with the whole step.
 """
 
 from __future__ import annotations
@@ -16,19 +19,20 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 
 import mlx.core as mx
 
 from kvstrata.backend.speed import mlx_gflops
-from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, seconds, silent
-from kvstrata.bench.streams import Streams, greedy, random_prompt
+from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
+from kvstrata.bench.limits import Products, copy_gb_s, products
+from kvstrata.bench.streams import Streams, answer, greedy, random_prompt
 from kvstrata.engine.engine import Engine
 from kvstrata.models.loaded import LoadedModel
 
 LOOK_S = 0.002  # more often, and the looking shows in the figures
-COPY_BYTES = 256 * MIB
+PREFILL_TOKENS, PREFILLS = 512, 3
 # Innermost first: where a file's path has such a piece, that is what the time is for.
 PLACES = (
     ("kvstrata/packed/", "products of packed weights"),
@@ -44,6 +48,8 @@ PLACES = (
     ("mlx/nn/", "the model's own code"),
 )
 OTHER = "other"
+PRODUCTS = ("products of packed weights", "the model's own code")
+ATTENTION = ("attention",)
 
 
 @dataclass(frozen=True)
@@ -54,21 +60,50 @@ class Share(Figure):
 
 
 @dataclass(frozen=True)
+class Limit(Figure):
+    what: str
+    least_ms: float
+    took_ms: float
+
+    @property
+    def share(self) -> float:
+        return self.least_ms / self.took_ms
+
+
+@dataclass(frozen=True)
 class StepTime(Figure):
     batch: int
     tokens_s: float
     step_ms: float  # median time between two tokens of a stream
     num_looks: int
     shares: tuple[Share, ...]
+    limits: tuple[Limit, ...] = ()
 
 
 @dataclass(frozen=True)
 class StepFigures(Figure):
     steps: tuple[StepTime, ...]
+    prefill: Limit | None  # None: how many products the model asks for is not known
     copy_gb_s: float  # read and written
     product_gflops: float
     weight_bytes: int
-    least_ms: float  # for reading all weights once, as fast as a copy reads and writes
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What it gives to plain work, and what a model asks of it."""
+
+    copy_gb_s: float
+    gflops: float
+    weight_bytes: int
+    token_bytes: int  # of KV
+    products: Products | None
+
+    def reading_ms(self, nbytes: float) -> float:
+        return nbytes / self.copy_gb_s / 1e6
+
+    def multiplying_ms(self, num_products: int) -> float:
+        return 2 * num_products / self.gflops / 1e6
 
 
 class Looks:
@@ -121,7 +156,9 @@ def measure(
     reply_tokens: int,
     progress: Progress = silent,
 ) -> StepFigures:
-    thread = engine.ask(lambda _: threading.get_ident()).result()
+    thread, token_bytes = engine.ask(lambda loop: (threading.get_ident(), loop.budget.token_bytes)).result()
+    progress("a copy, and a product")
+    machine = Machine(copy_gb_s(), mlx_gflops(), loaded.weight_bytes, token_bytes, products(loaded.config))
     steps = []
     for batch in batches:
         progress(f"batch {batch}")
@@ -129,11 +166,37 @@ def measure(
         looks = Looks(thread)
         with looks.running():
             streams = _decode(loaded, engine, batch, prompt_tokens, reply_tokens)
-        steps.append(_step_time(batch, streams, looks))
-    progress("a copy, and a product")
-    copied = _copy_gb_s()
-    least_ms = loaded.weight_bytes / copied / 1e6
-    return StepFigures(tuple(steps), copied, mlx_gflops(), loaded.weight_bytes, least_ms)
+        step = _step_time(batch, streams, looks)
+        steps.append(replace(step, limits=tuple(_limits(step, machine, prompt_tokens + reply_tokens / 2))))
+    progress("a prompt")
+    prefill = _prefill(loaded, engine, machine)
+    return StepFigures(tuple(steps), prefill, machine.copy_gb_s, machine.gflops, machine.weight_bytes)
+
+
+def _limits(step: StepTime, machine: Machine, tokens: float) -> Iterator[Limit]:
+    """`tokens`: that a row reads, in the middle of its reply."""
+
+    def took_ms(places: Sequence[str]) -> float:
+        found_ms = sum(share.step_ms for share in step.shares if share.what in places)
+        return found_ms if found_ms and mx.default_device() == mx.cpu else step.step_ms
+
+    yield Limit("all weights from memory", machine.reading_ms(machine.weight_bytes), took_ms(PRODUCTS))
+    if machine.products is not None:
+        num_products = step.batch * (machine.products.in_layers + machine.products.in_output)
+        yield Limit("products, as of float32", machine.multiplying_ms(num_products), took_ms(PRODUCTS))
+    nbytes = step.batch * tokens * machine.token_bytes
+    yield Limit("KV from memory", machine.reading_ms(nbytes), took_ms(ATTENTION))
+
+
+def _prefill(loaded: LoadedModel, engine: Engine, machine: Machine) -> Limit | None:
+    if machine.products is None:
+        return None
+    rng = random.Random(0)
+    prompts = [random_prompt(rng, loaded, PREFILL_TOKENS) for _ in range(1 + PREFILLS)]
+    times = [answer(engine, greedy(prompt, 2, uuid.uuid4().hex)).first_token_s for prompt in prompts]
+    num_products = PREFILL_TOKENS * machine.products.in_layers + machine.products.in_output
+    took_ms = 1e3 * statistics.median(times[1:])  # the first one warms
+    return Limit(f"a prompt of {PREFILL_TOKENS} tokens, as a product", machine.multiplying_ms(num_products), took_ms)
 
 
 def _decode(loaded: LoadedModel, engine: Engine, batch: int, prompt_tokens: int, reply_tokens: int) -> Streams:
@@ -156,13 +219,6 @@ def _step_time(batch: int, streams: Streams, looks: Looks) -> StepTime:
     return StepTime(batch, num_tokens / (end_s - start_s), step_ms, counted.total(), tuple(shares))
 
 
-def _copy_gb_s() -> float:
-    x = mx.zeros((COPY_BYTES // 4,), mx.uint32)
-    mx.eval(x | 1)
-    times = [seconds(lambda: mx.eval(x | 1)) for _ in range(5)]
-    return 2 * COPY_BYTES / statistics.median(times) / 1e9
-
-
 def table(figures: StepFigures) -> str:
     parts = []
     for step in figures.steps:
@@ -173,12 +229,28 @@ def table(figures: StepFigures) -> str:
             ("share", ">8.0%", lambda row: row.share),
         ]
         note = f"a step {step.step_ms:.2f} ms, {step.tokens_s:.1f} tokens/s, {step.num_looks} looks"
-        parts += [lay_out(step.shares, columns, note), ""]
-    reads = f"{figures.weight_bytes / MIB:,.0f} MiB of weights, read as fast as a copy goes: {figures.least_ms:.2f} ms"
+        parts += [
+            lay_out(step.shares, columns, note),
+            "",
+            _limits_table(f"limits at batch {step.batch}", step.limits),
+            "",
+        ]
+    if figures.prefill is not None:
+        parts += [_limits_table("a prompt alone", [figures.prefill]), ""]
     return "\n".join(
         [
             *parts,
-            f"A copy moves {figures.copy_gb_s:,.1f} GB/s; {reads}.",
+            f"A copy moves {figures.copy_gb_s:,.1f} GB/s; there are {figures.weight_bytes / MIB:,.0f} MiB of weights.",
             f"A float32 product runs at {figures.product_gflops:,.0f} GFLOP/s.",
         ]
     )
+
+
+def _limits_table(title: str, limits: Sequence[Limit]) -> str:
+    columns: list[tuple[str, str, Callable[[Limit], object]]] = [
+        (title, "<40", lambda row: row.what),
+        ("least ms", ">10.2f", lambda row: row.least_ms),
+        ("took ms", ">10.2f", lambda row: row.took_ms),
+        ("share", ">8.0%", lambda row: row.share),
+    ]
+    return lay_out(limits, columns)

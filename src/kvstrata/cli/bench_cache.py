@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -43,6 +44,23 @@ def spilling(
 
     what = Load(streams, conversations, conversation_tokens, precision)
     show(measure(load(model), what, rounds=rounds, progress=say), table, as_json=as_json)
+
+
+def disk(
+    directory: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="A folder on the disk that is asked about.")
+    ] = None,
+    blocks: Annotated[int, typer.Option(min=1, help="Blocks of a conversation.")] = 32,
+    block_size: Annotated[str, typer.Option(help="Bytes of each, such as 8MiB.", metavar="size")] = "8MiB",
+    rounds: Rounds = 5,
+    as_json: Json = False,
+) -> None:
+    """How fast blocks get to a disk and back, beside a plain file with as many bytes."""
+    from kvstrata.bench.disk import measure, table
+    from kvstrata.sizes import Size
+
+    figures = measure(directory, blocks, Size.parse(block_size).of(0), rounds, progress=say)
+    show(figures, table, as_json=as_json)
 
 
 def memory(
