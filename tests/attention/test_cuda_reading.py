@@ -23,6 +23,7 @@ class PretendedDriver:
     def __init__(self, *, fault: str = "") -> None:
         self.fault = fault
         self.addresses: list[int] = []
+        self.targets: list[int] = []
 
     def make_current(self) -> None:
         if self.fault == "no context":
@@ -30,6 +31,7 @@ class PretendedDriver:
 
     def copy(self, to: np.ndarray, address: int) -> None:
         self.addresses.append(address)
+        self.targets.append(to.ctypes.data)
         ctypes.memmove(to.ctypes.data, address, to.nbytes)
         if self.fault == "other bytes":
             to[-1] += 1
@@ -72,6 +74,25 @@ def test_the_bytes_are_those_of_the_arrays_and_none_is_looked_at(
     assert len(driver.addresses) == 1 + len(given), "with the trial"
     assert not places.intersection(driver.addresses), "launches may read there"
     assert blocks.octets_of(given[0]).tobytes() == bytes_of(given[0])
+
+
+@emulated
+def test_bytes_are_copied_to_where_they_are_to_lie(driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "active", lambda: "cuda")
+    assert cuda_reading.works()
+    stacked = [mx.full((3, 2), i, mx.uint32) for i in range(5)]
+    out = np.empty((5, 24), np.uint8)
+    blocks.copy_octets(stacked, list(out))
+    assert driver.targets[1:] == [row.ctypes.data for row in out], "after the trial"
+    assert out.tobytes() == b"".join(map(bytes_of, stacked))
+
+
+@emulated
+@pytest.mark.usefixtures("driver")
+@pytest.mark.parametrize("into", [[np.empty(23, np.uint8)], [np.empty(48, np.uint8)[::2]], []])
+def test_no_byte_is_copied_beside_its_place(into: list[np.ndarray]) -> None:
+    with pytest.raises(ValueError, match=r"do not fit|shorter"):
+        cuda_reading.copy_octets([mx.zeros((3, 2), mx.uint32)], into)
 
 
 @emulated

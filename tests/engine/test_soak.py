@@ -70,7 +70,7 @@ NUM_LEAVING = 5
 # Of the process, between the second third of the run and the last. The allocators fill their pools in the first dozen
 # restarts: a short run sees some of that.
 NUM_RESTARTS_TO_JUDGE = 36
-# On CUDA 124 MiB of the host's memory were taken at once, with new mappings of the driver: a kernel that was first met.
+# On CUDA 124 MiB of the host's memory were taken at once, with new mappings of the driver: most likely a kernel.
 MOST_GROWTH_BYTES = (192 if mx.cuda.is_available() else 16) * MIB
 # Tables of shapes that were met are kept, some hundred small arrays; on CUDA each takes a page.
 KEPT_TABLES_BYTES = (16 if mx.cuda.is_available() else 1) * MIB
@@ -219,7 +219,7 @@ class Soak:
                 path.unlink()
 
     def look(self) -> None:
-        """After what a server does that rests: every thread of an engine leaves freed memory in an arena of its own."""
+        """Freed memory is given back first, as a resting server does: each engine's thread leaves some in its arena."""
         gc.collect()
         mx.clear_cache()
         trim_heap()

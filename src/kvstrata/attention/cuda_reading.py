@@ -26,7 +26,10 @@ _TRIED = 3000
 
 
 def copy_octets(arrays: Sequence[mx.array], into: Sequence[np.ndarray]) -> None:  # of each: uint8 [bytes]
-    """As they would lie in memory without gaps."""
+    """The bytes of each array, without gaps, to where they are to lie."""
+    for array, octets in zip(arrays, into, strict=True):
+        if octets.nbytes != array.nbytes or not octets.flags.c_contiguous:
+            raise ValueError(f"{array.nbytes} bytes do not fit into {octets.nbytes}, or not without gaps")
     if not works():
         for array, octets in zip(arrays, into, strict=True):
             octets[:] = np.asarray(copied(array)).view(np.uint8)

@@ -1,8 +1,8 @@
 """How fast blocks get to a folder and back through the disk tier, beside one plain file with as many bytes.
 
 Both are on the disk when writing ends (fsync), and are read from the disk where the system can be told to forget a file
-(Linux); elsewhere from its memory. Blocks are checked when they are written and when they are read, and a catalogue
-knows them.
+(Linux); elsewhere from its memory. Blocks get a checksum, an entry in the catalogue and a file each, and two threads
+read them; one writes and reads the plain file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstrata.bench.driver import MIB, Figure, Progress, in_turns, lay_out, leave_page_cache, seconds, silent
+from kvstrata.bench.driver import (
+    MIB,
+    Figure,
+    Progress,
+    in_turns,
+    lay_out,
+    leave_page_cache,
+    median_ratio,
+    seconds,
+    silent,
+)
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.errors import KvstrataError
@@ -36,10 +46,7 @@ class Rate(Figure):
     what: str
     blocks_mb_s: float
     file_mb_s: float
-
-    @property
-    def share(self) -> float:
-        return self.blocks_mb_s / self.file_mb_s
+    share: float  # median of the rounds' ratios
 
 
 @dataclass(frozen=True)
@@ -56,20 +63,20 @@ class Times:
     read_s: float
 
 
-def measure(
-    directory: Path | None, num_blocks: int, block_bytes: int, rounds: int, progress: Progress = silent
-) -> DiskRates:
-    """`directory`: on the disk that is asked about; None: where temporary files are."""
+def measure(directory: Path, num_blocks: int, block_bytes: int, rounds: int, progress: Progress = silent) -> DiskRates:
+    """`directory`: on the disk that is asked about."""
     blocks = list(_blocks(num_blocks, block_bytes))
     cases = {"blocks": lambda: _through_tier(directory, blocks), "a plain file": lambda: _as_file(directory, blocks)}
-    found = in_turns(cases, rounds, progress)
+    ours, plain = in_turns(cases, rounds, progress).values()
     nbytes = num_blocks * block_bytes
+    writes = _rate("write", nbytes, [times.write_s for times in ours], [times.write_s for times in plain])
+    reads = _rate("read", nbytes, [times.read_s for times in ours], [times.read_s for times in plain])
+    return DiskRates(num_blocks, block_bytes, rounds, (writes, reads))
 
-    def rate(what: str) -> Rate:
-        ours, plain = (statistics.median(getattr(t, f"{what}_s") for t in found[name]) for name in cases)
-        return Rate(what, nbytes / ours / 1e6, nbytes / plain / 1e6)
 
-    return DiskRates(num_blocks, block_bytes, rounds, (rate("write"), rate("read")))
+def _rate(what: str, nbytes: int, ours_s: Sequence[float], plain_s: Sequence[float]) -> Rate:
+    ours, plain = (nbytes / statistics.median(times) / 1e6 for times in (ours_s, plain_s))
+    return Rate(what, ours, plain, median_ratio(plain_s, ours_s))
 
 
 def _blocks(num_blocks: int, block_bytes: int) -> Iterator[Block]:
@@ -85,19 +92,19 @@ def _blocks(num_blocks: int, block_bytes: int) -> Iterator[Block]:
 
 
 @contextmanager
-def _folder(directory: Path | None) -> Iterator[Path]:
+def _folder(directory: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-", dir=directory) as name:
         yield Path(name)
 
 
-def _through_tier(directory: Path | None, blocks: Sequence[Block]) -> Times:
+def _through_tier(directory: Path, blocks: Sequence[Block]) -> Times:
     nbytes = sum(block.nbytes for block in blocks)
     with _folder(directory) as folder:
         options = DiskOptions(folder, 2 * nbytes + CATALOGUE_BYTES, reserve_bytes=0, queue_bytes=2 * nbytes)
         tier = DiskTier(options, chain=chain)
         try:
             write_s = seconds(lambda: _put(tier, blocks))
-            leave_page_cache(folder)
+            leave_page_cache(folder.rglob("*.safetensors"))
             return Times(write_s, seconds(lambda: _get(tier, blocks)))
         finally:
             tier.close()
@@ -108,7 +115,8 @@ def _put(tier: DiskTier, blocks: Sequence[Block]) -> None:
         answer = tier.put(block)
         if isinstance(answer, Refused):
             raise KvstrataError(f"The disk cache did not take a block: {answer.reason}")
-    if not tier.flush(MOST_S).is_empty:
+    is_empty = tier.flush(MOST_S).is_empty
+    if not is_empty or not all(tier.blocks.find(block.key) for block in blocks):
         raise KvstrataError(f"The disk cache did not write {len(blocks)} blocks within {MOST_S:.0f} s")
 
 
@@ -126,11 +134,11 @@ def _get(tier: DiskTier, blocks: Sequence[Block]) -> None:
         raise KvstrataError(f"Of {len(blocks)} blocks not all came back from the disk cache: {why}")
 
 
-def _as_file(directory: Path | None, blocks: Sequence[Block]) -> Times:
+def _as_file(directory: Path, blocks: Sequence[Block]) -> Times:
     with _folder(directory) as folder:
         path = folder / "plain"
         write_s = seconds(lambda: _write(path, blocks))
-        leave_page_cache(folder)
+        leave_page_cache([path])
         return Times(write_s, seconds(lambda: _read(path, blocks)))
 
 
@@ -144,9 +152,11 @@ def _write(path: Path, blocks: Sequence[Block]) -> None:
 
 
 def _read(path: Path, blocks: Sequence[Block]) -> None:
-    with path.open("rb", buffering=0) as file:
+    with path.open("rb") as file:
         for block in blocks:
-            file.readinto(np.empty(sum(tensor.nbytes for tensor in block.tensors.values()), np.uint8).data)
+            nbytes = sum(tensor.nbytes for tensor in block.tensors.values())
+            if file.readinto(np.empty(nbytes, np.uint8).data) != nbytes:
+                raise KvstrataError("A plain file is shorter than what was written")
 
 
 def table(figures: DiskRates) -> str:

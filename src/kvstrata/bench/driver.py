@@ -1,4 +1,4 @@
-"""What the benchmarks share: rounds in turns, medians, tables and JSON."""
+"""What the benchmarks share: rounds in turns, medians, files that leave the page cache, tables and JSON."""
 
 from __future__ import annotations
 
@@ -45,15 +45,13 @@ def median_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def leave_page_cache(folder: Path) -> None:
-    """So that its files are read from the disk. Not every system can be asked for it."""
+def leave_page_cache(files: Iterable[Path]) -> None:
+    """So that they are read from the disk. Not every system can be asked for it."""
     if not hasattr(os, "posix_fadvise"):
         return
-    for path in folder.rglob("*"):
-        if path.is_file():
-            fd = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+    for path in files:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def seconds(work: Callable[[], object]) -> float:

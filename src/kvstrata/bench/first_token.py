@@ -122,7 +122,7 @@ def _round(loaded: LoadedModel, load: Load, prompt: Prompt) -> dict[str, Stream]
         for speed in load.slow_bytes_s:
             disks[f"the same, read at {speed / 1e6:.3g} MB/s"] = SlowFiles(speed)
         for case, files in disks.items():
-            leave_page_cache(folder)
+            leave_page_cache(folder.rglob("*.safetensors"))
             with _engine(loaded, storage, folder, files) as engine:
                 answers[case] = _answer(engine, prompt)
                 files.end()

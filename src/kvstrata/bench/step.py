@@ -3,9 +3,9 @@
 A look counts for the innermost frame that belongs to a room, so the time of a kernel is that of the code that calls it.
 On a GPU the thread builds and issues work and then waits for its result; only the wait is the GPU's own time.
 
-Limits are what the machine gives to plain work (limits.py): all weights and all KV that a step reads, as fast as a copy
-goes, and its products, as fast as one large product of float32 numbers. They are compared with the part of the step
-that does that; on a GPU, where parts cannot be told apart from here, with the whole step.
+Each part is compared with plain work (limits.py): reading all weights and all KV, as fast as a copy goes, and on a CPU
+the products, as fast as one large product of float32 numbers. On a GPU parts cannot be told apart from here: the whole
+step is compared. Only for models whose steps are known to read all weights and no windows.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.bench.limits import Products, copy_gb_s, products
 from kvstrata.bench.streams import Streams, answer, greedy, random_prompt
 from kvstrata.engine.engine import Engine
+from kvstrata.errors import KvstrataError
 from kvstrata.models.loaded import LoadedModel
 
 LOOK_S = 0.002  # more often, and the looking shows in the figures
@@ -61,13 +62,12 @@ class Share(Figure):
 
 @dataclass(frozen=True)
 class Limit(Figure):
-    what: str
-    least_ms: float
-    took_ms: float
+    """A part of a step, beside the time that plain work of that size takes."""
 
-    @property
-    def share(self) -> float:
-        return self.least_ms / self.took_ms
+    what: str
+    plain_ms: float
+    took_ms: float
+    share: float
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class StepTime(Figure):
 @dataclass(frozen=True)
 class StepFigures(Figure):
     steps: tuple[StepTime, ...]
-    prefill: Limit | None  # None: how many products the model asks for is not known
+    prefill: Limit | None  # None: on a GPU, or how many products the model asks for is not known
     copy_gb_s: float  # read and written
     product_gflops: float
     weight_bytes: int
@@ -99,11 +99,13 @@ class Machine:
     token_bytes: int  # of KV
     products: Products | None
 
-    def reading_ms(self, nbytes: float) -> float:
-        return nbytes / self.copy_gb_s / 1e6
+    def reading(self, what: str, nbytes: float, took_ms: float) -> Limit:
+        plain_ms = nbytes / self.copy_gb_s / 1e6
+        return Limit(what, plain_ms, took_ms, plain_ms / took_ms)
 
-    def multiplying_ms(self, num_products: int) -> float:
-        return 2 * num_products / self.gflops / 1e6
+    def multiplying(self, what: str, num_products: int, took_ms: float) -> Limit:
+        plain_ms = 2 * num_products / self.gflops / 1e6
+        return Limit(what, plain_ms, took_ms, plain_ms / took_ms)
 
 
 class Looks:
@@ -175,28 +177,31 @@ def measure(
 
 def _limits(step: StepTime, machine: Machine, tokens: float) -> Iterator[Limit]:
     """`tokens`: that a row reads, in the middle of its reply."""
+    asked, on_cpu = machine.products, mx.default_device() == mx.cpu
+    if asked is None:
+        return
 
     def took_ms(places: Sequence[str]) -> float:
         found_ms = sum(share.step_ms for share in step.shares if share.what in places)
-        return found_ms if found_ms and mx.default_device() == mx.cpu else step.step_ms
+        return found_ms if found_ms and on_cpu else step.step_ms
 
-    yield Limit("all weights from memory", machine.reading_ms(machine.weight_bytes), took_ms(PRODUCTS))
-    if machine.products is not None:
-        num_products = step.batch * (machine.products.in_layers + machine.products.in_output)
-        yield Limit("products, as of float32", machine.multiplying_ms(num_products), took_ms(PRODUCTS))
-    nbytes = step.batch * tokens * machine.token_bytes
-    yield Limit("KV from memory", machine.reading_ms(nbytes), took_ms(ATTENTION))
+    yield machine.reading("all weights, as in a copy", machine.weight_bytes, took_ms(PRODUCTS))
+    if on_cpu:
+        num_products = step.batch * (asked.in_layers + asked.in_output)
+        yield machine.multiplying("products, as of float32", num_products, took_ms(PRODUCTS))
+    yield machine.reading("KV, as in a copy", step.batch * tokens * machine.token_bytes, took_ms(ATTENTION))
 
 
 def _prefill(loaded: LoadedModel, engine: Engine, machine: Machine) -> Limit | None:
-    if machine.products is None:
+    asked = machine.products
+    if asked is None or mx.default_device() != mx.cpu:
         return None
     rng = random.Random(0)
     prompts = [random_prompt(rng, loaded, PREFILL_TOKENS) for _ in range(1 + PREFILLS)]
     times = [answer(engine, greedy(prompt, 2, uuid.uuid4().hex)).first_token_s for prompt in prompts]
-    num_products = PREFILL_TOKENS * machine.products.in_layers + machine.products.in_output
     took_ms = 1e3 * statistics.median(times[1:])  # the first one warms
-    return Limit(f"a prompt of {PREFILL_TOKENS} tokens, as a product", machine.multiplying_ms(num_products), took_ms)
+    num_products = PREFILL_TOKENS * asked.in_layers + asked.in_output
+    return machine.multiplying(f"a prompt of {PREFILL_TOKENS} tokens, as a product", num_products, took_ms)
 
 
 def _decode(loaded: LoadedModel, engine: Engine, batch: int, prompt_tokens: int, reply_tokens: int) -> Streams:
@@ -211,6 +216,8 @@ def _step_time(batch: int, streams: Streams, looks: Looks) -> StepTime:
     start_s = max(stream.times[0] for stream in streams)
     end_s = min(stream.times[-1] for stream in streams)
     gaps = [b - a for stream in streams for a, b in stream.gaps() if start_s <= a and b <= end_s]
+    if not gaps:
+        raise KvstrataError("The streams did not decode together. Next: --reply-tokens with a larger number")
     step_ms = statistics.median(gaps) * 1e3
     counted = looks.between(start_s, end_s)
     total = max(1, counted.total())
@@ -229,14 +236,11 @@ def table(figures: StepFigures) -> str:
             ("share", ">8.0%", lambda row: row.share),
         ]
         note = f"a step {step.step_ms:.2f} ms, {step.tokens_s:.1f} tokens/s, {step.num_looks} looks"
-        parts += [
-            lay_out(step.shares, columns, note),
-            "",
-            _limits_table(f"limits at batch {step.batch}", step.limits),
-            "",
-        ]
+        parts += [lay_out(step.shares, columns, note), ""]
+        if step.limits:
+            parts += [_limits_table(f"batch {step.batch}, beside plain work", step.limits), ""]
     if figures.prefill is not None:
-        parts += [_limits_table("a prompt alone", [figures.prefill]), ""]
+        parts += [_limits_table("a prompt, beside plain work", [figures.prefill]), ""]
     return "\n".join(
         [
             *parts,
@@ -249,7 +253,7 @@ def table(figures: StepFigures) -> str:
 def _limits_table(title: str, limits: Sequence[Limit]) -> str:
     columns: list[tuple[str, str, Callable[[Limit], object]]] = [
         (title, "<40", lambda row: row.what),
-        ("least ms", ">10.2f", lambda row: row.least_ms),
+        ("plain ms", ">10.2f", lambda row: row.plain_ms),
         ("took ms", ">10.2f", lambda row: row.took_ms),
         ("share", ">8.0%", lambda row: row.share),
     ]

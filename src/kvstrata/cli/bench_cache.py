@@ -48,8 +48,8 @@ def spilling(
 
 def disk(
     directory: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, help="A folder on the disk that is asked about.")
-    ] = None,
+        Path, typer.Option(exists=True, file_okay=False, help="A folder on the disk that is asked about.")
+    ] = Path(),
     blocks: Annotated[int, typer.Option(min=1, help="Blocks of a conversation.")] = 32,
     block_size: Annotated[str, typer.Option(help="Bytes of each, such as 8MiB.", metavar="size")] = "8MiB",
     rounds: Rounds = 5,
@@ -59,8 +59,10 @@ def disk(
     from kvstrata.bench.disk import measure, table
     from kvstrata.sizes import Size
 
-    figures = measure(directory, blocks, Size.parse(block_size).of(0), rounds, progress=say)
-    show(figures, table, as_json=as_json)
+    nbytes = Size.parse(block_size).of(0)
+    if nbytes < 1:
+        raise typer.BadParameter(f"{block_size} is not a number of bytes, such as 8MiB", param_hint="--block-size")
+    show(measure(directory, blocks, nbytes, rounds, progress=say), table, as_json=as_json)
 
 
 def memory(

@@ -240,16 +240,16 @@ def _stacking(arrays: Sequence[mx.array]) -> Generator[None, None, PackedArray]:
     first = arrays[0]
     out = np.empty((len(arrays), first.nbytes), np.uint8)
     for at in range(0, len(arrays), LAYERS_AT_ONCE):
-        copy_octets(arrays[at : at + LAYERS_AT_ONCE], out[at : at + LAYERS_AT_ONCE])
+        copy_octets(arrays[at : at + LAYERS_AT_ONCE], list(out[at : at + LAYERS_AT_ONCE]))
         if at + LAYERS_AT_ONCE < len(arrays):
             yield
     return PackedArray(DTYPES[first.dtype], (len(arrays), *first.shape), out.reshape(-1))
 
 
-def copy_octets(arrays: Sequence[mx.array], into: Sequence[np.ndarray] | np.ndarray) -> None:  # of each: uint8 [bytes]
-    """The bytes of each array, without gaps. New memory for each would cost more than the copy."""
+def copy_octets(arrays: Sequence[mx.array], into: Sequence[np.ndarray]) -> None:  # of each: uint8 [bytes]
+    """The bytes of each array, without gaps, to where they are to lie: new memory for each would cost more."""
     if paths.active() == "cuda":
-        cuda_reading.copy_octets(arrays, list(into))
+        cuda_reading.copy_octets(arrays, into)
         return
     mx.eval(arrays)
     for array, octets in zip(arrays, into, strict=True):

@@ -13,7 +13,7 @@ from kvstrata.attention.parts import CutPart, Part, Parts, SealedPart, cut_parts
 from kvstrata.codecs.affine import AffineCodec
 from kvstrata.layers.grain import grain_of
 from kvstrata.layers.kinds import LayerSpec, Layout
-from kvstrata.spans.blocks import DTYPES, octets_of, own_octets
+from kvstrata.spans.blocks import DTYPES, copy_octets, octets_of
 from kvstrata.spans.convert import owned
 from kvstrata.spans.marks import Mark, states_at
 from kvstrata.spans.mlx_caches import common_affine, given
@@ -71,8 +71,9 @@ def tensors_of(layer: LayerOut) -> Generator[None, None, list[Octets]]:
     """Its tensors, in the order of its tree."""
     if layer.state is not None:
         arrays = [array for array in _leaves(layer.state.state) if isinstance(array, mx.array)]
-        mx.eval(arrays)
-        return [own_octets(array) for array in arrays]
+        states = [np.empty(array.nbytes, np.uint8) for array in arrays]
+        copy_octets(arrays, states)
+        return states
     shapes = [leaf.shape for leaf in _leaves(layer.tree) if isinstance(leaf, Stored)]
     made: list[np.ndarray] = []
     at = 0
