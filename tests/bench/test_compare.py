@@ -151,16 +151,29 @@ def test_a_side_with_a_budget_stops_when_it_is_over(tmp_path: Path) -> None:
 
 
 def test_sides_share_the_time_that_there_is(tmp_path: Path) -> None:
-    plan = replace(PLAN, total_s=1000.0)
+    plan = replace(PLAN, total_s=1000.0, rounds=1)
     sides = [Side(Words(), "first"), Side(Words(), "second", budget_s=100.0), Side(Words(), "third")]
     standing = [Standing(side, MODEL, plan, tmp_path) for side in sides]
-    clock = Clock(plan, standing)
+    now_s = 0.0
+    clock = Clock(plan, len(standing), lambda: now_s)
     # A third, no more than it was given, and what the two before leave.
-    assert [clock.left_s(each) for each in standing] == [pytest.approx(left, abs=5) for left in (333, 100, 1000)]
-    standing[0].until_s = 0.0
-    assert clock.left_s(standing[0]) < 0
-    unhurried = Standing(sides[0], MODEL, PLAN, tmp_path / "more")
-    assert Clock(PLAN, [unhurried]).left_s(unhurried) == math.inf
+    assert [clock.left_s(each, 0) for each in standing] == [pytest.approx(left) for left in (1000 / 3, 100, 1000)]
+    now_s = 334.0
+    assert clock.left_s(standing[0], 0) < 0
+    assert Clock(PLAN, 1).left_s(standing[0], 0) == math.inf
+
+
+def test_every_round_of_a_side_has_time_of_its_own(tmp_path: Path) -> None:
+    plan = replace(PLAN, total_s=1000.0, rounds=2)
+    first, second = (Standing(Side(Words(), name), MODEL, plan, tmp_path) for name in ("first", "second"))
+    now_s = 0.0
+    clock = Clock(plan, 2, lambda: now_s)
+    left_s = []
+    for each, number in ((first, 0), (second, 0), (second, 1), (first, 1)):
+        left_s.append(clock.left_s(each, number))
+        now_s += 200.0
+    # What a round did not need is for those after it.
+    assert left_s == [pytest.approx(left) for left in (1000 / 4, 800 / 3, 600 / 2, 400)]
 
 
 def test_a_server_that_does_not_start_says_its_last_words(tmp_path: Path) -> None:

@@ -84,7 +84,6 @@ class Standing:
         self.side = side
         self.known: PrefillTime | None = None
         self.used_s = 0.0
-        self.until_s: float | None = None  # when its share of the time is over; None: it has not begun
         self._plan = plan
         self._folder = folder / side.name.replace(" ", "-").replace(",", "")
         self._folder.mkdir(parents=True)
@@ -183,10 +182,10 @@ def compare(
             if each.side.peer.compiles:
                 watch.say(f"{each.side.name}, compiling kernels where they are new")
                 each.compile()
-        clock = Clock(plan, standing)
+        clock = Clock(plan, len(standing))
         for number, scenario, each in in_turns(standing, plan):
             watch.under(f"round {number + 1}").say(f"{each.side.name}, {scenario.number}. {scenario.title}")
-            outcomes.append(watch.passed(_outcome(each, scenario, plan, number, clock.left_s(each))))
+            outcomes.append(watch.passed(_outcome(each, scenario, plan, number, clock.left_s(each, number))))
             about = [_with_news(told, standing) for told in about]
             keep(about, outcomes)
 
@@ -260,21 +259,24 @@ def in_turns(standing: Sequence[Standing], plan: Plan) -> Iterator[Turn]:
 
 
 class Clock:
-    """How long a side may take."""
+    """How long a side may take: what is left is shared by all rounds of all sides that have not begun."""
 
-    def __init__(self, plan: Plan, standing: Sequence[Standing]) -> None:
+    def __init__(self, plan: Plan, num_sides: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._plan = plan
-        self._standing = standing
-        self._until_s = time.monotonic() + (math.inf if plan.total_s is None else plan.total_s)
+        self._num_waiting = num_sides * plan.rounds
+        self._clock = clock
+        self._until_s = clock() + (math.inf if plan.total_s is None else plan.total_s)
+        self._ends_s: dict[tuple[Standing, int], float] = {}  # of each side's round that has begun
 
-    def left_s(self, each: Standing) -> float:
-        """For all that it has yet to do; zero or less where its time is over."""
-        now_s = time.monotonic()
-        if each.until_s is None:
-            waiting = 1 if self._plan.fresh else sum(other.until_s is None for other in self._standing)
-            each.until_s = now_s + (self._until_s - now_s) / waiting
+    def left_s(self, each: Standing, number: int) -> float:
+        """For all that it has yet to do in this round; zero or less where its time is over."""
+        now_s = self._clock()
+        if (each, number) not in self._ends_s:
+            share_s = (self._until_s - now_s) / (1 if self._plan.fresh else self._num_waiting)
+            self._ends_s[each, number] = now_s + share_s
+            self._num_waiting -= 1
         budget_s = math.inf if each.side.budget_s is None else each.side.budget_s - each.used_s
-        return min(budget_s, each.until_s - now_s)
+        return min(budget_s, self._ends_s[each, number] - now_s)
 
 
 def _outcome(each: Standing, scenario: Scenario, plan: Plan, number: int, left_s: float) -> Outcome:
