@@ -70,6 +70,7 @@ def test_a_step_is_shown_beside_plain_work(monkeypatch: pytest.MonkeyPatch) -> N
     if mx.default_device() != mx.cpu:
         assert figures.prefill is None
         return
+    assert figures.prefill is not None
     flops = {limit.what: limit.plain_ms * figures.product_gflops * 1e6 for limit in (*found.limits, figures.prefill)}
     assert flops["products, as of float32"] == pytest.approx(2 * (asked.in_layers + asked.in_output))
     assert flops["a prompt of 16 tokens, as a product"] == pytest.approx(2 * (16 * asked.in_layers + asked.in_output))
