@@ -117,7 +117,7 @@ def _put(tier: DiskTier, blocks: Sequence[Block]) -> None:
             raise KvstrataError(f"The disk cache did not take a block: {answer.reason}")
     is_empty = tier.flush(MOST_S).is_empty
     if not is_empty or not all(tier.blocks.find(block.key) for block in blocks):
-        raise KvstrataError(f"The disk cache did not write {len(blocks)} blocks within {MOST_S:.0f} s")
+        raise KvstrataError(f"The disk cache did not write all of {len(blocks)} blocks")
 
 
 def _get(tier: DiskTier, blocks: Sequence[Block]) -> None:
