@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Finished, Request
+from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.storage import Storage
 from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
@@ -44,10 +46,11 @@ def full_drive(
     loaded: LoadedModel,
     storage: Storage | None = None,
     files: Files | None = None,
+    queue_share: float = 1 / 16,
 ) -> Iterator[Drive]:
-    """Memory holds some chats, of which nothing is on the disk, and the disk's queue a sixteenth of them."""
+    """Memory holds some chats, of which nothing is on the disk, and the disk's queue this share of them."""
     chat_bytes = CHAT_TOKENS * Drive(loaded).budget.token_bytes
-    queue_bytes = NUM_CHATS * chat_bytes // 16
+    queue_bytes = int(NUM_CHATS * chat_bytes * queue_share)
     options = DiskOptions(folder, 256 * MIB, queue_bytes=queue_bytes, reserve_bytes=0)
     tier = DiskTier(options, chain=chain, tally=tally, files=files)
     kv_bytes = (NUM_CHATS + 4) * chat_bytes
@@ -78,6 +81,11 @@ def step_until_it_waits_for_room(drive: Drive) -> None:
     while drive.loop.sequences.waiting[0].stored.awaits_room_s is None or not drive.loop.is_stalled:
         assert time.monotonic() < until_s
         drive.loop.step()
+
+
+def waiting(drive: Drive) -> Sequence:
+    drive.submit(prompt(32, seed=77), 2)
+    return drive.loop.sequences.waiting[0]
 
 
 def dropped(drive: Drive) -> dict[str, int]:
@@ -125,6 +133,19 @@ def test_a_request_does_not_wait_for_the_disk_while_there_is_memory(tmp_path: Pa
         while drive.stock.shelf.held_bytes > hot_bytes:
             assert time.monotonic() < until_s
             drive.loop.housekeeping.work(0.01)
+        assert dropped(drive) == {}
+
+
+def test_a_request_waits_only_until_what_is_held_nearly_fits(tmp_path: Path) -> None:
+    """The rest is for the chores, between later steps. The disk could take all of it at once."""
+    with full_drive(tmp_path, tiny_loaded("llama"), queue_share=1.0) as drive:
+        shelf, room = drive.stock.shelf, drive.stock.room
+        chat_bytes = shelf.held_bytes / NUM_CHATS
+        shelf.max_bytes = int(NUM_CHATS / 2 * chat_bytes)
+        assert drive.loop.entrance.let_in([waiting(drive)], [0], 2 * shelf.held_bytes, slice_s=math.inf) == 1
+        assert shelf.max_bytes + chat_bytes <= shelf.held_bytes <= MOST_OVER * shelf.max_bytes
+        assert room.shrink_to(shelf.max_bytes) == "done"
+        assert shelf.held_bytes <= shelf.max_bytes
         assert dropped(drive) == {}
 
 

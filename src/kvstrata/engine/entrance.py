@@ -46,9 +46,10 @@ class Entrance:
 
     def _has_to_wait(self, request: Request, limit_bytes: int, slice_s: float) -> bool:
         shrunk = "done" if self._room.nearly_fits(limit_bytes) else self._room.shrink_to(limit_bytes, slice_s)
-        if shrunk != "awaits_disk":
+        is_let_in = shrunk == "done" or self._room.nearly_fits(limit_bytes)
+        if is_let_in or shrunk == "steps_down":
             request.stored.awaits_room_s = None
-            return shrunk == "steps_down"
+            return not is_let_in
         if request.stored.awaits_room_s is None:
             request.stored.awaits_room_s = self._clock()
         return self.seconds_left(request) > 0

@@ -111,9 +111,7 @@ class Housekeeping:
         stepped down by then goes, where a sequence has grown; while one is being encoded it takes more for a moment,
         which is no reason to let others go."""
         limit_bytes = self._capacity.budget.total_bytes - self._capacity.running_bytes
-        if self._room.nearly_fits(limit_bytes):
-            slice_s = 0.0
-        elif not self._sequences.has_streams:
+        if not self._sequences.has_streams:
             slice_s = math.inf
         most_bytes = limit_bytes if has_grown or not self._chores.is_rewriting else None
         self._room.shrink_to(limit_bytes, slice_s, most_bytes=most_bytes)

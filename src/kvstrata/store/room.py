@@ -59,7 +59,10 @@ class Room:
     def nearly_fits(self, limit_bytes: int) -> bool:
         """Whether no more is held than may be for a moment. `limit_bytes` is memory that there is: no more than that
         ever is."""
-        return self._shelf.held_bytes <= min(limit_bytes, MOST_OVER * self._shelf.max_bytes)
+        return self._shelf.held_bytes <= self._most_for_now(limit_bytes)
+
+    def _most_for_now(self, limit_bytes: int) -> float:
+        return min(limit_bytes, MOST_OVER * self._shelf.max_bytes)
 
     def shrink_to(self, limit_bytes: int, slice_s: float = math.inf, *, most_bytes: int | None = None) -> Shrunk:
         """Let spans step down and evict until no more than this is held, or only what is in use. First goes what
@@ -67,7 +70,9 @@ class Room:
         then leaves go as the disk takes them.
 
         What a working disk is about to take stays until then, but no more than `most_bytes` are held in any case.
-        `slice_s`: the work that is done here and now, about; the rest is for the chores."""
+        `slice_s`: the work that is done here and now, about, and only until no more is held than may be for a moment;
+        the rest is for the chores."""
+        enough_bytes = self._most_for_now(limit_bytes)
         limit_bytes = min(limit_bytes, self._shelf.max_bytes)
         until_s = time.monotonic() + slice_s
         self._spills.add_some(limit_bytes, self._shelf.max_bytes)
@@ -76,9 +81,9 @@ class Room:
             self._pressure.make_room(self._shelf.held_bytes - limit_bytes - self._rewriting.pending_bytes())
         # What waits to be trimmed or encoded gives more room than it takes.
         mover = self._rewriting.mover
-        while self._shelf.held_bytes > limit_bytes and not mover.idle and time.monotonic() < until_s:
+        while self._shelf.held_bytes > enough_bytes and not mover.idle and time.monotonic() < until_s:
             mover.work(0)
-        shrunk = self._shrink_as_disk_takes(limit_bytes, until_s)
+        shrunk = self._shrink_as_disk_takes(limit_bytes, enough_bytes, until_s)
         if most_bytes is not None:
             # Rather what can be read again than what would be lost.
             self._evictor.shrink_to(most_bytes, spare_only=True)
@@ -87,14 +92,15 @@ class Room:
             self._losses.all_fit()
         return shrunk
 
-    def _shrink_as_disk_takes(self, limit_bytes: int, until_s: float) -> Shrunk:
+    def _shrink_as_disk_takes(self, limit_bytes: int, enough_bytes: float, until_s: float) -> Shrunk:
         if self._shelf.held_bytes > limit_bytes and self._rewriting.pending_bytes() > 0:
             return "steps_down"
         self._is_waiting = False
-        self._evictor.shrink_to(limit_bytes, lambda leaf: self._may_go(leaf, until_s))
+        self._evictor.shrink_to(limit_bytes, lambda leaf: self._may_go(leaf, enough_bytes, until_s))
         return "awaits_disk" if self._is_waiting else "done"
 
-    def _may_go(self, leaf: Node[Entry], until_s: float) -> bool:
+    def _may_go(self, leaf: Node[Entry], enough_bytes: float, until_s: float) -> bool:
         """Unless the disk is about to take it."""
-        self._is_waiting = self._spills.hand_over(leaf, until_s).waits
+        is_urgent = self._shelf.held_bytes > enough_bytes
+        self._is_waiting = self._spills.hand_over(leaf, until_s if is_urgent else 0.0).waits
         return not self._is_waiting
