@@ -323,13 +323,13 @@ def test_a_second_process_that_cannot_be_started_is_done_without(monkeypatch: py
 
 
 def test_compiled_code_on_disk_belongs_to_the_modules_that_it_is_made_of() -> None:
-    from kvstrata.attention import cpu_kernels
+    from kvstrata.attention import cpu_delta_kernels, cpu_kernels
     from kvstrata.codecs import cpu_blocks, cpu_encoding, cpu_vectors
     from kvstrata.codecs import cpu_kernels as codec_kernels
 
     texts = [Path(str(module.__file__)).read_bytes() for module in (cpu_vectors, cpu_blocks)]
     wanted = hashlib.sha256(b"".join(texts)).hexdigest()[:16]
-    for module in (codec_kernels, cpu_encoding, cpu_kernels):
+    for module in (codec_kernels, cpu_encoding, cpu_kernels, cpu_delta_kernels):
         assert wanted == module.BUILT_ON, f"In {module.__name__} write: BUILT_ON = {wanted!r}"
 
 

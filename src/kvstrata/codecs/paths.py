@@ -34,7 +34,21 @@ def on_cpu() -> bool:
 @contextmanager
 def as_on_metal() -> Iterator[None]:
     """What a Mac runs, on any machine: no kernels of ours, so nothing but MLX is needed. Not as fast as there."""
-    _pretended.append("metal")
+    with _as_if("metal"):
+        yield
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """MLX's operations alone. Kernels of ours that a CPU runs see computed memory: with none of them a whole pass can
+    stay uncomputed."""
+    with _as_if("plain"):
+        yield
+
+
+@contextmanager
+def _as_if(path: Path) -> Iterator[None]:
+    _pretended.append(path)
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ import mlx.core as mx
 from kvstrata.attention.attend import install
 from kvstrata.backend import MlxBackend
 from kvstrata.backend.open_files import raise_open_files
+from kvstrata.codecs import paths
 from kvstrata.errors import ModelError
 from kvstrata.layers.kinds import LayerSpec, Layout, measure, read_kinds
 from kvstrata.layers.sequence import SequenceCache
@@ -96,7 +97,8 @@ def outline_layers(module: Any, *, is_mla: bool = False) -> tuple[Layout, mx.arr
 
 def _run(module: Any, layout: Layout) -> tuple[tuple[LayerSpec, ...], mx.array]:
     cache = SequenceCache(layout, module, CAPACITY)
-    logits = module(mx.array([PROMPT]), cache=cache.caches())
+    with paths.without_kernels():
+        logits = module(mx.array([PROMPT]), cache=cache.caches())
     return measure(layout.layers, cache.layers, len(PROMPT)), logits
 
 

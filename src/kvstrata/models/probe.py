@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from kvstrata.attention import gated_delta
 from kvstrata.attention.attend import install
 from kvstrata.attention.cuda_rows import NotCompiled
 from kvstrata.errors import ModelError
@@ -52,6 +53,7 @@ def probe(model: Any, max_kv_size: int | None = None) -> Layout:
 
 def _probe(model: Any, max_kv_size: int | None) -> Layout:
     install()
+    gated_delta.install()
     mend_products()
     trim_rows(model)
     alone = Layout(read_kinds(model, max_kv_size), path="rows", reason="the model brings a cache of its own kind")
