@@ -253,6 +253,10 @@ def _may_be_short(module: Any) -> bool:
     dim, rest = divmod(q.weight.shape[0], _num_heads(attention))
     is_whole = not rest and not k.weight.shape[0] % dim and k.weight.shape == v.weight.shape
     is_whole &= gate.weight.shape == up.weight.shape
+    # Some queries bring a gate with them: then the output layer takes half of what they are.
+    is_whole &= o.weight.shape[1] == q.weight.shape[0] and down.weight.shape[1] == up.weight.shape[0]
+    norms = [attention[name] for name in ("q_norm", "k_norm") if attention.get(name) is not None]
+    is_whole &= all("weight" in norm and norm.weight.size == dim for norm in norms)
     return is_whole and not any(layer.weight.shape[0] % TILE_ROWS for layer in (q, k, v, o, gate, up, down))
 
 
