@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.codecs import cpu_vectors
-from kvstrata.packed import block_kernels, kernels, rows, tiles
+from kvstrata.packed import block_kernels, kernels, operation_kernels, rows, tiles
 from kvstrata.packed import quantized as quantized_module
 from kvstrata.packed.form import Activations
 from kvstrata.packed.quantized import Quantized
@@ -163,6 +163,7 @@ def test_compiled_code_on_disk_belongs_to_the_modules_that_it_is_made_of() -> No
     for built, parts in (
         (kernels, (cpu_vectors, quantized_module, tiles)),
         (rows, (cpu_vectors,)),
+        (operation_kernels, (cpu_vectors,)),
         (block_kernels, (kernels, rows)),
     ):
         texts = [Path(str(module.__file__)).read_bytes() for module in parts]

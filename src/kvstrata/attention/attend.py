@@ -8,7 +8,6 @@ the same process, and layers that share another layer's keys need no cache of th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from kvstrata.attention import cpu, cuda_prefill, cuda_rows, portable_check
 from kvstrata.attention.by_row import decode_by_row
 from kvstrata.attention.parts import Parts
 from kvstrata.attention.portable_rows import decode_together
+from kvstrata.backend.rebinding import rebind
 from kvstrata.codecs import paths, planes_check
 
 Keys = Parts | cpu.Step | cuda_rows.Step | cuda_rows.Prepared
@@ -109,12 +109,5 @@ def kernels(kinds: Collection[cuda_rows.HeadKind]) -> str:
 
 
 def install() -> int:
-    """Rebind the name in every loaded model module; call it after a model was loaded. Tells how many call it now."""
-    name = base.scaled_dot_product_attention.__name__
-    modules = [
-        module for path, module in sys.modules.items() if path.startswith("mlx_lm.models.") and module is not base
-    ]
-    callers = [module for module in modules if hasattr(module, name)]
-    for module in callers:
-        setattr(module, name, attend)
-    return len(callers)
+    """Models call `attend` from now on. Call it after one was loaded. Tells how many call it now."""
+    return rebind(base.scaled_dot_product_attention, attend)

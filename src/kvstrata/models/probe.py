@@ -27,6 +27,7 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.experts import mend_products
 from kvstrata.models.heads import trim_rows
 from kvstrata.models.turning import with_turns
+from kvstrata.packed import operations
 from kvstrata.packed.form import exact_activations
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ def probe(model: Any, max_kv_size: int | None = None) -> Layout:
 def _probe(model: Any, max_kv_size: int | None) -> Layout:
     install()
     gated_delta.install()
+    operations.install()
     mend_products()
     trim_rows(model)
     alone = Layout(read_kinds(model, max_kv_size), path="rows", reason="the model brings a cache of its own kind")

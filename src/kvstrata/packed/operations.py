@@ -1,0 +1,90 @@
+"""Operations of MLX that are slow on a CPU, by loops of our own: silu, what is gated by it, and short convolutions.
+
+MLX computes them on one core, number by number. Common blocks need none of them (blocks.py). Recurrent layers and
+experts do: there they took more time than the products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models import activations
+
+from kvstrata.backend.rebinding import rebind
+from kvstrata.codecs import paths
+from kvstrata.codecs.cpu import threads_for
+
+# Numbers. With fewer, MLX is done before a loop has begun.
+FEWEST = 1024
+# From here on it pays to wake other threads.
+PARALLEL = 1 << 16
+
+_silu, _conv1d = nn.silu, mx.conv1d
+
+
+def install() -> None:
+    """Models call ours from now on. Call it after a model was loaded."""
+    nn.silu, mx.conv1d = silu, conv1d
+    rebind(activations.swiglu, swiglu)
+    rebind(activations.precise_swiglu, precise_swiglu)
+
+
+def silu(x: mx.array) -> mx.array:
+    if not _takes(x):
+        return _silu(x)
+    from kvstrata.packed import operation_kernels
+
+    return _by(operation_kernels.silu, x.shape, x)
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    if gate.shape != x.shape or not _takes(gate, x):
+        return activations.swiglu(gate, x)
+    from kvstrata.packed import operation_kernels
+
+    return _by(operation_kernels.gated, x.shape, gate, x)
+
+
+def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
+    """In float32, whatever goes in; as `h` is, what comes out."""
+    if h.dtype != mx.float32:
+        return activations.precise_swiglu(h, gate, x)
+    return swiglu(gate, x)
+
+
+def conv1d(
+    x: mx.array, weight: mx.array, stride: int = 1, padding: int = 0, dilation: int = 1, groups: int = 1, **options: Any
+) -> mx.array:
+    """Ours where each channel is by itself: x [rows, tokens, channels], weight [channels, length, 1]."""
+    is_plain = (stride, padding, dilation) == (1, 0, 1) and not options and groups > 1
+    is_by_channel = groups == x.shape[-1] == weight.shape[0]
+    if not is_plain or not is_by_channel or x.shape[1] < weight.shape[1] or not _takes(x, weight):
+        return _conv1d(x, weight, stride, padding, dilation, groups, **options)
+    from kvstrata.packed import operation_kernels
+
+    shape = (x.shape[0], x.shape[1] - weight.shape[1] + 1, x.shape[2])
+    return _by(operation_kernels.convolve, shape, x, weight.squeeze(-1).T, flat=False)
+
+
+def _takes(*arrays: mx.array) -> bool:
+    """The loops see computed memory."""
+    if paths.active() != "cpu" or arrays[0].size < FEWEST or any(array.dtype != mx.float32 for array in arrays):
+        return False
+    try:
+        mx.eval(arrays)
+    except ValueError:
+        return False  # MLX is tracing a function to compile it: there is nothing to compute yet
+    return True
+
+
+def _by(loop: Callable[..., None], shape: tuple[int, ...], *inputs: mx.array, flat: bool = True) -> mx.array:
+    given, out = [mx.contiguous(each) for each in inputs], mx.zeros(shape)
+    mx.eval(given, out)
+    views = [np.asarray(each) for each in (*given, out)]
+    with threads_for(is_large=out.size >= PARALLEL):
+        loop(*(view.reshape(-1) if flat else view for view in views))
+    return out
