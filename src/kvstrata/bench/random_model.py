@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.models import qwen3
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
@@ -33,15 +33,45 @@ QWEN3_0_6B: dict[str, Any] = {
     "max_position_embeddings": 40960,
     "tie_word_embeddings": True,
 }
+# As wide and about as large, but three of four layers are recurrent, by the gated delta rule.
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "intermediate_size": 3072,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "partial_rotary_factor": 0.25,
+    # No experts.
+    "num_experts": 0,
+    "num_experts_per_tok": 0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 0,
+    "shared_expert_intermediate_size": 0,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 151936,
+    "rope_theta": 1000000,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+}
 
 
 def random_model(config: dict[str, Any] = QWEN3_0_6B, *, seed: int = 0) -> LoadedModel:
     mx.random.seed(seed)
-    module = qwen3.Model(qwen3.ModelArgs.from_dict(config))
+    family = import_module(f"mlx_lm.models.{config['model_type']}")
+    module = family.Model(family.ModelArgs.from_dict(config))
     module.update(tree_map(lambda array: array.astype(mx.bfloat16), module.parameters()))
     mx.eval(module.parameters())
     return LoadedModel(
-        name="random-qwen3-0.6b",
+        name=f"random-{config['model_type']}",
         path=Path("random"),
         module=module,
         tokenizer=_tokenizer(config["vocab_size"]),

@@ -92,14 +92,15 @@ def random_model(
             show_default="the default model",
         ),
     ] = None,
+    hybrid: Annotated[bool, typer.Option("--hybrid", help="Three of four layers are recurrent.")] = False,
 ) -> None:
     """Write a model of Qwen3-0.6B's shape with random bf16 weights: for speed, where no checkpoint can be had."""
-    from kvstrata.bench.random_model import write_random_model
+    from kvstrata.bench.random_model import HYBRID, QWEN3_0_6B, write_random_model
     from kvstrata.models.default import get_default
 
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"{folder} is not empty. Name a new folder.")
-    config = write_random_model(folder, tokenizer or get_default())
+    config = write_random_model(folder, tokenizer or get_default(), HYBRID if hybrid else QWEN3_0_6B)
     layers, tokens = config["num_hidden_layers"], config["vocab_size"]
     typer.echo(f"{folder} has {layers} layers of random weights and a vocabulary of {tokens:,} tokens.")
 
