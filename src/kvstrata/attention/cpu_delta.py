@@ -6,26 +6,35 @@ import mlx.core as mx
 import numpy as np
 
 from kvstrata.attention.cpu import PARALLEL_ASLEEP, available
-from kvstrata.codecs.cpu import threads_for
+from kvstrata.codecs.cpu import are_computed, threads_for
 
 # Entries of a key that the loop takes at once, and values of a head.
 _K_STEP, _V_STEP = 16, 4
 
 
-def takes(k: mx.array, v: mx.array) -> bool:
-    return available() and k.shape[3] % _K_STEP == 0 and v.shape[3] % _V_STEP == 0
+def takes(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array) -> bool:
+    """The loop checks no bounds, and stretches no shapes as MLX does."""
+    rows, tokens, k_heads, k_dim = k.shape
+    heads, v_dim = v.shape[2:]
+    places = (rows, tokens, heads)
+    fits = q.shape == k.shape and v.shape[:2] == k.shape[:2] and state.shape == (rows, heads, v_dim, k_dim)
+    fits &= beta.shape == places and g.shape in (places, (*places, k_dim))
+    fits &= not (heads % k_heads or k_dim % _K_STEP or v_dim % _V_STEP)
+    return available() and fits and are_computed((q, k, v, g, beta, state))
 
 
 def update(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """As `gated_delta.update`. The state that is given may be shared: a copy is written."""
+    """As `gated_delta.update`, where the mask is part of the arrays. The state that is given may be shared: a copy is
+    written."""
     from kvstrata.attention import cpu_delta_kernels
 
     dtype = q.dtype
     gates = g if g.ndim == 4 else g[..., None]
     inputs = [mx.contiguous(array.astype(mx.float32)) for array in (q, k, v, gates, beta)]
-    out, new_state = mx.zeros(v.shape), mx.array(state, mx.float32)
+    # A copy of an array that lies otherwise lies otherwise too, and `mx.contiguous` alone may give the array itself.
+    out, new_state = mx.zeros(v.shape), mx.array(mx.contiguous(state.astype(mx.float32)))
     mx.eval(inputs, out, new_state)
     with threads_for(is_large=q.shape[1] * state.size >= PARALLEL_ASLEEP):
         cpu_delta_kernels.update(*map(np.asarray, (*inputs, new_state, out)))

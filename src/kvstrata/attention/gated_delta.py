@@ -5,14 +5,15 @@ Each head has a state S [v_dim, k_dim]. For each token, with its gate g, its sha
     S = g * S + delta * k^T    where delta = beta * (v - g * S k)
     y = S q
 
-mlx-lm has a kernel of it for Metal. Elsewhere it goes token by token, some ten operations each. Here a CPU runs a loop
-of our own (cpu_delta.py), and other machines take blocks of tokens at once, by products of matrices.
+mlx-lm has a kernel of it for Metal, for most sizes of heads. Elsewhere it goes token by token, some ten operations
+each. There a CPU runs a loop of our own (cpu_delta.py), and other machines take blocks of tokens at once, by products
+of matrices. Few tokens, and gates for each entry of a key, still go token by token where there is no loop.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
-from mlx_lm.models import gated_delta
+from mlx_lm.models import gated_delta as stock
 
 from kvstrata.attention import cpu_delta
 
@@ -20,16 +21,17 @@ BLOCK = 64  # tokens
 # Of fewer tokens than this each is a step of its own, which takes fewer operations.
 FEWEST = 8
 # Rows of a triangle that are inverted at once, as a sum of powers. Those of a larger one would have entries so large
-# that float32 loses what is left when they are added up.
+# that float32 loses what is left when they are added up. With shares of up to 1; towards 2, which few models have, and
+# for keys that are all alike, errors grow to 1e-4.
 _CORNER = 8
 _LOG_OF_ZERO = -80.0  # a gate that small leaves nothing of the state
 
-_by_token = gated_delta.gated_delta_ops
+_by_token = stock.gated_delta_ops
 
 
 def install() -> None:
     """From now on models of mlx-lm call `update` where they would go token by token."""
-    gated_delta.gated_delta_ops = update
+    stock.gated_delta_ops = update
 
 
 def update(
@@ -42,14 +44,16 @@ def update(
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """q, k [rows, tokens, k_heads, k_dim], v [rows, tokens, heads, v_dim], beta [rows, tokens, heads], g the same or
-    one for each entry of a key [..., k_dim], state [rows, heads, v_dim, k_dim]. `mask` [rows, tokens]: tokens that are
-    none leave the state as it is. The output [rows, tokens, heads, v_dim], and the new state."""
+    one for each entry of a key [..., k_dim], state [rows, heads, v_dim, k_dim]. `mask` [rows, tokens]: where it
+    is False the state stays as it is. The output [rows, tokens, heads, v_dim], and the new state."""
     if state is None:
         state = mx.zeros((q.shape[0], v.shape[2], v.shape[3], k.shape[3]))
     if mask is not None:
         g = mx.where(mask.reshape(*mask.shape, *[1] * (g.ndim - 2)), g, mx.array(1, g.dtype))
         beta = mx.where(mask[..., None], beta, mx.array(0, beta.dtype))
-    if cpu_delta.takes(k, v):
+        # Whatever lies there: nothing times NaN is NaN.
+        k, v = (mx.where(mask[..., None, None], array, mx.array(0, array.dtype)) for array in (k, v))
+    if cpu_delta.takes(q, k, v, g, beta, state):
         return cpu_delta.update(q, k, v, g, beta, state)
     if g.ndim == 4 or q.shape[1] < FEWEST:
         return _by_token(q, k, v, g, beta, state)
@@ -60,7 +64,7 @@ def by_blocks(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
     """With one gate for each head. Within a block every delta depends on those before it: a triangular system, which is
-    solved for all blocks at once. Then only the state goes from block to block."""
+    solved for all blocks at once. Then only the state goes from block to block. NaN in a token is NaN in its block."""
     dtype, tokens, heads = q.dtype, q.shape[1], v.shape[2]
     size = min(BLOCK, 1 << (tokens - 1).bit_length())
     q, k, v = (_in_blocks(array, size, 0.0) for array in (q, k, v))

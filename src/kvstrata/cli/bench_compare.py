@@ -92,9 +92,11 @@ def random_model(
             show_default="the default model",
         ),
     ] = None,
-    hybrid: Annotated[bool, typer.Option("--hybrid", help="Three of four layers are recurrent.")] = False,
+    hybrid: Annotated[
+        bool, typer.Option("--hybrid", help="As Qwen3-Next: three of four layers are recurrent.")
+    ] = False,
 ) -> None:
-    """Write a model of Qwen3-0.6B's shape with random bf16 weights: for speed, where no checkpoint can be had."""
+    """Write a model of Qwen3-0.6B's shape, or a hybrid, with random bf16 weights: where no checkpoint can be had."""
     from kvstrata.bench.random_model import HYBRID, QWEN3_0_6B, write_random_model
     from kvstrata.models.default import get_default
 

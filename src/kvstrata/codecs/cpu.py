@@ -7,7 +7,7 @@ lost by that. Results are float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 
@@ -42,6 +42,16 @@ def warm_up() -> None:
     score_planes(x, arrays, 8)
     mix_planes(weights, arrays, 8, segments)
     look_up(*encode_rotated(x, np.zeros(4, np.float32)), np.zeros(4, np.float32), 64)
+
+
+def are_computed(arrays: Sequence[mx.array]) -> bool:
+    """Has them computed: loops of ours see memory. False while MLX traces a function to compile it, where there is
+    nothing to compute yet."""
+    try:
+        mx.eval(arrays)
+    except ValueError:
+        return False
+    return True
 
 
 @contextmanager

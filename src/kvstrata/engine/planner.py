@@ -84,7 +84,8 @@ class Planner:
         return sequence.stored.filing is not None and sequence.stored.filing.drop_marks()
 
     def _let_in(self, step_plan: StepPlan) -> int:
-        """How many of those that are planned there is room for now. Where none decodes, all work is done at once."""
+        """How many of those that are planned there is room for now. Where none decodes, what has to be
+        done before they fit is done at once."""
         sequences = self._sequences
         new = [sequences.waiting_at(key) for key in step_plan.admit]
         if not new:

@@ -13,7 +13,7 @@ from kvstrata.codecs.cpu_vectors import exp
 # As in attention/cpu_kernels.py.
 BUILT_ON = "625051f9f2d29c0d"
 
-# Sums in any order; NaN and infinity stay what they are.
+# Sums in any order; NaN stays NaN.
 FAST = {"contract", "reassoc", "nsz", "arcp"}
 
 # Numbers that a thread takes at once.

@@ -16,7 +16,7 @@ from mlx_lm.models import activations
 
 from kvstrata.backend.rebinding import rebind
 from kvstrata.codecs import paths
-from kvstrata.codecs.cpu import threads_for
+from kvstrata.codecs.cpu import are_computed, threads_for
 
 # Numbers. With fewer, MLX is done before a loop has begun.
 FEWEST = 1024
@@ -27,7 +27,7 @@ _silu, _conv1d = nn.silu, mx.conv1d
 
 
 def install() -> None:
-    """Models call ours from now on. Call it after a model was loaded."""
+    """Models call ours from now on. Call it after a model was loaded. Ours have no gradients."""
     nn.silu, mx.conv1d = silu, conv1d
     rebind(activations.swiglu, swiglu)
     rebind(activations.precise_swiglu, precise_swiglu)
@@ -51,7 +51,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
     """In float32, whatever goes in; as `h` is, what comes out."""
-    if h.dtype != mx.float32:
+    if any(array.dtype != mx.float32 for array in (h, gate, x)):
         return activations.precise_swiglu(h, gate, x)
     return swiglu(gate, x)
 
@@ -71,14 +71,8 @@ def conv1d(
 
 
 def _takes(*arrays: mx.array) -> bool:
-    """The loops see computed memory."""
-    if paths.active() != "cpu" or arrays[0].size < FEWEST or any(array.dtype != mx.float32 for array in arrays):
-        return False
-    try:
-        mx.eval(arrays)
-    except ValueError:
-        return False  # MLX is tracing a function to compile it: there is nothing to compute yet
-    return True
+    is_ours = paths.active() == "cpu" and arrays[0].size >= FEWEST
+    return is_ours and all(array.dtype == mx.float32 for array in arrays) and are_computed(arrays)
 
 
 def _by(loop: Callable[..., None], shape: tuple[int, ...], *inputs: mx.array, flat: bool = True) -> mx.array:

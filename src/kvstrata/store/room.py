@@ -70,8 +70,8 @@ class Room:
         then leaves go as the disk takes them.
 
         What a working disk is about to take stays until then, but no more than `most_bytes` are held in any case.
-        `slice_s`: the work that is done here and now, about, and only until no more is held than may be for a moment;
-        the rest is for the chores."""
+        `slice_s`: about how long it may work here. It stops as soon as what is held nearly fits; the chores do the
+        rest."""
         enough_bytes = self._most_for_now(limit_bytes)
         limit_bytes = min(limit_bytes, self._shelf.max_bytes)
         until_s = time.monotonic() + slice_s
