@@ -26,16 +26,14 @@ def takes(q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, st
 def update(
     q: mx.array, k: mx.array, v: mx.array, g: mx.array, beta: mx.array, state: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """As `gated_delta.update`, where the mask is part of the arrays. The state that is given may be shared: a copy is
-    written."""
+    """As `gated_delta.update`, where the mask is part of the arrays."""
     from kvstrata.attention import cpu_delta_kernels
 
     dtype = q.dtype
     gates = g if g.ndim == 4 else g[..., None]
-    inputs = [mx.contiguous(array.astype(mx.float32)) for array in (q, k, v, gates, beta)]
-    # A copy of an array that lies otherwise lies otherwise too, and `mx.contiguous` alone may give the array itself.
-    out, new_state = mx.zeros(v.shape), mx.array(mx.contiguous(state.astype(mx.float32)))
-    mx.eval(inputs, out, new_state)
+    inputs = [mx.contiguous(array.astype(mx.float32)) for array in (q, k, v, gates, beta, state)]
+    new_state, out = mx.zeros(state.shape), mx.zeros(v.shape)
+    mx.eval(inputs, new_state, out)
     with threads_for(is_large=q.shape[1] * state.size >= PARALLEL_ASLEEP):
         cpu_delta_kernels.update(*map(np.asarray, (*inputs, new_state, out)))
     return out.astype(dtype), new_state.astype(state.dtype)

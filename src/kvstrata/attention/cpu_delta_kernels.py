@@ -65,10 +65,10 @@ def _renewed(state, place, kept, delta, by):
 
 
 @njit(nogil=True, cache=True, parallel=True, error_model="numpy")
-def update(q, k, v, g, beta, state, out):
+def update(q, k, v, g, beta, before, state, out):
     """q, k [rows, tokens, k_heads, k_dim], v, out [rows, tokens, heads, v_dim], g [rows, tokens, heads, 1 or k_dim],
-    beta [rows, tokens, heads], state [rows, heads, v_dim, k_dim], which is changed in place. k_dim is a multiple of 16,
-    v_dim of 4."""
+    beta [rows, tokens, heads]; `before` [rows, heads, v_dim, k_dim] becomes `state`. k_dim is a multiple of 16, v_dim
+    of 4."""
     batch, tokens, k_heads, dim = q.shape
     heads, width, num_gates = v.shape[2], v.shape[3], g.shape[3]
     group = heads // k_heads
@@ -77,6 +77,9 @@ def update(q, k, v, g, beta, state, out):
     for item in prange(batch * heads * pieces):
         sums = np.empty(4, np.float32)
         b, h, first = item // (heads * pieces), item // pieces % heads, item % pieces * num_rows
+        begin = ((b * heads + h) * width + first) * dim
+        for i in range(begin, begin + num_rows * dim, LANES):
+            store(state, i, load(before, i))
         for t in range(tokens):
             at = (b * tokens + t) * heads + h
             key = ((b * tokens + t) * k_heads + h // group) * dim

@@ -1,4 +1,4 @@
-"""Operations of MLX that are slow on a CPU, by loops of our own: silu, what is gated by it, and short convolutions.
+"""Operations of MLX that are slow on a CPU, by loops of our own: silu, what it gates, and short convolutions.
 
 MLX computes them on one core, number by number. Common blocks need none of them (blocks.py). Recurrent layers and
 experts do: there they took more time than the products.
@@ -38,7 +38,7 @@ def silu(x: mx.array) -> mx.array:
         return _silu(x)
     from kvstrata.packed import operation_kernels
 
-    return _by(operation_kernels.silu, x.shape, x)
+    return _by(operation_kernels.silu, x.shape, np.asarray(x))
 
 
 def swiglu(gate: mx.array, x: mx.array) -> mx.array:
@@ -46,7 +46,7 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
         return activations.swiglu(gate, x)
     from kvstrata.packed import operation_kernels
 
-    return _by(operation_kernels.gated, x.shape, gate, x)
+    return _by(operation_kernels.gated, x.shape, np.asarray(gate), np.asarray(x))
 
 
 def precise_swiglu(h: mx.array, gate: mx.array, x: mx.array) -> mx.array:
@@ -67,7 +67,7 @@ def conv1d(
     from kvstrata.packed import operation_kernels
 
     shape = (x.shape[0], x.shape[1] - weight.shape[1] + 1, x.shape[2])
-    return _by(operation_kernels.convolve, shape, x, weight.squeeze(-1).T, flat=False)
+    return _by(operation_kernels.convolve, shape, np.asarray(x), np.asarray(weight)[..., 0].T, flat=False)
 
 
 def _takes(*arrays: mx.array) -> bool:
@@ -75,10 +75,10 @@ def _takes(*arrays: mx.array) -> bool:
     return is_ours and all(array.dtype == mx.float32 for array in arrays) and are_computed(arrays)
 
 
-def _by(loop: Callable[..., None], shape: tuple[int, ...], *inputs: mx.array, flat: bool = True) -> mx.array:
-    given, out = [mx.contiguous(each) for each in inputs], mx.zeros(shape)
-    mx.eval(given, out)
-    views = [np.asarray(each) for each in (*given, out)]
+def _by(loop: Callable[..., None], shape: tuple[int, ...], *inputs: np.ndarray, flat: bool = True) -> mx.array:
+    """`flat`: the loop takes a row of numbers, whatever the shape; numba compiles it once."""
+    out = np.empty(shape, np.float32)
+    arrays = [*map(np.ascontiguousarray, inputs), out]
     with threads_for(is_large=out.size >= PARALLEL):
-        loop(*(view.reshape(-1) if flat else view for view in views))
-    return out
+        loop(*(array.reshape(-1) if flat else array for array in arrays))
+    return mx.array(out)
