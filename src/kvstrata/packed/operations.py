@@ -1,7 +1,7 @@
 """Operations of MLX that are slow on a CPU, by loops of our own: silu, what it gates, and short convolutions.
 
 MLX computes them on one core, number by number. Common blocks need none of them (blocks.py). Recurrent layers and
-experts do: there they took more time than the products.
+experts do; in a hybrid model they took more time than the products.
 """
 
 from __future__ import annotations
