@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Literal
+from weakref import WeakSet
 
 from kvstrata.store.entry import Entry
 from kvstrata.store.shelf import Shelf
@@ -32,17 +33,17 @@ class Losses:
     def __init__(self, shelf: Shelf, counters: Counter[str]) -> None:
         self._shelf = shelf
         self._counters = counters
-        self._new: dict[Entry, None] = {}
+        self._new: WeakSet[Entry] = WeakSet()
 
     def stored(self, entry: Entry) -> None:
-        self._new[entry] = None
+        self._new.add(entry)
 
     def evicted(self, entry: Entry, lost_tokens: int, reason: Reason | None, *, num_tokens: int) -> None:
         """So many of its tokens are about to go, and `lost_tokens` of these are not on the disk. `reason`: why not;
         None: there is no disk that could have them."""
         self._counters["evicted_tokens"] += num_tokens
         is_new = entry in self._new
-        self._new.pop(entry, None)
+        self._new.discard(entry)
         if not lost_tokens:
             return
         reason = reason or self._reason(entry)

@@ -16,7 +16,7 @@ from kvstrata.tier.base import SharedUsage
 
 class Reporter:
     def __init__(self, shelf: Shelf, search: Search, cold: Cold, shared: Shared | None, counters: Counter[str]) -> None:
-        self._totals = Totals(shelf.journal.reader(), shelf.entries)
+        self._totals = Totals(shelf.journal)
         self._search = search
         self._cold = cold
         self._shared = shared

@@ -40,7 +40,7 @@ class Shelf:
         self.tree: Tree[Entry] = Tree()
         self.ghosts: Tree[None] = Tree()
         self.entries: dict[Entry, None] = {}
-        self.journal = Journal()  # every change of an entry is noted here
+        self.journal = Journal(self.entries)  # every change of an entry is noted here
         self.version = 0  # changes with what a match may find
         self.held_bytes = 0  # all spans and marks, but for the buffers of sequences that still run
         self.free_bytes = 0  # of those that are free to go
@@ -123,6 +123,7 @@ class Shelf:
     def drop(self, entry: Entry) -> None:
         """An entry without nodes. Its memory goes now, even where other code still knows the entry."""
         del self.entries[entry]
+        self.journal.remove(entry)
         entry.span = empty_span(entry.span.layout)
         self.recount(entry)
 

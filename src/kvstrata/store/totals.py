@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvstrata.attention.parts import SealedPart
 from kvstrata.spans.live import live_bytes
 from kvstrata.spans.marks import RecurrentState
 from kvstrata.store.entry import Entry
-from kvstrata.store.journal import Changed
+from kvstrata.store.journal import Journal
 from kvstrata.store.report import TierUsage
 
 
@@ -48,9 +48,8 @@ class Share:
 
 
 class Totals:
-    def __init__(self, changed: Changed, entries: Container[Entry]) -> None:
-        self._changed = changed
-        self._entries = entries  # those that there are
+    def __init__(self, journal: Journal) -> None:
+        self._changed = journal.reader(self._forget)
         self._shares: dict[Entry, Share] = {}
         self._by_salt: dict[str, Share] = {}
 
@@ -65,13 +64,18 @@ class Totals:
         return total.as_usage()
 
     def _count(self, entry: Entry) -> None:
-        salted = self._by_salt.setdefault(entry.salt, Share())
+        self._forget(entry)
+        share = share_of(entry)
+        if any(share.sizes.values()):
+            self._shares[entry] = share
+            self._by_salt.setdefault(entry.salt, Share()).add(share)
+
+    def _forget(self, entry: Entry) -> None:
         before = self._shares.pop(entry, None)
-        if before is not None:
-            salted.subtract(before)
-        if entry in self._entries:
-            self._shares[entry] = share_of(entry)
-            salted.add(self._shares[entry])
+        if before is None:
+            return
+        salted = self._by_salt[entry.salt]
+        salted.subtract(before)
         if not any(salted.sizes.values()):
             del self._by_salt[entry.salt]
 

@@ -54,7 +54,7 @@ class Spills:
         self.refusals = Refusals(cold.tier, leaves.used_s)
         self._mover = Mover(self._job, lambda _: None, self._failed)
         self._num_faults = 0  # of the disk, when its blocks were last looked at
-        self._changed = shelf.journal.reader()  # those that may have to be written
+        self._changed = shelf.journal.reader(self._offer_behind)  # those that may have to be written
         self._behind: dict[Entry, list[Entry]] = {}  # those that hang on one that is still being computed
 
     @property
@@ -85,6 +85,11 @@ class Spills:
         for entry in islice(self._changed.take(), max_entries):
             for each in (entry, *self._behind.pop(entry, ())):
                 self._offer(each)
+
+    def _offer_behind(self, entry: Entry) -> None:
+        """Look again at the entries that hung on one that was removed."""
+        for each in self._behind.pop(entry, ()):
+            self._changed.add(each)
 
     def _offer(self, entry: Entry) -> None:
         if entry not in self._shelf.entries or not entry.is_free or entry.is_clean or not entry.nodes:

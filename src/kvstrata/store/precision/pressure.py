@@ -12,7 +12,6 @@ from kvstrata.codecs.raw import RawCodec
 from kvstrata.spans.live import sealable_tokens
 from kvstrata.spans.plan import Plan
 from kvstrata.store.entry import Entry
-from kvstrata.store.journal import Changed
 from kvstrata.store.leaves import Leaves
 from kvstrata.store.options import LadderOptions
 from kvstrata.store.precision.ladder import HIGH, LOW, Bits, Ladder, Move, Standing
@@ -42,7 +41,7 @@ class Pressure:
         self._by_length = [(tokens, plan_of(codec, codec)) for tokens, codec in options.by_length]
         self._sizes: dict[Bits, float] = {}  # bytes of a token
         self._ladder: Ladder[Entry] = Ladder(options.floors, self._token_bytes)
-        self._changed: Changed = shelf.journal.reader()
+        self._changed = shelf.journal.reader(self._ladder.discard)
         self._in_vain_bytes = 0  # with so much in use there was nothing left to step down
 
     def relieve(self, used_bytes: int, limit_bytes: int) -> None:
@@ -66,7 +65,7 @@ class Pressure:
     def _look(self) -> None:
         """Where the entries stand that have changed."""
         for entry in self._changed.take():
-            if entry in self._shelf.entries and entry.span.layers:
+            if entry.span.layers:
                 self._ladder.put(entry, self._standing(entry))
             else:
                 self._ladder.discard(entry)

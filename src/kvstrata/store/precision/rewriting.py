@@ -33,9 +33,8 @@ class Rewriting:
         self._counters = counters
         self._failures = failures
         self._put_away = put_away
-        changed = shelf.journal.reader()
-        self.mover = Mover(self._job, done, self._get_stuck, changed.add)
-        self._pending = Pending(changed, self.mover.has, precision.pending_bytes)
+        self._pending = Pending(shelf.journal, self._waits, precision.pending_bytes)
+        self.mover = Mover(self._job, done, self._get_stuck, self._pending.note)
 
     def review(self, entry: Entry) -> None:
         """Something about it has changed: maybe it should be stored in another way now."""
@@ -46,6 +45,9 @@ class Rewriting:
     def pending_bytes(self) -> int:
         """What the work that waits is about to free."""
         return self._pending.nbytes()
+
+    def _waits(self, entry: Entry) -> bool:
+        return self.mover.has(entry)
 
     def _job(self, entry: Entry) -> Job | None:
         plan = self.precision.plan_for(entry) if entry in self._shelf.entries else None

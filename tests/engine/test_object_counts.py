@@ -1,0 +1,61 @@
+"""Memory per request comes back: short requests leave no object of ours behind, beyond what the cache holds."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstrata.disk.options import DiskOptions
+from kvstrata.disk.tier import DiskTier
+from kvstrata.engine.storage import Storage
+from kvstrata.index.keys import chain
+from kvstrata.spans.contents import tally
+from kvstrata.store.entry import Entry
+from tests.engine.drive import Drive
+from tests.tiny import VOCAB, tiny_loaded
+
+KIB, MIB = 1 << 10, 1 << 20
+NUM_REQUESTS = 320
+AT_ONCE = 16
+PROMPT_TOKENS = 12
+HOT_BYTES = 32 * KIB
+# Queues of leaves drop outdated items, which refer to entries, when there are more than 64 of them.
+MOST_OUTDATED = 128
+
+
+def count_objects() -> Counter[str]:
+    """All objects that are alive, by type, but for what was there when the tests were collected."""
+    gc.collect()
+    return Counter(name_of(type(each)) for each in gc.get_objects())
+
+
+def name_of(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def num_left_entries(storage: Storage, tier: DiskTier | None = None) -> int:
+    """Entries that are alive after many short requests, but not held."""
+    before = count_objects()[name_of(Entry)]
+    drive = Drive(tiny_loaded("llama", 1), kv_bytes=4 * MIB, storage=storage, tier=tier)
+    rng = random.Random(1)
+    for _ in range(NUM_REQUESTS // AT_ONCE):
+        for _ in range(AT_ONCE):
+            drive.submit([rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)], 1)
+        drive.run()
+    return count_objects()[name_of(Entry)] - before - len(drive.stock.shelf.entries)
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True], ids=["default", "dynamic"])
+def test_entries_of_many_short_requests_die_when_evicted(is_dynamic: bool) -> None:
+    assert num_left_entries(Storage(hot_bytes=HOT_BYTES, dynamic=is_dynamic)) <= MOST_OUTDATED
+
+
+def test_entries_of_many_short_requests_die_when_evicted_to_a_disk(tmp_path: Path) -> None:
+    tier = DiskTier(DiskOptions(tmp_path, 64 * MIB, reserve_bytes=0), chain=chain, tally=tally)
+    assert num_left_entries(Storage(hot_bytes=HOT_BYTES), tier) <= MOST_OUTDATED
+    tier.close()
