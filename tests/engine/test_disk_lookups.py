@@ -15,6 +15,7 @@ import pytest
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.blocks import DiskBlocks
 from kvstrata.disk.files import Files
+from kvstrata.disk.tier import DiskTier
 from kvstrata.engine import fetching
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.loop import Loop
@@ -223,3 +224,21 @@ def make_computing_take_a_second(loop: Loop) -> None:
 
 def disk_rates(engine: Engine) -> rates.Rates:
     return engine._thread.cold.tier.rates
+
+
+@pytest.mark.parametrize("name", ["rates", "look", "read"])
+def test_tier_that_raises_is_a_miss_for_the_request_that_asked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail_once(*_: Any, **__: Any) -> Any:
+        monkeypatch.undo()
+        raise ZeroDivisionError("a defect of the tier")
+
+    with filled(tmp_path) as engine:
+        monkeypatch.setattr(DiskTier, name, property(fail_once) if name == "rates" else fail_once)
+        assert cached(answer(engine, "computed", 700)) == 0
+        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        assert cached(answer(engine, "from the disk", 700)) == 699
+        counters = engine.ask(lambda loop: Operations(loop).usage().counters).result(60)
+        assert counters.get("failed_lookups", 0) + counters.get("failed_loads", 0) == 1
+    assert sum("a defect of the tier" in record.getMessage() for record in caplog.records) == 1

@@ -93,3 +93,24 @@ def test_reads_that_overlap_are_not_counted_twice(meter: RateMeter, clock: Clock
         first(MB)
         second(MB)
     assert meter.rates().seconds_for(2 * MB, 2) == pytest.approx(1.0, rel=0.05)
+
+
+def test_rates_after_days_of_idleness_and_a_read_without_blocks_are_finite(meter: RateMeter, clock: Clock) -> None:
+    """18 hours are 1,080 half-lives: fading by them gives 0.0."""
+    read(meter, clock, 1 * MB, 8.0)
+    clock.now_s += 72 * 3600.0
+    with meter.reading():
+        assert meter.rates().seconds_for(MB, 1) == 0  # asked while the first read is under way
+    assert meter.rates().seconds_for(MB, 1) == 0  # it found no block
+    assert meter.rates().read_bytes_per_s == pytest.approx(MB / 8)
+    read(meter, clock, 1 * MB, 0.5)
+    assert meter.rates().seconds_for(MB, 1) == pytest.approx(0.5)
+
+
+def test_rates_while_a_read_is_under_way_do_not_return_to_what_has_faded(meter: RateMeter, clock: Clock) -> None:
+    read(meter, clock, 1 * MB, 8.0)
+    clock.now_s += 3 * HALF_LIFE_S
+    with meter.reading():
+        clock.now_s += 0.1
+        assert meter.rates().seconds_for(MB, 1) == pytest.approx(0.1 + 1.0)
+    assert meter.rates().seconds_for(MB, 1) == pytest.approx(1.0)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 log = logging.getLogger(__name__)
 
-Chore = Literal["rewrites", "spills", "promotions", "restores", "shares"]
+Chore = Literal["rewrites", "spills", "promotions", "restores", "shares", "lookups", "loads"]
 
 # Of reasons that were logged, so that one whose text differs each time does not fill memory.
 MAX_REASONS = 64
@@ -25,3 +27,11 @@ class Failures:
         if reason not in self._logged and len(self._logged) < MAX_REASONS:
             self._logged.add(reason)
             log.error("Work on a stored span failed (%s). Only this span is concerned.", reason, exc_info=error)
+
+    @contextmanager
+    def counting(self, chore: Chore) -> Iterator[None]:
+        """Note an exception of the body in place of raising it: the body's work stays undone."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001
+            self.note(chore, error)

@@ -83,6 +83,7 @@ class RateMeter:
         self._num_active = 0
         self._since = 0.0  # the last block came, or the first of those under way was begun
         self._sums = _Sums()
+        self._idle_s = 0.0  # without a read under way, since the last block came and before `_ended`
         self._ended = 0.0  # when the last read ended
         self._num_blocks = 0
 
@@ -92,7 +93,7 @@ class RateMeter:
         with self._lock:
             if self._num_active == 0:
                 self._since = self._clock()
-                self._sums = self._sums.faded(self._fading(self._since))
+                self._idle_s = self._idle_until(self._since)
             self._num_active += 1
         try:
             yield self._done
@@ -104,12 +105,16 @@ class RateMeter:
     def _done(self, nbytes: int) -> None:
         now = self._clock()
         with self._lock:
-            self._sums = self._sums.faded(MEMORY).plus(nbytes, now - self._since)
+            # The sums fade only where a block is added: their weight is never below 1, however long the tier was idle.
+            self._sums = self._sums.faded(MEMORY * _fading(self._idle_s)).plus(nbytes, now - self._since)
+            self._idle_s = 0.0
             self._since = now
             self._num_blocks += 1
 
-    def _fading(self, now: float) -> float:
-        return 0.5 ** ((now - self._ended) / HALF_LIFE_S) if self._num_blocks else 1.0
+    def _idle_until(self, now: float) -> float:
+        """Seconds in which no read was under way, since the last block came; while a read is, none are added."""
+        is_idle = self._num_blocks and not self._num_active
+        return self._idle_s + (now - self._ended if is_idle else 0.0)
 
     def rates(self) -> Rates:
         now = self._clock()
@@ -118,6 +123,10 @@ class RateMeter:
             if not self._num_blocks:
                 return Rates(under_way_s=under_way_s)
             block_s, byte_s = self._sums.line()
-            fading = 1.0 if self._num_active else self._fading(now)
+            fading = _fading(self._idle_until(now))
             per_s = self._sums.nbytes / max(self._sums.seconds, 1e-9)
             return Rates(per_s, fading * block_s, fading * byte_s, self._num_blocks, under_way_s)
+
+
+def _fading(idle_s: float) -> float:
+    return 0.5 ** (idle_s / HALF_LIFE_S)

@@ -1,7 +1,7 @@
 """What comes from the tiers for a request: looked up, read if that is faster than computing it, and filed.
 
 The request waits for nothing here: it asks, and goes on asking how far it is. All tiers are asked at once; what they
-have is loaded one after the other, the nearest first.
+have is loaded one after the other, the nearest first. A tier that raises is counted and has nothing.
 """
 
 from __future__ import annotations
@@ -103,11 +103,14 @@ class Fetches:
         """Ask what the tiers have of these. None: nothing, or memory has all of it."""
         ids, root = as_ids(tokens), self._search.root_of(salt)
         now_s = time.monotonic()
-        questions = [Question(self._cold, self._cold.look(root, ids))]
+        questions = list[Question]()
+        with self._failures.counting("lookups"):
+            questions.append(Question(self._cold, self._cold.look(root, ids)))
         missing_tokens = len(ids) - self._search.find(ids, salt).num_tokens
-        wait_s = self._wait_s(missing_tokens, len(ids), prefill_tokens_s)
-        if self._shared is not None and wait_s:
-            questions.append(Question(self._shared.cold, self._shared.cold.look(root, ids), now_s + wait_s))
+        with self._failures.counting("lookups"):
+            wait_s = self._wait_s(missing_tokens, len(ids), prefill_tokens_s)
+            if self._shared is not None and wait_s:
+                questions.append(Question(self._shared.cold, self._shared.cold.look(root, ids), now_s + wait_s))
         open_ones = tuple(each for each in questions if not each.lookup.is_done or each.lookup.answer.num_tokens)
         return Asked(open_ones, now_s) if open_ones and missing_tokens else None
 
@@ -142,9 +145,10 @@ class Fetches:
     ) -> tuple[BlockLoad | None, tuple[Offer, ...]]:
         """The first load that pays, and the offers after it."""
         for at, offer in enumerate(offers, 1):
-            load = self.load(offer, tokens, salt, prefill_tokens_s=prefill_tokens_s)
-            if load is not None:
-                return load, tuple(offers[at:])
+            with self._failures.counting("loads"):
+                load = self.load(offer, tokens, salt, prefill_tokens_s=prefill_tokens_s)
+                if load is not None:
+                    return load, tuple(offers[at:])
         return None, ()
 
     def promote(self, load: BlockLoad) -> None:

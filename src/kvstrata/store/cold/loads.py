@@ -128,7 +128,6 @@ class Loads:
     def begin(self, load: BlockLoad) -> None:
         load.began_s = self._clock()
         load.source = self
-        self._active[load] = None
         links, mark_bytes = load.links, load.match.mark_bytes
         wanted, sizes = [BlockId(link.key) for link in links], [link.nbytes for link in links]
         if mark_bytes:
@@ -136,6 +135,7 @@ class Loads:
             wanted.insert(0, BlockId(links[-1].key, MARK))
             sizes.insert(0, mark_bytes)
         load.reading = self._tier.read(wanted, lambda came: self._arrive(load, came), root=load.root, sizes=sizes)
+        self._active[load] = None
 
     def seconds_for(self, match: TierMatch) -> float:
         """What reading these blocks is expected to take."""
