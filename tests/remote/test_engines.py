@@ -24,6 +24,10 @@ from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.remote import health
+from kvstrata.remote.stores.folder import FolderStore
+from kvstrata.tier.base import SharedTier
+from kvstrata.tier.lookups import Walk
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import answer, cached, make_computing_slow, settle
 from tests.engine.test_disk_lookups import make_computing_take_a_second
@@ -207,6 +211,45 @@ def test_a_network_that_is_slower_than_computing_is_not_waited_for(server: Valke
         assert cached(reply) == 0
         assert counters(second).get("remote_read_base", 0) == 0, "it had gone on before the first block came"
     proxy.close()
+
+
+def no_steps() -> Walk[None]:
+    yield from ()
+
+
+def shared_tier(engine: Engine) -> SharedTier:
+    return engine.ask(lambda loop: loop.stock.shared.tier).result(60)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_store_that_answered_slowly_once_is_asked_again_when_that_has_faded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, secret, leading = private_folder(tmp_path), secret_file(tmp_path), FolderStore.leading
+
+    def lead_slowly(store: FolderStore, names: list[str]) -> list[int]:
+        monkeypatch.setattr(FolderStore, "leading", leading)
+        time.sleep(1.1)  # a request waits a second at most
+        return leading(store, names)
+
+    def ask(engine: Engine, name: str) -> int:
+        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        found = cached(say(engine, name, PROMPT, 2))
+        assert (
+            shared_tier(engine).look(no_steps(), None, lambda: None).wait(60)
+        )  # questions before it have their answers
+        return found
+
+    with engine_on(url, tiny_loaded("llama"), secret) as engine:
+        say(engine, "one", PROMPT, 2)
+        share(engine)
+    monkeypatch.setattr(health, "LATENCY_HALF_LIFE_S", 3600.0)
+    monkeypatch.setattr(health, "OLD_SHARE", 0.99)  # the answers after replies change little
+    with engine_on(url, tiny_loaded("llama"), secret) as engine:
+        monkeypatch.setattr(FolderStore, "leading", lead_slowly)
+        assert ask(engine, "slow") == 0
+        assert ask(engine, "not asked") == 0
+        monkeypatch.setattr(health, "LATENCY_HALF_LIFE_S", 0.001)
+        assert ask(engine, "asked") == 512
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)

@@ -18,8 +18,11 @@ from kvstrata.remote.faults import WRITE_FAULTS, StoreFault
 
 log = logging.getLogger(__name__)
 
-# Of the latency that was measured before, in the one that is expected.
+# Of the latency that was measured before, in the one after the next question.
 OLD_SHARE = 0.7
+# While nothing is asked: after so long a question is expected to take half the time. One answer that took a second is
+# forgotten after about a minute, and asking in vain costs a request 20 ms to a second.
+LATENCY_HALF_LIFE_S = 10.0
 
 
 class Event(StrEnum):
@@ -100,6 +103,7 @@ class Health:
         self._all = _Pause(first_pause_s, longest_pause_s)
         self._writes = _Pause(first_pause_s, longest_pause_s)
         self._latency_s = 0.0
+        self._measured_s = 0.0  # when that was
 
     @property
     def is_paused(self) -> bool:
@@ -116,9 +120,18 @@ class Health:
 
     @property
     def latency_s(self) -> float:
-        """Of a question that has no bytes to carry, as it was lately; 0: none was asked."""
+        """Of a question that has no bytes to carry, as it was lately, for people; 0: none was asked."""
         with self._lock:
             return self._latency_s
+
+    @property
+    def expected_latency_s(self) -> float:
+        """Seconds that the next question is expected to take: the measured latency, faded by the time since."""
+        with self._lock:
+            return self._fading(self._clock()) * self._latency_s
+
+    def _fading(self, now_s: float) -> float:
+        return 0.5 ** ((now_s - self._measured_s) / LATENCY_HALF_LIFE_S)
 
     def lift(self) -> None:
         """Try now. After another fault the next pause is longer all the same."""
@@ -153,7 +166,10 @@ class Health:
             if writes:
                 self._writes.end()
             if seconds is not None:
-                old_s = self._latency_s
-                self._latency_s = OLD_SHARE * old_s + (1 - OLD_SHARE) * seconds if old_s else seconds
+                now_s, old_s = self._clock(), self._latency_s
+                old_weight = OLD_SHARE * self._fading(now_s) if old_s else 0.0
+                new_weight = 1 - OLD_SHARE
+                self._latency_s = (old_weight * old_s + new_weight * seconds) / (old_weight + new_weight)
+                self._measured_s = now_s
         if was:
             log.warning("The remote cache works again")

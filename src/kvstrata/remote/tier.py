@@ -124,8 +124,8 @@ class RemoteTier:
     # Looking and reading.
 
     @property
-    def latency_s(self) -> float:
-        return self._health.latency_s
+    def expected_latency_s(self) -> float:
+        return self._health.expected_latency_s
 
     @property
     def is_paused(self) -> bool:
@@ -191,7 +191,7 @@ class RemoteTier:
             precision=self._options.precision,
             written_tokens=self._counters.tokens(Event.WRITTEN),
             read_tokens=self._counters.tokens(Event.READ),
-            latency_s=self.latency_s,
+            latency_s=self._health.latency_s,
             read_bytes_per_s=self.rates.read_bytes_per_s,
             usage=self.usage(),
         )

@@ -245,8 +245,8 @@ class SharedTier(Tier, Protocol):
     def blocks(self) -> SharedBlocks: ...
 
     @property
-    def latency_s(self) -> float:
-        """Of a question, as it was lately; 0: none was asked."""
+    def expected_latency_s(self) -> float:
+        """Seconds that a question is expected to take; 0: none was asked. Slow answers fade with time."""
         ...
 
     @property

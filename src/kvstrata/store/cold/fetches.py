@@ -121,7 +121,7 @@ class Fetches:
         compute_s = missing_tokens / prefill_tokens_s if prefill_tokens_s else float("inf")
         wait_s = min(1.0, max(LEAST_WAIT_S, PATIENCE * compute_s))
         tier = self._shared.tier
-        return 0.0 if tier.is_paused or tier.latency_s > min(wait_s, compute_s) else wait_s
+        return 0.0 if tier.is_paused or tier.expected_latency_s > min(wait_s, compute_s) else wait_s
 
     def load(self, offer: Offer, tokens: Tokens, salt: str, *, prefill_tokens_s: float = 0.0) -> BlockLoad | None:
         """Begin to load what a tier has more than memory, if it is expected to come faster than at so many tokens in
