@@ -94,6 +94,28 @@ def test_file_that_is_wrong(tmp_path: Path, text: str) -> None:
         load(toml(tmp_path, text))
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "said"),
+    [
+        ("port = 1\nmax_runing = 3", 2, "there is no setting 'max_runing'. Did you mean 'max_running'?"),
+        ("[server]\nport = 1", 1, "there is no setting 'server'."),
+        ("# port\n\nport = 'abc'", 3, "port: "),
+        ("max-running = 3", 1, "there is no setting 'max-running'. Did you mean 'max_running'?"),
+    ],
+)
+def test_a_problem_of_a_file_names_file_line_and_setting(tmp_path: Path, text: str, line: int, said: str) -> None:
+    path = toml(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert str(caught.value).startswith(f"{path}, line {line}: {said}")
+    assert "--port" not in str(caught.value)
+
+
+def test_a_wrong_flag_is_not_blamed_on_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--port \(KVSTRATA_PORT\): "):
+        load(toml(tmp_path, "port = 1"), {"port": "abc"})
+
+
 def test_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="There is no file"):
         load(tmp_path / "missing.toml")
@@ -255,5 +277,5 @@ def test_other_wrong_ports_are_told(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         load()
     monkeypatch.delenv("KVSTRATA_PORT")
     for flags, config in (({"port": "tcp://a:1"}, None), ({}, toml(tmp_path, 'port = "tcp://a:1"'))):
-        with pytest.raises(ConfigError, match="--port"):
+        with pytest.raises(ConfigError, match=r"port.*valid integer"):
             load(config, flags)

@@ -178,6 +178,14 @@ def test_top_refreshes_until_ctrl_c(tiny: Served) -> None:
     assert "Traceback" not in errors
 
 
+def test_a_session_id_is_never_folded(tiny: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "-".join(["a-name-of-a-client"] * 3)
+    with tiny.openai("secret") as client:
+        client.completions.create(model=tiny.name, prompt=PROMPT, max_tokens=1, extra_body={"prompt_cache_key": name})
+    assert name in run(tiny, "cache", "sessions", "--limit", "1").splitlines()
+
+
 def test_sessions_are_listed_shown_and_pinned_by_their_id(tiny: Served) -> None:
     for prompt in (PROMPT, [*PROMPT[:100], 1, *PROMPT[101:]]):
         with tiny.openai("secret") as client:

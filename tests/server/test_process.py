@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
 from kvstrata.config import Settings, env_name, flag_name
 from kvstrata.models.loaded import LoadedModel
@@ -66,11 +67,40 @@ def test_port_in_use_is_told_at_once() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_missing_model_is_told() -> None:
-    done = kvstrata("serve", "./no-such-model", "--port", "0")
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["./no-such-model"], "There is no model folder ./no-such-model"),
+        (["./no-such-model.gguf"], "There is no file no-such-model.gguf"),
+        (["--adapter", "/no-such-adapter"], "There is no adapter folder /no-such-adapter"),
+        (["--disk-cache-dir", "/dev/null/kv"], "--disk-cache-dir /dev/null/kv cannot be written to"),
+    ],
+)
+def test_a_missing_path_is_told_before_the_libraries_are_loaded(arguments: list[str], said: str) -> None:
+    done = kvstrata("serve", *arguments, "--port", "0")
     assert done.returncode == 1
-    assert "no-such-model" in done.stderr
+    assert done.stderr.startswith(f"kvstrata: {said}")  # and no stage of a start before it
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
+def test_a_read_only_cache_folder_is_told_before_the_libraries_are_loaded(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    done = kvstrata("serve", "--disk-cache-dir", str(tmp_path), "--port", "0")
+    assert done.stderr.startswith(f"kvstrata: --disk-cache-dir {tmp_path} cannot be written to")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--bogus", "There is no option --bogus. See: kvstrata serve --help-all"),
+        ("--prot=3", "There is no option --prot. Did you mean --port?"),
+    ],
+)
+def test_an_unknown_option_names_one_that_is_alike_or_the_help(given: str, said: str) -> None:
+    done = kvstrata("serve", given)
+    assert done.returncode == 2
+    assert said in done.stderr
 
 
 def test_chat_from_a_pipe(served: Served) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -14,3 +15,11 @@ def cache_root() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("kvstrata", appauthor=False)
+
+
+def make_writable(folder: Path) -> None:
+    """Create a folder for its owner alone, unless it is there, and write to it once. Raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as probe:
+        probe.write(b"kvstrata")
+        probe.flush()

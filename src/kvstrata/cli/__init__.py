@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from kvstrata.errors import KvstrataError
@@ -42,12 +43,28 @@ class Commands(TyperGroup):
         return name, load_command(name) if name else listed, rest
 
 
+class Command(TyperCommand):
+    """Refuses an option that does not exist with the name of one that is alike, or with the way to all of them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = [flag for each in self.get_params(ctx) for flag in (*each.opts, *each.secondary_opts)]
+        own = args[: args.index("--")] if "--" in args else args
+        given = (word.partition("=")[0] for word in own if word.startswith("--"))
+        unknown = next((flag for flag in given if flag not in known), None)
+        if unknown is not None:
+            alike = get_close_matches(unknown, known, n=3, cutoff=0.75)
+            every = "--help-all" if "--help-all" in known else "--help"
+            hint = f"Did you mean {' or '.join(alike)}?" if alike else f"See: {ctx.command_path} {every}"
+            ctx.fail(f"There is no option {unknown}. {hint}")
+        return super().parse_args(ctx, args)
+
+
 def load_command(name: str) -> Any:
     module = importlib.import_module(f"kvstrata.cli.{name}")
     own = getattr(module, "app", None)
     if own is None:
         own = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        own.command(name=name, context_settings=HELP_NAMES)(getattr(module, name))
+        own.command(name=name, cls=Command, context_settings=HELP_NAMES)(getattr(module, name))
     return get_command(own)
 
 

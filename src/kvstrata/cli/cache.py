@@ -183,7 +183,8 @@ def _show(answer: Mapping[str, Any], as_json: bool, table: tables.Table) -> None
     from rich.console import Console
 
     # No markup: prompts may look like it.
-    Console(markup=False, highlight=False).print(table(answer))
+    # A line that must not be folded is left to the terminal.
+    Console(markup=False, highlight=False).print(table(answer), crop=False)
 
 
 app.command()(cache_move.export)

@@ -139,20 +139,23 @@ def explanation(answer: Answer) -> RenderableType:
 
 
 def sessions(answer: Answer) -> RenderableType:
+    """Two lines for each: an id stands alone in its line and is never folded, because it is there to be copied."""
+    from rich.console import Group
+    from rich.text import Text
+
     title = "Sessions" if answer["under"] == "all" else "Sessions of this key"
-    columns = ("session", "requests", "hit rate", "tokens", "held", "last use", "precision")
-    table = _table(*columns, title=f"{title}: {answer['total']:,}", right=1, left_from=4)
+    lines = [Text(f"{title}: {answer['total']:,}", style="italic")]
     for each in answer["sessions"]:
-        table.add_row(
-            each["id"],
-            f"{each['requests']:,}",
-            f"{100 * each['hit_rate']:.1f} %",
-            f"{each['tokens']:,}",
-            _tiers_of(each),
-            _when(each["last_use"]),
+        lines.append(Text(each["id"], style="bold", no_wrap=True, overflow="ignore"))
+        requests = f"{each['requests']:,} request{'s' * (each['requests'] != 1)}"
+        facts = (
+            f"{requests}, {100 * each['hit_rate']:.1f} % cached, {each['tokens']:,} tokens",
+            f"held: {_tiers_of(each)}",
             _precision_of(each),
+            f"last use {_when(each['last_use'])}",
         )
-    return table
+        lines.append(Text(f"  {'; '.join(facts)}", style="dim"))
+    return Group(*lines)
 
 
 def session(answer: Answer) -> RenderableType:

@@ -315,7 +315,8 @@ def _advice(asked: Asked, shown: Shown) -> str:
             f"{wanted} do not stay in memory at any of these precisions: the coldest will be evicted, or rest on a "
             "disk (--disk). The lowest one:"
         )
-    return f"{wanted} stay in memory at {shown.advice.name}:"
+    fit = next(each.conversations for each in shown.advice.stored if each.tokens == shown.tokens)
+    return f"{wanted} (--conversations, --tokens) stay in memory at {shown.advice.name}, which has room for {fit:,}:"
 
 
 def _short(tokens: int) -> str:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvstrata.backend import Device
     from kvstrata.cli.starting import Starting
     from kvstrata.config import Settings
+    from kvstrata.models.loaded import LoadedModel
     from kvstrata.server.run import Server
     from kvstrata.server.service import Service
 
@@ -63,11 +64,13 @@ def serve(
 
 
 def run(settings: Settings) -> None:
+    from kvstrata.cli.preflight import check_paths
     from kvstrata.cli.starting import Starting, is_terminal
     from kvstrata.server.listen import bind
     from kvstrata.server.logs import show_messages
 
     show_messages(settings.log_level, settings.log_format)
+    check_paths(settings)
     listener = bind(settings.host, settings.port)
     with Starting(live=settings.log_format == "text" and is_terminal()) as starting:
         server = _started(settings, listener, starting)
@@ -108,17 +111,18 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
 
 
 def start_lines(settings: Settings, service: Service, machine: Device, url: str) -> list[str]:
+    from kvstrata.cli.started_as import started_as
     from kvstrata.server.assemble import memory_limit_bytes
     from kvstrata.sizes import human_bytes
 
     loaded, engine = service.loaded, service.engine.props()
     limit = memory_limit_bytes(settings, machine)
+    command = started_as()
     needs_key = " -H 'Authorization: Bearer KEY'" if service.keys else ""
     asked = json.dumps({"model": service.name, "messages": [{"role": "user", "content": "Hello"}]})
     return [
-        f"model     {service.name}, {loaded.dtype}, {human_bytes(loaded.weight_bytes)} of weights, "
-        f"context {service.context_tokens} tokens",
-        *([f"weights   {loaded.weights}"] if loaded.weights else []),
+        f"model     {service.name}, context {service.context_tokens} tokens",
+        f"weights   {human_bytes(loaded.weight_bytes)}, {_weights_text(loaded)}",
         f"back-end  {machine.backend} ({machine.name}), attention: {engine['attention']['path']}",
         *([f"BLAS      {_blas_line()}"] if machine.backend == "cpu" else []),
         f"memory    at most {human_bytes(limit)} ({settings.memory_limit}) of {human_bytes(machine.memory_bytes)}, "
@@ -127,9 +131,14 @@ def start_lines(settings: Settings, service: Service, machine: Device, url: str)
         *([f"events    {_events_text(service)}"] if service.publisher else []),
         f"serving   {url}/v1   (Ctrl-C to stop), the page is {url}/",
         f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{needs_key} -d '{asked}'",
-        f"or        kvstrata chat --url {url}",
-        f"agents    kvstrata launch claude --url {url}   (or codex, opencode, pi, aider)",
+        f"or        {command} chat --url {url}",
+        f"agents    {command} launch claude --url {url}   (or codex, opencode, pi, aider)",
     ]
+
+
+def _weights_text(loaded: LoadedModel) -> str:
+    """What the weights are in memory, and what the model computes in where that differs."""
+    return f"{loaded.weights}; all else in {loaded.dtype}" if loaded.weights else loaded.dtype
 
 
 def _events_text(service: Service) -> str:

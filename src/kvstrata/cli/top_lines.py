@@ -136,7 +136,7 @@ def requests(hour: Hour, width: int) -> list[Text]:
     why_cells = max(LEAST_WHY_CELLS, width - fixed)
     names = (
         f"{'api':<{API_CELLS - 1}}{'prompt':>{NUMBER_CELLS}}{'cached':>{NUMBER_CELLS}}{'':>{HIT_CELLS}}"
-        f"{'':2}{fitted('why not more', why_cells - 2)}{'first':>{SECONDS_CELLS}}{'tok/s':>{SPEED_CELLS}}"
+        f"{'':2}{fitted('miss or error', why_cells - 2)}{'first':>{SECONDS_CELLS}}{'tok/s':>{SPEED_CELLS}}"
     )
     lines = [line(("Requests ", "bold"), (names, "dim"))]
     for request in reversed(hour.requests):

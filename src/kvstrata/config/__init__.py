@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvstrata.backend.addresses import is_loopback
-from kvstrata.config.files import default_config_path, read_key_file, read_toml
+from kvstrata.config.files import ConfigFile, default_config_path, read_key_file, read_toml
 from kvstrata.config.names import NOT_A_KEY, env_name, flag_name, is_key, is_service_link
 from kvstrata.config.settings import Settings
 from kvstrata.errors import ConfigError
@@ -52,11 +53,11 @@ def load(config: Path | None = None, flags: Mapping[str, Any] | None = None) -> 
     if is_service_link(port_name, port := os.environ.get(port_name)):
         logger.warning("%s=%s is a link to a service of that name, not a port: ignored.", port_name, port)
     path = config or default_config_path()
-    file_values = read_toml(path) if config or path.is_file() else {}
+    file = read_toml(path) if config or path.is_file() else None
     try:
-        return Settings(_file=file_values, **given)  # pyright: ignore[reportCallIssue]
+        return Settings(_file=dict(file.values) if file else {}, **given)  # pyright: ignore[reportCallIssue]
     except ValidationError as error:
-        problems = [_problem(detail) for detail in error.errors(include_url=False)]
+        problems = [_problem(detail, given, file) for detail in error.errors(include_url=False)]
         raise ConfigError("\n".join(problems)) from None
 
 
@@ -75,12 +76,21 @@ def _unit(field: FieldInfo) -> object:
     return extra.get("unit") if isinstance(extra, dict) else None
 
 
-def _problem(detail: ErrorDetails) -> str:
-    """One line. The value itself is never shown: it may be a key."""
-    where = detail["loc"]
-    if not where:
+def _problem(detail: ErrorDetails, given: Mapping[str, Any], file: ConfigFile | None) -> str:
+    """Return one line: where the value comes from, what is wrong, what to do. A value may be a key: it is not shown."""
+    loc = detail["loc"]
+    if not loc:
         return f"{detail['msg']}."
-    name = str(where[0])
+    name = str(loc[0])
+    is_from_file = file is not None and name in file.values and name not in given and env_name(name) not in os.environ
+    place = file.place_of(name) if file is not None and is_from_file else ""
     if detail["type"] == "extra_forbidden":
-        return f"{name}: there is no such setting. See: kvstrata serve --help-all"
-    return f"{flag_name(name)} ({env_name(name)}): {detail['msg'].rstrip('.')}."
+        return f"{place + ': ' if place else ''}there is no setting '{name}'. {_suggestion(name)}"
+    where = f"{place}: {name}" if place else f"{flag_name(name)} ({env_name(name)})"
+    return f"{where}: {detail['msg'].rstrip('.')}."
+
+
+def _suggestion(name: str) -> str:
+    every = "All settings: kvstrata serve --help-all"
+    close = get_close_matches(name.replace("-", "_"), Settings.model_fields, n=1, cutoff=0.7)
+    return f"Did you mean '{close[0]}'? {every}" if close else every

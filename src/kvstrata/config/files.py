@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,27 @@ def default_config_path() -> Path:
     return Path(platformdirs.user_config_dir("kvstrata", appauthor=False)) / "config.toml"
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class ConfigFile:
+    """A TOML file with settings. `text` is kept for the line numbers of messages."""
+
+    path: Path
+    text: str
+    values: Mapping[str, Any]
+
+    def place_of(self, key: str) -> str:
+        """Return where a key stands, as messages say it: file and line."""
+        pattern = re.compile(rf"""\s*\[*\s*["']?{re.escape(key)}["']?\s*[].=]""")
+        for number, line in enumerate(self.text.splitlines(), 1):
+            if pattern.match(line):
+                return f"{self.path}, line {number}"
+        return str(self.path)
+
+
+def read_toml(path: Path) -> ConfigFile:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return ConfigFile(path, text, tomllib.loads(text))
     except FileNotFoundError:
         raise ConfigError(f"There is no file {path}. Check --config (KVSTRATA_CONFIG).") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

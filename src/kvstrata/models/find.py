@@ -8,7 +8,8 @@ from pathlib import Path
 
 from kvstrata.errors import ModelError
 from kvstrata.models import default
-from kvstrata.models.hub import fetch, fetched
+from kvstrata.models.files import check_folder
+from kvstrata.models.hub import check_id, fetch, fetched
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,20 @@ def find(name_or_path: str | None) -> Found:
     if name_or_path == default.NAME:
         return Found(default.NAME, default.get_default())
     return Found(name_or_path, fetch(name_or_path))
+
+
+def check_named(name_or_path: str | None) -> None:
+    """Raise ModelError where a name can lead to no model: the folder or file is missing or not whole. Asks no hub."""
+    if name_or_path is None or name_or_path == default.NAME:
+        return
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        check_folder(path)
+    elif path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"There is no file {path}. Check the path")
+    else:
+        check_id(name_or_path)
 
 
 def find_here(name_or_path: str | None) -> Found:

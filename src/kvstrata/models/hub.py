@@ -16,7 +16,7 @@ HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 def fetch(name: str) -> Path:
     """The folder of the hub's model `name`; at once when it is already here."""
-    _require_id(name)
+    check_id(name)
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
@@ -31,7 +31,7 @@ def fetch(name: str) -> Path:
 
 def fetched(name: str) -> Path:
     """The same, of what is here already: the hub is not asked."""
-    _require_id(name)
+    check_id(name)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -41,7 +41,8 @@ def fetched(name: str) -> Path:
         raise ModelError(f"{name} is not on this machine. Next: kvstrata pull {name}") from error
 
 
-def _require_id(name: str) -> None:
+def check_id(name: str) -> None:
+    """Raise ModelError for what cannot be a hub's id."""
     if not HUB_ID.fullmatch(name):
         raise ModelError(
             f"There is no model folder {name}. Check the path, or give a hub id such as "

@@ -252,7 +252,7 @@ def _row(service: Service, owner: str | None, row: Row, parts: list[Part], now_s
         "tokens": last.end,
         "parts": [_part(part) for part in parts],
         "pinned": bool(strata) and strata[-1].is_pinned,
-        "running": any(stratum.is_running for stratum in strata),
+        "running": bool(strata) and strata[-1].is_running,
         "left_behind": last.is_left_behind,
         "last_use": now_s - last.unused_s,
     }

@@ -41,7 +41,7 @@ class Stratum:
     session: str  # of the request that computed it; empty: it had none
     unused_s: float  # how long ago a request last went on from it
     is_pinned: bool
-    is_running: bool  # a request still writes or reads it
+    is_running: bool  # a request writes it, or continues from its end
     is_superseded: bool  # its conversation has gone on elsewhere
 
 
@@ -104,7 +104,7 @@ class Strata:
                 session=entry.session,
                 unused_s=leaves.now_s() - leaves.node_used_s(node) if is_there else 0.0,
                 is_pinned=entry.is_pinned,
-                is_running=entry.is_running or entry.num_leases > 0,
+                is_running=entry.is_running or _is_read_to_its_end(node),
                 is_superseded=leaves.is_superseded(node),
             )
         )
@@ -116,3 +116,10 @@ class Strata:
         runs = [replace(run, end=min(run.end, node.end)) for run in self._stored[entry] if run.end > node.start]
         num_needed = next((place for place, run in enumerate(runs, 1) if run.end == node.end), len(runs))
         return tuple(runs[:num_needed])
+
+
+def _is_read_to_its_end(node: Node[Entry]) -> bool:
+    """Whether a request reads a conversation whole. A lease on an entry of several nodes may end at any of them, so it
+    is not counted: most often another conversation shares the beginning."""
+    entry = node.payload
+    return entry.num_leases > 0 and node.is_leaf and len(entry.nodes) == 1

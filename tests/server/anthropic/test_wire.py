@@ -132,6 +132,27 @@ def test_a_call_that_is_broken_is_told_as_text(arguments: str) -> None:
     assert answer["stop_reason"] == "end_turn"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [
+        ("", {}),
+        ('{"path": "a.py", "content": "def f', {"path": "a.py"}),
+        ('{"path": "a.py", "lines": [1, 2', {"path": "a.py", "lines": [1, 2]}),
+        ('{"path": "a.py"}', {"path": "a.py"}),
+    ],
+)
+def test_a_call_cut_off_by_max_tokens_stays_a_call(arguments: str, kept: dict[str, Any]) -> None:
+    answer = whole(Text("I look."), CallBegun("a", "look"), CallArguments(arguments), ended=Ended("length", USAGE))
+    assert answer["content"][-1] == {"type": "tool_use", "id": "a", "name": "look", "input": kept}
+    assert answer["stop_reason"] == "max_tokens"
+
+
+def test_a_broken_call_before_a_cut_is_text() -> None:
+    broken = (CallBegun("a", "look"), CallArguments('{"at": NaN'), CallEnded())
+    answer = whole(*broken, Text("and"), ended=Ended("length", USAGE))
+    assert [block["type"] for block in answer["content"]] == ["text", "text"]
+
+
 def test_a_call_without_arguments_has_an_empty_input() -> None:
     events = (CallBegun("a", "look"), CallEnded())
     assert whole(*events)["content"] == [{"type": "tool_use", "id": "a", "name": "look", "input": {}}]

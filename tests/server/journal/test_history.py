@@ -64,6 +64,14 @@ def test_a_request_is_there_with_why_it_missed(fresh: Served) -> None:
     assert post(fresh, "/cache/explain", session=last["session"])["prompt_tokens"] >= len(LONG)
 
 
+def test_counting_tokens_is_no_recent_request_unless_it_fails(fresh: Served) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
+    assert fresh.ask("/v1/messages/count_tokens", **body).status_code == 200
+    assert fresh.ask("/v1/messages/count_tokens", **{**body, "messages": 3}).status_code == 400
+    told = [(request["path"], request["status"]) for request in history(fresh)["requests"]]
+    assert told == [("/v1/messages/count_tokens", 400)]
+
+
 def test_slots_count_and_sample(fresh: Served) -> None:
     sampler = Sampler(fresh.server.service)
     look(sampler, fresh)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic_core import from_json
+
 from kvstrata.engine.request import TokenLogprob, TokenUsage
 from kvstrata.errors import RequestError
 from kvstrata.server.anthropic.answers import BlockAnswer, MessagesAnswer, StopReason, message_usage
@@ -47,12 +49,13 @@ class Block:
             return {"type": "thinking_delta", "thinking": piece}
         return {"type": "input_json_delta", "partial_json": piece}
 
-    def whole(self) -> BlockAnswer:
+    def whole(self, *, is_cut: bool = False) -> BlockAnswer:
+        """Return the finished block. `is_cut`: the reply ended inside it; a call keeps its complete arguments."""
         if self.kind == "text":
             return {"type": "text", "text": self.said}
         if self.kind == "thinking":
             return {"type": "thinking", "thinking": self.said, "signature": SIGNATURE}
-        given = _as_object(self.said)
+        given = _whole_arguments(self.said) if is_cut else _as_object(self.said)
         if given is None:
             return {"type": "text", "text": f'{{"name": {json.dumps(self.name)}, "arguments": {self.said}'}
         return {"type": "tool_use", "id": self.id, "name": self.name, "input": given}
@@ -96,7 +99,11 @@ class MessagesWire:
         return [ServerEvent(messages_shape(error), "error")]
 
     def whole(self, usage: TokenUsage) -> MessagesAnswer:
-        return self._message([block.whole() for block in self._blocks], self._stop_reason(), usage)
+        assert self._ended is not None
+        is_cut = self._ended.reason == "length"
+        last = len(self._blocks) - 1
+        content = [block.whole(is_cut=is_cut and place == last) for place, block in enumerate(self._blocks)]
+        return self._message(content, self._stop_reason(), usage)
 
     def _message(self, content: list[BlockAnswer], stop_reason: StopReason | None, usage: TokenUsage) -> MessagesAnswer:
         return {
@@ -184,5 +191,14 @@ def _as_object(arguments: str) -> dict[str, Any] | None:
         given = json.loads(arguments or "{}")
         json.dumps(given, allow_nan=False)  # NaN is read, and no answer can carry it
     except (ValueError, RecursionError):
+        return None
+    return given if isinstance(given, dict) else None
+
+
+def _whole_arguments(arguments: str) -> dict[str, Any] | None:
+    """Parse a call that was cut off. The member that was being written is left out."""
+    try:
+        given = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
+    except ValueError:
         return None
     return given if isinstance(given, dict) else None

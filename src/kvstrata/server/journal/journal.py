@@ -23,6 +23,7 @@ logger = logging.getLogger("kvstrata.requests")
 MAX_REQUESTS = 500
 MAX_EVENTS = 500
 MODEL_PATHS = "/v1/"
+COUNT_TOKENS = "/count_tokens"
 # What is asked again and again by programs that watch: for the log at level debug alone.
 QUIET_PATHS = dashboard.OPEN_PATHS | {
     "/health", "/metrics", "/props", "/cache/usage", "/cache/sessions", "/cache/history", "/cache/requantize",
@@ -48,10 +49,17 @@ class Journal:
     def add(self, trace: Trace, owner: str | None) -> None:
         if logger.isEnabledFor(level := _level(trace)):
             logger.log(level, "%s", line(trace), extra={"fields": fields(trace)})
-        if trace.method != "POST" or not trace.path.startswith(MODEL_PATHS):
+        if not _is_for_the_model(trace):
             return
         self.requests.append(Recent(trace, owner))
         self.slots.current.count(trace)
+
+
+def _is_for_the_model(trace: Trace) -> bool:
+    """Whether a request belongs among the recent ones. Counting tokens computes nothing: only its failures do."""
+    if trace.method != "POST" or not trace.path.startswith(MODEL_PATHS):
+        return False
+    return not trace.path.endswith(COUNT_TOKENS) or trace.status >= 400
 
 
 def _level(trace: Trace) -> int:

@@ -1,0 +1,32 @@
+"""Checks before the libraries are loaded: what is certain to fail is said at once, not after the model was read.
+
+Knows paths. Imports nothing that takes seconds.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvstrata.backend.folders import make_writable
+from kvstrata.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from kvstrata.config import Settings
+
+
+def check_paths(settings: Settings) -> None:
+    """Raise ModelError or ConfigError where the model, its adapter or the cache folder cannot be used."""
+    from kvstrata.models.find import check_named
+
+    check_named(settings.model)
+    if settings.adapter is not None and not settings.adapter.expanduser().is_dir():
+        raise ModelError(f"There is no adapter folder {settings.adapter}. Check --adapter, or leave it out")
+    if settings.disk_cache_dir is None or settings.hot_cache_only:
+        return
+    try:
+        make_writable(settings.disk_cache_dir.expanduser())
+    except OSError as error:
+        raise ConfigError(
+            f"--disk-cache-dir {settings.disk_cache_dir} cannot be written to: {error}. Choose another folder, or use "
+            "--hot-cache-only."
+        ) from error
