@@ -38,8 +38,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed-$(BACKEND) pyproject.toml
 setup: $(VENV)/.installed-$(BACKEND)
 	@$(BIN)/kvstrata pull
 
+# Ctrl-C is the server's to read: the shell survives it, and make reports no error where it was obeyed.
 serve: setup
-	@$(BIN)/kvstrata serve $(ARGS)
+	@trap : INT; $(BIN)/kvstrata serve $(ARGS) || test $$? -eq 130
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

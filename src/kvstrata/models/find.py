@@ -43,7 +43,7 @@ def check_named(name_or_path: str | None) -> None:
         check_folder(path)
     elif path.suffix == ".gguf":
         if not path.is_file():
-            raise ModelError(f"There is no file {path}. Check the path")
+            raise ModelError(f"There is no file {path}. Check the path.")
     else:
         check_id(name_or_path)
 
