@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -165,3 +166,23 @@ def test_a_summary_is_what_is_held(changes: list[tuple[int, int, int]]) -> None:
             lengths[seed] = num_tokens
     expected = {key for seed, length in lengths.items() for _, key in PromptKeys().of(ROOT, prompt(seed, 300)[:length])}
     assert unpacked(summary.packed()) == expected
+
+
+def test_an_unknown_replica_has_no_request_in_flight() -> None:
+    assert Router().in_flight("nobody") == 0
+
+
+def test_as_many_sessions_as_are_allowed_are_remembered_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routing, "MAX_SESSIONS", 2)
+    router = fleet("a", "b", "c")
+
+    def why(session: str) -> str:
+        choice = router.choose(Asked(20, (), session), 0.0)
+        assert choice is not None
+        router.ended(choice.replica)
+        return choice.why
+
+    assert [why("first"), why("second")] == ["load", "load"]
+    assert why("first") == "session"
+    assert why("third") == "load"
+    assert why("second") == "load"  # it was used longest ago

@@ -332,3 +332,13 @@ def test_worth_finds_what_lru_drops_just_too_early() -> None:
     trace = trace_of("scans", [Asked(10.0 * at, prompts[at % 12]) for at in range(12 * 40)])
     assert serve_all(trace, LruStore(120)).num_found == 0
     assert serve_all(trace, StrataStore(120)).rate > 0.25
+
+
+def test_worth_is_learned_anew_after_so_many_uses_and_not_before() -> None:
+    reuse = Reuse(refresh_every=3)
+    known = reuse.density(Kind.FRESH, 1.0)
+    for now_s in (1.0, 2.0):
+        reuse.reused(reuse.opened(Kind.FRESH, 1.0, now_s), 1.0, now_s + 0.9)
+        assert reuse.density(Kind.FRESH, 1.0) == known
+    reuse.opened(Kind.FRESH, 1.0, 3.0)
+    assert reuse.density(Kind.FRESH, 1.0) != known
