@@ -42,6 +42,7 @@ CACHE_COUNTERS = {
 CACHE_LEVELS = {
     "disk_queue_bytes": "Bytes that wait to be written to the disk",
     "disk_limit_bytes": "Most that the disk tier may take",
+    "disk_allowed_bytes": "Most that the disk tier can come to: its limit, or less where its volume is full",
     "remote_queue_bytes": "Bytes that wait to be written to the store that servers share",
     "remote_is_paused": "Whether that store is left alone after a fault",
     "disk_leaving_bytes": "Bytes of blocks that were cleared and whose files are being deleted",

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from typer.testing import CliRunner
 
-from kvstrata.bench import index_cost
+from kvstrata.bench import disk_writes, index_cost
 from kvstrata.bench.replay import (
     Hits,
     LruStore,
@@ -225,3 +225,26 @@ def test_the_error_of_a_difference_is_that_of_pairs() -> None:
     half = difference(Hits(tuple(each + at % 2 * 2 for at, each in enumerate(found)), asked), Hits(found, asked))
     assert half.rate == pytest.approx(0.1)
     assert half.standard_error == pytest.approx(0.1 / 400**0.5, rel=0.01)
+
+
+def test_disk_writes_of_a_session_that_grows_are_bounded() -> None:
+    """Two turns of 1,000 and 1,300 tokens with replies of 100: the second has the first, and maybe its reply."""
+    first, second = np.array([1, 2], dtype=np.int32), np.array([1, 3, 4], dtype=np.int32)
+    trace = trace_of("t", [Asked(0.0, first, 1000, 100), Asked(3600.0, second, 1300, 100)])
+    (row,) = disk_writes.measure(trace, [4 * 512], token_bytes=1)
+    assert (row.least_bytes, row.most_bytes) == (1400, 1000 + 100 + 1300 - 512 + 100)
+    assert row.a_day(row.least_bytes) == 24 * 1400
+    assert row.evicted_bytes == 0
+
+
+def test_disk_writes_at_eviction_count_each_block_once() -> None:
+    trace = of([[1, 2], [3, 4], [1, 2], [3, 4]])
+    (row,) = disk_writes.measure(trace, [2 * 512], token_bytes=1)
+    assert row.evicted_bytes == 4 * 512
+
+
+def test_replay_shows_disk_writes(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", of([[1, 2], [1, 2, 3]]))
+    said = CliRunner().invoke(app, ["replay", str(path), "--disk-writes", "--budgets", "1MiB", "--json"])
+    assert said.exit_code == 0, said.output
+    assert json.loads(said.stdout)[0]["trace"] == "t"

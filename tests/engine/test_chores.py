@@ -79,7 +79,7 @@ def test_a_span_that_cannot_be_packed_is_not_written_and_the_others_are(
 
     monkeypatch.setattr(cold, "packing", failing(cold.packing))
     loaded = tiny_loaded("llama")
-    with engine_on(tmp_path, loaded, Storage(write_through=True)) as engine:
+    with engine_on(tmp_path, loaded, Storage()) as engine:
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
         assert [ask(engine, "failing again", 1, 9), ask(engine, "good again", 2, 5)] == [599, 599]
         assert counters(engine)["failed_spills"] == 1

@@ -178,7 +178,7 @@ def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) ->
         octets[-100] ^= 1
         path.write_bytes(octets)
     files = Holding()
-    with engine_on(tmp_path, loaded, files=files) as engine:
+    with engine_on(tmp_path, loaded, Storage(disk_write="at-eviction"), files=files) as engine:
         # Else what a reader has put aside by its row could get that row again before its file is moved.
         assert engine.ask(flush_tier).result(60)
         again = answer(engine, "again", 700)
@@ -269,7 +269,7 @@ def change(engine: Engine, name: str, *, dry_run: bool = False) -> Changed:
 @pytest.mark.parametrize("began", ["raw", "planes:8"])
 def test_output_after_stepping_down_and_back_is_that_of_a_run_that_never_did(began: str, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k=parse(began), v=parse(began))
+    storage = Storage(k=parse(began), v=parse(began), disk_write="at-eviction")
     with engine_on(tmp_path / "never", loaded, storage) as engine:
         answer(engine, "first", 700)
         change(engine, "planes:8")

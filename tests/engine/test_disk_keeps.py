@@ -85,7 +85,7 @@ def test_what_the_disk_failed_to_write_is_written_when_it_can_be(
 ) -> None:
     monkeypatch.setattr("kvstrata.disk.writer.Pause", LongPause)
     loaded, files = tiny_loaded(architecture), FaultyFiles()
-    with engine_on(tmp_path, loaded, Storage(write_through=True), files=files) as engine:
+    with engine_on(tmp_path, loaded, Storage(), files=files) as engine:
         files.before = {"sync": fail(errno.ENOSPC)}
         assert ask(engine, 1) == 0
         assert not list(tmp_path.rglob("*.safetensors"))
@@ -98,12 +98,26 @@ def test_what_the_disk_failed_to_write_is_written_when_it_can_be(
         assert [ask(engine, seed) for seed in (1, 2, 3)] == [599] * 3
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mamba2", "gemma3_text"])
+def test_after_reply_writes_while_the_server_runs(architecture: str, tmp_path: Path) -> None:
+    with engine_on(tmp_path, tiny_loaded(architecture)) as engine:
+        ask(engine, 1)
+        assert is_on_disk(engine, 1)
+
+
+def test_at_eviction_writes_nothing_while_memory_has_room(tmp_path: Path) -> None:
+    with engine_on(tmp_path, tiny_loaded("llama"), Storage(disk_write="at-eviction")) as engine:
+        ask(engine, 1)
+        assert not list(tmp_path.rglob("*.safetensors"))
+    assert list(tmp_path.rglob("*.safetensors"))
+
+
 def test_what_somebody_deleted_is_written_again_before_it_is_evicted(tmp_path: Path) -> None:
     def evict_all(loop: Loop) -> int:
         loop.stock.room.shrink_to(0)
         return loop.stock.shelf.held_bytes
 
-    with engine_on(tmp_path, tiny_loaded("llama"), Storage(write_through=True)) as engine:
+    with engine_on(tmp_path, tiny_loaded("llama"), Storage()) as engine:
         assert ask(engine, 1) == 0
         assert engine.ask(flush_tier).result(60)
         shutil.rmtree(tmp_path / "blocks")
@@ -134,7 +148,7 @@ def test_a_disk_that_stays_broken_does_not_keep_the_server_from_ending(tmp_path:
 
 def test_what_failed_to_be_written_is_written_again_before_it_is_evicted(tmp_path: Path) -> None:
     loaded, files = tiny_loaded("llama"), FaultyFiles()
-    with engine_on(tmp_path, loaded, Storage(write_through=True), files=files) as engine:
+    with engine_on(tmp_path, loaded, Storage(), files=files) as engine:
         files.before = {"sync": fail(errno.ENOSPC)}
         ask(engine, 1)
         files.before = {}
@@ -145,7 +159,7 @@ def test_what_failed_to_be_written_is_written_again_before_it_is_evicted(tmp_pat
 
 
 def test_what_is_asked_for_often_is_not_the_first_to_leave_the_disk(tmp_path: Path) -> None:
-    with engine_on(tmp_path, tiny_loaded("llama"), Storage(write_through=True), SMALL_DISK) as engine:
+    with engine_on(tmp_path, tiny_loaded("llama"), Storage(), SMALL_DISK) as engine:
         ask(engine, 1)
         fill_disk_with_others(engine, between=lambda: ask(engine, 1))
         assert is_on_disk(engine, 1)
@@ -153,7 +167,7 @@ def test_what_is_asked_for_often_is_not_the_first_to_leave_the_disk(tmp_path: Pa
 
 
 def test_what_is_pinned_does_not_leave_the_disk(tmp_path: Path) -> None:
-    with engine_on(tmp_path, tiny_loaded("llama"), Storage(write_through=True), SMALL_DISK) as engine:
+    with engine_on(tmp_path, tiny_loaded("llama"), Storage(), SMALL_DISK) as engine:
         ask(engine, 1)
         engine.ask(lambda loop: loop.stock.pins.pin(prompt_of(1), "")).result(60)
         fill_disk_with_others(engine)
@@ -175,7 +189,7 @@ def test_what_is_pinned_before_it_is_written_does_not_leave_the_disk(tmp_path: P
 
 def test_pins_outlive_a_step_that_fails(tmp_path: Path) -> None:
     """On the disk; and in memory again as soon as it is there again."""
-    with engine_on(tmp_path, tiny_loaded("llama"), Storage(write_through=True), SMALL_DISK) as engine:
+    with engine_on(tmp_path, tiny_loaded("llama"), Storage(), SMALL_DISK) as engine:
         ask(engine, 1)
         engine.ask(lambda loop: loop.stock.pins.pin(prompt_of(1), "")).result(60)
         engine.ask(make_prefill_fail).result(60)
@@ -203,7 +217,7 @@ def write_all(loop: Loop) -> bool:
 
 def test_the_end_writes_what_the_disk_has_evicted_and_the_newest_stays(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama", 4)
-    with engine_on(tmp_path, loaded, Storage(write_through=True), SMALL_DISK) as engine:
+    with engine_on(tmp_path, loaded, Storage(), SMALL_DISK) as engine:
         ask(engine, 1)
         fill_disk_with_others(engine)
         assert not is_on_disk(engine, 1)
@@ -219,7 +233,7 @@ def test_what_has_expired_is_neither_written_nor_kept(tmp_path: Path) -> None:
     with engine_on(tmp_path, loaded) as engine:
         ask(engine, 1)
     assert list(tmp_path.rglob("*.safetensors"))
-    with engine_on(tmp_path, loaded, Storage(ttl_s=0.01)) as engine:
+    with engine_on(tmp_path, loaded, Storage(ttl_s=0.01, disk_write="at-eviction")) as engine:
         assert engine.ask(flush_tier).result(60)
         assert not list(tmp_path.rglob("*.safetensors"))
         ask(engine, 2)

@@ -154,7 +154,7 @@ def asking_threads(blocks: DiskBlocks) -> dict[str, set[str]]:
 
 def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k=parse("planes:8"), v=parse("planes:8"), write_through=True)
+    storage = Storage(k=parse("planes:8"), v=parse("planes:8"))
     prompt = [i * 7 % VOCAB for i in range(700)]
     with engine_on(tmp_path, loaded, storage) as engine:
         answer(engine, "first", 700)

@@ -145,7 +145,7 @@ def test_a_conversation_on_the_disk_takes_what_was_told(tmp_path: Path) -> None:
     tokens, found = 2048, outline_of("llama")
     (stored,) = forecast(found, LIMIT_BYTES, precisions=[RAW], lengths=[tokens]).rows[0].stored
     disk = DiskOptions(tmp_path / "kv", 256 * MIB, reserve_bytes=0)
-    with started(tiny_loaded("llama"), Storage(write_through=True), disk) as engine:
+    with started(tiny_loaded("llama"), Storage(), disk) as engine:
         reply = Reply()
         prompt = tuple(i % VOCAB for i in range(tokens - 1))
         engine.submit(Request("only", prompt, 2, sampling=GREEDY), reply.sink)

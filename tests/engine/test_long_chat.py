@@ -28,7 +28,7 @@ def disk_usage(loop: Loop) -> Usage:
 def test_each_token_of_a_chat_is_written_once(architecture: str, tmp_path: Path) -> None:
     source = random.Random(0)
     ids: list[int] = []
-    with engine_on(tmp_path, tiny_loaded(architecture), Storage(write_through=True)) as engine:
+    with engine_on(tmp_path, tiny_loaded(architecture), Storage()) as engine:
         for turn in range(NUM_TURNS):
             ids += [source.randrange(VOCAB) for _ in range(30)]
             reply = Reply()

@@ -131,7 +131,7 @@ class Soak:
             flush_s=self.rng.choice([0.0, 0.05, 5.0]),
             read_ahead_bytes=self.rng.choice([128 * KIB, 2 * MIB]),
         )
-        storage = Storage(hot_bytes=HOT_BYTES, write_through=self.rng.random() < 0.3)
+        storage = Storage(hot_bytes=HOT_BYTES, disk_write=self.rng.choice(["after-reply", "at-eviction"]))
         with engine_of(loaded, storage, disk) as cached, engine_of(loaded, Storage(hot_bytes=0), None) as cold:
             for _ in range(self.rng.randint(3, 8)):
                 self.turn(cached, cold, self.rng.sample(chats, NUM_AT_ONCE))

@@ -344,7 +344,7 @@ def is_written(loop: Loop) -> bool:
 
 
 def test_the_disk_is_a_tier_like_memory(tmp_path: Path) -> None:
-    with running(tiny_loaded("llama"), disk_cache_dir=tmp_path, disk_write_through=True) as served:
+    with running(tiny_loaded("llama"), disk_cache_dir=tmp_path) as served:
         complete(served, LONG)
         assert served.server.service.engine.ask(is_written).result(60)
         assert get(served, "/cache/usage")["tiers"]["disk"]["tokens"] >= len(LONG)

@@ -149,7 +149,7 @@ def test_every_key_sees_and_drops_its_own(locked: Served) -> None:
 
 
 def test_the_disk_is_told_and_dropped_from(tmp_path: Path) -> None:
-    with running(tiny_loaded("llama"), disk_cache_dir=tmp_path, disk_write_through=True) as served:
+    with running(tiny_loaded("llama"), disk_cache_dir=tmp_path) as served:
         complete(served, FIRST, prompt_cache_key="first")
         complete(served, SECOND, prompt_cache_key="second")
         settle(served)

@@ -62,7 +62,7 @@ def test_a_packed_model_is_served_and_says_so(folder: Path) -> None:
 
 
 def test_blocks_on_the_disk_belong_to_a_form(folder: Path, tmp_path: Path) -> None:
-    disk = {"disk_cache_dir": tmp_path / "cache", "disk_cache_size": "64MiB", "disk_write_through": True}
+    disk = {"disk_cache_dir": tmp_path / "cache", "disk_cache_size": "64MiB"}
     found: dict[str, list[int]] = {"raw": [], "exact": [], "coded": []}
     for _ in range(2):
         for name, options in (("raw", RAW), ("exact", EXACT), ("coded", CODED)):

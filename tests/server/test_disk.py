@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
+from kvstrata.backend import device
 from kvstrata.cli import app
+from kvstrata.cli.serve import start_lines
+from kvstrata.config import load as load_settings
+from kvstrata.disk.files import Files
+from kvstrata.models.load import load
 from tests.engine.test_disk import make_computing_slow
+from tests.models.conftest import write_model
 from tests.server.conftest import Served, running
 from tests.server.test_cache import LONG, complete, get
-from tests.tiny import tiny_loaded
+from tests.server.test_process import serving
+from tests.tiny import tiny_config, tiny_loaded, tiny_module
 
 MESSAGES = [
     {"role": "system", "content": "You know all about orchards. " + "Apples, pears and quinces grow there. " * 8},
@@ -56,6 +65,33 @@ def test_the_next_server_says_what_it_did_not_compute(serve: Callable[..., Serve
     assert usage["counters"]["promoted_tokens"] >= again.usage.prompt_tokens - 1
 
 
+def test_kill_loses_no_conversation_whose_reply_ended_ten_seconds_ago(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "tiny", tiny_module("llama"), tiny_config("llama"))
+    disk = str(tmp_path / "disk")
+    conversations = [[number + 1, *range(20, 80)] for number in range(3)]
+    with (
+        serving(tmp_path / "log", str(model), "--disk-cache-dir", disk, "--disk-reserve", "0") as (process, url, start),
+        httpx.Client(base_url=url, verify=False, timeout=60) as client,
+    ):
+        assert "each reply is written seconds after its end" in start
+        for _ in range(2):
+            for tokens in conversations:
+                asked = {"model": "tiny", "prompt": tokens, "max_tokens": 4}
+                client.post("/v1/completions", json=asked).raise_for_status()
+                tokens += range(40, 80)
+        stored_tokens = client.get("/cache/usage").json()["tiers"]["hot"]["tokens"]
+        until_s = time.monotonic() + 10
+        while client.get("/cache/usage").json()["tiers"]["disk"]["tokens"] < stored_tokens:
+            assert time.monotonic() < until_s, "not on the disk ten seconds after the last reply"
+            time.sleep(0.05)
+        process.kill()
+        process.wait(30)
+    with running(load(str(model)), disk_cache_dir=disk, disk_reserve="0") as served:
+        for tokens in conversations:
+            explained = served.ask("/cache/explain", tokens=tokens[:101]).json()
+            assert explained["by_tier"]["disk"] == 100
+
+
 def test_replies_that_get_no_time_do_not_take_it_from_the_disk(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
     with running(loaded, disk_cache_dir=tmp_path, disk_reserve="0", drain_timeout_s=0) as served:
@@ -88,6 +124,22 @@ def test_usage_tells_what_the_disk_holds(architecture: str, kinds: set[str], tmp
         assert {**rebuilt, "bytes": 0} == {**said, "bytes": 0}
         served.ask("/cache/clear", tier="disk")
         assert (disk_usage(served)["by_precision"], disk_usage(served)["by_kind"]) == ({}, {})
+
+
+def test_a_volume_without_room_is_told_at_the_start_and_in_usage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Files, "free_bytes", lambda _self, _folder: 5 << 20)
+    flags: dict[str, Any] = {"disk_cache_dir": tmp_path, "disk_cache_size": "50GiB", "disk_reserve": "1MiB"}
+    with running(tiny_loaded("llama"), **flags) as served:
+        lines = start_lines(load_settings(flags=flags), served.server.service, device(), served.url)
+        shown = CliRunner().invoke(app, ["cache", "usage"], env={"KVSTRATA_URL": served.url, "COLUMNS": "160"}).stdout
+        counters = get(served, "/cache/usage")["counters"]
+    assert 4 << 20 <= counters["disk_allowed_bytes"] < 5 << 20
+    assert counters["disk_limit_bytes"] == 50 << 30
+    (line,) = (line for line in lines if line.startswith("disk "))
+    assert "MiB of 50GiB, because the volume has no room for more; each reply is" in line
+    assert "has room for 4.1 MiB, not for 50.0 GiB" in shown
 
 
 def disk_usage(served: Served) -> dict[str, Any]:

@@ -219,7 +219,7 @@ def test_without_keys_every_caller_is_an_admin() -> None:
 
 def test_the_disk_knows_whose_its_blocks_are(tmp_path: Path) -> None:
     flags: dict[str, Any] = {"api_key": ["key-a", "key-b"], "admin_key": ["boss"], "disk_cache_dir": tmp_path}
-    with running(tiny_loaded("llama"), **flags, disk_write_through=True) as first:
+    with running(tiny_loaded("llama"), **flags) as first:
         a, b = As(first, "key-a"), As(first, "key-b")
         a.complete(LONG)
         a.complete(LONG, cache_salt="project")

@@ -21,7 +21,7 @@ from kvstrata.spans.contents import tally
 from kvstrata.spans.plan import make_plan
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.cold.loads import BlockLoad
-from kvstrata.store.options import LadderOptions, PrecisionOptions, StoreOptions
+from kvstrata.store.options import DiskWrite, LadderOptions, PrecisionOptions, StoreOptions
 from kvstrata.store.stock import Stock, make_stock
 from kvstrata.tier.lookups import finish
 from tests.store.kv import LAYOUT, Clock, settle, store_tokens
@@ -41,7 +41,7 @@ def store_on(
     name: str = "raw",
     *,
     hot_bytes: int = 1 << 30,
-    write_through: bool = False,
+    disk_write: DiskWrite = "at-eviction",
     ladder: LadderOptions | None = None,
     patience_s: float = 60.0,
     **disk: Any,
@@ -52,7 +52,7 @@ def store_on(
     codec = parse(name)
     options = StoreOptions(
         hot_bytes,
-        write_through=write_through,
+        disk_write=disk_write,
         precision=PrecisionOptions(k=codec, v=codec, min_quantize_tokens=0),
         ladder=ladder or LadderOptions(),
     )

@@ -10,6 +10,7 @@ import pytest
 
 from kvstrata.store.options import LadderOptions
 from kvstrata.store.stock import Stock
+from kvstrata.tier.base import CALM_SHARE
 from tests.disk.faults import FaultyFiles, fail, wait_for
 from tests.store.disk import MIB, random_tokens, reachable, store_on, written
 from tests.store.kv import TOKEN_BYTES, settle, store_tokens
@@ -181,3 +182,33 @@ def test_what_is_in_use_is_not_thrown_out_just_because_the_disk_has_it(tmp_path:
         assert written(stock) == 1024
         assert stock.room.shrink_to(5 * MIB) == "done"
         assert stock.store.find(CHATS[0], "").num_tokens == 1024
+
+
+def test_what_is_written_ahead_of_need_waits_for_the_disk_beside_streams(tmp_path: Path) -> None:
+    goes_on = threading.Event()
+    files = FaultyFiles(before={"sync": wait_for(goes_on)})
+    queue_bytes = 16 * BLOCK_BYTES
+    with store_on(tmp_path, queue_bytes=queue_bytes, files=files, disk_write="after-reply") as stock:
+        fill(stock)
+        while stock.chores.has_work_beside_streams:
+            stock.chores.work(0)
+        queued_bytes = stock.cold.tier.writing().queue_bytes
+        assert CALM_SHARE * queue_bytes < queued_bytes <= CALM_SHARE * queue_bytes + BLOCK_BYTES
+        assert stock.chores.has_work
+        goes_on.set()
+        while stock.chores.has_work:
+            settle(stock)
+            assert stock.cold.tier.flush(60).is_empty
+        assert [reachable(stock, chat) for chat in CHATS] == [1024] * 10
+
+
+def test_what_memory_must_let_go_waits_for_no_calm_disk(tmp_path: Path) -> None:
+    goes_on = threading.Event()
+    files = FaultyFiles(before={"sync": wait_for(goes_on)})
+    with store_on(tmp_path, queue_bytes=16 * BLOCK_BYTES, files=files, disk_write="after-reply") as stock:
+        fill(stock)
+        while stock.chores.has_work_beside_streams:
+            stock.chores.work(0)
+        stock.room.shrink_to(stock.shelf.held_bytes, 0.0)
+        assert stock.chores.has_work_beside_streams
+        goes_on.set()

@@ -12,7 +12,7 @@ from kvstrata.store.stock import Stock
 from kvstrata.store.tidying import MAX_SPANS
 from tests.disk.blocks import rows_of
 from tests.store.disk import chat, load, random_tokens, reachable, store_on, write_turns, written
-from tests.store.kv import HYBRID, LAYOUT, check_lease
+from tests.store.kv import HYBRID, LAYOUT, Run, check_lease, settle, store_tokens
 
 NUM_TURNS = 3 * MAX_SPANS
 LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
@@ -20,7 +20,7 @@ LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_long_chat_is_written_once(layout: Layout, tmp_path: Path) -> None:
-    with store_on(tmp_path, layout, write_through=True) as stock:
+    with store_on(tmp_path, layout, disk_write="after-reply") as stock:
         tokens = chat(stock, [], NUM_TURNS)
         assert len(stock.shelf.entries) <= MAX_SPANS
         assert written(stock) == reachable(stock, tokens) == len(tokens)
@@ -28,10 +28,10 @@ def test_a_long_chat_is_written_once(layout: Layout, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_after_a_restart_a_chat_goes_on_where_its_blocks_end(layout: Layout, tmp_path: Path) -> None:
-    with store_on(tmp_path, layout, write_through=True) as stock:
+    with store_on(tmp_path, layout, disk_write="after-reply") as stock:
         tokens = chat(stock, [], MAX_SPANS)
         written(stock)
-    with store_on(tmp_path, layout, write_through=True) as stock:
+    with store_on(tmp_path, layout, disk_write="after-reply") as stock:
         load(stock, tokens)
         tokens = chat(stock, tokens, MAX_SPANS, seed=1)
         assert written(stock) == reachable(stock, tokens) == len(tokens)
@@ -39,7 +39,7 @@ def test_after_a_restart_a_chat_goes_on_where_its_blocks_end(layout: Layout, tmp
 
 def test_what_was_cut_short_in_memory_is_not_written_again(tmp_path: Path) -> None:
     """The cut is somewhere in a block, and so is the beginning of what is loaded after it."""
-    with store_on(tmp_path, write_through=True) as stock:
+    with store_on(tmp_path, disk_write="after-reply") as stock:
         tokens = chat(stock, chat(stock, [], 1, turn_tokens=100), 1, seed=1, turn_tokens=2000)
         stock.store.release(stock.store.match(tokens, ""))
         stock.room.shrink_to(stock.shelf.held_bytes - 10)
@@ -50,7 +50,7 @@ def test_what_was_cut_short_in_memory_is_not_written_again(tmp_path: Path) -> No
 
 
 def test_a_chat_that_parts_shares_what_comes_before(tmp_path: Path) -> None:
-    with store_on(tmp_path, HYBRID, write_through=True) as stock:
+    with store_on(tmp_path, HYBRID, disk_write="after-reply") as stock:
         tokens = chat(stock, [], 10, turn_tokens=100)
         other = chat(stock, tokens[:400], 1, seed=1, turn_tokens=100)
         tokens = chat(stock, tokens, 10, seed=2, turn_tokens=100)
@@ -95,7 +95,7 @@ def test_the_longest_of_several_chains_is_continued(tmp_path: Path) -> None:
 
 
 def test_a_block_that_is_missing_is_written_and_the_rest_hangs_on_it(tmp_path: Path) -> None:
-    with store_on(tmp_path, write_through=True) as stock:
+    with store_on(tmp_path, disk_write="after-reply") as stock:
         tier = stock.cold.tier
         tokens = chat(stock, [], 1, turn_tokens=2000)
         written(stock)
@@ -103,3 +103,30 @@ def test_a_block_that_is_missing_is_written_and_the_rest_hangs_on_it(tmp_path: P
         assert reachable(stock, tokens) == 512
         tokens = chat(stock, tokens, 1, seed=1)
         assert written(stock) == reachable(stock, tokens) == len(tokens)
+
+
+def test_what_hangs_on_a_running_request_is_written_when_that_ends(tmp_path: Path) -> None:
+    with store_on(tmp_path, disk_write="after-reply") as stock:
+        shared = random_tokens(300, 0)
+        running = Run(stock, [*shared, *random_tokens(50, 1)])
+        running.compute(running.left)
+        running.seal()
+        other = [*shared, *random_tokens(50, 2)]
+        store_tokens(stock, other)
+        settle(stock)
+        assert written(stock) == 0
+        running.end()
+        settle(stock)
+        written(stock)
+        assert reachable(stock, other) == len(other)
+
+
+def test_a_reply_is_written_while_the_next_turn_reads_it(tmp_path: Path) -> None:
+    with store_on(tmp_path, disk_write="after-reply") as stock:
+        tokens = random_tokens(300, 0)
+        store_tokens(stock, tokens)
+        running = Run(stock, [*tokens, 1, 2])
+        settle(stock)
+        assert written(stock) == reachable(stock, tokens) == len(tokens)
+        running.compute(running.left)
+        running.end()

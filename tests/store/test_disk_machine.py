@@ -11,6 +11,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.index.ids import as_ids
 from kvstrata.index.tree import Tree
 from kvstrata.spans.plan import make_plan
+from kvstrata.store.options import DiskWrite
 from kvstrata.store.precision.requantize import Change
 from kvstrata.store.stock import Stock
 from tests.store.disk import load, random_tokens, reachable, store_on, written
@@ -102,10 +103,10 @@ class Conversations:
         return max(min(len(tokens), reachable(self.stock, each)) for each in longer)
 
 
-@pytest.mark.parametrize("write_through", [False, True])
+@pytest.mark.parametrize("disk_write", ["at-eviction", "after-reply"])
 @pytest.mark.parametrize("seed", range(2))
-def test_what_was_stored_stays(seed: int, write_through: bool, tmp_path: Path) -> None:
-    with store_on(tmp_path, write_through=write_through) as stock:
+def test_what_was_stored_stays(seed: int, disk_write: DiskWrite, tmp_path: Path) -> None:
+    with store_on(tmp_path, disk_write=disk_write) as stock:
         conversations = Conversations(stock, seed)
         for _ in range(NUM_STEPS):
             conversations.move()

@@ -267,7 +267,7 @@ def test_nothing_is_promised_or_counted_where_the_disk_has_it_in_fewer_bits(tmp_
 
 
 def test_a_span_that_begins_inside_a_block_comes_back(tmp_path: Path) -> None:
-    with store_on(tmp_path, write_through=True) as stock:
+    with store_on(tmp_path, disk_write="after-reply") as stock:
         tokens = chat(stock, chat(stock, [], 1, turn_tokens=100), 1, seed=1, turn_tokens=2000)
         stock.store.release(stock.store.match(tokens, ""))
         stock.room.shrink_to(stock.shelf.held_bytes - 10)

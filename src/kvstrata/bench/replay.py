@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -93,10 +93,12 @@ class Replayed(Protocol):
 
 
 class StrataStore:
-    """What the store does with its index and policy. A block counts as one byte: all are of one precision."""
+    """What the store does with its index and policy. A block counts as one byte: all are of one precision. `evicted` is
+    called with the ids of blocks that go."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, evicted: Callable[[list[int]], object] = lambda _: None) -> None:
         self._num_blocks = num_blocks
+        self._evicted = evicted
         self.tree: Tree[Asked] = Tree()
         reuse = Reuse()
         self._history = History(reuse, lambda: num_blocks)
@@ -117,6 +119,7 @@ class StrataStore:
     def _evict(self, now_s: float) -> None:
         num_over = self.tree.num_tokens - self._num_blocks
         for leaf, keep_tokens in self._eviction.choose(num_over, now_s):
+            self._evicted(leaf.tokens[keep_tokens // BLOCK_TOKENS :].tolist())
             if keep_tokens:
                 self.tree.trim(leaf, leaf.start + keep_tokens // BLOCK_TOKENS)
                 self._offer(leaf)

@@ -1,7 +1,8 @@
 """Streams that run while stored conversations go to the disk: the time between two of their tokens, with and without.
 
-One engine, one set of streams, windows in turn: in one nothing is spilled, in the next all that is stored is, until the
-last byte is on the disk. Then the disk is emptied, outside of any window, and it begins again.
+One engine, one set of streams, windows in turn: in one nothing is spilled, in the next all that is stored is, as after
+replies that have ended, until the last byte is on the disk. Then the disk is emptied, outside of any window, and it
+begins again.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ class _Window:
 
 def measure(loaded: LoadedModel, load: Load, *, rounds: int = 12, progress: Progress = silent) -> Spilling:
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
-        disk = DiskOptions(Path(folder), DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES, flush_s=0)
-        storage = Storage(k=parse(load.precision), v=parse(load.precision))
+        disk = DiskOptions(Path(folder), DISK_BYTES, reserve_bytes=0, flush_s=0)
+        # Stored before the windows, written in them.
+        storage = Storage(k=parse(load.precision), v=parse(load.precision), disk_write="at-eviction")
         limits = Limits(max_running=load.streams)
         with running(Engine(loaded, limits, Metrics(), storage, disk)) as engine:
             progress(f"storing {load.conversations} conversations")

@@ -126,16 +126,27 @@ def replay(
     made_up: Annotated[int, typer.Option(min=0, help="Also replay so many made-up requests.")] = 0,
     policies: Annotated[str, typer.Option(help="Which of kvstrata, lru, optimal.")] = "kvstrata,lru,optimal",
     plot: Annotated[Path | None, typer.Option(help="Write a picture (PNG, SVG) here.", show_default="none")] = None,
+    disk_writes: Annotated[
+        bool, typer.Option("--disk-writes", help="Tell what a disk cache would be written a day, and nothing else.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """How much of a trace's prompts would be found: kvstrata's policy, LRU, and the optimum that knows the future."""
+    from kvstrata.bench import disk_writes as written
     from kvstrata.bench import replay as figure
     from kvstrata.bench import trace as traced
 
     rows: list[Row] = []
     precisions = numbers(bits, 1, figure.FULL_BITS)
     chosen: list[PolicyName] = [policy for policy in figure.POLICIES if policy in policies.split(",")]
-    for trace in [traced.load_trace(path) for path in traces or []] + ([traced.made_up(made_up)] if made_up else []):
+    loaded = [traced.load_trace(path) for path in traces or []] + ([traced.made_up(made_up)] if made_up else [])
+    if disk_writes:
+        found = [
+            row for each in loaded for row in written.measure(each, _sizes(budgets, each, token_bytes), token_bytes)
+        ]
+        show(found, written.table, as_json=as_json)
+        return
+    for trace in loaded:
         shares = [_share(part, trace, token_bytes) for part in budgets.split(",")]
         rows += figure.replay(trace, shares, precisions, policies=chosen, held_out=held_out, progress=say)
     if not rows:
@@ -145,6 +156,13 @@ def replay(
 
         plot_replay(rows, plot)
     show(rows, figure.table, as_json=as_json)
+
+
+def _sizes(budgets: str, trace: Trace, token_bytes: int) -> list[int]:
+    from kvstrata.bench.trace import BLOCK_TOKENS
+
+    all_bytes = trace.num_distinct * BLOCK_TOKENS * token_bytes
+    return [round(_share(part, trace, token_bytes) * all_bytes) for part in budgets.split(",")]
 
 
 def _share(text: str, trace: Trace, token_bytes: int) -> float:

@@ -71,6 +71,9 @@ def totals(answer: Answer) -> RichTable:
     table.add_row("found of what was asked for", f"{hit:,} of {queried:,} tokens ({share(hit, queried)})")
     if answer.get("remote"):
         table.add_row("remote cache", _remote(answer["remote"]))
+    if counters.get("disk_allowed_bytes", 0) < counters.get("disk_limit_bytes", 0):
+        allowed, limit = size(counters["disk_allowed_bytes"]), size(counters["disk_limit_bytes"])
+        table.add_row("the disk's volume", f"has room for {allowed}, not for {limit}: free some, or use another folder")
     for name, value in counters.items():
         if name not in ("queried_tokens", "hit_tokens") and value:
             table.add_row(words(name), size(value) if name.endswith("_bytes") else f"{value:,}")

@@ -95,6 +95,8 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
     def on_ready() -> None:
         if is_json:
             told = {"url": url_of(listener), "model": service.name, "stages": starting.seconds}
+            if _has_disk(settings):
+                told["disk"] = _disk_text(settings, service)
             logger.info("serving, %s", starting.words(), extra={"fields": told})
             return
         lines = start_lines(settings, service, machine, url_of(listener))
@@ -127,7 +129,8 @@ def start_lines(settings: Settings, service: Service, machine: Device, url: str)
         *([f"BLAS      {_blas_line()}"] if machine.backend == "cpu" else []),
         f"memory    at most {human_bytes(limit)} ({settings.memory_limit}) of {human_bytes(machine.memory_bytes)}, "
         f"{human_bytes(engine['kv_budget_bytes'])} of it for KV",
-        f"cache     stored as K {engine['kv']['k']}, V {engine['kv']['v']}{_disk_text(settings)}",
+        f"cache     stored as K {engine['kv']['k']}, V {engine['kv']['v']}{_where_text(settings)}",
+        *([f"disk      {_disk_text(settings, service)}"] if _has_disk(settings) else []),
         *([f"events    {_events_text(service)}"] if service.publisher else []),
         f"serving   {url}/v1   (Ctrl-C to stop), the page is {url}/",
         f"try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{needs_key} -d '{asked}'",
@@ -147,10 +150,27 @@ def _events_text(service: Service) -> str:
     return f"{publisher.publish_url}, missed ones from {publisher.replay_url}"
 
 
-def _disk_text(settings: Settings) -> str:
-    if settings.disk_cache_dir is None or settings.hot_cache_only:
-        return ", in memory only"
-    return f", on disk in {settings.disk_cache_dir} (at most {settings.disk_cache_size})"
+def _has_disk(settings: Settings) -> bool:
+    return settings.disk_cache_dir is not None and not settings.hot_cache_only
+
+
+def _where_text(settings: Settings) -> str:
+    return ", in memory and on disk" if _has_disk(settings) else ", in memory only"
+
+
+def _disk_text(settings: Settings, service: Service) -> str:
+    from kvstrata.sizes import human_bytes
+
+    counters = service.engine.cache.usage().result().counters
+    allowed_bytes = counters.get("disk_allowed_bytes", 0)
+    most = str(settings.disk_cache_size)
+    if allowed_bytes < counters.get("disk_limit_bytes", 0):
+        most = f"{human_bytes(allowed_bytes)} of {most}, because the volume has no room for more"
+    when = {
+        "after-reply": "each reply is written seconds after its end",
+        "at-eviction": "written when memory runs short and when the server ends, so a crash loses what is in memory",
+    }[settings.disk_write]
+    return f"{settings.disk_cache_dir}, at most {most}; {when}"
 
 
 def _blas_line() -> str:

@@ -36,7 +36,7 @@ from kvstrata.setting import (
     setting,
 )
 from kvstrata.sizes import Size
-from kvstrata.store.options import Floors, LadderOptions, PrecisionOptions, StoreOptions
+from kvstrata.store.options import DiskWrite, Floors, LadderOptions, PrecisionOptions, StoreOptions
 
 
 def _store_url(text: str) -> str:
@@ -200,9 +200,10 @@ class Settings(BaseSettings):
         DiskOptions.wait_s, "Longest that a new request waits while the disk takes KV that memory must let go. After "
         "that the KV is dropped. Running replies never wait", panel="Disk cache", unit="seconds", ge=0, le=3600,
     )  # fmt: skip
-    disk_write_through: bool = setting(
-        StoreOptions.write_through, "Write KV to the disk at the end of every request, not only when memory runs short",
-        panel="Disk cache",
+    disk_write: DiskWrite = setting(
+        StoreOptions.disk_write, "When KV is written to the disk: 'after-reply' some seconds after each reply has "
+        "ended, so that a crash or a power cut loses only the turns that run; 'at-eviction' when memory runs short and "
+        "when the server ends", panel="Disk cache", unit="mode",
     )  # fmt: skip
     disk_put_away: bool = setting(
         PrecisionOptions.put_away, "Write to the disk what a step to fewer bits takes away, so that it can be "

@@ -104,6 +104,19 @@ class Space:
         self._reserve_bytes = options.reserve_bytes
         self._is_pinned = is_pinned
         self._undeletable: set[BlockId] = set()  # those that were said
+        self._look_at_volume()
+
+    @property
+    def allowed_bytes(self) -> int:
+        """The most that the cache can come to: its limit, or less where the volume has no room for that. As of the
+        start or the last write: it asks no disk."""
+        return min(self._limit_bytes, self._volume_bytes)
+
+    def _look_at_volume(self) -> int:
+        """Tells what the volume has free."""
+        free_bytes = self._folder.files.free_bytes(self._folder.directory)
+        self._volume_bytes = self.disk_bytes() + max(0, free_bytes - self._reserve_bytes)
+        return free_bytes
 
     def disk_bytes(self) -> int:
         index = self._records.index
@@ -130,7 +143,7 @@ class Space:
 
     def _excess(self, needed: int) -> tuple[int, int]:
         """By how much so many bytes more would be over the limit, and into the reserve."""
-        free_bytes = self._folder.files.free_bytes(self._folder.directory)
+        free_bytes = self._look_at_volume()
         return self.disk_bytes() + needed - self._limit_bytes, self._reserve_bytes + needed - free_bytes
 
     def keep_to_limit(self, kept: frozenset[bytes] = frozenset()) -> None:
@@ -141,7 +154,8 @@ class Space:
             # The catalogue may grow while rows leave it.
             while (over_limit := self.disk_bytes() - self._limit_bytes) > 0:
                 if not self.purge() and not self._evict(over_limit, kept, RemovalReason.LIMIT):
-                    return
+                    break
+            self._look_at_volume()
 
     def purge(self) -> bool:
         """Delete some of what was taken away. False: there was nothing left to delete."""

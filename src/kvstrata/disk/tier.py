@@ -151,6 +151,7 @@ class DiskTier:
         totals = index.totals(under)
         return Usage(
             limit_bytes=self.limit_bytes,
+            allowed_bytes=self._holdings.space.allowed_bytes,
             disk_bytes=self._holdings.space.disk_bytes(),
             leaving_bytes=index.leaving.num_bytes,
             quarantine_bytes=self._holdings.quarantine.disk_bytes,

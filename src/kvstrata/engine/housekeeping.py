@@ -55,7 +55,7 @@ class Housekeeping:
 
     @property
     def has_work(self) -> bool:
-        return self._chores.has_work
+        return self._chores.has_work_beside_streams if self._sequences.has_streams else self._chores.has_work
 
     def work_in_step(self, *, is_awaited: bool) -> None:
         """What a client waits for may take as long as a decode step; all else must hardly be noticed."""

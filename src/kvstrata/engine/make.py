@@ -187,7 +187,7 @@ def _store_options(served: Served) -> StoreOptions:
     total_bytes = served.budget.total_bytes
     return StoreOptions(
         hot_bytes=total_bytes if storage.hot_bytes is None else min(storage.hot_bytes, total_bytes),
-        write_through=storage.write_through,
+        disk_write=storage.disk_write,
         max_arrays=None if allowed is None else int(STORED_ARRAYS * allowed),
         max_marks=storage.max_marks,
         ttl_s=storage.ttl_s,

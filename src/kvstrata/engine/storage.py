@@ -8,7 +8,7 @@ from kvstrata.codecs.base import Codec
 from kvstrata.engine.limits import MARK_EVERY_TOKENS
 from kvstrata.spans.convert import RAW
 from kvstrata.spans.plan import EDGE
-from kvstrata.store.options import Floors, LadderOptions, PrecisionOptions, StoreOptions
+from kvstrata.store.options import DiskWrite, Floors, LadderOptions, PrecisionOptions, StoreOptions
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Storage(PrecisionOptions):
     floor_v_bits: int = Floors.v_bits
     dynamic_at: tuple[tuple[int, Codec], ...] = ()  # (tokens, precision): longer sequences step down
     hot_bytes: int | None = None  # most that stored KV takes in memory; None: what running sequences leave
-    write_through: bool = StoreOptions.write_through  # to the disk at once, not when memory runs short
+    disk_write: DiskWrite = StoreOptions.disk_write
     ttl_s: float | None = None  # what no request used for so long goes; None: it stays while there is room
     max_marks: int = StoreOptions.max_marks  # resume points that a stored conversation keeps, in models that need them
     mark_every_tokens: int = MARK_EVERY_TOKENS  # of a long prompt, in such models

@@ -264,7 +264,7 @@ def _storage(settings: Settings, total_memory_bytes: int) -> Storage:
         dynamic_at=_lengths(settings.dynamic_cache_at),
         hot_bytes=_hot_bytes(settings, total_memory_bytes),
         put_away=settings.disk_put_away,
-        write_through=settings.disk_write_through,
+        disk_write=settings.disk_write,
         ttl_s=settings.cache_ttl_s,
         max_marks=settings.kv_cache_marks,
         mark_every_tokens=settings.kv_cache_mark_every,

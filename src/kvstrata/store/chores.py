@@ -38,6 +38,12 @@ class Chores:
         return is_busy or (self._sharing is not None and self._sharing.has_work)
 
     @property
+    def has_work_beside_streams(self) -> bool:
+        """The same, less what is written to the disk ahead of need while the disk has enough to write."""
+        others = self.is_asked_for or not self._mover.idle or (self._sharing is not None and self._sharing.has_work)
+        return others or not (self._spills.idle or self._spills.can_wait)
+
+    @property
     def is_asked_for(self) -> bool:
         """Whether a request or a client waits for some of it."""
         return self._arrived is not None or self._restorer.is_ready or not self._errands.idle

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvstrata.layers.raw_window import RawWindow
 
 if TYPE_CHECKING:
     from kvstrata.codecs.base import Codec
+
+# after-reply  soon after a reply has ended, so that a crash or a power cut loses only the turns that run
+# at-eviction  when memory runs short, and when the server ends
+DiskWrite = Literal["after-reply", "at-eviction"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ class LadderOptions:
 @dataclass(frozen=True)
 class StoreOptions:
     hot_bytes: int  # most that stored spans may take
-    write_through: bool = False  # to the disk at once, not when memory runs short
+    disk_write: DiskWrite = "after-reply"
     max_arrays: int | None = None  # that MLX may have allocated for stored spans; None: any number
     max_marks: int = 8  # on the way from the first token to the end of a span
     ttl_s: float | None = None  # what no request used for so long goes

@@ -72,7 +72,7 @@ def disk_counts(usage: Usage) -> dict[str, int]:
     }
     counts |= {"disk_written_bytes": usage.written_bytes, "disk_read_bytes": usage.read_bytes}
     levels = {"disk_queue_bytes": usage.queue_bytes, "disk_leaving_bytes": usage.leaving_bytes}
-    return counts | levels | {"disk_limit_bytes": usage.limit_bytes}
+    return counts | levels | {"disk_limit_bytes": usage.limit_bytes, "disk_allowed_bytes": usage.allowed_bytes}
 
 
 def remote_counts(usage: Usage) -> dict[str, int]:

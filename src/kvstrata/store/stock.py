@@ -137,7 +137,7 @@ def make_stock(
     rewriting, spills, evictor, room = memory.rewriting, memory.spills, memory.evictor, memory.room
     mover = rewriting.mover
     leases = Leases(shelf, rewriting.review)
-    intake = Intake(shelf, pins, losses, counters, _review_and_share(rewriting, sharing))
+    intake = Intake(shelf, pins, losses, counters, _review_and_settle(rewriting, memory.settled))
     desk = Desk(shelf, ground.marks, leases, intake, memory.pressure, Branches(shelf, ground.leaves))
     errands = Errands()
     history = History(ground.reuse, lambda: _watched_tokens(options.hot_bytes, ground.precision))
@@ -228,6 +228,7 @@ class _Memory:
     room: Room
     restorer: Restorer
     changes: Changes
+    settled: Callable[[Entry], None]  # an entry has ended, and has come to what it should be stored as
 
 
 def _build_memory(
@@ -255,28 +256,31 @@ def _build_memory(
     room = Room(shelf, evictor, rewriting, pressure, spills, losses)
     restorer = Restorer(cold, shelf, room, counters, ground.failures, rewriting.review)
     changes = Changes(shelf, leaves, rewriting, restorer, room, reporter.disk_usage)
-    tidying = Tidying(
-        shelf,
-        rewriting,
-        changes,
-        evictor,
-        spills,
-        write_through=options.write_through,
-        share=_ignore if sharing is None else sharing.add,
+    settled = _call_each(
+        *([spills.add] if options.disk_write == "after-reply" else []), *([] if sharing is None else [sharing.add])
     )
-    return _Memory(rewriting, spills, pressure, evictor, room, restorer, changes)
+    tidying = Tidying(shelf, rewriting, changes, evictor, settled)
+    return _Memory(rewriting, spills, pressure, evictor, room, restorer, changes, settled)
 
 
-def _review_and_share(rewriting: Rewriting, sharing: Sharing | None) -> Callable[[Entry], None]:
-    """Most spans are shared when they have come to what they should be stored as; of some models nothing has to be
-    rewritten: their layers hold states alone."""
+def _call_each(*callbacks: Callable[[Entry], None]) -> Callable[[Entry], None]:
+    def call_each(entry: Entry) -> None:
+        for callback in callbacks:
+            callback(entry)
 
-    def look(entry: Entry) -> None:
+    return call_each
+
+
+def _review_and_settle(rewriting: Rewriting, settled: Callable[[Entry], None]) -> Callable[[Entry], None]:
+    """Most entries are settled when they have been rewritten; of some models nothing has to be rewritten: their layers
+    hold states alone."""
+
+    def review(entry: Entry) -> None:
         rewriting.review(entry)
-        if sharing is not None and not entry.is_running and not rewriting.mover.has(entry):
-            sharing.add(entry)
+        if not entry.is_running and not rewriting.mover.has(entry):
+            settled(entry)
 
-    return look
+    return review
 
 
 def _watched_tokens(hot_bytes: int, precision: Precision) -> int:

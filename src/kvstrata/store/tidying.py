@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvstrata.store.cold.spills import Spills
 from kvstrata.store.entry import Entry
 from kvstrata.store.evictor import Evictor
 from kvstrata.store.precision.changes import Changes
@@ -16,7 +15,7 @@ MAX_SPANS = 8
 
 
 class Tidying:
-    """`write_through`: to the disk at once, not when memory runs short. `share` is told of every span that ended."""
+    """`settled` is called with every entry that has ended and has come to what it should be stored as."""
 
     def __init__(
         self,
@@ -24,18 +23,13 @@ class Tidying:
         rewriting: Rewriting,
         changes: Changes,
         evictor: Evictor,
-        spills: Spills,
-        *,
-        write_through: bool,
-        share: Callable[[Entry], None],
+        settled: Callable[[Entry], None],
     ) -> None:
         self._shelf = shelf
         self._rewriting = rewriting
         self._changes = changes
         self._evictor = evictor
-        self._spills = spills
-        self._write_through = write_through
-        self._share = share
+        self._settled = settled
 
     def tidy(self, entry: Entry) -> None:
         """Few and long spans are read faster than many short ones."""
@@ -48,7 +42,5 @@ class Tidying:
         for grown in self._shelf.join_along(last, MAX_SPANS):
             self._rewriting.review(grown)
         self._evictor.keep_arrays_few()
-        if self._write_through:
-            # It may have been joined to what comes before it.
-            self._spills.add(last.payload)
-        self._share(last.payload)
+        # It may have been joined to what comes before it.
+        self._settled(last.payload)

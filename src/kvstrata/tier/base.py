@@ -24,6 +24,9 @@ from kvstrata.tier.reading import BlockReading, Deliver
 
 T = TypeVar("T")
 
+# Of a queue. A tier's writer may hurry where more waits.
+CALM_SHARE = 1 / 8
+
 
 class Refusal(StrEnum):
     """`put` did not take a block."""
@@ -93,6 +96,11 @@ class Writing:
             case _:
                 return False
 
+    @property
+    def is_calm(self) -> bool:
+        """Whether so little waits to be written that writing may take its time."""
+        return self.queue_bytes <= CALM_SHARE * self.limit_bytes
+
     def is_working(self, within_s: float) -> bool:
         """Whether it is worth waiting for room in the queue: the last attempt did not fail, and a block left the queue
         no longer ago than this. A disk that hangs says nothing."""
@@ -102,6 +110,7 @@ class Writing:
 @dataclass(frozen=True, slots=True)
 class Usage:
     limit_bytes: int = 0
+    allowed_bytes: int = 0  # the most that it can come to: less than the limit where the volume has no room for that
     disk_bytes: int = 0  # blocks, catalogue, quarantine and folders: what the volume gives up for the cache
     leaving_bytes: int = 0  # of blocks that were cleared and whose files are not deleted yet; part of disk_bytes
     quarantine_bytes: int = 0

@@ -112,7 +112,7 @@ def test_a_key_never_sees_anothers_sessions(locked: Served) -> None:
 
 
 def test_what_the_disk_has_is_told(tmp_path: Path) -> None:
-    with running(tiny_loaded("llama"), disk_cache_dir=tmp_path, disk_write_through=True) as served:
+    with running(tiny_loaded("llama"), disk_cache_dir=tmp_path) as served:
         complete(served, LONG, prompt_cache_key="on-disk")
         assert served.server.service.engine.ask(is_written).result(60)
         assert session(served, "on-disk")["held"] == {"hot": 401, "disk": 401}

@@ -1,4 +1,4 @@
-"""What goes to the disk, and when: before it is evicted, ahead of that when memory fills up, and at the end."""
+"""What goes to the disk, and when: after a reply, when memory fills up, before it is evicted, and at the end."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ class Spills:
         self._counters = counters
         self._rewriter = rewriter
         self._failures = failures
+        self._is_memory_short = False
         self.refusals = Refusals(cold.tier, leaves.used_s)
         self._mover = Mover(self._job, lambda _: None, self._failed)
         self._num_faults = 0  # of the disk, when its blocks were last looked at
@@ -62,6 +63,11 @@ class Spills:
         """Nothing is to be done now. More may be as soon as the disk takes blocks again."""
         return self._mover.idle and self.refusals.next_takeable() is None
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether memory needs none of what is to be written yet, and the disk still has enough to write."""
+        return not self._is_memory_short and not self._cold.tier.writing().is_calm
+
     def work(self, slice_s: float) -> None:
         entry = self.refusals.next_takeable() if self._mover.idle else None
         if entry is not None:
@@ -70,12 +76,16 @@ class Spills:
         self._mover.work(slice_s)
 
     def add(self, entry: Entry) -> None:
-        self._mover.add(entry)
+        """Write an entry that has ended, and those that waited until it had."""
+        # What was begun may have been about fewer tokens.
+        self._mover.discard(entry)
+        self._offer_all(entry)
 
     def add_some(self, limit_bytes: int, hot_bytes: int) -> None:
         """Memory fills up: write what would have to go, so that it need not wait for the disk then. `limit_bytes`: what
         running sequences leave of `hot_bytes`."""
-        if self._shelf.held_bytes > limit_bytes - (1 - SPILL_SHARE) * hot_bytes:
+        self._is_memory_short = self._shelf.held_bytes > limit_bytes - (1 - SPILL_SHARE) * hot_bytes
+        if self._is_memory_short:
             self.add_free(MAX_OFFERED)
 
     def add_free(self, max_entries: int | None = None) -> None:
@@ -83,8 +93,13 @@ class Spills:
         others wait to be written, are on the disk, or were refused."""
         self._look_again()
         for entry in islice(self._changed.take(), max_entries):
-            for each in (entry, *self._behind.pop(entry, ())):
-                self._offer(each)
+            if entry.is_free or entry in self._behind:
+                self._offer_all(entry)
+
+    def _offer_all(self, entry: Entry) -> None:
+        """An entry, and those that hung on it while it was computed."""
+        for each in (entry, *self._behind.pop(entry, ())):
+            self._offer(each)
 
     def _offer_behind(self, entry: Entry) -> None:
         """Look again at the entries that hung on one that was removed."""
@@ -92,7 +107,7 @@ class Spills:
             self._changed.add(each)
 
     def _offer(self, entry: Entry) -> None:
-        if entry not in self._shelf.entries or not entry.is_free or entry.is_clean or not entry.nodes:
+        if entry not in self._shelf.entries or entry.is_running or entry.is_clean or not entry.nodes:
             return
         if self.leaves_out(entry.last_node):
             return  # when that has gone, the rest is offered again
