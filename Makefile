@@ -3,7 +3,7 @@
 # make test-all  the same with the slow tests: every architecture over a thousand steps, and 200 kills of a writing process
 # make test-metal  what matters on a Mac: the cache on Metal, within 10 minutes, and a report that can be attached to an issue
 # make test-cuda  the same on an NVIDIA GPU, within an hour: what is right, how fast it is beside mlx-lm, a soak; into cuda-report/
-# make soak    random chats and restarts over a small disk for KVSTRATA_SOAK_MINUTES, 20 by default
+# make soak    random chats and restarts over a small disk for KVSTRATA_SOAK_MINUTES, 20 by default; then KVSTRATA_SOAK_REQUESTS short ones, 50,000, to one engine
 # make peers   into .peers, what kvstrata bench compare and bench cpu run beside ours; some of it: make peers NAMES="mlx-lm llama-server"
 # make screenshots  pictures of the page of a real server, into docs/screenshots; needs Chromium
 # make agents  coding agents into .agents (about 2 GB), for the slow tests in tests/agents: Claude Code, Codex, opencode, pi, aider (docs/agents.md)
@@ -68,8 +68,10 @@ test-cuda: setup $(VENV)/.installed-dev
 	$(BIN)/python -m tests.gpu.all $(CUDA_REPORT) $(ARGS)
 
 KVSTRATA_SOAK_MINUTES ?= 20
+KVSTRATA_SOAK_REQUESTS ?= 50000
 soak: setup $(VENV)/.installed-dev
-	KVSTRATA_SOAK_MINUTES=$(KVSTRATA_SOAK_MINUTES) $(BIN)/pytest -m slow -s tests/engine/test_soak.py $(ARGS)
+	KVSTRATA_SOAK_MINUTES=$(KVSTRATA_SOAK_MINUTES) KVSTRATA_SOAK_REQUESTS=$(KVSTRATA_SOAK_REQUESTS) \
+	  $(BIN)/pytest -m slow -s tests/engine/test_soak.py tests/engine/test_soak_one_engine.py $(ARGS)
 
 SCREENSHOTS ?= docs/screenshots
 screenshots: setup $(VENV)/.installed-dev
