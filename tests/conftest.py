@@ -23,6 +23,7 @@ from kvstrata.codecs import paths
 from kvstrata.engine import make
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.store import failures
 
 # Other work on the machine must not fail a property.
 settings.register_profile("kvstrata", deadline=None, derandomize=bool(os.environ.get("CI")))
@@ -51,6 +52,30 @@ def _messages() -> Iterator[None]:
     yield
     level, ours.handlers, ours.propagate = before
     ours.setLevel(level)
+
+
+class _Faults(logging.Handler):
+    """Operations of the cache that raised, and that no test would notice: a fault costs no request."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if any(f"({chore}:" in message for chore in ("lookups", "commits", "releases", "reclaims", "slices")):
+            self.messages.append(message)
+
+
+@pytest.fixture(autouse=True)
+def _no_cache_faults(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A fault of the cache fails the test, unless the test is marked as causing it."""
+    faults, log = _Faults(), logging.getLogger(failures.__name__)
+    log.addHandler(faults)
+    yield
+    log.removeHandler(faults)
+    if request.node.get_closest_marker("cache_faults") is None:
+        assert not faults.messages
 
 
 @pytest.fixture(scope="session")

@@ -97,6 +97,42 @@ def test_after_a_restart_only_what_is_new_is_computed(architecture: str, tmp_pat
         assert again.ids == first.ids
 
 
+def stream(engine: Engine, prompt_tokens: int, min_tokens: int) -> Reply:
+    """A reply that still runs, and has so many tokens."""
+    has_begun = threading.Event()
+    reply = Reply(lambda _: has_begun.set() if len(reply.ids) >= min_tokens else None)
+    prompt = tuple(i * 7 % VOCAB for i in range(prompt_tokens))
+    engine.submit(Request("streams", prompt, 7000, GREEDY), reply.sink)
+    assert has_begun.wait(60)
+    return reply
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
+def test_stop_writes_what_running_sequences_have_computed(architecture: str, tmp_path: Path) -> None:
+    with engine_on(tmp_path, tiny_loaded(architecture)) as engine:
+        reply = stream(engine, 700, 30)
+    assert reply.wait() == Failed("The server was stopped.")
+    with engine_on(tmp_path, tiny_loaded(architecture)) as engine:
+        engine.ask(make_computing_slow).result(60)
+        prompt = (*(i * 7 % VOCAB for i in range(700)), *reply.ids)
+        again = Reply()
+        engine.submit(Request("again", prompt, 4, GREEDY), again.sink)
+        # The last token of the reply was never fed.
+        assert cached(again) == len(prompt) - 1
+
+
+def test_stop_reports_what_running_sequences_have_computed_and_is_not_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with engine_on(tmp_path, tiny_loaded("llama"), flush_s=0.0) as engine:
+        reply = stream(engine, 700, 30)
+    reply.wait()
+    (report,) = [record.getMessage() for record in caplog.records if "were not written" in record.getMessage()]
+    num_tokens = int(report.split()[0])
+    assert 700 + len(reply.ids) - 2 <= num_tokens <= 700 + len(reply.ids)
+    assert "of 1 conversations" in report
+
+
 def test_a_failed_step_costs_what_is_in_memory_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

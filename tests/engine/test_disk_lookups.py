@@ -226,6 +226,7 @@ def disk_rates(engine: Engine) -> rates.Rates:
     return engine._thread.cold.tier.rates
 
 
+@pytest.mark.cache_faults
 @pytest.mark.parametrize("name", ["rates", "look", "read"])
 def test_tier_that_raises_is_a_miss_for_the_request_that_asked(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

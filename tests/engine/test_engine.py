@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from kvstrata.backend.streams import Streams
+from kvstrata.engine import thread as engine_thread
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.housekeeping import Housekeeping
 from kvstrata.engine.limits import Limits
@@ -314,6 +315,48 @@ def test_a_command_that_fails_does_not_end_the_engine(caplog: pytest.LogCaptureF
         engine.submit(request("next"), (following := Reply()).sink)
         assert isinstance(following.wait(), Finished)
     assert "out of memory" in caplog.text
+
+
+def test_fault_during_recovery_costs_no_later_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_: Runner) -> None:
+        raise RuntimeError("second defect")
+
+    monkeypatch.setattr(Runner, "abandon", fail)
+    loaded = dataclasses.replace(tiny_loaded("llama"), module=Brittle(tiny_module("llama")))
+    with running(loaded) as engine:
+        engine.submit(Request("bad", (77, 1, 2), 4, GREEDY), (bad := Reply()).sink)
+        assert isinstance(bad.wait(), Failed)
+        engine.submit(request("next"), (following := Reply()).sink)
+        assert isinstance(following.wait(), Finished)
+        assert engine.idle()
+    assert "second defect" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_engine_that_cannot_recover_answers_all_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    loaded = dataclasses.replace(tiny_loaded("llama"), module=Brittle(tiny_module("llama")))
+    with running(loaded, max_running=1) as engine:
+        monkeypatch.setattr(engine_thread, "make_loop", fail)
+        replies = [Reply() for _ in range(3)]
+        is_asked = threading.Event()
+        asked = engine.ask(lambda _: is_asked.wait(60))  # all are there before the first is run
+        for i, reply in enumerate(replies):
+            engine.submit(Request(f"r{i}", (77, 1, 2), 4, GREEDY), reply.sink)
+        is_asked.set()
+        assert asked.result(60)
+        assert all(isinstance(reply.wait(), Failed) for reply in replies)
+        engine._thread._thread.join(60)
+        assert not engine.alive
+        with pytest.raises(Unavailable, match="Restart"):
+            engine.submit(request("late"), Reply().sink)
+        with pytest.raises(Unavailable):
+            engine.ask(lambda _: None).result(60)
+        assert engine.idle()
 
 
 class Broken(nn.Module):

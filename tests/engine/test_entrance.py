@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from kvstrata.engine.entrance import Entrance
+from tests.store.kv import new_stock
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,7 @@ def test_a_request_is_let_in_as_soon_as_it_nearly_fits(
     room = SimpleNamespace(fits=lambda _: False, nearly_fits=lambda _: next(fits), shrink_to=lambda *_: shrunk)
     leases = SimpleNamespace(hold=tuple, release=lambda _: None)
     request = SimpleNamespace(stored=SimpleNamespace(found=None, awaits_room_s=None))
-    entrance = Entrance(cast("Any", room), cast("Any", leases), patience_s=5.0, clock=lambda: 100.0)
+    failures = new_stock().failures
+    entrance = Entrance(cast("Any", room), cast("Any", leases), failures, patience_s=5.0, clock=lambda: 100.0)
     assert entrance.let_in([cast("Any", request)], [10], 1000, slice_s=0.1) == is_let_in
     assert (request.stored.awaits_room_s == 100.0) == waits_for_disk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -216,8 +217,9 @@ def test_a_cancelled_one_leaves_the_others_alone() -> None:
     assert_same(free, alone(3, None))
 
 
-def test_a_grammar_that_cannot_be_followed_fails_its_own_request_alone() -> None:
-    drive = Drive(byte_model())
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_next", "gemma3_text"])
+def test_a_grammar_that_cannot_be_followed_fails_its_own_request_alone(architecture: str) -> None:
+    drive = Drive(byte_model(architecture))
     stays = submit(drive, 2, DIGITS)
     for _ in range(4):
         drive.loop.step()
@@ -228,8 +230,51 @@ def test_a_grammar_that_cannot_be_followed_fails_its_own_request_alone() -> None
     assert "could not be followed" in bad.end.message
     assert "items" in bad.end.message
     assert bad.text == "{"
-    assert_same(stays, alone(2, DIGITS))
-    assert_same(free, alone(3, None))
+    assert_same(stays, alone(2, DIGITS, architecture))
+    assert_same(free, alone(3, None, architecture))
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known tokens", "new tokens"])
+@pytest.mark.parametrize("architecture", ["qwen3_next", "gemma3_text"])
+def test_failed_grammar_files_no_token_that_its_reply_never_got(architecture: str, is_known: bool) -> None:
+    """The step in flight has fed such a token: the states of the layers are one token ahead of the ids."""
+    drive = Drive(byte_model(architecture))
+    begin, rest = [*prompt(40), id_of("{")], prompt(30, seed=5)
+    if is_known:
+        drive.submit([*begin, *rest], 4)
+        drive.run()
+    bad = drive.submit(begin[:-1], 24, grammar=grammar(TOO_WIDE), stop_ids=byte_model().eos_ids)
+    drive.run()
+    assert isinstance(bad.end, Failed)
+    again = drive.submit([*begin, *rest[:2]], 12)
+    drive.run()
+    fresh = Drive(byte_model(architecture))
+    expected = fresh.submit([*begin, *rest[:2]], 12)
+    fresh.run()
+    assert_same(again, expected)
+
+
+@pytest.mark.parametrize(
+    ("of", "operation", "calls"), [(Matcher, "consume", [3]), (Masks, "fill", [2, 3]), (Grammar, "matcher", [1])]
+)
+def test_exception_of_a_grammar_ends_its_own_request_alone(
+    of: type, operation: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [alone(2, DIGITS, length=31), alone(3, None)]
+    done, raised = getattr(of, operation), itertools.count(1)
+
+    def fail(*given: Any) -> Any:
+        if next(raised) in calls:
+            raise RuntimeError("defect")
+        return done(*given)
+
+    drive = Drive(byte_model())
+    monkeypatch.setattr(of, operation, fail)
+    bad, stays, free = submit(drive, 1, ENDLESS, length=30), submit(drive, 2, DIGITS, length=31), submit(drive, 3, None)
+    drive.run()
+    assert isinstance(bad.end, Failed)
+    assert_same(stays, expected[0])
+    assert_same(free, expected[1])
 
 
 def test_batches_without_a_grammar_are_run_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 
 from kvstrata.engine.housekeeping import Housekeeping
+from tests.store.kv import new_stock
 
 SLICE_S = 0.005
 
@@ -31,7 +32,13 @@ class House:
             shrink_to=lambda *_, **__: "done", nearly_fits=lambda _: True, fits=lambda _: True
         )
         stock: Any = SimpleNamespace(
-            chores=self.chores, room=nothing, evictor=None, leaves=None, pins=None, changes=self.changes
+            chores=self.chores,
+            room=nothing,
+            evictor=None,
+            leaves=None,
+            pins=None,
+            changes=self.changes,
+            failures=new_stock().failures,
         )
         self.capacity = SimpleNamespace(
             budget=SimpleNamespace(total_bytes=100), running_bytes=20, stored_bytes=20, keeps_growth_free=False

@@ -34,7 +34,9 @@ class Capacity:
 
     @property
     def running_bytes(self) -> int:
-        return sum(self.budget.held_by(s.cache, s.rung) for s in self._running.values() if s.cache is not None)
+        own_bytes = sum(self.budget.held_by(s.cache, s.rung) for s in self._running.values() if s.cache is not None)
+        orphans = {span for s in self._running.values() for span in s.stored.orphans}
+        return own_bytes + sum(span.nbytes for span in orphans)
 
     @property
     def stored_bytes(self) -> int:

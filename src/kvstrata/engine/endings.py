@@ -32,14 +32,24 @@ class Endings:
         self._metrics = metrics
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._remove(sequence)
-        self._metrics.requests.labels(outcome=reason).inc()
-        self._metrics.request_s.observe(time.monotonic() - sequence.submitted_s)
-        sequence.end(Finished(reason, sequence.usage, sequence.stop_found, sequence.reply_ids))
+        try:
+            self._remove(sequence)
+        finally:
+            self._metrics.requests.labels(outcome=reason).inc()
+            self._metrics.request_s.observe(time.monotonic() - sequence.submitted_s)
+            sequence.end(Finished(reason, sequence.usage, sequence.stop_found, sequence.reply_ids))
 
     def fail(self, sequence: Sequence, failed: Failed) -> None:
-        self._remove(sequence)
-        self._tell_failure(sequence, failed)
+        try:
+            self._remove(sequence)
+        finally:
+            self._tell_failure(sequence, failed)
+
+    def fail_those_that_cannot_go_on(self) -> None:
+        """Work for each of them failed; it costs no other request anything."""
+        for sequence in self._sequences.all:
+            if sequence.failure is not None:
+                self.fail(sequence, sequence.failure)
 
     def end(self, request_id: str, reason: FinishReason = "cancelled") -> None:
         """Before the model ends it."""
@@ -47,28 +57,37 @@ class Endings:
             if sequence.request.id == request_id:
                 self.finish(sequence, reason)
 
+    def end_all(self, message: str) -> None:
+        """End each sequence as if it had ended by itself: what it has computed stays in the cache."""
+        for sequence in self._sequences.all:
+            with sequence.failing_alone():
+                self.fail(sequence, Failed(message))
+
     def fail_all(self, message: str) -> None:
         """End everything that runs or waits, and start from nothing."""
-        self._runner.abandon()
         sequences = self._sequences.all
         self._sequences.waiting = []
         self._sequences.running.clear()
+        try:
+            self._runner.abandon()
+        finally:
+            for sequence in sequences:
+                self._tell_failure(sequence, Failed(message))
         for sequence in sequences:
             self._fetching.forget(sequence)
-            self._tell_failure(sequence, Failed(message))
 
     def _tell_failure(self, sequence: Sequence, failed: Failed) -> None:
         self._metrics.requests.labels(outcome="failed").inc()
         sequence.end(failed)
 
     def _remove(self, sequence: Sequence) -> None:
-        if sequence.arrival in self._sequences.running:
+        """First from the tables, so that no fault leaves one behind that has ended."""
+        if self._sequences.running.pop(sequence.arrival, None) is not None:
             # The batch keeps the caches of its rows alive, and recurrent state.
             self._runner.disband()
-            del self._sequences.running[sequence.arrival]
             self._resume.end(sequence)
             self._resume.pin(sequence)
         else:
+            self._sequences.waiting.remove(sequence)
             self._fetching.forget(sequence)
             self._entrance.let_go()
-            self._sequences.waiting.remove(sequence)

@@ -160,8 +160,11 @@ class Engine:
         def run() -> None:
             if not answer.set_running_or_notify_cancel():
                 return
+            loop = self._thread.loop
             try:
-                answer.set_result(question(self._thread.loop))
+                with loop.stock.failures.watching():
+                    result = question(loop)
+                answer.set_result(result)
             except Exception as error:  # noqa: BLE001
                 # The caller gets it.
                 answer.set_exception(error)
@@ -176,10 +179,11 @@ class Engine:
             if request.id in self._open:
                 raise InvalidRequest(f"A request with the id {request.id!r} is running already.")
             self._require_place()
-            self._open.add(request.id)
             sequence = Sequence(request, self._closing(request.id, sink), max_tokens, next(self._arrivals))
             # Under the lock: a stop that comes now finds it.
-            self._thread.post(lambda: self._thread.loop.enqueue(sequence))
+            if not self._thread.post(lambda: self._thread.loop.enqueue(sequence)):
+                raise Unavailable("The engine has stopped. Restart the server; its log says why.")
+            self._open.add(request.id)
 
     def _require_place(self) -> None:
         if not self._accepting:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvstrata.engine.sequence import Sequence as Request
 from kvstrata.store.entry import Entry, Lease
+from kvstrata.store.failures import Failures
 from kvstrata.store.leases import Leases
 from kvstrata.store.room import Room
 
@@ -21,18 +22,28 @@ class Entrance:
     """`patience_s`: how long a request may wait for the disk."""
 
     def __init__(
-        self, room: Room, leases: Leases, patience_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        room: Room,
+        leases: Leases,
+        failures: Failures,
+        patience_s: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._room = room
         self._leases = leases
+        self._failures = failures
         self._patience_s = patience_s
         self._clock = clock
         self._held: Lease | None = None
 
     def let_in(self, requests: Sequence[Request], own_bytes: Iterable[int], limit_bytes: int, *, slice_s: float) -> int:
         """How many of these, in their order, may begin now. `own_bytes`: what each of them takes; `limit_bytes`: what
-        those that run leave. `slice_s`: of work that may be done here and now."""
+        those that run leave. `slice_s`: of work that may be done here and now. None where that fails: they begin when
+        the engine has an empty cache."""
         sizes = tuple(own_bytes)
+        return self._failures.require("reclaims", lambda: self._let_in(requests, sizes, limit_bytes, slice_s), 0)
+
+    def _let_in(self, requests: Sequence[Request], sizes: tuple[int, ...], limit_bytes: int, slice_s: float) -> int:
         if not self._room.fits(limit_bytes - sum(sizes)):
             # Something has to go: not what these would go on from.
             found = [request.stored.found for request in requests]
@@ -62,9 +73,9 @@ class Entrance:
 
     def let_go(self) -> None:
         """No request waits here now."""
-        if self._held is not None:
-            self._leases.release(self._held)
-        self._held = None
+        held, self._held = self._held, None
+        if held is not None:
+            self._failures.require("releases", lambda: self._leases.release(held), None)
 
     def _hold(self, entries: Iterable[Entry]) -> None:
         before, self._held = self._held, self._leases.hold(entries)

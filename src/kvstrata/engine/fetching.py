@@ -1,4 +1,5 @@
-"""What comes from the tiers for a sequence that waits. Asks, and goes on asking how far it is; never waits."""
+"""What comes from the tiers for a sequence that waits. Asks, and goes on asking how far it is; never waits. Where that
+fails, the sequence goes on without the tiers."""
 
 from __future__ import annotations
 
@@ -7,17 +8,28 @@ import time
 
 from kvstrata.engine.sequence import Sequence
 from kvstrata.store.cold.fetches import Fetches
+from kvstrata.store.failures import Failures
 
 # For the answer what a tier has, at most: then a request goes on without it. It comes within milliseconds.
 LOOKUP_S = 1.0
 
 
 class Fetching:
-    def __init__(self, fetches: Fetches) -> None:
+    def __init__(self, fetches: Fetches, failures: Failures) -> None:
         self._fetches = fetches
+        self._failures = failures
 
     def fetch(self, sequence: Sequence, prefill_tokens_s: float) -> None:
         """Go on with what the tiers have for it: ask, load if that pays, and hand it to the store."""
+
+        def go_on() -> bool:
+            self._fetch(sequence, prefill_tokens_s)
+            return True
+
+        if not self._failures.attempt("lookups", go_on, otherwise=False):
+            self.forget(sequence)
+
+    def _fetch(self, sequence: Sequence, prefill_tokens_s: float) -> None:
         prompt, salt, stored = sequence.ids()[:-1], sequence.request.salt, sequence.stored
         if not stored.looked_on_disk:
             stored.looked_on_disk = True
@@ -61,6 +73,6 @@ class Fetching:
     def forget(self, sequence: Sequence) -> None:
         """It will not begin: it no longer waits for what is on its way."""
         sequence.stored.withdraw_lookup()
-        if sequence.stored.load is not None:
-            self._fetches.forget(sequence.stored.load)
-            sequence.stored.load = None
+        load, sequence.stored.load = sequence.stored.load, None
+        if load is not None:
+            self._failures.require("releases", lambda: self._fetches.forget(load), None)

@@ -10,6 +10,7 @@ from kvstrata.engine.memory import no_room_beside_pins
 from kvstrata.engine.request import Failed
 from kvstrata.engine.scheduler import Waiting
 from kvstrata.engine.sequences import Sequences
+from kvstrata.store.failures import Failures
 from kvstrata.store.shortening import Shortening
 
 
@@ -21,6 +22,7 @@ class FirstInLine:
         fetching: Fetching,
         entrance: Entrance,
         shortening: Shortening,
+        failures: Failures,
         endings: Endings,
     ) -> None:
         self._sequences = sequences
@@ -28,6 +30,7 @@ class FirstInLine:
         self._fetching = fetching
         self._entrance = entrance
         self._shortening = shortening
+        self._failures = failures
         self._endings = endings
 
     def make_room(self, waiting: list[Waiting]) -> bool:
@@ -42,9 +45,14 @@ class FirstInLine:
         sequence, budget = self._sequences.waiting_at(first.id), self._capacity.budget
         least_bytes = budget.bytes_for(len(sequence.tokens), sequence.rung)
         prompt, need_bytes = sequence.ids()[:-1], first.admit_bytes - free_bytes
-        fits_alone = least_bytes <= free_bytes
-        if self._shortening.shorten(prompt, sequence.request.salt, need_bytes, keeps_used=not fits_alone):
-            return True
+        salt, keeps_used = sequence.request.salt, least_bytes > free_bytes
+        has_shortened = self._failures.require(
+            "reclaims",
+            lambda: self._shortening.shorten(prompt, salt, need_bytes, keeps_used=keeps_used),
+            otherwise=False,
+        )
+        if has_shortened or self._failures.is_broken:
+            return has_shortened  # in an empty cache there will be room
         if sequence.num_generated:
             sequence.cut_short()
             self._endings.finish(sequence, "length")

@@ -1,4 +1,8 @@
-"""Work on what is stored, between steps and while no sequence runs; and the room that sequences need beside it."""
+"""Work on what is stored, between steps and while no sequence runs; and the room that sequences need beside it.
+
+Work that fails concerns an entry, and is contained where that is known. What fails beyond that leaves the cache in
+doubt: the engine goes on with an empty one.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +48,7 @@ class Housekeeping:
         self._leaves = stock.leaves
         self._pins = stock.pins
         self._changes = stock.changes
+        self._failures = stock.failures
         self._sequences = sequences
         self._capacity = capacity
         self._speeds = speeds
@@ -55,10 +60,16 @@ class Housekeeping:
 
     @property
     def has_work(self) -> bool:
+        return self._failures.require("slices", self._has_work, otherwise=False)
+
+    def _has_work(self) -> bool:
         return self._chores.has_work_beside_streams if self._sequences.has_streams else self._chores.has_work
 
     def work_in_step(self, *, is_awaited: bool) -> None:
         """What a client waits for may take as long as a decode step; all else must hardly be noticed."""
+        self._failures.require("slices", lambda: self._work_in_step(is_awaited=is_awaited), None)
+
+    def _work_in_step(self, *, is_awaited: bool) -> None:
         if is_awaited or self._changes.is_running:
             self._hurried_s = self._next_hurried_s(max(self._slice_s, self._speeds.step_s))
             self.work(self._hurried_s)
@@ -93,6 +104,9 @@ class Housekeeping:
 
     def work(self, slice_s: float) -> None:
         """For about so long."""
+        self._failures.require("slices", lambda: self._work(slice_s), None)
+
+    def _work(self, slice_s: float) -> None:
         self._speeds.did_chores()
         was_rewriting = self._chores.is_rewriting
         with without_cache() if was_rewriting else nullcontext():
@@ -103,6 +117,9 @@ class Housekeeping:
 
     def relieve(self) -> None:
         """Memory fills up: begin in time."""
+        self._failures.require("reclaims", self._relieve, None)
+
+    def _relieve(self) -> None:
         self._pins.expire()
         self._room.relieve(self._used_bytes, self._capacity.budget.total_bytes)
 
@@ -110,6 +127,9 @@ class Housekeeping:
         """Streams wait for so long at most, and no request does while there is memory: the chores do it. What has not
         stepped down by then goes, where a sequence has grown; while one is being encoded it takes more for a moment,
         which is no reason to let others go."""
+        self._failures.require("reclaims", lambda: self._make_room(slice_s, has_grown=has_grown), None)
+
+    def _make_room(self, slice_s: float, *, has_grown: bool) -> None:
         limit_bytes = self._capacity.budget.total_bytes - self._capacity.running_bytes
         if not self._sequences.has_streams:
             slice_s = math.inf
@@ -120,9 +140,14 @@ class Housekeeping:
             self._room.shrink_to(limit_bytes - self._capacity.most_next_bytes(), 0.0)
 
     def expire(self) -> None:
+        self._failures.require("reclaims", self._expire, None)
+
+    def _expire(self) -> None:
         self._pins.expire()
         self._evictor.expire()
 
     def seconds_to_expiry(self) -> float:
         """Until something stored has to go or may, unless something comes."""
-        return min(self._leaves.seconds_to_expiry(), self._pins.seconds_to_expiry())
+        return self._failures.require(
+            "reclaims", lambda: min(self._leaves.seconds_to_expiry(), self._pins.seconds_to_expiry()), math.inf
+        )

@@ -58,18 +58,46 @@ class Loop:
         return self.capacity.budget
 
     @property
+    def has_broken_cache(self) -> bool:
+        """Whether another loop should take over, with an empty cache."""
+        return self.stock.failures.is_broken
+
+    @property
     def idle(self) -> bool:
         return not self.sequences.all and self.passes.in_flight is None
 
     def enqueue(self, sequence: Sequence) -> None:
-        sequence.rung = self.budget.rung_for(len(sequence.request.prompt) + sequence.max_tokens - 1) or RAW
         self.sequences.waiting.append(sequence)
+        with sequence.failing_alone():
+            sequence.rung = self.budget.rung_for(len(sequence.request.prompt) + sequence.max_tokens - 1) or RAW
+        self.endings.fail_those_that_cannot_go_on()
 
     def fail_all(self, message: str) -> None:
         """End everything that runs or waits, and start from nothing."""
         self.passes.in_flight = None
         self.endings.fail_all(message)
         self.stock.errands.fail(lambda: Unavailable(message))
+
+    def take_over(self, failed: Loop) -> None:
+        """Serve the requests of a loop whose cache is broken. Those that run keep the KV that they read, and leave
+        nothing in the new cache; those that wait find it empty."""
+        for sequence in failed.sequences.all:
+            sequence.stored.withdraw_lookup()
+            sequence.stored = sequence.stored.without_cache()
+        self.sequences.waiting.extend(failed.sequences.waiting)
+        self.sequences.running.update(failed.sequences.running)
+        self.passes.in_flight = failed.passes.in_flight
+        self.capacity.budget = failed.capacity.budget
+        failed.stock.errands.fail(lambda: Unavailable("The cache failed and was emptied. Try again."))
+        self.stock.take_over(failed.stock)
+
+    def end_all(self, message: str) -> None:
+        """End everything that runs or waits before its time. What was computed stays in the cache, to be written."""
+        try:
+            self.replies.read(self.passes.take_in_flight(), is_overlapped=False)
+            self.endings.end_all(message)
+        finally:
+            self.fail_all(message)
 
     def step(self) -> None:
         step_plan = self.planner.plan()

@@ -105,12 +105,16 @@ def make_loop(
     detokenizer: Callable[[Request], Detokenizer],
     shared: Shared | None = None,
     watcher: Watcher | None = None,
+    *,
+    runner: Runner | None = None,
+    speeds: Speeds | None = None,
 ) -> Loop:
-    """Raises ConfigError for a precision that the model's layers cannot be stored in."""
+    """Raises ConfigError for a precision that the model's layers cannot be stored in. `runner`, `speeds`: of the loop
+    that this one takes over from, where the model is well; None: new ones."""
     limits, storage = served.limits, served.storage
     plans = Plans(served.layout, storage, served.chunk_tokens)
     stock = _make_stock(served, plans, cold, shared, watcher)
-    runner, sequences = Runner(served.loaded.module, served.layout), Sequences()
+    runner, sequences = runner or Runner(served.loaded.module, served.layout), Sequences()
     capacity = Capacity(
         with_rungs(served.budget, stock, plans),
         sequences.running,
@@ -124,14 +128,18 @@ def make_loop(
         stock.explainer,
         stock.rewriting.precision,
         Pinning(stock.pins, stock.shelf, served.layout.token_bytes),
+        stock.failures,
         mark_every_tokens=storage.mark_every_tokens,
         shared_marks=runner.disband if shared is not None else None,
     )
-    speeds = Speeds(metrics, share=limits.prefill_share, max_chunk=max_chunk(), fixed_chunk=limits.prefill_chunk_tokens)
-    fetching = Fetching(stock.fetches)
-    entrance = Entrance(stock.room, stock.leases, cold.patience_s)
+    if speeds is None:
+        speeds = Speeds(
+            metrics, share=limits.prefill_share, max_chunk=max_chunk(), fixed_chunk=limits.prefill_chunk_tokens
+        )
+    fetching = Fetching(stock.fetches, stock.failures)
+    entrance = Entrance(stock.room, stock.leases, stock.failures, cold.patience_s)
     endings = Endings(sequences, resume, fetching, entrance, runner, metrics)
-    first = FirstInLine(sequences, capacity, fetching, entrance, stock.shortening, endings)
+    first = FirstInLine(sequences, capacity, fetching, entrance, stock.shortening, stock.failures, endings)
     pacing = Pacing(speeds, limits.max_running, _joined_context(served), runner.mixes)
     return Loop(
         stock=stock,

@@ -44,8 +44,12 @@ class Passes:
         if chunks and not step_plan.rides:
             self._prefill(chunks)
         riding = chunks if step_plan.rides else []
-        brings_first = any(not self._sequences.running[key].num_generated for key in step_plan.decode)
-        done = self._replace_in_flight(self._launch(step_plan.decode, riding))
+        rows = self._rows(step_plan.decode)
+        if riding and not rows:
+            self._prefill(riding)
+            riding = []
+        brings_first = any(not self._sequences.running[row.id].num_generated for row in rows)
+        done = self._replace_in_flight(self._launch(rows, riding))
         self._after_chunks(riding)
         if not self.overlaps or chunks or brings_first or self._sequences.has_prompts:
             # Steps beside a prompt never overlap: how long each takes is what chunks are sized by. Nor does a step that
@@ -82,17 +86,26 @@ class Passes:
     def _after_chunks(self, chunks: list[PromptChunk]) -> None:
         for chunk in chunks:
             sequence = self._sequences.running[chunk.id]
-            self._resume.after_chunk(sequence)
+            with sequence.failing_alone():
+                self._resume.after_chunk(sequence)
             self._metrics.prefill_tokens.inc(len(chunk.tokens))
             sequence.report_prefill()
 
-    def _launch(self, keys: tuple[int, ...], riding: list[PromptChunk]) -> Launched | None:
-        if not keys:
+    def _rows(self, keys: tuple[int, ...]) -> list[BatchRow]:
+        """Of those that can decode: a grammar that fails ends its own request."""
+        rows: list[BatchRow] = []
+        for key in keys:
+            sequence = self._sequences.running[key]
+            with sequence.failing_alone():
+                rows.append(self._row(sequence))
+        return rows
+
+    def _launch(self, rows: list[BatchRow], riding: list[PromptChunk]) -> Launched | None:
+        if not rows:
             return None
-        sequences = [self._sequences.running[key] for key in keys]
-        launched = self._runner.launch([self._row(sequence) for sequence in sequences], self.in_flight, riding)
-        for sequence in sequences:
-            sequence.num_launched += 1
+        launched = self._runner.launch(rows, self.in_flight, riding)
+        for row in rows:
+            self._sequences.running[row.id].num_launched += 1
         return launched
 
     def _row(self, sequence: Sequence) -> BatchRow:

@@ -81,7 +81,7 @@ class Planner:
     def _drop_marks(self) -> bool:
         """The only one that runs has no room to grow. False: it has none."""
         (sequence,) = self._sequences.running.values()
-        return sequence.stored.filing is not None and sequence.stored.filing.drop_marks()
+        return self._view.drop_marks(sequence)
 
     def _let_in(self, step_plan: StepPlan) -> int:
         """How many of those that are planned there is room for now. Where none decodes, what has to be

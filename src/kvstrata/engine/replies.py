@@ -45,7 +45,9 @@ class Replies:
                 if key in step.failures:
                     self._endings.fail(running[key], Failed(_cannot_follow(step.failures[key]), "grammar"))
                 else:
-                    self._accept(running[key], tokens[row], step, row)
+                    with running[key].failing_alone():
+                        self._accept(running[key], tokens[row], step, row)
+        self._endings.fail_those_that_cannot_go_on()
 
     def _accept(self, sequence: Sequence, token: int, step: Launched, row: int) -> None:
         logprobs = step.sampled.logprobs.get(row)

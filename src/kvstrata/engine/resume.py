@@ -1,6 +1,7 @@
 """What a sequence finds in the store when it begins, and leaves there as it goes.
 
-Knows sequences and the store; does not know who runs when.
+Knows sequences and the store; does not know who runs when. A fault of the store costs a sequence the store: a lookup
+that fails finds nothing, and after a commit that fails the sequence goes on and commits no more.
 """
 
 from __future__ import annotations
@@ -14,15 +15,19 @@ from kvstrata.engine.pinning import Pinning
 from kvstrata.engine.rungs import Rung
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequence import Sequence
+from kvstrata.eviction.worth import Kind
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.live import SEAL_TOKENS
 from kvstrata.spans.marks import take_mark
-from kvstrata.store.entry import Found
+from kvstrata.store.entry import Found, Lease
 from kvstrata.store.evictor import Evictor
 from kvstrata.store.explain import Explainer
+from kvstrata.store.failures import Failures
+from kvstrata.store.filing import Filing
 from kvstrata.store.precision.target import Precision
+from kvstrata.store.search import NOTHING
 from kvstrata.store.store import Store
 from kvstrata.tier.block import BLOCK_TOKENS
 
@@ -38,6 +43,7 @@ class Resume:
         explainer: Explainer,
         precision: Precision,
         pinning: Pinning,
+        failures: Failures,
         *,
         mark_every_tokens: int,
         shared_marks: Callable[[], None] | None = None,
@@ -49,11 +55,15 @@ class Resume:
         self._explainer = explainer
         self._precision = precision
         self._pinning = pinning
+        self._failures = failures
         self._mark_every = round_up_to_block(mark_every_tokens) if shared_marks else mark_every_tokens
         self._shared_marks = shared_marks
 
     def found(self, sequence: Sequence) -> Found:
         """What it would go on from if it began now."""
+        return self._failures.attempt("lookups", lambda: self._find(sequence), NOTHING)
+
+    def _find(self, sequence: Sequence) -> Found:
         self._evictor.expire()
         stored = sequence.stored
         if stored.found is None or stored.found_version != self._store.version:
@@ -81,25 +91,37 @@ class Resume:
         """
         sequence.stored.found = None
         sequence.stored.withdraw_lookup()
-        salt = sequence.request.salt
-        lease = self._store.match(sequence.ids()[:-1], salt, sequence.stored.asked_twice, sequence.request.session)
+        lease = self._failures.attempt("lookups", lambda: self._lease(sequence), Lease(Kind.FRESH))
         capacity = capacity_after(lease.num_tokens)
         if not capacity:
-            self._store.release(lease)
+            self._failures.require("releases", lambda: self._store.release(lease), None)
             return False
         sequence.stored.asked_twice = lease.asked_twice
         if self._shared_marks is not None and self._store.needs_marks:
             stops = {*sequence.stored.stops, len(sequence.tokens) - 1}
             sequence.stored.stops |= {stop - stop % BLOCK_TOKENS for stop in stops if stop >= BLOCK_TOKENS}
-        sequence.cache = runner.new_cache(capacity, lease.prefix, sequence.rung.raw_tokens)
-        filing = sequence.stored.filing = self._store.open(lease, sequence.cache, salt, sequence.request.resume_at)
-        if sequence.rung.plan is not None and not self._precision.options.live:
-            filing.entry.target = sequence.rung.plan
+        cache = sequence.cache = runner.new_cache(capacity, lease.prefix, sequence.rung.raw_tokens)
+        filing = self._failures.attempt("commits", lambda: self._open(sequence, lease, cache), None)
+        sequence.stored.filing = self._store.open_detached(lease) if filing is None else filing
         if sequence.cached_tokens is None:
             sequence.cached_tokens = lease.num_tokens
-            sequence.miss = self._explainer.miss(sequence.ids(), salt)
-            self._pinning.foresee(sequence)
+            self._failures.attempt("lookups", lambda: self._foresee(sequence), None)
         return True
+
+    def _lease(self, sequence: Sequence) -> Lease:
+        request, asked_twice = sequence.request, sequence.stored.asked_twice
+        return self._store.match(sequence.ids()[:-1], request.salt, asked_twice, request.session)
+
+    def _open(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Filing:
+        filing = self._store.open(lease, cache, sequence.request.salt, sequence.request.resume_at)
+        if sequence.rung.plan is not None and not self._precision.options.live:
+            filing.entry.target = sequence.rung.plan
+        return filing
+
+    def _foresee(self, sequence: Sequence) -> None:
+        """What its client hears of the cache before the first token."""
+        sequence.miss = self._explainer.miss(sequence.ids(), sequence.request.salt)
+        self._pinning.foresee(sequence)
 
     def next_stop(self, sequence: Sequence, at: int) -> int | None:
         """How many tokens after `at` its prefill should pause, so that others can resume there. None: it need not."""
@@ -114,15 +136,15 @@ class Resume:
             return
         at = sequence.cache.num_tokens
         pauses = at in sequence.stored.stops or at % self._mark_every == 0 or not sequence.prefill_left
-        mark = take_mark(sequence.cache) if self._store.needs_marks and pauses else None
-        sequence.stored.filing.seal(sequence.ids()[:at], mark, is_end=not sequence.prefill_left)
+        has_checkpoint = self._store.needs_marks and pauses
+        self._commit(sequence, has_checkpoint=has_checkpoint, is_prompt_end=not sequence.prefill_left)
         self._seal_in_time(sequence.cache, sequence.rung, SEAL_TOKENS)
-        sequence.stored.filing.has_grown(at)
+        self._grow(sequence, at)
 
     def after_step(self, sequence: Sequence) -> None:
         """It has one token more: enough for another piece to be encoded, maybe."""
         if sequence.stored.filing is not None and sequence.num_generated % SEAL_TOKENS == 0:
-            sequence.stored.filing.has_grown(sequence.num_computed)
+            self._grow(sequence, sequence.num_computed)
         self._mark_reply(sequence)
         if sequence.cache is not None:
             self._seal_in_time(sequence.cache, sequence.rung, sequence.rung.raw_tokens or 0)
@@ -134,7 +156,7 @@ class Resume:
             return
         if cache.num_tokens % BLOCK_TOKENS == 0 and cache.num_tokens > cache.start:
             self._shared_marks()
-            filing.seal(sequence.ids()[: cache.num_tokens], take_mark(cache))
+            self._commit(sequence, has_checkpoint=True)
 
     def _seal_in_time(self, cache: SequenceCache, rung: Rung, num_tokens: int) -> None:
         """A sequence that fits because it is encoded is, as soon as so many tokens are raw, whatever else there is to
@@ -148,17 +170,49 @@ class Resume:
 
     def end(self, sequence: Sequence) -> None:
         """It runs no more: what it has computed stays in the store."""
-        if sequence.stored.filing is None or sequence.cache is None:
+        filing, sequence.stored.orphans = sequence.stored.filing, ()
+        if filing is None or sequence.cache is None:
             return
-        at = sequence.cache.num_tokens
-        mark = take_mark(sequence.cache) if self._store.needs_marks and at > sequence.cache.start else None
-        sequence.stored.filing.seal(sequence.ids()[:at], mark)
-        sequence.stored.filing.end()
+        has_computed = sequence.cache.num_tokens > sequence.cache.start
+        self._commit(sequence, has_checkpoint=self._store.needs_marks and has_computed)
+        self._failures.require("commits", filing.end, None)
         sequence.stored.filing = None
 
     def pin(self, sequence: Sequence) -> None:
         """It has ended for good: keep what it asked for. One that was set aside must make room instead."""
-        self._pinning.pin(sequence)
+        self._failures.attempt("commits", lambda: self._pinning.pin(sequence), None)
+
+    def drop_marks(self, sequence: Sequence) -> bool:
+        """All on its way, where it has no room to grow. False: there are none."""
+        filing = sequence.stored.filing
+        return filing is not None and self._failures.attempt("reclaims", filing.drop_marks, otherwise=False)
+
+    def _commit(self, sequence: Sequence, *, has_checkpoint: bool, is_prompt_end: bool = False) -> None:
+        self._file(sequence, lambda: _commit(sequence, has_checkpoint=has_checkpoint, is_prompt_end=is_prompt_end))
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
+        filing = sequence.stored.filing
+        if filing is not None:
+            self._file(sequence, lambda: filing.has_grown(num_tokens))
+
+    def _file(self, sequence: Sequence, operation: Callable[[], None]) -> None:
+        def run() -> bool:
+            operation()
+            return True
+
+        if not self._failures.attempt("commits", run, otherwise=False) and sequence.stored.filing is not None:
+            sequence.stored.filing.detach()
+
+
+def _commit(sequence: Sequence, *, has_checkpoint: bool, is_prompt_end: bool = False) -> None:
+    """Make the tokens that a sequence has computed visible to others. A step in flight may have computed one that the
+    reply never got: it is left out, and so is a checkpoint, because the state has seen that token."""
+    filing, cache, ids = sequence.stored.filing, sequence.cache, sequence.ids()
+    if filing is None or cache is None:
+        return
+    num_tokens = min(cache.num_tokens, len(ids))
+    mark = take_mark(cache) if has_checkpoint and num_tokens == cache.num_tokens else None
+    filing.seal(ids[:num_tokens], mark, is_end=is_prompt_end)
 
 
 def round_up_to_block(num_tokens: int) -> int:

@@ -7,6 +7,7 @@ Rows that follow a grammar need those tokens before theirs can be drawn: the pas
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,16 +15,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from kvstrata.engine.sampling import Sampled, Sampler, sample
 from kvstrata.grammar.masks import Allowed, Masks
-from kvstrata.grammar.matcher import Matcher
+from kvstrata.grammar.matcher import Matcher, shortened
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.compiled import CompiledStep
 from kvstrata.layers.kept import PromptCaches
 from kvstrata.layers.kinds import Layout, arrays_in
 from kvstrata.layers.mixed import MixedPass
 from kvstrata.layers.sequence import Prefix, SequenceCache
+
+log = logging.getLogger(__name__)
 
 # Rows of the largest step that is traced before a request comes.
 MOST_TRACED = 32
@@ -128,12 +132,42 @@ class Runner:
 
     def _allowed(self, rows: Sequence[BatchRow], before: Launched | None, vocab_size: int) -> Allowed:
         """What may follow the tokens of the step before, which it waits for."""
-        ahead = [row for row in rows if row.guide is not None and row.token is None]
+        ahead = any(row.guide is not None and row.token is None for row in rows)
         tokens = dict(zip(before.ids, before.sampled.read(), strict=True)) if before and ahead else {}
-        for row in ahead:
-            assert row.guide is not None
-            row.guide.matcher.consume(row.guide.num_known, tokens[row.id])
-        return self._masks.fill([row.guide.matcher if row.guide else None for row in rows], vocab_size)
+        matchers: list[Matcher | None] = [None] * len(rows)
+        failures: dict[int, str] = {}
+        for place, row in enumerate(rows):
+            if row.guide is None:
+                continue
+            try:
+                if row.token is None:
+                    row.guide.matcher.consume(row.guide.num_known, tokens[row.id])
+                matchers[place] = row.guide.matcher
+            except Exception as error:
+                log.exception("a grammar failed")
+                failures[place] = shortened(repr(error))
+        allowed = self._fill(matchers, vocab_size)
+        return Allowed(allowed.tokens, {**failures, **allowed.failures})
+
+    def _fill(self, matchers: Sequence[Matcher | None], vocab_size: int) -> Allowed:
+        """Masks of all rows in one call; where that raises, row by row: only the one that raises again fails."""
+        try:
+            return self._masks.fill(matchers, vocab_size)
+        except Exception:
+            log.exception("masks of a batch could not be made together")
+        tokens, failures = np.ones((len(matchers), vocab_size), np.bool_), dict[int, str]()
+        for place, matcher in enumerate(matchers):
+            try:
+                alone = self._masks.fill([matcher], vocab_size)
+            except Exception as error:
+                log.exception("a grammar failed")
+                failures[place] = shortened(repr(error))
+            else:
+                if alone.failures:
+                    failures[place] = alone.failures[0]
+                if alone.tokens is not None:
+                    tokens[place] = alone.tokens[0]
+        return Allowed(tokens, failures)
 
     @property
     def plans_steps(self) -> bool:

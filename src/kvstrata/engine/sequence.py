@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,12 +27,17 @@ from kvstrata.engine.sampling import Sampler
 from kvstrata.grammar.matcher import Matcher
 from kvstrata.index.ids import TokenIds
 from kvstrata.layers.sequence import SequenceCache
+from kvstrata.spans.span import Span
 from kvstrata.store.cold.fetches import Asked, Offer
 from kvstrata.store.cold.loads import BlockLoad
 from kvstrata.store.entry import Found
 from kvstrata.store.filing import Filing
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.stop import StopMatcher
+
+log = logging.getLogger(__name__)
+
+ENGINE_FAILED = "The engine failed while it worked on this request. See the server's log."
 
 
 @dataclass
@@ -47,7 +54,13 @@ class Stored:
     lookup: Asked | None = None  # what the tiers were asked for it
     offers: tuple[Offer, ...] = ()  # what they have, and what was not loaded yet
     load: BlockLoad | None = None  # what is on its way from one of them for it
+    orphans: tuple[Span, ...] = ()  # that it reads, and no table counts any more: that table has failed
     awaits_room_s: float | None = None  # since when it waits for the disk to take what has to go; None: it does not
+
+    def without_cache(self) -> Stored:
+        """What is left of it when the table has failed: the sequence goes on, and leaves nothing in a cache."""
+        spans = [run.span for run in self.filing.lease.ranges] if self.filing is not None else []
+        return Stored(self.stops, asked_twice=self.asked_twice, orphans=(*self.orphans, *spans))
 
     def withdraw_lookup(self) -> None:
         """The answer is of no use any more."""
@@ -77,6 +90,7 @@ class Sequence:
         self.last_token_s: float | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_found = ""  # the stop string that ended the reply
+        self.failure: Failed | None = None  # why it cannot go on; None: it can
         self._sink = sink
         self._detokenizer: Detokenizer | None = None  # made with the first token
         self._stop = StopMatcher(request.stop)
@@ -132,6 +146,15 @@ class Sequence:
     @property
     def usage(self) -> TokenUsage:
         return TokenUsage(len(self.request.prompt), self.cached_tokens or 0, self.num_generated)
+
+    @contextmanager
+    def failing_alone(self) -> Iterator[None]:
+        """An exception in work for this request ends this request, and no other."""
+        try:
+            yield
+        except Exception:
+            log.exception("work for request %s failed", self.request.id)
+            self.failure = Failed(ENGINE_FAILED)
 
     def emit(self, event: Event) -> None:
         self._sink(event)

@@ -8,7 +8,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
@@ -29,6 +29,7 @@ from kvstrata.engine.request import Request
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.scheduler import PassCost
 from kvstrata.engine.scratch import Shape, max_chunk, measure_prefill
+from kvstrata.engine.sequence import ENGINE_FAILED
 from kvstrata.engine.storage import Storage
 from kvstrata.engine.warm_up import ready_planes
 from kvstrata.layers.kinds import Layout
@@ -128,20 +129,37 @@ class EngineThread:
     def _live(self) -> None:
         self._set_up()
         self._ready.set()
-        while not self._stopping:
-            self._turn()
+        try:
+            while not self._stopping:
+                self._turn()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        """Stopped, or at an end because recovery failed: from now on `post` takes nothing, and all clients hear of it.
+        What running sequences have computed is written with the rest."""
         with self._lock:
             self._stopped = True
-        self._receive_all()
-        self.loop.fail_all("The server was stopped.")
-        disk, remote = self._outside.disk, self._outside.remote
+        try:
+            while not self._inbox.empty():
+                with _logging("a command"):
+                    self._inbox.get()()
+            with _logging("ending all requests"):
+                self.loop.end_all("The server was stopped." if self._stopping else ENGINE_FAILED)
+            if self._stopping:
+                self._write_rest()
+        finally:
+            self.loop.stock.close()
+
+    def _write_rest(self) -> None:
+        """To the tiers, for as long as each may take."""
+        disk, remote, stock = self._outside.disk, self._outside.remote, self.loop.stock
         if disk is not None:
-            unwritten = self.loop.stock.flush(disk.flush_s)
+            unwritten = stock.flush(disk.flush_s)
             if unwritten.tokens:
                 log.warning("%s", unwritten)
-        if remote is not None and self.loop.stock.sharing is not None:
-            self.loop.stock.sharing.flush(remote.flush_s)
-        self.loop.stock.close()
+        if remote is not None and stock.sharing is not None:
+            stock.sharing.flush(remote.flush_s)
 
     def _set_up(self) -> None:
         map_large_buffers()
@@ -196,9 +214,12 @@ class EngineThread:
             pairs=sealed_pairs(layout, self._storage),
         )
 
-    def _make_loop(self) -> Loop:
-        watcher = self._outside.watcher
-        loop = make_loop(self.served, self._metrics, self.cold, self.make_detokenizer, self.shared, watcher)
+    def _make_loop(self, failed: Loop | None = None) -> Loop:
+        """`failed`: the loop before, where its model is well."""
+        parts = (self.served, self._metrics, self.cold, self.make_detokenizer, self.shared, self._outside.watcher)
+        if failed is not None:
+            return make_loop(*parts, runner=failed.runner, speeds=failed.speeds)
+        loop = make_loop(*parts)
         # Before the first request: whether it is worth waiting for the disk must be known then.
         loop.speeds.alone.add(1, 1 / self._pass_cost.tokens_s)
         loop.speeds.pass_cost = self._pass_cost
@@ -215,19 +236,36 @@ class EngineThread:
                 self._frees_at_s = None
                 self.loop.step()
         except Exception:
-            # A defect of ours or of the model: those that ran lose their reply, the server goes on with a fresh loop.
             log.exception("a step failed")
-            self.loop.fail_all("The engine failed while it worked on this request. See the server's log.")
-            failed, self.loop = self.loop, self._make_loop()
-            self.loop.stock.take_over(failed.stock)
-            mx.clear_cache()
+            self._recover()
+        if self.loop.has_broken_cache:
+            self._empty_cache()
         self.state = self.loop.state()
+
+    def _recover(self) -> None:
+        """A defect of ours or of the model: those that ran lose their reply, the server goes on with a fresh loop. A
+        second fault must not keep it from that; where no loop can be made, the thread ends, and says so."""
+        failed = self.loop
+        with _logging("ending the requests of a failed step"):
+            failed.fail_all(ENGINE_FAILED)
+        self.loop = self._make_loop()
+        with _logging("taking over counters and pins"):
+            self.loop.stock.take_over(failed.stock)
+        mx.clear_cache()
+
+    def _empty_cache(self) -> None:
+        """An operation of the cache failed half-way: requests go on, with an empty one."""
+        log.error("the cache failed: what it had in memory is dropped, and requests go on")
+        failed, self.loop = self.loop, self._make_loop(self.loop)
+        self.loop.take_over(failed)
 
     def _receive(self) -> None:
         """Take in what other threads asked for; wait for it if there is nothing else to do."""
         loop = self.loop
         while loop.idle and loop.housekeeping.has_work and self._inbox.empty():
             loop.housekeeping.work(IDLE_SLICE_S)
+        if loop.has_broken_cache:
+            return
         if loop.idle and self._inbox.empty():
             self.state = loop.state()
             self._rest()
@@ -269,6 +307,15 @@ class EngineThread:
 
     def _end(self) -> None:
         self._stopping = True
+
+
+@contextlib.contextmanager
+def _logging(work: str) -> Iterator[None]:
+    """An exception of work that nothing else may depend on."""
+    try:
+        yield
+    except Exception:
+        log.exception("%s failed", work)
 
 
 def _default_limit_bytes() -> int:

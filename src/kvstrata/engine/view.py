@@ -63,3 +63,7 @@ class View:
     def first_bytes(self, sequence: Sequence) -> int:
         """What one that waits takes when it begins."""
         return self._capacity.first_bytes(sequence, self._resume.found(sequence).num_tokens)
+
+    def drop_marks(self, sequence: Sequence) -> bool:
+        """Of one that has no room to grow. False: it has none."""
+        return self._resume.drop_marks(sequence)

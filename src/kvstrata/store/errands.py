@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -17,7 +18,10 @@ Steps = Generator[None, None, T]
 
 
 class Errands:
-    def __init__(self) -> None:
+    """A step runs `watching`."""
+
+    def __init__(self, watching: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._watching = watching
         self._waiting: deque[tuple[Steps[Any], Future[Any]]] = deque()
 
     @property
@@ -36,10 +40,24 @@ class Errands:
         until_s = time.monotonic() + slice_s
         while self._waiting:
             steps, answer = self._waiting.popleft()
-            if _advance(steps, answer):
+            if self._advance(steps, answer):
                 self._waiting.append((steps, answer))
             if time.monotonic() >= until_s:
                 return
+
+    def _advance(self, steps: Steps[Any], answer: Future[Any]) -> bool:
+        """Whether there is more to do."""
+        try:
+            with self._watching():
+                next(steps)
+        except StopIteration as end:
+            answer.set_result(end.value)
+            return False
+        except Exception as error:  # noqa: BLE001
+            # The caller gets it; requests that run have nothing to do with it.
+            answer.set_exception(error)
+            return False
+        return True
 
     def fail(self, make_error: Callable[[], Exception]) -> None:
         """None of them will come to its end."""
@@ -47,17 +65,3 @@ class Errands:
             steps, answer = self._waiting.popleft()
             steps.close()
             answer.set_exception(make_error())
-
-
-def _advance(steps: Steps[Any], answer: Future[Any]) -> bool:
-    """Whether there is more to do."""
-    try:
-        next(steps)
-    except StopIteration as end:
-        answer.set_result(end.value)
-        return False
-    except Exception as error:  # noqa: BLE001
-        # The caller gets it; requests that run have nothing to do with it.
-        answer.set_exception(error)
-        return False
-    return True

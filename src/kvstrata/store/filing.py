@@ -74,6 +74,7 @@ class Filing:
         self._desk = desk
         self._resume_at = resume_at
         self._path: tuple[Node[Entry], ...] = ()  # of all tokens so far
+        self._is_detached = False
         self.entry = entry
         self.lease = lease  # on what it goes on from, and on what it was filed under since
 
@@ -84,6 +85,8 @@ class Filing:
 
     def seal(self, tokens: Tokens, mark: Mark | None = None, *, is_end: bool = False) -> None:
         """From now on others may go on from `tokens`, all of the sequence so far. `is_end`: here a prompt ended."""
+        if self._is_detached:
+            return
         span = self.entry.span
         if len(tokens) - span.position > span.num_tokens or mark is not None:
             self._file(tokens, mark)
@@ -103,8 +106,14 @@ class Filing:
 
     def has_grown(self, num_tokens: int) -> None:
         """To so many tokens: maybe it should be held in fewer bits, or more of it should be encoded."""
+        if self._is_detached:
+            return
         self._desk.pressure.grown(self.entries, num_tokens)
         self._desk.intake.review(self.entry)
+
+    def detach(self) -> None:
+        """A commit failed: the sequence goes on, and what it computes from now on is not filed."""
+        self._is_detached = True
 
     def drop_marks(self) -> bool:
         """All on the way of its sequence, which needs none of them itself. False: there are none."""
@@ -112,15 +121,17 @@ class Filing:
 
     def end(self) -> None:
         """The sequence writes no more."""
-        self._desk.intake.end(self.entry)
-        self._desk.leases.release(self.lease)
+        try:
+            self._desk.intake.end(self.entry)
+        finally:
+            self._desk.leases.release(self.lease)
         if self.lease.thread is not None and self._path:
             end = self.entry.span.position + self.entry.span.num_tokens
             self._desk.branches.ended(self.entry.root_key, self.lease.session, self.lease.thread, self._path, end)
 
 
 class NoFiling(Filing):
-    """Of a sequence whose caches cannot be shared."""
+    """Of a sequence that files nothing: its caches cannot be shared, or the store could not open a filing."""
 
     def seal(self, tokens: Tokens, mark: Mark | None = None, *, is_end: bool = False) -> None:
         del tokens, mark, is_end
@@ -129,4 +140,4 @@ class NoFiling(Filing):
         del num_tokens
 
     def end(self) -> None:
-        return
+        self._desk.leases.release(self.lease)

@@ -42,6 +42,8 @@ class Shelf:
         self.entries: dict[Entry, None] = {}
         self.journal = Journal(self.entries)  # every change of an entry is noted here
         self.version = 0  # changes with what a match may find
+        self.num_changes = 0  # grows with the first thing that an operation changes
+        self.is_broken = False  # an operation failed half-way: no operation may use the table any more
         self.held_bytes = 0  # all spans and marks, but for the buffers of sequences that still run
         self.free_bytes = 0  # of those that are free to go
         self.num_arrays = 0  # of all spans, where they are counted
@@ -51,17 +53,20 @@ class Shelf:
         return self._max_arrays is not None and self.num_arrays > self._max_arrays
 
     def add(self, entry: Entry) -> None:
+        self.num_changes += 1
         self.entries[entry] = None
         self.recount(entry)
 
     def touch(self, path: Iterable[Node[Entry]], kind: Kind, session: str = "") -> None:
         """A request goes on from these."""
+        self.num_changes += 1
         nodes = list(path)
         self._leaves.touch(nodes, kind, session)
         self.journal.note_all(node.payload for node in nodes)
 
     def insert(self, entry: Entry, ids: TokenIds) -> tuple[Node[Entry], ...]:
         """File all tokens so far under the entry, but for those that another entry has. Tells their path."""
+        self.num_changes += 1
         self.version += 1
         inserted = self.tree.insert(entry.root_key, ids, entry)
         self.journal.note_all(node.payload for node in inserted.path)
@@ -80,6 +85,7 @@ class Shelf:
 
     def split(self, node: Node[Entry], position: int) -> None:
         """In two, so that what comes behind may go by itself."""
+        self.num_changes += 1
         self.version += 1
         upper = self.tree.split(node, position)
         node.payload.nodes.add(upper)
@@ -88,6 +94,7 @@ class Shelf:
 
     def change(self, entry: Entry, **fields: object) -> None:
         """Set what decides whether it may go."""
+        self.num_changes += 1
         was_free = entry.is_free
         for name, value in fields.items():
             setattr(entry, name, value)
@@ -100,11 +107,13 @@ class Shelf:
     def set_clean(self, entry: Entry, *, is_clean: bool) -> None:
         """Whether the disk has all of it: then it is worth less here."""
         if is_clean != entry.is_clean:
+            self.num_changes += 1
             entry.is_clean = is_clean
             self.journal.note(entry)
             self._leaves.offer_end(entry)
 
     def recount(self, entry: Entry) -> None:
+        self.num_changes += 1
         self.journal.note(entry)
         is_here = entry in self.entries
         if self._max_arrays is not None:
@@ -122,6 +131,7 @@ class Shelf:
 
     def drop(self, entry: Entry) -> None:
         """An entry without nodes. Its memory goes now, even where other code still knows the entry."""
+        self.num_changes += 1
         del self.entries[entry]
         self.journal.remove(entry)
         entry.span = empty_span(entry.span.layout)
@@ -138,6 +148,7 @@ class Shelf:
     def remove(self, node: Node[Entry]) -> None:
         """A leaf and its tokens. Memory that no node needs any more goes."""
         entry, parent = node.payload, node.parent
+        self.num_changes += 1
         self.version += 1
         self._goes(node, node.start)
         self.tree.remove(node)
@@ -149,6 +160,7 @@ class Shelf:
 
     def trim(self, node: Node[Entry], end: int) -> None:
         """The last tokens of a leaf."""
+        self.num_changes += 1
         self.version += 1
         self._goes(node, end)
         self.tree.trim(node, end)
@@ -169,6 +181,7 @@ class Shelf:
             grown[first] = None
 
     def _join(self, first: Entry, second: Entry) -> None:
+        self.num_changes += 1
         self.version += 1
         last = next(node for node in first.nodes if node.end == first.span.end)
         if first.asked_twice >= first.span.end:

@@ -92,14 +92,21 @@ class Stock:
     shared: Shared | None  # a tier that other servers write too; None: there is none
     sharing: Sharing | None
     counters: Counter[str]
+    failures: Failures
 
     def take_over(self, failed: Stock) -> None:
-        """Go on in its place: with what it counted, and what new spans were to be stored as. What it held goes now."""
+        """Go on in its place: with what it counted, what is pinned, and what new spans were to be stored as. What it
+        held goes now, whatever state it is in."""
         self.counters.update(failed.counters)
         self.pins.take_over(failed.pins)
-        failed.shelf.abandon()
         self.changes.take_over(failed.changes)
-        failed.rewriting.mover.clear()
+        loads = [self.cold.loads, *([self.shared.cold.loads] if self.shared is not None else [])]
+        ends = (failed.shelf.abandon, failed.changes.cancel, failed.rewriting.mover.clear)
+        for end in (*ends, *(each.clear for each in loads)):
+            try:
+                end()
+            except Exception as error:  # noqa: BLE001
+                self.failures.note("releases", error)
 
     def flush(self, timeout_s: float) -> Unwritten:
         """The end: write all that the disk has not, for at most so long. Tells what is left."""
@@ -139,7 +146,7 @@ def make_stock(
     leases = Leases(shelf, rewriting.review)
     intake = Intake(shelf, pins, losses, counters, _review_and_settle(rewriting, memory.settled))
     desk = Desk(shelf, ground.marks, leases, intake, memory.pressure, Branches(shelf, ground.leaves))
-    errands = Errands()
+    errands = Errands(failures.watching)
     history = History(ground.reuse, lambda: _watched_tokens(options.hot_bytes, ground.precision))
     return Stock(
         shelf=shelf,
@@ -169,6 +176,7 @@ def make_stock(
         shared=shared,
         sharing=sharing,
         counters=counters,
+        failures=failures,
     )
 
 
@@ -207,7 +215,7 @@ def _lay_ground(
         options=options,
         can_share=can_share,
         counters=counters,
-        failures=Failures(counters),
+        failures=Failures(counters, shelf),
         reuse=reuse,
         precision=Precision(layout, plan_of(k, v) if can_share else raw_plan(layout), options.precision),
         leaves=leaves,

@@ -96,13 +96,17 @@ class Store:
         """A sequence begins to compute what follows its lease. `resume_at`: where later ones are likely to part."""
         span, key = live_span(self._search.layout, cache), self._search.root_of(salt)
         entry = Entry(span, key, salt, lease.kind, lease.session, asked_twice=lease.asked_twice)
-        self._desk.shelf.add(entry)
         if lease.uncounted is not None:
             self._counters["queried_tokens"] += len(lease.uncounted)
             self._counters["hit_tokens"] += lease.num_tokens
             self._history.asked(key, lease.uncounted, self._clock())
             lease.uncounted = None
+        self._desk.shelf.add(entry)
         return Filing(self._desk, entry, lease, resume_at)
+
+    def open_detached(self, lease: Lease) -> Filing:
+        """Likewise, where nothing of it is to be filed."""
+        return NoFiling(self._desk, Entry(empty_span(self._search.layout), b"", "", Kind.FRESH), lease)
 
 
 class NoStore(Store):
@@ -111,5 +115,5 @@ class NoStore(Store):
     can_share = False
 
     def open(self, lease: Lease, cache: SequenceCache, salt: str, resume_at: Sequence[int] = ()) -> Filing:
-        del cache, resume_at
-        return NoFiling(self._desk, Entry(empty_span(self._search.layout), b"", salt, Kind.FRESH), lease)
+        del cache, salt, resume_at
+        return self.open_detached(lease)

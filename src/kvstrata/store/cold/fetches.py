@@ -164,17 +164,22 @@ class Fetches:
             self._desk.leases.release(load.lease)
 
     def _promote(self, load: BlockLoad) -> None:
-        """What has come so far. The load ends where memory has no room for it, or not any more what it hangs on."""
+        """What has come so far. The load ends where that fails."""
+
+        def promote() -> bool:
+            self._insert(load)
+            return True
+
+        if not self._failures.attempt("promotions", promote, otherwise=False):
+            _give_up(load)
+
+    def _insert(self, load: BlockLoad) -> None:
+        """The load ends where memory has no room for it, or not any more what it hangs on."""
         batch = load.take()
         if not batch.blocks:
             return
         shelf = self._desk.shelf
-        try:
-            span = span_of(self._search.layout, batch.blocks, batch.start, batch.end)
-        except Exception as error:  # noqa: BLE001
-            self._failures.note("promotions", error)
-            _give_up(load)
-            return
+        span = span_of(self._search.layout, batch.blocks, batch.start, batch.end)
         limit_bytes = self._room.limit_bytes
         self._room.shrink_to(limit_bytes - span.nbytes, 0.0, most_bytes=limit_bytes - span.nbytes)
         # A node may claim no token that its span has not.

@@ -146,6 +146,11 @@ class Loads:
             load.reading.cancel()
         self._end(load)
 
+    def clear(self) -> None:
+        """Give up all loads: what they were for is gone."""
+        for load in list(self._active):
+            self.give_up(load)
+
     def take_in(self, slice_s: float) -> None:
         """At least one block, then as many as the time allows."""
         until_s = time.monotonic() + slice_s

@@ -105,11 +105,11 @@ class Sharing:
         self._tier.flush(max(0.0, until_s - time.monotonic()))
 
     def _step(self) -> None:
-        if self._job is None:
-            self._begin()
-            return
         try:
-            next(self._job)
+            if self._job is None:
+                self._begin()
+            else:
+                next(self._job)
         except StopIteration:
             self._job = self._asked = None
         except Exception as error:  # noqa: BLE001

@@ -53,7 +53,7 @@ class Spills:
         self._failures = failures
         self._is_memory_short = False
         self.refusals = Refusals(cold.tier, leaves.used_s)
-        self._mover = Mover(self._job, lambda _: None, self._failed)
+        self._mover = Mover(self._job, lambda _: None, self._failed, watching=failures.watching)
         self._num_faults = 0  # of the disk, when its blocks were last looked at
         self._changed = shelf.journal.reader(self._offer_behind)  # those that may have to be written
         self._behind: dict[Entry, list[Entry]] = {}  # those that hang on one that is still being computed
@@ -131,7 +131,12 @@ class Spills:
         return self._leaves.is_superseded(leaf) and not leaf.payload.is_pinned
 
     def hand_over(self, leaf: Node[Entry], until_s: float = math.inf) -> Handover:
-        """A leaf is to go: give it to the disk, as far as that can be done until then."""
+        """A leaf is to go: give it to the disk, as far as that can be done until then. Where that fails, the leaf can
+        go all the same."""
+        failed = Handover(leaf.start, "disk_failed")
+        return self._failures.attempt("spills", lambda: self._hand_over(leaf, until_s), failed)
+
+    def _hand_over(self, leaf: Node[Entry], until_s: float) -> Handover:
         if self.leaves_out(leaf) and not leaf.payload.is_clean:
             return Handover(leaf.start, "superseded")
         self._look_again()

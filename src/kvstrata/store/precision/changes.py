@@ -155,9 +155,8 @@ class Changes:
         return progress
 
     def take_over(self, failed: Changes) -> None:
-        """New spans are stored as those of a store that has failed were; its changes end."""
+        """New spans are stored as those of a store that has failed were."""
         self._precision.target = failed._precision.target
-        failed.cancel()
 
     def _has_new_target(self) -> None:
         """What entries without a target of their own are to be stored as may be another plan now."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 from kvstrata.store.entry import Entry
 
@@ -19,7 +20,7 @@ MAX_JOBS = 4
 class Mover:
     """`make` builds the job of an entry when its turn comes; None: there is nothing to do for it now. `done` is told
     when a job has come to its end, `failed` when it raised: that costs its entry the job, and the others nothing.
-    `changed` is told when an entry begins to wait or waits no more."""
+    `changed` is told when an entry begins to wait or waits no more. A step runs `watching`."""
 
     def __init__(
         self,
@@ -27,11 +28,13 @@ class Mover:
         done: Callable[[Entry], None],
         failed: Callable[[Entry, Exception], None],
         changed: Callable[[Entry], None] = lambda _: None,
+        watching: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._make = make
         self._done = done
         self._failed = failed
         self._changed = changed
+        self._watching = watching
         self._waiting: dict[Entry, None] = {}  # in order
         self._jobs: dict[Entry, Job] = {}  # begun
 
@@ -74,7 +77,8 @@ class Mover:
     def _advance(self, entry: Entry) -> bool:
         """One step. Tells whether the job has come to its end."""
         try:
-            return self._step(entry)
+            with self._watching():
+                return self._step(entry)
         except Exception as error:  # noqa: BLE001
             # Whatever it is: requests that run have nothing to do with it.
             self.discard(entry)

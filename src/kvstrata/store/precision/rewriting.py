@@ -34,13 +34,17 @@ class Rewriting:
         self._failures = failures
         self._put_away = put_away
         self._pending = Pending(shelf.journal, self._waits, precision.pending_bytes)
-        self.mover = Mover(self._job, done, self._get_stuck, self._pending.note)
+        self.mover = Mover(self._job, done, self._get_stuck, self._pending.note, failures.watching)
 
     def review(self, entry: Entry) -> None:
         """Something about it has changed: maybe it should be stored in another way now."""
         self._shelf.journal.note(entry)
-        if entry in self._shelf.entries and self.precision.plan_for(entry) is not None:
-            self.mover.add(entry)
+        try:
+            if entry in self._shelf.entries and self.precision.plan_for(entry) is not None:
+                self.mover.add(entry)
+        except Exception as error:  # noqa: BLE001
+            # Its owner, or whoever leased it, has nothing to do with it.
+            self._get_stuck(entry, error)
 
     def pending_bytes(self) -> int:
         """What the work that waits is about to free."""

@@ -1,0 +1,211 @@
+"""A fault of the cache is a miss: whatever operation raises, wherever it is called, requests end as without it."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from kvstrata.codecs.registry import parse
+from kvstrata.disk.options import DiskOptions
+from kvstrata.engine.engine import Engine
+from kvstrata.engine.limits import Limits
+from kvstrata.engine.loop import Loop
+from kvstrata.engine.request import Failed, Finished, Pinned, Request, Sampling
+from kvstrata.engine.storage import Storage
+from kvstrata.errors import Unavailable
+from kvstrata.grammar.constraint import Constraint
+from kvstrata.index.ids import as_ids
+from kvstrata.layers.kinds import arrays_in
+from kvstrata.metrics import Metrics
+from kvstrata.sizes import Size
+from kvstrata.store.precision.requantize import Change
+from tests.byte_level import byte_grammars, byte_model
+from tests.engine.test_disk import make_computing_slow
+from tests.engine.test_engine import Reply
+from tests.faults import Fault, Faults, Site
+from tests.tiny import layout_of
+
+pytestmark = pytest.mark.cache_faults
+
+MIB = 1 << 20
+HOT_TOKENS = 1100  # less than a run stores: it evicts, writes and loads
+NUM_SAMPLED = 30
+
+
+class Work:
+    """Requests of several conversations, and questions to the cache, in the same order each time."""
+
+    def __init__(self, folder: Path, architecture: str) -> None:
+        loaded = byte_model(architecture)
+        mx.eval(arrays_in(loaded.module))
+        self.hot_bytes = HOT_TOKENS * layout_of(loaded).token_bytes
+        disk = DiskOptions(folder, 64 * MIB, reserve_bytes=0, queue_bytes=16 * MIB)
+        storage = Storage(hot_bytes=self.hot_bytes, put_away=True)
+        self.engine = Engine(loaded, Limits(memory_bytes=4096 * MIB, max_running=3), Metrics(), storage, disk)
+        self.engine.start()
+        self._rng = random.Random(7)
+        self._shared = self._prompt(300)
+        self._prompts = {name: self._prompt(length) for name, length in [("c", 330), ("d", 40), ("e", 600), ("g", 280)]}
+        self._num_runs = 0
+
+    def _prompt(self, length: int) -> list[int]:
+        return [self._rng.randrange(250) for _ in range(length)]
+
+    def reset(self) -> None:
+        def forget(loop: Loop) -> None:
+            loop.stock.pins.unpin(as_ids(self._prompts["c"]), "")
+            loop.stock.pins.unpin(as_ids(self._shared), "")
+
+        self.engine.ask(forget).result(60)
+        self.engine.cache.requantize(Change(parse("raw"), parse("raw"))).result(60)
+        self._settle()
+        self.engine.cache.clear(None, "all", owner=None).result(60)
+        self.engine.ask(make_computing_slow).result(60)
+
+    def run(self) -> dict[str, Reply]:
+        self._num_runs += 1
+        shared, replies = self._shared, dict[str, Reply]()
+        a, b = [*shared, *range(40)], [*shared, *range(100, 160)]
+        pinned = Pinned(60.0, 200, Size.parse("50%"))
+        grammar = byte_grammars().compile(Constraint.regex("[0-9]{1,4}(,[0-9]{1,4})*"))
+        eos_ids = byte_model().eos_ids
+        replies |= self._ask_all(
+            {
+                "a": {"prompt": a},
+                "b": {"prompt": b},
+                "c": {"prompt": self._prompts["c"], "session": "s", "pin": pinned},
+                "d": {"prompt": self._prompts["d"], "grammar": grammar, "stop_ids": eos_ids, "max_tokens": 6},
+            }
+        )
+        self._try(lambda: self.engine.cache.usage())
+        replies |= self._ask_all({"e": {"prompt": self._prompts["e"]}})
+        c = [*self._prompts["c"], *replies["c"].ids[:2], *range(30)]
+        replies |= self._ask_all({"c2": {"prompt": c, "session": "s"}})
+        replies |= self._ask_all({"a2": {"prompt": [*a, *replies["a"].ids, *range(20)]}, "b2": {"prompt": b}})
+        self._try(lambda: self.engine.cache.pin(as_ids(a), "", None))
+        self._try(lambda: self.engine.cache.explain(as_ids(b), "", None))
+        self._try(lambda: self.engine.cache.unpin(as_ids(a), ""))
+        self._try(lambda: self.engine.cache.requantize(Change(parse("planes:8"), parse("planes:8"))))
+        # It shares nothing with the others: precision does not change its reply.
+        replies |= self._ask_all({"g": {"prompt": self._prompts["g"], "salt": "own"}})
+        self._settle()
+        self._try(lambda: self.engine.cache.requantize_progress())
+        self._try(lambda: self.engine.cache.drop(as_ids(b), "", is_dry=False))
+        self._try(lambda: self.engine.ask(lambda loop: loop.stock.flush(30)))
+        return replies
+
+    def _ask_all(self, asked: dict[str, dict[str, Any]]) -> dict[str, Reply]:
+        """All of them are there before the first begins."""
+        replies = {name: Reply() for name in asked}
+        are_there = threading.Event()
+        waits = self.engine.ask(lambda _: are_there.wait(60))
+        for name, fields in asked.items():
+            prompt = tuple(fields.pop("prompt"))
+            fields = {"max_tokens": 4, "sampling": Sampling(temperature=0), **fields}
+            request = Request(f"{name} of {self._num_runs}", prompt, **fields)
+            self.engine.submit(request, replies[name].sink)
+        are_there.set()
+        waits.result(60)
+        for reply in replies.values():
+            reply.wait()
+        return replies
+
+    def _settle(self) -> None:
+        def work(loop: Loop) -> None:
+            while loop.housekeeping.has_work:
+                loop.housekeeping.work(1.0)
+
+        self.engine.ask(work).result(60)
+
+    def _try(self, question: Callable[[], Future[Any]]) -> None:
+        """A question may fail where it is the one that the fault concerns."""
+        with suppress(Fault, Unavailable):
+            question().result(60)
+
+    def active_bytes(self) -> int:
+        def count(_: Loop) -> int:
+            gc.collect()
+            return mx.get_active_memory()
+
+        return self.engine.ask(count).result(60)
+
+    def assert_nothing_is_held(self) -> None:
+        def held(loop: Loop) -> None:
+            entries = loop.stock.shelf.entries
+            assert not loop.sequences.all
+            assert not [entry for entry in entries if entry.num_leases or entry.is_running]
+            assert loop.stock.shelf.held_bytes == sum(entry.nbytes for entry in entries)
+            assert loop.capacity.running_bytes == 0
+            assert loop.stock.cold.loads.unused_bytes == 0
+
+        self._settle()
+        self.engine.ask(held).result(60)
+
+
+def replies_of(work: Work) -> dict[str, list[int]]:
+    ends = {name: (reply.wait(), reply.ids) for name, reply in work.run().items()}
+    assert all(isinstance(end, Finished) for end, _ in ends.values())
+    return {name: ids for name, (_, ids) in ends.items()}
+
+
+@pytest.fixture(params=["llama", "qwen3_next"])
+def work(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Work]:
+    work = Work(tmp_path, request.param)
+    yield work
+    work.engine.stop()
+
+
+def check_site(work: Work, faults: Faults, at: tuple[Site, int], expected: dict[str, list[int]]) -> bool:
+    """Tells whether the call came: with threads of the tier a run is not always the same."""
+    work.reset()
+    with faults.planned(at) as plan:
+        replies = work.run()
+    for name, reply in replies.items():
+        end = reply.wait()
+        concerns_grammar = name == "d" and at[0].operation.startswith(("Matcher.", "Masks.", "Grammar."))
+        if concerns_grammar and isinstance(end, Failed):
+            continue
+        assert isinstance(end, Finished), (name, at, end)
+        assert reply.ids == expected[name], (name, at)
+    work.assert_nothing_is_held()
+    assert work.engine.alive
+    return plan.has_raised
+
+
+def sweep(work: Work, monkeypatch: pytest.MonkeyPatch, num_sites: int | None) -> None:
+    faults, rng = Faults(), random.Random(1)
+    faults.watch(monkeypatch)
+    work.reset()
+    expected = replies_of(work)
+    work.reset()
+    before_bytes = work.active_bytes()
+    with faults.planned(None) as plan:
+        assert replies_of(work) == expected
+    counts = sorted(plan.seen.items())
+    chosen = counts if num_sites is None else rng.sample(counts, num_sites)
+    threads = {thread.name for thread in threading.enumerate()}
+    num_raised = sum(check_site(work, faults, (site, rng.randint(1, count)), expected) for site, count in chosen)
+    assert num_raised >= 0.8 * len(chosen)
+    assert {thread.name for thread in threading.enumerate()} >= threads
+    # After all of them the cache works as before, and no memory stayed behind.
+    work.reset()
+    assert work.active_bytes() < before_bytes + work.hot_bytes / 10
+    assert replies_of(work) == expected
+
+
+def test_fault_at_any_call_site_costs_no_request(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep(work, monkeypatch, NUM_SAMPLED)
+
+
+@pytest.mark.slow
+def test_fault_at_every_call_site_costs_no_request(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep(work, monkeypatch, None)
