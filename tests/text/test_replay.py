@@ -241,7 +241,7 @@ def test_what_replay_costs_grows_with_the_chat_and_not_faster() -> None:
         messages = [{"role": "assistant", "content": f"{place} " + "word " * 200} for place in range(num_turns)]
         replies = [Sampled((1, 2, 3), 0, 0)] * num_turns
         began = time.process_time()
-        pieces = pieces_of(messages, replies, render, Frame("", (END,), (END,)), no_tokenizer)
+        pieces = pieces_of(messages, replies, render, Frame("", (END,), (END,), str), no_tokenizer)
         assert len(pieces) == 2 * num_turns + 1
         return time.process_time() - began
 

@@ -64,6 +64,10 @@ class Settings(BaseSettings):
     served_name: str | None = setting(
         None, "Another name that clients may call the model by, beside its own", panel="Model", unit="name"
     )
+    allow_special_tokens: bool = setting(
+        False, "Read the text of a special token inside messages, tools and template variables as that token. Without "
+        "it only the chat template and the prompt of /v1/completions can write control tokens", panel="Model",
+    )  # fmt: skip
     any_model_name: bool = setting(
         False, "Answer whatever model a client names. Otherwise the server answers to the model's own names and to "
         "claude-*", panel="Model",
@@ -222,8 +226,8 @@ class Settings(BaseSettings):
 
     remote_cache: Annotated[str, AfterValidator(_store_url)] | None = setting(
         None, "Address of a store through which servers share KV: redis://host:6379/0, rediss://, s3://bucket/prefix, "
-        "gs://, az://, file:///folder. A password is safer in the environment", panel="Remote cache", unit="url",
-        repr=False,
+        "gs://, az://, file:///folder. A password is safer in a variable: 'redis://:${STORE_PASSWORD}@host'",
+        panel="Remote cache", unit="url", repr=False,
     )  # fmt: skip
     remote_secret_file: Path | None = setting(
         None, "File with the secret that names and seals blocks in the shared store: 32 bytes or more, the same for "

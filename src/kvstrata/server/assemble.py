@@ -98,7 +98,11 @@ def start_service(
     _say_blocks(metrics, engine)
     begin("template", "Trying the chat template and the grammars")
     replies = _replies(settings, loaded, disk)
-    template = ChatTemplate(loaded.tokenizer, system_in_place=settings.system_in_place)
+    template = ChatTemplate(
+        loaded.tokenizer,
+        system_in_place=settings.system_in_place,
+        allow_special_tokens=settings.allow_special_tokens,
+    )
     return Service(
         loaded=loaded,
         engine=engine,
@@ -115,6 +119,7 @@ def start_service(
         sampling=loaded.sampling if settings.generation_config == "model" else SamplingDefaults(),
         hygiene=Hygiene(settings.drop_nonces, settings.system_in_place),
         replies=replies,
+        cache_ttl_s=settings.cache_ttl_s,
         carriers=(ReplyCarrier(replies, loaded.vocab_size),) if replies is not None else (),
         any_model_name=settings.any_model_name,
         keys=_keys(settings),

@@ -45,12 +45,14 @@ LEAD_IDS = 16
 @dataclass(frozen=True)
 class Frame:
     """What a template writes around the assistant's turns. `header`: before each; empty: that is not known.
-    `endings`: of those that end a reply, as text. `added`: the tokens that no neighbour changes.
+    `endings`: of those that end a reply, as text. `added`: the tokens that no neighbour changes. `unescape`: makes
+    rendered text what the messages have (special_escapes.py).
     """
 
     header: str
     endings: tuple[str, ...]
     added: tuple[str, ...]
+    unescape: Callable[[str], str]
 
 
 @dataclass
@@ -198,7 +200,8 @@ def _end(text: str, turn: _Turn, last: int, frame: Frame) -> int:
     if not found:
         raise Misplaced
     end = min(found)
-    _refuse_neighbour(min((turn.after.partition(ending)[0] for ending in frame.endings), key=len), text[last:end])
+    begins = min((turn.after.partition(ending)[0] for ending in frame.endings), key=len)
+    _refuse_neighbour(begins, frame.unescape(text[last:end]))
     return end
 
 
@@ -208,7 +211,7 @@ def _behind_header(text: str, mark_at: int, turn: _Turn, frame: Frame, floor: in
     if at < 0:
         raise Misplaced
     behind = at + len(frame.header)
-    _refuse_neighbour(turn.before.rpartition(frame.header)[2], text[behind:mark_at])
+    _refuse_neighbour(turn.before.rpartition(frame.header)[2], frame.unescape(text[behind:mark_at]))
     return behind
 
 

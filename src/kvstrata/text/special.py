@@ -1,4 +1,4 @@
-"""Which special tokens of a reply are text, and which are not shown.
+"""Special tokens: those that a reply shows as text, and those that only a template may write.
 
 Special tokens are control signs and hidden, with two exceptions: those that tool calls and thinking are marked with,
 and everything inside a tool call, because mlx-lm's parsers look for special tokens there (Mistral's [ARGS], Gemma's
@@ -7,11 +7,13 @@ quotes, Kimi's argument marks).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvstrata.text.fast import hf_tokenizer
 from kvstrata.text.thinking import thinking_tags
+from kvstrata.text.tokens import token_text
 
 if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -51,11 +53,32 @@ def special_names(tokenizer: TokenizerWrapper) -> dict[int, str]:
     return names | dict(zip(hf.all_special_ids, hf.all_special_tokens, strict=True))
 
 
-def _marks(tokenizer: TokenizerWrapper) -> list[str]:
+def control_names(tokenizer: TokenizerWrapper, samples: Iterable[str]) -> frozenset[str]:
+    """Tokens that only a template may write: special ones, and those around the turns of `samples`, rendered chats,
+    which some tokenizers add without calling them special."""
+    added = {token.content for token in hf_tokenizer(tokenizer).added_tokens_decoder.values()}
+    chats = "\n".join(samples)
+    around_turns = {name for name in added if name in chats} - reply_marks(tokenizer)
+    return frozenset(special_names(tokenizer).values()) | around_turns
+
+
+def reply_marks(tokenizer: TokenizerWrapper) -> frozenset[str]:
+    """The tokens around thinking and calls, which a reply shows as text and clients send back in it. Harmony's are not
+    among them: turns are written with them too."""
+    ending = {token_text(tokenizer, id) for id in getattr(tokenizer, "eos_token_ids", ()) or ()}
+    return frozenset(mark.strip() for mark in _call_and_thinking_marks(tokenizer) if mark) - _HARMONY - ending
+
+
+def _call_and_thinking_marks(tokenizer: TokenizerWrapper) -> list[str | None]:
     names = ("tool_call_start", "tool_call_end", "think_start", "think_end")
     marks = [getattr(tokenizer, name, None) for name in names]
     if tags := thinking_tags(tokenizer):
         marks += (tags.start, tags.end)
+    return marks
+
+
+def _marks(tokenizer: TokenizerWrapper) -> list[str]:
+    marks = _call_and_thinking_marks(tokenizer)
     marks += getattr(tokenizer, "structural_markers", ())
     transitions = getattr(tokenizer, "response_transitions", {})
     marks += [mark for rules in transitions.values() for mark, _ in rules]

@@ -34,7 +34,8 @@ from kvstrata.text.probe import (
 )
 from kvstrata.text.replay import Frame, pieces_of
 from kvstrata.text.sampled import Sampled
-from kvstrata.text.special import special_names
+from kvstrata.text.special import control_names, reply_marks, special_names
+from kvstrata.text.special_escapes import SpecialTokenEscapes
 from kvstrata.text.system_turns import placed
 from kvstrata.text.tokens import encode_rendered, require_unicode, token_text
 from kvstrata.text.told_tools import without_tools
@@ -62,15 +63,20 @@ _RESERVED = frozenset(signature(PreTrainedTokenizerBase.apply_chat_template).par
 class ChatTemplate:
     """`exists`: the model has a template. `has_tools`: it shows the model which tools there are; otherwise they are
     told in the system text. `system_in_place`: system messages in the middle of a chat stay there whatever the template
-    does with them.
+    does with them. `allow_special_tokens`: what a client writes like a special token becomes that token.
     """
 
-    def __init__(self, tokenizer: TokenizerWrapper, *, system_in_place: bool = True) -> None:
+    def __init__(
+        self, tokenizer: TokenizerWrapper, *, system_in_place: bool = True, allow_special_tokens: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
         # A tokenizer saved with truncation or padding loses them at its first use; that must not happen in two threads.
         encode_rendered(tokenizer, "")
         self.exists: bool = bool(tokenizer.has_chat_template)
-        self._encoder = TurnEncoder(tokenizer, samples(self._with_generation_prompt) if self.exists else ())
+        written = samples(self._with_generation_prompt) if self.exists else []
+        names = () if allow_special_tokens else control_names(tokenizer, written)
+        self._escapes = SpecialTokenEscapes(names, reply_marks(tokenizer))
+        self._encoder = TurnEncoder(tokenizer, written, self._escapes)
         self._encode: Callable[[str], tuple[int, ...]] = self._encoder
         self._positions = Positions(self._encode, special_names(tokenizer))
         self.has_tools = self.exists and shows_tools(self._with_generation_prompt)
@@ -94,7 +100,7 @@ class ChatTemplate:
     ) -> tuple[int, ...]:
         """Token ids up to where the reply begins. Raises InvalidRequest."""
         self._refuse(template_kwargs)
-        text = self._text(self._chat(messages, tools), self._shown_tools(tools), template_kwargs, reply=True)
+        text = self._escaped_text(self._chat(messages, tools), self._shown_tools(tools), template_kwargs, reply=True)
         return self._encode(text)
 
     def replay(
@@ -111,10 +117,11 @@ class ChatTemplate:
         self._refuse(template_kwargs)
 
         def text_of(chat: list[Message]) -> str:
-            return self._text(self._chat(chat, tools), self._shown_tools(tools), template_kwargs, reply=True)
+            return self._escaped_text(self._chat(chat, tools), self._shown_tools(tools), template_kwargs, reply=True)
 
         endings = tuple(text for id in ending_ids if (text := token_text(self._tokenizer, id)))
-        pieces = pieces_of(messages, replies, text_of, Frame(self._header, endings, self._added), self._tokenizer)
+        frame = Frame(self._header, endings, self._added, self._escapes.unescape)
+        pieces = pieces_of(messages, replies, text_of, frame, self._tokenizer)
         sampled = [piece for piece in pieces if not isinstance(piece, str)]
         ids = [self._encode(piece) if isinstance(piece, str) else piece for piece in pieces]
         return Prompt(tuple(chain.from_iterable(ids)), len(sampled), sum(map(len, sampled)))
@@ -146,7 +153,7 @@ class ChatTemplate:
         """
         self._refuse(template_kwargs)
         chat = self._chat(messages, tools)
-        text_of = partial(self._text, tools=self._shown_tools(tools), template_kwargs=template_kwargs)
+        text_of = partial(self._escaped_text, tools=self._shown_tools(tools), template_kwargs=template_kwargs)
         text = text_of(chat, reply=True)
         ids = self._encode(text) if prompt is None else prompt
         before = self._before_reply(chat, text, text_of)
@@ -166,7 +173,7 @@ class ChatTemplate:
         prompt: tuple[int, ...],
     ) -> int:
         """Where the system and tools block ends in a prompt that `render` gave; 0: it is not known."""
-        text_of = partial(self._text, tools=self._shown_tools(tools), template_kwargs=template_kwargs)
+        text_of = partial(self._escaped_text, tools=self._shown_tools(tools), template_kwargs=template_kwargs)
         text = text_of(self._chat(messages, tools), reply=True)
         return self._system_end(self._openings(messages, tools), text, prompt, text_of)
 
@@ -208,6 +215,19 @@ class ChatTemplate:
 
     def _with_generation_prompt(self, messages: list[Message], tools: Tools | None) -> str:
         return self._text(messages, tools, None, reply=True)
+
+    def _escaped_text(
+        self, messages: list[Message], tools: Tools | None, template_kwargs: dict[str, Any] | None, *, reply: bool
+    ) -> str:
+        """A client's chat: special tokens inside it carry marks, where the encoder cuts."""
+        try:
+            escapes = self._escapes
+            chat, variables = escapes.escape_messages(messages), escapes.escape(template_kwargs)
+            return self._text(chat, escapes.escape(tools), variables, reply=reply)
+        except RecursionError as fault:
+            raise InvalidRequest("The messages or tools are nested too deeply.", param="messages") from fault
+        except InvalidRequest as fault:
+            raise InvalidRequest(self._escapes.unescape(fault.message), param=fault.param) from fault
 
     def _text(
         self, messages: list[Message], tools: Tools | None, template_kwargs: dict[str, Any] | None, *, reply: bool

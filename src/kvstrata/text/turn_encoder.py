@@ -18,6 +18,7 @@ import numpy as np
 from blake3 import blake3
 
 from kvstrata.text.fast import fast_tokenizer
+from kvstrata.text.special_escapes import SpecialTokenEscapes
 from kvstrata.text.tokens import encode_rendered, encode_rendered_all
 
 if TYPE_CHECKING:
@@ -30,10 +31,14 @@ DIGEST_BYTES = 16
 
 
 class TurnEncoder:
-    """`samples`: texts as the template writes them. Pieces begin at the special tokens that these have."""
+    """`samples`: texts as the template writes them. Pieces begin at the special tokens that these have, and where
+    `escapes` cut: what is between two cuts is tokenized as a text of its own."""
 
-    def __init__(self, tokenizer: TokenizerWrapper, samples: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: TokenizerWrapper, samples: Sequence[str], escapes: SpecialTokenEscapes | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._escapes = escapes or SpecialTokenEscapes(())
         self._known = _Known()
         self._marks = _marks(tokenizer, samples)
         if any(self(sample) != encode_rendered(tokenizer, sample) for sample in samples):
@@ -46,10 +51,10 @@ class TurnEncoder:
 
     def __call__(self, text: str, salt: str = "") -> tuple[int, ...]:
         """What is remembered for one salt is never found for another."""
+        whole = self._escapes.split(text)
         if self._marks is None:
-            return encode_rendered(self._tokenizer, text)
-        starts = [match.start() for match in self._marks.finditer(text)]
-        pieces = [text[a:b] for a, b in pairwise([0, *starts, len(text)]) if a < b]
+            return tuple(chain.from_iterable(encode_rendered_all(self._tokenizer, whole)))
+        pieces = [piece for each in whole for piece in _cut(each, self._marks)]
         keys = [_digest(salt, piece) if len(piece) >= LEAST_CHARS else None for piece in pieces]
         found: list[Sequence[int] | None] = [None if key is None else self._known.get(key) for key in keys]
         missing = {piece: key for piece, key, ids in zip(pieces, keys, found, strict=True) if ids is None}
@@ -60,6 +65,11 @@ class TurnEncoder:
         return tuple(
             chain.from_iterable(made[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True))
         )
+
+
+def _cut(text: str, marks: re.Pattern[str]) -> list[str]:
+    starts = [match.start() for match in marks.finditer(text)]
+    return [text[a:b] for a, b in pairwise([0, *starts, len(text)]) if a < b]
 
 
 class _Known:

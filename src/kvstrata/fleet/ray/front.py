@@ -125,6 +125,8 @@ def _renderer(settings: Settings) -> tuple[Any, Renderer]:
     from kvstrata.text.thinking_switch import ThinkingSwitch
 
     tokenizer = load_tokenizer(settings.model)
-    template = ChatTemplate(tokenizer, system_in_place=settings.system_in_place)
+    template = ChatTemplate(
+        tokenizer, system_in_place=settings.system_in_place, allow_special_tokens=settings.allow_special_tokens
+    )
     hygiene = Hygiene(settings.drop_nonces, settings.system_in_place)
     return tokenizer, Renderer(template, ThinkingSwitch(template), hygiene)

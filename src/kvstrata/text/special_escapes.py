@@ -1,0 +1,76 @@
+"""Special tokens in what clients send, kept apart from those that a chat template writes.
+
+A tokenizer reads `<|im_start|>` in a tool's result as the control token that begins a turn. So a mark goes behind the
+first character of each such text before the template sees it, and the rendered text is tokenized in the pieces
+between the marks: no piece holds the whole token. Texts without special tokens stay as they are, and so do their ids.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from kvstrata.text.messages import Message
+
+
+class SpecialTokenEscapes:
+    """`names`: special tokens as text. `reply_marks`: those of them that an assistant's own content may have. A token
+    of a single character cannot be broken; one of letters, digits or blanks alone is part of ordinary texts."""
+
+    def __init__(self, names: Iterable[str], reply_marks: Iterable[str] = ()) -> None:
+        breakable = {name for name in names if len(name) > 1 and not name.isalnum() and not name.isspace()}
+        self._anywhere = _any_of(breakable)
+        self._in_replies = _any_of(breakable.difference(reply_marks))
+        self._in_json = _any_of({json.dumps(name, ensure_ascii=False)[1:-1] for name in breakable})
+        # Letters and digits survive whatever a template does to a text; chance keeps clients from sending them.
+        self._mark = f"kve{secrets.token_hex(8)}x"
+
+    def escape(self, value: Any) -> Any:
+        """A JSON value in which no text, keys included, holds a special token. Going over the texts of 100 tools one by
+        one takes ten times as long as writing them as JSON, which shows that there is nothing to do."""
+        if self._in_json is None or not self._in_json.search(json.dumps(value, ensure_ascii=False)):
+            return value
+        return self._escaped(value, self._anywhere)
+
+    def escape_messages(self, messages: Sequence[Message]) -> list[Message]:
+        """Clients send back what the model wrote: the marks of thinking and calls stay in the assistant's content."""
+        escaped = [self._escaped(message, self._anywhere) for message in messages]
+        for message, original in zip(escaped, messages, strict=True):
+            if self._anywhere is not None and original.get("role") == "assistant" and "content" in original:
+                message["content"] = self._escaped(original["content"], self._in_replies)
+        return escaped
+
+    def split(self, text: str) -> list[str]:
+        """The pieces of a rendered text that are tokenized one by one."""
+        return text.split(self._mark)
+
+    def unescape(self, text: str) -> str:
+        return text.replace(self._mark, "")
+
+    def _escaped(self, value: Any, names: re.Pattern[str] | None) -> Any:
+        if names is None:
+            return value
+        if isinstance(value, str):
+            return self._mark.join(_broken(value, names))
+        if isinstance(value, dict):
+            return {self._escaped(key, names): self._escaped(each, names) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._escaped(each, names) for each in value]
+        return value
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
+    return re.compile("|".join(map(re.escape, sorted(names)))) if names else None
+
+
+def _broken(text: str, names: re.Pattern[str]) -> list[str]:
+    """Cut behind the first character of every special token, of those too that overlap."""
+    pieces: list[str] = []
+    cut = 0
+    while found := names.search(text, cut):
+        pieces.append(text[cut : found.start() + 1])
+        cut = found.start() + 1
+    return [*pieces, text[cut:]]
