@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PythonBackend
 
-from kvstrata.errors import InvalidRequest
+from kvstrata.errors import InvalidRequest, QueueFull
 from kvstrata.grammar import grammars as module
-from kvstrata.grammar.apart import run_apart
+from kvstrata.grammar.apart import CompilePool, NoPlace
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.grammar.grammars import Grammars
 from kvstrata.grammar.masks import Masks
@@ -35,6 +35,9 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
+LONG = "a" * (MAX_REGEX_BYTES + 1)
 
 
 def chain(num_links: int) -> dict[str, Any]:
@@ -196,13 +199,30 @@ def test_replies_that_share_a_grammar_do_not_share_where_they_stand() -> None:
         (Constraint.json_schema('{"pattern": "\\ud800"}'), "hex escape"),
         (Constraint.regex("(a"), "unclosed group"),
         (Constraint.regex("a(?=b)"), "look-around"),
-        (Constraint.regex("a" * (MAX_REGEX_BYTES + 1)), "bytes"),
+        (Constraint.regex(LONG), "bytes"),
+        # Wherever a text stands that the lexer reads as one.
+        (Constraint.lark(f"start: A\nA: /{LONG}/"), "bytes"),
+        (Constraint.lark(f'start: "{LONG}"'), "bytes"),
+        (Constraint.lark("start: A\nA: " + " ".join(f"/{'a' * 99}/" for _ in range(200))), "bytes"),
+        (Constraint.choice([LONG, "a"]), "bytes"),
+        (Constraint.json_schema({"type": "string", "pattern": LONG}), "patterns have"),
+        (Constraint.json_schema({"allOf": [{"pattern": f"{i}{'a' * 5000}"} for i in range(4)]}), "patterns have"),
+        (Constraint.json_schema({"items": {"patternProperties": {LONG: {}}}}), "bytes"),
+        (Constraint.json_schema({"x-guidance": {"whitespace_pattern": LONG}}), "patterns have"),
+        (Constraint.json_schema({"properties": {"a": {"const": LONG}}}), "a text of"),
+        (Constraint.json_schema({"anyOf": [{"enum": ["a", LONG]}]}), "a text of"),
+        (Constraint.json_schema({"const": {"description": LONG}}), "a text of"),
+        (Constraint.json_schema({"properties": {LONG: {}}}), "a text of"),
+        (
+            Constraint.json_schema({"properties": {f"p{i}": {} for i in range(500)}, "required": ["p0"] * 200}),
+            "499 optional properties",
+        ),
         (Constraint.regex("\ud800"), "surrogate"),
         (Constraint.regex("(" * 8_000 + ")" * 8_000), "nest"),
         (Constraint.lark("begin: /a/"), "no start rule"),
         (Constraint.lark("start: a"), "unknown name"),
         (Constraint.lark("start: <[99999]>"), "too large"),
-        (Constraint.lark("start: " + "(" * 9000 + '"a"' + ")" * 9000), "nested"),
+        (Constraint.lark("start: " + "(" * 9000 + '"a"' + ")" * 9000, is_composed=True), "nested"),
         (Constraint.lark("start: a\na: a"), "no text can match"),
         (Constraint.choice([]), "no choice"),
         (Constraint.choice(["a" * 1000] * 300), "bytes"),
@@ -214,6 +234,13 @@ def test_what_cannot_be_compiled_is_refused_with_the_reason(constraint: Constrai
     assert "cannot be used" in message
     assert len(message) < MAX_REASON_CHARS + 100
     assert "%json" not in message
+
+
+def test_long_descriptions_and_many_patterns_that_are_the_same_are_no_load() -> None:
+    date = "[0-9]{4}-[0-9]{2}-[0-9]{2}" * 10
+    parts = {f"p{i}": {"type": "string", "pattern": date, "description": "b" * 200} for i in range(100)}
+    schema = {"description": LONG, "properties": {**parts, "const": {"title": LONG}}, "required": [*parts]}
+    assert byte_grammars().compile(Constraint.json_schema(schema))
 
 
 def test_a_schema_that_is_not_strict_gets_what_can_be_enforced_and_is_told_the_rest() -> None:
@@ -274,10 +301,37 @@ def test_work_apart_has_a_large_stack_and_others_their_own() -> None:
     def depth(left: int) -> int:
         return 0 if not left else 1 + depth(left - 1)
 
-    assert run_apart(lambda: depth(500), 10.0) == 500
+    assert CompilePool().run(lambda: depth(500), 10.0) == 500
     assert threading.stack_size() == before
     with pytest.raises(ZeroDivisionError):
-        run_apart(lambda: 1 // 0, 10.0)
+        CompilePool().run(lambda: 1 // 0, 10.0)
+
+
+@pytest.mark.parametrize("pool", [CompilePool(1, 2, place_limit_s=0.01), CompilePool(2, 1, place_limit_s=60)])
+def test_where_no_place_is_free_a_request_is_told_to_come_again(pool: CompilePool) -> None:
+    """Where it may wait for a place, and where as many wait already: at once."""
+    loaded = byte_model()
+    grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids, pool)
+    begun, done = threading.Event(), threading.Event()
+    busy = threading.Thread(target=pool.run, args=(lambda: (begun.set(), done.wait(30)), 30))
+    busy.start()
+    assert begun.wait(30)
+    with pytest.raises(QueueFull, match="no place is free") as full:
+        grammars.compile(Constraint.regex("[0-9]"), param="structured_outputs.regex")
+    assert (full.value.status, full.value.code) == (429, "grammars_busy")
+    done.set()
+    busy.join(30)
+    assert grammars.compile(Constraint.regex("[0-9]"))
+
+
+def test_work_that_was_given_up_keeps_its_place() -> None:
+    pool, done = CompilePool(1, 4, place_limit_s=0.01), threading.Event()
+    with pytest.raises(TimeoutError):
+        pool.run(done.wait, 0.01)
+    with pytest.raises(NoPlace):
+        pool.run(done.wait, 0.01)
+    done.set()
+    assert CompilePool(1, 4).run(lambda: 1, 30) == 1
 
 
 def test_the_last_few_are_remembered() -> None:

@@ -46,7 +46,7 @@ def calls_grammar(
     if otherwise is not None:
         start += " | otherwise"
         rules.append(f"otherwise: {rule_of(otherwise)}")
-    return Constraint.lark("\n".join([f"start: {start}", *rules]))
+    return Constraint.lark("\n".join([f"start: {start}", *rules]), is_composed=True)
 
 
 @dataclass(frozen=True)

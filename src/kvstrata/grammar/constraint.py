@@ -19,6 +19,7 @@ class Constraint:
     choices: tuple[str, ...] = ()
     strict: bool = True  # of a schema: what cannot be enforced is refused, not ignored
     padded: bool = False  # of JSON: whitespace may come first, as after thinking
+    is_composed: bool = False  # of a Lark grammar: made here, of parts that were each measured
 
     @classmethod
     def json_schema(
@@ -38,9 +39,9 @@ class Constraint:
         return cls("regex", pattern)
 
     @classmethod
-    def lark(cls, grammar: str) -> Constraint:
+    def lark(cls, grammar: str, *, is_composed: bool = False) -> Constraint:
         """In llguidance's dialect."""
-        return cls("lark", grammar)
+        return cls("lark", grammar, is_composed=is_composed)
 
     @classmethod
     def choice(cls, choices: Iterable[str]) -> Constraint:

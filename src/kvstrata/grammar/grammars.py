@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from kvstrata.errors import InvalidRequest
-from kvstrata.grammar.apart import run_apart
+from kvstrata.errors import InvalidRequest, QueueFull
+from kvstrata.grammar.apart import CompilePool, NoPlace
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.grammar.matcher import Matcher, reason_of, shortened
 from kvstrata.grammar.source import source_of
@@ -56,14 +56,18 @@ class Grammar:
 
 
 class Grammars:
-    def __init__(self, tokenizer: TokenizerWrapper, vocab_size: int, eos_ids: Iterable[int]) -> None:
+    def __init__(
+        self, tokenizer: TokenizerWrapper, vocab_size: int, eos_ids: Iterable[int], pool: CompilePool | None = None
+    ) -> None:
         """`vocab_size`: number of logits. All `eos_ids` are allowed where a grammar may end."""
+        self._pool = pool or CompilePool()
         self._vocabulary = Vocabulary(tokenizer, vocab_size, eos_ids)
         self._lock = threading.Lock()  # guards the next one
         self._remembered: OrderedDict[Constraint, Grammar] = OrderedDict()
 
     def compile(self, constraint: Constraint, *, param: str | None = None) -> Grammar:
-        """Raises InvalidRequest, with the reason, for what cannot be compiled, is too large or takes too long."""
+        """Raises InvalidRequest, with the reason, for what cannot be compiled, is too large or takes too long, and
+        QueueFull where too many are being compiled."""
         with self._lock:
             if constraint in self._remembered:
                 self._remembered.move_to_end(constraint)
@@ -74,6 +78,13 @@ class Grammars:
             raise InvalidRequest(error.message, param=param) from error
         except ValueError as error:
             raise InvalidRequest(_refusal(constraint, str(error)), param=param) from error
+        except NoPlace as error:
+            raise QueueFull(
+                f"{self._pool.max_running} schemas and grammars are being compiled, and no place is free. Send the "
+                "request again in a while; one that was compiled lately needs no place.",
+                param=param,
+                code="grammars_busy",
+            ) from error
         except TimeoutError as error:
             reason = f"that takes longer than {COMPILE_LIMIT_S:.0f} s"
             raise InvalidRequest(_refusal(constraint, reason), param=param) from error
@@ -90,7 +101,7 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> Grammar:
         source = source_of(constraint)
         tokens = self._vocabulary.native()
-        native = run_apart(lambda: _native(tokens, source), COMPILE_LIMIT_S)
+        native = self._pool.run(lambda: _native(tokens, source), COMPILE_LIMIT_S)
         if reason := reason_of(native):
             raise ValueError(reason)
         return Grammar(native, self._vocabulary.vocab_size, tokens.vocab_size)

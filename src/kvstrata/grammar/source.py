@@ -11,12 +11,14 @@ from kvstrata.grammar.constraint import Constraint
 
 # Bytes of a constraint. A compiler's stack grows with it: see apart.py.
 MAX_BYTES = 256 << 10
-# Of a regular expression: with 250 KB each mask took up to a second, on the engine's thread.
+# Of what the lexer reads as one: a regular expression, a Lark grammar (its terminals join others), a literal, all
+# patterns of a schema. A mask takes 2.4 us for each byte, on the engine's thread: 0.6 s with 240 KB.
 MAX_REGEX_BYTES = 16 << 10
 # Between two parts of a JSON text. Bounded: small models go on with blanks for ever. Enough for an indent of 30 levels.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,128}"
 # Of one object. With more the parser has too much to choose from after the first brace, and compiling takes seconds.
 MAX_OPTIONAL = 400
+MAPS_OF_SCHEMAS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
 # Before a JSON text or a call.
 PADDING = r"/[\x20\x0A\x0D\x09]{1,8}/"
 
@@ -73,30 +75,84 @@ def json_rule(schema: Any, *, strict: bool) -> str:
         schema = {}
     if not isinstance(schema, dict):
         raise ValueError("the schema must be a JSON object")
-    _require_few_optional(schema)
+    _require_limits(schema)
     own = schema.get("x-guidance")
     options = {"whitespace_pattern": WHITESPACE, **(own if isinstance(own, dict) else {}), "lenient": not strict}
+    return "%json " + _dumped({**schema, "x-guidance": options})
+
+
+def _dumped(value: Any) -> str:
     try:
-        return "%json " + json.dumps({**schema, "x-guidance": options})
+        return json.dumps(value)
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
 
 
-def _require_few_optional(schema: dict[str, Any]) -> None:
+def _require_limits(schema: dict[str, Any]) -> None:
+    patterns: set[str] = set()
     left: list[Any] = [schema]
     while left:
         part = left.pop()
-        left += part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
-        if not isinstance(part, dict) or not isinstance(properties := part.get("properties"), dict):
-            continue
-        required = part.get("required")
-        num_optional = len(properties) - (len(required) if isinstance(required, list) else 0)
-        if num_optional > MAX_OPTIONAL:
-            raise ValueError(f"an object has {num_optional} optional properties; at most {MAX_OPTIONAL} are taken")
+        if isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            _require_few_optional(part)
+            patterns |= _patterns(part)
+            left += _subschemas(part)
+    num_bytes = sum(map(_num_bytes, patterns))
+    if num_bytes > MAX_REGEX_BYTES:
+        raise ValueError(f"its patterns have {num_bytes:,} bytes together; at most {MAX_REGEX_BYTES:,} are taken")
+
+
+def _require_few_optional(part: dict[str, Any]) -> None:
+    if not isinstance(properties := part.get("properties"), dict):
+        return
+    required = part.get("required")
+    names = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+    num_optional = len(properties.keys() - names)
+    if num_optional > MAX_OPTIONAL:
+        raise ValueError(f"an object has {num_optional} optional properties; at most {MAX_OPTIONAL} are taken")
+
+
+def _patterns(part: dict[str, Any]) -> set[str]:
+    """The regular expressions of one schema, without those of schemas inside it."""
+    own, named = part.get("pattern"), part.get("patternProperties")
+    options = part.get("x-guidance")
+    texts = [own, *(named if isinstance(named, dict) else ()), *(options.values() if isinstance(options, dict) else ())]
+    return {text for text in texts if isinstance(text, str)}
+
+
+def _subschemas(part: dict[str, Any]) -> list[Any]:
+    """The parts of a schema that may have limits of their own. Values that a reply must have are measured here."""
+    found: list[Any] = []
+    for key, value in part.items():
+        if key in MAPS_OF_SCHEMAS and isinstance(value, dict):
+            for name in value:
+                _require_short(name)
+            found += value.values()
+        elif key == "const":
+            _require_short(value)
+        elif key == "enum" and isinstance(value, list):
+            for each in value:
+                _require_short(each)
+        else:
+            found.append(value)
+    return found
+
+
+def _require_short(value: Any) -> None:
+    num_bytes = _num_bytes(value if isinstance(value, str) else _dumped(value))
+    if num_bytes > MAX_REGEX_BYTES:
+        raise ValueError(f"it has a text of {num_bytes:,} bytes; at most {MAX_REGEX_BYTES:,} are taken")
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
 
 
 def literal(text: str) -> str:
     """In Lark: this text and no other. Escaped throughout, since its lexer takes no control characters."""
+    _require_short(text)
     return json.dumps(text)
 
 
@@ -117,6 +173,7 @@ def _require_size(constraint: Constraint) -> None:
         num_bytes = len(constraint.text.encode()) + sum(len(choice.encode()) for choice in constraint.choices)
     except UnicodeEncodeError:
         raise ValueError("it is not valid Unicode: it has an unpaired surrogate") from None
-    max_bytes = MAX_REGEX_BYTES if constraint.kind == "regex" else MAX_BYTES
+    is_one_text = constraint.kind == "regex" or (constraint.kind == "lark" and not constraint.is_composed)
+    max_bytes = MAX_REGEX_BYTES if is_one_text else MAX_BYTES
     if num_bytes > max_bytes:
         raise ValueError(f"it has {num_bytes:,} bytes; at most {max_bytes:,} are taken")

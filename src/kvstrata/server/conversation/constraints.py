@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvstrata.errors import InvalidRequest
+from kvstrata.errors import InvalidRequest, QueueFull
 from kvstrata.grammar.calls import CallForm, calls_grammar
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.grammar.grammars import Grammar
@@ -58,7 +58,7 @@ def _told(service: Service, tools: Sequence[Tool], *, several: bool) -> Grammar 
     try:
         constraint = _calls(service, _forms(service, tools), "tools", several=several, or_text=True)
         return service.grammars.compile(constraint, param="tools")
-    except InvalidRequest:
+    except (InvalidRequest, QueueFull):
         # No client asked for a grammar: without one the model may still write a call.
         return None
 
