@@ -44,6 +44,18 @@ def test_a_url_is_shown_without_its_password(text: str, shown: str) -> None:
     assert PASSWORD not in repr(url)
 
 
+def test_a_password_may_be_the_name_of_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = parse("redis://me:${KV_TEST_PASSWORD}@cache.example:6379/2")
+    assert not url.has_plain_password
+    assert parse(f"redis://:{PASSWORD}@cache.example").has_plain_password
+    monkeypatch.setenv("KV_TEST_PASSWORD", "p@ss/${HOME}")
+    assert url.with_login == "redis://me:p%40ss%2F%24%7BHOME%7D@cache.example:6379/2"
+    monkeypatch.delenv("KV_TEST_PASSWORD")
+    with pytest.raises(ConfigError, match="KV_TEST_PASSWORD, which is not set"):
+        _ = url.with_login
+    assert parse("redis://cache.example/0").with_login == "redis://cache.example/0"
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [

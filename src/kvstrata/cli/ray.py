@@ -12,6 +12,7 @@ from kvstrata.cli.flags import given, with_settings
 from kvstrata.config import load as load_settings
 from kvstrata.errors import ConfigError
 from kvstrata.fleet.ray.deploy import Scale, deploy_text
+from kvstrata.remote.url import parse as parse_url
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Serve replicas of a model on Ray Serve.")
 
@@ -40,12 +41,18 @@ def config(
     """Print a configuration for `serve run`, `serve deploy` or KubeRay.
 
     Settings are those of `kvstrata serve`, and every replica gets them. Each has a folder of its own in
-    --disk-cache-dir; --remote-cache is what they share. Keys belong into a file: --api-key-file.
+    --disk-cache-dir; --remote-cache is what they share. Keys belong into a file (--api-key-file), the password of a
+    store into a variable: 'redis://:${STORE_PASSWORD}@cache:6379/0'.
     """
     values = {name: _absolute(value) for name, value in given(context, {"model": model, **flags}).items()}
     settings = load_settings(flags=values)
     if settings.api_key or settings.admin_key:
         raise ConfigError("A key would stand in this configuration for all to read. Use --api-key-file FILE.")
+    if "remote_cache" in values and parse_url(values["remote_cache"]).has_plain_password:
+        raise ConfigError(
+            "The password in --remote-cache would stand in this configuration for all to read. Name a variable in its "
+            "place, as in --remote-cache 'redis://:${STORE_PASSWORD}@cache:6379/0', and set it on every node."
+        )
     least, most = _numbers(replicas)
     typer.echo(deploy_text(settings, values, Scale(least, most, cpus, gpus)), nl=False)
     if importlib.util.find_spec("ray") is None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from kvstrata.backend.addresses import is_loopback
 from kvstrata.errors import ConfigError
@@ -34,6 +35,8 @@ ENDPOINTS: Mapping[str, tuple[str, ...]] = {
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
+# In place of a user or a password: the name of a variable of the environment.
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 PRIVATE_MODE = 0o700
 
 
@@ -44,7 +47,7 @@ class RemoteUrl:
     path: str  # of Redis: the number of the database; of an object store: the prefix
     port: int | None = None
     options: Mapping[str, str] = field(default_factory=dict, repr=False)
-    text: str = field(default="", repr=False)  # all of it, with a password if it has one
+    text: str = field(default="", repr=False)  # all of it, with a password or the name of its variable
 
     @property
     def shown(self) -> str:
@@ -55,6 +58,18 @@ class RemoteUrl:
 
     def __str__(self) -> str:
         return self.shown
+
+    @property
+    def has_plain_password(self) -> bool:
+        """Whether the password itself stands in the text, not the name of a variable."""
+        password = urlsplit(self.text).password
+        return bool(password) and VARIABLE.fullmatch(password) is None
+
+    @property
+    def with_login(self) -> str:
+        """The text with the values of variables that its user and password name. Raises ConfigError."""
+        login, mark, rest = self.text.rpartition("@")
+        return f"{VARIABLE.sub(_value, login)}{mark}{rest}"
 
     @property
     def is_redis(self) -> bool:
@@ -109,6 +124,13 @@ def _check(url: RemoteUrl, *, has_login: bool) -> None:
             f"{FLAG}: {url.scheme} takes no user and password in the URL. Object stores read theirs from the "
             "environment (AWS_ACCESS_KEY_ID, GOOGLE_APPLICATION_CREDENTIALS, AZURE_STORAGE_ACCOUNT_KEY)."
         )
+
+
+def _value(found: re.Match[str]) -> str:
+    value = os.environ.get(found[1])
+    if not value:
+        raise ConfigError(f"{FLAG} names the variable {found[1]}, which is not set here. Set it to what it stands for.")
+    return quote(value, safe="")
 
 
 def _check_options(url: RemoteUrl) -> None:

@@ -33,7 +33,7 @@ class RedisStore:
             ) from None
         _check_tls_files(url)
         self._client: redis.Redis = redis.Redis.from_url(
-            url.text,
+            url.with_login,
             socket_connect_timeout=connect_s,
             socket_timeout=answer_s,
             # A fault is a miss and a pause: no request waits for a second attempt.
