@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def test_short_replies_take_no_more_memory_than_long_ones() -> None:
 
 @given(record=RECORDS, damage=st.data())
 def test_a_line_is_what_it_was_or_nothing(record: Record, damage: st.DataObject) -> None:
-    line = to_line(record)
+    line = to_line(record, 0.0)
     assert from_line(line, VOCAB) == record
     at = damage.draw(st.integers(0, len(line) - 2))
     flipped = bytes([line[at] ^ damage.draw(st.integers(1, 255))])
@@ -225,6 +226,39 @@ def test_clearing_an_owner_leaves_the_others(tmp_path: Path) -> None:
     found = ReplyMemory(open_files(tmp_path))
     assert [found.find(salt, SAID) is not None for salt in ("a", "a:one", "b")] == [False, False, True]
     found.close()
+
+
+def test_what_was_not_said_or_sent_back_lately_expires_in_memory_and_files(tmp_path: Path) -> None:
+    now_s = 1000.0
+    files = ReplyFiles(tmp_path, "model", VOCAB, clock=lambda: now_s)
+    memory = ReplyMemory(files, clock=lambda: now_s)
+    later = {"role": "assistant", "content": "Later."}
+    memory.add("", visible_of_message(SAID), sampled(1))
+    memory.add("another", visible_of_message(SAID), sampled(3))
+    now_s = 2000.0
+    memory.add("", visible_of_message(later), sampled(2))
+    memory.expire(1500.0)
+    assert [memory.find("", each) for each in (SAID, later)] == [None, sampled(2)]
+    assert memory.find("another", SAID) is None
+    memory.close()
+    found = ReplyMemory(open_files(tmp_path))
+    assert [found.find("", each) for each in (SAID, later)] == [None, sampled(2)]
+    found.expire(3000.0 + time.time())
+    found.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_clearing_leaves_no_file_and_brings_none_back(tmp_path: Path) -> None:
+    """Files that a crash left half written go too, and what is cleared is not read again."""
+    memory = ReplyMemory(open_files(tmp_path))
+    memory.add("", visible_of_message(SAID), sampled(1))
+    memory.close()
+    memory = ReplyMemory(open_files(tmp_path))
+    (tmp_path / "half.new").write_bytes(b"rest")
+    memory.clear(None, None)
+    assert not list(tmp_path.iterdir())
+    assert memory.find("", SAID) is None
+    memory.close()
 
 
 def test_a_long_file_keeps_its_newer_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

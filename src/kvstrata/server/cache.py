@@ -40,6 +40,7 @@ from kvstrata.server.cache_words import (
 from kvstrata.server.conversation.body import body_of, read_body, require_json, validated
 from kvstrata.server.conversation.prompt import ChatPrompt
 from kvstrata.server.errors import answers
+from kvstrata.server.forgetting import forget_texts
 from kvstrata.server.openai.ask import job_of_chat, job_of_completion
 from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
 from kvstrata.server.service import Service, service_of
@@ -140,10 +141,7 @@ async def clear(request: Request) -> ClearAnswer:
 
     service = service_of(request)
     left = await told(cache_of(service).clear(salt, tier, owner=owner))
-    if tier != "hot" and service.replies is not None:
-        service.replies.clear(salt, owner, only_files=tier == "disk")
-    if tier != "disk":
-        service.sessions.forget(salt, owner)
+    await forget_texts(service, salt, owner, tier)
     cleared = left.cleared
     return {"tier": tier, "bytes": cleared.nbytes, "tokens": cleared.tokens, "bytes_left": left.left_bytes}
 

@@ -19,6 +19,7 @@ from anyio import to_thread
 from uvicorn.config import LOGGING_CONFIG
 
 from kvstrata.server.app import front
+from kvstrata.server.forgetting import expire_regularly
 from kvstrata.server.journal.sampling import Sampler
 from kvstrata.server.service import Service
 from kvstrata.server.wire.connection import Connection
@@ -48,16 +49,21 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self._sampling: asyncio.Task[None] | None = None
+        self._expiring: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._loop = asyncio.get_running_loop()
         self._sampling = self._loop.create_task(Sampler(self.service).run())
+        if self.service.cache_ttl_s is not None:
+            self._expiring = self._loop.create_task(expire_regularly(self.service, self.service.cache_ttl_s))
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._sampling is not None:
             self._sampling.cancel()
+        if self._expiring is not None:
+            self._expiring.cancel()
         end = asyncio.get_running_loop().call_later(FLUSH_S, self._end_connections)
         await super().shutdown(sockets)
         end.cancel()

@@ -20,6 +20,7 @@ from kvstrata.server.conversation.hygiene import Hygiene
 from kvstrata.server.journal.journal import Journal
 from kvstrata.server.places import Places
 from kvstrata.server.replay.memory import ReplyMemory
+from kvstrata.server.responses.stored import StoredResponses
 from kvstrata.server.sessions.registry import Sessions
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import Size
@@ -59,6 +60,8 @@ class Service:
     started: int = 0  # seconds since the epoch
     door: Door = field(default_factory=Door)
     sessions: Sessions = field(default_factory=Sessions)
+    responses: StoredResponses = field(default_factory=StoredResponses)
+    cache_ttl_s: float | None = None  # for what is remembered beside the KV; None: it stays while there is room
     carriers: tuple[Carrier, ...] = ()  # what goes along when a session is exported
     imports: Places = field(default_factory=Places)
     origins: tuple[str, ...] = ()  # of web pages that may use it from a browser; * is every one

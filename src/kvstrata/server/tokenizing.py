@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import Field
 from starlette.types import Scope
 from typing_extensions import TypedDict
@@ -14,6 +14,7 @@ from kvstrata.server.conversation.body import Asked, body_of, read, read_body
 from kvstrata.server.conversation.chat import Chat, ThinkingWanted
 from kvstrata.server.conversation.job import check_model
 from kvstrata.server.conversation.prompt import chat_prompt
+from kvstrata.server.conversation.wire import json_response
 from kvstrata.server.errors import Shape, answers
 from kvstrata.server.openai.ask import messages_of
 from kvstrata.server.openai.schema import Message, TokenId, ToolOffered
@@ -59,29 +60,37 @@ ERROR_SHAPES: dict[str, Shape] = {}
 @router.post(
     "/tokenize",
     summary="Token ids of a prompt or of messages",
+    response_model=TokenizeAnswer,
     responses=answers(400, 401, 404, 408, 413, 429, 503),
     openapi_extra=body_of(TokenizeAsked),
 )
-async def tokenize(request: Request) -> TokenizeAnswer:
+async def tokenize(request: Request) -> Response:
     return await read(request, _tokenized)
 
 
 @router.post(
     "/detokenize",
     summary="The text of token ids",
+    response_model=DetokenizeAnswer,
     responses=answers(400, 401, 404, 408, 413, 429, 503),
     openapi_extra=body_of(DetokenizeAsked),
 )
-async def detokenize(request: Request) -> DetokenizeAnswer:
+async def detokenize(request: Request) -> Response:
     return await read(request, _detokenized)
 
 
-def _tokenized(service: Service, body: bytes, scope: Scope) -> TokenizeAnswer:
+def _tokenized(service: Service, body: bytes, scope: Scope) -> Response:
     asked = read_body(TokenizeAsked, body)
     check_model(service, asked.model)
     ids = _ids(service, asked, scope)
     texts = [token_text(service.loaded.tokenizer, id) for id in ids] if asked.return_token_strs else None
-    return {"count": len(ids), "max_model_len": service.context_tokens, "tokens": list(ids), "token_strs": texts}
+    answer: TokenizeAnswer = {
+        "count": len(ids),
+        "max_model_len": service.context_tokens,
+        "tokens": list(ids),
+        "token_strs": texts,
+    }
+    return json_response(answer)
 
 
 def _ids(service: Service, asked: TokenizeAsked, scope: Scope) -> tuple[int, ...]:
@@ -101,7 +110,7 @@ def _ids(service: Service, asked: TokenizeAsked, scope: Scope) -> tuple[int, ...
     return chat_prompt(service, chat, scope).ids
 
 
-def _detokenized(service: Service, body: bytes, _scope: Scope) -> DetokenizeAnswer:
+def _detokenized(service: Service, body: bytes, _scope: Scope) -> Response:
     asked = read_body(DetokenizeAsked, body)
     check_model(service, asked.model)
     beyond = next((token for token in asked.tokens if token >= service.loaded.vocab_size), None)
@@ -110,4 +119,5 @@ def _detokenized(service: Service, body: bytes, _scope: Scope) -> DetokenizeAnsw
             f"tokens: {beyond} is not a token id of this model; they go from 0 to {service.loaded.vocab_size - 1}.",
             param="tokens",
         )
-    return {"prompt": decode_ids(service.loaded.tokenizer, asked.tokens)}
+    answer: DetokenizeAnswer = {"prompt": decode_ids(service.loaded.tokenizer, asked.tokens)}
+    return json_response(answer)

@@ -33,6 +33,31 @@ def test_bytes_are_bounded() -> None:
     assert (len(stored), stored.num_bytes) == (1, 100)
 
 
+def test_clearing_keeps_to_its_salt_and_owner() -> None:
+    stored = StoredResponses()
+    for salt in ("a", "a:x", "b"):
+        stored.keep(response(salt, owner=salt))
+    stored.clear("a:x", None)
+    assert [bool(stored.find(name, None)) for name in ("a", "a:x", "b")] == [True, False, True]
+    stored.clear(None, "a")
+    assert [bool(stored.find(name, None)) for name in ("a", "b")] == [False, True]
+    stored.clear(None, None)
+    assert (len(stored), stored.num_bytes) == (0, 0)
+
+
+def test_what_no_request_used_expires() -> None:
+    now_s = 0.0
+    stored = StoredResponses(clock=lambda: now_s)
+    stored.keep(response("1"))
+    stored.keep(response("2"))
+    now_s = 10.0
+    assert stored.find("1", "a")
+    stored.expire(5.0)
+    assert [bool(stored.find(name, "a")) for name in "12"] == [True, False]
+    stored.expire(11.0)
+    assert (len(stored), stored.num_bytes) == (0, 0)
+
+
 def test_another_key_finds_nothing() -> None:
     stored = StoredResponses()
     stored.keep(response("1", owner="a"))

@@ -182,6 +182,24 @@ def test_forgetting_keeps_to_its_salt_and_owner() -> None:
     assert sessions.visit("k1", named("a"), as_ids([9]), text).parted is None
 
 
+def test_forgetting_and_expiry_drop_the_texts_of_where_prompts_parted() -> None:
+    now_s = 0.0
+    sessions = Sessions(clock=lambda: now_s)
+    for name in ("a", "b"):
+        use(sessions, "", named(name), [1, 2, 3])
+        use(sessions, "", named(name), [1, 2, 4])
+        now_s += 10.0
+    assert all(session.parted is not None for session in sessions.newest(None, 9))
+    sessions.expire(5.0)
+    newest, oldest = sessions.newest(None, 9)
+    assert (newest.parted is None, oldest.parted) == (False, None)
+    assert (newest.num_ids, oldest.num_ids) == (3, 0)
+    assert oldest.num_requests == 2  # what was counted stays
+    sessions.forget(None, None)
+    assert all(session.parted is None for session in sessions.newest(None, 9))
+    assert sessions.num_tokens == 0
+
+
 def test_a_list_goes_on_where_it_ended() -> None:
     sessions = Sessions(clock=lambda: 5.0)  # a clock that stands still
     for number in range(10):

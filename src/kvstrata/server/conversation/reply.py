@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from anyio import to_thread
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -19,14 +20,15 @@ from kvstrata.server.bridge import Replies
 from kvstrata.server.conversation.job import Job
 from kvstrata.server.conversation.stream import send_stream
 from kvstrata.server.conversation.telling import Telling
-from kvstrata.server.conversation.wire import Wire, json_bytes
+from kvstrata.server.conversation.wire import Wire, json_response
 from kvstrata.server.disconnect import unless_gone
 from kvstrata.server.journal.trace import Asked, trace_in
 from kvstrata.server.service import Service
 
 
 class Reply(Response):
-    """`on_end`: called with the whole answer of a reply that ended well, streamed or not, before its client has it.
+    """`on_end`: called with the whole answer of a reply that ended well, streamed or not, before its client has it;
+    on a worker thread.
     `on_too_long`: answers where the prompt is too long for the context or the memory; None: as every error is answered.
     """
 
@@ -76,7 +78,7 @@ class Reply(Response):
         prompt_tokens = sum(len(request.prompt) for request in job.requests[:: job.n])
         only = job.visits[0] if len(job.visits) == 1 else None
         session, parted = (only.key, only.parted) if only else ("", None)
-        return Asked(prompt_tokens, job.n, self._is_stream, session, parted)
+        return Asked(prompt_tokens, job.n, self._is_stream, session, parted, job.requests[0].salt)
 
     def _count_prompt(self) -> None:
         if (made := self._job.prompt) is not None:
@@ -99,9 +101,12 @@ class Reply(Response):
             for arrival in arrivals:
                 telling.told(arrival)
             await telling.remember()
+        return await to_thread.run_sync(self._answer, telling)
+
+    def _answer(self, telling: Telling) -> Response:
+        """Runs on a worker thread: an answer may have logprobs of 100,000 tokens."""
         self._wire.close(telling.usage())
         answer = self._wire.whole(telling.usage())
         if self._on_end is not None:
             self._on_end(answer)
-        headers = {**self._job.headers, **telling.whole_headers()}
-        return Response(json_bytes(answer), media_type="application/json", headers=headers)
+        return json_response(answer, {**self._job.headers, **telling.whole_headers()})

@@ -6,9 +6,10 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
+from anyio import to_thread
 from starlette.types import Send
 
-from kvstrata.engine.request import Event, Piece, Prefilled
+from kvstrata.engine.request import Event, Finished, Piece, Prefilled
 from kvstrata.server.bridge import Arrival, Replies
 from kvstrata.server.conversation.telling import Telling
 from kvstrata.server.conversation.wire import encode
@@ -65,7 +66,8 @@ async def send_stream(
     on_end: Callable[[], None],
 ) -> None:
     """Headers wait for the first event, which tells how much was cached; but not for long. `on_end`: called when all
-    is well, before the client hears of the end."""
+    is well, before the client hears of the end. Some APIs end with the whole answer: that is written on a worker
+    thread, as `on_end` is called there."""
     wire = telling.wire
     heartbeat = Heartbeat(keep_alive_s)
     arrivals = await _take(replies, min(PING_S, keep_alive_s))
@@ -78,7 +80,9 @@ async def send_stream(
             heartbeat.note(arrival.event)
         if doing := heartbeat.due():
             body += wire.ping(doing)
-        body += encode([event for arrival in arrivals for event in telling.told(arrival)])
+        events = [event for arrival in arrivals for event in telling.told(arrival)]
+        is_ending = any(isinstance(arrival.event, Finished) for arrival in arrivals)
+        body += await to_thread.run_sync(encode, events) if is_ending else encode(events)
         if failed := telling.failure(arrivals):
             await _send_body(send, body + encode(wire.fail(failed)), more=False)
             return
@@ -89,9 +93,13 @@ async def send_stream(
             await _send_body(send, body, more=True)
             heartbeat.on_sent()
         arrivals, body = await _take(replies, heartbeat.left_s()), b""
-    body += encode(wire.close(telling.usage()))
-    on_end()
-    await _send_body(send, body, more=False)
+
+    def last() -> bytes:
+        closing = encode(wire.close(telling.usage()))
+        on_end()
+        return closing
+
+    await _send_body(send, body + await to_thread.run_sync(last), more=False)
 
 
 async def _take(replies: Replies, timeout_s: float) -> list[Arrival]:

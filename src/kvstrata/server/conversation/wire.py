@@ -7,9 +7,11 @@ API is a folder beside `openai/`, with a schema, a function from its bodies to a
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
+
+from starlette.responses import Response
 
 from kvstrata.engine.request import TokenLogprob, TokenUsage
 from kvstrata.errors import RequestError
@@ -84,6 +86,11 @@ def _encode(event: ServerEvent) -> bytes:
     data = event.data.encode() if isinstance(event.data, str) else json_bytes(event.data)
     name = f"event: {event.name}\n".encode() if event.name else b""
     return name + b"data: " + data + b"\n\n"
+
+
+def json_response(answer: Any, headers: Mapping[str, str] | None = None) -> Response:
+    """Call it on a worker thread: writing a million numbers as JSON takes a second, in which no one else is served."""
+    return Response(json_bytes(answer), media_type="application/json", headers=headers)
 
 
 def json_bytes(answer: Any) -> bytes:

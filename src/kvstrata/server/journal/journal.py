@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import time
 
+from kvstrata.engine.cache import owner_of
 from kvstrata.errors import ReplyFailed
 from kvstrata.server import dashboard
 from kvstrata.server.journal.events import Happened
@@ -53,6 +54,19 @@ class Journal:
             return
         self.requests.append(Recent(trace, owner))
         self.slots.current.count(trace)
+
+    def forget(self, salt: str | None, owner: str | None) -> None:
+        """The texts of requests under a salt, under all salts of an owner, or all; their figures stay."""
+        for recent in self.requests:
+            asked = recent.trace.asked
+            if asked and salt in (None, asked.salt) and owner in (None, owner_of(asked.salt)):
+                asked.parted = None
+
+    def expire(self, before_s: float) -> None:
+        """Likewise of requests that ended before that."""
+        for recent in self.requests:
+            if recent.trace.asked and recent.trace.ended_s < before_s:
+                recent.trace.asked.parted = None
 
 
 def _is_for_the_model(trace: Trace) -> bool:

@@ -29,6 +29,7 @@ class Asked:
     is_stream: bool = False
     session: str = ""  # its key
     parted: Parted | None = None
+    salt: str = ""
 
 
 @dataclass

@@ -41,9 +41,10 @@ class ChatChoice:
         self._tokenizer = tokenizer
         self._text: list[str] = []
         self._thinking: list[str] = []
-        self._calls: list[ToolCallAnswer] = []
+        self._calls: list[ToolCallAnswer] = []  # without their arguments
+        self._arguments: list[list[str]] = []  # pieces, by call
         self._in_call = False
-        self._logprobs: list[ChatTokenLogprob] | None = None
+        self._logprobs: list[ChatTokenLogprob] | None = None  # grows in place: a reply may have 100,000 tokens
         self._finish: Finish = "stop"
         self._role_sent = False
 
@@ -69,7 +70,10 @@ class ChatChoice:
             message["reasoning_content"] = thinking
         if self._calls:
             message["content"] = text or None
-            message["tool_calls"] = self._calls
+            pairs = zip(self._calls, self._arguments, strict=True)
+            message["tool_calls"] = [
+                {**call, "function": {**call["function"], "arguments": "".join(pieces)}} for call, pieces in pairs
+            ]
         logprobs: ChatLogprobs | None = None
         if self._logprobs is not None:
             logprobs = {"content": self._logprobs, "refusal": None}
@@ -85,10 +89,11 @@ class ChatChoice:
         self._in_call = not isinstance(event, CallEnded)
         if isinstance(event, CallBegun):
             self._calls.append({"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}})
+            self._arguments.append([])
             called: dict[str, Any] = {"name": event.name, "arguments": ""}
             return self._call_delta({"id": event.id, "type": "function", "function": called})
         if isinstance(event, CallArguments):
-            self._calls[-1]["function"]["arguments"] += event.text
+            self._arguments[-1].append(event.text)
             return self._call_delta({"function": {"arguments": event.text}})
         return {}
 
@@ -111,7 +116,9 @@ class ChatChoice:
             }
             for token in logprobs
         ]
-        self._logprobs = (self._logprobs or []) + new
+        if self._logprobs is None:
+            self._logprobs = []
+        self._logprobs += new
         return {"content": new, "refusal": None}
 
     def _top(self, token_id: int, logprob: float) -> TopLogprob:
@@ -127,7 +134,7 @@ class CompletionChoice:
         self._index = index
         self._tokenizer = tokenizer
         self._text: list[str] = []
-        self._logprobs: CompletionLogprobs | None = None
+        self._logprobs: CompletionLogprobs | None = None  # grows in place
         self._offset = 0
         self._finish: Finish = "stop"
 
@@ -148,7 +155,7 @@ class CompletionChoice:
     def _add_logprobs(self, logprobs: Sequence[TokenLogprob]) -> CompletionLogprobs | None:
         if not logprobs:
             return None
-        new: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        new = _no_logprobs()
         for token in logprobs:
             text = token_text(self._tokenizer, token.id)
             new["tokens"].append(text)
@@ -156,7 +163,10 @@ class CompletionChoice:
             new["top_logprobs"].append(self._top(token))
             new["text_offset"].append(self._offset)
             self._offset += len(text)
-        self._logprobs = _joined(self._logprobs, new)
+        if self._logprobs is None:
+            self._logprobs = _no_logprobs()
+        for key, values in new.items():
+            self._logprobs[key] += values
         return new
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:
@@ -214,12 +224,5 @@ def envelope(service: Service, job_id: str, kind: str) -> dict[str, Any]:
     }
 
 
-def _joined(old: CompletionLogprobs | None, new: CompletionLogprobs) -> CompletionLogprobs:
-    if old is None:
-        return new
-    return {
-        "tokens": old["tokens"] + new["tokens"],
-        "token_logprobs": old["token_logprobs"] + new["token_logprobs"],
-        "top_logprobs": old["top_logprobs"] + new["top_logprobs"],
-        "text_offset": old["text_offset"] + new["text_offset"],
-    }
+def _no_logprobs() -> CompletionLogprobs:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

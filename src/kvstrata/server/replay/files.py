@@ -6,24 +6,25 @@ would have been remembered. Files hold token ids, as the blocks do, and only the
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from blake3 import blake3
 
 from kvstrata.engine.cache import owner_of
-from kvstrata.server.replay.record import Record, from_line, to_line
+from kvstrata.server.replay.record import Record, from_line, said_s, to_line
 
 log = logging.getLogger(__name__)
 
 SUFFIX = ".replies"
 MAX_FILE_BYTES = 8 << 20
 MAX_FOLDER_BYTES = 64 << 20
+NEW_SUFFIX = ".new"  # while a file is written anew
 MAX_WAITING = 1024
 OWNER_CHARS = 32
 
@@ -31,16 +32,18 @@ OWNER_CHARS = 32
 class ReplyFiles:
     """`fingerprint`: of the model whose ids these are."""
 
-    def __init__(self, folder: Path, fingerprint: str, vocab_size: int) -> None:
+    def __init__(self, folder: Path, fingerprint: str, vocab_size: int, clock: Callable[[], float] = time.time) -> None:
         self._folder = folder
         self._fingerprint = fingerprint
         self._vocab_size = vocab_size
-        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_WAITING)
+        self._clock = clock
+        self._expired_s = 0.0  # what was said before that is not read
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._appended_bytes = 0  # since the folder was last bounded
         self._told = False  # that the folder cannot be used
         self._thread = threading.Thread(target=self._work, name="kvstrata-replies", daemon=True)
         self._thread.start()
-        self._later(self._bound)
+        self._jobs.put(self._bound)
 
     def read(self, salt: str) -> list[Record]:
         """The oldest first."""
@@ -55,24 +58,39 @@ class ReplyFiles:
         except OSError as error:
             self._tell(error)
             return []
-        read = (from_line(line, self._vocab_size) for line in lines)
+        expired_s = self._expired_s
+        fresh = [line for line in lines if said_s(line) >= expired_s] if expired_s else lines
+        read = (from_line(line, self._vocab_size) for line in fresh)
         return [record for record in read if record is not None]
 
     def append(self, salt: str, record: Record) -> None:
-        self._later(lambda: self._append(self._path(salt), to_line(record)))
+        line = to_line(record, self._clock())
+        if self._jobs.qsize() < MAX_WAITING:  # or else a disk hangs: the reply is remembered in memory only
+            self._jobs.put(lambda: self._append(self._path(salt), line))
 
-    def clear(self, salt: str | None, owner: str | None) -> None:
-        self._later(lambda: self._clear(salt, owner))
+    def clear(self, salt: str | None, owner: str | None, timeout_s: float = 5.0) -> None:
+        """Waits until the files are gone, for at most so long: a disk that hangs removes them when it goes on."""
+        done = threading.Event()
+
+        def clear() -> None:
+            try:
+                self._clear(salt, owner)
+            finally:
+                done.set()
+
+        self._jobs.put(clear)
+        done.wait(timeout_s)
+
+    def expire(self, before_s: float) -> None:
+        """Leave out what was said before that."""
+        self._expired_s = before_s
+        if self._jobs.qsize() < MAX_WAITING:
+            self._jobs.put(lambda: self._expire(before_s))
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Waits until all is written, for at most so long."""
-        with contextlib.suppress(queue.Full):
-            self._jobs.put(None, timeout=timeout_s)
-            self._thread.join(timeout_s)
-
-    def _later(self, job: Callable[[], None]) -> None:
-        with contextlib.suppress(queue.Full):  # a disk that hangs: the reply is remembered in memory only
-            self._jobs.put_nowait(job)
+        self._jobs.put(None)
+        self._thread.join(timeout_s)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -101,11 +119,15 @@ class ReplyFiles:
             self._bound()
 
     def _halve(self, path: Path) -> None:
-        """Keep the newer half. Published by rename, so that a crash leaves one or the other."""
+        """Keep the newer half."""
         with path.open("rb") as file:
             file.seek(-MAX_FILE_BYTES // 2, os.SEEK_END)
             lines = file.read().splitlines(keepends=True)[1:]
-        new = path.with_suffix(".new")
+        self._rewrite(path, lines)
+
+    def _rewrite(self, path: Path, lines: Sequence[bytes]) -> None:
+        """Published by rename, so that a crash leaves one or the other."""
+        new = path.with_suffix(NEW_SUFFIX)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.writelines(lines)
         new.replace(path)
@@ -115,10 +137,36 @@ class ReplyFiles:
         for path in self._paths():
             if path.name.startswith(begins) and (salt is None or path == self._path(salt)):
                 path.unlink(missing_ok=True)
+        self._remove_unfinished()
+
+    def _expire(self, before_s: float) -> None:
+        """Lines are in the order in which they were written."""
+        for path in self._paths():
+            status = path.stat()
+            if status.st_mtime < before_s:
+                path.unlink(missing_ok=True)
+                continue
+            with path.open("rb") as file:
+                if said_s(file.readline()) >= before_s:
+                    continue
+                lines = file.read(MAX_FILE_BYTES).splitlines(keepends=True)
+            kept = [line for line in lines if said_s(line) >= before_s]
+            if kept:
+                self._rewrite(path, kept)
+                os.utime(path, (status.st_atime, status.st_mtime))
+            else:
+                path.unlink(missing_ok=True)
+
+    def _remove_unfinished(self) -> None:
+        """What a crash left of a file that was being written anew."""
+        if self._folder.is_dir():
+            for path in self._folder.glob(f"*{NEW_SUFFIX}"):
+                path.unlink(missing_ok=True)
 
     def _bound(self) -> None:
         """Those that were not written to for longest go, whichever model they are of."""
         self._appended_bytes = 0
+        self._remove_unfinished()
         by_age = sorted(self._paths(), key=lambda path: path.stat().st_mtime, reverse=True)
         total = 0
         for path in by_age:

@@ -8,6 +8,7 @@ folder beside the disk cache, if there is one.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -30,11 +31,18 @@ NAMED, SAID = b"call", b"said"
 
 
 class ReplyMemory:
-    def __init__(self, files: ReplyFiles | None = None, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(
+        self,
+        files: ReplyFiles | None = None,
+        max_tokens: int = MAX_TOKENS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._files = files
         self._max_tokens = max_tokens
         self._lock = threading.Lock()  # guards what follows
         self._records: OrderedDict[Key, tuple[str, Record]] = OrderedDict()  # with the salt; the newest last
+        self._used_s: dict[Key, float] = {}  # since the epoch
+        self._clock = clock
         self._num_tokens = 0
         self._read: OrderedDict[str, None] = OrderedDict()  # salts whose file was read
 
@@ -49,6 +57,7 @@ class ReplyMemory:
             for key in _keys(salt, visible.digest, call_ids):
                 if key in self._records:
                     self._records.move_to_end(key)
+                    self._used_s[key] = self._clock()
                     return self._records[key][1].sampled
         return None
 
@@ -76,13 +85,21 @@ class ReplyMemory:
         return [record for record in found.values() if is_within(record)]
 
     def clear(self, salt: str | None, owner: str | None, *, only_files: bool = False) -> None:
-        """Under a salt, under all salts of an owner, or all."""
+        """Under a salt, under all salts of an owner, or all. Files go first, so that none is read again meanwhile."""
+        if self._files is not None:
+            self._files.clear(salt, owner)
         with self._lock:
             for key, (its_salt, _) in () if only_files else list(self._records.items()):
                 if (salt is None or its_salt == salt) and (owner is None or owner_of(its_salt) == owner):
                     self._drop(key)
+
+    def expire(self, before_s: float) -> None:
+        """Drop what was last said or sent back before that; from files what was said before."""
+        with self._lock:
+            while self._records and self._used_s[oldest := next(iter(self._records))] < before_s:
+                self._drop(oldest)
         if self._files is not None:
-            self._files.clear(salt, owner)
+            self._files.expire(before_s)
 
     def close(self) -> None:
         if self._files is not None:
@@ -122,10 +139,12 @@ class ReplyMemory:
         if key in self._records:
             self._drop(key)
         self._records[key] = (salt, record)
+        self._used_s[key] = self._clock()
         self._num_tokens += ENTRY_TOKENS + len(record.ids)
 
     def _drop(self, key: Key) -> None:
         _, record = self._records.pop(key)
+        del self._used_s[key]
         self._num_tokens -= ENTRY_TOKENS + len(record.ids)
 
 

@@ -1,6 +1,6 @@
 """One remembered reply, in memory and as a line of a file. Knows no salts and no files.
 
-    4f0c...  {"visible": "9a1b...", "calls": ["3f2a91c0d"], "ids": "<base64 of int32>", "visible_from": 12, ...}
+    4f0c...  {"said": 1767225600, "visible": "9a1b...", "calls": ["3f2a91c0d"], "ids": "<base64 of int32>", ...}
 
 A line is a checksum, a space and JSON. One that is damaged is none.
 """
@@ -87,8 +87,9 @@ def record_of(value: Any, vocab_size: int) -> Record | None:
     return record if _is_sound(record, vocab_size) else None
 
 
-def to_line(record: Record) -> bytes:
-    text = json.dumps(record.to_json(), separators=(",", ":")).encode()
+def to_line(record: Record, said_s: float) -> bytes:
+    """`said_s`: when, since the epoch."""
+    text = json.dumps({"said": int(said_s), **record.to_json()}, separators=(",", ":")).encode()
     return _checksum(text) + b" " + text + b"\n"
 
 
@@ -100,6 +101,15 @@ def from_line(line: bytes, vocab_size: int) -> Record | None:
         return record_of(json.loads(text), vocab_size)
     except (ValueError, RecursionError):
         return None
+
+
+def said_s(line: bytes) -> float:
+    """When a reply was written down; 0: the line does not tell."""
+    try:
+        value = json.loads(line.partition(b" ")[2])["said"]
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return 0.0
+    return float(value) if isinstance(value, int) else 0.0
 
 
 def _checksum(text: bytes) -> bytes:

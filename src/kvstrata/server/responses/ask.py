@@ -43,12 +43,12 @@ class Question:
     asked: ResponseAsked
     box: Toolbox
     job: Job | ContextTooLong
-    owner: str
+    salt: str
     items: bytes  # all that the model is shown, as it is kept; empty: nothing is to be kept
 
     def stored(self, answer: Any) -> StoredResponse:
         output_ids = tuple(item["id"] for item in answer["output"])
-        return StoredResponse(self.id, self.owner, json_bytes(answer), self.items, output_ids)
+        return StoredResponse(self.id, self.salt, json_bytes(answer), self.items, output_ids)
 
 
 class Asking:
@@ -66,7 +66,7 @@ class Asking:
         response_id = f"resp_{uuid.uuid4().hex}"
         job = _job(service, chat, scope, response_id)
         kept = _dumped(items) if asked.store is not False else b""
-        return Question(response_id, asked, box, job, salt_of(scope, None), kept)
+        return Question(response_id, asked, box, job, salt_of(scope, asked.cache_salt), kept)
 
 
 def understood(asked: ResponseAsked, stored: StoredResponses, owner: str | None) -> tuple[Toolbox, list[Any], int]:

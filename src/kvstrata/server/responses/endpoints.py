@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from pydantic_core import from_json
 
@@ -13,14 +15,14 @@ from kvstrata.server.auth import owner_in
 from kvstrata.server.conversation.body import body_of, read
 from kvstrata.server.conversation.job import default_sampling
 from kvstrata.server.conversation.reply import Reply
-from kvstrata.server.conversation.wire import Begun, encode
+from kvstrata.server.conversation.wire import Begun, encode, json_response
 from kvstrata.server.errors import ErrorAnswer, Shape, answers
 from kvstrata.server.journal.trace import trace_in
 from kvstrata.server.responses.answers import DeletedAnswer, ItemList, ResponseAnswer, opening
 from kvstrata.server.responses.ask import ENCRYPTED, Asking, Memory, Question
 from kvstrata.server.responses.output import Output
 from kvstrata.server.responses.schema import ResponseAsked
-from kvstrata.server.responses.stored import StoredResponse, StoredResponses
+from kvstrata.server.responses.stored import StoredResponse
 from kvstrata.server.responses.tools import IgnoredTools
 from kvstrata.server.responses.wire import Logprobs, ResponsesWire
 from kvstrata.server.service import Service, service_of
@@ -65,11 +67,16 @@ async def create_response(request: Request) -> Response:
     return Reply(service, job, wire, stream=bool(asked.stream), on_end=on_end, on_too_long=too_long)
 
 
-@router.get("/{response_id}", summary="A response that was kept", responses={**answers(400, 401), 404: NO_RESPONSE})
-async def get_response(request: Request, response_id: str) -> ResponseAnswer:
+@router.get(
+    "/{response_id}",
+    summary="A response that was kept",
+    response_model=ResponseAnswer,
+    responses={**answers(400, 401), 404: NO_RESPONSE},
+)
+async def get_response(request: Request, response_id: str) -> Response:
     if request.query_params.get("stream", "").lower() == "true":
         raise InvalidRequest("stream: a response that was kept comes whole. Leave it out.", param="stream")
-    return from_json(_found(request, response_id).answer)
+    return Response(_found(request, response_id).answer, media_type="application/json")
 
 
 @router.delete("/{response_id}", summary="Forget a response", responses={**answers(401), 404: NO_RESPONSE})
@@ -82,12 +89,16 @@ async def delete_response(request: Request, response_id: str) -> DeletedAnswer:
 @router.get(
     "/{response_id}/input_items",
     summary="What a response answers, earlier responses included",
+    response_model=ItemList,
     responses={**answers(400, 401), 404: NO_RESPONSE},
 )
-async def list_input_items(request: Request, response_id: str) -> ItemList:
+async def list_input_items(request: Request, response_id: str) -> Response:
     """`order`: desc (the newest first) or asc; `limit`: 1 to 100; `after`: the id of an item."""
-    items: list[dict[str, Any]] = [_listed(item) for item in from_json(_found(request, response_id).items)]
-    asked = request.query_params
+    return await to_thread.run_sync(_input_items, _found(request, response_id), request.query_params)
+
+
+def _input_items(response: StoredResponse, asked: Mapping[str, str]) -> Response:
+    items: list[dict[str, Any]] = [_listed(item) for item in from_json(response.items)]
     if asked.get("order", "desc") != "asc":
         items.reverse()
     if after := asked.get("after"):
@@ -98,16 +109,17 @@ async def list_input_items(request: Request, response_id: str) -> ItemList:
     shown = items[: _limit(asked.get("limit", "20"))]
     ids = [item["id"] for item in shown]
     first, last = (ids[0], ids[-1]) if ids else (None, None)
-    return {
+    answer: ItemList = {
         "object": "list", "data": shown, "first_id": first, "last_id": last, "has_more": len(shown) < len(items),
     }  # fmt: skip
+    return json_response(answer)
 
 
 def _memory(request: Request) -> Memory:
     """Made with the first request, on the event loop's thread as all of them."""
     state = request.app.state
     if not hasattr(state, "responses"):
-        state.responses = Memory(StoredResponses(), IgnoredTools())
+        state.responses = Memory(service_of(request).responses, IgnoredTools())
     return state.responses
 
 

@@ -7,8 +7,12 @@ from any thread.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from kvstrata.engine.cache import owner_of
 
 MAX_RESPONSES = 1_000
 MAX_BYTES = 64 << 20
@@ -17,10 +21,15 @@ MAX_BYTES = 64 << 20
 @dataclass(frozen=True)
 class StoredResponse:
     id: str
-    owner: str  # the salt of the key that made it
+    salt: str  # of the request
     answer: bytes  # as it was sent
     items: bytes  # all that the model was shown, earlier responses included: a list of items
     output_ids: tuple[str, ...] = ()  # of the items in the answer
+
+    @property
+    def owner(self) -> str:
+        """The salt of the key that made it."""
+        return owner_of(self.salt)
 
     @property
     def num_bytes(self) -> int:
@@ -28,10 +37,17 @@ class StoredResponse:
 
 
 class StoredResponses:
-    def __init__(self, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        max_responses: int = MAX_RESPONSES,
+        max_bytes: int = MAX_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._max_responses = max_responses
         self._max_bytes = max_bytes
         self._by_id: OrderedDict[str, StoredResponse] = OrderedDict()  # least recently used first
+        self._used_s: dict[str, float] = {}  # by id, since the epoch
+        self._clock = clock
         self._by_item: dict[str, str] = {}  # response ids by the ids of their output
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -49,6 +65,7 @@ class StoredResponses:
             return
         with self._lock:
             self._by_id[response.id] = response
+            self._used_s[response.id] = self._clock()
             self._by_item.update(dict.fromkeys(response.output_ids, response.id))
             self._num_bytes += response.num_bytes
             while len(self._by_id) > self._max_responses or self._num_bytes > self._max_bytes:
@@ -60,6 +77,7 @@ class StoredResponses:
             found = self._owned(response_id, owner)
             if found is not None:
                 self._by_id.move_to_end(response_id)
+                self._used_s[response_id] = self._clock()
             return found
 
     def find_with_item(self, item_id: str, owner: str | None) -> StoredResponse | None:
@@ -74,6 +92,19 @@ class StoredResponses:
                 self._drop(response_id)
             return found is not None
 
+    def clear(self, salt: str | None, owner: str | None) -> None:
+        """Those under a salt, under all salts of an owner, or all."""
+        with self._lock:
+            for response in list(self._by_id.values()):
+                if salt in (None, response.salt) and owner in (None, response.owner):
+                    self._drop(response.id)
+
+    def expire(self, before_s: float) -> None:
+        """Those that were last used before that."""
+        with self._lock:
+            while self._by_id and self._used_s[oldest := next(iter(self._by_id))] < before_s:
+                self._drop(oldest)
+
     def _owned(self, response_id: str, owner: str | None) -> StoredResponse | None:
         found = self._by_id.get(response_id)
         return found if found is not None and owner in (None, found.owner) else None
@@ -81,5 +112,6 @@ class StoredResponses:
     def _drop(self, response_id: str) -> None:
         gone = self._by_id.pop(response_id)
         self._num_bytes -= gone.num_bytes
+        del self._used_s[response_id]
         for item_id in gone.output_ids:
             self._by_item.pop(item_id, None)

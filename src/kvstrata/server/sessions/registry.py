@@ -157,12 +157,19 @@ class Sessions:
             return self._num_owned.get(owner, 0)
 
     def forget(self, salt: str | None, owner: str | None) -> None:
-        """The ids of what is under a salt, an owner, or all; what was counted stays."""
+        """The ids and texts of what is under a salt, an owner, or all; what was counted stays."""
         with self._lock:
-            for key in list(self._remembering):
-                session = self._by_key[key]
+            for session in list(self._by_key.values()):
                 if salt == session.salt or (salt is None and owner in (None, session.owner)):
-                    self._forget_ids(session)
+                    self._forget_texts(session)
+
+    def expire(self, before_s: float) -> None:
+        """Likewise of sessions that were last used before that."""
+        with self._lock:
+            for session in list(self._by_key.values()):
+                if session.last_use_s >= before_s:
+                    break
+                self._forget_texts(session)
 
     # With the lock held.
 
@@ -201,6 +208,12 @@ class Sessions:
             del self._keys[gone.id][gone.owner]
             if not self._keys[gone.id]:
                 del self._keys[gone.id]
+
+    def _forget_texts(self, session: Session) -> None:
+        if session.lines:
+            self._forget_ids(session)
+        if session.parted is not None:
+            self._by_key[session.key] = replace(self._by_key[session.key], parted=None)
 
     def _forget_ids(self, session: Session) -> None:
         self._num_tokens -= session.num_ids

@@ -1,0 +1,47 @@
+"""Texts and token ids that the server remembers beside the KV: sessions, replies, stored responses, recent requests.
+
+They go with the KV: when a caller clears it, and when no request has used them for `--cache-ttl-s`. Runs on the event
+loop; files of replies are changed on their own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from functools import partial
+
+from anyio import to_thread
+
+from kvstrata.engine.cache import Tier
+from kvstrata.server.service import Service
+
+# Between two looks for what has expired: a tenth of the time to live, within these bounds.
+LEAST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+
+
+async def forget_texts(service: Service, salt: str | None, owner: str | None, tier: Tier) -> None:
+    """What is under a salt, under all salts of an owner, or all. `hot`: replies and responses stay, which KV on the
+    disk is found with. `disk`: memory keeps what it has."""
+    if tier != "hot" and service.replies is not None:
+        await to_thread.run_sync(partial(service.replies.clear, salt, owner, only_files=tier == "disk"))
+    if tier != "disk":
+        service.sessions.forget(salt, owner)
+        service.journal.forget(salt, owner)
+    if tier == "all":
+        service.responses.clear(salt, owner)
+
+
+def expire_texts(service: Service, before_s: float) -> None:
+    """What was last used before that, in seconds since the epoch."""
+    service.sessions.expire(before_s)
+    service.journal.expire(before_s)
+    service.responses.expire(before_s)
+    if service.replies is not None:
+        service.replies.expire(before_s)
+
+
+async def expire_regularly(service: Service, ttl_s: float) -> None:
+    """Until it is cancelled."""
+    while True:
+        expire_texts(service, time.time() - ttl_s)
+        await asyncio.sleep(min(max(ttl_s / 10, LEAST_PAUSE_S), LONGEST_PAUSE_S))
