@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hypothesis.strategies as st
@@ -322,6 +323,22 @@ def test_where_no_place_is_free_a_request_is_told_to_come_again(pool: CompilePoo
     done.set()
     busy.join(30)
     assert grammars.compile(Constraint.regex("[0-9]"))
+
+
+def test_a_new_schema_that_comes_many_times_at_once_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded, native = byte_model(), module._native
+    grammars = Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids, CompilePool(1, 9, place_limit_s=60))
+    compiled: list[str] = []
+
+    def counted(tokens: Any, source: str) -> Any:
+        compiled.append(source)
+        return native(tokens, source)
+
+    monkeypatch.setattr(module, "_native", counted)
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda _: grammars.compile(Constraint.regex("[a-f]+")), range(8)))
+    assert len(compiled) == 1
+    assert all(each is made[0] for each in made)
 
 
 def test_work_that_was_given_up_keeps_its_place() -> None:

@@ -15,7 +15,7 @@ STACK_BYTES = 1 << 30
 MAX_RUNNING = 4  # those that were given up included
 # Callers that wait at the same time, for a place or for their result. Each holds one of the 40 threads on which the
 # server does all its other work.
-MAX_CALLERS = 12
+MAX_CALLERS = 24
 PLACE_LIMIT_S = 2.0
 
 T = TypeVar("T")

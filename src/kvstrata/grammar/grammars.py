@@ -68,12 +68,10 @@ class Grammars:
     def compile(self, constraint: Constraint, *, param: str | None = None) -> Grammar:
         """Raises InvalidRequest, with the reason, for what cannot be compiled, is too large or takes too long, and
         QueueFull where too many are being compiled."""
-        with self._lock:
-            if constraint in self._remembered:
-                self._remembered.move_to_end(constraint)
-                return self._remembered[constraint]
+        if (found := self._find(constraint)) is not None:
+            return found
         try:
-            grammar = self._compile(constraint)
+            return self._compile(constraint)
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=param) from error
         except ValueError as error:
@@ -88,11 +86,6 @@ class Grammars:
         except TimeoutError as error:
             reason = f"that takes longer than {COMPILE_LIMIT_S:.0f} s"
             raise InvalidRequest(_refusal(constraint, reason), param=param) from error
-        with self._lock:
-            self._remembered[constraint] = grammar
-            if len(self._remembered) > MAX_REMEMBERED:
-                self._remembered.popitem(last=False)
-        return grammar
 
     def pieces(self, text: str) -> list[str | int]:
         """A text taken apart into plain text and the ids of added tokens, for `calls_grammar`."""
@@ -101,10 +94,31 @@ class Grammars:
     def _compile(self, constraint: Constraint) -> Grammar:
         source = source_of(constraint)
         tokens = self._vocabulary.native()
-        native = self._pool.run(lambda: _native(tokens, source), COMPILE_LIMIT_S)
-        if reason := reason_of(native):
-            raise ValueError(reason)
-        return Grammar(native, self._vocabulary.vocab_size, tokens.vocab_size)
+
+        def make() -> Grammar:
+            # Of many requests that come with a new schema at once, the first has it compiled.
+            if (found := self._find(constraint)) is not None:
+                return found
+            native = _native(tokens, source)
+            if reason := reason_of(native):
+                raise ValueError(reason)
+            return self._remember(constraint, Grammar(native, self._vocabulary.vocab_size, tokens.vocab_size))
+
+        return self._pool.run(make, COMPILE_LIMIT_S)
+
+    def _find(self, constraint: Constraint) -> Grammar | None:
+        with self._lock:
+            if constraint not in self._remembered:
+                return None
+            self._remembered.move_to_end(constraint)
+            return self._remembered[constraint]
+
+    def _remember(self, constraint: Constraint, grammar: Grammar) -> Grammar:
+        with self._lock:
+            self._remembered[constraint] = grammar
+            if len(self._remembered) > MAX_REMEMBERED:
+                self._remembered.popitem(last=False)
+        return grammar
 
 
 def _native(tokens: LLTokenizer, source: str) -> LLMatcher:
