@@ -181,8 +181,8 @@ class Settings(BaseSettings):
         panel="KV cache", unit="size",
     )  # fmt: skip
     cache_ttl_s: float | None = setting(
-        StoreOptions.ttl_s, "Seconds after which stored KV expires that no request has used. Without a number KV stays "
-        "while there is room", panel="KV cache", unit="seconds", gt=0,
+        StoreOptions.ttl_s, "Seconds after which stored KV expires that no request has used, and what is remembered of "
+        "its texts. Without a number both stay while there is room", panel="KV cache", unit="seconds", gt=0,
     )  # fmt: skip
     disk_cache_dir: Path | None = setting(
         None, "Folder for KV that memory has no room for. KV in it outlives the server. Without a folder nothing is "
