@@ -22,6 +22,7 @@ from kvstrata.engine.loop import Loop
 from kvstrata.engine.request import Failed, Finished, Pinned, Request, Sampling
 from kvstrata.engine.storage import Storage
 from kvstrata.errors import Unavailable
+from kvstrata.eviction.worth import Kind
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.index.ids import as_ids
 from kvstrata.layers.kinds import arrays_in
@@ -47,7 +48,8 @@ class Work:
     def __init__(self, folder: Path, architecture: str) -> None:
         loaded = byte_model(architecture)
         mx.eval(arrays_in(loaded.module))
-        self.hot_bytes = HOT_TOKENS * layout_of(loaded).token_bytes
+        self.token_bytes = layout_of(loaded).token_bytes
+        self.hot_bytes = HOT_TOKENS * self.token_bytes
         disk = DiskOptions(folder, 64 * MIB, reserve_bytes=0, queue_bytes=16 * MIB)
         storage = Storage(hot_bytes=self.hot_bytes, put_away=True)
         self.engine = Engine(loaded, Limits(memory_bytes=4096 * MIB, max_running=3), Metrics(), storage, disk)
@@ -209,3 +211,40 @@ def test_fault_at_any_call_site_costs_no_request(work: Work, monkeypatch: pytest
 @pytest.mark.slow
 def test_fault_at_every_call_site_costs_no_request(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep(work, monkeypatch, None)
+
+
+def test_half_done_operation_empties_the_cache_under_running_requests(work: Work) -> None:
+    def fail_half_way(loop: Loop) -> None:
+        loop.stock.shelf.touch((), Kind.FRESH)
+        raise Fault("half done")
+
+    def bytes_of(loop: Loop) -> tuple[int, int]:
+        return loop.capacity.running_bytes, loop.capacity.stored_bytes
+
+    prompt = tuple(range(200)) + tuple(range(100))
+    whole = Reply()
+    work.engine.submit(Request("whole", prompt, 60, Sampling(temperature=0)), whole.sink)
+    assert isinstance(whole.wait(), Finished)
+    has_begun, has_enough = threading.Event(), threading.Event()
+
+    def look(_: object) -> None:
+        if len(reply.ids) >= 5:
+            has_begun.set()
+        if len(reply.ids) >= 60:
+            has_enough.set()
+
+    reply = Reply(look)
+    work.engine.submit(Request("runs", prompt, 7000, Sampling(temperature=0)), reply.sink)
+    assert has_begun.wait(60)
+    before_bytes, _ = work.engine.ask(bytes_of).result(60)
+    with pytest.raises(Fault):
+        work.engine.ask(fail_half_way).result(60)
+    running_bytes, stored_bytes = work.engine.ask(bytes_of).result(60)
+    assert stored_bytes == 0
+    # What it reads is counted with it now.
+    assert running_bytes - before_bytes >= 299 * work.token_bytes
+    assert has_enough.wait(60)
+    work.engine.cancel("runs")
+    reply.wait()
+    assert reply.ids[:60] == whole.ids
+    work.assert_nothing_is_held()

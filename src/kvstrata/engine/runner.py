@@ -144,7 +144,7 @@ class Runner:
                     row.guide.matcher.consume(row.guide.num_known, tokens[row.id])
                 matchers[place] = row.guide.matcher
             except Exception as error:
-                log.exception("a grammar failed")
+                log.exception("A grammar failed")
                 failures[place] = shortened(repr(error))
         allowed = self._fill(matchers, vocab_size)
         return Allowed(allowed.tokens, {**failures, **allowed.failures})
@@ -154,13 +154,13 @@ class Runner:
         try:
             return self._masks.fill(matchers, vocab_size)
         except Exception:
-            log.exception("masks of a batch could not be made together")
+            log.exception("Masks of a batch could not be made together")
         tokens, failures = np.ones((len(matchers), vocab_size), np.bool_), dict[int, str]()
         for place, matcher in enumerate(matchers):
             try:
                 alone = self._masks.fill([matcher], vocab_size)
             except Exception as error:
-                log.exception("a grammar failed")
+                log.exception("A grammar failed")
                 failures[place] = shortened(repr(error))
             else:
                 if alone.failures:

@@ -153,7 +153,7 @@ class Sequence:
         try:
             yield
         except Exception:
-            log.exception("work for request %s failed", self.request.id)
+            log.exception("Work for request %s failed", self.request.id)
             self.failure = Failed(ENGINE_FAILED)
 
     def emit(self, event: Event) -> None:

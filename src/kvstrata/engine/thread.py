@@ -142,9 +142,9 @@ class EngineThread:
             self._stopped = True
         try:
             while not self._inbox.empty():
-                with _logging("a command"):
+                with _logging("A command"):
                     self._inbox.get()()
-            with _logging("ending all requests"):
+            with _logging("Ending all requests"):
                 self.loop.end_all("The server was stopped." if self._stopping else ENGINE_FAILED)
             if self._stopping:
                 self._write_rest()
@@ -232,7 +232,7 @@ class EngineThread:
     def _turn(self) -> None:
         try:
             self._receive()
-            if not self._stopping and not self.loop.idle:
+            if not self._stopping and not self.loop.idle and not self.loop.has_broken_cache:
                 self._frees_at_s = None
                 self.loop.step()
         except Exception:
@@ -246,16 +246,19 @@ class EngineThread:
         """A defect of ours or of the model: those that ran lose their reply, the server goes on with a fresh loop. A
         second fault must not keep it from that; where no loop can be made, the thread ends, and says so."""
         failed = self.loop
-        with _logging("ending the requests of a failed step"):
+        with _logging("Ending the requests of a failed step"):
             failed.fail_all(ENGINE_FAILED)
         self.loop = self._make_loop()
-        with _logging("taking over counters and pins"):
+        with _logging("Taking over counters and pins"):
             self.loop.stock.take_over(failed.stock)
         mx.clear_cache()
 
     def _empty_cache(self) -> None:
         """An operation of the cache failed half-way: requests go on, with an empty one."""
-        log.error("the cache failed: what it had in memory is dropped, and requests go on")
+        log.error(
+            "The cache in memory was emptied, because an operation failed half-way (the error before this one). "
+            "Requests go on without it. Please report the error."
+        )
         failed, self.loop = self.loop, self._make_loop(self.loop)
         self.loop.take_over(failed)
 
@@ -302,7 +305,7 @@ class EngineThread:
         return None
 
     def _receive_all(self) -> None:
-        while not self._inbox.empty():
+        while not self._inbox.empty() and not self.loop.has_broken_cache:
             self._inbox.get()()
 
     def _end(self) -> None:
@@ -315,7 +318,7 @@ def _logging(work: str) -> Iterator[None]:
     try:
         yield
     except Exception:
-        log.exception("%s failed", work)
+        log.exception("%s failed while the engine recovered or stopped", work)
 
 
 def _default_limit_bytes() -> int:
