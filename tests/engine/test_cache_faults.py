@@ -39,7 +39,7 @@ pytestmark = pytest.mark.cache_faults
 
 MIB = 1 << 20
 HOT_TOKENS = 1100  # less than a run stores: it evicts, writes and loads
-NUM_SAMPLED = 30
+NUM_SAMPLED = 16
 
 
 class Work:

@@ -27,6 +27,8 @@ from kvstrata.engine.scheduler import StepPlan
 from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.sequences import Sequences
 from kvstrata.errors import Unavailable
+from kvstrata.eviction.worth import Kind
+from kvstrata.store.entry import Lease
 from kvstrata.store.stock import Stock
 
 MAX_REST_S = 1.0
@@ -84,6 +86,8 @@ class Loop:
         for sequence in failed.sequences.all:
             sequence.stored.withdraw_lookup()
             sequence.stored = sequence.stored.without_cache()
+        for sequence in failed.sequences.running.values():
+            sequence.stored.filing = self.stock.store.open_detached(Lease(Kind.FRESH))
         self.sequences.waiting.extend(failed.sequences.waiting)
         self.sequences.running.update(failed.sequences.running)
         self.passes.in_flight = failed.passes.in_flight
