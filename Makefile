@@ -9,6 +9,7 @@
 # make agents  coding agents into .agents (about 2 GB), for the slow tests in tests/agents: Claude Code, Codex, opencode, pi, aider (docs/agents.md)
 # make docs    the docs site into site/, readable without a network: open site/index.html
 # make setup   .venv and the default model; the CUDA back-end where nvidia-smi answers, else the CPU one
+# make lock    renew requirements/, the versions and hashes that make installs, after a change of pyproject.toml; needs uv. All to the newest: make lock ARGS=--upgrade
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -20,20 +21,29 @@ BACKEND ?= $(shell if nvidia-smi >/dev/null 2>&1; then \
 	else echo cpu; fi)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup serve test test-all test-metal test-cuda soak screenshots peers agents lint format clean
+.PHONY: help setup lock serve test test-all test-metal test-cuda soak screenshots peers agents lint format clean
 
 help:
 	@sed -n 's/^# //p' $(MAKEFILE_LIST)
 
-$(VENV)/.installed-$(BACKEND): pyproject.toml
+# Everything has a hash but this project, which then needs no network: its build backend is among what is locked.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+LOCKED := $(PIP) --require-hashes --requirement requirements/serve.txt --requirement requirements/$(BACKEND).txt
+EDITABLE := $(PIP) --no-deps --no-build-isolation --editable .
+
+$(VENV)/.installed-$(BACKEND): pyproject.toml requirements/serve.txt requirements/$(BACKEND).txt
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvstrata needs Python 3.11 or newer; try: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(BACKEND)]'
+	$(LOCKED)
+	$(EDITABLE)
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed-$(BACKEND) pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(BACKEND),dev]'
+$(VENV)/.installed-dev: $(VENV)/.installed-$(BACKEND) requirements/dev.txt
+	$(LOCKED) --requirement requirements/dev.txt
 	touch $@
+
+lock:
+	$(PYTHON) requirements/renew.py $(ARGS)
 
 setup: $(VENV)/.installed-$(BACKEND)
 	@$(BIN)/kvstrata pull
@@ -91,8 +101,8 @@ $(AGENTS)/.installed: agents/package.json agents/install.py
 	touch $@
 
 .PHONY: docs
-$(VENV)/.installed-docs: $(VENV)/.installed-$(BACKEND) pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$(BACKEND),docs]'
+$(VENV)/.installed-docs: $(VENV)/.installed-$(BACKEND) requirements/docs.txt
+	$(LOCKED) --requirement requirements/docs.txt
 	touch $@
 
 docs: $(VENV)/.installed-docs
