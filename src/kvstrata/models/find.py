@@ -9,7 +9,7 @@ from pathlib import Path
 from kvstrata.errors import ModelError
 from kvstrata.models import default
 from kvstrata.models.files import check_folder
-from kvstrata.models.hub import check_id, fetch, fetched
+from kvstrata.models.hub import HubModel, fetch, fetched
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ def find(name_or_path: str | None) -> Found:
         return Found(path.stem, folder_of(path))
     if name_or_path == default.NAME:
         return Found(default.NAME, default.get_default())
-    return Found(name_or_path, fetch(name_or_path))
+    model = HubModel.parse(name_or_path)
+    return Found(model.repo, fetch(model))
 
 
 def check_named(name_or_path: str | None) -> None:
@@ -45,7 +46,7 @@ def check_named(name_or_path: str | None) -> None:
         if not path.is_file():
             raise ModelError(f"There is no file {path}. Check the path.")
     else:
-        check_id(name_or_path)
+        HubModel.parse(name_or_path)
 
 
 def find_here(name_or_path: str | None) -> Found:
@@ -62,4 +63,5 @@ def find_here(name_or_path: str | None) -> Found:
         if not default.default_is_whole():
             raise ModelError("The default model is not on this machine. Next: kvstrata pull")
         return Found(default.NAME, default.default_folder())
-    return Found(name_or_path, fetched(name_or_path))
+    model = HubModel.parse(name_or_path)
+    return Found(model.repo, fetched(model))

@@ -1,66 +1,110 @@
-"""Gets a model from the Hugging Face hub. HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they always mean.
+"""Models of the Hugging Face hub, each fetched at a commit that is remembered: a model changes only when its user asks.
 
-Knows huggingface_hub and its errors; knows nothing of what is in a model.
+HF_HOME, HF_TOKEN and HF_HUB_OFFLINE mean what they always mean. Knows huggingface_hub and its errors; knows nothing of
+what is in a model.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from kvstrata.backend.notebook import read_notes, write_notes
 from kvstrata.errors import ModelError
+from kvstrata.models.progress import say
 
-HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-
-
-def fetch(name: str) -> Path:
-    """The folder of the hub's model `name`; at once when it is already here."""
-    check_id(name)
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    try:
-        return Path(_snapshot(name))
-    except GatedRepoError as error:
-        raise ModelError(f"{name} is gated. Ask for access on its hub page, then set HF_TOKEN") from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(f"The hub has no model {name}, or it is private. Check the name, or set HF_TOKEN") from error
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(_unreachable(name, error)) from error
+HUB_ID = re.compile(r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?:@(?P<revision>\w[\w./-]*))?")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+COMMITS = "hub-commits"  # notes: the commit of each name that was fetched
 
 
-def fetched(name: str) -> Path:
-    """The same, of what is here already: the hub is not asked."""
-    check_id(name)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+@dataclass(frozen=True)
+class HubModel:
+    """A model of the hub as its user names it: `REPO` or `REPO@REVISION`."""
 
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (LocalEntryNotFoundError, OSError, ValueError) as error:
-        raise ModelError(f"{name} is not on this machine. Next: kvstrata pull {name}") from error
+    repo: str
+    revision: str | None  # a branch, a tag or a commit; None: the main branch
+
+    @classmethod
+    def parse(cls, name: str) -> HubModel:
+        """Raises ModelError for a name that is no hub id."""
+        found = HUB_ID.fullmatch(name)
+        if found is None:
+            raise ModelError(
+                f"There is no model folder {name}. Check the path, or give a hub id such as "
+                "mlx-community/Qwen3-0.6B-4bit; without a name kvstrata uses its default model"
+            )
+        return cls(found["repo"], found["revision"])
+
+    @property
+    def name(self) -> str:
+        return self.repo if self.revision is None else f"{self.repo}@{self.revision}"
+
+    @property
+    def commit(self) -> str | None:
+        """The commit that is named, or that was remembered; None: the hub has not been asked yet."""
+        if self.revision is not None and COMMIT.fullmatch(self.revision):
+            return self.revision
+        noted = read_notes(COMMITS).get(self.name)
+        return noted if isinstance(noted, str) and COMMIT.fullmatch(noted) else None
 
 
-def check_id(name: str) -> None:
-    """Raise ModelError for what cannot be a hub's id."""
-    if not HUB_ID.fullmatch(name):
-        raise ModelError(
-            f"There is no model folder {name}. Check the path, or give a hub id such as "
-            "mlx-community/Qwen3-0.6B-4bit; without a name kvstrata uses its default model"
-        )
-
-
-def _snapshot(name: str) -> str:
-    import httpx
-    from huggingface_hub import snapshot_download
+def fetch(model: HubModel, *, renew: bool = False) -> Path:
+    """Return the model's folder, at the commit that was fetched first. The hub is asked only for what is not here.
+    `renew`: ask it for the newest commit, and remember that. Raises ModelError."""
+    from huggingface_hub import HfApi, snapshot_download
     from mlx_lm.utils import DEFAULT_ALLOW_PATTERNS
 
     # Python files are for remote code, which is never run.
     patterns = [pattern for pattern in DEFAULT_ALLOW_PATTERNS if pattern != "*.py"]
+    known = model.commit
+    with _hub_errors_told(model):
+        commit = known
+        if renew:
+            commit = HfApi().model_info(model.repo, revision=model.revision).sha
+        elif known is None:
+            # What the hub's own cache knows counts where the hub cannot be reached.
+            commit = HfApi().resolve_revision(model.repo, revision=model.revision).resolved
+        folder = snapshot_download(model.repo, revision=commit, allow_patterns=patterns)
+    if commit is not None and commit != known:
+        write_notes(COMMITS, {**read_notes(COMMITS), model.name: commit})
+        say(f"{model.name} is served at commit {commit}. For a newer one: kvstrata pull --renew {model.name}")
+    return Path(folder)
+
+
+def fetched(model: HubModel) -> Path:
+    """Return the folder of a model that is on this machine; the hub is not asked. Raises ModelError."""
+    from huggingface_hub import snapshot_download
+
     try:
-        return snapshot_download(name, allow_patterns=patterns)
-    except httpx.HTTPError as error:
-        raise OSError(str(error)) from error
+        return Path(snapshot_download(model.repo, revision=model.commit or model.revision, local_files_only=True))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model.name} is not on this machine. Next: kvstrata pull {model.name}") from error
+
+
+@contextmanager
+def _hub_errors_told(model: HubModel) -> Iterator[None]:
+    import httpx2
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    name = model.repo
+    try:
+        yield
+    except GatedRepoError as error:
+        raise ModelError(f"{name} is gated. Ask for access on its hub page, then set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(f"The hub has no model {name}, or it is private. Check the name, or set HF_TOKEN") from error
+    except RevisionNotFoundError as error:
+        raise ModelError(
+            f"{name} has no revision {model.revision or model.commit} on the hub. Name another one, or take the "
+            f"newest: kvstrata pull --renew {name}"
+        ) from error
+    except (OSError, ValueError, RuntimeError, httpx2.HTTPError) as error:
+        raise ModelError(_unreachable(name, error)) from error
 
 
 def _unreachable(name: str, error: Exception) -> str:
