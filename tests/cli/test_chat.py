@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pty
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +15,8 @@ from typer.testing import CliRunner
 
 from kvstrata.cli import app
 
-TEXT = "one\u2028two\u2029three\x85four"
+CLEAR = "\x1b[2J"  # what a terminal takes for an order
+TEXT = f"one\u2028two\u2029three\x85four{CLEAR}\tfive"
 EVENT = json.dumps({"choices": [{"delta": {"content": TEXT}}]}, ensure_ascii=False)
 USAGE = json.dumps({"choices": [], "usage": {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}})
 
@@ -50,5 +54,19 @@ def other_server() -> Iterator[str]:
 def test_only_line_ends_end_a_line_of_a_stream(other_server: str) -> None:
     result = CliRunner().invoke(app, ["chat", "--url", other_server], input="Hello\n")
     assert result.exception is None
-    assert TEXT in result.stdout
+    assert TEXT.replace(CLEAR, "") in result.stdout
     assert "2 of 3 prompt tokens cached" in result.stderr
+
+
+def test_terminal_shows_control_characters_instead_of_obeying_them(
+    other_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, writer = pty.openpty()
+    with open(reader, "rb", buffering=0) as screen, open(writer, "w") as terminal:
+        monkeypatch.setattr(sys, "stdout", terminal)
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n"))
+        app(["chat", "--url", other_server], standalone_mode=False)
+        terminal.flush()
+        said = screen.read(1 << 16).decode()
+    assert "three\\x85four\\x1b[2J\tfive" in said
+    assert CLEAR not in said

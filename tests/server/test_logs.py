@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from kvstrata.server.logs import JsonFormatter, TextFormatter
 from tests.models.conftest import write_model
 from tests.server.conftest import running
 from tests.server.test_process import serving
@@ -70,3 +72,27 @@ def test_as_json_each_line_is_one_object() -> None:
     assert (first["message"], first["level"], first["status"]) == ("one\nline Größe", "warning", 7)
     assert (second["logger"], second["message"]) == ("uvicorn.error", "of uvicorn")
     assert "ZeroDivisionError" in third["exception"]
+
+
+SENT = "a\nINFO:     forged \x1b[2J\u2028 \x9b2J"
+
+
+def _record(error: Exception | None = None) -> logging.LogRecord:
+    caught = (type(error), error, None) if error else None
+    return logging.LogRecord("kvstrata.server", logging.INFO, __file__, 1, "%s is unknown", (SENT,), caught)
+
+
+def test_client_text_stays_within_its_line_of_the_log() -> None:
+    line = TextFormatter().format(_record())
+    assert line.endswith("a\\nINFO:     forged \\x1b[2J\\u2028 \\x9b2J is unknown")
+
+
+def test_client_text_in_an_exception_does_not_steer_a_terminal() -> None:
+    said = TextFormatter().format(_record(ValueError("\x1b[2J")))
+    assert said.splitlines()[-1] == "ValueError: \\x1b[2J"
+
+
+def test_json_line_has_no_control_characters_and_the_whole_text() -> None:
+    line = JsonFormatter().format(_record())
+    assert not any(character < " " or "\x7f" <= character < "\xa0" for character in line)
+    assert json.loads(line)["message"] == f"{SENT} is unknown"

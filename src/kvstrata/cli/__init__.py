@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from kvstrata.errors import KvstrataError
+from kvstrata.printable import printable
 
 COMMANDS: Mapping[str, str] = {
     "serve": "Serve a model to OpenAI clients.",
@@ -103,7 +104,8 @@ def main() -> None:
     try:
         app(prog_name="kvstrata")  # also as python -m kvstrata: completion goes by it
     except KvstrataError as error:
-        print(f"kvstrata: {error}", file=sys.stderr)
+        # A message may quote what a server or a file said.
+        print(f"kvstrata: {printable(str(error))}", file=sys.stderr)
         sys.exit(1)
     except ImportError:
         from kvstrata.backend import missing_backend

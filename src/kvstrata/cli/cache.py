@@ -19,6 +19,7 @@ from kvstrata.cli import cache_folder, cache_move
 from kvstrata.cli import cache_tables as tables
 from kvstrata.cli.remote import DEFAULT_URL, AdminKey, AsJson, Url, connect
 from kvstrata.errors import KvstrataError
+from kvstrata.printable import printable_values
 
 app = typer.Typer(
     name="cache",
@@ -184,7 +185,7 @@ def _show(answer: Mapping[str, Any], as_json: bool, table: tables.Table) -> None
 
     # No markup: prompts may look like it.
     # A line that must not be folded is left to the terminal.
-    Console(markup=False, highlight=False).print(table(answer), crop=False)
+    Console(markup=False, highlight=False).print(table(printable_values(answer)), crop=False)
 
 
 app.command()(cache_move.export)

@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
 from kvstrata.cli.remote import DEFAULT_URL, Key, Url
 from kvstrata.errors import KvstrataError
+from kvstrata.printable import printable
 
 if TYPE_CHECKING:
     import httpx
@@ -97,7 +98,7 @@ def chat(
 
 def _converse(client: httpx.Client, url: str, options: dict[str, Any], messages: list[dict[str, str]]) -> None:
     if sys.stdin.isatty():
-        typer.echo(f"{options['model']} at {url}. Ctrl-C stops an answer, Ctrl-D ends.", err=True)
+        typer.echo(f"{printable(str(options['model']))} at {url}. Ctrl-C stops an answer, Ctrl-D ends.", err=True)
     for prompt in _prompts():
         messages.append({"role": "user", "content": prompt})
         turn = _answer(client, url, {**options, "messages": messages})
@@ -141,16 +142,21 @@ def _answer(client: httpx.Client, url: str, body: dict[str, Any]) -> Turn:
                 if thought or said:
                     first_token_s = first_token_s or time.perf_counter() - began
                 thinking.append(thought)
-                typer.secho(thought, err=True, dim=True, nl=False)
+                typer.secho(_shown(thought, sys.stderr), err=True, dim=True, nl=False)
                 if said and not text and any(thinking):
                     typer.echo("\n", err=True)
                 text += [said] if said else []
-                typer.echo(said, nl=False)
+                typer.echo(_shown(said, sys.stdout), nl=False)
     except KeyboardInterrupt:
         usage = None  # leaving the block closed the connection, which cancels on the server
     except httpx.HTTPError as error:
         raise _unreachable(url, error) from None
     return Turn("".join(text), "".join(thinking), first_token_s, usage)
+
+
+def _shown(text: str, stream: TextIO) -> str:
+    """A terminal must not obey a model; a program that reads a pipe gets what the model said."""
+    return printable(text) if stream.isatty() else text
 
 
 def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:

@@ -106,7 +106,6 @@ def _started(settings: Settings, listener: socket.socket, starting: Starting) ->
         service,
         drain_timeout_s=settings.drain_timeout_s,
         log_level=settings.log_level,
-        log_format=settings.log_format,
         on_ready=on_ready,
         say=logger.info if is_json else typer.echo,
     )

@@ -1,5 +1,5 @@
 """Where the process's own messages go: to stderr, for people in uvicorn's format, so that all lines look alike, or for
-programs as JSON, an object on each line.
+programs as JSON, an object on each line. What a client sent can neither begin a line nor steer a terminal.
 
 A record may carry `fields`: they are in the object, and the message has said them to people.
 """
@@ -14,6 +14,11 @@ from typing import Any, TextIO
 
 from uvicorn.logging import DefaultFormatter
 
+from kvstrata.printable import printable, printable_line
+
+# Control characters that JSON leaves as they are.
+BEYOND_ASCII = {code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)}
+
 
 class Stderr(logging.StreamHandler[TextIO]):
     """Writes to whatever stderr is at that moment: a live line on a terminal takes its place for a while."""
@@ -24,6 +29,18 @@ class Stderr(logging.StreamHandler[TextIO]):
     @property
     def stream(self) -> TextIO:  # pyright: ignore[reportIncompatibleVariableOverride]
         return sys.stderr
+
+
+class TextFormatter(DefaultFormatter):
+    def __init__(self) -> None:
+        super().__init__("%(levelprefix)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        record.message = printable_line(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return printable(super().formatException(ei))
 
 
 class JsonFormatter(logging.Formatter):
@@ -37,16 +54,14 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told, ensure_ascii=False, default=str)
+        return json.dumps(told, ensure_ascii=False, default=str).translate(BEYOND_ASCII)
 
 
 def show_messages(level: str, form: str = "text") -> None:
-    """Of kvstrata, from this level on. For a process that is ours alone: other handlers do not get them."""
+    """Of kvstrata and uvicorn, from this level on. For a process that is ours alone: other handlers do not get them."""
     handler = Stderr()
-    is_json = form == "json"
-    handler.setFormatter(JsonFormatter() if is_json else DefaultFormatter("%(levelprefix)s %(message)s"))
-    # uvicorn has a way of its own for people.
-    for name in ("kvstrata", "uvicorn") if is_json else ("kvstrata",):
+    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
+    for name in ("kvstrata", "uvicorn"):
         ours = logging.getLogger(name)
         ours.setLevel(level.upper())
         ours.handlers = [handler]

@@ -16,7 +16,6 @@ from types import FrameType
 
 import uvicorn
 from anyio import to_thread
-from uvicorn.config import LOGGING_CONFIG
 
 from kvstrata.server.app import front
 from kvstrata.server.forgetting import expire_regularly
@@ -37,11 +36,10 @@ class Server(uvicorn.Server):
         *,
         drain_timeout_s: float = 30.0,
         log_level: str = "warning",
-        log_format: str = "text",
         on_ready: Callable[[], None] = lambda: None,
         say: Callable[[str], None] = print,
     ) -> None:
-        super().__init__(_uvicorn_config(service, log_level, log_format))
+        super().__init__(_uvicorn_config(service, log_level))
         self.service = service
         self._drain_timeout_s = drain_timeout_s
         self._on_ready = on_ready
@@ -114,13 +112,13 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _uvicorn_config(service: Service, log_level: str, log_format: str) -> uvicorn.Config:
+def _uvicorn_config(service: Service, log_level: str) -> uvicorn.Config:
     return uvicorn.Config(
         front(service),
         # What uvicorn says at level info (a process id, how to quit) is said better elsewhere.
         log_level="warning" if log_level == "info" else log_level,
-        # None: its messages go the way that logs.py has made for them.
-        log_config=None if log_format == "json" else LOGGING_CONFIG,
+        # Its messages go the way that logs.py has made for them.
+        log_config=None,
         access_log=False,
         server_header=False,
         lifespan="off",
