@@ -138,6 +138,7 @@ def test_local_addresses_need_none(host: str) -> None:
 def test_keys_of_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "keys"
     file.write_text("# comment\n c \n\n")
+    file.chmod(0o600)
     monkeypatch.setenv("KVSTRATA_API_KEY", "a, b")
     assert load(flags={"api_key_file": file}).keys == ("a", "b", "c")
     assert load(toml(tmp_path, 'api_key = ["z"]')).keys == ("a", "b")
@@ -204,8 +205,20 @@ def test_key_file_without_keys(tmp_path: Path, text: str | None) -> None:
     file = tmp_path / "keys"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(ConfigError, match="--api-key-file"):
+        file.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"--api-key-file.*(has no key|cannot be read)"):
         load(flags={"api_key_file": file})
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o602])
+@pytest.mark.parametrize("name", ["api_key_file", "admin_key_file"])
+def test_key_file_open_to_every_user_is_refused(tmp_path: Path, name: str, mode: int) -> None:
+    file = tmp_path / "keys"
+    file.write_text("hush\n")
+    file.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"{flag_name(name)}.*every user\. Run: chmod 600 {file}") as caught:
+        load(flags={name: file})
+    assert "hush" not in str(caught.value)
 
 
 def test_every_setting_says_what_it_is() -> None:

@@ -9,11 +9,12 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvstrata.disk.files import Files
+from kvstrata.disk.files import Files, FileStatus
 from kvstrata.disk.inspect import collect_garbage, find_garbage, list_blocks, verify
 from kvstrata.disk.reasons import DropReason, Fault
 from kvstrata.errors import ConfigError
@@ -204,3 +205,24 @@ def test_it_is_said_where_a_folder_cannot_be_closed(
     open_tier(directory, files=files).close()
     assert caplog.text.count("Others on this machine may read the disk cache") == 1
     assert str(directory / "blocks") in caplog.text
+
+
+class FilesOfAnotherUser(Files):
+    """What is called `name` belongs to someone else."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def status(self, place: int | Path) -> FileStatus:
+        status = super().status(place)
+        is_theirs = isinstance(place, Path) and place.name == self._name
+        return replace(status, owner=os.geteuid() + 4711) if is_theirs else status
+
+
+@pytest.mark.parametrize("name", ["cache", "lock", "blocks", "tmp", "quarantine", "catalogue.sqlite"])
+def test_a_folder_of_another_user_is_refused_and_left_as_it_is(tmp_path: Path, name: str) -> None:
+    open_tier(tmp_path / "cache").close()
+    before = sorted(path.name for path in (tmp_path / "cache").iterdir())
+    with pytest.raises(ConfigError, match=rf"{name} belongs to another user \(user id {os.geteuid() + 4711}\)"):
+        open_tier(tmp_path / "cache", files=FilesOfAnotherUser(name))
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == before

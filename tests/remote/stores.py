@@ -15,8 +15,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from tempfile import NamedTemporaryFile
+from typing import IO, Any
 
 import pytest
 
@@ -196,8 +198,20 @@ def secret_file(tmp_path: Path, secret: bytes = SECRET, name: str = "secret") ->
 
 
 def options_for(url: str, secret: Path | None = None, **settings: Any) -> RemoteOptions:
-    """Settings that a test does not care about: short pauses."""
-    return RemoteOptions(parse(url), secret, **{"first_pause_s": 0.05, "longest_pause_s": 0.4, **settings})
+    """Settings that a test does not care about: short pauses, and a secret where the store needs one."""
+    where = parse(url)
+    if secret is None and where.needs_secret:
+        secret = Path(_usual_secret().name)
+    return RemoteOptions(where, secret, **{"first_pause_s": 0.05, "longest_pause_s": 0.4, **settings})
+
+
+@cache
+def _usual_secret() -> IO[bytes]:
+    """Gone when the tests end."""
+    file = NamedTemporaryFile(prefix="kvstrata-secret-")  # noqa: SIM115
+    file.write(SECRET)
+    file.flush()
+    return file
 
 
 def open_remote(

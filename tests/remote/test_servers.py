@@ -85,8 +85,9 @@ def _check_what_is_seen(served: Served, url: str, cached_tokens: int) -> None:
     assert set(usage["tiers"]) == {"hot"}
 
 
-def test_a_fault_is_seen_everywhere(server: Valkey) -> None:
-    with running(tiny_loaded("llama"), remote_cache=server.url) as served:
+def test_a_fault_is_seen_everywhere(server: Valkey, tmp_path: Path) -> None:
+    flags = {"remote_cache": server.url, "remote_secret_file": secret_file(tmp_path)}
+    with running(tiny_loaded("llama"), **flags) as served:
         server.kill()
         with served.http() as client:
             told = client.post("/cache/explain", json={"tokens": [number % VOCAB for number in range(600)]}).json()
@@ -107,10 +108,11 @@ def test_a_server_without_a_remote_cache_says_so() -> None:
         assert client.get("/cache/usage").json()["remote"] is None
 
 
-def test_a_password_is_never_shown_or_logged(server: Valkey, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_password_is_never_shown_or_logged(server: Valkey, caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    secret = secret_file(tmp_path)
     server.require("hunter2-very-secret")
     caplog.set_level(logging.DEBUG)
-    with running(tiny_loaded("llama"), remote_cache=server.url) as served:
+    with running(tiny_loaded("llama"), remote_cache=server.url, remote_secret_file=secret) as served:
         with served.http() as client:
             seen = client.get("/cache/usage").text + client.get("/props").text + client.get("/metrics").text
         assert "redis://127.0.0.1" in seen
@@ -118,7 +120,7 @@ def test_a_password_is_never_shown_or_logged(server: Valkey, caplog: pytest.LogC
         assert "hunter2" not in repr(load(flags={"remote_cache": server.url}))
     wrong = server.url.replace("hunter2", "hunter3")
     with pytest.raises(ConfigError, match=r"cannot be used \(denied\)") as error:
-        start_service(load(flags={"remote_cache": wrong}), tiny_loaded("llama"), device())
+        start_service(load(flags={"remote_cache": wrong, "remote_secret_file": secret}), tiny_loaded("llama"), device())
     assert "hunter" not in str(error.value) + caplog.text
 
 
@@ -128,8 +130,12 @@ def test_a_password_is_never_shown_or_logged(server: Valkey, caplog: pytest.LogC
         ({"remote_cache": "memcached://host"}, "unknown scheme 'memcached'"),
         ({"remote_cache": "redis://10.1.2.3:6379/0"}, "must be sealed with a secret"),
         ({"remote_cache": "s3://bucket", "remote_secret_file": "short"}, "has 5 bytes"),
-        ({"remote_cache": "redis://127.0.0.1:1/0"}, "unreachable"),
-        ({"remote_cache": "redis://127.0.0.1:1/0", "remote_precision": "planes:9"}, "planes"),
+        ({"remote_cache": "redis://127.0.0.1:6379/0"}, "must be sealed with a secret"),
+        ({"remote_cache": "redis://127.0.0.1:1/0", "remote_secret_file": "long"}, "unreachable"),
+        (
+            {"remote_cache": "redis://127.0.0.1:1/0", "remote_secret_file": "long", "remote_precision": "planes:9"},
+            "planes",
+        ),
         ({"remote_secret_file": "long"}, "none is named"),
     ],
 )

@@ -10,13 +10,14 @@ import pytest
 
 from kvstrata.errors import ConfigError
 from kvstrata.remote.faults import Fault, StoreFault
-from kvstrata.remote.secret import keys_for, keys_of
+from kvstrata.remote.secret import Keys, keys_for, keys_of
 from kvstrata.remote.stores.base import Store
 from kvstrata.remote.stores.open import make_store, open_store
 from kvstrata.remote.url import ENDPOINTS, parse
 from tests.remote.stores import S3, SECRET, Valkey, private_folder, secret_file
 
 NAMES = [f"{number:064x}" for number in range(40)]
+WITHOUT_SECRET = Keys(keys_of(b"").names, None)
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_servers_of_one_store_have_one_secret(store_url: str, tmp_path: Path) ->
     first = open_store(url, keys)
     second = open_store(url, keys_for(url, secret_file(tmp_path)))
     held = [value.name for value in first.values()]
-    for wrong, word in ((keys_of(SECRET[::-1]), "another secret"), (keys_for(url, None), "and none was given")):
+    for wrong, word in ((keys_of(SECRET[::-1]), "another secret"), (WITHOUT_SECRET, "and none was given")):
         with pytest.raises(ConfigError, match=word):
             open_store(url, wrong)
 
@@ -111,7 +112,7 @@ def test_servers_of_one_store_have_one_secret(store_url: str, tmp_path: Path) ->
 
 def test_a_plain_store_is_not_joined_with_a_secret(store_url: str) -> None:
     url = parse(store_url)
-    open_store(url, keys_for(url, None)).close()
+    open_store(url, WITHOUT_SECRET).close()
 
     with pytest.raises(ConfigError, match="another secret"):
         open_store(url, keys_of(SECRET))

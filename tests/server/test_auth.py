@@ -20,6 +20,7 @@ from tests.tiny import tiny_loaded
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("# ours\nsecret-b\n\nsecret-c\n")
+    file.chmod(0o600)
     with running(tiny_loaded("llama"), api_key=["secret-a"], api_key_file=file) as one:
         yield one
 
@@ -86,6 +87,7 @@ def test_an_owner_has_all_its_salts_and_no_other() -> None:
 def test_a_key_of_both_kinds_is_an_admin_s(tmp_path: Path) -> None:
     file = tmp_path / "admins"
     file.write_text("boss\n")
+    file.chmod(0o600)
     settings = load(flags={"api_key": ["boss", "worker"], "admin_key_file": str(file)})
     door = RequireKey(lambda *_: None, _keys(settings))  # pyright: ignore[reportArgumentType]
     found = {key: door._match(key.encode()) for key in ("boss", "worker", "nobody")}

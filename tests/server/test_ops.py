@@ -8,7 +8,8 @@ import openai
 import pytest
 
 from kvstrata.cli.doctor import doctor
-from tests.server.conftest import Served
+from kvstrata.models.loaded import LoadedModel
+from tests.server.conftest import Served, running
 
 DASHBOARD_NAMES = [
     "vllm:num_requests_running",
@@ -68,6 +69,16 @@ def test_props_say_what_is_served(served: Served) -> None:
     assert props["attention"]["why"]
     assert props["key_means"] == {"turning_layers": 30, "layers_without_rope": 0, "plain_because": {}}
     assert props["draining"] is False
+
+
+def test_answers_do_not_tell_where_the_model_lies(default_model: LoadedModel) -> None:
+    folder = str(default_model.path)
+    with running(default_model, model=folder, served_name="mine") as served, served.http() as http:
+        answers = [http.get(path).text for path in ("/props", "/v1/models", "/cache/usage", "/")]
+        body = {"model": folder, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+        assert http.post("/v1/chat/completions", json=body).status_code == 200
+    assert json.loads(answers[0])["model"]["names"] == sorted({"mine", default_model.name})
+    assert not any(folder in answer for answer in answers)
 
 
 def test_props_and_doctor_say_what_the_memory_limit_consists_of(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvstrata.backend.private_file import OpenToAll, read_private
 from kvstrata.config.names import ENV_PREFIX, env_name, flag_name
 from kvstrata.errors import ConfigError
 
@@ -53,9 +54,11 @@ def read_toml(path: Path) -> ConfigFile:
 def read_key_file(path: Path, setting: str) -> tuple[str, ...]:
     name = f"{flag_name(setting)} ({env_name(setting)})"
     try:
-        lines = path.expanduser().read_text(encoding="utf-8").splitlines()
+        lines = read_private(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name}: {path} cannot be read: {error}.") from None
+    except OpenToAll:
+        raise ConfigError(f"{name}: {path} can be read or written by every user. Run: chmod 600 {path}") from None
     keys = tuple(line.strip() for line in lines if line.strip() and not line.strip().startswith("#"))
     if not keys:
         raise ConfigError(f"{name}: {path} has no key. Write one on each line.")

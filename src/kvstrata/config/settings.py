@@ -231,7 +231,7 @@ class Settings(BaseSettings):
     )  # fmt: skip
     remote_secret_file: Path | None = setting(
         None, "File with the secret that names and seals blocks in the shared store: 32 bytes or more, the same for "
-        "all servers. Needed unless the address is a loopback one or the folder is this user's alone",
+        "all servers. Needed unless the store is a folder that is this user's alone",
         panel="Remote cache", unit="file",
     )  # fmt: skip
     remote_precision: str = setting(

@@ -27,6 +27,7 @@ class FileStatus:
     disk_bytes: int  # what the file really takes
     modified: float
     inode: int
+    owner: int  # a user's id
     is_plain: bool  # a file, and no link, folder or device
     is_folder: bool
     is_link: bool
@@ -85,6 +86,7 @@ class Files:
             disk_bytes=disk_bytes,
             modified=found.st_mtime,
             inode=found.st_ino,
+            owner=found.st_uid,
             is_plain=stat.S_ISREG(found.st_mode),
             is_folder=stat.S_ISDIR(found.st_mode),
             is_link=stat.S_ISLNK(found.st_mode),

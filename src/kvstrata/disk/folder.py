@@ -32,6 +32,7 @@ SUFFIX = ".safetensors"
 TEMPORARY_NAME = re.compile(r"[0-9]+\.tmp")
 OF_THE_SYSTEM = {"lost+found", ".DS_Store"}  # in folders that are empty to their user
 OF_OTHERS = 0o077  # what a mode lets them do
+ROOT = 0
 # Empty where the process ended before it wrote its id.
 LOCK_TEXT = re.compile(rb"([0-9]+\n)?")
 LONGEST_LOCK_TEXT = 32
@@ -79,6 +80,7 @@ class CacheFolder:
         # The folder itself may be a link: the user chose where it leads.
         make_folder_if_missing(self.files, self.directory.resolve())
         self.check()
+        self._check_owners()
         try:
             fd = self.files.lock(self.lock_path)
         except BlockingIOError:
@@ -118,6 +120,19 @@ class CacheFolder:
                 f"{self.directory} holds other things than a disk cache, and was left as it is. "
                 f"Use an empty or a new folder, such as {self.directory / 'kvstrata-cache'}"
             )
+
+    def _check_owners(self) -> None:
+        """ConfigError where another user can read and exchange what is in it: root can anyhow."""
+        for path in (self.directory.resolve(), self.lock_path, *self._folders, *self.catalogue_paths()):
+            try:
+                owner = self.files.status(path).owner
+            except FileNotFoundError:
+                continue
+            if owner not in (os.geteuid(), ROOT):
+                raise ConfigError(
+                    f"{path} belongs to another user (user id {owner}), who could read conversations and exchange what "
+                    f"is in it. Give it to user id {os.geteuid()} (chown -R), or use another --disk-cache-dir"
+                )
 
     def make_missing(self) -> bool:
         """True where one of the folders in it was made now."""

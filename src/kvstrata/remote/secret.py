@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from blake3 import blake3
 
+from kvstrata.backend.private_file import OpenToAll, read_private
 from kvstrata.errors import ConfigError
 from kvstrata.remote.url import RemoteUrl
 
@@ -31,10 +31,9 @@ def keys_for(url: RemoteUrl, secret_file: Path | None) -> Keys:
     if secret_file is not None:
         return keys_of(read_secret(secret_file))
     if url.needs_secret:
-        own = "a folder of mode 0700 that is this user's" if url.scheme == "file" else "a loopback address"
         raise ConfigError(
             f"--remote-cache {url.shown} can be written by others: blocks there must be sealed with a secret "
-            f"({FLAG}). Only {own} needs none. {MAKE_ONE}."
+            f"({FLAG}). Only a folder of mode 0700 that is this user's needs none. {MAKE_ONE}."
         )
     return Keys(names=_derived(b"", NAMES), seal=None)
 
@@ -45,11 +44,11 @@ def keys_of(secret: bytes) -> Keys:
 
 def read_secret(file: Path) -> bytes:
     try:
-        mode, secret = file.expanduser().stat().st_mode, file.expanduser().read_bytes().strip()
+        secret = read_private(file).strip()
     except OSError as error:
         raise ConfigError(f"{FLAG} {file} cannot be read: {error.strerror}. {MAKE_ONE}.") from None
-    if mode & (stat.S_IROTH | stat.S_IWOTH):
-        raise ConfigError(f"{FLAG} {file} can be read or written by every user. Run: chmod 600 {file}")
+    except OpenToAll:
+        raise ConfigError(f"{FLAG} {file} can be read or written by every user. Run: chmod 600 {file}") from None
     if len(secret) < MIN_BYTES:
         raise ConfigError(f"{FLAG} {file} has {len(secret)} bytes: a secret has at least {MIN_BYTES}. {MAKE_ONE}.")
     return secret

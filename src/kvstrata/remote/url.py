@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-from kvstrata.backend.addresses import is_loopback
 from kvstrata.errors import ConfigError
 
 FLAG = "--remote-cache"
@@ -83,11 +82,9 @@ class RemoteUrl:
 
     @property
     def needs_secret(self) -> bool:
-        """Unless no one else can write there: a loopback address, or a folder that is this user's alone."""
-        if self.scheme == "file":
-            return not _is_private(Path(self.path))
-        address = self.host if self.is_redis else urlsplit(self.endpoint).hostname or ""
-        return not is_loopback(address)
+        """Unless no one else can write there: in a folder that is this user's alone. A loopback address is open to all
+        users and containers of a machine."""
+        return self.scheme != "file" or not _is_private(Path(self.path))
 
 
 def parse(text: str) -> RemoteUrl:

@@ -8,6 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp
@@ -98,6 +99,7 @@ def start_service(
     _say_blocks(metrics, engine)
     begin("template", "Trying the chat template and the grammars")
     replies = _replies(settings, loaded, disk)
+    names, paths = _names(settings, loaded)
     template = ChatTemplate(
         loaded.tokenizer,
         system_in_place=settings.system_in_place,
@@ -112,7 +114,8 @@ def start_service(
         thinking=ThinkingSwitch(template),
         grammars=Grammars(loaded.tokenizer, loaded.vocab_size, loaded.eos_ids),
         name=settings.served_name or loaded.name,
-        names=_names(settings, loaded),
+        names=names,
+        paths=paths,
         context_tokens=engine.context_tokens,
         max_prompts=max(1, settings.max_waiting),
         longest_token_chars=longest_token_chars(loaded.tokenizer),
@@ -342,7 +345,10 @@ def _hot_bytes(settings: Settings, total_memory_bytes: int) -> int | None:
     return asked
 
 
-def _names(settings: Settings, loaded: LoadedModel) -> frozenset[str]:
-    """The name it is shown by, its own name, and what it was started with."""
-    names = {settings.served_name, loaded.name, settings.model, str(loaded.path)}
-    return frozenset(name for name in names if name)
+def _names(settings: Settings, loaded: LoadedModel) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of the model, and the paths that it may be called by as well: its folder, and what it was started
+    with."""
+    names, paths = {settings.served_name, loaded.name}, {str(loaded.path)}
+    if settings.model is not None:
+        (paths if Path(settings.model).expanduser().exists() else names).add(settings.model)
+    return frozenset(name for name in names if name), frozenset(paths)

@@ -43,6 +43,7 @@ class Service:
     grammars: Grammars
     name: str  # what answers call the model
     names: frozenset[str]  # what requests may call it, beside claude-*
+    paths: frozenset[str]  # where it was loaded from: requests may name these too, and no answer does
     context_tokens: int
     max_prompts: int  # replies in one request
     longest_token_chars: int
@@ -74,7 +75,7 @@ class Service:
 
     def answers_to(self, name: str) -> bool:
         """Claude Code asks for models of that name wherever it is pointed to."""
-        return self.any_model_name or name in self.names or name.startswith("claude-")
+        return self.any_model_name or name in self.names | self.paths or name.startswith("claude-")
 
 
 def service_of(request: Request) -> Service:
