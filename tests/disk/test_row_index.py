@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.disk.row import BlockRow, RowTotals, write_tally
+from kvstrata.disk.row import BlockRow, RowTotals, Sums, write_tally
 from kvstrata.disk.row_index import RowIndex
 from kvstrata.disk.victims import LARGEST_REST, Victims
 from kvstrata.tier.block import BASE, BlockId
@@ -193,6 +193,25 @@ def test_rows_are_found_by_id_and_by_parent_and_counted() -> None:
     assert index.rows() == []
     assert index._sections._root_of == {}
     assert index._sections._by_root == {}
+
+
+def test_totals_of_many_roots_cost_the_same_as_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each write and each eviction asks for them, under the lock that lookups take."""
+    summed: list[Sums] = []
+    count_all = Sums.count_all
+    monkeypatch.setattr(
+        Sums, "count_all", lambda sums, other, sign: (summed.append(other), count_all(sums, other, sign))
+    )
+    index, roots = RowIndex(), [bytes([number]) * 32 for number in range(1, 101)]
+    for number, root in enumerate(roots):
+        index.add_found(tree(root, 10 * number))
+        assert index.totals().num_blocks == 3 * (number + 1)
+    index.discard(row.id for row in index.rows(roots[0]))
+    assert index.totals() == RowTotals(3 * 99, 14 * 99, 4 * 4096 * 99, {"codec:raw": 421 * 99})
+    assert summed == []
+    assert index.hide_under(roots[1]).num_blocks == 3
+    assert index.totals() == RowTotals(3 * 98, 14 * 98, 4 * 4096 * 98, {"codec:raw": 421 * 98})
+    assert len(summed) == 2  # of the root that was taken away
 
 
 def test_what_is_hidden_is_not_found_and_stays_counted_until_its_files_are_gone() -> None:

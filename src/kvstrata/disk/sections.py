@@ -41,7 +41,7 @@ class Sections:
         self._by_root: dict[bytes, Section] = {}
         # Of keys and of parents. A key is chained from its root, so it never belongs to another.
         self._root_of: dict[bytes, bytes] = {}
-        self._totals: RowTotals | None = None  # None: to be summed up again
+        self._sums = Sums()  # of all rows: each write and each eviction asks for them
         self._labels: dict[str, Mapping[str, int]] = {}  # what tallies say: most rows have one of a few
 
     def of(self, key: bytes) -> Section | None:
@@ -65,9 +65,7 @@ class Sections:
     def totals(self, under: bytes) -> RowTotals:
         if under:
             return self._sum(self.roots(under))
-        if self._totals is None:
-            self._totals = self._sum(self._by_root)
-        return self._totals
+        return self._sums.totals()
 
     def contradicts(self, row: BlockRow) -> bool:
         """Whether another row says that one of its keys is of another root."""
@@ -101,8 +99,9 @@ class Sections:
 
     def pop(self, root: bytes) -> Section:
         """All of a root, whatever the number of rows; `forget_keys` is for later."""
-        self._totals = None
-        return self._by_root.pop(root)
+        section = self._by_root.pop(root)
+        self._sums.count_all(section.sums, -1)
+        return section
 
     def forget_keys(self, row: BlockRow) -> None:
         """Whose they are, unless a row still needs it."""
@@ -124,8 +123,9 @@ class Sections:
         return sums.totals()
 
     def _count(self, section: Section, row: BlockRow, sign: int) -> None:
-        self._totals = None
-        section.count(row, self.labels_of(row), sign)
+        labels = self.labels_of(row)
+        section.count(row, labels, sign)
+        self._sums.count(row, labels, sign)
 
 
 T = TypeVar("T")
