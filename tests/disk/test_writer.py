@@ -18,6 +18,7 @@ from kvstrata.disk.usage import Counters
 from kvstrata.disk.writer import MAX_ATTEMPTS, Writer
 from kvstrata.tier.base import Refusal, Refused
 from kvstrata.tier.block import Block
+from kvstrata.tier.removals import RemovalLog
 from tests.disk.blocks import make_block, make_chain
 
 
@@ -41,7 +42,7 @@ def make_writer(
     limit_bytes: int = 1 << 30,
 ) -> Writer:
     options = DiskOptions(Path(), 0, queue_bytes=limit_bytes, first_pause_s=first_pause_s)
-    return Writer(Publishing(publish), options, counters, lambda: None)
+    return Writer(Publishing(publish), options, counters, RemovalLog(), lambda: None)
 
 
 def test_a_parent_stays_for_a_child_that_comes_while_another_block_is_written() -> None:

@@ -22,6 +22,7 @@ from kvstrata.disk.records import Records
 from kvstrata.disk.row import BlockRow
 from kvstrata.disk.usage import Counters, Event
 from kvstrata.tier.block import BlockId, Tally
+from kvstrata.tier.removals import RemovalCause
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def compare(
     leaving = {file_name(row.id) for row in records.index.leaving.rows()}
     gone = [row for name, row in known.items() if name not in names]
     with records.lock:
-        records.forget(gone)
+        records.forget(gone, RemovalCause.LOST)
         records.strike(gone)
     comparison = _Comparison(folder, records, quarantine, counters, tally)
     unknown = folder.stored(names - known.keys() - leaving)

@@ -27,6 +27,7 @@ from kvstrata.disk.row_index import RowIndex
 from kvstrata.disk.space import GivenUp, Space
 from kvstrata.disk.usage import Counters, Event
 from kvstrata.tier.block import BlockId, Tally
+from kvstrata.tier.removals import RemovalCause
 
 log = logging.getLogger(__name__)
 
@@ -97,14 +98,16 @@ class Holdings:
                 return
             row = self.index.row(block)
             if row is not None and not is_there:
-                self.records.forget([row])
+                self.records.forget([row], RemovalCause.LOST)
                 self._strike([row])
 
     def isolate(self, block: BlockId, reason: Damage) -> None:
         """A damaged file leaves; never raises, because it is a reader that finds one."""
         self._counters.add(Event.QUARANTINED, reason)
         log.warning("Quarantined a damaged block of the disk cache (%s): %s", reason, file_name(block))
+        known = self.index.row(block)
         self.index.hide([block])
+        self.records.report_removed([] if known is None else [known], RemovalCause.LOST)
         with self.records.lock:
             if self.index.row(block) is not None:
                 return  # it was written again meanwhile
@@ -134,6 +137,7 @@ class Holdings:
             self._account.look_at_all()
             self._is_compared = False
             self.num_losses += 1
+            self.records.removals.set_incomplete()
 
     def rewrite_if_needed(self) -> None:
         """The catalogue turned out to be damaged."""

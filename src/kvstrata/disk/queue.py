@@ -18,6 +18,7 @@ class Offer:
     """One offer of a block: the same block, offered again after it was withdrawn, is another."""
 
     block: Block
+    replaces: bool = False  # the disk has the block in another form, which stays until this one is written
     num_attempts: int = 0
 
 
@@ -35,7 +36,7 @@ class BlockQueue:
     def __len__(self) -> int:
         return len(self._offers)
 
-    def add(self, block: Block) -> Refusal | None:
+    def add(self, block: Block, *, replaces: bool = False) -> Refusal | None:
         """None: taken."""
         with self.changed:
             if block.id in self._offers:
@@ -45,7 +46,7 @@ class BlockQueue:
                 return Refusal.QUEUE_FULL
             if not self._offers:
                 self.moved_s = time.monotonic()
-            self._offers[block.id] = Offer(block)
+            self._offers[block.id] = Offer(block, replaces)
             self.num_bytes += block.nbytes
             if block.part == BASE:
                 self._lengths.setdefault(block.parent, {})[block.id] = block.num_tokens

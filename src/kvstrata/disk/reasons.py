@@ -6,6 +6,7 @@ import errno
 from enum import StrEnum
 
 from kvstrata.disk.files import NotAFile
+from kvstrata.tier.removals import RemovalCause
 
 
 class DropReason(StrEnum):
@@ -50,6 +51,16 @@ class RemovalReason(StrEnum):
     CLEARED = "cleared"
     OUTDATED = "outdated"
 
+
+# For the thread that put a block that was given up.
+CAUSES = {
+    DropReason.NO_ROOM: RemovalCause.NO_ROOM,
+    DropReason.RESERVE: RemovalCause.VOLUME_FULL,
+    DropReason.WRITE_BUDGET: RemovalCause.WRITE_BUDGET,
+    DropReason.UNWRITABLE: RemovalCause.UNWRITABLE,
+    DropReason.CLEARED: RemovalCause.CLEARED,
+    Fault.NO_SPACE: RemovalCause.VOLUME_FULL,
+}
 
 FAULTS = {
     errno.ENOSPC: Fault.NO_SPACE,

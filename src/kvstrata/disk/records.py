@@ -21,7 +21,8 @@ from kvstrata.disk.row import BlockRow
 from kvstrata.disk.row_index import RowIndex
 from kvstrata.disk.usage import Counters, Event
 from kvstrata.disk.victims import Victims
-from kvstrata.tier.block import BlockId
+from kvstrata.tier.block import BASE, BlockId
+from kvstrata.tier.removals import BlockRemoval, RemovalCause, RemovalLog
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Records:
         self._counters = counters
         self.lock = threading.RLock()  # held over file operations by the thread that changes the folder
         self.touches = Touches()
+        self.removals = RemovalLog()
         self.needs_rewrite = False
         self.open()
 
@@ -192,10 +194,18 @@ class Records:
             self.fail(fault)
             self.needs_rewrite = True
 
-    def forget(self, rows: Sequence[BlockRow]) -> None:
+    def forget(self, rows: Sequence[BlockRow], cause: RemovalCause) -> None:
         """Their files are gone: in memory, where it counts at once."""
         self.index.discard(row.id for row in rows)
         self.victims.removed(rows)
+        self.report_removed(rows, cause)
+
+    def report_removed(self, rows: Iterable[BlockRow], cause: RemovalCause) -> None:
+        """Rows that the index has no longer. What follows a lost block cannot be reached without it."""
+        rows = list(rows)
+        self.removals.add(BlockRemoval(row.id, row.start, row.start + row.num_tokens, cause) for row in rows)
+        if cause is RemovalCause.LOST and any(row.id.part == BASE and self.index.num_after(row.id.key) for row in rows):
+            self.removals.set_incomplete()
 
     def strike(self, rows: Sequence[BlockRow]) -> None:
         """And in the catalogue. CatalogueFault: it has rows too many, which the next start takes out."""

@@ -21,6 +21,7 @@ from kvstrata.disk.records import NUM_ROWS_AT_ONCE, Records
 from kvstrata.disk.row import BlockRow
 from kvstrata.disk.usage import Counters, Event
 from kvstrata.tier.block import BlockId
+from kvstrata.tier.removals import RemovalCause
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +192,7 @@ class Space:
                     if row.last_use > oldest:
                         return row.last_use
                     unlink_if_there(self._folder.files, self._folder.path(row.id))
-                    self._records.forget([row])
+                    self._records.forget([row], RemovalCause.EVICTED)
                     self._count_evicted([row], RemovalReason.EXPIRED)
                     self._records.strike([row])
                     self.account.look_at_catalogue()
@@ -226,7 +227,7 @@ class Space:
                     if len(stuck) >= NUM_UNDELETABLE:
                         break
                     continue
-                self._records.forget([row])
+                self._records.forget([row], RemovalCause.EVICTED)
                 freed.append(row)
                 nbytes -= row.disk_bytes
                 if nbytes <= 0 or len(freed) >= NUM_ROWS_AT_ONCE:

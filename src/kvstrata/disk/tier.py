@@ -29,6 +29,7 @@ from kvstrata.tier.block import Block, BlockId, Chain, Tally, no_tally
 from kvstrata.tier.lookups import Lookup, Lookups, Walk
 from kvstrata.tier.rates import Rates
 from kvstrata.tier.reading import BlockReading, Deliver, Reader
+from kvstrata.tier.removals import RemovalCause, RemovalLog
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class DiskTier:
         self._second_touch = options.second_touch
         publisher = Publisher(self._holdings, options, self._counters, clock)
         self._budget = publisher.budget
-        self._writer = Writer(publisher, options, self._counters, lambda: self.on_room())
+        self._writer = Writer(publisher, options, self._counters, self.removals, lambda: self.on_room())
         self._loader = Loader(self._holdings, self._writer.queue.find, self._counters, chain=chain, clock=clock)
         self.blocks = DiskBlocks(self._holdings, self._writer.queue, self._loader, chain)
         self._is_closed = False
@@ -81,7 +82,7 @@ class DiskTier:
         self, block: Block, *, asked_twice: bool = False, replace: bool = False, unused_s: float = 0.0
     ) -> Accepted | Refused:
         block = dataclasses.replace(block, last_use=self._clock() - unused_s)
-        refusal = self._refusal(block, asked_twice, replace) or self._writer.offer(block)
+        refusal = self._refusal(block, asked_twice, replace) or self._writer.offer(block, replaces=replace)
         if refusal is None:
             return Accepted()
         self._counters.add(Event.REFUSED, refusal, nbytes=block.nbytes)
@@ -125,15 +126,22 @@ class DiskTier:
         return reading
 
     @property
+    def removals(self) -> RemovalLog:
+        return self._holdings.records.removals
+
+    @property
     def rates(self) -> Rates:
         return self._loader.meter.rates()
 
     # Making less of it.
 
     def remove(self, blocks: Sequence[BlockId]) -> Removed:
-        wanted = set(blocks)
+        wanted, index = set(blocks), self._holdings.index
         self._writer.withdraw(lambda block: block.id in wanted)
-        return self._removed(self._holdings.index.hide(wanted))
+        rows = [row for block in wanted if (row := index.row(block)) is not None]
+        totals = index.hide(wanted)
+        self._holdings.records.report_removed(rows, RemovalCause.CLEARED)
+        return self._removed(totals)
 
     def clear(self, under: bytes = b"") -> Removed:
         """The tier's thread deletes the files; what is put again meanwhile is not among them."""

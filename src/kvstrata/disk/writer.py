@@ -19,11 +19,12 @@ from typing import Protocol, TypeVar
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.publish import CaughtUp, Dropped, WriteFailed, Written
 from kvstrata.disk.queue import BlockQueue, Offer
-from kvstrata.disk.reasons import DropReason, Fault
+from kvstrata.disk.reasons import CAUSES, DropReason, Fault
 from kvstrata.disk.strides import Strides, Take
 from kvstrata.disk.usage import Counters, Event
 from kvstrata.tier.base import Flushed, Refusal, Writing
 from kvstrata.tier.block import Block
+from kvstrata.tier.removals import BlockRemoval, RemovalCause, RemovalLog
 
 log = logging.getLogger(__name__)
 
@@ -102,12 +103,21 @@ class Pause:
 
 
 class Writer:
-    def __init__(self, work: DiskWork, options: DiskOptions, counters: Counters, on_room: Callable[[], None]) -> None:
-        """`on_room` is called on the writer's thread whenever a block was tried."""
+    def __init__(
+        self,
+        work: DiskWork,
+        options: DiskOptions,
+        counters: Counters,
+        removals: RemovalLog,
+        on_room: Callable[[], None],
+    ) -> None:
+        """`removals`: the blocks that are given up. `on_room` is called on the writer's thread whenever a block was
+        tried."""
         self.queue = BlockQueue(options.queue_bytes)
         self._changed = self.queue.changed
         self._work = work
         self._counters = counters
+        self._removals = removals
         self._on_room = on_room
         self._pause = Pause(options.first_pause_s, time.monotonic)
         self._strides = Strides(self._rest, share=options.writer_share)
@@ -123,12 +133,13 @@ class Writer:
 
     # For callers.
 
-    def offer(self, block: Block) -> Refusal | None:
-        """None: taken. Waits for nothing but the queue's lock, which is never held over a file operation."""
+    def offer(self, block: Block, *, replaces: bool = False) -> Refusal | None:
+        """None: taken. Waits for nothing but the queue's lock, which is never held over a file operation. `replaces`:
+        the disk may have the block in another form."""
         with self._changed:
             if self._is_closing:
                 return Refusal.CLOSED
-            return Refusal.PAUSED if self._pause.is_on else self.queue.add(block)
+            return Refusal.PAUSED if self._pause.is_on else self.queue.add(block, replaces=replaces)
 
     def withdraw(self, is_unwanted: Callable[[Block], bool]) -> None:
         """What is being written is not published any more, unless it just was: then it is on the disk, and the caller
@@ -294,6 +305,8 @@ class Writer:
         for offer in offers:
             self.queue.remove(offer)
             self._counters.add(event, reason)
+        if reason is not DropReason.CLOSED:
+            self._removals.add(_removal(offer, reason) for offer in offers)
 
 
 Outcome = TypeVar("Outcome")
@@ -305,6 +318,13 @@ def _guarded(work: Callable[[], Outcome]) -> Outcome | WriteFailed:
     except Exception as error:  # The thread must outlive a mistake of ours, and say it.
         log.exception("The disk cache's writer failed in a way that it should not")
         return WriteFailed(Fault.OTHER, repr(error))
+
+
+def _removal(offer: Offer, reason: Fault | DropReason) -> BlockRemoval:
+    block, cause = offer.block, CAUSES.get(reason, RemovalCause.FAILED)
+    if offer.replaces and cause is not RemovalCause.CLEARED:
+        cause = RemovalCause.REPLACEMENT
+    return BlockRemoval(block.id, block.start, block.start + block.num_tokens, cause)
 
 
 def _step_back() -> None:

@@ -36,7 +36,7 @@ class Entry:
     nbytes: int = 0  # as counted in the store's total
     num_arrays: int = 0  # likewise
     target: Plan | None = None  # what a client asked for it to be stored as; None: what all are
-    is_clean: bool = False  # all of it was given to the disk, which may have evicted it since
+    is_clean: bool = False  # the disk has all of it, or all of it is on its way: withdrawn when a block leaves the disk
     clean_token_bytes: float = 0.0  # with so many bytes for each token there
     asked_twice: int = 0  # the tokens up to this position were in the prompts of two requests
     shared_end: int = 0  # the tokens up to this position were given to a tier that others share

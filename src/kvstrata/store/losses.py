@@ -11,6 +11,9 @@ write_budget  no more is written today
 expired       no request asked for it in time
 superseded    its conversation has gone on elsewhere: it is not written
 
+What left memory because the disk had accepted it is counted when the disk gives it up before it is written. What the
+disk wrote and evicted later is counted there (`disk_evicted` by reason).
+
 A span is new from when its request ends until room was made for it once. One that does not stay so long was not stored
 at all: that is counted too, as refused.
 """
@@ -18,15 +21,26 @@ at all: that is counted too, as refused.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Literal
 from weakref import WeakSet
 
 from kvstrata.store.entry import Entry
 from kvstrata.store.shelf import Shelf
 from kvstrata.tier.base import Refusal, Refused, Writing
+from kvstrata.tier.removals import RemovalCause
 
 DiskReason = Literal["disk_slow", "disk_failed", "disk_full", "first_touch", "write_budget"]
 Reason = Literal["too_large", "no_room", "least_worth", "expired", "superseded"] | DiskReason
+
+# Blocks that the disk had accepted and did not write.
+GIVEN_UP: Mapping[RemovalCause, DiskReason] = {
+    RemovalCause.NO_ROOM: "disk_full",
+    RemovalCause.VOLUME_FULL: "disk_full",
+    RemovalCause.WRITE_BUDGET: "write_budget",
+    RemovalCause.UNWRITABLE: "disk_failed",
+    RemovalCause.FAILED: "disk_failed",
+}
 
 
 class Losses:
@@ -50,6 +64,10 @@ class Losses:
         self._counters[f"dropped_tokens_{reason}"] += lost_tokens
         if is_new:
             self._counters[f"refused_{reason}"] += 1
+
+    def given_up(self, num_tokens: int, cause: RemovalCause) -> None:
+        """Count tokens that left memory while the disk was about to write them, and that it gave up."""
+        self._counters[f"dropped_tokens_{GIVEN_UP[cause]}"] += num_tokens
 
     def all_fit(self) -> None:
         """There is room for all that is left."""

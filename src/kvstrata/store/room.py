@@ -76,7 +76,9 @@ class Room:
         limit_bytes = min(limit_bytes, self._shelf.max_bytes)
         until_s = time.monotonic() + slice_s
         self._spills.add_some(limit_bytes, self._shelf.max_bytes)
-        self._evictor.shrink_to(limit_bytes, lambda leaf: leaf.payload.is_clean or self._spills.leaves_out(leaf))
+        self._evictor.shrink_to(
+            limit_bytes, lambda leaf: self._spills.holds(leaf.payload) or self._spills.leaves_out(leaf)
+        )
         if self._shelf.held_bytes > limit_bytes:
             self._pressure.make_room(self._shelf.held_bytes - limit_bytes - self._rewriting.pending_bytes())
         # What waits to be trimmed or encoded gives more room than it takes.

@@ -17,6 +17,7 @@ from kvstrata.index.tree import Node, Tree
 from kvstrata.spans.gather import num_arrays
 from kvstrata.spans.rewrite import shrink
 from kvstrata.spans.span import empty_span
+from kvstrata.store.cold.residency import Residency
 from kvstrata.store.entry import Entry
 from kvstrata.store.journal import Journal
 from kvstrata.store.leaves import Leaves
@@ -41,6 +42,7 @@ class Shelf:
         self.ghosts: Tree[None] = Tree()
         self.entries: dict[Entry, None] = {}
         self.journal = Journal(self.entries)  # every change of an entry is noted here
+        self.residency = Residency()  # which blocks on the disk have the tokens of which entries
         self.version = 0  # changes with what a match may find
         self.num_changes = 0  # grows with the first thing that an operation changes
         self.is_broken = False  # an operation failed half-way: no operation may use the table any more
@@ -134,6 +136,7 @@ class Shelf:
         self.num_changes += 1
         del self.entries[entry]
         self.journal.remove(entry)
+        self.residency.forget(entry)
         entry.span = empty_span(entry.span.layout)
         self.recount(entry)
 
@@ -188,6 +191,7 @@ class Shelf:
             first.asked_twice = max(first.span.end, second.asked_twice)
         first.span.append(second.span)
         first.is_clean = first.is_clean and second.is_clean
+        self.residency.join(first, second)
         first.clean_token_bytes = min(first.clean_token_bytes, second.clean_token_bytes)
         for node in second.nodes:
             node.payload = first

@@ -21,6 +21,7 @@ from kvstrata.tier.chains import Link, OnDisk, TierMatch, TokenIds
 from kvstrata.tier.lookups import Lookup, Walk
 from kvstrata.tier.rates import Rates
 from kvstrata.tier.reading import BlockReading, Deliver
+from kvstrata.tier.removals import RemovalLog
 
 T = TypeVar("T")
 
@@ -188,6 +189,12 @@ class Tier(Protocol):
 
     @property
     def blocks(self) -> Blocks: ...
+
+    @property
+    def removals(self) -> RemovalLog:
+        """The blocks that have left, or were accepted and given up. What `clear` or `close` takes away need not be
+        reported, and a tier that servers share reports nothing."""
+        ...
 
     @property
     def rates(self) -> Rates: ...

@@ -12,6 +12,7 @@ from kvstrata.tier.chains import OnDisk, TierMatch, TokenIds
 from kvstrata.tier.lookups import Lookup, Walk, answered
 from kvstrata.tier.rates import Rates
 from kvstrata.tier.reading import BlockReading, Deliver, Missing, MissReason
+from kvstrata.tier.removals import RemovalLog
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class NoTier:
         self.on_room: Callable[[], None] = lambda: None
         self.blocks = NoBlocks()
         self.rates = Rates()
+        self.removals = RemovalLog()
 
     def look(self, walk: Walk[T], otherwise: T, on_answer: Callable[[], None]) -> Lookup[T]:
         """Answered already: no thread has to be told."""

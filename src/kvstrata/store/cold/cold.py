@@ -35,6 +35,7 @@ STEPS_AT_ONCE = 8
 
 T = TypeVar("T")
 UnusedS = Callable[[Entry], float]  # how long ago a request last went on from an entry
+RecordBlock = Callable[[Entry, bytes], None]  # a block with this key has tokens of an entry
 Post = Callable[[Callable[[], None]], None]  # run something on the thread that owns MLX, soon
 
 
@@ -105,11 +106,13 @@ class Cold:
         *,
         puts_away: bool = False,
         unused_s: UnusedS = lambda _: 0.0,
+        record: RecordBlock = lambda *_: None,
     ) -> Generator[None, None, Spilled]:
         """Write what the disk has not of the tokens up to a leaf's end, in small steps; after the first block that is
         not taken, nothing could be reached. Spans may be joined meanwhile; before each step the caller checks that the
         leaf is still there, and as long as it was. `puts_away`: also what the disk has in fewer bits of the last span.
-        `unused_s`: how long ago a request last went on from an entry; what expires counts from there.
+        `unused_s`: how long ago a request last went on from an entry; what expires counts from there. `record` is told
+        of each block, before the tier is asked whether it is still there.
 
         What is written continues the blocks that are there, wherever those end: spans are joined, cut and loaded, marks
         come and go, and a chain made anew from what they are now would hardly be the one that was written.
@@ -125,6 +128,10 @@ class Cold:
                     is_better = puts_away and link.start >= own and self._is_lower(link, leaf)
                     if is_better or not present:
                         yield from self._put(link, leaf, ids, unused_s, replace=is_better)
+                    for entry in dict.fromkeys(
+                        n.payload for n in leaf.path() if n.start < link.end and n.end > link.start
+                    ):
+                        record(entry, link.key)
                     self._put_mark(link, leaf, ids, unused_s)
                     if link.start >= own:
                         own_bytes += self._held_bytes(link)

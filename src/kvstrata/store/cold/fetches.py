@@ -94,6 +94,7 @@ class Fetches:
         self._desk = desk
         self._room = room
         self._failures = failures
+        self._residency = desk.shelf.residency
 
     @property
     def _counters(self) -> Counter[str]:
@@ -136,6 +137,9 @@ class Fetches:
             return None
         load = BlockLoad(root, salt, ids, rest, on_batch=self._promote)
         loads.begin(load)
+        if offer.cold is self._cold:
+            for link in rest.links:
+                self._residency.record_block(load, link.key)
         # What comes would hang on nothing without it.
         load.lease = self._desk.leases.hold(found.entries)
         return load
@@ -160,6 +164,7 @@ class Fetches:
     def forget(self, load: BlockLoad) -> None:
         """It is of no use any more: what was taken of it stays while there is room."""
         _give_up(load)
+        self._residency.forget(load)
         if load.lease is not None:
             self._desk.leases.release(load.lease)
 
@@ -188,11 +193,16 @@ class Fetches:
             _give_up(load)
             self._counters["refused_promotions"] += 1
             return
-        is_clean = load.source is self._cold.loads  # it came from the disk, so that has it
+        # What came from the disk is there, unless it has left since.
+        comes_from_disk = load.source is self._cold.loads
+        is_clean = comes_from_disk and all(self._residency.has_block(load, link.key) for link in batch.links)
         entry = Entry(span, load.root, load.salt, Kind.CONTINUED, is_running=False, is_clean=is_clean)
         entry.clean_token_bytes = span.kv_bytes / span.num_tokens if is_clean else 0.0
-        entry.shared_end = 0 if is_clean else batch.end
+        entry.shared_end = 0 if comes_from_disk else batch.end
         shelf.add(entry)
+        if is_clean:
+            for link in batch.links:
+                self._residency.record_block(entry, link.key)
         path = shelf.insert(entry, load.ids[: batch.end])
         if load.mark is not None and load.mark.position == batch.end:
             self._desk.marks.add(path, load.mark)

@@ -42,6 +42,7 @@ class Batch:
     """Blocks that follow each other."""
 
     blocks: tuple[Arrays, ...]
+    links: tuple[Link, ...]
     start: int
     end: int
 
@@ -89,7 +90,7 @@ class BlockLoad:
     def take(self) -> Batch:
         """What has come since the last time."""
         links = self.links[self.num_taken : self.num_come]
-        batch = Batch(tuple(self.blocks), links[0].start, links[-1].end) if links else Batch((), 0, 0)
+        batch = Batch(tuple(self.blocks), links, links[0].start, links[-1].end) if links else Batch((), (), 0, 0)
         self.num_taken += len(self.blocks)
         self.blocks, self.num_bytes = [], 0
         return batch

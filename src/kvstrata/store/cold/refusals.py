@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 from kvstrata.store.entry import Entry
 from kvstrata.tier.base import Refusal, Refused, Tier
+from kvstrata.tier.removals import BlockRemoval, RemovalCause
+
+# What was removed for these would be again, as long as the entry has not grown.
+FOR_ROOM = frozenset({RemovalCause.EVICTED, RemovalCause.NO_ROOM, RemovalCause.UNWRITABLE})
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,7 @@ class Untaken:
     used_s: float
     refused: Refused | None  # None: work on it failed, or a block before it was given up
     disk_end: int = field(default=0, compare=False)  # the disk has the tokens up to here
+    cause: RemovalCause | None = field(default=None, compare=False)  # for which it left the disk; None: it was refused
 
 
 class Refusals:
@@ -42,9 +47,30 @@ class Refusals:
         if refused is not None and refused.reason in self._blocked:
             self._blocked[refused.reason][entry] = refused
 
+    def remove_block(self, entry: Entry, removal: BlockRemoval) -> None:
+        """The disk has no longer what it had taken of an entry from the start of a block on."""
+        before = self._untaken.get(entry)
+        disk_end = removal.start if before is None else min(before.disk_end, removal.start)
+        if removal.cause in FOR_ROOM:
+            self._untaken[entry] = replace(self._as_it_is(entry, None, disk_end), cause=removal.cause)
+        elif before is not None:
+            self._untaken[entry] = replace(before, disk_end=disk_end)
+
+    def remove(self, entry: Entry) -> None:
+        """The disk has taken all of it."""
+        self._untaken.pop(entry, None)
+
+    def gave_way(self, entry: Entry) -> bool:
+        """Whether the disk evicted some of an entry for others. It is written again when memory evicts it, and not
+        ahead of that: then others would give way, in turns and without end."""
+        before = self._untaken.get(entry)
+        return before is not None and before.cause is RemovalCause.EVICTED and entry.span.end <= before.end
+
     def would_recur(self, entry: Entry) -> bool:
         """Whether the disk would refuse it again: neither it nor the disk has changed."""
         before = self._untaken.get(entry)
+        if before is not None and before.cause is not None:
+            return before.cause is not RemovalCause.EVICTED and entry.span.end <= before.end
         if before is None or before != self._as_it_is(entry, before.refused):
             return False
         return before.refused is None or not self._tier.writing().would_take(before.refused)
@@ -62,12 +88,16 @@ class Refusals:
         for blocked in self._blocked.values():
             blocked.pop(entry, None)
 
-    def forget(self) -> None:
-        """After a fault: the disk may say something else now. Entries that wait for it go on waiting."""
-        self._untaken.clear()
+    def forget_faults(self) -> list[Entry]:
+        """After a fault: the disk may say something else now. Returns the entries concerned; those that wait for it go
+        on waiting."""
+        entries = [entry for entry, untaken in self._untaken.items() if untaken.cause is None]
+        for entry in entries:
+            del self._untaken[entry]
+        return entries
 
     def clear(self) -> None:
-        self.forget()
+        self._untaken.clear()
         for blocked in self._blocked.values():
             blocked.clear()
 

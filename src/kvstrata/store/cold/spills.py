@@ -13,13 +13,17 @@ from kvstrata.store.cold.refusals import Refusals
 from kvstrata.store.entry import Entry
 from kvstrata.store.failures import Failures
 from kvstrata.store.leaves import Leaves
-from kvstrata.store.losses import Reason, disk_reason
+from kvstrata.store.losses import GIVEN_UP, Losses, Reason, disk_reason
 from kvstrata.store.precision.mover import Job, Mover
 from kvstrata.store.shelf import Shelf
 from kvstrata.tier.base import Refusal
+from kvstrata.tier.block import BASE
+from kvstrata.tier.removals import RemovalCause
 
 # Of the memory for stored spans: from here on what is not on the disk is written there, ahead of need.
 SPILL_SHARE = 0.7
+# Blocks that have left the disk, in one step of the engine: looking one up takes some microseconds.
+MAX_REMOVALS_AT_ONCE = 512
 # Entries that have changed, in one step of the engine: a look at one takes about a fifth of a millisecond.
 MAX_OFFERED = 16
 
@@ -43,6 +47,7 @@ class Spills:
         leaves: Leaves,
         counters: Counter[str],
         failures: Failures,
+        losses: Losses,
         rewriter: Mover,
     ) -> None:
         self._cold = cold
@@ -52,6 +57,9 @@ class Spills:
         self._rewriter = rewriter
         self._failures = failures
         self._is_memory_short = False
+        self._losses = losses
+        self._removals = cold.tier.removals
+        self._residency = shelf.residency
         self.refusals = Refusals(cold.tier, leaves.used_s)
         self._mover = Mover(self._job, lambda _: None, self._failed, watching=failures.watching)
         self._num_faults = 0  # of the disk, when its blocks were last looked at
@@ -61,7 +69,8 @@ class Spills:
     @property
     def idle(self) -> bool:
         """Nothing is to be done now. More may be as soon as the disk takes blocks again."""
-        return self._mover.idle and self.refusals.next_takeable() is None
+        is_told = self._removals.is_empty and not self._residency.has_doubted
+        return is_told and self._mover.idle and self.refusals.next_takeable() is None
 
     @property
     def can_wait(self) -> bool:
@@ -69,6 +78,7 @@ class Spills:
         return not self._is_memory_short and not self._cold.tier.writing().is_calm
 
     def work(self, slice_s: float) -> None:
+        self._take_removals(MAX_REMOVALS_AT_ONCE)
         entry = self.refusals.next_takeable() if self._mover.idle else None
         if entry is not None:
             self.refusals.unblock(entry)
@@ -84,6 +94,7 @@ class Spills:
     def add_some(self, limit_bytes: int, hot_bytes: int) -> None:
         """Memory fills up: write what would have to go, so that it need not wait for the disk then. `limit_bytes`: what
         running sequences leave of `hot_bytes`."""
+        self._take_removals(MAX_REMOVALS_AT_ONCE)
         self._is_memory_short = self._shelf.held_bytes > limit_bytes - (1 - SPILL_SHARE) * hot_bytes
         if self._is_memory_short:
             self.add_free(MAX_OFFERED)
@@ -114,12 +125,13 @@ class Spills:
         owner = _still_computed(entry)
         if owner is not None:
             self._behind.setdefault(owner, []).append(entry)
-        elif not self.refusals.would_recur(entry):
+        elif not self.refusals.would_recur(entry) and not self.refusals.gave_way(entry):
             self._mover.add(entry)
 
     def give_up(self, under: bytes = b"") -> None:
         """What is being written, under all roots that begin so: the disk is cleared."""
         self.refusals.clear()
+        self._residency.forget_loads()
         for entry in self._shelf.entries:
             self._changed.add(entry)
             if entry.root_key.startswith(under):
@@ -137,10 +149,11 @@ class Spills:
         return self._failures.attempt("spills", lambda: self._hand_over(leaf, until_s), failed)
 
     def _hand_over(self, leaf: Node[Entry], until_s: float) -> Handover:
-        if self.leaves_out(leaf) and not leaf.payload.is_clean:
+        is_on_disk = self.holds(leaf.payload)
+        if self.leaves_out(leaf) and not is_on_disk:
             return Handover(leaf.start, "superseded")
         self._look_again()
-        if not leaf.payload.is_clean and not self.refusals.would_recur(leaf.payload):
+        if not is_on_disk and not self.refusals.would_recur(leaf.payload):
             self.rewrite_to(leaf, until_s)
             self.write_now(leaf.payload, until_s)
         entry = leaf.payload
@@ -163,16 +176,45 @@ class Spills:
                 self._rewriter.finish(entry, until_s)
 
     def _look_again(self) -> None:
-        """After a fault: the disk may have given up what it had taken. What it still has is found when it is to be
-        written again, each entry in its turn."""
+        """After a fault: the disk may take what it refused before."""
         num_faults = self._cold.tier.writing().num_faults
         if num_faults == self._num_faults:
             return
         self._num_faults = num_faults
-        self.refusals.forget()
-        for entry in self._shelf.entries:
-            self._shelf.set_clean(entry, is_clean=False)
+        for entry in self.refusals.forget_faults():
             self._changed.add(entry)
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether the disk has all of an entry, or all of it is on its way, as of now."""
+        self._take_removals()
+        if entry.is_clean and not self._residency.is_complete(entry):
+            self._withdraw(entry)
+        return entry.is_clean
+
+    def _take_removals(self, max_removals: int | None = None) -> None:
+        """Withdraw what has left the disk: entries are clean no longer, and tokens that memory has not either are
+        counted. None: all that is in the log."""
+        if self._removals.take_incomplete():
+            self._residency.doubt_all()
+        for removal in self._removals.take(max_removals):
+            entries = self._residency.remove_block(removal.block.key)
+            for entry in entries:
+                self.refusals.remove_block(entry, removal)
+                self._withdraw(entry)
+                if removal.cause is not RemovalCause.CLEARED:
+                    self._offer(entry)
+            in_memory_end = max((entry.span.end for entry in entries), default=removal.start)
+            lost_tokens = removal.end - max(removal.start, in_memory_end)
+            if lost_tokens > 0 and removal.cause in GIVEN_UP and removal.block.part == BASE:
+                self._losses.given_up(lost_tokens, removal.cause)
+        for entry in self._residency.take_doubted(MAX_OFFERED):
+            self._withdraw(entry)
+            self._offer(entry)
+
+    def _withdraw(self, entry: Entry) -> None:
+        self._shelf.set_clean(entry, is_clean=False)
+        entry.clean_token_bytes = 0.0
+        self._changed.add(entry)
 
     def write_now(self, entry: Entry, until_s: float = math.inf) -> None:
         if until_s == math.inf:
@@ -207,7 +249,10 @@ class Spills:
     def _spill(self, entry: Entry, *, puts_away: bool = False) -> Job:
         leaf = entry.last_node
         end = leaf.end
-        steps = self._cold.spill(leaf, puts_away=puts_away, unused_s=self._leaves.unused_s)
+        self.holds(entry)
+        self._residency.begin_recording(entry)
+        record = self._residency.record_block
+        steps = self._cold.spill(leaf, puts_away=puts_away, unused_s=self._leaves.unused_s, record=record)
         while True:
             try:
                 next(steps)
@@ -220,13 +265,16 @@ class Spills:
 
     def _note(self, entry: Entry, spilled: Spilled, end: int) -> None:
         """What became of the tokens of an entry up to here."""
-        # Unless more was joined to it meanwhile.
-        self._shelf.set_clean(entry, is_clean=spilled.is_whole and entry.span.end == end)
+        # Unless more was joined to it meanwhile, or a block that it has has left the disk again.
+        is_complete = entry.span.end == end and self._residency.is_complete(entry)
+        self._shelf.set_clean(entry, is_clean=spilled.is_whole and is_complete)
         entry.clean_token_bytes = spilled.token_bytes if entry.is_clean else 0.0
+        if entry.is_clean:
+            self.refusals.remove(entry)
         if not spilled.is_whole:
             self.refusals.add(entry, spilled.refused, spilled.end)
         elif not entry.is_clean:
-            self._changed.add(entry)  # it has grown
+            self._changed.add(entry)
         self._counters["spilled_spans" if spilled.is_whole else "refused_spills"] += 1
 
 
