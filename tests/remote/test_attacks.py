@@ -75,7 +75,7 @@ def put_back(store: Store, name: str, content: bytes) -> None:
 
 def contents_of(store: Store) -> dict[str, bytes]:
     names = sorted(value.name for value in store.values() if is_name(value.name))
-    return {name: bytes(store.get(name) or b"") for name in names}
+    return {name: bytes(store.get(name, 1 << 30) or b"") for name in names}
 
 
 @pytest.mark.parametrize("kind", ["valkey", "folder"])

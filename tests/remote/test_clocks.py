@@ -52,7 +52,8 @@ def test_a_clock_that_is_ahead_lets_blocks_go_early(store_url: str, ahead_s: flo
 
     assert match_of(right, ids).num_tokens == (1024 if store_url.startswith("redis") else left_tokens)
     put_chain(right, ids)
-    assert match_of(wrong, ids).num_tokens == 1024
+    # In a folder, what has expired by a server's own clock is not there for that server.
+    assert match_of(wrong, ids).num_tokens == (left_tokens if store_url.startswith("file") else 1024)
     for tier in (right, wrong):
         tier.close()
 

@@ -83,7 +83,7 @@ def test_azure_without_an_account_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     assert "Account must be specified" in denied("az://container/prefix")
 
 
-@pytest.mark.parametrize("command", ["get", "set", "strlen", "pexpire", "del"])
+@pytest.mark.parametrize("command", ["getrange", "set", "strlen", "pexpire", "del"])
 def test_a_user_of_valkey_who_may_not_do_all_of_it_is_said(shared_valkey: Valkey, command: str) -> None:
     client = shared_valkey.client
     client.flushall()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from threading import Barrier, Thread
@@ -9,7 +10,7 @@ from threading import Barrier, Thread
 import pytest
 
 from kvstrata.errors import ConfigError
-from kvstrata.remote.faults import Fault, StoreFault
+from kvstrata.remote.faults import Damage, DamagedBlock, Fault, StoreFault
 from kvstrata.remote.secret import Keys, keys_for, keys_of
 from kvstrata.remote.stores.base import Store
 from kvstrata.remote.stores.open import make_store, open_store
@@ -28,11 +29,11 @@ def store(store_url: str):
 
 
 def test_a_value_is_created_once(store: Store) -> None:
-    assert store.get(NAMES[0]) is None
+    assert store.get(NAMES[0], 100) is None
     assert store.create(NAMES[0], b"first", 60.0)
     assert not store.create(NAMES[0], memoryview(b"second"), 60.0)
 
-    assert bytes(store.get(NAMES[0]) or b"") == b"first"
+    assert bytes(store.get(NAMES[0], 100) or b"") == b"first"
 
 
 def test_one_of_several_writers_wins(store: Store) -> None:
@@ -50,7 +51,7 @@ def test_one_of_several_writers_wins(store: Store) -> None:
         each.join()
 
     assert len(won) == 1
-    assert bytes(store.get(NAMES[1]) or b"") == bytes(won) * 1000
+    assert bytes(store.get(NAMES[1], 1000) or b"") == bytes(won) * 1000
 
 
 @pytest.mark.parametrize("present", [0, 1, 2, 16, 17, 39, 40])
@@ -71,6 +72,23 @@ def test_values_are_listed_and_deleted(store: Store) -> None:
     store.touch(NAMES[:5], 60.0)
     store.delete([NAMES[0], NAMES[9]])
     assert {each.name for each in store.values()} == set(NAMES[1:3])
+
+
+def test_value_that_is_too_large_is_not_read(store: Store) -> None:
+    store.create(NAMES[0], b"x" * 1000, 60.0)
+
+    assert len(store.get(NAMES[0], 1000) or b"") == 1000
+    with pytest.raises(DamagedBlock) as error:
+        store.get(NAMES[0], 999)
+    assert error.value.reason is Damage.SIZE
+
+
+def test_marker_that_is_too_large_is_another_clusters(tmp_path: Path) -> None:
+    url = parse(private_folder(tmp_path))
+    make_store(url).create("cluster", b"x" * 5000, 0.0)
+
+    with pytest.raises(ConfigError, match="another secret"):
+        open_store(url, keys_of(SECRET))
 
 
 def test_what_no_one_uses_expires_and_what_is_touched_stays(server: Valkey) -> None:
@@ -94,6 +112,49 @@ def test_a_folder_is_swept(tmp_path: Path) -> None:
 
     assert store.sweep(0.2) == 1
     assert {each.name for each in store.values()} == {NAMES[0], "cluster"}
+
+
+def test_expired_file_of_a_folder_is_not_there_and_is_created_anew(tmp_path: Path) -> None:
+    now_s = [time.time()]
+    store = make_store(parse(private_folder(tmp_path)), lambda: now_s[0], ttl_s=60.0)
+    store.create("cluster", b"stays", 0.0)
+    store.create(NAMES[0], b"old", 60.0)
+    now_s[0] += 61.0
+
+    assert store.get(NAMES[0], 100) is None
+    assert store.sizes(NAMES[:1]) == [0]
+    assert store.leading(NAMES[:1]) == []
+    assert [value.name for value in store.values()] == ["cluster"]
+    store.touch(NAMES[:1], 60.0)
+    assert store.sizes(NAMES[:1]) == [0]
+    now_s[0] -= 61.0
+    assert store.create(NAMES[0], b"old", 60.0) is False
+    now_s[0] += 61.0
+    assert store.create(NAMES[0], b"new", 60.0)
+    now_s[0] -= 61.0
+    assert store.get(NAMES[0], 100) == b"new"
+
+
+def test_file_of_a_folder_is_on_the_disk_before_its_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, done = make_store(parse(private_folder(tmp_path))), list[str]()
+    fsync, link = os.fsync, os.link
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(f"sync {os.fstat(fd).st_size}"), fsync(fd)))
+    monkeypatch.setattr(os, "link", lambda *names: (done.append("link"), link(*names)))
+    store.create(NAMES[0], b"x" * 1000, 60.0)
+
+    assert done == ["sync 1000", "link"]
+
+
+def test_empty_file_of_a_folder_is_not_there_and_is_created_anew(tmp_path: Path) -> None:
+    """A machine lost power before the bytes of a file were written."""
+    store = make_store(parse(private_folder(tmp_path)))
+    store.create(NAMES[0], b"x", 60.0)
+    (path,) = tmp_path.rglob(NAMES[0])
+    path.write_bytes(b"")
+
+    assert store.get(NAMES[0], 100) is None
+    assert store.create(NAMES[0], b"new", 60.0)
+    assert store.get(NAMES[0], 100) == b"new"
 
 
 def test_servers_of_one_store_have_one_secret(store_url: str, tmp_path: Path) -> None:

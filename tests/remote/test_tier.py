@@ -93,6 +93,24 @@ def test_a_damaged_block_is_deleted_so_that_a_right_one_can_take_its_place(serve
     tier.close()
 
 
+def test_block_larger_than_a_model_has_is_missed_unread_and_deleted(store_url: str, tmp_path: Path) -> None:
+    tier = open_remote(store_url, secret_file(tmp_path), max_block_bytes=1 << 10)
+    ids = ids_of(9, 512)
+    put = put_chain(tier, ids)
+    name = tier._cluster.name_of(put[1].id)
+    tier._store.delete([name])
+    assert tier._store.create(name, bytes(6 << 20), 60.0)
+    (came,) = read_all(tier, [put[1].id])
+
+    assert isinstance(came, Missing)
+    assert came.reason == "size"
+    assert tier.usage().counters["read"] == {}
+    tier.flush(5.0)
+    assert tier._store.sizes([name]) == [0]
+    assert isinstance(read_all(tier, [put[0].id])[0], Loaded)
+    tier.close()
+
+
 def test_a_long_chain_among_many_blocks_costs_two_round_trips(server: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
     client = server.client
     with client.pipeline(transaction=False) as pipeline:

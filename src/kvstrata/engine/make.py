@@ -50,11 +50,14 @@ from kvstrata.store.options import Floors, LadderOptions, StoreOptions
 from kvstrata.store.stock import Stock, make_stock
 from kvstrata.store.watching import Watcher
 from kvstrata.text.detokenizer import Detokenizer
+from kvstrata.tier.block import BLOCK_TOKENS
 
 # Of the arrays that a machine allows, for stored spans. The rest is for weights, running sequences and passes.
 STORED_ARRAYS = 0.75
 # Of the memory for KV, one part in so many: most that is read from the disk ahead of its use.
 READ_AHEAD_SHARE = 8
+# Of a shared block's tensors, over what a model computes for its tokens: codecs add scales and means.
+BLOCK_MARGIN = 2
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,9 @@ def open_remote(served: Served, remote: RemoteOptions | None, backend: str, post
     codec = parse(remote.precision)
     plan = make_plan(served.layout, codec, codec)
     ahead_bytes = min(remote.read_ahead_bytes, served.budget.total_bytes // READ_AHEAD_SHARE // 2)
-    tier = RemoteTier(dataclasses.replace(remote, read_ahead_bytes=ahead_bytes), chain=chain, backend=backend)
+    largest_bytes = BLOCK_MARGIN * (BLOCK_TOKENS * served.layout.token_bytes + served.layout.fixed_bytes)
+    options = dataclasses.replace(remote, read_ahead_bytes=ahead_bytes, max_block_bytes=largest_bytes)
+    tier = RemoteTier(options, chain=chain, backend=backend)
     return Shared(Cold(tier, served.layout, post=post, patience_s=0.0), tier, plan)
 
 

@@ -35,6 +35,7 @@ class Damage(StrEnum):
 
     SEAL = "seal"  # damaged, forged, moved here from another name, or sealed with another secret
     HEADER = "header"
+    SIZE = "size"  # larger than any block of this model
     KEY = "key"
     ROOT = "root"
 

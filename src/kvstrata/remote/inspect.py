@@ -12,7 +12,7 @@ from kvstrata.remote.names import is_name
 from kvstrata.remote.payload import decode
 from kvstrata.remote.seal import unseal
 from kvstrata.remote.secret import Keys
-from kvstrata.remote.stores.base import Store, StoredValue
+from kvstrata.remote.stores.base import LARGEST_VALUE_BYTES, Store, StoredValue
 from kvstrata.tier.block import Chain
 
 PROBE_BYTES = 4 << 20
@@ -50,10 +50,10 @@ def verify(store: Store, keys: Keys, chain: Chain) -> Verified:
     num_blocks = num_bytes = num_tokens = 0
     damaged: list[tuple[str, str]] = []
     for value in blocks_in(store):
-        content = store.get(value.name)
-        if content is None:
-            continue  # it has expired since
         try:
+            content = store.get(value.name, LARGEST_VALUE_BYTES)
+            if content is None:
+                continue  # it has expired since
             block = decode(unseal(keys, value.name, content), None, None, chain)
         except DamagedBlock as error:
             damaged.append((value.name, error.reason))
@@ -71,7 +71,7 @@ def measure(store: Store) -> Measured:
     content = os.urandom(PROBE_BYTES)
     try:
         write_s = _seconds(lambda: store.create(name, content, PROBE_TTL_S))
-        read_s = min(_seconds(lambda: store.get(name)) for _ in range(NUM_READS))
+        read_s = min(_seconds(lambda: store.get(name, PROBE_BYTES)) for _ in range(NUM_READS))
     finally:
         store.delete([name])
     return Measured(latency_s, PROBE_BYTES / read_s, PROBE_BYTES / write_s)

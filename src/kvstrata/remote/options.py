@@ -18,6 +18,7 @@ class RemoteOptions:
     precision: str = "planes:8"  # of all blocks there; in their names
     ttl_s: float = 7 * 86_400.0  # a block that no server used for so long goes; 0: it stays while there is room
     daily_write_bytes: int = 0  # by this server; 0: no limit
+    max_block_bytes: int = 1 << 30  # of the tensors of one block: what is larger is not read
     second_touch: bool = False  # write only what was asked for twice
     queue_bytes: int = 128 << 20  # on their way there
     read_ahead_bytes: int = 128 << 20  # read and not yet used, at most

@@ -14,12 +14,16 @@ from kvstrata.remote.cluster import Cluster
 from kvstrata.remote.faults import DamagedBlock, StoreFault
 from kvstrata.remote.health import Counters, Event, Health
 from kvstrata.remote.options import RemoteOptions
+from kvstrata.remote.payload import LARGEST_HEADER_BYTES
 from kvstrata.remote.stores.base import Store
 from kvstrata.tier.base import Refusal
 from kvstrata.tier.block import BASE, Block, BlockId
 from kvstrata.tier.daily_budget import DailyBudget
 from kvstrata.tier.rates import RateMeter, Rates
 from kvstrata.tier.reading import Loaded, Missing, MissReason
+
+# Of a sealed block beside its tensors: the header, and what sealing adds.
+SEAL_MARGIN_BYTES = LARGEST_HEADER_BYTES + (1 << 20)
 
 
 class SealedBlocks:
@@ -37,6 +41,7 @@ class SealedBlocks:
         self._health = health
         self._counters = counters
         self._ttl_s = options.ttl_s
+        self._largest_bytes = options.max_block_bytes + SEAL_MARGIN_BYTES
         self._clock = clock
         self._budget = DailyBudget(options.daily_write_bytes)
         self._meter = RateMeter()
@@ -89,7 +94,7 @@ class SealedBlocks:
         name = self._cluster.name_of(block)
         try:
             with self._meter.reading() as measure, self._health.asking():
-                sealed = self._store.get(name)
+                sealed = self._store.get(name, self._largest_bytes)
                 if sealed is not None:
                     measure(len(sealed))
             if sealed is None:

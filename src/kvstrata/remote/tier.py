@@ -26,6 +26,7 @@ from kvstrata.tier.block import Block, BlockId, Chain
 from kvstrata.tier.lookups import Lookup, Lookups, Walk
 from kvstrata.tier.rates import Rates
 from kvstrata.tier.reading import BlockReading, Deliver, Loaded, Missing, Reader
+from kvstrata.tier.removals import RemovalLog
 
 T = TypeVar("T")
 
@@ -53,7 +54,7 @@ class RemoteTier:
         self.on_room: Callable[[], None] = lambda: None
         keys = keys_for(options.url, options.secret_file)
         self._cluster = Cluster(keys, Names(keys, options.precision, backend), chain)
-        self._store = store or open_store(options.url, keys, clock)
+        self._store = store or open_store(options.url, keys, clock, ttl_s=options.ttl_s)
         self._counters = Counters()
         self._health = Health(
             self._counters, first_pause_s=options.first_pause_s, longest_pause_s=options.longest_pause_s
@@ -70,6 +71,7 @@ class RemoteTier:
         self.blocks = RemoteBlocks(self._store, self._cluster, self._health, self._sealed.avoided, self._touch_later)
         self._reader = Reader(self._load, options.num_readers, options.read_ahead_bytes)
         self._lookups = Lookups()
+        self.removals = RemovalLog()
         self._is_closed = False
 
     # Writing.

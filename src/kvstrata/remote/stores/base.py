@@ -6,12 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvstrata.remote.faults import Damage, DamagedBlock
+
 # Before every name, so that others can use the same store.
 PREFIX = "kvstrata1"
 CONNECT_S = 2.0
 # For a part of an answer to come; a large value may take longer in all.
 ANSWER_S = 3.0
 Content = bytes | bytearray | memoryview
+
+
+# Of a value where no model says how large a block may be.
+LARGEST_VALUE_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -30,8 +36,9 @@ class Store(Protocol):
         what lies between two that are, at the size of its neighbour: reading tells."""
         ...
 
-    def get(self, name: str) -> bytes | memoryview | None:
-        """None: not there."""
+    def get(self, name: str, max_bytes: int) -> bytes | memoryview | None:
+        """None: not there. Raises DamagedBlock where the value is larger than this, and reads no more of it: whoever
+        writes to the store must not decide how much memory a server takes."""
         ...
 
     def create(self, name: str, content: Content, ttl_s: float) -> bool:
@@ -55,3 +62,8 @@ class Store(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+def require_size(nbytes: int, max_bytes: int) -> None:
+    if nbytes > max_bytes:
+        raise DamagedBlock(Damage.SIZE, f"{nbytes} bytes, and at most {max_bytes} were expected")

@@ -1,6 +1,7 @@
 """Values as files in a folder that several machines mount, or several servers of one machine share.
 
-A file's time of change is when it was last used. What has expired is not there for anyone, and is deleted by a sweep.
+A file's time of change is when it was last used. What has expired is not there, and is deleted by a sweep or by who
+creates it anew. A server goes by its own clock: one that is ahead lets files expire earlier.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from io import FileIO
 from itertools import takewhile
 from pathlib import Path
 
 from kvstrata.remote.faults import Fault, StoreFault
-from kvstrata.remote.stores.base import PREFIX, Content, StoredValue
+from kvstrata.remote.stores.base import PREFIX, Content, StoredValue, require_size
 from kvstrata.remote.url import RemoteUrl
 
 FAULTS = {
@@ -33,26 +35,32 @@ ABANDONED_S = 3600.0
 
 
 class FolderStore:
-    def __init__(self, url: RemoteUrl, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, url: RemoteUrl, clock: Callable[[], float] = time.time, *, ttl_s: float = 0.0) -> None:
+        """`ttl_s`: a value that no server used for so long has expired; 0: none does."""
         self._clock = clock
+        self._ttl_s = ttl_s
         self._place = Path(url.path)
         self._folder = self._place / PREFIX
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         with _faults():
             self._place.stat()  # a folder that is gone is a fault, not a miss
-            return [_size(self._path(name)) for name in names]
+            return [self._size(self._path(name)) for name in names]
 
     def leading(self, names: Sequence[str]) -> list[int]:
         with _faults():
             self._place.stat()
-            return list(takewhile(bool, (_size(self._path(name)) for name in names)))
+            return list(takewhile(bool, (self._size(self._path(name)) for name in names)))
 
-    def get(self, name: str) -> bytes | None:
+    def get(self, name: str, max_bytes: int) -> bytes | None:
         with _faults():
             self._place.stat()
+            path = self._path(name)
             try:
-                return self._path(name).read_bytes()
+                with path.open("rb", buffering=0) as file:
+                    nbytes = self._held_bytes(path, os.fstat(file.fileno()))
+                    require_size(nbytes, max_bytes)
+                    return _read(file, nbytes) if nbytes else None
             except FileNotFoundError:
                 return None
 
@@ -64,13 +72,15 @@ class FolderStore:
             if path.exists():
                 if not os.access(path.parent, os.W_OK):
                     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-                return False
+                if self._size(path):
+                    return False
+                path.unlink(missing_ok=True)  # it has expired, or a machine lost power before its bytes were written
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             written = path.with_name(f"{name}.{os.getpid()}.{time.monotonic_ns()}.part")
             try:
-                written.write_bytes(content)
-                written.chmod(0o600)
-                # A link is made by one of several writers only, and a crash leaves the whole file or none.
+                _write_synced(written, content)
+                # A link is made by one of several writers only. The bytes are on the disk before the name is: a crash
+                # leaves the whole file or none.
                 os.link(written, path)
             except FileExistsError:
                 return False
@@ -83,8 +93,10 @@ class FolderStore:
         del ttl_s
         with _faults():
             for name in names:
+                path = self._path(name)
                 with suppress(FileNotFoundError):
-                    os.utime(self._path(name))
+                    if self._size(path):
+                        os.utime(path)
 
     def delete(self, names: Sequence[str]) -> None:
         with _faults():
@@ -94,7 +106,7 @@ class FolderStore:
     def values(self) -> Iterator[StoredValue]:
         with _faults():
             for path in self._files():
-                if path.suffix != ".part" and (nbytes := _size(path)):
+                if path.suffix != ".part" and (nbytes := self._size(path)):
                     yield StoredValue(path.name, nbytes)
 
     def sweep(self, ttl_s: float) -> int:
@@ -104,13 +116,26 @@ class FolderStore:
             for path in self._files():
                 oldest_s = ABANDONED_S if path.suffix == ".part" else ttl_s
                 with suppress(FileNotFoundError):
-                    if oldest_s and path.parent != self._folder and self._clock() - path.stat().st_mtime > oldest_s:
+                    if self._has_expired(path, path.stat(), oldest_s):
                         path.unlink()
                         num_deleted += path.suffix != ".part"
         return num_deleted
 
     def close(self) -> None:
         return
+
+    def _size(self, path: Path) -> int:
+        try:
+            return self._held_bytes(path, path.stat())
+        except FileNotFoundError:
+            return 0
+
+    def _held_bytes(self, path: Path, status: os.stat_result) -> int:
+        return 0 if self._has_expired(path, status, self._ttl_s) else status.st_size
+
+    def _has_expired(self, path: Path, status: os.stat_result, ttl_s: float) -> bool:
+        """What has a name of its own does not."""
+        return bool(ttl_s) and path.parent != self._folder and self._clock() - status.st_mtime > ttl_s
 
     def _files(self) -> Iterator[Path]:
         return (path for path in self._folder.rglob("*") if path.is_file())
@@ -120,11 +145,21 @@ class FolderStore:
         return self._folder / name[:2] / name if len(name) > 32 else self._folder / name
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+def _write_synced(path: Path, content: Content) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(file: FileIO, nbytes: int) -> bytes:
+    """The first bytes of a file, or fewer where it ends before: the seal tells."""
+    pieces, left_bytes = list[bytes](), nbytes
+    while left_bytes and (piece := file.read(left_bytes)):
+        pieces.append(piece)
+        left_bytes -= len(piece)
+    return b"".join(pieces)
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from kvstrata.errors import ConfigError
-from kvstrata.remote.faults import Fault, StoreFault
-from kvstrata.remote.stores.base import PREFIX, Content, StoredValue
+from kvstrata.remote.faults import DamagedBlock, Fault, StoreFault
+from kvstrata.remote.stores.base import LARGEST_VALUE_BYTES, PREFIX, Content, StoredValue, require_size
 from kvstrata.remote.url import RemoteUrl
 
 T = TypeVar("T")
@@ -66,13 +66,15 @@ class ObjectStore:
                 first = at + 1
         return found[:first]
 
-    def get(self, name: str) -> memoryview | None:
+    def get(self, name: str, max_bytes: int) -> memoryview | None:
         import obstore
         from obstore.exceptions import NotFoundError
 
         with _faults():
             try:
-                return memoryview(obstore.get(self._store, _path(name)).bytes())
+                found = obstore.get(self._store, _path(name))
+                require_size(int(found.meta["size"]), max_bytes)  # its bytes have not come yet
+                return memoryview(found.bytes())
             except (NotFoundError, FileNotFoundError):
                 self._require_place()
                 return None
@@ -144,7 +146,10 @@ class ObjectStore:
         meta = self._head(name)
         if meta is None or self._age_s(meta) < ttl_s / 2:
             return
-        content = self.get(name)
+        try:
+            content = self.get(name, LARGEST_VALUE_BYTES)
+        except DamagedBlock:
+            return
         if content is not None:
             with _faults():
                 obstore.put(self._store, _path(name), bytes(content), use_multipart=False)

@@ -13,7 +13,7 @@ from kvstrata.errors import ConfigError
 from kvstrata.remote.faults import DamagedBlock, Fault, StoreFault
 from kvstrata.remote.seal import aes_gcm, seal, unseal
 from kvstrata.remote.secret import Keys
-from kvstrata.remote.stores.base import Store
+from kvstrata.remote.stores.base import Content, Store
 from kvstrata.remote.stores.folder import FolderStore
 from kvstrata.remote.stores.objects import ObjectStore
 from kvstrata.remote.stores.redis import RedisStore
@@ -22,6 +22,7 @@ from kvstrata.remote.url import FLAG, RemoteUrl
 MARKER = "cluster"
 BODY = b'{"format":1}'
 TRIED_TTL_S = 60.0
+LARGEST_MARKER_BYTES = 4096
 
 NEXT_STEP = {
     Fault.UNREACHABLE: "Check the address, that the store runs, and whether it speaks TLS",
@@ -36,21 +37,22 @@ NEXT_STEP = {
 }
 
 
-def make_store(url: RemoteUrl, clock: Callable[[], float] = time.time) -> Store:
-    """Asks nothing yet. Raises ConfigError where the environment lacks what its kind needs."""
+def make_store(url: RemoteUrl, clock: Callable[[], float] = time.time, *, ttl_s: float = 0.0) -> Store:
+    """Asks nothing yet. `ttl_s`: for stores that cannot say themselves what has expired. Raises ConfigError where the
+    environment lacks what its kind needs."""
     if url.is_redis:
         return RedisStore(url)
     try:
-        return FolderStore(url, clock) if url.scheme == "file" else ObjectStore(url, clock)
+        return FolderStore(url, clock, ttl_s=ttl_s) if url.scheme == "file" else ObjectStore(url, clock)
     except StoreFault as fault:
         raise ConfigError(f"{FLAG} {words_for(url, fault)}") from None
 
 
-def open_store(url: RemoteUrl, keys: Keys, clock: Callable[[], float] = time.time) -> Store:
+def open_store(url: RemoteUrl, keys: Keys, clock: Callable[[], float] = time.time, *, ttl_s: float = 0.0) -> Store:
     """A store that answers and can be written, and whose servers have this secret. Raises ConfigError."""
     if keys.seal is not None:
         aes_gcm()
-    store = make_store(url, clock)
+    store = make_store(url, clock, ttl_s=ttl_s)
     try:
         _try_out(store)
         _join_cluster(store, url, keys)
@@ -73,21 +75,14 @@ def _try_out(store: Store) -> None:
     """All that a server does, to a value that no one has: what is not allowed is said before something is written."""
     no_one = os.urandom(32).hex()
     store.sizes([no_one])
-    store.get(no_one)
+    store.get(no_one, LARGEST_MARKER_BYTES)
     store.touch([no_one], TRIED_TTL_S)
     store.delete([no_one])
 
 
 def _join_cluster(store: Store, url: RemoteUrl, keys: Keys) -> None:
-    made = seal(keys, MARKER, BODY)
     try:
-        found = made if store.create(MARKER, made, 0.0) else store.get(MARKER)
-    except StoreFault as fault:
-        # A full store can be read, and may have room again; whether it is this cluster's it must say.
-        found = store.get(MARKER) if fault.reason is Fault.FULL else None
-        if found is None:
-            raise
-    try:
+        found = _marker_of(store, seal(keys, MARKER, BODY))
         if found is None or bytes(unseal(keys, MARKER, bytes(found))) != BODY:
             raise ConfigError(f"{FLAG} {url.shown} does not keep what is written there. Name another store.")
     except DamagedBlock:
@@ -96,3 +91,15 @@ def _join_cluster(store: Store, url: RemoteUrl, keys: Keys) -> None:
             f"{FLAG} {url.shown} is used by servers with {other} (--remote-secret-file). Give all servers of "
             "a store the same file, or this one a store, database or prefix of its own."
         ) from None
+
+
+def _marker_of(store: Store, made: Content) -> Content | None:
+    """The marker that lies in a store: the one that was made, where there was none."""
+    try:
+        return made if store.create(MARKER, made, 0.0) else store.get(MARKER, LARGEST_MARKER_BYTES)
+    except StoreFault as fault:
+        # A full store can be read, and may have room again; whether it is this cluster's it must say.
+        found = store.get(MARKER, LARGEST_MARKER_BYTES) if fault.reason is Fault.FULL else None
+        if found is None:
+            raise
+        return found

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstrata.errors import ConfigError
 from kvstrata.remote.faults import Fault, StoreFault
-from kvstrata.remote.stores.base import ANSWER_S, CONNECT_S, PREFIX, Content, StoredValue
+from kvstrata.remote.stores.base import ANSWER_S, CONNECT_S, PREFIX, Content, StoredValue, require_size
 from kvstrata.remote.url import FLAG, TLS_FILES, RemoteUrl
 
 if TYPE_CHECKING:
@@ -53,10 +53,12 @@ class RedisStore:
     def leading(self, names: Sequence[str]) -> list[int]:
         return list(takewhile(bool, self.sizes(names)))
 
-    def get(self, name: str) -> bytes | None:
+    def get(self, name: str, max_bytes: int) -> bytes | None:
         with _faults():
-            found: Any = self._client.get(_key(name))
-            return found
+            # One round trip, and one byte too many at most.
+            found: Any = self._client.getrange(_key(name), 0, max_bytes)
+        require_size(len(found), max_bytes)
+        return found or None
 
     def create(self, name: str, content: Content, ttl_s: float) -> bool:
         with _faults():
