@@ -62,7 +62,7 @@ def test_queries_that_bring_a_gate_are_not_tried(
 ) -> None:
     """The loops check no bounds. They read beyond the heads' norms, and BLAS complained about it on the console."""
     tried: list[nn.Module] = []
-    monkeypatch.setattr(blocks, "_shorten", lambda block, _: tried.append(block) is not None)
+    monkeypatch.setattr(blocks, "_shorten", lambda block, *_: tried.append(block) is not None)
     overrides: dict[str, Any] = {"mlp_only_layers": [0, 1, 2, 3]} if architecture == "qwen3_next" else {}
     place(quantized_module(architecture, **overrides), EXACT)
     assert bool(tried) == is_tried

@@ -102,9 +102,12 @@ def _loaded(
     check_room(module, folder, limit_bytes, form)
     if adapter is not None:
         _add_adapter(module, adapter)
+    identity = ""
     if form is not None and form.packs:
-        begin("packing", "Packing the weights (kernels for them are compiled at the first start)")
-    _place(module, folder, form)
+        begin("fingerprint", "Taking the model's fingerprint")
+        identity = fingerprint(folder, adapter, form.identity)
+        begin("packing", "Packing the weights (kernels are compiled at the first start, and packed weights are kept)")
+    _place(module, folder, form, identity)
     return module, config, form
 
 
@@ -152,13 +155,13 @@ def _add_adapter(module: nn.Module, adapter: Path) -> None:
     module.eval()
 
 
-def _place(module: nn.Module, folder: Path, form: CpuForm | None) -> None:
+def _place(module: nn.Module, folder: Path, form: CpuForm | None, identity: str) -> None:
     """Brings the weights into memory, in the form that the device computes best."""
     try:
         if form is not None:
             from kvstrata.packed.place import place
 
-            place(module, form)
+            place(module, form, identity)
         # Not its parameters alone: frequencies of RoPE are kept apart, and what is lazy belongs to this thread.
         mx.eval(arrays_in(module))
     except (RuntimeError, ValueError) as error:

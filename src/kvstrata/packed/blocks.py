@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -151,6 +151,7 @@ class ShortBlock(nn.Module):
         super().__init__()
         attention, mlp = block.self_attn, block.mlp
         self._turning = turning
+        self.activation = activation
         self._activation = np.int64(activation)
         self._scale = attention.scale
         self._qkv = Fan([attention.q_proj, attention.k_proj, attention.v_proj])
@@ -227,15 +228,21 @@ def _by_token(mixed: mx.array) -> np.ndarray:
     return np.ascontiguousarray(np.asarray(mixed).transpose(0, 2, 1, 3)).reshape(num_rows * tokens, heads * dim)
 
 
-def shorten(model: nn.Module) -> int:
-    """Gives blocks their short form where it computes the same. Tells how many have one."""
+def shorten(model: nn.Module, known: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Give blocks their short form where it computes the same. Return the activation of each block that has one, by its
+    name. `known`: what an earlier trial of the same model returned; None: every block is tried."""
     turnings: list[Turning] = []
-    blocks: list[Any] = list({id(module): module for _, module in model.named_modules()}.values())
-    blocks = [block for block in blocks if _may_be_short(block)]
+    named: dict[int, tuple[str, Any]] = {id(module): (name, module) for name, module in model.named_modules()}
+    blocks = [(name, block) for name, block in named.values() if _may_be_short(block)]
     # What a short form takes the place of goes, so it must be the block's alone.
-    uses = Counter(id(part) for block in blocks for part in (block.self_attn, block.mlp))
-    own = [block for block in blocks if uses[id(block.self_attn)] == uses[id(block.mlp)] == 1]
-    return sum(_shorten(block, turnings) for block in own)
+    uses = Counter(id(part) for _, block in blocks for part in (block.self_attn, block.mlp))
+    found: dict[str, int] = {}
+    for name, block in blocks:
+        if uses[id(block.self_attn)] == uses[id(block.mlp)] == 1 and (known is None or name in known):
+            activation = _shorten(block, turnings, None if known is None else known[name])
+            if activation is not None:
+                found[name] = activation
+    return found
 
 
 def _may_be_short(module: Any) -> bool:
@@ -260,23 +267,24 @@ def _may_be_short(module: Any) -> bool:
     return is_whole and not any(layer.weight.shape[0] % TILE_ROWS for layer in (q, k, v, o, gate, up, down))
 
 
-def _shorten(block: Any, turnings: list[Turning]) -> bool:
-    """False: no short form computes the same, and the block is as it was."""
+def _shorten(block: Any, turnings: list[Turning], known: int | None) -> int | None:
+    """Return the activation of the short form, `known` where that is given. None: no short form computes the same, and
+    the block is as it was."""
     try:
-        short = _fitting(block, turnings)
+        short = _fitting(block, turnings) if known is None else _form_with(block, turnings, known)
     except Exception as error:  # noqa: BLE001
         # Whatever a block does that is called with less than it needs, gives more than hidden states, or lacks a part.
         log.info("a block stays as it is: %s: %s", type(error).__name__, error)
-        return False
+        return None
     if short is None:
-        return False
+        return None
     short.activations = block.self_attn.q_proj.activations
     block.short = short
     block.__class__ = _short_kind(type(block))
     for owner, names in ((block.self_attn, "qkvo"), (block.mlp, ("gate", "up", "down"))):
         for name in names:
             owner.pop(f"{name}_proj")
-    return True
+    return short.activation
 
 
 def _fitting(block: Any, turnings: list[Turning]) -> ShortBlock | None:
@@ -293,13 +301,17 @@ def _fitting(block: Any, turnings: list[Turning]) -> ShortBlock | None:
 
 
 def _forms(block: Any, turnings: list[Turning]) -> Iterator[ShortBlock]:
+    for activation in (rows.SILU, rows.GELU):
+        yield _form_with(block, turnings, activation)
+
+
+def _form_with(block: Any, turnings: list[Turning], activation: int) -> ShortBlock:
     attention = block.self_attn
     turning = Turning(attention.rope, attention.q_proj.weight.shape[0] // _num_heads(attention))
     same = next((each for each in turnings if each.is_like(turning)), None)
     if same is None:
         turnings.append(turning)
-    for activation in (rows.SILU, rows.GELU):
-        yield ShortBlock(block, same or turning, activation)
+    return ShortBlock(block, same or turning, activation)
 
 
 def _outputs(block: Any, run: Callable[..., mx.array] | None = None) -> np.ndarray:

@@ -6,8 +6,11 @@ whole groups) becomes float32, as everything did before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, cast
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +20,9 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvstrata.packed.form import CpuForm
 from kvstrata.packed.quantized import TILE_ROWS, Quantized, whole_tiles
+
+if TYPE_CHECKING:
+    from kvstrata.packed.weight import PackedWeight
 
 PLAIN = {nn.Linear, nn.Embedding, SwitchLinear, MultiLinear}
 # What becomes float32 instead. Each plain layer takes its sizes from its weight, so it is born tiny and given the real
@@ -32,27 +38,52 @@ FLOAT_BYTES = 4
 GROUP = 32  # of what is quantized here
 
 
-def place(model: nn.Module, form: CpuForm) -> None:
+def place(model: nn.Module, form: CpuForm, fingerprint: str = "") -> None:
     """Loading peaks at one layer above the result. Layers of other classes (a few models fuse their own) stay as they
-    are; they work, slowly."""
-    _replace_layers(model, form)
-    model.set_dtype(mx.float32)
-    mx.eval(model.parameters())
+    are; they work, slowly. `fingerprint`: of the model in this form, by which packed weights are kept for the next
+    start; empty: they are not kept."""
     if form.packs:
-        from kvstrata.packed.blocks import shorten
-
-        shorten(model)
+        _place_packed(model, form, fingerprint)
+    else:
+        _replace_layers(model, form)
     mx.clear_cache()
 
 
-def _replace_layers(model: nn.Module, form: CpuForm) -> None:
+def _place_packed(model: nn.Module, form: CpuForm, fingerprint: str) -> None:
+    from kvstrata.packed.blocks import shorten
+    from kvstrata.packed.kept import kept_path, read_kept, writing_kept
+
+    if not fingerprint:
+        _replace_layers(model, form)
+        shorten(model)
+        return
+    path = kept_path(fingerprint)
+    kept = read_kept(path)
+    if kept is not None:
+        _replace_layers(model, form, kept.weights)
+        shorten(model, kept.activations)
+        return
+    with writing_kept(path, placed_bytes(model, form)) as writer:
+        _replace_layers(model, form, written=writer.add)
+        writer.publish(shorten(model))
+
+
+def _replace_layers(
+    model: nn.Module,
+    form: CpuForm,
+    kept: Mapping[str, Sequence[PackedWeight]] = MappingProxyType({}),
+    written: Callable[[str, Sequence[PackedWeight]], None] = lambda _name, _weights: None,
+) -> None:
+    """`kept`: packed weights of layers by the layers' names. `written` is called with those that are packed here."""
     done: dict[int, nn.Module | None] = {}  # a module may stand in two places
     for name, module in model.named_modules():
         if type(module) in QUANTIZED or type(module) in PLAIN:
             if id(module) not in done:
-                done[id(module)] = _placed(module, form)
+                done[id(module)] = _placed(module, form, kept.get(name, ()), partial(written, name))
             if (placed := done[id(module)]) is not None:
                 model.update_modules(tree_unflatten([(name, placed)]))
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
 
 
 def placed_bytes(model: nn.Module, form: CpuForm) -> int:
@@ -79,12 +110,19 @@ def num_values(layer: nn.Module) -> int:
     return layer["weight"].size if type(layer) in PLAIN else layer["scales"].size * _quantized(layer).group
 
 
-def _placed(module: nn.Module, form: CpuForm) -> nn.Module | None:
+def _placed(
+    module: nn.Module,
+    form: CpuForm,
+    kept: Sequence[PackedWeight],
+    written: Callable[[Sequence[PackedWeight]], None],
+) -> nn.Module | None:
     """None: it stays as it is."""
     if type(module) in PLAIN and not _is_packed(module, form):
         return None
     if _is_packed(module, form):
-        made = _packed(module, form)
+        weights = kept if _are_of(module, kept) else _pack(module, form)
+        written(weights)
+        made = _packed(module, form, weights)
     else:
         made = QUANTIZED[type(module)]()
         made.weight = _dequantized(module)
@@ -97,9 +135,8 @@ def _placed(module: nn.Module, form: CpuForm) -> nn.Module | None:
     return made
 
 
-def _packed(module: nn.Module, form: CpuForm) -> nn.Module:
+def _packed(module: nn.Module, form: CpuForm, weights: Sequence[PackedWeight]) -> nn.Module:
     from kvstrata.packed import layers
-    from kvstrata.packed.weight import pack
 
     kinds: dict[type, type[layers.PackedModule]] = {
         nn.Linear: layers.PackedLinear,
@@ -111,8 +148,23 @@ def _packed(module: nn.Module, form: CpuForm) -> nn.Module:
         MultiLinear: layers.PackedMultiLinear,
         QuantizedMultiLinear: layers.PackedMultiLinear,
     }
-    weights = [pack(matrix) for matrix in _matrices(module, form)]
     return kinds[type(module)](weights, form.activations, module.get("bias"))
+
+
+def _pack(module: nn.Module, form: CpuForm) -> list[PackedWeight]:
+    from kvstrata.packed.weight import pack
+
+    return [pack(matrix) for matrix in _matrices(module, form)]
+
+
+def _are_of(module: nn.Module, weights: Sequence[PackedWeight]) -> bool:
+    """Whether packed weights have the shapes of a layer's. Reads no array."""
+    if type(module) in PLAIN:
+        *heads, rows, columns = module["weight"].shape
+    else:
+        quantized = _quantized(module)
+        heads, (rows, columns) = quantized.scales.shape[:-2], quantized.shape
+    return len(weights) == math.prod(heads) and all(weight.shape == (rows, columns) for weight in weights)
 
 
 def _is_packed(module: nn.Module, form: CpuForm) -> bool:

@@ -1,0 +1,218 @@
+"""Packed weights in a file, so that the next start of a model reads them and need not pack them again.
+
+    arrays, one after the other | index: JSON | length of the index: 8 bytes | blake3 of all that comes before: 32 bytes
+
+The file's name follows from the model, the form of its weights, the machine and the code that packs. A file that is cut
+off, changed, not this user's alone, or of other shapes is a miss. Files are published by a rename, and those that were
+read longest ago are deleted where all together take too much.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import mmap
+import os
+import shutil
+import stat
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import llvmlite.binding as llvm
+import mlx.core as mx
+import numpy as np
+from blake3 import blake3
+
+from kvstrata.backend.folders import cache_root
+from kvstrata.packed.tiles import DOT
+from kvstrata.packed.weight import Form, PackedWeight
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".packed"
+TEMPORARY = ".tmp"
+# Of all files together, and what a file leaves free on its volume.
+MAX_BYTES = 32 << 30
+FREE_BYTES = 4 << 30
+# Packing that is faster is not worth a file.
+WORTH_KEEPING_S = 0.3
+LENGTH_BYTES, DIGEST_BYTES = 8, 32
+# Of a temporary file: whoever wrote it has ended.
+ABANDONED_S = 86_400
+
+
+@dataclass(frozen=True)
+class KeptWeights:
+    """What a file has."""
+
+    weights: Mapping[str, Sequence[PackedWeight]]  # of layers by their names: one, or one for each expert or head
+    activations: Mapping[str, int]  # of blocks that have a short form (`packed/blocks.py`), by their names
+
+
+def kept_path(fingerprint: str) -> Path:
+    """`fingerprint`: of a model, the form of its weights included."""
+    return cache_root() / "packed" / f"{blake3(f'{fingerprint} {_machine()}'.encode()).hexdigest()[:32]}{SUFFIX}"
+
+
+@cache
+def _machine() -> str:
+    """All that decides how weights are packed and which blocks have a short form, but for the model."""
+    code = blake3()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        code.update(path.read_bytes())
+    libraries = [version(name) for name in ("mlx", "mlx-lm", "numba", "llvmlite")]
+    cpu = [llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten(), DOT]
+    return json.dumps([code.hexdigest(), libraries, cpu])
+
+
+def read_kept(path: Path) -> KeptWeights | None:
+    """None: there is no file that can be trusted."""
+    try:
+        content = _content(path)
+        kept = None if content is None else _parsed(content)
+        os.utime(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        log.info("Packed weights in %s cannot be used, so they are packed again: %s", path, error)
+        return None
+    return kept
+
+
+def _content(path: Path) -> memoryview | None:
+    """None: it is not a whole file of this user's alone."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(fd)
+        is_own = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+        if not stat.S_ISREG(status.st_mode) or not is_own or status.st_size <= LENGTH_BYTES + DIGEST_BYTES:
+            return None
+        content = memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ))
+    finally:
+        os.close(fd)
+    digest = blake3(content[:-DIGEST_BYTES], max_threads=blake3.AUTO).digest()
+    return content if digest == content[-DIGEST_BYTES:] else None
+
+
+def _parsed(content: memoryview) -> KeptWeights:
+    index_end = len(content) - LENGTH_BYTES - DIGEST_BYTES
+    length = int.from_bytes(content[index_end : index_end + LENGTH_BYTES], "little")
+    index = json.loads(bytes(content[index_end - length : index_end]))
+    weights = {name: tuple(_weight(content, *each) for each in found) for name, found in index["weights"].items()}
+    return KeptWeights(weights, index["activations"])
+
+
+def _weight(content: memoryview, at: int, sizes: Sequence[int], form: Sequence[int], rows: int) -> PackedWeight:
+    num_codes, num_scales = sizes
+    codes, scales = (
+        mx.array(np.frombuffer(content, np.uint8, count, start))
+        for start, count in ((at, num_codes), (at + num_codes, num_scales))
+    )
+    return PackedWeight(codes, scales, Form(*form), rows)
+
+
+@dataclass
+class KeptWriter:
+    """Writes a file while a model is packed. An error of the disk ends the file and nothing else."""
+
+    path: Path
+    _file: BinaryIO | None = None
+    _digest: Any = field(default_factory=lambda: blake3(max_threads=blake3.AUTO))
+    _weights: dict[str, list[Any]] = field(default_factory=dict)
+    _num_bytes: int = 0
+    _began_s: float = field(default_factory=time.perf_counter)
+
+    @property
+    def _temporary(self) -> Path:
+        return self.path.with_suffix(f".{os.getpid()}{TEMPORARY}")
+
+    def open(self, needed_bytes: int) -> None:
+        try:
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_room(self.path.parent, needed_bytes)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+            self._file = open(os.open(self._temporary, flags, 0o600), "wb")  # noqa: SIM115
+        except OSError as error:
+            self._give_up(error)
+
+    def add(self, name: str, weights: Sequence[PackedWeight]) -> None:
+        """Those of a layer."""
+        found: list[Any] = []
+        for weight in weights:
+            arrays: list[Any] = [np.asarray(array) for array in weight.arrays]
+            form = weight.form
+            sizes = [array.nbytes for array in arrays]
+            fields = [form.bits, form.kind, form.group, form.columns]
+            found.append([self._num_bytes, sizes, fields, weight.shape[0]])
+            for array in arrays:
+                self._write(memoryview(array))
+        self._weights[name] = found
+
+    def publish(self, activations: Mapping[str, int]) -> None:
+        """`activations`: as in KeptWeights."""
+        if self._file is None or time.perf_counter() - self._began_s < WORTH_KEEPING_S:
+            return
+        index = json.dumps({"weights": self._weights, "activations": dict(activations)}).encode()
+        self._write(memoryview(index))
+        self._write(memoryview(len(index).to_bytes(LENGTH_BYTES, "little")))
+        self._write(memoryview(self._digest.digest()))
+        try:
+            if self._file is not None:
+                self._file.close()
+                self._temporary.replace(self.path)
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._temporary.unlink(missing_ok=True)
+        self._file = None
+
+    def _write(self, content: memoryview) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(content)
+        except OSError as error:
+            self._give_up(error)
+        self._digest.update(content)
+        self._num_bytes += content.nbytes
+
+    def _give_up(self, error: OSError) -> None:
+        log.info("Packed weights are not kept in %s: %s", self.path.parent, error)
+        self.close()
+
+
+@contextmanager
+def writing_kept(path: Path, needed_bytes: int) -> Iterator[KeptWriter]:
+    """Leaves a whole file or none."""
+    writer = KeptWriter(path)
+    writer.open(needed_bytes)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def _make_room(folder: Path, needed_bytes: int) -> None:
+    """Delete what was read longest ago. Raises OSError where a file does not fit all the same."""
+    now = time.time()
+    for path in folder.glob(f"*{TEMPORARY}"):
+        if now - path.stat().st_mtime > ABANDONED_S:
+            path.unlink(missing_ok=True)
+    newest_first = sorted(folder.glob(f"*{SUFFIX}"), key=lambda path: path.stat().st_mtime, reverse=True)
+    total = needed_bytes
+    for path in newest_first:
+        total += path.stat().st_size
+        if total > MAX_BYTES:
+            path.unlink(missing_ok=True)
+    if needed_bytes > MAX_BYTES or shutil.disk_usage(folder).free < needed_bytes + FREE_BYTES:
+        raise OSError(f"{needed_bytes} bytes more are too many there")

@@ -1,0 +1,152 @@
+"""Packed weights that are kept for the next start: the same values, or a miss."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from kvstrata.models.cpu_options import CpuOptions
+from kvstrata.models.load import load
+from kvstrata.packed import blocks, kept
+from kvstrata.packed.weight import pack
+from tests.models.conftest import QUANTIZATION, quantized_module, write_model
+from tests.packed.test_place import num_short
+from tests.tiny import tiny_config
+
+pytestmark = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="weights are packed on a CPU alone")
+PROMPT = mx.array([[5, 6, 7, 8]])
+
+
+def write_quantized(folder: Path, architecture: str) -> str:
+    config = {**tiny_config(architecture), "quantization": QUANTIZATION}
+    return str(write_model(folder, quantized_module(architecture), config))
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A folder with quantized weights, and a cache folder of its own where all is worth keeping."""
+    monkeypatch.setenv("KVSTRATA_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(kept, "WORTH_KEEPING_S", 0.0)
+    return write_quantized(tmp_path / "tiny", "llama")
+
+
+@pytest.fixture
+def num_packed(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many matrices were packed since the last call."""
+    packed: list[object] = []
+    monkeypatch.setattr("kvstrata.packed.weight.pack", lambda source: packed.append(source) or pack(source))
+
+    def count() -> int:
+        number = len(packed)
+        packed.clear()
+        return number
+
+    return count
+
+
+def logits(model: str, weights: str = "auto") -> np.ndarray:
+    return np.asarray(load(model, cpu=CpuOptions(weights=weights)).module(PROMPT))  # pyright: ignore[reportArgumentType]
+
+
+def kept_files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "home" / "packed").iterdir())
+
+
+def test_second_load_packs_nothing_and_computes_the_same(
+    model: str, tmp_path: Path, num_packed: Callable[[], int]
+) -> None:
+    first = logits(model)
+    assert num_packed() > 0
+    assert np.array_equal(logits(model), first)
+    assert num_packed() == 0
+    (path,) = kept_files(tmp_path)
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+
+
+def test_second_load_does_not_try_blocks(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = num_short(load(model).module)
+    monkeypatch.setattr(blocks, "_outputs", None)
+    assert num_short(load(model).module) == first > 0
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def open_to_others(path: Path) -> None:
+    path.chmod(0o644)
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("damage", [flip, cut, empty, open_to_others, link])
+def test_file_that_cannot_be_trusted_is_a_miss_and_is_replaced(
+    damage: Callable[[Path], None], model: str, tmp_path: Path, num_packed: Callable[[], int]
+) -> None:
+    first = logits(model)
+    (path,) = kept_files(tmp_path)
+    damage(path)
+    num_packed()
+    assert np.array_equal(logits(model), first)
+    assert num_packed() > 0
+    assert np.array_equal(logits(model), first)
+    assert num_packed() == 0
+
+
+def test_other_activations_and_other_weights_have_files_of_their_own(model: str, tmp_path: Path) -> None:
+    load(model, cpu=CpuOptions(activations=16))
+    load(model, cpu=CpuOptions(activations=32))
+    assert len(kept_files(tmp_path)) == 2
+    write_quantized(Path(model), "qwen3")
+    load(model)
+    assert len(kept_files(tmp_path)) == 3
+
+
+def test_file_that_was_read_longest_ago_goes_first(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load(model, cpu=CpuOptions(activations=16))
+    (read,) = kept_files(tmp_path)
+    load(model, cpu=CpuOptions(activations=32))
+    (unread,) = set(kept_files(tmp_path)) - {read}
+    os.utime(unread, (1.0, 1.0))
+    monkeypatch.setattr(kept, "MAX_BYTES", 5 * read.stat().st_size // 2)
+    load(model, cpu=CpuOptions(activations=8))
+    assert read in kept_files(tmp_path)
+    assert unread not in kept_files(tmp_path)
+    assert len(kept_files(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(("name", "value"), [("MAX_BYTES", 1000), ("FREE_BYTES", 1 << 60)])
+def test_no_file_is_written_where_it_does_not_fit(
+    name: str, value: int, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept, name, value)
+    load(model)
+    assert kept_files(tmp_path) == []
+
+
+def test_disk_that_is_full_costs_the_file_alone(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "replace", fail)
+    load(model)
+    assert kept_files(tmp_path) == []
