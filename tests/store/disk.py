@@ -42,6 +42,7 @@ def store_on(
     *,
     hot_bytes: int = 1 << 30,
     disk_write: DiskWrite = "at-eviction",
+    min_quantize_tokens: int = 0,
     ladder: LadderOptions | None = None,
     patience_s: float = 60.0,
     **disk: Any,
@@ -53,7 +54,7 @@ def store_on(
     options = StoreOptions(
         hot_bytes,
         disk_write=disk_write,
-        precision=PrecisionOptions(k=codec, v=codec, min_quantize_tokens=0),
+        precision=PrecisionOptions(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens),
         ladder=ladder or LadderOptions(),
     )
     cold = Cold(tier, layout, post=lambda _: None, patience_s=patience_s)

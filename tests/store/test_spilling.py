@@ -314,3 +314,82 @@ def test_what_is_evicted_is_settled_and_what_it_hangs_on_is_left_as_it_is(tmp_pa
         assert not leaf.nodes
         assert stock.counters["encoded_spans"] == 1
         assert {k.name for layer in above.span.layers for k, _ in above.span.pairs(layer)} == {"raw"}
+
+
+# Short sequences, which stay raw until a longer one goes on from them.
+
+SHORT = 100
+IN_8_BITS: dict[str, Any] = {"name": "planes:8", "min_quantize_tokens": 256}
+
+
+def write_free(stock: Stock) -> None:
+    settle(stock)
+    stock.spills.add_free()
+    settle(stock)
+    written(stock)
+
+
+def precisions_on_disk(stock: Stock) -> set[str]:
+    usage = stock.reporter.disk_usage()
+    assert usage is not None
+    return set(usage.by_precision)
+
+
+def test_raw_blocks_of_a_short_sequence_are_replaced_when_it_has_become_long(tmp_path: Path) -> None:
+    tokens = random_tokens(400, 0)
+    with store_on(tmp_path, **IN_8_BITS) as stock:
+        store_tokens(stock, tokens[:SHORT])
+        write_free(stock)
+        assert precisions_on_disk(stock) == {"raw"}
+        store_tokens(stock, tokens)
+        write_free(stock)
+        assert precisions_on_disk(stock) == {"planes:8"}
+        assert written(stock) == reachable(stock, tokens) == len(tokens)
+        check_all(stock, tokens)
+
+
+def test_raw_blocks_are_replaced_when_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
+    tokens = random_tokens(400, 0)
+    with store_on(tmp_path, **IN_8_BITS) as stock:
+        store_tokens(stock, tokens[:SHORT])
+        write_free(stock)
+    with store_on(tmp_path, **IN_8_BITS) as stock:
+        load(stock, tokens)
+        assert store_tokens(stock, tokens) == SHORT
+        write_free(stock)
+        assert precisions_on_disk(stock) == {"planes:8"}
+        assert reachable(stock, tokens) == len(tokens)
+
+
+def test_raw_blocks_are_replaced_when_the_last_reader_of_a_short_beginning_ends(tmp_path: Path) -> None:
+    tokens = random_tokens(400, 0)
+    with store_on(tmp_path, **IN_8_BITS) as stock:
+        store_tokens(stock, tokens[:SHORT])
+        reader = stock.store.match(tokens[:SHORT], "")
+        store_tokens(stock, tokens)
+        write_free(stock)
+        assert "raw" in precisions_on_disk(stock)
+        stock.store.release(reader)
+        write_free(stock)
+        assert precisions_on_disk(stock) == {"planes:8"}
+
+
+def test_a_short_beginning_is_encoded_before_it_is_written_for_what_is_evicted(tmp_path: Path) -> None:
+    tokens = random_tokens(400, 0)
+    with store_on(tmp_path, **IN_8_BITS) as stock:
+        store_tokens(stock, tokens[:SHORT])
+        settle(stock)
+        store_tokens(stock, tokens)  # nothing of what follows is done yet
+        stock.room.shrink_to(0, 60.0, most_bytes=0)
+        assert written(stock) == len(tokens)
+        assert precisions_on_disk(stock) == {"planes:8"}
+
+
+def test_raw_blocks_that_were_written_after_a_reply_are_replaced(tmp_path: Path) -> None:
+    tokens = random_tokens(400, 0)
+    with store_on(tmp_path, disk_write="after-reply", **IN_8_BITS) as stock:
+        for end in (SHORT, 2 * SHORT, len(tokens)):
+            store_tokens(stock, tokens[:end])
+            settle(stock)
+            assert written(stock) == reachable(stock, tokens) == end
+            assert precisions_on_disk(stock) == ({"planes:8"} if end >= 256 else {"raw"})

@@ -18,7 +18,6 @@ from kvstrata.store.options import StoreOptions
 from kvstrata.store.precision.requantize import Change
 from kvstrata.store.stock import Stock
 from kvstrata.store.tidying import MAX_SPANS
-from kvstrata.store.totals import share_of
 from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, new_stock, settle, store_tokens
 
 
@@ -228,14 +227,37 @@ def test_a_long_chat_of_short_turns_is_compressed() -> None:
     for turn in range(1, 9):
         store_tokens(stock, tokens(60 * turn))
         settle(stock)
-        assert held_names(stock) == ({"raw"} if turn < 5 else {"raw", "planes:8"})
-    raw = [entry for entry in stock.shelf.entries if held_of(share_of(entry).by_precision) == {"raw"}]
-    assert all(entry.span.end < 256 for entry in raw)
-    assert stock.shelf.held_bytes < 0.7 * 480 * TOKEN_BYTES
+        assert held_names(stock) == ({"raw"} if turn < 5 else {"planes:8"})
+    assert stock.shelf.held_bytes < 0.4 * 480 * TOKEN_BYTES
 
 
-def held_of(by_precision: dict[str, int]) -> set[str]:
-    return set(by_precision)
+def test_a_short_conversation_stays_raw_beside_a_long_one_that_begins_alike() -> None:
+    stock = new_stock("planes:8", min_quantize_tokens=256)
+    prompt = tokens(100)
+    store_tokens(stock, [*prompt, *tokens(50, seed=1)])
+    store_tokens(stock, [*prompt, *tokens(300, seed=2)])
+    settle(stock)
+    long, short = (
+        stock.store.find([*prompt, *tokens(300, seed=2)], ""),
+        stock.store.find([*prompt, *tokens(50, seed=1)], ""),
+    )
+    assert long.num_tokens == 400
+    assert {entry.span.position for entry in long.entries} == {0, 100}
+    assert short.num_tokens == 150
+    assert held_names(stock) == {"planes:8"}
+
+
+def test_a_short_beginning_that_others_read_is_encoded_when_they_have_ended() -> None:
+    stock = new_stock("planes:8", min_quantize_tokens=256)
+    store_tokens(stock, tokens(100))
+    settle(stock)
+    reader = stock.store.match(tokens(100), "")
+    store_tokens(stock, tokens(300))
+    settle(stock)
+    assert held_names(stock) == {"raw", "planes:8"}
+    stock.store.release(reader)
+    settle(stock)
+    assert held_names(stock) == {"planes:8"}
 
 
 def test_the_same_tokens_a_hundred_times_are_encoded_once() -> None:

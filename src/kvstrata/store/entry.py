@@ -39,6 +39,7 @@ class Entry:
     is_clean: bool = False  # the disk has all of it, or all of it is on its way: withdrawn when a block leaves the disk
     clean_token_bytes: float = 0.0  # with so many bytes for each token there
     asked_twice: int = 0  # the tokens up to this position were in the prompts of two requests
+    longest_end: int = 0  # of all sequences that were filed through it, the end of the longest
     shared_end: int = 0  # the tokens up to this position were given to a tier that others share
     goes_up: bool = False  # even where that takes more bits than it has
     is_stuck: bool = False  # changing it failed once: it stays as it is
@@ -47,6 +48,11 @@ class Entry:
     @property
     def last_node(self) -> Node[Entry]:
         return max(self.nodes, key=lambda node: node.end)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Length of the longest sequence that it is a part of."""
+        return max(self.span.end, self.longest_end)
 
     @property
     def can_be_put_away(self) -> bool:

@@ -71,6 +71,8 @@ class Shelf:
         self.num_changes += 1
         self.version += 1
         inserted = self.tree.insert(entry.root_key, ids, entry)
+        for node in inserted.path:
+            node.payload.longest_end = max(node.payload.longest_end, len(ids))
         self.journal.note_all(node.payload for node in inserted.path)
         self._leaves.inserted(inserted, entry.kind, entry.session)
         if inserted.outcome == "split":
@@ -190,6 +192,7 @@ class Shelf:
         if first.asked_twice >= first.span.end:
             first.asked_twice = max(first.span.end, second.asked_twice)
         first.span.append(second.span)
+        first.longest_end = max(first.longest_end, second.longest_end)
         first.is_clean = first.is_clean and second.is_clean
         self.residency.join(first, second)
         first.clean_token_bytes = min(first.clean_token_bytes, second.clean_token_bytes)

@@ -258,7 +258,9 @@ def _build_memory(
         done=lambda entry: tidying.tidy(entry),
     )
     mover = rewriting.mover
-    spills = (Spills if cold.has_tier else NoSpills)(cold, shelf, leaves, counters, ground.failures, losses, mover)
+    spills = (Spills if cold.has_tier else NoSpills)(
+        cold, shelf, leaves, counters, ground.failures, losses, mover, was_short=ground.precision.was_short
+    )
     pressure = Pressure(shelf, leaves, rewriting, plan_of, options.ladder, counters)
     evictor = Evictor(shelf, leaves, ground.marks, spills, losses, mover.add if options.precision.gathers else _ignore)
     room = Room(shelf, evictor, rewriting, pressure, spills, losses)

@@ -107,12 +107,14 @@ class Cold:
         puts_away: bool = False,
         unused_s: UnusedS = lambda _: 0.0,
         record: RecordBlock = lambda *_: None,
+        was_short: Callable[[Entry], bool] = lambda _: False,
     ) -> Generator[None, None, Spilled]:
         """Write what the disk has not of the tokens up to a leaf's end, in small steps; after the first block that is
         not taken, nothing could be reached. Spans may be joined meanwhile; before each step the caller checks that the
         leaf is still there, and as long as it was. `puts_away`: also what the disk has in fewer bits of the last span.
         `unused_s`: how long ago a request last went on from an entry; what expires counts from there. `record` is told
-        of each block, before the tier is asked whether it is still there.
+        of each block, before the tier is asked whether it is still there. `was_short`: the entries that were raw as
+        long as no longer sequence went on from them; their blocks are replaced when memory has them encoded.
 
         What is written continues the blocks that are there, wherever those end: spans are joined, cut and loaded, marks
         come and go, and a chain made anew from what they are now would hardly be the one that was written.
@@ -126,8 +128,8 @@ class Cold:
                 present = yield from self._walk(key, start, ids)
                 for link in present or (_next_link(leaf, key, start, ids),):
                     is_better = puts_away and link.start >= own and self._is_lower(link, leaf)
-                    if is_better or not present:
-                        yield from self._put(link, leaf, ids, unused_s, replace=is_better)
+                    if is_better or not present or self._is_higher(link, leaf, was_short):
+                        yield from self._put(link, leaf, ids, unused_s, replace=bool(present))
                     for entry in dict.fromkeys(
                         n.payload for n in leaf.path() if n.start < link.end and n.end > link.start
                     ):
@@ -187,15 +189,24 @@ class Cold:
     def _is_lower(self, link: Link, leaf: Node[Entry]) -> bool:
         """Whether a block that is there has fewer bits than memory, and can be made anew."""
         entry, last = holder_of(leaf, link.start)
-        span = entry.span
-        in_memory = span.kv_bytes * (link.end - link.start) / max(1, span.num_tokens)
-        if link.end > last or self._held_bytes(link) >= STEPPED_DOWN * in_memory:
+        if link.end > last or self._held_bytes(link) >= STEPPED_DOWN * self._bytes_in_memory(entry, link):
             return False
-        return all(len(span.parts(layer, link.start, link.end)) == 1 for layer in span.layers)
+        return _is_whole(entry, link)
+
+    def _is_higher(self, link: Link, leaf: Node[Entry], was_short: Callable[[Entry], bool]) -> bool:
+        """Whether a block that is there is raw because its sequence was short, while memory has it encoded."""
+        entry, last = holder_of(leaf, link.start)
+        if link.end > last or not was_short(entry) or entry.span.is_live:
+            return False
+        return self._bytes_in_memory(entry, link) < STEPPED_DOWN * self._held_bytes(link) and _is_whole(entry, link)
 
     def _held_bytes(self, link: Link) -> int:
         """Of a block's arrays, as it is on the disk."""
         return sum(by_label(self.tier.blocks.contents(BlockId(link.key)), PRECISION).values())
+
+    def _bytes_in_memory(self, entry: Entry, link: Link) -> float:
+        span = entry.span
+        return span.kv_bytes * (link.end - link.start) / max(1, span.num_tokens)
 
     def touch(self, steps: Iterable[Link]) -> None:
         """These count as used now, wherever they came from."""
@@ -319,6 +330,12 @@ def holder_of(leaf: Node[Entry], at: int) -> tuple[Entry, int]:
     path = leaf.path()
     entry = next(node.payload for node in path if node.start <= at < node.end)
     return entry, max(node.end for node in path if node.payload is entry)
+
+
+def _is_whole(entry: Entry, link: Link) -> bool:
+    """Whether the tokens of a block are in one piece in memory: only then can it be packed anew."""
+    span = entry.span
+    return all(len(span.parts(layer, link.start, link.end)) == 1 for layer in span.layers)
 
 
 def _next_link(leaf: Node[Entry], parent: bytes, start: int, ids: TokenIds) -> Link:

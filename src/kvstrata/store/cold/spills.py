@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -38,7 +39,8 @@ class Handover:
 
 
 class Spills:
-    """`rewriter` brings an entry to what it should be stored as: that is what is written."""
+    """`rewriter` brings an entry to what it should be stored as: that is what is written. `was_short` tells whether an
+    entry stays raw until a longer sequence goes on from it: blocks that were written by then are written again."""
 
     def __init__(
         self,
@@ -49,12 +51,15 @@ class Spills:
         failures: Failures,
         losses: Losses,
         rewriter: Mover,
+        *,
+        was_short: Callable[[Entry], bool],
     ) -> None:
         self._cold = cold
         self._shelf = shelf
         self._leaves = leaves
         self._counters = counters
         self._rewriter = rewriter
+        self._was_short = was_short
         self._failures = failures
         self._is_memory_short = False
         self._losses = losses
@@ -172,7 +177,7 @@ class Spills:
         """A leaf's span, and what it hangs on as far as that has no memory of its own yet. Spans that are rewritten are
         joined: the leaf may be another's afterwards."""
         for entry in dict.fromkeys(node.payload for node in leaf.path()):
-            if not entry.is_running and (entry.span.is_live or entry is leaf.payload):
+            if not entry.is_running and (entry.span.is_live or entry is leaf.payload or self._was_short(entry)):
                 self._rewriter.finish(entry, until_s)
 
     def _look_again(self) -> None:
@@ -251,8 +256,13 @@ class Spills:
         end = leaf.end
         self.holds(entry)
         self._residency.begin_recording(entry)
-        record = self._residency.record_block
-        steps = self._cold.spill(leaf, puts_away=puts_away, unused_s=self._leaves.unused_s, record=record)
+        steps = self._cold.spill(
+            leaf,
+            puts_away=puts_away,
+            unused_s=self._leaves.unused_s,
+            record=self._residency.record_block,
+            was_short=self._was_short,
+        )
         while True:
             try:
                 next(steps)

@@ -73,6 +73,10 @@ class Rewriting:
         if not plan.is_raw:
             self._counters["encoded_spans"] += 1
             self._counters["encoded_freed_bytes"] += max(0, before_bytes - entry.span.kv_bytes)
+            if self.precision.was_short(entry):
+                # A tier that has it, has it raw: it is written there again in these bits.
+                entry.clean_token_bytes = 0.0
+                self._shelf.set_clean(entry, is_clean=False)
 
     def _get_stuck(self, entry: Entry, error: Exception) -> None:
         """Every layer of it is whole, as it was or as it should be."""

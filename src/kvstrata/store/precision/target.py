@@ -46,7 +46,12 @@ class Precision:
         if (entry.is_running or entry.num_leases) and not self.options.live:
             # Its owner and its readers go on over the values that they began with.
             return self._raw
-        return self.target if entry.is_running or entry.span.end >= self.options.min_quantize_tokens else self._raw
+        is_long = entry.sequence_tokens >= self.options.min_quantize_tokens
+        return self.target if entry.is_running or is_long else self._raw
+
+    def was_short(self, entry: Entry) -> bool:
+        """Whether an entry stays raw unless a longer sequence goes on from it."""
+        return entry.target is None and entry.span.end < self.options.min_quantize_tokens
 
     def expected(self, entry: Entry) -> dict[int, list[Pair]]:
         """The codecs that each layer is under when the work on it is done."""
