@@ -140,3 +140,28 @@ def test_blocks_that_left_the_disk_end_a_restore(tmp_path: Path) -> None:
         go_up(stock)
         assert stock.counters["restored_spans"] == 0
         assert set(stock.reporter.usage().by_precision) == {"planes:4"}
+
+
+def test_a_restored_span_takes_only_kv_of_its_own_tokens(tmp_path: Path) -> None:
+    """While its blocks are read, its end is evicted, and another conversation's end is joined to it."""
+    shared = random_tokens(512, 0)
+    first, second = [*shared, *random_tokens(512, 1)], [*shared, *random_tokens(512, 2)]
+    with store_on(tmp_path, read_ahead_bytes=256 * TOKEN_BYTES) as stock:
+        step_down(stock, first, second)
+        stock.store.release(stock.store.match(first, ""))  # used last, so it goes up first
+        stock.changes.requantize(RAW, plan("raw"))
+        until_s = time.monotonic() + TIMEOUT_S
+        while not stock.cold.loads.has_arrived:
+            assert time.monotonic() < until_s
+            stock.chores.work(0)
+        stock.evictor.evict(stock.store.find(first, "").path[-1], 512)
+        stock.shelf.join_along(stock.store.find(second, "").path[-1], 1)
+        assert len(stock.store.find(second, "").entries) == 1
+        while stock.changes.is_running:
+            assert time.monotonic() < until_s
+            if stock.chores.has_work:
+                stock.chores.work(0)
+        lease = stock.store.match(second, "")
+        assert lease.num_tokens == len(second)
+        check_lease(lease, second, at_least=4)
+        stock.store.release(lease)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 import mlx.core as mx
+import numpy as np
 
 from kvstrata.attention.parts import CutPart, Part, SealedPart
 from kvstrata.spans.blocks import span_of
@@ -29,7 +30,8 @@ from kvstrata.tier.lookups import Lookup
 
 class Restorer:
     """`review` is told of what has come back: it may have come in more bits than it should have now. What comes back
-    takes the room that there is: nothing has to go for it."""
+    takes the room that there is: nothing has to go for it. An entry that is being restored may be evicted, cut and
+    joined meanwhile: blocks take the place of the same tokens only."""
 
     def __init__(
         self,
@@ -161,7 +163,10 @@ class Restorer:
         """What has come so far takes the place of what is there in fewer bits. The load ends where there is no room."""
         batch, span = load.take(), entry.span
         start, end = max(batch.start, span.position), min(batch.end, span.end)
-        if not batch.blocks or not self._can_take(entry) or start >= end:
+        if not batch.blocks:
+            return
+        if not self._can_take(entry) or start >= end or not _has_tokens(entry, load, end):
+            self._finish(entry)
             return
         came = span_of(span.layout, batch.blocks, batch.start, batch.end)
         came.cut(start, end)
@@ -177,6 +182,11 @@ class Restorer:
             span.replace_range(layer, came.sealed(layer), start, end)
         self._has_swapped |= bool(better)
         self._shelf.recount(entry)
+
+
+def _has_tokens(entry: Entry, load: BlockLoad, end: int) -> bool:
+    """Whether all tokens up to `end` are still those whose blocks are loaded. KV depends on every token before it."""
+    return np.array_equal(ids_to(entry.last_node)[:end], load.ids[:end])
 
 
 def _nbytes(parts: Iterable[SealedPart]) -> int:
