@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.index.identity import owner_of
 from kvstrata.store.pins import MAX_TERMS, Term
-from tests.store.kv import TOKEN_BYTES, Clock, new_stock, store_tokens
+from kvstrata.store.stock import Stock
+from tests.store.disk import store_on
+from tests.store.kv import TOKEN_BYTES, Clock, new_stock, settle, store_tokens
 
 PROMPTS = [tuple(range(first, first + 60)) for first in range(0, 6000, 1000)]
 SALTS = ("key-a", "key-a:inner", "key-b")
@@ -84,3 +89,56 @@ def test_there_are_never_more_than_so_many() -> None:
     stock.pins.keep(range(5), "key-b", Term("b", 1.0, 1 << 30))
     assert sum(entry.is_pinned for entry in stock.shelf.entries) == MAX_TERMS + 1
     assert stock.store.find(range(5), "key-b").num_tokens == 5
+
+
+class Matches:
+    """Counts the walks over a prompt's tokens: in the tree of what memory holds, and on the disk."""
+
+    def __init__(self, stock: Stock) -> None:
+        self.in_memory = self.on_disk = 0
+        match, longest = stock.shelf.tree.match, stock.cold.tier.blocks.longest
+
+        def counted_match(*args: Any) -> Any:
+            self.in_memory += 1
+            return match(*args)
+
+        def counted_longest(*args: Any, **kwargs: Any) -> Any:
+            self.on_disk += 1
+            return longest(*args, **kwargs)
+
+        stock.shelf.tree.match = counted_match  # pyright: ignore[reportAttributeAccessIssue]
+        stock.cold.tier.blocks.longest = counted_longest  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("num_pins", [1, MAX_TERMS])
+def test_a_new_pin_walks_its_own_tokens_alone(num_pins: int, tmp_path: Path) -> None:
+    with store_on(tmp_path) as stock:
+        prompts = [list(range(100 * number, 100 * number + 20)) for number in range(num_pins + 1)]
+        for number, prompt in enumerate(prompts[:-1]):
+            store_tokens(stock, prompt)
+            stock.pins.keep(prompt, "", Term(str(number), 100.0, 1 << 30))
+        settle(stock)
+        stock.cold.reach([]).wait(60)  # pins are looked up on a thread of the tier
+        matches = Matches(stock)
+        stock.pins.may_keep(prompts[-1], "", Term("new", 100.0, 1 << 30), TOKEN_BYTES)
+        before_storing = matches.in_memory
+        store_tokens(stock, prompts[-1])
+        stored = matches.in_memory - before_storing
+        assert stock.pins.keep(prompts[-1], "", Term("new", 100.0, 1 << 30)) == 20
+        stock.cold.reach([]).wait(60)  # asked after it, so answered after it
+        assert (before_storing, stored, matches.in_memory - before_storing - stored) == (1, 1, 2)
+        assert matches.on_disk == 1
+
+
+def test_pins_outlive_a_store_that_has_failed() -> None:
+    failed, stock = new_stock(), new_stock()
+    store_tokens(failed, PROMPTS[0])
+    failed.pins.keep(PROMPTS[0], "", Term("x", 100.0, 1 << 30))
+    stock.take_over(failed)
+    assert len(stock.pins) == 1
+    store_tokens(stock, PROMPTS[0][:30])
+    assert not any(entry.is_pinned for entry in stock.shelf.entries)
+    store_tokens(stock, PROMPTS[0])
+    stock.evictor.shrink_to(0)
+    assert stock.store.find(PROMPTS[0], "").num_tokens == 60
+    assert stock.pins.nbytes(None) == stock.shelf.held_bytes > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ class Entry:
     nodes: set[Node[Entry]] = field(default_factory=set)
     is_running: bool = True  # its owner still writes
     num_leases: int = 0  # sequences that read it, its owner apart
-    is_pinned: bool = False
+    pins: frozenset[Hashable] = frozenset()  # that it must stay for
     nbytes: int = 0  # as counted in the store's total
     num_arrays: int = 0  # likewise
     target: Plan | None = None  # what a client asked for it to be stored as; None: what all are
@@ -48,6 +48,10 @@ class Entry:
     @property
     def last_node(self) -> Node[Entry]:
         return max(self.nodes, key=lambda node: node.end)
+
+    @property
+    def is_pinned(self) -> bool:
+        return bool(self.pins)
 
     @property
     def sequence_tokens(self) -> int:

@@ -118,7 +118,7 @@ def test_the_next_turn_takes_the_place_of_the_last(caller: Caller) -> None:
         caller.ask(*turns)
 
     def pins(loop: Loop) -> int:
-        return len(loop.stock.pins._pins)
+        return len(loop.stock.pins)
 
     assert caller.served.server.service.engine.cache._ask(pins).result(10) == 1
     assert first < caller.pinned_bytes < 1.5 * first
@@ -134,9 +134,9 @@ def test_a_term_ends_though_nobody_asks(caller: Caller, monkeypatch: pytest.Monk
     monkeypatch.setitem(cache_control.TTLS_S, "5m", 0.5)
     caller.ask(user(text(LONG, {"type": "ephemeral", "ttl": "5m"})))
     pins = caller.served.server.service.engine._thread.loop.stock.pins
-    assert pins._pins
+    assert len(pins)
     until_s = time.monotonic() + 10
-    while pins._pins and time.monotonic() < until_s:
+    while len(pins) and time.monotonic() < until_s:
         time.sleep(0.05)  # no request wakes the engine
     assert caller.pinned_bytes == 0
     evict_all(caller.served)

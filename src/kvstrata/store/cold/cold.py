@@ -9,7 +9,7 @@ thread that owns MLX asks, goes on, and is woken when the answer is there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ from kvstrata.spans.blocks import Packed, boundaries, pack_mark, packing
 from kvstrata.spans.contents import PRECISION, by_label
 from kvstrata.spans.marks import needs_marks
 from kvstrata.store.cold.loads import Loads
+from kvstrata.store.cold.pinned import PinnedBlocks
 from kvstrata.store.entry import STEPPED_DOWN, Entry
 from kvstrata.tier.base import Refusal, Refused, Removed, Tier
 from kvstrata.tier.block import BASE, MARK, Block, BlockId, Tensor
@@ -80,8 +81,7 @@ class Cold:
         self.tier = tier
         self.patience_s = patience_s
         tier.on_room = lambda: post(_nothing)
-        self._pinned = set[bytes]() if pinned is None else pinned
-        self._pinned_lately = set[bytes]()  # since pins were last looked up
+        self._pinned = PinnedBlocks(set[bytes]() if pinned is None else pinned)
         self._layout = layout
         self._needs_marks = needs_marks(layout)
         self._wake = lambda: post(_nothing)
@@ -173,8 +173,7 @@ class Cold:
             raise NotTaken
         entry, _ = holder_of(leaf, link.end - 1)
         if entry.is_pinned:
-            self._pinned_lately.add(link.key)
-            self._pinned.add(link.key)
+            self._pinned.keep(entry.pins, [link.key])
         mark = entry.span.marks.get(link.end)
         if mark is not None and not self.tier.blocks.find(link.key, MARK):
             # Where its block was worth it, it is.
@@ -213,19 +212,25 @@ class Cold:
         parts = (BASE, MARK) if self._needs_marks else (BASE,)
         self.tier.touch(BlockId(link.key, part) for link in steps for part in parts)
 
-    def pin(self, chains: Iterable[tuple[bytes, TokenIds]]) -> None:
-        """What the disk has of these tokens under these roots stays there, and nothing else: as soon as it has been
-        looked up. What comes to it later is pinned as it comes."""
-        self._pinned_lately = lately = set[bytes]()
-        self.ask(self._pin(tuple(chains), lately), None)
+    def pin(self, pin: Hashable, root: bytes, ids: TokenIds, *, instead_of: Sequence[Hashable] = ()) -> None:
+        """What the disk has of these tokens under this root stays there, as soon as it has been looked up: then other
+        pins end. What comes to it later is pinned as it comes."""
+        if not self.has_tier:
+            return
+        self._pinned.begin(pin)
+        self.ask(self._pin(pin, root, ids, tuple(instead_of)), None)
 
-    def _pin(self, chains: Sequence[tuple[bytes, TokenIds]], lately: set[bytes]) -> Walk[None]:
-        pinned = set[bytes]()
-        for root, ids in chains:
-            pinned.update(link.key for link in (yield from self.tier.blocks.longest(root, 0, ids)).links)
-        # Never without what stays pinned, whenever the tier asks.
-        self._pinned |= pinned | lately
-        self._pinned &= pinned | lately
+    def _pin(self, pin: Hashable, root: bytes, ids: TokenIds, instead_of: Sequence[Hashable]) -> Walk[None]:
+        try:
+            match = yield from self.tier.blocks.longest(root, 0, ids)
+            self._pinned.keep([pin], [link.key for link in match.links])
+        finally:
+            # Not before: what both keep is never without a pin, whenever the tier asks.
+            self._pinned.end(instead_of)
+
+    def unpin(self, pins: Iterable[Hashable]) -> None:
+        """What the disk has for these need not stay there, unless another pin keeps it."""
+        self._pinned.end(pins)
 
     # Found.
 
