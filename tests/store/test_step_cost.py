@@ -7,10 +7,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from kvstrata.codecs.registry import parse
+from kvstrata.spans.plan import make_plan
+from kvstrata.store.entry import Entry
 from kvstrata.store.options import LadderOptions
+from kvstrata.store.precision import requantize
+from kvstrata.store.precision.requantize import Change
 from kvstrata.store.stock import Stock
 from tests.store.disk import store_on
-from tests.store.kv import settle, store_tokens
+from tests.store.kv import LAYOUT, new_stock, settle, store_tokens
 
 FEW, MANY = 10, 300
 
@@ -52,3 +59,46 @@ def test_a_step_costs_the_same_however_many_entries_there_are(tmp_path: Path) ->
     for what, few_s in costs[FEW].items():
         # In proportion it would be 30 times as much.
         assert costs[MANY][what] < 8 * few_s + 200e-6, what
+
+
+def test_progress_of_a_change_looks_only_at_spans_that_changed_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = new_stock("raw", min_quantize_tokens=0)
+    for number in range(MANY // 10):
+        store_tokens(stock, [10 * number + at for at in range(8)])
+    settle(stock)
+    held_bytes = stock.shelf.held_bytes
+    stock.changes.requantize(Change(), make_plan(LAYOUT, parse("planes:8"), parse("planes:8")))
+    looked_at: list[Entry] = []
+
+    def counted(entry: Entry) -> int:
+        looked_at.append(entry)
+        return entry.nbytes
+
+    monkeypatch.setattr(requantize, "held_bytes", counted)
+    stock.changes.progress()
+    looked_at.clear()
+    stock.chores.work(0)
+    assert stock.changes.progress().is_running
+    assert len(set(looked_at)) <= 1
+    settle(stock)
+    progress = stock.changes.progress()
+    assert (progress.spans_total, progress.spans_done) == (MANY // 10, MANY // 10)
+    assert progress.bytes_freed == held_bytes - stock.shelf.held_bytes > 0
+    looked_at.clear()
+    stock.evictor.evict(stock.store.find(range(8), "").path[-1], 0)
+    assert stock.changes.progress().spans_total == MANY // 10
+    assert not looked_at
+
+
+def test_a_dry_run_looks_at_one_entry_in_each_step() -> None:
+    stock = new_stock("raw", min_quantize_tokens=0)
+    for number in range(20):
+        store_tokens(stock, [10 * number + at for at in range(8)])
+    settle(stock)
+    plan = make_plan(LAYOUT, parse("planes:8"), parse("planes:8"))
+    steps = stock.changes.requantizing(Change(dry_run=True), plan)
+    for _ in range(5):
+        next(steps)
+    stock.evictor.shrink_to(stock.shelf.held_bytes // 2)  # others go on between the steps
+    assert sum(1 for _ in steps) >= 15
+    assert stock.changes.requantize(Change(dry_run=True), plan).spans == len(stock.shelf.entries) < 20

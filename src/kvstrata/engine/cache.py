@@ -21,6 +21,7 @@ from kvstrata.store.census import Census, Conversation, Counted, Holding
 from kvstrata.store.clearing import Cleared
 from kvstrata.store.cold.cold import Lying
 from kvstrata.store.dropping import Dropped
+from kvstrata.store.errands import Steps
 from kvstrata.store.precision.requantize import Change, Changed, Progress, Scope, TierChange
 from kvstrata.store.report import Explanation, PartUsage, Stored, TierUsage
 from kvstrata.store.strata import Strata, Stratum
@@ -79,10 +80,34 @@ class Cache:
     def requantize(self, change: Change) -> Future[tuple[Changed, CacheUsage]]:
         """With what is held then."""
 
-        def question(loop: Loop) -> tuple[Changed, CacheUsage]:
-            return Operations(loop).requantize(change), Operations(loop).usage(change.owner)
+        def steps(loop: Loop) -> Steps[tuple[Changed, CacheUsage]]:
+            operations = Operations(loop)
+            changed = yield from operations.requantizing(change)
+            return changed, operations.usage(change.owner)
 
-        return self._ask(question)
+        return self._have_done(steps)
+
+    def _have_done(self, steps: Callable[[Loop], Steps[T]]) -> Future[T]:
+        """Have work done in small steps between those of the engine."""
+        answer: Future[T] = Future()
+
+        def pass_on(done: Future[T]) -> None:
+            error = done.exception()
+            if error is None:
+                answer.set_result(done.result())
+            else:
+                answer.set_exception(error)
+
+        def begun(asked: Future[Future[T]]) -> None:
+            error = asked.exception()
+            if error is None:
+                asked.result().add_done_callback(pass_on)
+            else:
+                answer.set_exception(error)
+
+        answer.set_running_or_notify_cancel()
+        self._ask(lambda loop: loop.stock.errands.add(steps(loop))).add_done_callback(begun)
+        return answer
 
     def requantize_progress(self, owner: str | None = None) -> Future[Progress]:
         return self._ask(lambda loop: Operations(loop).requantize_progress(owner))

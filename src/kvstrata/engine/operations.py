@@ -17,6 +17,7 @@ from kvstrata.store.clearing import Cleared
 from kvstrata.store.cold.cold import Lying
 from kvstrata.store.dropping import Dropped
 from kvstrata.store.entry import Entry
+from kvstrata.store.errands import Steps, run_to_end
 from kvstrata.store.precision.requantize import Change, Changed, Progress
 from kvstrata.store.report import Explanation
 from kvstrata.store.strata import Strata
@@ -43,12 +44,16 @@ class Operations:
 
     def requantize(self, change: Change) -> Changed:
         """Raises ConfigError for a precision that the model's layers cannot be stored in."""
+        return run_to_end(self.requantizing(change))
+
+    def requantizing(self, change: Change) -> Steps[Changed]:
+        """Likewise in small steps, each of which costs the same with ten entries and with thousands."""
         self._require_store()
         if change.scope == "disk":
             self._require_tier("disk", param="scope")
         loop, changes = self._loop, self._stock.changes
         plan = loop.plans.plan_of(change.k or changes.target.k, change.v or changes.target.v)
-        changed = changes.requantize(change, plan, self._entries_of(change.sequence, change.owner))
+        changed = yield from changes.requantizing(change, plan, self._entries_of(change.sequence, change.owner))
         loop.capacity.budget = with_rungs(loop.budget, self._stock, loop.plans)
         return changed
 

@@ -65,3 +65,12 @@ class Errands:
             steps, answer = self._waiting.popleft()
             steps.close()
             answer.set_exception(make_error())
+
+
+def run_to_end(steps: Steps[T]) -> T:
+    """All steps at once, for a caller that has nothing else to do."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value

@@ -74,6 +74,7 @@ class Restorer:
     def add(self, entry: Entry) -> None:
         """Bring it back if the disk has all of it. That it has it in more bits is seen when it comes."""
         self._waiting[entry] = None
+        self._shelf.journal.note(entry)
         self._begin()
 
     def discard(self, entry: Entry) -> None:
@@ -83,10 +84,12 @@ class Restorer:
         if entry is next(iter(self._waiting)):
             self._let_go()
         self._waiting.pop(entry)
+        self._shelf.journal.note(entry)
         self._begin()
 
     def clear(self) -> None:
         self._let_go()
+        self._shelf.journal.note_all(self._waiting)
         self._waiting.clear()
 
     def work(self) -> None:
@@ -117,6 +120,7 @@ class Restorer:
                 self._lookup = self._cold.blocks_to(entry.last_node, with_mark=False)
             else:
                 del self._waiting[entry]
+                self._shelf.journal.note(entry)
 
     def _can_take(self, entry: Entry) -> bool:
         return entry in self._shelf.entries and bool(entry.nodes) and not entry.span.is_live
@@ -132,6 +136,7 @@ class Restorer:
     def _end(self, entry: Entry) -> None:
         self._let_go()
         self._waiting.pop(entry, None)
+        self._shelf.journal.note(entry)
         self._begin()
 
     def _take_last(self, entry: Entry, load: BlockLoad) -> None:

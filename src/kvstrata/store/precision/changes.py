@@ -7,12 +7,13 @@ Several changes may be under way: each entry follows the last one that concerns 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 
 from kvstrata.spans.live import written_end
 from kvstrata.spans.plan import Plan
 from kvstrata.store.cold.restore import Restorer
 from kvstrata.store.entry import Entry
+from kvstrata.store.errands import run_to_end
 from kvstrata.store.leaves import Leaves
 from kvstrata.store.precision.requantize import (
     Assessment,
@@ -21,6 +22,7 @@ from kvstrata.store.precision.requantize import (
     Changed,
     Progress,
     Requantizing,
+    held_bytes,
     in_scope,
     total_of,
 )
@@ -54,6 +56,7 @@ class Changes:
         self._restorer = restorer
         self._room = room
         self._disk_usage = disk_usage
+        self._changed = shelf.journal.reader(self._remove)
         self._asked: list[Requantizing] = []  # in order, since the last time that none was under way
 
     @property
@@ -63,14 +66,22 @@ class Changes:
 
     def requantize(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None) -> Changed:
         """Change what is cached, and what new spans are stored as. The work is done bit by bit, by the chores."""
+        return run_to_end(self.requantizing(change, plan, sequence_entries))
+
+    def requantizing(
+        self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None
+    ) -> Generator[None, None, Changed]:
+        """Likewise; what it comes to is looked at in small steps, and the change begins with the last of them."""
         asked_at_s = time.perf_counter()
-        assessed = self._assess(change, plan, sequence_entries)
+        assessed = yield from self._assess(change, plan, sequence_entries)
         if not change.dry_run:
             self._begin(change, plan, assessed, asked_at_s)
             self._has_new_target()
         return assessed.changed
 
-    def _assess(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None) -> Assessment:
+    def _assess(
+        self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None
+    ) -> Generator[None, None, Assessment]:
         """What it would free, and what it would leave alone."""
         assessor = Assessor(
             self._precision.window,
@@ -81,15 +92,15 @@ class Changes:
         )
         # What was used last goes up first.
         entries = sorted(self._concerned(change, sequence_entries), key=self._leaves.used_s, reverse=True)
-        return assessor.assess(entries, plan, change)
+        return (yield from assessor.assess(entries, plan, change))
 
     def _begin(self, change: Change, plan: Plan, assessed: Assessment, asked_at_s: float) -> None:
         """Beside those that are under way, and in their place for the entries that they share."""
-        entries = assessed.entries
+        entries = [entry for entry in assessed.entries if entry in self._shelf.entries]
         if not self.is_running:
             self._asked.clear()
         before = self._target_before() if change.is_general else None
-        before_bytes = {entry: entry.span.nbytes for entry in entries}
+        before_bytes = {entry: held_bytes(entry) for entry in entries}
         for earlier in self._asked:
             before_bytes |= earlier.leave(entries)
         self._asked.append(Requantizing(before_bytes, plan, before, self._is_pending, asked_at_s, change.owner))
@@ -123,15 +134,23 @@ class Changes:
 
     def progress(self, owner: str | None = None) -> Progress:
         """Of all changes since the last time that none was under way, or of those that an owner asked for."""
+        self.look()
         return total_of([change.progress() for change in self._asked_by(owner)])
 
     def _asked_by(self, owner: str | None) -> list[Requantizing]:
         return [change for change in self._asked if owner is None or change.owner == owner]
 
     def look(self) -> None:
-        """Notice which changes have ended."""
+        """Notice how far changes have got, by the entries that have changed, and which have ended."""
+        for entry in self._changed.take():
+            for change in self._asked:
+                change.recount(entry)
         for change in self._asked:
             change.look()
+
+    def _remove(self, entry: Entry) -> None:
+        for change in self._asked:
+            change.remove(entry)
 
     @property
     def is_running(self) -> bool:

@@ -18,10 +18,6 @@ class Pending:
         self._shares: dict[Entry, int] = {}
         self._total = 0
 
-    def note(self, entry: Entry) -> None:
-        """Count an entry anew: it begins to wait, or waits no more."""
-        self._changed.add(entry)
-
     def nbytes(self) -> int:
         for entry in self._changed.take():
             self._forget(entry)

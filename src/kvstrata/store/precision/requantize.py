@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -120,7 +120,8 @@ def total_of(progress: Sequence[Progress]) -> Progress:
 
 
 class Requantizing:
-    """A change at work: which entries it is about, and how far it has got."""
+    """A change at work: which entries it is about, and how far it has got. Sums are kept up to date by looking at the
+    entries that have changed: asking how far it is costs the same with ten entries and with thousands."""
 
     def __init__(
         self,
@@ -132,8 +133,11 @@ class Requantizing:
         owner: str | None = None,
     ) -> None:
         self.owner = owner  # who asked for it; None: an admin
-        self._entries = dict(before_bytes)  # what each took before it was changed
-        self._unfinished = dict.fromkeys(before_bytes)  # all that is not, and some that have been finished since
+        self._before_bytes = dict(before_bytes)  # what each took before it was changed
+        self._unfinished = dict.fromkeys(before_bytes)
+        self._freed = dict.fromkeys(before_bytes, 0)
+        self._total_freed = 0  # of all, and of those that are gone
+        self._num_gone = 0
         self.plan = plan
         self.before = before  # the target that it replaced; None: it has none
         self._is_pending = is_pending
@@ -142,33 +146,55 @@ class Requantizing:
 
     def leave(self, entries: Collection[Entry]) -> dict[Entry, int]:
         """A later change is about these. Tells what they took before this one, as far as it is about them."""
-        left = {entry: self._entries.pop(entry) for entry in entries if entry in self._entries}
-        for entry in left:
-            self._unfinished.pop(entry, None)
-        return left
+        return {entry: self._drop(entry) for entry in entries if entry in self._before_bytes}
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        return tuple(self._entries)
+        """Those that are held."""
+        return tuple(self._before_bytes)
 
     @property
     def is_running(self) -> bool:
         return self._ended_s is None
 
+    def recount(self, entry: Entry) -> None:
+        """An entry has changed: its size, or whether there is something to be done to it. What comes to the same entry
+        when it was finished once is no part of the change."""
+        if entry not in self._before_bytes:
+            return
+        freed = self._before_bytes[entry] - held_bytes(entry)
+        self._total_freed += freed - self._freed[entry]
+        self._freed[entry] = freed
+        if not self._is_pending(entry):
+            self._unfinished.pop(entry, None)
+
+    def remove(self, entry: Entry) -> None:
+        """An entry is no longer held: all that it took is free, or counted where it was joined to another."""
+        if entry in self._before_bytes:
+            freed = self._drop(entry)
+            self._total_freed += freed
+            self._num_gone += 1
+
+    def _drop(self, entry: Entry) -> int:
+        self._unfinished.pop(entry, None)
+        self._total_freed -= self._freed.pop(entry)
+        return self._before_bytes.pop(entry)
+
     def look(self) -> None:
-        """Some of it is done: maybe that was all. What comes to the same entries later is no part of it."""
-        # From the front, so that many looks together cost no more than one at each entry.
-        while self._unfinished and not self._is_pending(entry := next(iter(self._unfinished))):
-            del self._unfinished[entry]
+        """Notice that it has ended."""
         if self._ended_s is None and not self._unfinished:
             self._ended_s = time.perf_counter()
 
     def progress(self) -> Progress:
-        self.look()
-        num_pending = sum(1 for entry in self._unfinished if self._is_pending(entry))
-        freed = sum(was - entry.span.nbytes for entry, was in self._entries.items())
+        num_total = len(self._before_bytes) + self._num_gone
         seconds = (self._ended_s or time.perf_counter()) - self._asked_at_s
-        return Progress(len(self._entries), len(self._entries) - num_pending, freed, self.is_running, seconds)
+        num_done = num_total - len(self._unfinished)
+        return Progress(num_total, num_done, self._total_freed, self.is_running, seconds)
+
+
+def held_bytes(entry: Entry) -> int:
+    """What an entry takes. What is counted of one whose owner still runs leaves its buffers out."""
+    return entry.span.nbytes if entry.is_running else entry.nbytes
 
 
 def in_scope(entry: Entry, change: Change, sequence_entries: Collection[Entry] | None) -> bool:
@@ -202,9 +228,12 @@ class Assessor:
         self._disk = disk
         self._puts_away = puts_away
 
-    def assess(self, entries: Collection[Entry], plan: Plan, change: Change) -> Assessment:
-        began_s = time.perf_counter()
-        estimates = {entry: self._estimate(entry, plan, upward=change.force) for entry in entries}
+    def assess(self, entries: Collection[Entry], plan: Plan, change: Change) -> Generator[None, None, Assessment]:
+        """Looks at one entry in each step; all entries are those that the caller knew at the first."""
+        began_s, estimates = time.perf_counter(), dict[Entry, Estimate]()
+        for entry in entries:
+            estimates[entry] = self._estimate(entry, plan, upward=change.force)
+            yield
         without_room = self._without_room(estimates)
         for entry in without_room:
             found = estimates[entry]
@@ -216,13 +245,14 @@ class Assessor:
             sum(found.bytes_after for found in estimates.values()),
         )
         disk = self._on_disk(estimates)
+        expected_error = yield from _expected_error(concerned, plan, change.force)
         changed = Changed(
             k=plan.k.name,
             v=plan.v.name,
             dry_run=change.dry_run,
             tiers={"hot": hot, **({"disk": disk} if disk is not None else {})},
             left_alone=(*_left_alone(estimates), *self._left_on_disk(change)),
-            expected_error=_expected_error(concerned, plan, change.force),
+            expected_error=expected_error,
             seconds=time.perf_counter() - began_s,
         )
         return Assessment(changed, tuple(entries), without_room)
@@ -274,9 +304,13 @@ def _left_alone(estimates: Mapping[Entry, Estimate]) -> tuple[LeftAlone, ...]:
     return tuple(LeftAlone(reason, spans[reason], nbytes[reason]) for reason in spans)
 
 
-def _expected_error(entries: Collection[Entry], plan: Plan, upward: bool) -> float:
+def _expected_error(entries: Collection[Entry], plan: Plan, upward: bool) -> Generator[None, None, float]:
     """Of the largest ones."""
-    largest = sorted(entries, key=lambda entry: entry.span.kv_bytes)[-MAX_SAMPLED:]
-    errors = [score_error(entry.span, plan, upward=upward) for entry in largest if entry.span.num_tokens]
+    errors = list[float | None]()
+    for entry in sorted(entries, key=lambda entry: entry.nbytes)[-MAX_SAMPLED:]:
+        # It may have been evicted since it was looked at.
+        if entry.span.num_tokens and entry.span.layers:
+            errors.append(score_error(entry.span, plan, upward=upward))
+            yield
     known = [error for error in errors if error is not None]
     return sum(known) / len(known) if known else 0.0

@@ -34,7 +34,7 @@ class Rewriting:
         self._failures = failures
         self._put_away = put_away
         self._pending = Pending(shelf.journal, self._waits, precision.pending_bytes)
-        self.mover = Mover(self._job, done, self._get_stuck, self._pending.note, failures.watching)
+        self.mover = Mover(self._job, done, self._get_stuck, shelf.journal.note, failures.watching)
 
     def review(self, entry: Entry) -> None:
         """Something about it has changed: maybe it should be stored in another way now."""
