@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,15 @@ class Ring:
         if position < self.keep:
             return position
         return self.keep + (position - self.keep) % (self.max_size - self.keep)
+
+    def held_slots(self, num_tokens: int) -> NDArray[np.int32]:
+        """Slots of all tokens that are still there after so many, by position."""
+        kept, others = np.arange(min(self.keep, num_tokens)), np.arange(self.oldest(num_tokens), num_tokens)
+        return np.concatenate([kept, self._slots(others)]).astype(np.int32)
+
+    def _slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        gone_round = self.keep + (positions - self.keep) % (self.max_size - self.keep)
+        return np.where(positions < self.keep, positions, gone_round)
 
     def oldest(self, num_tokens: int) -> int:
         """The first position that is still there, beside the kept ones, after so many tokens."""
@@ -46,7 +57,7 @@ class Ring:
     def narrow_mask(self, offset: int, window: int) -> mx.array:
         """The query at `offset` over all slots, for a model whose window is narrower than the ring that it asked
         for."""
-        positions = [-1] * min(self.max_size, offset + 1)
-        for position in range(max(0, offset + 1 - self.max_size), offset + 1):
-            positions[self.slot(position)] = position
+        newest = np.arange(max(0, offset + 1 - self.max_size), offset + 1)
+        positions = np.full(min(self.max_size, offset + 1), -1, np.int32)
+        positions[self._slots(newest)] = newest  # of two for one slot the later one counts
         return mx.array(positions) > offset - window

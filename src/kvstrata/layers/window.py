@@ -44,10 +44,7 @@ class WindowLayer(AttentionLayer):
 
     def held(self) -> tuple[mx.array, mx.array]:
         """K and V of what the ring holds, by position, in memory of their own: [1, kv_heads, tokens, dim]."""
-        raw, ring = self._held_part(), self.ring
-        order = [*range(min(ring.keep, self.offset))]
-        order += [ring.slot(position) for position in range(ring.oldest(self.offset), self.offset)]
-        slots = mx.array(order)
+        raw, slots = self._held_part(), mx.array(self.ring.held_slots(self.offset))
         k, v = mx.take(raw.k, slots, axis=2), mx.take(raw.v, slots, axis=2)
         mx.eval(k, v)
         return k, v
