@@ -363,6 +363,13 @@ def test_the_last_few_are_remembered() -> None:
     assert grammars.compile(Constraint.regex("1")) is second
 
 
+def test_a_grammar_is_compiled_anew_for_another_salt() -> None:
+    grammars = new_grammars()
+    first = grammars.compile(Constraint.regex("0"), salt="a")
+    assert grammars.compile(Constraint.regex("0"), salt="a") is first
+    assert grammars.compile(Constraint.regex("0"), salt="b") is not first
+
+
 def test_many_threads_compile_and_follow_at_once() -> None:
     grammars = new_grammars()
     shared = Constraint.json_schema(PERSON)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import time
 import tracemalloc
 from pathlib import Path
@@ -303,3 +304,40 @@ def test_a_folder_that_cannot_be_written_costs_nothing_else(tmp_path: Path, capl
     assert memory.find("", SAID) == sampled(1)
     memory.close()
     assert "cannot be kept" in caplog.text
+
+
+@pytest.mark.parametrize("linked", ["folder", "file"])
+def test_links_in_place_of_the_folder_or_a_file_are_not_followed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, linked: str
+) -> None:
+    folder, elsewhere = tmp_path / "replies", tmp_path / "elsewhere"
+    memory = ReplyMemory(open_files(folder))
+    memory.add("", visible_of_message(SAID), sampled(1))
+    memory.close()
+    (path,) = folder.iterdir()
+    moved = folder if linked == "folder" else path
+    moved.rename(elsewhere)
+    moved.symlink_to(elsewhere)
+    before = path.read_bytes()
+
+    memory = ReplyMemory(open_files(folder))
+    assert memory.find("", SAID) is None
+    memory.add("", visible_of_message(SAID), sampled(2))
+    memory.clear(None, None, only_files=True)
+    memory.close()
+
+    assert elsewhere.exists()
+    assert linked == "file" or path.read_bytes() == before
+    assert "cannot be kept" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_folder_of_another_user_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "replies"
+    folder.mkdir()
+    os.chown(folder, 12345, -1)
+    memory = ReplyMemory(open_files(folder))
+    memory.add("", visible_of_message(SAID), sampled(1))
+    memory.close()
+    assert list(folder.iterdir()) == []
+    assert "belongs to user id 12345" in caplog.text

@@ -92,7 +92,7 @@ class Prompts:
     def _of_response(self, body: bytes, scope: Scope) -> _Prompt:
         """One that goes on from an earlier response is understood only where that is kept."""
         asked = read_body(ResponseAsked, body)
-        box, items, num_before = responses.understood(asked, StoredResponses(), None)
+        box, items, num_before = responses.understood(asked, StoredResponses(), "")
         return self._of_chat(responses.conversation(asked, box, items, num_before), scope)
 
     def _of_text(self, body: bytes, scope: Scope) -> _Prompt:

@@ -55,6 +55,9 @@ class Grammar:
             return Matcher(self._native.deep_copy(), self._num_tokens, after)
 
 
+Key = tuple[str, Constraint]  # with the salt
+
+
 class Grammars:
     def __init__(
         self, tokenizer: TokenizerWrapper, vocab_size: int, eos_ids: Iterable[int], pool: CompilePool | None = None
@@ -63,15 +66,16 @@ class Grammars:
         self._pool = pool or CompilePool()
         self._vocabulary = Vocabulary(tokenizer, vocab_size, eos_ids)
         self._lock = threading.Lock()  # guards the next one
-        self._remembered: OrderedDict[Constraint, Grammar] = OrderedDict()
+        self._remembered: OrderedDict[Key, Grammar] = OrderedDict()
 
-    def compile(self, constraint: Constraint, *, param: str | None = None) -> Grammar:
+    def compile(self, constraint: Constraint, *, salt: str = "", param: str | None = None) -> Grammar:
         """Raises InvalidRequest, with the reason, for what cannot be compiled, is too large or takes too long, and
-        QueueFull where too many are being compiled."""
-        if (found := self._find(constraint)) is not None:
+        QueueFull where too many are being compiled. `salt`: of the request. Grammars are remembered for each salt
+        alone, so that a fast answer tells no one what others ask for."""
+        if (found := self._find((salt, constraint))) is not None:
             return found
         try:
-            return self._compile(constraint)
+            return self._compile(salt, constraint)
         except InvalidRequest as error:
             raise InvalidRequest(error.message, param=param) from error
         except ValueError as error:
@@ -91,31 +95,32 @@ class Grammars:
         """A text taken apart into plain text and the ids of added tokens, for `calls_grammar`."""
         return self._vocabulary.pieces(text)
 
-    def _compile(self, constraint: Constraint) -> Grammar:
+    def _compile(self, salt: str, constraint: Constraint) -> Grammar:
         source = source_of(constraint)
         tokens = self._vocabulary.native()
 
         def make() -> Grammar:
             # Of many requests that come with a new schema at once, the first has it compiled.
-            if (found := self._find(constraint)) is not None:
+            if (found := self._find((salt, constraint))) is not None:
                 return found
             native = _native(tokens, source)
             if reason := reason_of(native):
                 raise ValueError(reason)
-            return self._remember(constraint, Grammar(native, self._vocabulary.vocab_size, tokens.vocab_size))
+            grammar = Grammar(native, self._vocabulary.vocab_size, tokens.vocab_size)
+            return self._remember((salt, constraint), grammar)
 
         return self._pool.run(make, COMPILE_LIMIT_S)
 
-    def _find(self, constraint: Constraint) -> Grammar | None:
+    def _find(self, key: Key) -> Grammar | None:
         with self._lock:
-            if constraint not in self._remembered:
+            if key not in self._remembered:
                 return None
-            self._remembered.move_to_end(constraint)
-            return self._remembered[constraint]
+            self._remembered.move_to_end(key)
+            return self._remembered[key]
 
-    def _remember(self, constraint: Constraint, grammar: Grammar) -> Grammar:
+    def _remember(self, key: Key, grammar: Grammar) -> Grammar:
         with self._lock:
-            self._remembered[constraint] = grammar
+            self._remembered[key] = grammar
             if len(self._remembered) > MAX_REMEMBERED:
                 self._remembered.popitem(last=False)
         return grammar

@@ -65,7 +65,18 @@ def test_another_key_finds_nothing() -> None:
     assert stored.find_with_item("item of 1", "b") is None
     assert not stored.remove("1", "b")
     assert stored.find("1", None) == response("1")  # an admin
+    assert stored.find_to_continue("1", "b") is None
     assert stored.remove("1", "a")
     assert not stored.remove("1", "a")
     assert (len(stored), stored.num_bytes) == (0, 0)
     assert stored.find_with_item("item of 1", "a") is None
+
+
+def test_a_request_under_another_salt_of_the_key_continues_nothing() -> None:
+    stored = StoredResponses()
+    stored.keep(response("1", owner="a:x"))
+    for other in ("a", "a:y", "b:x"):
+        assert stored.find_to_continue("1", other) is None
+        assert stored.find_with_item("item of 1", other) is None
+    assert stored.find_to_continue("1", "a:x") == stored.find_with_item("item of 1", "a:x") == response("1", "a:x")
+    assert stored.find("1", "a") == response("1", "a:x")  # its key may read it

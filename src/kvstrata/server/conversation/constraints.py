@@ -18,14 +18,14 @@ from kvstrata.server.conversation.chat import Chat, Tool
 from kvstrata.server.service import Service
 
 
-def grammar_of(service: Service, chat: Chat, *, after_thinking: bool, thinks_unseen: bool) -> Grammar | None:
+def grammar_of(service: Service, chat: Chat, salt: str, *, after_thinking: bool, thinks_unseen: bool) -> Grammar | None:
     """None: the reply is free. `thinks_unseen`: it begins with thinking, and no token tells where that ends."""
     if chat.choice.mode == "required":
-        return _required(service, chat)
+        return _required(service, chat, salt)
     constraint, tools = chat.wanted.constraint, chat.tools if chat.choice.mode == "auto" else ()
     if constraint is None:
         is_told = bool(tools) and not service.form.shows_tools and not thinks_unseen
-        return _told(service, tools, several=chat.choice.parallel) if is_told else None
+        return _told(service, tools, salt, several=chat.choice.parallel) if is_told else None
     if tools and not service.form.has_channels:
         forms = _forms(service, tools)
         constraint = _calls(
@@ -33,10 +33,10 @@ def grammar_of(service: Service, chat: Chat, *, after_thinking: bool, thinks_uns
         )
     elif after_thinking:
         constraint = replace(constraint, padded=True)
-    return service.grammars.compile(constraint, param=chat.wanted.constraint_param)
+    return service.grammars.compile(constraint, salt=salt, param=chat.wanted.constraint_param)
 
 
-def _required(service: Service, chat: Chat) -> Grammar:
+def _required(service: Service, chat: Chat, salt: str) -> Grammar:
     if chat.wanted.constraint is not None:
         raise InvalidRequest(
             f"{chat.wanted.constraint_param}: not together with a tool_choice that requires a call: the reply is then "
@@ -47,17 +47,17 @@ def _required(service: Service, chat: Chat) -> Grammar:
     tools = [tool for tool in chat.tools if not name or tool["function"]["name"] == name]
     constraint = _calls(service, _forms(service, tools), "tools", several=chat.choice.parallel and not name)
     try:
-        return service.grammars.compile(constraint, param="tools")
+        return service.grammars.compile(constraint, salt=salt, param="tools")
     except InvalidRequest as error:
         message = f"A call to one of {len(tools)} tools cannot be required. {error.message}"
         raise InvalidRequest(message, param="tools") from error
 
 
-def _told(service: Service, tools: Sequence[Tool], *, several: bool) -> Grammar | None:
+def _told(service: Service, tools: Sequence[Tool], salt: str, *, several: bool) -> Grammar | None:
     """For a model whose template knows no tools: a reply that begins like a call is one."""
     try:
         constraint = _calls(service, _forms(service, tools), "tools", several=several, or_text=True)
-        return service.grammars.compile(constraint, param="tools")
+        return service.grammars.compile(constraint, salt=salt, param="tools")
     except (InvalidRequest, QueueFull):
         # No client asked for a grammar: without one the model may still write a call.
         return None

@@ -61,7 +61,8 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
     form = service.form
     before_answer = form.before_answer(prompt, is_call=chat.choice.mode == "required")
     thinks_unseen = form.thinks_unseen(prompt)
-    grammar = grammar_of(service, chat, after_thinking=bool(before_answer), thinks_unseen=thinks_unseen)
+    salt = salt_of(scope, chat.wanted.cache_salt)
+    grammar = grammar_of(service, chat, salt, after_thinking=bool(before_answer), thinks_unseen=thinks_unseen)
     request = _request(service, chat.wanted, scope, prompt, param="messages")
     request = replace(
         request,
@@ -84,8 +85,8 @@ def chat_job(service: Service, chat: Chat, scope: Scope, job_id: str) -> Job:
 
 def text_job(service: Service, prompts: Sequence[tuple[int, ...]], wanted: Wanted, scope: Scope, job_id: str) -> Job:
     """Of plain texts that are to be continued."""
-    constraint = wanted.constraint
-    grammar = service.grammars.compile(constraint, param=wanted.constraint_param) if constraint else None
+    constraint, salt = wanted.constraint, salt_of(scope, wanted.cache_salt)
+    grammar = service.grammars.compile(constraint, salt=salt, param=wanted.constraint_param) if constraint else None
     requests = [
         replace(_request(service, wanted, scope, prompt, param="prompt"), continues_prompt=True, grammar=grammar)
         for prompt in prompts

@@ -6,13 +6,17 @@ would have been remembered. Files hold token ids, as the blocks do, and only the
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import queue
+import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from blake3 import blake3
 
@@ -27,6 +31,8 @@ MAX_FOLDER_BYTES = 64 << 20
 NEW_SUFFIX = ".new"  # while a file is written anew
 MAX_WAITING = 1024
 OWNER_CHARS = 32
+ROOT = 0  # may change everything anyhow
+OF_OTHERS = 0o077  # what a mode lets them do
 
 
 class ReplyFiles:
@@ -47,11 +53,12 @@ class ReplyFiles:
 
     def read(self, salt: str) -> list[Record]:
         """The oldest first."""
-        path = self._path(salt)
         try:
-            with path.open("rb") as file:
+            if not self._is_there():
+                return []
+            with _open_plain(self._path(salt), os.O_RDONLY) as file:
                 # The end of a file that is too long: its newest lines.
-                file.seek(max(0, path.stat().st_size - MAX_FILE_BYTES))
+                file.seek(max(0, os.fstat(file.fileno()).st_size - MAX_FILE_BYTES))
                 lines = file.read(MAX_FILE_BYTES).splitlines(keepends=True)
         except FileNotFoundError:
             return []
@@ -107,10 +114,11 @@ class ReplyFiles:
             )
 
     def _append(self, path: Path, line: bytes) -> None:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as file:
+        if not self._is_there():
+            self._folder.mkdir(mode=0o700, parents=True)
+        with _open_plain(path, os.O_RDWR | os.O_CREAT | os.O_APPEND) as file:
             # After a line that a crash cut off, this one begins anew.
-            file.write(line if file.tell() == 0 or _ends_whole(path) else b"\n" + line)
+            file.write(line if _ends_whole(file) else b"\n" + line)
             size = file.tell()
         if size > MAX_FILE_BYTES:
             self._halve(path)
@@ -120,7 +128,7 @@ class ReplyFiles:
 
     def _halve(self, path: Path) -> None:
         """Keep the newer half."""
-        with path.open("rb") as file:
+        with _open_plain(path, os.O_RDONLY) as file:
             file.seek(-MAX_FILE_BYTES // 2, os.SEEK_END)
             lines = file.read().splitlines(keepends=True)[1:]
         self._rewrite(path, lines)
@@ -128,7 +136,7 @@ class ReplyFiles:
     def _rewrite(self, path: Path, lines: Sequence[bytes]) -> None:
         """Published by rename, so that a crash leaves one or the other."""
         new = path.with_suffix(NEW_SUFFIX)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        with _open_plain(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC) as file:
             file.writelines(lines)
         new.replace(path)
 
@@ -142,11 +150,11 @@ class ReplyFiles:
     def _expire(self, before_s: float) -> None:
         """Lines are in the order in which they were written."""
         for path in self._paths():
-            status = path.stat()
+            status = path.lstat()
             if status.st_mtime < before_s:
                 path.unlink(missing_ok=True)
                 continue
-            with path.open("rb") as file:
+            with _open_plain(path, os.O_RDONLY) as file:
                 if said_s(file.readline()) >= before_s:
                     continue
                 lines = file.read(MAX_FILE_BYTES).splitlines(keepends=True)
@@ -159,23 +167,36 @@ class ReplyFiles:
 
     def _remove_unfinished(self) -> None:
         """What a crash left of a file that was being written anew."""
-        if self._folder.is_dir():
-            for path in self._folder.glob(f"*{NEW_SUFFIX}"):
-                path.unlink(missing_ok=True)
+        for path in self._paths(NEW_SUFFIX):
+            path.unlink(missing_ok=True)
 
     def _bound(self) -> None:
         """Those that were not written to for longest go, whichever model they are of."""
         self._appended_bytes = 0
         self._remove_unfinished()
-        by_age = sorted(self._paths(), key=lambda path: path.stat().st_mtime, reverse=True)
+        by_age = sorted(self._paths(), key=lambda path: path.lstat().st_mtime, reverse=True)
         total = 0
         for path in by_age:
-            total += path.stat().st_size
+            total += path.lstat().st_size
             if total > MAX_FOLDER_BYTES:
                 path.unlink(missing_ok=True)
 
-    def _paths(self) -> list[Path]:
-        return list(self._folder.glob(f"*{SUFFIX}")) if self._folder.is_dir() else []
+    def _paths(self, suffix: str = SUFFIX) -> list[Path]:
+        return list(self._folder.glob(f"*{suffix}")) if self._is_there() else []
+
+    def _is_there(self) -> bool:
+        """Raises OSError for a link, which could lead anywhere, and for a folder that another user can change."""
+        try:
+            found = self._folder.lstat()
+        except FileNotFoundError:
+            return False
+        if not stat.S_ISDIR(found.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, "It is no folder, or a link to one", str(self._folder))
+        if found.st_uid not in (os.geteuid(), ROOT):
+            raise PermissionError(errno.EPERM, f"It belongs to user id {found.st_uid}", str(self._folder))
+        if found.st_mode & OF_OTHERS:
+            self._folder.chmod(0o700)
+        return True
 
     def _path(self, salt: str) -> Path:
         """An owner's files begin alike, so that they can be told apart without a list of salts."""
@@ -187,7 +208,18 @@ class ReplyFiles:
         return blake3(b"".join(len(field).to_bytes(8, "little") + field for field in fields)).hexdigest()
 
 
-def _ends_whole(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
+@contextmanager
+def _open_plain(path: Path, flags: int) -> Iterator[BinaryIO]:
+    """Follows no link, and does not wait for the other end of a pipe."""
+    fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "rb" if flags == os.O_RDONLY else "a+b") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "Not a plain file", str(path))
+        yield file
+
+
+def _ends_whole(file: BinaryIO) -> bool:
+    if file.seek(0, os.SEEK_END) == 0:
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"

@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from kvstrata.errors import ContextTooLong, InvalidRequest, RequestError
 from kvstrata.grammar.constraint import Constraint
-from kvstrata.server.auth import owner_in, salt_of
+from kvstrata.server.auth import salt_of
 from kvstrata.server.conversation.body import read_body
 from kvstrata.server.conversation.chat import Chat, ThinkingWanted, Wanted, pin_for_retention
 from kvstrata.server.conversation.job import Job, chat_job
@@ -60,7 +60,7 @@ class Asking:
     def __call__(self, service: Service, body: bytes, scope: Scope) -> Question:
         asked = read_body(ResponseAsked, body)
         _check(asked)
-        box, items, num_before = understood(asked, self._memory.stored, owner_in(scope))
+        box, items, num_before = understood(asked, self._memory.stored, salt_of(scope, asked.cache_salt))
         self._memory.ignored.note(ignored_types(asked.tools or ()))
         chat = conversation(asked, box, items, num_before)
         response_id = f"resp_{uuid.uuid4().hex}"
@@ -69,10 +69,10 @@ class Asking:
         return Question(response_id, asked, box, job, salt_of(scope, asked.cache_salt), kept)
 
 
-def understood(asked: ResponseAsked, stored: StoredResponses, owner: str | None) -> tuple[Toolbox, list[Any], int]:
+def understood(asked: ResponseAsked, stored: StoredResponses, salt: str) -> tuple[Toolbox, list[Any], int]:
     """Tools, items, and how many of the items are those of earlier responses."""
-    before = _history(asked.previous_response_id, stored, owner)
-    items = [*before, *_given(asked, stored, owner)]
+    before = _history(asked.previous_response_id, stored, salt)
+    items = [*before, *_given(asked, stored, salt)]
     return toolbox(asked.tools or ()), items, len(before)
 
 
@@ -132,34 +132,34 @@ def _check(asked: ResponseAsked) -> None:
         raise InvalidRequest("prompt: this server keeps no prompts. Send instructions and input.", param="prompt")
 
 
-def _history(response_id: str | None, stored: StoredResponses, owner: str | None) -> list[Any]:
+def _history(response_id: str | None, stored: StoredResponses, salt: str) -> list[Any]:
     """What the model was shown for that response, and what it said."""
     if not response_id:
         return []
-    found = stored.find(response_id, owner)
+    found = stored.find_to_continue(response_id, salt)
     if found is None:
         raise InvalidRequest(
-            f"Previous response with id '{response_id[:80]}' not found. It may have been one of another key, sent with "
-            "store = false, or dropped for newer ones: send all items instead.",
+            f"Previous response with id '{response_id[:80]}' not found. It may have been one of another key or "
+            "cache_salt, sent with store = false, or dropped for newer ones: send all items instead.",
             param="previous_response_id",
             code="previous_response_not_found",
         )
     return [*stored_items(found), *_output(found)]
 
 
-def _given(asked: ResponseAsked, stored: StoredResponses, owner: str | None) -> list[Any]:
+def _given(asked: ResponseAsked, stored: StoredResponses, salt: str) -> list[Any]:
     if asked.input is None:
         return []
     if isinstance(asked.input, str):
         return [MessageItem(role="user", content=asked.input)]
     return [
-        _referred(item, stored, owner, f"input.{index}") if isinstance(item, ReferenceItem) else item
+        _referred(item, stored, salt, f"input.{index}") if isinstance(item, ReferenceItem) else item
         for index, item in enumerate(asked.input)
     ]
 
 
-def _referred(item: ReferenceItem, stored: StoredResponses, owner: str | None, where: str) -> Any:
-    found = stored.find_with_item(item.id, owner)
+def _referred(item: ReferenceItem, stored: StoredResponses, salt: str, where: str) -> Any:
+    found = stored.find_with_item(item.id, salt)
     items = _output(found) if found is not None else []
     named = next((each for each in items if each.id == item.id), None)
     if named is None:

@@ -75,15 +75,17 @@ class StoredResponses:
         """`owner`: whose it must be; None: anyone's."""
         with self._lock:
             found = self._owned(response_id, owner)
-            if found is not None:
-                self._by_id.move_to_end(response_id)
-                self._used_s[response_id] = self._clock()
-            return found
+            return None if found is None else self._used(found)
 
-    def find_with_item(self, item_id: str, owner: str | None) -> StoredResponse | None:
-        """The one that has this item in its output."""
+    def find_to_continue(self, response_id: str, salt: str) -> StoredResponse | None:
+        """For a request under this salt: what is under another one of the same key stays apart too."""
         with self._lock:
-            return self._owned(self._by_item.get(item_id, ""), owner)
+            found = self._by_id.get(response_id)
+            return self._used(found) if found is not None and found.salt == salt else None
+
+    def find_with_item(self, item_id: str, salt: str) -> StoredResponse | None:
+        """Likewise, the one that has this item in its output."""
+        return self.find_to_continue(self._by_item.get(item_id, ""), salt)
 
     def remove(self, response_id: str, owner: str | None) -> bool:
         with self._lock:
@@ -104,6 +106,11 @@ class StoredResponses:
         with self._lock:
             while self._by_id and self._used_s[oldest := next(iter(self._by_id))] < before_s:
                 self._drop(oldest)
+
+    def _used(self, response: StoredResponse) -> StoredResponse:
+        self._by_id.move_to_end(response.id)
+        self._used_s[response.id] = self._clock()
+        return response
 
     def _owned(self, response_id: str, owner: str | None) -> StoredResponse | None:
         found = self._by_id.get(response_id)
