@@ -217,9 +217,25 @@ def test_a_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: py
         assert ask("fast") == 699
 
 
+def test_block_that_is_somewhat_late_is_waited_for_where_computing_takes_seconds(tmp_path: Path) -> None:
+    loaded, files = tiny_loaded("llama"), Disk()
+    with engine_on(tmp_path, loaded) as engine:
+        answer(engine, "first", 700)
+    with engine_on(tmp_path, loaded, files=files) as engine:
+        files.read_s = 0.1
+        engine.ask(lambda loop: make_computing_take(loop, 2.8)).result(60)
+        reply = Reply()
+        engine.submit(Request("late", tuple(i * 7 % VOCAB for i in range(700)), 2, GREEDY), reply.sink)
+        assert cached(reply) == 699
+
+
 def make_computing_take_a_second(loop: Loop) -> None:
+    make_computing_take(loop, 1.0)
+
+
+def make_computing_take(loop: Loop, seconds: float) -> None:
     loop.speeds.alone = Rate()
-    loop.speeds.alone.add(700, 1.0)
+    loop.speeds.alone.add(700, seconds)
 
 
 def disk_rates(engine: Engine) -> rates.Rates:

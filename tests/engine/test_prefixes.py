@@ -24,7 +24,7 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.span import prefix_of
 from kvstrata.store.entry import Lease
-from kvstrata.store.search import mark_of
+from kvstrata.store.search import mark_of, ranges_of
 from tests.engine.drive import GREEDY, Client, Drive
 from tests.engine.test_loop import assert_same, prompt
 from tests.layers.test_same_output import steady_module
@@ -145,7 +145,7 @@ def by_hand(drive: Drive, loaded: LoadedModel, tokens: list[int], num_steps: int
     layout = layout_of(loaded)
     found = drive.stock.store.find(tokens[:-1], "")
     assert found.num_tokens
-    prefix = prefix_of(layout, found.ranges, mark_of(found))
+    prefix = prefix_of(layout, ranges_of(found), mark_of(found))
     cache = SequenceCache(layout, loaded.module, len(tokens) - found.num_tokens + num_steps, prefix)
     loaded.module(mx.array([tokens[found.num_tokens : -1]]), cache=cache.caches())
     cache.end_pass(len(tokens) - 1 - found.num_tokens)

@@ -44,6 +44,7 @@ def store_on(
     disk_write: DiskWrite = "at-eviction",
     min_quantize_tokens: int = 0,
     ladder: LadderOptions | None = None,
+    max_arrays: int | None = None,
     patience_s: float = 60.0,
     **disk: Any,
 ) -> Iterator[Stock]:
@@ -54,6 +55,7 @@ def store_on(
     options = StoreOptions(
         hot_bytes,
         disk_write=disk_write,
+        max_arrays=max_arrays,
         precision=PrecisionOptions(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens),
         ladder=ladder or LadderOptions(),
     )

@@ -8,6 +8,7 @@ import time
 
 from kvstrata.engine.sequence import Sequence
 from kvstrata.store.cold.fetches import Fetches
+from kvstrata.store.cold.loads import BlockLoad
 from kvstrata.store.failures import Failures
 
 # For the answer what a tier has, at most: then a request goes on without it. It comes within milliseconds.
@@ -31,8 +32,9 @@ class Fetching:
 
     def _fetch(self, sequence: Sequence, prefill_tokens_s: float) -> None:
         prompt, salt, stored = sequence.ids()[:-1], sequence.request.salt, sequence.stored
-        if not stored.looked_on_disk:
-            stored.looked_on_disk = True
+        if not stored.has_asked:
+            stored.has_asked = True
+            stored.num_asked += 1
             stored.lookup = self._fetches.look(prompt, salt, prefill_tokens_s=prefill_tokens_s)
         if stored.lookup is not None and stored.lookup.is_done:
             stored.offers = stored.lookup.offers
@@ -41,8 +43,11 @@ class Fetching:
             stored.lookup = None
         self._load_next(sequence, prefill_tokens_s)
         load = stored.load
-        if load is not None and (load.is_done or time.monotonic() >= load.gives_up_at(prefill_tokens_s)):
+        if load is not None and (load.is_done or _is_late(load, prefill_tokens_s)):
             self._fetches.promote(load)
+            if load.lacked_room:
+                # There may be room when it is admitted: it asks again then.
+                stored.most_found = max(stored.most_found, load.links[-1].end)
             stored.load = None
             # What one tier had is there: maybe another has more.
             self._load_next(sequence, prefill_tokens_s)
@@ -76,3 +81,8 @@ class Fetching:
         load, sequence.stored.load = sequence.stored.load, None
         if load is not None:
             self._failures.require("releases", lambda: self._fetches.forget(load), None)
+
+
+def _is_late(load: BlockLoad, prefill_tokens_s: float) -> bool:
+    """Whether it should be given up. What came and was not taken in yet may be what it waits for."""
+    return time.monotonic() >= load.gives_up_at(prefill_tokens_s) and not load.has_arrived

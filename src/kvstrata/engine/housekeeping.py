@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from kvstrata.engine.capacity import Capacity
 from kvstrata.engine.rates import Speeds
 from kvstrata.engine.runner import Runner
+from kvstrata.engine.scheduler import CHUNK_S
 from kvstrata.engine.sequences import Sequences
 from kvstrata.layers.buffers import without_cache
 from kvstrata.store.precision.ladder import HIGH
@@ -66,10 +67,14 @@ class Housekeeping:
         return self._chores.has_work_beside_streams if self._sequences.has_streams else self._chores.has_work
 
     def work_in_step(self, *, is_awaited: bool) -> None:
-        """What a client waits for may take as long as a decode step; all else must hardly be noticed."""
+        """What a client waits for may take as long as a decode step, or where no stream runs as a chunk of a prompt;
+        all else must hardly be noticed."""
         self._failures.require("slices", lambda: self._work_in_step(is_awaited=is_awaited), None)
 
     def _work_in_step(self, *, is_awaited: bool) -> None:
+        if is_awaited and not self._sequences.has_streams:
+            self.work(CHUNK_S)
+            return
         if is_awaited or self._changes.is_running:
             self._hurried_s = self._next_hurried_s(max(self._slice_s, self._speeds.step_s))
             self.work(self._hurried_s)

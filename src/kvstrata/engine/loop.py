@@ -105,20 +105,23 @@ class Loop:
 
     def step(self) -> None:
         step_plan = self.planner.plan()
-        if step_plan.admit and not self._has_to_read_first(step_plan):
+        would_admit = bool(step_plan.admit)
+        if would_admit and not self._has_to_read_first(step_plan):
             self._make_changes(step_plan)
             # What the store had for them may have come or gone since the plan was made: go by what they have now.
             step_plan = self.planner.plan_for([])
         if self._has_to_read_first(step_plan):
             self.replies.read(self.passes.take_in_flight(), is_overlapped=False)
             return
-        self.is_stalled = not (step_plan.prefill or step_plan.decode or step_plan.set_aside or self.passes.in_flight)
+        has_passes = step_plan.prefill or step_plan.decode or self.passes.in_flight
+        # One that was to be admitted and was not looks again at once: its prefix has changed.
+        self.is_stalled = not (has_passes or step_plan.set_aside or would_admit)
         self._make_changes(step_plan)
         done = self.passes.run(step_plan)
         self.replies.read(done, is_overlapped=self.passes.in_flight is not None)
         self.housekeeping.relieve()
         if self.housekeeping.has_work:
-            self.housekeeping.work_in_step(is_awaited=self.planner.needs_room)
+            self.housekeeping.work_in_step(is_awaited=self.planner.awaits_chores)
             # What came from the disk may be all that a sequence waited for.
             self.is_stalled = False
 

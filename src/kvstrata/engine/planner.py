@@ -54,7 +54,7 @@ class Planner:
         self._entrance = entrance
         self._capacity = capacity
         self._pacing = pacing
-        self.needs_room = False  # a request that may begin waits for room in memory
+        self.awaits_chores = False  # a request waits for room in memory, or until its prefix is encoded
 
     def plan(self) -> StepPlan:
         running = self._sequences.running
@@ -66,8 +66,9 @@ class Planner:
         if step_plan.set_aside and len(running) == 1 and self._drop_marks():
             step_plan = self.plan_for(waiting)
         num_in = self._let_in(step_plan)
-        self.needs_room = num_in < len(step_plan.admit)
-        if self.needs_room:
+        needs_room = num_in < len(step_plan.admit)
+        self.awaits_chores = needs_room or self._view.awaits_encoding
+        if needs_room:
             step_plan = self.plan_for([w for w in waiting if w.id in step_plan.admit[:num_in]])
         return step_plan
 

@@ -33,6 +33,9 @@ from kvstrata.tier.block import BLOCK_TOKENS
 
 # A prefill in flight is waited for if it saves at least this many tokens.
 MIN_FOLLOW_TOKENS = 32
+# A request asks the tiers at most so often before it begins: where memory is so short that its prefix goes each time
+# before the request is admitted, it computes the prefix.
+MAX_ASKED = 4
 
 
 class Resume:
@@ -69,7 +72,13 @@ class Resume:
         if stored.found is None or stored.found_version != self._store.version:
             stored.found = self._store.find(sequence.ids()[:-1], sequence.request.salt)
             stored.found_version = self._store.version
+        stored.most_found = max(stored.most_found, stored.found.num_tokens)
         return stored.found
+
+    def awaits_encoding(self, sequence: Sequence) -> bool:
+        """Whether it has to wait until what it would go on from is encoded, which is done next."""
+        found = self.found(sequence)
+        return self._failures.attempt("lookups", lambda: self._store.awaits_encoding(found), otherwise=False)
 
     def follow(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
         """Have a sequence ahead, which is about to compute what this one needs, pause where both part. True: there is
@@ -89,6 +98,8 @@ class Resume:
 
         What is stored may be less than when it was last looked at. False: it has to go on waiting.
         """
+        if self._has_to_ask_again(sequence) or self.awaits_encoding(sequence):
+            return False
         sequence.stored.found = None
         sequence.stored.withdraw_lookup()
         lease = self._failures.attempt("lookups", lambda: self._lease(sequence), Lease(Kind.FRESH))
@@ -100,6 +111,7 @@ class Resume:
         if self._shared_marks is not None and self._store.needs_marks:
             stops = {*sequence.stored.stops, len(sequence.tokens) - 1}
             sequence.stored.stops |= {stop - stop % BLOCK_TOKENS for stop in stops if stop >= BLOCK_TOKENS}
+        sequence.stored.num_asked = 0
         cache = sequence.cache = runner.new_cache(capacity, lease.prefix, sequence.rung.raw_tokens)
         filing = self._failures.attempt("commits", lambda: self._open(sequence, lease, cache), None)
         sequence.stored.filing = self._store.open_detached(lease) if filing is None else filing
@@ -122,6 +134,15 @@ class Resume:
         """What its client hears of the cache before the first token."""
         sequence.miss = self._explainer.miss(sequence.ids(), sequence.request.salt)
         self._pinning.foresee(sequence)
+
+    def _has_to_ask_again(self, sequence: Sequence) -> bool:
+        """Whether memory has less of its prefix than when the tiers were asked. They may have what was evicted since:
+        it is not computed before they have answered."""
+        stored, most_found = sequence.stored, sequence.stored.most_found
+        if self.found(sequence).num_tokens >= most_found or stored.num_asked >= MAX_ASKED:
+            return False
+        stored.ask_again()
+        return True
 
     def next_stop(self, sequence: Sequence, at: int) -> int | None:
         """How many tokens after `at` its prefill should pause, so that others can resume there. None: it need not."""

@@ -50,7 +50,9 @@ class Stored:
     found_version: int = 0
     asked_twice: int | None = None  # how far an earlier request had its prompt; None: it has not begun yet
     shared: dict[int, int] = field(default_factory=dict)  # tokens that it has in common with another, by arrival
-    looked_on_disk: bool = False
+    has_asked: bool = False  # the tiers, for what memory did not have
+    most_found: int = 0  # tokens that memory had for it since, at most, or would have had if there had been room
+    num_asked: int = 0  # times since it last began
     lookup: Asked | None = None  # what the tiers were asked for it
     offers: tuple[Offer, ...] = ()  # what they have, and what was not loaded yet
     load: BlockLoad | None = None  # what is on its way from one of them for it
@@ -61,6 +63,11 @@ class Stored:
         """What is left of it when the table has failed: the sequence goes on, and leaves nothing in a cache."""
         spans = [run.span for run in self.filing.lease.ranges] if self.filing is not None else []
         return Stored(self.stops, asked_twice=self.asked_twice, orphans=(*self.orphans, *spans))
+
+    def ask_again(self) -> None:
+        """Have the tiers asked anew before it begins: memory has less of its prefix than it had, or soon may have."""
+        self.withdraw_lookup()
+        self.has_asked, self.most_found = False, 0
 
     def withdraw_lookup(self) -> None:
         """The answer is of no use any more."""
@@ -173,8 +180,10 @@ class Sequence:
         self._sink(event)
 
     def set_aside(self) -> None:
-        """Give up the cache. What was generated stays: it is computed again as part of the prompt."""
+        """Give up the cache. What was generated stays: it is computed again as part of the prompt, as far as neither
+        memory nor a tier has it when the sequence is resumed."""
         self.cache = None
+        self.stored.ask_again()
         self.num_launched = self.num_generated
 
     def accept(self, token: int, logprob: TokenLogprob | None, detokenizer: Callable[[Request], Detokenizer]) -> None:

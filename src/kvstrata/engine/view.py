@@ -19,6 +19,7 @@ class View:
         self._capacity = capacity
         self._resume = resume
         self._fetching = fetching
+        self.awaits_encoding = False  # a request waits until what it would go on from is encoded
 
     def look(self, max_running: int, prefill_tokens_s: float) -> list[Waiting]:
         """Those that could be admitted now, and a few more: what the store has for the others need not be known yet.
@@ -26,6 +27,7 @@ class View:
         running = self._sequences.running
         ahead = [s for s in running.values() if s.prefill_left]
         waiting = []
+        self.awaits_encoding = False
         for sequence in self._sequences.waiting[: max(0, max_running - len(running)) + MAX_FOLLOWERS]:
             self._fetching.fetch(sequence, prefill_tokens_s)
             waiting.append(self._waiting(sequence, ahead))
@@ -34,13 +36,15 @@ class View:
 
     def _waiting(self, sequence: Sequence, ahead: list[Sequence]) -> Waiting:
         found = self._resume.found(sequence)
+        awaits_encoding = self._resume.awaits_encoding(sequence)
+        self.awaits_encoding = self.awaits_encoding or awaits_encoding
         return Waiting(
             sequence.arrival,
             admit_bytes=self._capacity.admit_bytes(sequence, found),
             prefill_left=len(sequence.tokens) - 1 - found.num_tokens,
             chunk_limit=self._resume.next_stop(sequence, found.num_tokens),
             context=found.num_tokens,
-            follows=self._fetching.awaits_disk(sequence) or self._resume.follow(sequence, ahead),
+            follows=awaits_encoding or self._fetching.awaits_disk(sequence) or self._resume.follow(sequence, ahead),
         )
 
     def running(self) -> list[Running]:

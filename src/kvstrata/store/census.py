@@ -18,7 +18,7 @@ from kvstrata.spans.span import Span
 from kvstrata.store.cold.cold import Cold
 from kvstrata.store.entry import Found
 from kvstrata.store.report import precision_of
-from kvstrata.store.search import Search
+from kvstrata.store.search import Search, ranges_of
 from kvstrata.tier.lookups import Lookup, answered
 
 # Of one slice, at most: who asked has to write them down, and that takes time too.
@@ -96,15 +96,15 @@ class Census:
 
     def _count(self, found: Found, until_s: float) -> Holding | None:
         """None: the time was over before it was done."""
-        begun = self._begun
-        for run in found.ranges:
+        begun, ranges = self._begun, ranges_of(found)
+        for run in ranges:
             if run.end > begun.end:
                 k, v = self._precision_of(run.span)
                 num_tokens = run.end - max(run.start, begun.end)
                 begun.k[k] += num_tokens
                 begun.v[v] += num_tokens
                 begun.end = run.end
-                if run is not found.ranges[-1] and self._clock() >= until_s:
+                if run is not ranges[-1] and self._clock() >= until_s:
                     return None
         is_pinned = any(entry.is_pinned for entry in found.entries)
         return Holding(found.num_tokens, dict(begun.k), dict(begun.v), is_pinned)

@@ -93,10 +93,10 @@ class Lease:
 
 @dataclass(frozen=True)
 class Found:
-    """The longest usable match: what a lease would be made of."""
+    """The longest usable match: what a lease would be made of. It names nodes and entries and holds no span: a waiting
+    request may keep it, and the memory of an entry that is evicted meanwhile still goes at once."""
 
     num_tokens: int
-    ranges: tuple[SpanRange, ...]
     path: tuple[Node[Entry], ...]  # of what is used
     entries: tuple[Entry, ...]  # on the path
     mark_position: int | None

@@ -5,6 +5,7 @@ Who is worth least is the order's to say (`store/leaves.py`). What goes is hande
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from kvstrata.index.tree import Node
@@ -45,10 +46,11 @@ class Evictor:
         may_go: Callable[[Node[Entry]], bool] = lambda _: True,
         *,
         spare_only: bool = False,
+        until_s: float = math.inf,
     ) -> None:
         """Evict what has expired, and from the leaves until no more than this is held, or only what is in use. It ends
         at the first leaf of which `may_go` says no. `spare_only`: none but those that the disk has too, or that
-        are superseded."""
+        are superseded. `until_s`: see `evict`."""
         while True:
             chosen = self._leaves.choose(self._shelf.held_bytes - limit_bytes, spare_only=spare_only)
             # While one is written or removed, others may grow upward: what goes is known by its position.
@@ -57,7 +59,7 @@ class Evictor:
                 if not self._leaves.has_expired(leaf) and not may_go(leaf):
                     self._leaves.offer(leaf)
                     return
-                self.evict(leaf, end)
+                self.evict(leaf, end, until_s)
             if not chosen:
                 return
 
@@ -67,11 +69,11 @@ class Evictor:
             if node.is_leaf and node.payload.is_free:
                 self.evict(node, node.start)
 
-    def keep_arrays_few(self) -> None:
-        """What is worth least goes while there are more arrays than the machine allows."""
+    def keep_arrays_few(self, until_s: float = math.inf) -> None:
+        """What is worth least goes while there are more arrays than the machine allows. `until_s`: see `evict`."""
         while self._shelf.has_too_many_arrays and (chosen := self._leaves.choose(1)):
             for each in chosen:
-                self.evict(each.leaf, each.leaf.start)
+                self.evict(each.leaf, each.leaf.start, until_s)
 
     def clear(self, under: bytes = b"") -> None:
         """Remove every leaf that is free to go, and what becomes one by it; under all roots that begin so."""
@@ -85,10 +87,13 @@ class Evictor:
             if root.startswith(under):
                 shelf.ghosts.drop(root)
 
-    def evict(self, leaf: Node[Entry], end: int) -> None:
-        """What a leaf has from a position on."""
+    def evict(self, leaf: Node[Entry], end: int, until_s: float = math.inf) -> None:
+        """What a leaf has from a position on. Until `until_s` it may be encoded before it is handed to the disk; what
+        is not encoded by then is handed over as it is."""
         has_expired = self._leaves.has_expired(leaf)
-        handed = Handover(leaf.start, "expired") if has_expired else self._spills.hand_over(leaf)
+        handed = (
+            Handover(leaf.start, "expired") if has_expired else self._spills.hand_over(leaf, until_s, goes_now=True)
+        )
         end = self._marks.usable_end(leaf, end)
         keeps_some = leaf.start < end < leaf.end
         goes_from = end if keeps_some else leaf.start

@@ -71,7 +71,8 @@ class Room:
 
         What a working disk is about to take stays until then, but no more than `most_bytes` are held in any case.
         `slice_s`: about how long it may work here. It stops as soon as what is held nearly fits; the chores do the
-        rest."""
+        rest. No more arrays are held afterwards than the machine allows, either: no job that changes spans lets go of
+        any."""
         enough_bytes = self._most_for_now(limit_bytes)
         limit_bytes = min(limit_bytes, self._shelf.max_bytes)
         until_s = time.monotonic() + slice_s
@@ -89,7 +90,8 @@ class Room:
         if most_bytes is not None:
             # Rather what can be read again than what would be lost.
             self._evictor.shrink_to(most_bytes, spare_only=True)
-            self._evictor.shrink_to(most_bytes)
+            self._evictor.shrink_to(most_bytes, until_s=until_s)
+        self._evictor.keep_arrays_few(until_s)
         if shrunk == "done":
             self._losses.all_fit()
         return shrunk
@@ -98,7 +100,7 @@ class Room:
         if self._shelf.held_bytes > limit_bytes and self._rewriting.pending_bytes() > 0:
             return "steps_down"
         self._is_waiting = False
-        self._evictor.shrink_to(limit_bytes, lambda leaf: self._may_go(leaf, enough_bytes, until_s))
+        self._evictor.shrink_to(limit_bytes, lambda leaf: self._may_go(leaf, enough_bytes, until_s), until_s=until_s)
         return "awaits_disk" if self._is_waiting else "done"
 
     def _may_go(self, leaf: Node[Entry], enough_bytes: float, until_s: float) -> bool:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from kvstrata.index.identity import Identity, owner_key, root_key
 from kvstrata.index.ids import Tokens
-from kvstrata.index.tree import Match, Node
+from kvstrata.index.tree import Match
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.marks import Mark, needs_marks, reaches
 from kvstrata.spans.span import SpanRange
 from kvstrata.store.entry import Entry, Found
 from kvstrata.store.shelf import Shelf
 
-NOTHING = Found(0, (), (), (), None, 0)
+NOTHING = Found(0, (), (), None, 0)
 
 
 class Search:
@@ -53,7 +52,7 @@ def _found(match: Match[Entry], layout: Layout | None) -> Found:
         return replace(NOTHING, matched_tokens=match.num_tokens)
     path = tuple(node for node in match.path if node.start < usable)
     entries = tuple(dict.fromkeys(node.payload for node in path))
-    return Found(usable, _ranges(path, usable), path, entries, mark.position if mark else None, match.num_tokens)
+    return Found(usable, path, entries, mark.position if mark else None, match.num_tokens)
 
 
 def mark_of(found: Found) -> Mark | None:
@@ -77,11 +76,11 @@ def _best_mark(match: Match[Entry], layout: Layout) -> Mark | None:
     return None
 
 
-def _ranges(path: Sequence[Node[Entry]], num_tokens: int) -> tuple[SpanRange, ...]:
-    """Neighbouring nodes of one span are one range."""
+def ranges_of(found: Found) -> tuple[SpanRange, ...]:
+    """Return the spans of a match, as they are now. Neighbouring nodes of one span are one range."""
     ranges: list[SpanRange] = []
-    for node in path:
-        end = min(node.end, num_tokens)
+    for node in found.path:
+        end = min(node.end, found.num_tokens)
         if end <= node.start:
             break
         span = node.payload.span

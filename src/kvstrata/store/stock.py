@@ -152,7 +152,7 @@ def make_stock(
         shelf=shelf,
         leaves=ground.leaves,
         search=search,
-        store=(Store if ground.can_share else NoStore)(search, desk, mover, history, counters, clock),
+        store=(Store if ground.can_share else NoStore)(search, desk, rewriting, history, counters, clock),
         leases=leases,
         pins=pins,
         fetches=Fetches(cold, shared, search, desk, room, failures),
@@ -269,7 +269,7 @@ def _build_memory(
     settled = _call_each(
         *([spills.add] if options.disk_write == "after-reply" else []), *([] if sharing is None else [sharing.add])
     )
-    tidying = Tidying(shelf, rewriting, changes, evictor, settled)
+    tidying = Tidying(shelf, rewriting, changes, settled)
     return _Memory(rewriting, spills, pressure, evictor, room, restorer, changes, settled)
 
 

@@ -16,8 +16,8 @@ from kvstrata.spans.live import live_span
 from kvstrata.spans.span import empty_span, prefix_of
 from kvstrata.store.entry import Entry, Found, Lease, note_asked_twice
 from kvstrata.store.filing import Desk, Filing, NoFiling
-from kvstrata.store.precision.mover import Mover
-from kvstrata.store.search import Search, mark_of
+from kvstrata.store.precision.rewriting import Rewriting
+from kvstrata.store.search import Search, mark_of, ranges_of
 
 
 class Store:
@@ -27,14 +27,14 @@ class Store:
         self,
         search: Search,
         desk: Desk,
-        mover: Mover,
+        rewriting: Rewriting,
         history: History,
         counters: Counter[str],
         clock: Callable[[], float],
     ) -> None:
         self._search = search
         self._desk = desk
-        self._mover = mover
+        self._rewriting = rewriting
         self._history = history
         self._counters = counters
         self._clock = clock
@@ -71,23 +71,21 @@ class Store:
             asked_twice = max(known_tokens, found.num_tokens)
         if not found.num_tokens:
             return Lease(kind, asked_twice=asked_twice, uncounted=uncounted)
-        found = self._finished(found, ids, salt)
-        prefix = prefix_of(self._search.layout, found.ranges, mark_of(found))
-        lease = Lease(kind, found.num_tokens, prefix, found.ranges, asked_twice, uncounted)
+        ranges = ranges_of(found)
+        prefix = prefix_of(self._search.layout, ranges, mark_of(found))
+        lease = Lease(kind, found.num_tokens, prefix, ranges, asked_twice, uncounted)
         self._desk.shelf.touch(found.path, kind, session)
         note_asked_twice(found.path, asked_twice)
         self._desk.leases.extend(lease, found.entries)
         return lease
 
-    def _finished(self, found: Found, tokens: Tokens, salt: str) -> Found:
-        """A span that is to have fewer bits gets them before a request goes on from it. A change that was asked for
-        goes on under its readers: they do not wait for it."""
-        version = self.version
-        for entry in found.entries:
-            if entry.target is None:
-                self._mover.finish(entry)
-        # Some of it may have been joined.
-        return found if version == self.version else self._search.find(tokens, salt)
+    def awaits_encoding(self, found: Found) -> bool:
+        """Whether some of a match is to be encoded before a request goes on from it. Then that is done next, between
+        two steps, bit by bit: a lease encodes nothing."""
+        waits = [entry for entry in found.entries if self._rewriting.holds_up(entry)]
+        for entry in waits:
+            self._rewriting.mover.hurry(entry)
+        return bool(waits)
 
     def release(self, lease: Lease) -> None:
         self._desk.leases.release(lease)

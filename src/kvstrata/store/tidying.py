@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstrata.store.entry import Entry
-from kvstrata.store.evictor import Evictor
 from kvstrata.store.precision.changes import Changes
 from kvstrata.store.precision.rewriting import Rewriting
 from kvstrata.store.shelf import Shelf
@@ -22,13 +21,11 @@ class Tidying:
         shelf: Shelf,
         rewriting: Rewriting,
         changes: Changes,
-        evictor: Evictor,
         settled: Callable[[Entry], None],
     ) -> None:
         self._shelf = shelf
         self._rewriting = rewriting
         self._changes = changes
-        self._evictor = evictor
         self._settled = settled
 
     def tidy(self, entry: Entry) -> None:
@@ -41,6 +38,5 @@ class Tidying:
         last = entry.last_node
         for grown in self._shelf.join_along(last, MAX_SPANS):
             self._rewriting.review(grown)
-        self._evictor.keep_arrays_few()
         # It may have been joined to what comes before it.
         self._settled(last.payload)

@@ -190,6 +190,7 @@ class Fetches:
         # A node may claim no token that its span has not.
         hangs = shelf.tree.match(load.root, load.ids[: batch.start]).num_tokens == batch.start
         if not hangs or shelf.held_bytes + span.nbytes > limit_bytes:
+            load.lacked_room = True
             _give_up(load)
             self._counters["refused_promotions"] += 1
             return

@@ -31,8 +31,12 @@ from kvstrata.tier.reading import BlockReading, Loaded, Missing
 
 log = logging.getLogger(__name__)
 
-# A load that cannot pay is given up after this share of the time that computing the tokens would take.
+# A load that cannot pay is given up after this share of the time that computing the tokens would take,
 PATIENCE = 0.03
+# but not before so long, nor before this share where that is less: a file that comes a tenth of a second late, behind a
+# write or a busy core, is no reason to compute for seconds.
+LEAST_PATIENCE_S = 0.5
+MOST_PATIENCE = 0.5
 
 Arrays = dict[int, SealedPart]  # of one block, by layer
 
@@ -66,10 +70,16 @@ class BlockLoad:
     reading: BlockReading | None = None
     source: Loads | None = None  # where it comes from
     is_done: bool = False
+    lacked_room: bool = False  # it ended because memory had no room for it, or none for what it hangs on
 
     @property
     def links(self) -> tuple[Link, ...]:
         return self.match.links
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether blocks came of which it is not known yet that they are there."""
+        return self.source is not None and self.source.has_arrived
 
     @property
     def num_come(self) -> int:
@@ -99,7 +109,9 @@ class BlockLoad:
         """When computing would have been faster, so far; 0: how fast that is is not known."""
         if not prefill_tokens_s:
             return math.inf
-        return self.began_s + (self.num_loaded_tokens + PATIENCE * self.num_tokens) / prefill_tokens_s
+        compute_s = self.num_tokens / prefill_tokens_s
+        patience_s = max(PATIENCE * compute_s, min(LEAST_PATIENCE_S, MOST_PATIENCE * compute_s))
+        return self.began_s + self.num_loaded_tokens / prefill_tokens_s + patience_s
 
 
 class Loads:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvstrata.index.tree import Node
+from kvstrata.spans.convert import RAW
+from kvstrata.spans.rewrite import rewrite_layer
 from kvstrata.store.cold.cold import Cold, Spilled
 from kvstrata.store.cold.refusals import Refusals
 from kvstrata.store.entry import Entry
@@ -147,20 +149,22 @@ class Spills:
         conversation, which has gone on elsewhere. A disk would fill up with thinking that no prompt has again."""
         return self._leaves.is_superseded(leaf) and not leaf.payload.is_pinned
 
-    def hand_over(self, leaf: Node[Entry], until_s: float = math.inf) -> Handover:
-        """A leaf is to go: give it to the disk, as far as that can be done until then. Where that fails, the leaf can
-        go all the same."""
+    def hand_over(self, leaf: Node[Entry], until_s: float = math.inf, *, goes_now: bool = False) -> Handover:
+        """A leaf is to go: give it to the disk, as far as that can be done until then. `goes_now`: all of it, whatever
+        can be done; what is not encoded by then is written as it is. Where that fails, the leaf can go all the same."""
         failed = Handover(leaf.start, "disk_failed")
-        return self._failures.attempt("spills", lambda: self._hand_over(leaf, until_s), failed)
+        return self._failures.attempt("spills", lambda: self._hand_over(leaf, until_s, goes_now=goes_now), failed)
 
-    def _hand_over(self, leaf: Node[Entry], until_s: float) -> Handover:
+    def _hand_over(self, leaf: Node[Entry], until_s: float, *, goes_now: bool) -> Handover:
         is_on_disk = self.holds(leaf.payload)
         if self.leaves_out(leaf) and not is_on_disk:
             return Handover(leaf.start, "superseded")
         self._look_again()
         if not is_on_disk and not self.refusals.would_recur(leaf.payload):
             self.rewrite_to(leaf, until_s)
-            self.write_now(leaf.payload, until_s)
+            if goes_now:
+                self._trim_to(leaf)
+            self.write_now(leaf.payload, math.inf if goes_now else until_s)
         entry = leaf.payload
         if entry.is_clean:
             return Handover(leaf.end)
@@ -179,6 +183,15 @@ class Spills:
         for entry in dict.fromkeys(node.payload for node in leaf.path()):
             if not entry.is_running and (entry.span.is_live or entry is leaf.payload or self._was_short(entry)):
                 self._rewriter.finish(entry, until_s)
+
+    def _trim_to(self, leaf: Node[Entry]) -> None:
+        """Copy what a leaf's span and those before it still have in buffers of their owners: such spans cannot be
+        written. What was encoded stays so."""
+        for entry in dict.fromkeys(node.payload for node in leaf.path()):
+            if not entry.is_running and entry.span.is_live:
+                for layer in entry.span.layers:
+                    rewrite_layer(entry.span, layer, RAW)
+                self._shelf.recount(entry)
 
     def _look_again(self) -> None:
         """After a fault: the disk may take what it refused before."""
@@ -297,8 +310,8 @@ class NoSpills(Spills):
     def add_free(self, max_entries: int | None = None) -> None:
         del max_entries
 
-    def hand_over(self, leaf: Node[Entry], until_s: float = math.inf) -> Handover:
-        del until_s
+    def hand_over(self, leaf: Node[Entry], until_s: float = math.inf, *, goes_now: bool = False) -> Handover:
+        del until_s, goes_now
         return Handover(leaf.start)
 
     def write(self, entry: Entry) -> Job:

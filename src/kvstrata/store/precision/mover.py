@@ -36,6 +36,7 @@ class Mover:
         self._changed = changed
         self._watching = watching
         self._waiting: dict[Entry, None] = {}  # in order
+        self._urgent: dict[Entry, None] = {}  # of those, the ones that go first
         self._jobs: dict[Entry, Job] = {}  # begun
 
     @property
@@ -49,12 +50,21 @@ class Mover:
     def has(self, entry: Entry) -> bool:
         return entry in self._waiting
 
+    def has_begun(self, entry: Entry) -> bool:
+        return entry in self._jobs
+
     def add(self, entry: Entry) -> None:
         self._waiting[entry] = None
         self._changed(entry)
 
+    def hurry(self, entry: Entry) -> None:
+        """Take one that waits before the others: a request waits for it."""
+        if entry in self._waiting:
+            self._urgent[entry] = None
+
     def discard(self, entry: Entry) -> None:
         self._waiting.pop(entry, None)
+        self._urgent.pop(entry, None)
         self._jobs.pop(entry, None)
         self._changed(entry)
 
@@ -62,7 +72,7 @@ class Mover:
         """At least one step, then as many as the time allows."""
         until_s = time.monotonic() + slice_s
         while self._waiting:
-            entry = next(iter(self._waiting))
+            entry = next(iter(self._urgent or self._waiting))
             self._advance(entry)
             if time.monotonic() >= until_s:
                 return

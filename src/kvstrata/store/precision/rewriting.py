@@ -46,6 +46,14 @@ class Rewriting:
             # Its owner, or whoever leased it, has nothing to do with it.
             self._get_stuck(entry, error)
 
+    def holds_up(self, entry: Entry) -> bool:
+        """Whether a request that would go on from an entry has to wait: a span that is to have fewer bits gets them
+        before. A change that was asked for goes on under its readers, and so does the encoding of a running sequence:
+        for those nobody waits."""
+        if not self.mover.has(entry) or entry.target is not None or entry.is_running:
+            return False
+        return self.mover.has_begun(entry) or not self.precision.wanted(entry).is_raw
+
     def pending_bytes(self) -> int:
         """What the work that waits is about to free."""
         return self._pending.nbytes()

@@ -1,0 +1,46 @@
+"""A request whose prefix still waits to be encoded: it waits, and streams do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvstrata.codecs.registry import parse
+from kvstrata.engine.storage import Storage
+from kvstrata.spans.rewrite import LayerRewrite
+from kvstrata.spans.span import Span
+from tests.engine.drive import Drive, do_one_step
+from tests.engine.test_loop import prompt
+from tests.engine.test_prefixes import cached, steady_loaded
+
+CHAT_TOKENS = 3000
+
+
+def test_next_turn_waits_until_the_previous_one_is_encoded_and_streams_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(k=parse("planes:8"), v=parse("planes:8"))
+    drive = Drive(steady_loaded("llama"), storage=storage)
+    do_one_step(drive.loop.housekeeping)
+    advance, num_advanced = LayerRewrite.advance, 0
+
+    def counting(self: LayerRewrite, span: Span, *, upward: bool = False) -> bool:
+        nonlocal num_advanced
+        num_advanced += 1
+        return advance(self, span, upward=upward)
+
+    monkeypatch.setattr(LayerRewrite, "advance", counting)
+    stream, chat = drive.submit(prompt(20, seed=2), 1000), drive.submit(prompt(CHAT_TOKENS, seed=1), 2)
+    while chat.end is None:
+        drive.loop.step()
+    turn = drive.submit([*chat.request.prompt, *chat.ids, *prompt(20, seed=3)], 2)
+    num_waited, most_advanced = 0, 0
+    while not turn.events:
+        before, num_tokens = num_advanced, len(stream.ids)
+        drive.loop.step()
+        num_waited += 1
+        most_advanced = max(most_advanced, num_advanced - before)
+        assert turn.events or len(stream.ids) == num_tokens + 1
+    assert most_advanced == 1
+    assert num_waited > 10
+    assert set(drive.cache.usage().tiers["hot"].by_precision) == {"raw", "planes:8"}  # what runs is raw
+    drive.loop.endings.end(stream.request.id)
+    drive.run()
+    assert cached(turn) == CHAT_TOKENS + 1

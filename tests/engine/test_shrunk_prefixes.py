@@ -1,0 +1,131 @@
+"""A waiting request whose prefix goes from memory before it begins: the tiers are asked again, and nothing is kept."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvstrata.disk.options import DiskOptions
+from kvstrata.disk.tier import DiskTier
+from kvstrata.engine.limits import Limits
+from kvstrata.engine.scheduler import StepPlan
+from kvstrata.index.keys import chain
+from kvstrata.spans.contents import tally
+from tests.engine.drive import Client, Drive
+from tests.engine.test_disk import MIB, make_computing_slow
+from tests.engine.test_loop import assert_same, prompt
+from tests.engine.test_prefixes import DRAWN, cached, prefilled_tokens, serve, settle, steady_loaded
+
+PROMPT_TOKENS = 600
+
+
+@contextmanager
+def disk_drive(folder: Path, *, kv_tokens: int | None = None, **limits: int) -> Iterator[Drive]:
+    """A loop with a disk that is faster than computing."""
+    loaded = steady_loaded("llama")
+    tier = DiskTier(DiskOptions(folder, 256 * MIB, queue_bytes=64 * MIB, reserve_bytes=0), chain=chain, tally=tally)
+    kv_bytes = None if kv_tokens is None else Drive(loaded).budget.bytes_for(kv_tokens)
+    drive = Drive(loaded, Limits(**limits), kv_bytes=kv_bytes, tier=tier)
+    make_computing_slow(drive.loop)
+    yield drive
+    tier.close()
+
+
+def write_all(drive: Drive) -> None:
+    """All that is cached and not in use is on the disk."""
+    drive.stock.spills.add_free()
+    settle(drive)
+    assert drive.stock.cold.tier.flush(60).is_empty
+
+
+def run(drive: Drive) -> None:
+    """As long as it takes: steps are made while the disk works."""
+    drive.run(most_steps=1_000_000)
+
+
+def submit_behind_a_stream(drive: Drive, tokens: list[int]) -> Client:
+    """One runs at most: this request has been looked at, and waits."""
+    drive.submit(prompt(20, seed=2), 8)
+    while not drive.loop.sequences.running:
+        drive.loop.step()
+    client = drive.submit(tokens, 4)
+    drive.loop.step()
+    assert [each.request for each in drive.loop.sequences.waiting] == [client.request]
+    return client
+
+
+def test_prefix_that_is_evicted_between_lookup_and_lease_is_read_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disk_drive(tmp_path) as drive:
+        tokens = prompt(PROMPT_TOKENS, seed=1)
+        first = serve(drive, tokens)
+        write_all(drive)
+        change = drive.loop.membership.change
+
+        def change_after_eviction(step_plan: StepPlan) -> None:
+            if step_plan.admit:
+                monkeypatch.undo()
+                drive.stock.evictor.clear()
+            change(step_plan)
+
+        monkeypatch.setattr(drive.loop.membership, "change", change_after_eviction)
+        again = drive.submit(tokens, 4, DRAWN)
+        run(drive)
+        assert cached(again) == PROMPT_TOKENS - 1
+        assert_same(again, first)
+
+
+def test_prefix_that_is_evicted_while_its_request_waits_is_read_from_the_disk(tmp_path: Path) -> None:
+    with disk_drive(tmp_path, max_running=1) as drive:
+        tokens = prompt(PROMPT_TOKENS, seed=1)
+        serve(drive, tokens)
+        write_all(drive)
+        waiting = submit_behind_a_stream(drive, tokens)
+        drive.stock.evictor.clear()
+        run(drive)
+        assert cached(waiting) == PROMPT_TOKENS - 1
+
+
+def test_request_whose_prefix_goes_each_time_begins_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with disk_drive(tmp_path) as drive:
+        tokens = prompt(PROMPT_TOKENS, seed=1)
+        serve(drive, tokens)
+        write_all(drive)
+        change = drive.loop.membership.change
+
+        def change_after_eviction(step_plan: StepPlan) -> None:
+            if step_plan.admit:
+                drive.stock.evictor.clear()
+            change(step_plan)
+
+        monkeypatch.setattr(drive.loop.membership, "change", change_after_eviction)
+        again = drive.submit(tokens, 4, DRAWN)
+        run(drive)
+        assert cached(again) == 0
+
+
+def test_preempted_sequence_resumes_from_what_the_disk_has(tmp_path: Path) -> None:
+    with disk_drive(tmp_path, kv_tokens=400, tail_step_tokens=16) as drive:
+        clients = [drive.submit(prompt(100, seed=seed), 150, DRAWN) for seed in range(3)]
+        run(drive)
+        assert drive.set_aside_count() > 0
+        assert all(client.finished.usage.completion_tokens == 150 for client in clients)
+        assert prefilled_tokens(drive) == 3 * 99
+
+
+def test_memory_of_an_evicted_prefix_goes_at_once_though_a_request_waits_for_it() -> None:
+    drive = Drive(steady_loaded("llama"), Limits(max_running=1))
+    tokens = prompt(PROMPT_TOKENS, seed=1)
+    serve(drive, tokens)
+    waiting = submit_behind_a_stream(drive, tokens)
+    (entry,) = (entry for entry in drive.stock.shelf.entries if entry.span.num_tokens >= PROMPT_TOKENS)
+    span = weakref.ref(entry.span)
+    drive.stock.evictor.clear()
+    assert span() is None
+    drive.run()
+    assert cached(waiting) == 0
