@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.codecs.registry import parse
+from kvstrata.engine.limits import Limits
 from kvstrata.engine.storage import Storage
 from kvstrata.spans.rewrite import LayerRewrite
 from kvstrata.spans.span import Span
@@ -12,12 +13,13 @@ from tests.engine.drive import Drive, do_one_step
 from tests.engine.test_loop import prompt
 from tests.engine.test_prefixes import cached, steady_loaded
 
-CHAT_TOKENS = 3000
+CHAT_TOKENS = 1500
+NUM_LAYERS = 2  # at least one small step of encoding each
 
 
 def test_next_turn_waits_until_the_previous_one_is_encoded_and_streams_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     storage = Storage(k=parse("planes:8"), v=parse("planes:8"))
-    drive = Drive(steady_loaded("llama"), storage=storage)
+    drive = Drive(steady_loaded("llama"), Limits(prefill_chunk_tokens=256), storage=storage)
     do_one_step(drive.loop.housekeeping)
     advance, num_advanced = LayerRewrite.advance, 0
 
@@ -39,7 +41,7 @@ def test_next_turn_waits_until_the_previous_one_is_encoded_and_streams_go_on(mon
         most_advanced = max(most_advanced, num_advanced - before)
         assert turn.events or len(stream.ids) == num_tokens + 1
     assert most_advanced == 1
-    assert num_waited > 10
+    assert num_waited > NUM_LAYERS
     assert set(drive.cache.usage().tiers["hot"].by_precision) == {"raw", "planes:8"}  # what runs is raw
     drive.loop.endings.end(stream.request.id)
     drive.run()

@@ -82,7 +82,7 @@ def test_eviction_without_time_writes_a_span_as_it_is(tmp_path: Path, num_encode
         store_tokens(stock, tokens)
         stock.room.shrink_to(0, 0.0, most_bytes=0)
         assert stock.shelf.held_bytes == 0
-        assert num_encoded == [1]  # of the chores, which are always a step further
+        assert num_encoded == [0]
         assert written(stock) == reachable(stock, tokens) == NUM_TOKENS
         load(stock, tokens)
         settle(stock)
@@ -95,7 +95,7 @@ def test_eviction_with_time_encodes_a_span_before_it_is_written(tmp_path: Path, 
         tokens = random_tokens(NUM_TOKENS, 1)
         store_tokens(stock, tokens)
         stock.room.shrink_to(0)
-        assert num_encoded[0] > 2
+        assert num_encoded[0] >= 2
         assert written(stock) == NUM_TOKENS
 
 

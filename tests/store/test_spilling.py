@@ -309,7 +309,7 @@ def test_what_is_evicted_is_settled_and_what_it_hangs_on_is_left_as_it_is(tmp_pa
         settle(stock)
         above, leaf = stock.shelf.entries
         stock.changes.requantize(Change(k=parse("planes:8"), v=parse("planes:8")), plan("planes:8"))
-        stock.room.shrink_to(stock.shelf.held_bytes, 0.0, most_bytes=stock.shelf.held_bytes - 1)
+        stock.room.shrink_to(stock.shelf.held_bytes, most_bytes=stock.shelf.held_bytes - 1)
         assert tuple(stock.shelf.entries) == (above,)
         assert not leaf.nodes
         assert stock.counters["encoded_spans"] == 1
