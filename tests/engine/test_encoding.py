@@ -42,7 +42,7 @@ def test_next_turn_waits_until_the_previous_one_is_encoded_and_streams_go_on(mon
         assert turn.events or len(stream.ids) == num_tokens + 1
     assert most_advanced == 1
     assert num_waited > NUM_LAYERS
-    assert set(drive.cache.usage().tiers["hot"].by_precision) == {"raw", "planes:8"}  # what runs is raw
+    assert set(drive.cache.usage().tiers["hot"].by_precision) == {"planes:8"}  # of the chat; nothing else is cached yet
     drive.loop.endings.end(stream.request.id)
     drive.run()
     assert cached(turn) == CHAT_TOKENS + 1
