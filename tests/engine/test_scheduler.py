@@ -167,6 +167,10 @@ def test_short_prompts_share_a_pass_up_to_what_a_pass_is_worth() -> None:
     long = [replace(prompt, context=300) for prompt in prompts]
     few = plan([], long, Terms(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=700))
     assert few.prefill == (Chunk(4, 1), Chunk(1, 30))
+    exact = plan([], long, Terms(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=631))
+    assert exact.prefill == (Chunk(4, 1), Chunk(1, 30))
+    less = plan([], long, Terms(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=630))
+    assert less.prefill == (Chunk(4, 1),)
 
 
 @given(situations(), st.integers(0, 7), st.integers(0, 300), st.integers(0, 600), st.booleans())

@@ -195,6 +195,13 @@ def test_a_node_joins_the_only_child_of_the_same_payload() -> None:
     assert tree.merge(other) is other  # a leaf
 
 
+def test_a_split_returns_the_upper_half_and_keeps_the_node_as_the_lower() -> None:
+    tree: Tree[str] = Tree()
+    node = tree.insert(b"r", [1, 2, 3, 4], "a").path[-1]
+    upper = tree.split(node, 3)
+    assert (upper.start, upper.end, node.start, node.end, node.parent) == (0, 3, 3, 4, upper)
+
+
 def test_a_root_is_dropped_with_all_that_is_under_it() -> None:
     tree: Tree[str] = Tree()
     for root in (b"r", b"s"):

@@ -342,3 +342,16 @@ def test_worth_is_learned_anew_after_so_many_uses_and_not_before() -> None:
         assert reuse.density(Kind.FRESH, 1.0) == known
     reuse.opened(Kind.FRESH, 1.0, 3.0)
     assert reuse.density(Kind.FRESH, 1.0) != known
+
+
+def test_a_use_is_learned_from_as_long_as_it_is_in_the_window_and_no_longer() -> None:
+    reuse = Reuse(window=10, refresh_every=10**9)
+    opened = [reuse.opened(Kind.FRESH, 1.0, 0.0) for _ in range(30)]
+    reuse.refresh(1.0)
+    unused = reuse.density(Kind.FRESH, 0.9)
+    reuse.reused(opened[19], 1.0, 0.9)  # ten have come since
+    reuse.refresh(1.0)
+    assert reuse.density(Kind.FRESH, 0.9) == unused
+    reuse.reused(opened[20], 1.0, 0.9)
+    reuse.refresh(1.0)
+    assert reuse.density(Kind.FRESH, 0.9) > unused
