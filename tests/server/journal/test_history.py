@@ -64,12 +64,15 @@ def test_a_request_is_there_with_why_it_missed(fresh: Served) -> None:
     assert post(fresh, "/cache/explain", session=last["session"])["prompt_tokens"] >= len(LONG)
 
 
-def test_counting_tokens_is_no_recent_request_unless_it_fails(fresh: Served) -> None:
-    body = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
-    assert fresh.ask("/v1/messages/count_tokens", **body).status_code == 200
-    assert fresh.ask("/v1/messages/count_tokens", **{**body, "messages": 3}).status_code == 400
-    told = [(request["path"], request["status"]) for request in history(fresh)["requests"]]
-    assert told == [("/v1/messages/count_tokens", 400)]
+def test_counting_tokens_is_no_recent_request_unless_it_fails(served: Served) -> None:
+    body = {"model": served.name, "messages": [{"role": "user", "content": "hello"}]}
+    answered = served.ask("/v1/messages/count_tokens", **body)
+    assert answered.status_code == 200
+    failed = served.ask("/v1/messages/count_tokens", **{**body, "messages": 3})
+    assert failed.status_code == 400
+    told = {request["id"]: request["status"] for request in history(served)["requests"]}
+    assert answered.headers["request-id"] not in told
+    assert told[failed.headers["request-id"]] == 400
 
 
 def test_slots_count_and_sample(fresh: Served) -> None:
