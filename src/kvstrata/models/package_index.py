@@ -6,6 +6,7 @@ Knows the simple API (JSON and HTML), pip's and uv's variables and pip's configu
 from __future__ import annotations
 
 import configparser
+import json
 import os
 import ssl
 import sys
@@ -68,19 +69,27 @@ def sources(environment: Mapping[str, str] = os.environ) -> Sources:
 def find_file(client: httpx.Client, index: str, project: str, filename: str) -> str | None:
     """Its address; None: this index does not have it. Raises httpx.HTTPError, and ValueError for a page that is none
     of an index."""
-    page = client.get(f"{index.rstrip('/')}/{project}/", headers={"Accept": ACCEPT})
-    if page.status_code == 404:
-        return None
-    page.raise_for_status()
-    if len(page.content) > MAX_PAGE_BYTES:
-        raise ValueError("the page is too large for a list of files")
+    with client.stream("GET", f"{index.rstrip('/')}/{project}/", headers={"Accept": ACCEPT}) as page:
+        if page.status_code == 404:
+            return None
+        page.raise_for_status()
+        content = _bounded(page)
     is_json = "json" in page.headers.get("content-type", "")
-    addresses = _of_json(page.json()) if is_json else _of_html(page.text)
+    addresses = _of_json(json.loads(content)) if is_json else _of_html(content.decode(errors="replace"))
     for address in addresses:
         url = urldefrag(urljoin(str(page.url), address)).url
         if unquote(urlsplit(url).path).rpartition("/")[2] == filename:
             return url
     return None
+
+
+def _bounded(page: httpx.Response) -> bytes:
+    content = bytearray()
+    for piece in page.iter_bytes():
+        content += piece
+        if len(content) > MAX_PAGE_BYTES:
+            raise ValueError("the page is too large for a list of files")
+    return bytes(content)
 
 
 def _of_json(page: object) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any, BinaryIO
 
@@ -95,8 +95,9 @@ async def take_in(request: Request) -> ImportAnswer:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != OCTETS:
         raise InvalidRequest(f"The body must be the file. Send the header: Content-Type: {OCTETS}")
     salt = salt_of(request.scope, request.query_params.get("cache_salt"))
-    with service.door.pass_through(), service.imports.take(), tempfile.TemporaryFile() as file:
-        size_bytes = await _receive(request, file)
+    places = service.imports.take(service.engine.moving.limit_bytes)
+    with service.door.pass_through(), places as grow, tempfile.TemporaryFile() as file:
+        size_bytes = await _receive(request, file, grow)
         taken, session = await to_thread.run_sync(_take_in, service, file, size_bytes, salt)
     return {"session": session.id, "tokens": len(taken.ids), "new_tokens": taken.num_new, "bytes": size_bytes}
 
@@ -164,9 +165,10 @@ def _known_again(service: Service, taken: TakenIn, salt: str) -> Session:
     return service.sessions.adopt(salt, name, taken.ids, min(num_prompt, len(taken.ids)))
 
 
-async def _receive(request: Request, file: BinaryIO) -> int:
+async def _receive(request: Request, file: BinaryIO, grow: Callable[[int], None]) -> int:
     size_bytes = 0
     async for piece in request.stream():
+        grow(len(piece))
         try:
             await to_thread.run_sync(_write, file, piece)
         except OSError as error:

@@ -1,11 +1,13 @@
-"""So many at once, and the others are told to come again. Belongs to the event loop's thread."""
+"""Imports at once: bounded in number and in bytes together, and the others are told to come again. Belongs to the event
+loop's thread."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvstrata.errors import QueueFull
+from kvstrata.sizes import human_bytes
 
 # Files that are imported at once: each is kept until it was found good.
 MAX_IMPORTS = 4
@@ -15,13 +17,29 @@ class Places:
     def __init__(self, most: int = MAX_IMPORTS) -> None:
         self._most = most
         self._num_taken = 0
+        self._num_bytes = 0
 
     @contextmanager
-    def take(self) -> Iterator[None]:
+    def take(self, most_bytes: int) -> Iterator[Callable[[int], None]]:
+        """A place, and a function that is called before more bytes of its file are kept. `most_bytes`: of all files
+        together, and as much as one may have alone."""
         if self._num_taken >= self._most:
             raise QueueFull(f"{self._num_taken} files are being imported already. Try again in a moment.")
+        own_bytes = 0
+
+        def grow(num_bytes: int) -> None:
+            nonlocal own_bytes
+            if self._num_bytes + num_bytes > most_bytes:
+                raise QueueFull(
+                    f"The files that are being imported would have more than {human_bytes(most_bytes)} together. Try "
+                    "again when the others are done."
+                )
+            own_bytes += num_bytes
+            self._num_bytes += num_bytes
+
         self._num_taken += 1
         try:
-            yield
+            yield grow
         finally:
             self._num_taken -= 1
+            self._num_bytes -= own_bytes
