@@ -54,6 +54,7 @@ def full_drive(
     options = DiskOptions(folder, 256 * MIB, queue_bytes=queue_bytes, reserve_bytes=0)
     tier = DiskTier(options, chain=chain, tally=tally, files=files)
     kv_bytes = (NUM_CHATS + 4) * chat_bytes
+    storage = dataclasses.replace(storage or Storage(), disk_write="at-eviction")
     drive = Drive(loaded, LIMITS, kv_bytes=kv_bytes, storage=storage, tier=tier)
     spill_ahead = drive.stock.spills.add_some
     drive.stock.spills.add_some = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
