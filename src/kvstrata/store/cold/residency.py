@@ -7,6 +7,7 @@ withdrawing costs the same with ten entries and with thousands.
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary, WeakSet
 
 from kvstrata.store.entry import Entry
 
@@ -18,12 +19,12 @@ if TYPE_CHECKING:
 
 
 class Residency:
-    """Touched by the thread that owns MLX alone."""
+    """Touched by the thread that owns MLX alone. Keeps no load alive that its request has lost in a fault."""
 
     def __init__(self) -> None:
-        self._keys: dict[Holder, set[bytes]] = {}
-        self._holders: dict[bytes, set[Holder]] = {}
-        self._incomplete: set[Holder] = set()  # lost a block since they were recorded
+        self._keys: WeakKeyDictionary[Holder, set[bytes]] = WeakKeyDictionary()
+        self._holders: dict[bytes, WeakSet[Holder]] = {}
+        self._incomplete: WeakSet[Holder] = WeakSet()  # lost a block since they were recorded
         self._doubted: dict[Entry, None] = {}  # those of them that the owner has not been told of
 
     def begin_recording(self, entry: Entry) -> None:
@@ -34,7 +35,7 @@ class Residency:
     def record_block(self, holder: Holder, key: bytes) -> None:
         """Before the caller asks the tier whether the block is there: then no removal is missed."""
         self._keys.setdefault(holder, set()).add(key)
-        self._holders.setdefault(key, set()).add(holder)
+        self._holders.setdefault(key, WeakSet()).add(holder)
 
     def has_block(self, load: BlockLoad, key: bytes) -> bool:
         """Whether a block of a load has not left since the load began."""
@@ -46,7 +47,7 @@ class Residency:
 
     def remove_block(self, key: bytes) -> list[Entry]:
         """A block has left. Returns the entries that had tokens in it."""
-        holders = self._holders.pop(key, set())
+        holders = list(self._holders.pop(key, ()))
         for holder in holders:
             self._keys[holder].discard(key)
         self._incomplete.update(holders)
