@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +16,24 @@ from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstrata.bundle.format import LENGTH, MAGIC, PREAMBLE, VERSION, Header, ModelNamed, encode_header
+from kvstrata.bundle.format import (
+    LENGTH,
+    MAGIC,
+    MAX_HEADER_VALUES,
+    PREAMBLE,
+    VERSION,
+    Header,
+    ModelNamed,
+    encode_header,
+)
 from kvstrata.bundle.reading import Bundle, Lineage, blocks, open_bundle
 from kvstrata.bundle.writing import BundleWriter
 from kvstrata.engine.moving import Conversation
-from kvstrata.errors import RequestError, UnusableFile
+from kvstrata.engine.prompt_caches import any_mark
+from kvstrata.errors import ConfigError, RequestError, UnusableFile
 from kvstrata.index.ids import as_ids
 from kvstrata.index.keys import chain
+from kvstrata.spans.checks import check_description
 from kvstrata.store.outgoing import neutral_root
 from kvstrata.tier.block import BASE, MARK, Block, Tensor
 from tests.server.conftest import Served, running
@@ -147,6 +159,7 @@ def test_hostile_headers(moving: tuple[Served, bytes]) -> None:
     hostile: list[Any] = [
         b"[" * 100_000,
         b'{"kind":' * 20_000,
+        b"[" + b"0," * MAX_HEADER_VALUES + b"0]",
         b"\xff\xfe",
         b"null",
         {},
@@ -201,6 +214,8 @@ def hostile_blocks(block: Block) -> list[Block]:
         lambda d: d["groups"][0]["layers"].append(99),
         lambda d: d["groups"][0]["layers"].extend([0] * 1000),
         lambda d: d["groups"][0].update(layers=[-1]),
+        lambda d: d["groups"].extend([{**d["groups"][0], "layers": []}] * 1000),
+        lambda d: d["groups"][0]["v"]["where"].update(segments=[0] * 1000),
         lambda d: d["groups"][0].update(layers="all"),
         lambda d: d["groups"][0]["k"]["where"].update(position=1 << 40),
         lambda d: d["groups"][0]["k"]["where"].update(num_tokens=1 << 40),
@@ -242,6 +257,10 @@ def test_hostile_blocks(moving: tuple[Served, bytes]) -> None:
     assert stored(served) == (0, 0)
 
 
+# Of a state: a loop over this number would never end.
+ENDLESS = {"recurrent": 1 << 62, "held": []}
+
+
 def test_hostile_marks(moving: tuple[Served, bytes]) -> None:
     served, content = moving
     header, good, _ = parts_of(served, content)
@@ -260,12 +279,63 @@ def test_hostile_marks(moving: tuple[Served, bytes]) -> None:
         changed_description(good[at], lambda d: d["states"].pop()),
         changed_description(good[at], lambda d: d.update(states=[None] * len(d["states"]))),
         changed_description(good[at], lambda d: d.update(states=7)),
+        *(
+            changed_description(good[at], lambda d, place=place: d["states"].__setitem__(place, ENDLESS))
+            for place in range(len(good[at].description["states"]))
+        ),
     ]
     for each in hostile:
         refused(served, written(header, [*good[:at], each, *good[at + 1 :]]))
     # A model with states cannot go on where there is no mark.
     refused(served, written(header, [*good[:at], *good[at + 1 :]]))
     assert stored(served) == (0, 0)
+
+
+HOSTILE_VALUES = (
+    None, True, -1, 0, 1 << 62, 1e300, "", "x" * 1000, [], [0] * 5000, {}, {"codec": "raw", "version": 1}, ENDLESS,
+)  # fmt: skip
+
+
+def places_in(value: Any) -> list[tuple[Any, Any]]:
+    """Every container of a JSON value, with each of its keys."""
+    keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    return [place for key in keys for place in ((value, key), *places_in(value[key]))]
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_any_description_is_refused_or_read_within_the_counts_of_the_model(
+    moving: tuple[Served, bytes], data: st.DataObject
+) -> None:
+    served, content = moving
+    _, good, _ = parts_of(served, content)
+    block = data.draw(st.sampled_from(good))
+    description = json.loads(json.dumps(block.description))
+    for _ in range(data.draw(st.integers(1, 3))):
+        if places := places_in(description):
+            container, key = data.draw(st.sampled_from(places))
+            container[key] = data.draw(st.sampled_from(HOSTILE_VALUES))
+    changed = replace(block, description=description)
+    engine = served.server.service.engine
+    layout, like = engine.ask(lambda loop: (loop.runner.layout, ended(any_mark(loop)))).result(60)
+    try:
+        check_description(layout, changed, like)
+    except (ConfigError, ValueError, OverflowError):
+        return
+    described = description.get("groups") or description["states"]
+    assert len(described) <= len(layout.flat())
+    with contextlib.suppress(ConfigError, ValueError, TypeError, LookupError, ArithmeticError):
+        engine.ask(lambda loop: ended(loop.stock.incoming.check(changed, like))).result(60)
+    assert engine.alive
+
+
+def ended(steps: Any) -> Any:
+    """What work in small steps gives when all of them were done."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
 
 
 @settings(max_examples=200)

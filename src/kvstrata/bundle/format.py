@@ -26,6 +26,8 @@ PREAMBLE = struct.Struct("<16sII")
 LENGTH = struct.Struct("<Q")
 DIGEST_BYTES = 32
 MAX_HEADER_BYTES = 32 << 20
+# Commas, lists and objects of a header: what it becomes in memory, and how long its parsing holds up others.
+MAX_HEADER_VALUES = 1 << 20
 MAX_SESSION_FIELDS, MAX_SESSION_CHARS = 8, 512
 MAX_LAYERS = 4096
 MAX_TOKENS = 1 << 28
@@ -99,6 +101,9 @@ def header_bytes_of(preamble: bytes) -> int:
 
 
 def decode_header(text: bytes) -> Header:
+    num_values = sum(map(text.count, (b",", b"[", b"{")))
+    if num_values > MAX_HEADER_VALUES:
+        raise UnusableFile(f"The file's header has {num_values} values; at most {MAX_HEADER_VALUES} are read. {AGAIN}")
     try:
         fields = json.loads(text)
         return _header(fields)

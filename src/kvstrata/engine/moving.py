@@ -27,8 +27,10 @@ from kvstrata.errors import ConfigError, InvalidRequest, Unavailable, UnusableFi
 from kvstrata.index.identity import Identity
 from kvstrata.index.ids import TokenIds
 from kvstrata.index.keys import chain
+from kvstrata.layers.kinds import Layout
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.blocks import block_bytes
+from kvstrata.spans.checks import check_description
 from kvstrata.spans.marks import Mark
 from kvstrata.store.cold.fetches import Offer
 from kvstrata.store.cold.loads import BlockLoad
@@ -185,12 +187,13 @@ class Moving:
 
     def _check(self, bundle: Bundle, identity: Identity) -> Checked:
         like = self._wait(any_mark)
-        max_bytes = self._ask(lambda loop: block_bytes(loop.runner.layout)).result() + LARGEST_HEADER_BYTES
+        layout = self._ask(lambda loop: loop.runner.layout).result()
+        max_bytes = block_bytes(layout) + LARGEST_HEADER_BYTES
         lineage = Lineage(neutral_root(identity), chain, max_bytes)
         runs: list[TokenIds] = []
         nbytes, last_mark = 0, 0
         for block in blocks(bundle, lineage):
-            self._check_block(block, like)
+            self._check_block(block, layout, like)
             nbytes += block.nbytes
             if block.part == BASE:
                 runs.append(np.frombuffer(block.token_ids, "<i4").astype(np.int32))
@@ -202,8 +205,9 @@ class Moving:
             raise UnusableFile(f"The file does not say how its last token left this model's layers. {AGAIN} {CHANGED}")
         return Checked(ids, nbytes, lineage)
 
-    def _check_block(self, block: Block, like: Mark | None) -> None:
+    def _check_block(self, block: Block, layout: Layout, like: Mark | None) -> None:
         with _refusing():
+            check_description(layout, block, like)
             self._wait(lambda loop: loop.stock.incoming.check(block, like))
 
     def _require_known(self, ids: TokenIds) -> None:

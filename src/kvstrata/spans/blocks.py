@@ -6,6 +6,7 @@ can be read or left out by itself. bfloat16 goes by its bits. Knows no files: na
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,8 +112,11 @@ def unpack(layout: Layout, packed: Packed, start: int, end: int) -> dict[int, Se
     """Tokens [start, end), by layer. UnreadableBlock, or ConfigError for a codec that this version does not know."""
     parts: dict[int, SealedPart] = {}
     try:
+        stacks_of: dict[str, dict[str, mx.array]] = defaultdict(dict)  # by group
+        for name, array in packed.arrays.items():
+            stacks_of[name.partition(".")[0]][name] = array_of(array)
         for g, group in enumerate(packed.description["groups"]):
-            stacks = {name: array_of(array) for name, array in packed.arrays.items() if name.startswith(f"{g}.")}
+            stacks = stacks_of[str(g)]
             _require_rows(stacks, len(group["layers"]))
             for i, layer in enumerate(group["layers"]):
                 parts[layer] = SealedPart(*(_planes(stacks, g, side, i, group[side]) for side in ("k", "v")))

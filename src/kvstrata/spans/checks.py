@@ -2,22 +2,96 @@
 
 Stricter than `unpack`: what the disk tier reads back was written here, what is imported was written by anyone. Kernels
 read memory as they are told, so no shape, no dtype and no segment may be another than ours. Knows no files.
+
+Descriptions are checked first, without arrays and on any thread (`check_description`): afterwards no loop of `unpack`
+is longer than the model has layers, or than a block may have tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import mlx.core as mx
 
 from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.base import Planes
 from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.registry import from_spec
 from kvstrata.codecs.segments import GROUP_TOKENS
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.ring import Ring
 from kvstrata.spans.blocks import UnreadableBlock
 from kvstrata.spans.marks import Mark, MarkState, RecurrentState
+from kvstrata.tier.block import BLOCK_TOKENS, MARK, Block
+
+MAX_PLANES = 8  # of an encoded run; no codec has so many
+
+
+def check_description(layout: Layout, block: Block, like: Mark | None) -> None:
+    """Raise UnreadableBlock where the counts in a block's description are not this model's. `like`: any checkpoint of
+    the model; None: it needs none."""
+    try:
+        if block.part != MARK:
+            max_arrays = 2 * MAX_PLANES * _check_groups(layout, block.description["groups"])
+        elif like is None:
+            raise UnreadableBlock("The file has a mark, which this model does not need.")
+        else:
+            end = block.start + block.num_tokens
+            max_arrays = _check_states(layout.flat(), like.states, block.description["states"], end)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UnreadableBlock(f"A block's description does not say what it holds: {error!r}") from error
+    if block.num_tokens > BLOCK_TOKENS or len(block.tensors) > max_arrays:
+        raise UnreadableBlock(
+            f"A block of {block.num_tokens} tokens has {len(block.tensors)} arrays; at most {BLOCK_TOKENS} tokens and "
+            f"{max_arrays} arrays are possible."
+        )
+
+
+def _check_groups(layout: Layout, groups: Sequence[Mapping[str, Any]]) -> int:
+    """Return how many there are."""
+    num_full = sum(spec.kind == "full" for spec in layout.flat())
+    num_layers = 0
+    for group in groups[: num_full + 1]:
+        num_layers += len(group["layers"])
+        for side in ("k", "v"):
+            _check_side(group[side], BLOCK_TOKENS)
+    if len(groups) > num_full or num_layers != num_full:
+        raise UnreadableBlock(f"A block describes other layers than the {num_full} of this model.")
+    return len(groups)
+
+
+def _check_states(
+    specs: Sequence[LayerSpec], ours: Sequence[MarkState], states: Sequence[Mapping[str, Any] | None], position: int
+) -> int:
+    """Return how many arrays they may have at most."""
+    if len(states) != len(ours):
+        raise UnreadableBlock(f"A mark has {len(states)} states, and this model {len(ours)} layers.")
+    max_arrays = 0
+    for layer, (spec, state, our) in enumerate(zip(specs, states, ours, strict=True)):
+        if state is None or our is None:
+            if state is not our:
+                raise UnreadableBlock(f"A mark has a state for layer {layer}, which has none, or lacks it.")
+        elif isinstance(our, RecurrentState):
+            num_arrays = len(our.arrays)
+            if state["recurrent"] != num_arrays or len(state["held"]) > num_arrays:
+                raise UnreadableBlock(f"A mark's state of layer {layer} does not have {num_arrays} arrays.")
+            max_arrays += num_arrays
+        else:
+            if "recurrent" in state:
+                raise UnreadableBlock(f"A mark has a recurrent state for layer {layer}, which is none.")
+            for side in ("k", "v"):
+                _check_side(state[side], held_tokens(spec, position))
+            max_arrays += 2 * MAX_PLANES
+    return max_arrays
+
+
+def _check_side(described: Mapping[str, Any], max_tokens: int) -> None:
+    """The codec and the segments of K or V."""
+    where = described["where"]
+    if len(where["segments"]) > max_tokens:
+        raise UnreadableBlock(f"A block has {len(where['segments'])} means; at most {max_tokens} are possible.")
+    from_spec(described["spec"]).check(where["dim"])
 
 
 def check_parts(layout: Layout, parts: Mapping[int, SealedPart]) -> None:
