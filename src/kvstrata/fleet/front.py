@@ -27,6 +27,7 @@ from kvstrata.fleet.prompts import CHAT, COMPLETION, RESPONSES, Prompts
 from kvstrata.fleet.replicas import ReplicaLost, Replicas
 from kvstrata.fleet.routing import Asked, Choice, Router
 from kvstrata.server.app import WIRES
+from kvstrata.server.conversation.body import MIN_VALUES, require_few_values
 from kvstrata.server.conversation.wire import ServerEvent, encode
 from kvstrata.server.errors import error_response, openai_shape
 
@@ -114,7 +115,7 @@ class Front:
             return self._responses.get(found[1].decode()) if found else None
         if exported := EXPORT.fullmatch(path):
             return await self._everyone.holder_of(exported[1], scope)
-        if path in OF_SESSIONS and (named := _session_in(body)):
+        if path in OF_SESSIONS and (named := await to_thread.run_sync(_session_in, body)):
             return await self._everyone.holder_of(quote(named, safe=""), scope)
         return None
 
@@ -199,8 +200,9 @@ def _error_event(path: str) -> bytes:
 
 def _session_in(body: bytes) -> str:
     try:
+        require_few_values(body, MIN_VALUES)
         asked = from_json(body)
-    except ValueError:
+    except (ValueError, RequestError):  # the replica says what is wrong with it
         return ""
     named = asked.get("session") if isinstance(asked, dict) else None
     return named if isinstance(named, str) else ""

@@ -37,7 +37,7 @@ from kvstrata.server.cache_words import (
     session_found,
     usage_answer,
 )
-from kvstrata.server.conversation.body import body_of, read_body, require_json, validated
+from kvstrata.server.conversation.body import body_of, read_aside, read_body, validated
 from kvstrata.server.conversation.prompt import ChatPrompt
 from kvstrata.server.errors import answers
 from kvstrata.server.forgetting import forget_texts
@@ -49,6 +49,7 @@ from kvstrata.sizes import Size
 from kvstrata.text.tokens import ids_text
 
 T = TypeVar("T")
+AskedT = TypeVar("AskedT", bound=BaseModel)
 
 router = APIRouter(prefix="/cache", tags=["Cache"])
 
@@ -218,20 +219,17 @@ def whose(owner: str | None) -> Under:
 # On the event loop, and bodies on worker threads.
 
 
-async def _read(request: Request, schema: type[T]) -> T:
-    require_json(request)
-    assert issubclass(schema, BaseModel)
-    return await to_thread.run_sync(read_body, schema, await request.body())
+async def _read(request: Request, schema: type[AskedT]) -> AskedT:
+    return await read_aside(request, lambda _service, body, _scope: read_body(schema, body))
 
 
 async def _prompt(request: Request) -> Prompt:
-    require_json(request)
-    return await to_thread.run_sync(read_prompt, service_of(request), await request.body(), request.scope)
+    return await read_aside(request, read_prompt)
 
 
 def read_prompt(service: Service, body: bytes, scope: Scope) -> Prompt:
     """The tokens that /v1 would make of it, by the same way."""
-    asked = read_body(PromptAsked, body)
+    asked = read_body(PromptAsked, body, service.max_items)
     given = [name for name in ("messages", "prompt", "tokens", "session") if getattr(asked, name) is not None]
     if len(given) != 1:
         sent = f"{' and '.join(given)} came together" if given else "there is none of them"
@@ -247,9 +245,11 @@ def read_prompt(service: Service, body: bytes, scope: Scope) -> Prompt:
         "model": asked.model or service.name,
     }
     if asked.messages is None:
-        job = job_of_completion(service, validated(CompletionAsked, {**request, "prompt": ids}), scope)
+        job = job_of_completion(
+            service, validated(CompletionAsked, {**request, "prompt": ids}, service.max_items), scope
+        )
     else:
-        job = job_of_chat(service, validated(ChatAsked, request), scope)
+        job = job_of_chat(service, validated(ChatAsked, request, service.max_items), scope)
     visit, tokens = job.visits[0], job.requests[0].prompt
     return Prompt(tokens, visit.ids, visit.salt, salt_of(scope, None), job.prompt, visit.session, visit.parted)
 

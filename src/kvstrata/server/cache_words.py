@@ -20,7 +20,7 @@ from kvstrata.engine.cache import (
     TierChange,
     TierUsage,
 )
-from kvstrata.server.conversation.body import Asked
+from kvstrata.server.conversation.body import Asked, Items
 from kvstrata.server.conversation.prompt import ChatPrompt
 from kvstrata.server.openai.schema import Message, TokenId, ToolOffered
 from kvstrata.server.sessions.session import Parted, RecognisedBy, Session, Where
@@ -33,11 +33,11 @@ class PromptAsked(Asked):
     """A prompt as it would be sent to /v1: exactly one of messages, prompt, tokens and session."""
 
     model: str | None = Field(None, description="Left out: the one that is served")
-    messages: list[Message] | None = Field(None, min_length=1, description="As for /v1/chat/completions")
-    tools: list[ToolOffered] | None = Field(None, description="With messages")
+    messages: Items[Message] | None = Field(None, min_length=1, description="As for /v1/chat/completions")
+    tools: Items[ToolOffered] | None = Field(None, description="With messages")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="With messages")
-    prompt: str | list[TokenId] | None = Field(None, description="As for /v1/completions; one prompt")
-    tokens: list[TokenId] | None = Field(None, min_length=1, description="Token ids, taken as they are")
+    prompt: str | Items[TokenId] | None = Field(None, description="As for /v1/completions; one prompt")
+    tokens: Items[TokenId] | None = Field(None, min_length=1, description="Token ids, taken as they are")
     session: str | None = Field(
         None, description="What a session's last request sent and was answered; ids as in /cache/sessions"
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from anyio import CapacityLimiter
 from fastapi import Request
 
 from kvstrata.engine.engine import Engine
@@ -30,6 +31,11 @@ from kvstrata.text.thinking_switch import ThinkingSwitch
 
 if TYPE_CHECKING:
     from kvstrata.events.publisher import Publisher
+
+# Of a list in a body, however short the context is.
+MIN_ITEMS = 1024
+# That are parsed at once.
+MAX_LARGE_BODIES = 2
 
 
 @dataclass(frozen=True)
@@ -65,8 +71,14 @@ class Service:
     cache_ttl_s: float | None = None  # for what is remembered beside the KV; None: it stays while there is room
     carriers: tuple[Carrier, ...] = ()  # what goes along when a session is exported
     imports: Places = field(default_factory=Places)
+    large_bodies: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_LARGE_BODIES))
     origins: tuple[str, ...] = ()  # of web pages that may use it from a browser; * is every one
     journal: Journal = field(default_factory=Journal)
+
+    @property
+    def max_items(self) -> int:
+        """Most items of a list in a body: messages and ids take a token of the context each."""
+        return max(MIN_ITEMS, self.context_tokens)
 
     @property
     def ending_ids(self) -> frozenset[int]:

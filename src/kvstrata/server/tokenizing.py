@@ -10,7 +10,7 @@ from starlette.types import Scope
 from typing_extensions import TypedDict
 
 from kvstrata.errors import InvalidRequest
-from kvstrata.server.conversation.body import Asked, body_of, read, read_body
+from kvstrata.server.conversation.body import Asked, Items, body_of, read, read_body
 from kvstrata.server.conversation.chat import Chat, ThinkingWanted
 from kvstrata.server.conversation.job import check_model
 from kvstrata.server.conversation.prompt import chat_prompt
@@ -30,8 +30,8 @@ class TokenizeAsked(Asked):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = Field(None, description="With prompt. Left out: true")
-    messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[ToolOffered] | None = Field(None, description="With messages")
+    messages: Items[Message] | None = Field(None, min_length=1)
+    tools: Items[ToolOffered] | None = Field(None, description="With messages")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="With messages")
     reasoning_effort: str | None = Field(None, description="With messages")
     return_token_strs: bool | None = None
@@ -39,7 +39,7 @@ class TokenizeAsked(Asked):
 
 class DetokenizeAsked(Asked):
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Items[TokenId]
 
 
 class TokenizeAnswer(TypedDict):
@@ -80,7 +80,7 @@ async def detokenize(request: Request) -> Response:
 
 
 def _tokenized(service: Service, body: bytes, scope: Scope) -> Response:
-    asked = read_body(TokenizeAsked, body)
+    asked = read_body(TokenizeAsked, body, service.max_items)
     check_model(service, asked.model)
     ids = _ids(service, asked, scope)
     texts = [token_text(service.loaded.tokenizer, id) for id in ids] if asked.return_token_strs else None
@@ -111,7 +111,7 @@ def _ids(service: Service, asked: TokenizeAsked, scope: Scope) -> tuple[int, ...
 
 
 def _detokenized(service: Service, body: bytes, _scope: Scope) -> Response:
-    asked = read_body(DetokenizeAsked, body)
+    asked = read_body(DetokenizeAsked, body, service.max_items)
     check_model(service, asked.model)
     beyond = next((token for token in asked.tokens if token >= service.loaded.vocab_size), None)
     if beyond is not None:

@@ -32,7 +32,7 @@ LEAST_TOP_P = 1e-6  # the likeliest token alone
 
 
 def read_message(service: Service, body: bytes, scope: Scope) -> tuple[MessagesAsked, Job]:
-    asked = read_body(MessagesAsked, body)
+    asked = read_body(MessagesAsked, body, service.max_items)
     _log_ignored(asked, scope)
     if asked.messages[-1].role == "assistant":
         raise InvalidRequest(
@@ -45,7 +45,7 @@ def read_message(service: Service, body: bytes, scope: Scope) -> tuple[MessagesA
 
 def count_prompt(service: Service, body: bytes, scope: Scope) -> int:
     """How many tokens the prompt has that the same body makes at /v1/messages."""
-    asked = read_body(CountAsked, body)
+    asked = read_body(CountAsked, body, service.max_items)
     check_model(service, asked.model)
     return len(chat_prompt(service, _chat(asked, Wanted()), scope).ids)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 
 from kvstrata.server.anthropic.answers import CountAnswer, MessagesAnswer
@@ -10,7 +9,7 @@ from kvstrata.server.anthropic.ask import count_prompt, read_message
 from kvstrata.server.anthropic.errors import messages_answers, messages_shape
 from kvstrata.server.anthropic.schema import CountAsked, MessagesAsked
 from kvstrata.server.anthropic.wire import MessagesWire
-from kvstrata.server.conversation.body import body_of, read, require_json
+from kvstrata.server.conversation.body import body_of, read, read_aside
 from kvstrata.server.conversation.reply import Reply
 from kvstrata.server.errors import Shape
 from kvstrata.server.service import service_of
@@ -51,7 +50,4 @@ async def messages(request: Request) -> Response:
     openapi_extra=body_of(CountAsked),
 )
 async def count_tokens(request: Request) -> CountAnswer:
-    # Unlike a reply it takes no place in the queue, so a full one is no reason to refuse it.
-    require_json(request)
-    body = b"".join([chunk async for chunk in request.stream()])
-    return {"input_tokens": await to_thread.run_sync(count_prompt, service_of(request), body, request.scope)}
+    return {"input_tokens": await read_aside(request, count_prompt)}

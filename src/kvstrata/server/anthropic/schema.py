@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from kvstrata.server.conversation.body import Asked
+from kvstrata.server.conversation.body import Asked, Items
 
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
@@ -101,7 +101,7 @@ ResultBlock = Annotated[
 class ToolResultBlock(Marked):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[ResultBlock] | None = None
+    content: str | Items[ResultBlock] | None = None
     is_error: bool | None = None
 
 
@@ -122,7 +122,7 @@ Block = Annotated[
 
 class TurnAsked(Asked):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block] | None = Field(None, description="Only a system message may be without")
+    content: str | Items[Block] | None = Field(None, description="Only a system message may be without")
 
 
 class ToolAsked(Marked):
@@ -164,9 +164,9 @@ class PromptAsked(Asked):
     """What makes the prompt: all that counting needs."""
 
     model: str | None = Field(None, description="Left out: the one that is served")
-    messages: list[TurnAsked] = Field(min_length=1)
-    system: str | list[Block] | None = None
-    tools: list[ToolAsked] | None = None
+    messages: Items[TurnAsked] = Field(min_length=1)
+    system: str | Items[Block] | None = None
+    tools: Items[ToolAsked] | None = None
     tool_choice: ToolChoiceAsked | None = None
     thinking: ThinkingAsked | None = None
     output_config: OutputConfig | None = None
@@ -182,6 +182,6 @@ class MessagesAsked(PromptAsked, Marked):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, lt=INT64, description="0 or -1: off")
-    stop_sequences: list[StopSequence] | None = Field(None, max_length=MAX_STOPS)
+    stop_sequences: Items[StopSequence] | None = Field(None, max_length=MAX_STOPS)
     output_format: FormatAsked | None = Field(None, description="The older name of output_config.format")
     cache_salt: str | None = Field(None, description="Requests with different salts never share cached state")

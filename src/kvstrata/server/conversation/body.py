@@ -1,21 +1,55 @@
-"""Bodies of requests: read whole, in a worker thread, more strictly than FastAPI would. Knows no wire."""
+"""Bodies of requests: read whole, in a worker thread, more strictly than FastAPI would. Knows no wire.
+
+Parsing and validating hold the interpreter's lock, so no other client is served meanwhile. A body is therefore refused
+before it is parsed when it would become too many objects, and validation ends at the first wrong item of a list.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from typing import Annotated, Any, TypeVar
 
 from anyio import to_thread
 from fastapi import Request
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails, from_json
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from starlette.types import Scope
 
-from kvstrata.errors import InvalidRequest
+from kvstrata.errors import BodyTooLarge, InvalidRequest
 from kvstrata.server.service import Service, service_of
 
 T = TypeVar("T")
 AskedT = TypeVar("AskedT", bound=BaseModel)
+
+# Bodies of more bytes are parsed two at a time (`Service.large_bodies`): each becomes many times as large.
+LARGE_BYTES = 1 << 20
+# JSON values of a body, whatever the context: about 0.1 s of parsing, in which nobody else is served.
+MIN_VALUES = 1 << 18
+PIECE_BYTES = 1 << 16
+
+
+def _within_context(items: Any, info: ValidationInfo) -> Any:
+    most = info.context
+    if most is not None and isinstance(items, list) and len(items) > most:
+        found = {"most": most, "found": len(items)}
+        raise PydanticCustomError("too_long", "List should have at most {most} items here, not {found}", found)
+    return items
+
+
+def _of_few_values(text: str, info: ValidationInfo) -> str:
+    if info.context is not None and num_values(text) > max_values(info.context):
+        raise PydanticCustomError(
+            "too_long", "The JSON should have at most {most} values", {"most": max_values(info.context)}
+        )
+    return text
+
+
+# Text that is parsed as JSON.
+JsonText = Annotated[str, AfterValidator(_of_few_values)]
+# A list of what a prompt is made of, no longer than the context (`Service.max_items`). Its first wrong item ends the
+# validation: pydantic would note an error for each.
+Items = Annotated[list[T], Field(fail_fast=True), BeforeValidator(_within_context)]
 
 
 class Asked(BaseModel):
@@ -28,13 +62,29 @@ class Asked(BaseModel):
 async def read(request: Request, make: Callable[[Service, bytes, Scope], T]) -> T:
     """What `make` makes of the body, on a worker thread: rendering and tokenizing a long prompt takes a while."""
     require_json(request)
-    service = service_of(request)
+    engine = service_of(request).engine
     # A request that finds no room is told before its body is read, and again before a long prompt is tokenized.
-    service.engine.require_room()
+    engine.require_room()
+    body = await _received(request)
+    engine.require_room()
+    return await _made(request, make, body)
+
+
+async def read_aside(request: Request, make: Callable[[Service, bytes, Scope], T]) -> T:
+    """Likewise, for a request that takes no place in the queue: a full one is no reason to refuse it."""
+    require_json(request)
+    return await _made(request, make, await _received(request))
+
+
+async def _received(request: Request) -> bytes:
     # Not request.body(), which would keep the bytes as long as the reply takes.
-    body = b"".join([chunk async for chunk in request.stream()])
-    service.engine.require_room()
-    return await to_thread.run_sync(make, service, body, request.scope)
+    return b"".join([chunk async for chunk in request.stream()])
+
+
+async def _made(request: Request, make: Callable[[Service, bytes, Scope], T], body: bytes) -> T:
+    service = service_of(request)
+    limiter = service.large_bodies if len(body) > LARGE_BYTES else None
+    return await to_thread.run_sync(make, service, body, request.scope, limiter=limiter)
 
 
 def require_json(request: Request) -> None:
@@ -50,17 +100,53 @@ def body_of(schema: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
 
 
-def read_body(schema: type[AskedT], body: bytes) -> AskedT:
+def read_body(schema: type[AskedT], body: bytes, max_items: int = MIN_VALUES) -> AskedT:
+    """`max_items`: of each list, see `Service.max_items`."""
+    require_few_values(body, max_items)
     try:
         asked = from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise InvalidRequest(f"The body is not JSON: {error}.", code="invalid_json") from None
-    return validated(schema, asked)
+    return validated(schema, asked, max_items)
 
 
-def validated(schema: type[AskedT], asked: Any) -> AskedT:
+def max_values(max_items: int) -> int:
+    """Most JSON values in a body whose lists have at most `max_items`."""
+    return max(MIN_VALUES, 2 * max_items)
+
+
+def num_values(text: str) -> int:
+    """Lists, objects and commas: about as many objects as this becomes when it is parsed as JSON."""
+    return sum(map(text.count, ",[{"))
+
+
+def require_few_values(body: bytes, max_items: int) -> None:
+    """Raise BodyTooLarge where parsing would make too many objects."""
+    most = max_values(max_items)
+    if len(body) > most and any(count > most for count in accumulate(_values_in_pieces(body))):
+        raise BodyTooLarge(
+            f"The body has more than the {most} JSON values that this server reads at a time. Send fewer messages, "
+            "prompts or tools in one request."
+        )
+
+
+def _values_in_pieces(body: bytes) -> Iterator[int]:
+    """Likewise, without what is inside of strings. Piece by piece: each step holds the interpreter's lock."""
+    start, is_in_string = 0, False
+    while start < len(body):
+        piece = body[start : start + PIECE_BYTES]
+        if (len(piece) - len(piece.rstrip(b"\\"))) % 2:
+            piece = body[start : start + PIECE_BYTES + 1]  # an escape is not cut in two
+        start += len(piece)
+        runs = piece.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
+        outside = b"".join(runs[is_in_string::2])
+        is_in_string ^= len(runs) % 2 == 0
+        yield sum(map(outside.count, (b",", b"[", b"{")))
+
+
+def validated(schema: type[AskedT], asked: Any, max_items: int) -> AskedT:
     try:
-        return schema.model_validate(asked)
+        return schema.model_validate(asked, context=max_items)
     except ValidationError as error:
         raise _invalid(asked, error.errors(include_url=False, include_input=False, include_context=False)) from None
 

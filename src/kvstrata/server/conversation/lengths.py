@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator, Sequence
 
-from kvstrata.errors import ContextTooLong
+from kvstrata.errors import BodyTooLarge, ContextTooLong
+from kvstrata.server.conversation.body import max_values, num_values
 from kvstrata.server.service import Service
 from kvstrata.text.messages import Message
 
@@ -13,10 +14,11 @@ def require_possible_text(service: Service, text: str) -> None:
     _require_possible(service, len(text), param="prompt")
 
 
-def require_possible_chat(service: Service, messages: Iterable[Message]) -> None:
+def require_possible_chat(service: Service, messages: Sequence[Message]) -> None:
     # Of what the model said before some templates leave its thoughts out; all the rest is in the prompt.
     num_chars = sum(_num_chars(message.get("content")) for message in messages if message["role"] != "assistant")
     _require_possible(service, num_chars, param="messages")
+    _require_few_values(service, messages)
 
 
 def reply_tokens(service: Service, num_prompt: int, asked: int | None, *, param: str) -> int:
@@ -32,6 +34,25 @@ def reply_tokens(service: Service, num_prompt: int, asked: int | None, *, param:
         )
     left = context - num_prompt
     return left if asked is None else min(asked, left)
+
+
+def _require_few_values(service: Service, messages: Sequence[Message]) -> None:
+    """Arguments of calls are JSON inside of strings, which are parsed where the template shows them."""
+    found, most = sum(map(num_values, _arguments(messages))), max_values(service.max_items)
+    if found > most:
+        raise BodyTooLarge(
+            f"The arguments of the tool calls have more than the {most} JSON values that this server reads at a time. "
+            "Leave out older calls.",
+            param="messages",
+        )
+
+
+def _arguments(messages: Sequence[Message]) -> Iterator[str]:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            arguments = call["function"]["arguments"]
+            if isinstance(arguments, str):
+                yield arguments
 
 
 def _num_chars(content: object) -> int:

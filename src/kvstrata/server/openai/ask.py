@@ -38,7 +38,7 @@ Limited = tuple[Constraint | None, str]
 
 
 def read_chat(service: Service, body: bytes, scope: Scope) -> tuple[ChatAsked, Job]:
-    asked = read_body(ChatAsked, body)
+    asked = read_body(ChatAsked, body, service.max_items)
     return asked, job_of_chat(service, asked, scope)
 
 
@@ -47,7 +47,7 @@ def job_of_chat(service: Service, asked: ChatAsked, scope: Scope) -> Job:
 
 
 def read_completion(service: Service, body: bytes, scope: Scope) -> tuple[CompletionAsked, Job]:
-    asked = read_body(CompletionAsked, body)
+    asked = read_body(CompletionAsked, body, service.max_items)
     return asked, job_of_completion(service, asked, scope)
 
 

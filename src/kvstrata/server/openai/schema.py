@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Discriminator, Field, Tag
 
-from kvstrata.server.conversation.body import Asked
+from kvstrata.server.conversation.body import Asked, Items, JsonText
 
 MAX_STOPS = 64
 MAX_CHOICES = 128
@@ -54,9 +54,9 @@ class ToolCallMade(Asked):
 
 class Message(Asked):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[Part] | None = None
+    content: str | Items[Part] | None = None
     name: str | None = None
-    tool_calls: list[ToolCallMade] | None = None
+    tool_calls: Items[ToolCallMade] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -94,10 +94,10 @@ class ResponseFormat(Asked):
 class StructuredOutputs(Asked):
     """vLLM's names: exactly one of these."""
 
-    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema")
+    json_: dict[str, Any] | JsonText | None = Field(None, alias="json", description="A JSON schema")
     json_object: bool | None = None
     regex: str | None = Field(None, min_length=1)
-    choice: list[str] | None = Field(None, min_length=1)
+    choice: Items[str] | None = Field(None, min_length=1)
     grammar: str | None = Field(None, min_length=1, description="In Lark's form")
 
 
@@ -123,10 +123,10 @@ class SamplingAsked(Asked):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, description="Token id to what is added to its logit"
+        None, fail_fast=True, description="Token id to what is added to its logit"
     )
     seed: int | None = Field(None, ge=-INT64, lt=INT64)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopString | Annotated[Items[StopString], Field(max_length=MAX_STOPS)] | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices; the prompt is computed once for all")
     structured_outputs: StructuredOutputs | None = None
     cache_salt: str | None = Field(None, description="Requests with different salts never share cached state")
@@ -134,11 +134,11 @@ class SamplingAsked(Asked):
 
 
 class ChatAsked(SamplingAsked):
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: list[ToolOffered] | None = None
+    tools: Items[ToolOffered] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
@@ -146,7 +146,7 @@ class ChatAsked(SamplingAsked):
     prompt_cache_retention: str | None = Field(None, description="24h: the prompt is pinned for so long, in the quota")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Handed to the chat template as they are")
     # Known to OpenAI's API and not done here: refused rather than ignored.
-    functions: list[Any] | None = None
+    functions: Items[Any] | None = None
     function_call: Any = None
     audio: Any = None
     web_search_options: Any = None
@@ -155,8 +155,25 @@ class ChatAsked(SamplingAsked):
 TokenId = Annotated[int, Field(ge=0, lt=INT64)]
 
 
+def _tag_of_prompt(prompt: Any) -> str:
+    """By the first item: a long list is tried as one kind only."""
+    if not isinstance(prompt, list):
+        return "text"
+    first = prompt[0] if prompt else ""
+    return "ids" if isinstance(first, int) else "several ids" if isinstance(first, list) else "texts"
+
+
+AnyPrompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[Items[str], Tag("texts")]
+    | Annotated[Items[TokenId], Tag("ids")]
+    | Annotated[Items[Items[TokenId]], Tag("several ids")],
+    Discriminator(_tag_of_prompt),
+]
+
+
 class CompletionAsked(SamplingAsked):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: AnyPrompt
     logprobs: int | None = Field(None, ge=0, le=5)
     echo: bool | None = None
     suffix: str | None = None

@@ -58,7 +58,7 @@ class Asking:
         self._memory = memory
 
     def __call__(self, service: Service, body: bytes, scope: Scope) -> Question:
-        asked = read_body(ResponseAsked, body)
+        asked = read_body(ResponseAsked, body, service.max_items)
         _check(asked)
         box, items, num_before = understood(asked, self._memory.stored, salt_of(scope, asked.cache_salt))
         self._memory.ignored.note(ignored_types(asked.tools or ()))

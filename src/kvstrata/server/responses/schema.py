@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter
 
-from kvstrata.server.conversation.body import Asked
+from kvstrata.server.conversation.body import Asked, Items
 
 ITEM_TYPES = ("message", "reasoning", "function_call", "function_call_output", "custom_tool_call",
               "custom_tool_call_output", "item_reference")  # fmt: skip
@@ -82,13 +82,13 @@ class Item(Asked):
 class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Part]
+    content: str | Items[Part]
 
 
 class ReasoningItem(Item):
     type: Literal["reasoning"]
-    summary: list[Part] | None = None
-    content: list[Part] | None = None
+    summary: Items[Part] | None = None
+    content: Items[Part] | None = None
     encrypted_content: str | None = None
 
 
@@ -113,7 +113,7 @@ class OutputItem(Item):
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str = Field(min_length=1)
-    output: str | list[Part]
+    output: str | Items[Part]
 
 
 class ReferenceItem(Item):
@@ -183,7 +183,7 @@ InnerTool = Annotated[
 class NamespaceTool(Offered):
     type: Literal["namespace"]
     name: str = Field(min_length=1)
-    tools: list[InnerTool]
+    tools: Items[InnerTool]
 
 
 AnyTool = Annotated[
@@ -206,7 +206,7 @@ class ChosenTool(Asked):
 class AllowedTools(Asked):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
-    tools: list[ChosenTool]
+    tools: Items[ChosenTool]
 
 
 def _tag_of_choice(choice: Any) -> str | None:
@@ -245,12 +245,12 @@ class TextAsked(Asked):
 class ResponseAsked(Asked):
     model: str | None = Field(None, description="Left out: the one that is served")
     instructions: str | None = None
-    input: str | list[AnyItem] | None = None
-    tools: list[AnyTool] | None = None
+    input: str | Items[AnyItem] | None = None
+    tools: Items[AnyTool] | None = None
     tool_choice: AnyChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    include: list[str] | None = None
+    include: Items[str] | None = None
     store: bool | None = Field(None, description="Left out: kept for GET and previous_response_id, within bounds")
     previous_response_id: str | None = None
     text: TextAsked | None = None
