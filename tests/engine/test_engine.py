@@ -150,6 +150,32 @@ def test_the_queue_is_bounded() -> None:
         assert isinstance(last.wait(), Finished)
 
 
+def test_no_owner_takes_more_than_half_of_the_places_that_others_leave() -> None:
+    with running(tiny_loaded("llama"), max_running=1, max_waiting=7, shares_queue=True) as engine:
+        replies: dict[str, list[Reply]] = {"a": [], "b": [], "c": []}
+
+        def fill(owner: str) -> int:
+            while True:
+                number = len(replies[owner])
+                salt = owner if number % 2 else f"{owner}:inner"
+                reply = Reply()
+                try:
+                    engine.require_room(owner)
+                    engine.submit(request(f"{owner}{number}", max_tokens=8000, salt=salt), reply.sink)
+                except QueueFull:
+                    return number
+                replies[owner].append(reply)
+
+        assert [fill(owner) for owner in ("a", "b", "c")] == [4, 2, 1]
+        with pytest.raises(QueueFull, match="4 requests of this key"):
+            engine.require_room("a")
+        engine.require_room("d")
+        for number in range(2):
+            engine.cancel(f"a{number}")
+            replies["a"][number].wait()
+        engine.require_room("a")
+
+
 def test_an_idle_engine_lets_go_of_what_has_expired_and_rests_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny_loaded("llama")
     mx.eval(loaded.module.parameters())

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvstrata.errors import Forbidden
 from kvstrata.index.identity import owner_of
 from kvstrata.store.pins import MAX_TERMS, Term
 from kvstrata.store.stock import Stock
@@ -78,6 +79,28 @@ def test_what_is_pinned_is_what_a_list_of_terms_says(steps: list[tuple]) -> None
 
 def _tokens(entry) -> tuple[int, ...]:
     return tuple(entry.last_node.tokens.tolist())
+
+
+def test_owners_together_pin_no_more_than_half_of_the_memory() -> None:
+    stock = new_stock(hot_bytes=600 * TOKEN_BYTES)
+    quota_bytes = 150 * TOKEN_BYTES
+    term = Term("session", 10.0, quota_bytes)
+    owners = [f"key-{letter}" for letter in "abcd"]
+    for owner in owners:
+        store_tokens(stock, range(100), owner)
+    fits = [stock.pins.may_keep(range(100), owner, term, TOKEN_BYTES) for owner in owners[:1]]
+    assert [stock.pins.keep(range(100), owner, term) for owner in owners] == [100, 100, 100, 0]
+    assert [*fits, stock.pins.may_keep(range(100), owners[3], term, TOKEN_BYTES)] == [True, False]
+    with pytest.raises(Forbidden, match="All keys together"):
+        stock.pins.pin(range(100), owners[3], quota_bytes)
+    assert stock.pins.pin(range(100), owners[3]) == 100  # who has no quota decides for all
+    assert stock.pins.nbytes(None) == 400 * TOKEN_BYTES
+
+
+def test_one_quota_may_be_more_than_half() -> None:
+    stock = new_stock(hot_bytes=200 * TOKEN_BYTES)
+    store_tokens(stock, range(150), "key-a")
+    assert stock.pins.keep(range(150), "key-a", Term("session", 10.0, 160 * TOKEN_BYTES)) == 150
 
 
 def test_there_are_never_more_than_so_many() -> None:

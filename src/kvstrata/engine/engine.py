@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from kvstrata.codecs import paths
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.cache import Cache
-from kvstrata.engine.limits import EngineState, Limits
+from kvstrata.engine.limits import EngineState, Limits, share_of
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.make import identity_of
 from kvstrata.engine.moving import Moving
@@ -29,7 +30,7 @@ from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.storage import Storage
 from kvstrata.engine.thread import EngineThread
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
-from kvstrata.index.identity import Identity
+from kvstrata.index.identity import Identity, owner_of
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.remote.options import RemoteOptions
@@ -60,8 +61,9 @@ class Engine:
         self._thread = EngineThread(
             loaded, limits, metrics, storage or Storage(), Outside(disk, files, remote, watcher)
         )
-        self._lock = threading.Lock()  # guards the next two
-        self._open: set[str] = set()  # submitted and not ended
+        self._lock = threading.Lock()  # guards the next three
+        self._open: dict[str, str] = {}  # submitted and not ended: id to owner
+        self._num_open: Counter[str] = Counter()  # of each owner
         self._accepting = False
         self._arrivals = itertools.count()
 
@@ -76,10 +78,11 @@ class Engine:
             self._enqueue(request, sink)
         self._metrics.prompt_tokens.inc(len(request.prompt))
 
-    def require_room(self) -> None:
-        """Raises what `submit` would raise now for any request: for callers who have work to do before they submit."""
+    def require_room(self, owner: str = "") -> None:
+        """Raises what `submit` would raise now for any request of this owner: for callers who have work to do before
+        they submit."""
         with self._counting_refusals(), self._lock:
-            self._require_place()
+            self._require_place(owner)
 
     def cancel(self, request_id: str) -> None:
         self._thread.post(lambda: self._thread.loop.endings.end(request_id, "cancelled"))
@@ -174,22 +177,29 @@ class Engine:
         return answer
 
     def _enqueue(self, request: Request, sink: Sink) -> None:
-        max_tokens = self._check(request)
+        max_tokens, owner = self._check(request), owner_of(request.salt)
         with self._lock:
             if request.id in self._open:
                 raise InvalidRequest(f"A request with the id {request.id!r} is running already.")
-            self._require_place()
+            self._require_place(owner)
             sequence = Sequence(request, self._closing(request.id, sink), max_tokens, next(self._arrivals))
             # Under the lock: a stop that comes now finds it.
             if not self._thread.post(lambda: self._thread.loop.enqueue(sequence)):
                 raise Unavailable("The engine has stopped. Restart the server; its log says why.")
-            self._open.add(request.id)
+            self._open[request.id] = owner
+            self._num_open[owner] += 1
 
-    def _require_place(self) -> None:
+    def _require_place(self, owner: str) -> None:
         if not self._accepting:
             raise Unavailable("The server is shutting down and takes no new requests.")
-        if len(self._open) >= self._limits.max_running + self._limits.max_waiting:
+        num_own, num_places = self._num_open[owner], self._limits.num_places
+        if len(self._open) >= num_places:
             raise QueueFull(f"{len(self._open)} requests are running or waiting already. Try again in a moment.")
+        if self._limits.shares_queue and num_own >= share_of(num_places - (len(self._open) - num_own)):
+            raise QueueFull(
+                f"{num_own} requests of this key are running or waiting already, and the other places are kept for "
+                "other keys. Try again when some have ended."
+            )
 
     @contextlib.contextmanager
     def _counting_refusals(self) -> Iterator[None]:
@@ -205,7 +215,7 @@ class Engine:
         def emit(event: Event) -> None:
             if isinstance(event, Finished | Failed):
                 with self._lock:
-                    self._open.discard(request_id)
+                    self._close(request_id)
             try:
                 sink(event)
             except Exception:
@@ -213,6 +223,13 @@ class Engine:
                 log.exception("the sink of %s failed", request_id)
 
         return emit
+
+    def _close(self, request_id: str) -> None:
+        owner = self._open.pop(request_id, None)
+        if owner is not None:
+            self._num_open[owner] -= 1
+            if not self._num_open[owner]:
+                del self._num_open[owner]
 
     def _check(self, request: Request) -> int:
         """Refuse what can never be served; tell how long the reply may get."""

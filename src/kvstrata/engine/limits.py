@@ -12,6 +12,7 @@ MARK_EVERY_TOKENS = 4096
 class Limits:
     max_running: int = 16  # sequences that hold KV
     max_waiting: int = 256  # requests past those; then QueueFull
+    shares_queue: bool = False  # no owner takes more than half of the places that other owners leave
     context_tokens: int | None = None  # None: what the model was made for
     prefill_chunk_tokens: int | None = None  # None: from the speed that is measured
     prefill_share: float = 0.5  # of the time, that prompts may take while streams run
@@ -20,6 +21,16 @@ class Limits:
     memory_bytes: int | None = None  # weights, KV and scratch; None: 75 % of the device's memory
     wired_bytes: int = 0  # that macOS must not page out; 0: it decides
     slice_s: float = 0.005  # of work on stored KV between two decode steps
+
+    @property
+    def num_places(self) -> int:
+        """Requests that run or wait at once."""
+        return self.max_running + self.max_waiting
+
+
+def share_of(num_places: int) -> int:
+    """Half of what is left, so that the next one finds a place too."""
+    return (num_places + 1) // 2
 
 
 @dataclass(frozen=True)

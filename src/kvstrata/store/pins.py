@@ -28,6 +28,8 @@ from kvstrata.store.shelf import Shelf
 MIB = 1 << 20
 # Pins with a term of one owner.
 MAX_TERMS = 64
+# Of the memory for stored KV, what all owners with a quota may pin together.
+MAX_PINNED_SHARE = 0.5
 
 K = TypeVar("K")
 
@@ -136,7 +138,9 @@ class Pins:
         match, before = self._shelf.tree.match(root_key, as_ids(tokens)), self._by_name.get((root_key, term.name))
         pinned_bytes, new_bytes = self._after(_entries_of(match.path), owner_of(salt), before)
         new_bytes += (len(tokens) - match.num_tokens) * token_bytes
-        is_within = pinned_bytes + new_bytes <= term.limit_bytes
+        is_within = pinned_bytes + new_bytes <= min(
+            term.limit_bytes, self._left_bytes(owner_of(salt), term.limit_bytes)
+        )
         self._counters["ttl_pins_over_quota"] += not is_within
         return is_within
 
@@ -175,6 +179,13 @@ class Pins:
 
     def _check(self, entries: Iterable[Entry], owner: str, limit_bytes: int, *, instead_of: Pin | None = None) -> None:
         pinned_bytes, new_bytes = self._after(entries, owner, instead_of)
+        if pinned_bytes + new_bytes > self._left_bytes(owner, limit_bytes):
+            raise Forbidden(
+                f"All keys together have {self._bytes.total() / MIB:.1f} MiB pinned. This prompt takes "
+                f"{new_bytes / MIB:.1f} MiB more, and half of the memory for stored KV is kept for what is not pinned. "
+                "Unpin something (POST /cache/unpin), or start the server with more memory (--memory-limit).",
+                code="pin_quota_exceeded",
+            )
         if pinned_bytes + new_bytes > limit_bytes:
             raise Forbidden(
                 f"This key has {pinned_bytes / MIB:.1f} MiB pinned. This prompt takes {new_bytes / MIB:.1f} MiB more, "
@@ -182,6 +193,11 @@ class Pins:
                 "server with a larger --pin-quota (KVSTRATA_PIN_QUOTA).",
                 code="pin_quota_exceeded",
             )
+
+    def _left_bytes(self, owner: str, limit_bytes: int) -> int:
+        """What other owners' pins leave to one of what all may pin together, where each has a limit."""
+        together_bytes = max(limit_bytes, int(self._shelf.max_bytes * MAX_PINNED_SHARE))
+        return together_bytes - (self._bytes.total() - self._bytes.of(owner))
 
     def _after(self, entries: Iterable[Entry], owner: str, instead_of: Pin | None) -> tuple[int, int]:
         """Bytes that an owner has pinned without one of its pins, and how many more these entries would be."""
