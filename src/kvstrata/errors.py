@@ -24,7 +24,7 @@
         |-- QueueFull           429: try again in a while
         |-- HeadersTooLarge     431: more bytes than the server reads before a body
         |-- ReplyFailed         500: the engine could not finish a reply
-        `-- Unavailable         503: the server is draining or has too many connections, or the engine has stopped
+        `-- Unavailable         503: the server is draining, has too many connections or bodies, or its engine stopped
 
 Messages say what is wrong and what to do next.
 """

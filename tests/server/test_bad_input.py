@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -197,6 +198,30 @@ def test_a_text_that_cannot_fit_is_not_tokenized(served: Served, monkeypatch: py
             error = error_of(served.ask(path, **body), 400)
             assert error["code"] == "context_length_exceeded"
             assert "8192" in error["message"]
+
+
+def test_whatever_makes_a_prompt_too_long_is_found_before_it_is_tokenized(served: Served) -> None:
+    service = served.server.service
+    long = "word " * (service.longest_token_chars * service.context_tokens // 5 + 1)
+    tools = [{"type": "function", "function": {"name": "f", "description": long}}]
+    spoken = [*HELLO, {"role": "assistant", "content": long}, *HELLO]
+    call = {"id": "c", "function": {"name": "f", "arguments": json.dumps({"a": long})}}
+    called = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "b"},
+    ]
+    for path, body in (
+        (CHAT, {"messages": HELLO, "tools": tools}),
+        (CHAT, {"messages": spoken}),
+        (CHAT, {"messages": called, "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("/tokenize", {"prompt": long}),
+        ("/tokenize", {"messages": HELLO, "tools": tools}),
+        ("/cache/explain", {"messages": spoken}),
+    ):
+        error = error_of(served.ask(path, **body), 400)
+        assert error["code"] == "context_length_exceeded"
+        assert "at least" in error["message"], error  # the number of tokens was never found out
 
 
 def test_body_of_50_mb(served: Served) -> None:

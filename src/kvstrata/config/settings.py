@@ -342,6 +342,10 @@ class Settings(BaseSettings):
         Bounds.max_body_bytes, "Largest body of a request that the server reads, after it is decompressed",
         panel="Process", unit="size", ge=1024,
     )  # fmt: skip
+    body_memory: ByteCount = setting(
+        Bounds.body_memory_bytes, "Most bytes of request bodies that the server holds at once, and no less than "
+        "--max-body-bytes. Past the limit clients are answered 503", panel="Process", unit="size", ge=1024,
+    )  # fmt: skip
     body_timeout_s: float = setting(
         Bounds.body_timeout_s, "Seconds in which the body of a request must arrive; each KiB that has arrived adds a "
         "second", panel="Process", unit="seconds", gt=0, le=86400,

@@ -23,7 +23,7 @@ from kvstrata.server.anthropic import ask as anthropic
 from kvstrata.server.anthropic.schema import MessagesAsked
 from kvstrata.server.auth import salt_of
 from kvstrata.server.cache_words import PromptAsked
-from kvstrata.server.conversation.body import MIN_VALUES, read_body, validated
+from kvstrata.server.conversation.body import read_body, validated
 from kvstrata.server.conversation.chat import Chat
 from kvstrata.server.conversation.prompt import Renderer
 from kvstrata.server.openai import ask as openai
@@ -102,9 +102,9 @@ class Prompts:
         asked = read_body(PromptAsked, body)
         request = {**asked.model_dump(exclude_none=True, exclude={"tokens", "session"}), "model": asked.model or ""}
         if asked.messages is not None:
-            return self._of_chat(openai.conversation(validated(ChatAsked, request, MIN_VALUES)), scope)
+            return self._of_chat(openai.conversation(validated(ChatAsked, request)), scope)
         ids = asked.tokens if asked.prompt is None else asked.prompt
-        return self._of_completion(validated(CompletionAsked, {**request, "prompt": ids}, MIN_VALUES), scope)
+        return self._of_completion(validated(CompletionAsked, {**request, "prompt": ids}), scope)
 
     def _of_chat(self, chat: Chat, scope: Scope) -> _Prompt:
         salt = salt_of(scope, chat.wanted.cache_salt)

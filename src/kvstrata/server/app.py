@@ -28,7 +28,7 @@ from kvstrata.server.head import Head
 from kvstrata.server.hosts import RequireHost
 from kvstrata.server.inflate import Inflate
 from kvstrata.server.journal.watch import WatchRequests
-from kvstrata.server.limits import BodyLimits, LimitBody
+from kvstrata.server.limits import BodyLimits, BoundBodyMemory, LimitBody
 from kvstrata.server.openai import endpoints as openai
 from kvstrata.server.responses import endpoints as responses
 from kvstrata.server.service import Service
@@ -62,6 +62,7 @@ def create_app(service: Service) -> FastAPI:
     errors.install(app, {path: shape for wire in WIRES for path, shape in wire.ERROR_SHAPES.items()})
     # The one added last sees a request first.
     limits = BodyLimits(service.bounds, {cache_move.IMPORT_PATH: service.engine.moving.limit_bytes})
+    app.add_middleware(BoundBodyMemory, limits=limits)
     app.add_middleware(Inflate, limits=limits)
     app.add_middleware(LimitBody, limits=limits)
     if service.keys:

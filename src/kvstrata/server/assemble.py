@@ -21,7 +21,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.config import Settings
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
+from kvstrata.engine.limits import Limits, share_of
 from kvstrata.engine.outside import Watcher
 from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
@@ -41,7 +41,7 @@ from kvstrata.server.conversation.hygiene import Hygiene
 from kvstrata.server.cors import Cors
 from kvstrata.server.hosts import RequireHost
 from kvstrata.server.inflate import Inflate
-from kvstrata.server.limits import BodyLimits, LimitBody
+from kvstrata.server.limits import BodyLimits, BoundBodyMemory, LimitBody
 from kvstrata.server.replay.carrier import ReplyCarrier
 from kvstrata.server.replay.files import ReplyFiles
 from kvstrata.server.replay.memory import ReplyMemory
@@ -117,7 +117,7 @@ def start_service(
         names=names,
         paths=paths,
         context_tokens=engine.context_tokens,
-        max_prompts=max(1, settings.max_waiting),
+        max_prompts=share_of(limits.num_places),
         longest_token_chars=longest_token_chars(loaded.tokenizer),
         sampling=loaded.sampling if settings.generation_config == "model" else SamplingDefaults(),
         hygiene=Hygiene(settings.drop_nonces, settings.system_in_place),
@@ -139,7 +139,7 @@ def start_service(
 def guarded(app: ASGIApp, settings: Settings) -> ASGIApp:
     """An app that hands requests on to servers, behind the same keys and bounds as theirs."""
     limits = BodyLimits(_bounds(settings), {})
-    app = LimitBody(Inflate(app, limits), limits)
+    app = LimitBody(Inflate(BoundBodyMemory(app, limits), limits), limits)
     keys = _keys(settings)
     app = RequireKey(app, keys) if keys else RequireHost(app, _hosts(settings), settings.cors_origin)
     return Cors(app, settings.cors_origin)
@@ -200,6 +200,7 @@ def _bounds(settings: Settings) -> Bounds:
         max_header_bytes=settings.max_header_bytes,
         header_timeout_s=settings.header_timeout_s,
         max_body_bytes=settings.max_body_bytes,
+        body_memory_bytes=settings.body_memory,
         body_timeout_s=settings.body_timeout_s,
         send_timeout_s=settings.send_timeout_s,
     )
@@ -226,6 +227,7 @@ def _limits(settings: Settings, machine: Device) -> Limits:
     return Limits(
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
+        shares_queue=len(settings.keys) > 1,
         context_tokens=settings.context_tokens,
         prefill_share=settings.prefill_share,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,

@@ -115,7 +115,7 @@ DESCRIPTIONS: Mapping[int, str] = {
     413: "The body is larger than the server reads",
     415: "The body is compressed in a way that the server does not read; see Accept-Encoding",
     429: "The queue is full; see Retry-After",
-    503: "The server is draining; see Retry-After",
+    503: "The server is draining, or holds as many bodies as it may; see Retry-After",
 }
 
 

@@ -1,5 +1,5 @@
-"""How large a body may be and how long it may take. Counts bytes as they arrive, so a client that lies about its length
-is stopped too."""
+"""How large a body may be and how long it may take, and how much all bodies together may take. Counts bytes as they
+arrive, so a client that lies about its length is stopped too."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvstrata.errors import BodyTooLarge, RequestTimeout
+from kvstrata.errors import BodyTooLarge, RequestTimeout, Unavailable
 from kvstrata.server.errors import error_response
 from kvstrata.server.wire.bounds import MIN_BYTES_S, Bounds
 from kvstrata.sizes import human_bytes
+
+SCOPE_HELD = "kvstrata.held_body"
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,75 @@ class Body:
                 f"The body did not arrive in time: {self._num_bytes} bytes in {allowed_s:.0f} s. Send it again; where "
                 "the line is slow, start the server with a larger --body-timeout-s (KVSTRATA_BODY_TIMEOUT_S)."
             ) from None
+
+
+class BodyMemory:
+    """Bytes of all bodies that are held at a time. Belongs to the event loop's thread."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._held_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        if self._held_bytes + num_bytes > self._limit_bytes:
+            raise Unavailable(
+                f"The bodies of other requests fill the {human_bytes(self._limit_bytes)} that this server holds at "
+                "once. Try again in a moment, or start it with a larger --body-memory (KVSTRATA_BODY_MEMORY)."
+            )
+        self._held_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        self._held_bytes -= num_bytes
+
+
+class HeldBody:
+    """One body's share of the memory for bodies."""
+
+    def __init__(self, memory: BodyMemory) -> None:
+        self._memory = memory
+        self._num_bytes = 0
+
+    def add_bytes(self, num_bytes: int) -> None:
+        self._memory.take(num_bytes)
+        self._num_bytes += num_bytes
+
+    def release(self) -> None:
+        self._memory.give_back(self._num_bytes)
+        self._num_bytes = 0
+
+
+class BoundBodyMemory:
+    """Middleware, inside of Inflate: answers 503 where a body finds no memory left. Files, which are not held in
+    memory, are not counted."""
+
+    def __init__(self, app: ASGIApp, limits: BodyLimits) -> None:
+        self.app = app
+        self._limits = limits
+        bounds = limits.bounds
+        self._memory = BodyMemory(max(bounds.body_memory_bytes, bounds.max_body_bytes))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._limits.larger:
+            return await self.app(scope, receive, send)
+        held = HeldBody(self._memory)
+
+        async def counted() -> Message:
+            message = await receive()
+            held.add_bytes(len(message.get("body", b"")))
+            return message
+
+        try:
+            scope[SCOPE_HELD] = held
+            return await self.app(scope, counted, send)
+        finally:
+            held.release()
+
+
+def release_body(scope: Scope) -> None:
+    """The body is understood, and its bytes are gone: others may have their place before the reply ends."""
+    held: HeldBody | None = scope.get(SCOPE_HELD)
+    if held is not None:
+        held.release()
 
 
 def _too_large(max_bytes: int) -> BodyTooLarge:

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvstrata.engine.cache import TokenIds, as_ids
 from kvstrata.errors import InvalidRequest
+from kvstrata.server.conversation.lengths import require_possible_text
 from kvstrata.server.service import Service
 from kvstrata.text.tokens import encode_text, require_unicode
 
@@ -26,6 +27,7 @@ def ids_of_prompt(service: Service, prompt: Mapping[str, Any]) -> TokenIds:
     if messages is None:
         if not isinstance(text, str):
             raise InvalidRequest("The prompt's text is no text.", param="prompt")
+        require_possible_text(service, text)
         require_unicode(text, param="prompt")
         if prompt.get("raw") or not service.template.exists:
             return _ids(list(encode_text(service.loaded.tokenizer, text)))

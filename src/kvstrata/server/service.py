@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from kvstrata.events.publisher import Publisher
 
 # Of a list in a body, however short the context is.
-MIN_ITEMS = 1024
+MIN_ITEMS = 1 << 14
 # That are parsed at once.
 MAX_LARGE_BODIES = 2
 
@@ -51,7 +51,7 @@ class Service:
     names: frozenset[str]  # what requests may call it, beside claude-*
     paths: frozenset[str]  # where it was loaded from: requests may name these too, and no answer does
     context_tokens: int
-    max_prompts: int  # replies in one request
+    max_prompts: int  # replies in one request: other requests find places beside it
     longest_token_chars: int
     pin_quota: Size  # of the memory for stored KV, for each key that is no admin's
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)  # of requests that leave it out
@@ -77,8 +77,9 @@ class Service:
 
     @property
     def max_items(self) -> int:
-        """Most items of a list in a body: messages and ids take a token of the context each."""
-        return max(MIN_ITEMS, self.context_tokens)
+        """Most items of a list in a body. Messages and ids take a token of the context each; a prompt that is not much
+        too long is told by how much."""
+        return max(MIN_ITEMS, 2 * self.context_tokens)
 
     @property
     def ending_ids(self) -> frozenset[int]:

@@ -13,6 +13,7 @@ from kvstrata.errors import InvalidRequest
 from kvstrata.server.conversation.body import Asked, Items, body_of, read, read_body
 from kvstrata.server.conversation.chat import Chat, ThinkingWanted
 from kvstrata.server.conversation.job import check_model
+from kvstrata.server.conversation.lengths import require_possible_text
 from kvstrata.server.conversation.prompt import chat_prompt
 from kvstrata.server.conversation.wire import json_response
 from kvstrata.server.errors import Shape, answers
@@ -97,6 +98,7 @@ def _ids(service: Service, asked: TokenizeAsked, scope: Scope) -> tuple[int, ...
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest("Send either prompt or messages.", param="prompt")
     if asked.prompt is not None:
+        require_possible_text(service, asked.prompt)
         if asked.add_special_tokens is not False:
             return encode_text(service.loaded.tokenizer, asked.prompt)
         require_unicode(asked.prompt, param="prompt")

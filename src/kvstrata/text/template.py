@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 Tools = list[dict[str, Any]]
+# Raises where so many characters are too many, before they are tokenized.
+CheckChars = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,18 @@ class ChatTemplate:
         return salted
 
     def render(
-        self, messages: list[Message], *, tools: Tools | None = None, template_kwargs: dict[str, Any] | None = None
+        self,
+        messages: list[Message],
+        *,
+        tools: Tools | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        check_chars: CheckChars | None = None,
     ) -> tuple[int, ...]:
         """Token ids up to where the reply begins. Raises InvalidRequest."""
         self._refuse(template_kwargs)
         text = self._escaped_text(self._chat(messages, tools), self._shown_tools(tools), template_kwargs, reply=True)
+        if check_chars is not None:
+            check_chars(len(text))
         return self._encode(text)
 
     def replay(
@@ -111,6 +120,7 @@ class ChatTemplate:
         ending_ids: Iterable[int],
         tools: Tools | None = None,
         template_kwargs: dict[str, Any] | None = None,
+        check_chars: CheckChars | None = None,
     ) -> Prompt:
         """As `render`, but with replies of our own as they were sampled. `replies`: one for each message, None where it
         is none of ours. `ending_ids`: the tokens that end a reply."""
@@ -122,6 +132,8 @@ class ChatTemplate:
         endings = tuple(text for id in ending_ids if (text := token_text(self._tokenizer, id)))
         frame = Frame(self._header, endings, self._added, self._escapes.unescape)
         pieces = pieces_of(messages, replies, text_of, frame, self._tokenizer)
+        if check_chars is not None:
+            check_chars(sum(len(piece) for piece in pieces if isinstance(piece, str)))
         sampled = [piece for piece in pieces if not isinstance(piece, str)]
         ids = [self._encode(piece) if isinstance(piece, str) else piece for piece in pieces]
         return Prompt(tuple(chain.from_iterable(ids)), len(sampled), sum(map(len, sampled)))

@@ -46,7 +46,7 @@ async def messages(request: Request) -> Response:
 @router.post(
     "/count_tokens",
     summary="How many tokens a prompt has",
-    responses=messages_answers(400, 401, 404, 408, 413),
+    responses=messages_answers(400, 401, 404, 408, 413, 503),
     openapi_extra=body_of(CountAsked),
 )
 async def count_tokens(request: Request) -> CountAnswer:

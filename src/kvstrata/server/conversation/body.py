@@ -17,6 +17,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 from starlette.types import Scope
 
 from kvstrata.errors import BodyTooLarge, InvalidRequest
+from kvstrata.server.auth import owner_salt
+from kvstrata.server.limits import release_body
 from kvstrata.server.service import Service, service_of
 
 T = TypeVar("T")
@@ -47,7 +49,7 @@ def _of_few_values(text: str, info: ValidationInfo) -> str:
 
 # Text that is parsed as JSON.
 JsonText = Annotated[str, AfterValidator(_of_few_values)]
-# A list of what a prompt is made of, no longer than the context (`Service.max_items`). Its first wrong item ends the
+# A list of what a prompt is made of, as long as the context allows (`Service.max_items`). Its first wrong item ends the
 # validation: pydantic would note an error for each.
 Items = Annotated[list[T], Field(fail_fast=True), BeforeValidator(_within_context)]
 
@@ -62,11 +64,11 @@ class Asked(BaseModel):
 async def read(request: Request, make: Callable[[Service, bytes, Scope], T]) -> T:
     """What `make` makes of the body, on a worker thread: rendering and tokenizing a long prompt takes a while."""
     require_json(request)
-    engine = service_of(request).engine
+    engine, owner = service_of(request).engine, owner_salt(request.scope) or ""
     # A request that finds no room is told before its body is read, and again before a long prompt is tokenized.
-    engine.require_room()
+    engine.require_room(owner)
     body = await _received(request)
-    engine.require_room()
+    engine.require_room(owner)
     return await _made(request, make, body)
 
 
@@ -84,7 +86,10 @@ async def _received(request: Request) -> bytes:
 async def _made(request: Request, make: Callable[[Service, bytes, Scope], T], body: bytes) -> T:
     service = service_of(request)
     limiter = service.large_bodies if len(body) > LARGE_BYTES else None
-    return await to_thread.run_sync(make, service, body, request.scope, limiter=limiter)
+    try:
+        return await to_thread.run_sync(make, service, body, request.scope, limiter=limiter)
+    finally:
+        release_body(request.scope)
 
 
 def require_json(request: Request) -> None:
@@ -144,7 +149,7 @@ def _values_in_pieces(body: bytes) -> Iterator[int]:
         yield sum(map(outside.count, (b",", b"[", b"{")))
 
 
-def validated(schema: type[AskedT], asked: Any, max_items: int) -> AskedT:
+def validated(schema: type[AskedT], asked: Any, max_items: int = MIN_VALUES) -> AskedT:
     try:
         return schema.model_validate(asked, context=max_items)
     except ValidationError as error:

@@ -11,13 +11,13 @@ from kvstrata.text.messages import Message
 
 
 def require_possible_text(service: Service, text: str) -> None:
-    _require_possible(service, len(text), param="prompt")
+    require_possible_chars(service, len(text), param="prompt")
 
 
 def require_possible_chat(service: Service, messages: Sequence[Message]) -> None:
     # Of what the model said before some templates leave its thoughts out; all the rest is in the prompt.
     num_chars = sum(_num_chars(message.get("content")) for message in messages if message["role"] != "assistant")
-    _require_possible(service, num_chars, param="messages")
+    require_possible_chars(service, num_chars, param="messages")
     _require_few_values(service, messages)
 
 
@@ -62,7 +62,8 @@ def _num_chars(content: object) -> int:
     return sum(len(part.get("text") or "") for part in parts if isinstance(part, dict))
 
 
-def _require_possible(service: Service, num_chars: int, *, param: str) -> None:
+def require_possible_chars(service: Service, num_chars: int, *, param: str) -> None:
+    """Refuse a text that has too many tokens even if all of them are the longest there is."""
     least_tokens = num_chars // service.longest_token_chars
     if least_tokens >= service.context_tokens:
         raise ContextTooLong(

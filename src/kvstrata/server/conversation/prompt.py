@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.types import Scope
@@ -16,7 +17,7 @@ from kvstrata.errors import InvalidRequest
 from kvstrata.server.auth import salt_of
 from kvstrata.server.conversation.chat import Chat, PinWanted
 from kvstrata.server.conversation.hygiene import Hygiene, tidied
-from kvstrata.server.conversation.lengths import require_possible_chat
+from kvstrata.server.conversation.lengths import require_possible_chars, require_possible_chat
 from kvstrata.server.service import Service
 from kvstrata.text.messages import Message
 from kvstrata.text.sampled import Sampled
@@ -107,14 +108,19 @@ def tools_told(chat: Chat) -> tuple[dict[str, object], ...]:
 
 def _rendered(service: Service, template: ChatTemplate, shown: Shown, salt: str) -> Prompt:
     replies = [_reply_of(service, salt, message, shown.tools) for message in shown.messages]
+    check_chars = partial(require_possible_chars, service, param="messages")
     if not any(replies):
-        return Prompt(template.render(shown.messages, tools=shown.tools, template_kwargs=shown.variables))
+        ids = template.render(
+            shown.messages, tools=shown.tools, template_kwargs=shown.variables, check_chars=check_chars
+        )
+        return Prompt(ids)
     return template.replay(
         shown.messages,
         replies,
         ending_ids=service.ending_ids,
         tools=shown.tools,
         template_kwargs=shown.variables,
+        check_chars=check_chars,
     )
 
 

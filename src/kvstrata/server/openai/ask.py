@@ -215,7 +215,8 @@ def _prompts(service: Service, asked: CompletionAsked) -> list[tuple[int, ...]]:
     num_replies = len(prompts) * (asked.n or 1)
     if num_replies > service.max_prompts:
         raise InvalidRequest(
-            f"prompt: {num_replies} replies in one request; at most {service.max_prompts}.", param="prompt"
+            f"prompt: {num_replies} replies in one request; at most {service.max_prompts}. Send several requests.",
+            param="prompt",
         )
     ids = [_prompt_ids(service, prompt) for prompt in prompts]
     if not ids or not all(ids):

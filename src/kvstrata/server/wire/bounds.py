@@ -14,5 +14,6 @@ class Bounds:
     max_header_bytes: int = 32 << 10
     header_timeout_s: float = 20.0
     max_body_bytes: int = 32 << 20
+    body_memory_bytes: int = 256 << 20
     body_timeout_s: float = 30.0
     send_timeout_s: float = 60.0
