@@ -150,9 +150,9 @@ class Pins:
             return
         now_s, over = self._clock(), list[Pin]()
         while (name := self._expiring.oldest()) is not None and self._by_name[name].expires_s <= now_s:
-            self._expiring.discard(name)
             over.append(self._by_name[name])
-        self._end(over)
+            self._forget(over[-1])
+        self._cold.unpin(over)
 
     def seconds_to_expiry(self) -> float:
         """Until a term is over; infinite where there is none."""
@@ -208,8 +208,8 @@ class Pins:
 
     def _replace(self, ending: Sequence[Pin], pin: Pin, entries: tuple[Entry, ...]) -> None:
         """What both hold is never without a pin."""
-        self._register(pin)
         self._hold(pin, entries)
+        self._register(pin)
         for each in ending:
             self._forget(each)
         self._cold.pin(pin, pin.root_key, pin.ids, instead_of=ending)
@@ -227,6 +227,10 @@ class Pins:
             self._expiring.put((pin.root_key, pin.name), pin.expires_s, 0)
 
     def _forget(self, pin: Pin) -> None:
+        # Entries first: where that fails nothing has changed, and the pin can be taken back again.
+        for entry in self._entries.get(pin, ()):
+            self._shelf.change(entry, pins=entry.pins - {pin})
+        self._entries.pop(pin, None)
         _remove(self._by_root, pin.root_key, pin)
         _remove(self._missing, pin.root_key, pin)
         if pin.name:
@@ -235,14 +239,12 @@ class Pins:
             if self._by_name[name] is pin:  # the next of its name is there already, otherwise
                 del self._by_name[name]
                 self._expiring.discard(name)
-        for entry in self._entries.pop(pin, ()):
-            self._shelf.change(entry, pins=entry.pins - {pin})
 
     def _hold(self, pin: Pin, entries: tuple[Entry, ...]) -> None:
-        _remove(self._missing, pin.root_key, pin)
-        self._entries[pin] = entries
         for entry in entries:
             self._shelf.change(entry, pins=entry.pins | {pin})
+        self._entries[pin] = entries
+        _remove(self._missing, pin.root_key, pin)
 
 
 class _PinnedBytes:
