@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ PROMPT_TOKENS = 600
 
 
 @contextmanager
-def disk_drive(folder: Path, *, kv_tokens: int | None = None, **limits: int) -> Iterator[Drive]:
+def disk_drive(folder: Path, *, kv_tokens: int | None = None, **limits: Any) -> Iterator[Drive]:
     """A loop with a disk that is faster than computing."""
     loaded = steady_loaded("llama")
     tier = DiskTier(DiskOptions(folder, 256 * MIB, queue_bytes=64 * MIB, reserve_bytes=0), chain=chain, tally=tally)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ MARKS = ("gemma3_text", "qwen3_next")
 SIZE_TOKENS = 400
 
 
-def tight(architecture: str = "llama", **limits: int) -> Drive:
+def tight(architecture: str = "llama", **limits: Any) -> Drive:
     loaded = steady_loaded(architecture)
     budget = Drive(loaded).budget
     kv_bytes = budget.bytes_for(SIZE_TOKENS)
