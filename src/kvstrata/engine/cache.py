@@ -6,7 +6,7 @@ are those of the store, and can be had from here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
@@ -134,10 +134,10 @@ class Cache:
         """The next slice of what memory holds. Not before the answer to the last one has come."""
         return self._ask(lambda loop: Operations(loop).tell(strata, seconds))
 
-    def lie_on_disk(self, asked: Sequence[Conversation]) -> Future[Lookup[tuple[tuple[Lying, ...], ...]]]:
+    def lie_on_disk(self, asked: Iterable[Conversation]) -> Future[Lookup[tuple[tuple[Lying, ...], ...]]]:
         return self._ask(lambda loop: Operations(loop).lie_on_disk(asked))
 
-    def lie_in_shared(self, asked: Sequence[Conversation]) -> Future[tuple[Lookup[tuple[int, ...]], str]]:
+    def lie_in_shared(self, asked: Iterable[Conversation]) -> Future[tuple[Lookup[tuple[int, ...]], str]]:
         return self._ask(lambda loop: Operations(loop).lie_in_shared(asked))
 
     def drop(self, ids: TokenIds, salt: str, *, is_dry: bool) -> Future[Dropped]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
-from kvstrata.engine.sequence import Sequence as Request
+from kvstrata.engine.sequence import Sequence
 from kvstrata.store.entry import Entry, Lease
 from kvstrata.store.failures import Failures
 from kvstrata.store.leases import Leases
@@ -36,14 +36,14 @@ class Entrance:
         self._clock = clock
         self._held: Lease | None = None
 
-    def let_in(self, requests: Sequence[Request], own_bytes: Iterable[int], limit_bytes: int, *, slice_s: float) -> int:
+    def let_in(self, requests: list[Sequence], own_bytes: Iterable[int], limit_bytes: int, *, slice_s: float) -> int:
         """How many of these, in their order, may begin now. `own_bytes`: what each of them takes; `limit_bytes`: what
         those that run leave. `slice_s`: of work that may be done here and now. None where that fails: they begin when
         the engine has an empty cache."""
         sizes = tuple(own_bytes)
         return self._failures.require("reclaims", lambda: self._let_in(requests, sizes, limit_bytes, slice_s), 0)
 
-    def _let_in(self, requests: Sequence[Request], sizes: tuple[int, ...], limit_bytes: int, slice_s: float) -> int:
+    def _let_in(self, requests: list[Sequence], sizes: tuple[int, ...], limit_bytes: int, slice_s: float) -> int:
         if not self._room.fits(limit_bytes - sum(sizes)):
             # Something has to go: not what these would go on from.
             found = [request.stored.found for request in requests]
@@ -55,7 +55,7 @@ class Entrance:
         self.let_go()
         return len(requests)
 
-    def _has_to_wait(self, request: Request, limit_bytes: int, slice_s: float) -> bool:
+    def _has_to_wait(self, request: Sequence, limit_bytes: int, slice_s: float) -> bool:
         shrunk = "done" if self._room.nearly_fits(limit_bytes) else self._room.shrink_to(limit_bytes, slice_s)
         is_let_in = shrunk == "done" or self._room.nearly_fits(limit_bytes)
         if is_let_in or shrunk == "steps_down":
@@ -65,7 +65,7 @@ class Entrance:
             request.stored.awaits_room_s = self._clock()
         return self.seconds_left(request) > 0
 
-    def seconds_left(self, request: Request) -> float:
+    def seconds_left(self, request: Sequence) -> float:
         """For which it still waits for the disk to take what has to go; infinite where it does not."""
         if request.stored.awaits_room_s is None:
             return math.inf

@@ -21,7 +21,7 @@ from kvstrata.engine.housekeeping import Housekeeping
 from kvstrata.engine.limits import Limits
 from kvstrata.engine.loop import Loop
 from kvstrata.engine.membership import Membership
-from kvstrata.engine.memory import Budget
+from kvstrata.engine.memory import Budget, with_rungs
 from kvstrata.engine.passes import Passes
 from kvstrata.engine.pinning import Pinning
 from kvstrata.engine.planner import Pacing, Planner
@@ -121,7 +121,7 @@ def make_loop(
     stock = _make_stock(served, plans, cold, shared, watcher)
     runner, sequences = runner or Runner(served.loaded.module, served.layout), Sequences()
     capacity = Capacity(
-        with_rungs(served.budget, stock, plans),
+        with_rungs(served.budget, plans, stock.changes.target),
         sequences.running,
         stock.shelf,
         tail_step_tokens=limits.tail_step_tokens,
@@ -175,12 +175,6 @@ def _joined_context(served: Served) -> int:
         return 0
     context_tokens = served.limits.context_tokens or served.loaded.context_tokens
     return min(context_tokens, served.loaded.context_tokens, served.budget.most_tokens())
-
-
-def with_rungs(budget: Budget, stock: Stock, plans: Plans) -> Budget:
-    """The budget with the ways to hold a running sequence that follow from what new spans are stored as."""
-    rungs, live = plans.rungs(stock.changes.target)
-    return dataclasses.replace(budget, rungs=rungs, live_rungs=live)
 
 
 def identity_of(served: Served) -> Identity:

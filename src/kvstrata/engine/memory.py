@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvstrata.backend import MlxBackend
-from kvstrata.engine.rungs import RAW, Rung
+from kvstrata.engine.rungs import RAW, Plans, Rung
 from kvstrata.errors import ConfigError, NeverFits
 from kvstrata.layers.buffers import round_up
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
+from kvstrata.spans.plan import Plan
 
 DEFAULT_SHARE = 0.75
 # Kept free beside what passes were seen to take: for what the disk sends ahead, and for the allocator's rounding.
@@ -97,6 +98,12 @@ class Budget:
         bits = max(fitting)
         most = self.most_tokens(self.live_rungs[bits])
         return f", or start the server with --kv-cache-live --kv-cache-bits {bits}, which holds {most} tokens"
+
+
+def with_rungs(budget: Budget, plans: Plans, target: Plan) -> Budget:
+    """Return the budget with the KV formats that follow from the precision of new spans."""
+    rungs, live = plans.rungs(target)
+    return replace(budget, rungs=rungs, live_rungs=live)
 
 
 def no_room_beside_pins(need_bytes: int, free_bytes: int, total_bytes: int) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from kvstrata.engine.loop import Loop
-from kvstrata.engine.make import with_rungs
+from kvstrata.engine.memory import with_rungs
 from kvstrata.engine.report import CacheUsage, cache_usage
 from kvstrata.errors import InvalidRequest
 from kvstrata.index.identity import owner_of
@@ -54,7 +54,7 @@ class Operations:
         loop, changes = self._loop, self._stock.changes
         plan = loop.plans.plan_of(change.k or changes.target.k, change.v or changes.target.v)
         changed = yield from changes.requantizing(change, plan, self._entries_of(change.sequence, change.owner))
-        loop.capacity.budget = with_rungs(loop.budget, self._stock, loop.plans)
+        loop.capacity.budget = with_rungs(loop.budget, loop.plans, changes.target)
         return changed
 
     def requantize_progress(self, owner: str | None = None) -> Progress:
@@ -86,12 +86,12 @@ class Operations:
         strata.go_on(self._stock.shelf, self._stock.leaves, self._stock.search, seconds)
         return strata
 
-    def lie_on_disk(self, asked: Sequence[Conversation]) -> Lookup[tuple[tuple[Lying, ...], ...]]:
+    def lie_on_disk(self, asked: Iterable[Conversation]) -> Lookup[tuple[tuple[Lying, ...], ...]]:
         """In which runs conversations lie on the disk, which it tells on a thread of its own. The answer is empty where
         there is no disk."""
         return self._stock.cold.lie(self._rooted(asked))
 
-    def lie_in_shared(self, asked: Sequence[Conversation]) -> tuple[Lookup[tuple[int, ...]], str]:
+    def lie_in_shared(self, asked: Iterable[Conversation]) -> tuple[Lookup[tuple[int, ...]], str]:
         """How many tokens of conversations the tier has that servers share, and in which precision; likewise."""
         shared = self._stock.shared
         if shared is None:
@@ -103,7 +103,7 @@ class Operations:
         self._require_store()
         return self._stock.dropping.drop(ids, salt, is_dry=is_dry)
 
-    def _rooted(self, asked: Sequence[Conversation]) -> list[tuple[bytes, TokenIds]]:
+    def _rooted(self, asked: Iterable[Conversation]) -> list[tuple[bytes, TokenIds]]:
         return [(self._stock.search.root_of(each.salt), each.ids) for each in asked]
 
     def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> Left:
