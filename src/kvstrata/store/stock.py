@@ -259,7 +259,7 @@ def _build_memory(
     )
     mover = rewriting.mover
     spills = (Spills if cold.has_tier else NoSpills)(
-        cold, shelf, leaves, counters, ground.failures, losses, mover, was_short=ground.precision.was_short
+        cold, shelf, leaves, counters, ground.failures, mover, was_short=ground.precision.was_short
     )
     pressure = Pressure(shelf, leaves, rewriting, plan_of, options.ladder, counters)
     evictor = Evictor(shelf, leaves, ground.marks, spills, losses, mover.add if options.precision.gathers else _ignore)

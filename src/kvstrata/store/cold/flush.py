@@ -7,11 +7,11 @@ from collections import Counter
 from itertools import takewhile
 
 from kvstrata.store.cold.cold import Cold, ids_to
-from kvstrata.store.cold.spills import Spills
+from kvstrata.store.cold.spills import Spills, disk_reason
 from kvstrata.store.cold.unwritten import Unwritten
 from kvstrata.store.entry import Entry
 from kvstrata.store.leaves import Leaves
-from kvstrata.store.losses import Reason, disk_reason
+from kvstrata.store.losses import Reason
 from kvstrata.store.shelf import Shelf
 from kvstrata.tier.chains import Link
 from kvstrata.tier.lookups import Lookup, finish

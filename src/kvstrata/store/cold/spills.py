@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
 from kvstrata.index.tree import Node
 from kvstrata.spans.convert import RAW
@@ -16,10 +17,9 @@ from kvstrata.store.cold.refusals import Refusals
 from kvstrata.store.entry import Entry
 from kvstrata.store.failures import Failures
 from kvstrata.store.leaves import Leaves
-from kvstrata.store.losses import GIVEN_UP, Losses, Reason, disk_reason
 from kvstrata.store.precision.mover import Job, Mover
 from kvstrata.store.shelf import Shelf
-from kvstrata.tier.base import Refusal
+from kvstrata.tier.base import Refusal, Refused, Writing
 from kvstrata.tier.block import BASE
 from kvstrata.tier.removals import RemovalCause
 
@@ -30,13 +30,26 @@ MAX_REMOVALS_AT_ONCE = 512
 # Entries that have changed, in one step of the engine: a look at one takes about a fifth of a millisecond.
 MAX_OFFERED = 16
 
+# See `store/losses.py`.
+DiskReason = Literal["disk_slow", "disk_failed", "disk_full", "first_touch", "write_budget"]
+UnwrittenReason = Literal["expired", "superseded"] | DiskReason
+
+# Blocks that the disk had accepted and did not write.
+GIVEN_UP: Mapping[RemovalCause, DiskReason] = {
+    RemovalCause.NO_ROOM: "disk_full",
+    RemovalCause.VOLUME_FULL: "disk_full",
+    RemovalCause.WRITE_BUDGET: "write_budget",
+    RemovalCause.UNWRITABLE: "disk_failed",
+    RemovalCause.FAILED: "disk_failed",
+}
+
 
 @dataclass(frozen=True)
 class Handover:
     """What the disk has of a leaf that is to go."""
 
     end: int  # of the tokens that it has, or that are on their way
-    reason: Reason | None = None  # why not all; None: it has all, or there is no disk that could
+    reason: UnwrittenReason | None = None  # why not all; None: it has all, or there is no disk that could
     waits: bool = False  # the disk works, and takes more when its queue has room, or the bytes are packed
 
 
@@ -51,7 +64,6 @@ class Spills:
         leaves: Leaves,
         counters: Counter[str],
         failures: Failures,
-        losses: Losses,
         rewriter: Mover,
         *,
         was_short: Callable[[Entry], bool],
@@ -64,7 +76,6 @@ class Spills:
         self._was_short = was_short
         self._failures = failures
         self._is_memory_short = False
-        self._losses = losses
         self._removals = cold.tier.removals
         self._residency = shelf.residency
         self.refusals = Refusals(cold.tier, leaves.used_s)
@@ -224,7 +235,7 @@ class Spills:
             in_memory_end = max((entry.span.end for entry in entries), default=removal.start)
             lost_tokens = removal.end - max(removal.start, in_memory_end)
             if lost_tokens > 0 and removal.cause in GIVEN_UP and removal.block.part == BASE:
-                self._losses.given_up(lost_tokens, removal.cause)
+                self._counters[f"dropped_tokens_{GIVEN_UP[removal.cause]}"] += lost_tokens
         for entry in self._residency.take_doubted(MAX_OFFERED):
             self._withdraw(entry)
             self._offer(entry)
@@ -322,3 +333,20 @@ class NoSpills(Spills):
 def _still_computed(entry: Entry) -> Entry | None:
     """The first on the way to it whose owner still writes."""
     return next((node.payload for node in entry.last_node.path() if node.payload.span.is_live), None)
+
+
+def disk_reason(refused: Refused | None, writing: Writing) -> DiskReason:
+    """Why the disk did not take a block. None: one that it hangs on was given up, for want of room or a fault."""
+    match refused:
+        case None:
+            return "disk_failed" if writing.paused_because and not writing.is_full else "disk_full"
+        case Refused(Refusal.QUEUE_FULL):
+            return "disk_slow"
+        case Refused(Refusal.FIRST_TOUCH):
+            return "first_touch"
+        case Refused(Refusal.WRITE_BUDGET):
+            return "write_budget"
+        case Refused(Refusal.TOO_LARGE):
+            return "disk_full"
+        case _:
+            return "disk_full" if writing.is_full else "disk_failed"
