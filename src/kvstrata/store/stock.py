@@ -159,7 +159,10 @@ def make_stock(
         room=room,
         evictor=evictor,
         shortening=Shortening(shelf, search, ground.marks, evictor, mover),
-        chores=Chores((cold, shared.cold) if shared else (cold,), memory.restorer, mover, spills, errands, sharing),
+        chores=Chores(
+            (cold, shared.cold) if shared else (cold,),
+            *(memory.restorer, mover, spills, errands, sharing, memory.changes),
+        ),
         rewriting=rewriting,
         pressure=memory.pressure,
         changes=memory.changes,
@@ -269,7 +272,7 @@ def _build_memory(
     settled = _call_each(
         *([spills.add] if options.disk_write == "after-reply" else []), *([] if sharing is None else [sharing.add])
     )
-    tidying = Tidying(shelf, rewriting, changes, settled)
+    tidying = Tidying(shelf, rewriting, settled)
     return _Memory(rewriting, spills, pressure, evictor, room, restorer, changes, settled)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvstrata.store.entry import Entry
-from kvstrata.store.precision.changes import Changes
 from kvstrata.store.precision.rewriting import Rewriting
 from kvstrata.store.shelf import Shelf
 
@@ -20,19 +19,16 @@ class Tidying:
         self,
         shelf: Shelf,
         rewriting: Rewriting,
-        changes: Changes,
         settled: Callable[[Entry], None],
     ) -> None:
         self._shelf = shelf
         self._rewriting = rewriting
-        self._changes = changes
         self._settled = settled
 
     def tidy(self, entry: Entry) -> None:
         """Few and long spans are read faster than many short ones."""
         # Unless something else was asked for meanwhile, or it has grown.
         self._rewriting.review(entry)
-        self._changes.look()
         if entry.is_running or not entry.nodes:
             return
         last = entry.last_node
