@@ -106,5 +106,5 @@ class Room:
     def _may_go(self, leaf: Node[Entry], enough_bytes: float, until_s: float) -> bool:
         """Unless the disk is about to take it."""
         is_urgent = self._shelf.held_bytes > enough_bytes
-        self._is_waiting = self._spills.hand_over(leaf, until_s if is_urgent else 0.0).waits
+        self._is_waiting = self._evictor.write_first(leaf, until_s if is_urgent else 0.0).waits
         return not self._is_waiting

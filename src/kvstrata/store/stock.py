@@ -171,7 +171,7 @@ def make_stock(
         explainer=(Explainer if ground.can_share else ForeignExplainer)(shelf, search, evictor, cold, shared),
         reporter=reporter,
         spills=spills,
-        flushing=Flush(cold, shelf, ground.leaves, spills),
+        flushing=Flush(cold, shelf, ground.leaves, spills, rewriting),
         errands=errands,
         outgoing=Outgoing(desk, search, mover),
         incoming=Incoming(desk, search, room, counters),
@@ -251,21 +251,19 @@ def _build_memory(
     reporter: Reporter,
 ) -> _Memory:
     options, shelf, leaves, counters = ground.options, ground.shelf, ground.leaves, ground.counters
-    # The disk is written to by those who rewrite, and has spans rewritten before it writes them.
+    spills = (Spills if cold.has_tier else NoSpills)(
+        cold, shelf, leaves, counters, ground.failures, was_short=ground.precision.was_short
+    )
     rewriting = Rewriting(
         shelf,
         ground.precision,
+        spills,
         counters,
         ground.failures,
-        put_away=lambda entry: spills.write(entry),
         done=lambda entry: tidying.tidy(entry),
     )
-    mover = rewriting.mover
-    spills = (Spills if cold.has_tier else NoSpills)(
-        cold, shelf, leaves, counters, ground.failures, mover, was_short=ground.precision.was_short
-    )
     pressure = Pressure(shelf, leaves, rewriting, plan_of, options.ladder, counters)
-    evictor = Evictor(shelf, leaves, ground.marks, spills, losses, mover.add if options.precision.gathers else _ignore)
+    evictor = Evictor(shelf, leaves, ground.marks, spills, rewriting, losses, ground.failures)
     room = Room(shelf, evictor, rewriting, pressure, spills, losses)
     restorer = Restorer(cold, shelf, room, counters, ground.failures, rewriting.review)
     changes = Changes(shelf, leaves, rewriting, restorer, room, reporter.disk_usage)
@@ -300,7 +298,3 @@ def _watched_tokens(hot_bytes: int, precision: Precision) -> int:
     """About what memory holds; for what is remembered of tokens there is a bound of its own."""
     fits = hot_bytes / max(1.0, precision.target_token_bytes())
     return int(min(max(fits, MIN_WATCHED), MAX_WATCHED))
-
-
-def _ignore(entry: Entry) -> None:
-    del entry

@@ -54,8 +54,8 @@ class Handover:
 
 
 class Spills:
-    """`rewriter` brings an entry to what it should be stored as: that is what is written. `was_short` tells whether an
-    entry stays raw until a longer sequence goes on from it: blocks that were written by then are written again."""
+    """Writes entries as they are. `was_short` tells whether an entry stays raw until a longer sequence goes on from it:
+    blocks that were written by then are written again."""
 
     def __init__(
         self,
@@ -64,7 +64,6 @@ class Spills:
         leaves: Leaves,
         counters: Counter[str],
         failures: Failures,
-        rewriter: Mover,
         *,
         was_short: Callable[[Entry], bool],
     ) -> None:
@@ -72,7 +71,6 @@ class Spills:
         self._shelf = shelf
         self._leaves = leaves
         self._counters = counters
-        self._rewriter = rewriter
         self._was_short = was_short
         self._failures = failures
         self._is_memory_short = False
@@ -160,26 +158,28 @@ class Spills:
         conversation, which has gone on elsewhere. A disk would fill up with thinking that no prompt has again."""
         return self._leaves.is_superseded(leaf) and not leaf.payload.is_pinned
 
-    def hand_over(self, leaf: Node[Entry], until_s: float = math.inf, *, goes_now: bool = False) -> Handover:
-        """A leaf is to go: give it to the disk, as far as that can be done until then. `goes_now`: all of it, whatever
-        can be done; what is not encoded by then is written as it is. Where that fails, the leaf can go all the same."""
-        failed = Handover(leaf.start, "disk_failed")
-        return self._failures.attempt("spills", lambda: self._hand_over(leaf, until_s, goes_now=goes_now), failed)
-
-    def _hand_over(self, leaf: Node[Entry], until_s: float, *, goes_now: bool) -> Handover:
-        is_on_disk = self.holds(leaf.payload)
-        if self.leaves_out(leaf) and not is_on_disk:
-            return Handover(leaf.start, "superseded")
+    def wants(self, leaf: Node[Entry]) -> bool:
+        """Whether a leaf that is to go should be encoded and written first."""
+        if self.holds(leaf.payload) or self.leaves_out(leaf):
+            return False
         self._look_again()
-        if not is_on_disk and not self.refusals.would_recur(leaf.payload):
-            self.rewrite_to(leaf, until_s)
+        return not self.refusals.would_recur(leaf.payload)
+
+    def write_leaf(
+        self, leaf: Node[Entry], until_s: float = math.inf, *, is_transcoding: bool, goes_now: bool = False
+    ) -> Handover:
+        """Give a leaf that is to go to the disk, as far as that can be done until then. `is_transcoding`: it waits to
+        be encoded. `goes_now`: all of it is written, as it is."""
+        if self.wants(leaf):
             if goes_now:
                 self._trim_to(leaf)
             self.write_now(leaf.payload, math.inf if goes_now else until_s)
         entry = leaf.payload
         if entry.is_clean:
             return Handover(leaf.end)
-        if self._rewriter.has(entry) or self._mover.has(entry):
+        if self.leaves_out(leaf):
+            return Handover(leaf.start, "superseded")
+        if is_transcoding or self._mover.has(entry):
             return Handover(leaf.start, "disk_slow", waits=self._cold.is_working)
         untaken = self.refusals.of(entry)
         if untaken is None:
@@ -187,13 +187,6 @@ class Spills:
         is_queue_full = untaken.refused is not None and untaken.refused.reason is Refusal.QUEUE_FULL
         waits = is_queue_full and self._cold.is_working
         return Handover(untaken.disk_end, disk_reason(untaken.refused, self._cold.tier.writing()), waits)
-
-    def rewrite_to(self, leaf: Node[Entry], until_s: float = math.inf) -> None:
-        """A leaf's span, and what it hangs on as far as that has no memory of its own yet. Spans that are rewritten are
-        joined: the leaf may be another's afterwards."""
-        for entry in dict.fromkeys(node.payload for node in leaf.path()):
-            if not entry.is_running and (entry.span.is_live or entry is leaf.payload or self._was_short(entry)):
-                self._rewriter.finish(entry, until_s)
 
     def _trim_to(self, leaf: Node[Entry]) -> None:
         """Copy what a leaf's span and those before it still have in buffers of their owners: such spans cannot be
@@ -321,8 +314,14 @@ class NoSpills(Spills):
     def add_free(self, max_entries: int | None = None) -> None:
         del max_entries
 
-    def hand_over(self, leaf: Node[Entry], until_s: float = math.inf, *, goes_now: bool = False) -> Handover:
-        del until_s, goes_now
+    def wants(self, leaf: Node[Entry]) -> bool:
+        del leaf
+        return False
+
+    def write_leaf(
+        self, leaf: Node[Entry], until_s: float = math.inf, *, is_transcoding: bool, goes_now: bool = False
+    ) -> Handover:
+        del until_s, is_transcoding, goes_now
         return Handover(leaf.start)
 
     def write(self, entry: Entry) -> Job:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 
+from kvstrata.index.tree import Node
 from kvstrata.spans.plan import Plan
+from kvstrata.store.cold.spills import Spills
 from kvstrata.store.entry import Entry
 from kvstrata.store.failures import Failures
 from kvstrata.store.precision.mover import Job, Mover
@@ -15,24 +18,24 @@ from kvstrata.store.shelf import Shelf
 
 
 class Rewriting:
-    """`put_away` writes an entry to the disk, as part of the job that takes bits from it. `done` is told when an entry
+    """`spills` writes an entry to the disk, as part of the job that takes bits from it. `done` is told when an entry
     has come to what it should be stored as."""
 
     def __init__(
         self,
         shelf: Shelf,
         precision: Precision,
+        spills: Spills,
         counters: Counter[str],
         failures: Failures,
         *,
-        put_away: Callable[[Entry], Job],
         done: Callable[[Entry], None],
     ) -> None:
         self._shelf = shelf
         self.precision = precision
         self._counters = counters
         self._failures = failures
-        self._put_away = put_away
+        self._spills = spills
         self._pending = Pending(shelf.journal, self._waits, precision.pending_bytes)
         self.mover = Mover(self._job, done, self._get_stuck, shelf.journal.note, failures.watching)
 
@@ -45,6 +48,14 @@ class Rewriting:
         except Exception as error:  # noqa: BLE001
             # Its owner, or whoever leased it, has nothing to do with it.
             self._get_stuck(entry, error)
+
+    def finish_path(self, leaf: Node[Entry], until_s: float = math.inf) -> None:
+        """Bring a leaf's span to what it should be stored as, and those that it hangs on as far as they have no memory
+        of their own yet. Spans that are rewritten are joined: the leaf may be another's afterwards."""
+        for entry in dict.fromkeys(node.payload for node in leaf.path()):
+            is_own = entry is leaf.payload or self.precision.was_short(entry)
+            if not entry.is_running and (entry.span.is_live or is_own):
+                self.mover.finish(entry, until_s)
 
     def holds_up(self, entry: Entry) -> bool:
         """Whether a request that would go on from an entry has to wait: a span that is to have fewer bits gets them
@@ -69,7 +80,7 @@ class Rewriting:
         job, before_bytes = self.precision.job(entry, plan), entry.span.kv_bytes
         if self.precision.options.put_away and entry.target is not None and not entry.goes_up:
             # What it loses now can be had back.
-            yield from self._put_away(entry)
+            yield from self._spills.write(entry)
             if entry not in self._shelf.entries:
                 return
         for _ in job:
