@@ -16,8 +16,8 @@ from kvstrata.spans.plan import make_plan
 from kvstrata.store.entry import Lease
 from kvstrata.store.options import StoreOptions
 from kvstrata.store.precision.requantize import Change
+from kvstrata.store.precision.rewriting import MAX_SPANS
 from kvstrata.store.stock import Stock
-from kvstrata.store.tidying import MAX_SPANS
 from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, new_stock, settle, store_tokens
 
 

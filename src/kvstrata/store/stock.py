@@ -32,7 +32,6 @@ from kvstrata.store.cold.sharing import Shared, Sharing
 from kvstrata.store.cold.spills import NoSpills, Spills
 from kvstrata.store.cold.unwritten import Unwritten
 from kvstrata.store.dropping import Dropping
-from kvstrata.store.entry import Entry
 from kvstrata.store.errands import Errands
 from kvstrata.store.evictor import Evictor
 from kvstrata.store.explain import Explainer, ForeignExplainer
@@ -56,7 +55,6 @@ from kvstrata.store.search import Search
 from kvstrata.store.shelf import Shelf
 from kvstrata.store.shortening import Shortening
 from kvstrata.store.store import NoStore, Store
-from kvstrata.store.tidying import Tidying
 from kvstrata.store.watching import Watcher
 
 # Tokens of requests that eviction learns from.
@@ -144,8 +142,8 @@ def make_stock(
     rewriting, spills, evictor, room = memory.rewriting, memory.spills, memory.evictor, memory.room
     mover = rewriting.mover
     leases = Leases(shelf, rewriting.review)
-    intake = Intake(shelf, pins, losses, counters, _review_and_settle(rewriting, memory.settled))
-    desk = Desk(shelf, ground.marks, leases, intake, memory.pressure, Branches(shelf, ground.leaves))
+    intake = Intake(shelf, pins, losses, counters, rewriting)
+    desk = Desk(shelf, ground.marks, leases, intake, memory.pressure, rewriting, Branches(shelf, ground.leaves))
     errands = Errands(failures.watching)
     history = History(ground.reuse, lambda: _watched_tokens(options.hot_bytes, ground.precision))
     return Stock(
@@ -239,7 +237,6 @@ class _Memory:
     room: Room
     restorer: Restorer
     changes: Changes
-    settled: Callable[[Entry], None]  # an entry has ended, and has come to what it should be stored as
 
 
 def _build_memory(
@@ -258,40 +255,17 @@ def _build_memory(
         shelf,
         ground.precision,
         spills,
+        sharing,
         counters,
         ground.failures,
-        done=lambda entry: tidying.tidy(entry),
+        writes_after_reply=options.disk_write == "after-reply",
     )
     pressure = Pressure(shelf, leaves, rewriting, plan_of, options.ladder, counters)
     evictor = Evictor(shelf, leaves, ground.marks, spills, rewriting, losses, ground.failures)
     room = Room(shelf, evictor, rewriting, pressure, spills, losses)
     restorer = Restorer(cold, shelf, room, counters, ground.failures, rewriting.review)
     changes = Changes(shelf, leaves, rewriting, restorer, room, reporter.disk_usage)
-    settled = _call_each(
-        *([spills.add] if options.disk_write == "after-reply" else []), *([] if sharing is None else [sharing.add])
-    )
-    tidying = Tidying(shelf, rewriting, settled)
-    return _Memory(rewriting, spills, pressure, evictor, room, restorer, changes, settled)
-
-
-def _call_each(*callbacks: Callable[[Entry], None]) -> Callable[[Entry], None]:
-    def call_each(entry: Entry) -> None:
-        for callback in callbacks:
-            callback(entry)
-
-    return call_each
-
-
-def _review_and_settle(rewriting: Rewriting, settled: Callable[[Entry], None]) -> Callable[[Entry], None]:
-    """Most entries are settled when they have been rewritten; of some models nothing has to be rewritten: their layers
-    hold states alone."""
-
-    def review(entry: Entry) -> None:
-        rewriting.review(entry)
-        if not entry.is_running and not rewriting.mover.has(entry):
-            settled(entry)
-
-    return review
+    return _Memory(rewriting, spills, pressure, evictor, room, restorer, changes)
 
 
 def _watched_tokens(hot_bytes: int, precision: Precision) -> int:

@@ -1,13 +1,16 @@
-"""Brings entries to what they should be stored as, bit by bit: trims, encodes, steps down."""
+"""Brings entries to what they should be stored as, bit by bit: trims, encodes, steps down.
+
+An entry that has come there is joined with its neighbours, offloaded and shared.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
 
 from kvstrata.index.tree import Node
 from kvstrata.spans.plan import Plan
+from kvstrata.store.cold.sharing import Sharing
 from kvstrata.store.cold.spills import Spills
 from kvstrata.store.entry import Entry
 from kvstrata.store.failures import Failures
@@ -16,28 +19,33 @@ from kvstrata.store.precision.pending import Pending
 from kvstrata.store.precision.target import Precision
 from kvstrata.store.shelf import Shelf
 
+# On the way from the first token to the end of a conversation: few and long spans are read faster than many short ones.
+MAX_SPANS = 8
+
 
 class Rewriting:
-    """`spills` writes an entry to the disk, as part of the job that takes bits from it. `done` is told when an entry
-    has come to what it should be stored as."""
+    """`sharing`: to a tier that others share; None: there is none. `writes_after_reply`: to the disk, too."""
 
     def __init__(
         self,
         shelf: Shelf,
         precision: Precision,
         spills: Spills,
+        sharing: Sharing | None,
         counters: Counter[str],
         failures: Failures,
         *,
-        done: Callable[[Entry], None],
+        writes_after_reply: bool,
     ) -> None:
         self._shelf = shelf
         self.precision = precision
         self._counters = counters
         self._failures = failures
         self._spills = spills
+        self._sharing = sharing
+        self._writes_after_reply = writes_after_reply
         self._pending = Pending(shelf.journal, self._waits, precision.pending_bytes)
-        self.mover = Mover(self._job, done, self._get_stuck, shelf.journal.note, failures.watching)
+        self.mover = Mover(self._job, self._finish_entry, self._get_stuck, shelf.journal.note, failures.watching)
 
     def review(self, entry: Entry) -> None:
         """Something about it has changed: maybe it should be stored in another way now."""
@@ -48,6 +56,13 @@ class Rewriting:
         except Exception as error:  # noqa: BLE001
             # Its owner, or whoever leased it, has nothing to do with it.
             self._get_stuck(entry, error)
+
+    def review_ended(self, entry: Entry) -> None:
+        """Review an entry that no sequence writes any more, and settle it where nothing has to be rewritten: of some
+        models nothing ever has, because their layers hold states alone."""
+        self.review(entry)
+        if not self.mover.has(entry):
+            self._settle(entry)
 
     def finish_path(self, leaf: Node[Entry], until_s: float = math.inf) -> None:
         """Bring a leaf's span to what it should be stored as, and those that it hangs on as far as they have no memory
@@ -96,6 +111,25 @@ class Rewriting:
                 # A tier that has it, has it raw: it is written there again in these bits.
                 entry.clean_token_bytes = 0.0
                 self._shelf.set_clean(entry, is_clean=False)
+
+    def _finish_entry(self, entry: Entry) -> None:
+        """End the job of an entry: join it with its neighbours, and settle what it is part of then."""
+        # Unless something else was asked for meanwhile, or it has grown.
+        self.review(entry)
+        if entry.is_running or not entry.nodes:
+            return
+        last = entry.last_node
+        for grown in self._shelf.join_along(last, MAX_SPANS):
+            self.review(grown)
+        # It may have been joined to what comes before it.
+        self._settle(last.payload)
+
+    def _settle(self, entry: Entry) -> None:
+        """Offload and share an entry that has ended and has come to what it should be stored as."""
+        if self._writes_after_reply:
+            self._spills.add(entry)
+        if self._sharing is not None:
+            self._sharing.add(entry)
 
     def _get_stuck(self, entry: Entry, error: Exception) -> None:
         """Every layer of it is whole, as it was or as it should be."""
