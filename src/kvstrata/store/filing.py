@@ -108,8 +108,9 @@ class Filing:
         """To so many tokens: maybe it should be held in fewer bits, or more of it should be encoded."""
         if self._is_detached:
             return
-        self._desk.pressure.grown(self.entries, num_tokens)
-        self._desk.rewriting.review(self.entry)
+        desk = self._desk
+        desk.rewriting.step_down(desk.pressure.for_length(self.entries, num_tokens))
+        desk.rewriting.review(self.entry)
 
     def detach(self) -> None:
         """A commit failed: the sequence goes on, and what it computes from now on is not filed."""

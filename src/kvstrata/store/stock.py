@@ -260,7 +260,7 @@ def _build_memory(
         ground.failures,
         writes_after_reply=options.disk_write == "after-reply",
     )
-    pressure = Pressure(shelf, leaves, rewriting, plan_of, options.ladder, counters)
+    pressure = Pressure(shelf, leaves, ground.precision, plan_of, options.ladder)
     evictor = Evictor(shelf, leaves, ground.marks, spills, rewriting, losses, ground.failures)
     room = Room(shelf, evictor, rewriting, pressure, spills, losses)
     restorer = Restorer(cold, shelf, room, counters, ground.failures, rewriting.review)

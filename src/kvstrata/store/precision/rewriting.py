@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 
 from kvstrata.index.tree import Node
 from kvstrata.spans.plan import Plan
@@ -16,6 +17,7 @@ from kvstrata.store.entry import Entry
 from kvstrata.store.failures import Failures
 from kvstrata.store.precision.mover import Job, Mover
 from kvstrata.store.precision.pending import Pending
+from kvstrata.store.precision.pressure import StepDown
 from kvstrata.store.precision.target import Precision
 from kvstrata.store.shelf import Shelf
 
@@ -63,6 +65,13 @@ class Rewriting:
         self.review(entry)
         if not self.mover.has(entry):
             self._settle(entry)
+
+    def step_down(self, chosen: Iterable[StepDown]) -> None:
+        """Give entries the lower plans that were chosen for them. The work is done bit by bit."""
+        for each in chosen:
+            each.entry.target, each.entry.goes_up = each.plan, False
+            self._counters["stepped_down_spans"] += 1
+            self.review(each.entry)
 
     def finish_path(self, leaf: Node[Entry], until_s: float = math.inf) -> None:
         """Bring a leaf's span to what it should be stored as, and those that it hangs on as far as they have no memory
