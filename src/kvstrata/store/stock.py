@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from kvstrata.eviction.history import History
 from kvstrata.eviction.worth import Reuse
 from kvstrata.index.identity import Identity
+from kvstrata.index.ids import Tokens, as_ids
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.convert import RAW
 from kvstrata.spans.marks import needs_marks
@@ -34,7 +35,7 @@ from kvstrata.store.cold.unwritten import Unwritten
 from kvstrata.store.dropping import Dropping
 from kvstrata.store.errands import Errands
 from kvstrata.store.evictor import Evictor
-from kvstrata.store.explain import Explainer, ForeignExplainer
+from kvstrata.store.explain import Explainer, Explanation, ForeignExplainer
 from kvstrata.store.failures import Failures
 from kvstrata.store.filing import Desk, Intake
 from kvstrata.store.incoming import Incoming
@@ -56,6 +57,8 @@ from kvstrata.store.shelf import Shelf
 from kvstrata.store.shortening import Shortening
 from kvstrata.store.store import NoStore, Store
 from kvstrata.store.watching import Watcher
+from kvstrata.tier.chains import OnDisk
+from kvstrata.tier.lookups import Lookup, answered
 
 # Tokens of requests that eviction learns from.
 MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20
@@ -105,6 +108,24 @@ class Stock:
                 end()
             except Exception as error:  # noqa: BLE001
                 self.failures.note("releases", error)
+
+    def ask_disk(self, tokens: Tokens, salt: str) -> Lookup[OnDisk | None]:
+        """Ask how much of a prompt the disk has."""
+        return self.cold.about(self.search.root_of(salt), as_ids(tokens)[:-1])
+
+    def ask_shared(self, tokens: Tokens, salt: str) -> Lookup[OnDisk | None]:
+        """Ask the same of the tier that other servers share."""
+        if self.shared is None:
+            return answered(None)
+        return self.shared.cold.about(self.search.root_of(salt), as_ids(tokens)[:-1])
+
+    def explain(
+        self, tokens: Tokens, salt: str, on_disk: OnDisk | None = None, in_shared: OnDisk | None = None
+    ) -> Explanation:
+        """Explain how much of a prompt is cached now, with the answers of these tiers; None: they were not asked."""
+        self.evictor.expire()
+        paused = "" if self.shared is None else self.shared.tier.writing().paused_because
+        return self.explainer.explain(tokens, salt, on_disk, in_shared, paused)
 
     def flush(self, timeout_s: float) -> Unwritten:
         """The end: write all that the disk has not, for at most so long. Tells what is left."""
@@ -166,7 +187,7 @@ def make_stock(
         changes=memory.changes,
         clearing=Clearing(search, shelf, evictor, spills, cold),
         dropping=Dropping(search, shelf, cold),
-        explainer=(Explainer if ground.can_share else ForeignExplainer)(shelf, search, evictor, cold, shared),
+        explainer=(Explainer if ground.can_share else ForeignExplainer)(shelf, search),
         reporter=reporter,
         spills=spills,
         flushing=Flush(cold, shelf, ground.leaves, spills, rewriting),
