@@ -30,8 +30,8 @@ from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.spans.estimate import LOWER
+from kvstrata.store.explain import Explanation
 from kvstrata.store.precision.requantize import Change, Changed
-from kvstrata.store.report import Explanation
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
 from tests.tiny import VOCAB, tiny_loaded
@@ -182,11 +182,11 @@ def test_weights_changed_under_the_same_name_find_nothing(tmp_path: Path) -> Non
 def why(engine: Engine, prompt_tokens: int) -> Explanation:
     prompt = [i * 7 % VOCAB for i in range(prompt_tokens)]
 
-    lookup = engine.ask(lambda loop: loop.stock.explainer.ask_disk(prompt, "")).result(60)
+    lookup = engine.ask(lambda loop: loop.stock.ask_disk(prompt, "")).result(60)
     assert lookup.wait(60)
 
     def question(loop: Loop) -> Explanation:
-        return loop.stock.explainer.explain(prompt, "", lookup.answer)
+        return loop.stock.explain(prompt, "", lookup.answer)
 
     return engine.ask(question).result(60)
 

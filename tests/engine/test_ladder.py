@@ -56,10 +56,10 @@ def test_layers_at_the_edges_do_not_hide_how_far_the_others_have_stepped_down() 
     assert 13 < counts["stepped_down_spans"] <= 4 * 13
     assert drive.stock.reporter.usage().by_precision["planes:4"] > 0
     # All is as low as it may be, and stays so.
-    drive.stock.pressure.make_room(kv_bytes)
+    drive.stock.room.step_down(kv_bytes)
     settle(drive)
     counts = drive.stock.reporter.count()
-    drive.stock.pressure.make_room(kv_bytes)
+    drive.stock.room.step_down(kv_bytes)
     assert drive.stock.reporter.count() == counts
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.store.branches import MAX_THREADS, REPLY_START_TOKENS, Branches, Thread
+from kvstrata.store.branches import MAX_THREADS, REPLY_START_TOKENS, Branches
+from kvstrata.store.entry import Thread
 from kvstrata.store.stock import Stock
 from tests.store.disk import reachable, store_on, written
 from tests.store.kv import TOKEN_BYTES, Clock, Run, new_stock, settle, store_tokens

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvstrata.layers.kinds import Layout
+from kvstrata.store.precision.rewriting import MAX_SPANS
 from kvstrata.store.stock import Stock
-from kvstrata.store.tidying import MAX_SPANS
 from tests.disk.blocks import rows_of
 from tests.store.disk import chat, load, random_tokens, reachable, store_on, write_turns, written
 from tests.store.kv import HYBRID, LAYOUT, Run, check_lease, settle, store_tokens

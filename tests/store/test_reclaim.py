@@ -50,7 +50,7 @@ def test_several_evicted_prompts_are_all_explained_as_evicted() -> None:
         store_tokens(stock, prompt)
     stock.room.shrink_to(0)
     assert stock.shelf.held_bytes == 0
-    assert [stock.explainer.explain([*prompt, 5], "").ends_because for prompt in prompts] == ["evicted"] * 3
+    assert [stock.explain([*prompt, 5], "").ends_because for prompt in prompts] == ["evicted"] * 3
 
 
 def test_the_memory_of_evicted_prompts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

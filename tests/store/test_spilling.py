@@ -14,8 +14,8 @@ from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.plan import Plan, make_plan
 from kvstrata.store.precision.requantize import Change
+from kvstrata.store.precision.rewriting import MAX_SPANS
 from kvstrata.store.stock import Stock
-from kvstrata.store.tidying import MAX_SPANS
 from kvstrata.store.totals import share_of
 from kvstrata.tier.base import Accepted
 from kvstrata.tier.block import Block

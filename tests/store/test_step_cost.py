@@ -27,7 +27,7 @@ def _filled(stock: Stock, num_entries: int) -> None:
     for number in range(num_entries):
         store_tokens(stock, [10 * number + at for at in range(8)])
     settle(stock)
-    stock.pressure.make_room(1 << 40)
+    stock.room.step_down(1 << 40)
     settle(stock)
     stock.spills.add_free()
     settle(stock)
@@ -53,7 +53,7 @@ def test_a_step_costs_the_same_however_many_entries_there_are(tmp_path: Path) ->
             held_bytes = stock.shelf.held_bytes
             costs[num_entries] = {
                 "spilling ahead": _seconds(lambda s=stock, b=held_bytes: s.spills.add_some(b, b)),
-                "stepping down": _seconds(lambda s=stock, b=held_bytes: s.pressure.make_room(b)),
+                "stepping down": _seconds(lambda s=stock, b=held_bytes: s.room.step_down(b)),
                 "usage": _seconds(stock.reporter.usage),
             }
     for what, few_s in costs[FEW].items():

@@ -16,8 +16,8 @@ from kvstrata.spans.plan import make_plan
 from kvstrata.store.entry import Lease
 from kvstrata.store.options import StoreOptions
 from kvstrata.store.precision.requantize import Change
+from kvstrata.store.precision.rewriting import MAX_SPANS
 from kvstrata.store.stock import Stock
-from kvstrata.store.tidying import MAX_SPANS
 from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, new_stock, settle, store_tokens
 
 
@@ -133,7 +133,7 @@ def test_what_nobody_asked_for_in_time_goes() -> None:
     clock.now_s += 40
     stock.store.release(stock.store.match(tokens(300, seed=1), ""))
     clock.now_s += 30
-    assert stock.explainer.explain([*tokens(300, seed=2), 5], "").ends_because == "evicted"
+    assert stock.explain([*tokens(300, seed=2), 5], "").ends_because == "evicted"
     assert found(stock, tokens(300, seed=1)) == 300
     assert found(stock, tokens(300, seed=2)) == 0
     pinned = stock.pins.pin(tokens(300, seed=1), "")
@@ -192,7 +192,7 @@ def test_clearing_an_owner_takes_all_its_salts_and_nobody_elses() -> None:
     assert stock.reporter.usage("a").tokens == 900
     assert stock.clearing.clear(owner="a").tokens == 900
     assert [found(stock, tokens(300), salt) for salt in ("a", "a:x", "a:y", "ab", "b:x")] == [0, 0, 0, 300, 300]
-    assert stock.explainer.explain(tokens(300), "ab").ends_because == "complete"
+    assert stock.explain(tokens(300), "ab").ends_because == "complete"
 
 
 def test_what_two_pins_share_stays_until_both_are_gone() -> None:

@@ -22,8 +22,9 @@ from kvstrata.store.clearing import Cleared
 from kvstrata.store.cold.cold import Lying
 from kvstrata.store.dropping import Dropped
 from kvstrata.store.errands import Steps
+from kvstrata.store.explain import Explanation
 from kvstrata.store.precision.requantize import Change, Changed, Progress, Scope, TierChange
-from kvstrata.store.report import Explanation, PartUsage, Stored, TierUsage
+from kvstrata.store.report import PartUsage, Stored, TierUsage
 from kvstrata.store.strata import Strata, Stratum
 from kvstrata.tier.base import SharedUsage
 from kvstrata.tier.chains import OnDisk

@@ -6,6 +6,7 @@ import time
 
 from kvstrata.engine.entrance import Entrance
 from kvstrata.engine.fetching import Fetching
+from kvstrata.engine.first_in_line import Unservable
 from kvstrata.engine.request import Failed, Finished, FinishReason
 from kvstrata.engine.resume import Resume
 from kvstrata.engine.runner import Runner
@@ -44,6 +45,15 @@ class Endings:
             self._remove(sequence)
         finally:
             self._tell_failure(sequence, failed)
+
+    def end_unservable(self, unservable: Unservable) -> None:
+        """End a request that memory has no room for."""
+        sequence = unservable.sequence
+        if unservable.failure is not None:
+            self.fail(sequence, unservable.failure)
+        else:
+            sequence.cut_short()
+            self.finish(sequence, "length")
 
     def fail_those_that_cannot_go_on(self) -> None:
         """Work for each of them failed; it costs no other request anything."""

@@ -1,17 +1,33 @@
-"""The first that waits, where it does not fit though no sequence runs: it goes on from less, or ends."""
+"""The oldest waiting request, where it does not fit an idle engine: shortens its cached prefix, or says how it ends."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 from kvstrata.engine.capacity import Capacity
-from kvstrata.engine.endings import Endings
 from kvstrata.engine.entrance import Entrance
 from kvstrata.engine.fetching import Fetching
 from kvstrata.engine.memory import no_room_beside_pins
 from kvstrata.engine.request import Failed
 from kvstrata.engine.scheduler import Waiting
+from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.sequences import Sequences
 from kvstrata.store.failures import Failures
 from kvstrata.store.shortening import Shortening
+
+
+@dataclass(frozen=True)
+class Unservable:
+    """Waiting request that memory has no room for, and how it ends."""
+
+    sequence: Sequence
+    failure: Failed | None  # None: its reply ends with the tokens that it has
+
+
+# unchanged  nothing was to be done, or something else has to happen first
+# shortened  some of what it would resume from has gone: plan again
+Outcome = Literal["unchanged", "shortened"] | Unservable
 
 
 class FirstInLine:
@@ -23,7 +39,6 @@ class FirstInLine:
         entrance: Entrance,
         shortening: Shortening,
         failures: Failures,
-        endings: Endings,
     ) -> None:
         self._sequences = sequences
         self._capacity = capacity
@@ -31,16 +46,16 @@ class FirstInLine:
         self._entrance = entrance
         self._shortening = shortening
         self._failures = failures
-        self._endings = endings
 
-    def make_room(self, waiting: list[Waiting]) -> bool:
-        """For the first that waits for nothing else: no other will. False: that changes nothing."""
+    def make_room(self, waiting: list[Waiting]) -> Outcome:
+        """Make room for the first request that waits for nothing else: no other will. The caller ends it where it is
+        unservable."""
         first = next((w for w in waiting if not w.follows), None)
         free_bytes = self._capacity.free_bytes
         if first is None or first.admit_bytes <= free_bytes:
-            return False
+            return "unchanged"
         if any(map(self._fetching.awaits_disk, self._sequences.waiting)):
-            return False
+            return "unchanged"
         self._entrance.let_go()  # some of what it held may go
         sequence, budget = self._sequences.waiting_at(first.id), self._capacity.budget
         least_bytes = budget.bytes_for(len(sequence.tokens), sequence.rung)
@@ -51,12 +66,11 @@ class FirstInLine:
             lambda: self._shortening.shorten(prompt, salt, need_bytes, keeps_used=keeps_used),
             otherwise=False,
         )
-        if has_shortened or self._failures.is_broken:
-            return has_shortened  # in an empty cache there will be room
+        if has_shortened:
+            return "shortened"
+        if self._failures.is_broken:
+            return "unchanged"  # in an empty cache there will be room
         if sequence.num_generated:
-            sequence.cut_short()
-            self._endings.finish(sequence, "length")
-        else:
-            message = no_room_beside_pins(least_bytes, free_bytes, budget.total_bytes)
-            self._endings.fail(sequence, Failed(message, "pinned"))
-        return True
+            return Unservable(sequence, None)
+        message = no_room_beside_pins(least_bytes, free_bytes, budget.total_bytes)
+        return Unservable(sequence, Failed(message, "pinned"))

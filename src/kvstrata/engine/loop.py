@@ -104,7 +104,7 @@ class Loop:
             self.fail_all(message)
 
     def step(self) -> None:
-        step_plan = self.planner.plan()
+        step_plan = self._plan()
         would_admit = bool(step_plan.admit)
         if would_admit and not self._has_to_read_first(step_plan):
             self._make_changes(step_plan)
@@ -124,6 +124,13 @@ class Loop:
             self.housekeeping.work_in_step(is_awaited=self.planner.awaits_chores)
             # What came from the disk may be all that a sequence waited for.
             self.is_stalled = False
+
+    def _plan(self) -> StepPlan:
+        schedule = self.planner.plan()
+        while schedule.unservable is not None:
+            self.endings.end_unservable(schedule.unservable)
+            schedule = self.planner.plan()
+        return schedule.plan
 
     def _has_to_read_first(self, step_plan: StepPlan) -> bool:
         """Only decode steps overlap. For anything else first see where everyone stands, then plan again."""

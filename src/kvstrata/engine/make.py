@@ -144,7 +144,7 @@ def make_loop(
     fetching = Fetching(stock.fetches, stock.failures)
     entrance = Entrance(stock.room, stock.leases, stock.failures, cold.patience_s)
     endings = Endings(sequences, resume, fetching, entrance, runner, metrics)
-    first = FirstInLine(sequences, capacity, fetching, entrance, stock.shortening, stock.failures, endings)
+    first = FirstInLine(sequences, capacity, fetching, entrance, stock.shortening, stock.failures)
     pacing = Pacing(speeds, limits.max_running, _joined_context(served), runner.mixes)
     return Loop(
         stock=stock,

@@ -18,8 +18,8 @@ from kvstrata.store.cold.cold import Lying
 from kvstrata.store.dropping import Dropped
 from kvstrata.store.entry import Entry
 from kvstrata.store.errands import Steps, run_to_end
+from kvstrata.store.explain import Explanation
 from kvstrata.store.precision.requantize import Change, Changed, Progress
-from kvstrata.store.report import Explanation
 from kvstrata.store.strata import Strata
 from kvstrata.tier.chains import OnDisk
 from kvstrata.tier.lookups import Lookup, answered
@@ -67,15 +67,15 @@ class Operations:
 
     def ask_disk(self, ids: TokenIds, salt: str) -> Lookup[OnDisk | None]:
         """What the disk has of a prompt, which it tells on a thread of its own."""
-        return self._stock.explainer.ask_disk(ids, salt)
+        return self._stock.ask_disk(ids, salt)
 
     def ask_shared(self, ids: TokenIds, salt: str) -> Lookup[OnDisk | None]:
         """The same of the tier that other servers share."""
-        return self._stock.explainer.ask_shared(ids, salt)
+        return self._stock.ask_shared(ids, salt)
 
     def explain(self, ids: TokenIds, salt: str, on_disk: OnDisk | None, in_shared: OnDisk | None) -> Explanation:
         """`on_disk`, `in_shared`: what those tiers told; None: they did not."""
-        return self._stock.explainer.explain(ids, salt, on_disk, in_shared)
+        return self._stock.explain(ids, salt, on_disk, in_shared)
 
     def count(self, census: Census, seconds: float) -> Counted:
         """Go on with a census for about so long."""

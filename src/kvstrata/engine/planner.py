@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvstrata.engine.capacity import Capacity
 from kvstrata.engine.entrance import Entrance
-from kvstrata.engine.first_in_line import FirstInLine
+from kvstrata.engine.first_in_line import FirstInLine, Unservable
 from kvstrata.engine.rates import Speeds
 from kvstrata.engine.scheduler import StepPlan, Terms, Waiting, plan
 from kvstrata.engine.sequences import Sequences
@@ -38,6 +38,14 @@ class Pacing:
         )
 
 
+@dataclass(frozen=True)
+class Schedule:
+    """Plan of a step, and the request that has to end before any step can be planned for those that wait."""
+
+    plan: StepPlan
+    unservable: Unservable | None = None
+
+
 class Planner:
     def __init__(
         self,
@@ -56,11 +64,17 @@ class Planner:
         self._pacing = pacing
         self.awaits_chores = False  # a request waits for room in memory, or until its prefix is encoded
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> Schedule:
+        """Plan the next step. The caller ends an unservable request, and plans again."""
         running = self._sequences.running
         waiting = self._look()
         step_plan = self.plan_for(waiting)
-        while not running and not step_plan.admit and self._first.make_room(waiting):
+        while not running and not step_plan.admit:
+            outcome = self._first.make_room(waiting)
+            if isinstance(outcome, Unservable):
+                return Schedule(step_plan, outcome)
+            if outcome == "unchanged":
+                break
             waiting = self._look()
             step_plan = self.plan_for(waiting)
         if step_plan.set_aside and len(running) == 1 and self._drop_marks():
@@ -70,7 +84,7 @@ class Planner:
         self.awaits_chores = needs_room or self._view.awaits_encoding
         if needs_room:
             step_plan = self.plan_for([w for w in waiting if w.id in step_plan.admit[:num_in]])
-        return step_plan
+        return Schedule(step_plan)
 
     def plan_for(self, waiting: list[Waiting]) -> StepPlan:
         terms = self._pacing.terms(self._capacity.free_bytes, self._sequences.num_streams)

@@ -13,11 +13,10 @@ from __future__ import annotations
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvstrata.index.ids import TokenIds
 from kvstrata.index.tree import Node
-from kvstrata.store.entry import Entry
+from kvstrata.store.entry import Entry, Thread
 from kvstrata.store.leaves import Leaves
 from kvstrata.store.shelf import Shelf
 
@@ -25,23 +24,6 @@ MAX_SESSIONS = 10_000
 MAX_THREADS = 8  # of one session
 # The end of a first prompt that a later one need not have: how a reply begins may be rewritten with it.
 REPLY_START_TOKENS = 16
-
-
-@dataclass(eq=False)
-class Thread:
-    """One conversation of a session. Nodes are not kept alive for it."""
-
-    first_end: int  # of its first prompt
-    end: int = 0  # where it last ended: prompt and reply
-    nodes: tuple[weakref.ref[Node[Entry]], ...] = ()  # on the way there
-
-    def path(self) -> tuple[Node[Entry], ...]:
-        """What is still stored of it."""
-        for known in reversed(self.nodes):
-            node = known()
-            if node is not None and node in node.payload.nodes:
-                return node.path()
-        return ()
 
 
 class Branches:

@@ -9,6 +9,7 @@ from kvstrata.store.cold.restore import Restorer
 from kvstrata.store.cold.sharing import Sharing
 from kvstrata.store.cold.spills import Spills
 from kvstrata.store.errands import Errands
+from kvstrata.store.precision.changes import Changes
 from kvstrata.store.precision.mover import Mover
 
 
@@ -23,6 +24,7 @@ class Chores:
         spills: Spills,
         errands: Errands,
         sharing: Sharing | None,
+        changes: Changes,
     ) -> None:
         self._colds = tuple(colds)
         self._sharing = sharing
@@ -30,6 +32,7 @@ class Chores:
         self._mover = mover
         self._spills = spills
         self._errands = errands
+        self._changes = changes
         self._is_errands_turn = True
 
     @property
@@ -64,7 +67,12 @@ class Chores:
         return not self._errands.idle and (self._is_errands_turn or self._mover.idle)
 
     def work(self, slice_s: float) -> None:
-        """Go on with what is to be done. First what a request waits for."""
+        """Go on with what is to be done. First what a request waits for. At the end, changes of precision notice how
+        far they have got."""
+        self._work(slice_s)
+        self._changes.look()
+
+    def _work(self, slice_s: float) -> None:
         arrived = self._arrived
         if arrived is not None:
             arrived.loads.take_in(slice_s)

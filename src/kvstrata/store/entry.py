@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from kvstrata.eviction.worth import Kind
 from kvstrata.index.ids import TokenIds
@@ -12,9 +12,6 @@ from kvstrata.index.tree import Node
 from kvstrata.layers.sequence import Prefix
 from kvstrata.spans.plan import Plan
 from kvstrata.spans.span import Span, SpanRange
-
-if TYPE_CHECKING:
-    from kvstrata.store.branches import Thread
 
 # Of the bytes that it has elsewhere: a span that has fewer has stepped down since.
 STEPPED_DOWN = 0.95
@@ -69,6 +66,23 @@ class Entry:
     def is_free(self) -> bool:
         """No sequence and no pin needs it to stay."""
         return not self.is_running and not self.num_leases and not self.is_pinned
+
+
+@dataclass(eq=False)
+class Thread:
+    """Conversation of a session: the path of its last prompt and reply. Keeps no node alive."""
+
+    first_end: int  # of its first prompt
+    end: int = 0  # where it last ended: prompt and reply
+    nodes: tuple[weakref.ref[Node[Entry]], ...] = ()  # on the way there
+
+    def path(self) -> tuple[Node[Entry], ...]:
+        """Return the nodes on the way to its end that are still cached."""
+        for known in reversed(self.nodes):
+            node = known()
+            if node is not None and node in node.payload.nodes:
+                return node.path()
+        return ()
 
 
 @dataclass(eq=False)

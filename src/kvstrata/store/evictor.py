@@ -11,30 +11,32 @@ from collections.abc import Callable
 from kvstrata.index.tree import Node
 from kvstrata.store.cold.spills import Handover, Spills
 from kvstrata.store.entry import Entry
+from kvstrata.store.failures import Failures
 from kvstrata.store.leaves import Leaves
 from kvstrata.store.losses import Losses
 from kvstrata.store.marks import Marks
+from kvstrata.store.precision.rewriting import Rewriting
 from kvstrata.store.shelf import Shelf
 
 
 class Evictor:
-    """`trimmed` is told which entry was cut short: it may be stored in another way now."""
-
     def __init__(
         self,
         shelf: Shelf,
         leaves: Leaves,
         marks: Marks,
         spills: Spills,
+        rewriting: Rewriting,
         losses: Losses,
-        trimmed: Callable[[Entry], None],
+        failures: Failures,
     ) -> None:
         self._shelf = shelf
         self._leaves = leaves
         self._marks = marks
         self._spills = spills
         self._losses = losses
-        self._trimmed = trimmed
+        self._rewriting = rewriting
+        self._failures = failures
 
     def expire(self) -> None:
         """Let go of what no request asked for in time."""
@@ -91,9 +93,7 @@ class Evictor:
         """What a leaf has from a position on. Until `until_s` it may be encoded before it is handed to the disk; what
         is not encoded by then is handed over as it is."""
         has_expired = self._leaves.has_expired(leaf)
-        handed = (
-            Handover(leaf.start, "expired") if has_expired else self._spills.hand_over(leaf, until_s, goes_now=True)
-        )
+        handed = Handover(leaf.start, "expired") if has_expired else self.write_first(leaf, until_s, goes_now=True)
         end = self._marks.usable_end(leaf, end)
         keeps_some = leaf.start < end < leaf.end
         goes_from = end if keeps_some else leaf.start
@@ -101,6 +101,22 @@ class Evictor:
         self._losses.evicted(leaf.payload, lost_tokens, handed.reason, num_tokens=leaf.end - goes_from)
         if keeps_some:
             self._shelf.trim(leaf, end)
-            self._trimmed(leaf.payload)
+            if self._rewriting.precision.options.gathers:
+                # What is left of it may be stored in fewer arrays.
+                self._rewriting.mover.add(leaf.payload)
         else:
             self._shelf.remove(leaf)
+
+    def write_first(self, leaf: Node[Entry], until_s: float = math.inf, *, goes_now: bool = False) -> Handover:
+        """Encode a leaf that is to go and give it to the disk, as far as that can be done until then. `goes_now`: all
+        of it is written; what is not encoded by then is written as it is. Where that fails, the leaf can go all the
+        same."""
+        failed = Handover(leaf.start, "disk_failed")
+        return self._failures.attempt("spills", lambda: self._write_first(leaf, until_s, goes_now=goes_now), failed)
+
+    def _write_first(self, leaf: Node[Entry], until_s: float, *, goes_now: bool) -> Handover:
+        if self._spills.wants(leaf):
+            # Spans may be joined: the leaf may be another's afterwards.
+            self._rewriting.finish_path(leaf, until_s)
+        is_transcoding = self._rewriting.mover.has(leaf.payload)
+        return self._spills.write_leaf(leaf, until_s, is_transcoding=is_transcoding, goes_now=goes_now)

@@ -1,44 +1,60 @@
-"""Why a prompt is found only so far. Reads the index, what was evicted and what the disk said."""
+"""Explanation of a prompt's cached prefix: how long it is, and why it ends there.
+
+Reads the index, the record of evicted tokens, and what the tiers answered to the caller.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 from kvstrata.index.ids import TokenIds, Tokens, as_ids
 from kvstrata.index.tree import Divergence
-from kvstrata.store.cold.cold import Cold
-from kvstrata.store.cold.sharing import Shared
 from kvstrata.store.entry import Found
-from kvstrata.store.evictor import Evictor
-from kvstrata.store.report import Ending, Explanation
 from kvstrata.store.search import Search
 from kvstrata.store.shelf import Shelf
 from kvstrata.tier.chains import OnDisk
-from kvstrata.tier.lookups import Lookup, answered
+
+# complete  all that can be found was: the last prompt token is always computed
+# new       what is stored ends there: the rest was never seen
+# diverged  something else is stored there
+# evicted   it was stored, and had to go
+# mark      more is stored, but the model cannot be resumed there
+# damaged   the next block was on the disk, and was not what it said
+# salt      it is stored under another salt of the same caller
+# empty     nothing is stored for this model and salt
+# identity  nothing is; the disk has blocks of other models, settings or salts only
+# foreign   the model brings caches that cannot be shared
+Ending = Literal["complete", "new", "diverged", "evicted", "mark", "damaged", "salt", "empty", "identity", "foreign"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    prompt_tokens: int
+    cached_tokens: int
+    by_tier: dict[str, int]
+    ends_because: Ending
+    at_token: int  # the first that is not cached
+    instead: tuple[tuple[int, ...], ...] = ()  # how what is stored goes on from that position: a few ways
+    num_instead: int = 0  # how many ways there are
+    remote_paused_because: str = ""  # why the tier that servers share is left alone; empty: it is not
 
 
 class Explainer:
-    def __init__(self, shelf: Shelf, search: Search, evictor: Evictor, cold: Cold, shared: Shared | None) -> None:
+    def __init__(self, shelf: Shelf, search: Search) -> None:
         self._shelf = shelf
         self._search = search
-        self._evictor = evictor
-        self._cold = cold
-        self._shared = shared
-
-    def ask_disk(self, tokens: Tokens, salt: str) -> Lookup[OnDisk | None]:
-        """What the disk has to say about a prompt."""
-        return self._cold.about(self._search.root_of(salt), as_ids(tokens)[:-1])
-
-    def ask_shared(self, tokens: Tokens, salt: str) -> Lookup[OnDisk | None]:
-        """The same of the tier that other servers share."""
-        if self._shared is None:
-            return answered(None)
-        return self._shared.cold.about(self._search.root_of(salt), as_ids(tokens)[:-1])
 
     def explain(
-        self, tokens: Tokens, salt: str, on_disk: OnDisk | None = None, in_shared: OnDisk | None = None
+        self,
+        tokens: Tokens,
+        salt: str,
+        on_disk: OnDisk | None = None,
+        in_shared: OnDisk | None = None,
+        remote_paused_because: str = "",
     ) -> Explanation:
-        """How much of a prompt is there, and why not more. The last token is always computed. `on_disk`, `in_shared`:
-        what these tiers said; None: they were not asked."""
-        self._evictor.expire()
+        """Explain how much of a prompt is cached, and why not more. The last token is always computed. `on_disk`,
+        `in_shared`: the answers of these tiers; None: they were not asked."""
         ids, key = as_ids(tokens)[:-1], self._search.root_of(salt)
         found = self._search.find(ids, salt)
         by_tier = {"hot": found.num_tokens}
@@ -53,8 +69,8 @@ class Explainer:
             because = _ending_on_disk(on_disk, because)
         at = cached if because == "mark" else max(cached, found.matched_tokens)
         parted = diverged if because == "diverged" and diverged.num_tokens == at else Divergence(at, (), 0, True)
-        paused = "" if self._shared is None else self._shared.tier.writing().paused_because
-        return Explanation(len(ids) + 1, cached, by_tier, because, at, parted.instead, parted.num_instead, paused)
+        instead = parted.instead, parted.num_instead
+        return Explanation(len(ids) + 1, cached, by_tier, because, at, *instead, remote_paused_because)
 
     def miss(self, tokens: Tokens, salt: str) -> str:
         """Why not more of a prompt is in memory."""
@@ -78,9 +94,14 @@ class ForeignExplainer(Explainer):
     """Of a model whose caches cannot be shared."""
 
     def explain(
-        self, tokens: Tokens, salt: str, on_disk: OnDisk | None = None, in_shared: OnDisk | None = None
+        self,
+        tokens: Tokens,
+        salt: str,
+        on_disk: OnDisk | None = None,
+        in_shared: OnDisk | None = None,
+        remote_paused_because: str = "",
     ) -> Explanation:
-        del salt, on_disk, in_shared
+        del salt, on_disk, in_shared, remote_paused_because
         return Explanation(len(tokens), 0, {}, "foreign", 0)
 
     def miss(self, tokens: Tokens, salt: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstrata.index.ids import Tokens, as_ids
@@ -16,20 +16,19 @@ from kvstrata.store.losses import Losses
 from kvstrata.store.marks import Marks
 from kvstrata.store.pins import Pins
 from kvstrata.store.precision.pressure import Pressure
+from kvstrata.store.precision.rewriting import Rewriting
 from kvstrata.store.shelf import Shelf
 
 
 class Intake:
-    """Takes in spans that no sequence writes any more. `review` is told of each."""
+    """Takes in spans that no sequence writes any more."""
 
-    def __init__(
-        self, shelf: Shelf, pins: Pins, losses: Losses, counters: Counter[str], review: Callable[[Entry], None]
-    ) -> None:
+    def __init__(self, shelf: Shelf, pins: Pins, losses: Losses, counters: Counter[str], rewriting: Rewriting) -> None:
         self._shelf = shelf
         self._pins = pins
         self._losses = losses
         self._counters = counters
-        self.review = review
+        self._rewriting = rewriting
 
     def end(self, entry: Entry) -> None:
         """Its owner has ended."""
@@ -52,7 +51,7 @@ class Intake:
         self._shelf.change(entry, is_running=False)
         self._pins.look_at(entry)
         self._losses.stored(entry)
-        self.review(entry)
+        self._rewriting.review_ended(entry)
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ class Desk:
     leases: Leases
     intake: Intake
     pressure: Pressure
+    rewriting: Rewriting
     branches: Branches
 
 
@@ -98,7 +98,7 @@ class Filing:
         entry.span.num_tokens = len(tokens) - entry.span.position
         path = self._path = desk.shelf.insert(entry, as_ids(tokens))
         note_asked_twice(path, self.lease.asked_twice)
-        desk.intake.review(entry)
+        desk.rewriting.review(entry)
         # Another sequence may have filed some of these tokens meanwhile: what ours hang on must stay.
         desk.leases.extend(self.lease, (node.payload for node in path if node.payload is not entry))
         if mark is not None:
@@ -108,8 +108,9 @@ class Filing:
         """To so many tokens: maybe it should be held in fewer bits, or more of it should be encoded."""
         if self._is_detached:
             return
-        self._desk.pressure.grown(self.entries, num_tokens)
-        self._desk.intake.review(self.entry)
+        desk = self._desk
+        desk.rewriting.step_down(desk.pressure.for_length(self.entries, num_tokens))
+        desk.rewriting.review(self.entry)
 
     def detach(self) -> None:
         """A commit failed: the sequence goes on, and what it computes from now on is not filed."""

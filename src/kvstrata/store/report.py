@@ -1,40 +1,15 @@
-"""What the store holds, and why a prompt is found only so far: answers for people and for dashboards."""
+"""Bytes, tokens and precision of what is cached, as values for people and for dashboards."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 from kvstrata.attention.parts import SealedPart
 from kvstrata.spans.contents import KIND, PRECISION, by_label
 from kvstrata.spans.marks import RecurrentState
 from kvstrata.spans.span import Span
 from kvstrata.tier.base import Usage
-
-# complete  all that can be found was: the last prompt token is always computed
-# new       what is stored ends there: the rest was never seen
-# diverged  something else is stored there
-# evicted   it was stored, and had to go
-# mark      more is stored, but the model cannot be resumed there
-# damaged   the next block was on the disk, and was not what it said
-# salt      it is stored under another salt of the same caller
-# empty     nothing is stored for this model and salt
-# identity  nothing is; the disk has blocks of other models, settings or salts only
-# foreign   the model brings caches that cannot be shared
-Ending = Literal["complete", "new", "diverged", "evicted", "mark", "damaged", "salt", "empty", "identity", "foreign"]
-
-
-@dataclass(frozen=True)
-class Explanation:
-    prompt_tokens: int
-    cached_tokens: int
-    by_tier: dict[str, int]
-    ends_because: Ending
-    at_token: int  # the first that is not cached
-    instead: tuple[tuple[int, ...], ...] = ()  # how what is stored goes on from that position: a few ways
-    num_instead: int = 0  # how many ways there are
-    remote_paused_because: str = ""  # why the tier that servers share is left alone; empty: it is not
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,12 @@ class Room:
         """Ahead of need: let spans step down when so much is in use, stored and running, of what there is."""
         self.limit_bytes = min(self._shelf.max_bytes, limit_bytes - (used_bytes - self._shelf.held_bytes))
         is_high = used_bytes > HIGH * limit_bytes
-        self._pressure.relieve(used_bytes - (self._rewriting.pending_bytes() if is_high else 0), limit_bytes)
+        pending_bytes = self._rewriting.pending_bytes() if is_high else 0
+        self._rewriting.step_down(self._pressure.choose_early(used_bytes - pending_bytes, limit_bytes))
+
+    def step_down(self, need_bytes: int) -> None:
+        """Let spans step down until so much would be free, as far as the floors allow. The chores do it."""
+        self._rewriting.step_down(self._pressure.choose(need_bytes))
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether no more than this is held already."""
@@ -81,7 +86,7 @@ class Room:
             limit_bytes, lambda leaf: self._spills.holds(leaf.payload) or self._spills.leaves_out(leaf)
         )
         if self._shelf.held_bytes > limit_bytes:
-            self._pressure.make_room(self._shelf.held_bytes - limit_bytes - self._rewriting.pending_bytes())
+            self.step_down(self._shelf.held_bytes - limit_bytes - self._rewriting.pending_bytes())
         # What waits to be trimmed or encoded gives more room than it takes.
         mover = self._rewriting.mover
         while self._shelf.held_bytes > enough_bytes and not mover.idle and time.monotonic() < until_s:
@@ -106,5 +111,5 @@ class Room:
     def _may_go(self, leaf: Node[Entry], enough_bytes: float, until_s: float) -> bool:
         """Unless the disk is about to take it."""
         is_urgent = self._shelf.held_bytes > enough_bytes
-        self._is_waiting = self._spills.hand_over(leaf, until_s if is_urgent else 0.0).waits
+        self._is_waiting = self._evictor.write_first(leaf, until_s if is_urgent else 0.0).waits
         return not self._is_waiting

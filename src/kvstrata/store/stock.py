@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from kvstrata.eviction.history import History
 from kvstrata.eviction.worth import Reuse
 from kvstrata.index.identity import Identity
+from kvstrata.index.ids import Tokens, as_ids
 from kvstrata.layers.kinds import Layout
 from kvstrata.spans.convert import RAW
 from kvstrata.spans.marks import needs_marks
@@ -32,10 +33,9 @@ from kvstrata.store.cold.sharing import Shared, Sharing
 from kvstrata.store.cold.spills import NoSpills, Spills
 from kvstrata.store.cold.unwritten import Unwritten
 from kvstrata.store.dropping import Dropping
-from kvstrata.store.entry import Entry
 from kvstrata.store.errands import Errands
 from kvstrata.store.evictor import Evictor
-from kvstrata.store.explain import Explainer, ForeignExplainer
+from kvstrata.store.explain import Explainer, Explanation, ForeignExplainer
 from kvstrata.store.failures import Failures
 from kvstrata.store.filing import Desk, Intake
 from kvstrata.store.incoming import Incoming
@@ -56,8 +56,9 @@ from kvstrata.store.search import Search
 from kvstrata.store.shelf import Shelf
 from kvstrata.store.shortening import Shortening
 from kvstrata.store.store import NoStore, Store
-from kvstrata.store.tidying import Tidying
 from kvstrata.store.watching import Watcher
+from kvstrata.tier.chains import OnDisk
+from kvstrata.tier.lookups import Lookup, answered
 
 # Tokens of requests that eviction learns from.
 MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20
@@ -108,6 +109,24 @@ class Stock:
             except Exception as error:  # noqa: BLE001
                 self.failures.note("releases", error)
 
+    def ask_disk(self, tokens: Tokens, salt: str) -> Lookup[OnDisk | None]:
+        """Ask how much of a prompt the disk has."""
+        return self.cold.about(self.search.root_of(salt), as_ids(tokens)[:-1])
+
+    def ask_shared(self, tokens: Tokens, salt: str) -> Lookup[OnDisk | None]:
+        """Ask the same of the tier that other servers share."""
+        if self.shared is None:
+            return answered(None)
+        return self.shared.cold.about(self.search.root_of(salt), as_ids(tokens)[:-1])
+
+    def explain(
+        self, tokens: Tokens, salt: str, on_disk: OnDisk | None = None, in_shared: OnDisk | None = None
+    ) -> Explanation:
+        """Explain how much of a prompt is cached now, with the answers of these tiers; None: they were not asked."""
+        self.evictor.expire()
+        paused = "" if self.shared is None else self.shared.tier.writing().paused_because
+        return self.explainer.explain(tokens, salt, on_disk, in_shared, paused)
+
     def flush(self, timeout_s: float) -> Unwritten:
         """The end: write all that the disk has not, for at most so long. Tells what is left."""
         self.pins.expire()
@@ -144,8 +163,8 @@ def make_stock(
     rewriting, spills, evictor, room = memory.rewriting, memory.spills, memory.evictor, memory.room
     mover = rewriting.mover
     leases = Leases(shelf, rewriting.review)
-    intake = Intake(shelf, pins, losses, counters, _review_and_settle(rewriting, memory.settled))
-    desk = Desk(shelf, ground.marks, leases, intake, memory.pressure, Branches(shelf, ground.leaves))
+    intake = Intake(shelf, pins, losses, counters, rewriting)
+    desk = Desk(shelf, ground.marks, leases, intake, memory.pressure, rewriting, Branches(shelf, ground.leaves))
     errands = Errands(failures.watching)
     history = History(ground.reuse, lambda: _watched_tokens(options.hot_bytes, ground.precision))
     return Stock(
@@ -159,16 +178,19 @@ def make_stock(
         room=room,
         evictor=evictor,
         shortening=Shortening(shelf, search, ground.marks, evictor, mover),
-        chores=Chores((cold, shared.cold) if shared else (cold,), memory.restorer, mover, spills, errands, sharing),
+        chores=Chores(
+            (cold, shared.cold) if shared else (cold,),
+            *(memory.restorer, mover, spills, errands, sharing, memory.changes),
+        ),
         rewriting=rewriting,
         pressure=memory.pressure,
         changes=memory.changes,
         clearing=Clearing(search, shelf, evictor, spills, cold),
         dropping=Dropping(search, shelf, cold),
-        explainer=(Explainer if ground.can_share else ForeignExplainer)(shelf, search, evictor, cold, shared),
+        explainer=(Explainer if ground.can_share else ForeignExplainer)(shelf, search),
         reporter=reporter,
         spills=spills,
-        flushing=Flush(cold, shelf, ground.leaves, spills),
+        flushing=Flush(cold, shelf, ground.leaves, spills, rewriting),
         errands=errands,
         outgoing=Outgoing(desk, search, mover),
         incoming=Incoming(desk, search, room, counters),
@@ -236,7 +258,6 @@ class _Memory:
     room: Room
     restorer: Restorer
     changes: Changes
-    settled: Callable[[Entry], None]  # an entry has ended, and has come to what it should be stored as
 
 
 def _build_memory(
@@ -248,56 +269,27 @@ def _build_memory(
     reporter: Reporter,
 ) -> _Memory:
     options, shelf, leaves, counters = ground.options, ground.shelf, ground.leaves, ground.counters
-    # The disk is written to by those who rewrite, and has spans rewritten before it writes them.
+    spills = (Spills if cold.has_tier else NoSpills)(
+        cold, shelf, leaves, counters, ground.failures, was_short=ground.precision.was_short
+    )
     rewriting = Rewriting(
         shelf,
         ground.precision,
+        spills,
+        sharing,
         counters,
         ground.failures,
-        put_away=lambda entry: spills.write(entry),
-        done=lambda entry: tidying.tidy(entry),
+        writes_after_reply=options.disk_write == "after-reply",
     )
-    mover = rewriting.mover
-    spills = (Spills if cold.has_tier else NoSpills)(
-        cold, shelf, leaves, counters, ground.failures, losses, mover, was_short=ground.precision.was_short
-    )
-    pressure = Pressure(shelf, leaves, rewriting, plan_of, options.ladder, counters)
-    evictor = Evictor(shelf, leaves, ground.marks, spills, losses, mover.add if options.precision.gathers else _ignore)
+    pressure = Pressure(shelf, leaves, ground.precision, plan_of, options.ladder)
+    evictor = Evictor(shelf, leaves, ground.marks, spills, rewriting, losses, ground.failures)
     room = Room(shelf, evictor, rewriting, pressure, spills, losses)
     restorer = Restorer(cold, shelf, room, counters, ground.failures, rewriting.review)
     changes = Changes(shelf, leaves, rewriting, restorer, room, reporter.disk_usage)
-    settled = _call_each(
-        *([spills.add] if options.disk_write == "after-reply" else []), *([] if sharing is None else [sharing.add])
-    )
-    tidying = Tidying(shelf, rewriting, changes, settled)
-    return _Memory(rewriting, spills, pressure, evictor, room, restorer, changes, settled)
-
-
-def _call_each(*callbacks: Callable[[Entry], None]) -> Callable[[Entry], None]:
-    def call_each(entry: Entry) -> None:
-        for callback in callbacks:
-            callback(entry)
-
-    return call_each
-
-
-def _review_and_settle(rewriting: Rewriting, settled: Callable[[Entry], None]) -> Callable[[Entry], None]:
-    """Most entries are settled when they have been rewritten; of some models nothing has to be rewritten: their layers
-    hold states alone."""
-
-    def review(entry: Entry) -> None:
-        rewriting.review(entry)
-        if not entry.is_running and not rewriting.mover.has(entry):
-            settled(entry)
-
-    return review
+    return _Memory(rewriting, spills, pressure, evictor, room, restorer, changes)
 
 
 def _watched_tokens(hot_bytes: int, precision: Precision) -> int:
     """About what memory holds; for what is remembered of tokens there is a bound of its own."""
     fits = hot_bytes / max(1.0, precision.target_token_bytes())
     return int(min(max(fits, MIN_WATCHED), MAX_WATCHED))
-
-
-def _ignore(entry: Entry) -> None:
-    del entry

@@ -7,11 +7,12 @@ from collections import Counter
 from itertools import takewhile
 
 from kvstrata.store.cold.cold import Cold, ids_to
-from kvstrata.store.cold.spills import Spills
+from kvstrata.store.cold.spills import Spills, disk_reason
 from kvstrata.store.cold.unwritten import Unwritten
 from kvstrata.store.entry import Entry
 from kvstrata.store.leaves import Leaves
-from kvstrata.store.losses import Reason, disk_reason
+from kvstrata.store.losses import Reason
+from kvstrata.store.precision.rewriting import Rewriting
 from kvstrata.store.shelf import Shelf
 from kvstrata.tier.chains import Link
 from kvstrata.tier.lookups import Lookup, finish
@@ -25,12 +26,13 @@ MAX_ATTEMPTS = 2
 
 
 class Flush:
-    def __init__(self, cold: Cold, shelf: Shelf, leaves: Leaves, spills: Spills) -> None:
+    def __init__(self, cold: Cold, shelf: Shelf, leaves: Leaves, spills: Spills, rewriting: Rewriting) -> None:
         self._cold = cold
         self._tier = cold.tier
         self._shelf = shelf
         self._leaves = leaves
         self._spills = spills
+        self._rewriting = rewriting
 
     def run(self, timeout_s: float) -> Unwritten:
         """For at most so long, whatever the disk said before."""
@@ -62,7 +64,7 @@ class Flush:
         version = self._shelf.version
         for leaf in [entry.last_node for entry in chosen]:
             if time.monotonic() < until_s:
-                self._spills.rewrite_to(leaf)
+                self._rewriting.finish_path(leaf)
                 self._write_until(leaf.payload, until_s)
         if version != self._shelf.version:
             # Rewritten spans are joined: some have grown after they were written.

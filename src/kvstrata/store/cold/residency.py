@@ -6,16 +6,13 @@ withdrawing costs the same with ten entries and with thousands.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
 from weakref import WeakKeyDictionary, WeakSet
 
 from kvstrata.store.entry import Entry
 
-if TYPE_CHECKING:
-    from kvstrata.store.cold.loads import BlockLoad
-
-    # A load holds blocks until they are an entry's.
-    Holder = Entry | BlockLoad
+# An entry, or a load: that holds blocks until they are an entry's.
+Holder = Hashable
 
 
 class Residency:
@@ -37,7 +34,7 @@ class Residency:
         self._keys.setdefault(holder, set()).add(key)
         self._holders.setdefault(key, WeakSet()).add(holder)
 
-    def has_block(self, load: BlockLoad, key: bytes) -> bool:
+    def has_block(self, load: Holder, key: bytes) -> bool:
         """Whether a block of a load has not left since the load began."""
         return key in self._keys.get(load, ())
 

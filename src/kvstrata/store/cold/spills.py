@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
 from kvstrata.index.tree import Node
 from kvstrata.spans.convert import RAW
@@ -16,10 +17,9 @@ from kvstrata.store.cold.refusals import Refusals
 from kvstrata.store.entry import Entry
 from kvstrata.store.failures import Failures
 from kvstrata.store.leaves import Leaves
-from kvstrata.store.losses import GIVEN_UP, Losses, Reason, disk_reason
 from kvstrata.store.precision.mover import Job, Mover
 from kvstrata.store.shelf import Shelf
-from kvstrata.tier.base import Refusal
+from kvstrata.tier.base import Refusal, Refused, Writing
 from kvstrata.tier.block import BASE
 from kvstrata.tier.removals import RemovalCause
 
@@ -30,19 +30,32 @@ MAX_REMOVALS_AT_ONCE = 512
 # Entries that have changed, in one step of the engine: a look at one takes about a fifth of a millisecond.
 MAX_OFFERED = 16
 
+# See `store/losses.py`.
+DiskReason = Literal["disk_slow", "disk_failed", "disk_full", "first_touch", "write_budget"]
+UnwrittenReason = Literal["expired", "superseded"] | DiskReason
+
+# Blocks that the disk had accepted and did not write.
+GIVEN_UP: Mapping[RemovalCause, DiskReason] = {
+    RemovalCause.NO_ROOM: "disk_full",
+    RemovalCause.VOLUME_FULL: "disk_full",
+    RemovalCause.WRITE_BUDGET: "write_budget",
+    RemovalCause.UNWRITABLE: "disk_failed",
+    RemovalCause.FAILED: "disk_failed",
+}
+
 
 @dataclass(frozen=True)
 class Handover:
     """What the disk has of a leaf that is to go."""
 
     end: int  # of the tokens that it has, or that are on their way
-    reason: Reason | None = None  # why not all; None: it has all, or there is no disk that could
+    reason: UnwrittenReason | None = None  # why not all; None: it has all, or there is no disk that could
     waits: bool = False  # the disk works, and takes more when its queue has room, or the bytes are packed
 
 
 class Spills:
-    """`rewriter` brings an entry to what it should be stored as: that is what is written. `was_short` tells whether an
-    entry stays raw until a longer sequence goes on from it: blocks that were written by then are written again."""
+    """Writes entries as they are. `was_short` tells whether an entry stays raw until a longer sequence goes on from it:
+    blocks that were written by then are written again."""
 
     def __init__(
         self,
@@ -51,8 +64,6 @@ class Spills:
         leaves: Leaves,
         counters: Counter[str],
         failures: Failures,
-        losses: Losses,
-        rewriter: Mover,
         *,
         was_short: Callable[[Entry], bool],
     ) -> None:
@@ -60,11 +71,9 @@ class Spills:
         self._shelf = shelf
         self._leaves = leaves
         self._counters = counters
-        self._rewriter = rewriter
         self._was_short = was_short
         self._failures = failures
         self._is_memory_short = False
-        self._losses = losses
         self._removals = cold.tier.removals
         self._residency = shelf.residency
         self.refusals = Refusals(cold.tier, leaves.used_s)
@@ -149,26 +158,28 @@ class Spills:
         conversation, which has gone on elsewhere. A disk would fill up with thinking that no prompt has again."""
         return self._leaves.is_superseded(leaf) and not leaf.payload.is_pinned
 
-    def hand_over(self, leaf: Node[Entry], until_s: float = math.inf, *, goes_now: bool = False) -> Handover:
-        """A leaf is to go: give it to the disk, as far as that can be done until then. `goes_now`: all of it, whatever
-        can be done; what is not encoded by then is written as it is. Where that fails, the leaf can go all the same."""
-        failed = Handover(leaf.start, "disk_failed")
-        return self._failures.attempt("spills", lambda: self._hand_over(leaf, until_s, goes_now=goes_now), failed)
-
-    def _hand_over(self, leaf: Node[Entry], until_s: float, *, goes_now: bool) -> Handover:
-        is_on_disk = self.holds(leaf.payload)
-        if self.leaves_out(leaf) and not is_on_disk:
-            return Handover(leaf.start, "superseded")
+    def wants(self, leaf: Node[Entry]) -> bool:
+        """Whether a leaf that is to go should be encoded and written first."""
+        if self.holds(leaf.payload) or self.leaves_out(leaf):
+            return False
         self._look_again()
-        if not is_on_disk and not self.refusals.would_recur(leaf.payload):
-            self.rewrite_to(leaf, until_s)
+        return not self.refusals.would_recur(leaf.payload)
+
+    def write_leaf(
+        self, leaf: Node[Entry], until_s: float = math.inf, *, is_transcoding: bool, goes_now: bool = False
+    ) -> Handover:
+        """Give a leaf that is to go to the disk, as far as that can be done until then. `is_transcoding`: it waits to
+        be encoded. `goes_now`: all of it is written, as it is."""
+        if self.wants(leaf):
             if goes_now:
                 self._trim_to(leaf)
             self.write_now(leaf.payload, math.inf if goes_now else until_s)
         entry = leaf.payload
         if entry.is_clean:
             return Handover(leaf.end)
-        if self._rewriter.has(entry) or self._mover.has(entry):
+        if self.leaves_out(leaf):
+            return Handover(leaf.start, "superseded")
+        if is_transcoding or self._mover.has(entry):
             return Handover(leaf.start, "disk_slow", waits=self._cold.is_working)
         untaken = self.refusals.of(entry)
         if untaken is None:
@@ -176,13 +187,6 @@ class Spills:
         is_queue_full = untaken.refused is not None and untaken.refused.reason is Refusal.QUEUE_FULL
         waits = is_queue_full and self._cold.is_working
         return Handover(untaken.disk_end, disk_reason(untaken.refused, self._cold.tier.writing()), waits)
-
-    def rewrite_to(self, leaf: Node[Entry], until_s: float = math.inf) -> None:
-        """A leaf's span, and what it hangs on as far as that has no memory of its own yet. Spans that are rewritten are
-        joined: the leaf may be another's afterwards."""
-        for entry in dict.fromkeys(node.payload for node in leaf.path()):
-            if not entry.is_running and (entry.span.is_live or entry is leaf.payload or self._was_short(entry)):
-                self._rewriter.finish(entry, until_s)
 
     def _trim_to(self, leaf: Node[Entry]) -> None:
         """Copy what a leaf's span and those before it still have in buffers of their owners: such spans cannot be
@@ -224,7 +228,7 @@ class Spills:
             in_memory_end = max((entry.span.end for entry in entries), default=removal.start)
             lost_tokens = removal.end - max(removal.start, in_memory_end)
             if lost_tokens > 0 and removal.cause in GIVEN_UP and removal.block.part == BASE:
-                self._losses.given_up(lost_tokens, removal.cause)
+                self._counters[f"dropped_tokens_{GIVEN_UP[removal.cause]}"] += lost_tokens
         for entry in self._residency.take_doubted(MAX_OFFERED):
             self._withdraw(entry)
             self._offer(entry)
@@ -310,8 +314,14 @@ class NoSpills(Spills):
     def add_free(self, max_entries: int | None = None) -> None:
         del max_entries
 
-    def hand_over(self, leaf: Node[Entry], until_s: float = math.inf, *, goes_now: bool = False) -> Handover:
-        del until_s, goes_now
+    def wants(self, leaf: Node[Entry]) -> bool:
+        del leaf
+        return False
+
+    def write_leaf(
+        self, leaf: Node[Entry], until_s: float = math.inf, *, is_transcoding: bool, goes_now: bool = False
+    ) -> Handover:
+        del until_s, is_transcoding, goes_now
         return Handover(leaf.start)
 
     def write(self, entry: Entry) -> Job:
@@ -322,3 +332,20 @@ class NoSpills(Spills):
 def _still_computed(entry: Entry) -> Entry | None:
     """The first on the way to it whose owner still writes."""
     return next((node.payload for node in entry.last_node.path() if node.payload.span.is_live), None)
+
+
+def disk_reason(refused: Refused | None, writing: Writing) -> DiskReason:
+    """Why the disk did not take a block. None: one that it hangs on was given up, for want of room or a fault."""
+    match refused:
+        case None:
+            return "disk_failed" if writing.paused_because and not writing.is_full else "disk_full"
+        case Refused(Refusal.QUEUE_FULL):
+            return "disk_slow"
+        case Refused(Refusal.FIRST_TOUCH):
+            return "first_touch"
+        case Refused(Refusal.WRITE_BUDGET):
+            return "write_budget"
+        case Refused(Refusal.TOO_LARGE):
+            return "disk_full"
+        case _:
+            return "disk_full" if writing.is_full else "disk_failed"

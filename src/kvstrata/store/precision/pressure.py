@@ -1,10 +1,10 @@
-"""Steps spans down when memory runs short, before anything is thrown away: the ladder at work."""
+"""Step-down policy: chooses which spans step down, by the memory that is short or by the length of a sequence."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.planes import PlanesCodec
@@ -15,10 +15,18 @@ from kvstrata.store.entry import Entry
 from kvstrata.store.leaves import Leaves
 from kvstrata.store.options import LadderOptions
 from kvstrata.store.precision.ladder import HIGH, LOW, Bits, Ladder, Move, Standing
-from kvstrata.store.precision.rewriting import Rewriting
+from kvstrata.store.precision.target import Precision
 from kvstrata.store.shelf import Shelf
 
 PlanOf = Callable[[Codec, Codec], Plan]  # from a K and a V precision
+
+
+@dataclass(frozen=True)
+class StepDown:
+    """Decision that an entry is to be stored under a lower plan. The caller applies it (`Rewriting.step_down`)."""
+
+    entry: Entry
+    plan: Plan
 
 
 class Pressure:
@@ -26,41 +34,38 @@ class Pressure:
         self,
         shelf: Shelf,
         leaves: Leaves,
-        rewriting: Rewriting,
+        precision: Precision,
         plan_of: PlanOf,
         options: LadderOptions,
-        counters: Counter[str],
     ) -> None:
         self._shelf = shelf
         self._leaves = leaves
-        self._rewriting = rewriting
-        self._precision = rewriting.precision
+        self._precision = precision
         self._plan_of = plan_of
         self._options = options
-        self._counters = counters
         self._by_length = [(tokens, plan_of(codec, codec)) for tokens, codec in options.by_length]
         self._sizes: dict[Bits, float] = {}  # bytes of a token
         self._ladder: Ladder[Entry] = Ladder(options.floors, self._token_bytes)
         self._changed = shelf.journal.reader(self._ladder.discard)
         self._in_vain_bytes = 0  # with so much in use there was nothing left to step down
 
-    def relieve(self, used_bytes: int, limit_bytes: int) -> None:
-        """Ahead of need. Begins late and goes on for a while, so that it does not saw."""
+    def choose_early(self, used_bytes: int, limit_bytes: int) -> list[StepDown]:
+        """Choose ahead of need. Begins late and goes on for a while, so that it does not saw."""
         if used_bytes <= HIGH * limit_bytes:
             self._in_vain_bytes = 0
-        elif used_bytes > self._in_vain_bytes:
-            num_moves = self.make_room(int(used_bytes - LOW * limit_bytes))
-            self._in_vain_bytes = 0 if num_moves else used_bytes
+            return []
+        if used_bytes <= self._in_vain_bytes:
+            return []
+        chosen = self.choose(int(used_bytes - LOW * limit_bytes))
+        self._in_vain_bytes = 0 if chosen else used_bytes
+        return chosen
 
-    def make_room(self, need_bytes: int) -> int:
-        """Let spans step down until so much would be free, as far as the floors allow. Tells how many do."""
+    def choose(self, need_bytes: int) -> list[StepDown]:
+        """Choose spans until so much would be free, as far as the floors allow. They count as lower from now on."""
         if not self._options.by_pressure or need_bytes <= 0:
-            return 0
+            return []
         self._look()
-        moves = self._ladder.choose(need_bytes)
-        for move in moves:
-            self._lower(move.id, self._plan_after(move))
-        return len(moves)
+        return [StepDown(move.id, self._plan_after(move)) for move in self._ladder.choose(need_bytes)]
 
     def _look(self) -> None:
         """Where the entries stand that have changed."""
@@ -70,18 +75,13 @@ class Pressure:
             else:
                 self._ladder.discard(entry)
 
-    def grown(self, entries: set[Entry], num_tokens: int) -> None:
-        """A sequence that holds these has so many tokens now."""
+    def for_length(self, entries: Iterable[Entry], num_tokens: int) -> list[StepDown]:
+        """Choose among the entries of a sequence that has so many tokens now."""
         plans = [plan for tokens, plan in self._by_length if num_tokens >= tokens]
-        for entry in entries if plans else ():
-            # A longer one that shares it may have taken it further down.
-            if self._precision.lowers(entry, plans[-1]):
-                self._lower(entry, plans[-1])
-
-    def _lower(self, entry: Entry, plan: Plan) -> None:
-        entry.target, entry.goes_up = plan, False
-        self._counters["stepped_down_spans"] += 1
-        self._rewriting.review(entry)
+        if not plans:
+            return []
+        # A longer one that shares it may have taken it further down.
+        return [StepDown(entry, plans[-1]) for entry in entries if self._precision.lowers(entry, plans[-1])]
 
     def _standing(self, entry: Entry) -> Standing:
         specs = self._precision.layout.flat()

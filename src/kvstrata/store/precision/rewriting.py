@@ -1,40 +1,53 @@
-"""Brings entries to what they should be stored as, bit by bit: trims, encodes, steps down."""
+"""Brings entries to what they should be stored as, bit by bit: trims, encodes, steps down.
+
+An entry that has come there is joined with its neighbours, offloaded and shared.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Iterable
 
+from kvstrata.index.tree import Node
 from kvstrata.spans.plan import Plan
+from kvstrata.store.cold.sharing import Sharing
+from kvstrata.store.cold.spills import Spills
 from kvstrata.store.entry import Entry
 from kvstrata.store.failures import Failures
 from kvstrata.store.precision.mover import Job, Mover
 from kvstrata.store.precision.pending import Pending
+from kvstrata.store.precision.pressure import StepDown
 from kvstrata.store.precision.target import Precision
 from kvstrata.store.shelf import Shelf
 
+# On the way from the first token to the end of a conversation: few and long spans are read faster than many short ones.
+MAX_SPANS = 8
+
 
 class Rewriting:
-    """`put_away` writes an entry to the disk, as part of the job that takes bits from it. `done` is told when an entry
-    has come to what it should be stored as."""
+    """`sharing`: to a tier that others share; None: there is none. `writes_after_reply`: to the disk, too."""
 
     def __init__(
         self,
         shelf: Shelf,
         precision: Precision,
+        spills: Spills,
+        sharing: Sharing | None,
         counters: Counter[str],
         failures: Failures,
         *,
-        put_away: Callable[[Entry], Job],
-        done: Callable[[Entry], None],
+        writes_after_reply: bool,
     ) -> None:
         self._shelf = shelf
         self.precision = precision
         self._counters = counters
         self._failures = failures
-        self._put_away = put_away
+        self._spills = spills
+        self._sharing = sharing
+        self._writes_after_reply = writes_after_reply
         self._pending = Pending(shelf.journal, self._waits, precision.pending_bytes)
-        self.mover = Mover(self._job, done, self._get_stuck, shelf.journal.note, failures.watching)
+        self.mover = Mover(self._job, self._finish_entry, self._get_stuck, shelf.journal.note, failures.watching)
 
     def review(self, entry: Entry) -> None:
         """Something about it has changed: maybe it should be stored in another way now."""
@@ -45,6 +58,28 @@ class Rewriting:
         except Exception as error:  # noqa: BLE001
             # Its owner, or whoever leased it, has nothing to do with it.
             self._get_stuck(entry, error)
+
+    def review_ended(self, entry: Entry) -> None:
+        """Review an entry that no sequence writes any more, and settle it where nothing has to be rewritten: of some
+        models nothing ever has, because their layers hold states alone."""
+        self.review(entry)
+        if not self.mover.has(entry):
+            self._settle(entry)
+
+    def step_down(self, chosen: Iterable[StepDown]) -> None:
+        """Give entries the lower plans that were chosen for them. The work is done bit by bit."""
+        for each in chosen:
+            each.entry.target, each.entry.goes_up = each.plan, False
+            self._counters["stepped_down_spans"] += 1
+            self.review(each.entry)
+
+    def finish_path(self, leaf: Node[Entry], until_s: float = math.inf) -> None:
+        """Bring a leaf's span to what it should be stored as, and those that it hangs on as far as they have no memory
+        of their own yet. Spans that are rewritten are joined: the leaf may be another's afterwards."""
+        for entry in dict.fromkeys(node.payload for node in leaf.path()):
+            is_own = entry is leaf.payload or self.precision.was_short(entry)
+            if not entry.is_running and (entry.span.is_live or is_own):
+                self.mover.finish(entry, until_s)
 
     def holds_up(self, entry: Entry) -> bool:
         """Whether a request that would go on from an entry has to wait: a span that is to have fewer bits gets them
@@ -69,7 +104,7 @@ class Rewriting:
         job, before_bytes = self.precision.job(entry, plan), entry.span.kv_bytes
         if self.precision.options.put_away and entry.target is not None and not entry.goes_up:
             # What it loses now can be had back.
-            yield from self._put_away(entry)
+            yield from self._spills.write(entry)
             if entry not in self._shelf.entries:
                 return
         for _ in job:
@@ -85,6 +120,25 @@ class Rewriting:
                 # A tier that has it, has it raw: it is written there again in these bits.
                 entry.clean_token_bytes = 0.0
                 self._shelf.set_clean(entry, is_clean=False)
+
+    def _finish_entry(self, entry: Entry) -> None:
+        """End the job of an entry: join it with its neighbours, and settle what it is part of then."""
+        # Unless something else was asked for meanwhile, or it has grown.
+        self.review(entry)
+        if entry.is_running or not entry.nodes:
+            return
+        last = entry.last_node
+        for grown in self._shelf.join_along(last, MAX_SPANS):
+            self.review(grown)
+        # It may have been joined to what comes before it.
+        self._settle(last.payload)
+
+    def _settle(self, entry: Entry) -> None:
+        """Offload and share an entry that has ended and has come to what it should be stored as."""
+        if self._writes_after_reply:
+            self._spills.add(entry)
+        if self._sharing is not None:
+            self._sharing.add(entry)
 
     def _get_stuck(self, entry: Entry, error: Exception) -> None:
         """Every layer of it is whole, as it was or as it should be."""
