@@ -22,6 +22,8 @@ from kvstrata.disk.tier import DiskTier
 from kvstrata.grammar.grammars import Grammar
 from kvstrata.grammar.masks import Masks
 from kvstrata.grammar.matcher import Matcher
+from kvstrata.remote.blocks import RemoteBlocks
+from kvstrata.remote.tier import RemoteTier
 from kvstrata.store.failures import Failures
 
 
@@ -59,11 +61,15 @@ class Faults:
         self._plan = Plan(None, Counter())
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have the plan see each call of a public operation."""
+        """Have the plan see each call of a public operation, and each reading of a public property."""
         for of in _parts():
-            for name, operation in vars(of).items():
-                if not name.startswith("_") and inspect.isfunction(operation):
+            for name, operation in list(vars(of).items()):
+                if name.startswith("_"):
+                    continue
+                if inspect.isfunction(operation):
                     monkeypatch.setattr(of, name, self._watched(operation))
+                elif isinstance(operation, property) and operation.fget is not None:
+                    monkeypatch.setattr(of, name, property(self._watched(operation.fget)))
 
     def _watched(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         name = operation.__qualname__
@@ -93,4 +99,4 @@ def _parts() -> Iterator[type]:
         for _, of in inspect.getmembers(module, inspect.isclass):
             if of.__module__ == module.__name__ and of is not Failures and not is_dataclass(of):
                 yield of
-    yield from (DiskTier, DiskBlocks, Matcher, Masks, Grammar)
+    yield from (DiskTier, DiskBlocks, RemoteTier, RemoteBlocks, Matcher, Masks, Grammar)

@@ -34,6 +34,7 @@ from tests.byte_level import byte_grammars, byte_model
 from tests.engine.test_disk import make_computing_slow
 from tests.engine.test_engine import Reply
 from tests.faults import Fault, Faults, Site
+from tests.remote.stores import options_for, private_folder, secret_file
 from tests.tiny import layout_of
 
 pytestmark = pytest.mark.cache_faults
@@ -47,14 +48,19 @@ LOGGERS = [f"kvstrata.{name}" for name in ("store.failures", "engine.sequence", 
 class Work:
     """Requests of several conversations, and questions to the cache, in the same order each time."""
 
-    def __init__(self, folder: Path, architecture: str) -> None:
+    def __init__(self, folder: Path, architecture: str, *, is_shared: bool = False) -> None:
+        """`is_shared`: beside the disk there is a tier that other servers share."""
         loaded = byte_model(architecture)
         mx.eval(arrays_in(loaded.module))
         self.token_bytes = layout_of(loaded).token_bytes
         self.hot_bytes = HOT_TOKENS * self.token_bytes
-        disk = DiskOptions(folder, 64 * MIB, reserve_bytes=0, queue_bytes=16 * MIB)
+        disk = DiskOptions(folder / "disk", 64 * MIB, reserve_bytes=0, queue_bytes=16 * MIB)
+        # In raw form: blocks of another precision would change the replies.
+        remote = options_for(private_folder(folder), secret_file(folder), precision="raw") if is_shared else None
+        self._shared_folder = folder / "shared"
         storage = Storage(hot_bytes=self.hot_bytes, put_away=True)
-        self.engine = Engine(loaded, Limits(memory_bytes=4096 * MIB, max_running=3), Metrics(), storage, disk)
+        limits = Limits(memory_bytes=4096 * MIB, max_running=3)
+        self.engine = Engine(loaded, limits, Metrics(), storage, disk, remote=remote)
         self.engine.start()
         self._rng = random.Random(7)
         self._shared = self._prompt(300)
@@ -73,6 +79,9 @@ class Work:
         self.engine.cache.requantize(Change(parse("raw"), parse("raw"))).result(60)
         self._settle()
         self.engine.cache.clear(None, "all", owner=None).result(60)
+        for path in self._shared_folder.rglob("*"):
+            if path.is_file() and path.name != "cluster":
+                path.unlink(missing_ok=True)  # the writer's own file may be gone by now
         self.engine.ask(make_computing_slow).result(60)
 
     def run(self) -> dict[str, Reply]:
@@ -161,9 +170,13 @@ def replies_of(work: Work) -> dict[str, list[int]]:
     return {name: ids for name, (_, ids) in ends.items()}
 
 
-@pytest.fixture(params=["llama", "qwen3_next"])
+WORKS = {"llama": ("llama", False), "qwen3_next": ("qwen3_next", False), "shared": ("llama", True)}
+
+
+@pytest.fixture(params=WORKS)
 def work(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Work]:
-    work = Work(tmp_path, request.param)
+    architecture, is_shared = WORKS[request.param]
+    work = Work(tmp_path, architecture, is_shared=is_shared)
     yield work
     work.engine.stop()
 

@@ -54,6 +54,7 @@ class Resume:
         """`shared_marks`: what is computed goes to a tier that others share, which has marks at multiples of 256 only;
         called before one is taken while a batch runs, to give its sequences their own state. None: nothing does."""
         self._store = store
+        self._needs_marks = store.needs_marks  # of the model: read once, so that no step depends on the answer
         self._evictor = evictor
         self._explainer = explainer
         self._precision = precision
@@ -108,7 +109,7 @@ class Resume:
             self._failures.require("releases", lambda: self._store.release(lease), None)
             return False
         sequence.stored.asked_twice = lease.asked_twice
-        if self._shared_marks is not None and self._store.needs_marks:
+        if self._shared_marks is not None and self._needs_marks:
             stops = {*sequence.stored.stops, len(sequence.tokens) - 1}
             sequence.stored.stops |= {stop - stop % BLOCK_TOKENS for stop in stops if stop >= BLOCK_TOKENS}
         sequence.stored.num_asked = 0
@@ -146,7 +147,7 @@ class Resume:
 
     def next_stop(self, sequence: Sequence, at: int) -> int | None:
         """How many tokens after `at` its prefill should pause, so that others can resume there. None: it need not."""
-        if not self._store.needs_marks:
+        if not self._needs_marks:
             return None
         stops = [stop - at for stop in sequence.stored.stops if stop > at]
         return min([*stops, self._mark_every - at % self._mark_every])
@@ -157,7 +158,7 @@ class Resume:
             return
         at = sequence.cache.num_tokens
         pauses = at in sequence.stored.stops or at % self._mark_every == 0 or not sequence.prefill_left
-        has_checkpoint = self._store.needs_marks and pauses
+        has_checkpoint = self._needs_marks and pauses
         self._commit(sequence, has_checkpoint=has_checkpoint, is_prompt_end=not sequence.prefill_left)
         self._seal_in_time(sequence.cache, sequence.rung, SEAL_TOKENS)
         self._grow(sequence, at)
@@ -173,7 +174,7 @@ class Resume:
     def _mark_reply(self, sequence: Sequence) -> None:
         """Where another server can go on from a reply."""
         filing, cache = sequence.stored.filing, sequence.cache
-        if self._shared_marks is None or not self._store.needs_marks or filing is None or cache is None:
+        if self._shared_marks is None or not self._needs_marks or filing is None or cache is None:
             return
         if cache.num_tokens % BLOCK_TOKENS == 0 and cache.num_tokens > cache.start:
             self._shared_marks()
@@ -195,7 +196,7 @@ class Resume:
         if filing is None or sequence.cache is None:
             return
         has_computed = sequence.cache.num_tokens > sequence.cache.start
-        self._commit(sequence, has_checkpoint=self._store.needs_marks and has_computed)
+        self._commit(sequence, has_checkpoint=self._needs_marks and has_computed)
         self._failures.require("commits", filing.end, None)
         sequence.stored.filing = None
 
