@@ -5,9 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +22,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from kvstrata.errors import BodyTooLarge, InvalidRequest
+from kvstrata.server import tokenizing
 from kvstrata.server.conversation import body as bodies
-from kvstrata.server.conversation.body import MIN_VALUES, read_body, require_few_values
+from kvstrata.server.conversation.body import MAX_OBJECTS, MIN_VALUES, read_body, require_few_values, validated
 from kvstrata.server.openai.schema import ChatAsked, CompletionAsked
+from kvstrata.server.service import MAX_SMALL_BODIES
 from tests.models.conftest import write_model
 from tests.server.conftest import Served
 from tests.server.test_process import serving
@@ -115,6 +119,79 @@ def test_validation_ends_at_the_first_wrong_item(asked: dict[str, Any]) -> None:
     assert error.value.error_count() <= 2  # one for each kind that a field may be of
 
 
+@pytest.mark.parametrize("item", [MESSAGE, b"{}"], ids=["messages", "ignored"])
+def test_a_long_context_allows_no_more_objects(item: bytes) -> None:
+    """A body of 4 MiB with 175,000 empty messages held the interpreter's lock for seconds."""
+    body = b'{"messages":[' + MESSAGE + b'],"more":' + listing(item, MAX_OBJECTS - 2) + b"}"
+    assert len(read_body(ChatAsked, body, 1 << 21).messages) == 1
+    with pytest.raises(BodyTooLarge, match=f"more than the {MAX_OBJECTS} JSON objects"):
+        read_body(ChatAsked, body.replace(b"[{", b"[{},{", 1), 1 << 21)
+
+
+def test_validation_lets_other_threads_run() -> None:
+    asked = {"messages": [{"role": "user", "content": ""}] * 30_000}
+    has_begun, has_ended = threading.Event(), threading.Event()
+
+    def validate() -> None:
+        has_begun.set()
+        validated(ChatAsked, asked)
+        has_ended.set()
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        thread = threading.Thread(target=validate)
+        thread.start()
+        has_begun.wait()
+        num_turns = 0
+        while not has_ended.is_set():
+            time.sleep(0)
+            num_turns += 1
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert num_turns > 10
+
+
+def test_large_bodies_are_parsed_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the event loop waits for one of them at most."""
+    parse, running, most = bodies.from_json, threading.Semaphore(0), []
+
+    def counted(body: bytes, **options: Any) -> Any:
+        running.release()
+        time.sleep(0.01)
+        most.append(running._value)
+        running.acquire()
+        return parse(body, **options)
+
+    monkeypatch.setattr(bodies, "from_json", counted)
+    body = b'{"prompt":"' + b"a" * bodies.SMALL_BYTES + b'"}'
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: read_body(CompletionAsked, body), range(8)))
+    assert most == [1] * 8
+
+
+def test_bodies_that_wait_leave_threads_to_others(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the ends of streams: a body may wait for its grammar for 12 s."""
+    response = served.ask("/v1/responses", input="Hi", max_output_tokens=1).json()["id"]
+    waiting, over = threading.Semaphore(0), threading.Event()
+
+    def wait(*_: Any) -> tuple[int, ...]:
+        waiting.release()
+        over.wait(60)
+        return (1,)
+
+    monkeypatch.setattr(tokenizing, "_ids", wait)
+    with ThreadPoolExecutor(MAX_SMALL_BODIES) as threads, served.http() as http:
+        asked = [threads.submit(served.ask, "/tokenize", prompt="a") for _ in range(MAX_SMALL_BODIES)]
+        try:
+            assert all(waiting.acquire(timeout=30) for _ in asked)
+            assert http.get(f"/v1/responses/{response}/input_items", timeout=20).status_code == 200
+        finally:
+            over.set()
+        assert {each.result().status_code for each in asked} == {200}
+
+
 def test_the_count_leaves_strings_out() -> None:
     marks = ',[{"\\' * (MIN_VALUES // 2)
     require_few_values(json.dumps({"prompt": marks}).encode(), 0)
@@ -135,6 +212,7 @@ def test_the_count_is_that_of_the_body_without_strings(value: Any, piece_bytes: 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bodies, "PIECE_BYTES", piece_bytes)
         patch.setattr(bodies, "MIN_VALUES", num_values)
+        patch.setattr(bodies, "MAX_OBJECTS", outside.count(b"{"))
         require_few_values(body, 0)
         if num_values:
             patch.setattr(bodies, "MIN_VALUES", num_values - 1)

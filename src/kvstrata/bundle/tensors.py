@@ -14,6 +14,8 @@ from kvstrata.tier.block import ITEM_BYTES
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 64 << 20
+# Commas, lists and objects of a header: their parsing holds up other threads.
+MAX_HEADER_VALUES = 1 << 20
 MAX_TENSORS = 1 << 16
 MAX_AXES = 8
 METADATA = "__metadata__"
@@ -56,8 +58,11 @@ def read_table(file: BinaryIO, offset: int, nbytes: int) -> TensorTable:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if length > min(MAX_HEADER_BYTES, nbytes - LENGTH_BYTES):
         raise _unusable(f"its header would have {length} bytes")
+    header = file.read(length)
+    if sum(map(header.count, (b",", b"[", b"{"))) > MAX_HEADER_VALUES:
+        raise _unusable(f"its header has more than {MAX_HEADER_VALUES} values")
     try:
-        fields = json.loads(file.read(length))
+        fields = json.loads(header)
         metadata = fields.pop(METADATA, {})
         if len(fields) > MAX_TENSORS or not all(isinstance(value, str) for value in metadata.values()):
             raise ValueError("too many tensors, or metadata that is no text")

@@ -14,7 +14,7 @@ from typing import TypeVar
 STACK_BYTES = 1 << 30
 MAX_RUNNING = 4  # those that were given up included
 # Callers that wait at the same time, for a place or for their result. Each holds one of the 40 threads on which the
-# server does all its other work.
+# server reads bodies.
 MAX_CALLERS = 24
 PLACE_LIMIT_S = 2.0
 

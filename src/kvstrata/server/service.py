@@ -34,8 +34,10 @@ if TYPE_CHECKING:
 
 # Of a list in a body, however short the context is.
 MIN_ITEMS = 1 << 14
-# That are parsed at once.
+# Bodies that become requests at once, each on a worker thread. They have threads of their own: a body may wait 12 s for
+# its grammar, and the ends of streams, which use the other 40 threads, must not wait for that.
 MAX_LARGE_BODIES = 2
+MAX_SMALL_BODIES = 40
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ class Service:
     carriers: tuple[Carrier, ...] = ()  # what goes along when a session is exported
     imports: Places = field(default_factory=Places)
     large_bodies: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_LARGE_BODIES))
+    small_bodies: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(MAX_SMALL_BODIES))
     origins: tuple[str, ...] = ()  # of web pages that may use it from a browser; * is every one
     journal: Journal = field(default_factory=Journal)
 

@@ -6,8 +6,9 @@ before it is parsed when it would become too many objects, and validation ends a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from itertools import accumulate
+from contextlib import nullcontext
 from typing import Annotated, Any, TypeVar
 
 from anyio import to_thread
@@ -24,11 +25,19 @@ from kvstrata.server.service import Service, service_of
 T = TypeVar("T")
 AskedT = TypeVar("AskedT", bound=BaseModel)
 
-# Bodies of more bytes are parsed two at a time (`Service.large_bodies`): each becomes many times as large.
+# Bodies of more bytes are rendered and tokenized two at a time (`Service.large_bodies`): each becomes many times as
+# large.
 LARGE_BYTES = 1 << 20
 # JSON values of a body, whatever the context: about 0.1 s of parsing, in which nobody else is served.
 MIN_VALUES = 1 << 18
+# JSON objects of a body, however long the context is: an object takes 6 us to validate, and a message 10 us to render.
+MAX_OBJECTS = 1 << 16
 PIECE_BYTES = 1 << 16
+# Bodies of more bytes are parsed and validated one at a time: each may hold the interpreter's lock for 0.1 s, and the
+# event loop would wait for several in a row.
+SMALL_BYTES = 1 << 16
+
+_parsing_large = threading.Lock()
 
 
 def _within_context(items: Any, info: ValidationInfo) -> Any:
@@ -47,11 +56,18 @@ def _of_few_values(text: str, info: ValidationInfo) -> str:
     return text
 
 
+def _unchanged(item: Any) -> Any:
+    return item
+
+
 # Text that is parsed as JSON.
 JsonText = Annotated[str, AfterValidator(_of_few_values)]
 # A list of what a prompt is made of, as long as the context allows (`Service.max_items`). Its first wrong item ends the
-# validation: pydantic would note an error for each.
-Items = Annotated[list[T], Field(fail_fast=True), BeforeValidator(_within_context)]
+# validation: pydantic would note an error for each. A call into Python at each item lets other threads have the
+# interpreter's lock, which pydantic otherwise holds to the end of the list.
+Items = Annotated[
+    list[Annotated[T, BeforeValidator(_unchanged)]], Field(fail_fast=True), BeforeValidator(_within_context)
+]
 
 
 class Asked(BaseModel):
@@ -85,7 +101,7 @@ async def _received(request: Request) -> bytes:
 
 async def _made(request: Request, make: Callable[[Service, bytes, Scope], T], body: bytes) -> T:
     service = service_of(request)
-    limiter = service.large_bodies if len(body) > LARGE_BYTES else None
+    limiter = service.large_bodies if len(body) > LARGE_BYTES else service.small_bodies
     try:
         return await to_thread.run_sync(make, service, body, request.scope, limiter=limiter)
     finally:
@@ -108,11 +124,12 @@ def body_of(schema: type[BaseModel]) -> dict[str, Any]:
 def read_body(schema: type[AskedT], body: bytes, max_items: int = MIN_VALUES) -> AskedT:
     """`max_items`: of each list, see `Service.max_items`."""
     require_few_values(body, max_items)
-    try:
-        asked = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise InvalidRequest(f"The body is not JSON: {error}.", code="invalid_json") from None
-    return validated(schema, asked, max_items)
+    with _parsing_large if len(body) > SMALL_BYTES else nullcontext():
+        try:
+            asked = from_json(body, allow_inf_nan=False)
+        except ValueError as error:
+            raise InvalidRequest(f"The body is not JSON: {error}.", code="invalid_json") from None
+        return validated(schema, asked, max_items)
 
 
 def max_values(max_items: int) -> int:
@@ -126,17 +143,24 @@ def num_values(text: str) -> int:
 
 
 def require_few_values(body: bytes, max_items: int) -> None:
-    """Raise BodyTooLarge where parsing would make too many objects."""
+    """Raise BodyTooLarge where the body has too many JSON values or JSON objects to parse and validate."""
     most = max_values(max_items)
-    if len(body) > most and any(count > most for count in accumulate(_values_in_pieces(body))):
-        raise BodyTooLarge(
-            f"The body has more than the {most} JSON values that this server reads at a time. Send fewer messages, "
-            "prompts or tools in one request."
-        )
+    if len(body) <= min(most, MAX_OBJECTS):
+        return
+    num_values = num_objects = 0
+    for values, objects in _values_in_pieces(body):
+        num_values += values
+        num_objects += objects
+        if num_values > most or num_objects > MAX_OBJECTS:
+            found = f"{most} JSON values" if num_values > most else f"{MAX_OBJECTS} JSON objects"
+            raise BodyTooLarge(
+                f"The body has more than the {found} that this server reads at a time. Send fewer messages, prompts or "
+                "tools in one request."
+            )
 
 
-def _values_in_pieces(body: bytes) -> Iterator[int]:
-    """Likewise, without what is inside of strings. Piece by piece: each step holds the interpreter's lock."""
+def _values_in_pieces(body: bytes) -> Iterator[tuple[int, int]]:
+    """Yield the numbers of values and of objects outside of strings. Each piece holds the interpreter's lock."""
     start, is_in_string = 0, False
     while start < len(body):
         piece = body[start : start + PIECE_BYTES]
@@ -146,7 +170,8 @@ def _values_in_pieces(body: bytes) -> Iterator[int]:
         runs = piece.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
         outside = b"".join(runs[is_in_string::2])
         is_in_string ^= len(runs) % 2 == 0
-        yield sum(map(outside.count, (b",", b"[", b"{")))
+        objects = outside.count(b"{")
+        yield objects + outside.count(b",") + outside.count(b"["), objects
 
 
 def validated(schema: type[AskedT], asked: Any, max_items: int = MIN_VALUES) -> AskedT:

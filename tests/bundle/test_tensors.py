@@ -1,0 +1,33 @@
+"""Headers of safetensors files that anyone may send."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from kvstrata.bundle import tensors
+from kvstrata.bundle.tensors import LENGTH_BYTES, MAX_HEADER_VALUES, read_table
+from kvstrata.errors import UnusableFile
+
+
+def test_header_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A header of 64 MiB would become 20 million lists, and hold up every thread meanwhile."""
+    parsed: list[bytes] = []
+    monkeypatch.setattr(tensors.json, "loads", lambda text: parsed.append(text) or {})
+    for num_values in (MAX_HEADER_VALUES, MAX_HEADER_VALUES + 1):
+        header = b'{"a":' + b"[" * (num_values - 1)
+        content = len(header).to_bytes(LENGTH_BYTES, "little") + header
+        if num_values == MAX_HEADER_VALUES:
+            read_table(io.BytesIO(content), 0, len(content))
+        else:
+            with pytest.raises(UnusableFile, match=f"more than {MAX_HEADER_VALUES} values"):
+                read_table(io.BytesIO(content), 0, len(content))
+    assert len(parsed) == 1
+
+
+def test_small_header_is_read() -> None:
+    header = json.dumps({"a": {"dtype": "F16", "shape": [2], "data_offsets": [0, 4]}}).encode()
+    content = len(header).to_bytes(LENGTH_BYTES, "little") + header + b"abcd"
+    assert read_table(io.BytesIO(content), 0, len(content)).read("a") == b"abcd"
