@@ -40,6 +40,15 @@ def test_the_table_has_every_precision_and_the_command(folder: Path) -> None:
     assert f"kvstrata serve {folder}\n" in text
 
 
+def test_the_advice_says_how_many_conversations_fit_as_the_table_does(folder: Path) -> None:
+    size = ("--memory", "1GiB", "--backend", "cpu")
+    fit = as_json(str(folder), *size)["precisions"][0]["stored"][0]["conversations"]
+    assert fit > 4
+    said = " ".join(planned(str(folder), *size).split())
+    assert "4 conversations of 8,192 tokens (--conversations, --tokens) stay in memory at raw" in said
+    assert f"which has room for {fit:,}" in said
+
+
 def test_json_says_the_same_and_adds_up(folder: Path) -> None:
     told = as_json(str(folder), "--memory", "1GiB", "--backend", "cpu", "--disk", "2GiB")
     assert told["memory_limit_bytes"] == 768 << 20

@@ -129,6 +129,7 @@ def printed(tiny: Served, *arguments: str, **env: str) -> str:
 
 def test_requests_are_shown_with_what_they_took_and_why_they_missed(tiny: Served) -> None:
     shown = printed(tiny)
+    assert re.search(r"^Requests .* miss or error .*$", shown, re.MULTILINE)
     rows = re.findall(r"^\d\d:\d\d:\d\d completions .*$", shown, re.MULTILINE)
     failed, last, second, first = rows[:4]
     assert "400 context_length_exceeded" in failed

@@ -143,6 +143,24 @@ def test_no_file_is_written_where_it_does_not_fit(
     assert kept_files(tmp_path) == []
 
 
+def test_model_that_is_too_large_to_keep_deletes_no_file(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load(model, cpu=CpuOptions(activations=16))
+    (path,) = kept_files(tmp_path)
+    monkeypatch.setattr(kept, "MAX_BYTES", path.stat().st_size // 2)
+    load(model, cpu=CpuOptions(activations=32))
+    assert kept_files(tmp_path) == [path]
+
+
+def test_file_that_a_killed_process_of_the_same_id_left_is_replaced(model: str, tmp_path: Path) -> None:
+    load(model)
+    (path,) = kept_files(tmp_path)
+    path.rename(path.with_suffix(f".{os.getpid()}{kept.TEMPORARY}"))
+    load(model)
+    assert kept_files(tmp_path) == [path]
+
+
 def test_disk_that_is_full_costs_the_file_alone(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

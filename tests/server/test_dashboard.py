@@ -46,6 +46,13 @@ def test_files_are_served_as_what_they_are(tiny: Served) -> None:
         assert "unsafe-inline" not in http.get("/").headers["content-security-policy"]
 
 
+def test_recent_requests_have_a_column_for_misses_and_errors(tiny: Served) -> None:
+    with tiny.http() as http:
+        page = http.get("/").text
+    assert '<th scope="col">miss or error</th>' in page
+    assert "missed because" not in page
+
+
 @pytest.mark.parametrize(("width", "height"), [(1280, 900), (390, 844)])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_fits_its_window_in_both_colours(

@@ -65,7 +65,7 @@ def table(rows: Sequence[DiskWrites]) -> str:
             ("requests", ">10", lambda row: row.requests),
             (
                 "GiB a day",
-                ">18",
+                ">20",
                 lambda row: f"{_gib_a_day(row, row.least_bytes)} to {_gib_a_day(row, row.most_bytes)}",
             ),
             ("memory GiB", ">12", lambda row: f"{row.memory_bytes / GIB:,.0f}"),

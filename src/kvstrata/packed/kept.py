@@ -135,6 +135,8 @@ class KeptWriter:
     def open(self, needed_bytes: int) -> None:
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # Of a process that was killed and had the same id, as those of containers have.
+            self._temporary.unlink(missing_ok=True)
             _make_room(self.path.parent, needed_bytes)
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
             self._file = open(os.open(self._temporary, flags, 0o600), "wb")  # noqa: SIM115
@@ -204,6 +206,9 @@ def writing_kept(path: Path, needed_bytes: int) -> Iterator[KeptWriter]:
 
 def _make_room(folder: Path, needed_bytes: int) -> None:
     """Delete what was read longest ago. Raises OSError where a file does not fit all the same."""
+    if needed_bytes > MAX_BYTES:
+        # Before anything is deleted: no space would be enough.
+        raise OSError(f"{needed_bytes} bytes are more than all files may take")
     now = time.time()
     for path in folder.glob(f"*{TEMPORARY}"):
         if now - path.stat().st_mtime > ABANDONED_S:
@@ -214,5 +219,5 @@ def _make_room(folder: Path, needed_bytes: int) -> None:
         total += path.stat().st_size
         if total > MAX_BYTES:
             path.unlink(missing_ok=True)
-    if needed_bytes > MAX_BYTES or shutil.disk_usage(folder).free < needed_bytes + FREE_BYTES:
+    if shutil.disk_usage(folder).free < needed_bytes + FREE_BYTES:
         raise OSError(f"{needed_bytes} bytes more are too many there")
