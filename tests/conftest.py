@@ -20,10 +20,10 @@ import mlx.core as mx
 from kvstrata.attention import cpu
 from kvstrata.backend.machine import METAL_ARRAYS
 from kvstrata.codecs import paths
-from kvstrata.engine import make
+from kvstrata.engine import build
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.store import failures
+from kvstrata.prefix_cache import jobs
 
 # Other work on the machine must not fail a property.
 settings.register_profile("kvstrata", deadline=None, derandomize=bool(os.environ.get("CI")))
@@ -70,7 +70,7 @@ class _Faults(logging.Handler):
 @pytest.fixture(autouse=True)
 def _no_cache_faults(request: pytest.FixtureRequest) -> Iterator[None]:
     """A fault of the cache fails the test, unless the test is marked as causing it."""
-    faults, log = _Faults(), logging.getLogger(failures.__name__)
+    faults, log = _Faults(), logging.getLogger(jobs.__name__)
     log.addHandler(faults)
     yield
     log.removeHandler(faults)
@@ -86,7 +86,7 @@ def default_model() -> LoadedModel:
 @pytest.fixture
 def as_on_metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a Mac runs: no kernels of ours, MLX's quantized products, and a GPU's sizes."""
-    monkeypatch.setattr(make, "max_arrays", lambda: METAL_ARRAYS)
+    monkeypatch.setattr(build, "max_arrays", lambda: METAL_ARRAYS)
     # MLX has it on a CPU in float32 only. A GPU adds up in float32 too, and rounds what comes out.
     gather_mm = mx.gather_mm
 

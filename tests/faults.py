@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from kvstrata import store
+from kvstrata import prefix_cache
 from kvstrata.disk.blocks import DiskBlocks
 from kvstrata.disk.tier import DiskTier
 from kvstrata.grammar.grammars import Grammar
 from kvstrata.grammar.masks import Masks
 from kvstrata.grammar.matcher import Matcher
+from kvstrata.prefix_cache.jobs import Failures
 from kvstrata.remote.blocks import RemoteBlocks
 from kvstrata.remote.tier import RemoteTier
-from kvstrata.store.failures import Failures
 
 
 class Fault(Exception):
@@ -93,7 +93,9 @@ class Faults:
 def _parts() -> Iterator[type]:
     """All that work on what is stored: the cache, a tier, precision and grammars; not the guard itself, nor values."""
     modules: list[ModuleType] = [
-        importlib.import_module(found.name) for found in pkgutil.walk_packages(store.__path__, "kvstrata.store.")
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(prefix_cache.__path__, "kvstrata.prefix_cache.")
+        for found in pkgutil.walk_packages(prefix_cache.__path__, "kvstrata.prefix_cache.")
     ]
     for module in modules:
         for _, of in inspect.getmembers(module, inspect.isclass):

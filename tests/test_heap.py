@@ -38,7 +38,7 @@ ENGINE = f"""
 import dataclasses, threading, time
 from kvstrata.engine.engine import Engine
 from kvstrata.engine import thread
-from kvstrata.engine.limits import Limits
+from kvstrata.engine.config import Limits
 from kvstrata.engine.request import Finished, Request, Sampling
 from kvstrata.metrics import Metrics
 from tests.tiny import tiny_loaded, tiny_module

@@ -9,10 +9,9 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.resume import MIN_FOLLOW_TOKENS
-from kvstrata.engine.storage import Storage
-from kvstrata.store.precision.requantize import Change
+from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.prefix_lookup import MIN_FOLLOW_TOKENS
+from kvstrata.prefix_cache.requantize import Change
 from tests.engine.drive import Client, Drive
 from tests.engine.test_loop import assert_same, prompt
 from tests.engine.test_prefixes import cached, prefilled_tokens, serve, settle

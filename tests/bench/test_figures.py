@@ -12,8 +12,8 @@ from kvstrata.bench import engine, first_token, grammar, ladder, prefill_share, 
 from kvstrata.bench.driver import in_turns, lay_out
 from kvstrata.bench.streams import running
 from kvstrata.cli.bench import app
+from kvstrata.engine.config import Limits
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
 from kvstrata.layers import buffers
 from kvstrata.metrics import Metrics
 from tests.byte_level import byte_model

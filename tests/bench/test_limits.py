@@ -13,8 +13,8 @@ from kvstrata.bench import disk, limits, step
 from kvstrata.bench.limits import Products, products
 from kvstrata.bench.streams import running
 from kvstrata.cli import app
+from kvstrata.engine.config import Limits
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
 from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
 from kvstrata.tier.base import Refusal, Refused

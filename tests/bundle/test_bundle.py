@@ -28,15 +28,14 @@ from kvstrata.bundle.format import (
 )
 from kvstrata.bundle.reading import Bundle, Lineage, blocks, open_bundle
 from kvstrata.bundle.writing import BundleWriter
-from kvstrata.engine.moving import Conversation
-from kvstrata.engine.prompt_caches import any_mark
+from kvstrata.engine.bundle_transfer import Conversation
+from kvstrata.engine.prompt_cache_file import any_mark
 from kvstrata.errors import ConfigError, RequestError, UnusableFile
-from kvstrata.index.ids import as_ids
-from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import Layout
+from kvstrata.prefix_cache.keys import as_ids, chain
+from kvstrata.prefix_cache.transfer import neutral_root
 from kvstrata.spans.checks import check_description
 from kvstrata.spans.marks import Mark
-from kvstrata.store.outgoing import neutral_root
 from kvstrata.tier.block import BASE, MARK, Block, Tensor
 from tests.server.conftest import Served, running
 from tests.server.test_move import PROMPT, complete, stored

@@ -10,7 +10,7 @@ from kvstrata.disk.checksum import Checksum
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.row import BlockRow
 from kvstrata.disk.tier import DiskTier
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.tier.base import Accepted, Tier
 from kvstrata.tier.block import BASE, ITEM_BYTES, Block, BlockId, Tensor
 from kvstrata.tier.reading import Loaded, Missing

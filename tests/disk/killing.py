@@ -20,7 +20,7 @@ from pathlib import Path
 
 from kvstrata.disk.files import Files
 from kvstrata.disk.inspect import verify
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.tier.block import Block
 from tests.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now, real_bytes
 from tests.disk.faults import FaultyFiles, kill

@@ -21,7 +21,7 @@ import numpy as np
 from kvstrata.disk.checksum import fastest
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.tier.base import Accepted
 from kvstrata.tier.block import Block, BlockId, Tensor
 from kvstrata.tier.reading import Loaded, Missing

@@ -18,7 +18,7 @@ from kvstrata.disk.folder import file_name
 from kvstrata.disk.format import DamagedBlock, encode
 from kvstrata.disk.reasons import Damage
 from kvstrata.disk.tier import DiskTier
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.tier.block import Block, BlockId
 from kvstrata.tier.reading import Missing, MissReason
 from tests.disk.blocks import OTHER_ROOT, ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, same

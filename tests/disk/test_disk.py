@@ -70,7 +70,7 @@ def match(tier: DiskTier, token_ids: np.ndarray, chain) -> int:
 
 
 def test_a_prompt_is_matched_by_parent_and_length(tmp_path: Path) -> None:
-    from kvstrata.index.keys import chain
+    from kvstrata.prefix_cache.keys import chain
 
     tier = open_tier(tmp_path / "cache")
     blocks = make_chain(6)

@@ -9,7 +9,7 @@ import pytest
 
 from kvstrata.disk.inspect import collect_garbage, find_garbage, list_blocks, verify
 from kvstrata.errors import ConfigError
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.tier.block import Block
 from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now
 

@@ -15,7 +15,7 @@ from kvstrata.disk.blockfile import opened, read_block, read_header
 from kvstrata.disk.checksum import Checksum, fastest
 from kvstrata.disk.files import Files
 from kvstrata.disk.format import ALIGNMENT_BYTES, encode
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.tier.block import ITEM_BYTES, Block, BlockId, Tensor
 from tests.disk.blocks import ROOT, make_block, random_tensor, same
 

@@ -9,7 +9,7 @@ import pytest
 from kvstrata.disk.inspect import collect_garbage, find_garbage, list_blocks, orphans, verify
 from kvstrata.disk.reasons import Damage
 from kvstrata.errors import CacheDirectoryBusy, ConfigError
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.tier.block import Block
 from tests.disk.blocks import ROOT, is_same, make_chain, open_tier, read_now
 from tests.disk.faults import flip

@@ -14,8 +14,8 @@ import pytest
 
 from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.registry import parse_for
-from kvstrata.index.keys import chain
 from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.spans.blocks import boundaries
 from kvstrata.spans.span import Span
 from kvstrata.tier.base import Accepted

@@ -18,7 +18,7 @@ from kvstrata.disk.files import Files, FileStatus
 from kvstrata.disk.inspect import collect_garbage, find_garbage, list_blocks, verify
 from kvstrata.disk.reasons import DropReason, Fault
 from kvstrata.errors import ConfigError
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.tier.base import Accepted
 from kvstrata.tier.reading import Loaded, Missing
 from tests.disk.blocks import ROOT, is_same, make_chain, open_tier, put_all, read_now, real_bytes

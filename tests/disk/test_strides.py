@@ -18,7 +18,7 @@ from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.strides import SHORTEST_REST_S, STRIDE_BYTES, Strides, at_once, strides_of
 from kvstrata.disk.tier import DiskTier
 from kvstrata.disk.writer import LARGEST_NICENESS, NICENESS
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.tier.base import Accepted
 from kvstrata.tier.block import Block
 from tests.disk.blocks import ROOT, is_same, make_block, make_chain, read_now

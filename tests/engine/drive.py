@@ -8,19 +8,18 @@ import itertools
 import mlx.core as mx
 
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.housekeeping import Housekeeping
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.make import Served, make_loop
-from kvstrata.engine.memory import Budget
-from kvstrata.engine.operations import Operations
+from kvstrata.engine.background import Housekeeping
+from kvstrata.engine.budget import Budget
+from kvstrata.engine.build import Served, make_loop
+from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, Request, Sampling, TokenLogprob
 from kvstrata.engine.sequence import Sequence
-from kvstrata.engine.storage import Storage
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.store.cold.cold import Cold
-from kvstrata.store.stock import Stock
+from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.tier_client import Cold
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.tier.nothing import NoTier
 from tests.tiny import layout_of

@@ -17,16 +17,14 @@ import pytest
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.loop import Loop
+from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.executor import Loop
 from kvstrata.engine.request import Finished, Request
 from kvstrata.engine.sequence import Sequence
-from kvstrata.engine.storage import Storage
-from kvstrata.index.ids import as_ids
-from kvstrata.index.keys import chain
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.prefix_cache.keys import as_ids, chain
+from kvstrata.prefix_cache.reclaim import MOST_OVER
 from kvstrata.spans.contents import tally
-from kvstrata.store.room import MOST_OVER
 from kvstrata.tier.lookups import finish
 from tests.disk.faults import Act, FaultyFiles, fail, wait_for
 from tests.engine.drive import GREEDY, Drive
@@ -203,7 +201,7 @@ def test_one_that_waits_and_is_cancelled_holds_nothing(tmp_path: Path) -> None:
 
 def test_the_engine_is_woken_when_the_disk_has_taken_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would look again in an hour."""
-    monkeypatch.setattr("kvstrata.engine.loop.MAX_REST_S", 3600.0)
+    monkeypatch.setattr("kvstrata.engine.executor.MAX_REST_S", 3600.0)
     goes_on, waits = threading.Event(), threading.Event()
 
     def hang() -> None:

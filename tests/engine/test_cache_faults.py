@@ -17,19 +17,18 @@ import pytest
 
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.loop import Loop
+from kvstrata.engine.executor import Loop
 from kvstrata.engine.request import Failed, Finished, Pinned, Request, Sampling
-from kvstrata.engine.storage import Storage
 from kvstrata.errors import Unavailable
-from kvstrata.eviction.worth import Kind
 from kvstrata.grammar.constraint import Constraint
-from kvstrata.index.ids import as_ids
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
+from kvstrata.prefix_cache.keys import as_ids
+from kvstrata.prefix_cache.requantize import Change
+from kvstrata.prefix_cache.worth import Kind
 from kvstrata.sizes import Size
-from kvstrata.store.precision.requantize import Change
 from tests.byte_level import byte_grammars, byte_model
 from tests.engine.test_disk import make_computing_slow
 from tests.engine.test_engine import Reply

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstrata.engine.limits import Limits
+from kvstrata.engine.config import Limits
 from tests.engine.drive import Drive
 from tests.tiny import tiny_loaded
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvstrata.codecs.registry import parse
-from kvstrata.store.precision.requantize import NO_ROOM, Change
-from kvstrata.store.totals import share_of
+from kvstrata.prefix_cache.requantize import NO_ROOM, Change
+from kvstrata.prefix_cache.usage import share_of
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
 from tests.engine.test_requantize import settle

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from kvstrata.codecs.registry import parse
+from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.config import Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.operations import Operations
 from kvstrata.engine.request import Request
-from kvstrata.engine.storage import Storage
 from kvstrata.spans.rewrite import LayerRewrite
 from kvstrata.spans.span import Span
 from tests.engine.drive import GREEDY
@@ -75,9 +75,9 @@ def test_a_span_that_cannot_be_rewritten_stays_as_it_is(
 def test_a_span_that_cannot_be_packed_is_not_written_and_the_others_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvstrata.store.cold import cold
+    from kvstrata.prefix_cache import tier_client
 
-    monkeypatch.setattr(cold, "packing", failing(cold.packing))
+    monkeypatch.setattr(tier_client, "packing", failing(tier_client.packing))
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded, Storage()) as engine:
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
@@ -91,18 +91,18 @@ def test_a_span_that_cannot_be_packed_is_not_written_and_the_others_are(
 def test_what_cannot_be_promoted_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from kvstrata.store.cold import fetches
+    from kvstrata.prefix_cache import prefetch
 
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded) as engine:
         assert [ask(engine, "one", 1, 9), ask(engine, "two", 2, 5)] == [0, 0]
-    promote = fetches.span_of
+    promote = prefetch.span_of
 
     def fail_once(*_: Any) -> Any:
-        monkeypatch.setattr(fetches, "span_of", promote)
+        monkeypatch.setattr(prefetch, "span_of", promote)
         raise RuntimeError("defect")
 
-    monkeypatch.setattr(fetches, "span_of", fail_once)
+    monkeypatch.setattr(prefetch, "span_of", fail_once)
     with engine_on(tmp_path, loaded) as engine:
         assert [ask(engine, "one", 1, 9), ask(engine, "two", 2, 5)] == [0, 599]
         assert counters(engine)["failed_promotions"] == 1

@@ -19,19 +19,18 @@ import pytest
 from kvstrata.codecs.registry import _VERSIONS, parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
+from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.loop import Loop
-from kvstrata.engine.operations import Operations
-from kvstrata.engine.rates import Rate
+from kvstrata.engine.executor import Loop
 from kvstrata.engine.request import Failed, Piece, Request
-from kvstrata.engine.storage import Storage
+from kvstrata.engine.speeds import Rate
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.prefix_cache.matching import Explanation
+from kvstrata.prefix_cache.requantize import Change, Changed
 from kvstrata.spans.estimate import LOWER
-from kvstrata.store.explain import Explanation
-from kvstrata.store.precision.requantize import Change, Changed
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
 from tests.tiny import VOCAB, tiny_loaded

@@ -14,12 +14,12 @@ import pytest
 
 from kvstrata.disk.tier import DiskTier
 from kvstrata.disk.writer import Pause
+from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.config import Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.loop import Loop
-from kvstrata.engine.operations import Operations
+from kvstrata.engine.executor import Loop
 from kvstrata.engine.request import Failed, Request
-from kvstrata.engine.storage import Storage
-from kvstrata.index.ids import as_ids
+from kvstrata.prefix_cache.keys import as_ids
 from kvstrata.tier.lookups import finish
 from tests.disk.faults import FaultyFiles, fail, fail_once
 from tests.engine.drive import GREEDY

@@ -16,14 +16,14 @@ from kvstrata.codecs.registry import parse
 from kvstrata.disk.blocks import DiskBlocks
 from kvstrata.disk.files import Files
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine import fetching
+from kvstrata.engine import prefix_lookup
+from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.config import Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.loop import Loop
-from kvstrata.engine.operations import Operations
-from kvstrata.engine.rates import Rate
+from kvstrata.engine.executor import Loop
 from kvstrata.engine.request import Piece, Request
-from kvstrata.engine.storage import Storage
-from kvstrata.store.precision.requantize import Change
+from kvstrata.engine.speeds import Rate
+from kvstrata.prefix_cache.requantize import Change
 from kvstrata.tier import rates
 from kvstrata.tier.block import BlockId
 from tests.engine.drive import GREEDY
@@ -79,13 +79,13 @@ def filled(tmp_path: Path, num_tokens: int = 700) -> Iterator[Engine]:
 
 
 def test_an_answer_that_does_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "LOOKUP_S", 0.05)
+    monkeypatch.setattr(prefix_lookup, "LOOKUP_S", 0.05)
     with filled(tmp_path) as engine:
         with Hanging(blocks_of(engine)) as disk:
             assert cached(answer(engine, "one", 700)) == 0
             assert disk.was_asked.is_set()
         # It answers again.
-        monkeypatch.setattr(fetching, "LOOKUP_S", 60.0)
+        monkeypatch.setattr(prefix_lookup, "LOOKUP_S", 60.0)
         engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
         assert cached(answer(engine, "two", 700)) == 699
 
@@ -98,7 +98,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_streams_go_on_while_the_disk_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "LOOKUP_S", 3600.0)
+    monkeypatch.setattr(prefix_lookup, "LOOKUP_S", 3600.0)
     with filled(tmp_path) as engine:
         stream = Reply()
         engine.submit(Request("stream", tuple(range(40)), 3000, GREEDY), stream.sink)
@@ -120,7 +120,7 @@ def test_streams_go_on_while_the_disk_is_asked(tmp_path: Path, monkeypatch: pyte
 
 
 def test_what_is_withdrawn_is_not_looked_up_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "LOOKUP_S", 3600.0)
+    monkeypatch.setattr(prefix_lookup, "LOOKUP_S", 3600.0)
     with filled(tmp_path, 2000) as engine:
         asked: list[bytes] = []
         blocks = blocks_of(engine)

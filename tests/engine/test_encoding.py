@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.storage import Storage
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.spans.rewrite import LayerRewrite
 from kvstrata.spans.span import Span
 from tests.engine.drive import Drive, do_one_step

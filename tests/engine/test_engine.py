@@ -19,13 +19,12 @@ import pytest
 
 from kvstrata.backend.streams import Streams
 from kvstrata.engine import thread as engine_thread
+from kvstrata.engine.background import Housekeeping
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.housekeeping import Housekeeping
-from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.sequence import Sequence
-from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, NeverFits, QueueFull, Unavailable
 from kvstrata.layers import buffers
 from kvstrata.metrics import Metrics

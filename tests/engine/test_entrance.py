@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvstrata.engine.entrance import Entrance
-from tests.store.kv import new_stock
+from kvstrata.engine.admission import Entrance
+from tests.prefix_cache.kv import new_stock
 
 
 @pytest.mark.parametrize(

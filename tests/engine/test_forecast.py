@@ -16,13 +16,10 @@ from kvstrata.backend import mlx_backend
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine import thread
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.expected import expected_scratch
-from kvstrata.engine.forecast import Forecast, advise, forecast, needs_live
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.memory import Scratch
+from kvstrata.engine.memory_plan import Forecast, Scratch, advise, expected_scratch, forecast, needs_live
 from kvstrata.engine.request import Request
-from kvstrata.engine.storage import Storage
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.load import load

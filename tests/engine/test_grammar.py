@@ -13,8 +13,8 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.engine import runner as runner_module
+from kvstrata.engine.config import Limits
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Failed, Request, Sampling
 from kvstrata.engine.sampling import Sampled
 from kvstrata.grammar.constraint import Constraint

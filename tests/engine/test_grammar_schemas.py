@@ -11,8 +11,8 @@ import jsonschema
 import pytest
 
 from kvstrata.bench.streams import running
+from kvstrata.engine.config import Limits
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.metrics import Metrics

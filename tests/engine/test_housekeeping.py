@@ -9,8 +9,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvstrata.engine.housekeeping import Housekeeping
-from tests.store.kv import new_stock
+from kvstrata.engine.background import Housekeeping
+from tests.prefix_cache.kv import new_stock
 
 SLICE_S = 0.005
 

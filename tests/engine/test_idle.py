@@ -7,11 +7,10 @@ import time
 import pytest
 
 from kvstrata.engine import thread
+from kvstrata.engine.background import Housekeeping
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.housekeeping import Housekeeping
-from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Event, Finished
-from kvstrata.engine.storage import Storage
 from kvstrata.metrics import Metrics
 from tests.engine.test_engine import Reply, request, running
 from tests.tiny import tiny_loaded

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.storage import Storage
+from kvstrata.engine.config import Limits, Storage
 from tests.engine.drive import Drive, do_one_step
 from tests.engine.test_loop import prompt
 from tests.engine.test_requantize import settle

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.engine.loop import Loop
+from kvstrata.engine.config import Storage
+from kvstrata.engine.executor import Loop
 from kvstrata.engine.request import Request
-from kvstrata.engine.storage import Storage
-from kvstrata.store.precision.rewriting import MAX_SPANS
+from kvstrata.prefix_cache.transcode import MAX_SPANS
 from kvstrata.tier.base import Usage
 from tests.engine.drive import GREEDY
 from tests.engine.test_disk import engine_on, flush_tier, settle

@@ -11,12 +11,10 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs.registry import parse
+from kvstrata.engine.budget import RAW, Budget, live_rungs, make_rungs
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.memory import Budget
 from kvstrata.engine.request import Event, Failed, Finished, Request
-from kvstrata.engine.rungs import RAW, live_rungs, make_rungs
-from kvstrata.engine.storage import Storage
 from kvstrata.errors import NeverFits
 from kvstrata.layers.kinds import LayerSpec, Layout, arrays_in
 from kvstrata.metrics import Metrics

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvstrata.engine.limits import Limits
+from kvstrata.engine.config import Limits
 from kvstrata.engine.request import Sampling, TokenUsage
 from kvstrata.engine.scheduler import PassCost
 from kvstrata.layers.mixed import MixedPass

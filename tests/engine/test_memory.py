@@ -20,16 +20,14 @@ from kvstrata.codecs import paths, portable_decode
 from kvstrata.codecs.kernel_text import Launch
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
-from kvstrata.engine import remembered, scratch
+from kvstrata.engine import profiling
+from kvstrata.engine.budget import Budget, Rung, least_token_bytes, sealed_pairs
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.memory import Budget, MemoryShares, Scratch, limit_for, share_memory
-from kvstrata.engine.planned import least_token_bytes, sealed_pairs
+from kvstrata.engine.memory_plan import MemoryShares, Scratch, limit_for, share_memory
+from kvstrata.engine.profiling import Shape, max_chunk, measure_scratch
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling
-from kvstrata.engine.rungs import Rung
 from kvstrata.engine.runner import Runner
-from kvstrata.engine.scratch import Shape, max_chunk, measure_scratch
-from kvstrata.engine.storage import Storage
 from kvstrata.layers import buffers
 from kvstrata.layers.kinds import LayerSpec
 from kvstrata.layers.sequence import SequenceCache
@@ -56,7 +54,7 @@ def test_every_start_gives_the_same_budget(architecture: str, monkeypatch: pytes
     anew = [shares_of_a_start(architecture).kv_bytes for _ in range(2)]
     assert max(anew) < 1.1 * min(anew)
     monkeypatch.setenv("KVSTRATA_HOME", str(tmp_path))
-    monkeypatch.setattr(remembered, "WORTH_KEEPING_S", 0.0)
+    monkeypatch.setattr(profiling, "WORTH_KEEPING_S", 0.0)
     assert len({shares_of_a_start(architecture) for _ in range(3)}) == 1
 
 
@@ -67,8 +65,8 @@ def test_what_is_expected_is_close_to_what_passes_take(architecture: str, chunk:
     layout = layout_of(loaded)
     runner, pairs = Runner(loaded.module, layout), sealed_pairs(layout, Storage())
     lines = measure_scratch(runner, Shape(1, VOCAB, CONTEXT, chunk, pairs))
-    measure = scratch._Measure(runner, CONTEXT)
-    with scratch._one_by_one():
+    measure = profiling._Measure(runner, CONTEXT)
+    with profiling._one_by_one():
         for context, codecs in [(0, None), (CONTEXT // 2, None), (CONTEXT // 2, pairs)]:
             taken = measure.chunk_bytes(chunk, context, codecs)
             expected = lines.bytes_for(context + chunk, 1, context + chunk)
@@ -80,7 +78,7 @@ def test_on_a_mac_the_measured_context_lies_in_more_parts_than_a_launch_decodes(
     spec = LayerSpec("full", kv_heads=2, k_dim=64, v_dim=64, dtype=mx.float32)
     pair = (PlanesCodec(8), PlanesCodec(4))
     with paths.as_on_metal():
-        sources = scratch._sources(spec, pair, num_tokens)
+        sources = profiling._sources(spec, pair, num_tokens)
         assert sum(source.num_tokens for source in sources) == num_tokens
         stretches = [part.stretches()[0] for source in sources for part in source.parts()]
     launches: list[Launch] = []
@@ -101,8 +99,8 @@ def test_on_cuda_some_of_the_measured_context_is_another_sequences(monkeypatch: 
     runner, storage = Runner(loaded.module, layout), Storage(k=parse("planes:8"), v=parse("planes:4"))
     pairs = sealed_pairs(layout, storage)
     assert pairs is not None
-    monkeypatch.setattr(scratch, "paths", SimpleNamespace(active=lambda: "cuda"))
-    first, second = scratch._sources(layout.flat()[0], pairs[0], 700)
+    monkeypatch.setattr(profiling, "paths", SimpleNamespace(active=lambda: "cuda"))
+    first, second = profiling._sources(layout.flat()[0], pairs[0], 700)
     assert (first.num_tokens, second.num_tokens) == (350, 350)
     assert isinstance(second.parts()[0], RawPart)
     assert measure_scratch(runner, Shape(2, VOCAB, 700, 32, pairs)).bytes_for(700, 1, 700) > 0
@@ -113,12 +111,12 @@ def test_on_cuda_some_of_the_measured_context_is_another_sequences(monkeypatch: 
 )
 def test_the_fixed_cost_of_a_pass_is_told_from_two_passes(fixed_s: float, token_s: float, few: int, more: int) -> None:
     timed = [(tokens, fixed_s + tokens * token_s) for tokens in (few + more, few)]
-    found = scratch.pass_cost(*timed)
+    found = profiling.pass_cost(*timed)
     # No more than was seen: a longer chunk may be another matter.
     assert found.pass_tokens == pytest.approx(min(fixed_s / token_s, few + more), rel=0.01, abs=2)
     assert found.tokens_s == pytest.approx((few + more) / timed[0][1])
     assert found.pass_s == pytest.approx(fixed_s + found.pass_tokens * token_s, rel=0.01)
-    assert scratch.pass_cost((64, 0.2), (16, 0.2)).pass_tokens == 64
+    assert profiling.pass_cost((64, 0.2), (16, 0.2)).pass_tokens == 64
 
 
 @pytest.mark.parametrize(
@@ -133,9 +131,9 @@ def test_where_many_tokens_take_no_longer_more_are_timed(
         seen.append(tokens)
         return fixed_s + tokens * token_s
 
-    monkeypatch.setattr(scratch, "_pass_s", took_s)
-    monkeypatch.setattr(scratch, "mx", SimpleNamespace(default_device=lambda: "gpu", cpu="cpu"))
-    found = scratch.measure_prefill(cast("Runner", None), 4096)
+    monkeypatch.setattr(profiling, "_pass_s", took_s)
+    monkeypatch.setattr(profiling, "mx", SimpleNamespace(default_device=lambda: "gpu", cpu="cpu"))
+    found = profiling.measure_prefill(cast("Runner", None), 4096)
     assert seen == timed
     assert found.pass_tokens == pytest.approx(min(fixed_s / token_s, max(timed)), rel=0.01, abs=2)
 
@@ -174,7 +172,7 @@ def test_windows_are_not_taken_for_contexts() -> None:
 @pytest.mark.parametrize("kv_bytes", [3 * MIB, GIB, 100 * GIB])
 @pytest.mark.parametrize(("backend", "most_cached"), [("cpu", 512 * MIB), ("cuda", 4 * GIB)])
 def test_a_limit_for_so_much_kv_leaves_so_much(kv_bytes: int, backend: MlxBackend, most_cached: int) -> None:
-    lines = (scratch.Line(5 * MIB), scratch.Line(MIB, 700.5), scratch.Line(0, 20.0, of_all_rows=True))
+    lines = (profiling.Line(5 * MIB), profiling.Line(MIB, 700.5), profiling.Line(0, 20.0, of_all_rows=True))
     sizes: Any = {"token_bytes": 1000.0, "context_tokens": 40_000, "backend": backend}
     limit_bytes = limit_for(kv_bytes, 77 * MIB, Scratch(lines), **sizes)
     shares = share_memory(limit_bytes, 77 * MIB, Scratch(lines), **sizes)

@@ -12,10 +12,10 @@ import pytest
 
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.storage import Storage
-from kvstrata.index.keys import chain
+from kvstrata.engine.config import Storage
+from kvstrata.prefix_cache.entries import Entry
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.spans.contents import tally
-from kvstrata.store.entry import Entry
 from tests.engine.drive import Drive
 from tests.tiny import VOCAB, tiny_loaded
 

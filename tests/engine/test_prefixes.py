@@ -13,18 +13,17 @@ import pytest
 
 from kvstrata.codecs.registry import parse
 from kvstrata.config import load
-from kvstrata.engine.limits import Limits
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.engine.sequence import Sequence
-from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
-from kvstrata.index.ids import Tokens
 from kvstrata.layers.buffers import without_cache
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.prefix_cache.entries import Lease
+from kvstrata.prefix_cache.keys import Tokens
+from kvstrata.prefix_cache.matching import mark_of, ranges_of
 from kvstrata.spans.span import prefix_of
-from kvstrata.store.entry import Lease
-from kvstrata.store.search import mark_of, ranges_of
 from tests.engine.drive import GREEDY, Client, Drive
 from tests.engine.test_loop import assert_same, prompt
 from tests.layers.test_same_output import steady_module
@@ -295,7 +294,7 @@ def test_snapshots_that_a_chat_is_taken_up_at_again_outlive_newer_ones(architect
 
 @pytest.mark.usefixtures("exact_buffers")
 def test_after_hundreds_of_requests_memory_is_where_it_was() -> None:
-    """Thousands are in tests/store, without a model."""
+    """Thousands are in tests/prefix_cache, without a model."""
     drive = Drive(tiny_loaded("qwen3_next"))
     serve(drive, prompt(12), 1)
     room = 20 * drive.stock.shelf.held_bytes

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from kvstrata.engine.rates import FRESH_CHUNKS, WINDOW_S, Rate, Speeds
 from kvstrata.engine.runner import Launched
 from kvstrata.engine.scheduler import MIN_BESIDE_TOKENS
+from kvstrata.engine.speeds import FRESH_CHUNKS, WINDOW_S, Rate, Speeds
 from kvstrata.metrics import Metrics
 
 

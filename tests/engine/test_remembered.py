@@ -10,10 +10,10 @@ import pytest
 
 from kvstrata.codecs import planes_check
 from kvstrata.codecs.trials import Trial
-from kvstrata.engine import remembered
-from kvstrata.engine.memory import Scratch
+from kvstrata.engine import profiling
+from kvstrata.engine.memory_plan import Scratch
+from kvstrata.engine.profiling import Shape, measure_scratch
 from kvstrata.engine.runner import Runner
-from kvstrata.engine.scratch import Shape, measure_scratch
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 from tests.tiny import VOCAB, tiny_loaded
@@ -24,8 +24,8 @@ SHAPE = Shape(rows=1, vocab_size=VOCAB, max_context_tokens=64, chunk_tokens=16)
 class Starts:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
         monkeypatch.setenv("KVSTRATA_HOME", str(home))
-        monkeypatch.setattr(remembered, "WORTH_KEEPING_S", 0.0)
-        monkeypatch.setattr(remembered, "measure_scratch", self._measure)
+        monkeypatch.setattr(profiling, "WORTH_KEEPING_S", 0.0)
+        monkeypatch.setattr(profiling, "measure_scratch", self._measure)
         self.notes = home / "scratch.json"
         self.measured = 0
         self.loaded: LoadedModel = tiny_loaded("llama")
@@ -36,7 +36,7 @@ class Starts:
         return measure_scratch(runner, shape)
 
     def start(self, shape: Shape = SHAPE, **changes: str) -> Scratch:
-        return remembered.remembered_scratch(dataclasses.replace(self.loaded, **changes), self._runner, shape)
+        return profiling.remembered_scratch(dataclasses.replace(self.loaded, **changes), self._runner, shape)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_other_kernels_are_measured_anew(starts: Starts, monkeypatch: pytest.Mon
 
 def test_other_code_is_measured_anew(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     starts.start()
-    monkeypatch.setattr(remembered, "_code", lambda: "another version")
+    monkeypatch.setattr(profiling, "_code", lambda: "another version")
     starts.start()
     assert starts.measured == 2
 
@@ -83,7 +83,7 @@ def test_notes_that_make_no_sense_are_measured_anew(starts: Starts, damage: str)
 
 
 def test_notes_do_not_grow_for_ever(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "MAX_NOTES", 3)
+    monkeypatch.setattr(profiling, "MAX_NOTES", 3)
     for rows in range(1, 7):
         starts.start(dataclasses.replace(SHAPE, rows=rows))
     starts.start(dataclasses.replace(SHAPE, rows=6))
@@ -93,7 +93,7 @@ def test_notes_do_not_grow_for_ever(starts: Starts, monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_measured_soon_is_not_kept(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remembered, "WORTH_KEEPING_S", 60.0)
+    monkeypatch.setattr(profiling, "WORTH_KEEPING_S", 60.0)
     starts.start()
     starts.start()
     assert starts.measured == 2

@@ -8,11 +8,10 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.storage import Storage
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.errors import ConfigError, InvalidRequest
+from kvstrata.prefix_cache.requantize import RECURRENT, Change
 from kvstrata.spans.estimate import LOWER
-from kvstrata.store.precision.requantize import RECURRENT, Change
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
 from tests.tiny import tiny_loaded

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstrata.codecs.registry import parse
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.storage import Storage
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.store.precision.requantize import Change
+from kvstrata.prefix_cache.requantize import Change
 from tests.engine.drive import Client, Drive, do_one_step
 from tests.engine.test_loop import prompt
 from tests.tiny import tiny_loaded

@@ -12,9 +12,9 @@ import pytest
 
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.limits import Limits
+from kvstrata.engine.config import Limits
 from kvstrata.engine.scheduler import StepPlan
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.spans.contents import tally
 from tests.engine.drive import Client, Drive
 from tests.engine.test_disk import MIB, make_computing_slow

@@ -19,17 +19,16 @@ from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.limits import Limits
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.request import Sampling
-from kvstrata.engine.storage import Storage
-from kvstrata.index.keys import chain
 from kvstrata.layers.sequence import Prefix, SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
+from kvstrata.prefix_cache.keys import chain
+from kvstrata.prefix_cache.requantize import Change
 from kvstrata.spans.contents import tally
 from kvstrata.spans.gather import num_arrays
 from kvstrata.spans.span import SpanRange, prefix_of
-from kvstrata.store.precision.requantize import Change
 from tests.engine.drive import Client, Drive
 from tests.layers.test_same_output import steady_module
 from tests.sixteen import CASES, OFFSET, Error, Sixteen, check, rms, sixteen
@@ -223,9 +222,9 @@ def test_stored_spans_have_few_arrays() -> None:
 
 
 def test_the_number_of_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvstrata.engine import make
+    from kvstrata.engine import build
 
-    monkeypatch.setattr(make, "max_arrays", lambda: 40)
+    monkeypatch.setattr(build, "max_arrays", lambda: 40)
     m = sixteen("llama", "bfloat16", 0)
     drive = drive_with(m, "llama")
     began_s = drive.stock.leaves._clock()

@@ -31,17 +31,15 @@ import pytest
 from kvstrata.backend.heap import trim_heap
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
+from kvstrata.engine.cache_api import CacheUsage, Operations
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.loop import Loop
-from kvstrata.engine.operations import Operations
-from kvstrata.engine.rates import Rate
-from kvstrata.engine.report import CacheUsage
+from kvstrata.engine.executor import Loop
 from kvstrata.engine.request import Event, Piece, Request, Sampling
-from kvstrata.engine.storage import Storage
+from kvstrata.engine.speeds import Rate
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.store.precision.requantize import Change
+from kvstrata.prefix_cache.requantize import Change
 from tests.disk.blocks import real_bytes
 from tests.disk.faults import flip
 from tests.engine.test_disk import settle

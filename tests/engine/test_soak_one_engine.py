@@ -20,13 +20,12 @@ import psutil
 import pytest
 
 from kvstrata.backend.heap import trim_heap
+from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.operations import Operations
 from kvstrata.engine.request import Event, Request, Sampling
-from kvstrata.engine.storage import Storage
 from kvstrata.metrics import Metrics
-from kvstrata.store import shelf
+from kvstrata.prefix_cache import entry_table
 from tests.engine.test_engine import Reply
 from tests.engine.test_object_counts import count_objects
 from tests.tiny import VOCAB, tiny_loaded
@@ -99,7 +98,7 @@ def resident_bytes() -> int:
 @pytest.mark.timeout(0)
 def test_objects_and_memory_stay_flat_over_many_short_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     # What was evicted is remembered for a million tokens: as many requests would not fill that.
-    monkeypatch.setattr(shelf, "GHOST_TOKENS", 1 << 11)
+    monkeypatch.setattr(entry_table, "GHOST_TOKENS", 1 << 11)
     num_requests = int(os.environ.get("KVSTRATA_SOAK_REQUESTS", DEFAULT_REQUESTS))
     rng = random.Random(os.environ.get("KVSTRATA_SOAK_SEED", "1"))
     engine = Engine(tiny_loaded("llama", 1), Limits(memory_bytes=MEMORY_BYTES), Metrics(), Storage(hot_bytes=HOT_BYTES))

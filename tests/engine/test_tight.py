@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvstrata.engine.limits import Limits
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.request import Failed, Finished
-from kvstrata.engine.storage import Storage
 from kvstrata.errors import NeverFits
 from tests.engine.drive import Client, Drive
 from tests.engine.test_loop import assert_same, prompt

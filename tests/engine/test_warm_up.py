@@ -12,7 +12,7 @@ from kvstrata.codecs import paths, planes_check
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.planes_check import Kind, What
 from kvstrata.codecs.trials import Trial
-from kvstrata.engine import warm_up
+from kvstrata.engine import profiling
 from kvstrata.layers.kinds import LayerSpec, Layout
 
 
@@ -27,16 +27,16 @@ def test_every_kind_is_encoded_and_decoded_once(monkeypatch: pytest.MonkeyPatch)
         return decode(codec, planes, dtype)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(PlanesCodec, "decode", watched)
-    monkeypatch.setattr(warm_up, "paths", SimpleNamespace(active=lambda: "cuda"))
-    assert warm_up.ready_planes(layout) == 6
+    monkeypatch.setattr(profiling, "paths", SimpleNamespace(active=lambda: "cuda"))
+    assert profiling.ready_planes(layout) == 6
     # Keys to float32 too.
     kinds = ((64, False), (64, True), (128, False))
     assert sorted(decoded) == [(bits, *kind) for bits in (2, 4, 8) for kind in kinds]
 
 
 def test_what_planes_cannot_store_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_up, "paths", SimpleNamespace(active=lambda: "cuda"))
-    assert warm_up.ready_planes(Layout((LayerSpec("full", kv_heads=2, k_dim=20, v_dim=64),))) == 3
+    monkeypatch.setattr(profiling, "paths", SimpleNamespace(active=lambda: "cuda"))
+    assert profiling.ready_planes(Layout((LayerSpec("full", kv_heads=2, k_dim=20, v_dim=64),))) == 3
 
 
 def test_on_metal_each_kind_is_tried_with_the_types_that_it_is_decoded_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +53,10 @@ def test_on_metal_each_kind_is_tried_with_the_types_that_it_is_decoded_to(monkey
         return Trial(what, 0.0, 1.0)
 
     monkeypatch.setattr(planes_check, "trial", trial)
-    assert warm_up.ready_planes(layout) == 0
+    assert profiling.ready_planes(layout) == 0
     with paths.as_on_metal():
-        assert warm_up.ready_planes(layout) == 0  # no GPU of Apple's here
+        assert profiling.ready_planes(layout) == 0  # no GPU of Apple's here
         monkeypatch.setattr(planes_check, "dialect", lambda: "metal")
-        assert warm_up.ready_planes(layout) == 3
+        assert profiling.ready_planes(layout) == 3
     halves = {(what, Kind(mx.float16, dim)) for what in get_args(What) for dim in (64, 128)}
     assert tried == halves | {("decode", Kind(mx.float32, 64))}

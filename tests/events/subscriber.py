@@ -11,8 +11,8 @@ import msgpack
 import numpy as np
 import zmq
 
-from kvstrata.engine.loop import Loop
-from kvstrata.index.grid import GridKeys, every
+from kvstrata.engine.executor import Loop
+from kvstrata.prefix_cache.keys import GridKeys, every
 
 BLOCK_TOKENS = 16
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstrata.engine.loop import Loop
+from kvstrata.engine.executor import Loop
 from kvstrata.server.service import Service
 from tests.events.subscriber import BLOCK_TOKENS, Subscriber, blocks_of, subscribed
 from tests.server.conftest import Served, running

@@ -14,17 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstrata.errors import ConfigError
+from kvstrata.events import feed
 from kvstrata.events import publisher as publisher_module
 from kvstrata.events.address import Address, EventOptions, options_of, parse
 from kvstrata.events.blocks import AllBlocksCleared, BlockRemoved, Blocks, BlockStored, Event, Numbers
+from kvstrata.events.feed import GRAIN, Watching
 from kvstrata.events.open import bind_events
 from kvstrata.events.publisher import Publisher
 from kvstrata.events.sockets import Sockets
 from kvstrata.events.wire import body
-from kvstrata.index.ids import TokenIds
 from kvstrata.metrics import Metrics
-from kvstrata.store import watching
-from kvstrata.store.watching import GRAIN, Watching
+from kvstrata.prefix_cache.keys import TokenIds
 from tests.events.subscriber import Subscriber, subscribed
 
 ROOT, OTHER_ROOT = bytes(32), bytes([1]) * 32
@@ -100,11 +100,11 @@ def test_what_was_given_up_is_told_when_it_is_asked_for_again(
     publisher: Publisher, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = Metrics()
-    monkeypatch.setattr(watching, "MAX_WAITING_BYTES", 100)
+    monkeypatch.setattr(feed, "MAX_WAITING_BYTES", 100)
     hears = Watching([publisher], gave_up=metrics.events.lost.inc)
     for _ in range(3):
         hears.stored(ROOT, ids_of(0, 100), 0)  # more than may wait
-    monkeypatch.setattr(watching, "MAX_WAITING_BYTES", 1 << 20)
+    monkeypatch.setattr(feed, "MAX_WAITING_BYTES", 1 << 20)
     hears.stored(ROOT, ids_of(0, 100, 200), 2 * GRAIN)
     hears.close()
     subscriber.ask_missed(0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvstrata.fleet import routing
 from kvstrata.fleet.routing import Asked, Report, Router
 from kvstrata.fleet.summary import PromptKeys, Summary, unpacked
-from kvstrata.index.ids import TokenIds
+from kvstrata.prefix_cache.keys import TokenIds
 
 ROOT = bytes(32)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.remote.tier import RemoteTier
 from kvstrata.tier.base import Accepted, Wanted
 from kvstrata.tier.block import BASE, MARK, Block, BlockId

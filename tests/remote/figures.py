@@ -17,8 +17,8 @@ from contextlib import ExitStack, contextmanager
 import mlx.core as mx
 import numpy as np
 
+from kvstrata.engine.config import Limits
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
 from kvstrata.engine.request import Event, Finished, Piece, Request
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import pytest
 
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.remote.options import RemoteOptions
 from kvstrata.remote.tier import RemoteTier
 from kvstrata.remote.url import parse

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.engine.engine import Engine
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.remote import payload
 from kvstrata.remote.names import is_name
 from kvstrata.remote.seal import seal, unseal

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.engine import make
+from kvstrata.engine import build
 from kvstrata.remote.tier import RemoteTier
 from kvstrata.tier.block import BlockId
 from kvstrata.tier.reading import Loaded
@@ -83,7 +83,7 @@ def test_a_conversation_goes_on_at_a_server_of_another_day(
     now = time.time
     for shift_s in (0.0, ahead_s):
         shifted = partial(RemoteTier, clock=lambda shift_s=shift_s: now() + shift_s)
-        monkeypatch.setattr(make, "RemoteTier", shifted)
+        monkeypatch.setattr(build, "RemoteTier", shifted)
         monkeypatch.setattr(time, "time", lambda shift_s=shift_s: now() + shift_s)
         with engine_on(redis_url, tiny_loaded("llama"), secret) as other:
             replies.append(say(other, "two", (*PROMPT, 1, 2, 3), 8))

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 
 from kvstrata.codecs.registry import parse
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.loop import Loop
+from kvstrata.engine.executor import Loop
 from kvstrata.engine.request import Request
-from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics

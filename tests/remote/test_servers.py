@@ -18,7 +18,7 @@ from kvstrata.cli.cache import app
 from kvstrata.cli.cache_tables import totals
 from kvstrata.cli.doctor import doctor
 from kvstrata.config import load
-from kvstrata.engine.loop import Loop
+from kvstrata.engine.executor import Loop
 from kvstrata.errors import ConfigError
 from kvstrata.server.assemble import start_service
 from tests.engine.test_disk import make_computing_slow

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstrata.errors import ConfigError
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.remote import payload, seal
 from kvstrata.remote.faults import DamagedBlock
 from kvstrata.remote.names import Names, is_name, links_of

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from kvstrata.config import load
-from kvstrata.index.identity import owner_of
+from kvstrata.prefix_cache.keys import owner_of
 from kvstrata.server.assemble import _keys
 from kvstrata.server.auth import SCOPE_KEY, ApiKey, RequireKey, owner_in, salt_of
 from tests.server.conftest import Served, running

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from kvstrata.engine.loop import Loop
-from kvstrata.engine.operations import Operations
+from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.executor import Loop
 from tests.server.conftest import Served, running
 from tests.server.test_ops import scrape
 from tests.tiny import VOCAB, tiny_loaded

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.engine.loop import Loop
+from kvstrata.engine.executor import Loop
 from tests.server.conftest import Served, running
 from tests.server.test_cache import LONG, complete, get, is_written, post, settle, wait_done
 from tests.server.test_keys import As

@@ -13,7 +13,7 @@ import mlx.core as mx
 import openai
 import pytest
 
-from kvstrata.engine.loop import Loop
+from kvstrata.engine.executor import Loop
 from tests.server.conftest import Served, running
 from tests.server.raw import connected, head
 from tests.server.test_ops import scrape

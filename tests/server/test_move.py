@@ -110,7 +110,7 @@ def test_what_only_the_disk_has_is_exported_too(tmp_path: Path) -> None:
 
 
 def _session_of(prompt: list[int], reply: list[int]) -> Any:
-    from kvstrata.engine.cache import as_ids
+    from kvstrata.engine.cache_api import as_ids
     from kvstrata.server.sessions.names import Name
 
     return "", Name("prompt_cache_key", "chat-1", bytes(32)), as_ids([*prompt, *reply]), len(prompt)

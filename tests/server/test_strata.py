@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.engine.cache import Conversation, Lying, Stored, Stratum, as_ids
-from kvstrata.index.tree import Node, Tree
+from kvstrata.engine.cache_api import Conversation, Lying, Stored, Stratum, as_ids
+from kvstrata.prefix_cache.radix_tree import Node, Tree
 from kvstrata.server.sessions.session import num_common
 from kvstrata.server.strata import Drawing, Row, note_disk, note_shared, parts_of
 

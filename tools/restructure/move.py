@@ -2,11 +2,11 @@
 
     python tools/restructure/move.py TABLE.toml
 
-The table has one `[[module]]` for each target: `to`, `from` (old modules in the order in which their definitions appear),
-`doc` (the new docstring) and optionally `rename` (`"old.module:name" = "new_name"`, for names that would collide). A
-`[symbol]` table moves single definitions: `"old.module:name" = "new.module"`. A `[package]` table renames whole packages
-whose modules stay as they are. Symbols keep their names otherwise: renames of public names are the next script's work.
-Run `ruff check --fix` and `ruff format` afterwards.
+The table has one `[[module]]` for each target: `to`, `from` (old modules in the order in which their definitions
+appear), `doc` (the new docstring; `@keep` keeps the first module's) and optionally `rename` (`"old.module:name" =
+"new_name"`, for names that would collide). A `[symbol]` table moves single definitions: `"old.module:name" =
+"new.module"`. A `[package]` table renames whole packages whose modules stay as they are. Symbols keep their names
+otherwise: renames of public names are the work of rename.py. Run `ruff check --fix` and `ruff format` afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def path_of(module: str) -> Path:
 def new_path_of(module: str, table: Table) -> Path:
     top, *rest = module.split(".")
     is_package = any(each["to"].startswith(f"{module}.") for each in table.modules)
-    return ROOTS[top].joinpath(*rest, "__init__").with_suffix(".py") if is_package else ROOTS[top].joinpath(*rest).with_suffix(".py")
+    path = ROOTS[top].joinpath(*rest)
+    return path / "__init__.py" if is_package else path.with_suffix(".py")
 
 
 @dataclass
@@ -92,7 +93,8 @@ def read_module(name: str, renames: dict[str, str]) -> Module:
         text_of = "".join(lines[start : node.end_lineno]).strip("\n")
         start = node.end_lineno
         is_import = isinstance(node, ast.Import | ast.ImportFrom) or is_type_checking(node)
-        if is_import and isinstance(node, ast.If) and (rest := [n for n in node.body if not isinstance(n, ast.ImportFrom)]):
+        rest = [n for n in node.body if not isinstance(n, ast.ImportFrom)] if isinstance(node, ast.If) else []
+        if is_import and isinstance(node, ast.If) and rest:
             guarded = "if TYPE_CHECKING:\n" + "\n".join(f"    {ast.unparse(each)}" for each in rest)
             module.chunks.append(Chunk(guarded, {name for each in rest for name in names_in(each)}))
             node.body = [n for n in node.body if isinstance(n, ast.ImportFrom)]
@@ -107,7 +109,7 @@ def is_type_checking(node: ast.stmt) -> bool:
 
 def rename_tokens(text: str, renames: dict[str, str]) -> str:
     """Rename module-level names: every NAME token that is no attribute."""
-    out, previous = [], ""
+    previous = ""
     lines = text.splitlines(keepends=True)
     edits: list[tuple[int, int, int, str]] = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -117,8 +119,7 @@ def rename_tokens(text: str, renames: dict[str, str]) -> str:
             previous = token.string
     for row, start, end, new in reversed(edits):
         lines[row] = lines[row][:start] + new + lines[row][end:]
-    out = "".join(lines)
-    return out
+    return "".join(lines)
 
 
 class Table:
@@ -219,8 +220,7 @@ def merged_text(target: dict, table: Table) -> str:
     extra = [
         (old, name) for (old, name), to in table.symbols.items() if to == target["to"] and old not in target["from"]
     ]
-    for old in dict.fromkeys(old for old, _ in extra):
-        modules.append(read_module(old, table.renames.get(old, {})))
+    modules += [read_module(old, table.renames.get(old, {})) for old in dict.fromkeys(old for old, _ in extra)]
     for module in modules:
         is_donor = module.name not in target["from"]
         wanted = {name for old, name in extra if old == module.name} if is_donor else None
@@ -295,7 +295,7 @@ def main() -> None:
             subprocess.run(["git", "mv", "-f", str(first), str(new_file)], check=True)
         new_file.write_text(results[each["to"]])
     for old, new in table.packages.items():
-        old_folder, new_folder = ROOTS[old.split(".")[0]].joinpath(*old.split(".")[1:]), ROOTS[new.split(".")[0]].joinpath(*new.split(".")[1:])
+        old_folder, new_folder = (ROOTS[top].joinpath(*rest) for top, *rest in (old.split("."), new.split(".")))
         if not old_folder.exists():
             continue
         for file in sorted(old_folder.rglob("*")):

@@ -1,9 +1,9 @@
 """Rename classes, functions, methods and attributes by a table, everywhere in src/ and tests/.
 
-    python tools/restructure/rename.py TABLE.toml [--server PATH] [--dry]
+    python tools/restructure/rename.py TABLE.toml [--dry]
 
-The table maps `"package.module:Class.member" = "new_name"` (the package's name is left out, `tests.` is not). References
-come from the type checker's language server, so a method is renamed where its class is meant, and nowhere else; all are
+The table maps `"package.module:Class.member" = "new_name"` (`kvstrata.` is left out, `tests.` is not). References come
+from the type checker's language server, so a method is renamed where its class is meant, and nowhere else; all are
 looked up before the first is changed. Unresolved rows are listed at the end and change nothing.
 """
 
@@ -35,7 +35,6 @@ class Server:
             },
         )
         self.notify("initialized", {})
-        self.log: list[str] = []
 
     def _send(self, message: dict) -> None:
         body = json.dumps({"jsonrpc": "2.0", **message}).encode()
@@ -64,15 +63,25 @@ class Server:
                 if "error" in message:
                     raise RuntimeError(message["error"])
                 return message.get("result")
-            if message.get("method") == "window/logMessage" and "--verbose" in sys.argv:
-                print("server:", message["params"]["message"])
-            if "method" in message and "id" in message:
-                items = message.get("params", {}).get("items", [])
-                settings = {"basedpyright.analysis": {"diagnosticMode": "workspace"}}
-                result: object = None
-                if message["method"] == "workspace/configuration":
-                    result = [settings.get(item.get("section", ""), {}) for item in items]
-                self._send({"id": message["id"], "result": result})
+            self._answer(message)
+
+    def wait_for(self, text: str) -> None:
+        """Until the server logs this text."""
+        while True:
+            message = self._receive()
+            if message.get("method") == "window/logMessage" and text in message["params"]["message"]:
+                return
+            self._answer(message)
+
+    def _answer(self, message: dict) -> None:
+        """Answer a request of the server's own."""
+        if "method" in message and "id" in message:
+            items = message.get("params", {}).get("items", [])
+            settings = {"basedpyright.analysis": {"diagnosticMode": "workspace"}}
+            result: object = None
+            if message["method"] == "workspace/configuration":
+                result = [settings.get(item.get("section", ""), {}) for item in items]
+            self._send({"id": message["id"], "result": result})
 
     def close(self) -> None:
         self._process.kill()
@@ -111,8 +120,8 @@ def position_of(module: str, dotted: str) -> tuple[Path, int, int]:
 def main() -> None:
     table = tomllib.loads(Path(sys.argv[1]).read_text())
     rows = {key: new for group in table.values() for key, new in group.items()}
-    command = sys.argv[sys.argv.index("--server") + 1] if "--server" in sys.argv else ".venv/bin/basedpyright-langserver"
-    server = Server([command, "--stdio"])
+    server = Server([".venv/bin/basedpyright-langserver", "--stdio"])
+    server.wait_for("source files")
     edits: dict[Path, dict[tuple[int, int], tuple[int, str]]] = defaultdict(dict)
     unresolved: list[str] = []
     opened: set[Path] = set()

@@ -16,10 +16,10 @@ import mlx.core as mx
 import numpy as np
 import psutil
 
+from kvstrata.engine.profiling import max_chunk
 from kvstrata.engine.request import Sampling
 from kvstrata.engine.runner import BatchRow, Launched, Runner
 from kvstrata.engine.sampling import Sampler
-from kvstrata.engine.scratch import max_chunk
 from kvstrata.errors import KvstrataError
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.cpu_options import CpuOptions

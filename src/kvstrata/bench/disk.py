@@ -31,7 +31,7 @@ from kvstrata.bench.driver import (
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.errors import KvstrataError
-from kvstrata.index.keys import chain
+from kvstrata.prefix_cache.keys import chain
 from kvstrata.tier.base import Refused
 from kvstrata.tier.block import BLOCK_TOKENS, Block, Tensor
 from kvstrata.tier.reading import Loaded, Missing

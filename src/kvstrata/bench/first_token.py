@@ -23,9 +23,8 @@ from kvstrata.bench.streams import Prompt, Stream, answer, greedy, random_prompt
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.storage import Storage
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from kvstrata.bench.trace import BLOCK_TOKENS, Trace
-from kvstrata.index.grid import LEAST_STEP, Grid, positions, widening
+from kvstrata.prefix_cache.keys import LEAST_STEP, Grid, positions, widening
 
 STEPS = BLOCK_TOKENS // LEAST_STEP  # most positions in a block
 

@@ -14,10 +14,10 @@ import numpy as np
 import psutil
 
 from kvstrata.bench.driver import Figure, Progress, lay_out, seconds, silent
-from kvstrata.eviction.order import EvictionOrder, Leaf
-from kvstrata.eviction.worth import Kind, PrefillCost, Reuse
-from kvstrata.index.ids import TokenIds
-from kvstrata.index.tree import Node, Tree
+from kvstrata.prefix_cache.eviction_order import EvictionOrder, Leaf
+from kvstrata.prefix_cache.keys import TokenIds
+from kvstrata.prefix_cache.radix_tree import Node, Tree
+from kvstrata.prefix_cache.worth import Kind, PrefillCost, Reuse
 
 ROOT = b"cost"
 SHARED_TOKENS = 32

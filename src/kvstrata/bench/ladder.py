@@ -19,14 +19,12 @@ import mlx.core as mx
 from kvstrata.backend import device
 from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.bench.streams import Prompt, Stream, Streams, greedy, random_prompt, running
+from kvstrata.engine.budget import least_token_bytes, sealed_pairs
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.memory import limit_for
-from kvstrata.engine.planned import least_token_bytes, sealed_pairs
-from kvstrata.engine.remembered import remembered_scratch
+from kvstrata.engine.memory_plan import limit_for
+from kvstrata.engine.profiling import Shape, max_chunk, remembered_scratch
 from kvstrata.engine.runner import Runner
-from kvstrata.engine.scratch import Shape, max_chunk
-from kvstrata.engine.storage import Storage
 from kvstrata.layers.kinds import Layout, arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel

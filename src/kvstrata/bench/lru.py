@@ -5,9 +5,9 @@ It may trim by single tokens, which costs it nothing here.
 
 from __future__ import annotations
 
-from kvstrata.eviction.leaf_queue import LeafQueue
-from kvstrata.index.ids import Tokens
-from kvstrata.index.tree import Node, Tree
+from kvstrata.prefix_cache.eviction_order import LeafQueue
+from kvstrata.prefix_cache.keys import Tokens
+from kvstrata.prefix_cache.radix_tree import Node, Tree
 
 
 class LruTree:

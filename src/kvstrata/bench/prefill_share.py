@@ -15,8 +15,8 @@ import numpy as np
 
 from kvstrata.bench.driver import Figure, Progress, lay_out, silent
 from kvstrata.bench.streams import Streams, answer, greedy, random_prompt, running
+from kvstrata.engine.config import Limits
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
 from kvstrata.errors import KvstrataError
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics

@@ -25,11 +25,9 @@ from kvstrata.bench.driver import Figure, Progress, lay_out, silent
 from kvstrata.bench.lru import LruTree
 from kvstrata.bench.trace import BLOCK_TOKENS, Asked, Trace
 from kvstrata.errors import ConfigError
-from kvstrata.eviction.history import History
-from kvstrata.eviction.order import EvictionOrder, Leaf
-from kvstrata.eviction.uses import Uses
-from kvstrata.eviction.worth import PrefillCost, Reuse
-from kvstrata.index.tree import Node, Tree
+from kvstrata.prefix_cache.eviction_order import EvictionOrder, History, Leaf, Uses
+from kvstrata.prefix_cache.radix_tree import Node, Tree
+from kvstrata.prefix_cache.worth import PrefillCost, Reuse
 
 PolicyName = Literal["kvstrata", "lru", "optimal"]
 POLICIES: tuple[PolicyName, ...] = ("kvstrata", "lru", "optimal")

@@ -15,14 +15,14 @@ import mlx.core as mx
 from kvstrata.bench.driver import MIB, Figure, lay_out
 from kvstrata.bench.streams import Streams, greedy, random_prompt, running
 from kvstrata.codecs.registry import parse
+from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.config import Limits
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.loop import Loop
-from kvstrata.engine.operations import Operations
+from kvstrata.engine.executor import Loop
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.store.precision.requantize import Change, Changed, Progress
+from kvstrata.prefix_cache.requantize import Change, Changed, Progress
 
 STEADY_TOKENS = 12  # of each stream, before anything is changed
 USUAL_STEPS = 8  # before a change, that tell how long a step usually takes

@@ -20,14 +20,13 @@ from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.bench.streams import Streams, greedy, random_prompt, running
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
+from kvstrata.engine.config import Limits, Storage
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits
-from kvstrata.engine.loop import Loop
-from kvstrata.engine.storage import Storage
+from kvstrata.engine.executor import Loop
 from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.store.stock import Stock
+from kvstrata.prefix_cache.prefix_cache import Stock
 
 DISK_BYTES = 8 << 30
 STREAM_PROMPT_TOKENS = 64

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstrata.errors import ConfigError
-from kvstrata.index.ids import TokenIds, as_ids
+from kvstrata.prefix_cache.keys import TokenIds, as_ids
 
 BLOCK_TOKENS = 512
 

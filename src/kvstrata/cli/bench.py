@@ -41,8 +41,8 @@ def engine(
     """The engine beside mlx-lm's BatchGenerator: batch 1, batch 8, and the prefill of 512 tokens."""
     from kvstrata.bench.engine import Load, measure, table
     from kvstrata.bench.streams import running
+    from kvstrata.engine.config import Limits
     from kvstrata.engine.engine import Engine
-    from kvstrata.engine.limits import Limits
     from kvstrata.metrics import Metrics
 
     load = Load(numbers(batches, 1, MAX_BATCH), prompt_tokens, reply_tokens)
@@ -64,8 +64,8 @@ def step(
     """Where the time of a decode step goes, beside what this machine's memory and products could do."""
     from kvstrata.bench.step import measure, table
     from kvstrata.bench.streams import running
+    from kvstrata.engine.config import Limits
     from kvstrata.engine.engine import Engine
-    from kvstrata.engine.limits import Limits
     from kvstrata.metrics import Metrics
 
     loaded = chosen(model, random_weights=random_weights)
@@ -198,8 +198,8 @@ def grammar(
     """What a JSON schema costs: decode steps with every row held to one, beside the same rows without."""
     from kvstrata.bench.grammar import measure, table
     from kvstrata.bench.streams import running
+    from kvstrata.engine.config import Limits
     from kvstrata.engine.engine import Engine
-    from kvstrata.engine.limits import Limits
     from kvstrata.metrics import Metrics
     from kvstrata.models.load import load
 

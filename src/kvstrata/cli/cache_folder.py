@@ -64,7 +64,7 @@ def verify(
         cache_store.verify(_require(remote), secret_file, as_json=as_json)
         return
     from kvstrata.disk.inspect import verify as verify_blocks
-    from kvstrata.index.keys import chain
+    from kvstrata.prefix_cache.keys import chain
     from kvstrata.sizes import human_bytes
 
     found = verify_blocks(folder, chain=chain)

@@ -55,7 +55,7 @@ def ls(url: str, *, as_json: bool) -> None:
 
 def verify(url: str, secret_file: Path | None, *, as_json: bool) -> None:
     """Ends with 1 if something is damaged."""
-    from kvstrata.index.keys import chain
+    from kvstrata.prefix_cache.keys import chain
     from kvstrata.remote.inspect import verify as verify_blocks
     from kvstrata.remote.secret import keys_for
     from kvstrata.remote.url import parse

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvstrata.backend import MlxBackend
-    from kvstrata.engine.forecast import Forecast, Row
+    from kvstrata.engine.memory_plan import Forecast, Row
     from kvstrata.models.outline import Outline
 
 Backend = Literal["metal", "cuda", "cpu"]
@@ -122,7 +122,7 @@ class Shown:
 
 
 def _plan(asked: Asked) -> Shown:
-    from kvstrata.engine.forecast import LENGTHS, PRECISIONS, advise, forecast
+    from kvstrata.engine.memory_plan import LENGTHS, PRECISIONS, advise, forecast
     from kvstrata.models.outline import outline
 
     found = outline(asked.model, asked.place.backend, limit_bytes=asked.limit_bytes)
@@ -146,7 +146,7 @@ def _plan(asked: Asked) -> Shown:
 
 
 def _command(asked: Asked, row: Row | None, tokens: int) -> str:
-    from kvstrata.engine.forecast import needs_live
+    from kvstrata.engine.memory_plan import needs_live
 
     words = ["kvstrata", "serve", *([asked.model] if asked.model else [])]
     if str(asked.limit) != DEFAULT_LIMIT:

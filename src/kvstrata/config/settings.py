@@ -16,9 +16,10 @@ from kvstrata.backend.addresses import is_loopback
 from kvstrata.config.files import read_key_file
 from kvstrata.config.names import ENV_PREFIX, NOT_A_KEY, is_key, is_service_link
 from kvstrata.disk.options import DiskOptions
-from kvstrata.engine.limits import MARK_EVERY_TOKENS, Limits
+from kvstrata.engine.config import MARK_EVERY_TOKENS, Limits
 from kvstrata.errors import ConfigError
 from kvstrata.models.cpu_options import CpuOptions, CpuWeights
+from kvstrata.prefix_cache.config import DiskWrite, Floors, LadderOptions, PrecisionOptions, StoreOptions
 from kvstrata.remote.options import RemoteOptions
 from kvstrata.remote.url import parse as parse_url
 from kvstrata.server.wire.bounds import Bounds
@@ -36,7 +37,6 @@ from kvstrata.setting import (
     setting,
 )
 from kvstrata.sizes import Size
-from kvstrata.store.options import DiskWrite, Floors, LadderOptions, PrecisionOptions, StoreOptions
 
 
 def _store_url(text: str) -> str:

@@ -19,23 +19,21 @@ from kvstrata.attention import attend
 from kvstrata.codecs import paths
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
-from kvstrata.engine.cache import Cache
-from kvstrata.engine.limits import EngineState, Limits, share_of
-from kvstrata.engine.loop import Loop
-from kvstrata.engine.make import identity_of
-from kvstrata.engine.moving import Moving
-from kvstrata.engine.outside import Outside
-from kvstrata.engine.request import Event, Failed, Finished, Request, Sink
+from kvstrata.engine.build import identity_of
+from kvstrata.engine.bundle_transfer import Moving
+from kvstrata.engine.cache_api import Cache
+from kvstrata.engine.config import Limits, Outside, Storage, share_of
+from kvstrata.engine.executor import Loop
+from kvstrata.engine.request import EngineState, Event, Failed, Finished, Request, Sink
 from kvstrata.engine.sequence import Sequence
-from kvstrata.engine.storage import Storage
 from kvstrata.engine.thread import EngineThread
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
-from kvstrata.index.identity import Identity, owner_of
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.prefix_cache.entry_table import Watcher
+from kvstrata.prefix_cache.keys import Identity, owner_of
 from kvstrata.remote.options import RemoteOptions
 from kvstrata.spans.marks import needs_marks
-from kvstrata.store.watching import Watcher
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
-"""What crosses between the server and the engine: a request one way, events the other.
+"""Values that cross between server and engine: a request one way, events the other.
 
-Knows nothing of HTTP, text or MLX's arrays. Nothing here changes, so all of it may be handed to another thread.
+They know nothing of HTTP, text or MLX arrays. All are immutable, so any thread may hold them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from kvstrata.grammar.grammars import Grammar
-from kvstrata.index.ids import TokenIds
+from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.sizes import Size
 
 COMPARED_IDS = 64
+
 FinishReason = Literal["stop", "length", "cancelled"]
+
 # broken: the engine could not go on. pinned: what it needs is pinned, and another try would find it so. grammar: it
 # asks for more than can be followed
 FailReason = Literal["broken", "pinned", "grammar"]
@@ -128,3 +130,19 @@ Event = Prefilled | Piece | Finished | Failed
 
 # Called on the engine's thread: must not block and must not raise.
 Sink = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """A picture of the engine, taken between two steps."""
+
+    waiting: int = 0
+    prefilling: int = 0
+    running: int = 0  # those that decode, and those that prefill
+    kv_bytes: int = 0  # of running sequences, and stored
+    stored_bytes: int = 0
+    kv_budget_bytes: int = 0
+    active_bytes: int = 0
+    peak_bytes: int = 0
+    decode_tokens_s: float = 0.0
+    prefill_tokens_s: float = 0.0

@@ -1,4 +1,4 @@
-"""A request while it is being served. Mutable, and touched by the engine's thread alone."""
+"""A request while it is served, and the table of all. Only the engine thread touches either."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvstrata.engine.budget import RAW
 from kvstrata.engine.request import (
     Event,
     Failed,
@@ -22,16 +23,15 @@ from kvstrata.engine.request import (
     TokenLogprob,
     TokenUsage,
 )
-from kvstrata.engine.rungs import RAW
 from kvstrata.engine.sampling import Sampler
 from kvstrata.grammar.matcher import Matcher
-from kvstrata.index.ids import TokenIds
 from kvstrata.layers.sequence import SequenceCache
+from kvstrata.prefix_cache.entries import Found
+from kvstrata.prefix_cache.insertion import Filing
+from kvstrata.prefix_cache.keys import TokenIds
+from kvstrata.prefix_cache.prefetch import Asked, Offer
+from kvstrata.prefix_cache.tier_client import BlockLoad
 from kvstrata.spans.span import Span
-from kvstrata.store.cold.fetches import Asked, Offer
-from kvstrata.store.cold.loads import BlockLoad
-from kvstrata.store.entry import Found
-from kvstrata.store.filing import Filing
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.stop import StopMatcher
 
@@ -245,3 +245,50 @@ class Sequence:
         elif text:
             self.emit(Piece(text))
         self.finish_reason = reason
+
+
+class Sequences:
+    def __init__(self) -> None:
+        self.waiting: list[Sequence] = []
+        self.running: dict[int, Sequence] = {}  # by arrival
+
+    @property
+    def all(self) -> list[Sequence]:
+        return [*self.waiting, *self.running.values()]
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether one that runs still computes its prompt."""
+        return any(sequence.prefill_left for sequence in self.running.values())
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether one that runs decodes."""
+        return any(not sequence.prefill_left for sequence in self.running.values())
+
+    @property
+    def num_streams(self) -> int:
+        """That have a token to come."""
+        return sum(not s.prefill_left and s.tokens_wanted > 0 for s in self.running.values())
+
+    def waiting_at(self, arrival: int) -> Sequence:
+        return next(s for s in self.waiting if s.arrival == arrival)
+
+    def start(self, sequence: Sequence) -> None:
+        """One that waited runs. Age decides who gives way, and one that was set aside is older than those admitted
+        since."""
+        self.waiting.remove(sequence)
+        running = sorted([*self.running.values(), sequence], key=lambda s: s.arrival)
+        self.running.clear()
+        self.running.update({s.arrival: s for s in running})
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """One that ran waits."""
+        del self.running[sequence.arrival]
+        self.waiting = sorted([*self.waiting, sequence], key=lambda s: s.arrival)
+
+    def let_go(self) -> None:
+        """One that does not run in the next step would keep what was replaced in the store."""
+        for sequence in self.running.values():
+            if sequence.cache is not None:
+                sequence.cache.let_go()

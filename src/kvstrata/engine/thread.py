@@ -1,4 +1,4 @@
-"""The thread that owns MLX: it sets the engine up, runs the loop, and does what other threads ask between two steps."""
+"""The thread that owns MLX: receives commands, runs steps, rests, recovers."""
 
 from __future__ import annotations
 
@@ -18,26 +18,22 @@ from kvstrata.backend.allocator import limits_restored
 from kvstrata.backend.heap import map_large_buffers, trim_heap
 from kvstrata.backend.stages import begin
 from kvstrata.backend.streams import streams
-from kvstrata.engine.limits import EngineState, Limits
-from kvstrata.engine.loop import Loop
-from kvstrata.engine.make import Served, make_loop, open_disk, open_remote
-from kvstrata.engine.memory import DEFAULT_SHARE, MemoryShares, make_budget, share_memory
-from kvstrata.engine.outside import Outside
-from kvstrata.engine.planned import least_token_bytes, sealed_pairs
-from kvstrata.engine.remembered import remembered_scratch
-from kvstrata.engine.request import Request
+from kvstrata.engine.budget import least_token_bytes, sealed_pairs
+from kvstrata.engine.build import Served, make_loop, open_disk, open_remote
+from kvstrata.engine.config import Limits, Outside, Storage
+from kvstrata.engine.executor import Loop
+from kvstrata.engine.memory_plan import DEFAULT_SHARE, MemoryShares, make_budget, share_memory
+from kvstrata.engine.profiling import Shape, max_chunk, measure_prefill, ready_planes, remembered_scratch
+from kvstrata.engine.request import EngineState, Request
 from kvstrata.engine.runner import Runner
 from kvstrata.engine.scheduler import PassCost
-from kvstrata.engine.scratch import Shape, max_chunk, measure_prefill
 from kvstrata.engine.sequence import ENGINE_FAILED
-from kvstrata.engine.storage import Storage
-from kvstrata.engine.warm_up import ready_planes
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
-from kvstrata.store.cold.cold import Cold
-from kvstrata.store.cold.sharing import Shared
+from kvstrata.prefix_cache.sharing import Shared
+from kvstrata.prefix_cache.tier_client import Cold
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.special import special_tokens
 
@@ -45,9 +41,11 @@ log = logging.getLogger(__name__)
 
 # Ids before a plain completion that the first word of its text may depend on.
 CONTEXT_IDS = 8
+
 # Without a request, until memory that was freed goes back to the system. On a GPU few other programs could use it, and
 # people read for a while before they answer.
 KEEPS_FREED_S = 300.0 if mx.cuda.is_available() else 5.0
+
 # Work on stored KV while no sequence runs, until the inbox is looked at again.
 IDLE_SLICE_S = 0.002
 

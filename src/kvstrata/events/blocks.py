@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvstrata.index.grid import GridKeys, every
-from kvstrata.index.ids import TokenIds
-from kvstrata.store.watching import GRAIN
+from kvstrata.events.feed import GRAIN
+from kvstrata.prefix_cache.keys import GridKeys, TokenIds, every
 
 NUMBER_BYTES = 8
 

@@ -21,10 +21,10 @@ from collections.abc import Callable
 import zmq
 
 from kvstrata.events.blocks import Blocks, Event, Numbers
+from kvstrata.events.feed import GRAIN
 from kvstrata.events.sockets import KEPT_MESSAGES, LINGER_MS, Sockets
 from kvstrata.events.wire import END, SEQUENCE_BYTES, body, sequence_frame
-from kvstrata.index.ids import TokenIds
-from kvstrata.store.watching import GRAIN
+from kvstrata.prefix_cache.keys import TokenIds
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgpack
 
 from kvstrata.events.blocks import AllBlocksCleared, BlockRemoved, BlockStored, Event
-from kvstrata.store.watching import GRAIN
+from kvstrata.events.feed import GRAIN
 
 MEDIUM = "GPU"
 RANK = 0

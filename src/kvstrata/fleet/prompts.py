@@ -17,8 +17,7 @@ from starlette.types import Scope
 from kvstrata.errors import RequestError
 from kvstrata.fleet.routing import Asked
 from kvstrata.fleet.summary import PromptKeys
-from kvstrata.index.identity import Identity, root_key
-from kvstrata.index.ids import as_ids
+from kvstrata.prefix_cache.keys import Identity, as_ids, root_key
 from kvstrata.server.anthropic import ask as anthropic
 from kvstrata.server.anthropic.schema import MessagesAsked
 from kvstrata.server.auth import salt_of

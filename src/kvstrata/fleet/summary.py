@@ -12,8 +12,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from kvstrata.index.grid import GridKeys, widening
-from kvstrata.index.ids import TokenIds
+from kvstrata.prefix_cache.keys import GridKeys, TokenIds, widening
 
 MAX_KEYS = 1 << 14
 SHORT_BYTES = 8

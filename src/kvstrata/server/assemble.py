@@ -20,12 +20,11 @@ from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse
 from kvstrata.config import Settings
 from kvstrata.disk.options import DiskOptions
+from kvstrata.engine.config import Limits, Storage, Watcher, share_of
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.limits import Limits, share_of
-from kvstrata.engine.outside import Watcher
-from kvstrata.engine.storage import Storage
 from kvstrata.errors import ConfigError
 from kvstrata.events.address import options_of
+from kvstrata.events.feed import GRAIN, Watching
 from kvstrata.events.open import bind_events, start_publisher
 from kvstrata.grammar.grammars import Grammars
 from kvstrata.metrics import Metrics
@@ -33,6 +32,7 @@ from kvstrata.models.cpu_options import CpuOptions
 from kvstrata.models.generation import SamplingDefaults
 from kvstrata.models.load import load
 from kvstrata.models.loaded import LoadedModel
+from kvstrata.prefix_cache.ladder import parse_lengths
 from kvstrata.remote.options import RemoteOptions
 from kvstrata.remote.secret import keys_for
 from kvstrata.remote.url import parse as parse_url
@@ -49,8 +49,6 @@ from kvstrata.server.service import Service
 from kvstrata.server.wire.bounds import Bounds
 from kvstrata.sizes import human_bytes
 from kvstrata.spans.plan import choose_codecs
-from kvstrata.store.precision.ladder import parse_lengths
-from kvstrata.store.watching import GRAIN, Watching
 from kvstrata.text.harmony import harmony_marks
 from kvstrata.text.reply_form import ReplyForm
 from kvstrata.text.template import ChatTemplate

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.types import Scope
 
-from kvstrata.engine.cache import Cache, CacheUsage, Change, Codec, Explanation, TokenIds, parse_precision
+from kvstrata.engine.cache_api import Cache, CacheUsage, Change, Codec, Explanation, TokenIds, parse_precision
 from kvstrata.errors import ConfigError, InvalidRequest, SessionNotFound, Unavailable
 from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.cache_words import (

@@ -14,7 +14,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
-from kvstrata.engine.cache import Conversation, Strata
+from kvstrata.engine.cache_api import Conversation, Strata
 from kvstrata.errors import ConversationNotFound, InvalidRequest
 from kvstrata.server.auth import owner_in
 from kvstrata.server.cache import EXPLAIN_S, cache_of, told, whose

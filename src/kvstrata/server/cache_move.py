@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
-from kvstrata.engine.moving import Conversation, Exporting, Form, TakenIn
+from kvstrata.engine.bundle_transfer import Conversation, Exporting, Form, TakenIn
 from kvstrata.errors import InvalidRequest, SessionNotFound, Unavailable
 from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.errors import answers

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 from typing_extensions import TypedDict
 
-from kvstrata.engine.cache import Census, Conversation, Holding
+from kvstrata.engine.cache_api import Census, Conversation, Holding
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.auth import owner_in
 from kvstrata.server.cache import EXPLAIN_S, cache_of, find_session, told, whose

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 from typing_extensions import TypedDict
 
-from kvstrata.engine.cache import (
+from kvstrata.engine.cache_api import (
     CacheUsage,
     Changed,
     Explanation,

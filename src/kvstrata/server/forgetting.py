@@ -12,7 +12,7 @@ from functools import partial
 
 from anyio import to_thread
 
-from kvstrata.engine.cache import Tier
+from kvstrata.engine.cache_api import Tier
 from kvstrata.server.service import Service
 
 # Between two looks for what has expired: a tenth of the time to live, within these bounds.

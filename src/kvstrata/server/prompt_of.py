@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvstrata.engine.cache import TokenIds, as_ids
+from kvstrata.engine.cache_api import TokenIds, as_ids
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.conversation.lengths import require_possible_text
 from kvstrata.server.service import Service

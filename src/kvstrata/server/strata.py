@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from blake3 import blake3
 
-from kvstrata.engine.cache import Conversation, Lying, Stratum, TokenIds
+from kvstrata.engine.cache_api import Conversation, Lying, Stratum, TokenIds
 from kvstrata.server.sessions.session import num_common
 
 CONTEXT = "kvstrata 2026-11 conversation v1"

@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from kvstrata.engine.loop import Loop
+from kvstrata.engine.executor import Loop
 from kvstrata.server.anthropic import cache_control
 from tests.agents.forced import Forced, serving
 from tests.server.anthropic.conftest import client_of, script

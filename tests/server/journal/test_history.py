@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.engine.operations import Operations
+from kvstrata.engine.cache_api import Operations
 from kvstrata.server.journal.journal import MAX_REQUESTS
 from kvstrata.server.journal.sampling import SETTLED_AFTER, Sampler
 from tests.server.conftest import Served, running

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvstrata.engine.cache import as_ids
+from kvstrata.engine.cache_api import as_ids
 from kvstrata.engine.request import TokenUsage
+from kvstrata.prefix_cache.conversation_list import MAX_COUNTED, Census, Counted
 from kvstrata.server.cache_sessions import SLICE_S
 from kvstrata.server.sessions.names import Name
-from kvstrata.store.census import MAX_COUNTED, Census, Counted
 from tests.server.conftest import Served, running
 from tests.server.test_cache import complete, get
 from tests.tiny import VOCAB, tiny_loaded

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.engine.cache import as_ids
+from kvstrata.engine.cache_api import as_ids
 from kvstrata.engine.request import TokenUsage
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.conversation.chat import Chat, Wanted

@@ -23,7 +23,7 @@ from kvstrata.fleet.ray.replica import GONE
 from kvstrata.fleet.replicas import ReplicaLost
 from kvstrata.fleet.routing import Report, Router
 from kvstrata.fleet.summary import unpacked
-from kvstrata.index.identity import Identity
+from kvstrata.prefix_cache.keys import Identity
 from kvstrata.server.conversation.hygiene import Hygiene
 from kvstrata.server.conversation.prompt import Renderer
 

@@ -15,9 +15,9 @@ from kvstrata.config import Settings
 from kvstrata.fleet.asgi import answer
 from kvstrata.fleet.ray.folders import take_folder
 from kvstrata.fleet.summary import Summary
+from kvstrata.prefix_cache.entry_table import Watcher
 from kvstrata.server.journal.sampling import Sampler
 from kvstrata.server.service import Service
-from kvstrata.store.watching import Watcher
 
 GONE = "replica_gone"  # instead of an answer
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from starlette.types import Scope
 
-from kvstrata.engine.cache import as_ids
+from kvstrata.engine.cache_api import as_ids
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.errors import InvalidRequest, ModelNotFound
 from kvstrata.grammar.grammars import Grammar

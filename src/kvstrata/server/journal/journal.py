@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import time
 
-from kvstrata.engine.cache import owner_of
+from kvstrata.engine.cache_api import owner_of
 from kvstrata.errors import ReplyFailed
 from kvstrata.server import dashboard
 from kvstrata.server.journal.events import Happened

@@ -11,8 +11,8 @@ import contextlib
 import dataclasses
 from typing import TYPE_CHECKING
 
-from kvstrata.engine.cache import CacheUsage
-from kvstrata.engine.limits import EngineState
+from kvstrata.engine.cache_api import CacheUsage
+from kvstrata.engine.request import EngineState
 from kvstrata.errors import Unavailable
 from kvstrata.server.cache import cache_of, told
 from kvstrata.server.journal.events import most_grown, retargeted, risen

@@ -20,7 +20,7 @@ from typing import BinaryIO
 
 from blake3 import blake3
 
-from kvstrata.engine.cache import owner_of
+from kvstrata.engine.cache_api import owner_of
 from kvstrata.server.replay.record import Record, from_line, said_s, to_line
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from blake3 import blake3
 
-from kvstrata.engine.cache import owner_of
+from kvstrata.engine.cache_api import owner_of
 from kvstrata.server.replay.files import ReplyFiles
 from kvstrata.server.replay.record import Record
 from kvstrata.text.messages import Message

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstrata.engine.cache import owner_of
+from kvstrata.engine.cache_api import owner_of
 
 MAX_RESPONSES = 1_000
 MAX_BYTES = 64 << 20

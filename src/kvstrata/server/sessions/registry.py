@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvstrata.engine.cache import TokenIds, owner_of
+from kvstrata.engine.cache_api import TokenIds, owner_of
 from kvstrata.engine.request import TokenUsage
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.sessions.names import KEY_CHARS, Name

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from kvstrata.engine.cache import TokenIds, owner_of
+from kvstrata.engine.cache_api import TokenIds, owner_of
 
 # By which word of the client, or by what of its first request.
 RecognisedBy = Literal[

@@ -1,0 +1,1 @@
+"""Prefix cache: KV of token sequences, shared by a radix tree, kept within a memory budget, offloaded to tiers."""

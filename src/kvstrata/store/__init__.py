@@ -1,1 +1,0 @@
-"""What was computed before, kept within a budget: who may be evicted, in which order, and why."""

@@ -1,0 +1,115 @@
+"""A store that has a disk, and what is on it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvstrata.codecs.registry import parse
+from kvstrata.disk.options import DiskOptions
+from kvstrata.disk.tier import DiskTier
+from kvstrata.layers.kinds import Layout
+from kvstrata.prefix_cache.config import DiskWrite, LadderOptions, PrecisionOptions, StoreOptions
+from kvstrata.prefix_cache.keys import Identity, as_ids, chain
+from kvstrata.prefix_cache.prefix_cache import Stock, make_stock
+from kvstrata.prefix_cache.tier_client import BlockLoad, Cold
+from kvstrata.spans.contents import tally
+from kvstrata.spans.plan import make_plan
+from kvstrata.tier.lookups import finish
+from tests.prefix_cache.kv import LAYOUT, Clock, settle, store_tokens
+
+MIB = 1 << 20
+LOAD_TIMEOUT_S = 60.0
+
+
+def identity_of(layout: Layout) -> Identity:
+    return Identity("weights", "float32", tuple(spec.signature for spec in layout.flat()))
+
+
+@contextmanager
+def store_on(
+    folder: Path,
+    layout: Layout = LAYOUT,
+    name: str = "raw",
+    *,
+    hot_bytes: int = 1 << 30,
+    disk_write: DiskWrite = "at-eviction",
+    min_quantize_tokens: int = 0,
+    ladder: LadderOptions | None = None,
+    max_arrays: int | None = None,
+    patience_s: float = 60.0,
+    **disk: Any,
+) -> Iterator[Stock]:
+    limits: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
+    beside = {each: limits.pop(each) for each in ("files", "clock", "is_pinned") if each in limits}
+    tier = DiskTier(DiskOptions(folder, **limits), chain=chain, tally=tally, **beside)
+    codec = parse(name)
+    options = StoreOptions(
+        hot_bytes,
+        disk_write=disk_write,
+        max_arrays=max_arrays,
+        precision=PrecisionOptions(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens),
+        ladder=ladder or LadderOptions(),
+    )
+    cold = Cold(tier, layout, post=lambda _: None, patience_s=patience_s)
+    plan_of = partial(make_plan, layout)
+    yield make_stock(layout, identity_of(layout), options, plan_of, cold=cold, clock=Clock())
+    tier.close()
+
+
+def random_tokens(count: int, seed: int) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(1000) for _ in range(count)]
+
+
+def chat(stock: Stock, tokens: list[int], num_turns: int, *, seed: int = 0, turn_tokens: int = 40) -> list[int]:
+    """So many more turns, each settled before the next comes."""
+    for turn in range(num_turns):
+        tokens = [*tokens, *random_tokens(turn_tokens, 1000 * seed + turn)]
+        store_tokens(stock, tokens)
+        settle(stock)
+    return tokens
+
+
+def write_turns(stock: Stock, tokens: list[int], ends: list[int]) -> None:
+    for end in ends:
+        store_tokens(stock, tokens[:end])
+        settle(stock)
+    stock.spills.add_free()
+    settle(stock)
+    written(stock)
+
+
+def written(stock: Stock) -> int:
+    """Tokens on the disk, over all chains."""
+    assert stock.cold.tier.flush(60).is_empty
+    return stock.cold.tier.usage().num_tokens
+
+
+def reachable(stock: Stock, tokens: list[int]) -> int:
+    """How many a start would find."""
+    return finish(stock.cold.longest(stock.search.root_of(""), as_ids(tokens))).num_tokens
+
+
+def load(stock: Stock, tokens: list[int]) -> None:
+    """What the disk has comes back."""
+    loading = begin_load(stock, tokens)
+    until_s = time.monotonic() + LOAD_TIMEOUT_S
+    while not loading.is_done:
+        assert time.monotonic() < until_s
+        stock.chores.work(0)
+    stock.fetches.promote(loading)
+
+
+def begin_load(stock: Stock, tokens: list[int]) -> BlockLoad:
+    lookup = stock.fetches.look(tokens, "")
+    assert lookup is not None
+    assert lookup.wait(LOAD_TIMEOUT_S)
+    loading = stock.fetches.load(lookup.offers[0], tokens, "")
+    assert loading is not None
+    return loading

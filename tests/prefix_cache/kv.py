@@ -1,0 +1,239 @@
+"""KV that can be checked: each token's K and V follow from it and from all tokens before it, as a model's would."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache, partial
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from kvstrata.attention.parts import CutPart, Part, RawPart, SealedPart
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.codecs.raw import RawCodec
+from kvstrata.codecs.registry import parse
+from kvstrata.layers.kinds import LayerSpec, Layout
+from kvstrata.layers.recurrent import RecurrentLayer
+from kvstrata.layers.sequence import SequenceCache
+from kvstrata.prefix_cache.config import PrecisionOptions, StoreOptions
+from kvstrata.prefix_cache.entries import Lease
+from kvstrata.prefix_cache.entry_table import Watcher
+from kvstrata.prefix_cache.insertion import Filing
+from kvstrata.prefix_cache.keys import Identity, TokenIds
+from kvstrata.prefix_cache.prefix_cache import Stock, make_stock
+from kvstrata.spans.marks import take_mark
+from kvstrata.spans.plan import make_plan
+
+DIM = 64
+NUM_LAYERS = 2
+LAYOUT = Layout((LayerSpec("full", kv_heads=1, k_dim=DIM, v_dim=DIM, token_bytes=2 * DIM * 4),) * NUM_LAYERS)
+TOKEN_BYTES = LAYOUT.token_bytes
+STATE_SHAPE = (1, 256)
+# One layer that can be cut anywhere, and one that can be resumed at marks only.
+HYBRID = Layout((LAYOUT.layers[0], LayerSpec("recurrent", num_arrays=1, state_bytes=1024)))
+MODULUS = 1_000_003
+SMALLEST_NORM = 1.0  # of a token that is looked at closely; most are at about 5.7
+# Directions that differ between a token and what it is stored as: 1 minus the cosine, at most.
+TOLERANCES = {8: 0.001, 4: 0.03, 2: 0.35}
+
+
+@lru_cache(maxsize=256)
+def _states(tokens: tuple[int, ...]) -> NDArray[np.int64]:
+    states, state = [], 1
+    for token in tokens:
+        state = (state * 48_271 + token + 1) % MODULUS
+        states.append(state)
+    return np.array(states, np.int64)
+
+
+def expected(tokens: Sequence[int], start: int, end: int, layer: int, side: int) -> NDArray[np.float32]:
+    """K (side 0) or V (side 1) of tokens [start, end): [tokens, dim]"""
+    states = _states(tuple(tokens))[start:end, None]
+    steps = np.arange(1, DIM + 1) * (2 * layer + side + 1)
+    return np.sin((states * steps % MODULUS).astype(np.float32))
+
+
+def expected_state(tokens: Sequence[int], num_tokens: int) -> NDArray[np.float32]:
+    return np.full(STATE_SHAPE, _states(tuple(tokens))[num_tokens - 1], np.float32)
+
+
+def compute(cache: SequenceCache, tokens: Sequence[int], num_tokens: int) -> None:
+    """What a forward pass leaves: the KV of the next `num_tokens`."""
+    start = cache.num_tokens
+    for i, layer in enumerate(cache.flat if num_tokens else ()):
+        if isinstance(layer, RecurrentLayer):
+            layer.cache = [mx.array(expected_state(tokens, start + num_tokens))]
+            continue
+        k, v = (mx.array(expected(tokens, start, start + num_tokens, i, side))[None, None] for side in (0, 1))
+        layer.append(k, v)
+    cache.end_pass(num_tokens)
+    mx.eval(cache.arrays())
+
+
+def check(parts: Iterable[Part], tokens: Sequence[int], layer: int, at_least: int = 8) -> int:
+    """Parts that begin at the first token hold what was written. Tells how many tokens that is.
+
+    `at_least` are the bits that all of it once had: precision that is lost does not come back with more bits.
+    """
+    at = 0
+    like = mx.zeros((), mx.float32)
+    for part in parts:
+        for side, array in enumerate(part.dense(like)):
+            held = np.asarray(array[0, 0])
+            wanted = expected(tokens, at, at + part.num_tokens, layer, side)
+            tolerance = _tolerance(part, side)
+            if at_least < 8:
+                tolerance = 2 * TOLERANCES[at_least]
+            if tolerance:
+                # A token whose vector is next to nothing beside the mean of its neighbours has no direction to keep.
+                usual = np.linalg.norm(wanted, axis=-1) > SMALLEST_NORM
+                held, wanted = held[usual], wanted[usual]
+                products = (held * wanted).sum(-1)
+                lengths = np.linalg.norm(held, axis=-1) * np.linalg.norm(wanted, axis=-1)
+                assert (1 - products / lengths).max(initial=0.0) <= tolerance
+            else:
+                assert np.array_equal(held, wanted)
+        at += part.num_tokens
+    return at
+
+
+def _tolerance(part: Part, side: int) -> float:
+    whole = part.whole if isinstance(part, CutPart) else part
+    if isinstance(whole, RawPart):
+        return 0.0
+    assert isinstance(whole, SealedPart)
+    codec = (whole.k, whole.v)[side].codec
+    if isinstance(codec, RawCodec):
+        return 0.0
+    assert isinstance(codec, PlanesCodec)
+    return TOLERANCES[codec.bits]
+
+
+def check_lease(lease: Lease, tokens: Sequence[int], at_least: int = 8) -> None:
+    if lease.prefix is None:
+        assert lease.num_tokens == 0
+        return
+    for layer, (sources, state) in enumerate(zip(lease.prefix.sources, lease.prefix.states, strict=True)):
+        if state is not None:
+            assert np.array_equal(np.asarray(state[0]), expected_state(tokens, lease.num_tokens))
+            continue
+        parts = [part for source in sources for part in source.parts()]
+        assert check(parts, tokens, layer, at_least) == lease.num_tokens
+
+
+def new_stock(
+    name: str = "raw",
+    *,
+    layout: Layout = LAYOUT,
+    hot_bytes: int = 1 << 30,
+    min_quantize_tokens: int = 256,
+    live: bool = False,
+    fingerprint: str = "weights",
+    ttl_s: float | None = None,
+    clock: Clock | None = None,
+    watcher: Watcher | None = None,
+) -> Stock:
+    codec = parse(name)
+    precision = PrecisionOptions(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, live=live)
+    options = StoreOptions(hot_bytes=hot_bytes, ttl_s=ttl_s, precision=precision)
+    identity = Identity(fingerprint, "float32", tuple(spec.signature for spec in layout.flat()))
+    return make_stock(layout, identity, options, partial(make_plan, layout), clock=clock or Clock(), watcher=watcher)
+
+
+class Told:
+    """A watcher that remembers every prefix that it was told is held."""
+
+    def __init__(self) -> None:
+        self.prefixes: set[tuple[bytes, bytes]] = set()
+
+    def stored(self, root_key: bytes, ids: TokenIds, start: int) -> None:
+        self.prefixes |= _prefixes(root_key, ids, start)
+
+    def removed(self, root_key: bytes, ids: TokenIds, start: int) -> None:
+        gone = _prefixes(root_key, ids, start)
+        assert gone <= self.prefixes, "what was never told to be held cannot go"
+        self.prefixes -= gone
+
+    def cleared(self) -> None:
+        self.prefixes.clear()
+
+    def check(self, stock: Stock) -> None:
+        held: set[tuple[bytes, bytes]] = set()
+        for node in stock.shelf.tree:
+            tokens = np.concatenate([above.tokens for above in node.path()])
+            held |= _prefixes(node.root_key, tokens, node.start)
+        assert self.prefixes == held
+
+
+def _prefixes(root_key: bytes, ids: TokenIds, start: int) -> set[tuple[bytes, bytes]]:
+    return {(root_key, ids[:end].tobytes()) for end in range(start + 1, len(ids) + 1)}
+
+
+class Clock:
+    """Time that passes when it is told to, and a little with every look."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        self.now_s += 0.001
+        return self.now_s
+
+
+class Run:
+    """A sequence: what it found, what it computes, and its way into the store."""
+
+    def __init__(
+        self, stock: Stock, tokens: Sequence[int], salt: str = "", *, room: int = 0, session: str = ""
+    ) -> None:
+        self.tokens = tuple(tokens)
+        self.salt = salt
+        lease = stock.store.match(self.tokens[:-1], salt, session=session)
+        self.cache = SequenceCache(stock.search.layout, None, len(self.tokens) - lease.num_tokens + room, lease.prefix)
+        self._needs_marks = stock.store.needs_marks
+        self.filing: Filing = stock.store.open(lease, self.cache, salt)
+        self.num_sealed = 0
+
+    @property
+    def num_computed(self) -> int:
+        return self.cache.num_tokens
+
+    @property
+    def left(self) -> int:
+        return len(self.tokens) - self.num_computed
+
+    def compute(self, num_tokens: int) -> None:
+        compute(self.cache, self.tokens, min(num_tokens, self.left))
+
+    def seal(self, *, is_marked: bool = True) -> None:
+        takes_mark = is_marked and self._needs_marks and self.num_computed > self.cache.start
+        self.filing.seal(self.tokens[: self.num_computed], take_mark(self.cache) if takes_mark else None)
+        if self.num_computed > self.cache.start:
+            self.num_sealed = self.num_computed
+
+    def end(self) -> None:
+        self.seal()
+        self.filing.end()
+
+    def check(self, at_least: int = 8) -> None:
+        for i, layer in enumerate(self.cache.flat):
+            if isinstance(layer, RecurrentLayer):
+                if self.num_computed:
+                    assert np.array_equal(np.asarray(layer.cache[0]), expected_state(self.tokens, self.num_computed))
+                continue
+            assert check(layer.parts(), self.tokens, i, at_least) == self.num_computed
+
+
+def store_tokens(stock: Stock, tokens: Sequence[int], salt: str = "", *, session: str = "") -> int:
+    """One request from its beginning to its end. Tells how many of its tokens were there."""
+    run = Run(stock, tokens, salt, session=session)
+    cached = run.num_computed
+    run.compute(run.left)
+    run.end()
+    return cached
+
+
+def settle(stock: Stock) -> None:
+    while stock.chores.has_work:
+        stock.chores.work(0)

@@ -1,0 +1,49 @@
+"""Two processes that never talk give the same prompt the same keys, whatever they saw before."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.prefix_cache.keys import Grid, GridKeys, every, positions, widening
+
+ROOT, OTHER_ROOT = bytes(32), bytes([1]) * 32
+
+
+def test_widening_positions_are_few_and_never_a_sixteenth_apart() -> None:
+    found = positions(widening, 128 * 1024)
+    assert len(found) == 144
+    assert found[:3] == [32, 64, 96]
+    for before, after in pairwise(found):
+        assert after - before <= max(32, before // 16)
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000))
+def test_a_longer_prompt_has_the_positions_of_a_shorter_one(first: int, second: int) -> None:
+    short, long = sorted((first, second))
+    assert positions(widening, long)[: len(positions(widening, short))] == positions(widening, short)
+
+
+@pytest.mark.parametrize("grid", [every(16), widening])
+@given(prompts=st.lists(st.tuples(st.booleans(), st.integers(0, 200), st.integers(0, 3)), min_size=1, max_size=50))
+def test_what_was_asked_before_changes_no_key(grid: Grid, prompts: list[tuple[bool, int, int]]) -> None:
+    ever = GridKeys(grid)
+    for is_other, length, seed in prompts:
+        ids = np.random.default_rng(seed).integers(0, 3, 200).astype(np.int32)[:length]
+        root = OTHER_ROOT if is_other else ROOT
+        found = ever.of(root, ids)
+        assert found == GridKeys(grid).of(root, ids)
+        assert [position for position, _ in found] == positions(grid, length)
+
+
+def test_a_key_names_all_tokens_before_it() -> None:
+    ids = np.arange(64, dtype=np.int32)
+    changed = ids.copy()
+    changed[0] = 7
+    keys, other = GridKeys(every(16)).of(ROOT, ids), GridKeys(every(16)).of(ROOT, changed)
+    assert not {key for _, key in keys} & {key for _, key in other}
+    assert not {key for _, key in keys} & {key for _, key in GridKeys(every(16)).of(OTHER_ROOT, ids)}

@@ -1,0 +1,137 @@
+"""Who steps down, and how far: the policy alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.codecs.planes import PlanesCodec
+from kvstrata.errors import ConfigError
+from kvstrata.prefix_cache.config import Floors
+from kvstrata.prefix_cache.ladder import Bits, Ladder, Move, Standing, parse_lengths
+
+NUMBERS = st.sampled_from([32, 16, 8, 4, 2, 0])
+BITS = st.builds(Bits, NUMBERS, NUMBERS)
+SPANS = st.builds(Standing, BITS, st.integers(0, 1000), st.floats(0, 100))
+FLOORS = st.builds(Floors, st.sampled_from([8, 4, 2]), st.sampled_from([8, 4, 2]))
+
+
+def token_bytes(bits: Bits) -> float:
+    return bits.k + bits.v
+
+
+def edged_token_bytes(bits: Bits) -> float:
+    """Of four layers two keep at least 8 bits."""
+    return 2 * (bits.k + bits.v + max(bits.k, 8) + max(bits.v, 8))
+
+
+Size = Callable[[Bits], float]
+
+
+def step_down(spans: Sequence[Standing], need: float, floors: Floors, size: Size = token_bytes) -> dict[int, Move[int]]:
+    ladder: Ladder[int] = Ladder(floors, size)
+    for id_, span in enumerate(spans):
+        ladder.put(id_, span)
+    return {move.id: move for move in ladder.choose(need)}
+
+
+def by_hand(spans: Sequence[Standing], need: float, floors: Floors, size: Size) -> dict[int, Bits]:
+    """Every span looked at on every rung."""
+    bits = {id_: span.bits for id_, span in enumerate(spans)}
+    for rung, side in ((rung, side) for rung in (8, 4, 2) for side in "vk"):
+        for id_ in sorted(bits, key=lambda id_: spans[id_].used_s):
+            lowered = replace(bits[id_], **{side: min(rung, getattr(bits[id_], side))})
+            freed = spans[id_].num_tokens * (size(bits[id_]) - size(lowered))
+            if need > 0 and freed > 0 and rung >= getattr(floors, f"{side}_bits"):
+                need -= freed
+                bits[id_] = lowered
+    return {id_: after for id_, after in bits.items() if after != spans[id_].bits}
+
+
+@given(
+    st.lists(SPANS, max_size=8, unique_by=lambda span: span.used_s),
+    st.integers(0, 20_000),
+    FLOORS,
+    st.sampled_from([token_bytes, edged_token_bytes]),
+)
+def test_moves_are_those_of_looking_at_every_span_on_every_rung(
+    spans: list[Standing], need: int, floors: Floors, size: Size
+) -> None:
+    moves = step_down(spans, need, floors, size)
+    assert {id_: move.after for id_, move in moves.items()} == by_hand(spans, need, floors, size)
+    assert all(move.before == spans[id_].bits for id_, move in moves.items())
+
+
+@given(st.lists(SPANS, max_size=8), st.integers(0, 20_000), FLOORS)
+def test_nothing_goes_up_or_below_its_floor(spans: list[Standing], need: int, floors: Floors) -> None:
+    for move in step_down(spans, need, floors).values():
+        before, after = move.before, move.after
+        assert after != before
+        assert min(floors.k_bits, before.k) <= after.k <= before.k
+        assert min(floors.v_bits, before.v) <= after.v <= before.v
+
+
+@given(st.lists(SPANS, max_size=8), st.integers(0, 20_000))
+def test_more_need_never_moves_less(spans: list[Standing], need: int) -> None:
+    less, more = step_down(spans, need, Floors()), step_down(spans, need + 500, Floors())
+    for id_, move in less.items():
+        assert more[id_].after.k <= move.after.k
+        assert more[id_].after.v <= move.after.v
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), SPANS | st.none() | st.integers(0, 3000)), max_size=30))
+def test_the_ladder_goes_by_what_it_was_told_last(told: list[tuple[int, Standing | int | None]]) -> None:
+    ladder: Ladder[int] = Ladder(Floors(), token_bytes)
+    known: dict[int, Standing] = {}
+    for id_, what in told:
+        if isinstance(what, Standing):
+            known[id_] = replace(what, used_s=float(id_))
+            ladder.put(id_, known[id_])
+        elif what is None:
+            known.pop(id_, None)
+            ladder.discard(id_)
+        else:
+            fresh: Ladder[int] = Ladder(Floors(), token_bytes)
+            for each, span in known.items():
+                fresh.put(each, span)
+            moves = ladder.choose(what)
+            assert moves == fresh.choose(what)
+            known |= {move.id: replace(known[move.id], bits=move.after) for move in moves}
+
+
+def test_the_coldest_values_go_first_then_keys_then_the_next_rung() -> None:
+    spans = [Standing(Bits(16, 16), 10, used_s=2.0), Standing(Bits(16, 16), 10, used_s=1.0)]
+
+    def moved(need: int) -> dict[int, tuple[int, int]]:
+        return {id_: (move.after.k, move.after.v) for id_, move in step_down(spans, need, Floors(4, 4)).items()}
+
+    assert moved(0) == {}
+    assert moved(80) == {1: (16, 8)}
+    assert moved(160) == {1: (16, 8), 0: (16, 8)}
+    assert moved(240) == {1: (8, 8), 0: (16, 8)}
+    assert moved(320) == {1: (8, 8), 0: (8, 8)}
+    assert moved(360) == {1: (8, 4), 0: (8, 8)}
+    assert moved(10_000) == {1: (4, 4), 0: (4, 4)}
+
+
+def test_what_a_move_frees_is_what_the_layers_that_follow_it_free() -> None:
+    spans = [Standing(Bits(8, 8), 10, used_s=i) for i in range(4)]
+    moves = step_down(spans, 160, Floors(), edged_token_bytes)
+    assert {id_: move.after for id_, move in moves.items()} == {0: Bits(8, 4), 1: Bits(8, 4)}
+
+
+@given(st.lists(SPANS, max_size=8), st.integers(0, 20_000))
+def test_a_move_that_frees_nothing_is_not_made(spans: list[Standing], need: int) -> None:
+    assert step_down(spans, need, Floors(), lambda bits: max(bits.k, 32) + max(bits.v, 32)) == {}
+
+
+def test_lengths_are_read_or_refused() -> None:
+    assert parse_lengths("16k=planes:8, 65536=planes:4") == ((16384, PlanesCodec(8)), (65536, PlanesCodec(4)))
+    assert parse_lengths("") == ()
+    for text in ("16k", "=planes:8", "k=planes:8", "64k=planes:4,16k=planes:8", "1k=planes:8,1024=planes:4"):
+        with pytest.raises(ConfigError, match="'"):
+            parse_lengths(text)

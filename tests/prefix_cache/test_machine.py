@@ -1,0 +1,355 @@
+"""The store in random order, against a list of all that was ever filed."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import takewhile
+
+import mlx.core as mx
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvstrata.codecs.registry import parse
+from kvstrata.prefix_cache.entries import Lease
+from kvstrata.prefix_cache.keys import root_key
+from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.requantize import Change
+from kvstrata.prefix_cache.usage import Share, share_of
+from kvstrata.spans.live import live_bytes
+from kvstrata.spans.plan import make_plan
+from tests.prefix_cache.kv import HYBRID, LAYOUT, Clock, Run, Told, check_lease, new_stock, settle, store_tokens
+
+Tokens = tuple[int, ...]
+
+SALTS = st.sampled_from(["", "", "", "other"])
+NAMES = st.sampled_from(["raw", "planes:8", "planes:4", "planes:2"])
+SESSIONS = st.sampled_from(["", "a", "a", "b"])
+SEEDS = st.integers(0, 10_000)
+SHARES = st.floats(0, 1)
+RARELY = st.sampled_from([False, False, False, True])
+# What runs and leases may share and both count: a state of a layer.
+SLACK_BYTES = 8 << 10
+STOP_EVERY = 8
+
+
+def common(a: Tokens, b: Tokens) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+@cache
+def warm_up() -> None:
+    """What codecs keep for good, such as rotations, is there before anything is counted."""
+    for name in ("raw", "planes:8", "planes:4", "planes:2"):
+        stock = new_stock(name, min_quantize_tokens=0)
+        store_tokens(stock, range(300))
+        settle(stock)
+        check_lease(stock.store.match(range(300), ""), range(300))
+
+
+@dataclass
+class Naive:
+    """What may be found: every prefix that was filed, by salt."""
+
+    filed: dict[str, list[Tokens]] = field(default_factory=lambda: {"": [], "other": []})
+
+    def longest(self, tokens: Tokens, salt: str) -> int:
+        return max((common(tokens, known) for known in self.filed[salt]), default=0)
+
+    def add(self, tokens: Tokens, salt: str) -> None:
+        others = [known for known in self.filed[salt] if common(known, tokens) < len(known)]
+        if self.longest(tokens, salt) < len(tokens):
+            self.filed[salt] = [*others, tokens]
+
+    def follow(self, stock: Stock) -> None:
+        """After an eviction: of each only so much is there as the store still has."""
+        for salt, known in self.filed.items():
+            left = {tokens[: stock.store.find(tokens, salt).matched_tokens] for tokens in known}
+            self.filed[salt] = [tokens for tokens in left if tokens]
+
+
+class StoreMachine(RuleBasedStateMachine):
+    stock: Stock
+    naive: Naive
+    runs: list[Run]
+    leases: list[tuple[Lease, Tokens, str]]
+    pins: list[tuple[Tokens, str]]
+
+    @initialize(
+        name=NAMES,
+        live=st.booleans(),
+        min_tokens=st.sampled_from([0, 100, 256]),
+        is_hybrid=st.booleans(),
+        seeds=st.lists(SEEDS, max_size=16),
+    )
+    def begin(self, name: str, live: bool, min_tokens: int, is_hybrid: bool, seeds: list[int]) -> None:
+        warm_up()
+        # MLX hands out freed buffers that are larger than what is asked for.
+        self.cache_limit = mx.set_cache_limit(0)
+        gc.collect()
+        self.before_bytes = mx.get_active_memory()
+        self.clock = Clock()
+        self.layout = HYBRID if is_hybrid else LAYOUT
+        self.told = Told()
+        self.stock = new_stock(
+            name, layout=self.layout, live=live, min_quantize_tokens=min_tokens, clock=self.clock, watcher=self.told
+        )
+        # Any prompt that parts from the session's last one leaves something behind.
+        self.stock.store._desk.branches.reply_start_tokens = 10_000
+        self.naive, self.runs, self.leases, self.pins = Naive(), [], [], []
+        self.at_least, self.num_asked = 8, 0
+        for seed in seeds:
+            self.serve_one("", seed)
+
+    def known(self, salt: str, seed: int) -> Tokens:
+        """A prompt: some of what was filed, and something else after it."""
+        # Small seeds come again and again: no two prompts should be made in the same way.
+        self.num_asked += 1
+        rng = random.Random(10_007 * seed + self.num_asked)
+        filed = self.naive.filed[salt]
+        # A longer one as likely as it is longer: then some part in the middle of others.
+        base = rng.choices(filed, [len(known) for known in filed])[0] if filed and rng.random() < 0.9 else ()
+        kept = base[: rng.choice([len(base), rng.randint(0, len(base))])]
+        length = rng.choice([1, 20, 60, 300])
+        return (*kept, *(rng.randrange(3) for _ in range(rng.randint(1, length))))
+
+    # What requests do.
+
+    @precondition(lambda self: len(self.runs) < 4)
+    @rule(salt=SALTS, seed=SEEDS, room=st.sampled_from([0, 0, 100]), session=SESSIONS)
+    def start(self, salt: str, seed: int, room: int, session: str) -> None:
+        tokens = self.known(salt, seed)
+        run = Run(self.stock, tokens, salt, room=room, session=session)
+        self.is_longest(run.num_computed, tokens[:-1], salt)
+        run.check(self.at_least)
+        self.runs.append(run)
+
+    def is_longest(self, num_tokens: int, tokens: Tokens, salt: str) -> None:
+        """All that is there; or some of it, where a model cannot be resumed anywhere."""
+        longest = self.naive.longest(tokens, salt)
+        assert num_tokens <= longest if self.stock.store.needs_marks else num_tokens == longest
+
+    @precondition(lambda self: self.runs)
+    @rule(seed=SEEDS, share=SHARES, is_sealed=st.booleans(), is_marked=st.booleans())
+    def prefill(self, seed: int, share: float, is_sealed: bool, is_marked: bool) -> None:
+        run = self.runs[seed % len(self.runs)]
+        num_tokens = int(share * run.left)
+        # Mostly where others stop too, as chunks of prompts do.
+        if seed % 4:
+            num_tokens = max(0, num_tokens - (run.num_computed + num_tokens) % STOP_EVERY)
+        run.compute(num_tokens)
+        if is_sealed:
+            run.seal(is_marked=is_marked)
+            self.file(run)
+
+    @precondition(lambda self: self.runs)
+    @rule(seed=SEEDS, is_done=st.booleans())
+    def end(self, seed: int, is_done: bool) -> None:
+        """Or go away in the middle."""
+        run = self.runs.pop(seed % len(self.runs))
+        if is_done:
+            run.compute(run.left)
+        run.check(self.at_least)
+        run.end()
+        self.file(run)
+
+    def file(self, run: Run) -> None:
+        self.naive.add(run.tokens[: run.num_sealed], run.salt)
+
+    @rule(salt=SALTS, seed=SEEDS)
+    def serve(self, salt: str, seed: int) -> None:
+        self.serve_one(salt, seed)
+
+    def serve_one(self, salt: str, seed: int) -> None:
+        """All of a request at once."""
+        run = Run(self.stock, self.known(salt, seed), salt, session=("", "a", "a", "b")[seed % 4])
+        self.is_longest(run.num_computed, run.tokens[:-1], salt)
+        while run.left:
+            run.compute(STOP_EVERY - run.num_computed % STOP_EVERY)
+            run.seal()
+        run.end()
+        self.file(run)
+
+    @precondition(lambda self: len(self.leases) < 3)
+    @rule(salt=SALTS, seed=SEEDS)
+    def match(self, salt: str, seed: int) -> None:
+        tokens = self.known(salt, seed)
+        lease = self.stock.store.match(tokens, salt)
+        self.is_longest(lease.num_tokens, tokens, salt)
+        check_lease(lease, tokens, self.at_least)
+        self.leases.append((lease, tokens, salt))
+
+    @precondition(lambda self: self.leases)
+    @rule(seed=SEEDS)
+    def release(self, seed: int) -> None:
+        lease, tokens, _ = self.leases.pop(seed % len(self.leases))
+        check_lease(lease, tokens, self.at_least)
+        self.stock.store.release(lease)
+        self.stock.store.release(lease)
+
+    # What is done to the store.
+
+    @precondition(lambda self: len(self.pins) < 2)
+    @rule(salt=SALTS, seed=SEEDS)
+    def pin(self, salt: str, seed: int) -> None:
+        tokens = self.known(salt, seed)
+        num_tokens = self.stock.pins.pin(tokens, salt)
+        self.is_longest(num_tokens, tokens, salt)
+        self.pins.append((tokens[:num_tokens], salt))
+
+    @precondition(lambda self: self.pins)
+    @rule(seed=SEEDS)
+    def unpin(self, seed: int) -> None:
+        tokens, salt = self.pins.pop(seed % len(self.pins))
+        self.stock.pins.unpin(tokens, salt)
+        # It may have taken the pin of another one's tokens, too.
+        for other, others_salt in self.pins:
+            self.stock.pins.pin(other, others_salt)
+
+    @rule(share=SHARES, passed_s=st.sampled_from([0.0, 1.0, 3600.0]))
+    def evict(self, share: float, passed_s: float) -> None:
+        self.clock.now_s += passed_s
+        limit = int(self.stock.shelf.held_bytes * share)
+        self.stock.room.shrink_to(limit)
+        assert self.stock.shelf.held_bytes <= limit or self.stock.shelf.free_bytes == 0
+        self.keeps_what_is_used()
+
+    @rule(salt=st.sampled_from([None, "", "other"]))
+    def clear(self, salt: str | None) -> None:
+        before = self.stock.shelf.held_bytes
+        cleared = self.stock.clearing.clear(salt)
+        assert self.stock.shelf.held_bytes == before - cleared.nbytes
+        if salt is None:
+            assert self.stock.shelf.free_bytes == 0
+        self.keeps_what_is_used()
+
+    def keeps_what_is_used(self) -> None:
+        for lease, tokens, salt in self.leases:
+            assert self.stock.store.find(tokens, salt).matched_tokens >= lease.num_tokens
+        for tokens, salt in self.pins:
+            assert self.stock.store.find(tokens, salt).num_tokens == len(tokens)
+        for run in self.runs:
+            assert self.stock.store.find(run.tokens, run.salt).matched_tokens >= max(run.cache.start, run.num_sealed)
+        self.naive.follow(self.stock)
+
+    @rule(k=NAMES, v=NAMES, scope=st.sampled_from(["all", "live", "stored"]), force=RARELY, dry=st.booleans())
+    def requantize(self, k: str, v: str, scope: str, force: bool, dry: bool) -> None:
+        change = Change(parse(k), parse(v), scope=scope, force=force, dry_run=dry)  # pyright: ignore[reportArgumentType]
+        told = self.stock.changes.requantize(change, make_plan(self.layout, parse(k), parse(v)))
+        assert told.dry_run == dry
+        if force and not dry:
+            self.at_least = 2
+
+    @rule()
+    def cancel_requantize(self) -> None:
+        self.stock.changes.cancel()
+        assert not self.stock.changes.progress().is_running
+
+    @rule(times=st.integers(1, 4))
+    def work(self, times: int) -> None:
+        for _ in range(times):
+            self.stock.chores.work(0)
+
+    @rule()
+    def finish_work(self) -> None:
+        settle(self.stock)
+        # What is in use is looked at again when it is released.
+        for entry in self.stock.shelf.entries:
+            assert entry.is_running or entry.num_leases or self.stock.rewriting.precision.plan_for(entry) is None
+
+    # What always holds.
+
+    @invariant()
+    def watchers_know_what_is_held(self) -> None:
+        self.told.check(self.stock)
+
+    @invariant()
+    def readers_see_what_was_written(self) -> None:
+        for lease, tokens, _ in self.leases:
+            check_lease(lease, tokens, self.at_least)
+        for run in self.runs:
+            run.check(self.at_least)
+        self.memory_is_what_is_counted()
+
+    @invariant()
+    def counts_are_right(self) -> None:
+        entries = self.stock.shelf.entries
+        assert self.stock.shelf.held_bytes == sum(entry.nbytes for entry in entries)
+        assert self.stock.shelf.free_bytes == sum(entry.nbytes for entry in entries if entry.is_free)
+        for entry in entries:
+            assert entry.nbytes == entry.span.nbytes - live_bytes(entry.span) * entry.is_running
+        used = [entry for lease, _, _ in self.leases for entry in lease.entries]
+        used += [entry for run in self.runs for entry in run.filing.lease.entries]
+        assert all(entry.num_leases == used.count(entry) for entry in entries)
+
+    @invariant()
+    def running_sums_are_those_of_all_entries(self) -> None:
+        stock, total = self.stock, Share()
+        for entry in stock.shelf.entries:
+            total.add(share_of(entry))
+        assert stock.reporter.usage() == total.as_usage()
+        other = stock.reporter.usage("other")
+        assert other.nbytes == sum(entry.nbytes for entry in stock.shelf.entries if entry.salt == "other")
+        waiting = stock.rewriting.mover.waiting
+        assert stock.rewriting.pending_bytes() == sum(map(stock.rewriting.precision.pending_bytes, waiting))
+        stock.pressure._look()
+        known = {entry: held for entry, held in stock.pressure._ladder._spans.items() if not entry.is_running}
+        ended = [entry for entry in stock.shelf.entries if not entry.is_running and entry.span.layers]
+        assert known == {entry: stock.pressure._standing(entry) for entry in ended}
+
+    @invariant()
+    def what_may_go_is_known_with_its_size(self) -> None:
+        shelf = self.stock.shelf
+        known = self.stock.leaves._order._leaves
+        assert set(known) == {node for node in shelf.tree if node.is_leaf and node.payload.is_free}
+        assert set(self.stock.leaves.superseded()) <= set(shelf.tree)
+        for node, (leaf, _, _) in known.items():
+            assert leaf.is_superseded == self.stock.leaves.is_superseded(node)
+            span = node.payload.span
+            assert (leaf.num_tokens, leaf.nbytes) == (node.num_tokens, span.nbytes * node.num_tokens // span.num_tokens)
+
+    @invariant()
+    def every_node_is_its_entrys(self) -> None:
+        tree = self.stock.shelf.tree
+        nodes = list(tree)
+        assert sum(len(entry.nodes) for entry in self.stock.shelf.entries) == len(nodes)
+        for node in nodes:
+            entry = node.payload
+            assert entry in self.stock.shelf.entries
+            assert node in entry.nodes
+            assert entry.span.position <= node.start < node.end <= entry.span.end
+        assert set(tree.root_keys) <= {root_key(self.stock.search.identity, salt) for salt in ("", "other")}
+
+    def memory_is_what_is_counted(self) -> None:
+        """Once every reader has looked, those included that have ended and wait to be trimmed: until its next step it
+        holds what was there at the last."""
+        counted = self.stock.shelf.held_bytes + sum(run.cache.nbytes for run in self.runs)
+        held = mx.get_active_memory() - self.before_bytes
+        assert counted - SLACK_BYTES <= held
+        assert self.stock.chores.has_work or held <= counted * 1.02 + SLACK_BYTES
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache_limit"):
+            mx.set_cache_limit(self.cache_limit)
+        if not hasattr(self, "store") or sys.exc_info()[0] is not None:
+            return
+        while self.runs:
+            self.runs.pop().end()
+        while self.leases:
+            self.stock.store.release(self.leases.pop()[0])
+        for tokens, salt in self.pins:
+            self.stock.pins.unpin(tokens, salt)
+        settle(self.stock)
+        self.stock.clearing.clear()
+        assert (self.stock.shelf.held_bytes, self.stock.shelf.free_bytes, self.stock.shelf.entries) == (0, 0, {})
+        mx.clear_cache()
+        assert mx.get_active_memory() == self.before_bytes
+
+
+TestStore = StoreMachine.TestCase
+# The same examples each time: what they find depends on nothing but the store.
+TestStore.settings = settings(max_examples=30, stateful_step_count=50, deadline=None, derandomize=True)

@@ -1,0 +1,52 @@
+"""Blocks that pins keep on the disk: a block stays exactly as long as a pin keeps it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvstrata.prefix_cache.tier_client import PinnedBlocks
+
+KEYS = [bytes([number]) for number in range(5)]
+PINS = st.integers(0, 3)
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("begin"), PINS),
+        st.tuples(st.just("keep"), st.sets(PINS), st.sets(st.sampled_from(KEYS))),
+        st.tuples(st.just("end"), st.sets(PINS)),
+    ),
+    max_size=30,
+)
+
+
+@given(STEPS)
+def test_keys_are_those_of_all_pins_that_have_not_ended(steps: list[tuple]) -> None:
+    keys = set[bytes]()
+    blocks, kept = PinnedBlocks(keys), dict[int, set[bytes]]()
+    for step in steps:
+        match step:
+            case ("begin", pin):
+                blocks.begin(pin)
+                kept.setdefault(pin, set())
+            case ("keep", pins, new):
+                blocks.keep(pins, new)
+                for pin in pins & set(kept):
+                    kept[pin] |= new
+            case ("end", pins):
+                blocks.end(pins)
+                for pin in pins:
+                    kept.pop(pin, None)
+        assert keys == set[bytes]().union(*kept.values())
+
+
+def test_a_lookup_that_ends_late_keeps_what_others_pinned_meanwhile() -> None:
+    keys = set[bytes]()
+    blocks = PinnedBlocks(keys)
+    blocks.begin("first")
+    blocks.begin("second")
+    blocks.keep(["second"], KEYS[2:3])  # written while both are looked up
+    blocks.keep(["first"], KEYS[:2])
+    assert keys == set(KEYS[:3])
+    blocks.keep(["second"], KEYS[:1])
+    blocks.end(["first"])
+    assert keys == {KEYS[0], KEYS[2]}

@@ -1,0 +1,167 @@
+"""Pins with a term: they end by themselves, take each other's place, and stay within the quota."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvstrata.errors import Forbidden
+from kvstrata.prefix_cache.keys import owner_of
+from kvstrata.prefix_cache.pins import MAX_TERMS, Term
+from kvstrata.prefix_cache.prefix_cache import Stock
+from tests.prefix_cache.disk import store_on
+from tests.prefix_cache.kv import TOKEN_BYTES, Clock, new_stock, settle, store_tokens
+
+PROMPTS = [tuple(range(first, first + 60)) for first in range(0, 6000, 1000)]
+SALTS = ("key-a", "key-a:inner", "key-b")
+LIMIT_BYTES = 130 * TOKEN_BYTES  # two prompts
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("keep"), st.sampled_from(SALTS), st.integers(0, 5), st.sampled_from("xyz"), st.integers(1, 100)
+        ),
+        st.tuples(st.just("wait"), st.integers(1, 60)),
+        st.tuples(st.just("pin"), st.sampled_from(SALTS), st.integers(0, 5)),
+        st.tuples(st.just("unpin"), st.sampled_from(SALTS), st.integers(0, 5)),
+    ),
+    max_size=30,
+)
+
+
+@settings(deadline=None)
+@given(STEPS)
+def test_what_is_pinned_is_what_a_list_of_terms_says(steps: list[tuple]) -> None:
+    clock = Clock()
+    stock = new_stock(clock=clock)
+    for salt in SALTS:
+        for prompt in PROMPTS:
+            store_tokens(stock, prompt, salt)
+    terms: dict[tuple[str, str], tuple[int, float]] = {}  # salt and name: prompt and when it ends
+    forever: set[tuple[str, int]] = set()
+
+    def pinned(without: tuple[str, str] | None = None) -> set[tuple[str, int]]:
+        return forever | {(key[0], number) for key, (number, _) in terms.items() if key != without}
+
+    for step in steps:
+        match step:
+            case ("keep", salt, number, name, ttl_s):
+                term = Term(name, ttl_s, LIMIT_BYTES)
+                others = {each for each in pinned((salt, name)) if owner_of(each[0]) == owner_of(salt)}
+                fits = len(others | {(salt, number)}) <= 2
+                assert stock.pins.may_keep(PROMPTS[number], salt, term, TOKEN_BYTES) is fits
+                assert stock.pins.keep(PROMPTS[number], salt, term) == 60 * fits
+                if fits:
+                    terms[salt, name] = number, clock.now_s + ttl_s
+            case ("wait", seconds):
+                clock.now_s += seconds - 0.5
+                stock.pins.expire()
+                terms = {key: term for key, term in terms.items() if term[1] > clock.now_s}
+            case ("pin", salt, number):
+                stock.pins.pin(PROMPTS[number], salt)
+                forever.add((salt, number))
+            case ("unpin", salt, number):
+                stock.pins.unpin(PROMPTS[number], salt)
+                forever.discard((salt, number))
+                terms = {key: term for key, term in terms.items() if (key[0], term[0]) != (salt, number)}
+        kept = {(entry.salt, PROMPTS.index(_tokens(entry))) for entry in stock.shelf.entries if entry.is_pinned}
+        assert kept == pinned()
+        assert (stock.pins.seconds_to_expiry() == math.inf) == (not terms)
+    stock.evictor.shrink_to(0)
+    for salt in SALTS:
+        for number, prompt in enumerate(PROMPTS):
+            assert stock.store.find(prompt, salt).num_tokens == 60 * ((salt, number) in pinned())
+
+
+def _tokens(entry) -> tuple[int, ...]:
+    return tuple(entry.last_node.tokens.tolist())
+
+
+def test_owners_together_pin_no_more_than_half_of_the_memory() -> None:
+    stock = new_stock(hot_bytes=600 * TOKEN_BYTES)
+    quota_bytes = 150 * TOKEN_BYTES
+    term = Term("session", 10.0, quota_bytes)
+    owners = [f"key-{letter}" for letter in "abcd"]
+    for owner in owners:
+        store_tokens(stock, range(100), owner)
+    fits = [stock.pins.may_keep(range(100), owner, term, TOKEN_BYTES) for owner in owners[:1]]
+    assert [stock.pins.keep(range(100), owner, term) for owner in owners] == [100, 100, 100, 0]
+    assert [*fits, stock.pins.may_keep(range(100), owners[3], term, TOKEN_BYTES)] == [True, False]
+    with pytest.raises(Forbidden, match="All keys together"):
+        stock.pins.pin(range(100), owners[3], quota_bytes)
+    assert stock.pins.pin(range(100), owners[3]) == 100  # who has no quota decides for all
+    assert stock.pins.nbytes(None) == 400 * TOKEN_BYTES
+
+
+def test_one_quota_may_be_more_than_half() -> None:
+    stock = new_stock(hot_bytes=200 * TOKEN_BYTES)
+    store_tokens(stock, range(150), "key-a")
+    assert stock.pins.keep(range(150), "key-a", Term("session", 10.0, 160 * TOKEN_BYTES)) == 150
+
+
+def test_there_are_never_more_than_so_many() -> None:
+    stock = new_stock()
+    for number in range(MAX_TERMS + 10):
+        store_tokens(stock, range(number * 100, number * 100 + 5), "key-a")
+        stock.pins.keep(range(number * 100, number * 100 + 5), "key-a", Term(str(number), 10.0 + number, 1 << 30))
+    store_tokens(stock, range(5), "key-b")
+    stock.pins.keep(range(5), "key-b", Term("b", 1.0, 1 << 30))
+    assert sum(entry.is_pinned for entry in stock.shelf.entries) == MAX_TERMS + 1
+    assert stock.store.find(range(5), "key-b").num_tokens == 5
+
+
+class Matches:
+    """Counts the walks over a prompt's tokens: in the tree of what memory holds, and on the disk."""
+
+    def __init__(self, stock: Stock) -> None:
+        self.in_memory = self.on_disk = 0
+        match, longest = stock.shelf.tree.match, stock.cold.tier.blocks.longest
+
+        def counted_match(*args: Any) -> Any:
+            self.in_memory += 1
+            return match(*args)
+
+        def counted_longest(*args: Any, **kwargs: Any) -> Any:
+            self.on_disk += 1
+            return longest(*args, **kwargs)
+
+        stock.shelf.tree.match = counted_match  # pyright: ignore[reportAttributeAccessIssue]
+        stock.cold.tier.blocks.longest = counted_longest  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("num_pins", [1, MAX_TERMS])
+def test_a_new_pin_walks_its_own_tokens_alone(num_pins: int, tmp_path: Path) -> None:
+    with store_on(tmp_path) as stock:
+        prompts = [list(range(100 * number, 100 * number + 20)) for number in range(num_pins + 1)]
+        for number, prompt in enumerate(prompts[:-1]):
+            store_tokens(stock, prompt)
+            stock.pins.keep(prompt, "", Term(str(number), 100.0, 1 << 30))
+        settle(stock)
+        stock.cold.reach([]).wait(60)  # pins are looked up on a thread of the tier
+        matches = Matches(stock)
+        stock.pins.may_keep(prompts[-1], "", Term("new", 100.0, 1 << 30), TOKEN_BYTES)
+        before_storing = matches.in_memory
+        store_tokens(stock, prompts[-1])
+        stored = matches.in_memory - before_storing
+        assert stock.pins.keep(prompts[-1], "", Term("new", 100.0, 1 << 30)) == 20
+        stock.cold.reach([]).wait(60)  # asked after it, so answered after it
+        assert (before_storing, stored, matches.in_memory - before_storing - stored) == (1, 1, 2)
+        assert matches.on_disk == 1
+
+
+def test_pins_outlive_a_store_that_has_failed() -> None:
+    failed, stock = new_stock(), new_stock()
+    store_tokens(failed, PROMPTS[0])
+    failed.pins.keep(PROMPTS[0], "", Term("x", 100.0, 1 << 30))
+    stock.take_over(failed)
+    assert len(stock.pins) == 1
+    store_tokens(stock, PROMPTS[0][:30])
+    assert not any(entry.is_pinned for entry in stock.shelf.entries)
+    store_tokens(stock, PROMPTS[0])
+    stock.evictor.shrink_to(0)
+    assert stock.store.find(PROMPTS[0], "").num_tokens == 60
+    assert stock.pins.nbytes(None) == stock.shelf.held_bytes > 0

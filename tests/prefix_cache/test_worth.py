@@ -1,0 +1,354 @@
+"""The eviction policy is pure: what each kind is worth, and which leaf goes."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from kvstrata.bench.replay import LruStore, StrataStore, serve_all
+from kvstrata.bench.trace import Asked, trace_of
+from kvstrata.prefix_cache.eviction_order import HISTORY_FACTOR, EvictionOrder, History, Leaf, LeafQueue, Use, Uses
+from kvstrata.prefix_cache.radix_tree import Tree
+from kvstrata.prefix_cache.worth import (
+    EDGES_S,
+    NUM_BUCKETS,
+    Kind,
+    PrefillCost,
+    Reuse,
+    best_rate,
+    bucket,
+    hazard,
+    kept_tokens,
+)
+
+ROOT = b"root"
+CHANCES = st.lists(st.floats(0.0, 0.95), min_size=NUM_BUCKETS, max_size=NUM_BUCKETS).map(np.array)
+
+
+def eviction(reuse: Reuse | None = None, quantum_tokens: int = 1) -> EvictionOrder[str]:
+    return EvictionOrder(reuse or Reuse(), PrefillCost(), quantum_tokens)
+
+
+def add(queue: EvictionOrder[str], leaf: str, used_s: float, num_tokens: int = 10, nbytes: int = 10, **rest) -> None:
+    queue.add(leaf, Leaf(nbytes, rest.pop("start", 0), num_tokens, used_s, **rest))
+
+
+# Leaves in the order of their use.
+
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(["put", "discard"]), st.integers(0, 8), st.integers(0, 20)), max_size=200
+)
+
+
+@given(OPERATIONS)
+def test_the_queue_knows_both_ends(operations: list[tuple[str, int, int]]) -> None:
+    queue: LeafQueue[int] = LeafQueue()
+    model: dict[int, int] = {}
+    for what, key, used_s in operations:
+        if what == "put":
+            queue.put(key, used_s, start=0)
+            model[key] = used_s
+        else:
+            queue.discard(key)
+            model.pop(key, None)
+        assert len(queue) == len(model)
+        oldest, newest = queue.oldest(), queue.newest()
+        assert (oldest is None) == (newest is None) == (not model)
+        if oldest is not None and newest is not None:
+            assert model[oldest] == min(model.values())
+            assert model[newest] == max(model.values())
+
+
+def test_the_queue_does_not_grow_with_the_number_of_uses() -> None:
+    queue: LeafQueue[int] = LeafQueue()
+    for used_s in range(10_000):
+        queue.put(used_s % 10, used_s, start=0)
+    assert queue.newest() == 9
+    for used_s in range(10_000, 20_000):
+        queue.put(used_s % 10, used_s, start=0)
+    assert len(queue._oldest) + len(queue._newest or ()) < 300
+
+
+# What keeping is worth.
+
+
+@given(CHANCES)
+def test_the_best_rate_is_the_best_of_all_times_to_give_up(chance: np.ndarray) -> None:
+    widths = np.diff(EDGES_S)
+    found = best_rate(chance)
+    for first in (0, 7, NUM_BUCKETS - 1):
+        alive, uses, seconds, best = 1.0, 0.0, 0.0, 0.0
+        for at in range(first, NUM_BUCKETS):
+            uses += alive * chance[at]
+            seconds += alive * widths[at] * (1 - chance[at] / 2)
+            alive *= 1 - chance[at]
+            best = max(best, uses / seconds)
+        assert found[first] == pytest.approx(best, rel=1e-6, abs=1e-12)
+
+
+def test_what_has_not_come_back_yet_counts_only_for_the_ages_it_has_reached() -> None:
+    used, ended, none = np.zeros(NUM_BUCKETS), np.zeros(NUM_BUCKETS), np.zeros(NUM_BUCKETS)
+    used[5] = ended[5] = 1000.0  # all that reached the bucket came back in it
+    ended[2] = 9000.0  # these have not reached it
+    found = hazard(used, ended, none)
+    assert found[5] > 0.9
+    assert found[2] == 0.0
+
+
+@given(st.floats(0, 1e7))
+def test_every_age_has_its_bucket(age_s: float) -> None:
+    at = bucket(age_s)
+    assert EDGES_S[at] <= age_s or at == 0
+    assert age_s <= EDGES_S[at + 1] or at == NUM_BUCKETS - 1
+
+
+def test_without_measurements_older_is_worth_less() -> None:
+    reuse = Reuse()
+    rates = [reuse.density(Kind.FRESH, age_s) for age_s in (0.1, 0.6, 1, 10, 100, 1000, 10_000)]
+    assert rates == sorted(rates, reverse=True)
+    assert len(set(rates)) == len(rates)
+
+
+def learned(gaps_s: dict[Kind, float], num_uses: int = 400) -> Reuse:
+    """Every use of a kind is followed by the next after that gap; infinite: never."""
+    reuse = Reuse(refresh_every=10**9)
+    for kind, gap_s in gaps_s.items():
+        for at in range(num_uses):
+            ticket = reuse.opened(kind, 1.0, float(at))
+            if gap_s < math.inf:
+                reuse.reused(ticket, 1.0, at + gap_s)
+    reuse.refresh(1e5)
+    return reuse
+
+
+def test_a_kind_that_comes_back_is_worth_more_than_one_that_does_not() -> None:
+    reuse = learned({Kind.FRESH: math.inf, Kind.CONTINUED: 60.0})
+    assert reuse.density(Kind.CONTINUED, 10.0) > 5 * reuse.density(Kind.FRESH, 10.0)
+
+
+def test_a_kind_is_worth_most_just_before_it_comes_back() -> None:
+    reuse = learned({Kind.CONTINUED: 60.0})
+    before, young, late = (reuse.density(Kind.CONTINUED, age_s) for age_s in (50.0, 1.0, 500.0))
+    assert before > 2 * young
+    assert young > 2 * late
+
+
+def test_only_the_last_uses_count() -> None:
+    reuse = Reuse(window=100)
+    for at in range(1000):
+        reuse.reused(reuse.opened(Kind.FRESH, 1.0, float(at)), 1.0, at + 1.0)
+    for at in range(1000, 1200):
+        reuse.opened(Kind.FRESH, 1.0, float(at))
+    assert reuse.density(Kind.FRESH, 1.0) < Reuse().density(Kind.FRESH, 1.0)
+
+
+# Who goes.
+
+
+def test_of_one_kind_the_oldest_goes_first() -> None:
+    queue = eviction()
+    for leaf, used_s in (("b", 2.0), ("a", 1.0), ("c", 3.0)):
+        add(queue, leaf, used_s)
+    assert [queue.choose(10, 4.0)[0].leaf for _ in range(3)] == ["a", "b", "c"]
+    assert queue.choose(10, 4.0) == []
+
+
+def test_a_young_leaf_of_a_kind_that_never_comes_back_goes_before_an_old_one_that_does() -> None:
+    queue = eviction(learned({Kind.LEFT_FRESH: math.inf, Kind.CONTINUED: 60.0}))
+    add(queue, "chat", 0.0, kind=Kind.CONTINUED)
+    add(queue, "left", 30.0, kind=Kind.LEFT_FRESH)
+    assert queue.choose(10, 31.0)[0].leaf == "left"
+
+
+@pytest.mark.parametrize(("nbytes", "goes"), [(105, "older"), (130, "larger")])
+def test_another_than_the_oldest_goes_only_where_it_is_clearly_worth_less(nbytes: int, goes: str) -> None:
+    queue = eviction()
+    add(queue, "older", 1.0, num_tokens=100, nbytes=100)
+    add(queue, "larger", 1.01, num_tokens=100, nbytes=nbytes)
+    assert queue.choose(10, 1000.0)[0].leaf == goes
+
+
+def test_bytes_count() -> None:
+    queue = eviction()
+    add(queue, "4 bits", 1.0, nbytes=1000, num_tokens=40)
+    add(queue, "16 bits", 1.0, nbytes=1000, num_tokens=10)
+    assert queue.choose(10, 2.0)[0].leaf == "16 bits"
+
+
+def test_the_position_counts_where_it_is_given_weight() -> None:
+    queue: EvictionOrder[str] = EvictionOrder(Reuse(), PrefillCost(attention_tokens=1000), 1)
+    add(queue, "far", 1.0, start=100_000)
+    add(queue, "near", 1.0, start=0)
+    assert queue.choose(1, 2.0)[0].leaf == "near"
+
+
+def test_what_is_in_use_never_goes_and_what_has_expired_goes_unasked() -> None:
+    queue = eviction()
+    add(queue, "leased", 1.0)
+    add(queue, "short", 2.0, expires_s=50.0)
+    add(queue, "long", 3.0, expires_s=500.0)
+    queue.discard("leased")
+    assert queue.choose(0, 49.0) == []
+    assert queue.choose(0, 50.0) == [("short", 0)]
+    assert queue.choose(0, 60.0) == []
+    assert queue.choose(10, 60.0) == [("long", 0)]
+    assert queue.choose(10, 60.0) == []
+    assert len(queue) == 0
+
+
+def test_a_leaf_that_was_used_again_waits_at_its_new_place() -> None:
+    queue = eviction()
+    for used_s, leaf in enumerate("abc"):
+        add(queue, leaf, float(used_s))
+    add(queue, "a", 9.0)
+    assert len(queue) == 3
+    assert queue.choose(1, 10.0)[0].leaf == "b"
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.sampled_from([1, 16, 256]))
+def test_a_trim_frees_what_is_needed_and_is_worth_its_copy(num_tokens: int, need_tokens: int, quantum: int) -> None:
+    keep = kept_tokens(num_tokens, need_tokens, quantum)
+    assert 0 <= keep < num_tokens
+    assert keep % quantum == 0
+    assert num_tokens - keep >= min(need_tokens, num_tokens)
+    assert num_tokens - keep >= num_tokens / 8
+
+
+def test_all_trims_of_a_long_leaf_together_copy_seven_times_its_length_at_most() -> None:
+    left, copied = 100_000, 0
+    while left:
+        left = kept_tokens(left, 1, 1)
+        copied += left
+    assert copied <= 7 * 100_000
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.integers(1, 100)), min_size=1, max_size=20), st.integers(1, 500))
+def test_choosing_again_and_again_frees_what_is_needed_or_all(sizes: list[tuple[int, int]], need: int) -> None:
+    queue = eviction()
+    held = {str(at): (tokens, 10 * tokens) for at, (tokens, _) in enumerate(sizes)}
+    for at, (tokens, used_s) in enumerate(sizes):
+        add(queue, str(at), float(used_s), num_tokens=tokens, nbytes=10 * tokens)
+    total = sum(nbytes for _, nbytes in held.values())
+    freed = 0
+    while freed < need and (chosen := queue.choose(need - freed, 200.0)):
+        for leaf, keep in chosen:
+            tokens, nbytes = held.pop(leaf)
+            freed += nbytes * (tokens - keep) // tokens
+            if keep:
+                held[leaf] = keep, 10 * keep
+                add(queue, leaf, 150.0, num_tokens=keep, nbytes=10 * keep)
+    assert freed >= min(need, total)
+    assert sum(nbytes for _, nbytes in held.values()) == total - freed
+
+
+LEAVES = st.lists(
+    st.tuples(st.sampled_from(list(Kind)), st.floats(0, 90), st.integers(1, 50), st.booleans(), st.booleans()),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(LEAVES, st.booleans())
+def test_what_is_superseded_goes_before_anything_else(
+    leaves: list[tuple[Kind, float, int, bool, bool]], spare_only: bool
+) -> None:
+    queue, known = eviction(), dict[str, Leaf]()
+    for number, (kind, used_s, nbytes, is_spare, is_superseded) in enumerate(leaves):
+        known[str(number)] = Leaf(nbytes, 0, 10, used_s, kind, is_spare=is_spare, is_superseded=is_superseded)
+        queue.add(str(number), known[str(number)])
+    gone = []
+    while chosen := queue.choose(1000, 100.0, spare_only=spare_only):
+        gone += [known[leaf] for leaf, keep_tokens in chosen if not keep_tokens]
+    superseded = [leaf.is_superseded for leaf in gone]
+    assert superseded == sorted(superseded, reverse=True)
+    assert superseded.count(True) == sum(leaf.is_superseded for leaf in known.values())
+    others = [leaf for leaf in known.values() if not leaf.is_superseded and (leaf.is_spare or not spare_only)]
+    assert len(gone) == superseded.count(True) + len(others)
+
+
+@given(LEAVES)
+def test_without_superseded_leaves_the_order_is_what_it_was(leaves: list[tuple[Kind, float, int, bool, bool]]) -> None:
+    """They go first, and change nothing among the others."""
+    queue, without = eviction(), eviction()
+    for number, (kind, used_s, nbytes, is_spare, is_superseded) in enumerate(leaves):
+        leaf = Leaf(nbytes, 0, 10, used_s, kind, is_spare=is_spare, is_superseded=is_superseded)
+        queue.add(str(number), leaf)
+        if not is_superseded:
+            without.add(str(number), leaf)
+
+    def order(of: EvictionOrder[str]) -> list[str]:
+        gone = []
+        while chosen := of.choose(1000, 100.0):
+            gone += [leaf for leaf, _ in chosen]
+        return gone
+
+    assert order(queue)[sum(leaf[-1] for leaf in leaves) :] == order(without)
+
+
+# What is known of nodes and requests.
+
+
+def test_the_lower_half_of_a_split_is_of_another_kind() -> None:
+    tree: Tree[str] = Tree()
+    uses = Uses()
+    uses.inserted(tree.insert(ROOT, [1, 2, 3, 4], "a"), Kind.CONTINUED, 1.0)
+    inserted = tree.insert(ROOT, [1, 2, 9], "b")
+    uses.inserted(inserted, Kind.FRESH, 2.0)
+    upper, lower = inserted.halves
+    assert uses[lower] == Use(1.0, Kind.LEFT_CONTINUED)
+    assert uses[upper] == uses[inserted.path[-1]] == Use(2.0, Kind.FRESH)
+
+
+def test_a_prompt_that_is_half_known_continues_something() -> None:
+    history = History(Reuse(), store_tokens=lambda: 100)
+    assert history.asked(ROOT, [1, 2, 3], 0.0) is Kind.FRESH
+    assert history.asked(ROOT, [1, 2, 3, 4, 5, 6], 1.0) is Kind.CONTINUED
+    assert history.asked(ROOT, [1, 2, 3, 7, 7, 7, 7], 2.0) is Kind.FRESH
+    assert history.asked(b"other", [1, 2, 3], 3.0) is Kind.FRESH
+
+
+def test_history_forgets_the_oldest_first_and_stays_bounded() -> None:
+    history = History(Reuse(), store_tokens=lambda: 100)
+    rng = random.Random(0)
+    for at in range(500):
+        start = rng.randrange(10**6)
+        history.asked(ROOT, list(range(start, start + 30)), float(at))
+        assert history.num_tokens <= HISTORY_FACTOR * 100
+    history.asked(ROOT, [1, 2, 3], 500.0)
+    assert history.asked(ROOT, [1, 2, 3], 501.0) is Kind.CONTINUED
+
+
+def test_worth_finds_what_lru_drops_just_too_early() -> None:
+    """Prompts that come round in turn, more than fit: LRU drops each just before it is asked for again."""
+    prompts = [np.arange(100 * which, 100 * which + 20, dtype=np.int32) for which in range(12)]
+    trace = trace_of("scans", [Asked(10.0 * at, prompts[at % 12]) for at in range(12 * 40)])
+    assert serve_all(trace, LruStore(120)).num_found == 0
+    assert serve_all(trace, StrataStore(120)).rate > 0.25
+
+
+def test_worth_is_learned_anew_after_so_many_uses_and_not_before() -> None:
+    reuse = Reuse(refresh_every=3)
+    known = reuse.density(Kind.FRESH, 1.0)
+    for now_s in (1.0, 2.0):
+        reuse.reused(reuse.opened(Kind.FRESH, 1.0, now_s), 1.0, now_s + 0.9)
+        assert reuse.density(Kind.FRESH, 1.0) == known
+    reuse.opened(Kind.FRESH, 1.0, 3.0)
+    assert reuse.density(Kind.FRESH, 1.0) != known
+
+
+def test_a_use_is_learned_from_as_long_as_it_is_in_the_window_and_no_longer() -> None:
+    reuse = Reuse(window=10, refresh_every=10**9)
+    opened = [reuse.opened(Kind.FRESH, 1.0, 0.0) for _ in range(30)]
+    reuse.refresh(1.0)
+    unused = reuse.density(Kind.FRESH, 0.9)
+    reuse.reused(opened[19], 1.0, 0.9)  # ten have come since
+    reuse.refresh(1.0)
+    assert reuse.density(Kind.FRESH, 0.9) == unused
+    reuse.reused(opened[20], 1.0, 0.9)
+    reuse.refresh(1.0)
+    assert reuse.density(Kind.FRESH, 0.9) > unused
