@@ -22,7 +22,7 @@ from kvstrata.disk.tier import DiskTier
 from kvstrata.grammar.grammars import Grammar
 from kvstrata.grammar.masks import Masks
 from kvstrata.grammar.matcher import Matcher
-from kvstrata.prefix_cache.jobs import Failures
+from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.remote.blocks import RemoteBlocks
 from kvstrata.remote.tier import RemoteTier
 
@@ -99,6 +99,6 @@ def _parts() -> Iterator[type]:
     ]
     for module in modules:
         for _, of in inspect.getmembers(module, inspect.isclass):
-            if of.__module__ == module.__name__ and of is not Failures and not is_dataclass(of):
+            if of.__module__ == module.__name__ and of is not FailureLog and not is_dataclass(of):
                 yield of
     yield from (DiskTier, DiskBlocks, RemoteTier, RemoteBlocks, Matcher, Masks, Grammar)

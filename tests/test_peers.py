@@ -9,9 +9,9 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.prefix_lookup import MIN_FOLLOW_TOKENS
-from kvstrata.prefix_cache.requantize import Change
+from kvstrata.prefix_cache.requantize import PrecisionChange
 from tests.engine.drive import Client, Drive
 from tests.engine.test_loop import assert_same, prompt
 from tests.engine.test_prefixes import cached, prefilled_tokens, serve, settle
@@ -40,7 +40,7 @@ def test_the_same_prompt_three_times_is_prefilled_once_and_counted_so() -> None:
     clients = [serve(drive, prompt(300)) for _ in range(3)]
     assert [cached(client) for client in clients] == [0, 299, 299]
     assert prefilled_tokens(drive) == 299
-    assert drive.stock.reporter.count()["hit_tokens"] == 2 * 299
+    assert drive.stock.usage.count()["hit_tokens"] == 2 * 299
     hits = drive.metrics.registry.get_sample_value("vllm:prefix_cache_hits_total")
     queries = drive.metrics.registry.get_sample_value("vllm:prefix_cache_queries_total")
     assert (hits, queries) == (2 * 299, 900)
@@ -51,7 +51,7 @@ def test_another_model_under_the_same_name_gets_no_foreign_kv() -> None:
     serve(drive, prompt(300))
     # The same store, asked by weights that have changed.
     stock = drive.stock
-    stock.search.identity = replace(stock.search.identity, fingerprint="the same name, other weights")
+    stock.matcher.identity = replace(stock.matcher.identity, fingerprint="the same name, other weights")
     other = serve(drive, prompt(300))
     assert cached(other) == 0
     assert cached(serve(drive, prompt(300))) == 299
@@ -63,7 +63,7 @@ def test_a_chat_of_eight_turns_takes_little_more_than_its_largest_entry() -> Non
     for turn in range(8):
         tokens = tokens + prompt(100, seed=turn)
         tokens = tokens + serve(drive, tokens, 8).ids
-    assert drive.stock.shelf.held_bytes <= 1.1 * len(tokens) * drive.budget.token_bytes
+    assert drive.stock.table.nbytes <= 1.1 * len(tokens) * drive.budget.token_bytes
 
 
 def test_the_longest_match_wins_over_a_short_exact_prefix() -> None:
@@ -101,7 +101,7 @@ def test_quantized_kv_in_a_batch(architecture: str, head_dim: int, name: str) ->
     """Rings too, and any head size."""
     config = {**tiny_config(architecture), "head_dim": head_dim}
     loaded = replace(tiny_loaded(architecture), module=tiny_module(architecture, head_dim=head_dim), config=config)
-    drive = Drive(loaded, storage=Storage(k=parse(name), v=parse(name), min_quantize_tokens=0))
+    drive = Drive(loaded, storage=KvConfig(k=parse(name), v=parse(name), min_quantize_tokens=0))
     serve(drive, prompt(100), 2)
     clients = [drive.submit([*prompt(99), i, *prompt(5, seed=i)], 60) for i in range(4)]
     while not all(client.ids for client in clients):
@@ -111,7 +111,7 @@ def test_quantized_kv_in_a_batch(architecture: str, head_dim: int, name: str) ->
     settle(drive)
     assert [cached(client) for client in clients] == 4 * [99]
     kinds = {name} if architecture != "qwen3_next" else {name, "raw"}  # recurrent state is never quantized
-    assert {_short(precision) for precision in drive.stock.reporter.usage().by_precision} == kinds
+    assert {_short(precision) for precision in drive.stock.usage.usage().by_precision} == kinds
 
 
 def _short(precision: str) -> str:
@@ -130,7 +130,7 @@ def test_a_prompt_equal_to_a_cached_sequence_is_served() -> None:
 
 
 def test_a_change_of_membership_copies_nobodys_kv() -> None:
-    drive = Drive(tiny_loaded(LLAMA), Limits(tail_step_tokens=4000))
+    drive = Drive(tiny_loaded(LLAMA), EngineLimits(buffer_step_tokens=4000))
     serve(drive, prompt(3000), 2)
     big = drive.submit([*prompt(3000), 1], 4000)
     while len(big.ids) < 3:
@@ -145,9 +145,9 @@ def test_a_change_of_membership_copies_nobodys_kv() -> None:
 
 
 def test_a_hit_copies_nothing() -> None:
-    drive = Drive(tiny_loaded(LLAMA, 4), Limits(tail_step_tokens=8))
+    drive = Drive(tiny_loaded(LLAMA, 4), EngineLimits(buffer_step_tokens=8))
     serve(drive, prompt(8000), 2)
-    held = drive.stock.shelf.held_bytes
+    held = drive.stock.table.nbytes
     assert held > 7.5e6
     client = drive.submit([*prompt(8000), 1], 8)
     # One layer's scores and scratch at most.
@@ -157,13 +157,13 @@ def test_a_hit_copies_nothing() -> None:
 
 
 def test_concurrent_sharers_hold_a_prefix_once() -> None:
-    drive = Drive(tiny_loaded(LLAMA), Limits(tail_step_tokens=16))
+    drive = Drive(tiny_loaded(LLAMA), EngineLimits(buffer_step_tokens=16))
     serve(drive, prompt(2000), 2)
-    held = drive.stock.shelf.held_bytes
+    held = drive.stock.table.nbytes
     clients = [drive.submit([*prompt(2000), i], 16) for i in range(8)]
     while not all(len(client.ids) > 3 for client in clients):
         drive.loop.step()
-    assert drive.stock.shelf.held_bytes == held
+    assert drive.stock.table.nbytes == held
     assert {sequence.parts[0].shared_by for sequence in drive.cache.usage().sequences} == {8}
     drive.run()
 
@@ -173,29 +173,29 @@ def test_the_partial_tail_is_stored_too() -> None:
     for length in (1, 63, 257, 511):
         serve(drive, prompt(length, seed=length), 3)
         # Two tokens of the reply were fed.
-        assert drive.stock.store.find(prompt(length, seed=length), "").num_tokens == length
+        assert drive.stock.store.lookup(prompt(length, seed=length), "").num_tokens == length
         asked = [*prompt(length, seed=length), 5, 6, 7]
         assert cached(serve(drive, asked, 3)) >= length
 
 
 def test_after_a_change_of_bits_what_is_stored_stays_usable() -> None:
-    drive = Drive(tiny_loaded(LLAMA), storage=Storage(k=parse("planes:4"), v=parse("planes:4")))
+    drive = Drive(tiny_loaded(LLAMA), storage=KvConfig(k=parse("planes:4"), v=parse("planes:4")))
     serve(drive, prompt(400))
-    drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
+    drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
     settle(drive)
     assert cached(serve(drive, [*prompt(400), 1, 2])) == 400
     serve(drive, prompt(400, seed=1))
-    assert set(drive.stock.reporter.usage().by_precision) == {"planes:4", "planes:8"}
+    assert set(drive.stock.usage.usage().by_precision) == {"planes:4", "planes:8"}
 
 
 def test_requantizing_lets_streams_run_on() -> None:
-    drive = Drive(tiny_loaded(LLAMA), Limits(slice_s=0))
+    drive = Drive(tiny_loaded(LLAMA), EngineLimits(slice_s=0))
     for seed in range(4):
         serve(drive, prompt(600, seed=seed))
     running = drive.submit(prompt(500, seed=9), 200)
     while len(running.ids) < 5:
         drive.loop.step()
-    drive.cache.requantize(Change(parse("planes:4"), parse("planes:4"), scope="stored"))
+    drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4"), scope="stored"))
     steps = 0
     while drive.cache.requantize_progress().is_running:
         before = len(running.ids)

@@ -12,7 +12,7 @@ from kvstrata.bench import engine, first_token, grammar, ladder, prefill_share, 
 from kvstrata.bench.driver import in_turns, lay_out
 from kvstrata.bench.streams import running
 from kvstrata.cli.bench import app
-from kvstrata.engine.config import Limits
+from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.layers import buffers
 from kvstrata.metrics import Metrics
@@ -37,7 +37,7 @@ def test_a_table_has_its_names_over_its_values() -> None:
 
 def test_engine_figures_have_both_rates_and_the_same_tokens() -> None:
     loaded = tiny_loaded("llama")
-    with running(Engine(loaded, Limits(prefill_share=1.0), Metrics())) as ours:
+    with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as ours:
         figures = engine.measure(loaded, ours, engine.Load((1, 2), reply_tokens=6), rounds=1).as_json()
     assert set(figures["batch"]) == {"1", "2"}
     for row in (*figures["batch"].values(), figures["prefill"]):
@@ -49,7 +49,7 @@ def test_engine_figures_have_both_rates_and_the_same_tokens() -> None:
 
 def test_step_figures_say_where_the_time_went() -> None:
     loaded = tiny_loaded("llama")
-    with running(Engine(loaded, Limits(prefill_share=1.0), Metrics())) as ours:
+    with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as ours:
         figures = step.measure(loaded, ours, (1, 2), prompt_tokens=8, reply_tokens=64)
 
     assert [each.batch for each in figures.steps] == [1, 2]
@@ -63,7 +63,7 @@ def test_step_figures_say_where_the_time_went() -> None:
 
 def test_grammar_figures_have_both_steps() -> None:
     loaded = byte_model()
-    with running(Engine(loaded, Limits(prefill_share=1.0), Metrics())) as ours:
+    with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as ours:
         rows = grammar.measure(loaded, ours, rows=(1, 2), reply_tokens=60, rounds=2)
     assert [row.rows for row in rows] == [1, 2]
     for row in rows:

@@ -13,7 +13,7 @@ from kvstrata.bench import disk, limits, step
 from kvstrata.bench.limits import Products, products
 from kvstrata.bench.streams import running
 from kvstrata.cli import app
-from kvstrata.engine.config import Limits
+from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
@@ -52,7 +52,7 @@ def test_a_step_is_shown_beside_plain_work(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(limits, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(step, "PREFILL_TOKENS", 16)
     loaded = tiny_loaded("llama")
-    with running(Engine(loaded, Limits(prefill_share=1.0), Metrics())) as engine:
+    with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as engine:
         figures = step.measure(loaded, engine, [1], prompt_tokens=8, reply_tokens=40)
         token_bytes = engine.ask(lambda loop: loop.budget.token_bytes).result()
     (found,) = figures.steps
@@ -79,7 +79,7 @@ def test_a_step_is_shown_beside_plain_work(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_model_of_which_too_little_is_known_has_shares_alone() -> None:
     loaded = tiny_loaded("gemma3_text")
-    with running(Engine(loaded, Limits(prefill_share=1.0), Metrics())) as engine:
+    with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as engine:
         figures = step.measure(loaded, engine, [1], prompt_tokens=8, reply_tokens=40)
     assert not figures.steps[0].limits
     assert figures.prefill is None

@@ -28,7 +28,7 @@ from kvstrata.bundle.format import (
 )
 from kvstrata.bundle.reading import Bundle, Lineage, blocks, open_bundle
 from kvstrata.bundle.writing import BundleWriter
-from kvstrata.engine.bundle_transfer import Conversation
+from kvstrata.engine.bundle_transfer import ExportedConversation
 from kvstrata.engine.prompt_cache_file import any_mark
 from kvstrata.errors import ConfigError, RequestError, UnusableFile
 from kvstrata.layers.kinds import Layout
@@ -107,7 +107,7 @@ def moving(request: pytest.FixtureRequest) -> Iterator[tuple[Served, bytes]]:
         complete(served, PROMPT)
         session = served.server.service.sessions.find("chat-1", None)
         assert session is not None
-        exporting = served.server.service.engine.moving.begin_export(Conversation(session.ids, ""))
+        exporting = served.server.service.engine.transfer.begin_export(ExportedConversation(session.ids, ""))
         content = b"".join(map(bytes, exporting.pieces()))
         exporting.end()
         served.ask("/cache/clear", tier="all")
@@ -116,8 +116,8 @@ def moving(request: pytest.FixtureRequest) -> Iterator[tuple[Served, bytes]]:
 
 
 def take(served: Served, content: bytes) -> int:
-    moving = served.server.service.engine.moving
-    return moving.take_in(io.BytesIO(content), len(content), "", lambda _: as_ids([1])).num_new
+    moving = served.server.service.engine.transfer
+    return moving.import_file(io.BytesIO(content), len(content), "", lambda _: as_ids([1])).num_new
 
 
 def refused(served: Served, content: bytes) -> str:
@@ -128,7 +128,7 @@ def refused(served: Served, content: bytes) -> str:
 
 
 def parts_of(served: Served, content: bytes) -> tuple[Header, list[Block], bytes]:
-    identity = served.server.service.engine.ask(lambda loop: loop.stock.search.identity).result(60)
+    identity = served.server.service.engine.ask(lambda loop: loop.stock.matcher.identity).result(60)
     root, bundle = neutral_root(identity), opened(content)
     return bundle.header, list(blocks(bundle, Lineage(root, chain, 1 << 30))), root
 

@@ -8,18 +8,18 @@ import itertools
 import mlx.core as mx
 
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.background import Housekeeping
+from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.budget import Budget
-from kvstrata.engine.build import Served, make_loop
+from kvstrata.engine.build import ServedModel, make_loop
 from kvstrata.engine.cache_api import Operations
-from kvstrata.engine.config import Limits, Storage
-from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, Request, Sampling, TokenLogprob
+from kvstrata.engine.config import EngineLimits, KvConfig
+from kvstrata.engine.request import Event, Failed, Finished, PrefillProgress, Request, Sampling, TextDelta, TokenLogprob
 from kvstrata.engine.sequence import Sequence
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.prefix_cache import Stock
-from kvstrata.prefix_cache.tier_client import Cold
+from kvstrata.prefix_cache.tier_client import TierClient
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.tier.nothing import NoTier
 from tests.tiny import layout_of
@@ -37,19 +37,19 @@ class Client:
 
     @property
     def ids(self) -> list[int]:
-        return [id_ for event in self.events if isinstance(event, Piece) for id_ in event.ids]
+        return [id_ for event in self.events if isinstance(event, TextDelta) for id_ in event.ids]
 
     @property
     def text(self) -> str:
-        return "".join(event.text for event in self.events if isinstance(event, Piece))
+        return "".join(event.text for event in self.events if isinstance(event, TextDelta))
 
     @property
     def logprobs(self) -> list[TokenLogprob]:
-        return [logprob for event in self.events if isinstance(event, Piece) for logprob in event.logprobs]
+        return [logprob for event in self.events if isinstance(event, TextDelta) for logprob in event.logprobs]
 
     @property
     def prefilled(self) -> list[int]:
-        return [event.done for event in self.events if isinstance(event, Prefilled)]
+        return [event.num_done for event in self.events if isinstance(event, PrefillProgress)]
 
     @property
     def end(self) -> Finished | Failed | None:
@@ -66,20 +66,20 @@ class Drive:
     def __init__(
         self,
         loaded: LoadedModel,
-        limits: Limits | None = None,
+        limits: EngineLimits | None = None,
         *,
         kv_bytes: int | None = None,
-        storage: Storage | None = None,
+        storage: KvConfig | None = None,
         tier: DiskTier | None = None,
         patience_s: float = 60.0,
         layout: Layout | None = None,
     ) -> None:
-        limits = limits or Limits()
+        limits = limits or EngineLimits()
         layout = layout or layout_of(loaded, limits.max_kv_size)
-        cold = Cold(tier or NoTier(), layout, post=lambda _: None, patience_s=patience_s)
+        cold = TierClient(tier or NoTier(), layout, post=lambda _: None, patience_s=patience_s)
         self.budget = Budget(kv_bytes or 4 * GIB, layout.fixed_bytes, layout.token_bytes)
         self.metrics = Metrics()
-        served = Served(loaded, layout, self.budget, limits, storage or Storage())
+        served = ServedModel(loaded, layout, self.budget, limits, storage or KvConfig())
         self.loop = make_loop(served, self.metrics, cold, lambda _: Detokenizer(loaded.tokenizer))
         # As on a GPU, where more can be in flight. Tests of a whole engine run it as this machine does.
         self.loop.passes.overlaps = True
@@ -96,7 +96,7 @@ class Drive:
     def clear(self) -> None:
         """Forget all that is stored."""
         while self.loop.housekeeping.has_work:
-            self.loop.housekeeping.work(1.0)
+            self.loop.housekeeping.run_slice(1.0)
         self.stock.clearing.clear()
         gc.collect()  # what earlier tests left must not go while this one measures
         mx.clear_cache()
@@ -120,6 +120,6 @@ class Drive:
         return self.metrics.registry.get_sample_value("kvstrata_set_aside_total") or 0.0
 
 
-def do_one_step(housekeeping: Housekeeping) -> None:
+def do_one_step(housekeeping: BackgroundPacer) -> None:
     """Of the work on stored KV, between two steps of the loop, whatever its slice."""
-    housekeeping.work_in_step = lambda **_: housekeeping.work(0.0)
+    housekeeping.run_between_steps = lambda **_: housekeeping.run_slice(0.0)

@@ -17,7 +17,7 @@ import pytest
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.executor import Loop
 from kvstrata.engine.request import Finished, Request
 from kvstrata.engine.sequence import Sequence
@@ -35,14 +35,14 @@ from tests.tiny import tiny_loaded
 
 NUM_CHATS = 8
 CHAT_TOKENS = 512
-LIMITS = Limits(tail_step_tokens=16)
+LIMITS = EngineLimits(buffer_step_tokens=16)
 
 
 @contextmanager
 def full_drive(
     folder: Path,
     loaded: LoadedModel,
-    storage: Storage | None = None,
+    storage: KvConfig | None = None,
     files: Files | None = None,
     queue_share: float = 1 / 16,
 ) -> Iterator[Drive]:
@@ -52,16 +52,16 @@ def full_drive(
     options = DiskOptions(folder, 256 * MIB, queue_bytes=queue_bytes, reserve_bytes=0)
     tier = DiskTier(options, chain=chain, tally=tally, files=files)
     kv_bytes = (NUM_CHATS + 4) * chat_bytes
-    storage = dataclasses.replace(storage or Storage(), disk_write="at-eviction")
+    storage = dataclasses.replace(storage or KvConfig(), disk_write="at-eviction")
     drive = Drive(loaded, LIMITS, kv_bytes=kv_bytes, storage=storage, tier=tier)
-    spill_ahead = drive.stock.spills.add_some
-    drive.stock.spills.add_some = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
+    spill_ahead = drive.stock.offloader.offer_under_pressure
+    drive.stock.offloader.offer_under_pressure = lambda *_: None  # pyright: ignore[reportAttributeAccessIssue]
     for seed in range(NUM_CHATS):
         drive.submit(prompt(CHAT_TOKENS, seed=seed), 2)
         drive.run()
     while drive.loop.housekeeping.has_work:
-        drive.loop.housekeeping.work(1.0)
-    drive.stock.spills.add_some = spill_ahead
+        drive.loop.housekeeping.run_slice(1.0)
+    drive.stock.offloader.offer_under_pressure = spill_ahead
     assert tier.usage().num_queued == tier.usage().num_blocks == 0
     yield drive
     tier.close()
@@ -70,8 +70,8 @@ def full_drive(
 def num_kept(drive: Drive, seed: int) -> int:
     """Tokens of a chat that memory or the disk has."""
     ids = as_ids(prompt(CHAT_TOKENS, seed=seed)[:-1])
-    on_disk = finish(drive.stock.cold.longest(drive.stock.search.root_of(""), ids))
-    return max(drive.stock.store.find(ids, "").num_tokens, on_disk.num_tokens)
+    on_disk = finish(drive.stock.disk.longest(drive.stock.matcher.root_of(""), ids))
+    return max(drive.stock.store.lookup(ids, "").num_tokens, on_disk.num_tokens)
 
 
 def step_until_it_waits_for_room(drive: Drive) -> None:
@@ -88,7 +88,7 @@ def waiting(drive: Drive) -> Sequence:
 
 
 def dropped(drive: Drive) -> dict[str, int]:
-    return {name: count for name, count in drive.stock.reporter.count().items() if name.startswith("dropped_")}
+    return {name: count for name, count in drive.stock.usage.count().items() if name.startswith("dropped_")}
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -96,7 +96,7 @@ def test_a_request_waits_for_the_disk_while_streams_go_on_and_nothing_is_lost(dy
     goes_on = threading.Event()
     files = FaultyFiles(before={"sync": wait_for(goes_on)})
     # At 8 bits there would almost be room for all.
-    storage = Storage(dynamic=dynamic, floor_k_bits=8, floor_v_bits=8)
+    storage = KvConfig(dynamic=dynamic, floor_k_bits=8, floor_v_bits=8)
     with full_drive(tmp_path, tiny_loaded("llama"), storage, files) as drive:
         stream = drive.submit(prompt(32, seed=99), 400)
         while len(stream.ids) < 4:
@@ -121,30 +121,30 @@ def test_a_request_does_not_wait_for_the_disk_while_there_is_memory(tmp_path: Pa
     files = FaultyFiles(before={"sync": wait_for(goes_on)})
     loaded = tiny_loaded("llama")
     hot_bytes = (NUM_CHATS * CHAT_TOKENS + 200) * Drive(loaded).budget.token_bytes
-    with full_drive(tmp_path, loaded, Storage(hot_bytes=hot_bytes), files) as drive:
+    with full_drive(tmp_path, loaded, KvConfig(hot_bytes=hot_bytes), files) as drive:
         late = drive.submit(prompt(CHAT_TOKENS // 2, seed=77), 2)
         drive.run()
         assert late.finished.usage.completion_tokens == 2
-        assert hot_bytes < drive.stock.shelf.held_bytes <= MOST_OVER * hot_bytes
+        assert hot_bytes < drive.stock.table.nbytes <= MOST_OVER * hot_bytes
         assert dropped(drive) == {}
         goes_on.set()
         until_s = time.monotonic() + 60
-        while drive.stock.shelf.held_bytes > hot_bytes:
+        while drive.stock.table.nbytes > hot_bytes:
             assert time.monotonic() < until_s
-            drive.loop.housekeeping.work(0.01)
+            drive.loop.housekeeping.run_slice(0.01)
         assert dropped(drive) == {}
 
 
 def test_a_request_waits_only_until_what_is_held_nearly_fits(tmp_path: Path) -> None:
     """The rest is for the chores, between later steps. The disk could take all of it at once."""
     with full_drive(tmp_path, tiny_loaded("llama"), queue_share=1.0) as drive:
-        shelf, room = drive.stock.shelf, drive.stock.room
-        chat_bytes = shelf.held_bytes / NUM_CHATS
+        shelf, room = drive.stock.table, drive.stock.reclaimer
+        chat_bytes = shelf.nbytes / NUM_CHATS
         shelf.max_bytes = int(NUM_CHATS / 2 * chat_bytes)
-        assert drive.loop.entrance.let_in([waiting(drive)], [0], 2 * shelf.held_bytes, slice_s=math.inf) == 1
-        assert shelf.max_bytes + chat_bytes <= shelf.held_bytes <= MOST_OVER * shelf.max_bytes
+        assert drive.loop.entrance.let_in([waiting(drive)], [0], 2 * shelf.nbytes, slice_s=math.inf) == 1
+        assert shelf.max_bytes + chat_bytes <= shelf.nbytes <= MOST_OVER * shelf.max_bytes
         assert room.shrink_to(shelf.max_bytes) == "done"
-        assert shelf.held_bytes <= shelf.max_bytes
+        assert shelf.nbytes <= shelf.max_bytes
         assert dropped(drive) == {}
 
 
@@ -192,10 +192,10 @@ def test_one_that_waits_and_is_cancelled_holds_nothing(tmp_path: Path) -> None:
     with full_drive(tmp_path, tiny_loaded("llama"), None, files) as drive:
         late = drive.submit(prompt(CHAT_TOKENS, seed=0) + prompt((NUM_CHATS + 1) * CHAT_TOKENS, seed=77), 2)
         step_until_it_waits_for_room(drive)
-        assert drive.stock.shelf.free_bytes < drive.stock.shelf.held_bytes
+        assert drive.stock.table.evictable_bytes < drive.stock.table.nbytes
         drive.loop.endings.end(late.request.id)
         assert drive.loop.idle
-        assert drive.stock.shelf.free_bytes == drive.stock.shelf.held_bytes
+        assert drive.stock.table.evictable_bytes == drive.stock.table.nbytes
         goes_on.set()
 
 

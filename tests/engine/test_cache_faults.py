@@ -17,17 +17,17 @@ import pytest
 
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import Loop
-from kvstrata.engine.request import Failed, Finished, Pinned, Request, Sampling
+from kvstrata.engine.request import Failed, Finished, PinRequest, Request, Sampling
 from kvstrata.errors import Unavailable
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.prefix_cache.keys import as_ids
-from kvstrata.prefix_cache.requantize import Change
-from kvstrata.prefix_cache.worth import Kind
+from kvstrata.prefix_cache.requantize import PrecisionChange
+from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.sizes import Size
 from tests.byte_level import byte_grammars, byte_model
 from tests.engine.test_disk import make_computing_slow
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.cache_faults
 MIB = 1 << 20
 HOT_TOKENS = 1100  # less than a run stores: it evicts, writes and loads
 NUM_SAMPLED = 8
-LOGGERS = [f"kvstrata.{name}" for name in ("store.failures", "engine.sequence", "engine.thread", "engine.runner")]
+LOGGERS = [f"kvstrata.{name}" for name in ("prefix_cache.jobs", "engine.sequence", "engine.thread", "engine.runner")]
 
 
 class Work:
@@ -57,8 +57,8 @@ class Work:
         # In raw form: blocks of another precision would change the replies.
         remote = options_for(private_folder(folder), secret_file(folder), precision="raw") if is_shared else None
         self._shared_folder = folder / "shared"
-        storage = Storage(hot_bytes=self.hot_bytes, put_away=True)
-        limits = Limits(memory_bytes=4096 * MIB, max_running=3)
+        storage = KvConfig(hot_bytes=self.hot_bytes, archives_planes=True)
+        limits = EngineLimits(memory_bytes=4096 * MIB, max_running=3)
         self.engine = Engine(loaded, limits, Metrics(), storage, disk, remote=remote)
         self.engine.start()
         self._rng = random.Random(7)
@@ -75,7 +75,7 @@ class Work:
             loop.stock.pins.unpin(as_ids(self._shared), "")
 
         self.engine.ask(forget).result(60)
-        self.engine.cache.requantize(Change(parse("raw"), parse("raw"))).result(60)
+        self.engine.cache.requantize(PrecisionChange(parse("raw"), parse("raw"))).result(60)
         self._settle()
         self.engine.cache.clear(None, "all", owner=None).result(60)
         for path in self._shared_folder.rglob("*"):
@@ -87,7 +87,7 @@ class Work:
         self._num_runs += 1
         shared, replies = self._shared, dict[str, Reply]()
         a, b = [*shared, *range(40)], [*shared, *range(100, 160)]
-        pinned = Pinned(60.0, 200, Size.parse("50%"))
+        pinned = PinRequest(60.0, 200, Size.parse("50%"))
         grammar = byte_grammars().compile(Constraint.regex("[0-9]{1,4}(,[0-9]{1,4})*"))
         eos_ids = byte_model().eos_ids
         replies |= self._ask_all(
@@ -106,7 +106,7 @@ class Work:
         self._try(lambda: self.engine.cache.pin(as_ids(a), "", None))
         self._try(lambda: self.engine.cache.explain(as_ids(b), "", None))
         self._try(lambda: self.engine.cache.unpin(as_ids(a), ""))
-        self._try(lambda: self.engine.cache.requantize(Change(parse("planes:8"), parse("planes:8"))))
+        self._try(lambda: self.engine.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8"))))
         # It shares nothing with the others: precision does not change its reply.
         replies |= self._ask_all({"g": {"prompt": self._prompts["g"], "salt": "own"}})
         self._settle()
@@ -134,7 +134,7 @@ class Work:
     def _settle(self) -> None:
         def work(loop: Loop) -> None:
             while loop.housekeeping.has_work:
-                loop.housekeeping.work(1.0)
+                loop.housekeeping.run_slice(1.0)
 
         self.engine.ask(work).result(60)
 
@@ -152,12 +152,12 @@ class Work:
 
     def assert_nothing_is_held(self) -> None:
         def held(loop: Loop) -> None:
-            entries = loop.stock.shelf.entries
+            entries = loop.stock.table.entries
             assert not loop.sequences.all
             assert not [entry for entry in entries if entry.num_leases or entry.is_running]
-            assert loop.stock.shelf.held_bytes == sum(entry.nbytes for entry in entries)
+            assert loop.stock.table.nbytes == sum(entry.nbytes for entry in entries)
             assert loop.capacity.running_bytes == 0
-            assert loop.stock.cold.loads.unused_bytes == 0
+            assert loop.stock.disk.loader.unused_bytes == 0
 
         self._settle()
         self.engine.ask(held).result(60)
@@ -232,11 +232,11 @@ def test_fault_at_every_call_site_costs_no_request(work: Work, monkeypatch: pyte
 
 def test_half_done_operation_empties_the_cache_under_running_requests(work: Work) -> None:
     def fail_half_way(loop: Loop) -> None:
-        loop.stock.shelf.touch((), Kind.FRESH)
+        loop.stock.table.record_use((), ReuseClass.FRESH)
         raise Fault("half done")
 
     def bytes_of(loop: Loop) -> tuple[int, int]:
-        return loop.capacity.running_bytes, loop.capacity.stored_bytes
+        return loop.capacity.running_bytes, loop.capacity.cached_bytes
 
     prompt = tuple(range(200)) + tuple(range(100))
     whole = Reply()

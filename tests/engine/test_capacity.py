@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstrata.engine.config import Limits
+from kvstrata.engine.config import EngineLimits
 from tests.engine.drive import Drive
 from tests.tiny import tiny_loaded
 
@@ -14,13 +14,13 @@ def test_a_sequence_whose_buffer_holds_all_that_it_wants_takes_no_more() -> None
     drive.submit(PROMPT, 4)
     while not drive.loop.capacity.running_bytes:
         drive.loop.step()
-    assert drive.loop.capacity.most_next_bytes() == 0
+    assert drive.loop.capacity.largest_growth_bytes() == 0
     drive.run()
 
 
 def test_a_sequence_that_will_outgrow_its_buffer_is_counted() -> None:
-    drive = Drive(tiny_loaded("llama"), Limits(tail_step_tokens=256))
+    drive = Drive(tiny_loaded("llama"), EngineLimits(buffer_step_tokens=256))
     drive.submit(PROMPT, 2000)
     while not drive.loop.capacity.running_bytes:
         drive.loop.step()
-    assert drive.loop.capacity.most_next_bytes() > 0
+    assert drive.loop.capacity.largest_growth_bytes() > 0

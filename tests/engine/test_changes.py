@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvstrata.codecs.registry import parse
-from kvstrata.prefix_cache.requantize import NO_ROOM, Change
+from kvstrata.prefix_cache.requantize import NO_ROOM, PrecisionChange
 from kvstrata.prefix_cache.usage import share_of
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
@@ -22,17 +22,17 @@ def drive_with(salts: list[str]) -> Drive:
 
 
 def precisions(drive: Drive) -> list[tuple[str, set[str]]]:
-    return [(entry.salt, set(share_of(entry).by_precision)) for entry in drive.stock.shelf.entries]
+    return [(entry.salt, set(share_of(entry).by_precision)) for entry in drive.stock.table.entries]
 
 
 def target(drive: Drive) -> str:
-    return drive.stock.changes.target.k.name
+    return drive.stock.requantizer.target.k.name
 
 
 def test_a_change_with_a_scope_leaves_a_general_one_alone() -> None:
     drive = drive_with(["", "x", ""])
-    drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
-    drive.cache.requantize(Change(parse("planes:4"), parse("planes:4"), salt="x"))
+    drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
+    drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4"), salt="x"))
     assert target(drive) == "planes:8"
     progress = drive.cache.requantize_progress()
     assert (progress.spans_total, progress.is_running) == (3, True)
@@ -49,19 +49,19 @@ def test_a_change_with_a_scope_leaves_a_general_one_alone() -> None:
 
 def test_bytes_that_are_freed_count_from_before_the_first_of_several_changes() -> None:
     drive = drive_with(["", "x"])
-    before = drive.stock.shelf.held_bytes
-    drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
-    drive.loop.housekeeping.work(0)
-    drive.cache.requantize(Change(parse("planes:4"), parse("planes:4"), salt="x"))
+    before = drive.stock.table.nbytes
+    drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
+    drive.loop.housekeeping.run_slice(0)
+    drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4"), salt="x"))
     settle(drive)
-    assert drive.cache.requantize_progress().bytes_freed == before - drive.stock.shelf.held_bytes
+    assert drive.cache.requantize_progress().bytes_freed == before - drive.stock.table.nbytes
 
 
 def test_the_last_of_several_general_changes_wins() -> None:
     drive = drive_with(["", "x"])
-    drive.cache.requantize(Change(parse("planes:2"), parse("planes:2"), salt="x"))
-    drive.cache.requantize(Change(parse("planes:4"), parse("planes:4")))
-    drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
+    drive.cache.requantize(PrecisionChange(parse("planes:2"), parse("planes:2"), salt="x"))
+    drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
+    drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
     assert target(drive) == "planes:8"
     settle(drive)
     assert [held for _, held in precisions(drive)] == [{"planes:8"}, {"planes:8"}]
@@ -70,9 +70,9 @@ def test_the_last_of_several_general_changes_wins() -> None:
 
 def test_a_cancel_ends_all_that_is_under_way_and_brings_back_the_target_before() -> None:
     drive = drive_with(["", "x", ""])
-    drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
-    drive.cache.requantize(Change(parse("planes:4"), parse("planes:4")))
-    drive.cache.requantize(Change(parse("planes:2"), parse("planes:2"), salt="x"))
+    drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
+    drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
+    drive.cache.requantize(PrecisionChange(parse("planes:2"), parse("planes:2"), salt="x"))
     ended = drive.cache.cancel_requantize()
     assert (ended.spans_total, ended.spans_done, ended.is_running) == (3, 0, True)
     settle(drive)
@@ -82,9 +82,9 @@ def test_a_cancel_ends_all_that_is_under_way_and_brings_back_the_target_before()
 
 def test_a_cancel_leaves_the_target_of_a_change_that_has_ended() -> None:
     drive = drive_with(["", "x"])
-    drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
+    drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
     settle(drive)
-    drive.cache.requantize(Change(parse("planes:4"), parse("planes:4"), salt="x"))
+    drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4"), salt="x"))
     assert drive.cache.cancel_requantize().spans_total == 1
     settle(drive)
     assert target(drive) == "planes:8"
@@ -93,20 +93,20 @@ def test_a_cancel_leaves_the_target_of_a_change_that_has_ended() -> None:
 
 def test_going_up_keeps_to_the_memory_and_says_what_stays_lower() -> None:
     drive = drive_with([str(seed) for seed in range(4)])
-    drive.cache.requantize(Change(parse("planes:4"), parse("planes:4")))
+    drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
     settle(drive)
-    held = drive.stock.shelf.held_bytes
-    grows = max(entry.nbytes for entry in drive.stock.shelf.entries) * 8  # float32 from 4 bits
-    drive.stock.room.limit_bytes = held + 2 * grows
-    up = Change(parse("raw"), parse("raw"), force=True)
-    told = drive.cache.requantize(Change(parse("raw"), parse("raw"), force=True, dry_run=True))
+    held = drive.stock.table.nbytes
+    grows = max(entry.nbytes for entry in drive.stock.table.entries) * 8  # float32 from 4 bits
+    drive.stock.reclaimer.limit_bytes = held + 2 * grows
+    up = PrecisionChange(parse("raw"), parse("raw"), force=True)
+    told = drive.cache.requantize(PrecisionChange(parse("raw"), parse("raw"), force=True, dry_run=True))
     (left,) = [left for left in told.left_alone if left.reason == NO_ROOM]
     assert 0 < left.spans < 4
     done = drive.cache.requantize(up)
     assert done.bytes_after == told.bytes_after
-    limit = drive.stock.room.limit_bytes
+    limit = drive.stock.reclaimer.limit_bytes
     settle(drive)
-    assert drive.stock.shelf.held_bytes == told.bytes_after <= limit
-    assert len(drive.stock.shelf.entries) == 4
+    assert drive.stock.table.nbytes == told.bytes_after <= limit
+    assert len(drive.stock.table.entries) == 4
     # Those that were used last came first.
     assert [precisions(drive)[i][1] for i in (0, 3)] == [{"planes:4"}, {"raw"}]

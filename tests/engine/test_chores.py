@@ -10,7 +10,7 @@ import pytest
 
 from kvstrata.codecs.registry import parse
 from kvstrata.engine.cache_api import Operations
-from kvstrata.engine.config import Storage
+from kvstrata.engine.config import KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Request
 from kvstrata.spans.rewrite import LayerRewrite
@@ -61,7 +61,7 @@ def test_a_span_that_cannot_be_rewritten_stays_as_it_is(
     advance = LayerRewrite.advance
     fail = failing(lambda span, rewriting, **named: advance(rewriting, span, **named))
     monkeypatch.setattr(LayerRewrite, "advance", lambda rewriting, span, **named: fail(span, rewriting, **named))
-    with engine_on(tmp_path, tiny_loaded("llama"), Storage(k=parse("planes:8"), v=parse("planes:8"))) as engine:
+    with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(k=parse("planes:8"), v=parse("planes:8"))) as engine:
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
         assert [ask(engine, "failing again", 1, 9), ask(engine, "good again", 2, 5)] == [599, 599]
         assert counters(engine)["failed_rewrites"] == 1
@@ -79,7 +79,7 @@ def test_a_span_that_cannot_be_packed_is_not_written_and_the_others_are(
 
     monkeypatch.setattr(tier_client, "packing", failing(tier_client.packing))
     loaded = tiny_loaded("llama")
-    with engine_on(tmp_path, loaded, Storage()) as engine:
+    with engine_on(tmp_path, loaded, KvConfig()) as engine:
         assert [ask(engine, "failing", 1, 9), ask(engine, "good", 2, 5)] == [0, 0]
         assert [ask(engine, "failing again", 1, 9), ask(engine, "good again", 2, 5)] == [599, 599]
         assert counters(engine)["failed_spills"] == 1

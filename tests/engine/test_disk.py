@@ -20,16 +20,16 @@ from kvstrata.codecs.registry import _VERSIONS, parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.cache_api import Operations
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import Loop
-from kvstrata.engine.request import Failed, Piece, Request
-from kvstrata.engine.speeds import Rate
+from kvstrata.engine.request import Failed, Request, TextDelta
+from kvstrata.engine.speeds import TokenRate
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.matching import Explanation
-from kvstrata.prefix_cache.requantize import Change, Changed
+from kvstrata.prefix_cache.requantize import ChangeResult, PrecisionChange
 from kvstrata.spans.estimate import LOWER
 from tests.engine.drive import GREEDY
 from tests.engine.test_engine import Reply
@@ -41,12 +41,12 @@ ARCHITECTURES = ["llama", "gemma3_text", "qwen3_next", "mamba2", "deepseek_v3", 
 
 @contextmanager
 def engine_on(
-    folder: Path, loaded: LoadedModel, storage: Storage | None = None, limit_bytes: int = 256 * MIB, **settings: Any
+    folder: Path, loaded: LoadedModel, storage: KvConfig | None = None, limit_bytes: int = 256 * MIB, **settings: Any
 ) -> Iterator[Engine]:
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
     files = settings.pop("files", None)
     disk = DiskOptions(folder, limit_bytes, reserve_bytes=0, **{"queue_bytes": 64 * MIB, **settings})
-    engine = Engine(loaded, Limits(memory_bytes=4096 * MIB), Metrics(), storage, disk, files)
+    engine = Engine(loaded, EngineLimits(memory_bytes=4096 * MIB), Metrics(), storage, disk, files)
     engine.start()
     try:
         yield engine
@@ -56,8 +56,8 @@ def engine_on(
 
 def make_computing_slow(loop: Loop) -> None:
     """Tiny models compute a prompt faster than any disk reads it, and then nothing would be read."""
-    loop.speeds.alone = Rate()
-    loop.speeds.alone.add(1, 1.0)
+    loop.speeds.alone = TokenRate()
+    loop.speeds.alone.add_work(1, 1.0)
 
 
 def answer(engine: Engine, name: str, prompt_tokens: int, max_tokens: int = 12) -> Reply:
@@ -76,14 +76,14 @@ def cached(reply: Reply) -> int:
 def settle(engine: Engine) -> None:
     def work(loop: Loop) -> None:
         while loop.housekeeping.has_work:
-            loop.housekeeping.work(1.0)
+            loop.housekeeping.run_slice(1.0)
 
     engine.ask(work).result(60)
 
 
 def flush_tier(loop: Loop) -> bool:
     """What is on its way to the disk gets there."""
-    return loop.stock.cold.tier.flush(30).is_empty
+    return loop.stock.disk.tier.flush(30).is_empty
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -140,7 +140,9 @@ def test_a_failed_step_costs_what_is_in_memory_and_nothing_else(
     with engine_on(tmp_path, tiny_loaded("llama")) as engine:
         before = engine.ask(lambda _: mx.get_active_memory()).result(60)
         answer(engine, "first", 2000)
-        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("raw"), parse("planes:8")))).result(60)
+        engine.ask(lambda loop: Operations(loop).requantize(PrecisionChange(parse("raw"), parse("planes:8")))).result(
+            60
+        )
         settle(engine)
         engine.ask(lambda loop: loop.stock.flush(30)).result(60)
         counted = engine.ask(lambda loop: Operations(loop).usage().counters).result(60)
@@ -157,7 +159,10 @@ def test_a_failed_step_costs_what_is_in_memory_and_nothing_else(
         assert usage.tiers["hot"].nbytes == 0
         assert all(usage.counters[name] >= count for name, count in counted.items())
         assert usage.counters["stored_tokens"] == counted["stored_tokens"] > 2000
-        assert engine.ask(lambda loop: Operations(loop).requantize(Change(dry_run=True))).result(60).v == "planes:8"
+        assert (
+            engine.ask(lambda loop: Operations(loop).requantize(PrecisionChange(dry_run=True))).result(60).v
+            == "planes:8"
+        )
         assert cached(answer(engine, "again", 2000)) == 1999
 
 
@@ -213,7 +218,7 @@ def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) ->
         octets[-100] ^= 1
         path.write_bytes(octets)
     files = Holding()
-    with engine_on(tmp_path, loaded, Storage(disk_write="at-eviction"), files=files) as engine:
+    with engine_on(tmp_path, loaded, KvConfig(disk_write="at-eviction"), files=files) as engine:
         # Else what a reader has put aside by its row could get that row again before its file is moved.
         assert engine.ask(flush_tier).result(60)
         again = answer(engine, "again", 700)
@@ -234,7 +239,7 @@ def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) ->
 
 def test_what_is_evicted_comes_back_from_the_disk_with_memory_full(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    with engine_on(tmp_path, loaded, Storage(hot_bytes=900 * 1024)) as engine:
+    with engine_on(tmp_path, loaded, KvConfig(hot_bytes=900 * 1024)) as engine:
         replies = {n: answer(engine, f"a{n}", n) for n in (600, 610, 620)}
         settle(engine)
         for n, before in replies.items():
@@ -247,7 +252,7 @@ def test_what_is_evicted_comes_back_from_the_disk_with_memory_full(tmp_path: Pat
 @pytest.mark.parametrize("name", ["planes:8", "planes:2", "rotated:4"])
 def test_blocks_rest_at_the_precision_that_they_have_in_memory(name: str, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k=parse(name), v=parse(name))
+    storage = KvConfig(k=parse(name), v=parse(name))
     with engine_on(tmp_path, loaded, storage) as engine:
         answer(engine, "first", 700)
         warm = answer(engine, "warm", 700)
@@ -262,10 +267,10 @@ def test_blocks_rest_at_the_precision_that_they_have_in_memory(name: str, tmp_pa
 
 def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k=parse("planes:8"), v=parse("planes:8"))
+    storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"))
 
     def planes(loop: Loop) -> list[bytes]:
-        (entry,) = [entry for entry in loop.stock.shelf.entries if entry.span.end > 600]
+        (entry,) = [entry for entry in loop.stock.table.entries if entry.span.end > 600]
         parts = [part for layer in entry.span.layers for part in entry.span.sealed(layer)]
         return sorted(np.asarray(array).tobytes() for part in parts for array in part.arrays())
 
@@ -273,26 +278,30 @@ def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> N
         answer(engine, "first", 700)
         settle(engine)
         before = engine.ask(planes).result(60)
-        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:4"), parse("planes:4")))).result(60)
+        engine.ask(
+            lambda loop: Operations(loop).requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
+        ).result(60)
         settle(engine)
         assert len(engine.ask(planes).result(60)) < len(before)
         assert engine.ask(flush_tier).result(60)
         of_disk = engine.ask(
-            lambda loop: Operations(loop).requantize(Change(parse("planes:2"), scope="disk", dry_run=True))
+            lambda loop: Operations(loop).requantize(PrecisionChange(parse("planes:2"), scope="disk", dry_run=True))
         ).result(60)
         assert [left.reason for left in of_disk.left_alone] == [
             "blocks on the disk keep the precision they were written in"
         ]
-        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:8"), parse("planes:8")))).result(60)
+        engine.ask(
+            lambda loop: Operations(loop).requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
+        ).result(60)
         until_s = time.monotonic() + 30
         while not engine.ask(lambda loop: Operations(loop).usage().counters.get("restored_spans", 0)).result(60):
             assert time.monotonic() < until_s
         assert engine.ask(planes).result(60) == before
 
 
-def change(engine: Engine, name: str, *, dry_run: bool = False) -> Changed:
+def change(engine: Engine, name: str, *, dry_run: bool = False) -> ChangeResult:
     changed = engine.ask(
-        lambda loop: Operations(loop).requantize(Change(parse(name), parse(name), dry_run=dry_run))
+        lambda loop: Operations(loop).requantize(PrecisionChange(parse(name), parse(name), dry_run=dry_run))
     ).result(60)
     until_s = time.monotonic() + 30
     while engine.ask(lambda loop: Operations(loop).requantize_progress().is_running).result(60):
@@ -304,7 +313,7 @@ def change(engine: Engine, name: str, *, dry_run: bool = False) -> Changed:
 @pytest.mark.parametrize("began", ["raw", "planes:8"])
 def test_output_after_stepping_down_and_back_is_that_of_a_run_that_never_did(began: str, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k=parse(began), v=parse(began), disk_write="at-eviction")
+    storage = KvConfig(k=parse(began), v=parse(began), disk_write="at-eviction")
     with engine_on(tmp_path / "never", loaded, storage) as engine:
         answer(engine, "first", 700)
         change(engine, "planes:8")
@@ -334,7 +343,7 @@ def test_output_after_stepping_down_and_back_is_that_of_a_run_that_never_did(beg
 
 def logprobs(reply: Reply) -> list[float]:
     """What of a tiny model's output tells two precisions apart: its tokens seldom do."""
-    pieces = [event for event in reply.events if isinstance(event, Piece)]
+    pieces = [event for event in reply.events if isinstance(event, TextDelta)]
     return [logprob.logprob for piece in pieces for logprob in piece.logprobs]
 
 
@@ -361,9 +370,9 @@ def test_a_long_match_comes_in_batches_within_the_bound_while_others_decode(
     files = Watched()
     with engine_on(tmp_path, loaded, files=files, read_ahead_bytes=bound_bytes // 2) as engine:
         cold = engine._thread.cold
-        files.look = lambda: cold.tier.usage().unused_bytes + cold.loads.unused_bytes
+        files.look = lambda: cold.tier.usage().unused_bytes + cold.loader.unused_bytes
         decodes = threading.Event()
-        other = Reply(lambda event: decodes.set() if isinstance(event, Piece) else None)
+        other = Reply(lambda event: decodes.set() if isinstance(event, TextDelta) else None)
         engine.submit(Request("other", tuple(range(40)), 3000, GREEDY), other.sink)
         assert decodes.wait(60)
         before = len(other.ids)
@@ -382,7 +391,7 @@ def test_a_match_that_memory_has_no_room_for_is_loaded_as_far_as_it_has(tmp_path
     loaded = tiny_loaded("llama", 4)
     with engine_on(tmp_path, loaded) as engine:
         first = answer(engine, "first", 4000)
-    with engine_on(tmp_path, loaded, Storage(hot_bytes=2 * MIB), read_ahead_bytes=MIB // 2) as engine:
+    with engine_on(tmp_path, loaded, KvConfig(hot_bytes=2 * MIB), read_ahead_bytes=MIB // 2) as engine:
         again = answer(engine, "again", 4000)
         assert again.ids == first.ids
         assert 1000 < cached(again) < 2100
@@ -399,10 +408,10 @@ def test_what_comes_for_a_beginning_that_is_gone_is_not_used(tmp_path: Path) -> 
 
     def load_and_lose_the_beginning(loop: Loop) -> tuple[int, int]:
         stock = loop.stock
-        lookup = stock.fetches.look(prompt, "")
+        lookup = stock.prefetcher.ask(prompt, "")
         assert lookup is not None
         assert lookup.wait(30)
-        load = stock.fetches.load(lookup.offers[0], prompt, "")
+        load = stock.prefetcher.begin_load(lookup.offers[0], prompt, "")
         assert load is not None
         assert load.links[0].start > 0
         assert load.lease is not None
@@ -412,9 +421,9 @@ def test_what_comes_for_a_beginning_that_is_gone_is_not_used(tmp_path: Path) -> 
         until_s = time.monotonic() + 30
         while not load.is_done:
             assert time.monotonic() < until_s
-            stock.chores.work(0.01)
-        stock.fetches.promote(load)
-        return stock.store.find(prompt, "").num_tokens, stock.counters["refused_promotions"]
+            stock.background.run_background(0.01)
+        stock.prefetcher.promote(load)
+        return stock.store.lookup(prompt, "").num_tokens, stock.counters["refused_promotions"]
 
     with engine_on(tmp_path, loaded) as engine:
         assert cached(answer(engine, "beginning", 300, 1)) == 256
@@ -453,7 +462,7 @@ def test_second_touch_counts_requests_however_often_a_span_is_offered(tmp_path: 
         assert flush_tier(loop)
         return dict(Operations(loop).usage().counters)
 
-    with engine_on(tmp_path, loaded, Storage(hot_bytes=MIB), second_touch=True) as engine:
+    with engine_on(tmp_path, loaded, KvConfig(hot_bytes=MIB), second_touch=True) as engine:
         for prompt in prompts:
             ask_for(engine, prompt)
         once = engine.ask(counts).result(60)
@@ -488,7 +497,7 @@ def test_blocks_that_cannot_be_read_are_counted_and_computed_again(
 
 def test_hot_only_writes_nothing(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    engine = Engine(loaded, Limits(memory_bytes=4096 * MIB), Metrics(), Storage(hot_bytes=300 * 1024))
+    engine = Engine(loaded, EngineLimits(memory_bytes=4096 * MIB), Metrics(), KvConfig(hot_bytes=300 * 1024))
     engine.start()
     for n in (600, 610):
         answer(engine, f"a{n}", n)

@@ -15,7 +15,7 @@ import pytest
 from kvstrata.disk.tier import DiskTier
 from kvstrata.disk.writer import Pause
 from kvstrata.engine.cache_api import Operations
-from kvstrata.engine.config import Storage
+from kvstrata.engine.config import KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import Loop
 from kvstrata.engine.request import Failed, Request
@@ -54,7 +54,7 @@ def fill_disk_with_others(engine: Engine, *, first: int = 100, between: Callable
 
 def disk_of(engine: Engine) -> DiskTier:
     def question(loop: Loop) -> DiskTier:
-        tier = loop.stock.cold.tier
+        tier = loop.stock.disk.tier
         assert isinstance(tier, DiskTier)
         return tier
 
@@ -65,8 +65,8 @@ def is_on_disk(engine: Engine, seed: int) -> bool:
     """All of a prompt but its last token, as a restart would find it."""
 
     def question(loop: Loop) -> bool:
-        root = next(entry.root_key for entry in loop.stock.shelf.entries)
-        match = finish(loop.stock.cold.longest(root, as_ids(prompt_of(seed)[:-1])))
+        root = next(entry.root_key for entry in loop.stock.table.entries)
+        match = finish(loop.stock.disk.longest(root, as_ids(prompt_of(seed)[:-1])))
         return match.num_tokens == 599
 
     return engine.ask(question).result(60)
@@ -85,7 +85,7 @@ def test_what_the_disk_failed_to_write_is_written_when_it_can_be(
 ) -> None:
     monkeypatch.setattr("kvstrata.disk.writer.Pause", LongPause)
     loaded, files = tiny_loaded(architecture), FaultyFiles()
-    with engine_on(tmp_path, loaded, Storage(), files=files) as engine:
+    with engine_on(tmp_path, loaded, KvConfig(), files=files) as engine:
         files.before = {"sync": fail(errno.ENOSPC)}
         assert ask(engine, 1) == 0
         assert not list(tmp_path.rglob("*.safetensors"))
@@ -106,7 +106,7 @@ def test_after_reply_writes_while_the_server_runs(architecture: str, tmp_path: P
 
 
 def test_at_eviction_writes_nothing_while_memory_has_room(tmp_path: Path) -> None:
-    with engine_on(tmp_path, tiny_loaded("llama"), Storage(disk_write="at-eviction")) as engine:
+    with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(disk_write="at-eviction")) as engine:
         ask(engine, 1)
         assert not list(tmp_path.rglob("*.safetensors"))
     assert list(tmp_path.rglob("*.safetensors"))
@@ -114,10 +114,10 @@ def test_at_eviction_writes_nothing_while_memory_has_room(tmp_path: Path) -> Non
 
 def test_what_somebody_deleted_is_written_again_before_it_is_evicted(tmp_path: Path) -> None:
     def evict_all(loop: Loop) -> int:
-        loop.stock.room.shrink_to(0)
-        return loop.stock.shelf.held_bytes
+        loop.stock.reclaimer.shrink_to(0)
+        return loop.stock.table.nbytes
 
-    with engine_on(tmp_path, tiny_loaded("llama"), Storage()) as engine:
+    with engine_on(tmp_path, tiny_loaded("llama"), KvConfig()) as engine:
         assert ask(engine, 1) == 0
         assert engine.ask(flush_tier).result(60)
         shutil.rmtree(tmp_path / "blocks")
@@ -148,18 +148,18 @@ def test_a_disk_that_stays_broken_does_not_keep_the_server_from_ending(tmp_path:
 
 def test_what_failed_to_be_written_is_written_again_before_it_is_evicted(tmp_path: Path) -> None:
     loaded, files = tiny_loaded("llama"), FaultyFiles()
-    with engine_on(tmp_path, loaded, Storage(), files=files) as engine:
+    with engine_on(tmp_path, loaded, KvConfig(), files=files) as engine:
         files.before = {"sync": fail(errno.ENOSPC)}
         ask(engine, 1)
         files.before = {}
         disk_of(engine).end_pause()
-        engine.ask(lambda loop: loop.stock.room.shrink_to(0)).result(60)
+        engine.ask(lambda loop: loop.stock.reclaimer.shrink_to(0)).result(60)
         assert engine.ask(flush_tier).result(60)
         assert ask(engine, 1) == 599
 
 
 def test_what_is_asked_for_often_is_not_the_first_to_leave_the_disk(tmp_path: Path) -> None:
-    with engine_on(tmp_path, tiny_loaded("llama"), Storage(), SMALL_DISK) as engine:
+    with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(), SMALL_DISK) as engine:
         ask(engine, 1)
         fill_disk_with_others(engine, between=lambda: ask(engine, 1))
         assert is_on_disk(engine, 1)
@@ -167,7 +167,7 @@ def test_what_is_asked_for_often_is_not_the_first_to_leave_the_disk(tmp_path: Pa
 
 
 def test_what_is_pinned_does_not_leave_the_disk(tmp_path: Path) -> None:
-    with engine_on(tmp_path, tiny_loaded("llama"), Storage(), SMALL_DISK) as engine:
+    with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(), SMALL_DISK) as engine:
         ask(engine, 1)
         engine.ask(lambda loop: loop.stock.pins.pin(prompt_of(1), "")).result(60)
         fill_disk_with_others(engine)
@@ -178,7 +178,7 @@ def test_what_is_pinned_does_not_leave_the_disk(tmp_path: Path) -> None:
 
 
 def test_what_is_pinned_before_it_is_written_does_not_leave_the_disk(tmp_path: Path) -> None:
-    with engine_on(tmp_path, tiny_loaded("llama"), Storage(), SMALL_DISK) as engine:
+    with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(), SMALL_DISK) as engine:
         ask(engine, 1)
         engine.ask(lambda loop: loop.stock.pins.pin(prompt_of(1), "")).result(60)
         for seed in range(100, 112):
@@ -189,7 +189,7 @@ def test_what_is_pinned_before_it_is_written_does_not_leave_the_disk(tmp_path: P
 
 def test_pins_outlive_a_step_that_fails(tmp_path: Path) -> None:
     """On the disk; and in memory again as soon as it is there again."""
-    with engine_on(tmp_path, tiny_loaded("llama"), Storage(), SMALL_DISK) as engine:
+    with engine_on(tmp_path, tiny_loaded("llama"), KvConfig(), SMALL_DISK) as engine:
         ask(engine, 1)
         engine.ask(lambda loop: loop.stock.pins.pin(prompt_of(1), "")).result(60)
         engine.ask(make_prefill_fail).result(60)
@@ -201,29 +201,29 @@ def test_pins_outlive_a_step_that_fails(tmp_path: Path) -> None:
         assert ask(engine, 1) == 599
         assert engine.ask(lambda loop: Operations(loop).usage().pinned_bytes).result(60) > 0
         engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
-        assert engine.ask(lambda loop: loop.stock.store.find(prompt_of(1), "").num_tokens).result(60) == 600
+        assert engine.ask(lambda loop: loop.stock.store.lookup(prompt_of(1), "").num_tokens).result(60) == 600
         engine.ask(lambda loop: loop.stock.pins.unpin(prompt_of(1), "")).result(60)
         engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
         assert engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].tokens).result(60) == 0
 
 
 def write_all(loop: Loop) -> bool:
-    for entry in loop.stock.shelf.entries:
-        loop.stock.spills.add(entry)
+    for entry in loop.stock.table.entries:
+        loop.stock.offloader.add_entry(entry)
     while loop.housekeeping.has_work:
-        loop.housekeeping.work(1.0)
+        loop.housekeeping.run_slice(1.0)
     return flush_tier(loop)
 
 
 def test_the_end_writes_what_the_disk_has_evicted_and_the_newest_stays(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama", 4)
-    with engine_on(tmp_path, loaded, Storage(), SMALL_DISK) as engine:
+    with engine_on(tmp_path, loaded, KvConfig(), SMALL_DISK) as engine:
         ask(engine, 1)
         fill_disk_with_others(engine)
         assert not is_on_disk(engine, 1)
         assert ask(engine, 1) == 599  # from memory
         assert not is_on_disk(engine, 1)
-    with engine_on(tmp_path, loaded, Storage(), SMALL_DISK) as engine:
+    with engine_on(tmp_path, loaded, KvConfig(), SMALL_DISK) as engine:
         assert ask(engine, 1) == 599
         assert ask(engine, 111) == 599
 
@@ -233,7 +233,7 @@ def test_what_has_expired_is_neither_written_nor_kept(tmp_path: Path) -> None:
     with engine_on(tmp_path, loaded) as engine:
         ask(engine, 1)
     assert list(tmp_path.rglob("*.safetensors"))
-    with engine_on(tmp_path, loaded, Storage(ttl_s=0.01, disk_write="at-eviction")) as engine:
+    with engine_on(tmp_path, loaded, KvConfig(ttl_s=0.01, disk_write="at-eviction")) as engine:
         assert engine.ask(flush_tier).result(60)
         assert not list(tmp_path.rglob("*.safetensors"))
         ask(engine, 2)
@@ -248,4 +248,4 @@ def test_what_has_expired_is_neither_written_nor_kept(tmp_path: Path) -> None:
 
 def num_entries_in_time(loop: Loop) -> int:
     loop.stock.evictor.expire()
-    return len(loop.stock.shelf.entries)
+    return len(loop.stock.table.entries)

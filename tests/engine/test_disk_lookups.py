@@ -18,12 +18,12 @@ from kvstrata.disk.files import Files
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine import prefix_lookup
 from kvstrata.engine.cache_api import Operations
-from kvstrata.engine.config import Storage
+from kvstrata.engine.config import KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import Loop
-from kvstrata.engine.request import Piece, Request
-from kvstrata.engine.speeds import Rate
-from kvstrata.prefix_cache.requantize import Change
+from kvstrata.engine.request import Request, TextDelta
+from kvstrata.engine.speeds import TokenRate
+from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.tier import rates
 from kvstrata.tier.block import BlockId
 from tests.engine.drive import GREEDY
@@ -113,7 +113,7 @@ def test_streams_go_on_while_the_disk_is_asked(tmp_path: Path, monkeypatch: pyte
             # Memory has all of this one: it is admitted at once.
             engine.submit(Request("others", tuple(range(40)), 2, GREEDY), others.sink)
             others.wait()
-            assert not any(isinstance(event, Piece) for event in waiting.events)
+            assert not any(isinstance(event, TextDelta) for event in waiting.events)
         assert cached(waiting) == 699
         engine.cancel("stream")
         stream.wait()
@@ -154,16 +154,20 @@ def asking_threads(blocks: DiskBlocks) -> dict[str, set[str]]:
 
 def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
-    storage = Storage(k=parse("planes:8"), v=parse("planes:8"))
+    storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"))
     prompt = [i * 7 % VOCAB for i in range(700)]
     with engine_on(tmp_path, loaded, storage) as engine:
         answer(engine, "first", 700)
         settle(engine)
-        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:4"), parse("planes:4")))).result(60)
+        engine.ask(
+            lambda loop: Operations(loop).requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
+        ).result(60)
         settle(engine)
         assert engine.ask(flush_tier).result(60)
         threads = asking_threads(blocks_of(engine))
-        engine.ask(lambda loop: Operations(loop).requantize(Change(parse("planes:8"), parse("planes:8")))).result(60)
+        engine.ask(
+            lambda loop: Operations(loop).requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
+        ).result(60)
         wait_for(lambda: engine.ask(is_done).result(60))
         assert engine.ask(lambda loop: Operations(loop).usage().counters["restored_spans"]).result(60) >= 1
         engine.ask(lambda loop: loop.stock.pins.pin(prompt, "")).result(60)
@@ -234,8 +238,8 @@ def make_computing_take_a_second(loop: Loop) -> None:
 
 
 def make_computing_take(loop: Loop, seconds: float) -> None:
-    loop.speeds.alone = Rate()
-    loop.speeds.alone.add(700, seconds)
+    loop.speeds.alone = TokenRate()
+    loop.speeds.alone.add_work(700, seconds)
 
 
 def disk_rates(engine: Engine) -> rates.Rates:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.spans.rewrite import LayerRewrite
 from kvstrata.spans.span import Span
 from tests.engine.drive import Drive, do_one_step
@@ -17,8 +17,8 @@ NUM_LAYERS = 2  # at least one small step of encoding each
 
 
 def test_next_turn_waits_until_the_previous_one_is_encoded_and_streams_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = Storage(k=parse("planes:8"), v=parse("planes:8"))
-    drive = Drive(steady_loaded("llama"), Limits(prefill_chunk_tokens=256), storage=storage)
+    storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"))
+    drive = Drive(steady_loaded("llama"), EngineLimits(prefill_chunk_tokens=256), storage=storage)
     do_one_step(drive.loop.housekeeping)
     advance, num_advanced = LayerRewrite.advance, 0
 

@@ -19,11 +19,11 @@ import pytest
 
 from kvstrata.backend.streams import Streams
 from kvstrata.engine import thread as engine_thread
-from kvstrata.engine.background import Housekeeping
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.background import BackgroundPacer
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
-from kvstrata.engine.runner import Runner
+from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling, TextDelta
+from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import ConfigError, ContextTooLong, InvalidRequest, ModelError, NeverFits, QueueFull, Unavailable
 from kvstrata.layers import buffers
@@ -37,7 +37,7 @@ MIB = 1 << 20
 
 @contextmanager
 def running(loaded: LoadedModel, **limits: Any) -> Iterator[Engine]:
-    engine = Engine(loaded, Limits(**limits), Metrics())
+    engine = Engine(loaded, EngineLimits(**limits), Metrics())
     engine.start()
     try:
         yield engine
@@ -67,7 +67,7 @@ class Reply:
 
     @property
     def ids(self) -> list[int]:
-        return [id_ for event in self.events if isinstance(event, Piece) for id_ in event.ids]
+        return [id_ for event in self.events if isinstance(event, TextDelta) for id_ in event.ids]
 
 
 def request(id_: str, length: int = 8, max_tokens: int = 4, **fields: Any) -> Request:
@@ -122,7 +122,7 @@ def test_what_can_never_be_served_is_refused_with_the_numbers(buffer_step: int) 
 
 def test_a_reply_without_a_limit_ends_where_memory_ends(buffer_step: int) -> None:
     loaded = tiny_loaded("llama")
-    limits = {"prefill_chunk_tokens": 16, "tail_step_tokens": 64}
+    limits = {"prefill_chunk_tokens": 16, "buffer_step_tokens": 64}
     with running(loaded, memory_bytes=loaded.weight_bytes + MIB, **limits) as engine:
         reply = Reply()
         engine.submit(request("r", 100, 8000, open_ended=True), reply.sink)
@@ -159,7 +159,7 @@ def test_no_owner_takes_more_than_half_of_the_places_that_others_leave() -> None
                 salt = owner if number % 2 else f"{owner}:inner"
                 reply = Reply()
                 try:
-                    engine.require_room(owner)
+                    engine.require_place(owner)
                     engine.submit(request(f"{owner}{number}", max_tokens=8000, salt=salt), reply.sink)
                 except QueueFull:
                     return number
@@ -167,28 +167,28 @@ def test_no_owner_takes_more_than_half_of_the_places_that_others_leave() -> None
 
         assert [fill(owner) for owner in ("a", "b", "c")] == [4, 2, 1]
         with pytest.raises(QueueFull, match="4 requests of this key"):
-            engine.require_room("a")
-        engine.require_room("d")
+            engine.require_place("a")
+        engine.require_place("d")
         for number in range(2):
             engine.cancel(f"a{number}")
             replies["a"][number].wait()
-        engine.require_room("a")
+        engine.require_place("a")
 
 
 def test_an_idle_engine_lets_go_of_what_has_expired_and_rests_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = tiny_loaded("llama")
     mx.eval(loaded.module.parameters())
-    engine = Engine(loaded, Limits(), Metrics(), Storage(ttl_s=0.5))
+    engine = Engine(loaded, EngineLimits(), Metrics(), KvConfig(ttl_s=0.5))
     held, is_gone = [], threading.Event()
-    expire = Housekeeping.expire
+    expire = BackgroundPacer.expire
 
-    def watched(housekeeping: Housekeeping) -> None:
-        held.append(housekeeping._capacity.stored_bytes)
+    def watched(housekeeping: BackgroundPacer) -> None:
+        held.append(housekeeping._capacity.cached_bytes)
         expire(housekeeping)
-        if not housekeeping._capacity.stored_bytes:
+        if not housekeeping._capacity.cached_bytes:
             is_gone.set()
 
-    monkeypatch.setattr(Housekeeping, "expire", watched)
+    monkeypatch.setattr(BackgroundPacer, "expire", watched)
     engine.start()
     try:
         engine.submit(request("r", 200), (reply := Reply()).sink)
@@ -196,7 +196,7 @@ def test_an_idle_engine_lets_go_of_what_has_expired_and_rests_meanwhile(monkeypa
         assert is_gone.wait(30)
         assert held[0] > 0
         assert len(held) <= 3  # it slept until there was something to do
-        assert engine.state().stored_bytes == 0
+        assert engine.state().cached_bytes == 0
     finally:
         engine.stop()
 
@@ -214,7 +214,7 @@ def test_draining_refuses_new_requests_and_finishes_old_ones() -> None:
 
 
 def test_stopping_tells_those_who_wait() -> None:
-    engine = Engine(tiny_loaded("llama"), Limits(max_running=1), Metrics())
+    engine = Engine(tiny_loaded("llama"), EngineLimits(max_running=1), Metrics())
     engine.start()
     replies = [Reply() for _ in range(2)]
     for i, reply in enumerate(replies):
@@ -253,8 +253,8 @@ def _settled_memory(engine: Engine) -> int:
 
     def measure() -> None:
         stock = engine._thread.loop.stock
-        while stock.chores.has_work:
-            stock.chores.work(1.0)
+        while stock.background.has_work:
+            stock.background.run_background(1.0)
         stock.clearing.clear()
         answer.put(mx.get_active_memory())
 
@@ -305,7 +305,7 @@ def test_a_prompt_as_an_array_is_used_as_it_is_and_refused_where_it_is_another()
 def test_steps_are_traced_at_the_start_and_not_after_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What made a step fail may make the next ones fail, too: the thread must live to serve later requests."""
     traced: list[int] = []
-    monkeypatch.setattr(Runner, "trace_steps", lambda _, most_rows: traced.append(most_rows))
+    monkeypatch.setattr(ModelRunner, "trace_steps", lambda _, most_rows: traced.append(most_rows))
     loaded = dataclasses.replace(tiny_loaded("llama"), module=Brittle(tiny_module("llama")))
     with running(loaded, max_running=3) as engine:
         engine.submit(Request("bad", (77, 1, 2), 4, GREEDY), (bad := Reply()).sink)
@@ -345,10 +345,10 @@ def test_a_command_that_fails_does_not_end_the_engine(caplog: pytest.LogCaptureF
 def test_fault_during_recovery_costs_no_later_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(_: Runner) -> None:
+    def fail(_: ModelRunner) -> None:
         raise RuntimeError("second defect")
 
-    monkeypatch.setattr(Runner, "abandon", fail)
+    monkeypatch.setattr(ModelRunner, "abandon", fail)
     loaded = dataclasses.replace(tiny_loaded("llama"), module=Brittle(tiny_module("llama")))
     with running(loaded) as engine:
         engine.submit(Request("bad", (77, 1, 2), 4, GREEDY), (bad := Reply()).sink)
@@ -396,12 +396,12 @@ class Broken(nn.Module):
 def test_a_model_that_cannot_run_is_said_at_start() -> None:
     loaded = dataclasses.replace(tiny_loaded("llama"), module=Broken(tiny_module("llama")))
     with pytest.raises(ModelError, match="no such kernel"):
-        Engine(loaded, Limits(), Metrics()).start()
+        Engine(loaded, EngineLimits(), Metrics()).start()
 
 
 def test_a_memory_limit_below_the_model_is_said_at_start() -> None:
     with pytest.raises(ConfigError, match="Raise --memory-limit"):
-        Engine(tiny_loaded("llama"), Limits(memory_bytes=1000), Metrics()).start()
+        Engine(tiny_loaded("llama"), EngineLimits(memory_bytes=1000), Metrics()).start()
 
 
 def test_engines_that_stopped_or_never_started_leave_no_threads_behind() -> None:
@@ -414,7 +414,7 @@ def test_engines_that_stopped_or_never_started_leave_no_threads_behind() -> None
             engine.submit(request("one"), (reply := Reply()).sink)
             assert isinstance(reply.wait(), Finished)
         with pytest.raises(ModelError):
-            Engine(broken, Limits(), Metrics()).start()
+            Engine(broken, EngineLimits(), Metrics()).start()
 
     live_and_end()
     num_threads = process.num_threads()
@@ -433,7 +433,7 @@ def test_an_engine_that_gets_no_stream_says_so(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Streams, "_take", refuse)
     with pytest.raises(RuntimeError, match="no thread can be started"):
-        Engine(tiny_loaded("llama"), Limits(), Metrics()).start()
+        Engine(tiny_loaded("llama"), EngineLimits(), Metrics()).start()
 
 
 def test_the_default_model_says_the_same_in_a_batch_as_alone(default_model: LoadedModel) -> None:
@@ -459,7 +459,7 @@ def _replies(engine: Engine, requests: list[Request]) -> list[Reply]:
     replies: list[Reply] = []
 
     def submit_next(event: Event | None = None) -> None:
-        began = event is None or (isinstance(event, Piece) and len(replies[-1].ids) == 1)
+        began = event is None or (isinstance(event, TextDelta) and len(replies[-1].ids) == 1)
         if began and len(replies) < len(requests):
             replies.append(Reply(submit_next))
             engine.submit(requests[len(replies) - 1], replies[-1].sink)

@@ -16,7 +16,7 @@ from kvstrata.backend import mlx_backend
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine import thread
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.memory_plan import Forecast, Scratch, advise, expected_scratch, forecast, needs_live
 from kvstrata.engine.request import Request
@@ -52,9 +52,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Scratch]:
 
 
 @contextmanager
-def started(loaded: LoadedModel, storage: Storage, disk: DiskOptions | None = None) -> Iterator[Engine]:
+def started(loaded: LoadedModel, storage: KvConfig, disk: DiskOptions | None = None) -> Iterator[Engine]:
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
-    engine = Engine(loaded, Limits(memory_bytes=LIMIT_BYTES), Metrics(), storage, disk)
+    engine = Engine(loaded, EngineLimits(memory_bytes=LIMIT_BYTES), Metrics(), storage, disk)
     engine.start()
     try:
         yield engine
@@ -104,7 +104,7 @@ def test_a_plan_agrees_with_the_engine(
     loaded = load(str(folder), memory_limit_bytes=LIMIT_BYTES)
     assert found.weight_bytes == loaded.weight_bytes
     assert (found.context_tokens, found.vocab_size) == (loaded.context_tokens, loaded.vocab_size)
-    with started(loaded, Storage(k=parse(names[0]), v=parse(names[1]))) as engine:
+    with started(loaded, KvConfig(k=parse(names[0]), v=parse(names[1]))) as engine:
         props = engine.props()
     exact = forecast(found, LIMIT_BYTES, precisions=[names], scratch=measured[-1])
     assert exact.token_bytes == props["kv_bytes_per_token"]
@@ -120,7 +120,7 @@ def converse(drive: Drive, num_tokens: int) -> None:
     drive.submit([i % VOCAB for i in range(num_tokens - 1)], max_tokens=2)
     drive.run()
     while drive.loop.housekeeping.has_work:
-        drive.loop.housekeeping.work(1.0)
+        drive.loop.housekeeping.run_slice(1.0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "gemma3_text", "qwen3_5", "falcon_h1"])
@@ -128,10 +128,10 @@ def converse(drive: Drive, num_tokens: int) -> None:
 def test_a_stored_conversation_takes_what_was_told(architecture: str, names: tuple[str, str]) -> None:
     tokens, found = 1024, outline_of(architecture)
     told = forecast(found, LIMIT_BYTES, precisions=[names], lengths=[tokens])
-    drive = Drive(tiny_loaded(architecture), storage=Storage(k=parse(names[0]), v=parse(names[1])))
+    drive = Drive(tiny_loaded(architecture), storage=KvConfig(k=parse(names[0]), v=parse(names[1])))
     converse(drive, tokens)
-    held = drive.stock.shelf.held_bytes
-    (stored,) = told.rows[0].stored
+    held = drive.stock.table.nbytes
+    (stored,) = told.rows[0].capacities
     marks = found.layout.fixed_bytes > 0
     # One prompt leaves fewer points to resume at than a conversation may keep.
     assert held <= 1.02 * stored.bytes
@@ -140,9 +140,9 @@ def test_a_stored_conversation_takes_what_was_told(architecture: str, names: tup
 
 def test_a_conversation_on_the_disk_takes_what_was_told(tmp_path: Path) -> None:
     tokens, found = 2048, outline_of("llama")
-    (stored,) = forecast(found, LIMIT_BYTES, precisions=[RAW], lengths=[tokens]).rows[0].stored
+    (stored,) = forecast(found, LIMIT_BYTES, precisions=[RAW], lengths=[tokens]).rows[0].capacities
     disk = DiskOptions(tmp_path / "kv", 256 * MIB, reserve_bytes=0)
-    with started(tiny_loaded("llama"), Storage(), disk) as engine:
+    with started(tiny_loaded("llama"), KvConfig(), disk) as engine:
         reply = Reply()
         prompt = tuple(i % VOCAB for i in range(tokens - 1))
         engine.submit(Request("only", prompt, 2, sampling=GREEDY), reply.sink)
@@ -154,13 +154,13 @@ def test_a_conversation_on_the_disk_takes_what_was_told(tmp_path: Path) -> None:
 def test_the_advice_is_the_most_exact_row_that_holds_what_is_wanted() -> None:
     found = replace(outline_of("llama"), context_tokens=8192)
     told = forecast(found, 128 * MIB, lengths=[8192])
-    counts = {row.name: row.stored[0].conversations for row in told.rows}
+    counts = {row.name: row.capacities[0].conversations for row in told.rows}
     assert list(counts) == ["raw", "planes:8", "planes:8/planes:4", "planes:4"]
     assert list(counts.values()) == sorted(counts.values())
     for name, count in counts.items():
         row = advise(told, tokens=8192, conversations=count)
         assert row is not None
-        assert row.stored[0].conversations >= count
+        assert row.capacities[0].conversations >= count
         assert list(counts).index(row.name) <= list(counts).index(name)
     assert advise(told, tokens=8192, conversations=counts["planes:4"] + 1) is None
     assert advise(told, tokens=4096, conversations=1) is None  # that length was not asked for
@@ -191,7 +191,7 @@ def test_more_memory_never_holds_less(more: int, limit_mib: int) -> None:
     less, rest = (forecast(LLAMA, size * MIB) for size in (limit_mib, limit_mib + more))
     for small, large in zip(less.rows, rest.rows, strict=True):
         assert (small.tokens or 0) <= (large.tokens or 0)
-        assert small.stored[0].conversations <= large.stored[0].conversations
+        assert small.capacities[0].conversations <= large.capacities[0].conversations
         assert 0 <= small.longest_tokens <= large.longest_tokens <= LLAMA.context_tokens
     _check_shares(less, limit_mib * MIB)
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.engine import runner as runner_module
-from kvstrata.engine.config import Limits
+from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Failed, Request, Sampling
 from kvstrata.engine.sampling import Sampled
@@ -104,11 +104,14 @@ def test_penalties_and_bias_do_not_get_past_a_grammar() -> None:
 @pytest.mark.parametrize(
     ("architecture", "limits"),
     [
-        ("llama", Limits()),
-        *((name, Limits(max_running=5, prefill_chunk_tokens=16)) for name in ("llama", "qwen3_next", "deepseek_v3")),
+        ("llama", EngineLimits()),
+        *(
+            (name, EngineLimits(max_running=5, prefill_chunk_tokens=16))
+            for name in ("llama", "qwen3_next", "deepseek_v3")
+        ),
     ],
 )
-def test_constrained_and_free_rows_get_what_they_get_alone(architecture: str, limits: Limits) -> None:
+def test_constrained_and_free_rows_get_what_they_get_alone(architecture: str, limits: EngineLimits) -> None:
     drive = Drive(byte_model(architecture), limits)
     asked: list[Constraint | None] = [None, ENDLESS, None, DIGITS, Constraint.json_object(), None]
     greedy = Sampling(temperature=0, num_logprobs=2)
@@ -138,7 +141,7 @@ def test_logprobs_are_those_of_the_model() -> None:
 def test_one_that_is_set_aside_goes_on_where_it_stood() -> None:
     budget = Drive(byte_model()).budget
     room = 2 * budget.fixed_bytes + 150 * budget.token_bytes
-    drive = Drive(byte_model(), Limits(tail_step_tokens=16), kv_bytes=room)
+    drive = Drive(byte_model(), EngineLimits(buffer_step_tokens=16), kv_bytes=room)
     clients = [submit(drive, seed, ENDLESS, length=30, max_tokens=70) for seed in range(2)]
     drive.run()
     assert drive.set_aside_count() >= 1
@@ -157,7 +160,7 @@ def test_each_token_is_consumed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Matcher, "consume", counting)
     budget = Drive(byte_model()).budget
     room = 2 * budget.fixed_bytes + 150 * budget.token_bytes
-    drive = Drive(byte_model(), Limits(tail_step_tokens=16), kv_bytes=room)
+    drive = Drive(byte_model(), EngineLimits(buffer_step_tokens=16), kv_bytes=room)
     clients = [submit(drive, seed, ENDLESS, length=30, max_tokens=60) for seed in range(2)]
     kept = []  # so that no two have the same id
     while not drive.loop.idle:
@@ -298,8 +301,8 @@ def test_batches_without_a_grammar_are_run_as_ever(monkeypatch: pytest.MonkeyPat
 def test_the_next_pass_is_started_before_the_last_step_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """So a grammar takes no row's overlap: the device works on a pass while masks are made."""
     done: list[str] = []
-    forward, read, fill = runner_module.Runner._forward, Sampled.read, Masks.fill
-    monkeypatch.setattr(runner_module.Runner, "_forward", lambda *a: (done.append("forward"), forward(*a))[1])
+    forward, read, fill = runner_module.ModelRunner._forward, Sampled.read, Masks.fill
+    monkeypatch.setattr(runner_module.ModelRunner, "_forward", lambda *a: (done.append("forward"), forward(*a))[1])
     monkeypatch.setattr(Sampled, "read", lambda *a: (done.append("read"), read(*a))[1])
     monkeypatch.setattr(Masks, "fill", lambda *a: (done.append("mask"), fill(*a))[1])
     drive = Drive(byte_model())
@@ -316,7 +319,7 @@ def test_the_next_pass_is_started_before_the_last_step_is_read(monkeypatch: pyte
 
 def test_a_grammar_of_another_model_is_refused() -> None:
     other = Grammars(byte_tokenizer(), byte_model().vocab_size + 1, byte_model().eos_ids)
-    engine = Engine(byte_model(), Limits(), Metrics())
+    engine = Engine(byte_model(), EngineLimits(), Metrics())
     engine.start()
     try:
         with pytest.raises(ValueError, match="another model"):

@@ -11,9 +11,9 @@ import jsonschema
 import pytest
 
 from kvstrata.bench.streams import running
-from kvstrata.engine.config import Limits
+from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling
+from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling, TextDelta
 from kvstrata.grammar.constraint import Constraint
 from kvstrata.metrics import Metrics
 from tests.byte_level import byte_grammars, byte_model, id_of
@@ -31,7 +31,7 @@ class Answer:
     ended: threading.Event = field(default_factory=threading.Event)
 
     def sink(self, event: Event) -> None:
-        if isinstance(event, Piece):
+        if isinstance(event, TextDelta):
             self.text += event.text
         elif isinstance(event, Finished | Failed):
             self.end = event
@@ -74,7 +74,7 @@ def is_valid(schema: dict[str, object], text: str) -> bool:
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_every_reply_that_ends_by_itself_is_valid(temperature: float) -> None:
     answers = {name: Answer() for name in schemas()}
-    with running(Engine(byte_model(), Limits(), Metrics())) as engine:
+    with running(Engine(byte_model(), EngineLimits(), Metrics())) as engine:
         for number, (name, answer) in enumerate(answers.items()):
             engine.submit(request(name, number, temperature), answer.sink)
         assert all(answer.ended.wait(120) for answer in answers.values())

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvstrata.engine.background import Housekeeping
+from kvstrata.engine.background import BackgroundPacer
 from tests.prefix_cache.kv import new_stock
 
 SLICE_S = 0.005
@@ -46,7 +46,7 @@ class House:
         capacity: Any = self.capacity
         speeds: Any = SimpleNamespace(step_s=step_s, did_chores=lambda: None)
         runner, sequences = self.runner, self.sequences
-        self.keeping = Housekeeping(
+        self.keeping = BackgroundPacer(
             stock,
             sequences,  # pyright: ignore[reportArgumentType]
             capacity,
@@ -64,7 +64,7 @@ class House:
         """Tells how long it took for the streams."""
         began_s, num_slices = self.now_s, len(self.slices)
         self.now_s += self.step_s + self.runner.planning_s
-        self.keeping.work_in_step(is_awaited=is_awaited)
+        self.keeping.run_between_steps(is_awaited=is_awaited)
         has_worked = len(self.slices) > num_slices
         self.runner.planning_s = self.slices[-1] * self._plans_anew if has_worked and self._plans_anew else 0.0
         return self.now_s - began_s

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from kvstrata.engine import thread
-from kvstrata.engine.background import Housekeeping
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.background import BackgroundPacer
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Finished
 from kvstrata.metrics import Metrics
@@ -67,14 +67,14 @@ def test_what_expires_while_no_request_runs_is_given_back(
 ) -> None:
     monkeypatch.setattr(thread, "KEEPS_FREED_S", 0.1)
     expired: list[float] = []
-    expire = Housekeeping.expire
+    expire = BackgroundPacer.expire
 
-    def noted(housekeeping: Housekeeping) -> None:
+    def noted(housekeeping: BackgroundPacer) -> None:
         expire(housekeeping)
         expired.append(time.monotonic())
 
-    monkeypatch.setattr(Housekeeping, "expire", noted)
-    engine = Engine(tiny_loaded("llama"), Limits(), Metrics(), Storage(ttl_s=2.0))
+    monkeypatch.setattr(BackgroundPacer, "expire", noted)
+    engine = Engine(tiny_loaded("llama"), EngineLimits(), Metrics(), KvConfig(ttl_s=2.0))
     engine.start()
     try:
         wait_until_cleared(cleared, answered(engine, "a"))

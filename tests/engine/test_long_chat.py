@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.engine.config import Storage
+from kvstrata.engine.config import KvConfig
 from kvstrata.engine.executor import Loop
 from kvstrata.engine.request import Request
 from kvstrata.prefix_cache.transcode import MAX_SPANS
@@ -21,14 +21,14 @@ NUM_TURNS = 2 * MAX_SPANS
 
 
 def disk_usage(loop: Loop) -> Usage:
-    return loop.stock.cold.tier.usage()
+    return loop.stock.disk.tier.usage()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
 def test_each_token_of_a_chat_is_written_once(architecture: str, tmp_path: Path) -> None:
     source = random.Random(0)
     ids: list[int] = []
-    with engine_on(tmp_path, tiny_loaded(architecture), Storage()) as engine:
+    with engine_on(tmp_path, tiny_loaded(architecture), KvConfig()) as engine:
         for turn in range(NUM_TURNS):
             ids += [source.randrange(VOCAB) for _ in range(30)]
             reply = Reply()
@@ -43,7 +43,7 @@ def test_each_token_of_a_chat_is_written_once(architecture: str, tmp_path: Path)
 
 def test_an_idle_engine_rests_while_the_disk_takes_nothing(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama", 4)
-    with engine_on(tmp_path, loaded, Storage(hot_bytes=2000 * 1024), daily_write_bytes=1000) as engine:
+    with engine_on(tmp_path, loaded, KvConfig(hot_bytes=2000 * 1024), daily_write_bytes=1000) as engine:
         for turn in range(2):
             reply = Reply()
             prompt = tuple((i * (turn + 3) + turn) % VOCAB for i in range(800))

@@ -11,8 +11,8 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.engine.budget import RAW, Budget, live_rungs, make_rungs
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.budget import FULL_PRECISION, Budget, live_formats, make_formats
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Failed, Finished, Request
 from kvstrata.errors import NeverFits
@@ -30,11 +30,11 @@ LAYER_8B = LayerSpec("full", token_bytes=8 * 256 * 2, kv_heads=8, k_dim=128, v_d
 LAYOUT_8B = Layout((LAYER_8B,) * 32)
 CHUNK = 64
 RAW_HOLDS = 1000
-FOUR = Storage(k=parse("planes:4"), v=parse("planes:4"), live=True, recent_raw_tokens=32)
+FOUR = KvConfig(k=parse("planes:4"), v=parse("planes:4"), live=True, recent_raw_tokens=32)
 STORAGES = {
     "live": FOUR,
-    "dynamic": Storage(dynamic=True, recent_raw_tokens=32),
-    "at a length": Storage(dynamic_at=((500, parse("planes:8")), (2000, parse("planes:4"))), recent_raw_tokens=32),
+    "dynamic": KvConfig(dynamic=True, recent_raw_tokens=32),
+    "at a length": KvConfig(dynamic_at=((500, parse("planes:8")), (2000, parse("planes:4"))), recent_raw_tokens=32),
 }
 
 
@@ -67,10 +67,12 @@ def loaded_16_bit(num_layers: int = 2) -> LoadedModel:
     )
 
 
-def drive_with(storage: Storage) -> Drive:
+def drive_with(storage: KvConfig) -> Drive:
     loaded = loaded_16_bit()
     kv_bytes = RAW_HOLDS * Drive(loaded).budget.token_bytes
-    return Drive(loaded, Limits(prefill_chunk_tokens=CHUNK, tail_step_tokens=16), kv_bytes=kv_bytes, storage=storage)
+    return Drive(
+        loaded, EngineLimits(prefill_chunk_tokens=CHUNK, buffer_step_tokens=16), kv_bytes=kv_bytes, storage=storage
+    )
 
 
 def serve_within(drive: Drive, tokens: list[int], max_tokens: int) -> Client:
@@ -79,7 +81,7 @@ def serve_within(drive: Drive, tokens: list[int], max_tokens: int) -> Client:
     while not drive.loop.idle:
         drive.loop.step()
         running = [s.cache for s in drive.loop.sequences.running.values() if s.cache is not None]
-        allocated = sum(cache.nbytes for cache in running) + drive.stock.shelf.held_bytes
+        allocated = sum(cache.nbytes for cache in running) + drive.stock.table.nbytes
         assert max(drive.loop.state().kv_bytes, allocated) <= drive.budget.total_bytes
     return client
 
@@ -89,15 +91,15 @@ def test_the_8b_shape_in_6_gib() -> None:
     assert budget.most_tokens() == 49_152
     with pytest.raises(NeverFits):
         budget.reply_tokens(60_000, 100)
-    live = Storage(k=parse("planes:4"), v=parse("planes:4"), live=True)
-    budget = Budget(6 * GIB, 0, LAYOUT_8B.token_bytes, make_rungs(LAYOUT_8B, live, 2048))
+    live = KvConfig(k=parse("planes:4"), v=parse("planes:4"), live=True)
+    budget = Budget(6 * GIB, 0, LAYOUT_8B.token_bytes, make_formats(LAYOUT_8B, live, 2048))
     assert budget.reply_tokens(60_000, 100) == 100
-    assert 175_000 < budget.most_tokens(budget.rungs[0]) < 188_000
+    assert 175_000 < budget.most_tokens(budget.formats[0]) < 188_000
 
 
 @pytest.mark.parametrize("how", STORAGES)
 def test_a_prompt_of_two_and_a_half_times_what_raw_holds(how: str) -> None:
-    plain = drive_with(Storage(recent_raw_tokens=32))
+    plain = drive_with(KvConfig(recent_raw_tokens=32))
     assert plain.loop.budget.most_tokens() == RAW_HOLDS
     tokens = prompt(5 * RAW_HOLDS // 2)
     with pytest.raises(NeverFits, match=r"2500 tokens of prompt and 16 of reply.*--kv-cache-live --kv-cache-bits 4"):
@@ -107,37 +109,37 @@ def test_a_prompt_of_two_and_a_half_times_what_raw_holds(how: str) -> None:
     assert first.finished.usage.completion_tokens == 16
     assert all(math.isfinite(logprob.logprob) for logprob in first.logprobs)
     settle(drive)
-    assert drive.stock.shelf.held_bytes <= drive.budget.total_bytes
+    assert drive.stock.table.nbytes <= drive.budget.total_bytes
     again = serve_within(drive, [*tokens, *first.ids, 5, 6, 7], 8)
     assert again.finished.usage.cached_tokens == len(tokens) + 15
 
 
 def test_what_fits_raw_is_held_raw_unless_it_is_to_be_encoded() -> None:
     drive = drive_with(STORAGES["dynamic"])
-    rungs = drive.loop.budget.rungs
+    rungs = drive.loop.budget.formats
     assert [(rung.plan.k.name, rung.plan.v.name) for rung in rungs if rung.plan is not None] == [
         ("planes:8", "planes:8"),
         ("planes:8", "planes:4"),
         ("planes:4", "planes:4"),
     ]
-    assert drive.loop.budget.rung_for(RAW_HOLDS) is RAW
-    assert drive.loop.budget.rung_for(RAW_HOLDS + 1) is rungs[1]
-    assert drive.loop.budget.rung_for(10 * RAW_HOLDS) is None
-    assert [rung.plan and rung.plan.k.name for rung in drive_with(FOUR).loop.budget.rungs] == ["planes:4"]
+    assert drive.loop.budget.format_for(RAW_HOLDS) is FULL_PRECISION
+    assert drive.loop.budget.format_for(RAW_HOLDS + 1) is rungs[1]
+    assert drive.loop.budget.format_for(10 * RAW_HOLDS) is None
+    assert [rung.plan and rung.plan.k.name for rung in drive_with(FOUR).loop.budget.formats] == ["planes:4"]
 
 
 def test_floors_and_lengths_bound_what_is_let_in() -> None:
-    high = drive_with(Storage(dynamic=True, floor_k_bits=8, floor_v_bits=8)).loop.budget
-    assert {rung.plan and rung.plan.v.name for rung in high.rungs} == {None, "planes:8"}
-    at = drive_with(Storage(dynamic_at=((1500, parse("planes:4")),))).loop.budget
+    high = drive_with(KvConfig(dynamic=True, floor_k_bits=8, floor_v_bits=8)).loop.budget
+    assert {rung.plan and rung.plan.v.name for rung in high.formats} == {None, "planes:8"}
+    at = drive_with(KvConfig(dynamic_at=((1500, parse("planes:4")),))).loop.budget
     # Shorter ones are not held in fewer bits: they are refused as without the setting.
-    assert at.rung_for(1400) is None
-    assert at.rung_for(1500) is at.rungs[1]
+    assert at.format_for(1400) is None
+    assert at.format_for(1500) is at.formats[1]
 
 
 def test_a_reply_without_a_limit_gets_what_the_precision_holds() -> None:
     budget = drive_with(FOUR).loop.budget
-    most = budget.most_tokens(budget.rungs[0])
+    most = budget.most_tokens(budget.formats[0])
     assert budget.reply_tokens(500, 8000, may_be_less=True) == most - 500 + 1
     assert most > 2.5 * RAW_HOLDS
 
@@ -147,26 +149,26 @@ def test_a_long_reply_is_encoded_as_it_grows() -> None:
     reply = serve_within(drive, prompt(700), 400)
     assert reply.finished.usage.completion_tokens == 400
     settle(drive)
-    assert set(drive.stock.reporter.usage().by_precision) == {"planes:4"}
+    assert set(drive.stock.usage.usage().by_precision) == {"planes:4"}
 
 
 def test_no_precision_is_named_that_would_not_do() -> None:
-    budget = drive_with(Storage()).loop.budget
+    budget = drive_with(KvConfig()).loop.budget
     with pytest.raises(NeverFits) as refused:
         budget.reply_tokens(100_000, 1)
     assert "--kv-cache-live" not in str(refused.value)
-    assert set(live_rungs(LAYOUT_8B, Storage(), 256)) == {8, 4, 2}
+    assert set(live_formats(LAYOUT_8B, KvConfig(), 256)) == {8, 4, 2}
 
 
-def peak_of_longest(storage: Storage, limit_bytes: int) -> tuple[int, int]:
+def peak_of_longest(storage: KvConfig, limit_bytes: int) -> tuple[int, int]:
     """The longest prompt that an engine of its own admits within a memory limit, and MLX's peak while it is served."""
     loaded = loaded_16_bit(8)
-    limits = Limits(memory_bytes=limit_bytes, max_running=1, prefill_chunk_tokens=CHUNK)
+    limits = EngineLimits(memory_bytes=limit_bytes, max_running=1, prefill_chunk_tokens=CHUNK)
     engine = Engine(loaded, limits, Metrics(), storage)
     engine.start()
     try:
         budget = engine._thread.loop.budget
-        most = budget.most_tokens(budget.rungs[-1])
+        most = budget.most_tokens(budget.formats[-1])
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         before = mx.get_active_memory() - loaded.weight_bytes  # of other tests
         mx.reset_peak_memory()
@@ -183,7 +185,7 @@ def peak_of_longest(storage: Storage, limit_bytes: int) -> tuple[int, int]:
 def test_the_longest_prompt_stays_within_the_memory_limit_while_it_is_read_back() -> None:
     """What a chunk decodes of the past is counted: one layer of it, whatever the number of layers."""
     limit_bytes = 4 << 20
-    raw_most, raw_peak = peak_of_longest(Storage(), limit_bytes)
+    raw_most, raw_peak = peak_of_longest(KvConfig(), limit_bytes)
     live_most, live_peak = peak_of_longest(FOUR, limit_bytes)
     assert max(raw_peak, live_peak) <= limit_bytes
     # Scratch is measured anew at each start of so small a model, and differs by some per cent on a busy machine.

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from kvstrata.engine.config import Limits
+from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.request import Sampling, TokenUsage
 from kvstrata.engine.scheduler import PassCost
 from kvstrata.layers.mixed import MixedPass
@@ -39,7 +39,7 @@ def assert_same(client: Client, expected: Client) -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
 def test_requests_that_come_and_go_get_what_they_get_alone(architecture: str) -> None:
-    drive = Drive(tiny_loaded(architecture), Limits(max_running=3, prefill_chunk_tokens=16))
+    drive = Drive(tiny_loaded(architecture), EngineLimits(max_running=3, prefill_chunk_tokens=16))
     sampling = [Sampling(temperature=1.0, seed=i, num_logprobs=0) for i in range(6)]
     clients = []
     for i in range(6):
@@ -148,7 +148,7 @@ def test_a_stop_string_is_never_shown() -> None:
 
 @pytest.mark.parametrize("phase", range(4))
 def test_a_first_token_waits_for_no_more_than_two_chunks_of_a_long_prompt(phase: int) -> None:
-    drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=256))
+    drive = Drive(tiny_loaded("llama"), EngineLimits(prefill_chunk_tokens=256))
     long = drive.submit(prompt(10 * 256), 4)
     while len(long.prefilled) < 4 + phase:
         drive.loop.step()
@@ -165,7 +165,7 @@ def test_a_first_token_waits_for_no_more_than_two_chunks_of_a_long_prompt(phase:
 
 @pytest.mark.parametrize("architecture", ["llama", "mamba2", "qwen3_next", "gemma3_text"])
 def test_what_a_batch_holds_is_what_is_counted(architecture: str) -> None:
-    drive = Drive(tiny_loaded(architecture), Limits(tail_step_tokens=2000))
+    drive = Drive(tiny_loaded(architecture), EngineLimits(buffer_step_tokens=2000))
     warm = drive.submit(prompt(5), 2)
     drive.run()
     assert warm.end is not None
@@ -183,7 +183,7 @@ def test_what_a_batch_holds_is_what_is_counted(architecture: str) -> None:
 
 
 def test_progress_of_a_prompt_is_reported() -> None:
-    drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=256))
+    drive = Drive(tiny_loaded("llama"), EngineLimits(prefill_chunk_tokens=256))
     client = drive.submit(prompt(1000), 1)
     drive.run()
     assert client.prefilled == [0, 256, 512, 768, 999]
@@ -194,7 +194,9 @@ def test_who_cannot_get_its_next_piece_is_set_aside_and_goes_on(architecture: st
     loaded = tiny_loaded(architecture)
     budget = Drive(loaded).budget
     # Room for both to begin, not for both to end.
-    drive = Drive(loaded, Limits(tail_step_tokens=16), kv_bytes=2 * budget.fixed_bytes + 150 * budget.token_bytes)
+    drive = Drive(
+        loaded, EngineLimits(buffer_step_tokens=16), kv_bytes=2 * budget.fixed_bytes + 150 * budget.token_bytes
+    )
     sampling = Sampling(temperature=1.0, seed=5, num_logprobs=0)
     clients = [drive.submit(prompt(30, seed=i), 70, sampling) for i in range(2)]
     drive.run()
@@ -208,7 +210,9 @@ def test_who_cannot_get_its_next_piece_is_set_aside_and_goes_on(architecture: st
 
 def test_held_memory_never_exceeds_the_budget() -> None:
     loaded = tiny_loaded("llama")
-    drive = Drive(loaded, Limits(tail_step_tokens=16, max_running=8), kv_bytes=400 * Drive(loaded).budget.token_bytes)
+    drive = Drive(
+        loaded, EngineLimits(buffer_step_tokens=16, max_running=8), kv_bytes=400 * Drive(loaded).budget.token_bytes
+    )
     clients = [drive.submit(prompt(20 + i, seed=i), 90) for i in range(8)]
     while not drive.loop.idle:
         drive.loop.step()
@@ -217,7 +221,7 @@ def test_held_memory_never_exceeds_the_budget() -> None:
 
 
 def test_joining_and_leaving_copies_nobody_elses_kv() -> None:
-    drive = Drive(tiny_loaded("llama", 4), Limits(tail_step_tokens=40_000))
+    drive = Drive(tiny_loaded("llama", 4), EngineLimits(buffer_step_tokens=40_000))
     big = drive.submit(prompt(300), 40_000)
     while len(big.ids) < 3:
         drive.loop.step()
@@ -251,7 +255,7 @@ def test_nothing_is_left_after_the_last_reply() -> None:
 
 
 def test_cancelling_ends_a_request_wherever_it_is() -> None:
-    drive = Drive(tiny_loaded("llama"), Limits(max_running=1))
+    drive = Drive(tiny_loaded("llama"), EngineLimits(max_running=1))
     running, waiting = drive.submit(prompt(10), 1000), drive.submit(prompt(10), 1000)
     while len(running.ids) < 5:
         drive.loop.step()

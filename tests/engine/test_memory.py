@@ -21,13 +21,13 @@ from kvstrata.codecs.kernel_text import Launch
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.registry import parse
 from kvstrata.engine import profiling
-from kvstrata.engine.budget import Budget, Rung, least_token_bytes, sealed_pairs
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.budget import Budget, KvFormat, least_token_bytes, sealed_pairs
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.memory_plan import MemoryShares, Scratch, limit_for, share_memory
-from kvstrata.engine.profiling import Shape, max_chunk, measure_scratch
+from kvstrata.engine.memory_plan import MemoryPlan, Scratch, limit_for, plan_memory
+from kvstrata.engine.profiling import PassShape, max_chunk, measure_scratch
 from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling
-from kvstrata.engine.runner import Runner
+from kvstrata.engine.runner import ModelRunner
 from kvstrata.layers import buffers
 from kvstrata.layers.kinds import LayerSpec
 from kvstrata.layers.sequence import SequenceCache
@@ -40,8 +40,8 @@ CONTEXT = 2048
 GREEDY = Sampling(temperature=0)
 
 
-def shares_of_a_start(architecture: str) -> MemoryShares:
-    limits = Limits(memory_bytes=tiny_loaded(architecture).weight_bytes + 16 * MIB, prefill_chunk_tokens=64)
+def shares_of_a_start(architecture: str) -> MemoryPlan:
+    limits = EngineLimits(memory_bytes=tiny_loaded(architecture).weight_bytes + 16 * MIB, prefill_chunk_tokens=64)
     engine = Engine(tiny_loaded(architecture), limits, Metrics())
     engine.start()
     engine.stop()
@@ -63,8 +63,8 @@ def test_every_start_gives_the_same_budget(architecture: str, monkeypatch: pytes
 def test_what_is_expected_is_close_to_what_passes_take(architecture: str, chunk: int) -> None:
     loaded = tiny_loaded(architecture)
     layout = layout_of(loaded)
-    runner, pairs = Runner(loaded.module, layout), sealed_pairs(layout, Storage())
-    lines = measure_scratch(runner, Shape(1, VOCAB, CONTEXT, chunk, pairs))
+    runner, pairs = ModelRunner(loaded.module, layout), sealed_pairs(layout, KvConfig())
+    lines = measure_scratch(runner, PassShape(1, VOCAB, CONTEXT, chunk, pairs))
     measure = profiling._Measure(runner, CONTEXT)
     with profiling._one_by_one():
         for context, codecs in [(0, None), (CONTEXT // 2, None), (CONTEXT // 2, pairs)]:
@@ -96,14 +96,14 @@ def test_on_cuda_some_of_the_measured_context_is_another_sequences(monkeypatch: 
     """A pass goes over it like over any other: here the passes themselves are a CPU's."""
     loaded = tiny_loaded("llama")
     layout = layout_of(loaded)
-    runner, storage = Runner(loaded.module, layout), Storage(k=parse("planes:8"), v=parse("planes:4"))
+    runner, storage = ModelRunner(loaded.module, layout), KvConfig(k=parse("planes:8"), v=parse("planes:4"))
     pairs = sealed_pairs(layout, storage)
     assert pairs is not None
     monkeypatch.setattr(profiling, "paths", SimpleNamespace(active=lambda: "cuda"))
     first, second = profiling._sources(layout.flat()[0], pairs[0], 700)
     assert (first.num_tokens, second.num_tokens) == (350, 350)
     assert isinstance(second.parts()[0], RawPart)
-    assert measure_scratch(runner, Shape(2, VOCAB, 700, 32, pairs)).bytes_for(700, 1, 700) > 0
+    assert measure_scratch(runner, PassShape(2, VOCAB, 700, 32, pairs)).bytes_for(700, 1, 700) > 0
 
 
 @given(
@@ -133,7 +133,7 @@ def test_where_many_tokens_take_no_longer_more_are_timed(
 
     monkeypatch.setattr(profiling, "_pass_s", took_s)
     monkeypatch.setattr(profiling, "mx", SimpleNamespace(default_device=lambda: "gpu", cpu="cpu"))
-    found = profiling.measure_prefill(cast("Runner", None), 4096)
+    found = profiling.measure_prefill(cast("ModelRunner", None), 4096)
     assert seen == timed
     assert found.pass_tokens == pytest.approx(min(fixed_s / token_s, max(timed)), rel=0.01, abs=2)
 
@@ -156,12 +156,12 @@ def test_windows_are_not_taken_for_contexts() -> None:
     }
     module = tiny_module("gemma3_text", **sizes)
     layout = probe(module)
-    shape = Shape(16, 262_144, CONTEXT, max_chunk(), sealed_pairs(layout, Storage()))
-    shares = share_memory(
+    shape = PassShape(16, 262_144, CONTEXT, max_chunk(), sealed_pairs(layout, KvConfig()))
+    shares = plan_memory(
         int(17.6 * GIB),
         GIB,
-        measure_scratch(Runner(module, layout), shape),
-        token_bytes=least_token_bytes(layout, Storage()),
+        measure_scratch(ModelRunner(module, layout), shape),
+        token_bytes=least_token_bytes(layout, KvConfig()),
         context_tokens=32_768,
         backend="metal",
     )
@@ -172,10 +172,14 @@ def test_windows_are_not_taken_for_contexts() -> None:
 @pytest.mark.parametrize("kv_bytes", [3 * MIB, GIB, 100 * GIB])
 @pytest.mark.parametrize(("backend", "most_cached"), [("cpu", 512 * MIB), ("cuda", 4 * GIB)])
 def test_a_limit_for_so_much_kv_leaves_so_much(kv_bytes: int, backend: MlxBackend, most_cached: int) -> None:
-    lines = (profiling.Line(5 * MIB), profiling.Line(MIB, 700.5), profiling.Line(0, 20.0, of_all_rows=True))
+    lines = (
+        profiling.ScratchLine(5 * MIB),
+        profiling.ScratchLine(MIB, 700.5),
+        profiling.ScratchLine(0, 20.0, of_all_rows=True),
+    )
     sizes: Any = {"token_bytes": 1000.0, "context_tokens": 40_000, "backend": backend}
     limit_bytes = limit_for(kv_bytes, 77 * MIB, Scratch(lines), **sizes)
-    shares = share_memory(limit_bytes, 77 * MIB, Scratch(lines), **sizes)
+    shares = plan_memory(limit_bytes, 77 * MIB, Scratch(lines), **sizes)
     assert shares.allocator_cache_bytes <= most_cached
     assert (shares.allocator_cache_bytes == most_cached) == (kv_bytes == 100 * GIB)
     assert shares.kv_bytes == pytest.approx(kv_bytes, rel=0.001)
@@ -214,9 +218,9 @@ def test_mlx_stays_within_the_limit_with_its_cache_while_kv_is_encoded() -> None
     limit_bytes = loaded.weight_bytes + 4 * MIB
     engine = Engine(
         loaded,
-        Limits(memory_bytes=limit_bytes, max_running=4, prefill_chunk_tokens=64, context_tokens=1024),
+        EngineLimits(memory_bytes=limit_bytes, max_running=4, prefill_chunk_tokens=64, context_tokens=1024),
         Metrics(),
-        Storage(k=parse("planes:4"), v=parse("planes:4"), live=True),
+        KvConfig(k=parse("planes:4"), v=parse("planes:4"), live=True),
     )
     engine.start()
     mx.reset_peak_memory()
@@ -250,15 +254,15 @@ def test_what_is_let_in_is_what_is_counted(
     buffer_step: int, raw_tokens: int | None, num_tokens: int, more: int
 ) -> None:
     layout = layout_of(tiny_loaded("llama"))
-    rung = Rung(None, 100.0, raw_tokens)
+    rung = KvFormat(None, 100.0, raw_tokens)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffers, "TOKENS_STEP", buffer_step)
         budget = Budget(1 << 30, layout.fixed_bytes, layout.token_bytes)
-        room = budget.tail_tokens(num_tokens, 0, rung, None)
+        room = budget.buffer_tokens(num_tokens, 0, rung, None)
         cache = SequenceCache(layout, None, room, raw_tokens=raw_tokens)
-        assert budget.held_by(cache, rung) == budget.bytes_for(room, rung)
-        growth = budget.tail_tokens(more, room, rung, None)
-        before, grown_bytes = budget.held_by(cache, rung), budget.growth_bytes(growth, room, rung)
+        assert budget.bytes_held_by(cache, rung) == budget.bytes_for(room, rung)
+        growth = budget.buffer_tokens(more, room, rung, None)
+        before, grown_bytes = budget.bytes_held_by(cache, rung), budget.growth_bytes(growth, room, rung)
         cache.grow(growth)
-        assert budget.held_by(cache, rung) == before + grown_bytes
+        assert budget.bytes_held_by(cache, rung) == before + grown_bytes
         assert budget.bytes_for(budget.tokens_in(50_000, rung), rung) - budget.fixed_bytes <= 50_000

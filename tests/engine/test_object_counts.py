@@ -12,7 +12,7 @@ import pytest
 
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.config import Storage
+from kvstrata.engine.config import KvConfig
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.spans.contents import tally
@@ -38,7 +38,7 @@ def name_of(kind: type[Any]) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def num_left_entries(storage: Storage, tier: DiskTier | None = None) -> int:
+def num_left_entries(storage: KvConfig, tier: DiskTier | None = None) -> int:
     """Entries that are alive after many short requests, but not held."""
     before = count_objects()[name_of(Entry)]
     drive = Drive(tiny_loaded("llama", 1), kv_bytes=4 * MIB, storage=storage, tier=tier)
@@ -47,15 +47,15 @@ def num_left_entries(storage: Storage, tier: DiskTier | None = None) -> int:
         for _ in range(AT_ONCE):
             drive.submit([rng.randrange(VOCAB) for _ in range(PROMPT_TOKENS)], 1)
         drive.run()
-    return count_objects()[name_of(Entry)] - before - len(drive.stock.shelf.entries)
+    return count_objects()[name_of(Entry)] - before - len(drive.stock.table.entries)
 
 
 @pytest.mark.parametrize("is_dynamic", [False, True], ids=["default", "dynamic"])
 def test_entries_of_many_short_requests_die_when_evicted(is_dynamic: bool) -> None:
-    assert num_left_entries(Storage(hot_bytes=HOT_BYTES, dynamic=is_dynamic)) <= MOST_OUTDATED
+    assert num_left_entries(KvConfig(hot_bytes=HOT_BYTES, dynamic=is_dynamic)) <= MOST_OUTDATED
 
 
 def test_entries_of_many_short_requests_die_when_evicted_to_a_disk(tmp_path: Path) -> None:
     tier = DiskTier(DiskOptions(tmp_path, 64 * MIB, reserve_bytes=0), chain=chain, tally=tally)
-    assert num_left_entries(Storage(hot_bytes=HOT_BYTES), tier) <= MOST_OUTDATED
+    assert num_left_entries(KvConfig(hot_bytes=HOT_BYTES), tier) <= MOST_OUTDATED
     tier.close()

@@ -13,7 +13,7 @@ import pytest
 
 from kvstrata.codecs.registry import parse
 from kvstrata.config import load
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.request import Request, Sampling
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import ConfigError
@@ -22,7 +22,7 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.keys import Tokens
-from kvstrata.prefix_cache.matching import mark_of, ranges_of
+from kvstrata.prefix_cache.matching import checkpoint_of, ranges_of
 from kvstrata.spans.span import prefix_of
 from tests.engine.drive import GREEDY, Client, Drive
 from tests.engine.test_loop import assert_same, prompt
@@ -41,7 +41,7 @@ def steady_loaded(architecture: str) -> LoadedModel:
 
 def settle(drive: Drive) -> None:
     while drive.loop.housekeeping.has_work:
-        drive.loop.housekeeping.work(1.0)
+        drive.loop.housekeeping.run_slice(1.0)
 
 
 def serve(drive: Drive, tokens: list[int], max_tokens: int = 4, **fields: object) -> Client:
@@ -76,13 +76,13 @@ def test_what_is_gone_when_a_request_is_let_in_is_computed(left: int, monkeypatc
     drive = Drive(steady_loaded("llama"))
     tokens = prompt(320, seed=1)
     serve(drive, tokens[:300])
-    match = drive.stock.store.match
+    match = drive.stock.store.lease
 
     def match_after_eviction(tokens: Tokens, salt: str, asked_twice: int | None = None, session: str = "") -> Lease:
-        drive.stock.room.shrink_to(left * drive.budget.token_bytes)
+        drive.stock.reclaimer.shrink_to(left * drive.budget.token_bytes)
         return match(tokens, salt, asked_twice, session)
 
-    monkeypatch.setattr(drive.stock.store, "match", match_after_eviction)
+    monkeypatch.setattr(drive.stock.store, "lease", match_after_eviction)
     client = serve(drive, tokens, 6)
     assert cached(client) <= left
     monkeypatch.undo()
@@ -92,7 +92,9 @@ def test_what_is_gone_when_a_request_is_let_in_is_computed(left: int, monkeypatc
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_hit_at_any_token_gives_what_a_cold_prompt_gives(architecture: str) -> None:
-    drive = Drive(steady_loaded(architecture), Limits(prefill_chunk_tokens=32), storage=Storage(mark_every_tokens=64))
+    drive = Drive(
+        steady_loaded(architecture), EngineLimits(prefill_chunk_tokens=32), storage=KvConfig(checkpoint_every_tokens=64)
+    )
     base = prompt(150)
     whole = base + serve(drive, base, 12).ids
     rng = random.Random(architecture)
@@ -125,7 +127,7 @@ def test_the_same_prompt_again_prefills_one_token(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
 def test_quantized_storage_equals_resuming_from_the_same_spans_by_hand(architecture: str) -> None:
     loaded = steady_loaded(architecture)
-    storage = Storage(k=parse("planes:8"), v=parse("planes:4"), min_quantize_tokens=0)
+    storage = KvConfig(k=parse("planes:8"), v=parse("planes:4"), min_quantize_tokens=0)
     replies = []
     for _ in range(2):
         drive = Drive(loaded, storage=storage)
@@ -142,9 +144,9 @@ def test_quantized_storage_equals_resuming_from_the_same_spans_by_hand(architect
 def by_hand(drive: Drive, loaded: LoadedModel, tokens: list[int], num_steps: int) -> Callable[[list[int]], list[float]]:
     """The log-probabilities of a given reply, over what the store holds now."""
     layout = layout_of(loaded)
-    found = drive.stock.store.find(tokens[:-1], "")
+    found = drive.stock.store.lookup(tokens[:-1], "")
     assert found.num_tokens
-    prefix = prefix_of(layout, ranges_of(found), mark_of(found))
+    prefix = prefix_of(layout, ranges_of(found), checkpoint_of(found))
     cache = SequenceCache(layout, loaded.module, len(tokens) - found.num_tokens + num_steps, prefix)
     loaded.module(mx.array([tokens[found.num_tokens : -1]]), cache=cache.caches())
     cache.end_pass(len(tokens) - 1 - found.num_tokens)
@@ -166,7 +168,7 @@ def by_hand(drive: Drive, loaded: LoadedModel, tokens: list[int], num_steps: int
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", *HYBRID])
 def test_requests_that_arrive_together_prefill_what_they_share_once(architecture: str) -> None:
-    drive = Drive(tiny_loaded(architecture), Limits(prefill_chunk_tokens=64))
+    drive = Drive(tiny_loaded(architecture), EngineLimits(prefill_chunk_tokens=64))
     shared = prompt(300)
     clients = [drive.submit([*shared, i, *prompt(9, seed=i)], 4, DRAWN) for i in range(6)]
     while not all(client.ids for client in clients):
@@ -176,14 +178,14 @@ def test_requests_that_arrive_together_prefill_what_they_share_once(architecture
     drive.run()
     assert [cached(client) for client in clients] == [0] + 5 * [300]
     settle(drive)
-    assert drive.stock.reporter.usage().tokens == 300 + 6 * (10 + 3)
+    assert drive.stock.usage.usage().tokens == 300 + 6 * (10 + 3)
     for i, client in enumerate(clients):
         assert_same(client, serve(drive, [*shared, i, *prompt(9, seed=i)], 4, salt=f"alone {i}"))
 
 
 @pytest.mark.parametrize("architecture", ["llama", *HYBRID])
 def test_who_goes_away_in_the_middle_of_prefill_leaves_what_it_computed(architecture: str) -> None:
-    drive = Drive(tiny_loaded(architecture), Limits(prefill_chunk_tokens=64))
+    drive = Drive(tiny_loaded(architecture), EngineLimits(prefill_chunk_tokens=64))
     first = drive.submit([*prompt(300), 1, 2], 4, DRAWN)
     second = drive.submit([*prompt(300), 3, 4], 4, DRAWN)
     while first.prefilled[-1:] != [128]:
@@ -197,7 +199,7 @@ def test_who_goes_away_in_the_middle_of_prefill_leaves_what_it_computed(architec
 
 
 def test_sixteen_over_one_prefix_hold_it_once() -> None:
-    drive = Drive(tiny_loaded("llama"), Limits(tail_step_tokens=60))
+    drive = Drive(tiny_loaded("llama"), EngineLimits(buffer_step_tokens=60))
     serve(drive, prompt(64, seed=99), 2)
     drive.clear()
     before = active_bytes()
@@ -214,7 +216,7 @@ def test_sixteen_over_one_prefix_hold_it_once() -> None:
 
 
 def test_waiting_requests_hold_no_kv() -> None:
-    drive = Drive(tiny_loaded("qwen3_next"), Limits(max_running=1))
+    drive = Drive(tiny_loaded("qwen3_next"), EngineLimits(max_running=1))
     serve(drive, prompt(200), 2)
     running = drive.submit(prompt(100, seed=5), 500, DRAWN)
     while len(running.ids) < 3:
@@ -224,7 +226,7 @@ def test_waiting_requests_hold_no_kv() -> None:
     for _ in range(5):
         drive.loop.step()
     assert active_bytes() - before < 64_000
-    assert sum(entry.num_leases for entry in drive.stock.shelf.entries) == 0
+    assert sum(entry.num_leases for entry in drive.stock.table.entries) == 0
     for client in [running, *waiting]:
         drive.loop.endings.end(client.request.id)
     drive.run()
@@ -261,25 +263,25 @@ def test_a_session_whose_template_rewrites_the_last_reply_supersedes_it(architec
     chat, replies = prompt(80), 0
     for turn in range(3):
         client = serve(drive, [*chat, 1, 2, 3], 20, resume_at=(len(chat),), session="one")
-        assert sum(node.num_tokens for node in drive.stock.leaves.superseded()) == replies
+        assert sum(node.num_tokens for node in drive.stock.candidates.superseded()) == replies
         replies += 3 + 19  # how the reply begins, and all of it but for its last token
         chat = [*chat, 4, 5, 6, *client.ids[12:], *prompt(15, seed=turn)]
 
 
 @pytest.mark.parametrize("architecture", HYBRID)
 def test_snapshots_are_as_many_as_asked_for(architecture: str) -> None:
-    drive = Drive(tiny_loaded(architecture), storage=Storage(max_marks=3, mark_every_tokens=64))
+    drive = Drive(tiny_loaded(architecture), storage=KvConfig(max_checkpoints=3, checkpoint_every_tokens=64))
     tokens = prompt(700)
     for turn in range(5):
         tokens = tokens + serve(drive, tokens, 4).ids + prompt(20, seed=turn)
-        assert sum(len(entry.span.marks) for entry in drive.stock.shelf.entries) <= 3
+        assert sum(len(entry.span.marks) for entry in drive.stock.table.entries) <= 3
     drive.clear()
-    assert drive.stock.shelf.held_bytes == 0
+    assert drive.stock.table.nbytes == 0
 
 
 @pytest.mark.parametrize("architecture", HYBRID)
 def test_snapshots_that_a_chat_is_taken_up_at_again_outlive_newer_ones(architecture: str) -> None:
-    drive = Drive(tiny_loaded(architecture), storage=Storage(max_marks=3, mark_every_tokens=64))
+    drive = Drive(tiny_loaded(architecture), storage=KvConfig(max_checkpoints=3, checkpoint_every_tokens=64))
     tokens, first = prompt(150), prompt(150)
     for turn in range(8):
         # 110 has no mark of its own once the chat is longer: the last one before it is as good.
@@ -287,7 +289,7 @@ def test_snapshots_that_a_chat_is_taken_up_at_again_outlive_newer_ones(architect
         tokens = (
             tokens + serve(drive, tokens, 4, resume_at=resume_at if turn else (70, 100)).ids + prompt(20, seed=turn)
         )
-        assert sum(len(entry.span.marks) for entry in drive.stock.shelf.entries) <= 3 + len(resume_at)
+        assert sum(len(entry.span.marks) for entry in drive.stock.table.entries) <= 3 + len(resume_at)
     assert cached(serve(drive, [*first[:80], *prompt(40, seed=9)])) == 70
     assert cached(serve(drive, [*first[:112], *prompt(40, seed=10)])) == 100
 
@@ -297,8 +299,8 @@ def test_after_hundreds_of_requests_memory_is_where_it_was() -> None:
     """Thousands are in tests/prefix_cache, without a model."""
     drive = Drive(tiny_loaded("qwen3_next"))
     serve(drive, prompt(12), 1)
-    room = 20 * drive.stock.shelf.held_bytes
-    drive = Drive(tiny_loaded("qwen3_next"), storage=Storage(hot_bytes=room))
+    room = 20 * drive.stock.table.nbytes
+    drive = Drive(tiny_loaded("qwen3_next"), storage=KvConfig(hot_bytes=room))
     before = active_bytes()
     for i in range(320):
         drive.submit([i % 97, i // 97, *prompt(10, seed=i % 50)], 1, DRAWN)
@@ -306,16 +308,16 @@ def test_after_hundreds_of_requests_memory_is_where_it_was() -> None:
             drive.run()
             settle(drive)
         if i % 80 == 79:
-            assert drive.stock.shelf.held_bytes <= room
-            assert active_bytes() - before == pytest.approx(drive.stock.shelf.held_bytes, rel=0.02)
-    assert drive.stock.reporter.count()["evicted_tokens"] > 3000
+            assert drive.stock.table.nbytes <= room
+            assert active_bytes() - before == pytest.approx(drive.stock.table.nbytes, rel=0.02)
+    assert drive.stock.usage.count()["evicted_tokens"] > 3000
     drive.clear()
     assert active_bytes() == before
 
 
 @pytest.mark.parametrize("length", [40, 200])
 def test_bounded_sequences_store_what_they_still_hold(length: int) -> None:
-    drive = Drive(tiny_loaded("llama"), Limits(max_kv_size=64, prefill_chunk_tokens=32))
+    drive = Drive(tiny_loaded("llama"), EngineLimits(max_kv_size=64, prefill_chunk_tokens=32))
     first = serve(drive, prompt(length), 6)
     second = serve(drive, prompt(length), 6)
     assert_same(second, first)
@@ -323,20 +325,20 @@ def test_bounded_sequences_store_what_they_still_hold(length: int) -> None:
     longer = [*prompt(length), *first.ids, *prompt(10, seed=2)]
     assert_same(serve(drive, longer, 6), serve(drive, longer, 6, salt="cold"))
     # At the ends of two prompts and their replies, and of one under another salt.
-    assert drive.stock.shelf.held_bytes <= 6 * drive.budget.fixed_bytes
+    assert drive.stock.table.nbytes <= 6 * drive.budget.fixed_bytes
 
 
 def test_bounded_sequences_are_stored_quantized_too() -> None:
     """All that such a model keeps is rings."""
-    storage = Storage(k=parse("planes:8"), v=parse("planes:8"), min_quantize_tokens=0)
-    drive = Drive(tiny_loaded("llama"), Limits(max_kv_size=64), storage=storage)
+    storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"), min_quantize_tokens=0)
+    drive = Drive(tiny_loaded("llama"), EngineLimits(max_kv_size=64), storage=storage)
     tokens = prompt(200)
     for turn in range(3):
         client = serve(drive, tokens, 6)
         assert cached(client) == (len(tokens) - 11 if turn else 0)
         tokens = [*tokens, *client.ids, *prompt(10, seed=turn)]
-        assert set(drive.stock.reporter.usage().by_precision) == {"planes:8"}
-    assert drive.stock.shelf.held_bytes < 6 * 0.45 * drive.budget.fixed_bytes
+        assert set(drive.stock.usage.usage().by_precision) == {"planes:8"}
+    assert drive.stock.table.nbytes < 6 * 0.45 * drive.budget.fixed_bytes
 
 
 # How much, and in what precision.
@@ -352,21 +354,21 @@ def test_a_long_chat_of_many_turns_has_few_spans() -> None:
         # The last token of a reply is never computed, so it is not stored.
         assert client.finished.usage.cached_tokens == (len(tokens) - 7 - 1 if turn else 0)
         tokens = [*tokens, *client.ids, *prompt(7, seed=turn)]
-    assert len(drive.stock.shelf.entries) <= 9
-    assert drive.stock.shelf.held_bytes == pytest.approx(len(tokens) * drive.budget.token_bytes, rel=0.05)
+    assert len(drive.stock.table.entries) <= 9
+    assert drive.stock.table.nbytes == pytest.approx(len(tokens) * drive.budget.token_bytes, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["raw", "planes:8"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
 def test_a_chat_of_eight_turns_holds_little_more_than_its_last_state(architecture: str, name: str) -> None:
-    storage = Storage(k=parse(name), v=parse(name), min_quantize_tokens=0)
+    storage = KvConfig(k=parse(name), v=parse(name), min_quantize_tokens=0)
     drive, last = Drive(tiny_loaded(architecture), storage=storage), Drive(tiny_loaded(architecture), storage=storage)
     asked = tokens = prompt(200)
     for turn in range(8):
         client = serve(drive, tokens, 10)
         asked, tokens = tokens, [*tokens, *client.ids, *prompt(40, seed=turn)]
     serve(last, asked, 10)
-    held, alone = drive.stock.reporter.usage(), last.stock.reporter.usage()
+    held, alone = drive.stock.usage.usage(), last.stock.usage.usage()
     assert alone.tokens == held.tokens
     assert held.by_kind["full"] <= 1.1 * alone.by_kind["full"]
 
@@ -374,20 +376,20 @@ def test_a_chat_of_eight_turns_holds_little_more_than_its_last_state(architectur
 @pytest.mark.parametrize(("length", "name"), [(252, "raw"), (253, "planes:8")])
 def test_shorter_sequences_stay_raw(length: int, name: str) -> None:
     """Of a reply of four tokens three are stored."""
-    drive = Drive(tiny_loaded("llama"), storage=Storage(k=parse("planes:8"), v=parse("planes:8")))
+    drive = Drive(tiny_loaded("llama"), storage=KvConfig(k=parse("planes:8"), v=parse("planes:8")))
     serve(drive, prompt(length), 4)
-    assert drive.stock.reporter.usage().tokens in (255, 256)
-    assert set(drive.stock.reporter.usage().by_precision) == {name}
+    assert drive.stock.usage.usage().tokens in (255, 256)
+    assert set(drive.stock.usage.usage().by_precision) == {name}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
 def test_a_chat_of_short_turns_is_compressed_whole_once_it_is_long(architecture: str) -> None:
-    drive = Drive(tiny_loaded(architecture), storage=Storage(k=parse("planes:4"), v=parse("planes:4")))
+    drive = Drive(tiny_loaded(architecture), storage=KvConfig(k=parse("planes:4"), v=parse("planes:4")))
     tokens: list[int] = []
     for turn in range(8):
         tokens = tokens + prompt(50, seed=turn)
         tokens = tokens + serve(drive, tokens, 10).ids
-        precisions = set(drive.stock.reporter.usage().by_precision)
+        precisions = set(drive.stock.usage.usage().by_precision)
         assert precisions == ({"planes:4"} if len(tokens) - 1 >= 256 else {"raw"})
 
 
@@ -397,14 +399,14 @@ def test_a_negative_shortest_length_is_refused() -> None:
 
 
 def test_a_hundred_times_the_same_is_encoded_once() -> None:
-    drive = Drive(tiny_loaded("llama"), storage=Storage(k=parse("planes:8"), v=parse("planes:8")))
+    drive = Drive(tiny_loaded("llama"), storage=KvConfig(k=parse("planes:8"), v=parse("planes:8")))
     clients = []
     for _ in range(100):
         clients.append(drive.submit(prompt(300), 2))
         drive.run()
         settle(drive)
     assert cached(clients[-1]) == 299
-    counters = drive.stock.reporter.count()
+    counters = drive.stock.usage.count()
     assert counters["encoded_spans"] == counters["stored_spans"] == 1
     assert counters["refused_present"] == 99
     assert counters["hit_tokens"] == 99 * 299
@@ -412,8 +414,8 @@ def test_a_hundred_times_the_same_is_encoded_once() -> None:
 
 
 def test_live_sequences_are_encoded_and_finish() -> None:
-    storage = Storage(k=parse("planes:8"), v=parse("planes:8"), live=True)
-    drive = Drive(tiny_loaded("llama"), Limits(prefill_chunk_tokens=128), storage=storage)
+    storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"), live=True)
+    drive = Drive(tiny_loaded("llama"), EngineLimits(prefill_chunk_tokens=128), storage=storage)
     clients = [drive.submit([*prompt(700), *prompt(50, seed=i + 1)], 300, DRAWN) for i in range(3)]
     while not all(len(client.ids) > 270 for client in clients):
         drive.loop.step()
@@ -432,7 +434,7 @@ def test_live_sequences_are_encoded_and_finish() -> None:
 
 
 def test_without_live_what_runs_stays_as_it_is() -> None:
-    storage = Storage(k=parse("planes:2"), v=parse("planes:2"))
+    storage = KvConfig(k=parse("planes:2"), v=parse("planes:2"))
     drive = Drive(tiny_loaded("llama"), storage=storage)
     running = drive.submit(prompt(400), 60, DRAWN)
     while len(running.ids) < 20:
@@ -444,7 +446,7 @@ def test_without_live_what_runs_stays_as_it_is() -> None:
         tokens = list(client.request.prompt)
         raw = Drive(tiny_loaded("llama"))
         assert_same(client, serve(raw, tokens, 60))
-    assert set(drive.stock.reporter.usage().by_precision) == {"planes:2"}
+    assert set(drive.stock.usage.usage().by_precision) == {"planes:2"}
 
 
 # Who shares with whom.
@@ -459,12 +461,12 @@ def test_another_salt_finds_nothing() -> None:
 
 
 def test_what_nobody_asked_for_in_time_is_gone_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    drive = Drive(tiny_loaded("llama"), storage=Storage(ttl_s=60))
+    drive = Drive(tiny_loaded("llama"), storage=KvConfig(ttl_s=60))
     serve(drive, prompt(200))
-    now_s = drive.stock.leaves._clock()
-    monkeypatch.setattr(drive.stock.leaves, "_clock", lambda: now_s + 59)
+    now_s = drive.stock.candidates._clock()
+    monkeypatch.setattr(drive.stock.candidates, "_clock", lambda: now_s + 59)
     assert cached(serve(drive, prompt(200))) == 199
-    monkeypatch.setattr(drive.stock.leaves, "_clock", lambda: now_s + 59 + 61)
+    monkeypatch.setattr(drive.stock.candidates, "_clock", lambda: now_s + 59 + 61)
     late = serve(drive, prompt(200))
     assert cached(late) == 0
     assert len(late.ids) == 4
@@ -475,17 +477,17 @@ def test_a_prompt_is_counted_once_when_its_request_begins() -> None:
     drive = Drive(tiny_loaded("llama"))
     drive.submit(prompt(300), 2)
     drive.run()
-    before = dict(drive.stock.reporter.count())
+    before = dict(drive.stock.usage.count())
     sequence = Sequence(Request("tried", tuple(prompt(300)), 2, GREEDY), lambda _: None, 2, 99)
     resume, runner = drive.loop.membership._resume, drive.loop.membership._runner
     for _ in range(3):
         assert not resume.begin(sequence, runner, lambda _: 0)
-        assert drive.stock.reporter.count()["queried_tokens"] == before["queried_tokens"]
+        assert drive.stock.usage.count()["queried_tokens"] == before["queried_tokens"]
     assert resume.begin(sequence, runner, lambda _: 256)
     resume.end(sequence)
     assert resume.begin(sequence, runner, lambda _: 256)
     resume.end(sequence)
-    after = drive.stock.reporter.count()
+    after = drive.stock.usage.count()
     assert after["queried_tokens"] - before["queried_tokens"] == 299
     assert after["hit_tokens"] - before.get("hit_tokens", 0) == 299
     assert sequence.stored.asked_twice == 299

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from kvstrata.engine.runner import Launched
+from kvstrata.engine.runner import PendingStep
 from kvstrata.engine.scheduler import MIN_BESIDE_TOKENS
-from kvstrata.engine.speeds import FRESH_CHUNKS, WINDOW_S, Rate, Speeds
+from kvstrata.engine.speeds import FRESH_CHUNKS, WINDOW_S, StepSpeeds, TokenRate
 from kvstrata.metrics import Metrics
 
 
@@ -26,11 +26,11 @@ class Engine:
     def __init__(self, *, share: float = 0.5, max_chunk: int = 256) -> None:
         self.clock = Clock()
         self.metrics = Metrics()
-        self.speeds = Speeds(self.metrics, share=share, max_chunk=max_chunk, clock=self.clock)
-        self._in_flight: Launched | None = None
+        self.speeds = StepSpeeds(self.metrics, share=share, max_chunk=max_chunk, clock=self.clock)
+        self._in_flight: PendingStep | None = None
 
-    def launch(self, seconds: float, rows: int = 1, riding: int = 0) -> Launched:
-        step = Launched(tuple(range(rows)), cast("Any", None), self.clock.now_s, riding)
+    def launch(self, seconds: float, rows: int = 1, riding: int = 0) -> PendingStep:
+        step = PendingStep(tuple(range(rows)), cast("Any", None), self.clock.now_s, riding)
         self.clock.now_s += seconds
         return step
 
@@ -65,16 +65,16 @@ def test_the_speed_after_a_reply_has_ended_is_what_it_was(reply_tokens: int) -> 
 
 
 def test_a_rate_is_that_of_the_last_seconds_of_work() -> None:
-    rate = Rate()
+    rate = TokenRate()
     assert rate.tokens_s == 0
     for _ in range(100):
-        rate.add(10, 1.0)
+        rate.add_work(10, 1.0)
     assert rate.tokens_s == 10
     for _ in range(int(WINDOW_S) + 1):
-        rate.add(30, 1.0)
+        rate.add_work(30, 1.0)
     assert rate.tokens_s == pytest.approx(30)
-    rate.add(0, 1e9)
-    rate.add(5, 2 * WINDOW_S)
+    rate.add_work(0, 1e9)
+    rate.add_work(5, 2 * WINDOW_S)
     assert rate.tokens_s == pytest.approx(5 / (2 * WINDOW_S))
 
 
@@ -87,7 +87,7 @@ def test_a_step_of_overlapping_ones_takes_what_each_adds() -> None:
     # With stored KV worked on between two steps, it says nothing of a step.
     engine.overlapped(0.05)
     engine.overlapped(0.05)
-    engine.speeds.did_chores()
+    engine.speeds.note_background_work()
     engine.overlapped(5.0)
     assert engine.speeds.step_s == pytest.approx(0.05)
 

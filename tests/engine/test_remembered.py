@@ -12,13 +12,13 @@ from kvstrata.codecs import planes_check
 from kvstrata.codecs.trials import Trial
 from kvstrata.engine import profiling
 from kvstrata.engine.memory_plan import Scratch
-from kvstrata.engine.profiling import Shape, measure_scratch
-from kvstrata.engine.runner import Runner
+from kvstrata.engine.profiling import PassShape, measure_scratch
+from kvstrata.engine.runner import ModelRunner
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 from tests.tiny import VOCAB, tiny_loaded
 
-SHAPE = Shape(rows=1, vocab_size=VOCAB, max_context_tokens=64, chunk_tokens=16)
+SHAPE = PassShape(rows=1, vocab_size=VOCAB, max_context_tokens=64, chunk_tokens=16)
 
 
 class Starts:
@@ -29,13 +29,13 @@ class Starts:
         self.notes = home / "scratch.json"
         self.measured = 0
         self.loaded: LoadedModel = tiny_loaded("llama")
-        self._runner = Runner(self.loaded.module, probe(self.loaded.module, None))
+        self._runner = ModelRunner(self.loaded.module, probe(self.loaded.module, None))
 
-    def _measure(self, runner: Runner, shape: Shape) -> Scratch:
+    def _measure(self, runner: ModelRunner, shape: PassShape) -> Scratch:
         self.measured += 1
         return measure_scratch(runner, shape)
 
-    def start(self, shape: Shape = SHAPE, **changes: str) -> Scratch:
+    def start(self, shape: PassShape = SHAPE, **changes: str) -> Scratch:
         return profiling.remembered_scratch(dataclasses.replace(self.loaded, **changes), self._runner, shape)
 
 

@@ -8,9 +8,9 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.errors import ConfigError, InvalidRequest
-from kvstrata.prefix_cache.requantize import RECURRENT, Change
+from kvstrata.prefix_cache.requantize import RECURRENT, PrecisionChange
 from kvstrata.spans.estimate import LOWER
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
@@ -19,7 +19,7 @@ from tests.tiny import tiny_loaded
 
 def settle(drive: Drive) -> None:
     while drive.loop.housekeeping.has_work:
-        drive.loop.housekeeping.work(1.0)
+        drive.loop.housekeeping.run_slice(1.0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
@@ -28,14 +28,14 @@ def test_a_dry_run_tells_what_a_change_frees(architecture: str) -> None:
     drive.submit(prompt(700), 20)
     drive.run()
     settle(drive)
-    before = drive.stock.shelf.held_bytes
-    told = drive.cache.requantize(Change(parse("planes:8"), parse("planes:4"), dry_run=True))
-    assert drive.stock.shelf.held_bytes == before
+    before = drive.stock.table.nbytes
+    told = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:4"), dry_run=True))
+    assert drive.stock.table.nbytes == before
     assert (told.k, told.v, told.dry_run) == ("planes:8", "planes:4", True)
     assert 0 < told.expected_error < 0.1
-    done = drive.cache.requantize(Change(parse("planes:8"), parse("planes:4")))
+    done = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:4")))
     settle(drive)
-    freed = before - drive.stock.shelf.held_bytes
+    freed = before - drive.stock.table.nbytes
     assert freed == told.tiers["hot"].bytes_freed == done.bytes_before - done.bytes_after
     assert set(told.tiers) == {"hot"}
     reasons = {RECURRENT} if architecture == "qwen3_next" else set()
@@ -44,40 +44,40 @@ def test_a_dry_run_tells_what_a_change_frees(architecture: str) -> None:
 
 
 def test_going_up_leaves_what_is_lower_and_says_so() -> None:
-    drive = Drive(tiny_loaded("llama"), storage=Storage(k=parse("planes:4"), v=parse("planes:4")))
+    drive = Drive(tiny_loaded("llama"), storage=KvConfig(k=parse("planes:4"), v=parse("planes:4")))
     drive.submit(prompt(700), 20)
     drive.run()
     settle(drive)
-    before = drive.stock.shelf.held_bytes
-    told = drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
+    before = drive.stock.table.nbytes
+    told = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
     settle(drive)
-    assert drive.stock.shelf.held_bytes == before
+    assert drive.stock.table.nbytes == before
     assert told.spans == 0
     assert [left.reason for left in told.left_alone] == [LOWER]
     # New tokens follow the new target.
     drive.submit(prompt(700, seed=9), 20)
     drive.run()
     settle(drive)
-    assert set(drive.stock.reporter.usage().by_precision) == {"planes:4", "planes:8"}
-    drive.cache.requantize(Change(parse("planes:8"), parse("planes:8"), force=True))
+    assert set(drive.stock.usage.usage().by_precision) == {"planes:4", "planes:8"}
+    drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8"), force=True))
     settle(drive)
-    assert set(drive.stock.reporter.usage().by_precision) == {"planes:8"}
+    assert set(drive.stock.usage.usage().by_precision) == {"planes:8"}
 
 
 def test_running_sequences_change_too_and_all_finish() -> None:
-    drive = Drive(tiny_loaded("llama"), Limits(tail_step_tokens=1000))
+    drive = Drive(tiny_loaded("llama"), EngineLimits(buffer_step_tokens=1000))
     clients = [drive.submit(prompt(500 + i, seed=i), 120) for i in range(4)]
     while not all(len(client.ids) > 20 for client in clients):
         drive.loop.step()
     before = drive.cache.usage().running_bytes
-    told = drive.cache.requantize(Change(parse("planes:8"), parse("planes:8"), scope="live"))
+    told = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8"), scope="live"))
     settle(drive)
     freed = before - drive.cache.usage().running_bytes
     assert freed == pytest.approx(told.bytes_before - told.bytes_after, rel=0.01)
     assert freed > 0
     # Again: what was sealed steps down under its owner.
     before = drive.cache.usage().running_bytes
-    told = drive.cache.requantize(Change(parse("planes:4"), parse("planes:4"), scope="live"))
+    told = drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4"), scope="live"))
     settle(drive)
     freed = before - drive.cache.usage().running_bytes
     assert freed == pytest.approx(told.bytes_before - told.bytes_after, rel=0.01)
@@ -89,13 +89,13 @@ def test_running_sequences_change_too_and_all_finish() -> None:
 
 
 def test_stepping_down_within_planes_keeps_the_planes_that_stay() -> None:
-    drive = Drive(tiny_loaded("llama"), storage=Storage(k=parse("planes:8"), v=parse("planes:8")))
+    drive = Drive(tiny_loaded("llama"), storage=KvConfig(k=parse("planes:8"), v=parse("planes:8")))
     drive.submit(prompt(700), 20)
     drive.run()
     settle(drive)
-    (entry,) = drive.stock.shelf.entries
+    (entry,) = drive.stock.table.entries
     before = {layer: entry.span.sealed(layer)[0].k.arrays for layer in entry.span.layers}
-    drive.cache.requantize(Change(parse("planes:4"), parse("planes:4")))
+    drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
     settle(drive)
     for layer, arrays in before.items():
         now = entry.span.sealed(layer)[0].k.arrays
@@ -109,19 +109,19 @@ def test_a_later_change_replaces_an_earlier_one_and_work_can_be_cancelled() -> N
         drive.submit(prompt(600, seed=i), 4)
     drive.run()
     settle(drive)
-    drive.cache.requantize(Change(parse("planes:2"), parse("planes:2")))
-    drive.loop.housekeeping.work(0)
+    drive.cache.requantize(PrecisionChange(parse("planes:2"), parse("planes:2")))
+    drive.loop.housekeeping.run_slice(0)
     halfway = drive.cache.cancel_requantize()
     assert halfway.is_running
     assert halfway.spans_done < halfway.spans_total == 6
     settle(drive)
     assert drive.cache.requantize_progress().spans_total == 0
-    drive.cache.requantize(Change(parse("planes:2"), parse("planes:2")))
-    drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
+    drive.cache.requantize(PrecisionChange(parse("planes:2"), parse("planes:2")))
+    drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
     settle(drive)
     # One layer of one span had been begun before it was cancelled.
-    assert set(drive.stock.reporter.usage().by_precision) <= {"planes:8", "planes:2"}
-    assert drive.stock.reporter.usage().by_precision["planes:8"] > 0
+    assert set(drive.stock.usage.usage().by_precision) <= {"planes:8", "planes:2"}
+    assert drive.stock.usage.usage().by_precision["planes:8"] > 0
     again = drive.submit(prompt(600, seed=3), 4)
     drive.run()
     assert again.finished.usage.cached_tokens == 599
@@ -135,7 +135,7 @@ def test_a_cancelled_change_does_not_go_on_in_a_running_request() -> None:
     while len(running.ids) < 8:
         drive.loop.step()
     settle(drive)
-    drive.cache.requantize(Change(parse("planes:2"), parse("planes:2")))
+    drive.cache.requantize(PrecisionChange(parse("planes:2"), parse("planes:2")))
     # Of the running request nothing is to be encoded yet.
     assert drive.cache.cancel_requantize().is_running
     while len(running.ids) < 390:
@@ -143,7 +143,7 @@ def test_a_cancelled_change_does_not_go_on_in_a_running_request() -> None:
     assert {part.k for sequence in drive.cache.usage().sequences for part in sequence.parts} == {"raw"}
     drive.run()
     settle(drive)
-    assert set(drive.stock.reporter.usage().by_precision) == {"raw"}
+    assert set(drive.stock.usage.usage().by_precision) == {"raw"}
 
 
 def test_bad_changes_are_refused_and_nothing_is_lost() -> None:
@@ -151,14 +151,14 @@ def test_bad_changes_are_refused_and_nothing_is_lost() -> None:
     drive.submit(prompt(600), 4)
     drive.run()
     settle(drive)
-    before = drive.stock.reporter.usage()
+    before = drive.stock.usage.usage()
     with pytest.raises(ConfigError, match="planes"):
-        drive.cache.requantize(Change(parse("plains:8"), parse("planes:8")))
+        drive.cache.requantize(PrecisionChange(parse("plains:8"), parse("planes:8")))
     with pytest.raises(InvalidRequest, match="No request"):
-        drive.cache.requantize(Change(parse("planes:8"), parse("planes:8"), sequence="nobody"))
-    nothing = drive.cache.requantize(Change(parse("planes:8"), parse("planes:8"), salt="nobody's"))
+        drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8"), sequence="nobody"))
+    nothing = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8"), salt="nobody's"))
     assert (nothing.spans, nothing.bytes_before) == (0, 0)
-    assert drive.stock.reporter.usage() == before
+    assert drive.stock.usage.usage() == before
 
 
 @pytest.mark.usefixtures("exact_buffers")
@@ -179,7 +179,7 @@ def test_memory_that_is_said_to_be_free_is_free_before_the_readers_next_step() -
     gc.collect()
     for name in ("planes:8", "planes:4"):
         said_before, active_before = held()
-        drive.cache.requantize(Change(parse(name), parse(name)))
+        drive.cache.requantize(PrecisionChange(parse(name), parse(name)))
         settle(drive)
         said, active = held()
         assert said_before - said > 100_000

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstrata.codecs.registry import parse
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.prefix_cache.requantize import Change
+from kvstrata.prefix_cache.requantize import PrecisionChange
 from tests.engine.drive import Client, Drive, do_one_step
 from tests.engine.test_loop import prompt
 from tests.tiny import tiny_loaded
@@ -41,8 +41,8 @@ class Played:
     clients: list[Client] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        limits = Limits(max_running=3, tail_step_tokens=64, prefill_chunk_tokens=128)
-        storage = Storage(live=self.live, first_raw_tokens=2, recent_raw_tokens=8, min_quantize_tokens=16)
+        limits = EngineLimits(max_running=3, buffer_step_tokens=64, prefill_chunk_tokens=128)
+        storage = KvConfig(live=self.live, first_raw_tokens=2, recent_raw_tokens=8, min_quantize_tokens=16)
         self.drive = Drive(loaded(), limits, storage=storage)
         do_one_step(self.drive.loop.housekeeping)
 
@@ -54,14 +54,14 @@ class Played:
             if not self.drive.loop.idle:
                 self.drive.loop.step()
             elif self.drive.loop.housekeeping.has_work:
-                self.drive.loop.housekeeping.work(0)
+                self.drive.loop.housekeeping.run_slice(0)
 
     def requantize(self, k: str, v: str, scope: Any, force: bool, of: int | None, salt: str | None) -> None:
         running = [sequence.id for sequence in self.drive.cache.usage().sequences]
         sequence = running[of % len(running)] if of is not None and running else None
-        change = Change(parse(k), parse(v), scope=scope, force=force, sequence=sequence, salt=salt)
+        change = PrecisionChange(parse(k), parse(v), scope=scope, force=force, sequence=sequence, salt=salt)
         said = self.drive.cache.requantize(
-            Change(parse(k), parse(v), scope=scope, force=force, dry_run=True, salt=salt)
+            PrecisionChange(parse(k), parse(v), scope=scope, force=force, dry_run=True, salt=salt)
         )
         assert said.tiers["hot"].bytes_freed >= 0 or force
         self.drive.cache.requantize(change)
@@ -137,7 +137,7 @@ class RequantizeMachine(RuleBasedStateMachine):
     def every_span_decodes(self) -> None:
         if not hasattr(self, "played"):
             return
-        for entry in self.played.drive.stock.shelf.entries:
+        for entry in self.played.drive.stock.table.entries:
             span = entry.span
             for layer in span.layers if span.num_tokens else ():
                 parts = span.parts(layer, span.position, span.end)
@@ -149,8 +149,8 @@ class RequantizeMachine(RuleBasedStateMachine):
     @invariant()
     def counts_are_right(self) -> None:
         if hasattr(self, "played"):
-            entries = self.played.drive.stock.shelf.entries
-            assert self.played.drive.stock.shelf.held_bytes == sum(entry.nbytes for entry in entries)
+            entries = self.played.drive.stock.table.entries
+            assert self.played.drive.stock.table.nbytes == sum(entry.nbytes for entry in entries)
 
     def teardown(self) -> None:
         """All finish, and the same rules on a fresh engine give the same output."""

@@ -18,7 +18,7 @@ from hypothesis.extra.numpy import arrays
 
 from kvstrata.engine import sampling as sampling_module
 from kvstrata.engine.request import Sampling
-from kvstrata.engine.runner import Launched, _inputs
+from kvstrata.engine.runner import PendingStep, _inputs
 from kvstrata.engine.sampling import Sampler, sample
 
 VOCAB = 40
@@ -262,7 +262,7 @@ def test_a_batch_that_changes_needs_none_either() -> None:
     sampled = sample(
         mx.array(np.eye(3, VOCAB, dtype=np.float32)), [Sampler(Sampling(temperature=0), (), VOCAB) for _ in range(3)]
     )
-    before = Launched((1, 2, 3), sampled, began_s=0.0)
+    before = PendingStep((1, 2, 3), sampled, began_s=0.0)
     rows: Any = [SimpleNamespace(id=id_, token=token) for id_, token in ((3, None), (4, 7), (1, None))]
     tokens = _inputs(rows, before)
     found = operations(tokens)

@@ -12,18 +12,18 @@ from hypothesis import given
 from kvstrata.engine.scheduler import (
     MIN_CHUNK_TOKENS,
     UNMEASURED,
-    Added,
     Chunk,
+    ChunkCost,
     PassCost,
+    PrefillSharing,
     Running,
-    Sharing,
+    StepLimits,
     StepPlan,
-    Terms,
     Waiting,
     beside_tokens,
+    buffer_tokens,
     chunk_tokens,
-    plan,
-    tail_tokens,
+    schedule,
 )
 
 SIZES = st.integers(1, 100)
@@ -35,16 +35,16 @@ def situations(draw: st.DrawFn) -> tuple[list[Waiting], list[Running], int, int]
     running = [
         Running(
             i,
-            held_bytes=draw(SIZES),
+            nbytes=draw(SIZES),
             prefill_left=(left := draw(st.sampled_from([0, 0, 1, 200, 5000]))),
             grow_bytes=0 if left else draw(st.sampled_from([0, 0, 10, 60])),
-            complete=not left and draw(st.booleans()),
+            is_complete=not left and draw(st.booleans()),
             chunk_limit=draw(st.sampled_from([None, None, 3, 150])),
             context=draw(st.sampled_from([0, 400])),
         )
         for i in range(num_running)
     ]
-    running = [r if not r.complete else Running(r.id, r.held_bytes, 0, complete=True) for r in running]
+    running = [r if not r.is_complete else Running(r.id, r.nbytes, 0, is_complete=True) for r in running]
     waiting = [
         Waiting(
             *(100 + i, draw(SIZES), draw(st.sampled_from([0, 20, 5000]))),
@@ -60,7 +60,7 @@ def planned(
     situation: tuple[list[Waiting], list[Running], int, int], turn: int = 0, beside: int = 8, *, mixes: bool = False
 ) -> StepPlan:
     waiting, running, free, most = situation
-    return plan(waiting, running, Terms(free, most, 256, beside, mixes, turn))
+    return schedule(waiting, running, StepLimits(free, most, 256, beside, mixes, turn))
 
 
 @given(situations(), st.integers(0, 7))
@@ -68,9 +68,9 @@ def test_memory_is_never_promised_twice(situation: tuple[list[Waiting], list[Run
     waiting, running, free, _ = situation
     result = planned(situation, turn)
     held = {r.id: r for r in running}
-    free += sum(held[i].held_bytes for i in result.set_aside)
+    free += sum(held[i].nbytes for i in result.preempt)
     free -= sum(held[i].grow_bytes for i in result.grow)
-    free -= sum(w.admit_bytes for w in waiting if w.id in result.admit)
+    free -= sum(w.nbytes for w in waiting if w.id in result.admit)
     assert free >= 0
 
 
@@ -78,9 +78,9 @@ def test_memory_is_never_promised_twice(situation: tuple[list[Waiting], list[Run
 def test_the_oldest_is_set_aside_only_for_itself(situation: tuple[list[Waiting], list[Running], int, int]) -> None:
     _, running, _, _ = situation
     result = planned(situation)
-    kept = [r.id for r in running if r.id not in result.set_aside]
+    kept = [r.id for r in running if r.id not in result.preempt]
     # Only the youngest give way.
-    assert not result.set_aside or not kept or max(kept) < min(result.set_aside)
+    assert not result.preempt or not kept or max(kept) < min(result.preempt)
 
 
 @given(situations())
@@ -89,7 +89,7 @@ def test_admission_is_in_order_of_arrival(situation: tuple[list[Waiting], list[R
     result = planned(situation)
     assert result.admit == tuple(w.id for w in waiting[: len(result.admit)])
     assert not result.admit or len(running) + len(result.admit) <= most
-    assert not (result.admit and result.set_aside)
+    assert not (result.admit and result.preempt)
 
 
 @given(situations(), st.booleans())
@@ -99,12 +99,12 @@ def test_who_decodes_has_room_and_its_prompt_done(
     result = planned(situation, mixes=mixes)
     for r in situation[1]:
         if r.id in result.decode:
-            assert r.id not in result.set_aside
-            assert not r.complete
+            assert r.id not in result.preempt
+            assert not r.is_complete
             assert not r.grow_bytes or r.id in result.grow
             ended = [chunk.id for chunk in result.prefill if chunk.num_tokens == r.prefill_left]
-            assert not r.prefill_left or (r.id in ended and not result.rides)
-    if result.rides:
+            assert not r.prefill_left or (r.id in ended and not result.is_mixed)
+    if result.is_mixed:
         assert mixes
         assert result.decode
 
@@ -115,8 +115,8 @@ def test_something_happens_while_there_is_work(
 ) -> None:
     running = situation[1]
     result = planned(situation, turn, beside, mixes=mixes)
-    if any(not r.complete for r in running):
-        assert result.decode or result.prefill or result.set_aside
+    if any(not r.is_complete for r in running):
+        assert result.decode or result.prefill or result.preempt
 
 
 def test_a_short_prompt_goes_before_a_long_one_but_not_for_ever() -> None:
@@ -134,9 +134,9 @@ def test_the_chunk_that_ends_a_prompt_brings_its_first_token() -> None:
 def test_chunks_are_small_while_a_stream_runs_and_large_when_none_does() -> None:
     stream, prompt = Running(0, 10, prefill_left=0), Running(1, 10, prefill_left=1000)
     beside = planned(([], [stream, prompt], 0, 8), mixes=True)
-    assert (beside.prefill, beside.rides, beside.decode) == ((Chunk(1, 8),), True, (0,))
+    assert (beside.prefill, beside.is_mixed, beside.decode) == ((Chunk(1, 8),), True, (0,))
     alone = planned(([], [prompt], 0, 8), mixes=True)
-    assert (alone.prefill, alone.rides) == ((Chunk(1, 256),), False)
+    assert (alone.prefill, alone.is_mixed) == ((Chunk(1, 256),), False)
     waits = planned(([], [stream, prompt], 0, 8), beside=0)
     assert (waits.prefill, waits.decode) == ((), (0,))
 
@@ -152,24 +152,26 @@ def test_a_rest_that_is_hardly_longer_than_a_chunk_goes_with_it() -> None:
 
 def test_short_prompts_share_a_pass_up_to_what_a_pass_is_worth() -> None:
     prompts = [Running(i, 10, prefill_left=left) for i, left in enumerate([90, 30, 400, 60, 1])]
-    alone = plan([], prompts, Terms(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=1000))
+    alone = schedule([], prompts, StepLimits(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=1000))
     assert alone.prefill == (Chunk(4, 1), Chunk(1, 30), Chunk(3, 60))
     assert alone.decode == (1, 3, 4), "their prompts end with this pass"
     stream = Running(9, 10, prefill_left=0)
-    beside = plan(
-        [], [*prompts, stream], Terms(0, 8, 256, 128, mixes=True, turn=3, joined_tokens=100, joined_context=1000)
+    beside = schedule(
+        [],
+        [*prompts, stream],
+        StepLimits(0, 8, 256, 128, mixes=True, num_passes=3, joined_tokens=100, joined_context=1000),
     )
     assert beside.prefill == (Chunk(0, 90), Chunk(4, 1), Chunk(1, 30)), "the oldest has its turn"
-    assert (beside.rides, beside.decode) == (True, (9,))
-    never = plan([], prompts, Terms(0, 8, 256, 0, mixes=False, joined_tokens=100, joined_context=1000))
+    assert (beside.is_mixed, beside.decode) == (True, (9,))
+    never = schedule([], prompts, StepLimits(0, 8, 256, 0, mixes=False, joined_tokens=100, joined_context=1000))
     assert never.prefill == (Chunk(4, 1),)
     # What they read is in memory at the same time.
     long = [replace(prompt, context=300) for prompt in prompts]
-    few = plan([], long, Terms(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=700))
+    few = schedule([], long, StepLimits(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=700))
     assert few.prefill == (Chunk(4, 1), Chunk(1, 30))
-    exact = plan([], long, Terms(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=631))
+    exact = schedule([], long, StepLimits(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=631))
     assert exact.prefill == (Chunk(4, 1), Chunk(1, 30))
-    less = plan([], long, Terms(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=630))
+    less = schedule([], long, StepLimits(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=630))
     assert less.prefill == (Chunk(4, 1),)
 
 
@@ -178,7 +180,7 @@ def test_chunks_of_a_pass_are_of_different_prompts_and_no_more_than_it_may_have(
     situation: tuple[list[Waiting], list[Running], int, int], turn: int, beside: int, joined: int, mixes: bool
 ) -> None:
     waiting, running, free, most = situation
-    result = plan(waiting, running, Terms(free, most, 256, beside, mixes, turn, joined, joined_context=1000))
+    result = schedule(waiting, running, StepLimits(free, most, 256, beside, mixes, turn, joined, joined_context=1000))
     given = {sequence.id: sequence for sequence in (*running, *waiting)}
     longest = {id_: min(s.prefill_left, s.chunk_limit or s.prefill_left) for id_, s in given.items()}
     assert len({chunk.id for chunk in result.prefill}) == len(result.prefill)
@@ -204,20 +206,20 @@ class Machine:
     ) -> None:
         self.step_s, self._fixed_s, self._token_s, self._noise = step_s, fixed_s, token_s, noise
         self._cost, self._alone_tokens_s = cost, alone_tokens_s or 1 / token_s
-        self._added: list[Added] = []
+        self._added: list[ChunkCost] = []
         self._steps_since_chunk = 0
 
     def run(self, share: float, least: int) -> tuple[int, float]:
         """One step: the tokens of its chunk, and what it added."""
         known = self._added[-6:], self._steps_since_chunk
-        sharing = Sharing(share, self.step_s, self._alone_tokens_s, *known, self._cost)
+        sharing = PrefillSharing(share, self.step_s, self._alone_tokens_s, *known, self._cost)
         tokens = beside_tokens(sharing, least=least, most=256)
         if not tokens:
             self._steps_since_chunk += 1
             return 0, 0.0
         self._steps_since_chunk = 0
         seconds = self._fixed_s + tokens * self._token_s
-        self._added.append(Added(tokens, seconds * self._noise.uniform(0.8, 1.25)))
+        self._added.append(ChunkCost(tokens, seconds * self._noise.uniform(0.8, 1.25)))
         return tokens, seconds
 
 
@@ -281,15 +283,15 @@ def test_where_tokens_got_dear_a_pass_is_worth_fewer(seed: int, slower: float, a
 def test_short_chunks_of_late_do_not_make_long_ones_short(fixed_s: float, took_s: float, size: int) -> None:
     """Where 2,048 tokens take 40 ms, some of them for the pass: 90 that took about that were all that there was."""
     cost = PassCost(51_200, 2048, 0.04, (0.04 - fixed_s) / 2048)
-    sharing = Sharing(0.5, 0.006, 90_000.0, [Added(90, took_s)], 60, cost)
+    sharing = PrefillSharing(0.5, 0.006, 90_000.0, [ChunkCost(90, took_s)], 60, cost)
     assert beside_tokens(sharing, least=16, most=4096) == size
 
 
 def test_without_a_measured_step_streams_go_on_alone_and_a_share_of_one_gives_all() -> None:
-    assert beside_tokens(Sharing(0.5, 0.0, 200.0), least=4, most=256) == 0
-    assert beside_tokens(Sharing(1.0, 0.0, 200.0), least=4, most=256) == 256
-    assert beside_tokens(Sharing(0.5, 0.05, 200.0), least=4, most=256) == 10
-    assert beside_tokens(Sharing(0.5, 0.05, 0.0), least=4, most=256) == 4
+    assert beside_tokens(PrefillSharing(0.5, 0.0, 200.0), least=4, most=256) == 0
+    assert beside_tokens(PrefillSharing(1.0, 0.0, 200.0), least=4, most=256) == 256
+    assert beside_tokens(PrefillSharing(0.5, 0.05, 200.0), least=4, most=256) == 10
+    assert beside_tokens(PrefillSharing(0.5, 0.05, 0.0), least=4, most=256) == 4
 
 
 @given(st.floats(0, 1e6), st.integers(MIN_CHUNK_TOKENS, 4096))
@@ -299,6 +301,6 @@ def test_chunks_follow_the_speed_within_bounds(speed: float, most: int) -> None:
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 4096))
 def test_tails_grow_by_steps_and_never_past_what_is_wanted(capacity: int, wanted: int, step: int) -> None:
-    added = tail_tokens(capacity, wanted, step)
+    added = buffer_tokens(capacity, wanted, step)
     assert 1 <= added <= wanted
     assert added == wanted or added >= step

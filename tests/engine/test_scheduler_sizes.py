@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvstrata.engine.scheduler import chunk_tokens, tail_tokens
+from kvstrata.engine.scheduler import buffer_tokens, chunk_tokens
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ def test_a_chunk_takes_about_half_a_second(tokens_s: float, most: int, expected:
     ("capacity", "wanted", "expected"), [(0, 10, 10), (0, 5000, 2048), (8192, 5000, 2048), (20_000, 9000, 5000)]
 )
 def test_room_for_a_reply_grows_by_a_step_or_a_quarter(capacity: int, wanted: int, expected: int) -> None:
-    assert tail_tokens(capacity, wanted, 2048) == expected
+    assert buffer_tokens(capacity, wanted, 2048) == expected

@@ -12,7 +12,7 @@ import pytest
 
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.config import Limits
+from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.scheduler import StepPlan
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.spans.contents import tally
@@ -30,7 +30,7 @@ def disk_drive(folder: Path, *, kv_tokens: int | None = None, **limits: Any) -> 
     loaded = steady_loaded("llama")
     tier = DiskTier(DiskOptions(folder, 256 * MIB, queue_bytes=64 * MIB, reserve_bytes=0), chain=chain, tally=tally)
     kv_bytes = None if kv_tokens is None else Drive(loaded).budget.bytes_for(kv_tokens)
-    drive = Drive(loaded, Limits(**limits), kv_bytes=kv_bytes, tier=tier)
+    drive = Drive(loaded, EngineLimits(**limits), kv_bytes=kv_bytes, tier=tier)
     make_computing_slow(drive.loop)
     yield drive
     tier.close()
@@ -38,9 +38,9 @@ def disk_drive(folder: Path, *, kv_tokens: int | None = None, **limits: Any) -> 
 
 def write_all(drive: Drive) -> None:
     """All that is cached and not in use is on the disk."""
-    drive.stock.spills.add_free()
+    drive.stock.offloader.offer_changed()
     settle(drive)
-    assert drive.stock.cold.tier.flush(60).is_empty
+    assert drive.stock.disk.tier.flush(60).is_empty
 
 
 def run(drive: Drive) -> None:
@@ -120,11 +120,11 @@ def test_preempted_sequence_resumes_from_what_the_disk_has(tmp_path: Path) -> No
 
 
 def test_memory_of_an_evicted_prefix_goes_at_once_though_a_request_waits_for_it() -> None:
-    drive = Drive(steady_loaded("llama"), Limits(max_running=1))
+    drive = Drive(steady_loaded("llama"), EngineLimits(max_running=1))
     tokens = prompt(PROMPT_TOKENS, seed=1)
     serve(drive, tokens)
     waiting = submit_behind_a_stream(drive, tokens)
-    (entry,) = (entry for entry in drive.stock.shelf.entries if entry.span.num_tokens >= PROMPT_TOKENS)
+    (entry,) = (entry for entry in drive.stock.table.entries if entry.span.num_tokens >= PROMPT_TOKENS)
     span = weakref.ref(entry.span)
     drive.stock.evictor.clear()
     assert span() is None

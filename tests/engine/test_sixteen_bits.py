@@ -19,13 +19,13 @@ from kvstrata.attention.parts import SealedPart
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.request import Sampling
 from kvstrata.layers.sequence import Prefix, SequenceCache
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
 from kvstrata.prefix_cache.keys import chain
-from kvstrata.prefix_cache.requantize import Change
+from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.spans.contents import tally
 from kvstrata.spans.gather import num_arrays
 from kvstrata.spans.span import SpanRange, prefix_of
@@ -65,12 +65,12 @@ def loaded_of(m: Sixteen, case: str) -> LoadedModel:
 
 
 def drive_with(m: Sixteen, case: str, **settings: Any) -> Drive:
-    return Drive(loaded_of(m, case), Limits(prefill_chunk_tokens=16), layout=m.layout, **settings)
+    return Drive(loaded_of(m, case), EngineLimits(prefill_chunk_tokens=16), layout=m.layout, **settings)
 
 
 def settle(drive: Drive) -> None:
     while drive.loop.housekeeping.has_work:
-        drive.loop.housekeeping.work(1.0)
+        drive.loop.housekeeping.run_slice(1.0)
 
 
 def ask(drive: Drive, prompt: tuple[int, ...]) -> Client:
@@ -144,7 +144,7 @@ def test_after_a_restart(case: str, dtype: str, tmp_path: Path) -> None:
             assert not drive.stock.flush(30).tokens
         with tier_in(folder) as tier:
             drive = drive_with(m, case, tier=tier)
-            drive.loop.speeds.alone.add(1, 1.0)  # so that reading pays
+            drive.loop.speeds.alone.add_work(1, 1.0)  # so that reading pays
             return raw_error(m, drive)
 
     check(case, dtype, error, NUM_SEEDS)
@@ -152,9 +152,9 @@ def test_after_a_restart(case: str, dtype: str, tmp_path: Path) -> None:
 
 def encoded_error(m: Sixteen, drive: Drive) -> Error:
     """Against float32 over the same planes, decoded."""
-    found = drive.stock.store.find(m.ids[: HELD - 1], "")
+    found = drive.stock.store.lookup(m.ids[: HELD - 1], "")
     (entry,) = found.entries
-    mark = entry.span.marks.get(found.mark_position or -1)
+    mark = entry.span.marks.get(found.checkpoint_at or -1)
     wide, wide_mark = decoded(m.wide_layout, entry.span, mark, mx.float32)
     expected = after(m.wide, m.wide_layout, m.ids[:HELD], [SpanRange(wide, 0, found.num_tokens)], wide_mark)
     narrow, narrow_mark = decoded(m.layout, entry.span, mark, m.dtype)
@@ -167,11 +167,11 @@ def encoded_error(m: Sixteen, drive: Drive) -> Error:
 @pytest.mark.parametrize(("case", "dtype"), WITH_DTYPE)
 def test_after_a_change_of_precision(case: str, dtype: str) -> None:
     def error(m: Sixteen) -> Error:
-        drive = drive_with(m, case, storage=Storage(min_quantize_tokens=0))
+        drive = drive_with(m, case, storage=KvConfig(min_quantize_tokens=0))
         ask(drive, m.ids[:CACHED])
-        drive.cache.requantize(Change(parse("planes:8"), parse("planes:8")))
+        drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
         settle(drive)
-        drive.cache.requantize(Change(parse("planes:8"), parse("planes:4")))
+        drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:4")))
         settle(drive)
         return encoded_error(m, drive)
 
@@ -185,7 +185,7 @@ def test_live(case: str) -> None:
     m = sixteen(case, "bfloat16", 0)
     ids = tuple((m.ids * 8)[:500])
     drive = drive_with(
-        m, case, storage=Storage(k=parse("planes:8"), v=parse("planes:8"), live=True, recent_raw_tokens=32)
+        m, case, storage=KvConfig(k=parse("planes:8"), v=parse("planes:8"), live=True, recent_raw_tokens=32)
     )
     client = drive.submit(list(ids), 40, dataclasses.replace(FIRST_TOKEN, num_logprobs=VOCAB))
     drive.run()
@@ -196,7 +196,7 @@ def test_live(case: str) -> None:
     theirs = rms(_distributions(m.model, m.layout, ids, reply) - expected)
     values = np.array([[value for _, value in sorted(each.top)] for each in client.logprobs])
     if case != "mamba2":  # which has no keys and values
-        assert "planes:8" in drive.stock.reporter.usage().by_precision
+        assert "planes:8" in drive.stock.usage.usage().by_precision
     # Against full precision: planes:8 lose less than 16 bits do.
     assert np.median(rms(values - expected)) <= 2 * np.median(theirs)
 
@@ -214,11 +214,11 @@ def _distributions(model: Any, layout: Any, ids: tuple[int, ...], reply: tuple[i
 
 def test_stored_spans_have_few_arrays() -> None:
     m = sixteen("llama", "bfloat16", 0)
-    drive = drive_with(m, "llama", storage=Storage(k=parse("planes:8"), v=parse("planes:4"), min_quantize_tokens=0))
+    drive = drive_with(m, "llama", storage=KvConfig(k=parse("planes:8"), v=parse("planes:4"), min_quantize_tokens=0))
     ask(drive, m.ids[:CACHED])
-    (entry,) = drive.stock.shelf.entries
+    (entry,) = drive.stock.table.entries
     assert num_arrays(entry.span) == 9
-    assert drive.stock.shelf.num_arrays == 9
+    assert drive.stock.table.num_arrays == 9
 
 
 def test_the_number_of_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,22 +227,22 @@ def test_the_number_of_arrays_is_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(build, "max_arrays", lambda: 40)
     m = sixteen("llama", "bfloat16", 0)
     drive = drive_with(m, "llama")
-    began_s = drive.stock.leaves._clock()
+    began_s = drive.stock.candidates._clock()
     for i in range(30):
-        monkeypatch.setattr(drive.stock.leaves, "_clock", lambda now_s=began_s + i: now_s)
+        monkeypatch.setattr(drive.stock.candidates, "_clock", lambda now_s=began_s + i: now_s)
         # Some are so long that an eviction by bytes would only shorten them.
         ask(drive, (i, *(m.ids * 9)[: 600 if i % 10 == 0 else 20]))
-        assert drive.stock.shelf.num_arrays <= 30
-    assert len(drive.stock.shelf.entries) == 15
+        assert drive.stock.table.num_arrays <= 30
+    assert len(drive.stock.table.entries) == 15
     assert ask(drive, (29, *m.ids[:20])).finished.usage.cached_tokens == 20
 
 
 def test_what_is_cut_short_is_gathered_again() -> None:
     m = sixteen("llama", "bfloat16", 0)
-    drive = drive_with(m, "llama", storage=Storage(k=parse("planes:8"), v=parse("planes:8"), min_quantize_tokens=0))
+    drive = drive_with(m, "llama", storage=KvConfig(k=parse("planes:8"), v=parse("planes:8"), min_quantize_tokens=0))
     ask(drive, (m.ids * 9)[:600])
-    (entry,) = drive.stock.shelf.entries
-    drive.stock.evictor.shrink_to(drive.stock.shelf.held_bytes - 1)
+    (entry,) = drive.stock.table.entries
+    drive.stock.evictor.shrink_to(drive.stock.table.nbytes - 1)
     settle(drive)
     assert entry.span.num_tokens == 512
     assert num_arrays(entry.span) == 10

@@ -32,14 +32,14 @@ from kvstrata.backend.heap import trim_heap
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.cache_api import CacheUsage, Operations
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import Loop
-from kvstrata.engine.request import Event, Piece, Request, Sampling
-from kvstrata.engine.speeds import Rate
+from kvstrata.engine.request import Event, Request, Sampling, TextDelta
+from kvstrata.engine.speeds import TokenRate
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.prefix_cache.requantize import Change
+from kvstrata.prefix_cache.requantize import PrecisionChange
 from tests.disk.blocks import real_bytes
 from tests.disk.faults import flip
 from tests.engine.test_disk import settle
@@ -129,8 +129,8 @@ class Soak:
             flush_s=self.rng.choice([0.0, 0.05, 5.0]),
             read_ahead_bytes=self.rng.choice([128 * KIB, 2 * MIB]),
         )
-        storage = Storage(hot_bytes=HOT_BYTES, disk_write=self.rng.choice(["after-reply", "at-eviction"]))
-        with engine_of(loaded, storage, disk) as cached, engine_of(loaded, Storage(hot_bytes=0), None) as cold:
+        storage = KvConfig(hot_bytes=HOT_BYTES, disk_write=self.rng.choice(["after-reply", "at-eviction"]))
+        with engine_of(loaded, storage, disk) as cached, engine_of(loaded, KvConfig(hot_bytes=0), None) as cold:
             for _ in range(self.rng.randint(3, 8)):
                 self.turn(cached, cold, self.rng.sample(chats, NUM_AT_ONCE))
             self.counters.update(usage_within_limits(cached).counters)
@@ -143,7 +143,7 @@ class Soak:
         leaving = [self.leave(cached, self.rng.choice(chats))] if self.rng.random() < 0.4 else []
         if self.case.changes and self.rng.random() < 0.5:
             codec = parse(self.rng.choice(["raw", "planes:8", "planes:4"]))
-            cached.ask(lambda loop: Operations(loop).requantize(Change(codec, codec))).result(60)
+            cached.ask(lambda loop: Operations(loop).requantize(PrecisionChange(codec, codec))).result(60)
             self.counters["changes"] += 1
         for reply in (*replies, *leaving):
             reply.wait()
@@ -195,7 +195,7 @@ class Soak:
     def set_tolerances(self) -> None:
         """Another beginning must show, more than all that is tolerated."""
         for case in CASES:
-            with engine_of(loaded_of(case.architecture), Storage(hot_bytes=0), None) as engine:
+            with engine_of(loaded_of(case.architecture), KvConfig(hot_bytes=0), None) as engine:
                 least = min(self.distance_of_others(engine) for _ in range(4))
             assert least > 6 * EXACT, case.name
             self.tolerances[case] = SHARE * least if case.changes or IN_16_BITS else EXACT
@@ -236,8 +236,8 @@ def loaded_of(architecture: str) -> LoadedModel:
 
 
 @contextmanager
-def engine_of(loaded: LoadedModel, storage: Storage, disk: DiskOptions | None) -> Iterator[Engine]:
-    engine = Engine(loaded, Limits(memory_bytes=MEMORY_BYTES), Metrics(), storage, disk)
+def engine_of(loaded: LoadedModel, storage: KvConfig, disk: DiskOptions | None) -> Iterator[Engine]:
+    engine = Engine(loaded, EngineLimits(memory_bytes=MEMORY_BYTES), Metrics(), storage, disk)
     engine.start()
     try:
         yield engine
@@ -258,8 +258,8 @@ def usage_within_limits(engine: Engine) -> CacheUsage:
 
 def pretend_slow(loop: Loop) -> None:
     """Tiny models compute a prompt faster than any disk reads it: then nothing would be read."""
-    loop.speeds.alone = Rate()
-    loop.speeds.alone.add(300, 1.0)
+    loop.speeds.alone = TokenRate()
+    loop.speeds.alone.add_work(300, 1.0)
 
 
 class Step(NamedTuple):
@@ -269,7 +269,7 @@ class Step(NamedTuple):
 
 def steps_of(reply: Reply) -> list[Step]:
     reply.wait()
-    rows = [row for event in reply.events if isinstance(event, Piece) for row in event.logprobs]
+    rows = [row for event in reply.events if isinstance(event, TextDelta) for row in event.logprobs]
     return [Step(row.id, dict(row.top)) for row in rows]
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from kvstrata.backend.heap import trim_heap
 from kvstrata.engine.cache_api import Operations
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Request, Sampling
 from kvstrata.metrics import Metrics
@@ -101,7 +101,9 @@ def test_objects_and_memory_stay_flat_over_many_short_requests(monkeypatch: pyte
     monkeypatch.setattr(entry_table, "GHOST_TOKENS", 1 << 11)
     num_requests = int(os.environ.get("KVSTRATA_SOAK_REQUESTS", DEFAULT_REQUESTS))
     rng = random.Random(os.environ.get("KVSTRATA_SOAK_SEED", "1"))
-    engine = Engine(tiny_loaded("llama", 1), Limits(memory_bytes=MEMORY_BYTES), Metrics(), Storage(hot_bytes=HOT_BYTES))
+    engine = Engine(
+        tiny_loaded("llama", 1), EngineLimits(memory_bytes=MEMORY_BYTES), Metrics(), KvConfig(hot_bytes=HOT_BYTES)
+    )
     engine.start()
     try:
         num_warm_up = int(WARM_UP_SHARE * num_requests)

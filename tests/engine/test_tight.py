@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.request import Failed, Finished
 from kvstrata.errors import NeverFits
 from tests.engine.drive import Client, Drive
@@ -22,7 +22,7 @@ def tight(architecture: str = "llama", **limits: Any) -> Drive:
     loaded = steady_loaded(architecture)
     budget = Drive(loaded).budget
     kv_bytes = budget.bytes_for(SIZE_TOKENS)
-    return Drive(loaded, Limits(**limits), kv_bytes=kv_bytes, storage=Storage(mark_every_tokens=64))
+    return Drive(loaded, EngineLimits(**limits), kv_bytes=kv_bytes, storage=KvConfig(checkpoint_every_tokens=64))
 
 
 def assert_as_with_room(client: Client, architecture: str = "llama") -> None:
@@ -78,7 +78,7 @@ def test_a_reply_beside_pins_ends_where_memory_ends() -> None:
     drive = tight(tail_step_tokens=64)
     serve(drive, other := prompt(150, seed=9), 1)
     drive.stock.pins.pin(other, "")
-    pinned = drive.stock.shelf.held_bytes // drive.budget.token_bytes
+    pinned = drive.stock.table.nbytes // drive.budget.token_bytes
     reply = serve(drive, prompt(100), SIZE_TOKENS - 100)
     assert reply.finished.reason == "length"
     # All that was free, and what it had computed stays.
@@ -106,7 +106,7 @@ def test_one_that_is_set_aside_has_asked_once() -> None:
     assert drive.set_aside_count() > 0
     assert all(client.finished for client in clients)
     # A token or two may be the same by chance.
-    assert max(entry.asked_twice for entry in drive.stock.shelf.entries) < 5
+    assert max(entry.reused_end for entry in drive.stock.table.entries) < 5
 
 
 @pytest.mark.parametrize("architecture", ["llama", *MARKS])
@@ -132,7 +132,7 @@ def test_everybody_who_was_accepted_is_served(architecture: str, seed: int) -> N
     for client in clients:
         assert isinstance(client.end, Finished), client.end
     assert_as_with_room(rng.choice(clients), architecture)
-    assert drive.stock.shelf.free_bytes == drive.stock.shelf.held_bytes <= drive.budget.total_bytes
+    assert drive.stock.table.evictable_bytes == drive.stock.table.nbytes <= drive.budget.total_bytes
 
 
 def test_a_model_whose_tokens_take_nothing_fits_beside_its_marks_or_without() -> None:

@@ -28,7 +28,7 @@ def test_every_kind_is_encoded_and_decoded_once(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(PlanesCodec, "decode", watched)
     monkeypatch.setattr(profiling, "paths", SimpleNamespace(active=lambda: "cuda"))
-    assert profiling.ready_planes(layout) == 6
+    assert profiling.warm_up_kernels(layout) == 6
     # Keys to float32 too.
     kinds = ((64, False), (64, True), (128, False))
     assert sorted(decoded) == [(bits, *kind) for bits in (2, 4, 8) for kind in kinds]
@@ -36,7 +36,7 @@ def test_every_kind_is_encoded_and_decoded_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_planes_cannot_store_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "paths", SimpleNamespace(active=lambda: "cuda"))
-    assert profiling.ready_planes(Layout((LayerSpec("full", kv_heads=2, k_dim=20, v_dim=64),))) == 3
+    assert profiling.warm_up_kernels(Layout((LayerSpec("full", kv_heads=2, k_dim=20, v_dim=64),))) == 3
 
 
 def test_on_metal_each_kind_is_tried_with_the_types_that_it_is_decoded_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,10 +53,10 @@ def test_on_metal_each_kind_is_tried_with_the_types_that_it_is_decoded_to(monkey
         return Trial(what, 0.0, 1.0)
 
     monkeypatch.setattr(planes_check, "trial", trial)
-    assert profiling.ready_planes(layout) == 0
+    assert profiling.warm_up_kernels(layout) == 0
     with paths.as_on_metal():
-        assert profiling.ready_planes(layout) == 0  # no GPU of Apple's here
+        assert profiling.warm_up_kernels(layout) == 0  # no GPU of Apple's here
         monkeypatch.setattr(planes_check, "dialect", lambda: "metal")
-        assert profiling.ready_planes(layout) == 3
+        assert profiling.warm_up_kernels(layout) == 3
     halves = {(what, Kind(mx.float16, dim)) for what in get_args(What) for dim in (64, 128)}
     assert tried == halves | {("decode", Kind(mx.float32, 64))}

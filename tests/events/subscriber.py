@@ -114,7 +114,7 @@ def blocks_of(loop: Loop) -> dict[int, tuple[int, ...]]:
     """What the store's own tree holds, in whole blocks."""
     keys = GridKeys(every(BLOCK_TOKENS))
     found: dict[int, tuple[int, ...]] = {}
-    for node in loop.stock.shelf.tree:
+    for node in loop.stock.table.tree:
         ids = np.concatenate([above.tokens for above in node.path()])
         for position, key in keys.of(node.root_key, ids):
             found[int.from_bytes(key[:8], "big")] = tuple(ids[:position].tolist())

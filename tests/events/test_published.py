@@ -50,7 +50,7 @@ def agree(served: Served, subscriber: Subscriber) -> None:
     """What was told is what is held, and that is what the server says that it holds."""
 
     def look(loop: Loop) -> tuple[dict[int, tuple[int, ...]], int]:
-        return blocks_of(loop), loop.stock.shelf.tree.num_tokens
+        return blocks_of(loop), loop.stock.table.tree.num_tokens
 
     def is_told() -> bool:
         held, num_tokens = service_of(served).engine.ask(look).result(60)

@@ -18,7 +18,7 @@ from kvstrata.events import feed
 from kvstrata.events import publisher as publisher_module
 from kvstrata.events.address import Address, EventOptions, options_of, parse
 from kvstrata.events.blocks import AllBlocksCleared, BlockRemoved, Blocks, BlockStored, Event, Numbers
-from kvstrata.events.feed import GRAIN, Watching
+from kvstrata.events.feed import GRAIN, ListenerThread
 from kvstrata.events.open import bind_events
 from kvstrata.events.publisher import Publisher
 from kvstrata.events.sockets import Sockets
@@ -101,7 +101,7 @@ def test_what_was_given_up_is_told_when_it_is_asked_for_again(
 ) -> None:
     metrics = Metrics()
     monkeypatch.setattr(feed, "MAX_WAITING_BYTES", 100)
-    hears = Watching([publisher], gave_up=metrics.events.lost.inc)
+    hears = ListenerThread([publisher], gave_up=metrics.events.lost.inc)
     for _ in range(3):
         hears.stored(ROOT, ids_of(0, 100), 0)  # more than may wait
     monkeypatch.setattr(feed, "MAX_WAITING_BYTES", 1 << 20)

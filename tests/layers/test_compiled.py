@@ -16,7 +16,7 @@ import pytest
 
 from kvstrata.attention import cpu, cuda_rows
 from kvstrata.codecs.planes import PlanesCodec
-from kvstrata.engine.runner import Runner
+from kvstrata.engine.runner import ModelRunner
 from kvstrata.layers import compiled
 from kvstrata.layers.batch import BatchCache
 from kvstrata.layers.compiled import CompiledStep
@@ -287,9 +287,9 @@ def test_each_number_of_rows_is_run_once_before_a_request_comes(monkeypatch: pyt
     monkeypatch.setattr(
         CompiledStep, "run", lambda step, tokens, batch: rows.append(len(tokens)) or run(step, tokens, batch)
     )
-    Runner(model, layout).trace_steps(5)
+    ModelRunner(model, layout).trace_steps(5)
     assert rows == [1, 2, 3, 4, 5]
-    Runner(model, dataclasses.replace(layout, compiles=False)).trace_steps(5)
+    ModelRunner(model, dataclasses.replace(layout, compiles=False)).trace_steps(5)
     assert len(rows) == 5
 
 

@@ -14,10 +14,10 @@ from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.layers.kinds import Layout
-from kvstrata.prefix_cache.config import DiskWrite, LadderOptions, PrecisionOptions, StoreOptions
+from kvstrata.prefix_cache.config import CacheConfig, DiskWrite, LadderConfig, PrecisionConfig
 from kvstrata.prefix_cache.keys import Identity, as_ids, chain
 from kvstrata.prefix_cache.prefix_cache import Stock, make_stock
-from kvstrata.prefix_cache.tier_client import BlockLoad, Cold
+from kvstrata.prefix_cache.tier_client import BlockLoad, TierClient
 from kvstrata.spans.contents import tally
 from kvstrata.spans.plan import make_plan
 from kvstrata.tier.lookups import finish
@@ -40,7 +40,7 @@ def store_on(
     hot_bytes: int = 1 << 30,
     disk_write: DiskWrite = "at-eviction",
     min_quantize_tokens: int = 0,
-    ladder: LadderOptions | None = None,
+    ladder: LadderConfig | None = None,
     max_arrays: int | None = None,
     patience_s: float = 60.0,
     **disk: Any,
@@ -49,14 +49,14 @@ def store_on(
     beside = {each: limits.pop(each) for each in ("files", "clock", "is_pinned") if each in limits}
     tier = DiskTier(DiskOptions(folder, **limits), chain=chain, tally=tally, **beside)
     codec = parse(name)
-    options = StoreOptions(
+    options = CacheConfig(
         hot_bytes,
         disk_write=disk_write,
         max_arrays=max_arrays,
-        precision=PrecisionOptions(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens),
-        ladder=ladder or LadderOptions(),
+        precision=PrecisionConfig(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens),
+        ladder=ladder or LadderConfig(),
     )
-    cold = Cold(tier, layout, post=lambda _: None, patience_s=patience_s)
+    cold = TierClient(tier, layout, post=lambda _: None, patience_s=patience_s)
     plan_of = partial(make_plan, layout)
     yield make_stock(layout, identity_of(layout), options, plan_of, cold=cold, clock=Clock())
     tier.close()
@@ -80,20 +80,20 @@ def write_turns(stock: Stock, tokens: list[int], ends: list[int]) -> None:
     for end in ends:
         store_tokens(stock, tokens[:end])
         settle(stock)
-    stock.spills.add_free()
+    stock.offloader.offer_changed()
     settle(stock)
     written(stock)
 
 
 def written(stock: Stock) -> int:
     """Tokens on the disk, over all chains."""
-    assert stock.cold.tier.flush(60).is_empty
-    return stock.cold.tier.usage().num_tokens
+    assert stock.disk.tier.flush(60).is_empty
+    return stock.disk.tier.usage().num_tokens
 
 
 def reachable(stock: Stock, tokens: list[int]) -> int:
     """How many a start would find."""
-    return finish(stock.cold.longest(stock.search.root_of(""), as_ids(tokens))).num_tokens
+    return finish(stock.disk.longest(stock.matcher.root_of(""), as_ids(tokens))).num_tokens
 
 
 def load(stock: Stock, tokens: list[int]) -> None:
@@ -102,14 +102,14 @@ def load(stock: Stock, tokens: list[int]) -> None:
     until_s = time.monotonic() + LOAD_TIMEOUT_S
     while not loading.is_done:
         assert time.monotonic() < until_s
-        stock.chores.work(0)
-    stock.fetches.promote(loading)
+        stock.background.run_background(0)
+    stock.prefetcher.promote(loading)
 
 
 def begin_load(stock: Stock, tokens: list[int]) -> BlockLoad:
-    lookup = stock.fetches.look(tokens, "")
+    lookup = stock.prefetcher.ask(tokens, "")
     assert lookup is not None
     assert lookup.wait(LOAD_TIMEOUT_S)
-    loading = stock.fetches.load(lookup.offers[0], tokens, "")
+    loading = stock.prefetcher.begin_load(lookup.offers[0], tokens, "")
     assert loading is not None
     return loading

@@ -16,10 +16,10 @@ from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.prefix_cache.config import PrecisionOptions, StoreOptions
+from kvstrata.prefix_cache.config import CacheConfig, PrecisionConfig
 from kvstrata.prefix_cache.entries import Lease
-from kvstrata.prefix_cache.entry_table import Watcher
-from kvstrata.prefix_cache.insertion import Filing
+from kvstrata.prefix_cache.entry_table import CacheListener
+from kvstrata.prefix_cache.insertion import Insertion
 from kvstrata.prefix_cache.keys import Identity, TokenIds
 from kvstrata.prefix_cache.prefix_cache import Stock, make_stock
 from kvstrata.spans.marks import take_mark
@@ -132,11 +132,11 @@ def new_stock(
     fingerprint: str = "weights",
     ttl_s: float | None = None,
     clock: Clock | None = None,
-    watcher: Watcher | None = None,
+    watcher: CacheListener | None = None,
 ) -> Stock:
     codec = parse(name)
-    precision = PrecisionOptions(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, live=live)
-    options = StoreOptions(hot_bytes=hot_bytes, ttl_s=ttl_s, precision=precision)
+    precision = PrecisionConfig(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, live=live)
+    options = CacheConfig(hot_bytes=hot_bytes, ttl_s=ttl_s, precision=precision)
     identity = Identity(fingerprint, "float32", tuple(spec.signature for spec in layout.flat()))
     return make_stock(layout, identity, options, partial(make_plan, layout), clock=clock or Clock(), watcher=watcher)
 
@@ -160,7 +160,7 @@ class Told:
 
     def check(self, stock: Stock) -> None:
         held: set[tuple[bytes, bytes]] = set()
-        for node in stock.shelf.tree:
+        for node in stock.table.tree:
             tokens = np.concatenate([above.tokens for above in node.path()])
             held |= _prefixes(node.root_key, tokens, node.start)
         assert self.prefixes == held
@@ -189,10 +189,10 @@ class Run:
     ) -> None:
         self.tokens = tuple(tokens)
         self.salt = salt
-        lease = stock.store.match(self.tokens[:-1], salt, session=session)
-        self.cache = SequenceCache(stock.search.layout, None, len(self.tokens) - lease.num_tokens + room, lease.prefix)
-        self._needs_marks = stock.store.needs_marks
-        self.filing: Filing = stock.store.open(lease, self.cache, salt)
+        lease = stock.store.lease(self.tokens[:-1], salt, session=session)
+        self.cache = SequenceCache(stock.matcher.layout, None, len(self.tokens) - lease.num_tokens + room, lease.prefix)
+        self._needs_marks = stock.store.needs_checkpoints
+        self.filing: Insertion = stock.store.insert(lease, self.cache, salt)
         self.num_sealed = 0
 
     @property
@@ -208,13 +208,13 @@ class Run:
 
     def seal(self, *, is_marked: bool = True) -> None:
         takes_mark = is_marked and self._needs_marks and self.num_computed > self.cache.start
-        self.filing.seal(self.tokens[: self.num_computed], take_mark(self.cache) if takes_mark else None)
+        self.filing.commit(self.tokens[: self.num_computed], take_mark(self.cache) if takes_mark else None)
         if self.num_computed > self.cache.start:
             self.num_sealed = self.num_computed
 
     def end(self) -> None:
         self.seal()
-        self.filing.end()
+        self.filing.close()
 
     def check(self, at_least: int = 8) -> None:
         for i, layer in enumerate(self.cache.flat):
@@ -235,5 +235,5 @@ def store_tokens(stock: Stock, tokens: Sequence[int], salt: str = "", *, session
 
 
 def settle(stock: Stock) -> None:
-    while stock.chores.has_work:
-        stock.chores.work(0)
+    while stock.background.has_work:
+        stock.background.run_background(0)

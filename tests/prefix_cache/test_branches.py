@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.prefix_cache.conversations import MAX_THREADS, REPLY_START_TOKENS, Branches
+from kvstrata.prefix_cache.conversations import MAX_CONVERSATIONS, REPLY_START_TOKENS, ConversationTracker
 from kvstrata.prefix_cache.entries import Thread
 from kvstrata.prefix_cache.prefix_cache import Stock
 from tests.prefix_cache.disk import reachable, store_on, written
@@ -30,11 +30,11 @@ def serve(stock: Stock, prompt: Sequence[int], reply: Sequence[int], salt: str =
 
 
 def superseded_tokens(stock: Stock) -> int:
-    return sum(node.num_tokens for node in stock.leaves.superseded())
+    return sum(node.num_tokens for node in stock.candidates.superseded())
 
 
 def stored(stock: Stock, tokens: Sequence[int]) -> int:
-    return stock.store.find(tokens, "").num_tokens
+    return stock.store.lookup(tokens, "").num_tokens
 
 
 def test_what_lies_behind_the_parting_point_is_superseded() -> None:
@@ -44,7 +44,7 @@ def test_what_lies_behind_the_parting_point_is_superseded() -> None:
     store_tokens(stock, (*PROMPT, *SAID, 1, 2, 3), session="a")
     assert superseded_tokens(stock) == len(THOUGHT + SAID)
     settle(stock)
-    stock.evictor.shrink_to(stock.shelf.held_bytes - 1)
+    stock.evictor.shrink_to(stock.table.nbytes - 1)
     assert stored(stock, (*PROMPT, *SAID, 1, 2, 3)) == len(PROMPT) + len(SAID) + 3
     assert stored(stock, PROMPT + THOUGHT + SAID) == len(PROMPT)
     assert stock.counters["evicted_tokens"] == len(THOUGHT + SAID)
@@ -116,19 +116,19 @@ def test_pins_win() -> None:
     stock.evictor.shrink_to(0)
     assert stored(stock, PROMPT + THOUGHT) == len(PROMPT + THOUGHT)
     stock.pins.unpin(PROMPT + THOUGHT, "")
-    stock.evictor.shrink_to(stock.shelf.held_bytes - 1)
+    stock.evictor.shrink_to(stock.table.nbytes - 1)
     assert stored(stock, PROMPT + THOUGHT) < len(PROMPT + THOUGHT)
 
 
 def test_sessions_and_their_threads_are_bounded() -> None:
     stock = new_stock()
-    branches = Branches(stock.shelf, stock.leaves, max_sessions=10)
+    branches = ConversationTracker(stock.table, stock.candidates, max_sessions=10)
     for number in range(100):
-        branches.ended(b"root", f"session {number}", Thread(5), (), 5)
+        branches.end_turn(b"root", f"session {number}", Thread(5), (), 5)
     assert len(branches) == 10
-    for _ in range(3 * MAX_THREADS):
-        branches.ended(b"root", "one", Thread(5), (), 5)
-    assert len(branches._sessions[b"root", "one"]) == MAX_THREADS
+    for _ in range(3 * MAX_CONVERSATIONS):
+        branches.end_turn(b"root", "one", Thread(5), (), 5)
+    assert len(branches._sessions[b"root", "one"]) == MAX_CONVERSATIONS
 
 
 def hit_rate(session_of: str, *, seed: int, share: float, num_chats: int = 12, num_turns: int = 200) -> float:
@@ -148,7 +148,7 @@ def hit_rate(session_of: str, *, seed: int, share: float, num_chats: int = 12, n
         found += serve(stock, prompt, (*thought, *said), session=session)
         asked += len(prompt)
         settle(stock)
-        stock.room.shrink_to(stock.shelf.max_bytes)
+        stock.reclaimer.shrink_to(stock.table.max_bytes)
         clock.now_s += rng.expovariate(1 / 20)
         chats[number] = (*prompt, *said, *user)
         if len(chats[number]) > 500:
@@ -167,7 +167,7 @@ def test_what_is_superseded_is_not_written(tmp_path: Path) -> None:
         serve(stock, PROMPT, THOUGHT, session="a")
         serve(stock, (*PROMPT, *SAID, 1), (2, 3), session="a")
         settle(stock)
-        stock.evictor.shrink_to(stock.shelf.held_bytes - 1)
+        stock.evictor.shrink_to(stock.table.nbytes - 1)
         assert stock.counters["dropped_tokens_superseded"] == len(THOUGHT)
         stock.evictor.shrink_to(0)
         assert reachable(stock, [*PROMPT, *SAID, 1, 2, 3]) == len(PROMPT) + len(SAID) + 3

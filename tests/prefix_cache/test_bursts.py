@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.prefix_cache.config import LadderOptions
+from kvstrata.prefix_cache.config import LadderConfig
 from kvstrata.prefix_cache.prefix_cache import Stock
 from kvstrata.tier.base import CALM_SHARE
 from tests.disk.faults import FaultyFiles, fail, wait_for
@@ -22,26 +22,26 @@ BLOCK_BYTES = 256 * TOKEN_BYTES
 def fill(stock: Stock) -> None:
     for chat in CHATS:
         store_tokens(stock, chat)
-    while not stock.rewriting.mover.idle:
-        stock.chores.work(0)
+    while not stock.transcoder.jobs.idle:
+        stock.background.run_background(0)
 
 
 def shrink_with_the_disk(stock: Stock, limit_bytes: int) -> int:
     """As the engine does it. Tells how often it had to wait for the disk."""
     num_waits = 0
-    while stock.room.shrink_to(limit_bytes) == "awaits_disk":
+    while stock.reclaimer.shrink_to(limit_bytes) == "awaits_disk":
         num_waits += 1
-        assert stock.cold.tier.flush(60).is_empty
+        assert stock.disk.tier.flush(60).is_empty
     return num_waits
 
 
 def num_found(stock: Stock, chat: list[int]) -> int:
-    return max(stock.store.find(chat, "").num_tokens, reachable(stock, chat))
+    return max(stock.store.lookup(chat, "").num_tokens, reachable(stock, chat))
 
 
 def dropped(stock: Stock) -> dict[str, int]:
-    names = [name for name in stock.reporter.count() if name.startswith("dropped_tokens_")]
-    return {name.removeprefix("dropped_tokens_"): stock.reporter.count()[name] for name in names}
+    names = [name for name in stock.usage.count() if name.startswith("dropped_tokens_")]
+    return {name.removeprefix("dropped_tokens_"): stock.usage.count()[name] for name in names}
 
 
 @pytest.mark.parametrize("queue_bytes", [9 * MIB // 16, BLOCK_BYTES, 1000])
@@ -49,26 +49,26 @@ def test_a_burst_gets_to_the_disk_through_a_small_queue(queue_bytes: int, tmp_pa
     with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=queue_bytes) as stock:
         fill(stock)
         assert shrink_with_the_disk(stock, MIB) > 3
-        assert stock.shelf.held_bytes <= MIB
+        assert stock.table.nbytes <= MIB
         assert [num_found(stock, chat) for chat in CHATS] == [1024] * 10
         assert dropped(stock) == {}
 
 
 def test_the_ladder_and_the_disk_together_lose_nothing(tmp_path: Path) -> None:
-    ladder, goes_on = LadderOptions(by_pressure=True), threading.Event()
+    ladder, goes_on = LadderConfig(by_pressure=True), threading.Event()
     files = FaultyFiles(before={"sync": wait_for(goes_on)})
     with store_on(tmp_path, hot_bytes=16 * MIB, queue_bytes=9 * MIB // 16, ladder=ladder, files=files) as stock:
         fill(stock)
         # As long as the disk takes nothing, spans step down as far as they may; then the store waits for it.
-        assert stock.room.shrink_to(MIB // 2, 0.0) == "steps_down"
-        while not stock.rewriting.mover.idle:
-            stock.rewriting.mover.work(1.0)
-        assert stock.room.shrink_to(MIB // 2, 0.0) == "awaits_disk"
-        assert set(stock.reporter.usage().by_precision) == {"planes:4"}
-        assert [stock.store.find(chat, "").num_tokens for chat in CHATS] == [1024] * 10
+        assert stock.reclaimer.shrink_to(MIB // 2, 0.0) == "steps_down"
+        while not stock.transcoder.jobs.idle:
+            stock.transcoder.jobs.run(1.0)
+        assert stock.reclaimer.shrink_to(MIB // 2, 0.0) == "awaits_disk"
+        assert set(stock.usage.usage().by_precision) == {"planes:4"}
+        assert [stock.store.lookup(chat, "").num_tokens for chat in CHATS] == [1024] * 10
         goes_on.set()
         shrink_with_the_disk(stock, MIB // 2)
-        assert stock.shelf.held_bytes <= MIB // 2
+        assert stock.table.nbytes <= MIB // 2
         assert [num_found(stock, chat) for chat in CHATS] == [1024] * 10
         assert dropped(stock) == {}
 
@@ -77,13 +77,13 @@ def test_memory_that_is_needed_now_is_not_waited_for_and_what_is_lost_is_counted
     goes_on = threading.Event()
     with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=FaultyFiles(before={"sync": wait_for(goes_on)})) as stock:
         fill(stock)
-        assert stock.room.shrink_to(MIB) == "awaits_disk"
-        assert stock.shelf.held_bytes == 10 * MIB
-        stock.room.shrink_to(5 * MIB, most_bytes=5 * MIB)
-        assert stock.shelf.held_bytes <= 5 * MIB
+        assert stock.reclaimer.shrink_to(MIB) == "awaits_disk"
+        assert stock.table.nbytes == 10 * MIB
+        stock.reclaimer.shrink_to(5 * MIB, most_bytes=5 * MIB)
+        assert stock.table.nbytes <= 5 * MIB
         # Of one of them the first block is in the queue.
         assert dropped(stock) == {"disk_slow": 5 * 1024 - 256}
-        assert stock.reporter.count()["refused_disk_slow"] == 5
+        assert stock.usage.count()["refused_disk_slow"] == 5
         goes_on.set()
 
 
@@ -91,16 +91,16 @@ def test_what_the_disk_has_goes_rather_than_what_would_be_lost(tmp_path: Path) -
     goes_on, files = threading.Event(), FaultyFiles()
     with store_on(tmp_path, queue_bytes=4 * BLOCK_BYTES, files=files) as stock:
         fill(stock)
-        newest = tuple(stock.shelf.entries)[-1]
-        stock.spills.add(newest)
+        newest = tuple(stock.table.entries)[-1]
+        stock.offloader.add_entry(newest)
         settle(stock)
         assert written(stock) == 1024
         # Whatever it is worth: the others are much older.
-        stock.leaves._clock.now_s += 1e6  # pyright: ignore[reportFunctionMemberAccess]
-        stock.store.release(stock.store.match(CHATS[-1], ""))
+        stock.candidates._clock.now_s += 1e6  # pyright: ignore[reportFunctionMemberAccess]
+        stock.store.release(stock.store.lease(CHATS[-1], ""))
         files.before = {"sync": wait_for(goes_on)}
-        stock.room.shrink_to(stock.shelf.held_bytes - 2 * MIB, most_bytes=stock.shelf.held_bytes - 2 * MIB)
-        assert stock.store.find(CHATS[-1], "").num_tokens == 0
+        stock.reclaimer.shrink_to(stock.table.nbytes - 2 * MIB, most_bytes=stock.table.nbytes - 2 * MIB)
+        assert stock.store.lookup(CHATS[-1], "").num_tokens == 0
         assert dropped(stock) == {}
         goes_on.set()
 
@@ -111,11 +111,11 @@ def test_what_the_disk_has_goes_rather_than_what_would_be_lost(tmp_path: Path) -
 def test_a_disk_that_fails_holds_up_nobody(code: int, reason: str, tmp_path: Path) -> None:
     with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=FaultyFiles(before={"sync": fail(code)})) as stock:
         fill(stock)
-        stock.room.shrink_to(9 * MIB)
-        while not stock.cold.tier.usage().paused_because:
+        stock.reclaimer.shrink_to(9 * MIB)
+        while not stock.disk.tier.usage().paused_because:
             pass
-        assert stock.room.shrink_to(MIB) == "done"
-        assert stock.shelf.held_bytes <= MIB
+        assert stock.reclaimer.shrink_to(MIB) == "done"
+        assert stock.table.nbytes <= MIB
         assert set(dropped(stock)) == {reason}
         assert dropped(stock)[reason] >= 8 * 1024
 
@@ -125,11 +125,11 @@ def test_a_disk_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
     files = FaultyFiles(before={"sync": wait_for(goes_on)})
     with store_on(tmp_path, queue_bytes=BLOCK_BYTES, files=files, patience_s=0.2) as stock:
         fill(stock)
-        assert stock.room.shrink_to(9 * MIB) == "awaits_disk"
-        while stock.room.shrink_to(9 * MIB) == "awaits_disk":
+        assert stock.reclaimer.shrink_to(9 * MIB) == "awaits_disk"
+        while stock.reclaimer.shrink_to(9 * MIB) == "awaits_disk":
             pass
         # From now on no request waits.
-        assert stock.room.shrink_to(MIB) == "done"
+        assert stock.reclaimer.shrink_to(MIB) == "done"
         assert dropped(stock)["disk_slow"] >= 8 * 1024
         goes_on.set()
 
@@ -137,11 +137,11 @@ def test_a_disk_that_hangs_is_waited_for_once(tmp_path: Path) -> None:
 def test_what_is_not_written_by_choice_is_counted_so(tmp_path: Path) -> None:
     with store_on(tmp_path, second_touch=True) as stock:
         fill(stock)
-        assert stock.room.shrink_to(9 * MIB) == "done"
+        assert stock.reclaimer.shrink_to(9 * MIB) == "done"
         assert set(dropped(stock)) == {"first_touch"}
     with store_on(tmp_path / "budget", daily_write_bytes=1000) as stock:
         fill(stock)
-        assert stock.room.shrink_to(9 * MIB) == "done"
+        assert stock.reclaimer.shrink_to(9 * MIB) == "done"
         assert set(dropped(stock)) == {"write_budget"}
 
 
@@ -149,39 +149,39 @@ def test_what_found_the_queue_full_is_written_as_soon_as_there_is_room(tmp_path:
     """Also where no request comes that would need the memory."""
     with store_on(tmp_path, queue_bytes=BLOCK_BYTES) as stock:
         fill(stock)
-        stock.spills.add_free()
+        stock.offloader.offer_changed()
         for _ in range(1000):
             settle(stock)
-            assert stock.cold.tier.flush(60).is_empty
-            if not stock.chores.has_work:
+            assert stock.disk.tier.flush(60).is_empty
+            if not stock.background.has_work:
                 break
         assert [reachable(stock, chat) for chat in CHATS] == [1024] * 10
 
 
 def test_what_the_disk_has_too_goes_before_others_step_down(tmp_path: Path) -> None:
-    with store_on(tmp_path, ladder=LadderOptions(by_pressure=True)) as stock:
+    with store_on(tmp_path, ladder=LadderConfig(by_pressure=True)) as stock:
         fill(stock)
-        stock.spills.add(tuple(stock.shelf.entries)[5])
+        stock.offloader.add_entry(tuple(stock.table.entries)[5])
         settle(stock)
-        assert stock.room.shrink_to(9 * MIB, 0.0) == "done"
-        assert stock.store.find(CHATS[5], "").num_tokens < 1024
-        assert stock.reporter.count()["stepped_down_spans"] == 0
+        assert stock.reclaimer.shrink_to(9 * MIB, 0.0) == "done"
+        assert stock.store.lookup(CHATS[5], "").num_tokens < 1024
+        assert stock.usage.count()["stepped_down_spans"] == 0
         # Now none of them is on the disk, and memory is still short.
-        stock.room.shrink_to(8 * MIB, 0.0)
-        assert stock.reporter.count()["stepped_down_spans"] > 0
+        stock.reclaimer.shrink_to(8 * MIB, 0.0)
+        assert stock.usage.count()["stepped_down_spans"] > 0
 
 
 def test_what_is_in_use_is_not_thrown_out_just_because_the_disk_has_it(tmp_path: Path) -> None:
     """Where the disk takes nothing that was asked for once, only what is asked for often is there."""
     with store_on(tmp_path, second_touch=True) as stock:
         fill(stock)
-        stock.leaves._clock.now_s += 1e6  # pyright: ignore[reportFunctionMemberAccess]
-        stock.store.release(stock.store.match(CHATS[0], ""))
-        stock.spills.add_free()
+        stock.candidates._clock.now_s += 1e6  # pyright: ignore[reportFunctionMemberAccess]
+        stock.store.release(stock.store.lease(CHATS[0], ""))
+        stock.offloader.offer_changed()
         settle(stock)
         assert written(stock) == 1024
-        assert stock.room.shrink_to(5 * MIB) == "done"
-        assert stock.store.find(CHATS[0], "").num_tokens == 1024
+        assert stock.reclaimer.shrink_to(5 * MIB) == "done"
+        assert stock.store.lookup(CHATS[0], "").num_tokens == 1024
 
 
 def test_what_is_written_ahead_of_need_waits_for_the_disk_beside_streams(tmp_path: Path) -> None:
@@ -190,15 +190,15 @@ def test_what_is_written_ahead_of_need_waits_for_the_disk_beside_streams(tmp_pat
     queue_bytes = 16 * BLOCK_BYTES
     with store_on(tmp_path, queue_bytes=queue_bytes, files=files, disk_write="after-reply") as stock:
         fill(stock)
-        while stock.chores.has_work_beside_streams:
-            stock.chores.work(0)
-        queued_bytes = stock.cold.tier.writing().queue_bytes
+        while stock.background.has_work_beside_streams:
+            stock.background.run_background(0)
+        queued_bytes = stock.disk.tier.writing().queue_bytes
         assert CALM_SHARE * queue_bytes < queued_bytes <= CALM_SHARE * queue_bytes + BLOCK_BYTES
-        assert stock.chores.has_work
+        assert stock.background.has_work
         goes_on.set()
-        while stock.chores.has_work:
+        while stock.background.has_work:
             settle(stock)
-            assert stock.cold.tier.flush(60).is_empty
+            assert stock.disk.tier.flush(60).is_empty
         assert [reachable(stock, chat) for chat in CHATS] == [1024] * 10
 
 
@@ -207,8 +207,8 @@ def test_what_memory_must_let_go_waits_for_no_calm_disk(tmp_path: Path) -> None:
     files = FaultyFiles(before={"sync": wait_for(goes_on)})
     with store_on(tmp_path, queue_bytes=16 * BLOCK_BYTES, files=files, disk_write="after-reply") as stock:
         fill(stock)
-        while stock.chores.has_work_beside_streams:
-            stock.chores.work(0)
-        stock.room.shrink_to(stock.shelf.held_bytes, 0.0)
-        assert stock.chores.has_work_beside_streams
+        while stock.background.has_work_beside_streams:
+            stock.background.run_background(0)
+        stock.reclaimer.shrink_to(stock.table.nbytes, 0.0)
+        assert stock.background.has_work_beside_streams
         goes_on.set()

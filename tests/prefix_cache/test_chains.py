@@ -22,7 +22,7 @@ LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
 def test_a_long_chat_is_written_once(layout: Layout, tmp_path: Path) -> None:
     with store_on(tmp_path, layout, disk_write="after-reply") as stock:
         tokens = chat(stock, [], NUM_TURNS)
-        assert len(stock.shelf.entries) <= MAX_SPANS
+        assert len(stock.table.entries) <= MAX_SPANS
         assert written(stock) == reachable(stock, tokens) == len(tokens)
 
 
@@ -41,9 +41,9 @@ def test_what_was_cut_short_in_memory_is_not_written_again(tmp_path: Path) -> No
     """The cut is somewhere in a block, and so is the beginning of what is loaded after it."""
     with store_on(tmp_path, disk_write="after-reply") as stock:
         tokens = chat(stock, chat(stock, [], 1, turn_tokens=100), 1, seed=1, turn_tokens=2000)
-        stock.store.release(stock.store.match(tokens, ""))
-        stock.room.shrink_to(stock.shelf.held_bytes - 10)
-        assert stock.store.find(tokens, "").num_tokens == 100 + 1536
+        stock.store.release(stock.store.lease(tokens, ""))
+        stock.reclaimer.shrink_to(stock.table.nbytes - 10)
+        assert stock.store.lookup(tokens, "").num_tokens == 100 + 1536
         load(stock, tokens)
         tokens = chat(stock, tokens, 2, seed=2)
         assert written(stock) == reachable(stock, tokens) == len(tokens)
@@ -64,9 +64,9 @@ def test_a_chat_that_parts_shares_what_comes_before(tmp_path: Path) -> None:
 def await_rows(stock: Stock, num_blocks: int) -> None:
     """A catalogue that was lost is rebuilt while the server answers."""
     deadline = time.monotonic() + 30
-    while stock.cold.tier.usage().num_blocks < num_blocks and time.monotonic() < deadline:
+    while stock.disk.tier.usage().num_blocks < num_blocks and time.monotonic() < deadline:
         time.sleep(0.005)
-    assert stock.cold.tier.usage().num_blocks == num_blocks
+    assert stock.disk.tier.usage().num_blocks == num_blocks
 
 
 def test_the_longest_of_several_chains_is_continued(tmp_path: Path) -> None:
@@ -89,14 +89,14 @@ def test_the_longest_of_several_chains_is_continued(tmp_path: Path) -> None:
         assert written(stock) == 300 + 700 + 200
         stock.clearing.clear(tier="hot")
         load(stock, tokens)
-        lease = stock.store.match(tokens, "")
+        lease = stock.store.lease(tokens, "")
         check_lease(lease, tokens)
         assert lease.num_tokens == 900
 
 
 def test_a_block_that_is_missing_is_written_and_the_rest_hangs_on_it(tmp_path: Path) -> None:
     with store_on(tmp_path, disk_write="after-reply") as stock:
-        tier = stock.cold.tier
+        tier = stock.disk.tier
         tokens = chat(stock, [], 1, turn_tokens=2000)
         written(stock)
         tier.remove([row.id for row in rows_of(tier) if row.start == 512])

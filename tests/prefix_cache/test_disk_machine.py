@@ -11,8 +11,8 @@ from kvstrata.codecs.registry import parse
 from kvstrata.prefix_cache.config import DiskWrite
 from kvstrata.prefix_cache.keys import as_ids
 from kvstrata.prefix_cache.prefix_cache import Stock
-from kvstrata.prefix_cache.radix_tree import Tree
-from kvstrata.prefix_cache.requantize import Change
+from kvstrata.prefix_cache.radix_tree import RadixTree
+from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.spans.plan import make_plan
 from tests.prefix_cache.disk import load, random_tokens, reachable, store_on, written
 from tests.prefix_cache.kv import LAYOUT, Run, check_lease, settle, store_tokens
@@ -28,7 +28,7 @@ class Conversations:
         self.stock = stock
         self.source = random.Random(seed)
         self.stored: list[list[int]] = []
-        self.tree: Tree[None] = Tree()
+        self.tree: RadixTree[None] = RadixTree()
 
     def move(self) -> None:
         move = self.source.choice(MOVES if self.stored else ["turn"])
@@ -55,30 +55,32 @@ class Conversations:
 
     def work(self) -> None:
         for _ in range(self.source.randrange(1, 12)):
-            if self.stock.chores.has_work:
-                self.stock.chores.work(0)
+            if self.stock.background.has_work:
+                self.stock.background.run_background(0)
 
     def shrink(self) -> None:
-        most_bytes = int(self.stock.shelf.held_bytes * self.source.choice([0, 0.3, 0.7, 0.95]))
-        self.stock.room.shrink_to(most_bytes, 0.0, most_bytes=most_bytes)
+        most_bytes = int(self.stock.table.nbytes * self.source.choice([0, 0.3, 0.7, 0.95]))
+        self.stock.reclaimer.shrink_to(most_bytes, 0.0, most_bytes=most_bytes)
 
     def load(self) -> None:
         tokens = self.source.choice(self.stored)
-        if reachable(self.stock, tokens) > self.stock.store.find(tokens, "").num_tokens:
+        if reachable(self.stock, tokens) > self.stock.store.lookup(tokens, "").num_tokens:
             load(self.stock, tokens)
 
     def settle(self) -> None:
         settle(self.stock)
 
     def spill(self) -> None:
-        self.stock.spills.add_free()
+        self.stock.offloader.offer_changed()
 
     def flush(self) -> None:
         self.stock.flush(60)
 
     def lower(self) -> None:
         name = self.source.choice(["raw", "planes:8"])
-        self.stock.changes.requantize(Change(k=parse(name), v=parse(name)), make_plan(LAYOUT, parse(name), parse(name)))
+        self.stock.requantizer.requantize(
+            PrecisionChange(k=parse(name), v=parse(name)), make_plan(LAYOUT, parse(name), parse(name))
+        )
 
     def longer(self, tokens: list[int]) -> list[int]:
         return [*tokens, *random_tokens(self.source.choice([5, 40, 100, 300, 700]), self.source.randrange(1 << 30))]
@@ -92,7 +94,7 @@ class Conversations:
         self.tree.insert(ROOT, as_ids(tokens), None)
 
     def check(self, tokens: list[int]) -> None:
-        lease = self.stock.store.match(tokens, "")
+        lease = self.stock.store.lease(tokens, "")
         check_lease(lease, tokens)
         self.stock.store.release(lease)
         assert max(lease.num_tokens, self.on_disk(tokens)) == len(tokens)

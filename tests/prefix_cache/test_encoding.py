@@ -18,37 +18,37 @@ RAW, ENCODED = ("raw", "raw"), ("planes:8", "planes:8")
 
 
 def precisions(stock: Stock, tokens: list[int]) -> set[tuple[str, str]]:
-    return {precision_of(entry.span) for entry in stock.store.find(tokens, "").entries}
+    return {precision_of(entry.span) for entry in stock.store.lookup(tokens, "").entries}
 
 
 def test_lease_encodes_nothing() -> None:
     stock, tokens = new_stock("planes:8"), random_tokens(NUM_TOKENS, 1)
     store_tokens(stock, tokens)
-    lease = stock.store.match(tokens, "")
+    lease = stock.store.lease(tokens, "")
     assert lease.num_tokens == NUM_TOKENS
     assert precisions(stock, tokens) == {RAW}
     stock.store.release(lease)
     settle(stock)
     assert precisions(stock, tokens) == {ENCODED}
-    check_lease(stock.store.match(tokens, ""), tokens)
+    check_lease(stock.store.lease(tokens, ""), tokens)
 
 
 def test_prefix_that_a_request_waits_for_is_encoded_first() -> None:
     stock, first, second = new_stock("planes:8"), random_tokens(NUM_TOKENS, 1), random_tokens(NUM_TOKENS, 2)
     for tokens in (first, second):
         store_tokens(stock, tokens)
-    while stock.store.awaits_encoding(stock.store.find(second, "")):
-        stock.chores.work(0)
+    while stock.store.awaits_encoding(stock.store.lookup(second, "")):
+        stock.background.run_background(0)
     assert precisions(stock, second) == {ENCODED}
     assert precisions(stock, first) == {RAW}
-    assert stock.store.awaits_encoding(stock.store.find(first, ""))
+    assert stock.store.awaits_encoding(stock.store.lookup(first, ""))
 
 
 def test_prefix_that_stays_raw_is_not_waited_for() -> None:
     stock, tokens = new_stock("raw"), random_tokens(NUM_TOKENS, 1)
     store_tokens(stock, tokens)
-    assert stock.rewriting.mover.waiting
-    assert not stock.store.awaits_encoding(stock.store.find(tokens, ""))
+    assert stock.transcoder.jobs.waiting
+    assert not stock.store.awaits_encoding(stock.store.lookup(tokens, ""))
 
 
 def test_prefix_that_another_request_reads_is_not_waited_for() -> None:
@@ -56,7 +56,7 @@ def test_prefix_that_another_request_reads_is_not_waited_for() -> None:
     stock, tokens = new_stock("planes:8"), random_tokens(NUM_TOKENS, 1)
     store_tokens(stock, tokens)
     reader = Run(stock, [*tokens, *random_tokens(10, 2)])
-    assert not stock.store.awaits_encoding(stock.store.find(tokens, ""))
+    assert not stock.store.awaits_encoding(stock.store.lookup(tokens, ""))
     settle(stock)
     assert precisions(stock, tokens) == {RAW}
     reader.compute(reader.left)
@@ -80,21 +80,21 @@ def test_eviction_without_time_writes_a_span_as_it_is(tmp_path: Path, num_encode
     with store_on(tmp_path, name="planes:8") as stock:
         tokens = random_tokens(NUM_TOKENS, 1)
         store_tokens(stock, tokens)
-        stock.room.shrink_to(0, 0.0, most_bytes=0)
-        assert stock.shelf.held_bytes == 0
+        stock.reclaimer.shrink_to(0, 0.0, most_bytes=0)
+        assert stock.table.nbytes == 0
         assert num_encoded == [0]
         assert written(stock) == reachable(stock, tokens) == NUM_TOKENS
         load(stock, tokens)
         settle(stock)
         assert precisions(stock, tokens) == {ENCODED}
-        check_lease(stock.store.match(tokens, ""), tokens)
+        check_lease(stock.store.lease(tokens, ""), tokens)
 
 
 def test_eviction_with_time_encodes_a_span_before_it_is_written(tmp_path: Path, num_encoded: list[int]) -> None:
     with store_on(tmp_path, name="planes:8") as stock:
         tokens = random_tokens(NUM_TOKENS, 1)
         store_tokens(stock, tokens)
-        stock.room.shrink_to(0)
+        stock.reclaimer.shrink_to(0)
         assert num_encoded[0] >= 2
         assert written(stock) == NUM_TOKENS
 
@@ -104,10 +104,10 @@ def test_limit_on_arrays_evicts_nothing_while_a_leaf_is_handed_to_the_disk(tmp_p
         chats = [random_tokens(NUM_TOKENS, seed) for seed in range(3)]
         for tokens in chats:
             store_tokens(stock, tokens)
-        stock.room.shrink_to(stock.shelf.held_bytes // 2)
-        assert not stock.shelf.has_too_many_arrays
+        stock.reclaimer.shrink_to(stock.table.nbytes // 2)
+        assert not stock.table.has_too_many_arrays
         settle(stock)
-        stock.room.shrink_to(stock.shelf.max_bytes)
-        assert not stock.shelf.has_too_many_arrays
+        stock.reclaimer.shrink_to(stock.table.max_bytes)
+        assert not stock.table.has_too_many_arrays
         assert written(stock) > 0
-        assert all(reachable(stock, tokens) or stock.store.find(tokens, "").num_tokens for tokens in chats)
+        assert all(reachable(stock, tokens) or stock.store.lookup(tokens, "").num_tokens for tokens in chats)

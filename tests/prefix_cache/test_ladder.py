@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.errors import ConfigError
-from kvstrata.prefix_cache.config import Floors
-from kvstrata.prefix_cache.ladder import Bits, Ladder, Move, Standing, parse_lengths
+from kvstrata.prefix_cache.config import PrecisionFloors
+from kvstrata.prefix_cache.ladder import Bits, Ladder, LadderMove, SpanPrecision, parse_lengths
 
 NUMBERS = st.sampled_from([32, 16, 8, 4, 2, 0])
 BITS = st.builds(Bits, NUMBERS, NUMBERS)
-SPANS = st.builds(Standing, BITS, st.integers(0, 1000), st.floats(0, 100))
-FLOORS = st.builds(Floors, st.sampled_from([8, 4, 2]), st.sampled_from([8, 4, 2]))
+SPANS = st.builds(SpanPrecision, BITS, st.integers(0, 1000), st.floats(0, 100))
+FLOORS = st.builds(PrecisionFloors, st.sampled_from([8, 4, 2]), st.sampled_from([8, 4, 2]))
 
 
 def token_bytes(bits: Bits) -> float:
@@ -32,14 +32,16 @@ def edged_token_bytes(bits: Bits) -> float:
 Size = Callable[[Bits], float]
 
 
-def step_down(spans: Sequence[Standing], need: float, floors: Floors, size: Size = token_bytes) -> dict[int, Move[int]]:
+def step_down(
+    spans: Sequence[SpanPrecision], need: float, floors: PrecisionFloors, size: Size = token_bytes
+) -> dict[int, LadderMove[int]]:
     ladder: Ladder[int] = Ladder(floors, size)
     for id_, span in enumerate(spans):
-        ladder.put(id_, span)
+        ladder.put_span(id_, span)
     return {move.id: move for move in ladder.choose(need)}
 
 
-def by_hand(spans: Sequence[Standing], need: float, floors: Floors, size: Size) -> dict[int, Bits]:
+def by_hand(spans: Sequence[SpanPrecision], need: float, floors: PrecisionFloors, size: Size) -> dict[int, Bits]:
     """Every span looked at on every rung."""
     bits = {id_: span.bits for id_, span in enumerate(spans)}
     for rung, side in ((rung, side) for rung in (8, 4, 2) for side in "vk"):
@@ -59,7 +61,7 @@ def by_hand(spans: Sequence[Standing], need: float, floors: Floors, size: Size) 
     st.sampled_from([token_bytes, edged_token_bytes]),
 )
 def test_moves_are_those_of_looking_at_every_span_on_every_rung(
-    spans: list[Standing], need: int, floors: Floors, size: Size
+    spans: list[SpanPrecision], need: int, floors: PrecisionFloors, size: Size
 ) -> None:
     moves = step_down(spans, need, floors, size)
     assert {id_: move.after for id_, move in moves.items()} == by_hand(spans, need, floors, size)
@@ -67,7 +69,7 @@ def test_moves_are_those_of_looking_at_every_span_on_every_rung(
 
 
 @given(st.lists(SPANS, max_size=8), st.integers(0, 20_000), FLOORS)
-def test_nothing_goes_up_or_below_its_floor(spans: list[Standing], need: int, floors: Floors) -> None:
+def test_nothing_goes_up_or_below_its_floor(spans: list[SpanPrecision], need: int, floors: PrecisionFloors) -> None:
     for move in step_down(spans, need, floors).values():
         before, after = move.before, move.after
         assert after != before
@@ -76,38 +78,40 @@ def test_nothing_goes_up_or_below_its_floor(spans: list[Standing], need: int, fl
 
 
 @given(st.lists(SPANS, max_size=8), st.integers(0, 20_000))
-def test_more_need_never_moves_less(spans: list[Standing], need: int) -> None:
-    less, more = step_down(spans, need, Floors()), step_down(spans, need + 500, Floors())
+def test_more_need_never_moves_less(spans: list[SpanPrecision], need: int) -> None:
+    less, more = step_down(spans, need, PrecisionFloors()), step_down(spans, need + 500, PrecisionFloors())
     for id_, move in less.items():
         assert more[id_].after.k <= move.after.k
         assert more[id_].after.v <= move.after.v
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), SPANS | st.none() | st.integers(0, 3000)), max_size=30))
-def test_the_ladder_goes_by_what_it_was_told_last(told: list[tuple[int, Standing | int | None]]) -> None:
-    ladder: Ladder[int] = Ladder(Floors(), token_bytes)
-    known: dict[int, Standing] = {}
+def test_the_ladder_goes_by_what_it_was_told_last(told: list[tuple[int, SpanPrecision | int | None]]) -> None:
+    ladder: Ladder[int] = Ladder(PrecisionFloors(), token_bytes)
+    known: dict[int, SpanPrecision] = {}
     for id_, what in told:
-        if isinstance(what, Standing):
+        if isinstance(what, SpanPrecision):
             known[id_] = replace(what, used_s=float(id_))
-            ladder.put(id_, known[id_])
+            ladder.put_span(id_, known[id_])
         elif what is None:
             known.pop(id_, None)
-            ladder.discard(id_)
+            ladder.discard_span(id_)
         else:
-            fresh: Ladder[int] = Ladder(Floors(), token_bytes)
+            fresh: Ladder[int] = Ladder(PrecisionFloors(), token_bytes)
             for each, span in known.items():
-                fresh.put(each, span)
+                fresh.put_span(each, span)
             moves = ladder.choose(what)
             assert moves == fresh.choose(what)
             known |= {move.id: replace(known[move.id], bits=move.after) for move in moves}
 
 
 def test_the_coldest_values_go_first_then_keys_then_the_next_rung() -> None:
-    spans = [Standing(Bits(16, 16), 10, used_s=2.0), Standing(Bits(16, 16), 10, used_s=1.0)]
+    spans = [SpanPrecision(Bits(16, 16), 10, used_s=2.0), SpanPrecision(Bits(16, 16), 10, used_s=1.0)]
 
     def moved(need: int) -> dict[int, tuple[int, int]]:
-        return {id_: (move.after.k, move.after.v) for id_, move in step_down(spans, need, Floors(4, 4)).items()}
+        return {
+            id_: (move.after.k, move.after.v) for id_, move in step_down(spans, need, PrecisionFloors(4, 4)).items()
+        }
 
     assert moved(0) == {}
     assert moved(80) == {1: (16, 8)}
@@ -119,14 +123,14 @@ def test_the_coldest_values_go_first_then_keys_then_the_next_rung() -> None:
 
 
 def test_what_a_move_frees_is_what_the_layers_that_follow_it_free() -> None:
-    spans = [Standing(Bits(8, 8), 10, used_s=i) for i in range(4)]
-    moves = step_down(spans, 160, Floors(), edged_token_bytes)
+    spans = [SpanPrecision(Bits(8, 8), 10, used_s=i) for i in range(4)]
+    moves = step_down(spans, 160, PrecisionFloors(), edged_token_bytes)
     assert {id_: move.after for id_, move in moves.items()} == {0: Bits(8, 4), 1: Bits(8, 4)}
 
 
 @given(st.lists(SPANS, max_size=8), st.integers(0, 20_000))
-def test_a_move_that_frees_nothing_is_not_made(spans: list[Standing], need: int) -> None:
-    assert step_down(spans, need, Floors(), lambda bits: max(bits.k, 32) + max(bits.v, 32)) == {}
+def test_a_move_that_frees_nothing_is_not_made(spans: list[SpanPrecision], need: int) -> None:
+    assert step_down(spans, need, PrecisionFloors(), lambda bits: max(bits.k, 32) + max(bits.v, 32)) == {}
 
 
 def test_lengths_are_read_or_refused() -> None:

@@ -18,8 +18,8 @@ from kvstrata.codecs.registry import parse
 from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.keys import root_key
 from kvstrata.prefix_cache.prefix_cache import Stock
-from kvstrata.prefix_cache.requantize import Change
-from kvstrata.prefix_cache.usage import Share, share_of
+from kvstrata.prefix_cache.requantize import PrecisionChange
+from kvstrata.prefix_cache.usage import UsageShare, share_of
 from kvstrata.spans.live import live_bytes
 from kvstrata.spans.plan import make_plan
 from tests.prefix_cache.kv import HYBRID, LAYOUT, Clock, Run, Told, check_lease, new_stock, settle, store_tokens
@@ -48,7 +48,7 @@ def warm_up() -> None:
         stock = new_stock(name, min_quantize_tokens=0)
         store_tokens(stock, range(300))
         settle(stock)
-        check_lease(stock.store.match(range(300), ""), range(300))
+        check_lease(stock.store.lease(range(300), ""), range(300))
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Naive:
     def follow(self, stock: Stock) -> None:
         """After an eviction: of each only so much is there as the store still has."""
         for salt, known in self.filed.items():
-            left = {tokens[: stock.store.find(tokens, salt).matched_tokens] for tokens in known}
+            left = {tokens[: stock.store.lookup(tokens, salt).matched_tokens] for tokens in known}
             self.filed[salt] = [tokens for tokens in left if tokens]
 
 
@@ -131,7 +131,7 @@ class StoreMachine(RuleBasedStateMachine):
     def is_longest(self, num_tokens: int, tokens: Tokens, salt: str) -> None:
         """All that is there; or some of it, where a model cannot be resumed anywhere."""
         longest = self.naive.longest(tokens, salt)
-        assert num_tokens <= longest if self.stock.store.needs_marks else num_tokens == longest
+        assert num_tokens <= longest if self.stock.store.needs_checkpoints else num_tokens == longest
 
     @precondition(lambda self: self.runs)
     @rule(seed=SEEDS, share=SHARES, is_sealed=st.booleans(), is_marked=st.booleans())
@@ -178,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(salt=SALTS, seed=SEEDS)
     def match(self, salt: str, seed: int) -> None:
         tokens = self.known(salt, seed)
-        lease = self.stock.store.match(tokens, salt)
+        lease = self.stock.store.lease(tokens, salt)
         self.is_longest(lease.num_tokens, tokens, salt)
         check_lease(lease, tokens, self.at_least)
         self.leases.append((lease, tokens, salt))
@@ -213,53 +213,53 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(share=SHARES, passed_s=st.sampled_from([0.0, 1.0, 3600.0]))
     def evict(self, share: float, passed_s: float) -> None:
         self.clock.now_s += passed_s
-        limit = int(self.stock.shelf.held_bytes * share)
-        self.stock.room.shrink_to(limit)
-        assert self.stock.shelf.held_bytes <= limit or self.stock.shelf.free_bytes == 0
+        limit = int(self.stock.table.nbytes * share)
+        self.stock.reclaimer.shrink_to(limit)
+        assert self.stock.table.nbytes <= limit or self.stock.table.evictable_bytes == 0
         self.keeps_what_is_used()
 
     @rule(salt=st.sampled_from([None, "", "other"]))
     def clear(self, salt: str | None) -> None:
-        before = self.stock.shelf.held_bytes
+        before = self.stock.table.nbytes
         cleared = self.stock.clearing.clear(salt)
-        assert self.stock.shelf.held_bytes == before - cleared.nbytes
+        assert self.stock.table.nbytes == before - cleared.nbytes
         if salt is None:
-            assert self.stock.shelf.free_bytes == 0
+            assert self.stock.table.evictable_bytes == 0
         self.keeps_what_is_used()
 
     def keeps_what_is_used(self) -> None:
         for lease, tokens, salt in self.leases:
-            assert self.stock.store.find(tokens, salt).matched_tokens >= lease.num_tokens
+            assert self.stock.store.lookup(tokens, salt).matched_tokens >= lease.num_tokens
         for tokens, salt in self.pins:
-            assert self.stock.store.find(tokens, salt).num_tokens == len(tokens)
+            assert self.stock.store.lookup(tokens, salt).num_tokens == len(tokens)
         for run in self.runs:
-            assert self.stock.store.find(run.tokens, run.salt).matched_tokens >= max(run.cache.start, run.num_sealed)
+            assert self.stock.store.lookup(run.tokens, run.salt).matched_tokens >= max(run.cache.start, run.num_sealed)
         self.naive.follow(self.stock)
 
     @rule(k=NAMES, v=NAMES, scope=st.sampled_from(["all", "live", "stored"]), force=RARELY, dry=st.booleans())
     def requantize(self, k: str, v: str, scope: str, force: bool, dry: bool) -> None:
-        change = Change(parse(k), parse(v), scope=scope, force=force, dry_run=dry)  # pyright: ignore[reportArgumentType]
-        told = self.stock.changes.requantize(change, make_plan(self.layout, parse(k), parse(v)))
+        change = PrecisionChange(parse(k), parse(v), scope=scope, force=force, dry_run=dry)  # pyright: ignore[reportArgumentType]
+        told = self.stock.requantizer.requantize(change, make_plan(self.layout, parse(k), parse(v)))
         assert told.dry_run == dry
         if force and not dry:
             self.at_least = 2
 
     @rule()
     def cancel_requantize(self) -> None:
-        self.stock.changes.cancel()
-        assert not self.stock.changes.progress().is_running
+        self.stock.requantizer.cancel()
+        assert not self.stock.requantizer.progress().is_running
 
     @rule(times=st.integers(1, 4))
     def work(self, times: int) -> None:
         for _ in range(times):
-            self.stock.chores.work(0)
+            self.stock.background.run_background(0)
 
     @rule()
     def finish_work(self) -> None:
         settle(self.stock)
         # What is in use is looked at again when it is released.
-        for entry in self.stock.shelf.entries:
-            assert entry.is_running or entry.num_leases or self.stock.rewriting.precision.plan_for(entry) is None
+        for entry in self.stock.table.entries:
+            assert entry.is_running or entry.num_leases or self.stock.transcoder.precision.pending_plan(entry) is None
 
     # What always holds.
 
@@ -277,9 +277,9 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_right(self) -> None:
-        entries = self.stock.shelf.entries
-        assert self.stock.shelf.held_bytes == sum(entry.nbytes for entry in entries)
-        assert self.stock.shelf.free_bytes == sum(entry.nbytes for entry in entries if entry.is_free)
+        entries = self.stock.table.entries
+        assert self.stock.table.nbytes == sum(entry.nbytes for entry in entries)
+        assert self.stock.table.evictable_bytes == sum(entry.nbytes for entry in entries if entry.is_evictable)
         for entry in entries:
             assert entry.nbytes == entry.span.nbytes - live_bytes(entry.span) * entry.is_running
         used = [entry for lease, _, _ in self.leases for entry in lease.entries]
@@ -288,49 +288,49 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def running_sums_are_those_of_all_entries(self) -> None:
-        stock, total = self.stock, Share()
-        for entry in stock.shelf.entries:
+        stock, total = self.stock, UsageShare()
+        for entry in stock.table.entries:
             total.add(share_of(entry))
-        assert stock.reporter.usage() == total.as_usage()
-        other = stock.reporter.usage("other")
-        assert other.nbytes == sum(entry.nbytes for entry in stock.shelf.entries if entry.salt == "other")
-        waiting = stock.rewriting.mover.waiting
-        assert stock.rewriting.pending_bytes() == sum(map(stock.rewriting.precision.pending_bytes, waiting))
-        stock.pressure._look()
-        known = {entry: held for entry, held in stock.pressure._ladder._spans.items() if not entry.is_running}
-        ended = [entry for entry in stock.shelf.entries if not entry.is_running and entry.span.layers]
-        assert known == {entry: stock.pressure._standing(entry) for entry in ended}
+        assert stock.usage.usage() == total.as_usage()
+        other = stock.usage.usage("other")
+        assert other.nbytes == sum(entry.nbytes for entry in stock.table.entries if entry.salt == "other")
+        waiting = stock.transcoder.jobs.waiting
+        assert stock.transcoder.pending_bytes() == sum(map(stock.transcoder.precision.pending_bytes, waiting))
+        stock.step_down._look()
+        known = {entry: held for entry, held in stock.step_down._ladder._spans.items() if not entry.is_running}
+        ended = [entry for entry in stock.table.entries if not entry.is_running and entry.span.layers]
+        assert known == {entry: stock.step_down._standing(entry) for entry in ended}
 
     @invariant()
     def what_may_go_is_known_with_its_size(self) -> None:
-        shelf = self.stock.shelf
-        known = self.stock.leaves._order._leaves
-        assert set(known) == {node for node in shelf.tree if node.is_leaf and node.payload.is_free}
-        assert set(self.stock.leaves.superseded()) <= set(shelf.tree)
+        shelf = self.stock.table
+        known = self.stock.candidates._order._leaves
+        assert set(known) == {node for node in shelf.tree if node.is_leaf and node.payload.is_evictable}
+        assert set(self.stock.candidates.superseded()) <= set(shelf.tree)
         for node, (leaf, _, _) in known.items():
-            assert leaf.is_superseded == self.stock.leaves.is_superseded(node)
+            assert leaf.is_superseded == self.stock.candidates.is_superseded(node)
             span = node.payload.span
             assert (leaf.num_tokens, leaf.nbytes) == (node.num_tokens, span.nbytes * node.num_tokens // span.num_tokens)
 
     @invariant()
     def every_node_is_its_entrys(self) -> None:
-        tree = self.stock.shelf.tree
+        tree = self.stock.table.tree
         nodes = list(tree)
-        assert sum(len(entry.nodes) for entry in self.stock.shelf.entries) == len(nodes)
+        assert sum(len(entry.nodes) for entry in self.stock.table.entries) == len(nodes)
         for node in nodes:
             entry = node.payload
-            assert entry in self.stock.shelf.entries
+            assert entry in self.stock.table.entries
             assert node in entry.nodes
             assert entry.span.position <= node.start < node.end <= entry.span.end
-        assert set(tree.root_keys) <= {root_key(self.stock.search.identity, salt) for salt in ("", "other")}
+        assert set(tree.root_keys) <= {root_key(self.stock.matcher.identity, salt) for salt in ("", "other")}
 
     def memory_is_what_is_counted(self) -> None:
         """Once every reader has looked, those included that have ended and wait to be trimmed: until its next step it
         holds what was there at the last."""
-        counted = self.stock.shelf.held_bytes + sum(run.cache.nbytes for run in self.runs)
+        counted = self.stock.table.nbytes + sum(run.cache.nbytes for run in self.runs)
         held = mx.get_active_memory() - self.before_bytes
         assert counted - SLACK_BYTES <= held
-        assert self.stock.chores.has_work or held <= counted * 1.02 + SLACK_BYTES
+        assert self.stock.background.has_work or held <= counted * 1.02 + SLACK_BYTES
 
     def teardown(self) -> None:
         if hasattr(self, "cache_limit"):
@@ -345,7 +345,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.stock.pins.unpin(tokens, salt)
         settle(self.stock)
         self.stock.clearing.clear()
-        assert (self.stock.shelf.held_bytes, self.stock.shelf.free_bytes, self.stock.shelf.entries) == (0, 0, {})
+        assert (self.stock.table.nbytes, self.stock.table.evictable_bytes, self.stock.table.entries) == (0, 0, {})
         mx.clear_cache()
         assert mx.get_active_memory() == self.before_bytes
 

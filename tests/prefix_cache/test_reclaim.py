@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from kvstrata.prefix_cache import entry_table
-from kvstrata.prefix_cache.config import LadderOptions, StoreOptions
+from kvstrata.prefix_cache.config import CacheConfig, LadderConfig
 from kvstrata.prefix_cache.keys import Identity
 from kvstrata.prefix_cache.prefix_cache import Stock, make_stock
 from kvstrata.spans.plan import make_plan
@@ -19,27 +19,27 @@ CHAT_BYTES = CHAT_TOKENS * TOKEN_BYTES
 
 
 def stock_that_steps_down() -> Stock:
-    options = StoreOptions(hot_bytes=64 * CHAT_BYTES, ladder=LadderOptions(by_pressure=True))
+    options = CacheConfig(hot_bytes=64 * CHAT_BYTES, ladder=LadderConfig(by_pressure=True))
     identity = Identity("weights", "float32", tuple(spec.signature for spec in LAYOUT.flat()))
     return make_stock(LAYOUT, identity, options, partial(make_plan, LAYOUT))
 
 
 def targets(stock: Stock) -> dict[int, object]:
-    return {place: stock.rewriting.precision.plan_for(entry) for place, entry in enumerate(stock.shelf.entries)}
+    return {place: stock.transcoder.precision.pending_plan(entry) for place, entry in enumerate(stock.table.entries)}
 
 
 def test_bytes_that_a_step_down_is_about_to_free_are_not_asked_for_again() -> None:
     stock = stock_that_steps_down()
     for seed in range(8):
         store_tokens(stock, tokens(CHAT_TOKENS, seed))
-    while not stock.rewriting.mover.idle:
-        stock.chores.work(0)
-    limit_bytes = stock.shelf.held_bytes - 2 * CHAT_BYTES
-    assert stock.room.shrink_to(limit_bytes, slice_s=0.0) == "steps_down"
+    while not stock.transcoder.jobs.idle:
+        stock.background.run_background(0)
+    limit_bytes = stock.table.nbytes - 2 * CHAT_BYTES
+    assert stock.reclaimer.shrink_to(limit_bytes, slice_s=0.0) == "steps_down"
     first = targets(stock)
     assert 0 < sum(plan is not None for plan in first.values()) < 8
     for _ in range(3):
-        assert stock.room.shrink_to(limit_bytes, slice_s=0.0) == "steps_down"
+        assert stock.reclaimer.shrink_to(limit_bytes, slice_s=0.0) == "steps_down"
     assert targets(stock) == first
 
 
@@ -48,8 +48,8 @@ def test_several_evicted_prompts_are_all_explained_as_evicted() -> None:
     prompts = [tokens(CHAT_TOKENS, seed) for seed in range(3)]
     for prompt in prompts:
         store_tokens(stock, prompt)
-    stock.room.shrink_to(0)
-    assert stock.shelf.held_bytes == 0
+    stock.reclaimer.shrink_to(0)
+    assert stock.table.nbytes == 0
     assert [stock.explain([*prompt, 5], "").ends_because for prompt in prompts] == ["evicted"] * 3
 
 
@@ -58,5 +58,5 @@ def test_the_memory_of_evicted_prompts_is_bounded(monkeypatch: pytest.MonkeyPatc
     stock = new_stock()
     for seed in range(9):
         store_tokens(stock, tokens(CHAT_TOKENS, seed))
-        stock.room.shrink_to(0)
-        assert stock.shelf.ghosts.num_tokens <= 3 * CHAT_TOKENS
+        stock.reclaimer.shrink_to(0)
+        assert stock.table.ghosts.num_tokens <= 3 * CHAT_TOKENS

@@ -33,11 +33,11 @@ def fill(stock: Stock, num_chats: int = NUM_CHATS, num_tokens: int = NUM_TOKENS)
 
 
 def entry_of(stock: Stock, tokens: list[int]) -> Entry:
-    return stock.store.find(tokens, "").entries[-1]
+    return stock.store.lookup(tokens, "").entries[-1]
 
 
 def in_memory(stock: Stock, tokens: list[int]) -> int:
-    return stock.store.find(tokens, "").num_tokens
+    return stock.store.lookup(tokens, "").num_tokens
 
 
 def dropped(stock: Stock) -> int:
@@ -49,7 +49,7 @@ def test_entries_are_clean_while_the_disk_has_them(tmp_path: Path) -> None:
         chats = fill(stock)
         on_disk = [reachable(stock, tokens) == NUM_TOKENS for tokens in chats]
         assert 0 < sum(on_disk) < NUM_CHATS
-        assert [entry_of(stock, tokens).is_clean for tokens in chats] == on_disk
+        assert [entry_of(stock, tokens).is_archived for tokens in chats] == on_disk
 
 
 def test_memory_lets_go_of_what_is_on_the_disk_first(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_memory_lets_go_of_what_is_on_the_disk_first(tmp_path: Path) -> None:
         chats = fill(stock)
         on_disk = [tokens for tokens in chats if reachable(stock, tokens) == NUM_TOKENS]
         others = [tokens for tokens in chats if tokens not in on_disk]
-        stock.room.shrink_to(len(others) * NUM_TOKENS * TOKEN_BYTES)
+        stock.reclaimer.shrink_to(len(others) * NUM_TOKENS * TOKEN_BYTES)
         assert [in_memory(stock, tokens) for tokens in others] == [NUM_TOKENS] * len(others)
         assert [in_memory(stock, tokens) for tokens in on_disk] == [0] * len(on_disk)
         assert all(reachable(stock, tokens) == NUM_TOKENS for tokens in on_disk)
@@ -68,20 +68,20 @@ def test_what_the_disk_evicted_is_written_when_memory_evicts_it_and_not_before(t
     hot_bytes = NUM_CHATS * NUM_TOKENS * TOKEN_BYTES
     with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES, hot_bytes=hot_bytes) as stock:
         chats = fill(stock)
-        before = stock.cold.tier.usage().written_bytes
+        before = stock.disk.tier.usage().written_bytes
         for _ in range(5):
-            stock.room.shrink_to(hot_bytes)  # memory is full: what is not on the disk is written ahead of need
+            stock.reclaimer.shrink_to(hot_bytes)  # memory is full: what is not on the disk is written ahead of need
             settle(stock)
             written(stock)
-        assert stock.cold.tier.usage().written_bytes == before
-        stock.room.shrink_to(0)
+        assert stock.disk.tier.usage().written_bytes == before
+        stock.reclaimer.shrink_to(0)
         settle(stock)
         assert sum(in_memory(stock, tokens) for tokens in chats) == 0
         written(stock)
         settle(stock)
-        evicted = stock.cold.tier.usage().counters["evicted"]
+        evicted = stock.disk.tier.usage().counters["evicted"]
         lost = NUM_CHATS * NUM_TOKENS - sum(reachable(stock, tokens) for tokens in chats)
-        assert stock.cold.tier.usage().written_bytes > before
+        assert stock.disk.tier.usage().written_bytes > before
         assert lost - dropped(stock) <= evicted["limit"] * NUM_TOKENS
 
 
@@ -94,7 +94,7 @@ def test_end_of_a_conversation_longer_than_the_disk_is_counted(leaves_at_once: b
         tokens = random_tokens(3000, 1)
         store_tokens(stock, tokens)
         if leaves_at_once:
-            stock.room.shrink_to(0)
+            stock.reclaimer.shrink_to(0)
             assert in_memory(stock, tokens) == 0
         else:
             settle(stock)
@@ -102,8 +102,8 @@ def test_end_of_a_conversation_longer_than_the_disk_is_counted(leaves_at_once: b
         settle(stock)
         assert 0 < on_disk < 3000
         if not leaves_at_once:
-            assert not entry_of(stock, tokens).is_clean
-            stock.room.shrink_to(0)
+            assert not entry_of(stock, tokens).is_archived
+            stock.reclaimer.shrink_to(0)
             settle(stock)
         assert reachable(stock, tokens) == written(stock) == on_disk
         assert dropped(stock) == stock.counters["dropped_tokens_disk_full"] == 3000 - on_disk
@@ -113,20 +113,20 @@ def test_what_came_from_the_disk_and_left_it_meanwhile_is_not_clean(tmp_path: Pa
     with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as stock:
         (tokens,) = fill(stock, 1)
         stock.clearing.clear(tier="hot")
-        lookup = stock.fetches.look(tokens, "")
+        lookup = stock.prefetcher.ask(tokens, "")
         assert lookup is not None
         assert lookup.wait(60)
-        loading = stock.fetches.load(lookup.offers[0], tokens, "")
+        loading = stock.prefetcher.begin_load(lookup.offers[0], tokens, "")
         assert loading is not None
         assert loading.reading is not None
         assert loading.reading.wait(60)
         fill(stock, NUM_CHATS)
         assert reachable(stock, tokens) == 0
         while not loading.is_done:
-            stock.chores.work(0)
-        stock.fetches.promote(loading)
+            stock.background.run_background(0)
+        stock.prefetcher.promote(loading)
         assert in_memory(stock, tokens) == NUM_TOKENS
-        assert not entry_of(stock, tokens).is_clean
+        assert not entry_of(stock, tokens).is_archived
 
 
 def test_what_came_from_the_disk_and_leaves_it_later_is_not_clean(tmp_path: Path) -> None:
@@ -134,10 +134,10 @@ def test_what_came_from_the_disk_and_leaves_it_later_is_not_clean(tmp_path: Path
         (tokens,) = fill(stock, 1)
         stock.clearing.clear(tier="hot")
         load(stock, tokens)
-        assert entry_of(stock, tokens).is_clean
+        assert entry_of(stock, tokens).is_archived
         fill(stock, NUM_CHATS)
         assert reachable(stock, tokens) == 0
-        assert not entry_of(stock, tokens).is_clean
+        assert not entry_of(stock, tokens).is_archived
 
 
 def test_damaged_block_in_the_middle_is_written_again(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_damaged_block_in_the_middle_is_written_again(tmp_path: Path) -> None:
         store_tokens(stock, tokens)
         settle(stock)
         written(stock)
-        middle = rows_of(stock.cold.tier)[1]
+        middle = rows_of(stock.disk.tier)[1]
         (damaged,) = tmp_path.rglob(file_name(middle.id))
         damaged.write_bytes(damaged.read_bytes()[:-100])
         stock.clearing.clear(tier="hot")
@@ -155,7 +155,7 @@ def test_damaged_block_in_the_middle_is_written_again(tmp_path: Path) -> None:
         settle(stock)
         written(stock)
         assert reachable(stock, tokens) == 1000
-        assert all(entry.is_clean for entry in stock.shelf.entries)
+        assert all(entry.is_archived for entry in stock.table.entries)
 
 
 def test_more_removals_than_the_log_holds_make_every_entry_doubtful(
@@ -171,4 +171,4 @@ def test_more_removals_than_the_log_holds_make_every_entry_doubtful(
         settle(stock)
         for tokens in chats:
             is_there = reachable(stock, tokens) == NUM_TOKENS
-            assert is_there or not entry_of(stock, tokens).is_clean
+            assert is_there or not entry_of(stock, tokens).is_archived

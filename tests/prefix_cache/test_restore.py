@@ -9,7 +9,7 @@ from typing import Any
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
 from kvstrata.prefix_cache.prefix_cache import Stock
-from kvstrata.prefix_cache.requantize import NO_ROOM, Change
+from kvstrata.prefix_cache.requantize import NO_ROOM, PrecisionChange
 from kvstrata.spans.plan import Plan, make_plan
 from tests.prefix_cache.disk import random_tokens, store_on, write_turns, written
 from tests.prefix_cache.kv import LAYOUT, TOKEN_BYTES, check_lease, settle
@@ -19,7 +19,7 @@ def plan(name: str) -> Plan:
     return make_plan(LAYOUT, parse(name), parse(name))
 
 
-RAW, LOW = Change(k=parse("raw"), v=parse("raw")), Change(k=parse("planes:4"), v=parse("planes:4"))
+RAW, LOW = PrecisionChange(k=parse("raw"), v=parse("raw")), PrecisionChange(k=parse("planes:4"), v=parse("planes:4"))
 TIMEOUT_S = 60.0
 
 
@@ -32,8 +32,8 @@ class Watched(Files):
 
     def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
         if self.stock is not None:
-            cold = self.stock.cold
-            self.unused_bytes.append(cold.tier.usage().unused_bytes + cold.loads.unused_bytes)
+            cold = self.stock.disk
+            self.unused_bytes.append(cold.tier.usage().unused_bytes + cold.loader.unused_bytes)
         return super().read_into(fd, buffer, offset)
 
 
@@ -41,20 +41,20 @@ def step_down(stock: Stock, *prompts: list[int]) -> None:
     """They are on the disk as they were, and in memory in fewer bits."""
     for tokens in prompts:
         write_turns(stock, tokens, [len(tokens)])
-    stock.changes.requantize(LOW, plan("planes:4"))
+    stock.requantizer.requantize(LOW, plan("planes:4"))
     settle(stock)
     written(stock)
 
 
 def go_up(stock: Stock) -> int:
     """Tells how much was held at most."""
-    stock.changes.requantize(RAW, plan("raw"))
+    stock.requantizer.requantize(RAW, plan("raw"))
     until_s, most = time.monotonic() + TIMEOUT_S, 0
-    while stock.changes.is_running:
+    while stock.requantizer.is_running:
         assert time.monotonic() < until_s
-        if stock.chores.has_work:
-            stock.chores.work(0)
-            most = max(most, stock.shelf.held_bytes)
+        if stock.background.has_work:
+            stock.background.run_background(0)
+            most = max(most, stock.table.nbytes)
     return most
 
 
@@ -70,11 +70,11 @@ def test_what_comes_back_keeps_to_the_bound_of_reading(tmp_path: Path) -> None:
         settle(stock)
         assert 0 < max(files.unused_bytes) <= bound_bytes
         assert stock.counters["restored_spans"] == 1
-        assert stock.shelf.held_bytes == len(tokens) * TOKEN_BYTES
+        assert stock.table.nbytes == len(tokens) * TOKEN_BYTES
         # One part in each layer, as before.
-        (entry,) = stock.shelf.entries
+        (entry,) = stock.table.entries
         assert {len(entry.span.sealed(layer)) for layer in entry.span.layers} == {1}
-        lease = stock.store.match(tokens, "")
+        lease = stock.store.lease(tokens, "")
         check_lease(lease, tokens)
         stock.store.release(lease)
 
@@ -83,17 +83,17 @@ def test_what_finds_no_room_stays_lower_and_nothing_goes_for_it(tmp_path: Path) 
     with store_on(tmp_path) as stock:
         prompts = [random_tokens(1000, seed) for seed in range(3)]
         step_down(stock, *prompts)
-        held = stock.shelf.held_bytes
-        stock.room.limit_bytes = held + 1100 * TOKEN_BYTES
-        told = stock.changes.requantize(Change(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
+        held = stock.table.nbytes
+        stock.reclaimer.limit_bytes = held + 1100 * TOKEN_BYTES
+        told = stock.requantizer.requantize(PrecisionChange(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
         assert [left.spans for left in told.left_alone if left.reason == NO_ROOM] == [2]
-        assert go_up(stock) <= stock.room.limit_bytes
+        assert go_up(stock) <= stock.reclaimer.limit_bytes
         settle(stock)
         assert stock.counters["restored_spans"] == 1
-        assert stock.shelf.held_bytes == told.bytes_after
-        assert [stock.store.find(tokens, "").num_tokens for tokens in prompts] == [1000] * 3
+        assert stock.table.nbytes == told.bytes_after
+        assert [stock.store.lookup(tokens, "").num_tokens for tokens in prompts] == [1000] * 3
         # What was used last.
-        lease = stock.store.match(prompts[-1], "")
+        lease = stock.store.lease(prompts[-1], "")
         check_lease(lease, prompts[-1])
         stock.store.release(lease)
 
@@ -103,20 +103,20 @@ def test_memory_that_is_gone_when_it_comes_ends_it(tmp_path: Path) -> None:
     tokens = random_tokens(4000, 0)
     with store_on(tmp_path, read_ahead_bytes=512 * TOKEN_BYTES) as stock:
         step_down(stock, tokens)
-        stock.changes.requantize(RAW, plan("raw"))
-        stock.room.limit_bytes = stock.shelf.held_bytes + 1000 * TOKEN_BYTES
-        limit_bytes = stock.room.limit_bytes
+        stock.requantizer.requantize(RAW, plan("raw"))
+        stock.reclaimer.limit_bytes = stock.table.nbytes + 1000 * TOKEN_BYTES
+        limit_bytes = stock.reclaimer.limit_bytes
         until_s = time.monotonic() + TIMEOUT_S
-        while stock.changes.is_running:
+        while stock.requantizer.is_running:
             assert time.monotonic() < until_s
-            if stock.chores.has_work:
-                stock.chores.work(0)
-            assert stock.shelf.held_bytes <= limit_bytes
+            if stock.background.has_work:
+                stock.background.run_background(0)
+            assert stock.table.nbytes <= limit_bytes
         settle(stock)
         assert stock.counters["restores_without_room"] == 1
         # As far as there was room.
-        assert set(stock.reporter.usage().by_precision) == {"raw", "planes:4"}
-        lease = stock.store.match(tokens, "")
+        assert set(stock.usage.usage().by_precision) == {"raw", "planes:4"}
+        lease = stock.store.lease(tokens, "")
         check_lease(lease, tokens, at_least=4)
         stock.store.release(lease)
 
@@ -125,21 +125,21 @@ def test_a_later_change_ends_a_restore_where_it_is(tmp_path: Path) -> None:
     tokens = random_tokens(4000, 0)
     with store_on(tmp_path, read_ahead_bytes=512 * TOKEN_BYTES) as stock:
         step_down(stock, tokens)
-        stock.changes.requantize(RAW, plan("raw"))
-        stock.changes.requantize(LOW, plan("planes:4"))
+        stock.requantizer.requantize(RAW, plan("raw"))
+        stock.requantizer.requantize(LOW, plan("planes:4"))
         settle(stock)
-        assert not stock.changes.is_running
-        assert set(stock.reporter.usage().by_precision) == {"planes:4"}
+        assert not stock.requantizer.is_running
+        assert set(stock.usage.usage().by_precision) == {"planes:4"}
 
 
 def test_blocks_that_left_the_disk_end_a_restore(tmp_path: Path) -> None:
     tokens = random_tokens(1000, 0)
     with store_on(tmp_path) as stock:
         step_down(stock, tokens)
-        stock.cold.tier.clear()
+        stock.disk.tier.clear()
         go_up(stock)
         assert stock.counters["restored_spans"] == 0
-        assert set(stock.reporter.usage().by_precision) == {"planes:4"}
+        assert set(stock.usage.usage().by_precision) == {"planes:4"}
 
 
 def test_a_restored_span_takes_only_kv_of_its_own_tokens(tmp_path: Path) -> None:
@@ -148,20 +148,20 @@ def test_a_restored_span_takes_only_kv_of_its_own_tokens(tmp_path: Path) -> None
     first, second = [*shared, *random_tokens(512, 1)], [*shared, *random_tokens(512, 2)]
     with store_on(tmp_path, read_ahead_bytes=256 * TOKEN_BYTES) as stock:
         step_down(stock, first, second)
-        stock.store.release(stock.store.match(first, ""))  # used last, so it goes up first
-        stock.changes.requantize(RAW, plan("raw"))
+        stock.store.release(stock.store.lease(first, ""))  # used last, so it goes up first
+        stock.requantizer.requantize(RAW, plan("raw"))
         until_s = time.monotonic() + TIMEOUT_S
-        while not stock.cold.loads.has_arrived:
+        while not stock.disk.loader.has_arrived:
             assert time.monotonic() < until_s
-            stock.chores.work(0)
-        stock.evictor.evict(stock.store.find(first, "").path[-1], 512)
-        stock.shelf.join_along(stock.store.find(second, "").path[-1], 1)
-        assert len(stock.store.find(second, "").entries) == 1
-        while stock.changes.is_running:
+            stock.background.run_background(0)
+        stock.evictor.evict_leaf(stock.store.lookup(first, "").path[-1], 512)
+        stock.table.join_spans(stock.store.lookup(second, "").path[-1], 1)
+        assert len(stock.store.lookup(second, "").entries) == 1
+        while stock.requantizer.is_running:
             assert time.monotonic() < until_s
-            if stock.chores.has_work:
-                stock.chores.work(0)
-        lease = stock.store.match(second, "")
+            if stock.background.has_work:
+                stock.background.run_background(0)
+        lease = stock.store.lease(second, "")
         assert lease.num_tokens == len(second)
         check_lease(lease, second, at_least=4)
         stock.store.release(lease)

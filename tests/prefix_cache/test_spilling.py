@@ -11,7 +11,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.layers.kinds import Layout
 from kvstrata.prefix_cache.keys import as_ids, chain, root_key
 from kvstrata.prefix_cache.prefix_cache import Stock
-from kvstrata.prefix_cache.requantize import Change
+from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.prefix_cache.transcode import MAX_SPANS
 from kvstrata.prefix_cache.usage import share_of
 from kvstrata.spans.plan import Plan, make_plan
@@ -41,7 +41,7 @@ def check_all(stock: Stock, tokens: list[int]) -> None:
     """A start finds all of it, as it was."""
     stock.clearing.clear(tier="hot")
     load(stock, tokens)
-    lease = stock.store.match(tokens, "")
+    lease = stock.store.lease(tokens, "")
     assert lease.num_tokens == len(tokens)
     check_lease(lease, tokens)
     stock.store.release(lease)
@@ -55,8 +55,8 @@ def check_all(stock: Stock, tokens: list[int]) -> None:
 def test_what_is_joined_when_it_is_evicted_is_written(layout: Layout, num_turns: int, tmp_path: Path) -> None:
     with store_on(tmp_path, layout) as stock:
         tokens = unsettled_chat(stock, num_turns)
-        stock.room.shrink_to(stock.shelf.held_bytes, 0.0, most_bytes=stock.shelf.held_bytes - 1)
-        assert stock.reporter.count()["evicted_tokens"] == 20
+        stock.reclaimer.shrink_to(stock.table.nbytes, 0.0, most_bytes=stock.table.nbytes - 1)
+        assert stock.usage.count()["evicted_tokens"] == 20
         assert written(stock) == reachable(stock, tokens) == len(tokens)
 
 
@@ -66,7 +66,7 @@ def test_a_flush_writes_what_is_joined_during_it(num_turns: int, tmp_path: Path)
         tokens = unsettled_chat(stock, num_turns)
         stock.flush(60)
         assert written(stock) == reachable(stock, tokens) == len(tokens)
-        assert all(entry.is_clean for entry in stock.shelf.entries)
+        assert all(entry.is_archived for entry in stock.table.entries)
 
 
 def test_what_is_evicted_is_written_with_what_it_hangs_on(tmp_path: Path) -> None:
@@ -78,33 +78,33 @@ def test_what_is_evicted_is_written_with_what_it_hangs_on(tmp_path: Path) -> Non
         first.seal()
         store_tokens(stock, tokens)
         first.end()
-        stock.room.shrink_to(stock.shelf.held_bytes, 0.0, most_bytes=stock.shelf.held_bytes - 1)
-        assert 0 < stock.store.find(tokens, "").num_tokens < 600
+        stock.reclaimer.shrink_to(stock.table.nbytes, 0.0, most_bytes=stock.table.nbytes - 1)
+        assert 0 < stock.store.lookup(tokens, "").num_tokens < 600
         assert written(stock) == reachable(stock, tokens) == 600
 
 
 def test_what_has_grown_since_it_was_begun_is_written_whole(tmp_path: Path) -> None:
     with store_on(tmp_path) as stock:
         tokens = chat(stock, [], MAX_SPANS)
-        stock.spills.add_free()
-        stock.chores.work(0)
+        stock.offloader.offer_changed()
+        stock.background.run_background(0)
         tokens = [*tokens, *random_tokens(20, 99)]
         store_tokens(stock, tokens)
-        stock.room.shrink_to(0)
+        stock.reclaimer.shrink_to(0)
         assert written(stock) == reachable(stock, tokens) == len(tokens)
 
 
 def test_spans_are_joined_while_their_chain_is_written(tmp_path: Path) -> None:
     with store_on(tmp_path) as stock:
         tokens = chat(stock, [], MAX_SPANS, turn_tokens=30)
-        last = tuple(stock.shelf.entries)[-1]
-        stock.spills.add(last)
-        stock.chores.work(0)
+        last = tuple(stock.table.entries)[-1]
+        stock.offloader.add_entry(last)
+        stock.background.run_background(0)
         longer = [*tokens, *random_tokens(30, 99)]
         store_tokens(stock, longer)
-        while not stock.rewriting.mover.idle:
-            stock.chores.work(0)
-        assert len(stock.shelf.entries) == MAX_SPANS
+        while not stock.transcoder.jobs.idle:
+            stock.background.run_background(0)
+        assert len(stock.table.entries) == MAX_SPANS
         settle(stock)
         assert written(stock) == reachable(stock, tokens) == len(tokens)
         check_all(stock, tokens)
@@ -116,15 +116,15 @@ def test_spans_are_joined_while_their_chain_is_written(tmp_path: Path) -> None:
 def test_a_block_that_cannot_be_read_is_removed_and_written_again(tmp_path: Path) -> None:
     with store_on(tmp_path) as stock:
         tokens = random_tokens(300, 0)
-        root, ids = root_key(stock.search.identity, ""), as_ids(tokens)[:256]
+        root, ids = root_key(stock.matcher.identity, ""), as_ids(tokens)[:256]
         empty = Block(chain(root, ids), root, root, 0, ids.tobytes(), {}, {"groups": []})
-        assert stock.cold.tier.put(empty) == Accepted()
+        assert stock.disk.tier.put(empty) == Accepted()
         written(stock)
         loading = begin_load(stock, tokens)
         while not loading.is_done:
-            stock.chores.work(0)
-        stock.fetches.forget(loading)
-        assert stock.reporter.count()["unreadable_blocks"] == 1
+            stock.background.run_background(0)
+        stock.prefetcher.abandon(loading)
+        assert stock.usage.count()["unreadable_blocks"] == 1
         assert reachable(stock, tokens) == 0
         write_turns(stock, tokens, [300])
         assert reachable(stock, tokens) == 300
@@ -138,7 +138,7 @@ def stubborn(stock: Stock) -> int:
     """How often the disk is asked in vain while nothing changes."""
     before = stock.counters["refused_spills"]
     for _ in range(5):
-        stock.room.shrink_to(stock.shelf.max_bytes)
+        stock.reclaimer.shrink_to(stock.table.max_bytes)
         settle(stock)
     return stock.counters["refused_spills"] - before
 
@@ -156,7 +156,7 @@ def test_what_the_disk_does_not_take_is_not_offered_again(limits: dict[str, Any]
     with store_on(tmp_path, hot_bytes=HOT_BYTES, **limits) as stock:
         write_turns(stock, random_tokens(400, 0), [400])
         write_turns(stock, random_tokens(400, 1), [400])
-        stock.room.shrink_to(HOT_BYTES)
+        stock.reclaimer.shrink_to(HOT_BYTES)
         settle(stock)
         assert stock.counters["refused_spills"] > 0
         assert stubborn(stock) == 0
@@ -173,7 +173,7 @@ def test_on_the_next_day_it_is_offered_again(tmp_path: Path) -> None:
         now[0] += SECONDS_OF_A_DAY
         # What is just being written may count twice for a moment.
         for _ in range(2):
-            stock.room.shrink_to(HOT_BYTES)
+            stock.reclaimer.shrink_to(HOT_BYTES)
             settle(stock)
             written(stock)
         assert [reachable(stock, each) for each in tokens] == [400, 400]
@@ -184,8 +184,8 @@ def test_when_it_is_asked_for_again_it_is_offered_again(tmp_path: Path) -> None:
         tokens = random_tokens(800, 0)
         write_turns(stock, tokens, [800])
         assert written(stock) == 0
-        stock.store.release(stock.store.match(tokens, ""))
-        stock.room.shrink_to(HOT_BYTES)
+        stock.store.release(stock.store.lease(tokens, ""))
+        stock.reclaimer.shrink_to(HOT_BYTES)
         settle(stock)
         assert written(stock) == 800
 
@@ -195,7 +195,7 @@ def test_what_a_full_queue_refused_is_offered_when_it_is_empty(tmp_path: Path) -
         tokens = random_tokens(1600, 0)
         store_tokens(stock, tokens)
         for _ in range(100):
-            stock.room.shrink_to(2 * HOT_BYTES)
+            stock.reclaimer.shrink_to(2 * HOT_BYTES)
             settle(stock)
             if written(stock) == 1600:
                 break
@@ -210,15 +210,15 @@ def test_what_is_being_written_when_the_disk_is_cleared_leaves_nothing(tier: Any
     with store_on(tmp_path) as stock:
         tokens = random_tokens(1500, 0)
         store_tokens(stock, tokens)
-        while not stock.rewriting.mover.idle:
-            stock.chores.work(0)
-        stock.spills.add_free()
+        while not stock.transcoder.jobs.idle:
+            stock.background.run_background(0)
+        stock.offloader.offer_changed()
         for _ in range(3):
-            stock.chores.work(0)
+            stock.background.run_background(0)
         stock.clearing.clear(tier=tier)
         settle(stock)
         assert written(stock) == 0
-        assert not any(entry.is_clean for entry in stock.shelf.entries)
+        assert not any(entry.is_archived for entry in stock.table.entries)
 
 
 # Put away.
@@ -229,56 +229,56 @@ def test_what_the_disk_has_in_fewer_bits_is_put_away_all_the_same(tmp_path: Path
         tokens = random_tokens(600, 0)
         write_turns(stock, tokens, [600])
         stock.clearing.clear(tier="hot")
-        stock.changes.requantize(Change(k=parse("raw"), v=parse("raw")), plan("raw"))
+        stock.requantizer.requantize(PrecisionChange(k=parse("raw"), v=parse("raw")), plan("raw"))
         store_tokens(stock, tokens)
         settle(stock)
-        stock.changes.requantize(Change(k=parse("planes:4"), v=parse("planes:4")), plan("planes:4"))
+        stock.requantizer.requantize(PrecisionChange(k=parse("planes:4"), v=parse("planes:4")), plan("planes:4"))
         settle(stock)
         assert written(stock) == 600
-        up = stock.changes.requantize(Change(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
+        up = stock.requantizer.requantize(PrecisionChange(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
         assert up.bytes_after == 600 * TOKEN_BYTES
         go_up(stock)
         assert stock.counters["restored_spans"] == 1
-        assert stock.shelf.held_bytes == 600 * TOKEN_BYTES
-        lease = stock.store.match(tokens, "")
+        assert stock.table.nbytes == 600 * TOKEN_BYTES
+        lease = stock.store.lease(tokens, "")
         check_lease(lease, tokens)
         stock.store.release(lease)
 
 
 def go_up(stock: Stock) -> None:
-    stock.changes.requantize(Change(k=parse("raw"), v=parse("raw")), plan("raw"))
-    while stock.changes.is_running:
-        if stock.chores.has_work:
-            stock.chores.work(0)
+    stock.requantizer.requantize(PrecisionChange(k=parse("raw"), v=parse("raw")), plan("raw"))
+    while stock.requantizer.is_running:
+        if stock.background.has_work:
+            stock.background.run_background(0)
 
 
 def test_nothing_is_promised_or_counted_where_the_disk_has_it_in_fewer_bits(tmp_path: Path) -> None:
     with store_on(tmp_path, name="planes:4") as stock:
         tokens = random_tokens(600, 0)
         write_turns(stock, tokens, [600])
-        before = stock.shelf.held_bytes
-        up = stock.changes.requantize(Change(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
+        before = stock.table.nbytes
+        up = stock.requantizer.requantize(PrecisionChange(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
         assert up.bytes_after == up.bytes_before == before
         go_up(stock)
         assert stock.counters["restored_spans"] == 0
-        assert stock.shelf.held_bytes == before
+        assert stock.table.nbytes == before
 
 
 def test_a_span_that_begins_inside_a_block_comes_back(tmp_path: Path) -> None:
     with store_on(tmp_path, disk_write="after-reply") as stock:
         tokens = chat(stock, chat(stock, [], 1, turn_tokens=100), 1, seed=1, turn_tokens=2000)
-        stock.store.release(stock.store.match(tokens, ""))
-        stock.room.shrink_to(stock.shelf.held_bytes - 10)
+        stock.store.release(stock.store.lease(tokens, ""))
+        stock.reclaimer.shrink_to(stock.table.nbytes - 10)
         written(stock)
         load(stock, tokens)
-        assert [entry.span.position for entry in stock.shelf.entries] == [0, 100, 1636]
-        stock.changes.requantize(Change(k=parse("planes:4"), v=parse("planes:4")), plan("planes:4"))
+        assert [entry.span.position for entry in stock.table.entries] == [0, 100, 1636]
+        stock.requantizer.requantize(PrecisionChange(k=parse("planes:4"), v=parse("planes:4")), plan("planes:4"))
         settle(stock)
-        assert stock.shelf.held_bytes < 2100 * TOKEN_BYTES / 2
+        assert stock.table.nbytes < 2100 * TOKEN_BYTES / 2
         go_up(stock)
         # Of the one that was cut short, the end is inside a block.
-        assert [dict(share_of(entry).by_precision).keys() for entry in stock.shelf.entries][2] == {"raw"}
-        lease = stock.store.match(tokens, "")
+        assert [dict(share_of(entry).by_precision).keys() for entry in stock.table.entries][2] == {"raw"}
+        lease = stock.store.lease(tokens, "")
         check_lease(lease, tokens, at_least=4)
         stock.store.release(lease)
 
@@ -287,12 +287,12 @@ def test_a_block_was_last_used_when_its_tokens_were_and_not_when_it_is_written(t
     with store_on(tmp_path, clock=lambda: 1000.0) as stock:
         old, new = random_tokens(100, 1), random_tokens(100, 2)
         store_tokens(stock, old)
-        clock = stock.leaves._clock
+        clock = stock.candidates._clock
         assert isinstance(clock, Clock)
         clock.now_s += 50
         store_tokens(stock, new)
         stock.flush(60)
-        last_uses = sorted(row.last_use for row in rows_of(stock.cold.tier))
+        last_uses = sorted(row.last_use for row in rows_of(stock.disk.tier))
     assert last_uses == pytest.approx([950.0, 1000.0], abs=1.0)
 
 
@@ -305,10 +305,10 @@ def test_what_is_evicted_is_settled_and_what_it_hangs_on_is_left_as_it_is(tmp_pa
         for end in (256, 512):
             store_tokens(stock, tokens[:end])
         settle(stock)
-        above, leaf = stock.shelf.entries
-        stock.changes.requantize(Change(k=parse("planes:8"), v=parse("planes:8")), plan("planes:8"))
-        stock.room.shrink_to(stock.shelf.held_bytes, most_bytes=stock.shelf.held_bytes - 1)
-        assert tuple(stock.shelf.entries) == (above,)
+        above, leaf = stock.table.entries
+        stock.requantizer.requantize(PrecisionChange(k=parse("planes:8"), v=parse("planes:8")), plan("planes:8"))
+        stock.reclaimer.shrink_to(stock.table.nbytes, most_bytes=stock.table.nbytes - 1)
+        assert tuple(stock.table.entries) == (above,)
         assert not leaf.nodes
         assert stock.counters["encoded_spans"] == 1
         assert {k.name for layer in above.span.layers for k, _ in above.span.pairs(layer)} == {"raw"}
@@ -322,13 +322,13 @@ IN_8_BITS: dict[str, Any] = {"name": "planes:8", "min_quantize_tokens": 256}
 
 def write_free(stock: Stock) -> None:
     settle(stock)
-    stock.spills.add_free()
+    stock.offloader.offer_changed()
     settle(stock)
     written(stock)
 
 
 def precisions_on_disk(stock: Stock) -> set[str]:
-    usage = stock.reporter.disk_usage()
+    usage = stock.usage.disk_usage()
     assert usage is not None
     return set(usage.by_precision)
 
@@ -363,7 +363,7 @@ def test_raw_blocks_are_replaced_when_the_last_reader_of_a_short_beginning_ends(
     tokens = random_tokens(400, 0)
     with store_on(tmp_path, **IN_8_BITS) as stock:
         store_tokens(stock, tokens[:SHORT])
-        reader = stock.store.match(tokens[:SHORT], "")
+        reader = stock.store.lease(tokens[:SHORT], "")
         store_tokens(stock, tokens)
         write_free(stock)
         assert "raw" in precisions_on_disk(stock)
@@ -378,7 +378,7 @@ def test_a_short_beginning_is_encoded_before_it_is_written_for_what_is_evicted(t
         store_tokens(stock, tokens[:SHORT])
         settle(stock)
         store_tokens(stock, tokens)  # nothing of what follows is done yet
-        stock.room.shrink_to(0, 60.0, most_bytes=0)
+        stock.reclaimer.shrink_to(0, 60.0, most_bytes=0)
         assert written(stock) == len(tokens)
         assert precisions_on_disk(stock) == {"planes:8"}
 

@@ -11,10 +11,10 @@ import pytest
 
 from kvstrata.codecs.registry import parse
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.prefix_cache.config import StoreOptions
+from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.prefix_cache import Stock
-from kvstrata.prefix_cache.requantize import Change
+from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.prefix_cache.transcode import MAX_SPANS
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import make_plan
@@ -26,16 +26,18 @@ def tokens(length: int, seed: int = 0) -> list[int]:
 
 
 def found(stock: Stock, ids: Sequence[int], salt: str = "") -> int:
-    return stock.store.find(ids, salt).num_tokens
+    return stock.store.lookup(ids, salt).num_tokens
 
 
 def requantize(stock: Stock, name: str, *, dry_run: bool = False, force: bool = False) -> None:
     codec = parse(name)
-    stock.changes.requantize(Change(codec, codec, dry_run=dry_run, force=force), make_plan(LAYOUT, codec, codec))
+    stock.requantizer.requantize(
+        PrecisionChange(codec, codec, dry_run=dry_run, force=force), make_plan(LAYOUT, codec, codec)
+    )
 
 
 def held_names(stock: Stock) -> set[str]:
-    return set(stock.reporter.usage().by_precision)
+    return set(stock.usage.usage().by_precision)
 
 
 def active_bytes() -> int:
@@ -52,7 +54,7 @@ def test_a_match_ends_at_any_token() -> None:
     store_tokens(stock, tokens(300))
     for length in (1, 17, 255, 256, 299):
         prompt = [*tokens(300)[:length], 98, 99]
-        lease = stock.store.match(prompt, "")
+        lease = stock.store.lease(prompt, "")
         assert lease.num_tokens == length
         check_lease(lease, prompt)
         stock.store.release(lease)
@@ -73,15 +75,15 @@ def test_what_a_match_joins_it_still_finds() -> None:
     for turn in range(3 * MAX_SPANS):
         ids = [*ids, *tokens(30, seed=turn)]
         assert store_tokens(stock, ids) == len(ids) - 30
-    lease = stock.store.match(ids, "")
+    lease = stock.store.lease(ids, "")
     check_lease(lease, ids)
     assert lease.num_tokens == len(ids)
     assert {entry.span for entry in lease.entries} == {run.span for run in lease.ranges}
-    assert lease.entries <= set(stock.shelf.entries)
+    assert lease.entries <= set(stock.table.entries)
     stock.store.release(lease)
     settle(stock)
-    stock.room.shrink_to(0)
-    assert stock.shelf.held_bytes == 0
+    stock.reclaimer.shrink_to(0)
+    assert stock.table.nbytes == 0
 
 
 # Room.
@@ -98,12 +100,12 @@ def test_a_little_room_costs_the_end_of_a_new_conversation_and_not_all_of_it(is_
     if is_trimmed:
         settle(stock)
     # What waits to be trimmed goes too where streams cannot wait for that.
-    most_bytes = stock.shelf.held_bytes - 10 * TOKEN_BYTES
-    stock.room.shrink_to(most_bytes, slice_s=0.0, most_bytes=most_bytes)
+    most_bytes = stock.table.nbytes - 10 * TOKEN_BYTES
+    stock.reclaimer.shrink_to(most_bytes, slice_s=0.0, most_bytes=most_bytes)
     assert found(stock, tokens(1500)) == 1280
-    assert active_bytes() - before == pytest.approx(stock.shelf.held_bytes, rel=0.02)
-    assert stock.shelf.held_bytes == 1280 * TOKEN_BYTES
-    check_lease(stock.store.match(tokens(1500), ""), tokens(1500))
+    assert active_bytes() - before == pytest.approx(stock.table.nbytes, rel=0.02)
+    assert stock.table.nbytes == 1280 * TOKEN_BYTES
+    check_lease(stock.store.lease(tokens(1500), ""), tokens(1500))
 
 
 def test_what_was_evicted_is_not_held_by_anybody() -> None:
@@ -115,12 +117,12 @@ def test_what_was_evicted_is_not_held_by_anybody() -> None:
     settle(stock)
     requantize(stock, "planes:4")
     settle(stock)
-    limit = stock.shelf.held_bytes // 8
-    stock.room.shrink_to(limit)
-    assert 0 < stock.shelf.held_bytes <= limit
-    assert active_bytes() - before == pytest.approx(stock.shelf.held_bytes, rel=0.02)
+    limit = stock.table.nbytes // 8
+    stock.reclaimer.shrink_to(limit)
+    assert 0 < stock.table.nbytes <= limit
+    assert active_bytes() - before == pytest.approx(stock.table.nbytes, rel=0.02)
     stock.clearing.clear()
-    assert stock.shelf.held_bytes == 0
+    assert stock.table.nbytes == 0
     assert active_bytes() - before < TOKEN_BYTES
 
 
@@ -131,7 +133,7 @@ def test_what_nobody_asked_for_in_time_goes() -> None:
     store_tokens(stock, tokens(300, seed=2))
     settle(stock)
     clock.now_s += 40
-    stock.store.release(stock.store.match(tokens(300, seed=1), ""))
+    stock.store.release(stock.store.lease(tokens(300, seed=1), ""))
     clock.now_s += 30
     assert stock.explain([*tokens(300, seed=2), 5], "").ends_because == "evicted"
     assert found(stock, tokens(300, seed=1)) == 300
@@ -145,18 +147,18 @@ def test_what_nobody_asked_for_in_time_goes() -> None:
 def test_the_time_to_the_next_expiry_is_known() -> None:
     clock = Clock()
     stock = new_stock(ttl_s=60, clock=clock)
-    assert stock.leaves.seconds_to_expiry() == math.inf
+    assert stock.candidates.seconds_to_expiry() == math.inf
     run = Run(stock, tokens(300))
     run.compute(300)
-    assert stock.leaves.seconds_to_expiry() == math.inf  # it runs
+    assert stock.candidates.seconds_to_expiry() == math.inf  # it runs
     run.end()
     clock.now_s += 20
-    assert stock.leaves.seconds_to_expiry() == pytest.approx(40, abs=0.1)
+    assert stock.candidates.seconds_to_expiry() == pytest.approx(40, abs=0.1)
     clock.now_s += 50
-    assert stock.leaves.seconds_to_expiry() == 0
+    assert stock.candidates.seconds_to_expiry() == 0
     stock.evictor.expire()
-    assert stock.leaves.seconds_to_expiry() == math.inf
-    assert new_stock().leaves.seconds_to_expiry() == math.inf
+    assert stock.candidates.seconds_to_expiry() == math.inf
+    assert new_stock().candidates.seconds_to_expiry() == math.inf
 
 
 def test_pins_and_leases_outlive_every_eviction() -> None:
@@ -165,13 +167,13 @@ def test_pins_and_leases_outlive_every_eviction() -> None:
         store_tokens(stock, tokens(300, seed))
     settle(stock)
     assert stock.pins.pin(tokens(300, seed=0), "") == 300
-    lease = stock.store.match(tokens(200, seed=1), "")
-    stock.room.shrink_to(0)
+    lease = stock.store.lease(tokens(200, seed=1), "")
+    stock.reclaimer.shrink_to(0)
     assert [found(stock, tokens(300, seed)) for seed in range(3)] == [300, 300, 0]
     stock.store.release(lease)
     assert stock.pins.unpin(tokens(300, seed=0), "") == 300
-    stock.room.shrink_to(0)
-    assert stock.shelf.held_bytes == 0
+    stock.reclaimer.shrink_to(0)
+    assert stock.table.nbytes == 0
 
 
 def test_clearing_one_salt_leaves_the_others() -> None:
@@ -189,7 +191,7 @@ def test_clearing_an_owner_takes_all_its_salts_and_nobody_elses() -> None:
     for salt in ("a", "a:x", "a:y", "ab", "b:x"):
         store_tokens(stock, tokens(300), salt)
     settle(stock)
-    assert stock.reporter.usage("a").tokens == 900
+    assert stock.usage.usage("a").tokens == 900
     assert stock.clearing.clear(owner="a").tokens == 900
     assert [found(stock, tokens(300), salt) for salt in ("a", "a:x", "a:y", "ab", "b:x")] == [0, 0, 0, 300, 300]
     assert stock.explain(tokens(300), "ab").ends_because == "complete"
@@ -208,7 +210,7 @@ def test_what_two_pins_share_stays_until_both_are_gone() -> None:
     assert found(stock, two) == 250  # of which the span of the other has the first 200
     stock.pins.unpin(two, "")
     stock.clearing.clear()
-    assert stock.shelf.held_bytes == 0
+    assert stock.table.nbytes == 0
 
 
 # Precision.
@@ -228,7 +230,7 @@ def test_a_long_chat_of_short_turns_is_compressed() -> None:
         store_tokens(stock, tokens(60 * turn))
         settle(stock)
         assert held_names(stock) == ({"raw"} if turn < 5 else {"planes:8"})
-    assert stock.shelf.held_bytes < 0.4 * 480 * TOKEN_BYTES
+    assert stock.table.nbytes < 0.4 * 480 * TOKEN_BYTES
 
 
 def test_a_short_conversation_stays_raw_beside_a_long_one_that_begins_alike() -> None:
@@ -238,8 +240,8 @@ def test_a_short_conversation_stays_raw_beside_a_long_one_that_begins_alike() ->
     store_tokens(stock, [*prompt, *tokens(300, seed=2)])
     settle(stock)
     long, short = (
-        stock.store.find([*prompt, *tokens(300, seed=2)], ""),
-        stock.store.find([*prompt, *tokens(50, seed=1)], ""),
+        stock.store.lookup([*prompt, *tokens(300, seed=2)], ""),
+        stock.store.lookup([*prompt, *tokens(50, seed=1)], ""),
     )
     assert long.num_tokens == 400
     assert {entry.span.position for entry in long.entries} == {0, 100}
@@ -251,7 +253,7 @@ def test_a_short_beginning_that_others_read_is_encoded_when_they_have_ended() ->
     stock = new_stock("planes:8", min_quantize_tokens=256)
     store_tokens(stock, tokens(100))
     settle(stock)
-    reader = stock.store.match(tokens(100), "")
+    reader = stock.store.lease(tokens(100), "")
     store_tokens(stock, tokens(300))
     settle(stock)
     assert held_names(stock) == {"raw", "planes:8"}
@@ -265,38 +267,38 @@ def test_the_same_tokens_a_hundred_times_are_encoded_once() -> None:
     for _ in range(100):
         store_tokens(stock, tokens(400))
         settle(stock)
-    assert stock.reporter.count()["encoded_spans"] == 1
-    assert stock.reporter.count()["stored_tokens"] == 400
-    assert stock.reporter.count()["refused_present"] == 99
+    assert stock.usage.count()["encoded_spans"] == 1
+    assert stock.usage.count()["stored_tokens"] == 400
+    assert stock.usage.count()["refused_present"] == 99
 
 
 def test_a_request_that_computed_nothing_is_counted_so() -> None:
     stock = new_stock()
     run = Run(stock, tokens(20))
     run.end()
-    assert stock.reporter.count()["refused_empty"] == 1
-    assert stock.shelf.entries == {}
+    assert stock.usage.count()["refused_empty"] == 1
+    assert stock.table.entries == {}
 
 
 def refused(stock: Stock) -> dict[str, int]:
-    return {name: count for name, count in stock.reporter.count().items() if name.startswith("refused_")}
+    return {name: count for name, count in stock.usage.count().items() if name.startswith("refused_")}
 
 
 def test_a_store_that_is_larger_than_the_budget_is_counted_so() -> None:
     stock = new_stock(hot_bytes=200 * TOKEN_BYTES)
     store_tokens(stock, tokens(300))
-    stock.room.shrink_to(1 << 40)
+    stock.reclaimer.shrink_to(1 << 40)
     assert refused(stock) == {"refused_too_large": 1}
-    assert stock.shelf.held_bytes <= 200 * TOKEN_BYTES
+    assert stock.table.nbytes <= 200 * TOKEN_BYTES
 
 
 def test_a_store_without_room_is_counted_so() -> None:
     stock = new_stock(hot_bytes=300 * TOKEN_BYTES)
     store_tokens(stock, tokens(200, seed=1))
     stock.pins.pin(tokens(200, seed=1), "")
-    lease = stock.store.match(tokens(200, seed=1), "")
+    lease = stock.store.lease(tokens(200, seed=1), "")
     store_tokens(stock, tokens(200, seed=2))
-    stock.room.shrink_to(1 << 40)
+    stock.reclaimer.shrink_to(1 << 40)
     assert refused(stock) == {"refused_no_room": 1}
     assert found(stock, tokens(200, seed=1)) == 200
     stock.store.release(lease)
@@ -305,26 +307,26 @@ def test_a_store_without_room_is_counted_so() -> None:
 def test_a_store_that_goes_before_others_is_counted_so() -> None:
     stock = new_stock(hot_bytes=300 * TOKEN_BYTES)
     store_tokens(stock, tokens(200, seed=1))
-    stock.room.shrink_to(1 << 40)
+    stock.reclaimer.shrink_to(1 << 40)
     store_tokens(stock, tokens(200, seed=2))
-    stock.store.release(stock.store.match(tokens(200, seed=1), ""))
-    stock.room.shrink_to(1 << 40)
+    stock.store.release(stock.store.lease(tokens(200, seed=1), ""))
+    stock.reclaimer.shrink_to(1 << 40)
     assert refused(stock) == {"refused_least_worth": 1}
 
 
 def test_what_goes_after_it_had_its_room_was_evicted_and_not_refused() -> None:
     stock = new_stock()
     store_tokens(stock, tokens(300))
-    stock.room.shrink_to(1 << 40)
-    stock.room.shrink_to(0)
-    assert stock.reporter.count()["evicted_tokens"] == 300
+    stock.reclaimer.shrink_to(1 << 40)
+    stock.reclaimer.shrink_to(0)
+    assert stock.usage.count()["evicted_tokens"] == 300
     assert refused(stock) == {}
 
 
 def test_a_change_replaces_work_that_was_begun_for_another() -> None:
     stock = new_stock("planes:4")
     store_tokens(stock, tokens(400))
-    stock.chores.work(0)
+    stock.background.run_background(0)
     requantize(stock, "planes:8")
     settle(stock)
     # One layer was done by then, and more bits would bring nothing back.
@@ -340,10 +342,10 @@ def test_what_is_joined_while_it_is_encoded_is_encoded_whole() -> None:
     for turn in range(3 * MAX_SPANS):
         ids = [*ids, *tokens(40, seed=turn)]
         store_tokens(stock, ids)
-        stock.chores.work(0)
+        stock.background.run_background(0)
     settle(stock)
-    for entry in stock.shelf.entries:
-        assert stock.rewriting.precision.plan_for(entry) is None
+    for entry in stock.table.entries:
+        assert stock.transcoder.precision.pending_plan(entry) is None
         assert {len(entry.span.sealed(layer)) for layer in entry.span.layers} == {1}
 
 
@@ -352,7 +354,7 @@ def test_readers_go_on_over_the_values_that_they_began_with() -> None:
     owner = Run(stock, tokens(400))
     owner.compute(400)
     owner.seal()
-    lease = stock.store.match(tokens(400), "")
+    lease = stock.store.lease(tokens(400), "")
     owner.end()
     settle(stock)
     assert held_names(stock) == {"raw"}
@@ -368,18 +370,18 @@ def test_marks_of_another_branch_are_not_thinned() -> None:
     first = Run(stock, tokens(200))
     for _ in range(4):
         first.compute(50)
-        first.filing.seal(first.tokens[: first.num_computed], mark_at(first.cache))
+        first.filing.commit(first.tokens[: first.num_computed], mark_at(first.cache))
     first.end()
     other = Run(stock, [*tokens(100), *tokens(1000, seed=5)])
     for _ in range(20):
         other.compute(50)
-        other.filing.seal(other.tokens[: other.num_computed], mark_at(other.cache))
+        other.filing.commit(other.tokens[: other.num_computed], mark_at(other.cache))
     other.end()
-    marks = {id(mark): mark for entry in stock.shelf.entries for mark in entry.span.marks.values()}
-    kept = {at for entry in stock.shelf.entries if entry.span.end == 200 for at in entry.span.marks}
+    marks = {id(mark): mark for entry in stock.table.entries for mark in entry.span.marks.values()}
+    kept = {at for entry in stock.table.entries if entry.span.end == 200 for at in entry.span.marks}
     assert {150, 200} <= kept
     # And 100, where both go on from.
-    assert len(marks) == StoreOptions(0).max_marks + 3
+    assert len(marks) == CacheConfig(0).max_checkpoints + 3
 
 
 def test_marks_of_two_branches_at_one_position_are_told_apart() -> None:
@@ -391,7 +393,7 @@ def test_marks_of_two_branches_at_one_position_are_told_apart() -> None:
         run.compute(150)
         run.end()
     for prompt in (first, second):
-        lease = stock.store.match(prompt, "")
+        lease = stock.store.lease(prompt, "")
         assert lease.num_tokens == 150
         check_lease(lease, prompt)
 
@@ -416,11 +418,11 @@ def test_thousands_of_requests_later_memory_is_where_it_was() -> None:
         for i in range(2000):
             store_tokens(stock, [i % 7, i % 11, *tokens(40 + i % 13, seed=i)])
             settle(stock)
-            stock.room.shrink_to(500_000)
+            stock.reclaimer.shrink_to(500_000)
             if i % 500 == 499:
-                assert 300_000 < stock.shelf.held_bytes <= 500_000
-                assert active_bytes() - before == pytest.approx(stock.shelf.held_bytes, rel=0.02)
-                assert len(stock.shelf.entries) < 40
+                assert 300_000 < stock.table.nbytes <= 500_000
+                assert active_bytes() - before == pytest.approx(stock.table.nbytes, rel=0.02)
+                assert len(stock.table.entries) < 40
         stock.clearing.clear()
         assert active_bytes() == before
     finally:
@@ -434,7 +436,7 @@ def mark_at(cache: SequenceCache) -> Mark:
 def test_a_lease_is_released_once() -> None:
     stock = new_stock()
     store_tokens(stock, tokens(50))
-    lease: Lease = stock.store.match(tokens(50), "")
+    lease: Lease = stock.store.lease(tokens(50), "")
     stock.store.release(lease)
     stock.store.release(lease)
-    assert all(entry.is_free for entry in stock.shelf.entries)
+    assert all(entry.is_evictable for entry in stock.table.entries)

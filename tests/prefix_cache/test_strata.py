@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from kvstrata.engine.cache_api import Stored, Strata, TokenIds
+from kvstrata.engine.cache_api import ConversationSnapshot, PrecisionRun, TokenIds
 from kvstrata.prefix_cache import conversation_list as module
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
@@ -15,12 +15,12 @@ from tests.prefix_cache.test_census import LONGER, drive_with_turns
 from tests.tiny import tiny_loaded
 
 
-def tell(drive: Drive, seconds: float = 1e9, clock: float = 0.0, owner: str | None = None) -> Strata:
+def tell(drive: Drive, seconds: float = 1e9, clock: float = 0.0, owner: str | None = None) -> ConversationSnapshot:
     """`clock`: how far it goes with each look at it."""
     ticks = itertools.count()
-    strata = Strata(owner, clock=lambda: clock * next(ticks))
+    strata = ConversationSnapshot(owner, clock=lambda: clock * next(ticks))
     for _ in range(10_000):
-        strata.go_on(drive.stock.shelf, drive.stock.leaves, drive.stock.search, seconds)
+        strata.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, seconds)
         if strata.is_done:
             return strata
     raise AssertionError("it never ends")
@@ -30,20 +30,20 @@ def tell(drive: Drive, seconds: float = 1e9, clock: float = 0.0, owner: str | No
 def test_the_tree_is_told_whole_whatever_the_slices(architecture: str) -> None:
     drive = drive_with_turns(architecture)
     whole = tell(drive)
-    tree = drive.stock.shelf.tree
-    told = sorted((each.start, each.ids.tolist()) for each in whole.told)
+    tree = drive.stock.table.tree
+    told = sorted((each.start, each.ids.tolist()) for each in whole.runs)
     assert told == sorted((node.start, node.tokens.tolist()) for node in tree)
-    assert sum(len(each.ids) for each in whole.told) == tree.num_tokens
-    for each in whole.told:
-        above = None if each.above is None else whole.told[each.above]
+    assert sum(len(each.ids) for each in whole.runs) == tree.num_tokens
+    for each in whole.runs:
+        above = None if each.above is None else whole.runs[each.above]
         assert each.start == (0 if above is None else above.start + len(above.ids))
-        assert each.stored == (Stored(each.start + len(each.ids), "raw", "raw"),)
+        assert each.stored == (PrecisionRun(each.start + len(each.ids), "raw", "raw"),)
         assert (each.is_running, each.is_pinned) == (False, False)
     # Time is over whenever the clock is looked at.
     short = tell(drive, seconds=0.0, clock=1.0)
-    assert [(each.above, each.start) for each in short.told] == [(each.above, each.start) for each in whole.told]
+    assert [(each.above, each.start) for each in short.runs] == [(each.above, each.start) for each in whole.runs]
     assert not whole.has_more
-    assert tell(drive, owner="another").told == []
+    assert tell(drive, owner="another").runs == []
 
 
 def test_only_the_last_used_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,24 +55,24 @@ def test_only_the_last_used_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         drive.run()
     strata = tell(drive)
     assert strata.has_more
-    begin = {tuple(each.ids[:5].tolist()) for each in strata.told if each.above is None}
+    begin = {tuple(each.ids[:5].tolist()) for each in strata.runs if each.above is None}
     assert begin == {tuple(tokens[:5]) for tokens in (prompts[4], prompts[5], prompts[1])}
 
 
 def test_a_node_that_goes_between_two_slices_is_empty() -> None:
     drive = drive_with_turns()
-    strata = Strata(None, clock=iter(range(1000)).__next__)
-    strata.go_on(drive.stock.shelf, drive.stock.leaves, drive.stock.search, 0.0)
+    strata = ConversationSnapshot(None, clock=iter(range(1000)).__next__)
+    strata.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, 0.0)
     assert not strata.is_done
     drive.stock.clearing.clear(tier="hot")
     while not strata.is_done:
-        strata.go_on(drive.stock.shelf, drive.stock.leaves, drive.stock.search, 0.0)
-    assert [len(each.ids) for each in strata.told[1:]] == [0] * (len(strata.told) - 1)
+        strata.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, 0.0)
+    assert [len(each.ids) for each in strata.runs[1:]] == [0] * (len(strata.runs) - 1)
 
 
 def to_its_end(drive: Drive, ids: list[int]) -> TokenIds:
     """With what was stored of the reply."""
-    last = drive.stock.shelf.tree.match(drive.stock.search.root_of(""), ids).path[-1]
+    last = drive.stock.table.tree.match(drive.stock.matcher.root_of(""), ids).path[-1]
     return np.concatenate([node.tokens for node in last.path()])
 
 
@@ -80,15 +80,15 @@ def test_a_drop_leaves_what_is_shared_and_what_is_leased() -> None:
     drive = drive_with_turns()
     other, longer = (to_its_end(drive, ids) for ids in ([*LONGER[:150], 3, 4, 5], LONGER))
     said = drive.stock.dropping.drop(other, "", is_dry=True)
-    assert drive.stock.search.find(other, "").num_tokens == len(other)
+    assert drive.stock.matcher.find(other, "").num_tokens == len(other)
     done = drive.stock.dropping.drop(other, "", is_dry=False)
     assert (said.tokens, said.nbytes) == (done.tokens, done.nbytes) == (len(other) - 150, done.nbytes)
-    assert drive.stock.search.find(other, "").num_tokens == 150
-    assert drive.stock.search.find(longer, "").num_tokens == len(longer)
-    lease = drive.stock.store.match(longer, "")
+    assert drive.stock.matcher.find(other, "").num_tokens == 150
+    assert drive.stock.matcher.find(longer, "").num_tokens == len(longer)
+    lease = drive.stock.store.lease(longer, "")
     kept = drive.stock.dropping.drop(longer, "", is_dry=False)
     assert (kept.tokens, kept.kept_because) == (0, "running")
     drive.stock.leases.release(lease)
     # The turns before it ended in replies that it did not take up: those stay, with all before them.
     assert drive.stock.dropping.drop(longer, "", is_dry=False).tokens == len(longer) - 200
-    assert drive.stock.search.find(longer, "").num_tokens == 200
+    assert drive.stock.matcher.find(longer, "").num_tokens == 200

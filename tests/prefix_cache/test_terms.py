@@ -68,13 +68,13 @@ def test_what_is_pinned_is_what_a_list_of_terms_says(steps: list[tuple]) -> None
                 stock.pins.unpin(PROMPTS[number], salt)
                 forever.discard((salt, number))
                 terms = {key: term for key, term in terms.items() if (key[0], term[0]) != (salt, number)}
-        kept = {(entry.salt, PROMPTS.index(_tokens(entry))) for entry in stock.shelf.entries if entry.is_pinned}
+        kept = {(entry.salt, PROMPTS.index(_tokens(entry))) for entry in stock.table.entries if entry.is_pinned}
         assert kept == pinned()
         assert (stock.pins.seconds_to_expiry() == math.inf) == (not terms)
     stock.evictor.shrink_to(0)
     for salt in SALTS:
         for number, prompt in enumerate(PROMPTS):
-            assert stock.store.find(prompt, salt).num_tokens == 60 * ((salt, number) in pinned())
+            assert stock.store.lookup(prompt, salt).num_tokens == 60 * ((salt, number) in pinned())
 
 
 def _tokens(entry) -> tuple[int, ...]:
@@ -110,8 +110,8 @@ def test_there_are_never_more_than_so_many() -> None:
         stock.pins.keep(range(number * 100, number * 100 + 5), "key-a", Term(str(number), 10.0 + number, 1 << 30))
     store_tokens(stock, range(5), "key-b")
     stock.pins.keep(range(5), "key-b", Term("b", 1.0, 1 << 30))
-    assert sum(entry.is_pinned for entry in stock.shelf.entries) == MAX_TERMS + 1
-    assert stock.store.find(range(5), "key-b").num_tokens == 5
+    assert sum(entry.is_pinned for entry in stock.table.entries) == MAX_TERMS + 1
+    assert stock.store.lookup(range(5), "key-b").num_tokens == 5
 
 
 class Matches:
@@ -119,7 +119,7 @@ class Matches:
 
     def __init__(self, stock: Stock) -> None:
         self.in_memory = self.on_disk = 0
-        match, longest = stock.shelf.tree.match, stock.cold.tier.blocks.longest
+        match, longest = stock.table.tree.match, stock.disk.tier.blocks.longest
 
         def counted_match(*args: Any) -> Any:
             self.in_memory += 1
@@ -129,8 +129,8 @@ class Matches:
             self.on_disk += 1
             return longest(*args, **kwargs)
 
-        stock.shelf.tree.match = counted_match  # pyright: ignore[reportAttributeAccessIssue]
-        stock.cold.tier.blocks.longest = counted_longest  # pyright: ignore[reportAttributeAccessIssue]
+        stock.table.tree.match = counted_match  # pyright: ignore[reportAttributeAccessIssue]
+        stock.disk.tier.blocks.longest = counted_longest  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.mark.parametrize("num_pins", [1, MAX_TERMS])
@@ -141,14 +141,14 @@ def test_a_new_pin_walks_its_own_tokens_alone(num_pins: int, tmp_path: Path) -> 
             store_tokens(stock, prompt)
             stock.pins.keep(prompt, "", Term(str(number), 100.0, 1 << 30))
         settle(stock)
-        stock.cold.reach([]).wait(60)  # pins are looked up on a thread of the tier
+        stock.disk.reach([]).wait(60)  # pins are looked up on a thread of the tier
         matches = Matches(stock)
         stock.pins.may_keep(prompts[-1], "", Term("new", 100.0, 1 << 30), TOKEN_BYTES)
         before_storing = matches.in_memory
         store_tokens(stock, prompts[-1])
         stored = matches.in_memory - before_storing
         assert stock.pins.keep(prompts[-1], "", Term("new", 100.0, 1 << 30)) == 20
-        stock.cold.reach([]).wait(60)  # asked after it, so answered after it
+        stock.disk.reach([]).wait(60)  # asked after it, so answered after it
         assert (before_storing, stored, matches.in_memory - before_storing - stored) == (1, 1, 2)
         assert matches.on_disk == 1
 
@@ -160,8 +160,8 @@ def test_pins_outlive_a_store_that_has_failed() -> None:
     stock.take_over(failed)
     assert len(stock.pins) == 1
     store_tokens(stock, PROMPTS[0][:30])
-    assert not any(entry.is_pinned for entry in stock.shelf.entries)
+    assert not any(entry.is_pinned for entry in stock.table.entries)
     store_tokens(stock, PROMPTS[0])
     stock.evictor.shrink_to(0)
-    assert stock.store.find(PROMPTS[0], "").num_tokens == 60
-    assert stock.pins.nbytes(None) == stock.shelf.held_bytes > 0
+    assert stock.store.lookup(PROMPTS[0], "").num_tokens == 60
+    assert stock.pins.nbytes(None) == stock.table.nbytes > 0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvstrata.prefix_cache.radix_tree import Inserted, Node, Tree
+from kvstrata.prefix_cache.radix_tree import Inserted, Node, RadixTree
 
 ROOTS = (b"one", b"two")
 PROMPT = 100_000
@@ -31,7 +31,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.tree: Tree[object] = Tree()
+        self.tree: RadixTree[object] = RadixTree()
         self.payloads = [object() for _ in range(3)]
         self.model: dict[bytes, dict[Prefix, object]] = {root: {} for root in ROOTS}
 
@@ -148,7 +148,7 @@ def ids(num_tokens: int, seed: int = 0) -> np.ndarray:
 
 
 def test_a_leaf_with_the_same_payload_grows_and_another_gets_a_child() -> None:
-    tree: Tree[str] = Tree()
+    tree: RadixTree[str] = RadixTree()
     span = "span"
     assert tree.insert(b"r", [1, 2], span).outcome == "added"
     assert tree.insert(b"r", [1, 2, 3], span).outcome == "extended"
@@ -159,7 +159,7 @@ def test_a_leaf_with_the_same_payload_grows_and_another_gets_a_child() -> None:
 
 
 def test_tokens_that_were_read_do_not_change_later() -> None:
-    tree: Tree[str] = Tree()
+    tree: RadixTree[str] = RadixTree()
     span = "span"
     leaf = tree.insert(b"r", [1, 2, 3, 4], span).path[-1]
     before = leaf.tokens
@@ -172,7 +172,7 @@ def test_tokens_that_were_read_do_not_change_later() -> None:
 
 
 def test_the_callers_array_may_change_after_an_insert() -> None:
-    tree: Tree[str] = Tree()
+    tree: RadixTree[str] = RadixTree()
     prompt = ids(10)
     tree.insert(b"r", prompt, "span")
     asked = prompt.copy()
@@ -181,7 +181,7 @@ def test_the_callers_array_may_change_after_an_insert() -> None:
 
 
 def test_a_node_joins_the_only_child_of_the_same_payload() -> None:
-    tree: Tree[str] = Tree()
+    tree: RadixTree[str] = RadixTree()
     tree.insert(b"r", [1, 2, 3, 4], "a")
     inserted = tree.insert(b"r", [1, 2, 9], "b")
     upper, lower = inserted.halves
@@ -196,14 +196,14 @@ def test_a_node_joins_the_only_child_of_the_same_payload() -> None:
 
 
 def test_a_split_returns_the_upper_half_and_keeps_the_node_as_the_lower() -> None:
-    tree: Tree[str] = Tree()
+    tree: RadixTree[str] = RadixTree()
     node = tree.insert(b"r", [1, 2, 3, 4], "a").path[-1]
     upper = tree.split(node, 3)
     assert (upper.start, upper.end, node.start, node.end, node.parent) == (0, 3, 3, 4, upper)
 
 
 def test_a_root_is_dropped_with_all_that_is_under_it() -> None:
-    tree: Tree[str] = Tree()
+    tree: RadixTree[str] = RadixTree()
     for root in (b"r", b"s"):
         for tokens in ([1, 2, 3], [1, 2, 4], [5]):
             tree.insert(root, tokens, "a")
@@ -215,7 +215,7 @@ def test_a_root_is_dropped_with_all_that_is_under_it() -> None:
 
 
 def test_what_cannot_be_done_is_refused() -> None:
-    tree: Tree[str] = Tree()
+    tree: RadixTree[str] = RadixTree()
     tree.insert(b"r", [1, 2, 3], "a")
     upper, lower = tree.insert(b"r", [1, 2, 4], "b").halves
     for end in (2, 4, 0):
@@ -235,7 +235,7 @@ def test_what_cannot_be_done_is_refused() -> None:
 
 
 def test_a_long_prompt_is_matched_and_filed_in_time() -> None:
-    tree: Tree[str] = Tree()
+    tree: RadixTree[str] = RadixTree()
     # A chat of 200 turns, each its own node, is the slow case: one comparison for each.
     prompt = ids(PROMPT)
     for end in range(500, PROMPT + 1, 500):
@@ -257,7 +257,7 @@ def test_a_long_prompt_is_matched_and_filed_in_time() -> None:
 
 
 def test_a_node_that_grows_a_thousand_times_is_not_copied_each_time() -> None:
-    tree: Tree[str] = Tree()
+    tree: RadixTree[str] = RadixTree()
     span = "span"
     prompt = ids(PROMPT + 1000)
     leaf = tree.insert(b"r", prompt[:PROMPT], span).path[-1]
@@ -271,7 +271,7 @@ def test_a_node_that_grows_a_thousand_times_is_not_copied_each_time() -> None:
 
 def test_cost_does_not_grow_with_the_number_of_nodes() -> None:
     def median_s(num_branches: int) -> float:
-        tree: Tree[int] = Tree()
+        tree: RadixTree[int] = RadixTree()
         common = ids(64)
         prompts = [np.concatenate((common, ids(64, seed))) for seed in range(1, num_branches + 1)]
         for which, prompt in enumerate(prompts):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstrata.events import feed
-from kvstrata.events.feed import Watching
+from kvstrata.events.feed import ListenerThread
 from kvstrata.prefix_cache.keys import TokenIds
 from tests.prefix_cache.kv import Told, new_stock, settle, store_tokens
 
@@ -36,7 +36,7 @@ def ids_of(num_tokens: int) -> TokenIds:
 
 def test_a_listener_hears_what_is_stored_and_what_goes() -> None:
     told = Told()
-    hears = Watching([Broken(), told])
+    hears = ListenerThread([Broken(), told])
     stock = new_stock(watcher=hears)
     store_tokens(stock, range(64))
     store_tokens(stock, [*range(32), *range(100, 132)])
@@ -50,7 +50,7 @@ def test_a_listener_hears_what_is_stored_and_what_goes() -> None:
 
 def test_tokens_are_told_in_whole_runs_of_sixteen() -> None:
     told = Told()
-    hears = Watching([told])
+    hears = ListenerThread([told])
     for num_tokens in range(1, 40):
         hears.stored(ROOT, ids_of(num_tokens), num_tokens - 1)
     hears.close()
@@ -60,7 +60,7 @@ def test_tokens_are_told_in_whole_runs_of_sixteen() -> None:
 def test_one_that_falls_behind_is_told_that_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed, "MAX_WAITING_BYTES", 4096)
     slow = Slow()
-    hears = Watching([slow])
+    hears = ListenerThread([slow])
     for _ in range(100):
         hears.stored(ROOT, ids_of(64), 0)
     slow.may_go_on.set()

@@ -12,14 +12,22 @@ from hypothesis import given
 
 from kvstrata.bench.replay import LruStore, StrataStore, serve_all
 from kvstrata.bench.trace import Asked, trace_of
-from kvstrata.prefix_cache.eviction_order import HISTORY_FACTOR, EvictionOrder, History, Leaf, LeafQueue, Use, Uses
-from kvstrata.prefix_cache.radix_tree import Tree
+from kvstrata.prefix_cache.eviction_order import (
+    HISTORY_FACTOR,
+    EvictionOrder,
+    LeafQueue,
+    LeafValue,
+    RequestHistory,
+    Use,
+    UseRecords,
+)
+from kvstrata.prefix_cache.radix_tree import RadixTree
 from kvstrata.prefix_cache.worth import (
     EDGES_S,
     NUM_BUCKETS,
-    Kind,
     PrefillCost,
     Reuse,
+    ReuseClass,
     best_rate,
     bucket,
     hazard,
@@ -35,7 +43,7 @@ def eviction(reuse: Reuse | None = None, quantum_tokens: int = 1) -> EvictionOrd
 
 
 def add(queue: EvictionOrder[str], leaf: str, used_s: float, num_tokens: int = 10, nbytes: int = 10, **rest) -> None:
-    queue.add(leaf, Leaf(nbytes, rest.pop("start", 0), num_tokens, used_s, **rest))
+    queue.add(leaf, LeafValue(nbytes, rest.pop("start", 0), num_tokens, used_s, **rest))
 
 
 # Leaves in the order of their use.
@@ -109,12 +117,12 @@ def test_every_age_has_its_bucket(age_s: float) -> None:
 
 def test_without_measurements_older_is_worth_less() -> None:
     reuse = Reuse()
-    rates = [reuse.density(Kind.FRESH, age_s) for age_s in (0.1, 0.6, 1, 10, 100, 1000, 10_000)]
+    rates = [reuse.density(ReuseClass.FRESH, age_s) for age_s in (0.1, 0.6, 1, 10, 100, 1000, 10_000)]
     assert rates == sorted(rates, reverse=True)
     assert len(set(rates)) == len(rates)
 
 
-def learned(gaps_s: dict[Kind, float], num_uses: int = 400) -> Reuse:
+def learned(gaps_s: dict[ReuseClass, float], num_uses: int = 400) -> Reuse:
     """Every use of a kind is followed by the next after that gap; infinite: never."""
     reuse = Reuse(refresh_every=10**9)
     for kind, gap_s in gaps_s.items():
@@ -127,13 +135,13 @@ def learned(gaps_s: dict[Kind, float], num_uses: int = 400) -> Reuse:
 
 
 def test_a_kind_that_comes_back_is_worth_more_than_one_that_does_not() -> None:
-    reuse = learned({Kind.FRESH: math.inf, Kind.CONTINUED: 60.0})
-    assert reuse.density(Kind.CONTINUED, 10.0) > 5 * reuse.density(Kind.FRESH, 10.0)
+    reuse = learned({ReuseClass.FRESH: math.inf, ReuseClass.CONTINUED: 60.0})
+    assert reuse.density(ReuseClass.CONTINUED, 10.0) > 5 * reuse.density(ReuseClass.FRESH, 10.0)
 
 
 def test_a_kind_is_worth_most_just_before_it_comes_back() -> None:
-    reuse = learned({Kind.CONTINUED: 60.0})
-    before, young, late = (reuse.density(Kind.CONTINUED, age_s) for age_s in (50.0, 1.0, 500.0))
+    reuse = learned({ReuseClass.CONTINUED: 60.0})
+    before, young, late = (reuse.density(ReuseClass.CONTINUED, age_s) for age_s in (50.0, 1.0, 500.0))
     assert before > 2 * young
     assert young > 2 * late
 
@@ -141,10 +149,10 @@ def test_a_kind_is_worth_most_just_before_it_comes_back() -> None:
 def test_only_the_last_uses_count() -> None:
     reuse = Reuse(window=100)
     for at in range(1000):
-        reuse.reused(reuse.opened(Kind.FRESH, 1.0, float(at)), 1.0, at + 1.0)
+        reuse.reused(reuse.opened(ReuseClass.FRESH, 1.0, float(at)), 1.0, at + 1.0)
     for at in range(1000, 1200):
-        reuse.opened(Kind.FRESH, 1.0, float(at))
-    assert reuse.density(Kind.FRESH, 1.0) < Reuse().density(Kind.FRESH, 1.0)
+        reuse.opened(ReuseClass.FRESH, 1.0, float(at))
+    assert reuse.density(ReuseClass.FRESH, 1.0) < Reuse().density(ReuseClass.FRESH, 1.0)
 
 
 # Who goes.
@@ -159,9 +167,9 @@ def test_of_one_kind_the_oldest_goes_first() -> None:
 
 
 def test_a_young_leaf_of_a_kind_that_never_comes_back_goes_before_an_old_one_that_does() -> None:
-    queue = eviction(learned({Kind.LEFT_FRESH: math.inf, Kind.CONTINUED: 60.0}))
-    add(queue, "chat", 0.0, kind=Kind.CONTINUED)
-    add(queue, "left", 30.0, kind=Kind.LEFT_FRESH)
+    queue = eviction(learned({ReuseClass.LEFT_FRESH: math.inf, ReuseClass.CONTINUED: 60.0}))
+    add(queue, "chat", 0.0, kind=ReuseClass.CONTINUED)
+    add(queue, "left", 30.0, kind=ReuseClass.LEFT_FRESH)
     assert queue.choose(10, 31.0)[0].leaf == "left"
 
 
@@ -247,7 +255,7 @@ def test_choosing_again_and_again_frees_what_is_needed_or_all(sizes: list[tuple[
 
 
 LEAVES = st.lists(
-    st.tuples(st.sampled_from(list(Kind)), st.floats(0, 90), st.integers(1, 50), st.booleans(), st.booleans()),
+    st.tuples(st.sampled_from(list(ReuseClass)), st.floats(0, 90), st.integers(1, 50), st.booleans(), st.booleans()),
     min_size=1,
     max_size=30,
 )
@@ -255,11 +263,11 @@ LEAVES = st.lists(
 
 @given(LEAVES, st.booleans())
 def test_what_is_superseded_goes_before_anything_else(
-    leaves: list[tuple[Kind, float, int, bool, bool]], spare_only: bool
+    leaves: list[tuple[ReuseClass, float, int, bool, bool]], spare_only: bool
 ) -> None:
-    queue, known = eviction(), dict[str, Leaf]()
+    queue, known = eviction(), dict[str, LeafValue]()
     for number, (kind, used_s, nbytes, is_spare, is_superseded) in enumerate(leaves):
-        known[str(number)] = Leaf(nbytes, 0, 10, used_s, kind, is_spare=is_spare, is_superseded=is_superseded)
+        known[str(number)] = LeafValue(nbytes, 0, 10, used_s, kind, is_spare=is_spare, is_superseded=is_superseded)
         queue.add(str(number), known[str(number)])
     gone = []
     while chosen := queue.choose(1000, 100.0, spare_only=spare_only):
@@ -272,11 +280,13 @@ def test_what_is_superseded_goes_before_anything_else(
 
 
 @given(LEAVES)
-def test_without_superseded_leaves_the_order_is_what_it_was(leaves: list[tuple[Kind, float, int, bool, bool]]) -> None:
+def test_without_superseded_leaves_the_order_is_what_it_was(
+    leaves: list[tuple[ReuseClass, float, int, bool, bool]],
+) -> None:
     """They go first, and change nothing among the others."""
     queue, without = eviction(), eviction()
     for number, (kind, used_s, nbytes, is_spare, is_superseded) in enumerate(leaves):
-        leaf = Leaf(nbytes, 0, 10, used_s, kind, is_spare=is_spare, is_superseded=is_superseded)
+        leaf = LeafValue(nbytes, 0, 10, used_s, kind, is_spare=is_spare, is_superseded=is_superseded)
         queue.add(str(number), leaf)
         if not is_superseded:
             without.add(str(number), leaf)
@@ -294,33 +304,33 @@ def test_without_superseded_leaves_the_order_is_what_it_was(leaves: list[tuple[K
 
 
 def test_the_lower_half_of_a_split_is_of_another_kind() -> None:
-    tree: Tree[str] = Tree()
-    uses = Uses()
-    uses.inserted(tree.insert(ROOT, [1, 2, 3, 4], "a"), Kind.CONTINUED, 1.0)
+    tree: RadixTree[str] = RadixTree()
+    uses = UseRecords()
+    uses.inserted(tree.insert(ROOT, [1, 2, 3, 4], "a"), ReuseClass.CONTINUED, 1.0)
     inserted = tree.insert(ROOT, [1, 2, 9], "b")
-    uses.inserted(inserted, Kind.FRESH, 2.0)
+    uses.inserted(inserted, ReuseClass.FRESH, 2.0)
     upper, lower = inserted.halves
-    assert uses[lower] == Use(1.0, Kind.LEFT_CONTINUED)
-    assert uses[upper] == uses[inserted.path[-1]] == Use(2.0, Kind.FRESH)
+    assert uses[lower] == Use(1.0, ReuseClass.LEFT_CONTINUED)
+    assert uses[upper] == uses[inserted.path[-1]] == Use(2.0, ReuseClass.FRESH)
 
 
 def test_a_prompt_that_is_half_known_continues_something() -> None:
-    history = History(Reuse(), store_tokens=lambda: 100)
-    assert history.asked(ROOT, [1, 2, 3], 0.0) is Kind.FRESH
-    assert history.asked(ROOT, [1, 2, 3, 4, 5, 6], 1.0) is Kind.CONTINUED
-    assert history.asked(ROOT, [1, 2, 3, 7, 7, 7, 7], 2.0) is Kind.FRESH
-    assert history.asked(b"other", [1, 2, 3], 3.0) is Kind.FRESH
+    history = RequestHistory(Reuse(), store_tokens=lambda: 100)
+    assert history.record_request(ROOT, [1, 2, 3], 0.0) is ReuseClass.FRESH
+    assert history.record_request(ROOT, [1, 2, 3, 4, 5, 6], 1.0) is ReuseClass.CONTINUED
+    assert history.record_request(ROOT, [1, 2, 3, 7, 7, 7, 7], 2.0) is ReuseClass.FRESH
+    assert history.record_request(b"other", [1, 2, 3], 3.0) is ReuseClass.FRESH
 
 
 def test_history_forgets_the_oldest_first_and_stays_bounded() -> None:
-    history = History(Reuse(), store_tokens=lambda: 100)
+    history = RequestHistory(Reuse(), store_tokens=lambda: 100)
     rng = random.Random(0)
     for at in range(500):
         start = rng.randrange(10**6)
-        history.asked(ROOT, list(range(start, start + 30)), float(at))
+        history.record_request(ROOT, list(range(start, start + 30)), float(at))
         assert history.num_tokens <= HISTORY_FACTOR * 100
-    history.asked(ROOT, [1, 2, 3], 500.0)
-    assert history.asked(ROOT, [1, 2, 3], 501.0) is Kind.CONTINUED
+    history.record_request(ROOT, [1, 2, 3], 500.0)
+    assert history.record_request(ROOT, [1, 2, 3], 501.0) is ReuseClass.CONTINUED
 
 
 def test_worth_finds_what_lru_drops_just_too_early() -> None:
@@ -333,22 +343,22 @@ def test_worth_finds_what_lru_drops_just_too_early() -> None:
 
 def test_worth_is_learned_anew_after_so_many_uses_and_not_before() -> None:
     reuse = Reuse(refresh_every=3)
-    known = reuse.density(Kind.FRESH, 1.0)
+    known = reuse.density(ReuseClass.FRESH, 1.0)
     for now_s in (1.0, 2.0):
-        reuse.reused(reuse.opened(Kind.FRESH, 1.0, now_s), 1.0, now_s + 0.9)
-        assert reuse.density(Kind.FRESH, 1.0) == known
-    reuse.opened(Kind.FRESH, 1.0, 3.0)
-    assert reuse.density(Kind.FRESH, 1.0) != known
+        reuse.reused(reuse.opened(ReuseClass.FRESH, 1.0, now_s), 1.0, now_s + 0.9)
+        assert reuse.density(ReuseClass.FRESH, 1.0) == known
+    reuse.opened(ReuseClass.FRESH, 1.0, 3.0)
+    assert reuse.density(ReuseClass.FRESH, 1.0) != known
 
 
 def test_a_use_is_learned_from_as_long_as_it_is_in_the_window_and_no_longer() -> None:
     reuse = Reuse(window=10, refresh_every=10**9)
-    opened = [reuse.opened(Kind.FRESH, 1.0, 0.0) for _ in range(30)]
+    opened = [reuse.opened(ReuseClass.FRESH, 1.0, 0.0) for _ in range(30)]
     reuse.refresh(1.0)
-    unused = reuse.density(Kind.FRESH, 0.9)
+    unused = reuse.density(ReuseClass.FRESH, 0.9)
     reuse.reused(opened[19], 1.0, 0.9)  # ten have come since
     reuse.refresh(1.0)
-    assert reuse.density(Kind.FRESH, 0.9) == unused
+    assert reuse.density(ReuseClass.FRESH, 0.9) == unused
     reuse.reused(opened[20], 1.0, 0.9)
     reuse.refresh(1.0)
-    assert reuse.density(Kind.FRESH, 0.9) > unused
+    assert reuse.density(ReuseClass.FRESH, 0.9) > unused

@@ -17,9 +17,9 @@ from contextlib import ExitStack, contextmanager
 import mlx.core as mx
 import numpy as np
 
-from kvstrata.engine.config import Limits
+from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.request import Event, Finished, Piece, Request
+from kvstrata.engine.request import Event, Finished, Request, TextDelta
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.load import load
@@ -39,7 +39,7 @@ STREAM_TOKENS = 150
 @contextmanager
 def engine_on(loaded: LoadedModel, url: str | None) -> Iterator[Engine]:
     mx.eval(arrays_in(loaded.module))
-    engine = Engine(loaded, Limits(), Metrics(), remote=None if url is None else RemoteOptions(parse(url)))
+    engine = Engine(loaded, EngineLimits(), Metrics(), remote=None if url is None else RemoteOptions(parse(url)))
     engine.start()
     try:
         yield engine
@@ -52,7 +52,7 @@ def first_token(engine: Engine, name: str, prompt: tuple[int, ...]) -> tuple[flo
     reply, came = Reply(), list[float]()
 
     def sink(event: Event) -> None:
-        if isinstance(event, Piece | Finished):
+        if isinstance(event, TextDelta | Finished):
             came.append(time.perf_counter())
         reply.sink(event)
 
@@ -103,7 +103,7 @@ def pauses(engine: Engine, name: str, prompts: Sequence[tuple[int, ...]]) -> flo
     reply, came = Reply(), list[float]()
 
     def sink(event: Event) -> None:
-        if isinstance(event, Piece):
+        if isinstance(event, TextDelta):
             came.append(time.perf_counter())
         reply.sink(event)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvstrata.codecs.registry import parse
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import Loop
 from kvstrata.engine.request import Request
@@ -42,11 +42,11 @@ PROMPT = tuple(i * 7 % VOCAB for i in range(700))
 
 @contextmanager
 def engine_on(
-    url: str, loaded: LoadedModel, secret: Path | None = None, storage: Storage | None = None, **settings: Any
+    url: str, loaded: LoadedModel, secret: Path | None = None, storage: KvConfig | None = None, **settings: Any
 ) -> Iterator[Engine]:
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
     remote = options_for(url, secret, **settings)
-    engine = Engine(loaded, Limits(memory_bytes=4096 * MIB), Metrics(), storage, remote=remote)
+    engine = Engine(loaded, EngineLimits(memory_bytes=4096 * MIB), Metrics(), storage, remote=remote)
     engine.start()
     try:
         yield engine
@@ -127,7 +127,7 @@ def test_the_engines_thread_never_asks_the_store(redis_url: str, monkeypatch: py
 def planes(loop: Loop) -> dict[tuple[int, int, str], np.ndarray]:
     """All arrays of what is stored at planes:8, by position and layer."""
     found: dict[tuple[int, int, str], np.ndarray] = {}
-    for entry in loop.stock.shelf.entries:
+    for entry in loop.stock.table.entries:
         for layer in entry.span.layers:
             for part in entry.span.sealed(layer):
                 for side in ("k", "v"):
@@ -140,7 +140,7 @@ def planes(loop: Loop) -> dict[tuple[int, int, str], np.ndarray]:
 
 
 def test_what_comes_back_is_what_was_stored(redis_url: str) -> None:
-    storage = Storage(k=parse("planes:8"), v=parse("planes:8"))
+    storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"))
     with engine_on(redis_url, tiny_loaded("llama"), None, storage) as first:
         say(first, "one", PROMPT, 2)
         share(first)
@@ -167,7 +167,7 @@ def test_other_weights_never_hit(redis_url: str) -> None:
 
 
 def test_what_has_fewer_bits_is_not_written(redis_url: str) -> None:
-    storage = Storage(k=parse("planes:4"), v=parse("planes:4"))
+    storage = KvConfig(k=parse("planes:4"), v=parse("planes:4"))
     with engine_on(redis_url, tiny_loaded("llama"), None, storage) as engine:
         say(engine, "one", PROMPT, 2)
         share(engine)

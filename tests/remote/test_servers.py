@@ -29,7 +29,7 @@ from tests.tiny import VOCAB, tiny_loaded
 
 def shared(loop: Loop) -> None:
     while loop.housekeeping.has_work:
-        loop.housekeeping.work(1.0)
+        loop.housekeeping.run_slice(1.0)
     assert loop.stock.sharing is not None
     loop.stock.sharing.flush(30.0)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvstrata.engine.request import Event, Finished, FinishReason, Piece, TokenUsage
+from kvstrata.engine.request import Event, Finished, FinishReason, TextDelta, TokenUsage
 from kvstrata.engine.sequence import Sequence
 from kvstrata.server.bridge import Arrival
 from kvstrata.server.conversation.telling import Telling
@@ -26,7 +26,7 @@ class Played:
 
 def letters(text: str, reason: FinishReason = "stop") -> list[Event]:
     """A reply that arrives letter by letter."""
-    return [*(Piece(letter) for letter in text), Finished(reason, TokenUsage())]
+    return [*(TextDelta(letter) for letter in text), Finished(reason, TokenUsage())]
 
 
 def play(service: Service, events: Iterable[Event], **asked: Any) -> Played:
@@ -44,7 +44,7 @@ def play_ids(service: Service, ids: Iterable[int], **asked: Any) -> Played:
     events: list[Event] = []
     sequence = Sequence(job.requests[0], events.append, job.requests[0].max_tokens, 0)
     for id in ids:
-        sequence.accept(id, None, service.engine._thread.make_detokenizer)
+        sequence.accept_token(id, None, service.engine._thread.make_detokenizer)
         if sequence.finish_reason:
             break
     assert sequence.finish_reason

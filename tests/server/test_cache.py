@@ -36,7 +36,7 @@ def settle(served: Served) -> None:
 
     def work(loop: Loop) -> None:
         while loop.housekeeping.has_work:
-            loop.housekeeping.work(1.0)
+            loop.housekeeping.run_slice(1.0)
 
     served.server.service.engine.ask(work).result(60)
 
@@ -340,7 +340,7 @@ def test_a_prompt_larger_than_the_budget_is_counted_as_refused() -> None:
 
 
 def is_written(loop: Loop) -> bool:
-    return loop.stock.cold.tier.flush(60).is_empty
+    return loop.stock.disk.tier.flush(60).is_empty
 
 
 def test_the_disk_is_a_tier_like_memory(tmp_path: Path) -> None:

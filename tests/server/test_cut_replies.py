@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.engine.request import Finished, FinishReason, Piece, TokenUsage
+from kvstrata.engine.request import Finished, FinishReason, TextDelta, TokenUsage
 from kvstrata.server.anthropic.wire import MessagesWire
 from kvstrata.server.bridge import Arrival
 from kvstrata.server.conversation.job import Job
@@ -64,7 +64,7 @@ def job_of(served: Served, **asked: Any) -> Job:
 def tell(job: Job, wire: Wire, finished: Finished) -> list[ServerEvent]:
     """Of a reply that is CALL, and then this."""
     telling = Telling(job, wire, enough=lambda _index: None)
-    return [event for each in (Piece(CALL), finished) for event in telling.told(Arrival(0, each))]
+    return [event for each in (TextDelta(CALL), finished) for event in telling.told(Arrival(0, each))]
 
 
 @pytest.mark.parametrize(("reason", "stop"), [("length", ""), ("stop", "END")])

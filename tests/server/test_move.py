@@ -130,7 +130,7 @@ def test_keys_are_kept_apart() -> None:
         assert complete(served, turn, "two")[1] == 0
         assert complete(served, turn, "two", cache_salt="aside")[1] == len(PROMPT) + 7
         salts = [key.salt.encode() for key in served.server.service.keys]
-        roots = served.server.service.engine.ask(lambda loop: loop.stock.shelf.tree.root_keys).result(60)
+        roots = served.server.service.engine.ask(lambda loop: loop.stock.table.tree.root_keys).result(60)
         for secret in (*salts, *roots, *(root.hex().encode() for root in roots), b"Bearer"):
             assert secret not in content
 
@@ -155,7 +155,7 @@ def test_what_cannot_be_exported_or_imported_is_said(tmp_path: Path) -> None:
         with served.http() as http:
             assert http.post("/cache/import", content=b"x", headers={"content-type": "text/plain"}).status_code == 400
         served.ask("/cache/clear", tier="hot")
-        limit = served.server.service.engine.moving.limit_bytes
+        limit = served.server.service.engine.transfer.limit_bytes
         told = imported(served, bytes(limit + 1))
         assert told.status_code == 413
         assert "--memory-limit" in told.json()["error"]["message"]

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.engine.cache_api import Conversation, Lying, Stored, Stratum, as_ids
-from kvstrata.prefix_cache.radix_tree import Node, Tree
+from kvstrata.engine.cache_api import ConversationRun, PrecisionRun, RememberedConversation, TierRun, as_ids
+from kvstrata.prefix_cache.radix_tree import Node, RadixTree
 from kvstrata.server.sessions.session import num_common
 from kvstrata.server.strata import Drawing, Row, note_disk, note_shared, parts_of
 
@@ -15,14 +15,14 @@ SALT = "someone"
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
 
 
-def stratum_of(node: Node[str], above: int | None, unused_s: float = 0.0) -> Stratum:
-    return Stratum(
+def stratum_of(node: Node[str], above: int | None, unused_s: float = 0.0) -> ConversationRun:
+    return ConversationRun(
         above=above,
         root=node.root_key,
         salt=SALT,
         start=node.start,
         ids=node.tokens,
-        stored=(Stored(node.end, node.payload, node.payload),),
+        stored=(PrecisionRun(node.end, node.payload, node.payload),),
         nbytes=10 * node.num_tokens,
         shared_end=0,
         session="",
@@ -33,7 +33,7 @@ def stratum_of(node: Node[str], above: int | None, unused_s: float = 0.0) -> Str
     )
 
 
-def drawn(tree: Tree[str]) -> Drawing:
+def drawn(tree: RadixTree[str]) -> Drawing:
     """As memory tells a tree."""
     nodes = sorted(tree, key=lambda node: node.start)
     places = {node: place for place, node in enumerate(nodes)}
@@ -42,8 +42,8 @@ def drawn(tree: Tree[str]) -> Drawing:
     )
 
 
-def tree_of(prompts: list[list[int]]) -> Tree[str]:
-    tree: Tree[str] = Tree()
+def tree_of(prompts: list[list[int]]) -> RadixTree[str]:
+    tree: RadixTree[str] = RadixTree()
     for number, prompt in enumerate(prompts):
         tree.insert(b"root", prompt, f"planes:{2 + number % 3}")
     return tree
@@ -78,11 +78,11 @@ def test_what_is_remembered_is_drawn_where_another_tier_has_it(held: list[list[i
     tree = tree_of(held)
     drawing = drawn(tree)
     for ids in said:
-        drawing.add(Conversation(SALT, as_ids(ids)), "session", 0.0)
+        drawing.add(RememberedConversation(SALT, as_ids(ids)), "session", 0.0)
     memory = num_drawn(drawing.rows())
     assert memory == tree.num_tokens  # no other tier was asked yet
     for row in drawing.rows():
-        note_disk(row, (Lying(row.last.end, "planes:8", 100),))
+        note_disk(row, (TierRun(row.last.end, "planes:8", 100),))
     rows = drawing.rows()
     everything = tree_of([*held, *(ids[:-1] for ids in said if len(ids) > 1), *held])
     assert num_drawn(rows) >= everything.num_tokens
@@ -95,8 +95,8 @@ def test_what_is_remembered_is_drawn_where_another_tier_has_it(held: list[list[i
 def test_what_is_nowhere_is_not_drawn() -> None:
     drawing = drawn(tree_of([[1, 2, 3, 4]]))
     before = drawing.rows()[0].id
-    drawing.add(Conversation(SALT, as_ids([1, 2, 9, 9, 9, 9])), "gone", 0.0)
-    drawing.add(Conversation(SALT, as_ids([1, 2, 3, 4, 5, 5, 5])), "half", 0.0)
+    drawing.add(RememberedConversation(SALT, as_ids([1, 2, 9, 9, 9, 9])), "gone", 0.0)
+    drawing.add(RememberedConversation(SALT, as_ids([1, 2, 3, 4, 5, 5, 5])), "half", 0.0)
     assert [row.starts_at for row in drawing.rows()] == [0, 2]
     half = next(row for row in drawing.rows() if row.last.session == "half")
     note_shared(half, 6)
@@ -122,6 +122,6 @@ def test_a_run_that_lost_what_it_hangs_on_is_left_out() -> None:
 def test_ids_of_different_callers_differ() -> None:
     ids = as_ids([1, 2, 3])
     one, other = Drawing([]), Drawing([])
-    one.add(Conversation("a", ids), "", 0.0)
-    other.add(Conversation("b", ids), "", 0.0)
+    one.add(RememberedConversation("a", ids), "", 0.0)
+    other.add(RememberedConversation("b", ids), "", 0.0)
     assert one.rows()[0].id != other.rows()[0].id

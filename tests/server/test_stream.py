@@ -7,7 +7,7 @@ import re
 
 from starlette.types import Message
 
-from kvstrata.engine.request import Finished, Piece, Prefilled, Request, Sink, TokenUsage
+from kvstrata.engine.request import Finished, PrefillProgress, Request, Sink, TextDelta, TokenUsage
 from kvstrata.server.bridge import Replies
 from kvstrata.server.conversation.job import Job
 from kvstrata.server.conversation.stream import Heartbeat, send_stream
@@ -32,7 +32,7 @@ def test_pings_are_a_second_apart() -> None:
     said = []
     for step in range(41):  # a chunk every quarter of a second, for ten seconds
         clock.now_s = 100.0 + step / 4
-        heartbeat.note(Prefilled(step, 41))
+        heartbeat.note(PrefillProgress(step, 41))
         said.append(heartbeat.due())
         if said[-1]:
             heartbeat.on_sent()
@@ -42,11 +42,11 @@ def test_pings_are_a_second_apart() -> None:
 def test_news_that_came_too_soon_is_told_when_it_is_time() -> None:
     clock = Clock()
     heartbeat = Heartbeat(10.0, clock)
-    heartbeat.note(Prefilled(1, 9))
+    heartbeat.note(PrefillProgress(1, 9))
     assert heartbeat.due() == "prefill 1/9"
     heartbeat.on_sent()
     clock.now_s += 0.25
-    heartbeat.note(Prefilled(2, 9))
+    heartbeat.note(PrefillProgress(2, 9))
     assert heartbeat.due() == ""
     assert heartbeat.left_s() == 0.75
     clock.now_s += 0.75
@@ -58,7 +58,7 @@ def test_silence_is_what_the_client_hears() -> None:
     heartbeat = Heartbeat(10.0, clock)
     for _ in range(19):  # tokens come all the time
         clock.now_s += 0.5
-        heartbeat.note(Piece(""))
+        heartbeat.note(TextDelta(""))
         assert heartbeat.due() == ""
     clock.now_s += 0.5
     assert heartbeat.due() == "writing"
@@ -87,10 +87,10 @@ class CallWriter:
         raise AssertionError(f"{request_id} ends by itself")
 
     async def _write(self, sink: Sink) -> None:
-        sink(Prefilled(0, 5))
+        sink(PrefillProgress(0, 5))
         for _ in range(self._num_tokens):
             await asyncio.sleep(self._gap_s)
-            sink(Piece(""))
+            sink(TextDelta(""))
         sink(Finished("stop", TokenUsage(5, 0, self._num_tokens)))
 
 

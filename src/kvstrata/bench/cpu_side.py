@@ -18,7 +18,7 @@ import psutil
 
 from kvstrata.engine.profiling import max_chunk
 from kvstrata.engine.request import Sampling
-from kvstrata.engine.runner import BatchRow, Launched, Runner
+from kvstrata.engine.runner import BatchRow, ModelRunner, PendingStep
 from kvstrata.engine.sampling import Sampler
 from kvstrata.errors import KvstrataError
 from kvstrata.layers.sequence import SequenceCache
@@ -37,7 +37,7 @@ class Side:
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
         self._model: Any = loaded.module
-        self._runner = Runner(loaded.module, probe(loaded.module))
+        self._runner = ModelRunner(loaded.module, probe(loaded.module))
 
     def ids(self, text: str) -> Answer:
         return {"ids": encode_text(self._loaded.tokenizer, text)}
@@ -83,7 +83,7 @@ class Side:
     def _steps(self, rows: Sequence[BatchRow], num_tokens: int) -> list[list[int]]:
         """One step is always in flight while the one before is read, as in the engine."""
         later = [BatchRow(row.id, row.cache, row.sampler, None) for row in rows]
-        flying: Launched = self._runner.launch(rows, None)
+        flying: PendingStep = self._runner.launch(rows, None)
         found = []
         for _ in range(num_tokens - 1):
             following = self._runner.launch(later, flying)

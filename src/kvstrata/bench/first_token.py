@@ -23,7 +23,7 @@ from kvstrata.bench.streams import Prompt, Stream, answer, greedy, random_prompt
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -109,8 +109,8 @@ def table(rows: Sequence[FirstToken]) -> str:
 def _round(loaded: LoadedModel, load: Load, prompt: Prompt) -> dict[str, Stream]:
     """Each case finds what those before it left: they cannot take turns."""
     answers: dict[str, Stream] = {}
-    storage = Storage(k=parse(load.precision), v=parse(load.precision))
-    with _engine(loaded, Storage(hot_bytes=0), None) as engine:
+    storage = KvConfig(k=parse(load.precision), v=parse(load.precision))
+    with _engine(loaded, KvConfig(hot_bytes=0), None) as engine:
         answers[WITHOUT] = _answer(engine, prompt)
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as name:
         folder = Path(name)
@@ -143,10 +143,12 @@ def _row(case: str, prompt_tokens: int, found: Sequence[dict[str, Stream]]) -> F
 
 
 @contextmanager
-def _engine(loaded: LoadedModel, storage: Storage, folder: Path | None, files: Files | None = None) -> Iterator[Engine]:
+def _engine(
+    loaded: LoadedModel, storage: KvConfig, folder: Path | None, files: Files | None = None
+) -> Iterator[Engine]:
     """Compiled and warm."""
     disk = None if folder is None else DiskOptions(folder, DISK_BYTES, reserve_bytes=0, queue_bytes=DISK_BYTES)
-    with running(Engine(loaded, Limits(), Metrics(), storage, disk, files)) as engine:
+    with running(Engine(loaded, EngineLimits(), Metrics(), storage, disk, files)) as engine:
         _answer(engine, tuple(range(WARM_TOKENS)))
         yield engine
 

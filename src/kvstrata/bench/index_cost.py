@@ -14,10 +14,10 @@ import numpy as np
 import psutil
 
 from kvstrata.bench.driver import Figure, Progress, lay_out, seconds, silent
-from kvstrata.prefix_cache.eviction_order import EvictionOrder, Leaf
+from kvstrata.prefix_cache.eviction_order import EvictionOrder, LeafValue
 from kvstrata.prefix_cache.keys import TokenIds
-from kvstrata.prefix_cache.radix_tree import Node, Tree
-from kvstrata.prefix_cache.worth import Kind, PrefillCost, Reuse
+from kvstrata.prefix_cache.radix_tree import Node, RadixTree
+from kvstrata.prefix_cache.worth import PrefillCost, Reuse, ReuseClass
 
 ROOT = b"cost"
 SHARED_TOKENS = 32
@@ -66,7 +66,7 @@ def table(rows: Sequence[IndexCost]) -> str:
 
 
 def _measure(num_nodes: int) -> IndexCost:
-    tree: Tree[int] = Tree()
+    tree: RadixTree[int] = RadixTree()
     reuse = Reuse()
     eviction: EvictionOrder[Node[int]] = EvictionOrder(reuse, PrefillCost(), quantum_tokens=256)
     before = _resident_bytes()
@@ -101,12 +101,12 @@ def _prompts(number: int, first: int) -> Iterator[TokenIds]:
 
 
 def _add(eviction: EvictionOrder[Node[int]], leaf: Node[int], used_s: float) -> None:
-    kind = Kind(int(used_s) % len(Kind))
+    kind = ReuseClass(int(used_s) % len(ReuseClass))
     nbytes = leaf.num_tokens * TOKEN_BYTES
-    eviction.add(leaf, Leaf(nbytes, leaf.start, leaf.num_tokens, used_s, kind))
+    eviction.add(leaf, LeafValue(nbytes, leaf.start, leaf.num_tokens, used_s, kind))
 
 
-def _evict(tree: Tree[int], eviction: EvictionOrder[Node[int]], now_s: float) -> None:
+def _evict(tree: RadixTree[int], eviction: EvictionOrder[Node[int]], now_s: float) -> None:
     for leaf, _ in eviction.choose(TOKEN_BYTES * OWN_TOKENS, now_s):
         tree.remove(leaf)
 

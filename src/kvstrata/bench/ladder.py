@@ -20,11 +20,11 @@ from kvstrata.backend import device
 from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.bench.streams import Prompt, Stream, Streams, greedy, random_prompt, running
 from kvstrata.engine.budget import least_token_bytes, sealed_pairs
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.memory_plan import limit_for
-from kvstrata.engine.profiling import Shape, max_chunk, remembered_scratch
-from kvstrata.engine.runner import Runner
+from kvstrata.engine.profiling import PassShape, max_chunk, remembered_scratch
+from kvstrata.engine.runner import ModelRunner
 from kvstrata.layers.kinds import Layout, arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -134,8 +134,8 @@ def table(rows: Sequence[LadderRun]) -> str:
 
 
 def _limit_bytes(loaded: LoadedModel, layout: Layout, load: Load, share: float) -> int:
-    storage = Storage(dynamic=True)
-    shape = Shape(
+    storage = KvConfig(dynamic=True)
+    shape = PassShape(
         rows=load.at_once,
         vocab_size=loaded.vocab_size,
         max_context_tokens=load.chat_tokens,
@@ -145,7 +145,7 @@ def _limit_bytes(loaded: LoadedModel, layout: Layout, load: Load, share: float) 
     return limit_for(
         int(share * _needed_bytes(layout, load)),
         loaded.weight_bytes,
-        remembered_scratch(loaded, Runner(loaded.module, layout), shape),
+        remembered_scratch(loaded, ModelRunner(loaded.module, layout), shape),
         token_bytes=least_token_bytes(layout, storage),
         context_tokens=load.chat_tokens,
         backend=device().backend,
@@ -161,13 +161,13 @@ def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_
     # What else the process holds is not counted.
     others_bytes = max(0, mx.get_active_memory() - loaded.weight_bytes)
     # No longer context than a chat has: one policy must not get less KV because it could hold longer ones.
-    limits = Limits(
+    limits = EngineLimits(
         memory_bytes=limit_bytes,
         max_running=load.at_once,
         max_waiting=load.chats,
         context_tokens=load.chat_tokens,
     )
-    with running(Engine(loaded, limits, Metrics(), Storage(dynamic=policy == "ladder"))) as engine:
+    with running(Engine(loaded, limits, Metrics(), KvConfig(dynamic=policy == "ladder"))) as engine:
         mx.clear_cache()
         mx.reset_peak_memory()
         sampler, began_s = Sampler(others_bytes), time.perf_counter()

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from kvstrata.prefix_cache.eviction_order import LeafQueue
 from kvstrata.prefix_cache.keys import Tokens
-from kvstrata.prefix_cache.radix_tree import Node, Tree
+from kvstrata.prefix_cache.radix_tree import Node, RadixTree
 
 
 class LruTree:
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self.tree: Tree[None] = Tree()
+        self.tree: RadixTree[None] = RadixTree()
         self._leaves: LeafQueue[Node[None]] = LeafQueue()
         self._used_s: dict[Node[None], float] = {}
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstrata.bench.driver import Figure, Progress, lay_out, silent
 from kvstrata.bench.streams import Streams, answer, greedy, random_prompt, running
-from kvstrata.engine.config import Limits
+from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.errors import KvstrataError
 from kvstrata.layers.kinds import arrays_in
@@ -68,7 +68,7 @@ def measure(
     rows = []
     for share in shares:
         progress(f"share {share:g}: {prompt_tokens} prompt tokens, alone and beside {streams}")
-        limits = Limits(max_running=streams + 1, prefill_share=share)
+        limits = EngineLimits(max_running=streams + 1, prefill_share=share)
         with running(Engine(loaded, limits, Metrics())) as engine:
             rows.append(_measure(engine, loaded, share, streams, prompt_tokens))
     return rows

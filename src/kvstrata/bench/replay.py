@@ -25,8 +25,8 @@ from kvstrata.bench.driver import Figure, Progress, lay_out, silent
 from kvstrata.bench.lru import LruTree
 from kvstrata.bench.trace import BLOCK_TOKENS, Asked, Trace
 from kvstrata.errors import ConfigError
-from kvstrata.prefix_cache.eviction_order import EvictionOrder, History, Leaf, Uses
-from kvstrata.prefix_cache.radix_tree import Node, Tree
+from kvstrata.prefix_cache.eviction_order import EvictionOrder, LeafValue, RequestHistory, UseRecords
+from kvstrata.prefix_cache.radix_tree import Node, RadixTree
 from kvstrata.prefix_cache.worth import PrefillCost, Reuse
 
 PolicyName = Literal["kvstrata", "lru", "optimal"]
@@ -97,16 +97,16 @@ class StrataStore:
     def __init__(self, num_blocks: int, evicted: Callable[[list[int]], object] = lambda _: None) -> None:
         self._num_blocks = num_blocks
         self._evicted = evicted
-        self.tree: Tree[Asked] = Tree()
+        self.tree: RadixTree[Asked] = RadixTree()
         reuse = Reuse()
-        self._history = History(reuse, lambda: num_blocks)
+        self._history = RequestHistory(reuse, lambda: num_blocks)
         self._eviction: EvictionOrder[Node[Asked]] = EvictionOrder(reuse, PrefillCost(), quantum_tokens=BLOCK_TOKENS)
-        self._uses = Uses()
+        self._uses = UseRecords()
 
     def serve(self, request: Asked) -> int:
         now_s = request.time_s
         inserted = self.tree.insert(ROOT, request.blocks, request)
-        kind = self._history.asked(ROOT, request.blocks, now_s)
+        kind = self._history.record_request(ROOT, request.blocks, now_s)
         self._uses.inserted(inserted, kind, now_s)
         for node in (*inserted.path[-2:], *inserted.halves):
             self._offer(node)
@@ -133,7 +133,7 @@ class StrataStore:
             return
         use = self._uses[node]
         nbytes, start, num_tokens = node.num_tokens, node.start * BLOCK_TOKENS, node.num_tokens * BLOCK_TOKENS
-        self._eviction.add(node, Leaf(nbytes, start, num_tokens, use.used_s, use.kind))
+        self._eviction.add(node, LeafValue(nbytes, start, num_tokens, use.used_s, use.kind))
 
 
 class LruStore:

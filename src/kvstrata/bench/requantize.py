@@ -16,13 +16,13 @@ from kvstrata.bench.driver import MIB, Figure, lay_out
 from kvstrata.bench.streams import Streams, greedy, random_prompt, running
 from kvstrata.codecs.registry import parse
 from kvstrata.engine.cache_api import Operations
-from kvstrata.engine.config import Limits
+from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import Loop
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.prefix_cache.requantize import Change, Changed, Progress
+from kvstrata.prefix_cache.requantize import ChangeResult, PrecisionChange, Progress
 
 STEADY_TOKENS = 12  # of each stream, before anything is changed
 USUAL_STEPS = 8  # before a change, that tell how long a step usually takes
@@ -61,7 +61,7 @@ def measure(
     mx.eval(arrays_in(loaded.module))  # what is lazy belongs to this thread
     metrics, rng = Metrics(), random.Random(1)
     # All prompts first: the streams then run together, however many there are.
-    limits = Limits(max_running=streams, tail_step_tokens=reply_tokens, prefill_share=1.0)
+    limits = EngineLimits(max_running=streams, buffer_step_tokens=reply_tokens, prefill_share=1.0)
     with running(Engine(loaded, limits, metrics)) as engine:
         started = Streams(engine)
         for stream in range(streams):
@@ -126,10 +126,10 @@ def _change(engine: Engine, streams: Streams, precision: str, prefill_s: float) 
     )
 
 
-def _begin(loop: Loop, precision: str) -> Changed:
+def _begin(loop: Loop, precision: str) -> ChangeResult:
     """A dry run and the change, between the same two steps: tokens that came between them would be in one only."""
-    said = Operations(loop).requantize(Change(parse(precision), parse(precision), dry_run=True))
-    Operations(loop).requantize(Change(parse(precision), parse(precision)))
+    said = Operations(loop).requantize(PrecisionChange(parse(precision), parse(precision), dry_run=True))
+    Operations(loop).requantize(PrecisionChange(parse(precision), parse(precision)))
     return said
 
 

@@ -20,7 +20,7 @@ from kvstrata.bench.driver import MIB, Figure, Progress, lay_out, silent
 from kvstrata.bench.streams import Streams, greedy, random_prompt, running
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import Loop
 from kvstrata.errors import KvstrataError
@@ -83,8 +83,8 @@ def measure(loaded: LoadedModel, load: Load, *, rounds: int = 12, progress: Prog
     with tempfile.TemporaryDirectory(prefix="kvstrata-bench-") as folder:
         disk = DiskOptions(Path(folder), DISK_BYTES, reserve_bytes=0, flush_s=0)
         # Stored before the windows, written in them.
-        storage = Storage(k=parse(load.precision), v=parse(load.precision), disk_write="at-eviction")
-        limits = Limits(max_running=load.streams)
+        storage = KvConfig(k=parse(load.precision), v=parse(load.precision), disk_write="at-eviction")
+        limits = EngineLimits(max_running=load.streams)
         with running(Engine(loaded, limits, Metrics(), storage, disk)) as engine:
             progress(f"storing {load.conversations} conversations")
             _store(engine, loaded, load)
@@ -142,7 +142,7 @@ def _windows(engine: Engine, streams: Streams, rounds: int, progress: Progress) 
 
 
 def _spill(engine: Engine) -> _Window:
-    engine.ask(lambda loop: _stock_of(loop).spills.add_free()).result()
+    engine.ask(lambda loop: _stock_of(loop).offloader.offer_changed()).result()
     began = time.perf_counter()
     # Each question is answered between two steps: this waits, it does not spin.
     while engine.ask(_is_spilling).result():
@@ -160,11 +160,11 @@ def _rest(engine: Engine, seconds: float) -> _Window:
 
 def _is_spilling(loop: Loop) -> bool:
     stock = _stock_of(loop)
-    return stock.chores.has_work or stock.cold.tier.usage().num_queued > 0
+    return stock.background.has_work or stock.disk.tier.usage().num_queued > 0
 
 
 def _written_bytes(loop: Loop) -> int:
-    return _stock_of(loop).reporter.count()["disk_written_bytes"]
+    return _stock_of(loop).usage.count()["disk_written_bytes"]
 
 
 def _empty_disk(loop: Loop) -> None:
@@ -185,7 +185,7 @@ def _store(engine: Engine, loaded: LoadedModel, load: Load) -> None:
     stored.wait()
     # Trimmed or encoded: from here on there is nothing to do but to spill.
     while engine.ask(lambda loop: loop.housekeeping.has_work).result():
-        engine.ask(lambda loop: loop.housekeeping.work(1.0)).result()
+        engine.ask(lambda loop: loop.housekeeping.run_slice(1.0)).result()
 
 
 def _start_streams(engine: Engine, loaded: LoadedModel, count: int) -> Streams:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.request import Event, Failed, Finished, Piece, Request, Sampling, TokenUsage
+from kvstrata.engine.request import Event, Failed, Finished, Request, Sampling, TextDelta, TokenUsage
 from kvstrata.errors import KvstrataError
 from kvstrata.models.loaded import LoadedModel
 
@@ -65,7 +65,7 @@ class Stream(Reply):
 
     def sink(self, event: Event) -> None:
         with self._news:
-            if isinstance(event, Piece):
+            if isinstance(event, TextDelta):
                 self.add(event.ids)
             elif isinstance(event, Finished):
                 self.usage = event.usage

@@ -41,14 +41,14 @@ def engine(
     """The engine beside mlx-lm's BatchGenerator: batch 1, batch 8, and the prefill of 512 tokens."""
     from kvstrata.bench.engine import Load, measure, table
     from kvstrata.bench.streams import running
-    from kvstrata.engine.config import Limits
+    from kvstrata.engine.config import EngineLimits
     from kvstrata.engine.engine import Engine
     from kvstrata.metrics import Metrics
 
     load = Load(numbers(batches, 1, MAX_BATCH), prompt_tokens, reply_tokens)
     loaded = chosen(model, random_weights=random_weights)
     # Prompts get all they can use, so that the whole batch decodes together, as the other engine's does.
-    with running(Engine(loaded, Limits(prefill_share=1.0), Metrics())) as engine:
+    with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as engine:
         show(measure(loaded, engine, load, rounds=rounds, progress=say), table, as_json=as_json)
 
 
@@ -64,13 +64,13 @@ def step(
     """Where the time of a decode step goes, beside what this machine's memory and products could do."""
     from kvstrata.bench.step import measure, table
     from kvstrata.bench.streams import running
-    from kvstrata.engine.config import Limits
+    from kvstrata.engine.config import EngineLimits
     from kvstrata.engine.engine import Engine
     from kvstrata.metrics import Metrics
 
     loaded = chosen(model, random_weights=random_weights)
     sizes = numbers(batches, 1, MAX_BATCH)
-    with running(Engine(loaded, Limits(prefill_share=1.0), Metrics())) as engine:
+    with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as engine:
         show(measure(loaded, engine, sizes, prompt_tokens, reply_tokens, progress=say), table, as_json=as_json)
 
 
@@ -198,14 +198,14 @@ def grammar(
     """What a JSON schema costs: decode steps with every row held to one, beside the same rows without."""
     from kvstrata.bench.grammar import measure, table
     from kvstrata.bench.streams import running
-    from kvstrata.engine.config import Limits
+    from kvstrata.engine.config import EngineLimits
     from kvstrata.engine.engine import Engine
     from kvstrata.metrics import Metrics
     from kvstrata.models.load import load
 
     loaded, counts = load(model), numbers(rows, 1, MAX_BATCH)
     # Prompts get all they can use, so that all rows decode together.
-    with running(Engine(loaded, Limits(prefill_share=1.0), Metrics())) as engine:
+    with running(Engine(loaded, EngineLimits(prefill_share=1.0), Metrics())) as engine:
         found = measure(loaded, engine, rows=counts, reply_tokens=reply_tokens, rounds=rounds, progress=say)
     show(found, table, as_json=as_json)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from kvstrata.backend import MlxBackend
-    from kvstrata.engine.memory_plan import Forecast, Row
+    from kvstrata.engine.memory_plan import Forecast, PrecisionForecast
     from kvstrata.models.outline import Outline
 
 Backend = Literal["metal", "cuda", "cpu"]
@@ -115,7 +115,7 @@ class Asked:
 class Shown:
     outline: Outline
     forecast: Forecast
-    advice: Row | None
+    advice: PrecisionForecast | None
     tokens: int  # of a conversation that the advice is for
     command: str
     notes: tuple[str, ...]
@@ -145,7 +145,7 @@ def _plan(asked: Asked) -> Shown:
     return Shown(found, result, advice, tokens, _command(asked, best, tokens), tuple(_notes(found, result)))
 
 
-def _command(asked: Asked, row: Row | None, tokens: int) -> str:
+def _command(asked: Asked, row: PrecisionForecast | None, tokens: int) -> str:
     from kvstrata.engine.memory_plan import needs_live
 
     words = ["kvstrata", "serve", *([asked.model] if asked.model else [])]
@@ -168,10 +168,10 @@ def _notes(found: Outline, result: Forecast) -> list[str]:
     ]
     if any(spec.kind == "foreign" for spec in found.layout.flat()):
         notes.append("This model keeps caches of its own kind: requests run one by one and share nothing.")
-    elif result.mark_bytes:
+    elif result.checkpoint_bytes:
         notes.append(
-            f"A stored conversation keeps up to {result.max_marks} points to resume at (--kv-cache-marks), "
-            f"{human_bytes(result.mark_bytes)} each at full precision. They are counted."
+            f"A stored conversation keeps up to {result.max_checkpoints} points to resume at (--kv-cache-marks), "
+            f"{human_bytes(result.checkpoint_bytes)} each at full precision. They are counted."
         )
     if len(result.rows) > 1:
         notes.append(
@@ -230,8 +230,8 @@ def _plain(asked: Asked, shown: Shown) -> dict[str, Any]:
             "dtype": found.dtype,
             "bytes_per_token": result.token_bytes,
             "bytes_per_sequence": result.sequence_bytes,
-            "bytes_per_mark": result.mark_bytes,
-            "marks": result.max_marks if result.mark_bytes else 0,
+            "bytes_per_mark": result.checkpoint_bytes,
+            "marks": result.max_checkpoints if result.checkpoint_bytes else 0,
         },
         "memory": asdict(result.shares),
         "precisions": [asdict(row) for row in result.rows],
@@ -281,7 +281,7 @@ def _table(result: Forecast, *, has_disk: bool) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    lengths = [each.tokens for each in result.rows[0].stored] if result.rows else []
+    lengths = [each.tokens for each in result.rows[0].capacities] if result.rows else []
     shows_live = any(row.longest_live_tokens != row.longest_tokens for row in result.rows)
     names = ["K and V", "token", "tokens", "longest", *(["live"] if shows_live else [])]
     for tokens in lengths:
@@ -291,7 +291,7 @@ def _table(result: Forecast, *, has_disk: bool) -> Table:
     for row in result.rows:
         cells = [row.name, human_bytes(round(row.token_bytes)), "any" if row.tokens is None else _short(row.tokens)]
         cells += [_short(row.longest_tokens), *([_short(row.longest_live_tokens)] if shows_live else [])]
-        for each in row.stored:
+        for each in row.capacities:
             on_disk = f"{each.disk_conversations:,}" if has_disk else human_bytes(each.disk_bytes)
             cells += [f"{each.conversations:,}", on_disk]
         table.add_row(*cells)
@@ -315,7 +315,7 @@ def _advice(asked: Asked, shown: Shown) -> str:
             f"{wanted} do not stay in memory at any of these precisions: the coldest will be evicted, or rest on a "
             "disk (--disk). The lowest one:"
         )
-    fit = next(each.conversations for each in shown.advice.stored if each.tokens == shown.tokens)
+    fit = next(each.conversations for each in shown.advice.capacities if each.tokens == shown.tokens)
     return f"{wanted} (--conversations, --tokens) stay in memory at {shown.advice.name}, which has room for {fit:,}:"
 
 

@@ -16,10 +16,10 @@ from kvstrata.backend.addresses import is_loopback
 from kvstrata.config.files import read_key_file
 from kvstrata.config.names import ENV_PREFIX, NOT_A_KEY, is_key, is_service_link
 from kvstrata.disk.options import DiskOptions
-from kvstrata.engine.config import MARK_EVERY_TOKENS, Limits
+from kvstrata.engine.config import CHECKPOINT_EVERY_TOKENS, EngineLimits
 from kvstrata.errors import ConfigError
 from kvstrata.models.cpu_options import CpuOptions, CpuWeights
-from kvstrata.prefix_cache.config import DiskWrite, Floors, LadderOptions, PrecisionOptions, StoreOptions
+from kvstrata.prefix_cache.config import CacheConfig, DiskWrite, LadderConfig, PrecisionConfig, PrecisionFloors
 from kvstrata.remote.options import RemoteOptions
 from kvstrata.remote.url import parse as parse_url
 from kvstrata.server.wire.bounds import Bounds
@@ -138,40 +138,40 @@ class Settings(BaseSettings):
         "machine's memory, on a Mac at most what Metal recommends", panel="Engine", unit="size", is_common=True,
     )  # fmt: skip
     wired_limit: ByteCount = setting(
-        Limits.wired_bytes,
+        EngineLimits.wired_bytes,
         "Memory that macOS must not page out, on a Mac. 0 leaves the choice to macOS; with a limit, kernel panics were "
         "reported (https://github.com/ml-explore/mlx/issues/3186)", panel="Engine", unit="size", ge=0,
     )  # fmt: skip
     max_running: int = setting(
-        Limits.max_running, "Most requests that run at once, in one batch", panel="Engine", unit="requests",
+        EngineLimits.max_running, "Most requests that run at once, in one batch", panel="Engine", unit="requests",
         is_common=True, ge=1, le=4096,
     )  # fmt: skip
     max_waiting: int = setting(
-        Limits.max_waiting, "Most requests that wait in the queue. When it is full, clients are answered 429",
+        EngineLimits.max_waiting, "Most requests that wait in the queue. When it is full, clients are answered 429",
         panel="Engine", unit="requests", ge=0, le=1_000_000,
     )  # fmt: skip
     prefill_share: float = setting(
-        Limits.prefill_share,
+        EngineLimits.prefill_share,
         "Share of the time that prompts may take while streams run: at 0.5 a stream's tokens come half as fast while a "
         "prompt is computed; 1 gives prompts all they can use", panel="Engine", unit="share", gt=0, le=1,
     )  # fmt: skip
     prefill_chunk_tokens: int | None = setting(
-        Limits.prefill_chunk_tokens,
+        EngineLimits.prefill_chunk_tokens,
         "Prompt tokens computed at a time, whatever --prefill-share says. Without a number the server chooses by the "
         "speeds that it measures", panel="Engine", unit="tokens", ge=1,
     )  # fmt: skip
     max_kv_size: int | None = setting(
-        Limits.max_kv_size,
+        EngineLimits.max_kv_size,
         "Most tokens that a sequence keeps in each layer: the first 4 and the newest. Without a number all are kept",
         panel="Engine", unit="tokens", ge=16,
     )  # fmt: skip
     tail_step_tokens: int = setting(
-        Limits.tail_step_tokens, "Tokens of a reply that memory is reserved for at a time", panel="Engine",
+        EngineLimits.buffer_step_tokens, "Tokens of a reply that memory is reserved for at a time", panel="Engine",
         unit="tokens", ge=1,
     )  # fmt: skip
 
     cache_slice_ms: float = setting(
-        1000 * Limits.slice_s,
+        1000 * EngineLimits.slice_s,
         "Time for work on stored KV between two decode steps. Work that a client waits for (a change of precision, "
         "room for a request) may take as long as a decode step", panel="KV cache", unit="milliseconds",
         gt=0, le=10_000,
@@ -181,7 +181,7 @@ class Settings(BaseSettings):
         panel="KV cache", unit="size",
     )  # fmt: skip
     cache_ttl_s: float | None = setting(
-        StoreOptions.ttl_s, "Seconds after which stored KV expires that no request has used, and what is remembered of "
+        CacheConfig.ttl_s, "Seconds after which stored KV expires that no request has used, and what is remembered of "
         "its texts. Without a number both stay while there is room", panel="KV cache", unit="seconds", gt=0,
     )  # fmt: skip
     disk_cache_dir: Path | None = setting(
@@ -205,12 +205,12 @@ class Settings(BaseSettings):
         "that the KV is dropped. Running replies never wait", panel="Disk cache", unit="seconds", ge=0, le=3600,
     )  # fmt: skip
     disk_write: DiskWrite = setting(
-        StoreOptions.disk_write, "When KV is written to the disk: 'after-reply' some seconds after each reply has "
+        CacheConfig.disk_write, "When KV is written to the disk: 'after-reply' some seconds after each reply has "
         "ended, so that a crash or a power cut loses only the turns that run; 'at-eviction' when memory runs short and "
         "when the server ends", panel="Disk cache", unit="mode",
     )  # fmt: skip
     disk_put_away: bool = setting(
-        PrecisionOptions.put_away, "Write to the disk what a step to fewer bits takes away, so that it can be "
+        PrecisionConfig.archives_planes, "Write to the disk what a step to fewer bits takes away, so that it can be "
         "restored", panel="Disk cache",
     )  # fmt: skip
     disk_second_touch: bool = setting(
@@ -291,19 +291,19 @@ class Settings(BaseSettings):
         None, "Values that share a scale in affine precisions: 32, 64 or 128", panel="KV cache", unit="values"
     )
     kv_cache_min_quantize_tokens: int = setting(
-        PrecisionOptions.min_quantize_tokens, "Length from which on a conversation is stored in fewer bits. Shorter "
+        PrecisionConfig.min_quantize_tokens, "Length from which on a conversation is stored in fewer bits. Shorter "
         "ones stay at full precision", panel="KV cache", unit="tokens", ge=0,
     )  # fmt: skip
     kv_cache_live: bool = setting(
-        PrecisionOptions.live, "Encode the KV of running requests too, not only what they leave behind",
+        PrecisionConfig.live, "Encode the KV of running requests too, not only what they leave behind",
         panel="KV cache",
     )  # fmt: skip
     kv_cache_first_raw: int = setting(
-        PrecisionOptions.first_raw_tokens, "First tokens of a running request that stay at full precision under "
+        PrecisionConfig.first_raw_tokens, "First tokens of a running request that stay at full precision under "
         "--kv-cache-live", panel="KV cache", unit="tokens", ge=0,
     )  # fmt: skip
     kv_cache_recent_raw: int = setting(
-        PrecisionOptions.recent_raw_tokens, "Newest tokens of a running request that stay at full precision under "
+        PrecisionConfig.recent_raw_tokens, "Newest tokens of a running request that stay at full precision under "
         "--kv-cache-live", panel="KV cache", unit="tokens", ge=0,
     )  # fmt: skip
     kv_cache_edge_layers: int = setting(
@@ -315,16 +315,16 @@ class Settings(BaseSettings):
         panel="KV cache", unit="precision",
     )  # fmt: skip
     kv_cache_marks: int = setting(
-        StoreOptions.max_marks, "Resume points that a stored conversation keeps, in models with window or recurrent "
-        "layers", panel="KV cache", unit="points", ge=1,
+        CacheConfig.max_checkpoints,
+        "Resume points that a stored conversation keeps, in models with window or recurrent layers", panel="KV cache", unit="points", ge=1,
     )  # fmt: skip
     kv_cache_mark_every: int = setting(
-        MARK_EVERY_TOKENS, "Prompt tokens between two resume points, in models with window or recurrent layers",
+        CHECKPOINT_EVERY_TOKENS, "Prompt tokens between two resume points, in models with window or recurrent layers",
         panel="KV cache", unit="tokens", ge=64,
     )  # fmt: skip
 
     dynamic_cache: bool = setting(
-        LadderOptions.by_pressure, "Store KV in fewer and fewer bits as memory fills up, before anything is evicted",
+        LadderConfig.by_pressure, "Store KV in fewer and fewer bits as memory fills up, before anything is evicted",
         panel="KV cache", is_common=True,
     )  # fmt: skip
     dynamic_cache_at: str = setting(
@@ -332,10 +332,10 @@ class Settings(BaseSettings):
         panel="KV cache", unit="steps",
     )  # fmt: skip
     kv_floor_k: Bits = setting(
-        Floors.k_bits, "Fewest bits of keys that --dynamic-cache goes down to", panel="KV cache", unit="bits"
+        PrecisionFloors.k_bits, "Fewest bits of keys that --dynamic-cache goes down to", panel="KV cache", unit="bits"
     )
     kv_floor_v: Bits = setting(
-        Floors.v_bits, "Fewest bits of values that --dynamic-cache goes down to", panel="KV cache", unit="bits"
+        PrecisionFloors.v_bits, "Fewest bits of values that --dynamic-cache goes down to", panel="KV cache", unit="bits"
     )
 
     max_body_bytes: ByteCount = setting(

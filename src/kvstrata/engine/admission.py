@@ -13,27 +13,27 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from kvstrata.engine.budget import Budget, no_room_beside_pins
+from kvstrata.engine.budget import Budget, pinned_memory_message
 from kvstrata.engine.prefix_lookup import Fetching, Resume
 from kvstrata.engine.request import Failed
-from kvstrata.engine.scheduler import Running, StepPlan, Terms, Waiting, plan, tail_tokens
-from kvstrata.engine.sequence import Sequence, Sequences
-from kvstrata.engine.speeds import Speeds
-from kvstrata.prefix_cache.entries import Entry, Found, Lease
-from kvstrata.prefix_cache.entry_table import Shelf
+from kvstrata.engine.scheduler import Running, StepLimits, StepPlan, Waiting, buffer_tokens, schedule
+from kvstrata.engine.sequence import Sequence, SequenceTable
+from kvstrata.engine.speeds import StepSpeeds
+from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease
+from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.insertion import Leases
-from kvstrata.prefix_cache.jobs import Failures
-from kvstrata.prefix_cache.reclaim import Room, Shortening
+from kvstrata.prefix_cache.jobs import FailureLog
+from kvstrata.prefix_cache.reclaim import Reclaimer, Shortening
 
 
-class Capacity:
+class MemoryAccount:
     """`keeps_growth_free`: those that come leave room for the next growth of one that runs."""
 
     def __init__(
         self,
         budget: Budget,
         running: Mapping[int, Sequence],
-        shelf: Shelf,
+        shelf: EntryTable,
         *,
         tail_step_tokens: int,
         keeps_growth_free: bool,
@@ -46,66 +46,68 @@ class Capacity:
 
     @property
     def running_bytes(self) -> int:
-        own_bytes = sum(self.budget.held_by(s.cache, s.rung) for s in self._running.values() if s.cache is not None)
+        own_bytes = sum(
+            self.budget.bytes_held_by(s.cache, s.kv_format) for s in self._running.values() if s.cache is not None
+        )
         orphans = {span for s in self._running.values() for span in s.stored.orphans}
         return own_bytes + sum(span.nbytes for span in orphans)
 
     @property
-    def stored_bytes(self) -> int:
-        return self._shelf.held_bytes
+    def cached_bytes(self) -> int:
+        return self._shelf.nbytes
 
     @property
     def free_bytes(self) -> int:
         """What is stored and may go is free."""
-        leased_bytes = self._shelf.held_bytes - self._shelf.free_bytes
+        leased_bytes = self._shelf.nbytes - self._shelf.evictable_bytes
         return self.budget.total_bytes - self.running_bytes - leased_bytes
 
     # Room of one sequence.
 
-    def first_tokens(self, sequence: Sequence, found_tokens: int, kept_bytes: int = 0) -> int:
+    def tokens_at_start(self, sequence: Sequence, found_tokens: int, kept_bytes: int = 0) -> int:
         """That it gets room for when it begins. `kept_bytes`: of what it goes on from, as far as that is not leased
         yet."""
         known = len(sequence.tokens) - 1 - found_tokens
-        tail = tail_tokens(known, sequence.tokens_wanted, self._tail_step_tokens)
+        tail = buffer_tokens(known, sequence.tokens_wanted, self._tail_step_tokens)
         room = None if self._running else self.free_bytes - kept_bytes - self.budget.fixed_bytes
-        return max(known + 1, self.budget.tail_tokens(known + tail, 0, sequence.rung, room))
+        return max(known + 1, self.budget.buffer_tokens(known + tail, 0, sequence.kv_format, room))
 
-    def first_tokens_that_fit(self, sequence: Sequence, found_tokens: int) -> int:
+    def fitting_tokens_at_start(self, sequence: Sequence, found_tokens: int) -> int:
         """0: others need the memory. One that is alone was seen to fit when it came."""
-        tokens = self.first_tokens(sequence, found_tokens)
-        fits = not self._running or self.budget.bytes_for(tokens, sequence.rung) <= self.free_bytes
+        tokens = self.tokens_at_start(sequence, found_tokens)
+        fits = not self._running or self.budget.bytes_for(tokens, sequence.kv_format) <= self.free_bytes
         return tokens if fits else 0
 
-    def first_bytes(self, sequence: Sequence, found_tokens: int) -> int:
-        return self.budget.bytes_for(self.first_tokens(sequence, found_tokens), sequence.rung)
+    def bytes_at_start(self, sequence: Sequence, found_tokens: int) -> int:
+        return self.budget.bytes_for(self.tokens_at_start(sequence, found_tokens), sequence.kv_format)
 
-    def admit_bytes(self, sequence: Sequence, found: Found) -> int:
+    def admission_bytes(self, sequence: Sequence, found: CachedPrefix) -> int:
         """All that it takes to let it in: its own room, and what it goes on from and would no longer be free."""
-        kept_bytes = sum(entry.nbytes for entry in found.entries if entry.is_free)
-        tokens = self.first_tokens(sequence, found.num_tokens, kept_bytes)
-        return self.budget.bytes_for(tokens, sequence.rung) + kept_bytes
+        kept_bytes = sum(entry.nbytes for entry in found.entries if entry.is_evictable)
+        tokens = self.tokens_at_start(sequence, found.num_tokens, kept_bytes)
+        return self.budget.bytes_for(tokens, sequence.kv_format) + kept_bytes
 
-    def next_tokens(self, sequence: Sequence) -> int:
+    def tokens_at_growth(self, sequence: Sequence) -> int:
         """That it gets room for when it grows."""
         assert sequence.cache is not None
         capacity = sequence.cache.capacity
-        tail = tail_tokens(capacity, sequence.tokens_wanted, self._tail_step_tokens)
+        tail = buffer_tokens(capacity, sequence.tokens_wanted, self._tail_step_tokens)
         room = self.free_bytes if len(self._running) == 1 else None
-        return max(1, self.budget.tail_tokens(tail, capacity, sequence.rung, room))
+        return max(1, self.budget.buffer_tokens(tail, capacity, sequence.kv_format, room))
 
-    def next_bytes(self, sequence: Sequence) -> int:
+    def growth_bytes(self, sequence: Sequence) -> int:
         assert sequence.cache is not None
-        return self.budget.growth_bytes(self.next_tokens(sequence), sequence.cache.capacity, sequence.rung)
+        return self.budget.growth_bytes(self.tokens_at_growth(sequence), sequence.cache.capacity, sequence.kv_format)
 
-    def most_next_bytes(self) -> int:
+    def largest_growth_bytes(self) -> int:
         """Of the longest tail that one of those that run may add next."""
         growing = [s for s in self._running.values() if s.cache and s.tokens_wanted > s.cache.free_tokens]
-        return max(map(self.next_bytes, growing), default=0)
+        return max(map(self.growth_bytes, growing), default=0)
 
-    def left_bytes(self, growing_bytes: int) -> int:
+    def bytes_beside_running(self, growing_bytes: int) -> int:
         """For those that come, if those that run take so much more."""
         if not growing_bytes and self.keeps_growth_free:
-            growing_bytes = self.most_next_bytes()
+            growing_bytes = self.largest_growth_bytes()
         return self.budget.total_bytes - self.running_bytes - growing_bytes
 
 
@@ -114,7 +116,7 @@ MAX_FOLLOWERS = 16
 
 
 class View:
-    def __init__(self, sequences: Sequences, capacity: Capacity, resume: Resume, fetching: Fetching) -> None:
+    def __init__(self, sequences: SequenceTable, capacity: MemoryAccount, resume: Resume, fetching: Fetching) -> None:
         self._sequences = sequences
         self._capacity = capacity
         self._resume = resume
@@ -140,11 +142,11 @@ class View:
         self.awaits_encoding = self.awaits_encoding or awaits_encoding
         return Waiting(
             sequence.arrival,
-            admit_bytes=self._capacity.admit_bytes(sequence, found),
+            nbytes=self._capacity.admission_bytes(sequence, found),
             prefill_left=len(sequence.tokens) - 1 - found.num_tokens,
             chunk_limit=self._resume.next_stop(sequence, found.num_tokens),
             context=found.num_tokens,
-            follows=awaits_encoding or self._fetching.awaits_disk(sequence) or self._resume.follow(sequence, ahead),
+            is_blocked=awaits_encoding or self._fetching.awaits_disk(sequence) or self._resume.follow(sequence, ahead),
         )
 
     def running(self) -> list[Running]:
@@ -156,17 +158,17 @@ class View:
         full = not sequence.cache.free_tokens and not complete
         return Running(
             sequence.arrival,
-            held_bytes=self._capacity.budget.held_by(sequence.cache, sequence.rung),
+            nbytes=self._capacity.budget.bytes_held_by(sequence.cache, sequence.kv_format),
             prefill_left=sequence.prefill_left,
             chunk_limit=self._resume.next_stop(sequence, sequence.num_computed),
-            grow_bytes=self._capacity.next_bytes(sequence) if full else 0,
-            complete=complete,
+            grow_bytes=self._capacity.growth_bytes(sequence) if full else 0,
+            is_complete=complete,
             context=sequence.num_computed,
         )
 
     def first_bytes(self, sequence: Sequence) -> int:
         """What one that waits takes when it begins."""
-        return self._capacity.first_bytes(sequence, self._resume.found(sequence).num_tokens)
+        return self._capacity.bytes_at_start(sequence, self._resume.found(sequence).num_tokens)
 
     def drop_marks(self, sequence: Sequence) -> bool:
         """Of one that has no room to grow. False: it has none."""
@@ -178,9 +180,9 @@ class Entrance:
 
     def __init__(
         self,
-        room: Room,
+        room: Reclaimer,
         leases: Leases,
-        failures: Failures,
+        failures: FailureLog,
         patience_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -254,12 +256,12 @@ Outcome = Literal["unchanged", "shortened"] | Unservable
 class FirstInLine:
     def __init__(
         self,
-        sequences: Sequences,
-        capacity: Capacity,
+        sequences: SequenceTable,
+        capacity: MemoryAccount,
         fetching: Fetching,
         entrance: Entrance,
         shortening: Shortening,
-        failures: Failures,
+        failures: FailureLog,
     ) -> None:
         self._sequences = sequences
         self._capacity = capacity
@@ -271,20 +273,20 @@ class FirstInLine:
     def make_room(self, waiting: list[Waiting]) -> Outcome:
         """Make room for the first request that waits for nothing else: no other will. The caller ends it where it is
         unservable."""
-        first = next((w for w in waiting if not w.follows), None)
+        first = next((w for w in waiting if not w.is_blocked), None)
         free_bytes = self._capacity.free_bytes
-        if first is None or first.admit_bytes <= free_bytes:
+        if first is None or first.nbytes <= free_bytes:
             return "unchanged"
         if any(map(self._fetching.awaits_disk, self._sequences.waiting)):
             return "unchanged"
         self._entrance.let_go()  # some of what it held may go
         sequence, budget = self._sequences.waiting_at(first.id), self._capacity.budget
-        least_bytes = budget.bytes_for(len(sequence.tokens), sequence.rung)
-        prompt, need_bytes = sequence.ids()[:-1], first.admit_bytes - free_bytes
+        least_bytes = budget.bytes_for(len(sequence.tokens), sequence.kv_format)
+        prompt, need_bytes = sequence.ids()[:-1], first.nbytes - free_bytes
         salt, keeps_used = sequence.request.salt, least_bytes > free_bytes
         has_shortened = self._failures.require(
             "reclaims",
-            lambda: self._shortening.shorten(prompt, salt, need_bytes, keeps_used=keeps_used),
+            lambda: self._shortening.evict_own_prefix(prompt, salt, need_bytes, keeps_used=keeps_used),
             otherwise=False,
         )
         if has_shortened:
@@ -293,7 +295,7 @@ class FirstInLine:
             return "unchanged"  # in an empty cache there will be room
         if sequence.num_generated:
             return Unservable(sequence, None)
-        message = no_room_beside_pins(least_bytes, free_bytes, budget.total_bytes)
+        message = pinned_memory_message(least_bytes, free_bytes, budget.total_bytes)
         return Unservable(sequence, Failed(message, "pinned"))
 
 
@@ -301,18 +303,18 @@ class FirstInLine:
 class Pacing:
     """How many run at once, and how much of a prompt is computed at a time."""
 
-    speeds: Speeds
+    speeds: StepSpeeds
     max_running: int
     joined_context: int  # that several chunks of one pass may read in all
     mixes: bool  # chunks ride along with the streams' step, and several with each other
 
-    def terms(self, free_bytes: int, num_streams: int) -> Terms:
+    def terms(self, free_bytes: int, num_streams: int) -> StepLimits:
         speeds = self.speeds
         chunk_tokens, beside_tokens = speeds.chunk_tokens(), speeds.beside_tokens(num_streams)
-        return Terms(
+        return StepLimits(
             *(free_bytes, self.max_running, chunk_tokens, beside_tokens),
             mixes=self.mixes,
-            turn=speeds.num_passes,
+            num_passes=speeds.num_passes,
             joined_tokens=speeds.pass_cost.pass_tokens,
             joined_context=self.joined_context,
         )
@@ -329,11 +331,11 @@ class Schedule:
 class Planner:
     def __init__(
         self,
-        sequences: Sequences,
+        sequences: SequenceTable,
         view: View,
         first: FirstInLine,
         entrance: Entrance,
-        capacity: Capacity,
+        capacity: MemoryAccount,
         pacing: Pacing,
     ) -> None:
         self._sequences = sequences
@@ -357,7 +359,7 @@ class Planner:
                 break
             waiting = self._look()
             step_plan = self.plan_for(waiting)
-        if step_plan.set_aside and len(running) == 1 and self._drop_marks():
+        if step_plan.preempt and len(running) == 1 and self._drop_marks():
             step_plan = self.plan_for(waiting)
         num_in = self._let_in(step_plan)
         needs_room = num_in < len(step_plan.admit)
@@ -368,7 +370,7 @@ class Planner:
 
     def plan_for(self, waiting: list[Waiting]) -> StepPlan:
         terms = self._pacing.terms(self._capacity.free_bytes, self._sequences.num_streams)
-        return plan(waiting, self._view.running(), terms)
+        return schedule(waiting, self._view.running(), terms)
 
     def _look(self) -> list[Waiting]:
         return self._view.look(self._pacing.max_running, self._pacing.speeds.alone.tokens_s)
@@ -388,5 +390,5 @@ class Planner:
             return 0
         own_bytes = [self._view.first_bytes(sequence) for sequence in new]
         growing_bytes = sum(self._view.running_one(sequences.running[key]).grow_bytes for key in step_plan.grow)
-        limit_bytes = self._capacity.left_bytes(growing_bytes)
+        limit_bytes = self._capacity.bytes_beside_running(growing_bytes)
         return self._entrance.let_in(new, own_bytes, limit_bytes, slice_s=0.0 if sequences.has_streams else math.inf)

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 
-from kvstrata.engine.admission import Capacity
-from kvstrata.engine.runner import Runner
+from kvstrata.engine.admission import MemoryAccount
+from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.scheduler import CHUNK_S
-from kvstrata.engine.sequence import Sequences
-from kvstrata.engine.speeds import Speeds
+from kvstrata.engine.sequence import SequenceTable
+from kvstrata.engine.speeds import StepSpeeds
 from kvstrata.layers.buffers import without_cache
 from kvstrata.prefix_cache.ladder import HIGH
 from kvstrata.prefix_cache.prefix_cache import Stock
@@ -24,7 +24,7 @@ from kvstrata.prefix_cache.prefix_cache import Stock
 # would else take more time than they do, because it also waits for the step that is in flight.
 REST = 4.0
 
-PRESSED_REST = 1.0  # while memory fills up
+REST_UNDER_PRESSURE = 1.0  # while memory fills up
 
 # Where the next step has to be planned anew: the first slice, of the longest, and how much the next may be longer.
 FIRST_SLICE = 1 / 8
@@ -32,26 +32,26 @@ FIRST_SLICE = 1 / 8
 MAX_GROWTH = 2.0
 
 
-class Housekeeping:
+class BackgroundPacer:
     """`slice_s`: of work on stored KV between two decode steps."""
 
     def __init__(
         self,
         stock: Stock,
-        sequences: Sequences,
-        capacity: Capacity,
-        speeds: Speeds,
-        runner: Runner,
+        sequences: SequenceTable,
+        capacity: MemoryAccount,
+        speeds: StepSpeeds,
+        runner: ModelRunner,
         *,
         slice_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._chores = stock.chores
-        self._room = stock.room
+        self._chores = stock.background
+        self._room = stock.reclaimer
         self._evictor = stock.evictor
-        self._leaves = stock.leaves
+        self._leaves = stock.candidates
         self._pins = stock.pins
-        self._changes = stock.changes
+        self._changes = stock.requantizer
         self._failures = stock.failures
         self._sequences = sequences
         self._capacity = capacity
@@ -59,7 +59,7 @@ class Housekeeping:
         self._runner = runner
         self._slice_s = slice_s
         self._clock = clock
-        self._hurried_s = 0.0  # the last slice, if that was in a hurry
+        self._awaited_slice_s = 0.0  # the last slice, if that was in a hurry
         self._rests_until_s = 0.0
 
     @property
@@ -69,69 +69,69 @@ class Housekeeping:
     def _has_work(self) -> bool:
         return self._chores.has_work_beside_streams if self._sequences.has_streams else self._chores.has_work
 
-    def work_in_step(self, *, is_awaited: bool) -> None:
+    def run_between_steps(self, *, is_awaited: bool) -> None:
         """What a client waits for may take as long as a decode step, or where no stream runs as a chunk of a prompt;
         all else must hardly be noticed."""
         self._failures.require("slices", lambda: self._work_in_step(is_awaited=is_awaited), None)
 
     def _work_in_step(self, *, is_awaited: bool) -> None:
         if is_awaited and not self._sequences.has_streams:
-            self.work(CHUNK_S)
+            self.run_slice(CHUNK_S)
             return
         if is_awaited or self._changes.is_running:
-            self._hurried_s = self._next_hurried_s(max(self._slice_s, self._speeds.step_s))
-            self.work(self._hurried_s)
+            self._awaited_slice_s = self._next_awaited_slice_s(max(self._slice_s, self._speeds.step_s))
+            self.run_slice(self._awaited_slice_s)
             return
-        self._hurried_s = 0.0
+        self._awaited_slice_s = 0.0
         began_s = self._clock()
         may_rest = self._sequences.has_streams and not self._chores.is_asked_for
         if may_rest and began_s < self._rests_until_s:
             return
-        self.work(self._slice_s)
+        self.run_slice(self._slice_s)
         ended_s = self._clock()
-        self._rests_until_s = ended_s + (PRESSED_REST if self._is_pressed else REST) * (ended_s - began_s)
+        self._rests_until_s = ended_s + (REST_UNDER_PRESSURE if self._is_memory_short else REST) * (ended_s - began_s)
 
-    def _next_hurried_s(self, most_s: float) -> float:
+    def _next_awaited_slice_s(self, most_s: float) -> float:
         """What is stored in another way has to be found anew for the next step: both together take no longer."""
         if not self._runner.plans_steps:
             return most_s
-        if not self._hurried_s:
+        if not self._awaited_slice_s:
             return FIRST_SLICE * most_s
-        fits = most_s / (self._hurried_s + self._runner.planning_s)
-        return max(FIRST_SLICE * most_s, self._hurried_s * min(MAX_GROWTH, fits))
+        fits = most_s / (self._awaited_slice_s + self._runner.planning_s)
+        return max(FIRST_SLICE * most_s, self._awaited_slice_s * min(MAX_GROWTH, fits))
 
     @property
-    def _is_pressed(self) -> bool:
+    def _is_memory_short(self) -> bool:
         """Memory fills up: what is done in time need not be thrown away. Or more is stored than should be."""
         total_bytes = self._capacity.budget.total_bytes
         return self._used_bytes > HIGH * total_bytes or not self._room.fits(total_bytes)
 
     @property
     def _used_bytes(self) -> int:
-        return self._capacity.running_bytes + self._capacity.stored_bytes
+        return self._capacity.running_bytes + self._capacity.cached_bytes
 
-    def work(self, slice_s: float) -> None:
+    def run_slice(self, slice_s: float) -> None:
         """For about so long."""
         self._failures.require("slices", lambda: self._work(slice_s), None)
 
     def _work(self, slice_s: float) -> None:
-        self._speeds.did_chores()
+        self._speeds.note_background_work()
         was_rewriting = self._chores.is_rewriting
         with without_cache() if was_rewriting else nullcontext():
-            self._chores.work(slice_s)
-        self.make_room(0.0, has_grown=False)
+            self._chores.run_background(slice_s)
+        self.reclaim_memory(0.0, has_grown=False)
         if was_rewriting:
-            self._sequences.let_go()
+            self._sequences.drop_replaced_spans()
 
-    def relieve(self) -> None:
+    def step_down_early(self) -> None:
         """Memory fills up: begin in time."""
         self._failures.require("reclaims", self._relieve, None)
 
     def _relieve(self) -> None:
         self._pins.expire()
-        self._room.relieve(self._used_bytes, self._capacity.budget.total_bytes)
+        self._room.step_down_early(self._used_bytes, self._capacity.budget.total_bytes)
 
-    def make_room(self, slice_s: float, *, has_grown: bool) -> None:
+    def reclaim_memory(self, slice_s: float, *, has_grown: bool) -> None:
         """Streams wait for so long at most, and no request does while there is memory: the chores do it. What has not
         stepped down by then goes, where a sequence has grown; while one is being encoded it takes more for a moment,
         which is no reason to let others go."""
@@ -145,7 +145,7 @@ class Housekeeping:
         self._room.shrink_to(limit_bytes, slice_s, most_bytes=most_bytes)
         if self._capacity.keeps_growth_free:
             # A stream waits for no disk when it grows: for the next that does there should be room by then.
-            self._room.shrink_to(limit_bytes - self._capacity.most_next_bytes(), 0.0)
+            self._room.shrink_to(limit_bytes - self._capacity.largest_growth_bytes(), 0.0)
 
     def expire(self) -> None:
         self._failures.require("reclaims", self._expire, None)

@@ -24,10 +24,10 @@ from kvstrata.layers.kinds import Layout
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.jobs import Steps
 from kvstrata.prefix_cache.keys import Identity, TokenIds, chain
-from kvstrata.prefix_cache.prefetch import Offer
+from kvstrata.prefix_cache.prefetch import TierOffer
 from kvstrata.prefix_cache.prefix_cache import Stock
 from kvstrata.prefix_cache.tier_client import BlockLoad
-from kvstrata.prefix_cache.transfer import Arriving, Imported, Leaving, neutral_root
+from kvstrata.prefix_cache.transfer import ConversationArrival, ConversationDeparture, Imported, neutral_root
 from kvstrata.spans.blocks import block_bytes
 from kvstrata.spans.checks import check_description
 from kvstrata.spans.marks import Mark
@@ -56,11 +56,11 @@ class Ask(Protocol):
 
 def _done(ask: Ask, begin: Callable[[Loop], Steps[T]]) -> T:
     """Have the engine's thread do something in small steps, between those of the requests that run, and wait for it."""
-    return ask(lambda loop: loop.stock.errands.add(begin(loop))).result().result()
+    return ask(lambda loop: loop.stock.tasks.add(begin(loop))).result().result()
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ExportedConversation:
     """What is exported: tokens under a salt, the name of their session, and what others keep with it."""
 
     ids: TokenIds
@@ -70,7 +70,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class TakenIn:
+class ImportedConversation:
     """What an import brought. `num_new`: tokens that were not stored before."""
 
     ids: TokenIds
@@ -79,7 +79,7 @@ class TakenIn:
     sections: Mapping[str, Section] = field(default_factory=dict)
 
 
-class Moving:
+class BundleTransfer:
     """`stored_bytes`: most that memory may hold of stored KV."""
 
     def __init__(self, ask: Ask, loaded: LoadedModel, stored_bytes: int) -> None:
@@ -94,32 +94,32 @@ class Moving:
 
     # Out.
 
-    def begin_export(self, conversation: Conversation, form: Form = "kvstrata") -> Exporting:
+    def begin_export(self, conversation: ExportedConversation, form: Form = "kvstrata") -> BundleExport:
         """`form`: of the file. Raises InvalidRequest where nothing of it is stored."""
         self._require_store()
         self._fetch(conversation)
-        make = Exporting if form == "kvstrata" else MlxExporting
+        make = BundleExport if form == "kvstrata" else PromptCacheExport
         exporting = make(self._ask, conversation, self._loaded.name)
         exporting.begin()
         return exporting
 
-    def _fetch(self, conversation: Conversation) -> None:
+    def _fetch(self, conversation: ExportedConversation) -> None:
         """What only the tiers have comes to memory first."""
         ids, salt = conversation.ids, conversation.salt
-        asked = self._ask(lambda loop: loop.stock.fetches.look(ids, salt)).result()
+        asked = self._ask(lambda loop: loop.stock.prefetcher.ask(ids, salt)).result()
         if asked is None:
             return
         asked.wait(LOOKUP_S)
         for offer in asked.offers:
             self._load(offer, conversation)
 
-    def _load(self, offer: Offer, conversation: Conversation) -> None:
+    def _load(self, offer: TierOffer, conversation: ExportedConversation) -> None:
         """What one tier has more than memory."""
         ids, salt = conversation.ids, conversation.salt
         come = threading.Event()
 
         def load(loop: Loop) -> BlockLoad | None:
-            begun = loop.stock.fetches.load(offer, ids, salt)
+            begun = loop.stock.prefetcher.begin_load(offer, ids, salt)
             if begun is not None:
                 begun.on_done = lambda _: come.set()
                 if begun.is_done:
@@ -129,11 +129,11 @@ class Moving:
         loading = self._ask(load).result()
         if loading is not None:
             come.wait(LOAD_S)
-            self._ask(lambda loop: loop.stock.fetches.promote(loading)).result()
+            self._ask(lambda loop: loop.stock.prefetcher.promote(loading)).result()
 
     # In.
 
-    def take_in(self, file: BinaryIO, size_bytes: int, salt: str, ids_of: IdsOf) -> TakenIn:
+    def import_file(self, file: BinaryIO, size_bytes: int, salt: str, ids_of: IdsOf) -> ImportedConversation:
         """A file that was exported, or a prompt cache of mlx-lm. Nothing is stored before all of it was found good.
         `ids_of`: makes token ids of a prompt. Raises UnusableFile, NeverFits or MemoryPinned."""
         self._require_store()
@@ -151,7 +151,9 @@ class Moving:
         table = read_table(file, record.offset, record.nbytes)
         return self._take_prompt_cache(table, salt, lambda: ids_of(prompt) if prompt else None)
 
-    def _take_prompt_cache(self, table: TensorTable, salt: str, own_prompt: Callable[[], TokenIds | None]) -> TakenIn:
+    def _take_prompt_cache(
+        self, table: TensorTable, salt: str, own_prompt: Callable[[], TokenIds | None]
+    ) -> ImportedConversation:
         layout = self._ask(lambda loop: loop.runner.layout).result()
         with _refusing():
             incoming = PromptFileIn(table, layout)
@@ -169,21 +171,21 @@ class Moving:
             with _refusing():
                 span = incoming.span(lambda begin: self._wait(_in_same(stock, begin)), ids)
             imported = self._wait(_in_same(stock, lambda loop: loop.stock.incoming.add_span(arriving, span)))
-            return TakenIn(ids, imported.num_new)
+            return ImportedConversation(ids, imported.num_new)
         finally:
             self._end(stock, arriving)
 
     def _wait(self, begin: Callable[[Loop], Steps[T]]) -> T:
         return _done(self._ask, begin)
 
-    def _take_conversation(self, bundle: Bundle, model: ModelNamed, salt: str) -> TakenIn:
+    def _take_conversation(self, bundle: Bundle, model: ModelNamed, salt: str) -> ImportedConversation:
         identity = self._identity()
         require_same_model(model, named(identity))
         checked = self._check(bundle, identity)
         imported = self._file(bundle, checked, salt)
-        return TakenIn(checked.ids, imported.num_new, bundle.header.session, bundle.header.sections)
+        return ImportedConversation(checked.ids, imported.num_new, bundle.header.session, bundle.header.sections)
 
-    def _check(self, bundle: Bundle, identity: Identity) -> Checked:
+    def _check(self, bundle: Bundle, identity: Identity) -> VerifiedBundle:
         like = self._wait(any_mark)
         layout = self._ask(lambda loop: loop.runner.layout).result()
         max_bytes = block_bytes(layout) + LARGEST_HEADER_BYTES
@@ -201,7 +203,7 @@ class Moving:
         self._require_known(ids)
         if like is not None and last_mark != len(ids):
             raise UnusableFile(f"The file does not say how its last token left this model's layers. {AGAIN} {CHANGED}")
-        return Checked(ids, nbytes, lineage)
+        return VerifiedBundle(ids, nbytes, lineage)
 
     def _check_block(self, block: Block, layout: Layout, like: Mark | None) -> None:
         with _refusing():
@@ -215,7 +217,7 @@ class Moving:
                 f"{self._loaded.vocab_size - 1}. {CHANGED}"
             )
 
-    def _file(self, bundle: Bundle, checked: Checked, salt: str) -> Imported:
+    def _file(self, bundle: Bundle, checked: VerifiedBundle, salt: str) -> Imported:
         stock, arriving = self._ask(
             lambda loop: (loop.stock, loop.stock.incoming.begin(checked.ids, salt, checked.nbytes))
         ).result()
@@ -226,11 +228,11 @@ class Moving:
         finally:
             self._end(stock, arriving)
 
-    def _end(self, stock: Stock, arriving: Arriving) -> None:
+    def _end(self, stock: Stock, arriving: ConversationArrival) -> None:
         self._ask(lambda loop: loop.stock is stock and stock.incoming.end(arriving))
 
     def _identity(self) -> Identity:
-        return self._ask(lambda loop: loop.stock.search.identity).result()
+        return self._ask(lambda loop: loop.stock.matcher.identity).result()
 
     def _require_store(self) -> None:
         if not self._ask(lambda loop: loop.stock.store.can_share).result():
@@ -242,7 +244,7 @@ class Moving:
 
 
 @dataclass(frozen=True)
-class Checked:
+class VerifiedBundle:
     """A file that was found good."""
 
     ids: TokenIds
@@ -250,15 +252,15 @@ class Checked:
     lineage: Lineage
 
 
-class Exporting:
+class BundleExport:
     """One export. `end` must be called, whatever happens."""
 
-    def __init__(self, ask: Ask, conversation: Conversation, model_name: str) -> None:
+    def __init__(self, ask: Ask, conversation: ExportedConversation, model_name: str) -> None:
         self._ask = ask
         self._conversation = conversation
         self._model_name = model_name
         self._stock: Stock
-        self._leaving: Leaving
+        self._leaving: ConversationDeparture
         self._until_s = 0.0
 
     @property
@@ -268,7 +270,7 @@ class Exporting:
     def begin(self) -> None:
         conversation = self._conversation
 
-        def begin(loop: Loop) -> Steps[tuple[Stock, Leaving]]:
+        def begin(loop: Loop) -> Steps[tuple[Stock, ConversationDeparture]]:
             leaving = yield from loop.stock.outgoing.begin(conversation.ids, conversation.salt)
             return loop.stock, leaving
 
@@ -278,7 +280,7 @@ class Exporting:
     def pieces(self) -> Iterator[memoryview]:
         """The file, made while it is taken."""
         conversation, leaving = self._conversation, self._leaving
-        model = named(self._stock.search.identity)
+        model = named(self._stock.matcher.identity)
         sections = dict(conversation.sections)
         writer = BundleWriter(Header("conversation", model, self.num_tokens, conversation.session, sections))
         yield from writer.begin()
@@ -298,7 +300,7 @@ class Exporting:
         self._ask(lambda loop: loop.stock is stock and stock.outgoing.end(leaving))
 
 
-class MlxExporting(Exporting):
+class PromptCacheExport(BundleExport):
     """As a file that mlx-lm's own loader takes."""
 
     def pieces(self) -> Iterator[memoryview]:

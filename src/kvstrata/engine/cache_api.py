@@ -11,22 +11,29 @@ import mlx.core as mx
 
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse as parse_precision
-from kvstrata.engine.budget import Budget, with_rungs
+from kvstrata.engine.budget import Budget, with_formats
 from kvstrata.engine.executor import Loop
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import InvalidRequest
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
-from kvstrata.prefix_cache.conversation_list import Census, Conversation, Counted, Holding, Strata, Stratum
+from kvstrata.prefix_cache.conversation_list import (
+    CachedConversation,
+    ConversationRun,
+    ConversationSnapshot,
+    CountedSlice,
+    RememberedConversation,
+    SessionCounts,
+)
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.eviction import Cleared, Dropped
 from kvstrata.prefix_cache.jobs import Steps, run_to_end
 from kvstrata.prefix_cache.keys import TokenIds, as_ids, owner_of
 from kvstrata.prefix_cache.matching import Explanation
 from kvstrata.prefix_cache.prefix_cache import Stock
-from kvstrata.prefix_cache.requantize import Change, Changed, Progress, Scope, TierChange
-from kvstrata.prefix_cache.tier_client import Lying
-from kvstrata.prefix_cache.usage import PartUsage, Stored, TierUsage, precision_of
+from kvstrata.prefix_cache.requantize import ChangeResult, PrecisionChange, Progress, Scope, TierChange
+from kvstrata.prefix_cache.tier_client import TierRun
+from kvstrata.prefix_cache.usage import PartUsage, PrecisionRun, TierUsage, precision_of
 from kvstrata.spans.span import SpanRange
 from kvstrata.tier.base import SharedUsage
 from kvstrata.tier.chains import OnDisk
@@ -60,27 +67,27 @@ def cache_usage(stock: Stock, budget: Budget, running: Iterable[Sequence], owner
     """What is under an owner's salts, or all; budgets, headroom and counters are the server's in either case."""
     sequences = list(running)
     own = [s for s in sequences if owner is None or owner_of(s.request.salt) == owner]
-    disk = stock.reporter.disk_usage(owner)
-    held_bytes = _running_bytes(sequences, budget) + stock.shelf.held_bytes
-    target = stock.changes.target
+    disk = stock.usage.disk_usage(owner)
+    held_bytes = _running_bytes(sequences, budget) + stock.table.nbytes
+    target = stock.requantizer.target
     return CacheUsage(
-        tiers={"hot": stock.reporter.usage(owner), **({"disk": disk} if disk else {})},
+        tiers={"hot": stock.usage.usage(owner), **({"disk": disk} if disk else {})},
         sequences=tuple(_sequence(s, budget) for s in own),
         budget_bytes=budget.total_bytes,
-        hot_budget_bytes=stock.shelf.max_bytes,
+        hot_budget_bytes=stock.table.max_bytes,
         running_bytes=_running_bytes(own, budget),
         pinned_bytes=stock.pins.nbytes(owner),
         headroom_bytes=max(0, budget.total_bytes - held_bytes),
         allocator_bytes=mx.get_active_memory(),
-        counters=stock.reporter.count(),
+        counters=stock.usage.count(),
         target=(target.k.name, target.v.name),
-        remote=stock.reporter.shared_usage(),
+        remote=stock.usage.shared_usage(),
         has_store=stock.store.can_share,
     )
 
 
 def _running_bytes(sequences: Iterable[Sequence], budget: Budget) -> int:
-    return sum(budget.held_by(s.cache, s.rung) for s in sequences if s.cache is not None)
+    return sum(budget.bytes_held_by(s.cache, s.kv_format) for s in sequences if s.cache is not None)
 
 
 def _sequence(sequence: Sequence, budget: Budget) -> SequenceUsage:
@@ -113,7 +120,7 @@ Tier = Literal["hot", "disk", "all"]
 
 
 @dataclass(frozen=True)
-class Left:
+class ClearedCache:
     cleared: Cleared
     left_bytes: int  # in the tiers that were cleared
 
@@ -127,28 +134,28 @@ class Operations:
         """Of what is under an owner's salts; None: all."""
         return cache_usage(self._stock, self._loop.budget, self._loop.sequences.running.values(), owner)
 
-    def requantize(self, change: Change) -> Changed:
+    def requantize(self, change: PrecisionChange) -> ChangeResult:
         """Raises ConfigError for a precision that the model's layers cannot be stored in."""
         return run_to_end(self.requantizing(change))
 
-    def requantizing(self, change: Change) -> Steps[Changed]:
+    def requantizing(self, change: PrecisionChange) -> Steps[ChangeResult]:
         """Likewise in small steps, each of which costs the same with ten entries and with thousands."""
         self._require_store()
         if change.scope == "disk":
             self._require_tier("disk", param="scope")
-        loop, changes = self._loop, self._stock.changes
+        loop, changes = self._loop, self._stock.requantizer
         plan = loop.plans.plan_of(change.k or changes.target.k, change.v or changes.target.v)
         changed = yield from changes.requantizing(change, plan, self._entries_of(change.sequence, change.owner))
-        loop.capacity.budget = with_rungs(loop.budget, loop.plans, changes.target)
+        loop.capacity.budget = with_formats(loop.budget, loop.plans, changes.target)
         return changed
 
     def requantize_progress(self, owner: str | None = None) -> Progress:
         self._require_store()
-        return self._stock.changes.progress(owner)
+        return self._stock.requantizer.progress(owner)
 
     def cancel_requantize(self, owner: str | None = None) -> Progress:
         self._require_store()
-        return self._stock.changes.cancel(owner)
+        return self._stock.requantizer.cancel(owner)
 
     def ask_disk(self, ids: TokenIds, salt: str) -> Lookup[OnDisk | None]:
         """What the disk has of a prompt, which it tells on a thread of its own."""
@@ -162,47 +169,47 @@ class Operations:
         """`on_disk`, `in_shared`: what those tiers told; None: they did not."""
         return self._stock.explain(ids, salt, on_disk, in_shared)
 
-    def count(self, census: Census, seconds: float) -> Counted:
+    def count(self, census: SessionCounts, seconds: float) -> CountedSlice:
         """Go on with a census for about so long."""
-        return census.go_on(self._stock.search, self._stock.cold, seconds)
+        return census.advance(self._stock.matcher, self._stock.disk, seconds)
 
-    def tell(self, strata: Strata, seconds: float) -> Strata:
+    def tell(self, strata: ConversationSnapshot, seconds: float) -> ConversationSnapshot:
         """Go on with telling what memory holds, for about so long."""
-        strata.go_on(self._stock.shelf, self._stock.leaves, self._stock.search, seconds)
+        strata.advance(self._stock.table, self._stock.candidates, self._stock.matcher, seconds)
         return strata
 
-    def lie_on_disk(self, asked: Iterable[Conversation]) -> Lookup[tuple[tuple[Lying, ...], ...]]:
+    def lie_on_disk(self, asked: Iterable[RememberedConversation]) -> Lookup[tuple[tuple[TierRun, ...], ...]]:
         """In which runs conversations lie on the disk, which it tells on a thread of its own. The answer is empty where
         there is no disk."""
-        return self._stock.cold.lie(self._rooted(asked))
+        return self._stock.disk.locate_runs(self._rooted(asked))
 
-    def lie_in_shared(self, asked: Iterable[Conversation]) -> tuple[Lookup[tuple[int, ...]], str]:
+    def lie_in_shared(self, asked: Iterable[RememberedConversation]) -> tuple[Lookup[tuple[int, ...]], str]:
         """How many tokens of conversations the tier has that servers share, and in which precision; likewise."""
         shared = self._stock.shared
         if shared is None:
             return answered(()), ""
-        return shared.cold.reach(self._rooted(asked)), shared.tier.shared_usage().precision
+        return shared.client.reach(self._rooted(asked)), shared.tier.shared_usage().precision
 
     def drop(self, ids: TokenIds, salt: str, *, is_dry: bool) -> Dropped:
         """What no other conversation has of this one."""
         self._require_store()
         return self._stock.dropping.drop(ids, salt, is_dry=is_dry)
 
-    def _rooted(self, asked: Iterable[Conversation]) -> list[tuple[bytes, TokenIds]]:
-        return [(self._stock.search.root_of(each.salt), each.ids) for each in asked]
+    def _rooted(self, asked: Iterable[RememberedConversation]) -> list[tuple[bytes, TokenIds]]:
+        return [(self._stock.matcher.root_of(each.salt), each.ids) for each in asked]
 
-    def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> Left:
+    def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> ClearedCache:
         self._require_tier(tier, param="tier")
         self._require_store()
         cleared = self._stock.clearing.clear(salt, tier, owner=owner)
         tiers = self.usage(owner).tiers.items()
-        return Left(cleared, sum(left.nbytes for name, left in tiers if tier in ("all", name)))
+        return ClearedCache(cleared, sum(left.nbytes for name, left in tiers if tier in ("all", name)))
 
     def pin(self, ids: TokenIds, salt: str, quota: Callable[[int], int] | None) -> int:
         """Tells how many tokens are kept. `quota`: how many bytes may be pinned, of those that there are for stored
         KV; None: any number."""
         self._require_store()
-        return self._stock.pins.pin(ids, salt, None if quota is None else quota(self._stock.shelf.max_bytes))
+        return self._stock.pins.pin(ids, salt, None if quota is None else quota(self._stock.table.max_bytes))
 
     def unpin(self, ids: TokenIds, salt: str) -> int:
         self._require_store()
@@ -235,28 +242,28 @@ class Operations:
 __all__ = [
     "Cache",
     "CacheUsage",
-    "Census",
-    "Change",
-    "Changed",
+    "CachedConversation",
+    "ChangeResult",
     "Cleared",
     "Codec",
-    "Conversation",
-    "Counted",
+    "ConversationRun",
+    "ConversationSnapshot",
+    "CountedSlice",
     "Dropped",
     "Explanation",
-    "Holding",
-    "Lying",
     "OnDisk",
     "PartUsage",
+    "PrecisionChange",
+    "PrecisionRun",
     "Progress",
+    "RememberedConversation",
     "Scope",
     "SequenceUsage",
+    "SessionCounts",
     "SharedUsage",
-    "Stored",
-    "Strata",
-    "Stratum",
     "Tier",
     "TierChange",
+    "TierRun",
     "TierUsage",
     "TokenIds",
     "as_ids",
@@ -280,10 +287,10 @@ class Cache:
     def usage(self, owner: str | None = None) -> Future[CacheUsage]:
         return self._ask(lambda loop: Operations(loop).usage(owner))
 
-    def requantize(self, change: Change) -> Future[tuple[Changed, CacheUsage]]:
+    def requantize(self, change: PrecisionChange) -> Future[tuple[ChangeResult, CacheUsage]]:
         """With what is held then."""
 
-        def steps(loop: Loop) -> Steps[tuple[Changed, CacheUsage]]:
+        def steps(loop: Loop) -> Steps[tuple[ChangeResult, CacheUsage]]:
             operations = Operations(loop)
             changed = yield from operations.requantizing(change)
             return changed, operations.usage(change.owner)
@@ -309,7 +316,7 @@ class Cache:
                 answer.set_exception(error)
 
         answer.set_running_or_notify_cancel()
-        self._ask(lambda loop: loop.stock.errands.add(steps(loop))).add_done_callback(begun)
+        self._ask(lambda loop: loop.stock.tasks.add(steps(loop))).add_done_callback(begun)
         return answer
 
     def requantize_progress(self, owner: str | None = None) -> Future[Progress]:
@@ -329,24 +336,24 @@ class Cache:
     ) -> Future[Explanation]:
         return self._ask(lambda loop: Operations(loop).explain(ids, salt, on_disk, in_shared))
 
-    def count(self, census: Census, seconds: float) -> Future[Counted]:
+    def count(self, census: SessionCounts, seconds: float) -> Future[CountedSlice]:
         """The next slice of a census. Not before the answer to the last one has come."""
         return self._ask(lambda loop: Operations(loop).count(census, seconds))
 
-    def tell(self, strata: Strata, seconds: float) -> Future[Strata]:
+    def tell(self, strata: ConversationSnapshot, seconds: float) -> Future[ConversationSnapshot]:
         """The next slice of what memory holds. Not before the answer to the last one has come."""
         return self._ask(lambda loop: Operations(loop).tell(strata, seconds))
 
-    def lie_on_disk(self, asked: Iterable[Conversation]) -> Future[Lookup[tuple[tuple[Lying, ...], ...]]]:
+    def lie_on_disk(self, asked: Iterable[RememberedConversation]) -> Future[Lookup[tuple[tuple[TierRun, ...], ...]]]:
         return self._ask(lambda loop: Operations(loop).lie_on_disk(asked))
 
-    def lie_in_shared(self, asked: Iterable[Conversation]) -> Future[tuple[Lookup[tuple[int, ...]], str]]:
+    def lie_in_shared(self, asked: Iterable[RememberedConversation]) -> Future[tuple[Lookup[tuple[int, ...]], str]]:
         return self._ask(lambda loop: Operations(loop).lie_in_shared(asked))
 
     def drop(self, ids: TokenIds, salt: str, *, is_dry: bool) -> Future[Dropped]:
         return self._ask(lambda loop: Operations(loop).drop(ids, salt, is_dry=is_dry))
 
-    def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> Future[Left]:
+    def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> Future[ClearedCache]:
         return self._ask(lambda loop: Operations(loop).clear(salt, tier, owner=owner))
 
     def pin(self, ids: TokenIds, salt: str, quota: Callable[[int], int] | None) -> Future[int]:

@@ -20,9 +20,9 @@ from kvstrata.codecs import paths
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.build import identity_of
-from kvstrata.engine.bundle_transfer import Moving
+from kvstrata.engine.bundle_transfer import BundleTransfer
 from kvstrata.engine.cache_api import Cache
-from kvstrata.engine.config import Limits, Outside, Storage, share_of
+from kvstrata.engine.config import EngineLimits, KvConfig, TierConfig, half_of_places
 from kvstrata.engine.executor import Loop
 from kvstrata.engine.request import EngineState, Event, Failed, Finished, Request, Sink
 from kvstrata.engine.sequence import Sequence
@@ -30,7 +30,7 @@ from kvstrata.engine.thread import EngineThread
 from kvstrata.errors import ContextTooLong, InvalidRequest, QueueFull, RequestError, Unavailable
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.prefix_cache.entry_table import Watcher
+from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.keys import Identity, owner_of
 from kvstrata.remote.options import RemoteOptions
 from kvstrata.spans.marks import needs_marks
@@ -44,20 +44,20 @@ class Engine:
     def __init__(
         self,
         loaded: LoadedModel,
-        limits: Limits,
+        limits: EngineLimits,
         metrics: Metrics,
-        storage: Storage | None = None,
+        storage: KvConfig | None = None,
         disk: DiskOptions | None = None,
         files: Files | None = None,
         *,
         remote: RemoteOptions | None = None,
-        watcher: Watcher | None = None,
+        watcher: CacheListener | None = None,
     ) -> None:
         """Of `disk` to `watcher`: see `Outside`."""
         self._limits = limits
         self._metrics = metrics
         self._thread = EngineThread(
-            loaded, limits, metrics, storage or Storage(), Outside(disk, files, remote, watcher)
+            loaded, limits, metrics, storage or KvConfig(), TierConfig(disk, files, remote, watcher)
         )
         self._lock = threading.Lock()  # guards the next three
         self._open: dict[str, str] = {}  # submitted and not ended: id to owner
@@ -76,7 +76,7 @@ class Engine:
             self._enqueue(request, sink)
         self._metrics.prompt_tokens.inc(len(request.prompt))
 
-    def require_room(self, owner: str = "") -> None:
+    def require_place(self, owner: str = "") -> None:
         """Raises what `submit` would raise now for any request of this owner: for callers who have work to do before
         they submit."""
         with self._counting_refusals(), self._lock:
@@ -85,7 +85,7 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         self._thread.post(lambda: self._thread.loop.endings.end(request_id, "cancelled"))
 
-    def end(self, request_id: str) -> None:
+    def finish_early(self, request_id: str) -> None:
         """The reply is complete as it is, though the model would go on."""
         self._thread.post(lambda: self._thread.loop.endings.end(request_id, "stop"))
 
@@ -119,7 +119,7 @@ class Engine:
         return identity_of(self._thread.served)
 
     @property
-    def resumes_at_marks(self) -> bool:
+    def resumes_at_checkpoints(self) -> bool:
         """Whether it matters to know where later requests will part from a prompt."""
         return needs_marks(self._thread.served.layout)
 
@@ -151,8 +151,8 @@ class Engine:
         return Cache(self.ask)
 
     @property
-    def moving(self) -> Moving:
-        return Moving(self.ask, self._thread.served.loaded, self._thread.loop.stock.shelf.max_bytes)
+    def transfer(self) -> BundleTransfer:
+        return BundleTransfer(self.ask, self._thread.served.loaded, self._thread.loop.stock.table.max_bytes)
 
     def ask(self, question: Callable[[Loop], T]) -> Future[T]:
         """Have the engine's thread answer something between two steps."""
@@ -193,7 +193,7 @@ class Engine:
         num_own, num_places = self._num_open[owner], self._limits.num_places
         if len(self._open) >= num_places:
             raise QueueFull(f"{len(self._open)} requests are running or waiting already. Try again in a moment.")
-        if self._limits.shares_queue and num_own >= share_of(num_places - (len(self._open) - num_own)):
+        if self._limits.shares_queue and num_own >= half_of_places(num_places - (len(self._open) - num_own)):
             raise QueueFull(
                 f"{num_own} requests of this key are running or waiting already, and the other places are kept for "
                 "other keys. Try again when some have ended."

@@ -13,31 +13,31 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvstrata.engine.admission import Capacity, Entrance, Planner, Unservable
-from kvstrata.engine.background import Housekeeping
-from kvstrata.engine.budget import RAW, Budget, Plans
+from kvstrata.engine.admission import Entrance, MemoryAccount, Planner, Unservable
+from kvstrata.engine.background import BackgroundPacer
+from kvstrata.engine.budget import FULL_PRECISION, Budget, FormatCatalog
 from kvstrata.engine.prefix_lookup import Fetching, Resume
 from kvstrata.engine.request import EngineState, Failed, Finished, FinishReason, Request
-from kvstrata.engine.runner import BatchRow, Guide, Launched, PromptChunk, Runner
+from kvstrata.engine.runner import BatchRow, GrammarState, ModelRunner, PendingStep, PromptChunk
 from kvstrata.engine.scheduler import Chunk, StepPlan
-from kvstrata.engine.sequence import Sequence, Sequences
-from kvstrata.engine.speeds import Speeds
+from kvstrata.engine.sequence import Sequence, SequenceTable
+from kvstrata.engine.speeds import StepSpeeds
 from kvstrata.errors import Unavailable
 from kvstrata.metrics import Metrics
 from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.prefix_cache import Stock
-from kvstrata.prefix_cache.worth import Kind
+from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.text.detokenizer import Detokenizer
 
 
 class Endings:
     def __init__(
         self,
-        sequences: Sequences,
+        sequences: SequenceTable,
         resume: Resume,
         fetching: Fetching,
         entrance: Entrance,
-        runner: Runner,
+        runner: ModelRunner,
         metrics: Metrics,
     ) -> None:
         self._sequences = sequences
@@ -67,7 +67,7 @@ class Endings:
         if unservable.failure is not None:
             self.fail(sequence, unservable.failure)
         else:
-            sequence.cut_short()
+            sequence.end_at_memory_limit()
             self.finish(sequence, "length")
 
     def fail_those_that_cannot_go_on(self) -> None:
@@ -85,7 +85,7 @@ class Endings:
     def end_all(self, message: str) -> None:
         """End each sequence as if it had ended by itself: what it has computed stays in the cache."""
         for sequence in self._sequences.all:
-            with sequence.failing_alone():
+            with sequence.contain_failure():
                 self.fail(sequence, Failed(message))
 
     def fail_all(self, message: str) -> None:
@@ -120,7 +120,7 @@ class Endings:
 
 class Membership:
     def __init__(
-        self, sequences: Sequences, capacity: Capacity, resume: Resume, runner: Runner, metrics: Metrics
+        self, sequences: SequenceTable, capacity: MemoryAccount, resume: Resume, runner: ModelRunner, metrics: Metrics
     ) -> None:
         self._sequences = sequences
         self._capacity = capacity
@@ -130,7 +130,7 @@ class Membership:
 
     def change(self, step_plan: StepPlan) -> None:
         running = self._sequences.running
-        for key in step_plan.set_aside:
+        for key in step_plan.preempt:
             self._set_aside(running[key])
         for key in step_plan.grow:
             self._grow(running[key])
@@ -140,37 +140,37 @@ class Membership:
     def _set_aside(self, sequence: Sequence) -> None:
         """Give its memory to an older one; it goes on when there is room, from its own text."""
         self._runner.disband()
-        self._sequences.set_aside(sequence)
+        self._sequences.preempt_sequence(sequence)
         self._resume.end(sequence)
-        sequence.set_aside()
+        sequence.preempt()
         self._metrics.set_aside.inc()
 
     def _grow(self, sequence: Sequence) -> None:
         assert sequence.cache is not None
-        sequence.cache.grow(self._capacity.next_tokens(sequence))
+        sequence.cache.grow(self._capacity.tokens_at_growth(sequence))
 
     def _admit(self, sequence: Sequence) -> None:
         """Unless the store has less for it than when the plan was made, and it does not fit any more."""
         is_first = sequence.cached_tokens is None
         if not self._resume.begin(
-            sequence, self._runner, lambda found: self._capacity.first_tokens_that_fit(sequence, found)
+            sequence, self._runner, lambda found: self._capacity.fitting_tokens_at_start(sequence, found)
         ):
             return
         sequence.stored.awaits_room_s = None
         if is_first:
             self._metrics.prefix_queries.inc(len(sequence.request.prompt))
             self._metrics.prefix_hits.inc(sequence.cached_tokens or 0)
-        self._sequences.start(sequence)
+        self._sequences.start_sequence(sequence)
         sequence.report_prefill()
 
 
 class Passes:
     def __init__(
         self,
-        runner: Runner,
-        sequences: Sequences,
+        runner: ModelRunner,
+        sequences: SequenceTable,
         resume: Resume,
-        speeds: Speeds,
+        speeds: StepSpeeds,
         metrics: Metrics,
         *,
         vocab_size: int,
@@ -183,14 +183,14 @@ class Passes:
         self._metrics = metrics
         self._vocab_size = vocab_size
         self.overlaps = overlaps
-        self.in_flight: Launched | None = None
+        self.in_flight: PendingStep | None = None
 
-    def run(self, step_plan: StepPlan) -> list[Launched]:
+    def run(self, step_plan: StepPlan) -> list[PendingStep]:
         """Tells which steps are over, so that their tokens can be read."""
         chunks = [self._chunk_of(chunk) for chunk in step_plan.prefill]
-        if chunks and not step_plan.rides:
+        if chunks and not step_plan.is_mixed:
             self._prefill(chunks)
-        riding = chunks if step_plan.rides else []
+        riding = chunks if step_plan.is_mixed else []
         rows = self._rows(step_plan.decode)
         if riding and not rows:
             self._prefill(riding)
@@ -204,11 +204,11 @@ class Passes:
             done += self.take_in_flight()
         return done
 
-    def take_in_flight(self) -> list[Launched]:
+    def take_in_flight(self) -> list[PendingStep]:
         """The step that is in flight, if there is one: it is to be read."""
         return self._replace_in_flight(None)
 
-    def _replace_in_flight(self, launched: Launched | None) -> list[Launched]:
+    def _replace_in_flight(self, launched: PendingStep | None) -> list[PendingStep]:
         done, self.in_flight = self.in_flight, launched
         return [done] if done is not None else []
 
@@ -233,7 +233,7 @@ class Passes:
     def _after_chunks(self, chunks: list[PromptChunk]) -> None:
         for chunk in chunks:
             sequence = self._sequences.running[chunk.id]
-            with sequence.failing_alone():
+            with sequence.contain_failure():
                 self._resume.after_chunk(sequence)
             self._metrics.prefill_tokens.inc(len(chunk.tokens))
             sequence.report_prefill()
@@ -243,11 +243,11 @@ class Passes:
         rows: list[BatchRow] = []
         for key in keys:
             sequence = self._sequences.running[key]
-            with sequence.failing_alone():
+            with sequence.contain_failure():
                 rows.append(self._row(sequence))
         return rows
 
-    def _launch(self, rows: list[BatchRow], riding: list[PromptChunk]) -> Launched | None:
+    def _launch(self, rows: list[BatchRow], riding: list[PromptChunk]) -> PendingStep | None:
         if not rows:
             return None
         launched = self._runner.launch(rows, self.in_flight, riding)
@@ -263,17 +263,17 @@ class Passes:
         known = sequence.num_launched == sequence.num_generated
         token = sequence.tokens[-1] if known else None
         sampler, matcher = sequence.sampler(self._vocab_size), sequence.matcher()
-        guide = None if matcher is None else Guide(matcher, sequence.num_generated)
+        guide = None if matcher is None else GrammarState(matcher, sequence.num_generated)
         return BatchRow(sequence.arrival, sequence.cache, sampler, token, guide)
 
 
 class Replies:
     def __init__(
         self,
-        sequences: Sequences,
+        sequences: SequenceTable,
         resume: Resume,
         endings: Endings,
-        speeds: Speeds,
+        speeds: StepSpeeds,
         metrics: Metrics,
         detokenizer: Callable[[Request], Detokenizer],
     ) -> None:
@@ -284,7 +284,7 @@ class Replies:
         self._metrics = metrics
         self._detokenizer = detokenizer
 
-    def read(self, done: list[Launched], *, is_overlapped: bool) -> None:
+    def read(self, done: list[PendingStep], *, is_overlapped: bool) -> None:
         """`is_overlapped`: another step was launched before these are read."""
         running = self._sequences.running
         for step in done:
@@ -297,14 +297,14 @@ class Replies:
                 if key in step.failures:
                     self._endings.fail(running[key], Failed(_cannot_follow(step.failures[key]), "grammar"))
                 else:
-                    with running[key].failing_alone():
+                    with running[key].contain_failure():
                         self._accept(running[key], tokens[row], step, row)
         self._endings.fail_those_that_cannot_go_on()
 
-    def _accept(self, sequence: Sequence, token: int, step: Launched, row: int) -> None:
+    def _accept(self, sequence: Sequence, token: int, step: PendingStep, row: int) -> None:
         logprobs = step.sampled.logprobs.get(row)
         before_s = sequence.last_token_s
-        sequence.accept(token, logprobs.read(token) if logprobs else None, self._detokenizer)
+        sequence.accept_token(token, logprobs.read(token) if logprobs else None, self._detokenizer)
         self._metrics.generation_tokens.inc()
         self._resume.after_step(sequence)
         if sequence.last_token_s is not None and before_s is not None:
@@ -327,9 +327,9 @@ class Loop:
     """`engine/make.py` puts it together."""
 
     stock: Stock
-    plans: Plans
-    sequences: Sequences
-    capacity: Capacity
+    plans: FormatCatalog
+    sequences: SequenceTable
+    capacity: MemoryAccount
     fetching: Fetching
     entrance: Entrance
     planner: Planner
@@ -337,9 +337,9 @@ class Loop:
     passes: Passes
     replies: Replies
     endings: Endings
-    housekeeping: Housekeeping
-    speeds: Speeds
-    runner: Runner
+    housekeeping: BackgroundPacer
+    speeds: StepSpeeds
+    runner: ModelRunner
     is_stalled: bool = False  # the last step had nothing to do: those that wait, wait for the disk
 
     @property
@@ -358,15 +358,17 @@ class Loop:
 
     def enqueue(self, sequence: Sequence) -> None:
         self.sequences.waiting.append(sequence)
-        with sequence.failing_alone():
-            sequence.rung = self.budget.rung_for(len(sequence.request.prompt) + sequence.max_tokens - 1) or RAW
+        with sequence.contain_failure():
+            sequence.kv_format = (
+                self.budget.format_for(len(sequence.request.prompt) + sequence.max_tokens - 1) or FULL_PRECISION
+            )
         self.endings.fail_those_that_cannot_go_on()
 
     def fail_all(self, message: str) -> None:
         """End everything that runs or waits, and start from nothing."""
         self.passes.in_flight = None
         self.endings.fail_all(message)
-        self.stock.errands.fail(lambda: Unavailable(message))
+        self.stock.tasks.fail(lambda: Unavailable(message))
 
     def take_over(self, failed: Loop) -> None:
         """Serve the requests of a loop whose cache is broken. Those that run keep the KV that they read, and leave
@@ -375,12 +377,12 @@ class Loop:
             sequence.stored.withdraw_lookup()
             sequence.stored = sequence.stored.without_cache()
         for sequence in failed.sequences.running.values():
-            sequence.stored.filing = self.stock.store.open_detached(Lease(Kind.FRESH))
+            sequence.stored.filing = self.stock.store.insert_detached(Lease(ReuseClass.FRESH))
         self.sequences.waiting.extend(failed.sequences.waiting)
         self.sequences.running.update(failed.sequences.running)
         self.passes.in_flight = failed.passes.in_flight
         self.capacity.budget = failed.capacity.budget
-        failed.stock.errands.fail(lambda: Unavailable("The cache failed and was emptied. Try again."))
+        failed.stock.tasks.fail(lambda: Unavailable("The cache failed and was emptied. Try again."))
         self.stock.take_over(failed.stock)
 
     def end_all(self, message: str) -> None:
@@ -403,13 +405,13 @@ class Loop:
             return
         has_passes = step_plan.prefill or step_plan.decode or self.passes.in_flight
         # One that was to be admitted and was not looks again at once: its prefix has changed.
-        self.is_stalled = not (has_passes or step_plan.set_aside or would_admit)
+        self.is_stalled = not (has_passes or step_plan.preempt or would_admit)
         self._make_changes(step_plan)
         done = self.passes.run(step_plan)
         self.replies.read(done, is_overlapped=self.passes.in_flight is not None)
-        self.housekeeping.relieve()
+        self.housekeeping.step_down_early()
         if self.housekeeping.has_work:
-            self.housekeeping.work_in_step(is_awaited=self.planner.awaits_chores)
+            self.housekeeping.run_between_steps(is_awaited=self.planner.awaits_chores)
             # What came from the disk may be all that a sequence waited for.
             self.is_stalled = False
 
@@ -422,11 +424,11 @@ class Loop:
 
     def _has_to_read_first(self, step_plan: StepPlan) -> bool:
         """Only decode steps overlap. For anything else first see where everyone stands, then plan again."""
-        return self.passes.in_flight is not None and bool(step_plan.set_aside or step_plan.prefill)
+        return self.passes.in_flight is not None and bool(step_plan.preempt or step_plan.prefill)
 
     def _make_changes(self, step_plan: StepPlan) -> None:
         self.membership.change(step_plan)
-        self.housekeeping.make_room(self.speeds.step_s, has_grown=bool(step_plan.grow or step_plan.admit))
+        self.housekeeping.reclaim_memory(self.speeds.step_s, has_grown=bool(step_plan.grow or step_plan.admit))
 
     def seconds_to_wait(self) -> float:
         """How long a stalled loop may rest before it should look again, unless something comes."""
@@ -442,8 +444,8 @@ class Loop:
             waiting=len(self.sequences.waiting),
             prefilling=sum(1 for s in running if s.prefill_left),
             running=len(running),
-            kv_bytes=self.capacity.running_bytes + self.capacity.stored_bytes,
-            stored_bytes=self.capacity.stored_bytes,
+            kv_bytes=self.capacity.running_bytes + self.capacity.cached_bytes,
+            cached_bytes=self.capacity.cached_bytes,
             kv_budget_bytes=self.budget.total_bytes,
             active_bytes=mx.get_active_memory(),
             peak_bytes=mx.get_peak_memory(),

@@ -12,9 +12,9 @@ from kvstrata.engine.budget import (
     MIB,
     Budget,
     least_token_bytes,
-    make_rungs,
+    make_formats,
 )
-from kvstrata.engine.config import Limits, Storage
+from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.models.outline import Outline
@@ -49,13 +49,13 @@ def expected_scratch(outline: Outline, *, rows: int) -> Scratch:
     copies = LAYER_COPIES_CPU if is_cpu else LAYER_COPIES_GPU
     layer = copies * max((_float_bytes(spec) for spec in layout.flat()), default=0)
     lines = [
-        Line(LOGITS_COPIES * LOGIT_BYTES * rows * outline.vocab_size),
-        Line(int(LEEWAY * chunk * max(wide, scores))),
-        Line(int(LEEWAY * chunk * wide), LEEWAY * (scores + layer)),
+        ScratchLine(LOGITS_COPIES * LOGIT_BYTES * rows * outline.vocab_size),
+        ScratchLine(int(LEEWAY * chunk * max(wide, scores))),
+        ScratchLine(int(LEEWAY * chunk * wide), LEEWAY * (scores + layer)),
     ]
     if layout.path == "rows" and any(spec.kind == "full" for spec in layout.flat()):
         # Every layer's keys and values are joined at each step, and all of them are alive when it ends.
-        lines.append(Line(0, LEEWAY * layout.token_bytes, of_all_rows=True))
+        lines.append(ScratchLine(0, LEEWAY * layout.token_bytes, of_all_rows=True))
     return Scratch(tuple(lines))
 
 
@@ -80,7 +80,7 @@ BLOCK_OVERHEAD_BYTES = 8192
 
 
 @dataclass(frozen=True)
-class Stored:
+class ConversationCapacity:
     """Conversations of one length."""
 
     tokens: int
@@ -91,7 +91,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Row:
+class PrecisionForecast:
     """One precision."""
 
     k: str
@@ -101,7 +101,7 @@ class Row:
     tokens: int | None  # of one conversation that takes all of it; None: tokens take no memory
     longest_tokens: int  # of one request that runs, by memory and context
     longest_live_tokens: int  # with --kv-cache-live
-    stored: tuple[Stored, ...]
+    capacities: tuple[ConversationCapacity, ...]
     flags: tuple[str, ...]
 
     @property
@@ -111,12 +111,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Forecast:
-    shares: MemoryShares  # at full precision
+    shares: MemoryPlan  # at full precision
     token_bytes: int  # at full precision
     sequence_bytes: int  # of each running request, whatever its length: windows and recurrent states
-    mark_bytes: int  # of one resume point at full precision; 0: the model needs none
-    max_marks: int
-    rows: tuple[Row, ...]
+    checkpoint_bytes: int  # of one resume point at full precision; 0: the model needs none
+    max_checkpoints: int
+    rows: tuple[PrecisionForecast, ...]
     refused: tuple[str, ...]  # precisions that this model's layers cannot be stored in, and why
 
 
@@ -130,11 +130,11 @@ def forecast(
     scratch: Scratch | None = None,
 ) -> Forecast:
     """`scratch`: of passes, where it was measured. Raises ConfigError for a precision that there is not."""
-    scratch = scratch or expected_scratch(outline, rows=Limits.max_running)
+    scratch = scratch or expected_scratch(outline, rows=EngineLimits.max_running)
     rows, refused = [], []
     fitting = [length for length in lengths if length <= outline.context_tokens] or [outline.context_tokens]
     for k, v in precisions if _can_be_stored(outline.layout) else (("raw", "raw"),):
-        storage = Storage(k=parse(k), v=parse(v))
+        storage = KvConfig(k=parse(k), v=parse(v))
         try:
             plan = make_plan(outline.layout, storage.k, storage.v)
         except ConfigError as error:
@@ -144,43 +144,43 @@ def forecast(
         rows.append(_row(outline, storage, plan, shares, fitting, disk_bytes))
     layout = outline.layout
     return Forecast(
-        shares=_shares(outline, limit_bytes, scratch, Storage()),
+        shares=_shares(outline, limit_bytes, scratch, KvConfig()),
         token_bytes=layout.token_bytes,
         sequence_bytes=layout.fixed_bytes,
-        mark_bytes=_mark_bytes(layout, raw_plan(layout), outline.context_tokens),
-        max_marks=Storage.max_marks,
+        checkpoint_bytes=_checkpoint_bytes(layout, raw_plan(layout), outline.context_tokens),
+        max_checkpoints=KvConfig.max_checkpoints,
         rows=tuple(rows),
         refused=tuple(refused),
     )
 
 
-def advise(found: Forecast, *, tokens: int, conversations: int) -> Row | None:
+def advise(found: Forecast, *, tokens: int, conversations: int) -> PrecisionForecast | None:
     """The most exact row that holds so many conversations of so many tokens; None: none does."""
     return next((row for row in found.rows if _holds(row, tokens, conversations)), None)
 
 
-def needs_live(row: Row, tokens: int) -> bool:
+def needs_live(row: PrecisionForecast, tokens: int) -> bool:
     """Whether a request of so many tokens runs only if its own KV is encoded too."""
     return row.longest_tokens < tokens <= row.longest_live_tokens
 
 
-def _holds(row: Row, tokens: int, conversations: int) -> bool:
-    fits = next((each.conversations for each in row.stored if each.tokens == tokens), 0)
+def _holds(row: PrecisionForecast, tokens: int, conversations: int) -> bool:
+    fits = next((each.conversations for each in row.capacities if each.tokens == tokens), 0)
     return fits >= conversations and max(row.longest_tokens, row.longest_live_tokens) >= tokens
 
 
 def _row(
     outline: Outline,
-    storage: Storage,
+    storage: KvConfig,
     plan: Plan,
-    shares: MemoryShares,
+    shares: MemoryPlan,
     lengths: Sequence[int],
     disk_bytes: int | None,
-) -> Row:
+) -> PrecisionForecast:
     layout, kv_bytes = outline.layout, max(0, shares.kv_bytes)
     token_bytes = plan.token_bytes(layout) or float(layout.token_bytes)
-    marks_bytes = Storage.max_marks * _mark_bytes(layout, plan, outline.context_tokens)
-    return Row(
+    marks_bytes = KvConfig.max_checkpoints * _checkpoint_bytes(layout, plan, outline.context_tokens)
+    return PrecisionForecast(
         k=storage.k.name,
         v=storage.v.name,
         token_bytes=token_bytes,
@@ -188,19 +188,21 @@ def _row(
         tokens=int(max(0, kv_bytes - marks_bytes) / token_bytes) if token_bytes else None,
         longest_tokens=_longest(outline, storage, kv_bytes, live=False),
         longest_live_tokens=_longest(outline, storage, kv_bytes, live=True),
-        stored=tuple(_stored(layout, plan, tokens, kv_bytes, disk_bytes) for tokens in lengths),
+        capacities=tuple(_stored(layout, plan, tokens, kv_bytes, disk_bytes) for tokens in lengths),
         flags=_flags(storage),
     )
 
 
-def _stored(layout: Layout, plan: Plan, tokens: int, kv_bytes: int, disk_bytes: int | None) -> Stored:
+def _stored(layout: Layout, plan: Plan, tokens: int, kv_bytes: int, disk_bytes: int | None) -> ConversationCapacity:
     token_bytes = plan.token_bytes(layout) or float(layout.token_bytes)
-    one = math.ceil(tokens * token_bytes) + Storage.max_marks * _mark_bytes(layout, plan, tokens)
+    one = math.ceil(tokens * token_bytes) + KvConfig.max_checkpoints * _checkpoint_bytes(layout, plan, tokens)
     on_disk = one + math.ceil(tokens / BLOCK_TOKENS) * BLOCK_OVERHEAD_BYTES
-    return Stored(tokens, one, kv_bytes // one, on_disk, None if disk_bytes is None else disk_bytes // on_disk)
+    return ConversationCapacity(
+        tokens, one, kv_bytes // one, on_disk, None if disk_bytes is None else disk_bytes // on_disk
+    )
 
 
-def _mark_bytes(layout: Layout, plan: Plan, tokens: int) -> int:
+def _checkpoint_bytes(layout: Layout, plan: Plan, tokens: int) -> int:
     """Of one point that a stored conversation can be resumed at: rings and chunks as they are stored, and states."""
     total = 0.0
     for spec, (k, v) in zip(layout.flat(), plan.pairs, strict=True):
@@ -212,7 +214,7 @@ def _mark_bytes(layout: Layout, plan: Plan, tokens: int) -> int:
     return math.ceil(total)
 
 
-def _longest(outline: Outline, storage: Storage, kv_bytes: int, *, live: bool) -> int:
+def _longest(outline: Outline, storage: KvConfig, kv_bytes: int, *, live: bool) -> int:
     """By the same rungs that a server admits requests by."""
     layout = outline.layout
     budget = Budget(kv_bytes, layout.fixed_bytes, layout.token_bytes)
@@ -221,12 +223,12 @@ def _longest(outline: Outline, storage: Storage, kv_bytes: int, *, live: bool) -
     if not layout.token_bytes:
         return outline.context_tokens
     chunk = MAX_CHUNK_CPU if outline.backend == "cpu" else MAX_CHUNK_GPU
-    held = Storage(k=storage.k, v=storage.v, live=live and _can_be_stored(layout))
-    return max(0, min(outline.context_tokens, budget.most_tokens(make_rungs(layout, held, chunk)[0])))
+    held = KvConfig(k=storage.k, v=storage.v, live=live and _can_be_stored(layout))
+    return max(0, min(outline.context_tokens, budget.most_tokens(make_formats(layout, held, chunk)[0])))
 
 
-def _shares(outline: Outline, limit_bytes: int, scratch: Scratch, storage: Storage) -> MemoryShares:
-    return share_memory(
+def _shares(outline: Outline, limit_bytes: int, scratch: Scratch, storage: KvConfig) -> MemoryPlan:
+    return plan_memory(
         limit_bytes,
         outline.weight_bytes,
         scratch,
@@ -241,7 +243,7 @@ def _can_be_stored(layout: Layout) -> bool:
     return all(spec.kind != "foreign" for spec in layout.flat())
 
 
-def _flags(storage: Storage) -> tuple[str, ...]:
+def _flags(storage: KvConfig) -> tuple[str, ...]:
     k, v = storage.k.name, storage.v.name
     if k == v == "raw":
         return ()
@@ -268,7 +270,7 @@ MAX_ALLOCATOR_CACHE_BYTES_CUDA = 4096 << 20
 
 
 @dataclass(frozen=True)
-class Line:
+class ScratchLine:
     """Bytes that some work takes beside KV, over the tokens that it reads."""
 
     base_bytes: int
@@ -290,7 +292,7 @@ class Line:
 class Scratch:
     """What forward passes and work on stored KV take beside KV: never two of them at once."""
 
-    lines: tuple[Line, ...] = ()
+    lines: tuple[ScratchLine, ...] = ()
 
     def bytes_for(self, kv_bytes: int, token_bytes: float, context_tokens: int) -> int:
         return max((line.bytes_for(kv_bytes, token_bytes, context_tokens) for line in self.lines), default=0)
@@ -301,7 +303,7 @@ class Scratch:
 
 
 @dataclass(frozen=True)
-class MemoryShares:
+class MemoryPlan:
     """What a memory limit consists of."""
 
     limit_bytes: int
@@ -318,7 +320,7 @@ class MemoryShares:
         return self.limit_bytes - self.allocator_cache_bytes - self.scratch_bytes
 
 
-def share_memory(
+def plan_memory(
     limit_bytes: int,
     weight_bytes: int,
     scratch: Scratch,
@@ -326,14 +328,14 @@ def share_memory(
     token_bytes: float,
     context_tokens: int,
     backend: MlxBackend,
-) -> MemoryShares:
+) -> MemoryPlan:
     """`token_bytes`: the least that a token of KV takes: the more tokens there are, the more is read."""
     free_bytes = limit_bytes - weight_bytes
     cache_bytes = max(0, min(_most_cached(backend), free_bytes // ALLOCATOR_CACHE_SHARE))
     spare_bytes = max(0, int(free_bytes * SPARE_SHARE))
     kv_bytes = scratch.kv_bytes(free_bytes - cache_bytes - spare_bytes, token_bytes, context_tokens)
     scratch_bytes = scratch.bytes_for(max(0, kv_bytes), token_bytes, context_tokens)
-    return MemoryShares(limit_bytes, weight_bytes, cache_bytes, scratch_bytes, spare_bytes, kv_bytes)
+    return MemoryPlan(limit_bytes, weight_bytes, cache_bytes, scratch_bytes, spare_bytes, kv_bytes)
 
 
 def _most_cached(backend: MlxBackend) -> int:
@@ -356,7 +358,7 @@ def limit_for(
     return weight_bytes + int(min(shared, capped)) + ALLOCATOR_CACHE_SHARE
 
 
-def make_budget(layout: Layout, shares: MemoryShares) -> Budget:
+def make_budget(layout: Layout, shares: MemoryPlan) -> Budget:
     budget = Budget(shares.kv_bytes, layout.fixed_bytes, layout.token_bytes)
     if shares.kv_bytes < budget.bytes_for(1):
         raise ConfigError(

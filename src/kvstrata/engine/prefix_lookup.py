@@ -14,25 +14,25 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvstrata.codecs.segments import GROUP_TOKENS
-from kvstrata.engine.budget import Rung
-from kvstrata.engine.request import Pinned, Request
-from kvstrata.engine.runner import Runner
+from kvstrata.engine.budget import KvFormat
+from kvstrata.engine.request import PinRequest, Request
+from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.sequence import Sequence
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.prefix_cache.entries import Found, Lease
-from kvstrata.prefix_cache.entry_table import Shelf
+from kvstrata.prefix_cache.entries import CachedPrefix, Lease
+from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.eviction import Evictor
-from kvstrata.prefix_cache.insertion import Filing
-from kvstrata.prefix_cache.jobs import Failures
+from kvstrata.prefix_cache.insertion import Insertion
+from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.prefix_cache.keys import TokenIds
-from kvstrata.prefix_cache.matching import NOTHING, Explainer
+from kvstrata.prefix_cache.matching import NO_PREFIX, Explainer
 from kvstrata.prefix_cache.pins import Pins, Term
-from kvstrata.prefix_cache.precision import Precision
-from kvstrata.prefix_cache.prefetch import Fetches
+from kvstrata.prefix_cache.precision import PrecisionPolicy
+from kvstrata.prefix_cache.prefetch import Prefetcher
 from kvstrata.prefix_cache.prefix_cache import Store
 from kvstrata.prefix_cache.tier_client import BlockLoad
-from kvstrata.prefix_cache.worth import Kind
+from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.spans.live import SEAL_TOKENS
 from kvstrata.spans.marks import take_mark
 from kvstrata.tier.block import BLOCK_TOKENS
@@ -42,7 +42,7 @@ LOOKUP_S = 1.0
 
 
 class Fetching:
-    def __init__(self, fetches: Fetches, failures: Failures) -> None:
+    def __init__(self, fetches: Prefetcher, failures: FailureLog) -> None:
         self._fetches = fetches
         self._failures = failures
 
@@ -61,7 +61,7 @@ class Fetching:
         if not stored.has_asked:
             stored.has_asked = True
             stored.num_asked += 1
-            stored.lookup = self._fetches.look(prompt, salt, prefill_tokens_s=prefill_tokens_s)
+            stored.lookup = self._fetches.ask(prompt, salt, prefill_tokens_s=prefill_tokens_s)
         if stored.lookup is not None and stored.lookup.is_done:
             stored.offers = stored.lookup.offers
             # Who has not answered by now is not waited for.
@@ -81,7 +81,7 @@ class Fetching:
     def _load_next(self, sequence: Sequence, prefill_tokens_s: float) -> None:
         stored = sequence.stored
         if stored.load is None and stored.offers:
-            stored.load, stored.offers = self._fetches.load_next(
+            stored.load, stored.offers = self._fetches.begin_next_load(
                 stored.offers, sequence.ids()[:-1], sequence.request.salt, prefill_tokens_s=prefill_tokens_s
             )
 
@@ -106,7 +106,7 @@ class Fetching:
         sequence.stored.withdraw_lookup()
         load, sequence.stored.load = sequence.stored.load, None
         if load is not None:
-            self._failures.require("releases", lambda: self._fetches.forget(load), None)
+            self._failures.require("releases", lambda: self._fetches.abandon(load), None)
 
 
 def _is_late(load: BlockLoad, prefill_tokens_s: float) -> bool:
@@ -122,7 +122,7 @@ NAMING_TOKENS = 64
 
 
 class Pinning:
-    def __init__(self, pins: Pins, shelf: Shelf, token_bytes: int) -> None:
+    def __init__(self, pins: Pins, shelf: EntryTable, token_bytes: int) -> None:
         self._pins = pins
         self._shelf = shelf
         self._token_bytes = token_bytes
@@ -134,16 +134,16 @@ class Pinning:
             return
         asked = request.prompt[: request.pin.num_tokens]
         if not self._pins.may_keep(asked, request.salt, self._term(request, request.pin), self._token_bytes):
-            sequence.unpinned = OVER_QUOTA
+            sequence.unpinned_reason = OVER_QUOTA
 
     def pin(self, sequence: Sequence) -> None:
         """It has ended; what it computed is stored."""
         request = sequence.request
-        if request.pin is None or sequence.unpinned or sequence.num_computed < len(request.prompt) - 1:
+        if request.pin is None or sequence.unpinned_reason or sequence.num_computed < len(request.prompt) - 1:
             return
         self._pins.keep(request.prompt[: request.pin.num_tokens], request.salt, self._term(request, request.pin))
 
-    def _term(self, request: Request, pin: Pinned) -> Term:
+    def _term(self, request: Request, pin: PinRequest) -> Term:
         return Term(_name(request), pin.ttl_s, pin.quota.of(self._shelf.max_bytes))
 
 
@@ -168,9 +168,9 @@ class Resume:
         store: Store,
         evictor: Evictor,
         explainer: Explainer,
-        precision: Precision,
+        precision: PrecisionPolicy,
         pinning: Pinning,
-        failures: Failures,
+        failures: FailureLog,
         *,
         mark_every_tokens: int,
         shared_marks: Callable[[], None] | None = None,
@@ -178,7 +178,7 @@ class Resume:
         """`shared_marks`: what is computed goes to a tier that others share, which has marks at multiples of 256 only;
         called before one is taken while a batch runs, to give its sequences their own state. None: nothing does."""
         self._store = store
-        self._needs_marks = store.needs_marks  # of the model: read once, so that no step depends on the answer
+        self._needs_marks = store.needs_checkpoints  # of the model: read once, so that no step depends on the answer
         self._evictor = evictor
         self._explainer = explainer
         self._precision = precision
@@ -187,15 +187,15 @@ class Resume:
         self._mark_every = round_up_to_block(mark_every_tokens) if shared_marks else mark_every_tokens
         self._shared_marks = shared_marks
 
-    def found(self, sequence: Sequence) -> Found:
+    def found(self, sequence: Sequence) -> CachedPrefix:
         """What it would go on from if it began now."""
-        return self._failures.attempt("lookups", lambda: self._find(sequence), NOTHING)
+        return self._failures.attempt("lookups", lambda: self._find(sequence), NO_PREFIX)
 
-    def _find(self, sequence: Sequence) -> Found:
+    def _find(self, sequence: Sequence) -> CachedPrefix:
         self._evictor.expire()
         stored = sequence.stored
         if stored.found is None or stored.found_version != self._store.version:
-            stored.found = self._store.find(sequence.ids()[:-1], sequence.request.salt)
+            stored.found = self._store.lookup(sequence.ids()[:-1], sequence.request.salt)
             stored.found_version = self._store.version
         stored.most_found = max(stored.most_found, stored.found.num_tokens)
         return stored.found
@@ -218,7 +218,7 @@ class Resume:
                 return True
         return False
 
-    def begin(self, sequence: Sequence, runner: Runner, capacity_after: Callable[[int], int]) -> bool:
+    def begin(self, sequence: Sequence, runner: ModelRunner, capacity_after: Callable[[int], int]) -> bool:
         """Give it a cache, with what is stored in front; `capacity_after` so many tokens, 0: there is no room.
 
         What is stored may be less than when it was last looked at. False: it has to go on waiting.
@@ -227,19 +227,19 @@ class Resume:
             return False
         sequence.stored.found = None
         sequence.stored.withdraw_lookup()
-        lease = self._failures.attempt("lookups", lambda: self._lease(sequence), Lease(Kind.FRESH))
+        lease = self._failures.attempt("lookups", lambda: self._lease(sequence), Lease(ReuseClass.FRESH))
         capacity = capacity_after(lease.num_tokens)
         if not capacity:
             self._failures.require("releases", lambda: self._store.release(lease), None)
             return False
-        sequence.stored.asked_twice = lease.asked_twice
+        sequence.stored.asked_twice = lease.reused_end
         if self._shared_marks is not None and self._needs_marks:
             stops = {*sequence.stored.stops, len(sequence.tokens) - 1}
             sequence.stored.stops |= {stop - stop % BLOCK_TOKENS for stop in stops if stop >= BLOCK_TOKENS}
         sequence.stored.num_asked = 0
-        cache = sequence.cache = runner.new_cache(capacity, lease.prefix, sequence.rung.raw_tokens)
+        cache = sequence.cache = runner.new_cache(capacity, lease.prefix, sequence.kv_format.raw_tokens)
         filing = self._failures.attempt("commits", lambda: self._open(sequence, lease, cache), None)
-        sequence.stored.filing = self._store.open_detached(lease) if filing is None else filing
+        sequence.stored.filing = self._store.insert_detached(lease) if filing is None else filing
         if sequence.cached_tokens is None:
             sequence.cached_tokens = lease.num_tokens
             self._failures.attempt("lookups", lambda: self._foresee(sequence), None)
@@ -247,17 +247,17 @@ class Resume:
 
     def _lease(self, sequence: Sequence) -> Lease:
         request, asked_twice = sequence.request, sequence.stored.asked_twice
-        return self._store.match(sequence.ids()[:-1], request.salt, asked_twice, request.session)
+        return self._store.lease(sequence.ids()[:-1], request.salt, asked_twice, request.session)
 
-    def _open(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Filing:
-        filing = self._store.open(lease, cache, sequence.request.salt, sequence.request.resume_at)
-        if sequence.rung.plan is not None and not self._precision.options.live:
-            filing.entry.target = sequence.rung.plan
+    def _open(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Insertion:
+        filing = self._store.insert(lease, cache, sequence.request.salt, sequence.request.resume_at)
+        if sequence.kv_format.plan is not None and not self._precision.options.live:
+            filing.entry.target = sequence.kv_format.plan
         return filing
 
     def _foresee(self, sequence: Sequence) -> None:
         """What its client hears of the cache before the first token."""
-        sequence.miss = self._explainer.miss(sequence.ids(), sequence.request.salt)
+        sequence.miss_reason = self._explainer.miss(sequence.ids(), sequence.request.salt)
         self._pinning.foresee(sequence)
 
     def _has_to_ask_again(self, sequence: Sequence) -> bool:
@@ -284,7 +284,7 @@ class Resume:
         pauses = at in sequence.stored.stops or at % self._mark_every == 0 or not sequence.prefill_left
         has_checkpoint = self._needs_marks and pauses
         self._commit(sequence, has_checkpoint=has_checkpoint, is_prompt_end=not sequence.prefill_left)
-        self._seal_in_time(sequence.cache, sequence.rung, SEAL_TOKENS)
+        self._seal_in_time(sequence.cache, sequence.kv_format, SEAL_TOKENS)
         self._grow(sequence, at)
 
     def after_step(self, sequence: Sequence) -> None:
@@ -293,7 +293,7 @@ class Resume:
             self._grow(sequence, sequence.num_computed)
         self._mark_reply(sequence)
         if sequence.cache is not None:
-            self._seal_in_time(sequence.cache, sequence.rung, sequence.rung.raw_tokens or 0)
+            self._seal_in_time(sequence.cache, sequence.kv_format, sequence.kv_format.raw_tokens or 0)
 
     def _mark_reply(self, sequence: Sequence) -> None:
         """Where another server can go on from a reply."""
@@ -304,7 +304,7 @@ class Resume:
             self._shared_marks()
             self._commit(sequence, has_checkpoint=True)
 
-    def _seal_in_time(self, cache: SequenceCache, rung: Rung, num_tokens: int) -> None:
+    def _seal_in_time(self, cache: SequenceCache, rung: KvFormat, num_tokens: int) -> None:
         """A sequence that fits because it is encoded is, as soon as so many tokens are raw, whatever else there is to
         do. Up to the end of a codec's group."""
         if rung.plan is None or cache.unsealed_tokens < num_tokens:
@@ -321,7 +321,7 @@ class Resume:
             return
         has_computed = sequence.cache.num_tokens > sequence.cache.start
         self._commit(sequence, has_checkpoint=self._needs_marks and has_computed)
-        self._failures.require("commits", filing.end, None)
+        self._failures.require("commits", filing.close, None)
         sequence.stored.filing = None
 
     def pin(self, sequence: Sequence) -> None:
@@ -331,7 +331,7 @@ class Resume:
     def drop_marks(self, sequence: Sequence) -> bool:
         """All on its way, where it has no room to grow. False: there are none."""
         filing = sequence.stored.filing
-        return filing is not None and self._failures.attempt("reclaims", filing.drop_marks, otherwise=False)
+        return filing is not None and self._failures.attempt("reclaims", filing.drop_checkpoints, otherwise=False)
 
     def _commit(self, sequence: Sequence, *, has_checkpoint: bool, is_prompt_end: bool = False) -> None:
         self._file(sequence, lambda: _commit(sequence, has_checkpoint=has_checkpoint, is_prompt_end=is_prompt_end))
@@ -358,7 +358,7 @@ def _commit(sequence: Sequence, *, has_checkpoint: bool, is_prompt_end: bool = F
         return
     num_tokens = min(cache.num_tokens, len(ids))
     mark = take_mark(cache) if has_checkpoint and num_tokens == cache.num_tokens else None
-    filing.seal(ids[:num_tokens], mark, is_end=is_prompt_end)
+    filing.commit(ids[:num_tokens], mark, is_end=is_prompt_end)
 
 
 def round_up_to_block(num_tokens: int) -> int:

@@ -28,16 +28,24 @@ from kvstrata.codecs import paths, planes_check
 from kvstrata.codecs.base import UnsupportedCodec
 from kvstrata.codecs.planes import PlanesCodec
 from kvstrata.codecs.raw import RawCodec
-from kvstrata.engine.memory_plan import LEEWAY, LOGIT_BYTES, LOGITS_COPIES, MAX_CHUNK_CPU, MAX_CHUNK_GPU, Line, Scratch
+from kvstrata.engine.memory_plan import (
+    LEEWAY,
+    LOGIT_BYTES,
+    LOGITS_COPIES,
+    MAX_CHUNK_CPU,
+    MAX_CHUNK_GPU,
+    Scratch,
+    ScratchLine,
+)
 from kvstrata.engine.request import Sampling
-from kvstrata.engine.runner import Runner
+from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.sampling import Sampler, sample
 from kvstrata.engine.scheduler import PassCost
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.recurrent import RecurrentLayer
 from kvstrata.layers.sequence import Pair, Prefix, SequenceCache
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.prefix_cache.ladder import RUNGS
+from kvstrata.prefix_cache.ladder import STEP_BITS
 
 # A chunk of so many weights times tokens is measured whole: that takes a moment.
 SOON_DONE = 2e9
@@ -80,7 +88,7 @@ RAW: Pair = (RawCodec(), RawCodec())
 
 
 @dataclass(frozen=True)
-class Shape:
+class PassShape:
     """What scratch depends on beside the model."""
 
     rows: int  # of a batch
@@ -98,16 +106,16 @@ def measured_context() -> int:
     return CONTEXT_CPU if mx.default_device() == mx.cpu else CONTEXT_GPU
 
 
-def measure_scratch(runner: Runner, shape: Shape) -> Scratch:
+def measure_scratch(runner: ModelRunner, shape: PassShape) -> Scratch:
     chunk = shape.chunk_tokens
     tokens = _measured_tokens(runner, chunk)
     measure = _Measure(runner, max(1, min(measured_context(), shape.max_context_tokens - tokens)))
-    logits = Line(LOGITS_COPIES * LOGIT_BYTES * shape.rows * shape.vocab_size)
+    logits = ScratchLine(LOGITS_COPIES * LOGIT_BYTES * shape.rows * shape.vocab_size)
     with _one_by_one():
         return Scratch((logits, *measure.lines(tokens, chunk / tokens, shape.pairs)))
 
 
-def _measured_tokens(runner: Runner, chunk: int) -> int:
+def _measured_tokens(runner: ModelRunner, chunk: int) -> int:
     if runner.num_weights * chunk <= SOON_DONE:
         return chunk
     is_recurrent = any(spec.kind == "recurrent" for spec in runner.layout.flat())
@@ -115,7 +123,7 @@ def _measured_tokens(runner: Runner, chunk: int) -> int:
     return min(chunk, max(MIN_MEASURED_TOKENS, chunk // share))
 
 
-def measure_prefill(runner: Runner, chunk_tokens: int) -> PassCost:
+def measure_prefill(runner: ModelRunner, chunk_tokens: int) -> PassCost:
     first = min(chunk_tokens, TIMED_TOKENS)
     first_s = _pass_s(runner, first)
     second = min(chunk_tokens, MANY_TIMED_TOKENS if first_s <= LONG_PASS_S else FEW_TIMED_TOKENS)
@@ -136,7 +144,7 @@ def pass_cost(*timed: tuple[int, float]) -> PassCost:
     return PassCost(many / many_s, pass_tokens, few_s + (pass_tokens - few) * token_s, token_s)
 
 
-def _pass_s(runner: Runner, tokens: int) -> float:
+def _pass_s(runner: ModelRunner, tokens: int) -> float:
     """Of those that are not the first of their size, which may load kernels, the fastest; on a CPU there is one."""
     count = 2 if mx.default_device() == mx.cpu else TIMED_PASSES
     _, *seconds = [_peak(partial(runner.prefill, runner.new_cache(tokens), [0] * tokens))[1] for _ in range(count)]
@@ -144,13 +152,13 @@ def _pass_s(runner: Runner, tokens: int) -> float:
 
 
 class _Measure:
-    def __init__(self, runner: Runner, context: int) -> None:
+    def __init__(self, runner: ModelRunner, context: int) -> None:
         self._runner = runner
         self._context = context
         self._layout: Layout = runner.layout
         self._states: tuple[Any, ...] = ()  # of recurrent layers: whatever they are, they have one size
 
-    def lines(self, tokens: int, chunks: float, pairs: Sequence[Pair] | None) -> list[Line]:
+    def lines(self, tokens: int, chunks: float, pairs: Sequence[Pair] | None) -> list[ScratchLine]:
         """Of a chunk of `tokens` times `chunks`.
 
         What grows with the chunk is told from one half as long; what grows with the context is at most what was seen,
@@ -189,7 +197,7 @@ class _Measure:
         self._states = self._states or _states(cache)
         return alive
 
-    def _foreign_line(self, tokens: int, chunks: float) -> Line:
+    def _foreign_line(self, tokens: int, chunks: float) -> ScratchLine:
         """Caches that only the model knows cannot be filled with zeros: two chunks after each other have to do."""
         cache = self._runner.new_cache(2 * tokens)
         first, _ = _peak(partial(self._runner.prefill, cache, [0] * tokens))
@@ -227,7 +235,7 @@ class _Measure:
 
 
 @dataclass(frozen=True)
-class _Others:
+class _OtherSequenceTokens:
     """Tokens of a sequence that runs."""
 
     part: RawPart
@@ -250,7 +258,7 @@ def _sources(spec: LayerSpec, pair: Pair, num_tokens: int) -> tuple[Source, ...]
         stored, others = _shared_out(num_tokens, 2)
         k, v = (array[None] for array in _zeros(spec, others))
         mx.eval(k, v)
-        return _sealed(*_zeros(spec, stored), pair), _Others(RawPart(k, v, others))
+        return _sealed(*_zeros(spec, stored), pair), _OtherSequenceTokens(RawPart(k, v, others))
     return (_sealed(*_zeros(spec, num_tokens), pair),)
 
 
@@ -259,8 +267,8 @@ def _shared_out(num_tokens: int, num_parts: int) -> list[int]:
     return [b - a for a, b in pairwise(bounds) if b > a]
 
 
-def _line(base_bytes: float, token_bytes: float = 0.0, *, of_all_rows: bool = False) -> Line:
-    return Line(int(_rounded_up(base_bytes)), _rounded_up(token_bytes), of_all_rows)
+def _line(base_bytes: float, token_bytes: float = 0.0, *, of_all_rows: bool = False) -> ScratchLine:
+    return ScratchLine(int(_rounded_up(base_bytes)), _rounded_up(token_bytes), of_all_rows)
 
 
 def _rounded_up(seen: float) -> float:
@@ -331,7 +339,7 @@ MAX_NOTES = 256
 WORTH_KEEPING_S = 0.05
 
 
-def remembered_scratch(loaded: LoadedModel, runner: Runner, shape: Shape) -> Scratch:
+def remembered_scratch(loaded: LoadedModel, runner: ModelRunner, shape: PassShape) -> Scratch:
     key = _key(loaded, runner, shape)
     notes = read_notes(NOTES)
     if (known := _parsed(notes.get(key))) is not None:
@@ -345,7 +353,7 @@ def remembered_scratch(loaded: LoadedModel, runner: Runner, shape: Shape) -> Scr
     return scratch
 
 
-def _key(loaded: LoadedModel, runner: Runner, shape: Shape) -> str:
+def _key(loaded: LoadedModel, runner: ModelRunner, shape: PassShape) -> str:
     codecs = shape.pairs and [(k.name, v.name) for k, v in shape.pairs]
     told = [
         [loaded.fingerprint, loaded.dtype, loaded.weight_bytes, loaded.config],
@@ -370,12 +378,12 @@ def _code() -> str:
 
 def _parsed(lines: Any) -> Scratch | None:
     try:
-        return Scratch(tuple(Line(int(base), float(token), bool(rows)) for base, token, rows in lines))
+        return Scratch(tuple(ScratchLine(int(base), float(token), bool(rows)) for base, token, rows in lines))
     except (TypeError, ValueError):
         return None
 
 
-def ready_planes(layout: Layout) -> int:
+def warm_up_kernels(layout: Layout) -> int:
     """For each kind of vector that the layers have; tells how many, on CUDA times the precisions. Keys are also decoded
     to float32: a change of precision is judged in it."""
     stored = [spec for spec in layout.flat() if spec.kind in ("full", "window")]
@@ -404,7 +412,7 @@ def _compile(stored: Sequence[LayerSpec]) -> int:
     done = 0
     for vector in keys | values:
         dim, turn, dtype = vector
-        for bits in RUNGS:
+        for bits in STEP_BITS:
             codec = PlanesCodec(bits, turn)
             with suppress(UnsupportedCodec):
                 planes = codec.encode(mx.zeros((1, 1, dim), dtype))

@@ -18,7 +18,7 @@ from kvstrata.bundle.reading import CHANGED
 from kvstrata.bundle.tensors import TensorNamed, TensorTable, encode_table
 from kvstrata.codecs.affine import AffineCodec
 from kvstrata.engine.executor import Loop
-from kvstrata.engine.runner import Runner
+from kvstrata.engine.runner import ModelRunner
 from kvstrata.errors import InvalidRequest, UnusableFile
 from kvstrata.layers.kept import PromptCaches
 from kvstrata.layers.kinds import Layout
@@ -26,7 +26,7 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.prefix_cache.jobs import Steps
 from kvstrata.prefix_cache.keys import TokenIds
-from kvstrata.prefix_cache.transfer import Leaving
+from kvstrata.prefix_cache.transfer import ConversationDeparture
 from kvstrata.spans.checks import check_mark, check_parts
 from kvstrata.spans.marks import Mark, MarkState, RecurrentState, needs_marks, take_mark
 from kvstrata.spans.mlx_caches import adopt_mlx_lm
@@ -62,7 +62,7 @@ FIRST_LAYER = {8: 0.1, 6: 0.2, 5: 0.25, 4: 0.35, 3: 0.4, 2: 0.45}
 SMALLEST_SHARE = 0.05
 
 
-def checking(runner: Runner, ids: TokenIds, span: Span) -> Steps[None]:
+def checking(runner: ModelRunner, ids: TokenIds, span: Span) -> Steps[None]:
     """Raises UnusableFile where `span` is not what this model computes for these tokens."""
     tokens: list[int] = ids.tolist()
     if needs_marks(runner.layout):
@@ -98,7 +98,7 @@ class _Tap(KVCache):
         raise _Seen
 
 
-def _check_first_layer(runner: Runner, tokens: Sequence[int], span: Span) -> Steps[None]:
+def _check_first_layer(runner: ModelRunner, tokens: Sequence[int], span: Span) -> Steps[None]:
     for last in range(CHUNK_TOKENS, len(tokens) + CHUNK_TOKENS, CHUNK_TOKENS):
         end = min(last, len(tokens))
         # A few tokens alone tell little of how far apart tokens are.
@@ -112,7 +112,7 @@ def _check_first_layer(runner: Runner, tokens: Sequence[int], span: Span) -> Ste
         yield
 
 
-def _check_run(runner: Runner, tokens: Sequence[int], span: Span, start: int, end: int) -> Steps[None]:
+def _check_run(runner: ModelRunner, tokens: Sequence[int], span: Span, start: int, end: int) -> Steps[None]:
     """Tokens [start, end), in all layers, on top of what came before them."""
     prefix = prefix_of(runner.layout, [SpanRange(span, 0, start)], None) if start else None
     cache = runner.new_cache(end - start, prefix)
@@ -121,7 +121,7 @@ def _check_run(runner: Runner, tokens: Sequence[int], span: Span, start: int, en
     yield from _compare_layers(cache, span, start, end)
 
 
-def _check_all(runner: Runner, tokens: Sequence[int], span: Span) -> Steps[None]:
+def _check_all(runner: ModelRunner, tokens: Sequence[int], span: Span) -> Steps[None]:
     """Full attention reads what came, which was found good up to there; the other layers go on from their own."""
     layout, mark = runner.layout, None
     for start in range(0, len(tokens), CHUNK_TOKENS):
@@ -140,7 +140,7 @@ def _keeps_first(layout: Layout) -> bool:
     return all(spec.kind == "window" and spec.keep for spec in layout.layers)
 
 
-def _check_as_mlx_lm(runner: Runner, tokens: Sequence[int], span: Span) -> Steps[None]:
+def _check_as_mlx_lm(runner: ModelRunner, tokens: Sequence[int], span: Span) -> Steps[None]:
     """In chunks as long as `mlx_lm.cache_prompt` takes them: what a token sees depends on that."""
     caches: list[Any] = [RotatingKVCache(spec.max_size, keep=spec.keep) for spec in runner.layout.layers]
     last = len(tokens) - 1
@@ -341,7 +341,7 @@ def _in_one_step(make: Callable[[], Any]) -> Steps[Any]:
 class PromptFileOut:
     """What leaves, as a file that mlx-lm's own loader takes."""
 
-    def __init__(self, layout: Layout, leaving: Leaving, model_name: str) -> None:
+    def __init__(self, layout: Layout, leaving: ConversationDeparture, model_name: str) -> None:
         """On the engine's thread."""
         mark = leaving.marks.get(len(leaving.ids))
         self._layers = layers_out(layout, leaving.ranges, mark)

@@ -37,7 +37,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Pinned:
+class PinRequest:
     """What of a prompt is to stay for some time, within a quota."""
 
     ttl_s: float
@@ -60,7 +60,7 @@ class Request:
     salt: str = ""  # requests with different salts never share cached state
     session: str = ""  # requests of one name belong together, under one salt; empty: it belongs to none
     resume_at: tuple[int, ...] = ()  # positions in the prompt where later requests are likely to part from it
-    pin: Pinned | None = None
+    pin: PinRequest | None = None
     grammar: Grammar | None = None  # what the reply is held to; its end must be among the `stop_ids`
     grammar_after: tuple[int, ...] = ()  # it begins after these ids in a row (the end of thinking); none: at once
     # The prompt as the index wants it, if the caller has made that: it takes the engine's thread 5 ms for 100,000 ids.
@@ -84,18 +84,18 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Prefilled:
+class PrefillProgress:
     """Progress of a prompt: `done` of `total` tokens, those found in the cache included."""
 
-    done: int
-    total: int
-    cached: int = 0  # of those that are done: not computed for this request
-    miss: str = ""  # why not more was cached; empty: all that can be was
-    unpinned: str = ""  # why it will not be pinned as asked; empty: it will be, or the request asks for no pin
+    num_done: int
+    num_total: int
+    num_cached: int = 0  # of those that are done: not computed for this request
+    miss_reason: str = ""  # why not more was cached; empty: all that can be was
+    unpinned_reason: str = ""  # why it will not be pinned as asked; empty: it will be, or the request asks for no pin
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextDelta:
     """Text that is ready to show. `text` may be empty while a character or a stop string is incomplete."""
 
     text: str
@@ -126,7 +126,7 @@ class Failed:
     reason: FailReason = "broken"
 
 
-Event = Prefilled | Piece | Finished | Failed
+Event = PrefillProgress | TextDelta | Finished | Failed
 
 # Called on the engine's thread: must not block and must not raise.
 Sink = Callable[[Event], None]
@@ -140,7 +140,7 @@ class EngineState:
     prefilling: int = 0
     running: int = 0  # those that decode, and those that prefill
     kv_bytes: int = 0  # of running sequences, and stored
-    stored_bytes: int = 0
+    cached_bytes: int = 0
     kv_budget_bytes: int = 0
     active_bytes: int = 0
     peak_bytes: int = 0

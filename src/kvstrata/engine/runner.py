@@ -30,11 +30,11 @@ from kvstrata.layers.sequence import Prefix, SequenceCache
 log = logging.getLogger(__name__)
 
 # Rows of the largest step that is traced before a request comes.
-MOST_TRACED = 32
+MAX_TRACED_ROWS = 32
 
 
 @dataclass(frozen=True)
-class Guide:
+class GrammarState:
     """The grammar of a row. `num_known`: tokens of the reply without the one in flight; the matcher has them all."""
 
     matcher: Matcher
@@ -49,7 +49,7 @@ class BatchRow:
     cache: SequenceCache
     sampler: Sampler
     token: int | None
-    guide: Guide | None = None  # None: any token may come
+    grammar: GrammarState | None = None  # None: any token may come
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class PromptChunk:
 
 
 @dataclass(frozen=True)
-class Launched:
+class PendingStep:
     """A step in flight: `ids` are its rows."""
 
     ids: tuple[int, ...]
     sampled: Sampled
     began_s: float
-    num_riding: int = 0  # prompt tokens
+    num_prompt_tokens: int = 0  # prompt tokens
     failures: dict[int, str] = field(default_factory=dict)  # by id: why a row's token is not to be used
 
 
-class Runner:
+class ModelRunner:
     def __init__(self, model: Any, layout: Layout) -> None:
         self._model = model
         self._layout = layout
@@ -113,14 +113,16 @@ class Runner:
         """Whether chunks may ride along with a decode step, and several with each other."""
         return self._layout.mixes
 
-    def launch(self, rows: Sequence[BatchRow], before: Launched | None, riding: Sequence[PromptChunk] = ()) -> Launched:
+    def launch(
+        self, rows: Sequence[BatchRow], before: PendingStep | None, riding: Sequence[PromptChunk] = ()
+    ) -> PendingStep:
         """Start one token for every row. `riding` goes through the same pass: only if it `mixes`."""
         began_s = time.perf_counter()
         tokens = _inputs(rows, before)
         logits = self._forward_mixed(rows, tokens, riding) if riding else self._forward(rows, tokens)
         written = [chunk.cache.arrays() for chunk in riding]
         allowed = Allowed()
-        if any(row.guide is not None for row in rows):
+        if any(row.grammar is not None for row in rows):
             mx.async_eval(logits, self._state_arrays(rows), written)
             allowed = self._allowed(rows, before, vocab_size=logits.shape[-1])
         sampled = sample(logits, [row.sampler for row in rows], allowed.tokens)
@@ -128,21 +130,21 @@ class Runner:
         mx.async_eval(sampled.arrays(), changed, self._state_arrays(rows), written)
         num_riding = sum(len(chunk.tokens) for chunk in riding)
         failures = {rows[place].id: why for place, why in allowed.failures.items()}
-        return Launched(tuple(row.id for row in rows), sampled, began_s, num_riding, failures)
+        return PendingStep(tuple(row.id for row in rows), sampled, began_s, num_riding, failures)
 
-    def _allowed(self, rows: Sequence[BatchRow], before: Launched | None, vocab_size: int) -> Allowed:
+    def _allowed(self, rows: Sequence[BatchRow], before: PendingStep | None, vocab_size: int) -> Allowed:
         """What may follow the tokens of the step before, which it waits for."""
-        ahead = any(row.guide is not None and row.token is None for row in rows)
+        ahead = any(row.grammar is not None and row.token is None for row in rows)
         tokens = dict(zip(before.ids, before.sampled.read(), strict=True)) if before and ahead else {}
         matchers: list[Matcher | None] = [None] * len(rows)
         failures: dict[int, str] = {}
         for place, row in enumerate(rows):
-            if row.guide is None:
+            if row.grammar is None:
                 continue
             try:
                 if row.token is None:
-                    row.guide.matcher.consume(row.guide.num_known, tokens[row.id])
-                matchers[place] = row.guide.matcher
+                    row.grammar.matcher.consume(row.grammar.num_known, tokens[row.id])
+                matchers[place] = row.grammar.matcher
             except Exception as error:
                 log.exception("A grammar failed")
                 failures[place] = shortened(repr(error))
@@ -183,7 +185,7 @@ class Runner:
         """Run a compiled step of each number of rows: the first of each is traced, which takes as long as several."""
         if self._compiled is None:
             return
-        for num_rows in range(1, min(most_rows, MOST_TRACED) + 1):
+        for num_rows in range(1, min(most_rows, MAX_TRACED_ROWS) + 1):
             # Rows may share a sequence here: no code reads what they write.
             batch = BatchCache([self.new_cache(num_rows)] * num_rows)
             self._compiled.run(mx.zeros((num_rows,), mx.int32), batch)
@@ -241,7 +243,7 @@ class Runner:
         return self._batch.states() if self._batch else [array for row in rows for array in row.cache.states()]
 
 
-def _inputs(rows: Sequence[BatchRow], before: Launched | None) -> mx.array:
+def _inputs(rows: Sequence[BatchRow], before: PendingStep | None) -> mx.array:
     if before is not None and tuple(row.id for row in rows) == before.ids and all(row.token is None for row in rows):
         return before.sampled.tokens
     places = {id_: place for place, id_ in enumerate(before.ids)} if before else {}

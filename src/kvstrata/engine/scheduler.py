@@ -37,21 +37,21 @@ MAX_GROWTH = 2.0
 @dataclass(frozen=True)
 class Waiting:
     id: int
-    admit_bytes: int  # KV to begin with, and what it keeps from being evicted
+    nbytes: int  # KV to begin with, and what it keeps from being evicted
     prefill_left: int
     chunk_limit: int | None = None  # tokens until its prefill has to pause
     context: int = 0  # tokens that are stored for it
-    follows: bool = False  # another computes what it needs: it waits for that, and holds up no other
+    is_blocked: bool = False  # another computes what it needs: it waits for that, and holds up no other
 
 
 @dataclass(frozen=True)
 class Running:
     id: int
-    held_bytes: int
+    nbytes: int
     prefill_left: int  # 0: it decodes
     chunk_limit: int | None = None  # tokens until its prefill has to pause
     grow_bytes: int = 0  # what its next piece of tail takes; 0: there is room for the next token
-    complete: bool = False  # everything was launched that it may still produce
+    is_complete: bool = False  # everything was launched that it may still produce
     context: int = 0  # tokens before its next one
 
 
@@ -62,7 +62,7 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Added:
+class ChunkCost:
     """What a chunk added to a step of the running streams."""
 
     num_tokens: int
@@ -85,19 +85,19 @@ UNMEASURED = PassCost()
 
 
 @dataclass(frozen=True)
-class Sharing:
+class PrefillSharing:
     """What is known when streams and prompts have to share."""
 
     share: float  # of the time, that chunks may take while streams run
     step_s: float  # usual time of a decode step of these streams without a chunk; 0: not known
     prefill_tokens_s: float  # of chunks while nothing decoded; 0: not known
-    recent: Sequence[Added] = ()
+    recent: Sequence[ChunkCost] = ()
     steps_since_chunk: int = 0  # decode steps without one, in a row
     cost: PassCost = UNMEASURED
 
 
 @dataclass(frozen=True)
-class Terms:
+class StepLimits:
     """What a plan goes by beside the sequences."""
 
     free_bytes: int
@@ -105,32 +105,32 @@ class Terms:
     chunk_tokens: int
     beside_tokens: int  # of chunks while streams run; 0: none in this step
     mixes: bool = False  # whether such chunks ride along with their step, and several with each other
-    turn: int = 0  # passes with chunks so far
+    num_passes: int = 0  # passes with chunks so far
     joined_tokens: int = 0  # of several chunks in one pass while no stream runs
     joined_context: int = 0  # that several chunks of one pass may read in all: they take memory at the same time
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    set_aside: tuple[int, ...] = ()
+    preempt: tuple[int, ...] = ()
     grow: tuple[int, ...] = ()
     admit: tuple[int, ...] = ()
     prefill: tuple[Chunk, ...] = ()  # in one pass
     decode: tuple[int, ...] = ()
-    rides: bool = False  # the chunks go through the same pass as the decode step
+    is_mixed: bool = False  # the chunks go through the same pass as the decode step
 
 
-def plan(waiting: Sequence[Waiting], running: Sequence[Running], terms: Terms) -> StepPlan:
+def schedule(waiting: Sequence[Waiting], running: Sequence[Running], terms: StepLimits) -> StepPlan:
     """Both in order of arrival; ids grow with it."""
-    set_aside, grow, free_bytes = _make_room(running, terms.free_bytes)
+    set_aside, grow, free_bytes = _preempt_for_growth(running, terms.free_bytes)
     left = [sequence for sequence in running if sequence.id not in set_aside]
     # A sequence that was set aside has first call on the memory: no other is let in before it.
     admit = () if set_aside else _admit(waiting, len(left), free_bytes, terms.max_running)
     left += [
-        Running(w.id, w.admit_bytes, w.prefill_left, w.chunk_limit, context=w.context) for w in waiting if w.id in admit
+        Running(w.id, w.nbytes, w.prefill_left, w.chunk_limit, context=w.context) for w in waiting if w.id in admit
     ]
     left.sort(key=lambda sequence: sequence.id)
-    streams = [s for s in left if not s.prefill_left and not s.complete]
+    streams = [s for s in left if not s.prefill_left and not s.is_complete]
     chunks = _next_chunks(left, terms, beside=bool(streams))
     rides = terms.mixes and bool(chunks) and bool(streams)
     # A prompt whose last chunk rides along has its first token in the next step: this one's rows are those of streams.
@@ -139,7 +139,7 @@ def plan(waiting: Sequence[Waiting], running: Sequence[Running], terms: Terms) -
     return StepPlan(set_aside, grow, admit, chunks, decode, rides)
 
 
-def _make_room(running: Sequence[Running], free_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _preempt_for_growth(running: Sequence[Running], free_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     set_aside: list[int] = []
     grow: list[int] = []
     youngest_first = list(reversed(running))
@@ -149,7 +149,7 @@ def _make_room(running: Sequence[Running], free_bytes: int) -> tuple[tuple[int, 
         while sequence.grow_bytes > free_bytes and sequence.id not in set_aside:
             victim = next(s for s in youngest_first if s.id not in set_aside)
             set_aside.append(victim.id)
-            free_bytes += victim.held_bytes
+            free_bytes += victim.nbytes
         if sequence.id not in set_aside:
             grow.append(sequence.id)
             free_bytes -= sequence.grow_bytes
@@ -159,23 +159,23 @@ def _make_room(running: Sequence[Running], free_bytes: int) -> tuple[tuple[int, 
 def _admit(waiting: Sequence[Waiting], num_running: int, free_bytes: int, max_running: int) -> tuple[int, ...]:
     admit: list[int] = []
     for request in waiting:
-        if request.follows:
+        if request.is_blocked:
             continue
-        if num_running + len(admit) >= max_running or request.admit_bytes > free_bytes:
+        if num_running + len(admit) >= max_running or request.nbytes > free_bytes:
             break
         admit.append(request.id)
-        free_bytes -= request.admit_bytes
+        free_bytes -= request.nbytes
     return tuple(admit)
 
 
-def _next_chunks(running: Sequence[Running], terms: Terms, *, beside: bool) -> tuple[Chunk, ...]:
+def _next_chunks(running: Sequence[Running], terms: StepLimits, *, beside: bool) -> tuple[Chunk, ...]:
     """Of one prompt, and of those that it leaves room for in the pass."""
     prefilling = [sequence for sequence in running if sequence.prefill_left]
     size = terms.beside_tokens if beside else terms.chunk_tokens
     if not prefilling or not size:
         return ()
     shortest = sorted(prefilling, key=lambda sequence: sequence.prefill_left)
-    is_oldests_turn = terms.turn % OLDEST_EVERY == OLDEST_EVERY - 1
+    is_oldests_turn = terms.num_passes % OLDEST_EVERY == OLDEST_EVERY - 1
     chosen = prefilling[0] if is_oldests_turn else shortest[0]
     longer = min(int(size * (1 + OVER_SIZE)), max(size, terms.chunk_tokens)) if beside else size
     chunks = [Chunk(chosen.id, _most(chosen) if _most(chosen) <= longer else size)]
@@ -199,7 +199,7 @@ def _most(sequence: Running) -> int:
 def _decodes(sequence: Running, chunks: Sequence[Chunk]) -> bool:
     """Its prompt is done, or a chunk of this step ends it: then its first token comes in this step."""
     ends_now = any(chunk.id == sequence.id and chunk.num_tokens == sequence.prefill_left for chunk in chunks)
-    return not sequence.complete and (not sequence.prefill_left or ends_now)
+    return not sequence.is_complete and (not sequence.prefill_left or ends_now)
 
 
 def chunk_tokens(prefill_tokens_s: float, max_tokens: int) -> int:
@@ -210,7 +210,7 @@ def chunk_tokens(prefill_tokens_s: float, max_tokens: int) -> int:
     return max(MIN_CHUNK_TOKENS, min(wanted, max_tokens))
 
 
-def beside_tokens(sharing: Sharing, *, least: int, most: int) -> int:
+def beside_tokens(sharing: PrefillSharing, *, least: int, most: int) -> int:
     """The size of a chunk beside running streams; 0: they go on without one.
 
     A chunk may add share / (1 - share) of a step to a step. Where that is too short for a chunk that is worth its cost,
@@ -229,7 +229,7 @@ def beside_tokens(sharing: Sharing, *, least: int, most: int) -> int:
     return least if _cost_s(least, sharing) <= saved_s else 0
 
 
-def _worthwhile(sharing: Sharing, least: int) -> int:
+def _worthwhile(sharing: PrefillSharing, least: int) -> int:
     """Fewer tokens spare the streams little and hold up the prompt. What a pass is worth was measured without a
     context: where the largest chunk of late cost far more, it is worth fewer."""
     cost = sharing.cost
@@ -243,7 +243,7 @@ def _worthwhile(sharing: Sharing, least: int) -> int:
     return max(least, min(cost.pass_tokens, size // 2 if is_dear else int(MAX_GROWTH * size)))
 
 
-def _tokens_in(seconds: float, sharing: Sharing, least: int) -> int:
+def _tokens_in(seconds: float, sharing: PrefillSharing, least: int) -> int:
     """Each chunk of late says how many it would have been, all else equal; the middle one counts.
 
     What does not grow with the tokens is in what they added, so sizes close in on the right one step by step.
@@ -253,14 +253,14 @@ def _tokens_in(seconds: float, sharing: Sharing, least: int) -> int:
     return round(statistics.median(_size_in(seconds, chunk, least) for chunk in sharing.recent))
 
 
-def _cost_s(num_tokens: int, sharing: Sharing) -> float:
+def _cost_s(num_tokens: int, sharing: PrefillSharing) -> float:
     """What so many tokens would add; 0: not known."""
     if not sharing.recent:
         return num_tokens / sharing.prefill_tokens_s if sharing.prefill_tokens_s else 0.0
     return statistics.median(_scaled_s(chunk, num_tokens, sharing.prefill_tokens_s) for chunk in sharing.recent)
 
 
-def _scaled_s(chunk: Added, num_tokens: int, tokens_s: float) -> float:
+def _scaled_s(chunk: ChunkCost, num_tokens: int, tokens_s: float) -> float:
     """What the chunk would have added with so many tokens: what does not grow with them stays."""
     proportional_s = chunk.seconds * num_tokens / chunk.num_tokens
     if not tokens_s:
@@ -269,11 +269,11 @@ def _scaled_s(chunk: Added, num_tokens: int, tokens_s: float) -> float:
     return shifted_s if num_tokens > chunk.num_tokens else max(proportional_s, shifted_s)
 
 
-def _size_in(seconds: float, chunk: Added, least: int) -> float:
+def _size_in(seconds: float, chunk: ChunkCost, least: int) -> float:
     most = max(MAX_GROWTH * chunk.num_tokens, least)
     return min(most, chunk.num_tokens * seconds / chunk.seconds) if chunk.seconds > 0 else most
 
 
-def tail_tokens(capacity: int, wanted: int, step_tokens: int) -> int:
+def buffer_tokens(capacity: int, wanted: int, step_tokens: int) -> int:
     """How much room to add for `wanted` more tokens: in steps that grow with the sequence, so that pieces stay few."""
     return min(wanted, max(step_tokens, capacity // 4))

@@ -10,26 +10,26 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvstrata.engine.budget import RAW
+from kvstrata.engine.budget import FULL_PRECISION
 from kvstrata.engine.request import (
     Event,
     Failed,
     Finished,
     FinishReason,
-    Piece,
-    Prefilled,
+    PrefillProgress,
     Request,
     Sink,
+    TextDelta,
     TokenLogprob,
     TokenUsage,
 )
 from kvstrata.engine.sampling import Sampler
 from kvstrata.grammar.matcher import Matcher
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.prefix_cache.entries import Found
-from kvstrata.prefix_cache.insertion import Filing
+from kvstrata.prefix_cache.entries import CachedPrefix
+from kvstrata.prefix_cache.insertion import Insertion
 from kvstrata.prefix_cache.keys import TokenIds
-from kvstrata.prefix_cache.prefetch import Asked, Offer
+from kvstrata.prefix_cache.prefetch import TierOffer, TierOffers
 from kvstrata.prefix_cache.tier_client import BlockLoad
 from kvstrata.spans.span import Span
 from kvstrata.text.detokenizer import Detokenizer
@@ -45,16 +45,16 @@ class Stored:
     """What a sequence has in the store, and what it waits for from there. `Resume` sees to it."""
 
     stops: set[int]  # where others will resume: prefill pauses there if the model needs it
-    filing: Filing | None = None  # its way into the store, while it runs
-    found: Found | None = None  # what the store had for it, when last asked
+    filing: Insertion | None = None  # its way into the store, while it runs
+    found: CachedPrefix | None = None  # what the store had for it, when last asked
     found_version: int = 0
     asked_twice: int | None = None  # how far an earlier request had its prompt; None: it has not begun yet
     shared: dict[int, int] = field(default_factory=dict)  # tokens that it has in common with another, by arrival
     has_asked: bool = False  # the tiers, for what memory did not have
     most_found: int = 0  # tokens that memory had for it since, at most, or would have had if there had been room
     num_asked: int = 0  # times since it last began
-    lookup: Asked | None = None  # what the tiers were asked for it
-    offers: tuple[Offer, ...] = ()  # what they have, and what was not loaded yet
+    lookup: TierOffers | None = None  # what the tiers were asked for it
+    offers: tuple[TierOffer, ...] = ()  # what they have, and what was not loaded yet
     load: BlockLoad | None = None  # what is on its way from one of them for it
     orphans: tuple[Span, ...] = ()  # that it reads, and no table counts any more: that table has failed
     awaits_room_s: float | None = None  # since when it waits for the disk to take what has to go; None: it does not
@@ -84,12 +84,12 @@ class Sequence:
         self.max_tokens = max_tokens  # what was asked for, or less where memory does not reach so far
         self.tokens = list(request.prompt)  # prompt and reply
         self.cache: SequenceCache | None = None  # None: waiting
-        self.rung = RAW  # how it is held while it runs
+        self.kv_format = FULL_PRECISION  # how it is held while it runs
         self.num_launched = 0  # tokens of the reply, those in flight included
         self.cached_tokens: int | None = None  # of the prompt, when it first began; None: it has not yet
         self.stored = Stored(set(request.resume_at))
-        self.miss = ""  # why not more of the prompt was found
-        self.unpinned = ""  # why the prompt is not pinned as asked
+        self.miss_reason = ""  # why not more of the prompt was found
+        self.unpinned_reason = ""  # why the prompt is not pinned as asked
         self._ids = np.empty(0, np.int32) if request.prompt_ids is None else request.prompt_ids
         self._sampler: Sampler | None = None
         self._matcher: Matcher | None = None
@@ -155,7 +155,7 @@ class Sequence:
         return TokenUsage(len(self.request.prompt), self.cached_tokens or 0, self.num_generated)
 
     @contextmanager
-    def failing_alone(self) -> Iterator[None]:
+    def contain_failure(self) -> Iterator[None]:
         """An exception in work for this request ends this request, and no other."""
         try:
             yield
@@ -170,7 +170,9 @@ class Sequence:
         """How far its prompt is; one that was set aside has said so before."""
         if not self.num_generated:
             prompt_tokens, cached_tokens = len(self.request.prompt), self.cached_tokens or 0
-            self.emit(Prefilled(self.num_computed, prompt_tokens, cached_tokens, self.miss, self.unpinned))
+            self.emit(
+                PrefillProgress(self.num_computed, prompt_tokens, cached_tokens, self.miss_reason, self.unpinned_reason)
+            )
 
     def end(self, event: Finished | Failed) -> None:
         """The last event. Nothing that the sequence held outlives it."""
@@ -179,14 +181,16 @@ class Sequence:
         self._matcher = None
         self._sink(event)
 
-    def set_aside(self) -> None:
+    def preempt(self) -> None:
         """Give up the cache. What was generated stays: it is computed again as part of the prompt, as far as neither
         memory nor a tier has it when the sequence is resumed."""
         self.cache = None
         self.stored.ask_again()
         self.num_launched = self.num_generated
 
-    def accept(self, token: int, logprob: TokenLogprob | None, detokenizer: Callable[[Request], Detokenizer]) -> None:
+    def accept_token(
+        self, token: int, logprob: TokenLogprob | None, detokenizer: Callable[[Request], Detokenizer]
+    ) -> None:
         """One more token of the reply: show what it makes showable, and decide whether the reply ends."""
         self.tokens.append(token)
         self.last_token_s = time.monotonic()
@@ -205,11 +209,11 @@ class Sequence:
             self.stop_found = shown.stop
             self._end("stop", shown.text)
             return
-        self.emit(Piece(shown.text) if self._stop.holds else self._with_tokens(shown.text))
+        self.emit(TextDelta(shown.text) if self._stop.holds else self._with_tokens(shown.text))
         if self.num_generated >= self.max_tokens:
             self._end("length", self._rest())
 
-    def cut_short(self) -> None:
+    def end_at_memory_limit(self) -> None:
         """The reply ends with what it has: there is no memory for more of it."""
         self._end("length", self._rest())
 
@@ -232,10 +236,10 @@ class Sequence:
         shown = self._stop.add(self._detokenizer.finish())
         return shown.text if shown.stopped else shown.text + self._stop.finish()
 
-    def _with_tokens(self, text: str) -> Piece:
+    def _with_tokens(self, text: str) -> TextDelta:
         tokens, self._unshown = self._unshown, []
         logprobs = tuple(logprob for _, logprob in tokens if logprob is not None)
-        return Piece(text, tuple(token for token, _ in tokens), logprobs)
+        return TextDelta(text, tuple(token for token, _ in tokens), logprobs)
 
     def _end(self, reason: FinishReason, text: str) -> None:
         """`text` is the rest. Its tokens go with it, unless a stop string took them."""
@@ -243,11 +247,11 @@ class Sequence:
         if not stopped_by_text and self._unshown:
             self.emit(self._with_tokens(text))
         elif text:
-            self.emit(Piece(text))
+            self.emit(TextDelta(text))
         self.finish_reason = reason
 
 
-class Sequences:
+class SequenceTable:
     def __init__(self) -> None:
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}  # by arrival
@@ -274,7 +278,7 @@ class Sequences:
     def waiting_at(self, arrival: int) -> Sequence:
         return next(s for s in self.waiting if s.arrival == arrival)
 
-    def start(self, sequence: Sequence) -> None:
+    def start_sequence(self, sequence: Sequence) -> None:
         """One that waited runs. Age decides who gives way, and one that was set aside is older than those admitted
         since."""
         self.waiting.remove(sequence)
@@ -282,12 +286,12 @@ class Sequences:
         self.running.clear()
         self.running.update({s.arrival: s for s in running})
 
-    def set_aside(self, sequence: Sequence) -> None:
+    def preempt_sequence(self, sequence: Sequence) -> None:
         """One that ran waits."""
         del self.running[sequence.arrival]
         self.waiting = sorted([*self.waiting, sequence], key=lambda s: s.arrival)
 
-    def let_go(self) -> None:
+    def drop_replaced_spans(self) -> None:
         """One that does not run in the next step would keep what was replaced in the store."""
         for sequence in self.running.values():
             if sequence.cache is not None:

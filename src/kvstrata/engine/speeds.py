@@ -7,8 +7,15 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 
-from kvstrata.engine.runner import Launched
-from kvstrata.engine.scheduler import MIN_BESIDE_TOKENS, UNMEASURED, Added, Sharing, beside_tokens, chunk_tokens
+from kvstrata.engine.runner import PendingStep
+from kvstrata.engine.scheduler import (
+    MIN_BESIDE_TOKENS,
+    UNMEASURED,
+    ChunkCost,
+    PrefillSharing,
+    beside_tokens,
+    chunk_tokens,
+)
 from kvstrata.metrics import Metrics
 
 # Speeds are those of the last so many seconds of work.
@@ -24,7 +31,7 @@ ADDED_CHUNKS = 6
 FRESH_CHUNKS = 64
 
 
-class Rate:
+class TokenRate:
     """Tokens over the time in which there was such work, whether or not all of it went there."""
 
     def __init__(self) -> None:
@@ -32,7 +39,7 @@ class Rate:
         self._num_tokens = 0
         self._seconds = 0.0
 
-    def add(self, num_tokens: int, seconds: float) -> None:
+    def add_work(self, num_tokens: int, seconds: float) -> None:
         self._spent.append((num_tokens, seconds))
         self._num_tokens += num_tokens
         self._seconds += seconds
@@ -46,14 +53,14 @@ class Rate:
         return self._num_tokens / self._seconds if self._seconds > 0 else 0.0
 
 
-class Pace:
+class StepTimes:
     """How long a decode step of so many streams usually takes. Only those count that had no other work between them."""
 
     def __init__(self) -> None:
         self._steps: defaultdict[int, deque[float]] = defaultdict(lambda: deque(maxlen=PACE_STEPS))
         self._last_streams = 0
 
-    def add(self, num_streams: int, seconds: float) -> None:
+    def add_step(self, num_streams: int, seconds: float) -> None:
         self._steps[num_streams].append(seconds)
         self._last_streams = num_streams
 
@@ -63,13 +70,13 @@ class Pace:
         return statistics.median(steps) if steps else 0.0
 
 
-class Beside:
+class ChunkCosts:
     """What chunks add to the steps of running streams."""
 
     def __init__(self, least_tokens: int) -> None:
-        self.pace = Pace()
+        self.step_times = StepTimes()
         self._least_tokens = least_tokens  # shorter ones tell nothing of others: they cost as much
-        self._added: deque[Added] = deque(maxlen=ADDED_CHUNKS)
+        self._added: deque[ChunkCost] = deque(maxlen=ADDED_CHUNKS)
         self._chunks_since_step = 0
         self.steps_since_chunk = 0
 
@@ -78,24 +85,24 @@ class Beside:
         self.steps_since_chunk += 1
         if seconds is not None:
             self._chunks_since_step = 0
-            self.pace.add(num_streams, seconds)
+            self.step_times.add_step(num_streams, seconds)
 
     def add_chunk(self, num_tokens: int, seconds: float) -> None:
         self.steps_since_chunk = 0
         self._chunks_since_step += 1
         if num_tokens >= self._least_tokens:
-            self._added.append(Added(num_tokens, seconds))
+            self._added.append(ChunkCost(num_tokens, seconds))
 
     @property
-    def recent(self) -> tuple[Added, ...]:
+    def recent(self) -> tuple[ChunkCost, ...]:
         return tuple(self._added)
 
     def step_s(self, num_streams: int) -> float:
         """0: a step without a chunk has to tell first."""
-        return 0.0 if self._chunks_since_step >= FRESH_CHUNKS else self.pace.step_s(num_streams)
+        return 0.0 if self._chunks_since_step >= FRESH_CHUNKS else self.step_times.step_s(num_streams)
 
 
-class Speeds:
+class StepSpeeds:
     """Counts passes as they end. `share`: of the time, that prompts may take while streams run. `max_chunk`: largest
     chunk of a prompt; `fixed_chunk`: the size of all, whatever is measured."""
 
@@ -116,16 +123,16 @@ class Speeds:
         self.pass_cost = UNMEASURED  # until the start has measured it
         self.num_passes = 0  # with chunks
         self._last_read_s = 0.0
-        self._did_chores = False  # since the last decode step was read
-        self._beside = Beside(MIN_BESIDE_TOKENS)
-        self.decode = Rate()
-        self.prefill = Rate()
-        self.alone = Rate()  # of prompts, while nothing decoded
+        self._did_background_work = False  # since the last decode step was read
+        self._beside = ChunkCosts(MIN_BESIDE_TOKENS)
+        self.decode = TokenRate()
+        self.prefill = TokenRate()
+        self.alone = TokenRate()  # of prompts, while nothing decoded
 
     @property
     def step_s(self) -> float:
         """How long a decode step usually takes; 0: not known."""
-        return self._beside.pace.step_s()
+        return self._beside.step_times.step_s()
 
     def chunk_tokens(self) -> int:
         """Of the next chunk while nothing decodes."""
@@ -138,46 +145,46 @@ class Speeds:
         beside = self._beside
         step_s = beside.step_s(num_streams)
         known = beside.recent, beside.steps_since_chunk
-        sharing = Sharing(self._share, step_s, self.alone.tokens_s, *known, self.pass_cost)
+        sharing = PrefillSharing(self._share, step_s, self.alone.tokens_s, *known, self.pass_cost)
         return beside_tokens(sharing, least=MIN_BESIDE_TOKENS, most=self._max_chunk)
 
-    def did_chores(self) -> None:
-        self._did_chores = True
+    def note_background_work(self) -> None:
+        self._did_background_work = True
 
     def count_chunk(self, num_tokens: int, seconds: float, *, has_streams: bool) -> None:
         """A pass of its own."""
         self.num_passes += 1
-        self.prefill.add(num_tokens, seconds)
+        self.prefill.add_work(num_tokens, seconds)
         self._metrics.step_s.labels(kind="prefill").observe(seconds)
         if has_streams:
-            self.decode.add(0, seconds)
+            self.decode.add_work(0, seconds)
             self._beside.add_chunk(num_tokens, seconds)
         else:
-            self.alone.add(num_tokens, seconds)
+            self.alone.add_work(num_tokens, seconds)
 
-    def count_step(self, step: Launched, num_kept: int, *, is_last: bool, has_prompts: bool) -> None:
+    def count_step(self, step: PendingStep, num_kept: int, *, is_last: bool, has_prompts: bool) -> None:
         """A step was read: `num_kept` of its tokens go to streams. `is_last`: no other was launched before that."""
         now_s = self._clock()
         # Steps overlap: what one adds is the time since the one before was read.
         is_behind = step.began_s < self._last_read_s
         seconds = now_s - max(step.began_s, self._last_read_s)
         # On a CPU launching is most of the work: the first of overlapping steps is read after two, the last after none.
-        is_usual = is_behind != is_last and not (is_behind and self._did_chores)
-        self._last_read_s, self._did_chores = now_s, False
-        self.decode.add(num_kept, seconds)
-        if step.num_riding:
+        is_usual = is_behind != is_last and not (is_behind and self._did_background_work)
+        self._last_read_s, self._did_background_work = now_s, False
+        self.decode.add_work(num_kept, seconds)
+        if step.num_prompt_tokens:
             self._count_mixed(step, seconds)
             return
         self._beside.add_step(len(step.ids), seconds if is_usual else None)
         self._metrics.step_s.labels(kind="decode").observe(seconds)
         if has_prompts:
-            self.prefill.add(0, seconds)
+            self.prefill.add_work(0, seconds)
 
-    def _count_mixed(self, step: Launched, seconds: float) -> None:
+    def _count_mixed(self, step: PendingStep, seconds: float) -> None:
         """What it took more than a step without the chunk is the chunk's."""
         self.num_passes += 1
-        step_s = min(self._beside.pace.step_s(len(step.ids)), seconds)
-        self._beside.add_chunk(step.num_riding, seconds - step_s)
-        self.prefill.add(step.num_riding, seconds)
+        step_s = min(self._beside.step_times.step_s(len(step.ids)), seconds)
+        self._beside.add_chunk(step.num_prompt_tokens, seconds - step_s)
+        self.prefill.add_work(step.num_prompt_tokens, seconds)
         self._metrics.step_s.labels(kind="prefill").observe(seconds - step_s)
         self._metrics.step_s.labels(kind="decode").observe(step_s)

@@ -19,21 +19,21 @@ from kvstrata.backend.heap import map_large_buffers, trim_heap
 from kvstrata.backend.stages import begin
 from kvstrata.backend.streams import streams
 from kvstrata.engine.budget import least_token_bytes, sealed_pairs
-from kvstrata.engine.build import Served, make_loop, open_disk, open_remote
-from kvstrata.engine.config import Limits, Outside, Storage
+from kvstrata.engine.build import ServedModel, make_loop, open_disk_tier, open_shared_tier
+from kvstrata.engine.config import EngineLimits, KvConfig, TierConfig
 from kvstrata.engine.executor import Loop
-from kvstrata.engine.memory_plan import DEFAULT_SHARE, MemoryShares, make_budget, share_memory
-from kvstrata.engine.profiling import Shape, max_chunk, measure_prefill, ready_planes, remembered_scratch
+from kvstrata.engine.memory_plan import DEFAULT_SHARE, MemoryPlan, make_budget, plan_memory
+from kvstrata.engine.profiling import PassShape, max_chunk, measure_prefill, remembered_scratch, warm_up_kernels
 from kvstrata.engine.request import EngineState, Request
-from kvstrata.engine.runner import Runner
+from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.scheduler import PassCost
 from kvstrata.engine.sequence import ENGINE_FAILED
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.models.probe import probe
-from kvstrata.prefix_cache.sharing import Shared
-from kvstrata.prefix_cache.tier_client import Cold
+from kvstrata.prefix_cache.sharing import SharedTierClient
+from kvstrata.prefix_cache.tier_client import TierClient
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.special import special_tokens
 
@@ -54,10 +54,10 @@ class EngineThread:
     def __init__(
         self,
         loaded: LoadedModel,
-        limits: Limits,
+        limits: EngineLimits,
         metrics: Metrics,
-        storage: Storage,
-        outside: Outside,
+        storage: KvConfig,
+        outside: TierConfig,
     ) -> None:
         self._loaded = loaded
         self._limits = limits
@@ -76,10 +76,10 @@ class EngineThread:
         self._frees_at_s: float | None = None
         self.state = EngineState()
         # Made by the thread before start() returns.
-        self.served: Served
-        self.shares: MemoryShares
-        self.cold: Cold
-        self.shared: Shared | None
+        self.served: ServedModel
+        self.shares: MemoryPlan
+        self.cold: TierClient
+        self.shared: SharedTierClient | None
         self.loop: Loop
         self._pass_cost: PassCost
 
@@ -167,12 +167,12 @@ class EngineThread:
         cpu.warm_up()
         begin("probe", "Trying how the model can be batched")
         layout = probe(self._loaded.module, self._limits.max_kv_size)
-        ready_planes(layout)
+        warm_up_kernels(layout)
         limit_bytes = self._limits.memory_bytes or _default_limit_bytes()
-        runner = Runner(self._loaded.module, layout)
+        runner = ModelRunner(self._loaded.module, layout)
         shape = self._shape(layout, limit_bytes)
         begin("memory", "Measuring what forward passes take (remembered for the next start)")
-        self.shares = share_memory(
+        self.shares = plan_memory(
             limit_bytes,
             self._loaded.weight_bytes,
             remembered_scratch(self._loaded, runner, shape),
@@ -180,11 +180,11 @@ class EngineThread:
             context_tokens=self.context_tokens,
             backend=device().backend,
         )
-        self.served = Served(self._loaded, layout, make_budget(layout, self.shares), self._limits, self._storage)
+        self.served = ServedModel(self._loaded, layout, make_budget(layout, self.shares), self._limits, self._storage)
         mx.set_cache_limit(self.shares.allocator_cache_bytes)
         mx.set_memory_limit(self.shares.run_ahead_bytes)
         begin("tiers", "Opening the disk cache" if self._outside.disk else "Making the cache")
-        self.cold = open_disk(self.served, self._outside.disk, self._outside.files, self._inbox.put)
+        self.cold = open_disk_tier(self.served, self._outside.disk, self._outside.files, self._inbox.put)
         self.shared = self._open_remote()
         begin("speed", "Timing a short prompt")
         self._pass_cost = measure_prefill(runner, min(shape.chunk_tokens, shape.max_context_tokens))
@@ -193,18 +193,18 @@ class EngineThread:
         self.loop.runner.trace_steps(self._limits.max_running)
         self.state = self.loop.state()
 
-    def _open_remote(self) -> Shared | None:
+    def _open_remote(self) -> SharedTierClient | None:
         try:
-            return open_remote(self.served, self._outside.remote, device().backend, self._inbox.put)
+            return open_shared_tier(self.served, self._outside.remote, device().backend, self._inbox.put)
         except BaseException:
             self.cold.tier.close()
             raise
 
-    def _shape(self, layout: Layout, limit_bytes: int) -> Shape:
+    def _shape(self, layout: Layout, limit_bytes: int) -> PassShape:
         """Of the passes to come, no longer than memory allows."""
         free_bytes = limit_bytes - self._loaded.weight_bytes
         most_tokens = free_bytes // max(1, least_token_bytes(layout, self._storage))
-        return Shape(
+        return PassShape(
             rows=self._limits.max_running,
             vocab_size=self._loaded.vocab_size,
             max_context_tokens=int(min(most_tokens, self.context_tokens)),
@@ -219,7 +219,7 @@ class EngineThread:
             return make_loop(*parts, runner=failed.runner, speeds=failed.speeds)
         loop = make_loop(*parts)
         # Before the first request: whether it is worth waiting for the disk must be known then.
-        loop.speeds.alone.add(1, 1 / self._pass_cost.tokens_s)
+        loop.speeds.alone.add_work(1, 1 / self._pass_cost.tokens_s)
         loop.speeds.pass_cost = self._pass_cost
         return loop
 
@@ -264,7 +264,7 @@ class EngineThread:
         """Take in what other threads asked for; wait for it if there is nothing else to do."""
         loop = self.loop
         while loop.idle and loop.housekeeping.has_work and self._inbox.empty():
-            loop.housekeeping.work(IDLE_SLICE_S)
+            loop.housekeeping.run_slice(IDLE_SLICE_S)
         if loop.has_broken_cache:
             return
         if loop.idle and self._inbox.empty():

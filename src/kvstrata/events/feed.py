@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvstrata.prefix_cache.entry_table import Watcher
+from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.keys import TokenIds
 
 log = logging.getLogger(__name__)
@@ -31,11 +31,11 @@ class _Note:
     start: int
 
 
-class Watching:
+class ListenerThread:
     """A watcher that hands on what it hears to `listeners`, on a thread of its own. What a listener raises is logged
     once for each kind and keeps no other from hearing. `gave_up` is called for each note that was given up."""
 
-    def __init__(self, listeners: Sequence[Watcher], gave_up: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, listeners: Sequence[CacheListener], gave_up: Callable[[], None] = lambda: None) -> None:
         self._listeners = tuple(listeners)
         self._gave_up = gave_up
         self._notes: queue.SimpleQueue[_Note | None] = queue.SimpleQueue()  # None: cleared, or the end

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from weakref import WeakKeyDictionary
 
-from kvstrata.prefix_cache.entries import Entry, Found
-from kvstrata.prefix_cache.entry_table import Leaves, Shelf
+from kvstrata.prefix_cache.entries import CachedPrefix, Entry
+from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.keys import TokenIds
-from kvstrata.prefix_cache.matching import Search, ranges_of
+from kvstrata.prefix_cache.matching import PrefixMatcher, ranges_of
 from kvstrata.prefix_cache.radix_tree import Node
-from kvstrata.prefix_cache.tier_client import Cold
-from kvstrata.prefix_cache.usage import Stored, precision_of, stored_as
+from kvstrata.prefix_cache.tier_client import TierClient
+from kvstrata.prefix_cache.usage import PrecisionRun, precision_of, stored_as
 from kvstrata.spans.span import Span
 from kvstrata.tier.lookups import Lookup, answered
 
@@ -27,13 +27,13 @@ MAX_LOOKED_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
-class Conversation:
+class RememberedConversation:
     salt: str
     ids: TokenIds
 
 
 @dataclass(frozen=True)
-class Holding:
+class CachedConversation:
     """What memory has of a conversation."""
 
     tokens: int  # that a request can go on from
@@ -43,10 +43,10 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Counted:
+class CountedSlice:
     """What one slice did."""
 
-    holdings: tuple[Holding, ...]  # of the next conversations in order
+    holdings: tuple[CachedConversation, ...]  # of the next conversations in order
     on_disk: Lookup[tuple[int, ...]]  # tokens of the same that the disk has; empty: there is none, or it did not answer
     is_last: bool
 
@@ -60,10 +60,12 @@ class _Begun:
     v: Counter[str] = field(default_factory=Counter)
 
 
-class Census:
+class SessionCounts:
     """Of these conversations. One thread at a time."""
 
-    def __init__(self, conversations: Sequence[Conversation], clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, conversations: Sequence[RememberedConversation], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self._conversations = conversations
         self._clock = clock
         self._num_done = 0
@@ -72,10 +74,10 @@ class Census:
         self._roots: dict[str, bytes] = {}  # by salt
         self._precisions: WeakKeyDictionary[Span, tuple[int, tuple[str, str]]] = WeakKeyDictionary()  # with its version
 
-    def go_on(self, search: Search, cold: Cold, seconds: float) -> Counted:
+    def advance(self, search: PrefixMatcher, cold: TierClient, seconds: float) -> CountedSlice:
         """For about so long; at least one step."""
         until_s = self._clock() + seconds
-        holdings: list[Holding] = []
+        holdings: list[CachedConversation] = []
         looked: list[tuple[bytes, TokenIds]] = []
         num_looked = 0
         while self._num_done < len(self._conversations):
@@ -91,9 +93,9 @@ class Census:
             if len(holdings) == MAX_COUNTED or num_looked > MAX_LOOKED_TOKENS or self._clock() >= until_s:
                 break
         is_last = self._num_done == len(self._conversations)
-        return Counted(tuple(holdings), cold.reach(looked) if looked else answered(()), is_last)
+        return CountedSlice(tuple(holdings), cold.reach(looked) if looked else answered(()), is_last)
 
-    def _count(self, found: Found, until_s: float) -> Holding | None:
+    def _count(self, found: CachedPrefix, until_s: float) -> CachedConversation | None:
         """None: the time was over before it was done."""
         begun, ranges = self._begun, ranges_of(found)
         for run in ranges:
@@ -106,7 +108,7 @@ class Census:
                 if run is not ranges[-1] and self._clock() >= until_s:
                     return None
         is_pinned = any(entry.is_pinned for entry in found.entries)
-        return Holding(found.num_tokens, dict(begun.k), dict(begun.v), is_pinned)
+        return CachedConversation(found.num_tokens, dict(begun.k), dict(begun.v), is_pinned)
 
     def _precision_of(self, span: Span) -> tuple[str, str]:
         version, precision = self._precisions.get(span, (-1, ("", "")))
@@ -115,7 +117,7 @@ class Census:
             self._precisions[span] = span.version, precision
         return precision
 
-    def _root_of(self, salt: str, search: Search) -> bytes:
+    def _root_of(self, salt: str, search: PrefixMatcher) -> bytes:
         if salt not in self._roots:
             self._roots[salt] = search.root_of(salt)
         return self._roots[salt]
@@ -130,7 +132,7 @@ MAX_LOOKED = 256
 
 
 @dataclass(frozen=True, eq=False)
-class Stratum:
+class ConversationRun:
     """A run of tokens in memory."""
 
     above: int | None  # the place in the list of the one that it hangs on; None: it begins a prompt
@@ -138,7 +140,7 @@ class Stratum:
     salt: str
     start: int
     ids: TokenIds
-    stored: tuple[Stored, ...]  # in order; together they reach to its end
+    stored: tuple[PrecisionRun, ...]  # in order; together they reach to its end
     nbytes: int
     shared_end: int  # the tokens up to this position were given to a tier that others share
     session: str  # of the request that computed it; empty: it had none
@@ -148,7 +150,7 @@ class Stratum:
     is_superseded: bool  # its conversation has gone on elsewhere
 
 
-class Strata:
+class ConversationSnapshot:
     """Of one owner's conversations, or of all. One thread at a time."""
 
     def __init__(self, owner: str | None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -156,15 +158,15 @@ class Strata:
         self._clock = clock
         self._chosen: list[Node[Entry]] | None = None  # parents before their children; None: not chosen yet
         self._places: dict[Node[Entry], int] = {}
-        self._stored: dict[Entry, tuple[Stored, ...]] = {}
-        self.told: list[Stratum] = []
+        self._stored: dict[Entry, tuple[PrecisionRun, ...]] = {}
+        self.runs: list[ConversationRun] = []
         self.has_more = False  # there are conversations that were left out
 
     @property
     def is_done(self) -> bool:
         return self._chosen is not None and len(self._places) == len(self._chosen)
 
-    def go_on(self, shelf: Shelf, leaves: Leaves, search: Search, seconds: float) -> None:
+    def advance(self, shelf: EntryTable, leaves: EvictionCandidates, search: PrefixMatcher, seconds: float) -> None:
         """For about so long; at least one step."""
         until_s = self._clock() + seconds
         if self._chosen is None:
@@ -174,10 +176,10 @@ class Strata:
             if self._clock() >= until_s:
                 return
 
-    def _choose(self, shelf: Shelf, leaves: Leaves, under: bytes) -> list[Node[Entry]]:
+    def _choose(self, shelf: EntryTable, leaves: EvictionCandidates, under: bytes) -> list[Node[Entry]]:
         recent = list(islice(reversed(shelf.entries), MAX_LOOKED))
         last = [entry.last_node for entry in recent if entry.nodes and entry.root_key.startswith(under)]
-        ends = sorted((node for node in last if node.is_leaf), key=leaves.node_used_s, reverse=True)
+        ends = sorted((node for node in last if node.is_leaf), key=leaves.last_use_of_node_s, reverse=True)
         chosen: dict[Node[Entry], None] = {}
         for number, end in enumerate(ends):
             path = end.path()
@@ -189,13 +191,13 @@ class Strata:
         self.has_more = self.has_more or len(shelf.entries) > len(recent)
         return sorted(chosen, key=lambda node: node.start)
 
-    def _tell(self, node: Node[Entry], leaves: Leaves) -> None:
+    def _tell(self, node: Node[Entry], leaves: EvictionCandidates) -> None:
         """A node that has gone since it was chosen keeps its place, with nothing in it."""
-        self._places[node] = len(self.told)
+        self._places[node] = len(self.runs)
         entry = node.payload
         is_there = node in entry.nodes
-        self.told.append(
-            Stratum(
+        self.runs.append(
+            ConversationRun(
                 above=None if node.parent is None else self._places.get(node.parent),
                 root=node.root_key,
                 salt=entry.salt,
@@ -205,14 +207,14 @@ class Strata:
                 nbytes=entry.nbytes * node.num_tokens // max(1, entry.span.num_tokens) if is_there else 0,
                 shared_end=entry.shared_end,
                 session=entry.session,
-                unused_s=leaves.now_s() - leaves.node_used_s(node) if is_there else 0.0,
+                unused_s=leaves.now_s() - leaves.last_use_of_node_s(node) if is_there else 0.0,
                 is_pinned=entry.is_pinned,
                 is_running=entry.is_running or _is_read_to_its_end(node),
                 is_superseded=leaves.is_superseded(node),
             )
         )
 
-    def _stored_as(self, node: Node[Entry], entry: Entry) -> tuple[Stored, ...]:
+    def _stored_as(self, node: Node[Entry], entry: Entry) -> tuple[PrecisionRun, ...]:
         """Several nodes may share an entry, and finding this out takes longer than all the rest."""
         if entry not in self._stored:
             self._stored[entry] = stored_as(entry.span)

@@ -7,20 +7,20 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvstrata.prefix_cache.entries import Entry, Thread
-from kvstrata.prefix_cache.entry_table import Leaves, Shelf
+from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.radix_tree import Node
 
 MAX_SESSIONS = 10_000
 
-MAX_THREADS = 8  # of one session
+MAX_CONVERSATIONS = 8  # of one session
 
 # The end of a first prompt that a later one need not have: how a reply begins may be rewritten with it.
 REPLY_START_TOKENS = 16
 
 
-class Branches:
-    def __init__(self, shelf: Shelf, leaves: Leaves, max_sessions: int = MAX_SESSIONS) -> None:
+class ConversationTracker:
+    def __init__(self, shelf: EntryTable, leaves: EvictionCandidates, max_sessions: int = MAX_SESSIONS) -> None:
         self._shelf = shelf
         self._leaves = leaves
         self._max_sessions = max_sessions
@@ -30,7 +30,7 @@ class Branches:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def begins(self, root_key: bytes, session: str, ids: TokenIds) -> Thread | None:
+    def begin_turn(self, root_key: bytes, session: str, ids: TokenIds) -> Thread | None:
         """A session's next prompt: what it leaves behind is superseded from now on. Tells which thread goes on; None:
         the request has no session."""
         if not session:
@@ -49,11 +49,11 @@ class Branches:
             self._supersede(self._behind(thread, most), session, others)
         return thread
 
-    def ended(self, root_key: bytes, session: str, thread: Thread, path: Sequence[Node[Entry]], end: int) -> None:
+    def end_turn(self, root_key: bytes, session: str, thread: Thread, path: Sequence[Node[Entry]], end: int) -> None:
         """A request of a thread has ended, with these nodes."""
         thread.nodes, thread.end = tuple(weakref.ref(node) for node in path), end
         threads = [each for each in self._sessions.get((root_key, session), []) if each is not thread]
-        self._sessions[root_key, session] = [*threads[1 - MAX_THREADS :], thread]
+        self._sessions[root_key, session] = [*threads[1 - MAX_CONVERSATIONS :], thread]
         self._sessions.move_to_end((root_key, session))
         while len(self._sessions) > self._max_sessions:
             self._sessions.popitem(last=False)
@@ -62,7 +62,7 @@ class Branches:
         """The nodes of a thread from a position on; the one that it lies in is split there."""
         for node in thread.path():
             if node.start < position < node.end:
-                self._shelf.split(node, position)
+                self._shelf.split_node(node, position)
                 break
         return [node for node in thread.path() if node.start >= position]
 

@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 
-from kvstrata.prefix_cache.entries import Entry, Journal
-from kvstrata.prefix_cache.eviction_order import Chosen, EvictionOrder, Leaf, Uses
+from kvstrata.prefix_cache.entries import DirtySets, Entry
+from kvstrata.prefix_cache.eviction_order import Chosen, EvictionOrder, LeafValue, UseRecords
 from kvstrata.prefix_cache.keys import TokenIds
-from kvstrata.prefix_cache.radix_tree import Inserted, Node, Tree
-from kvstrata.prefix_cache.worth import Kind, PrefillCost, Reuse
+from kvstrata.prefix_cache.radix_tree import Inserted, Node, RadixTree
+from kvstrata.prefix_cache.worth import PrefillCost, Reuse, ReuseClass
 from kvstrata.spans.gather import num_arrays
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.rewrite import shrink
@@ -24,38 +24,38 @@ from kvstrata.spans.span import empty_span
 QUANTUM_TOKENS = 256
 
 
-class Leaves:
+class EvictionCandidates:
     def __init__(self, reuse: Reuse, ttl_s: float | None, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._ttl_s = math.inf if ttl_s is None else ttl_s
-        self._uses = Uses()
+        self._uses = UseRecords()
         self._order: EvictionOrder[Node[Entry]] = EvictionOrder(reuse, PrefillCost(), QUANTUM_TOKENS)
         self._superseded: set[Node[Entry]] = set()  # leaves and what is above them
 
-    def touch(self, nodes: Sequence[Node[Entry]], kind: Kind, session: str = "") -> None:
+    def record_use(self, nodes: Sequence[Node[Entry]], kind: ReuseClass, session: str = "") -> None:
         """A request goes on from these."""
         self._uses.touch(nodes, kind, self._clock(), session)
         self._superseded.difference_update(nodes)
         for node in nodes:
-            self.offer(node)
+            self.offer_node(node)
 
-    def inserted(self, inserted: Inserted[Entry], kind: Kind, session: str = "") -> None:
+    def record_insert(self, inserted: Inserted[Entry], kind: ReuseClass, session: str = "") -> None:
         """A request filed its tokens."""
         self._uses.inserted(inserted, kind, self._clock(), session)
         self._superseded.difference_update(inserted.path)
 
-    def split(self, upper: Node[Entry], lower: Node[Entry]) -> None:
+    def record_split(self, upper: Node[Entry], lower: Node[Entry]) -> None:
         """A node was split without a use of either half."""
         self._uses.split(upper, lower)
         if lower in self._superseded:
             self._superseded.add(upper)
-        self.offer(lower)
+        self.offer_node(lower)
 
     def supersede(self, node: Node[Entry], session: str) -> None:
         """The session has gone on elsewhere: the node goes first, unless others have used it."""
         if self._uses[node].session == session:
             self._superseded.add(node)
-            self.offer(node)
+            self.offer_node(node)
 
     def is_superseded(self, node: Node[Entry]) -> bool:
         return node in self._superseded
@@ -64,35 +64,35 @@ class Leaves:
         """All of them, children before their parents."""
         return sorted(self._superseded, key=lambda node: node.start, reverse=True)
 
-    def merged(self, upper: Node[Entry], lower: Node[Entry]) -> None:
+    def record_merge(self, upper: Node[Entry], lower: Node[Entry]) -> None:
         """The lower one has the tokens of both now."""
         if upper not in self._superseded:
             self._superseded.discard(lower)
         self._uses.merged(upper, lower)
-        self.forget(upper)
+        self.forget_node(upper)
 
-    def offer(self, node: Node[Entry]) -> None:
+    def offer_node(self, node: Node[Entry]) -> None:
         """A node has changed: it may be a leaf that may go, or no longer."""
         entry = node.payload
-        if not node.is_leaf or not entry.is_free:
+        if not node.is_leaf or not entry.is_evictable:
             self._order.discard(node)
             return
         nbytes = entry.nbytes * node.num_tokens // max(1, entry.span.num_tokens)
         use = self._uses[node]
         expires_s = use.used_s + self._ttl_s
-        known = Leaf(nbytes, node.start, node.num_tokens, use.used_s, use.kind, expires_s, entry.is_clean)
+        known = LeafValue(nbytes, node.start, node.num_tokens, use.used_s, use.kind, expires_s, entry.is_archived)
         self._order.add(node, known._replace(is_superseded=True) if node in self._superseded else known)
 
-    def offer_end(self, entry: Entry) -> None:
+    def offer_last_node(self, entry: Entry) -> None:
         """The nodes of an entry lie on one path: only the last of them can be a leaf."""
         if entry.nodes:
-            self.offer(entry.last_node)
+            self.offer_node(entry.last_node)
 
-    def discard(self, node: Node[Entry]) -> None:
+    def withdraw_node(self, node: Node[Entry]) -> None:
         """It is no leaf any more."""
         self._order.discard(node)
 
-    def forget(self, node: Node[Entry]) -> None:
+    def forget_node(self, node: Node[Entry]) -> None:
         """It was removed."""
         self._superseded.discard(node)
         self._order.discard(node)
@@ -110,19 +110,19 @@ class Leaves:
         """Until a leaf has not been asked for in time; infinite where none waits for that."""
         return max(0.0, self._order.next_expiry_s() - self._clock())
 
-    def used_s(self, entry: Entry) -> float:
+    def last_use_s(self, entry: Entry) -> float:
         """When a request last went on from it."""
         return max((self._uses[node].used_s for node in entry.nodes), default=0.0)
 
     def unused_s(self, entry: Entry) -> float:
         """How long ago that was."""
-        return self._clock() - self.used_s(entry)
+        return self._clock() - self.last_use_s(entry)
 
-    def end_used_s(self, entry: Entry) -> float:
+    def last_use_of_end_s(self, entry: Entry) -> float:
         """When a request last went on from all of it, not only from what it shares with others."""
         return self._uses[entry.last_node].used_s
 
-    def node_used_s(self, node: Node[Entry]) -> float:
+    def last_use_of_node_s(self, node: Node[Entry]) -> float:
         """When a request last went on from it."""
         return self._uses[node].used_s
 
@@ -135,7 +135,7 @@ class Leaves:
 Holder = Hashable
 
 
-class Residency:
+class BlockResidency:
     """Touched by the thread that owns MLX alone. Keeps no load alive that its request has lost in a fault."""
 
     def __init__(self) -> None:
@@ -213,7 +213,7 @@ class Residency:
 GHOST_TOKENS = 1 << 20
 
 
-class Watcher(Protocol):
+class CacheListener(Protocol):
     """Told by the store, on the engine's thread. `ids` may change after the call."""
 
     def stored(self, root_key: bytes, ids: TokenIds, start: int) -> None:
@@ -229,7 +229,7 @@ class Watcher(Protocol):
         ...
 
 
-class NoWatcher:
+class NoListener:
     def stored(self, root_key: bytes, ids: TokenIds, start: int) -> None: ...
 
     def removed(self, root_key: bytes, ids: TokenIds, start: int) -> None: ...
@@ -237,98 +237,103 @@ class NoWatcher:
     def cleared(self) -> None: ...
 
 
-class Shelf:
+class EntryTable:
     """`max_bytes`: most that may be held; `max_arrays`: that MLX may have allocated for it, None: any number.
     `watcher` is told which tokens come and go."""
 
     def __init__(
-        self, leaves: Leaves, *, max_bytes: int, max_arrays: int | None = None, watcher: Watcher | None = None
+        self,
+        leaves: EvictionCandidates,
+        *,
+        max_bytes: int,
+        max_arrays: int | None = None,
+        watcher: CacheListener | None = None,
     ) -> None:
-        self._leaves = leaves
-        self._watcher = watcher or NoWatcher()
+        self._candidates = leaves
+        self._watcher = watcher or NoListener()
         self.max_bytes = max_bytes
         self._max_arrays = max_arrays
-        self.tree: Tree[Entry] = Tree()
-        self.ghosts: Tree[None] = Tree()
+        self.tree: RadixTree[Entry] = RadixTree()
+        self.ghosts: RadixTree[None] = RadixTree()
         self.entries: dict[Entry, None] = {}
-        self.journal = Journal(self.entries)  # every change of an entry is noted here
-        self.residency = Residency()  # which blocks on the disk have the tokens of which entries
+        self.dirty_sets = DirtySets(self.entries)  # every change of an entry is noted here
+        self.residency = BlockResidency()  # which blocks on the disk have the tokens of which entries
         self.version = 0  # changes with what a match may find
         self.num_changes = 0  # grows with the first thing that an operation changes
         self.is_broken = False  # an operation failed half-way: no operation may use the table any more
-        self.held_bytes = 0  # all spans and marks, but for the buffers of sequences that still run
-        self.free_bytes = 0  # of those that are free to go
+        self.nbytes = 0  # all spans and marks, but for the buffers of sequences that still run
+        self.evictable_bytes = 0  # of those that are free to go
         self.num_arrays = 0  # of all spans, where they are counted
 
     @property
     def has_too_many_arrays(self) -> bool:
         return self._max_arrays is not None and self.num_arrays > self._max_arrays
 
-    def add(self, entry: Entry) -> None:
+    def add_entry(self, entry: Entry) -> None:
         self.num_changes += 1
         self.entries[entry] = None
         self.recount(entry)
 
-    def touch(self, path: Iterable[Node[Entry]], kind: Kind, session: str = "") -> None:
+    def record_use(self, path: Iterable[Node[Entry]], kind: ReuseClass, session: str = "") -> None:
         """A request goes on from these."""
         self.num_changes += 1
         nodes = list(path)
-        self._leaves.touch(nodes, kind, session)
-        self.journal.note_all(node.payload for node in nodes)
+        self._candidates.record_use(nodes, kind, session)
+        self.dirty_sets.mark_all_dirty(node.payload for node in nodes)
 
-    def insert(self, entry: Entry, ids: TokenIds) -> tuple[Node[Entry], ...]:
+    def insert_entry(self, entry: Entry, ids: TokenIds) -> tuple[Node[Entry], ...]:
         """File all tokens so far under the entry, but for those that another entry has. Tells their path."""
         self.num_changes += 1
         self.version += 1
         inserted = self.tree.insert(entry.root_key, ids, entry)
         for node in inserted.path:
             node.payload.longest_end = max(node.payload.longest_end, len(ids))
-        self.journal.note_all(node.payload for node in inserted.path)
-        self._leaves.inserted(inserted, entry.kind, entry.session)
+        self.dirty_sets.mark_all_dirty(node.payload for node in inserted.path)
+        self._candidates.record_insert(inserted, entry.reuse_class, entry.session)
         if inserted.outcome == "split":
             upper, lower = inserted.halves
             lower.payload.nodes.add(upper)
-            self._leaves.offer(lower)
+            self._candidates.offer_node(lower)
         if inserted.outcome in ("added", "split"):
             entry.nodes.add(inserted.path[-1])
             if len(inserted.path) > 1:
-                self._leaves.discard(inserted.path[-2])
+                self._candidates.withdraw_node(inserted.path[-2])
         if inserted.num_matched < len(ids):
             self._watcher.stored(entry.root_key, ids, inserted.num_matched)
         return inserted.path
 
-    def split(self, node: Node[Entry], position: int) -> None:
+    def split_node(self, node: Node[Entry], position: int) -> None:
         """In two, so that what comes behind may go by itself."""
         self.num_changes += 1
         self.version += 1
         upper = self.tree.split(node, position)
         node.payload.nodes.add(upper)
-        self.journal.note(node.payload)
-        self._leaves.split(upper, node)
+        self.dirty_sets.mark_dirty(node.payload)
+        self._candidates.record_split(upper, node)
 
     def change(self, entry: Entry, **fields: object) -> None:
         """Set what decides whether it may go."""
         self.num_changes += 1
-        was_free = entry.is_free
+        was_free = entry.is_evictable
         for name, value in fields.items():
             setattr(entry, name, value)
-        if was_free != entry.is_free:
-            self.free_bytes += entry.nbytes if entry.is_free else -entry.nbytes
+        if was_free != entry.is_evictable:
+            self.evictable_bytes += entry.nbytes if entry.is_evictable else -entry.nbytes
         self.recount(entry)
-        if was_free != entry.is_free:
-            self._leaves.offer_end(entry)
+        if was_free != entry.is_evictable:
+            self._candidates.offer_last_node(entry)
 
-    def set_clean(self, entry: Entry, *, is_clean: bool) -> None:
+    def set_archived(self, entry: Entry, *, is_clean: bool) -> None:
         """Whether the disk has all of it: then it is worth less here."""
-        if is_clean != entry.is_clean:
+        if is_clean != entry.is_archived:
             self.num_changes += 1
-            entry.is_clean = is_clean
-            self.journal.note(entry)
-            self._leaves.offer_end(entry)
+            entry.is_archived = is_clean
+            self.dirty_sets.mark_dirty(entry)
+            self._candidates.offer_last_node(entry)
 
     def recount(self, entry: Entry) -> None:
         self.num_changes += 1
-        self.journal.note(entry)
+        self.dirty_sets.mark_dirty(entry)
         is_here = entry in self.entries
         if self._max_arrays is not None:
             before, entry.num_arrays = entry.num_arrays, num_arrays(entry.span) if is_here else 0
@@ -337,52 +342,52 @@ class Shelf:
         nbytes = (entry.span.owned_bytes if entry.is_running else entry.span.nbytes) if is_here else 0
         if nbytes == entry.nbytes:
             return
-        self.held_bytes += nbytes - entry.nbytes
-        if entry.is_free:
-            self.free_bytes += nbytes - entry.nbytes
+        self.nbytes += nbytes - entry.nbytes
+        if entry.is_evictable:
+            self.evictable_bytes += nbytes - entry.nbytes
         entry.nbytes = nbytes
-        self._leaves.offer_end(entry)
+        self._candidates.offer_last_node(entry)
 
-    def drop(self, entry: Entry) -> None:
+    def drop_entry(self, entry: Entry) -> None:
         """An entry without nodes. Its memory goes now, even where other code still knows the entry."""
         self.num_changes += 1
         del self.entries[entry]
-        self.journal.remove(entry)
+        self.dirty_sets.remove(entry)
         self.residency.forget(entry)
         entry.span = empty_span(entry.span.layout)
         self.recount(entry)
 
     def abandon(self) -> None:
         """Let go of everything, even what sequences use, whatever state it is in."""
-        self.tree = Tree()
+        self.tree = RadixTree()
         self._watcher.cleared()
         for entry in list(self.entries):
             entry.nodes.clear()
-            self.drop(entry)
+            self.drop_entry(entry)
 
-    def remove(self, node: Node[Entry]) -> None:
+    def remove_leaf(self, node: Node[Entry]) -> None:
         """A leaf and its tokens. Memory that no node needs any more goes."""
         entry, parent = node.payload, node.parent
         self.num_changes += 1
         self.version += 1
-        self._goes(node, node.start)
+        self._remember_evicted(node, node.start)
         self.tree.remove(node)
-        self._leaves.forget(node)
+        self._candidates.forget_node(node)
         entry.nodes.discard(node)
         if parent is not None:
             self._rejoin(parent)
         self._fit(entry)
 
-    def trim(self, node: Node[Entry], end: int) -> None:
+    def trim_leaf(self, node: Node[Entry], end: int) -> None:
         """The last tokens of a leaf."""
         self.num_changes += 1
         self.version += 1
-        self._goes(node, end)
+        self._remember_evicted(node, end)
         self.tree.trim(node, end)
         self._fit(node.payload)
-        self._leaves.offer(node)
+        self._candidates.offer_node(node)
 
-    def join_along(self, leaf: Node[Entry], max_spans: int) -> list[Entry]:
+    def join_spans(self, leaf: Node[Entry], max_spans: int) -> list[Entry]:
         """Join the shortest neighbours on the way to a leaf until there are no more spans than this, or no two
         that may be joined. Tells which entries have grown."""
         grown: dict[Entry, None] = {}
@@ -399,25 +404,25 @@ class Shelf:
         self.num_changes += 1
         self.version += 1
         last = next(node for node in first.nodes if node.end == first.span.end)
-        if first.asked_twice >= first.span.end:
-            first.asked_twice = max(first.span.end, second.asked_twice)
+        if first.reused_end >= first.span.end:
+            first.reused_end = max(first.span.end, second.reused_end)
         first.span.append(second.span)
         first.longest_end = max(first.longest_end, second.longest_end)
-        first.is_clean = first.is_clean and second.is_clean
+        first.is_archived = first.is_archived and second.is_archived
         self.residency.join(first, second)
-        first.clean_token_bytes = min(first.clean_token_bytes, second.clean_token_bytes)
+        first.archived_token_bytes = min(first.archived_token_bytes, second.archived_token_bytes)
         for node in second.nodes:
             node.payload = first
             first.nodes.add(node)
         second.nodes.clear()
-        self.drop(second)
+        self.drop_entry(second)
         self._rejoin(last)
         self.recount(first)
 
     def _fit(self, entry: Entry) -> None:
         """Let a span keep only what is filed."""
         if not entry.nodes:
-            self.drop(entry)
+            self.drop_entry(entry)
             return
         span = entry.span
         start, end = min(node.start for node in entry.nodes), max(node.end for node in entry.nodes)
@@ -432,14 +437,14 @@ class Shelf:
         merged = self.tree.merge(parent)
         if merged is not parent:
             parent.payload.nodes.discard(parent)
-            self._leaves.merged(parent, merged)
-        self.journal.note(merged.payload)
-        self._leaves.offer(merged)
+            self._candidates.record_merge(parent, merged)
+        self.dirty_sets.mark_dirty(merged.payload)
+        self._candidates.offer_node(merged)
 
-    def _goes(self, leaf: Node[Entry], start: int) -> None:
+    def _remember_evicted(self, leaf: Node[Entry], start: int) -> None:
         """Its tokens from `start` on are about to go: they are remembered, so that a miss can be explained."""
         if self.ghosts.num_tokens > GHOST_TOKENS:
-            self.ghosts = Tree()
+            self.ghosts = RadixTree()
         tokens = np.concatenate([above.tokens for above in leaf.path()])
         self.ghosts.insert(leaf.root_key, tokens, None)
         self._watcher.removed(leaf.root_key, tokens, start)
@@ -447,7 +452,7 @@ class Shelf:
 
 def _joinable(first: Entry, second: Entry) -> bool:
     """They need not be apart: both are free to go, one ends where the other begins, and nothing else begins there."""
-    if not first.is_free or not second.is_free or first.span.is_live or second.span.is_live:
+    if not first.is_evictable or not second.is_evictable or first.span.is_live or second.span.is_live:
         return False
     if first.span.end != second.span.position or first.target != second.target:
         return False
@@ -455,15 +460,15 @@ def _joinable(first: Entry, second: Entry) -> bool:
     return last is not None and len(last.children) == 1 and next(iter(last.children.values())).payload is second
 
 
-class Marks:
+class Checkpoints:
     """`are_needed`: the model can be resumed at marks only. `most`: on the way from the first token to the end."""
 
-    def __init__(self, shelf: Shelf, most: int, *, are_needed: bool) -> None:
+    def __init__(self, shelf: EntryTable, most: int, *, are_needed: bool) -> None:
         self._shelf = shelf
         self._most = most
         self.are_needed = are_needed
 
-    def add(self, path: tuple[Node[Entry], ...], mark: Mark, resume_at: Iterable[int] = ()) -> None:
+    def add_checkpoint(self, path: tuple[Node[Entry], ...], mark: Mark, resume_at: Iterable[int] = ()) -> None:
         """To the entry that holds the token before it. `resume_at`: where the conversation will be taken up again; the
         last mark before each of these stays while newer ones come."""
         holder = next(node.payload for node in path if node.start < mark.position <= node.end)
@@ -474,7 +479,7 @@ class Marks:
         self._shelf.recount(holder)
         self._thin(path, resume_at)
 
-    def drop(self, entries: Iterable[Entry], keep: int | None = None) -> bool:
+    def drop_checkpoints(self, entries: Iterable[Entry], keep: int | None = None) -> bool:
         """All but the one at `keep`, and those that are pinned. False: there are none."""
         dropped = False
         for entry in entries:

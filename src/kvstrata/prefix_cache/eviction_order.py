@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvstrata.prefix_cache.keys import Tokens, as_ids
-from kvstrata.prefix_cache.radix_tree import Inserted, Node, Tree
-from kvstrata.prefix_cache.worth import AwaitedUse, Kind, PrefillCost, Reuse, kept_tokens
+from kvstrata.prefix_cache.radix_tree import Inserted, Node, RadixTree
+from kvstrata.prefix_cache.worth import AwaitedUse, PrefillCost, Reuse, ReuseClass, kept_tokens
 
 K = TypeVar("K", bound=Hashable)
 
@@ -72,7 +72,7 @@ class LeafQueue(Generic[K]):
 
 
 # kind, cost by byte in steps of half an octave, whether the disk has it too, whether it is superseded
-QueueKey = tuple[Kind, int, bool, bool]
+QueueKey = tuple[ReuseClass, int, bool, bool]
 
 # Another leaf than the oldest goes only where it is worth less than this share of it. Without it the noise of the
 # estimates cost up to 0.006 of hit rate where LRU is near the optimum; at 0.7 a third of what is won elsewhere is lost.
@@ -90,21 +90,21 @@ class Chosen(NamedTuple, Generic[K]):
     keep_tokens: int  # from its start on; 0: all of it goes
 
 
-class Leaf(NamedTuple):
+class LeafValue(NamedTuple):
     """What is known of a leaf that may go."""
 
     nbytes: int
     start: int
     num_tokens: int
     used_s: float
-    kind: Kind = Kind.FRESH
+    kind: ReuseClass = ReuseClass.FRESH
     expires_s: float = math.inf
     is_spare: bool = False  # the disk has it too
     is_superseded: bool = False  # its conversation has gone on elsewhere: it is worth nothing
 
 
 class _Placed(NamedTuple):
-    leaf: Leaf
+    leaf: LeafValue
     cost_by_byte: float
     queue: QueueKey
 
@@ -121,7 +121,7 @@ class EvictionOrder(Generic[K]):
     def __len__(self) -> int:
         return len(self._leaves)
 
-    def add(self, key: K, leaf: Leaf) -> None:
+    def add(self, key: K, leaf: LeafValue) -> None:
         """A leaf that may go: neither leased nor pinned. Again where it was used or changed its size."""
         self.discard(key)
         cost_by_byte = self._cost.per_token(leaf.start + leaf.num_tokens / 2) * leaf.num_tokens / max(1, leaf.nbytes)
@@ -195,25 +195,25 @@ class EvictionOrder(Generic[K]):
 
 class Use(NamedTuple):
     used_s: float
-    kind: Kind
+    kind: ReuseClass
     session: str = ""  # the only one that ever used it; empty: none, or several
 
 
-class Uses:
+class UseRecords:
     def __init__(self) -> None:
         self._last: dict[Node[Any], Use] = {}
 
     def __getitem__(self, node: Node[Any]) -> Use:
         return self._last[node]
 
-    def touch(self, path: Sequence[Node[Any]], kind: Kind, now_s: float, session: str = "") -> None:
+    def touch(self, path: Sequence[Node[Any]], kind: ReuseClass, now_s: float, session: str = "") -> None:
         """A request used these nodes."""
         use, shared = Use(now_s, kind, session), Use(now_s, kind)
         for node in path:
             before = self._last.get(node)
             self._last[node] = use if before is None or before.session == session else shared
 
-    def inserted(self, inserted: Inserted[Any], kind: Kind, now_s: float, session: str = "") -> None:
+    def inserted(self, inserted: Inserted[Any], kind: ReuseClass, now_s: float, session: str = "") -> None:
         """A request filed its tokens. The lower half of a split is what it did not use."""
         if inserted.halves:
             self.split(*inserted.halves)
@@ -244,22 +244,22 @@ class Seen(NamedTuple):
     """The last use of a node."""
 
     awaited: AwaitedUse
-    kind: Kind
+    kind: ReuseClass
     used_s: float
 
 
-def kind_of(known_tokens: int, num_tokens: int) -> Kind:
+def reuse_class_of(known_tokens: int, num_tokens: int) -> ReuseClass:
     """Of a request, by how much of its prompt was asked for before."""
-    return Kind.CONTINUED if 2 * known_tokens >= num_tokens else Kind.FRESH
+    return ReuseClass.CONTINUED if 2 * known_tokens >= num_tokens else ReuseClass.FRESH
 
 
-class History:
+class RequestHistory:
     """`store_tokens` tells about how many the store can hold now."""
 
     def __init__(self, reuse: Reuse, store_tokens: Callable[[], int]) -> None:
         self._reuse = reuse
         self._store_tokens = store_tokens
-        self._tree: Tree[Seen | None] = Tree()
+        self._tree: RadixTree[Seen | None] = RadixTree()
         self._leaves: LeafQueue[Node[Seen | None]] = LeafQueue()
 
     @property
@@ -270,11 +270,11 @@ class History:
         """How far a prompt was asked for before, by whatever prompt."""
         return self._tree.match(root_key, tokens).num_tokens
 
-    def asked(self, root_key: bytes, tokens: Tokens, now_s: float) -> Kind:
+    def record_request(self, root_key: bytes, tokens: Tokens, now_s: float) -> ReuseClass:
         """Remember a prompt. Says of which kind the nodes are that it uses."""
         wanted = as_ids(tokens)
         inserted = self._tree.insert(root_key, wanted, None)
-        kind = kind_of(inserted.num_matched, len(wanted))
+        kind = reuse_class_of(inserted.num_matched, len(wanted))
         self._split(inserted)
         for node in inserted.path:
             self._use(node, min(node.end, len(wanted)) - node.start, kind, now_s)
@@ -299,7 +299,7 @@ class History:
         if lower.is_leaf:
             self._put(lower)
 
-    def _use(self, node: Node[Seen | None], num_tokens: int, kind: Kind, now_s: float) -> None:
+    def _use(self, node: Node[Seen | None], num_tokens: int, kind: ReuseClass, now_s: float) -> None:
         if node.payload is not None:
             self._reuse.reused(node.payload.awaited, num_tokens, now_s)
         node.payload = Seen(self._reuse.opened(kind, node.num_tokens, now_s), kind, now_s)

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.entry_table import Leaves, Shelf
-from kvstrata.prefix_cache.offload import Reason, Spills, disk_reason
-from kvstrata.prefix_cache.tier_client import Cold, ids_to
-from kvstrata.prefix_cache.transcode import Rewriting
+from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
+from kvstrata.prefix_cache.offload import DropReason, Offloader, disk_reason
+from kvstrata.prefix_cache.tier_client import TierClient, ids_to
+from kvstrata.prefix_cache.transcode import Transcoder
 from kvstrata.tier.chains import Link
 from kvstrata.tier.lookups import Lookup, finish
 
-WORDS: Mapping[Reason, str] = {
+WORDS: Mapping[DropReason, str] = {
     "disk_slow": "the time was up",
     "disk_failed": "the disk could not be written",
     "disk_full": "the disk has no room for it",
@@ -27,11 +27,11 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Unwritten:
+class UnwrittenReport:
     conversations: int = 0
     tokens: int = 0
     nbytes: int = 0
-    by_reason: Mapping[Reason, int] = field(default_factory=dict)  # tokens
+    by_reason: Mapping[DropReason, int] = field(default_factory=dict)  # tokens
     bytes_per_s: float = 0.0  # as the rest was written; 0: nothing was
     seconds: float = 0.0  # that it had
 
@@ -59,7 +59,9 @@ MAX_ATTEMPTS = 2
 
 
 class Flush:
-    def __init__(self, cold: Cold, shelf: Shelf, leaves: Leaves, spills: Spills, rewriting: Rewriting) -> None:
+    def __init__(
+        self, cold: TierClient, shelf: EntryTable, leaves: EvictionCandidates, spills: Offloader, rewriting: Transcoder
+    ) -> None:
         self._cold = cold
         self._tier = cold.tier
         self._shelf = shelf
@@ -67,10 +69,10 @@ class Flush:
         self._spills = spills
         self._rewriting = rewriting
 
-    def run(self, timeout_s: float) -> Unwritten:
+    def run(self, timeout_s: float) -> UnwrittenReport:
         """For at most so long, whatever the disk said before."""
         if not self._cold.has_tier:
-            return Unwritten()
+            return UnwrittenReport()
         began_s, written_bytes = time.monotonic(), self._tier.usage().written_bytes
         self._write_all(began_s + timeout_s)
         seconds = time.monotonic() - began_s
@@ -88,12 +90,12 @@ class Flush:
 
     def _write_once(self, until_s: float) -> None:
         chosen = self._chosen()
-        lookups = [(entry, self._blocks_of(entry)) for entry in reversed(chosen) if entry.is_clean]
+        lookups = [(entry, self._blocks_of(entry)) for entry in reversed(chosen) if entry.is_archived]
         for entry, lookup in lookups:
             lookup.wait(max(0.0, until_s - time.monotonic()))
             # Unless the disk has evicted it since, it was used just now: others go before it, and the newest last.
             self._cold.touch(lookup.answer)
-            self._shelf.set_clean(entry, is_clean=bool(lookup.answer))
+            self._shelf.set_archived(entry, is_clean=bool(lookup.answer))
         version = self._shelf.version
         for leaf in [entry.last_node for entry in chosen]:
             if time.monotonic() < until_s:
@@ -109,7 +111,7 @@ class Flush:
         out again; but the beginning of a conversation that is longer than the disk is better than nothing."""
         room_bytes = int(LARGEST_SHARE * self._tier.limit_bytes)
         chosen, left_bytes = list[Entry](), room_bytes
-        by_use = sorted(self._ended(), key=lambda e: (e.is_pinned, self._leaves.end_used_s(e)), reverse=True)
+        by_use = sorted(self._ended(), key=lambda e: (e.is_pinned, self._leaves.last_use_of_end_s(e)), reverse=True)
         for entry in by_use:
             if left_bytes >= min(entry.span.nbytes, room_bytes):
                 left_bytes -= entry.span.nbytes
@@ -125,16 +127,16 @@ class Flush:
 
     def _write_until(self, entry: Entry, until_s: float) -> None:
         """Again and again as the disk's queue empties, unless that is not what keeps it out."""
-        while entry.nodes and not entry.is_clean and time.monotonic() < until_s:
+        while entry.nodes and not entry.is_archived and time.monotonic() < until_s:
             was_full = self._tier.writing().queue_bytes > 0
             self._spills.write_now(entry)
-            if not entry.is_clean:
+            if not entry.is_archived:
                 if not was_full:
                     return
                 self._tier.flush(min(SLICE_S, max(0.0, until_s - time.monotonic())))
 
-    def _unwritten(self, seconds: float, bytes_per_s: float, *, is_late: bool) -> Unwritten:
-        reasons = Counter[Reason]()
+    def _unwritten(self, seconds: float, bytes_per_s: float, *, is_late: bool) -> UnwrittenReport:
+        reasons = Counter[DropReason]()
         num_bytes, leaves = 0.0, 0
         for entry in self._ended():
             leaf = entry.last_node
@@ -146,9 +148,9 @@ class Flush:
                 reasons[reason] += num_left
                 num_bytes += entry.nbytes * num_left / entry.span.num_tokens
                 leaves += leaf.is_leaf
-        return Unwritten(leaves, reasons.total(), int(num_bytes), reasons, bytes_per_s, seconds)
+        return UnwrittenReport(leaves, reasons.total(), int(num_bytes), reasons, bytes_per_s, seconds)
 
-    def _why_left(self, entry: Entry) -> Reason:
+    def _why_left(self, entry: Entry) -> DropReason:
         """Where there was time."""
         untaken = self._spills.refusals.of(entry)
         return disk_reason(untaken.refused if untaken else None, self._tier.writing())

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from kvstrata.errors import KvstrataError
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.entry_table import Shelf
+from kvstrata.prefix_cache.entry_table import EntryTable
 
 Job = Iterator[None]
 
@@ -21,7 +21,7 @@ Job = Iterator[None]
 MAX_JOBS = 4
 
 
-class Mover:
+class JobQueue:
     """`make` builds the job of an entry when its turn comes; None: there is nothing to do for it now. `done` is told
     when a job has come to its end, `failed` when it raised: that costs its entry the job, and the others nothing.
     `changed` is told when an entry begins to wait or waits no more. A step runs `watching`."""
@@ -61,7 +61,7 @@ class Mover:
         self._waiting[entry] = None
         self._changed(entry)
 
-    def hurry(self, entry: Entry) -> None:
+    def prioritize(self, entry: Entry) -> None:
         """Take one that waits before the others: a request waits for it."""
         if entry in self._waiting:
             self._urgent[entry] = None
@@ -72,7 +72,7 @@ class Mover:
         self._jobs.pop(entry, None)
         self._changed(entry)
 
-    def work(self, slice_s: float) -> None:
+    def run(self, slice_s: float) -> None:
         """At least one step, then as many as the time allows."""
         until_s = time.monotonic() + slice_s
         while self._waiting:
@@ -81,7 +81,7 @@ class Mover:
             if time.monotonic() >= until_s:
                 return
 
-    def finish(self, entry: Entry, until_s: float = math.inf) -> None:
+    def run_entry(self, entry: Entry, until_s: float = math.inf) -> None:
         """All that there is to do for an entry, until then. What a job leaves to be done is left for later after a few
         of them."""
         num_ended = 0
@@ -122,7 +122,7 @@ T = TypeVar("T")
 Steps = Generator[None, None, T]
 
 
-class Errands:
+class ClientTasks:
     """A step runs `watching`."""
 
     def __init__(self, watching: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -140,7 +140,7 @@ class Errands:
         self._waiting.append((steps, answer))
         return answer
 
-    def work(self, slice_s: float) -> None:
+    def run(self, slice_s: float) -> None:
         """At least one step, then as many as the time allows."""
         until_s = time.monotonic() + slice_s
         while self._waiting:
@@ -183,7 +183,7 @@ def run_to_end(steps: Steps[T]) -> T:
 
 log = logging.getLogger(__name__)
 
-Chore = Literal[
+FailedWork = Literal[
     "rewrites",
     "spills",
     "promotions",
@@ -201,8 +201,8 @@ Chore = Literal[
 MAX_REASONS = 64
 
 
-class Failures:
-    def __init__(self, counters: Counter[str], shelf: Shelf) -> None:
+class FailureLog:
+    def __init__(self, counters: Counter[str], shelf: EntryTable) -> None:
         self.counters = counters
         self._shelf = shelf
         self._logged: set[str] = set()
@@ -212,14 +212,14 @@ class Failures:
         """Whether the table is half changed, and must be replaced."""
         return self._shelf.is_broken
 
-    def note(self, chore: Chore, error: Exception) -> None:
+    def record_failure(self, chore: FailedWork, error: Exception) -> None:
         self.counters[f"failed_{chore}"] += 1
         reason = f"{chore}: {error!r}"
         if reason not in self._logged and len(self._logged) < MAX_REASONS:
             self._logged.add(reason)
             log.error("Work on the cache failed (%s). Requests go on without it.", reason, exc_info=error)
 
-    def attempt(self, chore: Chore, operation: Callable[[], T], otherwise: T) -> T:
+    def attempt(self, chore: FailedWork, operation: Callable[[], T], otherwise: T) -> T:
         """Return what an operation returns, or `otherwise` where it fails."""
         if self._shelf.is_broken:
             return otherwise
@@ -227,19 +227,19 @@ class Failures:
             with self.watching():
                 return operation()
         except Exception as error:  # noqa: BLE001
-            self.note(chore, error)
+            self.record_failure(chore, error)
             return otherwise
 
     @contextmanager
-    def counting(self, chore: Chore) -> Iterator[None]:
+    def counting(self, chore: FailedWork) -> Iterator[None]:
         """Note an exception of the body in place of raising it: the body's work stays undone."""
         try:
             with self.watching():
                 yield
         except Exception as error:  # noqa: BLE001
-            self.note(chore, error)
+            self.record_failure(chore, error)
 
-    def require(self, chore: Chore, operation: Callable[[], T], otherwise: T) -> T:
+    def require(self, chore: FailedWork, operation: Callable[[], T], otherwise: T) -> T:
         """Likewise for an operation that must not be left out: without it entries would stay leased, or memory full."""
 
         def run() -> T:

@@ -14,12 +14,12 @@ from typing import Generic, TypeVar
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse
 from kvstrata.errors import ConfigError
-from kvstrata.prefix_cache.config import Floors
+from kvstrata.prefix_cache.config import PrecisionFloors
 from kvstrata.prefix_cache.eviction_order import LeafQueue
 
 T = TypeVar("T", bound=Hashable)
 
-RUNGS = (8, 4, 2)
+STEP_BITS = (8, 4, 2)
 
 # Shares of the budget: above the first it begins, down to the second it goes on, so that it does not saw.
 HIGH = 0.85
@@ -36,7 +36,7 @@ class Bits:
 
 
 @dataclass(frozen=True)
-class Standing:
+class SpanPrecision:
     """Where a span that may step down stands."""
 
     bits: Bits
@@ -45,7 +45,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Move(Generic[T]):
+class LadderMove(Generic[T]):
     id: T
     before: Bits
     after: Bits
@@ -58,20 +58,20 @@ class Ladder(Generic[T]):
     none.
     """
 
-    def __init__(self, floors: Floors, token_bytes: Callable[[Bits], float]) -> None:
+    def __init__(self, floors: PrecisionFloors, token_bytes: Callable[[Bits], float]) -> None:
         self._floors = floors
         self._token_bytes = token_bytes
-        self._spans: dict[T, Standing] = {}
+        self._spans: dict[T, SpanPrecision] = {}
         self._queues: dict[Bits, LeafQueue[T]] = {}
 
-    def put(self, id_: T, span: Standing) -> None:
+    def put_span(self, id_: T, span: SpanPrecision) -> None:
         """Also where it is known, and was used or has changed."""
-        self.discard(id_)
+        self.discard_span(id_)
         if span.num_tokens > 0:
             self._spans[id_] = span
             self._queues.setdefault(span.bits, LeafQueue()).put(id_, span.used_s, 0)
 
-    def discard(self, id_: T) -> None:
+    def discard_span(self, id_: T) -> None:
         """Nothing happens where it is not known."""
         span = self._spans.pop(id_, None)
         if span is not None:
@@ -79,22 +79,22 @@ class Ladder(Generic[T]):
             if not len(self._queues[span.bits]):
                 del self._queues[span.bits]
 
-    def choose(self, need_bytes: float) -> list[Move[T]]:
+    def choose(self, need_bytes: float) -> list[LadderMove[T]]:
         """The fewest moves, in order, that free so much; all that there are if they do not. The spans count as moved
         from now on."""
-        moves: dict[T, Move[T]] = {}
+        moves: dict[T, LadderMove[T]] = {}
         for lower in self._steps():
             while need_bytes > 0 and (id_ := self._coldest(lower)) is not None:
                 span = self._spans[id_]
                 after = lower(span.bits)
                 need_bytes -= span.num_tokens * (self._token_bytes(span.bits) - self._token_bytes(after))
-                moves[id_] = Move(id_, moves[id_].before if id_ in moves else span.bits, after)
-                self.put(id_, replace(span, bits=after))
+                moves[id_] = LadderMove(id_, moves[id_].before if id_ in moves else span.bits, after)
+                self.put_span(id_, replace(span, bits=after))
         return list(moves.values())
 
     def _steps(self) -> Iterator[Callable[[Bits], Bits]]:
         """What one step does to bits, in the order of the steps."""
-        for rung in RUNGS:
+        for rung in STEP_BITS:
             if rung >= self._floors.v_bits:
                 yield lambda bits, rung=rung: replace(bits, v=min(bits.v, rung))
             if rung >= self._floors.k_bits:

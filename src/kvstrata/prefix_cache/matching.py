@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvstrata.layers.kinds import Layout
-from kvstrata.prefix_cache.entries import Entry, Found
-from kvstrata.prefix_cache.entry_table import Shelf
+from kvstrata.prefix_cache.entries import CachedPrefix, Entry
+from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.keys import Identity, TokenIds, Tokens, as_ids, owner_key, root_key
 from kvstrata.prefix_cache.radix_tree import Divergence, Match
 from kvstrata.spans.marks import Mark, needs_marks, reaches
 from kvstrata.spans.span import SpanRange
 from kvstrata.tier.chains import OnDisk
 
-NOTHING = Found(0, (), (), None, 0)
+NO_PREFIX = CachedPrefix(0, (), (), None, 0)
 
 
-class Search:
-    def __init__(self, shelf: Shelf, layout: Layout, identity: Identity) -> None:
+class PrefixMatcher:
+    def __init__(self, shelf: EntryTable, layout: Layout, identity: Identity) -> None:
         self._shelf = shelf
         self.layout = layout
-        self._needs_marks = needs_marks(layout)
+        self._needs_checkpoints = needs_marks(layout)
         self.identity = identity
 
     def root_of(self, salt: str) -> bytes:
@@ -33,31 +33,31 @@ class Search:
             return self.root_of(salt)
         return b"" if owner is None else owner_key(self.identity, owner)
 
-    def find(self, tokens: Tokens, salt: str) -> Found:
+    def find(self, tokens: Tokens, salt: str) -> CachedPrefix:
         """What a match would give now. Keeps nothing from going."""
         return self.find_under(self.root_of(salt), tokens)
 
-    def find_under(self, root_key: bytes, tokens: Tokens) -> Found:
+    def find_under(self, root_key: bytes, tokens: Tokens) -> CachedPrefix:
         """For a caller that has the root already."""
         match = self._shelf.tree.match(root_key, tokens)
-        return _found(match, self.layout if self._needs_marks else None)
+        return _found(match, self.layout if self._needs_checkpoints else None)
 
 
-def _found(match: Match[Entry], layout: Layout | None) -> Found:
+def _found(match: Match[Entry], layout: Layout | None) -> CachedPrefix:
     """`layout`: of a model that can be resumed at marks only."""
     usable, mark = match.num_tokens, None
     if layout is not None:
-        mark = _best_mark(match, layout)
+        mark = _best_checkpoint(match, layout)
         usable = min(mark.position, match.num_tokens) if mark else 0
     if not usable:
-        return replace(NOTHING, matched_tokens=match.num_tokens)
+        return replace(NO_PREFIX, matched_tokens=match.num_tokens)
     path = tuple(node for node in match.path if node.start < usable)
     entries = tuple(dict.fromkeys(node.payload for node in path))
-    return Found(usable, path, entries, mark.position if mark else None, match.num_tokens)
+    return CachedPrefix(usable, path, entries, mark.position if mark else None, match.num_tokens)
 
 
-def mark_of(found: Found) -> Mark | None:
-    position = found.mark_position
+def checkpoint_of(found: CachedPrefix) -> Mark | None:
+    position = found.checkpoint_at
     if position is None:
         return None
     # The last node that comes before it: those above may have one at the same position on another branch.
@@ -65,7 +65,7 @@ def mark_of(found: Found) -> Mark | None:
     return holder.span.marks[position]
 
 
-def _best_mark(match: Match[Entry], layout: Layout) -> Mark | None:
+def _best_checkpoint(match: Match[Entry], layout: Layout) -> Mark | None:
     for node in reversed(match.path):
         end = min(node.end, match.num_tokens)
         marks = [mark for at, mark in node.payload.span.marks.items() if node.start < at]
@@ -77,7 +77,7 @@ def _best_mark(match: Match[Entry], layout: Layout) -> Mark | None:
     return None
 
 
-def ranges_of(found: Found) -> tuple[SpanRange, ...]:
+def ranges_of(found: CachedPrefix) -> tuple[SpanRange, ...]:
     """Return the spans of a match, as they are now. Neighbouring nodes of one span are one range."""
     ranges: list[SpanRange] = []
     for node in found.path:
@@ -118,7 +118,7 @@ class Explanation:
 
 
 class Explainer:
-    def __init__(self, shelf: Shelf, search: Search) -> None:
+    def __init__(self, shelf: EntryTable, search: PrefixMatcher) -> None:
         self._shelf = shelf
         self._search = search
 
@@ -154,7 +154,7 @@ class Explainer:
         ids, key = as_ids(tokens)[:-1], self._search.root_of(salt)
         return self._ending(key, ids, self._search.find(ids, salt), self._shelf.tree.diverged(key, ids))
 
-    def _ending(self, key: bytes, ids: TokenIds, found: Found, diverged: Divergence) -> Ending:
+    def _ending(self, key: bytes, ids: TokenIds, found: CachedPrefix, diverged: Divergence) -> Ending:
         """`ids`: a prompt but for its last token."""
         if found.num_tokens == len(ids):
             return "complete"

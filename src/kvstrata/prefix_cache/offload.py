@@ -11,10 +11,10 @@ from typing import Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.entry_table import Leaves, Shelf
-from kvstrata.prefix_cache.jobs import Failures, Job, Mover
+from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
+from kvstrata.prefix_cache.jobs import FailureLog, Job, JobQueue
 from kvstrata.prefix_cache.radix_tree import Node
-from kvstrata.prefix_cache.tier_client import Cold, Spilled
+from kvstrata.prefix_cache.tier_client import TierClient, WrittenChain
 from kvstrata.spans.convert import RAW
 from kvstrata.spans.rewrite import rewrite_layer
 from kvstrata.tier.base import Refusal, Refused, Tier, Writing
@@ -54,17 +54,17 @@ class Handover:
     waits: bool = False  # the disk works, and takes more when its queue has room, or the bytes are packed
 
 
-class Spills:
+class Offloader:
     """Writes entries as they are. `was_short` tells whether an entry stays raw until a longer sequence goes on from it:
     blocks that were written by then are written again."""
 
     def __init__(
         self,
-        cold: Cold,
-        shelf: Shelf,
-        leaves: Leaves,
+        cold: TierClient,
+        shelf: EntryTable,
+        leaves: EvictionCandidates,
         counters: Counter[str],
-        failures: Failures,
+        failures: FailureLog,
         *,
         was_short: Callable[[Entry], bool],
     ) -> None:
@@ -77,11 +77,11 @@ class Spills:
         self._is_memory_short = False
         self._removals = cold.tier.removals
         self._residency = shelf.residency
-        self.refusals = Refusals(cold.tier, leaves.used_s)
-        self._mover = Mover(self._job, lambda _: None, self._failed, watching=failures.watching)
+        self.refusals = RefusedWrites(cold.tier, leaves.last_use_s)
+        self._mover = JobQueue(self._job, lambda _: None, self._failed, watching=failures.watching)
         self._num_faults = 0  # of the disk, when its blocks were last looked at
-        self._changed = shelf.journal.reader(self._offer_behind)  # those that may have to be written
-        self._behind: dict[Entry, list[Entry]] = {}  # those that hang on one that is still being computed
+        self._changed = shelf.dirty_sets.new_dirty_set(self._offer_behind)  # those that may have to be written
+        self._waiting_for_parent: dict[Entry, list[Entry]] = {}  # those that hang on one that is still being computed
 
     @property
     def idle(self) -> bool:
@@ -94,54 +94,54 @@ class Spills:
         """Whether memory needs none of what is to be written yet, and the disk still has enough to write."""
         return not self._is_memory_short and not self._cold.tier.writing().is_calm
 
-    def work(self, slice_s: float) -> None:
+    def run(self, slice_s: float) -> None:
         self._take_removals(MAX_REMOVALS_AT_ONCE)
         entry = self.refusals.next_takeable() if self._mover.idle else None
         if entry is not None:
             self.refusals.unblock(entry)
             self._mover.add(entry)
-        self._mover.work(slice_s)
+        self._mover.run(slice_s)
 
-    def add(self, entry: Entry) -> None:
+    def add_entry(self, entry: Entry) -> None:
         """Write an entry that has ended, and those that waited until it had."""
         # What was begun may have been about fewer tokens.
         self._mover.discard(entry)
         self._offer_all(entry)
 
-    def add_some(self, limit_bytes: int, hot_bytes: int) -> None:
+    def offer_under_pressure(self, limit_bytes: int, hot_bytes: int) -> None:
         """Memory fills up: write what would have to go, so that it need not wait for the disk then. `limit_bytes`: what
         running sequences leave of `hot_bytes`."""
         self._take_removals(MAX_REMOVALS_AT_ONCE)
-        self._is_memory_short = self._shelf.held_bytes > limit_bytes - (1 - SPILL_SHARE) * hot_bytes
+        self._is_memory_short = self._shelf.nbytes > limit_bytes - (1 - SPILL_SHARE) * hot_bytes
         if self._is_memory_short:
-            self.add_free(MAX_OFFERED)
+            self.offer_changed(MAX_OFFERED)
 
-    def add_free(self, max_entries: int | None = None) -> None:
+    def offer_changed(self, max_entries: int | None = None) -> None:
         """What no request uses and the disk has not. Only entries that have changed are looked at, so many at most: the
         others wait to be written, are on the disk, or were refused."""
-        self._look_again()
-        for entry in islice(self._changed.take(), max_entries):
-            if entry.is_free or entry in self._behind:
+        self._retry_after_fault()
+        for entry in islice(self._changed.drain(), max_entries):
+            if entry.is_evictable or entry in self._waiting_for_parent:
                 self._offer_all(entry)
 
     def _offer_all(self, entry: Entry) -> None:
         """An entry, and those that hung on it while it was computed."""
-        for each in (entry, *self._behind.pop(entry, ())):
+        for each in (entry, *self._waiting_for_parent.pop(entry, ())):
             self._offer(each)
 
     def _offer_behind(self, entry: Entry) -> None:
         """Look again at the entries that hung on one that was removed."""
-        for each in self._behind.pop(entry, ()):
+        for each in self._waiting_for_parent.pop(entry, ()):
             self._changed.add(each)
 
     def _offer(self, entry: Entry) -> None:
-        if entry not in self._shelf.entries or entry.is_running or entry.is_clean or not entry.nodes:
+        if entry not in self._shelf.entries or entry.is_running or entry.is_archived or not entry.nodes:
             return
-        if self.leaves_out(entry.last_node):
+        if self.is_left_out(entry.last_node):
             return  # when that has gone, the rest is offered again
         owner = _still_computed(entry)
         if owner is not None:
-            self._behind.setdefault(owner, []).append(entry)
+            self._waiting_for_parent.setdefault(owner, []).append(entry)
         elif not self.refusals.would_recur(entry) and not self.refusals.gave_way(entry):
             self._mover.add(entry)
 
@@ -154,16 +154,16 @@ class Spills:
             if entry.root_key.startswith(under):
                 self._mover.discard(entry)
 
-    def leaves_out(self, leaf: Node[Entry]) -> bool:
+    def is_left_out(self, leaf: Node[Entry]) -> bool:
         """What a conversation has left behind is not written, however often it was asked for: that was by the same
         conversation, which has gone on elsewhere. A disk would fill up with thinking that no prompt has again."""
         return self._leaves.is_superseded(leaf) and not leaf.payload.is_pinned
 
     def wants(self, leaf: Node[Entry]) -> bool:
         """Whether a leaf that is to go should be encoded and written first."""
-        if self.holds(leaf.payload) or self.leaves_out(leaf):
+        if self.is_on_disk(leaf.payload) or self.is_left_out(leaf):
             return False
-        self._look_again()
+        self._retry_after_fault()
         return not self.refusals.would_recur(leaf.payload)
 
     def write_leaf(
@@ -176,9 +176,9 @@ class Spills:
                 self._trim_to(leaf)
             self.write_now(leaf.payload, math.inf if goes_now else until_s)
         entry = leaf.payload
-        if entry.is_clean:
+        if entry.is_archived:
             return Handover(leaf.end)
-        if self.leaves_out(leaf):
+        if self.is_left_out(leaf):
             return Handover(leaf.start, "superseded")
         if is_transcoding or self._mover.has(entry):
             return Handover(leaf.start, "disk_slow", waits=self._cold.is_working)
@@ -198,7 +198,7 @@ class Spills:
                     rewrite_layer(entry.span, layer, RAW)
                 self._shelf.recount(entry)
 
-    def _look_again(self) -> None:
+    def _retry_after_fault(self) -> None:
         """After a fault: the disk may take what it refused before."""
         num_faults = self._cold.tier.writing().num_faults
         if num_faults == self._num_faults:
@@ -207,12 +207,12 @@ class Spills:
         for entry in self.refusals.forget_faults():
             self._changed.add(entry)
 
-    def holds(self, entry: Entry) -> bool:
+    def is_on_disk(self, entry: Entry) -> bool:
         """Whether the disk has all of an entry, or all of it is on its way, as of now."""
         self._take_removals()
-        if entry.is_clean and not self._residency.is_complete(entry):
+        if entry.is_archived and not self._residency.is_complete(entry):
             self._withdraw(entry)
-        return entry.is_clean
+        return entry.is_archived
 
     def _take_removals(self, max_removals: int | None = None) -> None:
         """Withdraw what has left the disk: entries are clean no longer, and tokens that memory has not either are
@@ -235,8 +235,8 @@ class Spills:
             self._offer(entry)
 
     def _withdraw(self, entry: Entry) -> None:
-        self._shelf.set_clean(entry, is_clean=False)
-        entry.clean_token_bytes = 0.0
+        self._shelf.set_archived(entry, is_clean=False)
+        entry.archived_token_bytes = 0.0
         self._changed.add(entry)
 
     def write_now(self, entry: Entry, until_s: float = math.inf) -> None:
@@ -244,11 +244,11 @@ class Spills:
             # What was begun may have been about fewer tokens.
             self._mover.discard(entry)
         self._mover.add(entry)
-        self._mover.finish(entry, until_s)
+        self._mover.run_entry(entry, until_s)
 
-    def write(self, entry: Entry) -> Job:
+    def archive(self, entry: Entry) -> Job:
         """As it is now, as part of another job. Nothing to do where the disk has it in as many bits."""
-        if entry.can_be_put_away and self._can_be_written(entry):
+        if entry.needs_archive and self._can_be_written(entry):
             try:
                 yield from self._spill(entry, puts_away=True)
             except Exception as error:  # noqa: BLE001
@@ -257,24 +257,24 @@ class Spills:
 
     def _failed(self, entry: Entry, error: Exception) -> None:
         """It is not tried again before it changes."""
-        self._failures.note("spills", error)
-        self.refusals.add(entry, None)
+        self._failures.record_failure("spills", error)
+        self.refusals.record_refusal(entry, None)
 
     def _job(self, entry: Entry) -> Job | None:
-        return None if entry.is_clean or not self._can_be_written(entry) else self._spill(entry)
+        return None if entry.is_archived or not self._can_be_written(entry) else self._spill(entry)
 
     def _can_be_written(self, entry: Entry) -> bool:
         """Unless a request still computes it, or what it hangs on, or its conversation has left it behind."""
-        if entry.is_running or not entry.nodes or self.leaves_out(entry.last_node):
+        if entry.is_running or not entry.nodes or self.is_left_out(entry.last_node):
             return False
         return _still_computed(entry) is None
 
     def _spill(self, entry: Entry, *, puts_away: bool = False) -> Job:
         leaf = entry.last_node
         end = leaf.end
-        self.holds(entry)
+        self.is_on_disk(entry)
         self._residency.begin_recording(entry)
-        steps = self._cold.spill(
+        steps = self._cold.write_chain(
             leaf,
             puts_away=puts_away,
             unused_s=self._leaves.unused_s,
@@ -291,22 +291,22 @@ class Spills:
             if leaf not in leaf.payload.nodes or leaf.end != end:
                 return  # it was evicted meanwhile, or cut short
 
-    def _note(self, entry: Entry, spilled: Spilled, end: int) -> None:
+    def _note(self, entry: Entry, spilled: WrittenChain, end: int) -> None:
         """What became of the tokens of an entry up to here."""
         # Unless more was joined to it meanwhile, or a block that it has has left the disk again.
         is_complete = entry.span.end == end and self._residency.is_complete(entry)
-        self._shelf.set_clean(entry, is_clean=spilled.is_whole and is_complete)
-        entry.clean_token_bytes = spilled.token_bytes if entry.is_clean else 0.0
-        if entry.is_clean:
+        self._shelf.set_archived(entry, is_clean=spilled.is_whole and is_complete)
+        entry.archived_token_bytes = spilled.token_bytes if entry.is_archived else 0.0
+        if entry.is_archived:
             self.refusals.remove(entry)
         if not spilled.is_whole:
-            self.refusals.add(entry, spilled.refused, spilled.end)
-        elif not entry.is_clean:
+            self.refusals.record_refusal(entry, spilled.refused, spilled.end)
+        elif not entry.is_archived:
             self._changed.add(entry)
         self._counters["spilled_spans" if spilled.is_whole else "refused_spills"] += 1
 
 
-class NoSpills(Spills):
+class NoOffloader(Offloader):
     """Without a tier nothing goes there."""
 
     def add(self, entry: Entry) -> None:
@@ -357,7 +357,7 @@ FOR_ROOM = frozenset({RemovalCause.EVICTED, RemovalCause.NO_ROOM, RemovalCause.U
 
 
 @dataclass(frozen=True)
-class Untaken:
+class RefusedWrite:
     """An entry that the disk did not take, and will not as long as neither of them changes."""
 
     end: int
@@ -368,23 +368,23 @@ class Untaken:
     cause: RemovalCause | None = field(default=None, compare=False)  # for which it left the disk; None: it was refused
 
 
-class Refusals:
+class RefusedWrites:
     """`used_s` tells when a request last went on from an entry."""
 
     def __init__(self, tier: Tier, used_s: Callable[[Entry], float]) -> None:
         self._tier = tier
         self._used_s = used_s
-        self._untaken: WeakKeyDictionary[Entry, Untaken] = WeakKeyDictionary()
+        self._untaken: WeakKeyDictionary[Entry, RefusedWrite] = WeakKeyDictionary()
         # Those that the disk may take later, in order.
         self._blocked: dict[Refusal, WeakKeyDictionary[Entry, Refused]] = {
             reason: WeakKeyDictionary() for reason in (Refusal.QUEUE_FULL, Refusal.PAUSED, Refusal.WRITE_BUDGET)
         }
 
-    def of(self, entry: Entry) -> Untaken | None:
+    def of(self, entry: Entry) -> RefusedWrite | None:
         """None: it was not refused."""
         return self._untaken.get(entry)
 
-    def add(self, entry: Entry, refused: Refused | None, disk_end: int = 0) -> None:
+    def record_refusal(self, entry: Entry, refused: Refused | None, disk_end: int = 0) -> None:
         self._untaken[entry] = self._as_it_is(entry, refused, disk_end)
         if refused is not None and refused.reason in self._blocked:
             self._blocked[refused.reason][entry] = refused
@@ -443,23 +443,23 @@ class Refusals:
         for blocked in self._blocked.values():
             blocked.clear()
 
-    def _as_it_is(self, entry: Entry, refused: Refused | None, disk_end: int = 0) -> Untaken:
-        return Untaken(entry.span.end, entry.span.kv_bytes, self._used_s(entry), refused, disk_end)
+    def _as_it_is(self, entry: Entry, refused: Refused | None, disk_end: int = 0) -> RefusedWrite:
+        return RefusedWrite(entry.span.end, entry.span.kv_bytes, self._used_s(entry), refused, disk_end)
 
 
-Reason = Literal["too_large", "no_room", "least_worth"] | UnwrittenReason
+DropReason = Literal["too_large", "no_room", "least_worth"] | UnwrittenReason
 
 
-class Losses:
-    def __init__(self, shelf: Shelf, counters: Counter[str]) -> None:
+class DropCounters:
+    def __init__(self, shelf: EntryTable, counters: Counter[str]) -> None:
         self._shelf = shelf
         self._counters = counters
         self._new: WeakSet[Entry] = WeakSet()
 
-    def stored(self, entry: Entry) -> None:
+    def record_stored(self, entry: Entry) -> None:
         self._new.add(entry)
 
-    def evicted(self, entry: Entry, lost_tokens: int, reason: Reason | None, *, num_tokens: int) -> None:
+    def record_eviction(self, entry: Entry, lost_tokens: int, reason: DropReason | None, *, num_tokens: int) -> None:
         """So many of its tokens are about to go, and `lost_tokens` of these are not on the disk. `reason`: why not;
         None: there is no disk that could have them."""
         self._counters["evicted_tokens"] += num_tokens
@@ -472,11 +472,11 @@ class Losses:
         if is_new:
             self._counters[f"refused_{reason}"] += 1
 
-    def all_fit(self) -> None:
+    def clear_new(self) -> None:
         """There is room for all that is left."""
         self._new.clear()
 
-    def _reason(self, entry: Entry) -> Reason:
+    def _reason(self, entry: Entry) -> DropReason:
         if entry.nbytes > self._shelf.max_bytes:
             return "too_large"
-        return "least_worth" if self._shelf.free_bytes > entry.nbytes else "no_room"
+        return "least_worth" if self._shelf.evictable_bytes > entry.nbytes else "no_room"

@@ -12,12 +12,12 @@ import numpy as np
 
 from kvstrata.errors import Forbidden
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.entry_table import Shelf
+from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.eviction_order import LeafQueue
 from kvstrata.prefix_cache.keys import TokenIds, Tokens, as_ids, owner_of
-from kvstrata.prefix_cache.matching import Search
+from kvstrata.prefix_cache.matching import PrefixMatcher
 from kvstrata.prefix_cache.radix_tree import Node
-from kvstrata.prefix_cache.tier_client import Cold
+from kvstrata.prefix_cache.tier_client import TierClient
 
 MIB = 1 << 20
 
@@ -60,7 +60,12 @@ class Term:
 
 class Pins:
     def __init__(
-        self, shelf: Shelf, search: Search, cold: Cold, counters: Counter[str], clock: Callable[[], float]
+        self,
+        shelf: EntryTable,
+        search: PrefixMatcher,
+        cold: TierClient,
+        counters: Counter[str],
+        clock: Callable[[], float],
     ) -> None:
         self._shelf = shelf
         self._search = search
@@ -148,7 +153,7 @@ class Pins:
         while (name := self._expiring.oldest()) is not None and self._by_name[name].expires_s <= now_s:
             over.append(self._by_name[name])
             self._forget(over[-1])
-        self._cold.unpin(over)
+        self._cold.unpin_chains(over)
 
     def seconds_to_expiry(self) -> float:
         """Until a term is over; infinite where there is none."""
@@ -208,12 +213,12 @@ class Pins:
         self._register(pin)
         for each in ending:
             self._forget(each)
-        self._cold.pin(pin, pin.root_key, pin.ids, instead_of=ending)
+        self._cold.pin_chain(pin, pin.root_key, pin.ids, instead_of=ending)
 
     def _end(self, pins: Sequence[Pin]) -> None:
         for pin in pins:
             self._forget(pin)
-        self._cold.unpin(pins)
+        self._cold.unpin_chains(pins)
 
     def _register(self, pin: Pin) -> None:
         self._by_root.setdefault(pin.root_key, {})[pin] = None
@@ -246,8 +251,8 @@ class Pins:
 class _PinnedBytes:
     """What pinned entries take, by owner, as a running sum: asking costs what has changed since the last time."""
 
-    def __init__(self, shelf: Shelf) -> None:
-        self._changed = shelf.journal.reader(self._forget)
+    def __init__(self, shelf: EntryTable) -> None:
+        self._changed = shelf.dirty_sets.new_dirty_set(self._forget)
         self._shares: dict[Entry, int] = {}
         self._by_owner: Counter[str] = Counter()
 
@@ -260,7 +265,7 @@ class _PinnedBytes:
         return self._by_owner.total()
 
     def _look(self) -> None:
-        for entry in self._changed.take():
+        for entry in self._changed.drain():
             self._forget(entry)
             if entry.is_pinned:
                 self._shares[entry] = _nbytes(entry)

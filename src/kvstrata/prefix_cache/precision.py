@@ -12,11 +12,11 @@ from kvstrata.codecs.raw import RawCodec
 from kvstrata.layers.kinds import LayerSpec, Layout
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import Pair
-from kvstrata.prefix_cache.config import LadderOptions, PrecisionOptions
+from kvstrata.prefix_cache.config import LadderConfig, PrecisionConfig
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.entry_table import Leaves, Shelf
+from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.jobs import Job
-from kvstrata.prefix_cache.ladder import HIGH, LOW, Bits, Ladder, Move, Standing
+from kvstrata.prefix_cache.ladder import HIGH, LOW, Bits, Ladder, LadderMove, SpanPrecision
 from kvstrata.spans.convert import becomes
 from kvstrata.spans.gather import gather_some, has_to_gather
 from kvstrata.spans.live import has_to_seal, sealable_tokens, sealing, written_end
@@ -24,8 +24,8 @@ from kvstrata.spans.plan import Plan, raw_plan
 from kvstrata.spans.rewrite import LayerRewrite, is_under, marks_are_under, rewriting_marks
 
 
-class Precision:
-    def __init__(self, layout: Layout, target: Plan, options: PrecisionOptions) -> None:
+class PrecisionPolicy:
+    def __init__(self, layout: Layout, target: Plan, options: PrecisionConfig) -> None:
         self.layout = layout
         self._raw = raw_plan(layout)
         self.target = target  # of new spans
@@ -33,18 +33,18 @@ class Precision:
         self.window = RawWindow(options.first_raw_tokens, options.recent_raw_tokens)  # of running sequences
         self._sizes: dict[Pair, float] = {}  # bytes of a token
 
-    def plan_for(self, entry: Entry) -> Plan | None:
+    def pending_plan(self, entry: Entry) -> Plan | None:
         """What it should be stored as now; None: as it is."""
         if entry.is_stuck:
             return None
-        span, wanted = entry.span, self.wanted(entry)
+        span, wanted = entry.span, self.target_plan(entry)
         if entry.is_running:
             return wanted if self._has_to_seal(entry, wanted) else None
-        done = all(is_under(span, i, wanted.pairs[i], upward=entry.goes_up) for i in span.layers)
+        done = all(is_under(span, i, wanted.pairs[i], upward=entry.is_upward) for i in span.layers)
         done = done and marks_are_under(span, wanted)
         return None if done and not (self.options.gathers and has_to_gather(span, self.options.apart)) else wanted
 
-    def wanted(self, entry: Entry) -> Plan:
+    def target_plan(self, entry: Entry) -> Plan:
         """What it should be stored as, or lower; of a running one what is to be encoded."""
         if entry.target is not None:
             return entry.target
@@ -60,7 +60,7 @@ class Precision:
 
     def expected(self, entry: Entry) -> dict[int, list[Pair]]:
         """The codecs that each layer is under when the work on it is done."""
-        wanted, specs = self.wanted(entry).pairs, self.layout.flat()
+        wanted, specs = self.target_plan(entry).pairs, self.layout.flat()
         return {i: [_lower(pair, wanted[i], specs[i]) for pair in entry.span.pairs(i)] for i in entry.span.layers}
 
     def lowers(self, entry: Entry, plan: Plan) -> bool:
@@ -76,7 +76,7 @@ class Precision:
         """What work on it is about to free. Of a running sequence nothing: that is its own."""
         if entry.is_running:
             return 0
-        wanted_bytes = self._token_bytes(self.wanted(entry)) * entry.span.num_tokens
+        wanted_bytes = self._token_bytes(self.target_plan(entry)) * entry.span.num_tokens
         return max(0, int(entry.nbytes - entry.span.mark_bytes - wanted_bytes))
 
     def target_token_bytes(self) -> float:
@@ -100,8 +100,8 @@ class Precision:
 
     def _seal(self, entry: Entry, plan: Plan) -> Job:
         # All layers up to the same token, whatever comes while the job waits for its next turn.
-        span, up_to = entry.span, written_end(entry.span) if entry.asked_at is None else entry.asked_at
-        entry.asked_at = None
+        span, up_to = entry.span, written_end(entry.span) if entry.sealed_to is None else entry.sealed_to
+        entry.sealed_to = None
         for layer in span.layers:
             yield from sealing(span, layer, plan.pairs[layer], self.window, up_to=up_to)
             yield
@@ -109,7 +109,7 @@ class Precision:
     def _rewrite(self, entry: Entry, plan: Plan) -> Job:
         for layer in entry.span.layers:
             rewriting = LayerRewrite(layer, plan.pairs[layer])
-            while rewriting.advance(entry.span, upward=entry.goes_up):
+            while rewriting.advance(entry.span, upward=entry.is_upward):
                 yield
             yield
         yield from rewriting_marks(entry.span, plan)
@@ -133,14 +133,14 @@ class StepDown:
     plan: Plan
 
 
-class Pressure:
+class StepDownPolicy:
     def __init__(
         self,
-        shelf: Shelf,
-        leaves: Leaves,
-        precision: Precision,
+        shelf: EntryTable,
+        leaves: EvictionCandidates,
+        precision: PrecisionPolicy,
         plan_of: PlanOf,
-        options: LadderOptions,
+        options: LadderConfig,
     ) -> None:
         self._shelf = shelf
         self._leaves = leaves
@@ -150,7 +150,7 @@ class Pressure:
         self._by_length = [(tokens, plan_of(codec, codec)) for tokens, codec in options.by_length]
         self._sizes: dict[Bits, float] = {}  # bytes of a token
         self._ladder: Ladder[Entry] = Ladder(options.floors, self._token_bytes)
-        self._changed = shelf.journal.reader(self._ladder.discard)
+        self._changed = shelf.dirty_sets.new_dirty_set(self._ladder.discard_span)
         self._in_vain_bytes = 0  # with so much in use there was nothing left to step down
 
     def choose_early(self, used_bytes: int, limit_bytes: int) -> list[StepDown]:
@@ -173,11 +173,11 @@ class Pressure:
 
     def _look(self) -> None:
         """Where the entries stand that have changed."""
-        for entry in self._changed.take():
+        for entry in self._changed.drain():
             if entry.span.layers:
-                self._ladder.put(entry, self._standing(entry))
+                self._ladder.put_span(entry, self._standing(entry))
             else:
-                self._ladder.discard(entry)
+                self._ladder.discard_span(entry)
 
     def for_length(self, entries: Iterable[Entry], num_tokens: int) -> list[StepDown]:
         """Choose among the entries of a sequence that has so many tokens now."""
@@ -187,7 +187,7 @@ class Pressure:
         # A longer one that shares it may have taken it further down.
         return [StepDown(entry, plans[-1]) for entry in entries if self._precision.lowers(entry, plans[-1])]
 
-    def _standing(self, entry: Entry) -> Standing:
+    def _standing(self, entry: Entry) -> SpanPrecision:
         specs = self._precision.layout.flat()
         layers = [(8 * specs[i].dtype.size, pairs) for i, pairs in self._precision.expected(entry).items()]
         # Layers at the edges keep more bits: the others tell how far it has stepped down.
@@ -196,11 +196,11 @@ class Pressure:
             v=min(max(_bits(v, raw_bits) for _, v in pairs) for raw_bits, pairs in layers),
         )
         if entry.is_running:
-            return Standing(bits, sealable_tokens(entry.span, self._precision.window), math.inf)
-        return Standing(bits, entry.span.num_tokens, self._leaves.used_s(entry))
+            return SpanPrecision(bits, sealable_tokens(entry.span, self._precision.window), math.inf)
+        return SpanPrecision(bits, entry.span.num_tokens, self._leaves.last_use_s(entry))
 
-    def _plan_after(self, move: Move[Entry]) -> Plan:
-        wanted = self._precision.wanted(move.id)
+    def _plan_after(self, move: LadderMove[Entry]) -> Plan:
+        wanted = self._precision.target_plan(move.id)
         k = wanted.k if move.after.k == move.before.k else _codec(move.after.k)
         v = wanted.v if move.after.v == move.before.v else _codec(move.after.v)
         return self._plan_of(k, v)

@@ -12,15 +12,15 @@ import numpy as np
 
 from kvstrata.attention.parts import CutPart, Part, SealedPart
 from kvstrata.prefix_cache.entries import STEPPED_DOWN, Entry
-from kvstrata.prefix_cache.entry_table import Shelf
+from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.insertion import Desk
-from kvstrata.prefix_cache.jobs import Failures
+from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.prefix_cache.keys import Tokens, as_ids
-from kvstrata.prefix_cache.matching import Search
-from kvstrata.prefix_cache.reclaim import Room
-from kvstrata.prefix_cache.sharing import Shared
-from kvstrata.prefix_cache.tier_client import BlockLoad, Cold, ids_to
-from kvstrata.prefix_cache.worth import Kind
+from kvstrata.prefix_cache.matching import PrefixMatcher
+from kvstrata.prefix_cache.reclaim import Reclaimer
+from kvstrata.prefix_cache.sharing import SharedTierClient
+from kvstrata.prefix_cache.tier_client import BlockLoad, TierClient, ids_to
+from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.spans.blocks import span_of
 from kvstrata.spans.convert import bits_of
 from kvstrata.spans.plan import Plan
@@ -38,25 +38,25 @@ LEAST_WAIT_S = 0.02
 
 
 @dataclass(frozen=True)
-class Offer:
+class TierOffer:
     """What one tier has of a prompt."""
 
-    cold: Cold
+    cold: TierClient
     match: TierMatch
 
 
 @dataclass(frozen=True)
-class Question:
-    cold: Cold
+class TierQuestion:
+    cold: TierClient
     lookup: Lookup[TierMatch]
     until_s: float | None = None  # then it is not waited for any more; None: the caller decides
 
 
 @dataclass(frozen=True)
-class Asked:
+class TierOffers:
     """What the tiers were asked about one prompt, the nearest first."""
 
-    questions: tuple[Question, ...]
+    questions: tuple[TierQuestion, ...]
     asked_s: float
 
     @property
@@ -68,8 +68,8 @@ class Asked:
         )
 
     @property
-    def offers(self) -> tuple[Offer, ...]:
-        return tuple(Offer(each.cold, each.lookup.answer) for each in self.questions if each.lookup.is_done)
+    def offers(self) -> tuple[TierOffer, ...]:
+        return tuple(TierOffer(each.cold, each.lookup.answer) for each in self.questions if each.lookup.is_done)
 
     def ends_s(self, patience_s: float) -> float:
         """When it should be looked at again, unless an answer comes; no tier is waited for longer than this."""
@@ -87,11 +87,17 @@ class Asked:
             each.lookup.withdraw()
 
 
-class Fetches:
+class Prefetcher:
     """`shared`: a tier that is asked over a network; None: there is none."""
 
     def __init__(
-        self, cold: Cold, shared: Shared | None, search: Search, desk: Desk, room: Room, failures: Failures
+        self,
+        cold: TierClient,
+        shared: SharedTierClient | None,
+        search: PrefixMatcher,
+        desk: Desk,
+        room: Reclaimer,
+        failures: FailureLog,
     ) -> None:
         self._cold = cold
         self._shared = shared
@@ -105,20 +111,22 @@ class Fetches:
     def _counters(self) -> Counter[str]:
         return self._failures.counters
 
-    def look(self, tokens: Tokens, salt: str, *, prefill_tokens_s: float = 0.0) -> Asked | None:
+    def ask(self, tokens: Tokens, salt: str, *, prefill_tokens_s: float = 0.0) -> TierOffers | None:
         """Ask what the tiers have of these. None: nothing, or memory has all of it."""
         ids, root = as_ids(tokens), self._search.root_of(salt)
         now_s = time.monotonic()
-        questions = list[Question]()
+        questions = list[TierQuestion]()
         with self._failures.counting("lookups"):
-            questions.append(Question(self._cold, self._cold.look(root, ids)))
+            questions.append(TierQuestion(self._cold, self._cold.find_chain(root, ids)))
         missing_tokens = len(ids) - self._search.find(ids, salt).num_tokens
         with self._failures.counting("lookups"):
             wait_s = self._wait_s(missing_tokens, len(ids), prefill_tokens_s)
             if self._shared is not None and wait_s:
-                questions.append(Question(self._shared.cold, self._shared.cold.look(root, ids), now_s + wait_s))
+                questions.append(
+                    TierQuestion(self._shared.client, self._shared.client.find_chain(root, ids), now_s + wait_s)
+                )
         open_ones = tuple(each for each in questions if not each.lookup.is_done or each.lookup.answer.num_tokens)
-        return Asked(open_ones, now_s) if open_ones and missing_tokens else None
+        return TierOffers(open_ones, now_s) if open_ones and missing_tokens else None
 
     def _wait_s(self, missing_tokens: int, num_tokens: int, prefill_tokens_s: float) -> float:
         """For the shared tier, at most; 0: it is not worth asking."""
@@ -129,10 +137,12 @@ class Fetches:
         tier = self._shared.tier
         return 0.0 if tier.is_paused or tier.expected_latency_s > min(wait_s, compute_s) else wait_s
 
-    def load(self, offer: Offer, tokens: Tokens, salt: str, *, prefill_tokens_s: float = 0.0) -> BlockLoad | None:
+    def begin_load(
+        self, offer: TierOffer, tokens: Tokens, salt: str, *, prefill_tokens_s: float = 0.0
+    ) -> BlockLoad | None:
         """Begin to load what a tier has more than memory, if it is expected to come faster than at so many tokens in
         a second; 0: that is not known. None: it has no more, or it would not."""
-        match, loads = offer.match, offer.cold.loads
+        match, loads = offer.match, offer.cold.loader
         ids, root = as_ids(tokens), self._search.root_of(salt)
         found = self._search.find(ids, salt)
         rest = match.after(found.num_tokens)
@@ -149,13 +159,13 @@ class Fetches:
         load.lease = self._desk.leases.hold(found.entries)
         return load
 
-    def load_next(
-        self, offers: Sequence[Offer], tokens: Tokens, salt: str, *, prefill_tokens_s: float = 0.0
-    ) -> tuple[BlockLoad | None, tuple[Offer, ...]]:
+    def begin_next_load(
+        self, offers: Sequence[TierOffer], tokens: Tokens, salt: str, *, prefill_tokens_s: float = 0.0
+    ) -> tuple[BlockLoad | None, tuple[TierOffer, ...]]:
         """The first load that pays, and the offers after it."""
         for at, offer in enumerate(offers, 1):
             with self._failures.counting("loads"):
-                load = self.load(offer, tokens, salt, prefill_tokens_s=prefill_tokens_s)
+                load = self.begin_load(offer, tokens, salt, prefill_tokens_s=prefill_tokens_s)
                 if load is not None:
                     return load, tuple(offers[at:])
         return None, ()
@@ -164,9 +174,9 @@ class Fetches:
         """A load has ended: what came is in memory from now on, and nothing is kept for it."""
         if not self._desk.marks.are_needed or (load.mark is not None and load.is_whole):
             self._promote(load)
-        self.forget(load)
+        self.abandon(load)
 
-    def forget(self, load: BlockLoad) -> None:
+    def abandon(self, load: BlockLoad) -> None:
         """It is of no use any more: what was taken of it stays while there is room."""
         _give_up(load)
         self._residency.forget(load)
@@ -194,26 +204,26 @@ class Fetches:
         self._room.shrink_to(limit_bytes - span.nbytes, 0.0, most_bytes=limit_bytes - span.nbytes)
         # A node may claim no token that its span has not.
         hangs = shelf.tree.match(load.root, load.ids[: batch.start]).num_tokens == batch.start
-        if not hangs or shelf.held_bytes + span.nbytes > limit_bytes:
+        if not hangs or shelf.nbytes + span.nbytes > limit_bytes:
             load.lacked_room = True
             _give_up(load)
             self._counters["refused_promotions"] += 1
             return
         # What came from the disk is there, unless it has left since.
-        comes_from_disk = load.source is self._cold.loads
+        comes_from_disk = load.source is self._cold.loader
         is_clean = comes_from_disk and all(self._residency.has_block(load, link.key) for link in batch.links)
-        entry = Entry(span, load.root, load.salt, Kind.CONTINUED, is_running=False, is_clean=is_clean)
-        entry.clean_token_bytes = span.kv_bytes / span.num_tokens if is_clean else 0.0
+        entry = Entry(span, load.root, load.salt, ReuseClass.CONTINUED, is_running=False, is_archived=is_clean)
+        entry.archived_token_bytes = span.kv_bytes / span.num_tokens if is_clean else 0.0
         entry.shared_end = 0 if comes_from_disk else batch.end
-        shelf.add(entry)
+        shelf.add_entry(entry)
         if is_clean:
             for link in batch.links:
                 self._residency.record_block(entry, link.key)
-        path = shelf.insert(entry, load.ids[: batch.end])
+        path = shelf.insert_entry(entry, load.ids[: batch.end])
         if load.mark is not None and load.mark.position == batch.end:
-            self._desk.marks.add(path, load.mark)
+            self._desk.marks.add_checkpoint(path, load.mark)
         self._counters["promoted_tokens"] += batch.end - batch.start
-        self._desk.intake.take_in(entry)
+        self._desk.intake.finish_span(entry)
         if load.lease is not None:
             # Another request may have filed these tokens meanwhile: what the next batch hangs on must stay.
             self._desk.leases.extend(load.lease, (node.payload for node in path))
@@ -231,11 +241,11 @@ class Restorer:
 
     def __init__(
         self,
-        cold: Cold,
-        shelf: Shelf,
-        room: Room,
+        cold: TierClient,
+        shelf: EntryTable,
+        room: Reclaimer,
         counters: Counter[str],
-        failures: Failures,
+        failures: FailureLog,
         review: Callable[[Entry], None],
     ) -> None:
         self._cold = cold
@@ -261,34 +271,34 @@ class Restorer:
     def restored_bytes(self, entry: Entry, plan: Plan) -> int:
         """What it would take under a plan when it has come back; 0 where the disk was given nothing better."""
         span = entry.span
-        on_disk = entry.clean_token_bytes * span.num_tokens
+        on_disk = entry.archived_token_bytes * span.num_tokens
         if span.is_live or not on_disk or span.kv_bytes >= STEPPED_DOWN * on_disk:
             return 0
         restored = int(min(on_disk, plan.token_bytes(span.layout) * span.num_tokens))
         return restored if restored * STEPPED_DOWN > span.kv_bytes else 0
 
-    def add(self, entry: Entry) -> None:
+    def add_entry(self, entry: Entry) -> None:
         """Bring it back if the disk has all of it. That it has it in more bits is seen when it comes."""
         self._waiting[entry] = None
-        self._shelf.journal.note(entry)
+        self._shelf.dirty_sets.mark_dirty(entry)
         self._begin()
 
-    def discard(self, entry: Entry) -> None:
+    def discard_entry(self, entry: Entry) -> None:
         """It stays as far as it has come."""
         if entry not in self._waiting:
             return
         if entry is next(iter(self._waiting)):
             self._let_go()
         self._waiting.pop(entry)
-        self._shelf.journal.note(entry)
+        self._shelf.dirty_sets.mark_dirty(entry)
         self._begin()
 
     def clear(self) -> None:
         self._let_go()
-        self._shelf.journal.note_all(self._waiting)
+        self._shelf.dirty_sets.mark_all_dirty(self._waiting)
         self._waiting.clear()
 
-    def work(self) -> None:
+    def run(self) -> None:
         """Between two steps, on the thread that owns MLX: the disk has said what it has of the first."""
         if self._lookup is None or not self._lookup.is_done:
             return
@@ -306,7 +316,7 @@ class Restorer:
             on_batch=lambda load: self._take(entry, load),
             on_done=lambda load: self._take_last(entry, load),
         )
-        self._cold.loads.begin(self._load)
+        self._cold.loader.begin(self._load)
 
     def _begin(self) -> None:
         """The next one, unless one is on its way."""
@@ -316,7 +326,7 @@ class Restorer:
                 self._lookup = self._cold.blocks_to(entry.last_node, with_mark=False)
             else:
                 del self._waiting[entry]
-                self._shelf.journal.note(entry)
+                self._shelf.dirty_sets.mark_dirty(entry)
 
     def _can_take(self, entry: Entry) -> bool:
         return entry in self._shelf.entries and bool(entry.nodes) and not entry.span.is_live
@@ -326,13 +336,13 @@ class Restorer:
         if self._lookup is not None:
             self._lookup.withdraw()
         if self._load is not None:
-            self._cold.loads.give_up(self._load)
+            self._cold.loader.give_up(self._load)
         self._lookup = self._load = None
 
     def _end(self, entry: Entry) -> None:
         self._let_go()
         self._waiting.pop(entry, None)
-        self._shelf.journal.note(entry)
+        self._shelf.dirty_sets.mark_dirty(entry)
         self._begin()
 
     def _take_last(self, entry: Entry, load: BlockLoad) -> None:
@@ -357,7 +367,7 @@ class Restorer:
             self._swap(entry, load)
         except Exception as error:  # noqa: BLE001
             # It stays as far as it has come.
-            self._failures.note("restores", error)
+            self._failures.record_failure("restores", error)
             self._finish(entry)
 
     def _swap(self, entry: Entry, load: BlockLoad) -> None:

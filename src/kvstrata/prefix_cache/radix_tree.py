@@ -135,7 +135,7 @@ class Divergence:
     is_root_known: bool  # False: nothing is stored under this identity and salt at all
 
 
-class Tree(Generic[P]):
+class RadixTree(Generic[P]):
     def __init__(self) -> None:
         self._roots: dict[bytes, dict[int, Node[P]]] = {}
         self._num_nodes = 0

@@ -11,12 +11,12 @@ from typing import Literal
 from kvstrata.codecs.base import Codec
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.entry_table import Leaves, Shelf
+from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.jobs import run_to_end
 from kvstrata.prefix_cache.keys import owner_of
 from kvstrata.prefix_cache.prefetch import Restorer
-from kvstrata.prefix_cache.reclaim import Room
-from kvstrata.prefix_cache.transcode import Rewriting
+from kvstrata.prefix_cache.reclaim import Reclaimer
+from kvstrata.prefix_cache.transcode import Transcoder
 from kvstrata.prefix_cache.usage import TierUsage, recurrent_bytes
 from kvstrata.spans.estimate import Estimate, estimate, score_error
 from kvstrata.spans.live import written_end
@@ -36,7 +36,7 @@ Scope = Literal["all", "live", "stored", "disk"]
 
 
 @dataclass(frozen=True)
-class Change:
+class PrecisionChange:
     """What to do. None leaves K or V as it is."""
 
     k: Codec | None = None
@@ -76,7 +76,7 @@ class TierChange:
 
 
 @dataclass(frozen=True)
-class Changed:
+class ChangeResult:
     k: str  # the target from now on
     v: str
     dry_run: bool
@@ -102,7 +102,7 @@ class Changed:
 class Assessment:
     """What a change comes to, and for which entries."""
 
-    changed: Changed
+    changed: ChangeResult
     entries: tuple[Entry, ...]
     without_room: frozenset[Entry]  # of those: they would take more bytes than there are
 
@@ -128,7 +128,7 @@ def total_of(progress: Sequence[Progress]) -> Progress:
     )
 
 
-class Requantizing:
+class RunningChange:
     """A change at work: which entries it is about, and how far it has got. Sums are kept up to date by looking at the
     entries that have changed: asking how far it is costs the same with ten entries and with thousands."""
 
@@ -189,7 +189,7 @@ class Requantizing:
         self._total_freed -= self._freed.pop(entry)
         return self._before_bytes.pop(entry)
 
-    def look(self) -> None:
+    def check_end(self) -> None:
         """Notice that it has ended."""
         if self._ended_s is None and not self._unfinished:
             self._ended_s = time.perf_counter()
@@ -206,7 +206,7 @@ def held_bytes(entry: Entry) -> int:
     return entry.span.nbytes if entry.is_running else entry.nbytes
 
 
-def in_scope(entry: Entry, change: Change, sequence_entries: Collection[Entry] | None) -> bool:
+def in_scope(entry: Entry, change: PrecisionChange, sequence_entries: Collection[Entry] | None) -> bool:
     is_used = entry.is_running or entry.num_leases > 0
     by_scope = {"all": True, "live": is_used, "stored": not is_used, "disk": False}[change.scope]
     by_salt = change.salt is None or entry.salt == change.salt
@@ -237,7 +237,9 @@ class Assessor:
         self._disk = disk
         self._puts_away = puts_away
 
-    def assess(self, entries: Collection[Entry], plan: Plan, change: Change) -> Generator[None, None, Assessment]:
+    def assess(
+        self, entries: Collection[Entry], plan: Plan, change: PrecisionChange
+    ) -> Generator[None, None, Assessment]:
         """Looks at one entry in each step; all entries are those that the caller knew at the first."""
         began_s, estimates = time.perf_counter(), dict[Entry, Estimate]()
         for entry in entries:
@@ -255,7 +257,7 @@ class Assessor:
         )
         disk = self._on_disk(estimates)
         expected_error = yield from _expected_error(concerned, plan, change.force)
-        changed = Changed(
+        changed = ChangeResult(
             k=plan.k.name,
             v=plan.v.name,
             dry_run=change.dry_run,
@@ -290,11 +292,11 @@ class Assessor:
         put_away = [
             found.bytes_before
             for entry, found in estimates.items()
-            if self._puts_away and found.bytes_after < found.bytes_before and entry.can_be_put_away
+            if self._puts_away and found.bytes_after < found.bytes_before and entry.needs_archive
         ]
         return TierChange(len(put_away), self._disk.nbytes, self._disk.nbytes + sum(put_away))
 
-    def _left_on_disk(self, change: Change) -> tuple[LeftAlone, ...]:
+    def _left_on_disk(self, change: PrecisionChange) -> tuple[LeftAlone, ...]:
         """Blocks say for themselves how they are encoded: they stay as they are, and usable."""
         if self._disk is None or not self._disk.spans or change.scope not in ("all", "disk"):
             return ()
@@ -329,42 +331,44 @@ def _expected_error(entries: Collection[Entry], plan: Plan, upward: bool) -> Gen
 RESTORE_SHARE = 0.9
 
 
-class Changes:
+class Requantizer:
     """What goes up takes the room that there is: nothing has to go for it. `disk_usage` tells what an owner, or all,
     have on the disk; None where there is none."""
 
     def __init__(
         self,
-        shelf: Shelf,
-        leaves: Leaves,
-        rewriting: Rewriting,
+        shelf: EntryTable,
+        leaves: EvictionCandidates,
+        rewriting: Transcoder,
         restorer: Restorer,
-        room: Room,
+        room: Reclaimer,
         disk_usage: Callable[[str | None], TierUsage | None],
     ) -> None:
         self._shelf = shelf
         self._leaves = leaves
         self._rewriting = rewriting
         self._precision = rewriting.precision
-        self._mover = rewriting.mover
+        self._mover = rewriting.jobs
         self._restorer = restorer
         self._room = room
         self._disk_usage = disk_usage
-        self._changed = shelf.journal.reader(self._remove)
-        self._asked: list[Requantizing] = []  # in order, since the last time that none was under way
+        self._changed = shelf.dirty_sets.new_dirty_set(self._remove)
+        self._asked: list[RunningChange] = []  # in order, since the last time that none was under way
 
     @property
     def target(self) -> Plan:
         """What new spans are stored as."""
         return self._precision.target
 
-    def requantize(self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None) -> Changed:
+    def requantize(
+        self, change: PrecisionChange, plan: Plan, sequence_entries: Collection[Entry] | None = None
+    ) -> ChangeResult:
         """Change what is cached, and what new spans are stored as. The work is done bit by bit, by the chores."""
         return run_to_end(self.requantizing(change, plan, sequence_entries))
 
     def requantizing(
-        self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None = None
-    ) -> Generator[None, None, Changed]:
+        self, change: PrecisionChange, plan: Plan, sequence_entries: Collection[Entry] | None = None
+    ) -> Generator[None, None, ChangeResult]:
         """Likewise; what it comes to is looked at in small steps, and the change begins with the last of them."""
         asked_at_s = time.perf_counter()
         assessed = yield from self._assess(change, plan, sequence_entries)
@@ -374,21 +378,21 @@ class Changes:
         return assessed.changed
 
     def _assess(
-        self, change: Change, plan: Plan, sequence_entries: Collection[Entry] | None
+        self, change: PrecisionChange, plan: Plan, sequence_entries: Collection[Entry] | None
     ) -> Generator[None, None, Assessment]:
         """What it would free, and what it would leave alone."""
         assessor = Assessor(
             self._precision.window,
             self._restorer.restored_bytes,
             disk=self._disk_usage(change.owner),
-            puts_away=self._precision.options.put_away,
+            puts_away=self._precision.options.archives_planes,
             room_bytes=self._room.left_bytes,
         )
         # What was used last goes up first.
-        entries = sorted(self._concerned(change, sequence_entries), key=self._leaves.used_s, reverse=True)
+        entries = sorted(self._concerned(change, sequence_entries), key=self._leaves.last_use_s, reverse=True)
         return (yield from assessor.assess(entries, plan, change))
 
-    def _begin(self, change: Change, plan: Plan, assessed: Assessment, asked_at_s: float) -> None:
+    def _begin(self, change: PrecisionChange, plan: Plan, assessed: Assessment, asked_at_s: float) -> None:
         """Beside those that are under way, and in their place for the entries that they share."""
         entries = [entry for entry in assessed.entries if entry in self._shelf.entries]
         if not self.is_running:
@@ -397,30 +401,30 @@ class Changes:
         before_bytes = {entry: held_bytes(entry) for entry in entries}
         for earlier in self._asked:
             before_bytes |= earlier.leave(entries)
-        self._asked.append(Requantizing(before_bytes, plan, before, self._is_pending, asked_at_s, change.owner))
+        self._asked.append(RunningChange(before_bytes, plan, before, self._is_pending, asked_at_s, change.owner))
         if change.is_general:
             self._precision.target = plan
         for entry in entries:
             self._give_target(entry, plan, change, has_room=entry not in assessed.without_room)
-        self.look()
+        self.update_progress()
 
     def _target_before(self) -> Plan:
         """What new spans were stored as before the changes that are under way."""
         running = [change for change in self._asked if change.is_running]
         return next((change.before for change in running if change.before is not None), self._precision.target)
 
-    def _give_target(self, entry: Entry, plan: Plan, change: Change, *, has_room: bool) -> None:
-        entry.target, entry.goes_up = plan, change.force and has_room
-        entry.asked_at = written_end(entry.span) if entry.is_running else None
+    def _give_target(self, entry: Entry, plan: Plan, change: PrecisionChange, *, has_room: bool) -> None:
+        entry.target, entry.is_upward = plan, change.force and has_room
+        entry.sealed_to = written_end(entry.span) if entry.is_running else None
         # What was begun for another target goes no further.
         self._mover.discard(entry)
-        self._restorer.discard(entry)
+        self._restorer.discard_entry(entry)
         if not change.force and has_room and _is_lower(entry, plan):
-            self._restorer.add(entry)
-        self._shelf.journal.note(entry)
+            self._restorer.add_entry(entry)
+        self._shelf.dirty_sets.mark_dirty(entry)
         self._rewriting.review(entry)
 
-    def _concerned(self, change: Change, sequence_entries: Collection[Entry] | None) -> list[Entry]:
+    def _concerned(self, change: PrecisionChange, sequence_entries: Collection[Entry] | None) -> list[Entry]:
         return [entry for entry in self._shelf.entries if in_scope(entry, change, sequence_entries)]
 
     def _is_pending(self, entry: Entry) -> bool:
@@ -428,19 +432,19 @@ class Changes:
 
     def progress(self, owner: str | None = None) -> Progress:
         """Of all changes since the last time that none was under way, or of those that an owner asked for."""
-        self.look()
+        self.update_progress()
         return total_of([change.progress() for change in self._asked_by(owner)])
 
-    def _asked_by(self, owner: str | None) -> list[Requantizing]:
+    def _asked_by(self, owner: str | None) -> list[RunningChange]:
         return [change for change in self._asked if owner is None or change.owner == owner]
 
-    def look(self) -> None:
+    def update_progress(self) -> None:
         """Notice how far changes have got, by the entries that have changed, and which have ended."""
-        for entry in self._changed.take():
+        for entry in self._changed.drain():
             for change in self._asked:
                 change.recount(entry)
         for change in self._asked:
-            change.look()
+            change.check_end()
 
     def _remove(self, entry: Entry) -> None:
         for change in self._asked:
@@ -448,7 +452,7 @@ class Changes:
 
     @property
     def is_running(self) -> bool:
-        self.look()
+        self.update_progress()
         return any(change.is_running for change in self._asked)
 
     def cancel(self, owner: str | None = None) -> Progress:
@@ -467,19 +471,19 @@ class Changes:
         self._has_new_target()
         return progress
 
-    def take_over(self, failed: Changes) -> None:
+    def take_over(self, failed: Requantizer) -> None:
         """New spans are stored as those of a store that has failed were."""
         self._precision.target = failed._precision.target
 
     def _has_new_target(self) -> None:
         """What entries without a target of their own are to be stored as may be another plan now."""
-        self._shelf.journal.note_all(self._shelf.entries)
+        self._shelf.dirty_sets.mark_all_dirty(self._shelf.entries)
 
     def _give_up(self, entry: Entry, plan: Plan) -> None:
-        self._restorer.discard(entry)
+        self._restorer.discard_entry(entry)
         if entry.target is plan:
             self._mover.discard(entry)
-            entry.target, entry.goes_up, entry.asked_at = None, False, None
+            entry.target, entry.is_upward, entry.sealed_to = None, False, None
             # One that waits to be trimmed still is.
             self._rewriting.review(entry)
 

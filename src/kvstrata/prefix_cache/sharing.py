@@ -7,10 +7,10 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.entry_table import Shelf
-from kvstrata.prefix_cache.jobs import Failures
+from kvstrata.prefix_cache.entry_table import EntryTable
+from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.prefix_cache.radix_tree import Node
-from kvstrata.prefix_cache.tier_client import Cold, holder_of, ids_to, make_block
+from kvstrata.prefix_cache.tier_client import TierClient, holder_of, ids_to, make_block
 from kvstrata.spans.blocks import Packed
 from kvstrata.spans.plan import Plan
 from kvstrata.spans.shared import FewerBits, pack_shared_mark, packing_shared
@@ -28,16 +28,16 @@ FLUSH_STEP_S = 0.01
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedTierClient:
     """A tier that others share, and the precision that blocks have there."""
 
-    cold: Cold
+    client: TierClient
     tier: SharedTier
     plan: Plan
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _PendingShare:
     leaf: Node[Entry]
     end: int
     ids: TokenIds
@@ -49,16 +49,16 @@ class _Asked:
         return self.leaf in self.leaf.payload.nodes and self.leaf.end >= self.end
 
 
-class Sharing:
-    def __init__(self, shared: Shared, shelf: Shelf, failures: Failures) -> None:
-        self._cold = shared.cold
+class Sharer:
+    def __init__(self, shared: SharedTierClient, shelf: EntryTable, failures: FailureLog) -> None:
+        self._cold = shared.client
         self._tier = shared.tier
         self._plan = shared.plan
         self._shelf = shelf
         self._failures = failures
         self._waiting: dict[Entry, None] = {}
         self._behind: dict[Entry, list[Entry]] = {}  # those that hang on one that is still being computed
-        self._asked: _Asked | None = None
+        self._asked: _PendingShare | None = None
         self._job: Generator[None, None, None] | None = None
         self._held_back: Block | None = None  # packed, and there was no room for it
 
@@ -73,7 +73,7 @@ class Sharing:
         """Nothing is to be done, and nothing is waited for."""
         return self._job is None and self._asked is None and not self._waiting
 
-    def add(self, entry: Entry) -> None:
+    def add_entry(self, entry: Entry) -> None:
         """It has come to what it should be stored as."""
         for each in (entry, *self._behind.pop(entry, ())):
             if each.nodes and each.span.end - each.span.end % BLOCK_TOKENS > each.shared_end:
@@ -81,7 +81,7 @@ class Sharing:
         while len(self._waiting) > MAX_WAITING:
             del self._waiting[next(iter(self._waiting))]
 
-    def work(self, slice_s: float) -> None:
+    def run(self, slice_s: float) -> None:
         """At least one step, then as many as the time allows."""
         until_s = time.monotonic() + slice_s
         while self.has_work:
@@ -94,7 +94,7 @@ class Sharing:
         until_s = time.monotonic() + timeout_s
         while not self.is_idle and time.monotonic() < until_s:
             if self.has_work:
-                self.work(FLUSH_STEP_S)
+                self.run(FLUSH_STEP_S)
             elif self._asked is not None and self._job is None:
                 self._asked.lookup.wait(FLUSH_STEP_S)
             else:
@@ -110,7 +110,7 @@ class Sharing:
         except StopIteration:
             self._job = self._asked = None
         except Exception as error:  # noqa: BLE001
-            self._failures.note("shares", error)
+            self._failures.record_failure("shares", error)
             self._job = self._asked = self._held_back = None
 
     def _begin(self) -> None:
@@ -132,9 +132,9 @@ class Sharing:
         marks = [at for node in leaf.path() for at in node.payload.span.marks if node.start < at <= node.end]
         aligned = tuple(sorted({at for at in marks if at % BLOCK_TOKENS == 0}))
         lookup = self._cold.ask(self._tier.blocks.wanted(leaf.root_key, ids, aligned), Wanted())
-        self._asked = _Asked(leaf, leaf.end, ids, lookup)
+        self._asked = _PendingShare(leaf, leaf.end, ids, lookup)
 
-    def _share(self, asked: _Asked, wanted: Wanted) -> Generator[None, None, None]:
+    def _share(self, asked: _PendingShare, wanted: Wanted) -> Generator[None, None, None]:
         if not wanted.is_known:
             return
         for link in wanted.links:
@@ -146,7 +146,7 @@ class Sharing:
         entry = asked.leaf.payload
         entry.shared_end = max(entry.shared_end, asked.end - asked.end % BLOCK_TOKENS)
 
-    def _give(self, asked: _Asked, root: bytes, link: Link) -> Generator[None, None, bool]:
+    def _give(self, asked: _PendingShare, root: bytes, link: Link) -> Generator[None, None, bool]:
         """False: not this one, and nothing that hangs on it."""
         try:
             packed = yield from packing_shared(_runs(asked.leaf, link.start, link.end), self._plan)
@@ -155,7 +155,7 @@ class Sharing:
             return False
         return (yield from self._put(asked, root, link, packed, BASE))
 
-    def _give_mark(self, asked: _Asked, root: bytes, link: Link) -> Generator[None, None, bool]:
+    def _give_mark(self, asked: _PendingShare, root: bytes, link: Link) -> Generator[None, None, bool]:
         entry, _ = holder_of(asked.leaf, link.end - 1)
         mark = entry.span.marks.get(link.end)
         if mark is None:
@@ -168,9 +168,11 @@ class Sharing:
         yield
         return (yield from self._put(asked, root, link, packed, MARK))
 
-    def _put(self, asked: _Asked, root: bytes, link: Link, packed: Packed, part: str) -> Generator[None, None, bool]:
+    def _put(
+        self, asked: _PendingShare, root: bytes, link: Link, packed: Packed, part: str
+    ) -> Generator[None, None, bool]:
         entry, _ = holder_of(asked.leaf, link.end - 1)
-        asked_twice = link.end <= entry.asked_twice
+        asked_twice = link.end <= entry.reused_end
         block = make_block(link, asked.ids, root, packed, part)
         while True:
             answer = self._tier.put(block, asked_twice=asked_twice)

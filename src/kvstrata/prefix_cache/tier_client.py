@@ -49,7 +49,7 @@ Arrays = dict[int, SealedPart]  # of one block, by layer
 
 
 @dataclass(frozen=True)
-class Batch:
+class LoadedBlocks:
     """Blocks that follow each other."""
 
     blocks: tuple[Arrays, ...]
@@ -75,7 +75,7 @@ class BlockLoad:
     num_taken: int = 0
     mark: Mark | None = None
     reading: BlockReading | None = None
-    source: Loads | None = None  # where it comes from
+    source: BlockLoader | None = None  # where it comes from
     is_done: bool = False
     lacked_room: bool = False  # it ended because memory had no room for it, or none for what it hangs on
 
@@ -104,10 +104,14 @@ class BlockLoad:
     def num_tokens(self) -> int:
         return self.links[-1].end - self.links[0].start
 
-    def take(self) -> Batch:
+    def take(self) -> LoadedBlocks:
         """What has come since the last time."""
         links = self.links[self.num_taken : self.num_come]
-        batch = Batch(tuple(self.blocks), links, links[0].start, links[-1].end) if links else Batch((), (), 0, 0)
+        batch = (
+            LoadedBlocks(tuple(self.blocks), links, links[0].start, links[-1].end)
+            if links
+            else LoadedBlocks((), (), 0, 0)
+        )
         self.num_taken += len(self.blocks)
         self.blocks, self.num_bytes = [], 0
         return batch
@@ -121,7 +125,7 @@ class BlockLoad:
         return self.began_s + self.num_loaded_tokens / prefill_tokens_s + patience_s
 
 
-class Loads:
+class BlockLoader:
     """`wake` is called on a thread of the tier when something came: `take_in` should be called soon."""
 
     def __init__(
@@ -171,7 +175,7 @@ class Loads:
         for load in list(self._active):
             self.give_up(load)
 
-    def take_in(self, slice_s: float) -> None:
+    def run(self, slice_s: float) -> None:
         """At least one block, then as many as the time allows."""
         until_s = time.monotonic() + slice_s
         while self._arrived:
@@ -292,7 +296,7 @@ Post = Callable[[Callable[[], None]], None]  # run something on the thread that 
 
 
 @dataclass(frozen=True)
-class Spilled:
+class WrittenChain:
     is_whole: bool  # the disk has all of it, or took it
     refused: Refused | None = None  # what it said where it did not; None: a block before was given up, or removed
     token_bytes: float = 0.0  # of the last span, as it is on the disk
@@ -300,7 +304,7 @@ class Spilled:
 
 
 @dataclass(frozen=True)
-class Lying:
+class TierRun:
     """A run of tokens on a tier, in one precision."""
 
     end: int
@@ -308,7 +312,7 @@ class Lying:
     nbytes: int
 
 
-class NotTaken(Exception):
+class NotWritten(Exception):
     """Raised and caught inside this module: a spill ends here."""
 
     def __init__(self, refused: Refused | None = None) -> None:
@@ -316,7 +320,7 @@ class NotTaken(Exception):
         self.refused = refused
 
 
-class Cold:
+class TierClient:
     def __init__(
         self,
         tier: Tier,
@@ -337,7 +341,7 @@ class Cold:
         self._needs_marks = needs_marks(layout)
         self._wake = lambda: post(_nothing)
         # Half of what may be ahead waits in the tier, half here.
-        self.loads = Loads(tier, layout, wake=self._wake, bound_bytes=tier.read_ahead_bytes, clock=clock)
+        self.loader = BlockLoader(tier, layout, wake=self._wake, bound_bytes=tier.read_ahead_bytes, clock=clock)
 
     @property
     def has_tier(self) -> bool:
@@ -351,7 +355,7 @@ class Cold:
         """Whether it is worth waiting for: what is given to the disk gets there."""
         return self.tier.writing().is_working(self.patience_s)
 
-    def spill(
+    def write_chain(
         self,
         leaf: Node[Entry],
         *,
@@ -359,7 +363,7 @@ class Cold:
         unused_s: UnusedS = lambda _: 0.0,
         record: RecordBlock = lambda *_: None,
         was_short: Callable[[Entry], bool] = lambda _: False,
-    ) -> Generator[None, None, Spilled]:
+    ) -> Generator[None, None, WrittenChain]:
         """Write what the disk has not of the tokens up to a leaf's end, in small steps; after the first block that is
         not taken, nothing could be reached. Spans may be joined meanwhile; before each step the caller checks that the
         leaf is still there, and as long as it was. `puts_away`: also what the disk has in fewer bits of the last span.
@@ -391,9 +395,9 @@ class Cold:
                         own_tokens += link.end - link.start
                     key, start = link.key, link.end
                     yield
-        except NotTaken as end:
-            return Spilled(is_whole=False, refused=end.refused, end=start)
-        return Spilled(is_whole=True, token_bytes=own_bytes / max(1, own_tokens), end=start)
+        except NotWritten as end:
+            return WrittenChain(is_whole=False, refused=end.refused, end=start)
+        return WrittenChain(is_whole=True, token_bytes=own_bytes / max(1, own_tokens), end=start)
 
     def _walk(self, key: bytes, start: int, ids: TokenIds) -> Generator[None, None, tuple[Link, ...]]:
         """The longest chain that is there, in small steps."""
@@ -413,15 +417,15 @@ class Cold:
         entry, _ = holder_of(leaf, link.start)
         packed = yield from packing(entry.span, link.start, link.end)
         if link.start and not self.tier.blocks.find(link.parent):
-            raise NotTaken  # it was taken, and has been given up since
-        asked_twice = link.end <= entry.asked_twice
+            raise NotWritten  # it was taken, and has been given up since
+        asked_twice = link.end <= entry.reused_end
         block = make_block(link, ids, leaf.root_key, packed, BASE)
         self._offer(block, asked_twice=asked_twice, replace=replace, unused_s=unused_s(entry))
 
     def _put_mark(self, link: Link, leaf: Node[Entry], ids: TokenIds, unused_s: UnusedS) -> None:
         """Where there is one, and the disk has only its block."""
         if not self.tier.blocks.find(link.key):
-            raise NotTaken
+            raise NotWritten
         entry, _ = holder_of(leaf, link.end - 1)
         if entry.is_pinned:
             self._pinned.keep(entry.pins, [link.key])
@@ -434,7 +438,7 @@ class Cold:
     def _offer(self, block: Block, *, asked_twice: bool, replace: bool, unused_s: float) -> None:
         answer = self.tier.put(block, asked_twice=asked_twice, replace=replace, unused_s=unused_s)
         if isinstance(answer, Refused) and answer.reason is not Refusal.PRESENT:
-            raise NotTaken(answer)
+            raise NotWritten(answer)
 
     def _is_lower(self, link: Link, leaf: Node[Entry]) -> bool:
         """Whether a block that is there has fewer bits than memory, and can be made anew."""
@@ -463,7 +467,7 @@ class Cold:
         parts = (BASE, MARK) if self._needs_marks else (BASE,)
         self.tier.touch(BlockId(link.key, part) for link in steps for part in parts)
 
-    def pin(self, pin: Hashable, root: bytes, ids: TokenIds, *, instead_of: Sequence[Hashable] = ()) -> None:
+    def pin_chain(self, pin: Hashable, root: bytes, ids: TokenIds, *, instead_of: Sequence[Hashable] = ()) -> None:
         """What the disk has of these tokens under this root stays there, as soon as it has been looked up: then other
         pins end. What comes to it later is pinned as it comes."""
         if not self.has_tier:
@@ -479,18 +483,18 @@ class Cold:
             # Not before: what both keep is never without a pin, whenever the tier asks.
             self._pinned.end(instead_of)
 
-    def unpin(self, pins: Iterable[Hashable]) -> None:
+    def unpin_chains(self, pins: Iterable[Hashable]) -> None:
         """What the disk has for these need not stay there, unless another pin keeps it."""
         self._pinned.end(pins)
 
     # Found.
 
-    def look(self, root: bytes, ids: TokenIds) -> Lookup[TierMatch]:
+    def find_chain(self, root: bytes, ids: TokenIds) -> Lookup[TierMatch]:
         """Ask for the longest chain that a sequence with these tokens can go on from. It counts as used, wherever the
         sequence gets them: what is asked for often is not to be the first that leaves the disk."""
         return self.ask(self._look(root, ids), TierMatch())
 
-    def about(self, root: bytes, ids: TokenIds) -> Lookup[OnDisk | None]:
+    def describe_prefix(self, root: bytes, ids: TokenIds) -> Lookup[OnDisk | None]:
         """The answer is None until there is one, and for good without a tier."""
         return self.ask(self.tier.blocks.about(root, ids, at_marks=self._needs_marks), None)
 
@@ -499,11 +503,11 @@ class Cold:
         there is one, and for good without a tier."""
         return self.ask(self._reach(tuple(chains)), ())
 
-    def lie(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Lookup[tuple[tuple[Lying, ...], ...]]:
+    def locate_runs(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Lookup[tuple[tuple[TierRun, ...], ...]]:
         """Likewise, in which runs they lie there."""
         return self.ask(self._lie(tuple(chains)), ())
 
-    def drop(self, root: bytes, ids: TokenIds, start: int, *, is_dry: bool) -> Lookup[Removed]:
+    def drop_chain(self, root: bytes, ids: TokenIds, start: int, *, is_dry: bool) -> Lookup[Removed]:
         """Remove the blocks of these tokens that begin at `start` or later, from the last one on, as far as no other
         block hangs on them; or only tell what would go."""
         return self.ask(self._drop(root, ids, start, is_dry=is_dry), Removed())
@@ -518,15 +522,15 @@ class Cold:
             found.append((yield from self.longest(root, ids)).num_tokens)
         return tuple(found)
 
-    def _lie(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Walk[tuple[tuple[Lying, ...], ...]]:
-        found: list[tuple[Lying, ...]] = []
+    def _lie(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Walk[tuple[tuple[TierRun, ...], ...]]:
+        found: list[tuple[TierRun, ...]] = []
         for root, ids in chains:
-            runs: list[Lying] = []
+            runs: list[TierRun] = []
             for link in (yield from self.longest(root, ids)).links:
                 names = by_label(self.tier.blocks.contents(BlockId(link.key)), PRECISION)
                 precision = "+".join(sorted(names))
                 goes_on = bool(runs) and runs[-1].precision == precision
-                runs.append(Lying(link.end, precision, link.nbytes + (runs.pop().nbytes if goes_on else 0)))
+                runs.append(TierRun(link.end, precision, link.nbytes + (runs.pop().nbytes if goes_on else 0)))
             found.append(tuple(runs))
         return tuple(found)
 
@@ -562,9 +566,9 @@ class Cold:
         return self.tier.look(walk, otherwise, self._wake)
 
 
-def no_cold(layout: Layout) -> Cold:
+def without_tier(layout: Layout) -> TierClient:
     """Of a store without a tier."""
-    return Cold(NoTier(), layout, post=lambda _: None, patience_s=0.0)
+    return TierClient(NoTier(), layout, post=lambda _: None, patience_s=0.0)
 
 
 def _nothing() -> None:

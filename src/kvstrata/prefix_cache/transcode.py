@@ -6,28 +6,28 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from kvstrata.prefix_cache.entries import Entry, Journal
-from kvstrata.prefix_cache.entry_table import Shelf
-from kvstrata.prefix_cache.jobs import Failures, Job, Mover
-from kvstrata.prefix_cache.offload import Spills
-from kvstrata.prefix_cache.precision import Precision, StepDown
+from kvstrata.prefix_cache.entries import DirtySets, Entry
+from kvstrata.prefix_cache.entry_table import EntryTable
+from kvstrata.prefix_cache.jobs import FailureLog, Job, JobQueue
+from kvstrata.prefix_cache.offload import Offloader
+from kvstrata.prefix_cache.precision import PrecisionPolicy, StepDown
 from kvstrata.prefix_cache.radix_tree import Node
-from kvstrata.prefix_cache.sharing import Sharing
+from kvstrata.prefix_cache.sharing import Sharer
 from kvstrata.spans.plan import Plan
 
 
-class Pending:
+class PendingBytes:
     """`bytes_of` tells what work on an entry would free, `waits` whether it is to be done."""
 
-    def __init__(self, journal: Journal, waits: Callable[[Entry], bool], bytes_of: Callable[[Entry], int]) -> None:
-        self._changed = journal.reader(self._forget)
+    def __init__(self, journal: DirtySets, waits: Callable[[Entry], bool], bytes_of: Callable[[Entry], int]) -> None:
+        self._changed = journal.new_dirty_set(self._forget)
         self._waits = waits
         self._bytes_of = bytes_of
         self._shares: dict[Entry, int] = {}
         self._total = 0
 
     def nbytes(self) -> int:
-        for entry in self._changed.take():
+        for entry in self._changed.drain():
             self._forget(entry)
             if self._waits(entry):
                 self._shares[entry] = self._bytes_of(entry)
@@ -42,17 +42,17 @@ class Pending:
 MAX_SPANS = 8
 
 
-class Rewriting:
+class Transcoder:
     """`sharing`: to a tier that others share; None: there is none. `writes_after_reply`: to the disk, too."""
 
     def __init__(
         self,
-        shelf: Shelf,
-        precision: Precision,
-        spills: Spills,
-        sharing: Sharing | None,
+        shelf: EntryTable,
+        precision: PrecisionPolicy,
+        spills: Offloader,
+        sharing: Sharer | None,
         counters: Counter[str],
-        failures: Failures,
+        failures: FailureLog,
         *,
         writes_after_reply: bool,
     ) -> None:
@@ -63,15 +63,17 @@ class Rewriting:
         self._spills = spills
         self._sharing = sharing
         self._writes_after_reply = writes_after_reply
-        self._pending = Pending(shelf.journal, self._waits, precision.pending_bytes)
-        self.mover = Mover(self._job, self._finish_entry, self._get_stuck, shelf.journal.note, failures.watching)
+        self._pending = PendingBytes(shelf.dirty_sets, self._waits, precision.pending_bytes)
+        self.jobs = JobQueue(
+            self._job, self._finish_entry, self._get_stuck, shelf.dirty_sets.mark_dirty, failures.watching
+        )
 
     def review(self, entry: Entry) -> None:
         """Something about it has changed: maybe it should be stored in another way now."""
-        self._shelf.journal.note(entry)
+        self._shelf.dirty_sets.mark_dirty(entry)
         try:
-            if entry in self._shelf.entries and self.precision.plan_for(entry) is not None:
-                self.mover.add(entry)
+            if entry in self._shelf.entries and self.precision.pending_plan(entry) is not None:
+                self.jobs.add(entry)
         except Exception as error:  # noqa: BLE001
             # Its owner, or whoever leased it, has nothing to do with it.
             self._get_stuck(entry, error)
@@ -80,13 +82,13 @@ class Rewriting:
         """Review an entry that no sequence writes any more, and settle it where nothing has to be rewritten: of some
         models nothing ever has, because their layers hold states alone."""
         self.review(entry)
-        if not self.mover.has(entry):
+        if not self.jobs.has(entry):
             self._settle(entry)
 
     def step_down(self, chosen: Iterable[StepDown]) -> None:
         """Give entries the lower plans that were chosen for them. The work is done bit by bit."""
         for each in chosen:
-            each.entry.target, each.entry.goes_up = each.plan, False
+            each.entry.target, each.entry.is_upward = each.plan, False
             self._counters["stepped_down_spans"] += 1
             self.review(each.entry)
 
@@ -96,32 +98,32 @@ class Rewriting:
         for entry in dict.fromkeys(node.payload for node in leaf.path()):
             is_own = entry is leaf.payload or self.precision.was_short(entry)
             if not entry.is_running and (entry.span.is_live or is_own):
-                self.mover.finish(entry, until_s)
+                self.jobs.run_entry(entry, until_s)
 
-    def holds_up(self, entry: Entry) -> bool:
+    def is_awaited(self, entry: Entry) -> bool:
         """Whether a request that would go on from an entry has to wait: a span that is to have fewer bits gets them
         before. A change that was asked for goes on under its readers, and so does the encoding of a running sequence:
         for those nobody waits."""
-        if not self.mover.has(entry) or entry.target is not None or entry.is_running:
+        if not self.jobs.has(entry) or entry.target is not None or entry.is_running:
             return False
-        return self.mover.has_begun(entry) or not self.precision.wanted(entry).is_raw
+        return self.jobs.has_begun(entry) or not self.precision.target_plan(entry).is_raw
 
     def pending_bytes(self) -> int:
         """What the work that waits is about to free."""
         return self._pending.nbytes()
 
     def _waits(self, entry: Entry) -> bool:
-        return self.mover.has(entry)
+        return self.jobs.has(entry)
 
     def _job(self, entry: Entry) -> Job | None:
-        plan = self.precision.plan_for(entry) if entry in self._shelf.entries else None
+        plan = self.precision.pending_plan(entry) if entry in self._shelf.entries else None
         return None if plan is None else self._rewrite(entry, plan)
 
     def _rewrite(self, entry: Entry, plan: Plan) -> Job:
         job, before_bytes = self.precision.job(entry, plan), entry.span.kv_bytes
-        if self.precision.options.put_away and entry.target is not None and not entry.goes_up:
+        if self.precision.options.archives_planes and entry.target is not None and not entry.is_upward:
             # What it loses now can be had back.
-            yield from self._spills.write(entry)
+            yield from self._spills.archive(entry)
             if entry not in self._shelf.entries:
                 return
         for _ in job:
@@ -135,8 +137,8 @@ class Rewriting:
             self._counters["encoded_freed_bytes"] += max(0, before_bytes - entry.span.kv_bytes)
             if self.precision.was_short(entry):
                 # A tier that has it, has it raw: it is written there again in these bits.
-                entry.clean_token_bytes = 0.0
-                self._shelf.set_clean(entry, is_clean=False)
+                entry.archived_token_bytes = 0.0
+                self._shelf.set_archived(entry, is_clean=False)
 
     def _finish_entry(self, entry: Entry) -> None:
         """End the job of an entry: join it with its neighbours, and settle what it is part of then."""
@@ -145,7 +147,7 @@ class Rewriting:
         if entry.is_running or not entry.nodes:
             return
         last = entry.last_node
-        for grown in self._shelf.join_along(last, MAX_SPANS):
+        for grown in self._shelf.join_spans(last, MAX_SPANS):
             self.review(grown)
         # It may have been joined to what comes before it.
         self._settle(last.payload)
@@ -153,11 +155,11 @@ class Rewriting:
     def _settle(self, entry: Entry) -> None:
         """Offload and share an entry that has ended and has come to what it should be stored as."""
         if self._writes_after_reply:
-            self._spills.add(entry)
+            self._spills.add_entry(entry)
         if self._sharing is not None:
-            self._sharing.add(entry)
+            self._sharing.add_entry(entry)
 
     def _get_stuck(self, entry: Entry, error: Exception) -> None:
         """Every layer of it is whole, as it was or as it should be."""
         entry.is_stuck = True
-        self._failures.note("rewrites", error)
+        self._failures.record_failure("rewrites", error)

@@ -13,11 +13,11 @@ from kvstrata.attention.parts import SealedPart
 from kvstrata.errors import InvalidRequest, MemoryPinned, NeverFits, Unavailable
 from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.insertion import Desk
-from kvstrata.prefix_cache.jobs import Mover
+from kvstrata.prefix_cache.jobs import JobQueue
 from kvstrata.prefix_cache.keys import Identity, TokenIds, Tokens, as_ids, chain, root_key
-from kvstrata.prefix_cache.matching import Search
-from kvstrata.prefix_cache.reclaim import Room
-from kvstrata.prefix_cache.worth import Kind
+from kvstrata.prefix_cache.matching import PrefixMatcher
+from kvstrata.prefix_cache.reclaim import Reclaimer
+from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.sizes import human_bytes
 from kvstrata.spans.blocks import Packed, PackedArray, boundaries, pack_mark, packing, span_joining, unpack, unpack_mark
 from kvstrata.spans.checks import check_mark, check_parts
@@ -35,7 +35,7 @@ def neutral_root(identity: Identity) -> bytes:
 
 
 @dataclass(eq=False)
-class Leaving:
+class ConversationDeparture:
     """One conversation: its first `len(ids)` tokens."""
 
     ids: TokenIds
@@ -56,13 +56,13 @@ class Leaving:
         return tuple(SpanRange(entry.span, start, end) for entry, start, end in self.runs)
 
 
-class Outgoing:
-    def __init__(self, desk: Desk, search: Search, mover: Mover) -> None:
+class ConversationExport:
+    def __init__(self, desk: Desk, search: PrefixMatcher, mover: JobQueue) -> None:
         self._desk = desk
         self._search = search
         self._mover = mover
 
-    def begin(self, tokens: Tokens, salt: str) -> Generator[None, None, Leaving]:
+    def begin(self, tokens: Tokens, salt: str) -> Generator[None, None, ConversationDeparture]:
         """Lease what is in memory of these tokens, as far as a sequence can go on from it and no request still computes
         it. Raises InvalidRequest where that is nothing."""
         leaving = self._leased(as_ids(tokens), salt)
@@ -73,7 +73,7 @@ class Outgoing:
             raise
         return leaving
 
-    def next_blocks(self, leaving: Leaving) -> Generator[None, None, tuple[Block, ...]]:
+    def next_blocks(self, leaving: ConversationDeparture) -> Generator[None, None, tuple[Block, ...]]:
         """The next block, and the mark at its end if there is one."""
         start = leaving.at
         entry, last = next((entry, end) for entry, first, end in leaving.runs if first <= start < end)
@@ -89,10 +89,10 @@ class Outgoing:
             blocks.append(self._block(leaving, parent, start, pack_mark(leaving.marks[end]), MARK))
         return tuple(blocks)
 
-    def end(self, leaving: Leaving) -> None:
+    def end(self, leaving: ConversationDeparture) -> None:
         self._desk.leases.release(leaving.lease)
 
-    def _leased(self, ids: TokenIds, salt: str) -> Leaving:
+    def _leased(self, ids: TokenIds, salt: str) -> ConversationDeparture:
         match = self._desk.shelf.tree.match(self._search.root_of(salt), ids)
         runs: list[tuple[Entry, int, int]] = []
         marks: dict[int, Mark] = {}
@@ -113,19 +113,19 @@ class Outgoing:
         lease = self._desk.leases.hold(entry for entry, _, _ in kept)
         nbytes = sum(e.span.kv_bytes * (b - a) // max(1, e.span.num_tokens) for e, a, b in kept)
         nbytes += sum(mark.nbytes for mark in marks.values())
-        return Leaving(ids[:end], lease, kept, marks, neutral_root(self._search.identity), nbytes)
+        return ConversationDeparture(ids[:end], lease, kept, marks, neutral_root(self._search.identity), nbytes)
 
-    def _own_memory(self, leaving: Leaving) -> Generator[None, None, None]:
+    def _own_memory(self, leaving: ConversationDeparture) -> Generator[None, None, None]:
         """Of requests that have ended just now: their buffers become spans."""
         for entry in dict.fromkeys(entry for entry, _, _ in leaving.runs):
             while entry.span.is_live and self._mover.has(entry):
-                self._mover.finish(entry, time.monotonic() + STEP_S)
+                self._mover.run_entry(entry, time.monotonic() + STEP_S)
                 yield
             if entry.span.is_live:
                 raise Unavailable("This conversation is being written right now. Try again in a moment.")
 
     @staticmethod
-    def _block(leaving: Leaving, parent: bytes, start: int, packed: Packed, part: str) -> Block:
+    def _block(leaving: ConversationDeparture, parent: bytes, start: int, packed: Packed, part: str) -> Block:
         tensors = {name: Tensor(a.dtype, a.shape, a.octets) for name, a in packed.arrays.items()}
         token_ids = leaving.ids[start : leaving.at].astype("<i4", copy=False).tobytes()
         return Block(leaving.key, parent, leaving.root, start, token_ids, tensors, packed.description, part)
@@ -142,7 +142,7 @@ class Imported:
 
 
 @dataclass(eq=False)
-class Arriving:
+class ConversationArrival:
     """One conversation. `known`: tokens that were stored before."""
 
     root: bytes
@@ -157,8 +157,8 @@ class Arriving:
     marks: dict[int, Mark] = field(default_factory=dict)  # that wait for their tokens
 
 
-class Incoming:
-    def __init__(self, desk: Desk, search: Search, room: Room, counters: Counter[str]) -> None:
+class ConversationImport:
+    def __init__(self, desk: Desk, search: PrefixMatcher, room: Reclaimer, counters: Counter[str]) -> None:
         self._desk = desk
         self._search = search
         self._room = room
@@ -175,7 +175,7 @@ class Incoming:
             raise ValueError("a model that needs no marks has none")
         check_mark(self._search.layout, unpack_mark(packed_of(block)), end, like)
 
-    def begin(self, ids: TokenIds, salt: str, nbytes: int) -> Arriving:
+    def begin(self, ids: TokenIds, salt: str, nbytes: int) -> ConversationArrival:
         """Raises NeverFits or MemoryPinned where there can be no room for so many bytes."""
         root = self._search.root_of(salt)
         match = self._desk.shelf.tree.match(root, ids)
@@ -185,9 +185,9 @@ class Incoming:
         except BaseException:
             self._desk.leases.release(lease)
             raise
-        return Arriving(root, salt, ids, match.num_tokens, lease, match.num_tokens, match.num_tokens)
+        return ConversationArrival(root, salt, ids, match.num_tokens, lease, match.num_tokens, match.num_tokens)
 
-    def add(self, arriving: Arriving, block: Block) -> Generator[None, None, None]:
+    def add(self, arriving: ConversationArrival, block: Block) -> Generator[None, None, None]:
         """The next block, or the mark at the end of the last one."""
         end = block.start + block.num_tokens
         if block.part == MARK:
@@ -210,25 +210,25 @@ class Incoming:
             limit_bytes = self._room.limit_bytes - nbytes
             self._room.shrink_to(limit_bytes, 0.0, most_bytes=limit_bytes)
 
-    def add_span(self, arriving: Arriving, span: Span) -> Generator[None, None, Imported]:
+    def add_span(self, arriving: ConversationArrival, span: Span) -> Generator[None, None, Imported]:
         """All tokens at once, from the first on."""
         arriving.marks |= span.marks
         span.marks = {}
         self._insert(arriving, span)
         return (yield from self.finish(arriving))
 
-    def finish(self, arriving: Arriving) -> Generator[None, None, Imported]:
+    def finish(self, arriving: ConversationArrival) -> Generator[None, None, Imported]:
         """All has come."""
         if arriving.parts:
             yield from self._file(arriving)
         path = self._desk.shelf.tree.match(arriving.root, arriving.ids).path
         for at, mark in sorted(arriving.marks.items()):
             if self._desk.marks.are_needed and any(node.start < at <= node.end for node in path):
-                self._desk.marks.add(path, mark)
+                self._desk.marks.add_checkpoint(path, mark)
         self._counters["imported_tokens"] += len(arriving.ids) - arriving.known
         return Imported(len(arriving.ids), len(arriving.ids) - arriving.known)
 
-    def end(self, arriving: Arriving) -> None:
+    def end(self, arriving: ConversationArrival) -> None:
         """Nothing is kept for it any more; what was filed stays while there is room."""
         self._desk.leases.release(arriving.lease)
 
@@ -240,7 +240,7 @@ class Incoming:
                 "for stored KV. Give it more (--memory-limit, --hot-cache-size), or export fewer tokens. Nothing was "
                 "changed."
             )
-        in_use_bytes = shelf.held_bytes - shelf.free_bytes
+        in_use_bytes = shelf.nbytes - shelf.evictable_bytes
         if nbytes > limit_bytes - in_use_bytes:
             raise MemoryPinned(
                 f"This conversation takes {human_bytes(nbytes)}. Of the {human_bytes(limit_bytes)} for stored KV, "
@@ -248,28 +248,28 @@ class Incoming:
                 "something (POST /cache/unpin). Nothing was changed."
             )
 
-    def _file(self, arriving: Arriving) -> Generator[None, None, None]:
+    def _file(self, arriving: ConversationArrival) -> Generator[None, None, None]:
         parts, arriving.parts, arriving.num_bytes = arriving.parts, [], 0
         span = yield from span_joining(self._search.layout, parts, arriving.start, arriving.end)
         self._insert(arriving, span)
 
-    def _insert(self, arriving: Arriving, span: Span) -> None:
+    def _insert(self, arriving: ConversationArrival, span: Span) -> None:
         shelf, limit_bytes = self._desk.shelf, self._room.limit_bytes
         nbytes = span.nbytes + sum(mark.nbytes for mark in arriving.marks.values())
         self._room.shrink_to(limit_bytes - nbytes, 0.0, most_bytes=limit_bytes - nbytes)
         # A node may claim no token that its span has not.
         hangs = shelf.tree.match(arriving.root, arriving.ids[: span.position]).num_tokens == span.position
-        if not hangs or shelf.held_bytes + nbytes > limit_bytes:
+        if not hangs or shelf.nbytes + nbytes > limit_bytes:
             raise MemoryPinned(
                 f"The memory that there was for this conversation was needed by others meanwhile: {span.position} of "
                 f"{len(arriving.ids)} tokens were taken. Import it again when fewer requests run."
             )
-        entry = Entry(span, arriving.root, arriving.salt, Kind.CONTINUED, is_running=False)
-        shelf.add(entry)
-        path = shelf.insert(entry, arriving.ids[: span.end])
+        entry = Entry(span, arriving.root, arriving.salt, ReuseClass.CONTINUED, is_running=False)
+        shelf.add_entry(entry)
+        path = shelf.insert_entry(entry, arriving.ids[: span.end])
         for at in [at for at in arriving.marks if at <= span.end]:
-            self._desk.marks.add(path, arriving.marks.pop(at))
-        self._desk.intake.take_in(entry)
+            self._desk.marks.add_checkpoint(path, arriving.marks.pop(at))
+        self._desk.intake.finish_span(entry)
         # Another request may have filed these tokens meanwhile: what comes next hangs on them.
         self._desk.leases.extend(arriving.lease, (node.payload for node in path))
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvstrata.attention.parts import SealedPart
-from kvstrata.prefix_cache.entries import Entry, Journal
-from kvstrata.prefix_cache.entry_table import Shelf
+from kvstrata.prefix_cache.entries import DirtySets, Entry
+from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.keys import owner_of
-from kvstrata.prefix_cache.matching import Search
-from kvstrata.prefix_cache.sharing import Shared
-from kvstrata.prefix_cache.tier_client import Cold
+from kvstrata.prefix_cache.matching import PrefixMatcher
+from kvstrata.prefix_cache.sharing import SharedTierClient
+from kvstrata.prefix_cache.tier_client import TierClient
 from kvstrata.spans.contents import KIND, PRECISION, by_label
 from kvstrata.spans.live import live_bytes
 from kvstrata.spans.marks import RecurrentState
@@ -75,7 +75,7 @@ def precision_of(span: Span) -> tuple[str, str]:
 
 
 @dataclass(frozen=True)
-class Stored:
+class PrecisionRun:
     """The tokens of a span up to a position, from where others end, and what they are stored as."""
 
     end: int
@@ -83,18 +83,18 @@ class Stored:
     v: str
 
 
-def stored_as(span: Span) -> tuple[Stored, ...]:
+def stored_as(span: Span) -> tuple[PrecisionRun, ...]:
     """Spans that were joined have runs of their own precision, until they are rewritten. They are told by the parts of
     the first layer; in those that have other parts, what overlaps counts."""
     parts = () if span.is_live or not span.layers else span.sealed(span.layers[0])
     if len(parts) < 2:
-        return (Stored(span.end, *precision_of(span)),)
-    runs, start = list[Stored](), span.position
+        return (PrecisionRun(span.end, *precision_of(span)),)
+    runs, start = list[PrecisionRun](), span.position
     for part in parts:
         end = min(span.end, part.k.position + part.num_tokens)
         if end > start:
             pairs = [(k, v) for layer in span.layers for k, v in _pairs_in(span.sealed(layer), start, end)]
-            runs.append(Stored(end, _names(k for k, _ in pairs), _names(v for _, v in pairs)))
+            runs.append(PrecisionRun(end, _names(k for k, _ in pairs), _names(v for _, v in pairs)))
             start = end
     return tuple(runs)
 
@@ -115,7 +115,7 @@ def recurrent_bytes(span: Span) -> int:
 
 
 @dataclass
-class Share:
+class UsageShare:
     """Of one entry, or of several together."""
 
     sizes: Counter[str] = field(default_factory=Counter)  # bytes, tokens, spans
@@ -124,11 +124,11 @@ class Share:
     k: Counter[str] = field(default_factory=Counter)  # bytes by precision, of keys alone
     v: Counter[str] = field(default_factory=Counter)
 
-    def add(self, other: Share) -> None:
+    def add(self, other: UsageShare) -> None:
         for mine, theirs in zip(self._counters(), other._counters(), strict=True):
             mine.update(theirs)
 
-    def subtract(self, other: Share) -> None:
+    def subtract(self, other: UsageShare) -> None:
         for mine, theirs in zip(self._counters(), other._counters(), strict=True):
             mine.subtract(theirs)
 
@@ -147,17 +147,17 @@ class Share:
         )
 
 
-class Totals:
-    def __init__(self, journal: Journal) -> None:
-        self._changed = journal.reader(self._forget)
-        self._shares: dict[Entry, Share] = {}
-        self._by_salt: dict[str, Share] = {}
+class UsageTotals:
+    def __init__(self, journal: DirtySets) -> None:
+        self._changed = journal.new_dirty_set(self._forget)
+        self._shares: dict[Entry, UsageShare] = {}
+        self._by_salt: dict[str, UsageShare] = {}
 
     def usage(self, sees: Callable[[str], bool] = lambda _: True) -> TierUsage:
         """Of the salts that the caller sees."""
-        for entry in self._changed.take():
+        for entry in self._changed.drain():
             self._count(entry)
-        total = Share()
+        total = UsageShare()
         for salt, share in self._by_salt.items():
             if sees(salt):
                 total.add(share)
@@ -168,7 +168,7 @@ class Totals:
         share = share_of(entry)
         if any(share.sizes.values()):
             self._shares[entry] = share
-            self._by_salt.setdefault(entry.salt, Share()).add(share)
+            self._by_salt.setdefault(entry.salt, UsageShare()).add(share)
 
     def _forget(self, entry: Entry) -> None:
         before = self._shares.pop(entry, None)
@@ -180,9 +180,9 @@ class Totals:
             del self._by_salt[entry.salt]
 
 
-def share_of(entry: Entry) -> Share:
+def share_of(entry: Entry) -> UsageShare:
     """Of a sequence that runs its marks alone: its buffers are counted with it."""
-    share = Share(Counter({"bytes": entry.nbytes}))
+    share = UsageShare(Counter({"bytes": entry.nbytes}))
     for mark in entry.span.marks.values():
         for state in mark.states:
             if isinstance(state, SealedPart):
@@ -201,7 +201,7 @@ def share_of(entry: Entry) -> Share:
     return share
 
 
-def _add_part(share: Share, part: SealedPart, kind: str) -> None:
+def _add_part(share: UsageShare, part: SealedPart, kind: str) -> None:
     for planes, side in ((part.k, share.k), (part.v, share.v)):
         name, nbytes = planes.name, planes.nbytes
         share.by_precision[name] += nbytes
@@ -209,9 +209,16 @@ def _add_part(share: Share, part: SealedPart, kind: str) -> None:
         share.by_kind[kind] += nbytes
 
 
-class Reporter:
-    def __init__(self, shelf: Shelf, search: Search, cold: Cold, shared: Shared | None, counters: Counter[str]) -> None:
-        self._totals = Totals(shelf.journal)
+class UsageReporter:
+    def __init__(
+        self,
+        shelf: EntryTable,
+        search: PrefixMatcher,
+        cold: TierClient,
+        shared: SharedTierClient | None,
+        counters: Counter[str],
+    ) -> None:
+        self._totals = UsageTotals(shelf.dirty_sets)
         self._search = search
         self._cold = cold
         self._shared = shared
@@ -237,7 +244,7 @@ class Reporter:
         """What happened since the start."""
         counts = dict(self._counters)
         if self._cold.has_tier:
-            counts["unreadable_blocks"] = self._cold.loads.num_unreadable
+            counts["unreadable_blocks"] = self._cold.loader.num_unreadable
             counts |= disk_counts(self._cold.tier.usage())
         if self._shared is not None:
             counts |= remote_counts(self._shared.tier.usage())

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 
-class Kind(IntEnum):
+class ReuseClass(IntEnum):
     """By the request that used it last: was most of its prompt known before?"""
 
     FRESH = 0  # no
@@ -33,8 +33,12 @@ class Kind(IntEnum):
     LEFT_CONTINUED = 3
 
     @property
-    def left(self) -> Kind:
-        return Kind.LEFT_CONTINUED if self in (Kind.CONTINUED, Kind.LEFT_CONTINUED) else Kind.LEFT_FRESH
+    def left(self) -> ReuseClass:
+        return (
+            ReuseClass.LEFT_CONTINUED
+            if self in (ReuseClass.CONTINUED, ReuseClass.LEFT_CONTINUED)
+            else ReuseClass.LEFT_FRESH
+        )
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,7 @@ class PrefillCost:
 class AwaitedUse(NamedTuple):
     """One use that `Reuse` waits for the end of."""
 
-    kind: Kind
+    kind: ReuseClass
     number: int
 
 
@@ -90,20 +94,20 @@ class Reuse:
 
     def __init__(self, window: int = 4096, refresh_every: int = 128) -> None:
         # One row after the other for each kind: writing one place takes half the time with a single index.
-        size = len(Kind) * window
+        size = len(ReuseClass) * window
         self._window = window
         self._refresh_every = refresh_every
         self._opened_s: Floats = np.zeros(size)
         self._closed_s: Floats = np.full(size, np.inf)
         self._is_reused = np.zeros(size, dtype=np.bool_)
         self._weight: Floats = np.zeros(size)
-        self._first_bucket = np.repeat(NUM_BUCKETS * np.arange(len(Kind)), window)
-        self._num_opened = [0] * len(Kind)
+        self._first_bucket = np.repeat(NUM_BUCKETS * np.arange(len(ReuseClass)), window)
+        self._num_opened = [0] * len(ReuseClass)
         self._until_refresh = 0
         self._density: list[list[float]] = []
         self.refresh(0.0)
 
-    def opened(self, kind: Kind, weight: float, now_s: float) -> AwaitedUse:
+    def opened(self, kind: ReuseClass, weight: float, now_s: float) -> AwaitedUse:
         number = self._num_opened[kind]
         slot = kind * self._window + number % self._window
         self._num_opened[kind] = number + 1
@@ -131,7 +135,7 @@ class Reuse:
     def _is_remembered(self, awaited: AwaitedUse) -> bool:
         return self._num_opened[awaited.kind] - awaited.number <= self._window
 
-    def density(self, kind: Kind, age_s: float) -> float:
+    def density(self, kind: ReuseClass, age_s: float) -> float:
         """Uses per second that keeping it can bring, at best."""
         return self._density[kind][bucket(age_s)]
 
@@ -155,7 +159,7 @@ def bucket(age_s: float) -> int:
 
 def _by_bucket(where: NDArray[np.int64], weight: Floats) -> Floats:
     """Weights added up, a row for each kind."""
-    return np.bincount(where, weight, NUM_BUCKETS * len(Kind)).astype(np.float64).reshape(-1, NUM_BUCKETS)
+    return np.bincount(where, weight, NUM_BUCKETS * len(ReuseClass)).astype(np.float64).reshape(-1, NUM_BUCKETS)
 
 
 def hazard(used: Floats, ended: Floats, prior: Floats) -> Floats:

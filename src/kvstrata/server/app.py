@@ -61,7 +61,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(dashboard.router)
     errors.install(app, {path: shape for wire in WIRES for path, shape in wire.ERROR_SHAPES.items()})
     # The one added last sees a request first.
-    limits = BodyLimits(service.bounds, {cache_move.IMPORT_PATH: service.engine.moving.limit_bytes})
+    limits = BodyLimits(service.bounds, {cache_move.IMPORT_PATH: service.engine.transfer.limit_bytes})
     app.add_middleware(BoundBodyMemory, limits=limits)
     app.add_middleware(Inflate, limits=limits)
     app.add_middleware(LimitBody, limits=limits)

@@ -20,11 +20,11 @@ from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse
 from kvstrata.config import Settings
 from kvstrata.disk.options import DiskOptions
-from kvstrata.engine.config import Limits, Storage, Watcher, share_of
+from kvstrata.engine.config import CacheListener, EngineLimits, KvConfig, half_of_places
 from kvstrata.engine.engine import Engine
 from kvstrata.errors import ConfigError
 from kvstrata.events.address import options_of
-from kvstrata.events.feed import GRAIN, Watching
+from kvstrata.events.feed import GRAIN, ListenerThread
 from kvstrata.events.open import bind_events, start_publisher
 from kvstrata.grammar.grammars import Grammars
 from kvstrata.metrics import Metrics
@@ -75,7 +75,7 @@ def start_service(
     machine: Device,
     sockets: Sockets | None = None,
     *,
-    listeners: Sequence[Watcher] = (),
+    listeners: Sequence[CacheListener] = (),
 ) -> Service:
     """Starts the engine and waits until it is ready. `sockets`: what `bind_sockets` bound, if it was asked before.
     `listeners` are told what memory holds, beside those of --kv-events. Raises ModelError."""
@@ -85,7 +85,7 @@ def start_service(
     sockets = sockets or bind_sockets(settings)
     publisher = None if sockets is None else start_publisher(sockets, metrics.events.count)
     listeners = (*listeners, *((publisher,) if publisher is not None else ()))
-    watching = Watching(listeners, gave_up=metrics.events.lost.inc) if listeners else None
+    watching = ListenerThread(listeners, gave_up=metrics.events.lost.inc) if listeners else None
     engine = Engine(loaded, limits, metrics, storage, disk, remote=remote, watcher=watching)
     at_end = _endings(watching, publisher)
     try:
@@ -115,7 +115,7 @@ def start_service(
         names=names,
         paths=paths,
         context_tokens=engine.context_tokens,
-        max_prompts=share_of(limits.num_places),
+        max_prompts=half_of_places(limits.num_places),
         longest_token_chars=longest_token_chars(loaded.tokenizer),
         sampling=loaded.sampling if settings.generation_config == "model" else SamplingDefaults(),
         hygiene=Hygiene(settings.drop_nonces, settings.system_in_place),
@@ -167,7 +167,7 @@ def bind_sockets(settings: Settings) -> Sockets | None:
     return bind_events(asked)
 
 
-def _endings(watching: Watching | None, publisher: Publisher | None) -> tuple[Callable[[], None], ...]:
+def _endings(watching: ListenerThread | None, publisher: Publisher | None) -> tuple[Callable[[], None], ...]:
     """What is told is published."""
     return tuple(one.close for one in (watching, publisher) if one is not None)
 
@@ -221,8 +221,8 @@ def memory_limit_bytes(settings: Settings, machine: Device) -> int:
     return settings.memory_limit.of(machine.memory_bytes, machine.working_set_bytes)
 
 
-def _limits(settings: Settings, machine: Device) -> Limits:
-    return Limits(
+def _limits(settings: Settings, machine: Device) -> EngineLimits:
+    return EngineLimits(
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
         shares_queue=len(settings.keys) > 1,
@@ -230,7 +230,7 @@ def _limits(settings: Settings, machine: Device) -> Limits:
         prefill_share=settings.prefill_share,
         prefill_chunk_tokens=settings.prefill_chunk_tokens,
         max_kv_size=settings.max_kv_size,
-        tail_step_tokens=settings.tail_step_tokens,
+        buffer_step_tokens=settings.tail_step_tokens,
         memory_bytes=memory_limit_bytes(settings, machine),
         wired_bytes=_wired_bytes(settings, machine),
         slice_s=settings.cache_slice_ms / 1000,
@@ -249,7 +249,7 @@ def _wired_bytes(settings: Settings, machine: Device) -> int:
     return wired_bytes
 
 
-def _storage(settings: Settings, total_memory_bytes: int) -> Storage:
+def _storage(settings: Settings, total_memory_bytes: int) -> KvConfig:
     k, v = choose_codecs(
         quantization=settings.kv_cache_quantization,
         bits=settings.kv_cache_bits,
@@ -257,7 +257,7 @@ def _storage(settings: Settings, total_memory_bytes: int) -> Storage:
         v=settings.kv_cache_v,
         group_size=settings.kv_cache_group_size,
     )
-    return Storage(
+    return KvConfig(
         k=k,
         v=v,
         edge_layers=settings.kv_cache_edge_layers,
@@ -271,11 +271,11 @@ def _storage(settings: Settings, total_memory_bytes: int) -> Storage:
         floor_v_bits=settings.kv_floor_v,
         dynamic_at=_lengths(settings.dynamic_cache_at),
         hot_bytes=_hot_bytes(settings, total_memory_bytes),
-        put_away=settings.disk_put_away,
+        archives_planes=settings.disk_put_away,
         disk_write=settings.disk_write,
         ttl_s=settings.cache_ttl_s,
-        max_marks=settings.kv_cache_marks,
-        mark_every_tokens=settings.kv_cache_mark_every,
+        max_checkpoints=settings.kv_cache_marks,
+        checkpoint_every_tokens=settings.kv_cache_mark_every,
     )
 
 

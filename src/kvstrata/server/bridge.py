@@ -27,7 +27,7 @@ class Submits(Protocol):
 
     def cancel(self, request_id: str) -> None: ...
 
-    def end(self, request_id: str) -> None: ...
+    def finish_early(self, request_id: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Replies:
 
     def end(self, index: int) -> None:
         """That reply is complete as it is: its last event comes as if the model had ended it."""
-        self._engine.end(self.requests[index].id)
+        self._engine.finish_early(self.requests[index].id)
 
     @property
     def ended(self) -> bool:

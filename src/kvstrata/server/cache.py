@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.types import Scope
 
-from kvstrata.engine.cache_api import Cache, CacheUsage, Change, Codec, Explanation, TokenIds, parse_precision
+from kvstrata.engine.cache_api import Cache, CacheUsage, Codec, Explanation, PrecisionChange, TokenIds, parse_precision
 from kvstrata.errors import ConfigError, InvalidRequest, SessionNotFound, Unavailable
 from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.cache_words import (
@@ -274,11 +274,11 @@ def find_session(service: Service, id: str, owner: str | None) -> Session:
     return found
 
 
-def _change(asked: RequantizeAsked, scope: Scope) -> Change:
+def _change(asked: RequantizeAsked, scope: Scope) -> PrecisionChange:
     k, v = _precision(asked, "k", "ctk"), _precision(asked, "v", "ctv")
     if k is None and v is None:
         raise InvalidRequest("Say what to change: k, v or both, e.g. planes:4.", param="k")
-    return Change(
+    return PrecisionChange(
         k=k,
         v=v,
         scope=asked.scope,

@@ -14,7 +14,7 @@ from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
-from kvstrata.engine.cache_api import Conversation, Strata
+from kvstrata.engine.cache_api import ConversationSnapshot, RememberedConversation
 from kvstrata.errors import ConversationNotFound, InvalidRequest
 from kvstrata.server.auth import owner_in
 from kvstrata.server.cache import EXPLAIN_S, cache_of, told, whose
@@ -163,14 +163,14 @@ async def drop(request: Request, id: str) -> DropAnswer:
 
 async def _look(service: Service, owner: str | None) -> Looked:
     """At memory and at what is remembered of sessions."""
-    strata = Strata(owner)
+    strata = ConversationSnapshot(owner)
     while not (await told(cache_of(service).tell(strata, SLICE_S))).is_done:
         await asyncio.sleep(PAUSE_S)
     drawing = await to_thread.run_sync(_drawing, service, owner, strata)
     return Looked(drawing, strata.has_more)
 
 
-async def _find(service: Service, owner: str | None, id: str) -> Conversation:
+async def _find(service: Service, owner: str | None, id: str) -> RememberedConversation:
     looked = await _look(service, owner)
     found = await to_thread.run_sync(looked.drawing.find, id)
     if found is None:
@@ -208,7 +208,7 @@ async def _ask_tiers(service: Service, drawing: Drawing) -> str:
     return precision
 
 
-def _slice(asked: list[Conversation]) -> int:
+def _slice(asked: list[RememberedConversation]) -> int:
     """How many of them the disk is asked about at once."""
     taken, num_tokens = 0, 0
     while taken < len(asked) and (not taken or num_tokens + len(asked[taken].ids) <= SLICE_TOKENS):
@@ -220,11 +220,11 @@ def _slice(asked: list[Conversation]) -> int:
 # In a worker thread.
 
 
-def _drawing(service: Service, owner: str | None, strata: Strata) -> Drawing:
-    drawing, now_s = Drawing(strata.told), time.time()
+def _drawing(service: Service, owner: str | None, strata: ConversationSnapshot) -> Drawing:
+    drawing, now_s = Drawing(strata.runs), time.time()
     for session in service.sessions.newest(owner, MAX_SESSIONS):
         for line in session.lines:
-            drawing.add(Conversation(session.salt, line.ids), session.key, now_s - session.last_use_s)
+            drawing.add(RememberedConversation(session.salt, line.ids), session.key, now_s - session.last_use_s)
     return drawing
 
 

@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
-from kvstrata.engine.bundle_transfer import Conversation, Exporting, Form, TakenIn
+from kvstrata.engine.bundle_transfer import BundleExport, ExportedConversation, Form, ImportedConversation
 from kvstrata.errors import InvalidRequest, SessionNotFound, Unavailable
 from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.errors import answers
@@ -95,7 +95,7 @@ async def take_in(request: Request) -> ImportAnswer:
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != OCTETS:
         raise InvalidRequest(f"The body must be the file. Send the header: Content-Type: {OCTETS}")
     salt = salt_of(request.scope, request.query_params.get("cache_salt"))
-    places = service.imports.take(service.engine.moving.limit_bytes)
+    places = service.imports.take(service.engine.transfer.limit_bytes)
     with service.door.pass_through(), places as grow, tempfile.TemporaryFile() as file:
         size_bytes = await _receive(request, file, grow)
         taken, session = await to_thread.run_sync(_take_in, service, file, size_bytes, salt)
@@ -105,7 +105,7 @@ async def take_in(request: Request) -> ImportAnswer:
 class ExportResponse(StreamingResponse):
     """The file, made while it is sent. What was leased for it is let go in any case."""
 
-    def __init__(self, service: Service, exporting: Exporting) -> None:
+    def __init__(self, service: Service, exporting: BundleExport) -> None:
         headers = {"x-kvstrata-tokens": str(exporting.num_tokens)}
         super().__init__(_pieces(service, exporting), media_type=OCTETS, headers=headers)
         self._exporting = exporting
@@ -117,7 +117,7 @@ class ExportResponse(StreamingResponse):
             self._exporting.end()
 
 
-async def _pieces(service: Service, exporting: Exporting) -> AsyncIterator[memoryview]:
+async def _pieces(service: Service, exporting: BundleExport) -> AsyncIterator[memoryview]:
     pieces = exporting.pieces()
     with service.door.pass_through():
         while (piece := await to_thread.run_sync(next, pieces, None)) is not None:
@@ -127,11 +127,11 @@ async def _pieces(service: Service, exporting: Exporting) -> AsyncIterator[memor
 # In a worker thread.
 
 
-def _begin_export(service: Service, session: Session, line: Line, form: Form) -> Exporting:
-    return service.engine.moving.begin_export(_conversation(service, session, line), form)
+def _begin_export(service: Service, session: Session, line: Line, form: Form) -> BundleExport:
+    return service.engine.transfer.begin_export(_conversation(service, session, line), form)
 
 
-def _conversation(service: Service, session: Session, line: Line) -> Conversation:
+def _conversation(service: Service, session: Session, line: Line) -> ExportedConversation:
     """Nothing of the salt or the key goes along."""
     named = {
         "id": session.id,
@@ -140,18 +140,18 @@ def _conversation(service: Service, session: Session, line: Line) -> Conversatio
         "num_prompt": str(line.num_prompt),
     }
     sections = {carrier.name: carrier.give(session) for carrier in service.carriers}
-    return Conversation(line.ids, session.salt, named, sections)
+    return ExportedConversation(line.ids, session.salt, named, sections)
 
 
-def _take_in(service: Service, file: BinaryIO, size_bytes: int, salt: str) -> tuple[TakenIn, Session]:
-    taken = service.engine.moving.take_in(file, size_bytes, salt, partial(ids_of_prompt, service))
+def _take_in(service: Service, file: BinaryIO, size_bytes: int, salt: str) -> tuple[ImportedConversation, Session]:
+    taken = service.engine.transfer.import_file(file, size_bytes, salt, partial(ids_of_prompt, service))
     session = _known_again(service, taken, salt)
     for carrier in service.carriers:
         carrier.take(session, taken.sections.get(carrier.name, ()))
     return taken, session
 
 
-def _known_again(service: Service, taken: TakenIn, salt: str) -> Session:
+def _known_again(service: Service, taken: ImportedConversation, salt: str) -> Session:
     """As the session that the next request of its client belongs to. What the file says of it may be anything."""
     told = taken.session
     digest, number = told.get("digest", ""), told.get("num_prompt", "")

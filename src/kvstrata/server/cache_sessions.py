@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 from typing_extensions import TypedDict
 
-from kvstrata.engine.cache_api import Census, Conversation, Holding
+from kvstrata.engine.cache_api import CachedConversation, RememberedConversation, SessionCounts
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.auth import owner_in
 from kvstrata.server.cache import EXPLAIN_S, cache_of, find_session, told, whose
@@ -125,7 +125,7 @@ async def _written(service: Service, head: dict[str, Any], sessions: Sequence[Se
 
 async def _counted(service: Service, sessions: Sequence[Session]) -> AsyncIterator[list[SessionAnswer]]:
     """A slice at a time. While the engine or the disk answers, others have the interpreter."""
-    census = Census([Conversation(session.salt, session.ids) for session in sessions])
+    census = SessionCounts([RememberedConversation(session.salt, session.ids) for session in sessions])
     num_done = 0
     while num_done < len(sessions):
         counted = await told(cache_of(service).count(census, SLICE_S))
@@ -140,7 +140,7 @@ async def _counted(service: Service, sessions: Sequence[Session]) -> AsyncIterat
             await asyncio.sleep(PAUSE_S)
 
 
-def _answer(session: Session, holding: Holding, disk_tokens: int | None) -> SessionAnswer:
+def _answer(session: Session, holding: CachedConversation, disk_tokens: int | None) -> SessionAnswer:
     return {
         "id": session.id,
         "key": session.key,

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from kvstrata.engine.cache_api import (
     CacheUsage,
-    Changed,
+    ChangeResult,
     Explanation,
     PartUsage,
     Progress,
@@ -258,7 +258,7 @@ def held_answer(usage: CacheUsage) -> HeldAnswer:
     return {"k": hot.k, "v": hot.v}
 
 
-def requantize_answer(changed: Changed, held: HeldAnswer, *, under: Under) -> RequantizeAnswer:
+def requantize_answer(changed: ChangeResult, held: HeldAnswer, *, under: Under) -> RequantizeAnswer:
     return {
         "under": under,
         "target": {"k": changed.k, "v": changed.v},
@@ -286,7 +286,7 @@ def _tier_change(tier: TierChange) -> TierChangeAnswer:
     }
 
 
-def _note(changed: Changed, under: Under) -> str:
+def _note(changed: ChangeResult, under: Under) -> str:
     if not (changed.bytes_before or changed.left_alone):
         return "Nothing is cached in this scope."
     return "" if under == "all" else KEY_NOTE

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 from blake3 import blake3
 
-from kvstrata.engine.cache_api import Conversation, Lying, Stratum, TokenIds
+from kvstrata.engine.cache_api import ConversationRun, RememberedConversation, TierRun, TokenIds
 from kvstrata.server.sessions.session import num_common
 
 CONTEXT = "kvstrata 2026-11 conversation v1"
@@ -27,11 +27,11 @@ class Piece:
     salt: str
     start: int
     ids: TokenIds
-    stratum: Stratum | None  # as memory has them; None: it does not
+    stratum: ConversationRun | None  # as memory has them; None: it does not
     session: str
     unused_s: float
     below: list[Piece] = field(default_factory=list)
-    on_disk: tuple[Lying, ...] = ()  # of the prompt from its first token on
+    on_disk: tuple[TierRun, ...] = ()  # of the prompt from its first token on
     shared_end: int = 0  # of what the shared tier has, likewise
 
     @property
@@ -93,12 +93,12 @@ class Row:
             return self.pieces
         return [piece for piece in self.above.path if piece.end <= self.starts_at] + self.pieces
 
-    def conversation(self) -> Conversation:
-        return Conversation(self.last.salt, np.concatenate([piece.ids for piece in self.path]))
+    def conversation(self) -> RememberedConversation:
+        return RememberedConversation(self.last.salt, np.concatenate([piece.ids for piece in self.path]))
 
 
 class Drawing:
-    def __init__(self, told: Sequence[Stratum]) -> None:
+    def __init__(self, told: Sequence[ConversationRun]) -> None:
         self._begin: dict[str, list[Piece]] = {}  # by salt
         pieces: dict[int, Piece] = {}
         for place, stratum in enumerate(told):
@@ -107,14 +107,14 @@ class Drawing:
                 pieces[place] = _piece_of(stratum)
                 siblings.append(pieces[place])
 
-    def _siblings(self, stratum: Stratum, pieces: dict[int, Piece]) -> list[Piece] | None:
+    def _siblings(self, stratum: ConversationRun, pieces: dict[int, Piece]) -> list[Piece] | None:
         """None: what it hangs on has changed while it was told. The next look has it again."""
         if stratum.above is None:
             return None if stratum.start else self._begin.setdefault(stratum.salt, [])
         above = pieces.get(stratum.above)
         return None if above is None or above.end != stratum.start else above.below
 
-    def add(self, asked: Conversation, session: str, unused_s: float) -> None:
+    def add(self, asked: RememberedConversation, session: str, unused_s: float) -> None:
         """A conversation that is remembered: what memory has not of it may be elsewhere. Of a reply the last token is
         never computed."""
         siblings, at = self._begin.setdefault(asked.salt, []), 0
@@ -137,11 +137,11 @@ class Drawing:
             rows.extend(_rows(piece, Row(None, 0), _hasher(piece.salt)))
         return rows
 
-    def find(self, id: str) -> Conversation | None:
+    def find(self, id: str) -> RememberedConversation | None:
         """What `rows` called so. It may have gone on since: then what it was is still there, and found."""
         for piece, hasher, path in self._ends():
             if hasher.hexdigest()[:ID_CHARS] == id:
-                return Conversation(piece.salt, np.concatenate([each.ids for each in path]))
+                return RememberedConversation(piece.salt, np.concatenate([each.ids for each in path]))
         return None
 
     def forget_what_is_nowhere(self) -> None:
@@ -160,7 +160,7 @@ class Drawing:
             waiting.extend((each, hasher.copy(), path) for each in piece.below)
 
 
-def note_disk(row: Row, runs: tuple[Lying, ...]) -> None:
+def note_disk(row: Row, runs: tuple[TierRun, ...]) -> None:
     """What the disk has of a conversation."""
     for piece in row.path:
         if runs and runs[-1].end > piece.disk_end:
@@ -249,7 +249,7 @@ def _held(pieces: Iterable[Piece]) -> list[Piece]:
     return kept
 
 
-def _piece_of(stratum: Stratum) -> Piece:
+def _piece_of(stratum: ConversationRun) -> Piece:
     return Piece(stratum.salt, stratum.start, stratum.ids, stratum, stratum.session, stratum.unused_s)
 
 

@@ -72,7 +72,7 @@ def evict_all(served: Served) -> None:
 
     def evict(loop: Loop) -> None:
         while loop.housekeeping.has_work:
-            loop.housekeeping.work(1.0)
+            loop.housekeeping.run_slice(1.0)
         loop.stock.evictor.shrink_to(0)
         done.set()
 

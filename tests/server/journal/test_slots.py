@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.engine.request import Finished, Piece, Prefilled, TokenUsage
+from kvstrata.engine.request import Finished, PrefillProgress, TextDelta, TokenUsage
 from kvstrata.metrics import CACHE_COUNTERS
 from kvstrata.server.journal.events import most_grown, risen
 from kvstrata.server.journal.slots import KEPT_S, Slot, Slots, percentile
@@ -76,13 +76,13 @@ def test_a_trace_times_tokens() -> None:
     clock, first = Clock(0.0), []
     trace = Trace("id", clock=clock, on_first_token=first.append, asked=Asked(20, n=2))
     for index in (0, 1):
-        trace.note(index, Prefilled(20, 20, 5 + index, "new"))
+        trace.note(index, PrefillProgress(20, 20, 5 + index, "new"))
     assert (trace.cached_tokens, trace.miss) == (5, "new")
     clock.now = 2.0
-    trace.note(0, Piece("a", (1,)))
+    trace.note(0, TextDelta("a", (1,)))
     clock.now = 4.0
-    trace.note(1, Piece("", (1, 2, 3)))
-    trace.note(1, Piece("held back"))
+    trace.note(1, TextDelta("", (1, 2, 3)))
+    trace.note(1, TextDelta("held back"))
     assert (first, trace.first_token_s, trace.completion_tokens, trace.tokens_per_s) == ([2.0], 2.0, 4, 1.5)
     trace.note(0, Finished("stop", TokenUsage(20, 7, 2)))
     assert (trace.cached_tokens, trace.completion_tokens) == (7, 5)

@@ -11,7 +11,7 @@ import pytest
 
 from kvstrata.engine.cache_api import as_ids
 from kvstrata.engine.request import TokenUsage
-from kvstrata.prefix_cache.conversation_list import MAX_COUNTED, Census, Counted
+from kvstrata.prefix_cache.conversation_list import MAX_COUNTED, CountedSlice, SessionCounts
 from kvstrata.server.cache_sessions import SLICE_S
 from kvstrata.server.sessions.names import Name
 from tests.server.conftest import Served, running
@@ -40,16 +40,16 @@ def crowded() -> Iterator[Served]:
 
 def test_listing_them_takes_the_engine_for_a_moment_at_a_time(crowded: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     took_s: list[float] = []
-    go_on = Census.go_on
+    go_on = SessionCounts.advance
 
-    def timed(*arguments: object) -> Counted:
+    def timed(*arguments: object) -> CountedSlice:
         # Of this thread alone: the client that reads the list runs in the same process, and others on this machine.
         began = time.thread_time()
         counted = go_on(*arguments)  # pyright: ignore[reportArgumentType]
         took_s.append(time.thread_time() - began)
         return counted
 
-    monkeypatch.setattr(Census, "go_on", timed)
+    monkeypatch.setattr(SessionCounts, "advance", timed)
     gc.disable()  # a collection falls into whichever thread is at work
     try:
         listed = get(crowded, f"/cache/sessions?limit={NUM_SESSIONS}")["sessions"]

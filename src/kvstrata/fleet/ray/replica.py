@@ -15,7 +15,7 @@ from kvstrata.config import Settings
 from kvstrata.fleet.asgi import answer
 from kvstrata.fleet.ray.folders import take_folder
 from kvstrata.fleet.summary import Summary
-from kvstrata.prefix_cache.entry_table import Watcher
+from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.server.journal.sampling import Sampler
 from kvstrata.server.service import Service
 
@@ -84,7 +84,7 @@ def _with_folder(settings: Settings) -> tuple[Settings, Callable[[], None]]:
     return settings.model_copy(update={"disk_cache_dir": folder}), give_back
 
 
-def _start(settings: Settings, listener: Watcher) -> Service:
+def _start(settings: Settings, listener: CacheListener) -> Service:
     from kvstrata.backend import device
     from kvstrata.server.assemble import load_model, start_service
     from kvstrata.server.logs import show_messages

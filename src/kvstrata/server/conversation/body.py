@@ -82,9 +82,9 @@ async def read(request: Request, make: Callable[[Service, bytes, Scope], T]) -> 
     require_json(request)
     engine, owner = service_of(request).engine, owner_salt(request.scope) or ""
     # A request that finds no room is told before its body is read, and again before a long prompt is tokenized.
-    engine.require_room(owner)
+    engine.require_place(owner)
     body = await _received(request)
-    engine.require_room(owner)
+    engine.require_place(owner)
     return await _made(request, make, body)
 
 

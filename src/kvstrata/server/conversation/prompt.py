@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import Scope
 
-from kvstrata.engine.request import Pinned
+from kvstrata.engine.request import PinRequest
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.auth import salt_of
 from kvstrata.server.conversation.chat import Chat, PinWanted
@@ -33,7 +33,7 @@ class ChatPrompt:
     hygiene: Mapping[str, int] = field(default_factory=dict)  # how often each rule was used
     replayed_turns: int = 0  # replies that stand there as they were sampled
     replayed_tokens: int = 0
-    pin: Pinned | None = None  # what of it is to stay, and for how long
+    pin: PinRequest | None = None  # what of it is to stay, and for how long
 
     @property
     def notes(self) -> dict[str, str]:
@@ -84,7 +84,7 @@ def chat_prompt(service: Service, chat: Chat, scope: Scope) -> ChatPrompt:
     require_possible_chat(service, shown.messages)
     prompt = _rendered(service, template, shown, salt)
     resume_at: tuple[int, ...] = ()
-    if service.engine.resumes_at_marks:
+    if service.engine.resumes_at_checkpoints:
         resume_at = template.boundaries(shown.messages, shown.tools, template_kwargs=shown.variables, prompt=prompt.ids)
     pin = None
     if chat.pin is not None:
@@ -95,10 +95,10 @@ def chat_prompt(service: Service, chat: Chat, scope: Scope) -> ChatPrompt:
     return ChatPrompt(prompt.ids, resume_at, shown.hygiene, prompt.replayed_turns, prompt.replayed_tokens, pin)
 
 
-def _pinned(service: Service, wanted: PinWanted, end: int) -> Pinned | None:
+def _pinned(service: Service, wanted: PinWanted, end: int) -> PinRequest | None:
     """The quota holds for every caller, without keys too: a client's library sets a ttl without its user's knowing, and
     on a local server all memory would go to pins that no user chose. POST /cache/pin is a user's decision."""
-    return Pinned(wanted.ttl_s, end, service.pin_quota) if end else None
+    return PinRequest(wanted.ttl_s, end, service.pin_quota) if end else None
 
 
 def tools_told(chat: Chat) -> tuple[dict[str, object], ...]:

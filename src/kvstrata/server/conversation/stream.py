@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from anyio import to_thread
 from starlette.types import Send
 
-from kvstrata.engine.request import Event, Finished, Piece, Prefilled
+from kvstrata.engine.request import Event, Finished, PrefillProgress, TextDelta
 from kvstrata.server.bridge import Arrival, Replies
 from kvstrata.server.conversation.telling import Telling
 from kvstrata.server.conversation.wire import encode
@@ -34,9 +34,9 @@ class Heartbeat:
         self._is_news = False
 
     def note(self, event: Event) -> None:
-        if isinstance(event, Prefilled):
-            self._doing, self._is_news = f"prefill {event.done}/{event.total}", True
-        elif isinstance(event, Piece):
+        if isinstance(event, PrefillProgress):
+            self._doing, self._is_news = f"prefill {event.num_done}/{event.num_total}", True
+        elif isinstance(event, TextDelta):
             self._doing, self._is_news = "writing", False
 
     def left_s(self) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from anyio import to_thread
 
-from kvstrata.engine.request import Event, Failed, Finished, Piece, Prefilled, TokenLogprob, TokenUsage
+from kvstrata.engine.request import Event, Failed, Finished, PrefillProgress, TextDelta, TokenLogprob, TokenUsage
 from kvstrata.errors import InvalidRequest, MemoryPinned, ReplyFailed, RequestError
 from kvstrata.server.bridge import Arrival
 from kvstrata.server.conversation.job import Job
@@ -43,10 +43,10 @@ class Telling:
     def told(self, arrival: Arrival) -> list[ServerEvent]:
         index, event = arrival.index, arrival.event
         self._trace.note(index, event)
-        if isinstance(event, Prefilled):
-            self._misses.setdefault(index, event.miss)
-            self._unpinned = event.unpinned or self._unpinned
-        elif isinstance(event, Piece) and index not in self._complete:
+        if isinstance(event, PrefillProgress):
+            self._misses.setdefault(index, event.miss_reason)
+            self._unpinned = event.unpinned_reason or self._unpinned
+        elif isinstance(event, TextDelta) and index not in self._complete:
             if self._job.noting is not None:
                 self._shown[index] += event.ids
             return self._add(index, self._job.readers[index].add(event.text, event.ids), event.logprobs)
@@ -71,14 +71,17 @@ class Telling:
 
     def begun(self, arrivals: Sequence[Arrival]) -> Begun:
         first = arrivals[0].event if arrivals else None
-        cached_tokens = first.cached if isinstance(first, Prefilled) else None
+        cached_tokens = first.num_cached if isinstance(first, PrefillProgress) else None
         return Begun(len(self._job.requests[0].prompt), cached_tokens)
 
     def headers(self, arrivals: Sequence[Arrival]) -> dict[str, str]:
         """Known where there is one prompt and its first event is about it. Otherwise the usage tells, at the end."""
         first = arrivals[0].event if arrivals else None
-        if isinstance(first, Prefilled) and len(self._job.requests) == 1:
-            return {CACHED: str(first.cached), MISS: miss_value(first.miss, self._notes(first.unpinned))}
+        if isinstance(first, PrefillProgress) and len(self._job.requests) == 1:
+            return {
+                CACHED: str(first.num_cached),
+                MISS: miss_value(first.miss_reason, self._notes(first.unpinned_reason)),
+            }
         return {}
 
     def whole_headers(self) -> dict[str, str]:

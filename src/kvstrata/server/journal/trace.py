@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from starlette.types import Scope
 
-from kvstrata.engine.request import Event, Finished, Piece, Prefilled
+from kvstrata.engine.request import Event, Finished, PrefillProgress, TextDelta
 from kvstrata.errors import RequestError
 from kvstrata.server.sessions.session import Parted
 
@@ -55,10 +55,10 @@ class Trace:
         self._generated: dict[int, int] = {}
 
     def note(self, index: int, event: Event) -> None:
-        if isinstance(event, Prefilled):
-            self._cached.setdefault(index, event.cached)
-            self._misses.setdefault(index, event.miss)
-        elif isinstance(event, Piece) and event.ids:
+        if isinstance(event, PrefillProgress):
+            self._cached.setdefault(index, event.num_cached)
+            self._misses.setdefault(index, event.miss_reason)
+        elif isinstance(event, TextDelta) and event.ids:
             self._on_tokens(index, len(event.ids))
         elif isinstance(event, Finished):
             self._cached[index] = event.usage.cached_tokens
