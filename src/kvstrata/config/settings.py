@@ -316,7 +316,8 @@ class Settings(BaseSettings):
     )  # fmt: skip
     kv_cache_marks: int = setting(
         CacheConfig.max_checkpoints,
-        "Resume points that a stored conversation keeps, in models with window or recurrent layers", panel="KV cache", unit="points", ge=1,
+        "Resume points that a stored conversation keeps, in models with window or recurrent layers",
+        panel="KV cache", unit="points", ge=1,
     )  # fmt: skip
     kv_cache_mark_every: int = setting(
         CHECKPOINT_EVERY_TOKENS, "Prompt tokens between two resume points, in models with window or recurrent layers",
