@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 from kvstrata.codecs.registry import parse
+from kvstrata.index.ids import TokenIds
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import make_plan
@@ -18,7 +19,7 @@ from kvstrata.store.options import StoreOptions
 from kvstrata.store.precision.requantize import Change
 from kvstrata.store.stock import Stock
 from kvstrata.store.tidying import MAX_SPANS
-from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, new_stock, settle, store_tokens
+from tests.store.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, Told, check_lease, new_stock, settle, store_tokens
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:
@@ -82,6 +83,51 @@ def test_what_a_match_joins_it_still_finds() -> None:
     settle(stock)
     stock.room.shrink_to(0)
     assert stock.shelf.held_bytes == 0
+
+
+def chat_of(stock: Stock, *ends: int) -> list[int]:
+    """A conversation of several requests, each of which goes on from the one before."""
+    ids = list(tokens(ends[-1]))
+    for end in ends:
+        store_tokens(stock, ids[:end])
+        settle(stock)
+    return ids
+
+
+def test_the_shortest_neighbours_are_joined_first() -> None:
+    stock = new_stock()
+    ids = chat_of(stock, 300, 320, 340, 640)
+    stock.shelf.join_along(stock.store.find(ids, "").path[-1], 3)
+    assert [entry.span.end for entry in stock.store.find(ids, "").entries] == [300, 340, 640]
+
+
+@pytest.mark.parametrize(("asked_again", "asked_twice"), [(600, 599), (200, 199)])
+def test_joined_spans_were_asked_for_twice_as_far_as_a_second_request_had_them(
+    asked_again: int, asked_twice: int
+) -> None:
+    stock = new_stock()
+    ids = chat_of(stock, 300, 600)
+    for entry in stock.shelf.entries:
+        entry.asked_twice = 0  # the second turn had the first one's tokens
+    store_tokens(stock, ids[:asked_again])
+    stock.shelf.join_along(stock.store.find(ids, "").path[-1], 1)
+    (entry,) = stock.store.find(ids, "").entries
+    assert entry.asked_twice == asked_twice
+
+
+def test_a_watcher_hears_of_new_tokens_alone() -> None:
+    told: list[tuple[int, int]] = []
+
+    class Hears(Told):
+        def stored(self, root_key: bytes, ids: TokenIds, start: int) -> None:
+            told.append((start, len(ids)))
+            super().stored(root_key, ids, start)
+
+    stock = new_stock(watcher=Hears())
+    ids = chat_of(stock, 300, 600)
+    store_tokens(stock, ids)
+    store_tokens(stock, ids[:200])
+    assert told == [(0, 300), (300, 600)]
 
 
 # Room.
