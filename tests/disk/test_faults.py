@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstrata.disk import loading
 from kvstrata.disk.files import Files
 from kvstrata.disk.folder import file_name
 from kvstrata.disk.reasons import Fault
@@ -18,7 +19,7 @@ from kvstrata.disk.tier import DiskTier
 from kvstrata.disk.writer import Pause
 from kvstrata.tier.base import Accepted, Refusal, Refused
 from kvstrata.tier.reading import Missing
-from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, read_now, real_bytes, rows_of
+from tests.disk.blocks import ROOT, is_same, make_block, make_chain, open_tier, put_all, read_now, real_bytes, rows_of
 from tests.disk.faults import FaultyFiles, fail, fail_once
 
 CODES = [
@@ -109,6 +110,20 @@ def test_short_writes_and_reads_are_gone_on_with(tmp_path: Path) -> None:
     assert tier.flush(10).is_empty
     assert is_same(read_now(tier, block.id, root=ROOT), block)
     tier.close()
+
+
+def test_of_too_many_unreadable_blocks_the_last_ones_are_left_alone(
+    tier: DiskTier, files: FaultyFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "NUM_AVOIDED", 2)
+    blocks = make_chain(3)
+    put_all(tier, blocks)
+    files.before = {"open": fail(errno.EIO)}
+    for block in blocks:
+        assert isinstance(read_now(tier, block.id, root=ROOT), Missing)
+    files.before = {}
+    assert is_same(read_now(tier, blocks[0].id, root=ROOT), blocks[0])
+    assert all(isinstance(read_now(tier, block.id, root=ROOT), Missing) for block in blocks[1:])
 
 
 @pytest.mark.parametrize(("code", "fault"), CODES)

@@ -294,6 +294,12 @@ def test_without_a_measured_step_streams_go_on_alone_and_a_share_of_one_gives_al
     assert beside_tokens(PrefillSharing(0.5, 0.05, 0.0), least=4, most=256) == 4
 
 
+@pytest.mark.parametrize(("steps", "expected"), [(0, 0), (5, 0), (6, 64)])
+def test_the_first_chunk_beside_streams_waits_until_steps_have_saved_its_time(steps: int, expected: int) -> None:
+    """It costs 64 / 200 s by the speed without streams; each step saves 0.05 s."""
+    assert beside_tokens(PrefillSharing(0.5, 0.05, 200.0, steps_since_chunk=steps), least=64, most=256) == expected
+
+
 @given(st.floats(0, 1e6), st.integers(MIN_CHUNK_TOKENS, 4096))
 def test_chunks_follow_the_speed_within_bounds(speed: float, most: int) -> None:
     assert MIN_CHUNK_TOKENS <= chunk_tokens(speed, most) <= most

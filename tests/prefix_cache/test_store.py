@@ -13,12 +13,24 @@ from kvstrata.codecs.registry import parse
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.entries import Lease
+from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.prefix_cache import Stock
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.prefix_cache.transcode import MAX_SPANS
 from kvstrata.spans.marks import Mark
 from kvstrata.spans.plan import make_plan
-from tests.prefix_cache.kv import HYBRID, LAYOUT, TOKEN_BYTES, Clock, Run, check_lease, new_stock, settle, store_tokens
+from tests.prefix_cache.kv import (
+    HYBRID,
+    LAYOUT,
+    TOKEN_BYTES,
+    Clock,
+    Run,
+    Told,
+    check_lease,
+    new_stock,
+    settle,
+    store_tokens,
+)
 
 
 def tokens(length: int, seed: int = 0) -> list[int]:
@@ -84,6 +96,51 @@ def test_what_a_match_joins_it_still_finds() -> None:
     settle(stock)
     stock.reclaimer.shrink_to(0)
     assert stock.table.nbytes == 0
+
+
+def chat_of(stock: Stock, *ends: int) -> list[int]:
+    """A conversation of several requests, each of which goes on from the one before."""
+    ids = list(tokens(ends[-1]))
+    for end in ends:
+        store_tokens(stock, ids[:end])
+        settle(stock)
+    return ids
+
+
+def test_the_shortest_neighbours_are_joined_first() -> None:
+    stock = new_stock()
+    ids = chat_of(stock, 300, 320, 340, 640)
+    stock.table.join_spans(stock.store.lookup(ids, "").path[-1], 3)
+    assert [entry.span.end for entry in stock.store.lookup(ids, "").entries] == [300, 340, 640]
+
+
+@pytest.mark.parametrize(("asked_again", "reused_end"), [(600, 599), (200, 199)])
+def test_joined_spans_were_asked_for_twice_as_far_as_a_second_request_had_them(
+    asked_again: int, reused_end: int
+) -> None:
+    stock = new_stock()
+    ids = chat_of(stock, 300, 600)
+    for entry in stock.table.entries:
+        entry.reused_end = 0  # the second turn had the first one's tokens
+    store_tokens(stock, ids[:asked_again])
+    stock.table.join_spans(stock.store.lookup(ids, "").path[-1], 1)
+    (entry,) = stock.store.lookup(ids, "").entries
+    assert entry.reused_end == reused_end
+
+
+def test_a_watcher_hears_of_new_tokens_alone() -> None:
+    told: list[tuple[int, int]] = []
+
+    class Hears(Told):
+        def stored(self, root_key: bytes, ids: TokenIds, start: int) -> None:
+            told.append((start, len(ids)))
+            super().stored(root_key, ids, start)
+
+    stock = new_stock(watcher=Hears())
+    ids = chat_of(stock, 300, 600)
+    store_tokens(stock, ids)
+    store_tokens(stock, ids[:200])
+    assert told == [(0, 300), (300, 600)]
 
 
 # Room.

@@ -25,6 +25,7 @@ from kvstrata.prefix_cache.radix_tree import RadixTree
 from kvstrata.prefix_cache.worth import (
     EDGES_S,
     NUM_BUCKETS,
+    PRIOR_WEIGHT,
     PrefillCost,
     Reuse,
     ReuseClass,
@@ -106,6 +107,12 @@ def test_what_has_not_come_back_yet_counts_only_for_the_ages_it_has_reached() ->
     found = hazard(used, ended, none)
     assert found[5] > 0.9
     assert found[2] == 0.0
+
+
+def test_what_leaves_a_bucket_without_a_use_was_in_it_half_the_time() -> None:
+    used, ended, none = np.zeros(NUM_BUCKETS), np.zeros(NUM_BUCKETS), np.zeros(NUM_BUCKETS)
+    used[5], ended[5] = 100.0, 300.0
+    assert hazard(used, ended, none)[5] == pytest.approx(100.0 / (200.0 + PRIOR_WEIGHT))
 
 
 @given(st.floats(0, 1e7))

@@ -13,8 +13,9 @@ import pytest
 from kvstrata.engine.engine import Engine
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.remote import payload
+from kvstrata.remote.faults import DamagedBlock
 from kvstrata.remote.names import is_name
-from kvstrata.remote.seal import seal, unseal
+from kvstrata.remote.seal import PIECE_BYTES, seal, unseal
 from kvstrata.remote.secret import Keys, keys_of
 from kvstrata.remote.stores.base import PREFIX, Store
 from kvstrata.remote.stores.open import make_store
@@ -66,6 +67,16 @@ class Attacker:
             case _:
                 # As a store without a secret has them, with a right checksum.
                 return bytes(seal(Keys(b"", None), name, chance.choice(self._bodies)))
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES])
+@pytest.mark.parametrize("keys", [Keys(b"", None), Keys(b"", bytes(32))], ids=["plain", "sealed"])
+def test_what_was_sealed_opens_as_it_was_at_any_length(keys: Keys, num_bytes: int) -> None:
+    body = random.Random(num_bytes).randbytes(num_bytes)
+    sealed = seal(keys, "name", body)
+    assert unseal(keys, "name", sealed) == body
+    with pytest.raises(DamagedBlock):
+        unseal(keys, "name", sealed[:-1])
 
 
 def put_back(store: Store, name: str, content: bytes) -> None:

@@ -217,7 +217,7 @@ class Budget:
 def with_formats(budget: Budget, plans: FormatCatalog, target: Plan) -> Budget:
     """Return the budget with the KV formats that follow from the precision of new spans."""
     rungs, live = plans.formats_for(target)
-    return replace(budget, rungs=rungs, live_rungs=live)
+    return replace(budget, formats=rungs, live_formats=live)
 
 
 def pinned_memory_message(need_bytes: int, free_bytes: int, total_bytes: int) -> str:
