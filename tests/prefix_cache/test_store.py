@@ -146,6 +146,28 @@ def test_a_watcher_hears_of_new_tokens_alone() -> None:
 # Room.
 
 
+def test_free_bytes_are_those_of_free_entries_whatever_happens_to_them() -> None:
+    stock = new_stock("planes:4")
+
+    def check_free() -> None:
+        free_bytes = sum(entry.nbytes for entry in stock.shelf.entries if entry.is_free)
+        assert stock.shelf.free_bytes == free_bytes
+
+    ids = chat_of(stock, 300, 600)
+    check_free()
+    store_tokens(stock, [*ids[:450], *tokens(300, seed=1)])
+    check_free()
+    settle(stock)
+    check_free()
+    lease = stock.store.match(ids, "")
+    check_free()
+    stock.store.release(lease)
+    stock.room.shrink_to(stock.shelf.held_bytes // 2)
+    check_free()
+    stock.room.shrink_to(0)
+    assert stock.shelf.free_bytes == 0
+
+
 @pytest.mark.parametrize("is_trimmed", [True, False])
 def test_a_little_room_costs_the_end_of_a_new_conversation_and_not_all_of_it(is_trimmed: bool) -> None:
     stock = new_stock()
