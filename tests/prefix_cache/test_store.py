@@ -146,12 +146,12 @@ def test_a_watcher_hears_of_new_tokens_alone() -> None:
 # Room.
 
 
-def test_free_bytes_are_those_of_free_entries_whatever_happens_to_them() -> None:
+def test_evictable_bytes_are_the_sum_over_evictable_entries() -> None:
     stock = new_stock("planes:4")
 
     def check_free() -> None:
-        free_bytes = sum(entry.nbytes for entry in stock.shelf.entries if entry.is_free)
-        assert stock.shelf.free_bytes == free_bytes
+        evictable_bytes = sum(entry.nbytes for entry in stock.table.entries if entry.is_evictable)
+        assert stock.table.evictable_bytes == evictable_bytes
 
     ids = chat_of(stock, 300, 600)
     check_free()
@@ -159,13 +159,13 @@ def test_free_bytes_are_those_of_free_entries_whatever_happens_to_them() -> None
     check_free()
     settle(stock)
     check_free()
-    lease = stock.store.match(ids, "")
+    lease = stock.store.lease(ids, "")
     check_free()
     stock.store.release(lease)
-    stock.room.shrink_to(stock.shelf.held_bytes // 2)
+    stock.reclaimer.shrink_to(stock.table.nbytes // 2)
     check_free()
-    stock.room.shrink_to(0)
-    assert stock.shelf.free_bytes == 0
+    stock.reclaimer.shrink_to(0)
+    assert stock.table.evictable_bytes == 0
 
 
 @pytest.mark.parametrize("is_trimmed", [True, False])
