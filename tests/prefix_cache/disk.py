@@ -16,7 +16,7 @@ from kvstrata.disk.tier import DiskTier
 from kvstrata.layers.kinds import Layout
 from kvstrata.prefix_cache.config import CacheConfig, DiskWrite, LadderConfig, PrecisionConfig
 from kvstrata.prefix_cache.keys import Identity, as_ids, chain
-from kvstrata.prefix_cache.prefix_cache import Stock, make_stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import BlockLoad, TierClient
 from kvstrata.spans.contents import tally
 from kvstrata.spans.plan import make_plan
@@ -44,7 +44,7 @@ def store_on(
     max_arrays: int | None = None,
     patience_s: float = 60.0,
     **disk: Any,
-) -> Iterator[Stock]:
+) -> Iterator[PrefixCache]:
     limits: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
     beside = {each: limits.pop(each) for each in ("files", "clock", "is_pinned") if each in limits}
     tier = DiskTier(DiskOptions(folder, **limits), chain=chain, tally=tally, **beside)
@@ -58,7 +58,7 @@ def store_on(
     )
     cold = TierClient(tier, layout, post=lambda _: None, patience_s=patience_s)
     plan_of = partial(make_plan, layout)
-    yield make_stock(layout, identity_of(layout), options, plan_of, cold=cold, clock=Clock())
+    yield PrefixCache(layout, identity_of(layout), options, plan_of, disk=cold, clock=Clock())
     tier.close()
 
 
@@ -67,7 +67,7 @@ def random_tokens(count: int, seed: int) -> list[int]:
     return [source.randrange(1000) for _ in range(count)]
 
 
-def chat(stock: Stock, tokens: list[int], num_turns: int, *, seed: int = 0, turn_tokens: int = 40) -> list[int]:
+def chat(stock: PrefixCache, tokens: list[int], num_turns: int, *, seed: int = 0, turn_tokens: int = 40) -> list[int]:
     """So many more turns, each settled before the next comes."""
     for turn in range(num_turns):
         tokens = [*tokens, *random_tokens(turn_tokens, 1000 * seed + turn)]
@@ -76,7 +76,7 @@ def chat(stock: Stock, tokens: list[int], num_turns: int, *, seed: int = 0, turn
     return tokens
 
 
-def write_turns(stock: Stock, tokens: list[int], ends: list[int]) -> None:
+def write_turns(stock: PrefixCache, tokens: list[int], ends: list[int]) -> None:
     for end in ends:
         store_tokens(stock, tokens[:end])
         settle(stock)
@@ -85,28 +85,28 @@ def write_turns(stock: Stock, tokens: list[int], ends: list[int]) -> None:
     written(stock)
 
 
-def written(stock: Stock) -> int:
+def written(stock: PrefixCache) -> int:
     """Tokens on the disk, over all chains."""
     assert stock.disk.tier.flush(60).is_empty
     return stock.disk.tier.usage().num_tokens
 
 
-def reachable(stock: Stock, tokens: list[int]) -> int:
+def reachable(stock: PrefixCache, tokens: list[int]) -> int:
     """How many a start would find."""
     return finish(stock.disk.longest(stock.matcher.root_of(""), as_ids(tokens))).num_tokens
 
 
-def load(stock: Stock, tokens: list[int]) -> None:
+def load(stock: PrefixCache, tokens: list[int]) -> None:
     """What the disk has comes back."""
     loading = begin_load(stock, tokens)
     until_s = time.monotonic() + LOAD_TIMEOUT_S
     while not loading.is_done:
         assert time.monotonic() < until_s
-        stock.background.run_background(0)
+        stock.run_background(0)
     stock.prefetcher.promote(loading)
 
 
-def begin_load(stock: Stock, tokens: list[int]) -> BlockLoad:
+def begin_load(stock: PrefixCache, tokens: list[int]) -> BlockLoad:
     lookup = stock.prefetcher.ask(tokens, "")
     assert lookup is not None
     assert lookup.wait(LOAD_TIMEOUT_S)

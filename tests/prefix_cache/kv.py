@@ -21,7 +21,7 @@ from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.insertion import Insertion
 from kvstrata.prefix_cache.keys import Identity, TokenIds
-from kvstrata.prefix_cache.prefix_cache import Stock, make_stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import make_plan
 
@@ -133,12 +133,13 @@ def new_stock(
     ttl_s: float | None = None,
     clock: Clock | None = None,
     watcher: CacheListener | None = None,
-) -> Stock:
+) -> PrefixCache:
     codec = parse(name)
     precision = PrecisionConfig(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, live=live)
     options = CacheConfig(hot_bytes=hot_bytes, ttl_s=ttl_s, precision=precision)
     identity = Identity(fingerprint, "float32", tuple(spec.signature for spec in layout.flat()))
-    return make_stock(layout, identity, options, partial(make_plan, layout), clock=clock or Clock(), watcher=watcher)
+    plan_of = partial(make_plan, layout)
+    return PrefixCache(layout, identity, options, plan_of, listener=watcher, clock=clock or Clock())
 
 
 class Told:
@@ -158,7 +159,7 @@ class Told:
     def cleared(self) -> None:
         self.prefixes.clear()
 
-    def check(self, stock: Stock) -> None:
+    def check(self, stock: PrefixCache) -> None:
         held: set[tuple[bytes, bytes]] = set()
         for node in stock.table.tree:
             tokens = np.concatenate([above.tokens for above in node.path()])
@@ -185,14 +186,14 @@ class Run:
     """A sequence: what it found, what it computes, and its way into the store."""
 
     def __init__(
-        self, stock: Stock, tokens: Sequence[int], salt: str = "", *, room: int = 0, session: str = ""
+        self, stock: PrefixCache, tokens: Sequence[int], salt: str = "", *, room: int = 0, session: str = ""
     ) -> None:
         self.tokens = tuple(tokens)
         self.salt = salt
-        lease = stock.store.lease(self.tokens[:-1], salt, session=session)
+        lease = stock.lease(self.tokens[:-1], salt, session=session)
         self.cache = SequenceCache(stock.matcher.layout, None, len(self.tokens) - lease.num_tokens + room, lease.prefix)
-        self._needs_marks = stock.store.needs_checkpoints
-        self.filing: Insertion = stock.store.insert(lease, self.cache, salt)
+        self._needs_marks = stock.needs_checkpoints
+        self.filing: Insertion = stock.insert(lease, self.cache, salt)
         self.num_sealed = 0
 
     @property
@@ -225,7 +226,7 @@ class Run:
             assert check(layer.parts(), self.tokens, i, at_least) == self.num_computed
 
 
-def store_tokens(stock: Stock, tokens: Sequence[int], salt: str = "", *, session: str = "") -> int:
+def store_tokens(stock: PrefixCache, tokens: Sequence[int], salt: str = "", *, session: str = "") -> int:
     """One request from its beginning to its end. Tells how many of its tokens were there."""
     run = Run(stock, tokens, salt, session=session)
     cached = run.num_computed
@@ -234,6 +235,6 @@ def store_tokens(stock: Stock, tokens: Sequence[int], salt: str = "", *, session
     return cached
 
 
-def settle(stock: Stock) -> None:
-    while stock.background.has_work:
-        stock.background.run_background(0)
+def settle(stock: PrefixCache) -> None:
+    while stock.has_work:
+        stock.run_background(0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.usage import precision_of
 from kvstrata.spans.rewrite import LayerRewrite
 from kvstrata.spans.span import Span
@@ -17,38 +17,38 @@ NUM_TOKENS = 600
 RAW, ENCODED = ("raw", "raw"), ("planes:8", "planes:8")
 
 
-def precisions(stock: Stock, tokens: list[int]) -> set[tuple[str, str]]:
-    return {precision_of(entry.span) for entry in stock.store.lookup(tokens, "").entries}
+def precisions(stock: PrefixCache, tokens: list[int]) -> set[tuple[str, str]]:
+    return {precision_of(entry.span) for entry in stock.lookup(tokens, "").entries}
 
 
 def test_lease_encodes_nothing() -> None:
     stock, tokens = new_stock("planes:8"), random_tokens(NUM_TOKENS, 1)
     store_tokens(stock, tokens)
-    lease = stock.store.lease(tokens, "")
+    lease = stock.lease(tokens, "")
     assert lease.num_tokens == NUM_TOKENS
     assert precisions(stock, tokens) == {RAW}
-    stock.store.release(lease)
+    stock.release(lease)
     settle(stock)
     assert precisions(stock, tokens) == {ENCODED}
-    check_lease(stock.store.lease(tokens, ""), tokens)
+    check_lease(stock.lease(tokens, ""), tokens)
 
 
 def test_prefix_that_a_request_waits_for_is_encoded_first() -> None:
     stock, first, second = new_stock("planes:8"), random_tokens(NUM_TOKENS, 1), random_tokens(NUM_TOKENS, 2)
     for tokens in (first, second):
         store_tokens(stock, tokens)
-    while stock.store.awaits_encoding(stock.store.lookup(second, "")):
-        stock.background.run_background(0)
+    while stock.waits_for_encoding(stock.lookup(second, "")):
+        stock.run_background(0)
     assert precisions(stock, second) == {ENCODED}
     assert precisions(stock, first) == {RAW}
-    assert stock.store.awaits_encoding(stock.store.lookup(first, ""))
+    assert stock.waits_for_encoding(stock.lookup(first, ""))
 
 
 def test_prefix_that_stays_raw_is_not_waited_for() -> None:
     stock, tokens = new_stock("raw"), random_tokens(NUM_TOKENS, 1)
     store_tokens(stock, tokens)
     assert stock.transcoder.jobs.waiting
-    assert not stock.store.awaits_encoding(stock.store.lookup(tokens, ""))
+    assert not stock.waits_for_encoding(stock.lookup(tokens, ""))
 
 
 def test_prefix_that_another_request_reads_is_not_waited_for() -> None:
@@ -56,7 +56,7 @@ def test_prefix_that_another_request_reads_is_not_waited_for() -> None:
     stock, tokens = new_stock("planes:8"), random_tokens(NUM_TOKENS, 1)
     store_tokens(stock, tokens)
     reader = Run(stock, [*tokens, *random_tokens(10, 2)])
-    assert not stock.store.awaits_encoding(stock.store.lookup(tokens, ""))
+    assert not stock.waits_for_encoding(stock.lookup(tokens, ""))
     settle(stock)
     assert precisions(stock, tokens) == {RAW}
     reader.compute(reader.left)
@@ -87,7 +87,7 @@ def test_eviction_without_time_writes_a_span_as_it_is(tmp_path: Path, num_encode
         load(stock, tokens)
         settle(stock)
         assert precisions(stock, tokens) == {ENCODED}
-        check_lease(stock.store.lease(tokens, ""), tokens)
+        check_lease(stock.lease(tokens, ""), tokens)
 
 
 def test_eviction_with_time_encodes_a_span_before_it_is_written(tmp_path: Path, num_encoded: list[int]) -> None:
@@ -110,4 +110,4 @@ def test_limit_on_arrays_evicts_nothing_while_a_leaf_is_handed_to_the_disk(tmp_p
         stock.reclaimer.shrink_to(stock.table.max_bytes)
         assert not stock.table.has_too_many_arrays
         assert written(stock) > 0
-        assert all(reachable(stock, tokens) or stock.store.lookup(tokens, "").num_tokens for tokens in chats)
+        assert all(reachable(stock, tokens) or stock.lookup(tokens, "").num_tokens for tokens in chats)

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvstrata.codecs.registry import parse
 from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.keys import root_key
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.prefix_cache.usage import UsageShare, share_of
 from kvstrata.spans.live import live_bytes
@@ -48,7 +48,7 @@ def warm_up() -> None:
         stock = new_stock(name, min_quantize_tokens=0)
         store_tokens(stock, range(300))
         settle(stock)
-        check_lease(stock.store.lease(range(300), ""), range(300))
+        check_lease(stock.lease(range(300), ""), range(300))
 
 
 @dataclass
@@ -65,15 +65,15 @@ class Naive:
         if self.longest(tokens, salt) < len(tokens):
             self.filed[salt] = [*others, tokens]
 
-    def follow(self, stock: Stock) -> None:
+    def follow(self, stock: PrefixCache) -> None:
         """After an eviction: of each only so much is there as the store still has."""
         for salt, known in self.filed.items():
-            left = {tokens[: stock.store.lookup(tokens, salt).matched_tokens] for tokens in known}
+            left = {tokens[: stock.lookup(tokens, salt).matched_tokens] for tokens in known}
             self.filed[salt] = [tokens for tokens in left if tokens]
 
 
 class StoreMachine(RuleBasedStateMachine):
-    stock: Stock
+    stock: PrefixCache
     naive: Naive
     runs: list[Run]
     leases: list[tuple[Lease, Tokens, str]]
@@ -99,7 +99,7 @@ class StoreMachine(RuleBasedStateMachine):
             name, layout=self.layout, live=live, min_quantize_tokens=min_tokens, clock=self.clock, watcher=self.told
         )
         # Any prompt that parts from the session's last one leaves something behind.
-        self.stock.store._desk.branches.reply_start_tokens = 10_000
+        self.stock.conversations.reply_start_tokens = 10_000
         self.naive, self.runs, self.leases, self.pins = Naive(), [], [], []
         self.at_least, self.num_asked = 8, 0
         for seed in seeds:
@@ -131,7 +131,7 @@ class StoreMachine(RuleBasedStateMachine):
     def is_longest(self, num_tokens: int, tokens: Tokens, salt: str) -> None:
         """All that is there; or some of it, where a model cannot be resumed anywhere."""
         longest = self.naive.longest(tokens, salt)
-        assert num_tokens <= longest if self.stock.store.needs_checkpoints else num_tokens == longest
+        assert num_tokens <= longest if self.stock.needs_checkpoints else num_tokens == longest
 
     @precondition(lambda self: self.runs)
     @rule(seed=SEEDS, share=SHARES, is_sealed=st.booleans(), is_marked=st.booleans())
@@ -178,7 +178,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(salt=SALTS, seed=SEEDS)
     def match(self, salt: str, seed: int) -> None:
         tokens = self.known(salt, seed)
-        lease = self.stock.store.lease(tokens, salt)
+        lease = self.stock.lease(tokens, salt)
         self.is_longest(lease.num_tokens, tokens, salt)
         check_lease(lease, tokens, self.at_least)
         self.leases.append((lease, tokens, salt))
@@ -188,8 +188,8 @@ class StoreMachine(RuleBasedStateMachine):
     def release(self, seed: int) -> None:
         lease, tokens, _ = self.leases.pop(seed % len(self.leases))
         check_lease(lease, tokens, self.at_least)
-        self.stock.store.release(lease)
-        self.stock.store.release(lease)
+        self.stock.release(lease)
+        self.stock.release(lease)
 
     # What is done to the store.
 
@@ -229,11 +229,11 @@ class StoreMachine(RuleBasedStateMachine):
 
     def keeps_what_is_used(self) -> None:
         for lease, tokens, salt in self.leases:
-            assert self.stock.store.lookup(tokens, salt).matched_tokens >= lease.num_tokens
+            assert self.stock.lookup(tokens, salt).matched_tokens >= lease.num_tokens
         for tokens, salt in self.pins:
-            assert self.stock.store.lookup(tokens, salt).num_tokens == len(tokens)
+            assert self.stock.lookup(tokens, salt).num_tokens == len(tokens)
         for run in self.runs:
-            assert self.stock.store.lookup(run.tokens, run.salt).matched_tokens >= max(run.cache.start, run.num_sealed)
+            assert self.stock.lookup(run.tokens, run.salt).matched_tokens >= max(run.cache.start, run.num_sealed)
         self.naive.follow(self.stock)
 
     @rule(k=NAMES, v=NAMES, scope=st.sampled_from(["all", "live", "stored"]), force=RARELY, dry=st.booleans())
@@ -252,7 +252,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(times=st.integers(1, 4))
     def work(self, times: int) -> None:
         for _ in range(times):
-            self.stock.background.run_background(0)
+            self.stock.run_background(0)
 
     @rule()
     def finish_work(self) -> None:
@@ -330,7 +330,7 @@ class StoreMachine(RuleBasedStateMachine):
         counted = self.stock.table.nbytes + sum(run.cache.nbytes for run in self.runs)
         held = mx.get_active_memory() - self.before_bytes
         assert counted - SLACK_BYTES <= held
-        assert self.stock.background.has_work or held <= counted * 1.02 + SLACK_BYTES
+        assert self.stock.has_work or held <= counted * 1.02 + SLACK_BYTES
 
     def teardown(self) -> None:
         if hasattr(self, "cache_limit"):
@@ -340,7 +340,7 @@ class StoreMachine(RuleBasedStateMachine):
         while self.runs:
             self.runs.pop().end()
         while self.leases:
-            self.stock.store.release(self.leases.pop()[0])
+            self.stock.release(self.leases.pop()[0])
         for tokens, salt in self.pins:
             self.stock.pins.unpin(tokens, salt)
         settle(self.stock)

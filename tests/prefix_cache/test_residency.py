@@ -10,7 +10,7 @@ import pytest
 
 from kvstrata.disk.folder import file_name
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.tier import removals
 from tests.disk.blocks import rows_of
 from tests.prefix_cache.disk import load, random_tokens, reachable, store_on, written
@@ -21,7 +21,7 @@ NUM_CHATS = 12
 DISK_BYTES = 6 * NUM_TOKENS * TOKEN_BYTES  # some of the conversations, beside what publishing may take
 
 
-def fill(stock: Stock, num_chats: int = NUM_CHATS, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+def fill(stock: PrefixCache, num_chats: int = NUM_CHATS, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
     """Conversations that share nothing, each on the disk before the next comes."""
     chats = [random_tokens(num_tokens, 100 + seed) for seed in range(num_chats)]
     for tokens in chats:
@@ -32,15 +32,15 @@ def fill(stock: Stock, num_chats: int = NUM_CHATS, num_tokens: int = NUM_TOKENS)
     return chats
 
 
-def entry_of(stock: Stock, tokens: list[int]) -> Entry:
-    return stock.store.lookup(tokens, "").entries[-1]
+def entry_of(stock: PrefixCache, tokens: list[int]) -> Entry:
+    return stock.lookup(tokens, "").entries[-1]
 
 
-def in_memory(stock: Stock, tokens: list[int]) -> int:
-    return stock.store.lookup(tokens, "").num_tokens
+def in_memory(stock: PrefixCache, tokens: list[int]) -> int:
+    return stock.lookup(tokens, "").num_tokens
 
 
-def dropped(stock: Stock) -> int:
+def dropped(stock: PrefixCache) -> int:
     return sum(count for name, count in stock.counters.items() if name.startswith("dropped_tokens_"))
 
 
@@ -123,7 +123,7 @@ def test_what_came_from_the_disk_and_left_it_meanwhile_is_not_clean(tmp_path: Pa
         fill(stock, NUM_CHATS)
         assert reachable(stock, tokens) == 0
         while not loading.is_done:
-            stock.background.run_background(0)
+            stock.run_background(0)
         stock.prefetcher.promote(loading)
         assert in_memory(stock, tokens) == NUM_TOKENS
         assert not entry_of(stock, tokens).is_archived

@@ -13,7 +13,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.prefix_cache import requantize
 from kvstrata.prefix_cache.config import LadderConfig
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.spans.plan import make_plan
 from tests.prefix_cache.disk import store_on
@@ -22,7 +22,7 @@ from tests.prefix_cache.kv import LAYOUT, new_stock, settle, store_tokens
 FEW, MANY = 10, 300
 
 
-def _filled(stock: Stock, num_entries: int) -> None:
+def _filled(stock: PrefixCache, num_entries: int) -> None:
     """All of them refused by a disk whose daily budget is spent, and as low as they may go."""
     for number in range(num_entries):
         store_tokens(stock, [10 * number + at for at in range(8)])
@@ -77,7 +77,7 @@ def test_progress_of_a_change_looks_only_at_spans_that_changed_since(monkeypatch
     monkeypatch.setattr(requantize, "held_bytes", counted)
     stock.requantizer.progress()
     looked_at.clear()
-    stock.background.run_background(0)
+    stock.run_background(0)
     assert stock.requantizer.progress().is_running
     assert len(set(looked_at)) <= 1
     settle(stock)
@@ -85,7 +85,7 @@ def test_progress_of_a_change_looks_only_at_spans_that_changed_since(monkeypatch
     assert (progress.spans_total, progress.spans_done) == (MANY // 10, MANY // 10)
     assert progress.bytes_freed == held_bytes - stock.table.nbytes > 0
     looked_at.clear()
-    stock.evictor.evict_leaf(stock.store.lookup(range(8), "").path[-1], 0)
+    stock.evictor.evict_leaf(stock.lookup(range(8), "").path[-1], 0)
     assert stock.requantizer.progress().spans_total == MANY // 10
     assert not looked_at
 

@@ -13,7 +13,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.entries import Lease
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.prefix_cache.transcode import MAX_SPANS
 from kvstrata.spans.marks import Mark
@@ -25,18 +25,18 @@ def tokens(length: int, seed: int = 0) -> list[int]:
     return [(i * 7 + i // 11 + 31 * seed) % 97 for i in range(length)]
 
 
-def found(stock: Stock, ids: Sequence[int], salt: str = "") -> int:
-    return stock.store.lookup(ids, salt).num_tokens
+def found(stock: PrefixCache, ids: Sequence[int], salt: str = "") -> int:
+    return stock.lookup(ids, salt).num_tokens
 
 
-def requantize(stock: Stock, name: str, *, dry_run: bool = False, force: bool = False) -> None:
+def requantize(stock: PrefixCache, name: str, *, dry_run: bool = False, force: bool = False) -> None:
     codec = parse(name)
     stock.requantizer.requantize(
         PrecisionChange(codec, codec, dry_run=dry_run, force=force), make_plan(LAYOUT, codec, codec)
     )
 
 
-def held_names(stock: Stock) -> set[str]:
+def held_names(stock: PrefixCache) -> set[str]:
     return set(stock.usage.usage().by_precision)
 
 
@@ -54,10 +54,10 @@ def test_a_match_ends_at_any_token() -> None:
     store_tokens(stock, tokens(300))
     for length in (1, 17, 255, 256, 299):
         prompt = [*tokens(300)[:length], 98, 99]
-        lease = stock.store.lease(prompt, "")
+        lease = stock.lease(prompt, "")
         assert lease.num_tokens == length
         check_lease(lease, prompt)
-        stock.store.release(lease)
+        stock.release(lease)
 
 
 def test_other_weights_layout_or_salt_share_nothing() -> None:
@@ -75,12 +75,12 @@ def test_what_a_match_joins_it_still_finds() -> None:
     for turn in range(3 * MAX_SPANS):
         ids = [*ids, *tokens(30, seed=turn)]
         assert store_tokens(stock, ids) == len(ids) - 30
-    lease = stock.store.lease(ids, "")
+    lease = stock.lease(ids, "")
     check_lease(lease, ids)
     assert lease.num_tokens == len(ids)
     assert {entry.span for entry in lease.entries} == {run.span for run in lease.ranges}
     assert lease.entries <= set(stock.table.entries)
-    stock.store.release(lease)
+    stock.release(lease)
     settle(stock)
     stock.reclaimer.shrink_to(0)
     assert stock.table.nbytes == 0
@@ -105,7 +105,7 @@ def test_a_little_room_costs_the_end_of_a_new_conversation_and_not_all_of_it(is_
     assert found(stock, tokens(1500)) == 1280
     assert active_bytes() - before == pytest.approx(stock.table.nbytes, rel=0.02)
     assert stock.table.nbytes == 1280 * TOKEN_BYTES
-    check_lease(stock.store.lease(tokens(1500), ""), tokens(1500))
+    check_lease(stock.lease(tokens(1500), ""), tokens(1500))
 
 
 def test_what_was_evicted_is_not_held_by_anybody() -> None:
@@ -133,7 +133,7 @@ def test_what_nobody_asked_for_in_time_goes() -> None:
     store_tokens(stock, tokens(300, seed=2))
     settle(stock)
     clock.now_s += 40
-    stock.store.release(stock.store.lease(tokens(300, seed=1), ""))
+    stock.release(stock.lease(tokens(300, seed=1), ""))
     clock.now_s += 30
     assert stock.explain([*tokens(300, seed=2), 5], "").ends_because == "evicted"
     assert found(stock, tokens(300, seed=1)) == 300
@@ -167,10 +167,10 @@ def test_pins_and_leases_outlive_every_eviction() -> None:
         store_tokens(stock, tokens(300, seed))
     settle(stock)
     assert stock.pins.pin(tokens(300, seed=0), "") == 300
-    lease = stock.store.lease(tokens(200, seed=1), "")
+    lease = stock.lease(tokens(200, seed=1), "")
     stock.reclaimer.shrink_to(0)
     assert [found(stock, tokens(300, seed)) for seed in range(3)] == [300, 300, 0]
-    stock.store.release(lease)
+    stock.release(lease)
     assert stock.pins.unpin(tokens(300, seed=0), "") == 300
     stock.reclaimer.shrink_to(0)
     assert stock.table.nbytes == 0
@@ -240,8 +240,8 @@ def test_a_short_conversation_stays_raw_beside_a_long_one_that_begins_alike() ->
     store_tokens(stock, [*prompt, *tokens(300, seed=2)])
     settle(stock)
     long, short = (
-        stock.store.lookup([*prompt, *tokens(300, seed=2)], ""),
-        stock.store.lookup([*prompt, *tokens(50, seed=1)], ""),
+        stock.lookup([*prompt, *tokens(300, seed=2)], ""),
+        stock.lookup([*prompt, *tokens(50, seed=1)], ""),
     )
     assert long.num_tokens == 400
     assert {entry.span.position for entry in long.entries} == {0, 100}
@@ -253,11 +253,11 @@ def test_a_short_beginning_that_others_read_is_encoded_when_they_have_ended() ->
     stock = new_stock("planes:8", min_quantize_tokens=256)
     store_tokens(stock, tokens(100))
     settle(stock)
-    reader = stock.store.lease(tokens(100), "")
+    reader = stock.lease(tokens(100), "")
     store_tokens(stock, tokens(300))
     settle(stock)
     assert held_names(stock) == {"raw", "planes:8"}
-    stock.store.release(reader)
+    stock.release(reader)
     settle(stock)
     assert held_names(stock) == {"planes:8"}
 
@@ -280,7 +280,7 @@ def test_a_request_that_computed_nothing_is_counted_so() -> None:
     assert stock.table.entries == {}
 
 
-def refused(stock: Stock) -> dict[str, int]:
+def refused(stock: PrefixCache) -> dict[str, int]:
     return {name: count for name, count in stock.usage.count().items() if name.startswith("refused_")}
 
 
@@ -296,12 +296,12 @@ def test_a_store_without_room_is_counted_so() -> None:
     stock = new_stock(hot_bytes=300 * TOKEN_BYTES)
     store_tokens(stock, tokens(200, seed=1))
     stock.pins.pin(tokens(200, seed=1), "")
-    lease = stock.store.lease(tokens(200, seed=1), "")
+    lease = stock.lease(tokens(200, seed=1), "")
     store_tokens(stock, tokens(200, seed=2))
     stock.reclaimer.shrink_to(1 << 40)
     assert refused(stock) == {"refused_no_room": 1}
     assert found(stock, tokens(200, seed=1)) == 200
-    stock.store.release(lease)
+    stock.release(lease)
 
 
 def test_a_store_that_goes_before_others_is_counted_so() -> None:
@@ -309,7 +309,7 @@ def test_a_store_that_goes_before_others_is_counted_so() -> None:
     store_tokens(stock, tokens(200, seed=1))
     stock.reclaimer.shrink_to(1 << 40)
     store_tokens(stock, tokens(200, seed=2))
-    stock.store.release(stock.store.lease(tokens(200, seed=1), ""))
+    stock.release(stock.lease(tokens(200, seed=1), ""))
     stock.reclaimer.shrink_to(1 << 40)
     assert refused(stock) == {"refused_least_worth": 1}
 
@@ -326,7 +326,7 @@ def test_what_goes_after_it_had_its_room_was_evicted_and_not_refused() -> None:
 def test_a_change_replaces_work_that_was_begun_for_another() -> None:
     stock = new_stock("planes:4")
     store_tokens(stock, tokens(400))
-    stock.background.run_background(0)
+    stock.run_background(0)
     requantize(stock, "planes:8")
     settle(stock)
     # One layer was done by then, and more bits would bring nothing back.
@@ -342,7 +342,7 @@ def test_what_is_joined_while_it_is_encoded_is_encoded_whole() -> None:
     for turn in range(3 * MAX_SPANS):
         ids = [*ids, *tokens(40, seed=turn)]
         store_tokens(stock, ids)
-        stock.background.run_background(0)
+        stock.run_background(0)
     settle(stock)
     for entry in stock.table.entries:
         assert stock.transcoder.precision.pending_plan(entry) is None
@@ -354,12 +354,12 @@ def test_readers_go_on_over_the_values_that_they_began_with() -> None:
     owner = Run(stock, tokens(400))
     owner.compute(400)
     owner.seal()
-    lease = stock.store.lease(tokens(400), "")
+    lease = stock.lease(tokens(400), "")
     owner.end()
     settle(stock)
     assert held_names(stock) == {"raw"}
     check_lease(lease, tokens(400))
-    stock.store.release(lease)
+    stock.release(lease)
     settle(stock)
     assert held_names(stock) == {"planes:4"}
 
@@ -393,7 +393,7 @@ def test_marks_of_two_branches_at_one_position_are_told_apart() -> None:
         run.compute(150)
         run.end()
     for prompt in (first, second):
-        lease = stock.store.lease(prompt, "")
+        lease = stock.lease(prompt, "")
         assert lease.num_tokens == 150
         check_lease(lease, prompt)
 
@@ -436,7 +436,7 @@ def mark_at(cache: SequenceCache) -> Mark:
 def test_a_lease_is_released_once() -> None:
     stock = new_stock()
     store_tokens(stock, tokens(50))
-    lease: Lease = stock.store.lease(tokens(50), "")
-    stock.store.release(lease)
-    stock.store.release(lease)
+    lease: Lease = stock.lease(tokens(50), "")
+    stock.release(lease)
+    stock.release(lease)
     assert all(entry.is_evictable for entry in stock.table.entries)
