@@ -252,7 +252,7 @@ class Resume:
     def _open(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Insertion:
         filing = self._store.insert(lease, cache, sequence.request.salt, sequence.request.resume_at)
         if sequence.kv_format.plan is not None and not self._precision.options.live:
-            filing.entry.target = sequence.kv_format.plan
+            filing.set_target(sequence.kv_format.plan)
         return filing
 
     def _foresee(self, sequence: Sequence) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvstrata.prefix_cache.conversations import ConversationTracker
-from kvstrata.prefix_cache.entries import Entry, Lease, record_reuse
+from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.entry_table import Checkpoints, EntryTable
 from kvstrata.prefix_cache.keys import Tokens, as_ids
 from kvstrata.prefix_cache.offload import DropCounters
@@ -16,10 +16,11 @@ from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.transcode import Transcoder
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.spans.marks import Mark
+from kvstrata.spans.plan import Plan
 
 
 class Leases:
-    """Opens and ends leases. An entry without a lease may be transcoded, so a release has the transcoder review it."""
+    """Leases of entries. An entry without a lease may be transcoded, so the transcoder reviews it at each release."""
 
     def __init__(self, table: EntryTable, transcoder: Transcoder) -> None:
         self._table = table
@@ -36,7 +37,7 @@ class Leases:
         for entry in entries:
             if entry not in lease.entries:
                 lease.entries.add(entry)
-                self._table.change(entry, num_leases=entry.num_leases + 1)
+                self._table.add_lease(entry)
 
     def release(self, lease: Lease) -> None:
         """End a lease. A second call has no effect."""
@@ -44,12 +45,12 @@ class Leases:
             return
         lease.is_open = False
         for entry in lease.entries:
-            self._table.change(entry, num_leases=entry.num_leases - 1)
+            self._table.remove_lease(entry)
             self._transcoder.review(entry)
 
 
 class Inserter:
-    """Makes spans part of the cache: those that sequences compute, and those that are loaded or imported."""
+    """Inserter: makes spans part of the cache, both computed ones and loaded or imported ones."""
 
     def __init__(
         self,
@@ -91,7 +92,7 @@ class Inserter:
             return
         start, end = min(node.start for node in entry.nodes), max(node.end for node in entry.nodes)
         entry.span.cut(start, end)
-        self.table.change(entry, is_running=False)
+        self.table.set_ended(entry)
         self._pins.look_at(entry)
         self._drops.record_stored(entry)
         self.transcoder.review_ended(entry)
@@ -148,7 +149,7 @@ class Insertion:
         entry, inserter = self.entry, self._inserter
         entry.span.num_tokens = len(ids) - entry.span.position
         path = self._path = inserter.table.insert_entry(entry, as_ids(ids))
-        record_reuse(path, self.lease.reused_end)
+        inserter.table.record_reuse(path, self.lease.reused_end)
         inserter.transcoder.review(entry)
         # Another sequence may have inserted some of these tokens meanwhile: the parents of ours must stay.
         inserter.leases.extend(self.lease, (node.payload for node in path if node.payload is not entry))
@@ -156,13 +157,17 @@ class Insertion:
             inserter.checkpoints.add_checkpoint(path, checkpoint, self._resume_at)
 
     def has_grown(self, num_tokens: int) -> None:
-        """Have the entries of a sequence that has grown to `num_tokens` step down, and more of its own KV encoded, as
-        the precision policy says."""
+        """Apply the precision policy to a sequence that has grown to `num_tokens`: its entries may step down, and more
+        of its own KV may be encoded."""
         if self._is_detached:
             return
         inserter = self._inserter
         inserter.transcoder.step_down(inserter.step_down.for_length(self.entries, num_tokens))
         inserter.transcoder.review(self.entry)
+
+    def set_target(self, plan: Plan) -> None:
+        """Set the target precision of the sequence's own KV."""
+        self._inserter.table.set_target(self.entry, plan)
 
     def detach(self) -> None:
         """Insert no further tokens. Called when a commit has failed: the sequence continues."""

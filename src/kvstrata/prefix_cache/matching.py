@@ -44,7 +44,7 @@ class Explanation:
 
 
 class PrefixMatcher:
-    """Finds the cached prefix of a prompt and explains where it ends. Has no state of its own."""
+    """Prefix matcher: finds the cached prefix of a prompt and explains where it ends. It has no state of its own."""
 
     def __init__(self, table: EntryTable, layout: Layout, identity: Identity) -> None:
         self._table = table

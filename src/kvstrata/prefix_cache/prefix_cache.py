@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.conversations import ConversationTracker
-from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease, record_reuse
+from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease
 from kvstrata.prefix_cache.entry_table import CacheListener, Checkpoints, EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.eviction import Clearing, Dropping, Evictor
 from kvstrata.prefix_cache.eviction_order import RequestHistory, reuse_class_of
@@ -63,7 +64,6 @@ class PrefixCache:
     ) -> None:
         """`plan_of`: makes a precision plan from a K and a V codec. `shared`: a tier that other servers write too.
         Raises ConfigError for a precision that the layers cannot be stored in."""
-        self._config = config
         self._clock = clock
         self._is_task_turn = True  # client tasks take their turn before transcoding
 
@@ -74,7 +74,7 @@ class PrefixCache:
             self.candidates,
             max_bytes=config.hot_bytes if can_share else 0,
             max_arrays=config.max_arrays,
-            watcher=listener,
+            listener=listener,
         )
         self.can_share = can_share
         self.counters = Counter(stepped_down_spans=0, evicted_tokens=0) if can_share else Counter[str]()
@@ -108,7 +108,8 @@ class PrefixCache:
         self.leases = Leases(self.table, self.transcoder)
         self.pins = Pins(self.table, self.matcher, self.disk, self.counters, clock)
         self.conversations = ConversationTracker(self.table, self.candidates)
-        self._history = RequestHistory(reuse, self._watched_tokens)
+        # Not a method of this cache: the reference would keep a failed one alive until the next garbage collection.
+        self._history = RequestHistory(reuse, partial(_watched_tokens, config.hot_bytes, self._precision))
 
         drops = DropCounters(self.table, self.counters)
         self.evictor = Evictor(
@@ -143,11 +144,6 @@ class PrefixCache:
         self.outgoing = ConversationExport(self._inserter, self.matcher, self.transcoder.jobs)
         self.incoming = ConversationImport(self._inserter, self.matcher, self.reclaimer, self.counters)
         self.flushing = Flush(self.disk, self.table, self.candidates, self.offloader, self.transcoder)
-
-    def _watched_tokens(self) -> int:
-        """Return how many tokens of requests eviction learns from: about as many as memory holds, within bounds."""
-        fits = self._config.hot_bytes / max(1.0, self._precision.target_token_bytes())
-        return int(min(max(fits, MIN_WATCHED), MAX_WATCHED))
 
     # Lookup, lease, insertion.
 
@@ -184,7 +180,7 @@ class PrefixCache:
             lease.num_tokens, lease.ranges = prefix.num_tokens, ranges_of(prefix)
             lease.prefix = prefix_of(self.matcher.layout, lease.ranges, checkpoint_of(prefix))
             self.table.record_use(prefix.path, reuse_class, session)
-            record_reuse(prefix.path, reused_end)
+            self.table.record_reuse(prefix.path, reused_end)
             self.leases.extend(lease, prefix.entries)
         return lease
 
@@ -352,6 +348,12 @@ class PrefixCache:
     @property
     def explainer(self) -> PrefixMatcher:
         return self.matcher
+
+
+def _watched_tokens(max_bytes: int, precision: PrecisionPolicy) -> int:
+    """Return how many tokens of requests eviction learns from: about as many as memory holds, within bounds."""
+    fits = max_bytes / max(1.0, precision.target_token_bytes())
+    return int(min(max(fits, MIN_WATCHED), MAX_WATCHED))
 
 
 # The engine's modules and the tests stop using these names in the next commit.
