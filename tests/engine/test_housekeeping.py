@@ -24,7 +24,7 @@ class House:
         self.slices: list[float] = []
         self._waits_s = waits_s
         self._plans_anew = plans_anew  # of a slice, what the plan after it takes; None: steps are not planned
-        self.chores = SimpleNamespace(work=self._work, is_asked_for=False, is_rewriting=True)
+        self.chores = SimpleNamespace(work=self._work, is_asked_for=False, is_transcoding=True)
         self.changes = SimpleNamespace(is_running=False)
         self.sequences = SimpleNamespace(has_streams=True, let_go=lambda: None)
         self.runner = SimpleNamespace(plans_steps=plans_anew is not None, planning_s=0.0)

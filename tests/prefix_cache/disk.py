@@ -1,4 +1,4 @@
-"""A store that has a disk, and what is on it."""
+"""A prefix cache with a disk tier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstrata.disk.tier import DiskTier
 from kvstrata.layers.kinds import Layout
 from kvstrata.prefix_cache.config import CacheConfig, DiskWrite, LadderConfig, PrecisionConfig
 from kvstrata.prefix_cache.keys import Identity, as_ids, chain
-from kvstrata.prefix_cache.prefix_cache import Stock, make_stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import BlockLoad, TierClient
 from kvstrata.spans.contents import tally
 from kvstrata.spans.plan import make_plan
@@ -44,7 +44,7 @@ def store_on(
     max_arrays: int | None = None,
     patience_s: float = 60.0,
     **disk: Any,
-) -> Iterator[Stock]:
+) -> Iterator[PrefixCache]:
     limits: dict[str, Any] = {"limit_bytes": 256 * MIB, "queue_bytes": 64 * MIB, "reserve_bytes": 0} | disk
     beside = {each: limits.pop(each) for each in ("files", "clock", "is_pinned") if each in limits}
     tier = DiskTier(DiskOptions(folder, **limits), chain=chain, tally=tally, **beside)
@@ -58,7 +58,7 @@ def store_on(
     )
     cold = TierClient(tier, layout, post=lambda _: None, patience_s=patience_s)
     plan_of = partial(make_plan, layout)
-    yield make_stock(layout, identity_of(layout), options, plan_of, cold=cold, clock=Clock())
+    yield PrefixCache(layout, identity_of(layout), options, plan_of, disk=cold, clock=Clock())
     tier.close()
 
 
@@ -67,49 +67,49 @@ def random_tokens(count: int, seed: int) -> list[int]:
     return [source.randrange(1000) for _ in range(count)]
 
 
-def chat(stock: Stock, tokens: list[int], num_turns: int, *, seed: int = 0, turn_tokens: int = 40) -> list[int]:
-    """So many more turns, each settled before the next comes."""
+def chat(cache: PrefixCache, tokens: list[int], num_turns: int, *, seed: int = 0, turn_tokens: int = 40) -> list[int]:
+    """Continue a chat by turns. Each is settled before the next begins. Returns all tokens."""
     for turn in range(num_turns):
         tokens = [*tokens, *random_tokens(turn_tokens, 1000 * seed + turn)]
-        store_tokens(stock, tokens)
-        settle(stock)
+        store_tokens(cache, tokens)
+        settle(cache)
     return tokens
 
 
-def write_turns(stock: Stock, tokens: list[int], ends: list[int]) -> None:
+def write_turns(cache: PrefixCache, tokens: list[int], ends: list[int]) -> None:
     for end in ends:
-        store_tokens(stock, tokens[:end])
-        settle(stock)
-    stock.offloader.offer_changed()
-    settle(stock)
-    written(stock)
+        store_tokens(cache, tokens[:end])
+        settle(cache)
+    cache.offloader.offer_changed()
+    settle(cache)
+    written(cache)
 
 
-def written(stock: Stock) -> int:
-    """Tokens on the disk, over all chains."""
-    assert stock.disk.tier.flush(60).is_empty
-    return stock.disk.tier.usage().num_tokens
+def written(cache: PrefixCache) -> int:
+    """Flush the disk and return the number of tokens on it, in all chains."""
+    assert cache.disk.tier.flush(60).is_empty
+    return cache.disk.tier.usage().num_tokens
 
 
-def reachable(stock: Stock, tokens: list[int]) -> int:
-    """How many a start would find."""
-    return finish(stock.disk.longest(stock.matcher.root_of(""), as_ids(tokens))).num_tokens
+def reachable(cache: PrefixCache, tokens: list[int]) -> int:
+    """Return how many tokens a restarted server would read from the disk."""
+    return finish(cache.disk.longest(cache.matcher.root_of(""), as_ids(tokens))).num_tokens
 
 
-def load(stock: Stock, tokens: list[int]) -> None:
-    """What the disk has comes back."""
-    loading = begin_load(stock, tokens)
+def load(cache: PrefixCache, tokens: list[int]) -> None:
+    """Load the tokens that the disk has into memory."""
+    loading = begin_load(cache, tokens)
     until_s = time.monotonic() + LOAD_TIMEOUT_S
     while not loading.is_done:
         assert time.monotonic() < until_s
-        stock.background.run_background(0)
-    stock.prefetcher.promote(loading)
+        cache.run_background(0)
+    cache.prefetcher.promote(loading)
 
 
-def begin_load(stock: Stock, tokens: list[int]) -> BlockLoad:
-    lookup = stock.prefetcher.ask(tokens, "")
+def begin_load(cache: PrefixCache, tokens: list[int]) -> BlockLoad:
+    lookup = cache.prefetcher.ask(tokens, "")
     assert lookup is not None
     assert lookup.wait(LOAD_TIMEOUT_S)
-    loading = stock.prefetcher.begin_load(lookup.offers[0], tokens, "")
+    loading = cache.prefetcher.begin_load(lookup.offers[0], tokens, "")
     assert loading is not None
     return loading

@@ -1,4 +1,4 @@
-"""KV that can be checked: each token's K and V follow from it and from all tokens before it, as a model's would."""
+"""KV that can be checked: each token's K and V follow from it and all tokens before it, like a model's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.insertion import Insertion
 from kvstrata.prefix_cache.keys import Identity, TokenIds
-from kvstrata.prefix_cache.prefix_cache import Stock, make_stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.spans.marks import take_mark
 from kvstrata.spans.plan import make_plan
 
@@ -30,11 +30,11 @@ NUM_LAYERS = 2
 LAYOUT = Layout((LayerSpec("full", kv_heads=1, k_dim=DIM, v_dim=DIM, token_bytes=2 * DIM * 4),) * NUM_LAYERS)
 TOKEN_BYTES = LAYOUT.token_bytes
 STATE_SHAPE = (1, 256)
-# One layer that can be cut anywhere, and one that can be resumed at marks only.
+# A layer that can be cut anywhere, and a layer that can be resumed at checkpoints only.
 HYBRID = Layout((LAYOUT.layers[0], LayerSpec("recurrent", num_arrays=1, state_bytes=1024)))
 MODULUS = 1_000_003
-SMALLEST_NORM = 1.0  # of a token that is looked at closely; most are at about 5.7
-# Directions that differ between a token and what it is stored as: 1 minus the cosine, at most.
+SMALLEST_NORM = 1.0  # of a token whose direction is checked; most are at about 5.7
+# Largest difference of direction between a token and its encoded form: 1 minus the cosine.
 TOLERANCES = {8: 0.001, 4: 0.03, 2: 0.35}
 
 
@@ -59,7 +59,7 @@ def expected_state(tokens: Sequence[int], num_tokens: int) -> NDArray[np.float32
 
 
 def compute(cache: SequenceCache, tokens: Sequence[int], num_tokens: int) -> None:
-    """What a forward pass leaves: the KV of the next `num_tokens`."""
+    """Append the KV of the next `num_tokens`, as a forward pass does."""
     start = cache.num_tokens
     for i, layer in enumerate(cache.flat if num_tokens else ()):
         if isinstance(layer, RecurrentLayer):
@@ -72,9 +72,9 @@ def compute(cache: SequenceCache, tokens: Sequence[int], num_tokens: int) -> Non
 
 
 def check(parts: Iterable[Part], tokens: Sequence[int], layer: int, at_least: int = 8) -> int:
-    """Parts that begin at the first token hold what was written. Tells how many tokens that is.
+    """Check that segments from the first token on hold the expected values. Returns the number of tokens.
 
-    `at_least` are the bits that all of it once had: precision that is lost does not come back with more bits.
+    `at_least`: the bits that all of them once had. Lost precision does not come back with more bits.
     """
     at = 0
     like = mx.zeros((), mx.float32)
@@ -86,7 +86,7 @@ def check(parts: Iterable[Part], tokens: Sequence[int], layer: int, at_least: in
             if at_least < 8:
                 tolerance = 2 * TOLERANCES[at_least]
             if tolerance:
-                # A token whose vector is next to nothing beside the mean of its neighbours has no direction to keep.
+                # A token whose vector is tiny beside the mean of its neighbours has no direction to keep.
                 usual = np.linalg.norm(wanted, axis=-1) > SMALLEST_NORM
                 held, wanted = held[usual], wanted[usual]
                 products = (held * wanted).sum(-1)
@@ -133,16 +133,17 @@ def new_stock(
     ttl_s: float | None = None,
     clock: Clock | None = None,
     watcher: CacheListener | None = None,
-) -> Stock:
+) -> PrefixCache:
     codec = parse(name)
     precision = PrecisionConfig(k=codec, v=codec, min_quantize_tokens=min_quantize_tokens, live=live)
     options = CacheConfig(hot_bytes=hot_bytes, ttl_s=ttl_s, precision=precision)
     identity = Identity(fingerprint, "float32", tuple(spec.signature for spec in layout.flat()))
-    return make_stock(layout, identity, options, partial(make_plan, layout), clock=clock or Clock(), watcher=watcher)
+    plan_of = partial(make_plan, layout)
+    return PrefixCache(layout, identity, options, plan_of, listener=watcher, clock=clock or Clock())
 
 
 class Told:
-    """A watcher that remembers every prefix that it was told is held."""
+    """Listener that remembers every cached prefix."""
 
     def __init__(self) -> None:
         self.prefixes: set[tuple[bytes, bytes]] = set()
@@ -152,15 +153,15 @@ class Told:
 
     def removed(self, root_key: bytes, ids: TokenIds, start: int) -> None:
         gone = _prefixes(root_key, ids, start)
-        assert gone <= self.prefixes, "what was never told to be held cannot go"
+        assert gone <= self.prefixes, "a prefix was removed that had not been cached"
         self.prefixes -= gone
 
     def cleared(self) -> None:
         self.prefixes.clear()
 
-    def check(self, stock: Stock) -> None:
+    def check(self, cache: PrefixCache) -> None:
         held: set[tuple[bytes, bytes]] = set()
-        for node in stock.table.tree:
+        for node in cache.table.tree:
             tokens = np.concatenate([above.tokens for above in node.path()])
             held |= _prefixes(node.root_key, tokens, node.start)
         assert self.prefixes == held
@@ -171,7 +172,7 @@ def _prefixes(root_key: bytes, ids: TokenIds, start: int) -> set[tuple[bytes, by
 
 
 class Clock:
-    """Time that passes when it is told to, and a little with every look."""
+    """Clock that advances on request, and a little with every reading."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -182,17 +183,17 @@ class Clock:
 
 
 class Run:
-    """A sequence: what it found, what it computes, and its way into the store."""
+    """Sequence: its lease, the tokens that it computes, and their insertion."""
 
     def __init__(
-        self, stock: Stock, tokens: Sequence[int], salt: str = "", *, room: int = 0, session: str = ""
+        self, cache: PrefixCache, tokens: Sequence[int], salt: str = "", *, room: int = 0, session: str = ""
     ) -> None:
         self.tokens = tuple(tokens)
         self.salt = salt
-        lease = stock.store.lease(self.tokens[:-1], salt, session=session)
-        self.cache = SequenceCache(stock.matcher.layout, None, len(self.tokens) - lease.num_tokens + room, lease.prefix)
-        self._needs_marks = stock.store.needs_checkpoints
-        self.filing: Insertion = stock.store.insert(lease, self.cache, salt)
+        lease = cache.lease(self.tokens[:-1], salt, session=session)
+        self.cache = SequenceCache(cache.matcher.layout, None, len(self.tokens) - lease.num_tokens + room, lease.prefix)
+        self._needs_marks = cache.needs_checkpoints
+        self.filing: Insertion = cache.insert(lease, self.cache, salt)
         self.num_sealed = 0
 
     @property
@@ -225,15 +226,15 @@ class Run:
             assert check(layer.parts(), self.tokens, i, at_least) == self.num_computed
 
 
-def store_tokens(stock: Stock, tokens: Sequence[int], salt: str = "", *, session: str = "") -> int:
-    """One request from its beginning to its end. Tells how many of its tokens were there."""
-    run = Run(stock, tokens, salt, session=session)
+def store_tokens(cache: PrefixCache, tokens: Sequence[int], salt: str = "", *, session: str = "") -> int:
+    """Run one request from its beginning to its end. Returns how many of its tokens were cached."""
+    run = Run(cache, tokens, salt, session=session)
     cached = run.num_computed
     run.compute(run.left)
     run.end()
     return cached
 
 
-def settle(stock: Stock) -> None:
-    while stock.background.has_work:
-        stock.background.run_background(0)
+def settle(cache: PrefixCache) -> None:
+    while cache.has_work:
+        cache.run_background(0)

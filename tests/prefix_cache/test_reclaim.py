@@ -9,7 +9,7 @@ import pytest
 from kvstrata.prefix_cache import entry_table
 from kvstrata.prefix_cache.config import CacheConfig, LadderConfig
 from kvstrata.prefix_cache.keys import Identity
-from kvstrata.prefix_cache.prefix_cache import Stock, make_stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache, Stock
 from kvstrata.spans.plan import make_plan
 from tests.prefix_cache.kv import LAYOUT, TOKEN_BYTES, new_stock, store_tokens
 from tests.prefix_cache.test_store import tokens
@@ -21,7 +21,7 @@ CHAT_BYTES = CHAT_TOKENS * TOKEN_BYTES
 def stock_that_steps_down() -> Stock:
     options = CacheConfig(hot_bytes=64 * CHAT_BYTES, ladder=LadderConfig(by_pressure=True))
     identity = Identity("weights", "float32", tuple(spec.signature for spec in LAYOUT.flat()))
-    return make_stock(LAYOUT, identity, options, partial(make_plan, LAYOUT))
+    return PrefixCache(LAYOUT, identity, options, partial(make_plan, LAYOUT))
 
 
 def targets(stock: Stock) -> dict[int, object]:

@@ -1,5 +1,5 @@
-"""Entries that the disk holds no longer: more KV in memory than on the disk, conversations longer than the disk, and
-blocks that are evicted, lost or given up. Nothing is lost without being counted.
+"""Entries that leave the disk: more KV in memory than on the disk, conversations longer than the disk, and blocks that
+are evicted, lost or given up. Every dropped token is counted.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 
 from kvstrata.disk.folder import file_name
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.tier import removals
 from tests.disk.blocks import rows_of
 from tests.prefix_cache.disk import load, random_tokens, reachable, store_on, written
@@ -18,157 +18,157 @@ from tests.prefix_cache.kv import TOKEN_BYTES, settle, store_tokens
 
 NUM_TOKENS = 256
 NUM_CHATS = 12
-DISK_BYTES = 6 * NUM_TOKENS * TOKEN_BYTES  # some of the conversations, beside what publishing may take
+DISK_BYTES = 6 * NUM_TOKENS * TOKEN_BYTES  # some of the conversations, and what publishing may take
 
 
-def fill(stock: Stock, num_chats: int = NUM_CHATS, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
-    """Conversations that share nothing, each on the disk before the next comes."""
+def fill(cache: PrefixCache, num_chats: int = NUM_CHATS, num_tokens: int = NUM_TOKENS) -> list[list[int]]:
+    """Insert conversations without a common prefix. Each is on the disk before the next begins."""
     chats = [random_tokens(num_tokens, 100 + seed) for seed in range(num_chats)]
     for tokens in chats:
-        store_tokens(stock, tokens)
-        settle(stock)
-        written(stock)
-    settle(stock)
+        store_tokens(cache, tokens)
+        settle(cache)
+        written(cache)
+    settle(cache)
     return chats
 
 
-def entry_of(stock: Stock, tokens: list[int]) -> Entry:
-    return stock.store.lookup(tokens, "").entries[-1]
+def entry_of(cache: PrefixCache, tokens: list[int]) -> Entry:
+    return cache.lookup(tokens, "").entries[-1]
 
 
-def in_memory(stock: Stock, tokens: list[int]) -> int:
-    return stock.store.lookup(tokens, "").num_tokens
+def in_memory(cache: PrefixCache, tokens: list[int]) -> int:
+    return cache.lookup(tokens, "").num_tokens
 
 
-def dropped(stock: Stock) -> int:
-    return sum(count for name, count in stock.counters.items() if name.startswith("dropped_tokens_"))
+def dropped(cache: PrefixCache) -> int:
+    return sum(count for name, count in cache.counters.items() if name.startswith("dropped_tokens_"))
 
 
-def test_entries_are_clean_while_the_disk_has_them(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as stock:
-        chats = fill(stock)
-        on_disk = [reachable(stock, tokens) == NUM_TOKENS for tokens in chats]
+def test_entries_are_archived_while_the_disk_has_them(tmp_path: Path) -> None:
+    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as cache:
+        chats = fill(cache)
+        on_disk = [reachable(cache, tokens) == NUM_TOKENS for tokens in chats]
         assert 0 < sum(on_disk) < NUM_CHATS
-        assert [entry_of(stock, tokens).is_archived for tokens in chats] == on_disk
+        assert [entry_of(cache, tokens).is_archived for tokens in chats] == on_disk
 
 
-def test_memory_lets_go_of_what_is_on_the_disk_first(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as stock:
-        chats = fill(stock)
-        on_disk = [tokens for tokens in chats if reachable(stock, tokens) == NUM_TOKENS]
+def test_eviction_takes_archived_entries_first(tmp_path: Path) -> None:
+    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as cache:
+        chats = fill(cache)
+        on_disk = [tokens for tokens in chats if reachable(cache, tokens) == NUM_TOKENS]
         others = [tokens for tokens in chats if tokens not in on_disk]
-        stock.reclaimer.shrink_to(len(others) * NUM_TOKENS * TOKEN_BYTES)
-        assert [in_memory(stock, tokens) for tokens in others] == [NUM_TOKENS] * len(others)
-        assert [in_memory(stock, tokens) for tokens in on_disk] == [0] * len(on_disk)
-        assert all(reachable(stock, tokens) == NUM_TOKENS for tokens in on_disk)
-        assert dropped(stock) == 0
+        cache.reclaimer.shrink_to(len(others) * NUM_TOKENS * TOKEN_BYTES)
+        assert [in_memory(cache, tokens) for tokens in others] == [NUM_TOKENS] * len(others)
+        assert [in_memory(cache, tokens) for tokens in on_disk] == [0] * len(on_disk)
+        assert all(reachable(cache, tokens) == NUM_TOKENS for tokens in on_disk)
+        assert dropped(cache) == 0
 
 
-def test_what_the_disk_evicted_is_written_when_memory_evicts_it_and_not_before(tmp_path: Path) -> None:
+def test_entry_evicted_from_disk_is_written_again_when_memory_evicts_it(tmp_path: Path) -> None:
     hot_bytes = NUM_CHATS * NUM_TOKENS * TOKEN_BYTES
-    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES, hot_bytes=hot_bytes) as stock:
-        chats = fill(stock)
-        before = stock.disk.tier.usage().written_bytes
+    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES, hot_bytes=hot_bytes) as cache:
+        chats = fill(cache)
+        before = cache.disk.tier.usage().written_bytes
         for _ in range(5):
-            stock.reclaimer.shrink_to(hot_bytes)  # memory is full: what is not on the disk is written ahead of need
-            settle(stock)
-            written(stock)
-        assert stock.disk.tier.usage().written_bytes == before
-        stock.reclaimer.shrink_to(0)
-        settle(stock)
-        assert sum(in_memory(stock, tokens) for tokens in chats) == 0
-        written(stock)
-        settle(stock)
-        evicted = stock.disk.tier.usage().counters["evicted"]
-        lost = NUM_CHATS * NUM_TOKENS - sum(reachable(stock, tokens) for tokens in chats)
-        assert stock.disk.tier.usage().written_bytes > before
-        assert lost - dropped(stock) <= evicted["limit"] * NUM_TOKENS
+            cache.reclaimer.shrink_to(
+                hot_bytes
+            )  # memory is full: entries that the disk lacks are offered ahead of need
+            settle(cache)
+            written(cache)
+        assert cache.disk.tier.usage().written_bytes == before
+        cache.reclaimer.shrink_to(0)
+        settle(cache)
+        assert sum(in_memory(cache, tokens) for tokens in chats) == 0
+        written(cache)
+        settle(cache)
+        evicted = cache.disk.tier.usage().counters["evicted"]
+        lost = NUM_CHATS * NUM_TOKENS - sum(reachable(cache, tokens) for tokens in chats)
+        assert cache.disk.tier.usage().written_bytes > before
+        assert lost - dropped(cache) <= evicted["limit"] * NUM_TOKENS
 
 
 @pytest.mark.parametrize("leaves_at_once", [False, True])
-def test_end_of_a_conversation_longer_than_the_disk_is_counted(leaves_at_once: bool, tmp_path: Path) -> None:
-    """All of it is accepted into the queue; for its end the disk has no room."""
+def test_end_of_a_conversation_longer_than_the_disk_counts_as_dropped(leaves_at_once: bool, tmp_path: Path) -> None:
+    """The queue accepts all tokens, and the disk has no space for the last ones."""
     with store_on(
         tmp_path, disk_write="at-eviction" if leaves_at_once else "after-reply", limit_bytes=DISK_BYTES
-    ) as stock:
+    ) as cache:
         tokens = random_tokens(3000, 1)
-        store_tokens(stock, tokens)
+        store_tokens(cache, tokens)
         if leaves_at_once:
-            stock.reclaimer.shrink_to(0)
-            assert in_memory(stock, tokens) == 0
+            cache.reclaimer.shrink_to(0)
+            assert in_memory(cache, tokens) == 0
         else:
-            settle(stock)
-        on_disk = written(stock)
-        settle(stock)
+            settle(cache)
+        on_disk = written(cache)
+        settle(cache)
         assert 0 < on_disk < 3000
         if not leaves_at_once:
-            assert not entry_of(stock, tokens).is_archived
-            stock.reclaimer.shrink_to(0)
-            settle(stock)
-        assert reachable(stock, tokens) == written(stock) == on_disk
-        assert dropped(stock) == stock.counters["dropped_tokens_disk_full"] == 3000 - on_disk
+            assert not entry_of(cache, tokens).is_archived
+            cache.reclaimer.shrink_to(0)
+            settle(cache)
+        assert reachable(cache, tokens) == written(cache) == on_disk
+        assert dropped(cache) == cache.counters["dropped_tokens_disk_full"] == 3000 - on_disk
 
 
-def test_what_came_from_the_disk_and_left_it_meanwhile_is_not_clean(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as stock:
-        (tokens,) = fill(stock, 1)
-        stock.clearing.clear(tier="hot")
-        lookup = stock.prefetcher.ask(tokens, "")
+def test_entry_that_leaves_the_disk_during_its_load_is_not_archived(tmp_path: Path) -> None:
+    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as cache:
+        (tokens,) = fill(cache, 1)
+        cache.clearing.clear(tier="hot")
+        lookup = cache.prefetcher.ask(tokens, "")
         assert lookup is not None
         assert lookup.wait(60)
-        loading = stock.prefetcher.begin_load(lookup.offers[0], tokens, "")
+        loading = cache.prefetcher.begin_load(lookup.offers[0], tokens, "")
         assert loading is not None
         assert loading.reading is not None
         assert loading.reading.wait(60)
-        fill(stock, NUM_CHATS)
-        assert reachable(stock, tokens) == 0
+        fill(cache, NUM_CHATS)
+        assert reachable(cache, tokens) == 0
         while not loading.is_done:
-            stock.background.run_background(0)
-        stock.prefetcher.promote(loading)
-        assert in_memory(stock, tokens) == NUM_TOKENS
-        assert not entry_of(stock, tokens).is_archived
+            cache.run_background(0)
+        cache.prefetcher.promote(loading)
+        assert in_memory(cache, tokens) == NUM_TOKENS
+        assert not entry_of(cache, tokens).is_archived
 
 
-def test_what_came_from_the_disk_and_leaves_it_later_is_not_clean(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as stock:
-        (tokens,) = fill(stock, 1)
-        stock.clearing.clear(tier="hot")
-        load(stock, tokens)
-        assert entry_of(stock, tokens).is_archived
-        fill(stock, NUM_CHATS)
-        assert reachable(stock, tokens) == 0
-        assert not entry_of(stock, tokens).is_archived
+def test_entry_that_leaves_the_disk_after_its_load_is_not_archived(tmp_path: Path) -> None:
+    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as cache:
+        (tokens,) = fill(cache, 1)
+        cache.clearing.clear(tier="hot")
+        load(cache, tokens)
+        assert entry_of(cache, tokens).is_archived
+        fill(cache, NUM_CHATS)
+        assert reachable(cache, tokens) == 0
+        assert not entry_of(cache, tokens).is_archived
 
 
 def test_damaged_block_in_the_middle_is_written_again(tmp_path: Path) -> None:
-    with store_on(tmp_path, disk_write="after-reply") as stock:
+    with store_on(tmp_path, disk_write="after-reply") as cache:
         tokens = random_tokens(1000, 1)
-        store_tokens(stock, tokens)
-        settle(stock)
-        written(stock)
-        middle = rows_of(stock.disk.tier)[1]
+        store_tokens(cache, tokens)
+        settle(cache)
+        written(cache)
+        middle = rows_of(cache.disk.tier)[1]
         (damaged,) = tmp_path.rglob(file_name(middle.id))
         damaged.write_bytes(damaged.read_bytes()[:-100])
-        stock.clearing.clear(tier="hot")
-        load(stock, tokens)  # up to the damaged block
-        store_tokens(stock, tokens)
-        settle(stock)
-        written(stock)
-        assert reachable(stock, tokens) == 1000
-        assert all(entry.is_archived for entry in stock.table.entries)
+        cache.clearing.clear(tier="hot")
+        load(cache, tokens)  # up to the damaged block
+        store_tokens(cache, tokens)
+        settle(cache)
+        written(cache)
+        assert reachable(cache, tokens) == 1000
+        assert all(entry.is_archived for entry in cache.table.entries)
 
 
-def test_more_removals_than_the_log_holds_make_every_entry_doubtful(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overflow_of_the_removal_log_withdraws_every_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removals, "MAX_REMOVALS", 1)
-    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as stock:
+    with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as cache:
         chats = [random_tokens(NUM_TOKENS, 100 + seed) for seed in range(NUM_CHATS)]
         for tokens in chats:
-            store_tokens(stock, tokens)
-        settle(stock)
-        written(stock)
-        settle(stock)
+            store_tokens(cache, tokens)
+        settle(cache)
+        written(cache)
+        settle(cache)
         for tokens in chats:
-            is_there = reachable(stock, tokens) == NUM_TOKENS
-            assert is_there or not entry_of(stock, tokens).is_archived
+            is_there = reachable(cache, tokens) == NUM_TOKENS
+            assert is_there or not entry_of(cache, tokens).is_archived

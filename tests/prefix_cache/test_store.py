@@ -1,4 +1,4 @@
-"""What the store finds, keeps, encodes and counts, without a model."""
+"""The prefix cache without a model: lookup, reclaiming memory, precision, counters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.keys import TokenIds
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.requantize import PrecisionChange
 from kvstrata.prefix_cache.transcode import MAX_SPANS
 from kvstrata.spans.marks import Mark
@@ -37,19 +37,19 @@ def tokens(length: int, seed: int = 0) -> list[int]:
     return [(i * 7 + i // 11 + 31 * seed) % 97 for i in range(length)]
 
 
-def found(stock: Stock, ids: Sequence[int], salt: str = "") -> int:
-    return stock.store.lookup(ids, salt).num_tokens
+def cached_tokens(cache: PrefixCache, ids: Sequence[int], salt: str = "") -> int:
+    return cache.lookup(ids, salt).num_tokens
 
 
-def requantize(stock: Stock, name: str, *, dry_run: bool = False, force: bool = False) -> None:
+def requantize(cache: PrefixCache, name: str, *, dry_run: bool = False, force: bool = False) -> None:
     codec = parse(name)
-    stock.requantizer.requantize(
+    cache.requantizer.requantize(
         PrecisionChange(codec, codec, dry_run=dry_run, force=force), make_plan(LAYOUT, codec, codec)
     )
 
 
-def held_names(stock: Stock) -> set[str]:
-    return set(stock.usage.usage().by_precision)
+def held_names(cache: PrefixCache) -> set[str]:
+    return set(cache.usage.usage().by_precision)
 
 
 def active_bytes() -> int:
@@ -58,451 +58,447 @@ def active_bytes() -> int:
     return mx.get_active_memory()
 
 
-# Match.
+# Lookup.
 
 
-def test_a_match_ends_at_any_token() -> None:
-    stock = new_stock()
-    store_tokens(stock, tokens(300))
+def test_lookup_ends_at_any_token() -> None:
+    cache = new_stock()
+    store_tokens(cache, tokens(300))
     for length in (1, 17, 255, 256, 299):
         prompt = [*tokens(300)[:length], 98, 99]
-        lease = stock.store.lease(prompt, "")
+        lease = cache.lease(prompt, "")
         assert lease.num_tokens == length
         check_lease(lease, prompt)
-        stock.store.release(lease)
+        cache.release(lease)
 
 
-def test_other_weights_layout_or_salt_share_nothing() -> None:
-    stock = new_stock()
-    store_tokens(stock, tokens(300))
-    assert found(stock, tokens(300)) == 300
-    assert found(stock, tokens(300), "salt") == 0
-    assert found(new_stock(fingerprint="other weights"), tokens(300)) == 0
+def test_other_weights_or_salt_share_no_prefix() -> None:
+    cache = new_stock()
+    store_tokens(cache, tokens(300))
+    assert cached_tokens(cache, tokens(300)) == 300
+    assert cached_tokens(cache, tokens(300), "salt") == 0
+    assert cached_tokens(new_stock(fingerprint="other weights"), tokens(300)) == 0
 
 
-def test_what_a_match_joins_it_still_finds() -> None:
-    """The match of each turn brings what the turn before left in order, and that joins spans."""
-    stock = new_stock()
+def test_lookup_after_spans_were_joined_returns_all_tokens() -> None:
+    cache = new_stock()
     ids: list[int] = []
     for turn in range(3 * MAX_SPANS):
         ids = [*ids, *tokens(30, seed=turn)]
-        assert store_tokens(stock, ids) == len(ids) - 30
-    lease = stock.store.lease(ids, "")
+        assert store_tokens(cache, ids) == len(ids) - 30
+    lease = cache.lease(ids, "")
     check_lease(lease, ids)
     assert lease.num_tokens == len(ids)
     assert {entry.span for entry in lease.entries} == {run.span for run in lease.ranges}
-    assert lease.entries <= set(stock.table.entries)
-    stock.store.release(lease)
-    settle(stock)
-    stock.reclaimer.shrink_to(0)
-    assert stock.table.nbytes == 0
+    assert lease.entries <= set(cache.table.entries)
+    cache.release(lease)
+    settle(cache)
+    cache.reclaimer.shrink_to(0)
+    assert cache.table.nbytes == 0
 
 
-def chat_of(stock: Stock, *ends: int) -> list[int]:
-    """A conversation of several requests, each of which goes on from the one before."""
+def chat_of(cache: PrefixCache, *ends: int) -> list[int]:
+    """Store a conversation of several requests, each continuing the one before."""
     ids = list(tokens(ends[-1]))
     for end in ends:
-        store_tokens(stock, ids[:end])
-        settle(stock)
+        store_tokens(cache, ids[:end])
+        settle(cache)
     return ids
 
 
-def test_the_shortest_neighbours_are_joined_first() -> None:
-    stock = new_stock()
-    ids = chat_of(stock, 300, 320, 340, 640)
-    stock.table.join_spans(stock.store.lookup(ids, "").path[-1], 3)
-    assert [entry.span.end for entry in stock.store.lookup(ids, "").entries] == [300, 340, 640]
+def test_join_takes_the_shortest_neighbours_first() -> None:
+    cache = new_stock()
+    ids = chat_of(cache, 300, 320, 340, 640)
+    cache.table.join_spans(cache.lookup(ids, "").path[-1], 3)
+    assert [entry.span.end for entry in cache.lookup(ids, "").entries] == [300, 340, 640]
 
 
-@pytest.mark.parametrize(("asked_again", "reused_end"), [(600, 599), (200, 199)])
-def test_joined_spans_were_asked_for_twice_as_far_as_a_second_request_had_them(
-    asked_again: int, reused_end: int
-) -> None:
-    stock = new_stock()
-    ids = chat_of(stock, 300, 600)
-    for entry in stock.table.entries:
-        entry.reused_end = 0  # the second turn had the first one's tokens
-    store_tokens(stock, ids[:asked_again])
-    stock.table.join_spans(stock.store.lookup(ids, "").path[-1], 1)
-    (entry,) = stock.store.lookup(ids, "").entries
+@pytest.mark.parametrize(("num_repeated", "reused_end"), [(600, 599), (200, 199)])
+def test_joined_spans_keep_the_reuse_of_a_second_request(num_repeated: int, reused_end: int) -> None:
+    cache = new_stock()
+    ids = chat_of(cache, 300, 600)
+    for entry in cache.table.entries:
+        entry.reused_end = 0  # forget that the second turn repeated the first
+    store_tokens(cache, ids[:num_repeated])
+    cache.table.join_spans(cache.lookup(ids, "").path[-1], 1)
+    (entry,) = cache.lookup(ids, "").entries
     assert entry.reused_end == reused_end
 
 
-def test_a_watcher_hears_of_new_tokens_alone() -> None:
-    told: list[tuple[int, int]] = []
+def test_listener_is_given_new_tokens_only() -> None:
+    heard: list[tuple[int, int]] = []
 
     class Hears(Told):
         def stored(self, root_key: bytes, ids: TokenIds, start: int) -> None:
-            told.append((start, len(ids)))
+            heard.append((start, len(ids)))
             super().stored(root_key, ids, start)
 
-    stock = new_stock(watcher=Hears())
-    ids = chat_of(stock, 300, 600)
-    store_tokens(stock, ids)
-    store_tokens(stock, ids[:200])
-    assert told == [(0, 300), (300, 600)]
+    cache = new_stock(watcher=Hears())
+    ids = chat_of(cache, 300, 600)
+    store_tokens(cache, ids)
+    store_tokens(cache, ids[:200])
+    assert heard == [(0, 300), (300, 600)]
 
 
-# Room.
+# Memory.
 
 
 def test_evictable_bytes_are_the_sum_over_evictable_entries() -> None:
-    stock = new_stock("planes:4")
+    cache = new_stock("planes:4")
 
     def check_free() -> None:
-        evictable_bytes = sum(entry.nbytes for entry in stock.table.entries if entry.is_evictable)
-        assert stock.table.evictable_bytes == evictable_bytes
+        evictable_bytes = sum(entry.nbytes for entry in cache.table.entries if entry.is_evictable)
+        assert cache.table.evictable_bytes == evictable_bytes
 
-    ids = chat_of(stock, 300, 600)
+    ids = chat_of(cache, 300, 600)
     check_free()
-    store_tokens(stock, [*ids[:450], *tokens(300, seed=1)])
+    store_tokens(cache, [*ids[:450], *tokens(300, seed=1)])
     check_free()
-    settle(stock)
+    settle(cache)
     check_free()
-    lease = stock.store.lease(ids, "")
+    lease = cache.lease(ids, "")
     check_free()
-    stock.store.release(lease)
-    stock.reclaimer.shrink_to(stock.table.nbytes // 2)
+    cache.release(lease)
+    cache.reclaimer.shrink_to(cache.table.nbytes // 2)
     check_free()
-    stock.reclaimer.shrink_to(0)
-    assert stock.table.evictable_bytes == 0
+    cache.reclaimer.shrink_to(0)
+    assert cache.table.evictable_bytes == 0
 
 
 @pytest.mark.parametrize("is_trimmed", [True, False])
-def test_a_little_room_costs_the_end_of_a_new_conversation_and_not_all_of_it(is_trimmed: bool) -> None:
-    stock = new_stock()
+def test_small_reclaim_trims_only_the_end_of_a_conversation(is_trimmed: bool) -> None:
+    cache = new_stock()
     before = active_bytes()
-    run = Run(stock, tokens(1500), room=100)
+    run = Run(cache, tokens(1500), room=100)
     run.compute(1500)
     run.end()
     del run
     if is_trimmed:
-        settle(stock)
-    # What waits to be trimmed goes too where streams cannot wait for that.
-    most_bytes = stock.table.nbytes - 10 * TOKEN_BYTES
-    stock.reclaimer.shrink_to(most_bytes, slice_s=0.0, most_bytes=most_bytes)
-    assert found(stock, tokens(1500)) == 1280
-    assert active_bytes() - before == pytest.approx(stock.table.nbytes, rel=0.02)
-    assert stock.table.nbytes == 1280 * TOKEN_BYTES
-    check_lease(stock.store.lease(tokens(1500), ""), tokens(1500))
+        settle(cache)
+    # Entries that wait to be trimmed are evicted too where streams cannot wait for the transcoder.
+    most_bytes = cache.table.nbytes - 10 * TOKEN_BYTES
+    cache.reclaimer.shrink_to(most_bytes, slice_s=0.0, most_bytes=most_bytes)
+    assert cached_tokens(cache, tokens(1500)) == 1280
+    assert active_bytes() - before == pytest.approx(cache.table.nbytes, rel=0.02)
+    assert cache.table.nbytes == 1280 * TOKEN_BYTES
+    check_lease(cache.lease(tokens(1500), ""), tokens(1500))
 
 
-def test_what_was_evicted_is_not_held_by_anybody() -> None:
-    stock = new_stock()
+def test_eviction_frees_all_memory_of_a_span() -> None:
+    cache = new_stock()
     before = active_bytes()
-    requantize(stock, "planes:8")
+    requantize(cache, "planes:8")
     for seed in range(40):
-        store_tokens(stock, tokens(400, seed))
-    settle(stock)
-    requantize(stock, "planes:4")
-    settle(stock)
-    limit = stock.table.nbytes // 8
-    stock.reclaimer.shrink_to(limit)
-    assert 0 < stock.table.nbytes <= limit
-    assert active_bytes() - before == pytest.approx(stock.table.nbytes, rel=0.02)
-    stock.clearing.clear()
-    assert stock.table.nbytes == 0
+        store_tokens(cache, tokens(400, seed))
+    settle(cache)
+    requantize(cache, "planes:4")
+    settle(cache)
+    limit = cache.table.nbytes // 8
+    cache.reclaimer.shrink_to(limit)
+    assert 0 < cache.table.nbytes <= limit
+    assert active_bytes() - before == pytest.approx(cache.table.nbytes, rel=0.02)
+    cache.clearing.clear()
+    assert cache.table.nbytes == 0
     assert active_bytes() - before < TOKEN_BYTES
 
 
-def test_what_nobody_asked_for_in_time_goes() -> None:
+def test_ttl_evicts_unused_entries() -> None:
     clock = Clock()
-    stock = new_stock(ttl_s=60, clock=clock)
-    store_tokens(stock, tokens(300, seed=1))
-    store_tokens(stock, tokens(300, seed=2))
-    settle(stock)
+    cache = new_stock(ttl_s=60, clock=clock)
+    store_tokens(cache, tokens(300, seed=1))
+    store_tokens(cache, tokens(300, seed=2))
+    settle(cache)
     clock.now_s += 40
-    stock.store.release(stock.store.lease(tokens(300, seed=1), ""))
+    cache.release(cache.lease(tokens(300, seed=1), ""))
     clock.now_s += 30
-    assert stock.explain([*tokens(300, seed=2), 5], "").ends_because == "evicted"
-    assert found(stock, tokens(300, seed=1)) == 300
-    assert found(stock, tokens(300, seed=2)) == 0
-    pinned = stock.pins.pin(tokens(300, seed=1), "")
+    assert cache.explain([*tokens(300, seed=2), 5], "").ends_because == "evicted"
+    assert cached_tokens(cache, tokens(300, seed=1)) == 300
+    assert cached_tokens(cache, tokens(300, seed=2)) == 0
+    pinned = cache.pins.pin(tokens(300, seed=1), "")
     clock.now_s += 100
-    stock.evictor.expire()
-    assert found(stock, tokens(300, seed=1)) == pinned == 300
+    cache.evictor.expire()
+    assert cached_tokens(cache, tokens(300, seed=1)) == pinned == 300
 
 
-def test_the_time_to_the_next_expiry_is_known() -> None:
+def test_seconds_to_expiry_follow_the_oldest_candidate() -> None:
     clock = Clock()
-    stock = new_stock(ttl_s=60, clock=clock)
-    assert stock.candidates.seconds_to_expiry() == math.inf
-    run = Run(stock, tokens(300))
+    cache = new_stock(ttl_s=60, clock=clock)
+    assert cache.candidates.seconds_to_expiry() == math.inf
+    run = Run(cache, tokens(300))
     run.compute(300)
-    assert stock.candidates.seconds_to_expiry() == math.inf  # it runs
+    assert cache.candidates.seconds_to_expiry() == math.inf  # it runs
     run.end()
     clock.now_s += 20
-    assert stock.candidates.seconds_to_expiry() == pytest.approx(40, abs=0.1)
+    assert cache.candidates.seconds_to_expiry() == pytest.approx(40, abs=0.1)
     clock.now_s += 50
-    assert stock.candidates.seconds_to_expiry() == 0
-    stock.evictor.expire()
-    assert stock.candidates.seconds_to_expiry() == math.inf
+    assert cache.candidates.seconds_to_expiry() == 0
+    cache.evictor.expire()
+    assert cache.candidates.seconds_to_expiry() == math.inf
     assert new_stock().candidates.seconds_to_expiry() == math.inf
 
 
-def test_pins_and_leases_outlive_every_eviction() -> None:
-    stock = new_stock()
+def test_eviction_spares_pinned_and_leased_entries() -> None:
+    cache = new_stock()
     for seed in range(3):
-        store_tokens(stock, tokens(300, seed))
-    settle(stock)
-    assert stock.pins.pin(tokens(300, seed=0), "") == 300
-    lease = stock.store.lease(tokens(200, seed=1), "")
-    stock.reclaimer.shrink_to(0)
-    assert [found(stock, tokens(300, seed)) for seed in range(3)] == [300, 300, 0]
-    stock.store.release(lease)
-    assert stock.pins.unpin(tokens(300, seed=0), "") == 300
-    stock.reclaimer.shrink_to(0)
-    assert stock.table.nbytes == 0
+        store_tokens(cache, tokens(300, seed))
+    settle(cache)
+    assert cache.pins.pin(tokens(300, seed=0), "") == 300
+    lease = cache.lease(tokens(200, seed=1), "")
+    cache.reclaimer.shrink_to(0)
+    assert [cached_tokens(cache, tokens(300, seed)) for seed in range(3)] == [300, 300, 0]
+    cache.release(lease)
+    assert cache.pins.unpin(tokens(300, seed=0), "") == 300
+    cache.reclaimer.shrink_to(0)
+    assert cache.table.nbytes == 0
 
 
-def test_clearing_one_salt_leaves_the_others() -> None:
-    stock = new_stock()
-    store_tokens(stock, tokens(300), "a")
-    store_tokens(stock, tokens(300), "b")
-    settle(stock)
-    cleared = stock.clearing.clear("a")
+def test_clear_of_one_salt_keeps_other_salts() -> None:
+    cache = new_stock()
+    store_tokens(cache, tokens(300), "a")
+    store_tokens(cache, tokens(300), "b")
+    settle(cache)
+    cleared = cache.clearing.clear("a")
     assert (cleared.tokens, cleared.nbytes) == (300, 300 * TOKEN_BYTES)
-    assert (found(stock, tokens(300), "a"), found(stock, tokens(300), "b")) == (0, 300)
+    assert (cached_tokens(cache, tokens(300), "a"), cached_tokens(cache, tokens(300), "b")) == (0, 300)
 
 
-def test_clearing_an_owner_takes_all_its_salts_and_nobody_elses() -> None:
-    stock = new_stock()
+def test_clear_of_an_owner_drops_exactly_its_salts() -> None:
+    cache = new_stock()
     for salt in ("a", "a:x", "a:y", "ab", "b:x"):
-        store_tokens(stock, tokens(300), salt)
-    settle(stock)
-    assert stock.usage.usage("a").tokens == 900
-    assert stock.clearing.clear(owner="a").tokens == 900
-    assert [found(stock, tokens(300), salt) for salt in ("a", "a:x", "a:y", "ab", "b:x")] == [0, 0, 0, 300, 300]
-    assert stock.explain(tokens(300), "ab").ends_because == "complete"
+        store_tokens(cache, tokens(300), salt)
+    settle(cache)
+    assert cache.usage.usage("a").tokens == 900
+    assert cache.clearing.clear(owner="a").tokens == 900
+    assert [cached_tokens(cache, tokens(300), salt) for salt in ("a", "a:x", "a:y", "ab", "b:x")] == [0, 0, 0, 300, 300]
+    assert cache.explain(tokens(300), "ab").ends_because == "complete"
 
 
-def test_what_two_pins_share_stays_until_both_are_gone() -> None:
-    stock = new_stock()
+def test_tokens_of_two_pins_stay_until_both_end() -> None:
+    cache = new_stock()
     shared = tokens(200)
     one, two = shared + [98] * 50, shared + [99] * 50
     for prompt in (one, two, one[:100]):
-        store_tokens(stock, prompt)
-        stock.pins.pin(prompt, "")
-    settle(stock)
-    stock.pins.unpin(one, "")
-    stock.clearing.clear()
-    assert found(stock, two) == 250  # of which the span of the other has the first 200
-    stock.pins.unpin(two, "")
-    stock.clearing.clear()
-    assert stock.table.nbytes == 0
+        store_tokens(cache, prompt)
+        cache.pins.pin(prompt, "")
+    settle(cache)
+    cache.pins.unpin(one, "")
+    cache.clearing.clear()
+    assert cached_tokens(cache, two) == 250  # the other pin's span has the first 200
+    cache.pins.unpin(two, "")
+    cache.clearing.clear()
+    assert cache.table.nbytes == 0
 
 
 # Precision.
 
 
 @pytest.mark.parametrize(("length", "name"), [(255, "raw"), (256, "planes:8")])
-def test_shorter_sequences_stay_raw(length: int, name: str) -> None:
-    stock = new_stock("planes:8", min_quantize_tokens=256)
-    store_tokens(stock, tokens(length))
-    settle(stock)
-    assert held_names(stock) == {name}
+def test_sequence_below_min_quantize_tokens_stays_raw(length: int, name: str) -> None:
+    cache = new_stock("planes:8", min_quantize_tokens=256)
+    store_tokens(cache, tokens(length))
+    settle(cache)
+    assert held_names(cache) == {name}
 
 
-def test_a_long_chat_of_short_turns_is_compressed() -> None:
-    stock = new_stock("planes:8", min_quantize_tokens=256)
+def test_long_chat_of_short_turns_is_encoded() -> None:
+    cache = new_stock("planes:8", min_quantize_tokens=256)
     for turn in range(1, 9):
-        store_tokens(stock, tokens(60 * turn))
-        settle(stock)
-        assert held_names(stock) == ({"raw"} if turn < 5 else {"planes:8"})
-    assert stock.table.nbytes < 0.4 * 480 * TOKEN_BYTES
+        store_tokens(cache, tokens(60 * turn))
+        settle(cache)
+        assert held_names(cache) == ({"raw"} if turn < 5 else {"planes:8"})
+    assert cache.table.nbytes < 0.4 * 480 * TOKEN_BYTES
 
 
-def test_a_short_conversation_stays_raw_beside_a_long_one_that_begins_alike() -> None:
-    stock = new_stock("planes:8", min_quantize_tokens=256)
+def test_short_conversation_with_a_long_sibling_is_encoded_with_it() -> None:
+    cache = new_stock("planes:8", min_quantize_tokens=256)
     prompt = tokens(100)
-    store_tokens(stock, [*prompt, *tokens(50, seed=1)])
-    store_tokens(stock, [*prompt, *tokens(300, seed=2)])
-    settle(stock)
+    store_tokens(cache, [*prompt, *tokens(50, seed=1)])
+    store_tokens(cache, [*prompt, *tokens(300, seed=2)])
+    settle(cache)
     long, short = (
-        stock.store.lookup([*prompt, *tokens(300, seed=2)], ""),
-        stock.store.lookup([*prompt, *tokens(50, seed=1)], ""),
+        cache.lookup([*prompt, *tokens(300, seed=2)], ""),
+        cache.lookup([*prompt, *tokens(50, seed=1)], ""),
     )
     assert long.num_tokens == 400
     assert {entry.span.position for entry in long.entries} == {0, 100}
     assert short.num_tokens == 150
-    assert held_names(stock) == {"planes:8"}
+    assert held_names(cache) == {"planes:8"}
 
 
-def test_a_short_beginning_that_others_read_is_encoded_when_they_have_ended() -> None:
-    stock = new_stock("planes:8", min_quantize_tokens=256)
-    store_tokens(stock, tokens(100))
-    settle(stock)
-    reader = stock.store.lease(tokens(100), "")
-    store_tokens(stock, tokens(300))
-    settle(stock)
-    assert held_names(stock) == {"raw", "planes:8"}
-    stock.store.release(reader)
-    settle(stock)
-    assert held_names(stock) == {"planes:8"}
+def test_leased_short_prefix_of_a_long_sequence_is_encoded_after_release() -> None:
+    cache = new_stock("planes:8", min_quantize_tokens=256)
+    store_tokens(cache, tokens(100))
+    settle(cache)
+    reader = cache.lease(tokens(100), "")
+    store_tokens(cache, tokens(300))
+    settle(cache)
+    assert held_names(cache) == {"raw", "planes:8"}
+    cache.release(reader)
+    settle(cache)
+    assert held_names(cache) == {"planes:8"}
 
 
-def test_the_same_tokens_a_hundred_times_are_encoded_once() -> None:
-    stock = new_stock("planes:8")
+def test_repeated_prompt_is_encoded_once() -> None:
+    cache = new_stock("planes:8")
     for _ in range(100):
-        store_tokens(stock, tokens(400))
-        settle(stock)
-    assert stock.usage.count()["encoded_spans"] == 1
-    assert stock.usage.count()["stored_tokens"] == 400
-    assert stock.usage.count()["refused_present"] == 99
+        store_tokens(cache, tokens(400))
+        settle(cache)
+    assert cache.usage.count()["encoded_spans"] == 1
+    assert cache.usage.count()["stored_tokens"] == 400
+    assert cache.usage.count()["refused_present"] == 99
 
 
-def test_a_request_that_computed_nothing_is_counted_so() -> None:
-    stock = new_stock()
-    run = Run(stock, tokens(20))
+def test_request_without_computed_tokens_counts_as_refused_empty() -> None:
+    cache = new_stock()
+    run = Run(cache, tokens(20))
     run.end()
-    assert stock.usage.count()["refused_empty"] == 1
-    assert stock.table.entries == {}
+    assert cache.usage.count()["refused_empty"] == 1
+    assert cache.table.entries == {}
 
 
-def refused(stock: Stock) -> dict[str, int]:
-    return {name: count for name, count in stock.usage.count().items() if name.startswith("refused_")}
+def refused(cache: PrefixCache) -> dict[str, int]:
+    return {name: count for name, count in cache.usage.count().items() if name.startswith("refused_")}
 
 
-def test_a_store_that_is_larger_than_the_budget_is_counted_so() -> None:
-    stock = new_stock(hot_bytes=200 * TOKEN_BYTES)
-    store_tokens(stock, tokens(300))
-    stock.reclaimer.shrink_to(1 << 40)
-    assert refused(stock) == {"refused_too_large": 1}
-    assert stock.table.nbytes <= 200 * TOKEN_BYTES
+def test_entry_above_the_limit_counts_as_refused_too_large() -> None:
+    cache = new_stock(hot_bytes=200 * TOKEN_BYTES)
+    store_tokens(cache, tokens(300))
+    cache.reclaimer.shrink_to(1 << 40)
+    assert refused(cache) == {"refused_too_large": 1}
+    assert cache.table.nbytes <= 200 * TOKEN_BYTES
 
 
-def test_a_store_without_room_is_counted_so() -> None:
-    stock = new_stock(hot_bytes=300 * TOKEN_BYTES)
-    store_tokens(stock, tokens(200, seed=1))
-    stock.pins.pin(tokens(200, seed=1), "")
-    lease = stock.store.lease(tokens(200, seed=1), "")
-    store_tokens(stock, tokens(200, seed=2))
-    stock.reclaimer.shrink_to(1 << 40)
-    assert refused(stock) == {"refused_no_room": 1}
-    assert found(stock, tokens(200, seed=1)) == 200
-    stock.store.release(lease)
+def test_entry_beside_pinned_memory_counts_as_refused_no_room() -> None:
+    cache = new_stock(hot_bytes=300 * TOKEN_BYTES)
+    store_tokens(cache, tokens(200, seed=1))
+    cache.pins.pin(tokens(200, seed=1), "")
+    lease = cache.lease(tokens(200, seed=1), "")
+    store_tokens(cache, tokens(200, seed=2))
+    cache.reclaimer.shrink_to(1 << 40)
+    assert refused(cache) == {"refused_no_room": 1}
+    assert cached_tokens(cache, tokens(200, seed=1)) == 200
+    cache.release(lease)
 
 
-def test_a_store_that_goes_before_others_is_counted_so() -> None:
-    stock = new_stock(hot_bytes=300 * TOKEN_BYTES)
-    store_tokens(stock, tokens(200, seed=1))
-    stock.reclaimer.shrink_to(1 << 40)
-    store_tokens(stock, tokens(200, seed=2))
-    stock.store.release(stock.store.lease(tokens(200, seed=1), ""))
-    stock.reclaimer.shrink_to(1 << 40)
-    assert refused(stock) == {"refused_least_worth": 1}
+def test_new_entry_of_least_worth_counts_as_refused_least_worth() -> None:
+    cache = new_stock(hot_bytes=300 * TOKEN_BYTES)
+    store_tokens(cache, tokens(200, seed=1))
+    cache.reclaimer.shrink_to(1 << 40)
+    store_tokens(cache, tokens(200, seed=2))
+    cache.release(cache.lease(tokens(200, seed=1), ""))
+    cache.reclaimer.shrink_to(1 << 40)
+    assert refused(cache) == {"refused_least_worth": 1}
 
 
-def test_what_goes_after_it_had_its_room_was_evicted_and_not_refused() -> None:
-    stock = new_stock()
-    store_tokens(stock, tokens(300))
-    stock.reclaimer.shrink_to(1 << 40)
-    stock.reclaimer.shrink_to(0)
-    assert stock.usage.count()["evicted_tokens"] == 300
-    assert refused(stock) == {}
+def test_entry_evicted_after_it_fitted_counts_as_evicted_only() -> None:
+    cache = new_stock()
+    store_tokens(cache, tokens(300))
+    cache.reclaimer.shrink_to(1 << 40)
+    cache.reclaimer.shrink_to(0)
+    assert cache.usage.count()["evicted_tokens"] == 300
+    assert refused(cache) == {}
 
 
-def test_a_change_replaces_work_that_was_begun_for_another() -> None:
-    stock = new_stock("planes:4")
-    store_tokens(stock, tokens(400))
-    stock.background.run_background(0)
-    requantize(stock, "planes:8")
-    settle(stock)
+def test_change_discards_transcoding_to_an_earlier_target() -> None:
+    cache = new_stock("planes:4")
+    store_tokens(cache, tokens(400))
+    cache.run_background(0)
+    requantize(cache, "planes:8")
+    settle(cache)
     # One layer was done by then, and more bits would bring nothing back.
-    assert held_names(stock) == {"planes:4", "planes:8"}
-    requantize(stock, "planes:2")
-    settle(stock)
-    assert held_names(stock) == {"planes:2"}
+    assert held_names(cache) == {"planes:4", "planes:8"}
+    requantize(cache, "planes:2")
+    settle(cache)
+    assert held_names(cache) == {"planes:2"}
 
 
-def test_what_is_joined_while_it_is_encoded_is_encoded_whole() -> None:
-    stock = new_stock("planes:8", min_quantize_tokens=256)
+def test_entries_joined_during_encoding_are_encoded_whole() -> None:
+    cache = new_stock("planes:8", min_quantize_tokens=256)
     ids: list[int] = []
     for turn in range(3 * MAX_SPANS):
         ids = [*ids, *tokens(40, seed=turn)]
-        store_tokens(stock, ids)
-        stock.background.run_background(0)
-    settle(stock)
-    for entry in stock.table.entries:
-        assert stock.transcoder.precision.pending_plan(entry) is None
+        store_tokens(cache, ids)
+        cache.run_background(0)
+    settle(cache)
+    for entry in cache.table.entries:
+        assert cache.transcoder.precision.pending_plan(entry) is None
         assert {len(entry.span.sealed(layer)) for layer in entry.span.layers} == {1}
 
 
-def test_readers_go_on_over_the_values_that_they_began_with() -> None:
-    stock = new_stock("planes:4")
-    owner = Run(stock, tokens(400))
+def test_leased_entry_keeps_its_values_until_release() -> None:
+    cache = new_stock("planes:4")
+    owner = Run(cache, tokens(400))
     owner.compute(400)
     owner.seal()
-    lease = stock.store.lease(tokens(400), "")
+    lease = cache.lease(tokens(400), "")
     owner.end()
-    settle(stock)
-    assert held_names(stock) == {"raw"}
+    settle(cache)
+    assert held_names(cache) == {"raw"}
     check_lease(lease, tokens(400))
-    stock.store.release(lease)
-    settle(stock)
-    assert held_names(stock) == {"planes:4"}
+    cache.release(lease)
+    settle(cache)
+    assert held_names(cache) == {"planes:4"}
 
 
-def test_marks_of_another_branch_are_not_thinned() -> None:
-    """Sixteen marks on one way must not cost another way its own."""
-    stock = new_stock()
-    first = Run(stock, tokens(200))
+def test_checkpoints_of_another_branch_are_kept() -> None:
+    cache = new_stock()
+    first = Run(cache, tokens(200))
     for _ in range(4):
         first.compute(50)
         first.filing.commit(first.tokens[: first.num_computed], mark_at(first.cache))
     first.end()
-    other = Run(stock, [*tokens(100), *tokens(1000, seed=5)])
+    other = Run(cache, [*tokens(100), *tokens(1000, seed=5)])
     for _ in range(20):
         other.compute(50)
         other.filing.commit(other.tokens[: other.num_computed], mark_at(other.cache))
     other.end()
-    marks = {id(mark): mark for entry in stock.table.entries for mark in entry.span.marks.values()}
-    kept = {at for entry in stock.table.entries if entry.span.end == 200 for at in entry.span.marks}
+    marks = {id(mark): mark for entry in cache.table.entries for mark in entry.span.marks.values()}
+    kept = {at for entry in cache.table.entries if entry.span.end == 200 for at in entry.span.marks}
     assert {150, 200} <= kept
-    # And 100, where both go on from.
+    # And the one at 100, from which both resume.
     assert len(marks) == CacheConfig(0).max_checkpoints + 3
 
 
-def test_marks_of_two_branches_at_one_position_are_told_apart() -> None:
-    stock = new_stock(layout=HYBRID)
+def test_checkpoints_of_two_branches_at_one_position_are_distinct() -> None:
+    cache = new_stock(layout=HYBRID)
     first = [*tokens(100), *tokens(50, seed=1)]
     second = [*tokens(100), *tokens(50, seed=2)]
     for prompt in (first, second):
-        run = Run(stock, prompt)
+        run = Run(cache, prompt)
         run.compute(150)
         run.end()
     for prompt in (first, second):
-        lease = stock.store.lease(prompt, "")
+        lease = cache.lease(prompt, "")
         assert lease.num_tokens == 150
         check_lease(lease, prompt)
 
 
-def test_marks_of_what_is_pinned_stay() -> None:
-    stock = new_stock(layout=HYBRID)
-    store_tokens(stock, tokens(100))
-    assert stock.pins.pin(tokens(100), "") == 100
-    run = Run(stock, [*tokens(100), *tokens(1000, seed=5)])
+def test_checkpoints_of_pinned_entries_are_kept() -> None:
+    cache = new_stock(layout=HYBRID)
+    store_tokens(cache, tokens(100))
+    assert cache.pins.pin(tokens(100), "") == 100
+    run = Run(cache, [*tokens(100), *tokens(1000, seed=5)])
     for _ in range(20):
         run.compute(50)
         run.seal()
     run.end()
-    assert found(stock, [*tokens(100), 98, 99]) == 100
+    assert cached_tokens(cache, [*tokens(100), 98, 99]) == 100
 
 
-def test_thousands_of_requests_later_memory_is_where_it_was() -> None:
-    stock = new_stock(layout=HYBRID)
+def test_thousands_of_requests_leak_no_memory() -> None:
+    cache = new_stock(layout=HYBRID)
     limit = mx.set_cache_limit(0)  # MLX reuses buffers that are larger than what is asked for
     try:
         before = active_bytes()
         for i in range(2000):
-            store_tokens(stock, [i % 7, i % 11, *tokens(40 + i % 13, seed=i)])
-            settle(stock)
-            stock.reclaimer.shrink_to(500_000)
+            store_tokens(cache, [i % 7, i % 11, *tokens(40 + i % 13, seed=i)])
+            settle(cache)
+            cache.reclaimer.shrink_to(500_000)
             if i % 500 == 499:
-                assert 300_000 < stock.table.nbytes <= 500_000
-                assert active_bytes() - before == pytest.approx(stock.table.nbytes, rel=0.02)
-                assert len(stock.table.entries) < 40
-        stock.clearing.clear()
+                assert 300_000 < cache.table.nbytes <= 500_000
+                assert active_bytes() - before == pytest.approx(cache.table.nbytes, rel=0.02)
+                assert len(cache.table.entries) < 40
+        cache.clearing.clear()
         assert active_bytes() == before
     finally:
         mx.set_cache_limit(limit)
@@ -512,10 +508,10 @@ def mark_at(cache: SequenceCache) -> Mark:
     return Mark(cache.num_tokens, (None,) * len(cache.flat))
 
 
-def test_a_lease_is_released_once() -> None:
-    stock = new_stock()
-    store_tokens(stock, tokens(50))
-    lease: Lease = stock.store.lease(tokens(50), "")
-    stock.store.release(lease)
-    stock.store.release(lease)
-    assert all(entry.is_evictable for entry in stock.table.entries)
+def test_second_release_has_no_effect() -> None:
+    cache = new_stock()
+    store_tokens(cache, tokens(50))
+    lease: Lease = cache.lease(tokens(50), "")
+    cache.release(lease)
+    cache.release(lease)
+    assert all(entry.is_evictable for entry in cache.table.entries)

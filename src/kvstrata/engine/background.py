@@ -116,7 +116,7 @@ class BackgroundPacer:
 
     def _work(self, slice_s: float) -> None:
         self._speeds.note_background_work()
-        was_rewriting = self._chores.is_rewriting
+        was_rewriting = self._chores.is_transcoding
         with without_cache() if was_rewriting else nullcontext():
             self._chores.run_background(slice_s)
         self.reclaim_memory(0.0, has_grown=False)
@@ -141,7 +141,7 @@ class BackgroundPacer:
         limit_bytes = self._capacity.budget.total_bytes - self._capacity.running_bytes
         if not self._sequences.has_streams:
             slice_s = math.inf
-        most_bytes = limit_bytes if has_grown or not self._chores.is_rewriting else None
+        most_bytes = limit_bytes if has_grown or not self._chores.is_transcoding else None
         self._room.shrink_to(limit_bytes, slice_s, most_bytes=most_bytes)
         if self._capacity.keeps_growth_free:
             # A stream waits for no disk when it grows: for the next that does there should be room by then.

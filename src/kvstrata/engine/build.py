@@ -29,7 +29,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.config import CacheConfig, LadderConfig, PrecisionFloors
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.keys import Identity, chain
-from kvstrata.prefix_cache.prefix_cache import Stock, make_stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache, Stock
 from kvstrata.prefix_cache.sharing import SharedTierClient
 from kvstrata.prefix_cache.tier_client import Post, TierClient, without_tier
 from kvstrata.remote.options import RemoteOptions
@@ -181,8 +181,8 @@ def _make_stock(
     watcher: CacheListener | None,
 ) -> Stock:
     options = _store_options(served)
-    return make_stock(
-        served.layout, identity_of(served), options, plans.plan_of, cold=cold, shared=shared, watcher=watcher
+    return PrefixCache(
+        served.layout, identity_of(served), options, plans.plan_of, disk=cold, shared=shared, listener=watcher
     )
 
 

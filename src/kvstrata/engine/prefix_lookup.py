@@ -203,7 +203,7 @@ class Resume:
     def awaits_encoding(self, sequence: Sequence) -> bool:
         """Whether it has to wait until what it would go on from is encoded, which is done next."""
         found = self.found(sequence)
-        return self._failures.attempt("lookups", lambda: self._store.awaits_encoding(found), otherwise=False)
+        return self._failures.attempt("lookups", lambda: self._store.waits_for_encoding(found), otherwise=False)
 
     def follow(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
         """Have a sequence ahead, which is about to compute what this one needs, pause where both part. True: there is
@@ -252,7 +252,7 @@ class Resume:
     def _open(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Insertion:
         filing = self._store.insert(lease, cache, sequence.request.salt, sequence.request.resume_at)
         if sequence.kv_format.plan is not None and not self._precision.options.live:
-            filing.entry.target = sequence.kv_format.plan
+            filing.set_target(sequence.kv_format.plan)
         return filing
 
     def _foresee(self, sequence: Sequence) -> None:

@@ -14,53 +14,58 @@ from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.spans.plan import Plan
 from kvstrata.spans.span import Span, SpanRange
 
-# Of the bytes that it has elsewhere: a span that has fewer has stepped down since.
+# A span with less than this share of its bytes on the disk has stepped down since it was written.
 STEPPED_DOWN = 0.95
 
 
 @dataclass(eq=False)
 class Entry:
-    """Payload of the nodes whose tokens its span holds."""
+    """Payload of the radix tree: a span, and the nodes whose tokens it holds.
+
+    After construction only the entry table assigns attributes: its byte totals, eviction candidates and dirty sets
+    depend on them.
+    """
 
     span: Span
     root_key: bytes
     salt: str
     reuse_class: ReuseClass  # of the request that computed it
-    session: str = ""  # likewise; empty: it had none
+    session: str = ""  # of that request; empty: it had none
     nodes: set[Node[Entry]] = field(default_factory=set)
-    is_running: bool = True  # its owner still writes
-    num_leases: int = 0  # sequences that read it, its owner apart
-    pins: frozenset[Hashable] = frozenset()  # that it must stay for
-    nbytes: int = 0  # as counted in the store's total
-    num_arrays: int = 0  # likewise
-    target: Plan | None = None  # what a client asked for it to be stored as; None: what all are
-    is_archived: bool = (
-        False  # the disk has all of it, or all of it is on its way: withdrawn when a block leaves the disk
-    )
-    archived_token_bytes: float = 0.0  # with so many bytes for each token there
+    is_running: bool = True  # the sequence that owns it still writes
+    num_leases: int = 0  # of sequences that read it, without its owner
+    pins: frozenset[Hashable] = frozenset()  # that protect it from eviction
+    nbytes: int = 0  # as counted in the table's total
+    num_arrays: int = 0  # as counted in the table's total
+    target: Plan | None = None  # its own target precision; None: that of all new spans
+    is_upward: bool = False  # its target applies even if the span has fewer bits now
+    sealed_to: int | None = None  # end of its owner when the target was set; None: its current end
+    is_archived: bool = False  # the disk has all of it, or writes it now; withdrawn when a block leaves the disk
+    archived_token_bytes: float = 0.0  # bytes of each token on the disk
     reused_end: int = 0  # the tokens up to this position were in the prompts of two requests
-    longest_end: int = 0  # of all sequences that were filed through it, the end of the longest
-    shared_end: int = 0  # the tokens up to this position were given to a tier that others share
-    is_upward: bool = False  # even where that takes more bits than it has
-    is_stuck: bool = False  # changing it failed once: it stays as it is
-    sealed_to: int | None = None  # where its owner was when the target was asked for; None: that is done
+    longest_end: int = 0  # end of the longest sequence that was inserted through it
+    shared_end: int = 0  # the tokens up to this position were given to the shared tier
+    is_stuck: bool = False  # transcoding it failed once: it stays as it is
 
     @property
     def last_node(self) -> Node[Entry]:
+        """Node with the entry's last token."""
         return max(self.nodes, key=lambda node: node.end)
 
     @property
     def is_pinned(self) -> bool:
+        """Whether any pin protects the entry from eviction."""
         return bool(self.pins)
 
     @property
     def sequence_tokens(self) -> int:
-        """Length of the longest sequence that it is a part of."""
+        """Length of the longest sequence that the entry is a part of."""
         return max(self.span.end, self.longest_end)
 
     @property
     def needs_archive(self) -> bool:
-        """Whether it would be written to the disk before it steps down: also where that has it in fewer bits."""
+        """Whether the entry must be written to the disk before it steps down: the disk has it in fewer bits, or not
+        at all."""
         if self.is_running or self.span.is_live:
             return False
         return (
@@ -69,7 +74,7 @@ class Entry:
 
     @property
     def is_evictable(self) -> bool:
-        """No sequence and no pin needs it to stay."""
+        """Whether no sequence and no pin needs the entry."""
         return not self.is_running and not self.num_leases and not self.is_pinned
 
 
@@ -78,8 +83,8 @@ class Thread:
     """Conversation of a session: the path of its last prompt and reply. Keeps no node alive."""
 
     first_end: int  # of its first prompt
-    end: int = 0  # where it last ended: prompt and reply
-    nodes: tuple[weakref.ref[Node[Entry]], ...] = ()  # on the way there
+    end: int = 0  # of its last prompt and reply
+    nodes: tuple[weakref.ref[Node[Entry]], ...] = ()  # on the path to that end
 
     def path(self) -> tuple[Node[Entry], ...]:
         """Return the nodes on the way to its end that are still cached."""
@@ -92,53 +97,53 @@ class Thread:
 
 @dataclass(eq=False)
 class Lease:
-    """What a request found: its tokens stay until they are released. How they are stored may change meanwhile."""
+    """Lease on the cached prefix of a request: its entries are not evicted until `release`. They may be transcoded."""
 
     reuse_class: ReuseClass  # of the request that it was made for
     num_tokens: int = 0
-    prefix: Prefix | None = None  # None: nothing was found
-    ranges: tuple[SpanRange, ...] = ()  # what the prefix is made of
-    reused_end: int = 0  # how far an earlier request had the same prompt, stored or not
+    prefix: Prefix | None = None  # None: no token is cached
+    ranges: tuple[SpanRange, ...] = ()  # of the spans that make up the prefix
+    reused_end: int = 0  # end of the part of the prompt that an earlier request had too, cached or not
     uncounted_prompt: TokenIds | None = None  # the prompt, until the request begins; None: it was counted
     entries: set[Entry] = field(default_factory=set)
     is_open: bool = True
     session: str = ""  # of the request
-    conversation: Thread | None = None  # of the session, that the request goes on with
+    conversation: Thread | None = None  # of the session, that the request continues
 
     def readers(self, span: Span) -> int:
-        """Sequences that hold a span of this lease."""
+        """Return the number of sequences that hold a span of this lease."""
         return next((e.num_leases + e.is_running for e in self.entries if e.span is span), 0)
 
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """The longest usable match: what a lease would be made of. It names nodes and entries and holds no span: a waiting
-    request may keep it, and the memory of an entry that is evicted meanwhile still goes at once."""
+    """Longest usable cached prefix of a prompt: a lease would be made of it.
+
+    It names nodes and entries and holds no span: a waiting request may keep it, and the memory of an entry that is
+    evicted meanwhile is still freed at once.
+    """
 
     num_tokens: int
-    path: tuple[Node[Entry], ...]  # of what is used
+    path: tuple[Node[Entry], ...]  # of the usable tokens
     entries: tuple[Entry, ...]  # on the path
     checkpoint_at: int | None
-    matched_tokens: int  # that are stored; more than num_tokens where a model can resume at marks only
-
-
-def record_reuse(path: Iterable[Node[Entry]], end: int) -> None:
-    """A second request had the tokens of a path up to here."""
-    for node in path:
-        node.payload.reused_end = max(node.payload.reused_end, min(node.end, end))
+    matched_tokens: int  # that are cached; more than num_tokens where a model can resume at checkpoints only
 
 
 class DirtySet:
-    """Dirty set of one reader: every held entry that has changed since the reader last took it, once. `held` is the
-    entry table; `on_removed` is called with an entry that has left it."""
+    """Dirty set of one reader: every entry in the entry table that has changed since the reader last took it, once.
 
-    def __init__(self, held: Container[Entry], on_removed: Callable[[Entry], None]) -> None:
-        self._held = held
+    `table_entries` are those of the entry table; `on_removed` is called with an entry that has left it.
+    """
+
+    def __init__(self, table_entries: Container[Entry], on_removed: Callable[[Entry], None]) -> None:
+        self._table_entries = table_entries
         self._on_removed = on_removed
         self._entries: OrderedDict[Entry, None] = OrderedDict()
 
     def add(self, entry: Entry) -> None:
-        if entry in self._held:
+        """Add an entry that has changed, unless it has left the entry table."""
+        if entry in self._table_entries:
             self._entries[entry] = None
 
     def remove(self, entry: Entry) -> None:
@@ -147,33 +152,34 @@ class DirtySet:
         self._on_removed(entry)
 
     def drain(self) -> Iterator[Entry]:
-        """In the order in which they changed first. What is not asked for stays on the list."""
+        """Take entries in the order in which they changed first. Entries that the caller does not take stay."""
         while self._entries:
             yield self._entries.popitem(last=False)[0]
 
 
 class DirtySets:
-    """`held`: the entry table."""
+    """Dirty sets of all readers of the entry table."""
 
-    def __init__(self, held: Container[Entry]) -> None:
-        self._held = held
+    def __init__(self, table_entries: Container[Entry]) -> None:
+        self._table_entries = table_entries
         self._readers: list[DirtySet] = []
 
     def new_dirty_set(self, on_removed: Callable[[Entry], None]) -> DirtySet:
-        """A list of its own, of what changes from now on. `on_removed`: see `Changed`."""
-        self._readers.append(DirtySet(self._held, on_removed))
+        """Return a dirty set for another reader, of entries that change from now on. `on_removed`: see `DirtySet`."""
+        self._readers.append(DirtySet(self._table_entries, on_removed))
         return self._readers[-1]
 
     def mark_dirty(self, entry: Entry) -> None:
-        """Its size, its tokens, its use, its precision, or whether it is there at all."""
+        """Add an entry to all dirty sets: its size, tokens, use or precision has changed, or it has come or left."""
         for reader in self._readers:
             reader.add(entry)
 
     def mark_all_dirty(self, entries: Iterable[Entry]) -> None:
+        """Add several entries to all dirty sets."""
         for entry in entries:
             self.mark_dirty(entry)
 
     def remove(self, entry: Entry) -> None:
-        """Drop an entry that has left the entry table from every dirty set, and tell the readers."""
+        """Drop an entry that has left the entry table from every dirty set, and inform the readers."""
         for reader in self._readers:
             reader.remove(entry)

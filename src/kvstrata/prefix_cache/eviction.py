@@ -153,7 +153,7 @@ class Clearing:
         self._spills.give_up(under)
         for entry in self._shelf.entries:
             if entry.root_key.startswith(under):
-                self._shelf.set_archived(entry, is_clean=False)
+                self._shelf.set_archived(entry, is_archived=False)
         removed = self._cold.tier.clear(under)
         return Cleared(hot.nbytes + removed.disk_bytes, hot.tokens + removed.num_tokens)
 

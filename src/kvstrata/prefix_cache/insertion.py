@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from kvstrata.prefix_cache.conversations import ConversationTracker
-from kvstrata.prefix_cache.entries import Entry, Lease, record_reuse
+from kvstrata.prefix_cache.entries import Entry, Lease
 from kvstrata.prefix_cache.entry_table import Checkpoints, EntryTable
 from kvstrata.prefix_cache.keys import Tokens, as_ids
 from kvstrata.prefix_cache.offload import DropCounters
@@ -17,160 +16,191 @@ from kvstrata.prefix_cache.radix_tree import Node
 from kvstrata.prefix_cache.transcode import Transcoder
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.spans.marks import Mark
+from kvstrata.spans.plan import Plan
 
 
 class Leases:
-    """`review` is told of what is leased no more: maybe it should be stored in another way now."""
+    """Leases of entries. An entry without a lease may be transcoded, so the transcoder reviews it at each release."""
 
-    def __init__(self, shelf: EntryTable, review: Callable[[Entry], None]) -> None:
-        self._shelf = shelf
-        self._review = review
+    def __init__(self, table: EntryTable, transcoder: Transcoder) -> None:
+        self._table = table
+        self._transcoder = transcoder
 
     def hold(self, entries: Iterable[Entry]) -> Lease:
-        """Keep these while a request waits that would go on from them."""
+        """Return a lease that protects entries while a request waits to resume from them."""
         lease = Lease(ReuseClass.CONTINUED)
         self.extend(lease, entries)
         return lease
 
     def extend(self, lease: Lease, entries: Iterable[Entry]) -> None:
+        """Let a lease protect further entries."""
         for entry in entries:
             if entry not in lease.entries:
                 lease.entries.add(entry)
-                self._shelf.change(entry, num_leases=entry.num_leases + 1)
+                self._table.add_lease(entry)
 
     def release(self, lease: Lease) -> None:
-        """Nothing happens the second time."""
+        """End a lease. A second call has no effect."""
         if not lease.is_open:
             return
         lease.is_open = False
         for entry in lease.entries:
-            self._shelf.change(entry, num_leases=entry.num_leases - 1)
-            self._review(entry)
+            self._table.remove_lease(entry)
+            self._transcoder.review(entry)
 
 
 class Inserter:
-    """Takes in spans that no sequence writes any more."""
+    """Inserter: makes spans part of the cache, both computed ones and loaded or imported ones."""
 
     def __init__(
-        self, shelf: EntryTable, pins: Pins, losses: DropCounters, counters: Counter[str], rewriting: Transcoder
+        self,
+        table: EntryTable,
+        checkpoints: Checkpoints,
+        leases: Leases,
+        pins: Pins,
+        conversations: ConversationTracker,
+        step_down: StepDownPolicy,
+        transcoder: Transcoder,
+        drops: DropCounters,
+        counters: Counter[str],
     ) -> None:
-        self._shelf = shelf
+        self.table = table
+        self.checkpoints = checkpoints
+        self.leases = leases
+        self.conversations = conversations
+        self.step_down = step_down
+        self.transcoder = transcoder
         self._pins = pins
-        self._losses = losses
+        self._drops = drops
         self._counters = counters
-        self._rewriting = rewriting
 
     def finish_owner(self, entry: Entry) -> None:
-        """Its owner has ended."""
+        """Finish the entry of a sequence that computes no more tokens."""
         if entry.nodes:
             self._counters["stored_spans"] += 1
             self._counters["stored_tokens"] += sum(node.num_tokens for node in entry.nodes)
-            self._shelf.record_use(entry.nodes, entry.reuse_class, entry.session)
+            self.table.record_use(entry.nodes, entry.reuse_class, entry.session)
         else:
-            # It computed nothing, or nothing that was not there already.
+            # The sequence computed nothing, or only tokens that were cached already.
             self._counters["refused_present" if entry.span.num_tokens else "refused_empty"] += 1
         self.finish_span(entry)
 
     def finish_span(self, entry: Entry) -> None:
-        """Keep what no other sequence has filed."""
+        """Cut the span of an entry that no sequence writes any more to the tokens that the table holds under it."""
         if not entry.nodes:
-            self._shelf.drop_entry(entry)
+            self.table.drop_entry(entry)
             return
         start, end = min(node.start for node in entry.nodes), max(node.end for node in entry.nodes)
         entry.span.cut(start, end)
-        self._shelf.change(entry, is_running=False)
+        self.table.set_ended(entry)
         self._pins.look_at(entry)
-        self._losses.record_stored(entry)
-        self._rewriting.review_ended(entry)
+        self._drops.record_stored(entry)
+        self.transcoder.review_ended(entry)
+
+    # The modules prefetch and transfer stop using these three in the next commit.
+
+    @property
+    def shelf(self) -> EntryTable:
+        return self.table
+
+    @property
+    def marks(self) -> Checkpoints:
+        return self.checkpoints
+
+    @property
+    def intake(self) -> Inserter:
+        return self
 
 
-@dataclass(frozen=True)
-class Desk:
-    """What filing takes."""
-
-    shelf: EntryTable
-    marks: Checkpoints
-    leases: Leases
-    intake: Inserter
-    pressure: StepDownPolicy
-    rewriting: Transcoder
-    branches: ConversationTracker
+# The modules prefetch and transfer stop using this name in the next commit.
+Desk = Inserter
 
 
 class Insertion:
-    """`resume_at`: where its conversation is likely to be taken up again."""
+    """Insertion of the tokens that one sequence computes: each commit makes them visible to other requests.
 
-    def __init__(self, desk: Desk, entry: Entry, lease: Lease, resume_at: Sequence[int] = ()) -> None:
-        self._desk = desk
+    `resume_at`: positions at which a later request is likely to resume.
+    """
+
+    def __init__(self, inserter: Inserter, entry: Entry, lease: Lease, resume_at: Sequence[int] = ()) -> None:
+        self._inserter = inserter
         self._resume_at = resume_at
-        self._path: tuple[Node[Entry], ...] = ()  # of all tokens so far
+        self._path: tuple[Node[Entry], ...] = ()  # of all committed tokens
         self._is_detached = False
         self.entry = entry
-        self.lease = lease  # on what it goes on from, and on what it was filed under since
+        self.lease = lease  # on the prefix of the sequence, and on entries of others that its tokens are part of
 
     @property
     def entries(self) -> set[Entry]:
-        """All that its sequence holds."""
+        """All entries that the sequence reads or writes."""
         return {*self.lease.entries, self.entry}
 
-    def commit(self, tokens: Tokens, mark: Mark | None = None, *, is_end: bool = False) -> None:
-        """From now on others may go on from `tokens`, all of the sequence so far. `is_end`: here a prompt ended."""
+    def commit(self, ids: Tokens, checkpoint: Mark | None = None, *, is_end: bool = False) -> None:
+        """Make `ids`, all tokens of the sequence so far, visible to other requests. `is_end`: a prompt ends here."""
         if self._is_detached:
             return
         span = self.entry.span
-        if len(tokens) - span.position > span.num_tokens or mark is not None:
-            self._file(tokens, mark)
+        if len(ids) - span.position > span.num_tokens or checkpoint is not None:
+            self._insert(ids, checkpoint)
         if is_end:
-            span.ends.add(len(tokens))
+            span.ends.add(len(ids))
 
-    def _file(self, tokens: Tokens, mark: Mark | None) -> None:
-        entry, desk = self.entry, self._desk
-        entry.span.num_tokens = len(tokens) - entry.span.position
-        path = self._path = desk.shelf.insert_entry(entry, as_ids(tokens))
-        record_reuse(path, self.lease.reused_end)
-        desk.rewriting.review(entry)
-        # Another sequence may have filed some of these tokens meanwhile: what ours hang on must stay.
-        desk.leases.extend(self.lease, (node.payload for node in path if node.payload is not entry))
-        if mark is not None:
-            desk.marks.add_checkpoint(path, mark, self._resume_at)
+    def _insert(self, ids: Tokens, checkpoint: Mark | None) -> None:
+        entry, inserter = self.entry, self._inserter
+        entry.span.num_tokens = len(ids) - entry.span.position
+        path = self._path = inserter.table.insert_entry(entry, as_ids(ids))
+        inserter.table.record_reuse(path, self.lease.reused_end)
+        inserter.transcoder.review(entry)
+        # Another sequence may have inserted some of these tokens meanwhile: the parents of ours must stay.
+        inserter.leases.extend(self.lease, (node.payload for node in path if node.payload is not entry))
+        if checkpoint is not None:
+            inserter.checkpoints.add_checkpoint(path, checkpoint, self._resume_at)
 
     def has_grown(self, num_tokens: int) -> None:
-        """To so many tokens: maybe it should be held in fewer bits, or more of it should be encoded."""
+        """Apply the precision policy to a sequence that has grown to `num_tokens`: its entries may step down, and more
+        of its own KV may be encoded."""
         if self._is_detached:
             return
-        desk = self._desk
-        desk.rewriting.step_down(desk.pressure.for_length(self.entries, num_tokens))
-        desk.rewriting.review(self.entry)
+        inserter = self._inserter
+        inserter.transcoder.step_down(inserter.step_down.for_length(self.entries, num_tokens))
+        inserter.transcoder.review(self.entry)
+
+    def set_target(self, plan: Plan) -> None:
+        """Set the target precision of the sequence's own KV."""
+        self._inserter.table.set_target(self.entry, plan)
 
     def detach(self) -> None:
-        """A commit failed: the sequence goes on, and what it computes from now on is not filed."""
+        """Insert no further tokens. Called when a commit has failed: the sequence continues."""
         self._is_detached = True
 
     def drop_checkpoints(self) -> bool:
-        """All on the way of its sequence, which needs none of them itself. False: there are none."""
-        return self._desk.marks.drop_checkpoints(self.entries)
+        """Drop all checkpoints of the sequence's entries; the sequence itself needs none. False: there were none."""
+        return self._inserter.checkpoints.drop_checkpoints(self.entries)
 
     def close(self) -> None:
-        """The sequence writes no more."""
+        """End the insertion: the sequence computes no more tokens."""
         try:
-            self._desk.intake.finish_owner(self.entry)
+            self._inserter.finish_owner(self.entry)
         finally:
-            self._desk.leases.release(self.lease)
+            self._inserter.leases.release(self.lease)
         if self.lease.conversation is not None and self._path:
             end = self.entry.span.position + self.entry.span.num_tokens
-            self._desk.branches.end_turn(
+            self._inserter.conversations.end_turn(
                 self.entry.root_key, self.lease.session, self.lease.conversation, self._path, end
             )
 
 
 class DetachedInsertion(Insertion):
-    """Of a sequence that files nothing: its caches cannot be shared, or the store could not open a filing."""
+    """Insertion that makes no token visible: the model's caches cannot be shared, or the cache has failed."""
 
-    def seal(self, tokens: Tokens, mark: Mark | None = None, *, is_end: bool = False) -> None:
-        del tokens, mark, is_end
+    def commit(self, ids: Tokens, checkpoint: Mark | None = None, *, is_end: bool = False) -> None:
+        """Ignore the tokens."""
+        del ids, checkpoint, is_end
 
     def has_grown(self, num_tokens: int) -> None:
+        """Ignore the growth."""
         del num_tokens
 
-    def end(self) -> None:
-        self._desk.leases.release(self.lease)
+    def close(self) -> None:
+        """Release the lease."""
+        self._inserter.leases.release(self.lease)

@@ -16,72 +16,152 @@ from kvstrata.tier.chains import OnDisk
 
 NO_PREFIX = CachedPrefix(0, (), (), None, 0)
 
+# complete  the whole prompt is cached but for its last token, which is always computed
+# new       the cached tokens end there, and no request had the rest before
+# diverged  the cached tokens continue in another way
+# evicted   the next tokens were cached, and had to go
+# mark      more tokens are cached, and the model has no checkpoint to resume from there
+# damaged   the next block was on the disk, and its content was wrong
+# salt      the next tokens are cached under another salt of the same caller
+# empty     nothing is cached for this model and salt
+# identity  nothing is cached, and the disk has blocks of other models, settings or salts only
+# foreign   the model brings caches that cannot be shared
+Ending = Literal["complete", "new", "diverged", "evicted", "mark", "damaged", "salt", "empty", "identity", "foreign"]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How much of a prompt is cached, and why not more."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    by_tier: dict[str, int]
+    ends_because: Ending
+    at_token: int  # the first that is not cached
+    instead: tuple[tuple[int, ...], ...] = ()  # some continuations that are cached from that position on
+    num_instead: int = 0  # how many continuations are cached
+    remote_paused_because: str = ""  # why the tier that servers share is paused; empty: it is not
+
 
 class PrefixMatcher:
-    def __init__(self, shelf: EntryTable, layout: Layout, identity: Identity) -> None:
-        self._shelf = shelf
-        self.layout = layout
+    """Prefix matcher: finds the cached prefix of a prompt and explains where it ends. It has no state of its own."""
+
+    def __init__(self, table: EntryTable, layout: Layout, identity: Identity) -> None:
+        self._table = table
+        self._can_share = all(spec.kind != "foreign" for spec in layout.flat())
         self._needs_checkpoints = needs_marks(layout)
+        self.layout = layout
         self.identity = identity
 
     def root_of(self, salt: str) -> bytes:
+        """Return the key of the root under which the tokens of a salt are cached."""
         return root_key(self.identity, salt)
 
     def roots_begin(self, salt: str | None, owner: str | None) -> bytes:
-        """What the roots have in common that are under a salt, an owner, or any."""
+        """Return the bytes that the keys of all roots of a salt or of an owner begin with; of all roots if both are
+        None."""
         if salt is not None:
             return self.root_of(salt)
         return b"" if owner is None else owner_key(self.identity, owner)
 
-    def find(self, tokens: Tokens, salt: str) -> CachedPrefix:
-        """What a match would give now. Keeps nothing from going."""
-        return self.find_under(self.root_of(salt), tokens)
+    def find(self, ids: Tokens, salt: str) -> CachedPrefix:
+        """Return the longest usable cached prefix of `ids`. The result protects no entry from eviction."""
+        return self.find_under(self.root_of(salt), ids)
 
-    def find_under(self, root_key: bytes, tokens: Tokens) -> CachedPrefix:
-        """For a caller that has the root already."""
-        match = self._shelf.tree.match(root_key, tokens)
-        return _found(match, self.layout if self._needs_checkpoints else None)
+    def find_under(self, root_key: bytes, ids: Tokens) -> CachedPrefix:
+        """Return the longest usable cached prefix of `ids` under a root."""
+        match = self._table.tree.match(root_key, ids)
+        usable, checkpoint = match.num_tokens, None
+        if self._needs_checkpoints:
+            checkpoint = _best_checkpoint(match, self.layout)
+            usable = min(checkpoint.position, match.num_tokens) if checkpoint else 0
+        if not usable:
+            return replace(NO_PREFIX, matched_tokens=match.num_tokens)
+        path = tuple(node for node in match.path if node.start < usable)
+        entries = tuple(dict.fromkeys(node.payload for node in path))
+        return CachedPrefix(usable, path, entries, checkpoint.position if checkpoint else None, match.num_tokens)
+
+    def explain(
+        self,
+        ids: Tokens,
+        salt: str,
+        on_disk: OnDisk | None = None,
+        in_shared: OnDisk | None = None,
+        remote_paused_because: str = "",
+    ) -> Explanation:
+        """Explain how much of a prompt is cached, and why not more. The last token is always computed. `on_disk`,
+        `in_shared`: what these tiers answered; None: they were not asked."""
+        if not self._can_share:
+            return Explanation(len(ids), 0, {}, "foreign", 0)
+        computed, root = as_ids(ids)[:-1], self.root_of(salt)
+        prefix = self.find_under(root, computed)
+        by_tier = {"hot": prefix.num_tokens}
+        if on_disk is not None:
+            by_tier["disk"] = max(0, on_disk.num_tokens - prefix.num_tokens)
+        if in_shared is not None:
+            by_tier["remote"] = max(0, in_shared.num_tokens - sum(by_tier.values()))
+        cached = sum(by_tier.values())
+        divergence = self._table.tree.diverged(root, computed)
+        because: Ending = "complete"
+        if cached < len(computed):
+            because = self._ending(root, computed, prefix, divergence)
+        if on_disk is not None and because != "complete":
+            because = _ending_on_disk(on_disk, because)
+        at = cached if because == "mark" else max(cached, prefix.matched_tokens)
+        if because != "diverged" or divergence.num_tokens != at:
+            divergence = Divergence(at, (), 0, True)
+        return Explanation(
+            prompt_tokens=len(computed) + 1,
+            cached_tokens=cached,
+            by_tier=by_tier,
+            ends_because=because,
+            at_token=at,
+            instead=divergence.instead,
+            num_instead=divergence.num_instead,
+            remote_paused_because=remote_paused_because,
+        )
+
+    def miss_reason(self, ids: Tokens, salt: str) -> str:
+        """Return why no more of a prompt is in memory; empty for a model whose caches cannot be shared."""
+        if not self._can_share:
+            return ""
+        computed, root = as_ids(ids)[:-1], self.root_of(salt)
+        return self._ending(root, computed, self.find_under(root, computed), self._table.tree.diverged(root, computed))
+
+    miss = miss_reason  # the engine's modules stop using this name in the next commit
+
+    def _ending(self, root: bytes, computed: TokenIds, prefix: CachedPrefix, divergence: Divergence) -> Ending:
+        """Return why the cached prefix ends. `computed`: the prompt without its last token."""
+        if prefix.num_tokens == len(computed):
+            return "complete"
+        if self._table.ghosts.match(root, computed).num_tokens > prefix.matched_tokens:
+            return "evicted"
+        if prefix.matched_tokens > prefix.num_tokens:
+            return "mark"
+        if not divergence.is_root_known:
+            return "empty"
+        return "diverged" if divergence.instead else "new"
 
 
-def _found(match: Match[Entry], layout: Layout | None) -> CachedPrefix:
-    """`layout`: of a model that can be resumed at marks only."""
-    usable, mark = match.num_tokens, None
-    if layout is not None:
-        mark = _best_checkpoint(match, layout)
-        usable = min(mark.position, match.num_tokens) if mark else 0
-    if not usable:
-        return replace(NO_PREFIX, matched_tokens=match.num_tokens)
-    path = tuple(node for node in match.path if node.start < usable)
-    entries = tuple(dict.fromkeys(node.payload for node in path))
-    return CachedPrefix(usable, path, entries, mark.position if mark else None, match.num_tokens)
+# The engine's modules stop using this name in the next commit.
+Explainer = PrefixMatcher
 
 
-def checkpoint_of(found: CachedPrefix) -> Mark | None:
-    position = found.checkpoint_at
+def checkpoint_of(prefix: CachedPrefix) -> Mark | None:
+    """Return the checkpoint that a prefix is resumed from; None: its model needs none."""
+    position = prefix.checkpoint_at
     if position is None:
         return None
-    # The last node that comes before it: those above may have one at the same position on another branch.
-    holder = next(n.payload for n in reversed(found.path) if n.start < position and position in n.payload.span.marks)
+    # The last node before the position has it: nodes above may have another branch's at the same position.
+    holder = next(n.payload for n in reversed(prefix.path) if n.start < position and position in n.payload.span.marks)
     return holder.span.marks[position]
 
 
-def _best_checkpoint(match: Match[Entry], layout: Layout) -> Mark | None:
-    for node in reversed(match.path):
-        end = min(node.end, match.num_tokens)
-        marks = [mark for at, mark in node.payload.span.marks.items() if node.start < at]
-        # A later one of this span will do for a model whose rings were not full by then.
-        if end == match.num_tokens and (later := [mark for mark in marks if reaches(mark, layout, end)]):
-            return min(later, key=lambda mark: mark.position)
-        if usable := [mark for mark in marks if mark.position <= end]:
-            return max(usable, key=lambda mark: mark.position)
-    return None
-
-
-def ranges_of(found: CachedPrefix) -> tuple[SpanRange, ...]:
-    """Return the spans of a match, as they are now. Neighbouring nodes of one span are one range."""
+def ranges_of(prefix: CachedPrefix) -> tuple[SpanRange, ...]:
+    """Return the spans of a prefix, as they are now. Neighbouring nodes of one span are one range."""
     ranges: list[SpanRange] = []
-    for node in found.path:
-        end = min(node.end, found.num_tokens)
+    for node in prefix.path:
+        end = min(node.end, prefix.num_tokens)
         if end <= node.start:
             break
         span = node.payload.span
@@ -92,101 +172,21 @@ def ranges_of(found: CachedPrefix) -> tuple[SpanRange, ...]:
     return tuple(ranges)
 
 
-# complete  all that can be found was: the last prompt token is always computed
-# new       what is stored ends there: the rest was never seen
-# diverged  something else is stored there
-# evicted   it was stored, and had to go
-# mark      more is stored, but the model cannot be resumed there
-# damaged   the next block was on the disk, and was not what it said
-# salt      it is stored under another salt of the same caller
-# empty     nothing is stored for this model and salt
-# identity  nothing is; the disk has blocks of other models, settings or salts only
-# foreign   the model brings caches that cannot be shared
-Ending = Literal["complete", "new", "diverged", "evicted", "mark", "damaged", "salt", "empty", "identity", "foreign"]
-
-
-@dataclass(frozen=True)
-class Explanation:
-    prompt_tokens: int
-    cached_tokens: int
-    by_tier: dict[str, int]
-    ends_because: Ending
-    at_token: int  # the first that is not cached
-    instead: tuple[tuple[int, ...], ...] = ()  # how what is stored goes on from that position: a few ways
-    num_instead: int = 0  # how many ways there are
-    remote_paused_because: str = ""  # why the tier that servers share is left alone; empty: it is not
-
-
-class Explainer:
-    def __init__(self, shelf: EntryTable, search: PrefixMatcher) -> None:
-        self._shelf = shelf
-        self._search = search
-
-    def explain(
-        self,
-        tokens: Tokens,
-        salt: str,
-        on_disk: OnDisk | None = None,
-        in_shared: OnDisk | None = None,
-        remote_paused_because: str = "",
-    ) -> Explanation:
-        """Explain how much of a prompt is cached, and why not more. The last token is always computed. `on_disk`,
-        `in_shared`: the answers of these tiers; None: they were not asked."""
-        ids, key = as_ids(tokens)[:-1], self._search.root_of(salt)
-        found = self._search.find(ids, salt)
-        by_tier = {"hot": found.num_tokens}
-        if on_disk is not None:
-            by_tier["disk"] = max(0, on_disk.num_tokens - found.num_tokens)
-        if in_shared is not None:
-            by_tier["remote"] = max(0, in_shared.num_tokens - sum(by_tier.values()))
-        cached = sum(by_tier.values())
-        diverged = self._shelf.tree.diverged(key, ids)
-        because: Ending = "complete" if cached == len(ids) else self._ending(key, ids, found, diverged)
-        if on_disk is not None and because != "complete":
-            because = _ending_on_disk(on_disk, because)
-        at = cached if because == "mark" else max(cached, found.matched_tokens)
-        parted = diverged if because == "diverged" and diverged.num_tokens == at else Divergence(at, (), 0, True)
-        instead = parted.instead, parted.num_instead
-        return Explanation(len(ids) + 1, cached, by_tier, because, at, *instead, remote_paused_because)
-
-    def miss(self, tokens: Tokens, salt: str) -> str:
-        """Why not more of a prompt is in memory."""
-        ids, key = as_ids(tokens)[:-1], self._search.root_of(salt)
-        return self._ending(key, ids, self._search.find(ids, salt), self._shelf.tree.diverged(key, ids))
-
-    def _ending(self, key: bytes, ids: TokenIds, found: CachedPrefix, diverged: Divergence) -> Ending:
-        """`ids`: a prompt but for its last token."""
-        if found.num_tokens == len(ids):
-            return "complete"
-        if self._shelf.ghosts.match(key, ids).num_tokens > found.matched_tokens:
-            return "evicted"
-        if found.matched_tokens > found.num_tokens:
-            return "mark"
-        if not diverged.is_root_known:
-            return "empty"
-        return "diverged" if diverged.instead else "new"
-
-
-class ForeignExplainer(Explainer):
-    """Of a model whose caches cannot be shared."""
-
-    def explain(
-        self,
-        tokens: Tokens,
-        salt: str,
-        on_disk: OnDisk | None = None,
-        in_shared: OnDisk | None = None,
-        remote_paused_because: str = "",
-    ) -> Explanation:
-        del salt, on_disk, in_shared, remote_paused_because
-        return Explanation(len(tokens), 0, {}, "foreign", 0)
-
-    def miss(self, tokens: Tokens, salt: str) -> str:
-        del tokens, salt
-        return ""
+def _best_checkpoint(match: Match[Entry], layout: Layout) -> Mark | None:
+    """Return the checkpoint from which a request resumes with the most tokens; None: the path has none."""
+    for node in reversed(match.path):
+        end = min(node.end, match.num_tokens)
+        checkpoints = [each for at, each in node.payload.span.marks.items() if node.start < at]
+        # A checkpoint after the end will do for a model whose rings were not full by then.
+        if end == match.num_tokens and (later := [each for each in checkpoints if reaches(each, layout, end)]):
+            return min(later, key=lambda each: each.position)
+        if usable := [each for each in checkpoints if each.position <= end]:
+            return max(usable, key=lambda each: each.position)
+    return None
 
 
 def _ending_on_disk(on_disk: OnDisk, because: Ending) -> Ending:
+    """Refine the reason of an ending by what the disk answered."""
     if on_disk.is_damaged_next:
         return "damaged"
     return "identity" if because == "empty" and on_disk.has_others_only else because

@@ -235,8 +235,7 @@ class Offloader:
             self._offer(entry)
 
     def _withdraw(self, entry: Entry) -> None:
-        self._shelf.set_archived(entry, is_clean=False)
-        entry.archived_token_bytes = 0.0
+        self._shelf.set_archived(entry, is_archived=False)
         self._changed.add(entry)
 
     def write_now(self, entry: Entry, until_s: float = math.inf) -> None:
@@ -295,8 +294,8 @@ class Offloader:
         """What became of the tokens of an entry up to here."""
         # Unless more was joined to it meanwhile, or a block that it has has left the disk again.
         is_complete = entry.span.end == end and self._residency.is_complete(entry)
-        self._shelf.set_archived(entry, is_clean=spilled.is_whole and is_complete)
-        entry.archived_token_bytes = spilled.token_bytes if entry.is_archived else 0.0
+        is_archived = spilled.is_whole and is_complete
+        self._shelf.set_archived(entry, is_archived=is_archived, token_bytes=spilled.token_bytes)
         if entry.is_archived:
             self.refusals.remove(entry)
         if not spilled.is_whole:

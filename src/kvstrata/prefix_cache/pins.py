@@ -230,7 +230,7 @@ class Pins:
     def _forget(self, pin: Pin) -> None:
         # Entries first: where that fails nothing has changed, and the pin can be taken back again.
         for entry in self._entries.get(pin, ()):
-            self._shelf.change(entry, pins=entry.pins - {pin})
+            self._shelf.set_pinned(entry, entry.pins - {pin})
         self._entries.pop(pin, None)
         _remove(self._by_root, pin.root_key, pin)
         _remove(self._missing, pin.root_key, pin)
@@ -243,7 +243,7 @@ class Pins:
 
     def _hold(self, pin: Pin, entries: tuple[Entry, ...]) -> None:
         for entry in entries:
-            self._shelf.change(entry, pins=entry.pins | {pin})
+            self._shelf.set_pinned(entry, entry.pins | {pin})
         self._entries[pin] = entries
         _remove(self._missing, pin.root_key, pin)
 

@@ -96,12 +96,13 @@ class PrecisionPolicy:
         return not plan.is_raw and any(has_to_seal(span, i, plan.pairs[i], window) for i in span.layers)
 
     def job(self, entry: Entry, plan: Plan) -> Job:
-        return self._seal(entry, plan) if entry.is_running else self._rewrite(entry, plan)
+        if not entry.is_running:
+            return self._rewrite(entry, plan)
+        return self._seal(entry, plan, written_end(entry.span) if entry.sealed_to is None else entry.sealed_to)
 
-    def _seal(self, entry: Entry, plan: Plan) -> Job:
+    def _seal(self, entry: Entry, plan: Plan, up_to: int) -> Job:
         # All layers up to the same token, whatever comes while the job waits for its next turn.
-        span, up_to = entry.span, written_end(entry.span) if entry.sealed_to is None else entry.sealed_to
-        entry.sealed_to = None
+        span = entry.span
         for layer in span.layers:
             yield from sealing(span, layer, plan.pairs[layer], self.window, up_to=up_to)
             yield

@@ -212,9 +212,13 @@ class Prefetcher:
         # What came from the disk is there, unless it has left since.
         comes_from_disk = load.source is self._cold.loader
         is_clean = comes_from_disk and all(self._residency.has_block(load, link.key) for link in batch.links)
-        entry = Entry(span, load.root, load.salt, ReuseClass.CONTINUED, is_running=False, is_archived=is_clean)
-        entry.archived_token_bytes = span.kv_bytes / span.num_tokens if is_clean else 0.0
-        entry.shared_end = 0 if comes_from_disk else batch.end
+        entry = Entry(
+            *(span, load.root, load.salt, ReuseClass.CONTINUED),
+            is_running=False,
+            is_archived=is_clean,
+            archived_token_bytes=span.kv_bytes / span.num_tokens if is_clean else 0.0,
+            shared_end=0 if comes_from_disk else batch.end,
+        )
         shelf.add_entry(entry)
         if is_clean:
             for link in batch.links:

@@ -5,28 +5,21 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 from kvstrata.layers.kinds import Layout
 from kvstrata.layers.sequence import SequenceCache
 from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.conversations import ConversationTracker
-from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease, record_reuse
+from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease
 from kvstrata.prefix_cache.entry_table import CacheListener, Checkpoints, EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.eviction import Clearing, Dropping, Evictor
 from kvstrata.prefix_cache.eviction_order import RequestHistory, reuse_class_of
 from kvstrata.prefix_cache.flush import Flush, UnwrittenReport
-from kvstrata.prefix_cache.insertion import Desk, DetachedInsertion, Inserter, Insertion, Leases
-from kvstrata.prefix_cache.jobs import ClientTasks, FailureLog, JobQueue
-from kvstrata.prefix_cache.keys import Identity, TokenIds, Tokens, as_ids
-from kvstrata.prefix_cache.matching import (
-    Explainer,
-    Explanation,
-    ForeignExplainer,
-    PrefixMatcher,
-    checkpoint_of,
-    ranges_of,
-)
+from kvstrata.prefix_cache.insertion import DetachedInsertion, Inserter, Insertion, Leases
+from kvstrata.prefix_cache.jobs import ClientTasks, FailureLog
+from kvstrata.prefix_cache.keys import Identity, Tokens, as_ids
+from kvstrata.prefix_cache.matching import Explanation, PrefixMatcher, checkpoint_of, ranges_of
 from kvstrata.prefix_cache.offload import DropCounters, NoOffloader, Offloader
 from kvstrata.prefix_cache.pins import Pins
 from kvstrata.prefix_cache.precision import PlanOf, PrecisionPolicy, StepDownPolicy
@@ -47,413 +40,322 @@ from kvstrata.spans.span import empty_span, prefix_of
 from kvstrata.tier.chains import OnDisk
 from kvstrata.tier.lookups import Lookup, answered
 
+# Bounds of the tokens of requests that eviction learns from.
+MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20
 
-class BackgroundWork:
-    """`colds`: all tiers. `sharing`: what goes to one that others share; None: there is none."""
+
+class PrefixCache:
+    """Cached KV of all requests, in memory and on tiers. Each part uses only parts that are constructed before it.
+
+    A model whose caches cannot be shared has a prefix cache with `can_share` False: its table stays empty.
+    """
 
     def __init__(
         self,
-        colds: Sequence[TierClient],
-        restorer: Restorer,
-        mover: JobQueue,
-        spills: Offloader,
-        errands: ClientTasks,
-        sharing: Sharer | None,
-        changes: Requantizer,
+        layout: Layout,
+        identity: Identity,
+        config: CacheConfig,
+        plan_of: PlanOf,
+        *,
+        disk: TierClient | None = None,
+        shared: SharedTierClient | None = None,
+        listener: CacheListener | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._colds = tuple(colds)
-        self._sharing = sharing
-        self._restorer = restorer
-        self._mover = mover
-        self._spills = spills
-        self._errands = errands
-        self._changes = changes
-        self._is_errands_turn = True
+        """`plan_of`: makes a precision plan from a K and a V codec. `shared`: a tier that other servers write too.
+        Raises ConfigError for a precision that the layers cannot be stored in."""
+        self._clock = clock
+        self._is_task_turn = True  # client tasks take their turn before transcoding
+
+        reuse = Reuse()
+        self.candidates = EvictionCandidates(reuse, config.ttl_s, clock)
+        can_share = all(spec.kind != "foreign" for spec in layout.flat())
+        self.table = EntryTable(
+            self.candidates,
+            max_bytes=config.hot_bytes if can_share else 0,
+            max_arrays=config.max_arrays,
+            listener=listener,
+        )
+        self.can_share = can_share
+        self.counters = Counter(stepped_down_spans=0, evicted_tokens=0) if can_share else Counter[str]()
+        self.failures = FailureLog(self.counters, self.table)
+        self.matcher = PrefixMatcher(self.table, layout, identity)
+        checkpoints = Checkpoints(self.table, config.max_checkpoints, are_needed=can_share and needs_marks(layout))
+        self.needs_checkpoints = checkpoints.are_needed  # the model can be resumed at checkpoints only
+
+        self.disk = without_tier(layout) if disk is None else disk
+        self.shared = shared
+        self.sharing = Sharer(shared, self.table, self.failures) if shared is not None and can_share else None
+        k, v = config.precision.k or RAW[0], config.precision.v or RAW[1]
+        self._precision = PrecisionPolicy(layout, plan_of(k, v) if can_share else raw_plan(layout), config.precision)
+        self.offloader = (Offloader if self.disk.has_tier else NoOffloader)(
+            self.disk,
+            self.table,
+            self.candidates,
+            self.counters,
+            self.failures,
+            was_short=self._precision.was_short,
+        )
+        self.transcoder = Transcoder(
+            self.table,
+            self._precision,
+            self.offloader,
+            self.sharing,
+            self.counters,
+            self.failures,
+            writes_after_reply=config.disk_write == "after-reply",
+        )
+        self.leases = Leases(self.table, self.transcoder)
+        self.pins = Pins(self.table, self.matcher, self.disk, self.counters, clock)
+        self.conversations = ConversationTracker(self.table, self.candidates)
+        # Not a method of this cache: the reference would keep a failed one alive until the next garbage collection.
+        self._history = RequestHistory(reuse, partial(_watched_tokens, config.hot_bytes, self._precision))
+
+        drops = DropCounters(self.table, self.counters)
+        self.evictor = Evictor(
+            self.table, self.candidates, checkpoints, self.offloader, self.transcoder, drops, self.failures
+        )
+        self.clearing = Clearing(self.matcher, self.table, self.evictor, self.offloader, self.disk)
+        self.dropping = Dropping(self.matcher, self.table, self.disk)
+        self.step_down = StepDownPolicy(self.table, self.candidates, self._precision, plan_of, config.ladder)
+        self.reclaimer = Reclaimer(self.table, self.evictor, self.transcoder, self.step_down, self.offloader, drops)
+        self.shortening = Shortening(self.table, self.matcher, checkpoints, self.evictor, self.transcoder.jobs)
+
+        self._inserter = Inserter(
+            self.table,
+            checkpoints,
+            self.leases,
+            self.pins,
+            self.conversations,
+            self.step_down,
+            self.transcoder,
+            drops,
+            self.counters,
+        )
+        self.prefetcher = Prefetcher(self.disk, shared, self.matcher, self._inserter, self.reclaimer, self.failures)
+        self._restorer = Restorer(
+            self.disk, self.table, self.reclaimer, self.counters, self.failures, self.transcoder.review
+        )
+        self.usage = UsageReporter(self.table, self.matcher, self.disk, shared, self.counters)
+        self.requantizer = Requantizer(
+            self.table, self.candidates, self.transcoder, self._restorer, self.reclaimer, self.usage.disk_usage
+        )
+        self.tasks = ClientTasks(self.failures.watching)
+        self.outgoing = ConversationExport(self._inserter, self.matcher, self.transcoder.jobs)
+        self.incoming = ConversationImport(self._inserter, self.matcher, self.reclaimer, self.counters)
+        self.flushing = Flush(self.disk, self.table, self.candidates, self.offloader, self.transcoder)
+
+    # Lookup, lease, insertion.
+
+    @property
+    def version(self) -> int:
+        """Number that changes whenever a lookup may have another result."""
+        return self.table.version
+
+    def lookup(self, ids: Tokens, salt: str) -> CachedPrefix:
+        """Return the longest usable cached prefix of `ids`. The result protects no entry from eviction."""
+        return self.matcher.find(ids, salt)
+
+    def lease(self, ids: Tokens, salt: str, reused_end: int | None = None, session: str = "") -> Lease:
+        """Lease the longest usable cached prefix of `ids` until `release`. Opening a sequence on the lease counts it.
+
+        `reused_end`: the lease's value when the same request was opened before; None: the request is new.
+        """
+        prompt, root = as_ids(ids), self.matcher.root_of(salt)
+        conversation = self.conversations.begin_turn(root, session, prompt)
+        prefix = self.matcher.find(prompt, salt)
+        known_tokens = self._history.known_tokens(root, prompt)
+        reuse_class = reuse_class_of(known_tokens, len(prompt))
+        uncounted = prompt if reused_end is None else None
+        if reused_end is None:
+            reused_end = max(known_tokens, prefix.num_tokens)
+        lease = Lease(
+            reuse_class,
+            reused_end=reused_end,
+            uncounted_prompt=uncounted,
+            session=session,
+            conversation=conversation,
+        )
+        if prefix.num_tokens:
+            lease.num_tokens, lease.ranges = prefix.num_tokens, ranges_of(prefix)
+            lease.prefix = prefix_of(self.matcher.layout, lease.ranges, checkpoint_of(prefix))
+            self.table.record_use(prefix.path, reuse_class, session)
+            self.table.record_reuse(prefix.path, reused_end)
+            self.leases.extend(lease, prefix.entries)
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """End a lease. A second call has no effect."""
+        self.leases.release(lease)
+
+    def insert(self, lease: Lease, cache: SequenceCache, salt: str, resume_at: Sequence[int] = ()) -> Insertion:
+        """Open an insertion for the tokens that a sequence computes after its lease.
+
+        `resume_at`: positions at which later requests are likely to diverge.
+        """
+        if not self.can_share:
+            return self.insert_detached(lease)
+        span, root = live_span(self.matcher.layout, cache), self.matcher.root_of(salt)
+        entry = Entry(span, root, salt, lease.reuse_class, lease.session, reused_end=lease.reused_end)
+        if lease.uncounted_prompt is not None:
+            self.counters["queried_tokens"] += len(lease.uncounted_prompt)
+            self.counters["hit_tokens"] += lease.num_tokens
+            self._history.record_request(root, lease.uncounted_prompt, self._clock())
+            lease.uncounted_prompt = None
+        self.table.add_entry(entry)
+        return Insertion(self._inserter, entry, lease, resume_at)
+
+    def insert_detached(self, lease: Lease) -> Insertion:
+        """Open an insertion that makes no token visible to other requests."""
+        entry = Entry(empty_span(self.matcher.layout), b"", "", ReuseClass.FRESH)
+        return DetachedInsertion(self._inserter, entry, lease)
+
+    def waits_for_encoding(self, prefix: CachedPrefix) -> bool:
+        """Whether entries of a prefix must be encoded before a request may resume from them. The transcoder takes
+        those entries next, in slices: a lease encodes nothing."""
+        waiting = [entry for entry in prefix.entries if self.transcoder.is_awaited(entry)]
+        for entry in waiting:
+            self.transcoder.jobs.prioritize(entry)
+        return bool(waiting)
+
+    # Background work.
 
     @property
     def has_work(self) -> bool:
-        is_busy = self.is_asked_for or not self._mover.idle or not self._spills.idle
-        return is_busy or (self._sharing is not None and self._sharing.has_work)
+        """Whether any background work is left."""
+        return self._has_work_for_memory or not self.offloader.idle
 
     @property
     def has_work_beside_streams(self) -> bool:
-        """The same, less what is written to the disk ahead of need while the disk has enough to write."""
-        others = self.is_asked_for or not self._mover.idle or (self._sharing is not None and self._sharing.has_work)
-        return others or not (self._spills.idle or self._spills.can_wait)
+        """Whether background work is left that should run while streams decode: all but writes ahead of need while
+        the disk has enough to write."""
+        return self._has_work_for_memory or not (self.offloader.idle or self.offloader.can_wait)
+
+    @property
+    def _has_work_for_memory(self) -> bool:
+        is_busy = self.is_asked_for or not self.transcoder.jobs.idle
+        return is_busy or (self.sharing is not None and self.sharing.has_work)
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether a request or a client waits for some of it."""
-        return self._arrived is not None or self._restorer.is_ready or not self._errands.idle
+        """Whether a request or a client waits for background work."""
+        return self._arrived_tier is not None or self._restorer.is_ready or not self.tasks.idle
 
     @property
-    def _arrived(self) -> TierClient | None:
-        """A tier from which something came."""
-        return next((cold for cold in self._colds if cold.loader.has_arrived), None)
+    def is_transcoding(self) -> bool:
+        """Whether the next slice of background work may replace spans that sequences read."""
+        return not self.transcoder.jobs.idle and not self._is_next_a_task
 
     @property
-    def is_rewriting(self) -> bool:
-        """Whether the next work replaces what readers may know."""
-        return not self._mover.idle and not self._does_errand
+    def _arrived_tier(self) -> TierClient | None:
+        """First tier whose loader has blocks that have arrived."""
+        return next((tier for tier in self._tiers if tier.loader.has_arrived), None)
 
     @property
-    def _does_errand(self) -> bool:
-        """Errands and rewriting take turns: neither may keep the other waiting for good."""
-        return not self._errands.idle and (self._is_errands_turn or self._mover.idle)
+    def _tiers(self) -> tuple[TierClient, ...]:
+        return (self.disk,) if self.shared is None else (self.disk, self.shared.client)
+
+    @property
+    def _is_next_a_task(self) -> bool:
+        """Whether a client task comes next. Tasks and transcoding take turns, so that neither starves the other."""
+        return not self.tasks.idle and (self._is_task_turn or self.transcoder.jobs.idle)
 
     def run_background(self, slice_s: float) -> None:
-        """Go on with what is to be done. First what a request waits for. At the end, changes of precision notice how
-        far they have got."""
-        self._work(slice_s)
-        self._changes.update_progress()
+        """Run one slice of background work, first the work that a request waits for."""
+        self._run_slice(slice_s)
+        self.requantizer.update_progress()
 
-    def _work(self, slice_s: float) -> None:
-        arrived = self._arrived
+    def _run_slice(self, slice_s: float) -> None:
+        arrived = self._arrived_tier
         if arrived is not None:
             arrived.loader.run(slice_s)
         elif self._restorer.is_ready:
             self._restorer.run()
-        elif self._does_errand:
-            self._is_errands_turn = False
-            self._errands.run(slice_s)
-        elif not self._mover.idle:
-            self._is_errands_turn = True
-            self._mover.run(slice_s)
-        elif not self._spills.idle or self._sharing is None:
-            self._spills.run(slice_s)
+        elif self._is_next_a_task:
+            self._is_task_turn = False
+            self.tasks.run(slice_s)
+        elif not self.transcoder.jobs.idle:
+            self._is_task_turn = True
+            self.transcoder.jobs.run(slice_s)
+        elif not self.offloader.idle or self.sharing is None:
+            self.offloader.run(slice_s)
         else:
-            self._sharing.run(slice_s)
+            self.sharing.run(slice_s)
 
+    # Questions.
 
-class Store:
-    can_share = True
+    def ask_disk(self, ids: Tokens, salt: str) -> Lookup[OnDisk | None]:
+        """Ask how many tokens of a prompt the disk has."""
+        return self.disk.describe_prefix(self.matcher.root_of(salt), as_ids(ids)[:-1])
 
-    def __init__(
-        self,
-        search: PrefixMatcher,
-        desk: Desk,
-        rewriting: Transcoder,
-        history: RequestHistory,
-        counters: Counter[str],
-        clock: Callable[[], float],
-    ) -> None:
-        self._search = search
-        self._desk = desk
-        self._rewriting = rewriting
-        self._history = history
-        self._counters = counters
-        self._clock = clock
+    def ask_shared(self, ids: Tokens, salt: str) -> Lookup[OnDisk | None]:
+        """Ask how many tokens of a prompt the shared tier has."""
+        if self.shared is None:
+            return answered(None)
+        return self.shared.client.describe_prefix(self.matcher.root_of(salt), as_ids(ids)[:-1])
 
-    @property
-    def needs_checkpoints(self) -> bool:
-        """Whether the model can be resumed at marks only."""
-        return self._desk.marks.are_needed
+    def explain(
+        self, ids: Tokens, salt: str, on_disk: OnDisk | None = None, in_shared: OnDisk | None = None
+    ) -> Explanation:
+        """Explain how much of a prompt is cached now. `on_disk`, `in_shared`: what these tiers answered; None: they
+        were not asked."""
+        self.evictor.expire()
+        paused = "" if self.shared is None else self.shared.tier.writing().paused_because
+        return self.matcher.explain(ids, salt, on_disk, in_shared, paused)
 
-    @property
-    def version(self) -> int:
-        """Changes with what a match may find."""
-        return self._desk.shelf.version
+    # The end.
 
-    def lookup(self, tokens: Tokens, salt: str) -> CachedPrefix:
-        """What a match would give now. Keeps nothing from going."""
-        return self._search.find(tokens, salt)
-
-    def lease(self, tokens: Tokens, salt: str, asked_twice: int | None = None, session: str = "") -> Lease:
-        """The longest usable prefix of `tokens`, kept until it is released. It is counted when a sequence is opened
-        on it. `asked_twice`: what the lease said that the same request was opened on before; None: it was not."""
-        ids, root = as_ids(tokens), self._search.root_of(salt)
-        thread = self._desk.branches.begin_turn(root, session, ids)
-        lease = self._lease(ids, salt, asked_twice, session)
-        lease.session, lease.conversation = session, thread
-        return lease
-
-    def _lease(self, ids: TokenIds, salt: str, asked_twice: int | None, session: str) -> Lease:
-        found = self._search.find(ids, salt)
-        known_tokens = self._history.known_tokens(self._search.root_of(salt), ids)
-        kind = reuse_class_of(known_tokens, len(ids))
-        uncounted = ids if asked_twice is None else None
-        if asked_twice is None:
-            asked_twice = max(known_tokens, found.num_tokens)
-        if not found.num_tokens:
-            return Lease(kind, reused_end=asked_twice, uncounted_prompt=uncounted)
-        ranges = ranges_of(found)
-        prefix = prefix_of(self._search.layout, ranges, checkpoint_of(found))
-        lease = Lease(kind, found.num_tokens, prefix, ranges, asked_twice, uncounted)
-        self._desk.shelf.record_use(found.path, kind, session)
-        record_reuse(found.path, asked_twice)
-        self._desk.leases.extend(lease, found.entries)
-        return lease
-
-    def awaits_encoding(self, found: CachedPrefix) -> bool:
-        """Whether some of a match is to be encoded before a request goes on from it. Then that is done next, between
-        two steps, bit by bit: a lease encodes nothing."""
-        waits = [entry for entry in found.entries if self._rewriting.is_awaited(entry)]
-        for entry in waits:
-            self._rewriting.jobs.prioritize(entry)
-        return bool(waits)
-
-    def release(self, lease: Lease) -> None:
-        self._desk.leases.release(lease)
-
-    def insert(self, lease: Lease, cache: SequenceCache, salt: str, resume_at: Sequence[int] = ()) -> Insertion:
-        """A sequence begins to compute what follows its lease. `resume_at`: where later ones are likely to part."""
-        span, key = live_span(self._search.layout, cache), self._search.root_of(salt)
-        entry = Entry(span, key, salt, lease.reuse_class, lease.session, reused_end=lease.reused_end)
-        if lease.uncounted_prompt is not None:
-            self._counters["queried_tokens"] += len(lease.uncounted_prompt)
-            self._counters["hit_tokens"] += lease.num_tokens
-            self._history.record_request(key, lease.uncounted_prompt, self._clock())
-            lease.uncounted_prompt = None
-        self._desk.shelf.add_entry(entry)
-        return Insertion(self._desk, entry, lease, resume_at)
-
-    def insert_detached(self, lease: Lease) -> Insertion:
-        """Likewise, where nothing of it is to be filed."""
-        return DetachedInsertion(self._desk, Entry(empty_span(self._search.layout), b"", "", ReuseClass.FRESH), lease)
-
-
-class NoStore(Store):
-    """Of a model whose caches cannot be shared: nothing is filed, so nothing is found."""
-
-    can_share = False
-
-    def open(self, lease: Lease, cache: SequenceCache, salt: str, resume_at: Sequence[int] = ()) -> Insertion:
-        del cache, salt, resume_at
-        return self.insert_detached(lease)
-
-
-# Tokens of requests that eviction learns from.
-MIN_WATCHED, MAX_WATCHED = 1 << 12, 1 << 20
-
-
-@dataclass(frozen=True)
-class Stock:
-    table: EntryTable
-    candidates: EvictionCandidates
-    matcher: PrefixMatcher
-    store: Store
-    leases: Leases
-    pins: Pins
-    prefetcher: Prefetcher
-    reclaimer: Reclaimer
-    evictor: Evictor
-    shortening: Shortening
-    background: BackgroundWork
-    transcoder: Transcoder
-    step_down: StepDownPolicy
-    requantizer: Requantizer
-    clearing: Clearing
-    dropping: Dropping
-    explainer: Explainer
-    usage: UsageReporter
-    offloader: Offloader
-    flushing: Flush
-    tasks: ClientTasks
-    outgoing: ConversationExport
-    incoming: ConversationImport
-    disk: TierClient
-    shared: SharedTierClient | None  # a tier that other servers write too; None: there is none
-    sharing: Sharer | None
-    counters: Counter[str]
-    failures: FailureLog
-
-    def take_over(self, failed: Stock) -> None:
-        """Go on in its place: with what it counted, what is pinned, and what new spans were to be stored as. What it
-        held goes now, whatever state it is in."""
+    def take_over(self, failed: PrefixCache) -> None:
+        """Replace a failed cache: adopt its counters, its pins and its target precision, and drop its entries, in
+        whatever state they are."""
         self.counters.update(failed.counters)
         self.pins.take_over(failed.pins)
         self.requantizer.take_over(failed.requantizer)
-        loads = [self.disk.loader, *([self.shared.client.loader] if self.shared is not None else [])]
-        ends = (failed.table.abandon, failed.requantizer.cancel, failed.transcoder.jobs.clear)
-        for end in (*ends, *(each.clear for each in loads)):
+        clearers = (
+            failed.table.abandon,
+            failed.requantizer.cancel,
+            failed.transcoder.jobs.clear,
+            *(tier.loader.clear for tier in self._tiers),
+        )
+        for clear in clearers:
             try:
-                end()
+                clear()
             except Exception as error:  # noqa: BLE001
                 self.failures.record_failure("releases", error)
 
-    def ask_disk(self, tokens: Tokens, salt: str) -> Lookup[OnDisk | None]:
-        """Ask how much of a prompt the disk has."""
-        return self.disk.describe_prefix(self.matcher.root_of(salt), as_ids(tokens)[:-1])
-
-    def ask_shared(self, tokens: Tokens, salt: str) -> Lookup[OnDisk | None]:
-        """Ask the same of the tier that other servers share."""
-        if self.shared is None:
-            return answered(None)
-        return self.shared.client.describe_prefix(self.matcher.root_of(salt), as_ids(tokens)[:-1])
-
-    def explain(
-        self, tokens: Tokens, salt: str, on_disk: OnDisk | None = None, in_shared: OnDisk | None = None
-    ) -> Explanation:
-        """Explain how much of a prompt is cached now, with the answers of these tiers; None: they were not asked."""
-        self.evictor.expire()
-        paused = "" if self.shared is None else self.shared.tier.writing().paused_because
-        return self.explainer.explain(tokens, salt, on_disk, in_shared, paused)
-
     def flush(self, timeout_s: float) -> UnwrittenReport:
-        """The end: write all that the disk has not, for at most so long. Tells what is left."""
+        """Write all that the disk lacks, for at most `timeout_s`, and report what is left."""
         self.pins.expire()
         self.evictor.expire()
         self.evictor.drop_superseded()
         return self.flushing.run(timeout_s)
 
     def close(self) -> None:
-        self.disk.tier.close()
-        if self.shared is not None:
-            self.shared.tier.close()
+        """Close the tiers."""
+        for client in self._tiers:
+            client.tier.close()
+
+    # The engine's modules stop using these three in the next commit.
+
+    @property
+    def store(self) -> PrefixCache:
+        return self
+
+    @property
+    def background(self) -> PrefixCache:
+        return self
+
+    @property
+    def explainer(self) -> PrefixMatcher:
+        return self.matcher
 
 
-def make_stock(
-    layout: Layout,
-    identity: Identity,
-    options: CacheConfig,
-    plan_of: PlanOf,
-    *,
-    cold: TierClient | None = None,
-    shared: SharedTierClient | None = None,
-    watcher: CacheListener | None = None,
-    clock: Callable[[], float] = time.monotonic,
-) -> Stock:
-    """For a model that brings caches of its own kind the store stays empty. Raises ConfigError for a precision that the
-    layers cannot be stored in."""
-    cold = cold or without_tier(layout)
-    ground = _lay_ground(layout, identity, options, plan_of, clock, watcher)
-    shelf, search, counters, failures = ground.shelf, ground.search, ground.counters, ground.failures
-    pins, losses = Pins(shelf, search, cold, counters, clock), DropCounters(shelf, counters)
-    reporter = UsageReporter(shelf, search, cold, shared, counters)
-    sharing = Sharer(shared, shelf, failures) if shared is not None and ground.can_share else None
-    memory = _build_memory(ground, plan_of, cold, sharing, losses, reporter)
-    rewriting, spills, evictor, room = memory.rewriting, memory.spills, memory.evictor, memory.room
-    mover = rewriting.jobs
-    leases = Leases(shelf, rewriting.review)
-    intake = Inserter(shelf, pins, losses, counters, rewriting)
-    desk = Desk(
-        shelf, ground.marks, leases, intake, memory.pressure, rewriting, ConversationTracker(shelf, ground.leaves)
-    )
-    errands = ClientTasks(failures.watching)
-    history = RequestHistory(ground.reuse, lambda: _watched_tokens(options.hot_bytes, ground.precision))
-    return Stock(
-        table=shelf,
-        candidates=ground.leaves,
-        matcher=search,
-        store=(Store if ground.can_share else NoStore)(search, desk, rewriting, history, counters, clock),
-        leases=leases,
-        pins=pins,
-        prefetcher=Prefetcher(cold, shared, search, desk, room, failures),
-        reclaimer=room,
-        evictor=evictor,
-        shortening=Shortening(shelf, search, ground.marks, evictor, mover),
-        background=BackgroundWork(
-            (cold, shared.client) if shared else (cold,),
-            *(memory.restorer, mover, spills, errands, sharing, memory.changes),
-        ),
-        transcoder=rewriting,
-        step_down=memory.pressure,
-        requantizer=memory.changes,
-        clearing=Clearing(search, shelf, evictor, spills, cold),
-        dropping=Dropping(search, shelf, cold),
-        explainer=(Explainer if ground.can_share else ForeignExplainer)(shelf, search),
-        usage=reporter,
-        offloader=spills,
-        flushing=Flush(cold, shelf, ground.leaves, spills, rewriting),
-        tasks=errands,
-        outgoing=ConversationExport(desk, search, mover),
-        incoming=ConversationImport(desk, search, room, counters),
-        disk=cold,
-        shared=shared,
-        sharing=sharing,
-        counters=counters,
-        failures=failures,
-    )
-
-
-@dataclass(frozen=True)
-class _Ground:
-    """What all others stand on: the spans that are held, the index over them, and in which precision they should be."""
-
-    options: CacheConfig
-    can_share: bool  # whether the model's caches can be stored at all
-    counters: Counter[str]
-    failures: FailureLog
-    reuse: Reuse
-    precision: PrecisionPolicy
-    leaves: EvictionCandidates
-    shelf: EntryTable
-    search: PrefixMatcher
-    marks: Checkpoints
-
-
-def _lay_ground(
-    layout: Layout,
-    identity: Identity,
-    options: CacheConfig,
-    plan_of: PlanOf,
-    clock: Callable[[], float],
-    watcher: CacheListener | None,
-) -> _Ground:
-    can_share = all(spec.kind != "foreign" for spec in layout.flat())
-    counters = Counter(stepped_down_spans=0, evicted_tokens=0) if can_share else Counter[str]()
-    k, v = options.precision.k or RAW[0], options.precision.v or RAW[1]
-    reuse = Reuse()
-    leaves = EvictionCandidates(reuse, options.ttl_s, clock)
-    hot_bytes = options.hot_bytes if can_share else 0
-    shelf = EntryTable(leaves, max_bytes=hot_bytes, max_arrays=options.max_arrays, watcher=watcher)
-    return _Ground(
-        options=options,
-        can_share=can_share,
-        counters=counters,
-        failures=FailureLog(counters, shelf),
-        reuse=reuse,
-        precision=PrecisionPolicy(layout, plan_of(k, v) if can_share else raw_plan(layout), options.precision),
-        leaves=leaves,
-        shelf=shelf,
-        search=PrefixMatcher(shelf, layout, identity),
-        marks=Checkpoints(shelf, options.max_checkpoints, are_needed=can_share and needs_marks(layout)),
-    )
-
-
-@dataclass(frozen=True)
-class _Memory:
-    """Those who keep what is held within its bounds, and bring it to the precision that it should have."""
-
-    rewriting: Transcoder
-    spills: Offloader
-    pressure: StepDownPolicy
-    evictor: Evictor
-    room: Reclaimer
-    restorer: Restorer
-    changes: Requantizer
-
-
-def _build_memory(
-    ground: _Ground,
-    plan_of: PlanOf,
-    cold: TierClient,
-    sharing: Sharer | None,
-    losses: DropCounters,
-    reporter: UsageReporter,
-) -> _Memory:
-    options, shelf, leaves, counters = ground.options, ground.shelf, ground.leaves, ground.counters
-    spills = (Offloader if cold.has_tier else NoOffloader)(
-        cold, shelf, leaves, counters, ground.failures, was_short=ground.precision.was_short
-    )
-    rewriting = Transcoder(
-        shelf,
-        ground.precision,
-        spills,
-        sharing,
-        counters,
-        ground.failures,
-        writes_after_reply=options.disk_write == "after-reply",
-    )
-    pressure = StepDownPolicy(shelf, leaves, ground.precision, plan_of, options.ladder)
-    evictor = Evictor(shelf, leaves, ground.marks, spills, rewriting, losses, ground.failures)
-    room = Reclaimer(shelf, evictor, rewriting, pressure, spills, losses)
-    restorer = Restorer(cold, shelf, room, counters, ground.failures, rewriting.review)
-    changes = Requantizer(shelf, leaves, rewriting, restorer, room, reporter.disk_usage)
-    return _Memory(rewriting, spills, pressure, evictor, room, restorer, changes)
-
-
-def _watched_tokens(hot_bytes: int, precision: PrecisionPolicy) -> int:
-    """About what memory holds; for what is remembered of tokens there is a bound of its own."""
-    fits = hot_bytes / max(1.0, precision.target_token_bytes())
+def _watched_tokens(max_bytes: int, precision: PrecisionPolicy) -> int:
+    """Return how many tokens of requests eviction learns from: about as many as memory holds, within bounds."""
+    fits = max_bytes / max(1.0, precision.target_token_bytes())
     return int(min(max(fits, MIN_WATCHED), MAX_WATCHED))
+
+
+# The engine's modules and the tests stop using these names in the next commit.
+Stock = PrefixCache
+Store = PrefixCache

@@ -414,8 +414,8 @@ class Requantizer:
         return next((change.before for change in running if change.before is not None), self._precision.target)
 
     def _give_target(self, entry: Entry, plan: Plan, change: PrecisionChange, *, has_room: bool) -> None:
-        entry.target, entry.is_upward = plan, change.force and has_room
-        entry.sealed_to = written_end(entry.span) if entry.is_running else None
+        sealed_to = written_end(entry.span) if entry.is_running else None
+        self._shelf.set_target(entry, plan, upward=change.force and has_room, sealed_to=sealed_to)
         # What was begun for another target goes no further.
         self._mover.discard(entry)
         self._restorer.discard_entry(entry)
@@ -483,7 +483,7 @@ class Requantizer:
         self._restorer.discard_entry(entry)
         if entry.target is plan:
             self._mover.discard(entry)
-            entry.target, entry.is_upward, entry.sealed_to = None, False, None
+            self._shelf.set_target(entry, None)
             # One that waits to be trimmed still is.
             self._rewriting.review(entry)
 

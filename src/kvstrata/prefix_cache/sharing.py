@@ -144,7 +144,7 @@ class Sharer:
             if not asked.is_there or not (yield from self._give_mark(asked, wanted.root, link)):
                 return
         entry = asked.leaf.payload
-        entry.shared_end = max(entry.shared_end, asked.end - asked.end % BLOCK_TOKENS)
+        self._shelf.set_shared_end(entry, asked.end - asked.end % BLOCK_TOKENS)
 
     def _give(self, asked: _PendingShare, root: bytes, link: Link) -> Generator[None, None, bool]:
         """False: not this one, and nothing that hangs on it."""

@@ -88,7 +88,7 @@ class Transcoder:
     def step_down(self, chosen: Iterable[StepDown]) -> None:
         """Give entries the lower plans that were chosen for them. The work is done bit by bit."""
         for each in chosen:
-            each.entry.target, each.entry.is_upward = each.plan, False
+            self._shelf.set_target(each.entry, each.plan)
             self._counters["stepped_down_spans"] += 1
             self.review(each.entry)
 
@@ -121,6 +121,7 @@ class Transcoder:
 
     def _rewrite(self, entry: Entry, plan: Plan) -> Job:
         job, before_bytes = self.precision.job(entry, plan), entry.span.kv_bytes
+        self._shelf.clear_sealed_to(entry)  # the job has it
         if self.precision.options.archives_planes and entry.target is not None and not entry.is_upward:
             # What it loses now can be had back.
             yield from self._spills.archive(entry)
@@ -137,8 +138,7 @@ class Transcoder:
             self._counters["encoded_freed_bytes"] += max(0, before_bytes - entry.span.kv_bytes)
             if self.precision.was_short(entry):
                 # A tier that has it, has it raw: it is written there again in these bits.
-                entry.archived_token_bytes = 0.0
-                self._shelf.set_archived(entry, is_clean=False)
+                self._shelf.set_archived(entry, is_archived=False)
 
     def _finish_entry(self, entry: Entry) -> None:
         """End the job of an entry: join it with its neighbours, and settle what it is part of then."""
@@ -161,5 +161,5 @@ class Transcoder:
 
     def _get_stuck(self, entry: Entry, error: Exception) -> None:
         """Every layer of it is whole, as it was or as it should be."""
-        entry.is_stuck = True
+        self._shelf.set_stuck(entry)
         self._failures.record_failure("rewrites", error)
