@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from kvstrata.prefix_cache.keys import GridKeys, TokenIds, widening
+from kvstrata.prefix_cache.keys import GridKeys, TokenIds, widening_grid
 
 MAX_KEYS = 1 << 14
 SHORT_BYTES = 8
@@ -26,10 +26,10 @@ class PromptKeys:
     """The keys of a prompt, as routing asks for them."""
 
     def __init__(self) -> None:
-        self._keys = GridKeys(widening)
+        self._keys = GridKeys(widening_grid)
 
     def of(self, root_key: bytes, ids: TokenIds) -> list[tuple[int, int]]:
-        return [(position, short(key)) for position, key in self._keys.of(root_key, ids)]
+        return [(position, short(key)) for position, key in self._keys.keys_for(root_key, ids)]
 
 
 class Summary:

@@ -34,19 +34,19 @@ class EvictionCandidates:
 
     def record_use(self, nodes: Sequence[Node[Entry]], kind: ReuseClass, session: str = "") -> None:
         """A request goes on from these."""
-        self._uses.touch(nodes, kind, self._clock(), session)
+        self._uses.record_use(nodes, kind, self._clock(), session)
         self._superseded.difference_update(nodes)
         for node in nodes:
             self.offer_node(node)
 
     def record_insert(self, inserted: Inserted[Entry], kind: ReuseClass, session: str = "") -> None:
         """A request filed its tokens."""
-        self._uses.inserted(inserted, kind, self._clock(), session)
+        self._uses.record_insert(inserted, kind, self._clock(), session)
         self._superseded.difference_update(inserted.path)
 
     def record_split(self, upper: Node[Entry], lower: Node[Entry]) -> None:
         """A node was split without a use of either half."""
-        self._uses.split(upper, lower)
+        self._uses.record_split(upper, lower)
         if lower in self._superseded:
             self._superseded.add(upper)
         self.offer_node(lower)
@@ -68,7 +68,7 @@ class EvictionCandidates:
         """The lower one has the tokens of both now."""
         if upper not in self._superseded:
             self._superseded.discard(lower)
-        self._uses.merged(upper, lower)
+        self._uses.record_merge(upper, lower)
         self.forget_node(upper)
 
     def offer_node(self, node: Node[Entry]) -> None:
@@ -80,7 +80,9 @@ class EvictionCandidates:
         nbytes = entry.nbytes * node.num_tokens // max(1, entry.span.num_tokens)
         use = self._uses[node]
         expires_s = use.used_s + self._ttl_s
-        known = LeafValue(nbytes, node.start, node.num_tokens, use.used_s, use.kind, expires_s, entry.is_archived)
+        known = LeafValue(
+            nbytes, node.start, node.num_tokens, use.used_s, use.reuse_class, expires_s, entry.is_archived
+        )
         self._order.add(node, known._replace(is_superseded=True) if node in self._superseded else known)
 
     def offer_last_node(self, entry: Entry) -> None:
@@ -96,7 +98,7 @@ class EvictionCandidates:
         """It was removed."""
         self._superseded.discard(node)
         self._order.discard(node)
-        self._uses.forget(node)
+        self._uses.forget_node(node)
 
     def choose(self, need_bytes: int, *, spare_only: bool = False) -> list[Chosen[Node[Entry]]]:
         """See `EvictionOrder.choose`."""
