@@ -1,8 +1,8 @@
 """What a replica reports of its memory: keys of the prefixes that it holds, the newest, at most so many.
 
-A listener of the store (`store/watching.py`), told on a thread that is not the engine's. A key is a few bytes of a
-chained key (`index/grid.py`), so a summary tells no text, and it cannot grow: a conversation of 128k tokens has 144 of
-them, and of more than `max_keys` the oldest are left out.
+A listener of the prefix cache (`events/feed.py`), told on a thread that is not the engine's. A key is a few bytes of a
+chained key (`prefix_cache/keys.py`), so a summary tells no text, and it cannot grow: a conversation of 128k tokens has
+144 of them, and of more than `max_keys` the oldest are left out.
 """
 
 from __future__ import annotations
