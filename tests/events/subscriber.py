@@ -12,7 +12,7 @@ import numpy as np
 import zmq
 
 from kvstrata.engine.executor import Loop
-from kvstrata.prefix_cache.keys import GridKeys, every
+from kvstrata.prefix_cache.keys import GridKeys, uniform_grid
 
 BLOCK_TOKENS = 16
 
@@ -112,10 +112,10 @@ def subscribed(publish_url: str, replay_url: str, topic: str = "") -> Iterator[S
 
 def blocks_of(loop: Loop) -> dict[int, tuple[int, ...]]:
     """What the store's own tree holds, in whole blocks."""
-    keys = GridKeys(every(BLOCK_TOKENS))
+    keys = GridKeys(uniform_grid(BLOCK_TOKENS))
     found: dict[int, tuple[int, ...]] = {}
     for node in loop.stock.table.tree:
         ids = np.concatenate([above.tokens for above in node.path()])
-        for position, key in keys.of(node.root_key, ids):
+        for position, key in keys.keys_for(node.root_key, ids):
             found[int.from_bytes(key[:8], "big")] = tuple(ids[:position].tolist())
     return found

@@ -101,7 +101,7 @@ def test_what_was_given_up_is_told_when_it_is_asked_for_again(
 ) -> None:
     metrics = Metrics()
     monkeypatch.setattr(feed, "MAX_WAITING_BYTES", 100)
-    hears = ListenerThread([publisher], gave_up=metrics.events.lost.inc)
+    hears = ListenerThread([publisher], on_dropped=metrics.events.lost.inc)
     for _ in range(3):
         hears.stored(ROOT, ids_of(0, 100), 0)  # more than may wait
     monkeypatch.setattr(feed, "MAX_WAITING_BYTES", 1 << 20)

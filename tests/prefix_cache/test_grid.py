@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstrata.prefix_cache.keys import Grid, GridKeys, every, positions, widening
+from kvstrata.prefix_cache.keys import Grid, GridKeys, grid_positions, uniform_grid, widening_grid
 
 ROOT, OTHER_ROOT = bytes(32), bytes([1]) * 32
 
 
 def test_widening_positions_are_few_and_never_a_sixteenth_apart() -> None:
-    found = positions(widening, 128 * 1024)
+    found = grid_positions(widening_grid, 128 * 1024)
     assert len(found) == 144
     assert found[:3] == [32, 64, 96]
     for before, after in pairwise(found):
@@ -25,25 +25,27 @@ def test_widening_positions_are_few_and_never_a_sixteenth_apart() -> None:
 @given(st.integers(0, 5000), st.integers(0, 5000))
 def test_a_longer_prompt_has_the_positions_of_a_shorter_one(first: int, second: int) -> None:
     short, long = sorted((first, second))
-    assert positions(widening, long)[: len(positions(widening, short))] == positions(widening, short)
+    assert grid_positions(widening_grid, long)[: len(grid_positions(widening_grid, short))] == grid_positions(
+        widening_grid, short
+    )
 
 
-@pytest.mark.parametrize("grid", [every(16), widening])
+@pytest.mark.parametrize("grid", [uniform_grid(16), widening_grid])
 @given(prompts=st.lists(st.tuples(st.booleans(), st.integers(0, 200), st.integers(0, 3)), min_size=1, max_size=50))
 def test_what_was_asked_before_changes_no_key(grid: Grid, prompts: list[tuple[bool, int, int]]) -> None:
     ever = GridKeys(grid)
     for is_other, length, seed in prompts:
         ids = np.random.default_rng(seed).integers(0, 3, 200).astype(np.int32)[:length]
         root = OTHER_ROOT if is_other else ROOT
-        found = ever.of(root, ids)
-        assert found == GridKeys(grid).of(root, ids)
-        assert [position for position, _ in found] == positions(grid, length)
+        found = ever.keys_for(root, ids)
+        assert found == GridKeys(grid).keys_for(root, ids)
+        assert [position for position, _ in found] == grid_positions(grid, length)
 
 
 def test_a_key_names_all_tokens_before_it() -> None:
     ids = np.arange(64, dtype=np.int32)
     changed = ids.copy()
     changed[0] = 7
-    keys, other = GridKeys(every(16)).of(ROOT, ids), GridKeys(every(16)).of(ROOT, changed)
+    keys, other = GridKeys(uniform_grid(16)).keys_for(ROOT, ids), GridKeys(uniform_grid(16)).keys_for(ROOT, changed)
     assert not {key for _, key in keys} & {key for _, key in other}
-    assert not {key for _, key in keys} & {key for _, key in GridKeys(every(16)).of(OTHER_ROOT, ids)}
+    assert not {key for _, key in keys} & {key for _, key in GridKeys(uniform_grid(16)).keys_for(OTHER_ROOT, ids)}

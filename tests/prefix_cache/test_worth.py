@@ -175,8 +175,8 @@ def test_of_one_kind_the_oldest_goes_first() -> None:
 
 def test_a_young_leaf_of_a_kind_that_never_comes_back_goes_before_an_old_one_that_does() -> None:
     queue = eviction(learned({ReuseClass.LEFT_FRESH: math.inf, ReuseClass.CONTINUED: 60.0}))
-    add(queue, "chat", 0.0, kind=ReuseClass.CONTINUED)
-    add(queue, "left", 30.0, kind=ReuseClass.LEFT_FRESH)
+    add(queue, "chat", 0.0, reuse_class=ReuseClass.CONTINUED)
+    add(queue, "left", 30.0, reuse_class=ReuseClass.LEFT_FRESH)
     assert queue.choose(10, 31.0)[0].leaf == "left"
 
 
@@ -313,16 +313,16 @@ def test_without_superseded_leaves_the_order_is_what_it_was(
 def test_the_lower_half_of_a_split_is_of_another_kind() -> None:
     tree: RadixTree[str] = RadixTree()
     uses = UseRecords()
-    uses.inserted(tree.insert(ROOT, [1, 2, 3, 4], "a"), ReuseClass.CONTINUED, 1.0)
+    uses.record_insert(tree.insert(ROOT, [1, 2, 3, 4], "a"), ReuseClass.CONTINUED, 1.0)
     inserted = tree.insert(ROOT, [1, 2, 9], "b")
-    uses.inserted(inserted, ReuseClass.FRESH, 2.0)
+    uses.record_insert(inserted, ReuseClass.FRESH, 2.0)
     upper, lower = inserted.halves
     assert uses[lower] == Use(1.0, ReuseClass.LEFT_CONTINUED)
     assert uses[upper] == uses[inserted.path[-1]] == Use(2.0, ReuseClass.FRESH)
 
 
 def test_a_prompt_that_is_half_known_continues_something() -> None:
-    history = RequestHistory(Reuse(), store_tokens=lambda: 100)
+    history = RequestHistory(Reuse(), cache_tokens=lambda: 100)
     assert history.record_request(ROOT, [1, 2, 3], 0.0) is ReuseClass.FRESH
     assert history.record_request(ROOT, [1, 2, 3, 4, 5, 6], 1.0) is ReuseClass.CONTINUED
     assert history.record_request(ROOT, [1, 2, 3, 7, 7, 7, 7], 2.0) is ReuseClass.FRESH
@@ -330,7 +330,7 @@ def test_a_prompt_that_is_half_known_continues_something() -> None:
 
 
 def test_history_forgets_the_oldest_first_and_stays_bounded() -> None:
-    history = RequestHistory(Reuse(), store_tokens=lambda: 100)
+    history = RequestHistory(Reuse(), cache_tokens=lambda: 100)
     rng = random.Random(0)
     for at in range(500):
         start = rng.randrange(10**6)

@@ -11,16 +11,16 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 from kvstrata.bench.trace import BLOCK_TOKENS, Trace
-from kvstrata.prefix_cache.keys import LEAST_STEP, Grid, positions, widening
+from kvstrata.prefix_cache.keys import LEAST_STEP, Grid, grid_positions, widening_grid
 
 STEPS = BLOCK_TOKENS // LEAST_STEP  # most positions in a block
 
 
 class TraceKeys:
-    def __init__(self, trace: Trace, grid: Grid = widening) -> None:
+    def __init__(self, trace: Trace, grid: Grid = widening_grid) -> None:
         most = max(len(numbers) for numbers in trace.numbers)
         self._inside: list[list[int]] = [[] for _ in range(most)]  # positions, by the number of blocks before
-        for position in positions(grid, most * BLOCK_TOKENS):
+        for position in grid_positions(grid, most * BLOCK_TOKENS):
             self._inside[(position - 1) // BLOCK_TOKENS].append(position)
         self._before = {block: at for numbers in trace.numbers for at, block in enumerate(numbers.tolist())}
 

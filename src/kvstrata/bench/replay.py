@@ -107,7 +107,7 @@ class StrataStore:
         now_s = request.time_s
         inserted = self.tree.insert(ROOT, request.blocks, request)
         kind = self._history.record_request(ROOT, request.blocks, now_s)
-        self._uses.inserted(inserted, kind, now_s)
+        self._uses.record_insert(inserted, kind, now_s)
         for node in (*inserted.path[-2:], *inserted.halves):
             self._offer(node)
         while self.tree.num_tokens > self._num_blocks:
@@ -123,7 +123,7 @@ class StrataStore:
                 self._offer(leaf)
             else:
                 self.tree.remove(leaf)
-                self._uses.forget(leaf)
+                self._uses.forget_node(leaf)
                 if leaf.parent is not None:
                     self._offer(leaf.parent)
 
@@ -133,7 +133,7 @@ class StrataStore:
             return
         use = self._uses[node]
         nbytes, start, num_tokens = node.num_tokens, node.start * BLOCK_TOKENS, node.num_tokens * BLOCK_TOKENS
-        self._eviction.add(node, LeafValue(nbytes, start, num_tokens, use.used_s, use.kind))
+        self._eviction.add(node, LeafValue(nbytes, start, num_tokens, use.used_s, use.reuse_class))
 
 
 class LruStore:

@@ -39,7 +39,7 @@ Section = Sequence[Mapping[str, Any]]  # JSON objects that mean nothing here
 
 @dataclass(frozen=True)
 class ModelNamed:
-    """The model that a conversation was computed by: what `index/identity.py` makes roots of."""
+    """The model that a conversation was computed by: what `prefix_cache/keys.py` makes roots of."""
 
     fingerprint: str
     dtype: str

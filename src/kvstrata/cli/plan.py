@@ -1,6 +1,6 @@
 """`kvstrata plan`: what of a model's KV will fit into a machine's memory, before anything is loaded.
 
-Knows how an answer is shown. models/outline.py reads the headers, engine/forecast.py does the arithmetic.
+Knows how an answer is shown. models/outline.py reads the headers, engine/memory_plan.py does the arithmetic.
 """
 
 from __future__ import annotations

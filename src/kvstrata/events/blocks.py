@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvstrata.events.feed import GRAIN
-from kvstrata.prefix_cache.keys import GridKeys, TokenIds, every
+from kvstrata.prefix_cache.keys import GridKeys, TokenIds, uniform_grid
 
 NUMBER_BYTES = 8
 
@@ -48,10 +48,10 @@ class Numbers:
     """The numbers of a prompt's blocks. Remembers the last prompts, so only what is new is hashed."""
 
     def __init__(self) -> None:
-        self._keys = GridKeys(every(GRAIN))
+        self._keys = GridKeys(uniform_grid(GRAIN))
 
     def of(self, root_key: bytes, ids: TokenIds) -> list[int]:
-        return [int.from_bytes(key[:NUMBER_BYTES], "big") for _, key in self._keys.of(root_key, ids)]
+        return [int.from_bytes(key[:NUMBER_BYTES], "big") for _, key in self._keys.keys_for(root_key, ids)]
 
 
 class Blocks:

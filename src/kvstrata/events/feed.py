@@ -1,7 +1,7 @@
-"""What memory holds, told to others while it changes: which tokens of which prompts came, and which went.
+"""Feed of cache events to listeners: which tokens of which prompts entered or left memory.
 
-The engine's thread only puts a note into a queue; a thread of its own tells the listeners. Where they fall behind by
-more than `MAX_WAITING_BYTES` the notes are given up, and listeners are told that nothing is known any more.
+The engine thread only queues an event; a thread of its own calls the listeners. When queued events exceed
+`MAX_WAITING_BYTES`, events are dropped, and listeners are told to forget everything that they know.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from kvstrata.prefix_cache.keys import TokenIds
 
 log = logging.getLogger(__name__)
 
-# Listeners hear of tokens when a run of so many is complete.
+# Listeners hear of tokens when a run of this many is complete.
 GRAIN = 16
 
 MAX_WAITING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class _Note:
+class _FeedEvent:
+    """Tokens of one prompt that entered or left memory."""
+
     is_stored: bool
     root_key: bytes
     ids: TokenIds
@@ -32,69 +34,75 @@ class _Note:
 
 
 class ListenerThread:
-    """A watcher that hands on what it hears to `listeners`, on a thread of its own. What a listener raises is logged
-    once for each kind and keeps no other from hearing. `gave_up` is called for each note that was given up."""
+    """A cache listener that passes events to `listeners` on its own thread.
 
-    def __init__(self, listeners: Sequence[CacheListener], gave_up: Callable[[], None] = lambda: None) -> None:
+    An exception of one listener is logged once per exception type and does not affect the others. `on_dropped` is
+    called for each dropped event.
+    """
+
+    def __init__(self, listeners: Sequence[CacheListener], on_dropped: Callable[[], None] = lambda: None) -> None:
         self._listeners = tuple(listeners)
-        self._gave_up = gave_up
-        self._notes: queue.SimpleQueue[_Note | None] = queue.SimpleQueue()  # None: cleared, or the end
-        self._lock = threading.Lock()  # guards the next
+        self._on_dropped = on_dropped
+        self._events: queue.SimpleQueue[_FeedEvent | None] = queue.SimpleQueue()  # None: cleared, or the end
+        self._lock = threading.Lock()  # guards the next two
         self._waiting_bytes = 0
-        self._gives_up = False  # until half of what waits is told
-        self._ended = False
-        self._said: set[type[Exception]] = set()
+        self._is_dropping = False  # until half of the queue is delivered
+        self._is_closed = False
+        self._logged_types: set[type[Exception]] = set()
         self._thread = threading.Thread(target=self._run, name="kvstrata-watching", daemon=True)
         self._thread.start()
 
     def stored(self, root_key: bytes, ids: TokenIds, start: int) -> None:
+        """Queue that `ids` is cached, its tokens from `start` on newly."""
         if len(ids) // GRAIN > start // GRAIN:
-            self._add(_Note(True, root_key, ids.copy(), start))
+            self._queue_event(_FeedEvent(True, root_key, ids.copy(), start))
 
     def removed(self, root_key: bytes, ids: TokenIds, start: int) -> None:
+        """Queue that the tokens of `ids` from `start` on are no longer cached."""
         if len(ids) // GRAIN > start // GRAIN:
-            self._add(_Note(False, root_key, ids.copy(), start))
+            self._queue_event(_FeedEvent(False, root_key, ids.copy(), start))
 
     def cleared(self) -> None:
-        self._notes.put(None)
+        """Queue that nothing is cached any more."""
+        self._events.put(None)
 
     def close(self) -> None:
-        """What is waiting is told first. For at most some seconds."""
-        self._ended = True
-        self._notes.put(None)
+        """Deliver queued events for at most five seconds, then end the thread."""
+        self._is_closed = True
+        self._events.put(None)
         self._thread.join(timeout=5.0)
 
-    def _add(self, note: _Note) -> None:
+    def _queue_event(self, event: _FeedEvent) -> None:
         with self._lock:
-            was_given_up, too_much = self._gives_up, self._waiting_bytes + note.ids.nbytes > MAX_WAITING_BYTES
-            self._gives_up = too_much or (was_given_up and self._waiting_bytes > MAX_WAITING_BYTES // 2)
-            if not self._gives_up:
-                self._waiting_bytes += note.ids.nbytes
-        if self._gives_up:
-            self._gave_up()
-        if not self._gives_up or not was_given_up:
-            self._notes.put(None if self._gives_up else note)
+            was_dropping, exceeds_limit = self._is_dropping, self._waiting_bytes + event.ids.nbytes > MAX_WAITING_BYTES
+            self._is_dropping = exceeds_limit or (was_dropping and self._waiting_bytes > MAX_WAITING_BYTES // 2)
+            if not self._is_dropping:
+                self._waiting_bytes += event.ids.nbytes
+        if self._is_dropping:
+            self._on_dropped()
+        if not self._is_dropping or not was_dropping:
+            self._events.put(None if self._is_dropping else event)
 
     def _run(self) -> None:
         while True:
-            note = self._notes.get()
-            if note is None and self._ended and self._notes.empty():
+            event = self._events.get()
+            if event is None and self._is_closed and self._events.empty():
                 return
-            if note is not None:
+            if event is not None:
                 with self._lock:
-                    self._waiting_bytes -= note.ids.nbytes
-            self._tell(note)
+                    self._waiting_bytes -= event.ids.nbytes
+            self._deliver(event)
 
-    def _tell(self, note: _Note | None) -> None:
+    def _deliver(self, event: _FeedEvent | None) -> None:
         for listener in self._listeners:
             try:
-                if note is None:
+                if event is None:
                     listener.cleared()
-                elif note.is_stored:
-                    listener.stored(note.root_key, note.ids, note.start)
+                elif event.is_stored:
+                    listener.stored(event.root_key, event.ids, event.start)
                 else:
-                    listener.removed(note.root_key, note.ids, note.start)
+                    listener.removed(event.root_key, event.ids, event.start)
             except Exception as error:
-                if type(error) not in self._said:
-                    self._said.add(type(error))
+                if type(error) not in self._logged_types:
+                    self._logged_types.add(type(error))
                     log.warning("A listener of the cache failed: %s", error, exc_info=True)

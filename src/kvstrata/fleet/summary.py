@@ -1,8 +1,8 @@
 """What a replica reports of its memory: keys of the prefixes that it holds, the newest, at most so many.
 
-A listener of the store (`store/watching.py`), told on a thread that is not the engine's. A key is a few bytes of a
-chained key (`index/grid.py`), so a summary tells no text, and it cannot grow: a conversation of 128k tokens has 144 of
-them, and of more than `max_keys` the oldest are left out.
+A listener of the prefix cache (`events/feed.py`), told on a thread that is not the engine's. A key is a few bytes of a
+chained key (`prefix_cache/keys.py`), so a summary tells no text, and it cannot grow: a conversation of 128k tokens has
+144 of them, and of more than `max_keys` the oldest are left out.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from kvstrata.prefix_cache.keys import GridKeys, TokenIds, widening
+from kvstrata.prefix_cache.keys import GridKeys, TokenIds, widening_grid
 
 MAX_KEYS = 1 << 14
 SHORT_BYTES = 8
@@ -26,10 +26,10 @@ class PromptKeys:
     """The keys of a prompt, as routing asks for them."""
 
     def __init__(self) -> None:
-        self._keys = GridKeys(widening)
+        self._keys = GridKeys(widening_grid)
 
     def of(self, root_key: bytes, ids: TokenIds) -> list[tuple[int, int]]:
-        return [(position, short(key)) for position, key in self._keys.of(root_key, ids)]
+        return [(position, short(key)) for position, key in self._keys.keys_for(root_key, ids)]
 
 
 class Summary:

@@ -10,43 +10,51 @@ from kvstrata.layers.raw_window import RawWindow
 if TYPE_CHECKING:
     from kvstrata.codecs.base import Codec
 
-# after-reply  soon after a reply has ended, so that a crash or a power cut loses only the turns that run
-# at-eviction  when memory runs short, and when the server ends
+# after-reply  soon after each reply, so that a crash or a power cut loses running requests only
+# at-eviction  under memory pressure, and at shutdown
 DiskWrite = Literal["after-reply", "at-eviction"]
 
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    k: Codec | None = None  # of new spans; None: raw
-    v: Codec | None = None
-    min_quantize_tokens: int = 256  # shorter sequences stay raw: their overhead exceeds what is saved
-    live: bool = False  # running sequences are encoded too,
-    first_raw_tokens: int = RawWindow.first_tokens  # but for their first
-    recent_raw_tokens: int = RawWindow.recent_tokens  # and newest tokens
-    archives_planes: bool = True  # to the disk, what stepping down takes away
-    gathers: bool = False  # planes of layers that are stored alike become rows of one array,
-    apart: frozenset[int] = frozenset()  # but for these layers, which keep more bits than the others
+    """Precision of new spans, and of the KV of running sequences."""
+
+    k: Codec | None = None  # codec of keys in new spans; None: raw
+    v: Codec | None = None  # codec of values
+    min_quantize_tokens: int = 256  # shorter sequences stay raw: a codec's overhead exceeds its gain
+    live: bool = False  # encode running sequences too
+    first_raw_tokens: int = RawWindow.first_tokens  # of a running sequence: first tokens that stay raw
+    recent_raw_tokens: int = RawWindow.recent_tokens  # of a running sequence: newest tokens that stay raw
+    archives_planes: bool = True  # write planes to the disk before a step-down drops them
+    gathers: bool = False  # combine the small planes of layers with equal codecs into rows of one array
+    apart: frozenset[int] = frozenset()  # layers with more bits than the others; they are not combined
 
 
 @dataclass(frozen=True)
 class PrecisionFloors:
+    """Fewest bits that a step-down may leave."""
+
     k_bits: int = 4
     v_bits: int = 4
 
 
 @dataclass(frozen=True)
 class LadderConfig:
-    by_pressure: bool = False  # step down as memory fills up
-    by_length: tuple[tuple[int, Codec], ...] = ()  # (tokens, precision): longer sequences are stored so
+    """Triggers and limits of step-downs."""
+
+    by_pressure: bool = False  # step down under memory pressure
+    by_length: tuple[tuple[int, Codec], ...] = ()  # (tokens, codec): precision of longer sequences
     floors: PrecisionFloors = field(default_factory=PrecisionFloors)
 
 
 @dataclass(frozen=True)
 class CacheConfig:
-    hot_bytes: int  # most that stored spans may take
+    """Limits and policies of the prefix cache."""
+
+    hot_bytes: int  # maximum for cached spans
     disk_write: DiskWrite = "after-reply"
-    max_arrays: int | None = None  # that MLX may have allocated for stored spans; None: any number
-    max_checkpoints: int = 8  # on the way from the first token to the end of a span
-    ttl_s: float | None = None  # what no request used for so long goes
+    max_arrays: int | None = None  # maximum that MLX may allocate for cached spans; None: no limit
+    max_checkpoints: int = 8  # maximum on the path from the first token to the end of a span
+    ttl_s: float | None = None  # entries unused for longer expire; None: never
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     ladder: LadderConfig = field(default_factory=LadderConfig)

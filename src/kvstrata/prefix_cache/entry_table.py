@@ -41,19 +41,19 @@ class EvictionCandidates:
 
     def record_use(self, nodes: Sequence[Node[Entry]], reuse_class: ReuseClass, session: str = "") -> None:
         """Record that a request resumes from nodes."""
-        self._uses.touch(nodes, reuse_class, self._clock(), session)
+        self._uses.record_use(nodes, reuse_class, self._clock(), session)
         self._superseded.difference_update(nodes)
         for node in nodes:
             self.offer_node(node)
 
     def record_insert(self, inserted: Inserted[Entry], reuse_class: ReuseClass, session: str = "") -> None:
         """Record that a request has inserted its tokens."""
-        self._uses.inserted(inserted, reuse_class, self._clock(), session)
+        self._uses.record_insert(inserted, reuse_class, self._clock(), session)
         self._superseded.difference_update(inserted.path)
 
     def record_split(self, upper: Node[Entry], lower: Node[Entry]) -> None:
         """Record that a node was split without a use of either half."""
-        self._uses.split(upper, lower)
+        self._uses.record_split(upper, lower)
         if lower in self._superseded:
             self._superseded.add(upper)
         self.offer_node(lower)
@@ -62,7 +62,7 @@ class EvictionCandidates:
         """Record that the lower node has the tokens of both now."""
         if upper not in self._superseded:
             self._superseded.discard(lower)
-        self._uses.merged(upper, lower)
+        self._uses.record_merge(upper, lower)
         self.forget_node(upper)
 
     def supersede(self, node: Node[Entry], session: str) -> None:
@@ -88,7 +88,9 @@ class EvictionCandidates:
         nbytes = entry.nbytes * node.num_tokens // max(1, entry.span.num_tokens)
         use = self._uses[node]
         expires_s = use.used_s + self._ttl_s
-        value = LeafValue(nbytes, node.start, node.num_tokens, use.used_s, use.kind, expires_s, entry.is_archived)
+        value = LeafValue(
+            nbytes, node.start, node.num_tokens, use.used_s, use.reuse_class, expires_s, entry.is_archived
+        )
         self._order.add(node, value._replace(is_superseded=True) if node in self._superseded else value)
 
     def offer_last_node(self, entry: Entry) -> None:
@@ -104,7 +106,7 @@ class EvictionCandidates:
         """Forget a node that has left the tree."""
         self._superseded.discard(node)
         self._order.discard(node)
-        self._uses.forget(node)
+        self._uses.forget_node(node)
 
     def choose(self, need_bytes: int, *, spare_only: bool = False) -> list[Chosen[Node[Entry]]]:
         """Choose leaves to evict: see `EvictionOrder.choose`."""

@@ -15,11 +15,14 @@ K = TypeVar("K", bound=Hashable)
 
 
 class LeafQueue(Generic[K]):
-    """O(log n) for each operation: two heaps whose outdated items are skipped when they come up. The one for the newest
-    is kept from the first call of `newest` on."""
+    """Keys by time of use, with access to the oldest and the newest, in O(log n) for each operation.
+
+    Two heaps hold the items; outdated items are skipped when they reach the top. The heap for the newest exists from
+    the first call of `newest` on.
+    """
 
     def __init__(self) -> None:
-        self._current: dict[K, int] = {}  # the number of the item that counts
+        self._current: dict[K, int] = {}  # number of the valid item of each key
         self._oldest: list[tuple[float, int, int, K]] = []
         self._newest: list[tuple[float, int, int, K]] | None = None
         self._num_put = 0
@@ -31,16 +34,16 @@ class LeafQueue(Generic[K]):
         return key in self._current
 
     def put(self, key: K, used_s: float, start: int) -> None:
-        """Also for a key that is there already. Of two with the same time, the one that starts later is the older."""
+        """Add a key or update its time. Of two keys with the same time, the one with the later start is older."""
         self._num_put += 1
         self._current[key] = self._num_put
         heapq.heappush(self._oldest, (used_s, -start, self._num_put, key))
-        most = 64 + 4 * len(self._current)
-        if len(self._oldest) > most:
+        max_items = 64 + 4 * len(self._current)
+        if len(self._oldest) > max_items:
             self._oldest = self._without_outdated(self._oldest, 1)
         if self._newest is not None:
             heapq.heappush(self._newest, (-used_s, start, -self._num_put, key))
-            if len(self._newest) > most:
+            if len(self._newest) > max_items:
                 self._newest = self._without_outdated(self._newest, -1)
 
     def discard(self, key: K) -> None:
@@ -66,55 +69,64 @@ class LeafQueue(Generic[K]):
         return None
 
     def _without_outdated(self, heap: list[tuple[float, int, int, K]], sign: int) -> list[tuple[float, int, int, K]]:
-        kept = [item for item in heap if self._current.get(item[3]) == sign * item[2]]
-        heapq.heapify(kept)
-        return kept
+        valid = [item for item in heap if self._current.get(item[3]) == sign * item[2]]
+        heapq.heapify(valid)
+        return valid
 
 
-# kind, cost by byte in steps of half an octave, whether the disk has it too, whether it is superseded
+# reuse class, cost per byte in steps of half an octave, is_spare, is_superseded
 QueueKey = tuple[ReuseClass, int, bool, bool]
 
-# Another leaf than the oldest goes only where it is worth less than this share of it. Without it the noise of the
-# estimates cost up to 0.006 of hit rate where LRU is near the optimum; at 0.7 a third of what is won elsewhere is lost.
+# A leaf other than the oldest is chosen only if its worth is below this share of the oldest leaf's. Without the share,
+# noise of the estimates cost up to 0.006 of hit rate where LRU is near the optimum; at 0.7 a third of the gain over LRU
+# elsewhere is lost.
 CLEARLY = 0.9
 
-# What a copy on the disk leaves of a leaf's cost: it is read, not computed. A disk reads a token in a hundredth of the
-# time in which a model on a CPU computes it, and in about the same time as a small model on a fast GPU.
+# Share of a leaf's cost that remains when the disk has a copy: the leaf is read, not computed. Reading a token from a
+# disk takes a hundredth of the time of computing it on a CPU, and about the time of a small model on a fast GPU.
 SPARE_SHARE = 0.1
 
 
 class Chosen(NamedTuple, Generic[K]):
-    """A leaf that goes, or its end."""
+    """A leaf chosen for eviction, in whole or in part."""
 
     leaf: K
-    keep_tokens: int  # from its start on; 0: all of it goes
+    keep_tokens: int  # tokens at its start that stay; 0: evict all of it
 
 
 class LeafValue(NamedTuple):
-    """What is known of a leaf that may go."""
+    """Properties of an evictable leaf that determine its worth."""
 
     nbytes: int
     start: int
     num_tokens: int
     used_s: float
-    kind: ReuseClass = ReuseClass.FRESH
+    reuse_class: ReuseClass = ReuseClass.FRESH
     expires_s: float = math.inf
-    is_spare: bool = False  # the disk has it too
-    is_superseded: bool = False  # its conversation has gone on elsewhere: it is worth nothing
+    is_spare: bool = False  # the disk has a copy
+    is_superseded: bool = False  # its conversation continued on another branch: worth nothing
 
 
-class _Placed(NamedTuple):
-    leaf: LeafValue
-    cost_by_byte: float
-    queue: QueueKey
+class _Candidate(NamedTuple):
+    """An evictable leaf, its cost per byte, and the queue that it is in."""
+
+    value: LeafValue
+    byte_cost: float
+    queue_key: QueueKey
 
 
 class EvictionOrder(Generic[K]):
+    """Evictable leaves in the order of their worth.
+
+    Leaves of the same reuse class, cost and flags share a queue, in which worth depends on age alone. The leaf with the
+    least worth is therefore at an end of a queue, and a choice costs the same for any number of leaves.
+    """
+
     def __init__(self, reuse: Reuse, cost: PrefillCost, quantum_tokens: int) -> None:
         self._reuse = reuse
         self._cost = cost
-        self._quantum_tokens = quantum_tokens  # what stays of a leaf is a multiple of this
-        self._leaves: dict[K, _Placed] = {}
+        self._quantum_tokens = quantum_tokens  # a trimmed leaf keeps a multiple of this
+        self._leaves: dict[K, _Candidate] = {}
         self._queues: dict[QueueKey, LeafQueue[K]] = {}
         self._expiring: LeafQueue[K] = LeafQueue()
 
@@ -122,143 +134,153 @@ class EvictionOrder(Generic[K]):
         return len(self._leaves)
 
     def add(self, key: K, leaf: LeafValue) -> None:
-        """A leaf that may go: neither leased nor pinned. Again where it was used or changed its size."""
+        """Add a leaf that is neither leased nor pinned, or update one that was used or changed its size."""
         self.discard(key)
-        cost_by_byte = self._cost.per_token(leaf.start + leaf.num_tokens / 2) * leaf.num_tokens / max(1, leaf.nbytes)
-        cost_by_byte *= SPARE_SHARE if leaf.is_spare else 1.0
-        queue = leaf.kind, math.floor(2 * math.log2(cost_by_byte)), leaf.is_spare, leaf.is_superseded
-        self._leaves[key] = _Placed(leaf, cost_by_byte, queue)
-        self._queues.setdefault(queue, LeafQueue()).put(key, leaf.used_s, leaf.start)
+        byte_cost = self._cost.per_token(leaf.start + leaf.num_tokens / 2) * leaf.num_tokens / max(1, leaf.nbytes)
+        byte_cost *= SPARE_SHARE if leaf.is_spare else 1.0
+        queue_key = leaf.reuse_class, math.floor(2 * math.log2(byte_cost)), leaf.is_spare, leaf.is_superseded
+        self._leaves[key] = _Candidate(leaf, byte_cost, queue_key)
+        self._queues.setdefault(queue_key, LeafQueue()).put(key, leaf.used_s, leaf.start)
         if leaf.expires_s < math.inf:
             self._expiring.put(key, leaf.expires_s, leaf.start)
 
     def discard(self, leaf: K) -> None:
-        """It is in use, pinned, gone, or not a leaf any more. Nothing happens where it is not known."""
-        known = self._leaves.pop(leaf, None)
-        if known is None:
+        """Remove a leaf that is in use, pinned, evicted or no longer a leaf. Unknown leaves are ignored."""
+        candidate = self._leaves.pop(leaf, None)
+        if candidate is None:
             return
         self._expiring.discard(leaf)
-        queue = self._queues[known.queue]
+        queue = self._queues[candidate.queue_key]
         queue.discard(leaf)
         if not len(queue):
-            del self._queues[known.queue]
+            del self._queues[candidate.queue_key]
 
     def choose(self, need_bytes: int, now_s: float, *, spare_only: bool = False) -> list[Chosen[K]]:
-        """What has expired; else, where room is needed, the one leaf that is worth least, or its end. One at a time:
-        the node above it becomes the next candidate. Empty when there is none. Chosen leaves are no candidates any
-        more: one that stays, or a part of it, is added again. `spare_only`: of those that the disk has too, or that are
-        superseded."""
+        """Remove and return the leaves to evict now: all expired ones, else the leaf with the least worth.
+
+        The list is empty when no leaf is expired, and no memory is needed or no leaf is left. Without expired leaves it
+        has a single leaf, because the node above becomes the next candidate. The caller adds again a leaf that stays,
+        in whole or in part. With `spare_only`, only leaves that the disk has too or that are superseded are chosen for
+        memory.
+        """
         chosen = [Chosen(leaf, 0) for leaf in self._take_expired(now_s)]
-        least = self._least(now_s, spare_only) if need_bytes > 0 and not chosen else None
+        least = self._least_worth(now_s, spare_only) if need_bytes > 0 and not chosen else None
         if least is not None:
-            known = self._leaves[least].leaf
-            need_tokens = math.ceil(need_bytes * known.num_tokens / max(1, known.nbytes))
+            value = self._leaves[least].value
+            need_tokens = math.ceil(need_bytes * value.num_tokens / max(1, value.nbytes))
             self.discard(least)
-            chosen.append(Chosen(least, kept_tokens(known.num_tokens, need_tokens, self._quantum_tokens)))
+            chosen.append(Chosen(least, kept_tokens(value.num_tokens, need_tokens, self._quantum_tokens)))
         return chosen
 
     def next_expiry_s(self) -> float:
-        """When the first leaf expires; infinite where none will."""
+        """Return the time at which the next leaf expires; infinite if none will."""
         leaf = self._expiring.oldest()
-        return math.inf if leaf is None else self._leaves[leaf].leaf.expires_s
+        return math.inf if leaf is None else self._leaves[leaf].value.expires_s
 
     def worth(self, leaf: K, now_s: float) -> float:
-        """Cost that keeping it saves, for each byte and second."""
-        (known, cost_by_byte, _) = self._leaves[leaf]
-        if known.is_superseded:
+        """Return the cost that keeping a leaf saves, per byte and second."""
+        (value, byte_cost, _) = self._leaves[leaf]
+        if value.is_superseded:
             return 0.0
-        return self._reuse.density(known.kind, now_s - known.used_s) * cost_by_byte
+        return self._reuse.density(value.reuse_class, now_s - value.used_s) * byte_cost
 
     def _take_expired(self, now_s: float) -> list[K]:
         expired = []
-        while (leaf := self._expiring.oldest()) is not None and self._leaves[leaf].leaf.expires_s <= now_s:
+        while (leaf := self._expiring.oldest()) is not None and self._leaves[leaf].value.expires_s <= now_s:
             self.discard(leaf)
             expired.append(leaf)
         return expired
 
-    def _least(self, now_s: float, spare_only: bool) -> K | None:
+    def _least_worth(self, now_s: float, spare_only: bool) -> K | None:
         keys = [key for key in self._queues if not spare_only or key[2] or key[3]]
-        keys = [key for key in keys if key[3]] or keys  # what is superseded goes before anything else
+        keys = [key for key in keys if key[3]] or keys  # superseded leaves come before all others
         queues = [self._queues[key] for key in keys]
         ends = [leaf for queue in queues if (leaf := queue.oldest()) is not None]
-        oldest = min(ends, key=lambda leaf: self._leaves[leaf].leaf.used_s, default=None)
+        oldest = min(ends, key=lambda leaf: self._leaves[leaf].value.used_s, default=None)
         if oldest is None:
             return None
         ends += [leaf for queue in queues if (leaf := queue.newest()) is not None]
-        least, most = oldest, (CLEARLY * self.worth(oldest, now_s), -math.inf)
+        least, least_worth = oldest, (CLEARLY * self.worth(oldest, now_s), -math.inf)
         for leaf in ends:
-            worth = self.worth(leaf, now_s), self._leaves[leaf].leaf.used_s
-            if worth < most:
-                least, most = leaf, worth
+            worth = self.worth(leaf, now_s), self._leaves[leaf].value.used_s
+            if worth < least_worth:
+                least, least_worth = leaf, worth
         return least
 
 
 class Use(NamedTuple):
+    """Last use of a node."""
+
     used_s: float
-    kind: ReuseClass
-    session: str = ""  # the only one that ever used it; empty: none, or several
+    reuse_class: ReuseClass
+    session: str = ""  # the only session that ever used the node; empty: none or several
 
 
 class UseRecords:
+    """Last use of each node."""
+
     def __init__(self) -> None:
         self._last: dict[Node[Any], Use] = {}
 
     def __getitem__(self, node: Node[Any]) -> Use:
         return self._last[node]
 
-    def touch(self, path: Sequence[Node[Any]], kind: ReuseClass, now_s: float, session: str = "") -> None:
-        """A request used these nodes."""
-        use, shared = Use(now_s, kind, session), Use(now_s, kind)
+    def record_use(self, path: Sequence[Node[Any]], reuse_class: ReuseClass, now_s: float, session: str = "") -> None:
+        """Record that a request used these nodes."""
+        use, shared = Use(now_s, reuse_class, session), Use(now_s, reuse_class)
         for node in path:
             before = self._last.get(node)
             self._last[node] = use if before is None or before.session == session else shared
 
-    def inserted(self, inserted: Inserted[Any], kind: ReuseClass, now_s: float, session: str = "") -> None:
-        """A request filed its tokens. The lower half of a split is what it did not use."""
+    def record_insert(self, inserted: Inserted[Any], reuse_class: ReuseClass, now_s: float, session: str = "") -> None:
+        """Record that a request inserted its tokens. It did not use the lower half of a split node."""
         if inserted.halves:
-            self.split(*inserted.halves)
-        self.touch(inserted.path, kind, now_s, session)
+            self.record_split(*inserted.halves)
+        self.record_use(inserted.path, reuse_class, now_s, session)
 
-    def split(self, upper: Node[Any], lower: Node[Any]) -> None:
-        """A node was split, because a request goes on from the upper half alone."""
+    def record_split(self, upper: Node[Any], lower: Node[Any]) -> None:
+        """Record that a node was split because a request uses its upper half alone."""
         before = self._last[lower]
         self._last[upper] = before
-        self._last[lower] = before._replace(kind=before.kind.left)
+        self._last[lower] = before._replace(reuse_class=before.reuse_class.left)
 
-    def merged(self, upper: Node[Any], lower: Node[Any]) -> None:
-        """The lower one has the tokens of both now."""
+    def record_merge(self, upper: Node[Any], lower: Node[Any]) -> None:
+        """Record that the lower node now has the tokens of both."""
         above, below = self._last.pop(upper), self._last[lower]
         if above.session != below.session:
             self._last[lower] = below._replace(session="")
 
-    def forget(self, node: Node[Any]) -> None:
-        """It was removed."""
+    def forget_node(self, node: Node[Any]) -> None:
+        """Drop the record of a removed node."""
         self._last.pop(node, None)
 
 
-# How many times as long as the store can hold prompts they are remembered: what returns later is not learned from.
+# The history remembers this many times the tokens that the cache can hold. It learns nothing from later returns.
 HISTORY_FACTOR = 8
 
 
 class Seen(NamedTuple):
-    """The last use of a node."""
+    """Last use of a node of the history, and the observation of its next use."""
 
     awaited: AwaitedUse
-    kind: ReuseClass
+    reuse_class: ReuseClass
     used_s: float
 
 
 def reuse_class_of(known_tokens: int, num_tokens: int) -> ReuseClass:
-    """Of a request, by how much of its prompt was asked for before."""
+    """Return the reuse class of a request of which `known_tokens` prompt tokens were requested before."""
     return ReuseClass.CONTINUED if 2 * known_tokens >= num_tokens else ReuseClass.FRESH
 
 
 class RequestHistory:
-    """`store_tokens` tells about how many the store can hold now."""
+    """Past prompts, cached or not, from which `reuse` learns.
 
-    def __init__(self, reuse: Reuse, store_tokens: Callable[[], int]) -> None:
+    `cache_tokens` returns about how many tokens the cache can hold now; it bounds the history.
+    """
+
+    def __init__(self, reuse: Reuse, cache_tokens: Callable[[], int]) -> None:
         self._reuse = reuse
-        self._store_tokens = store_tokens
+        self._cache_tokens = cache_tokens
         self._tree: RadixTree[Seen | None] = RadixTree()
         self._leaves: LeafQueue[Node[Seen | None]] = LeafQueue()
 
@@ -267,44 +289,44 @@ class RequestHistory:
         return self._tree.num_tokens
 
     def known_tokens(self, root_key: bytes, tokens: Tokens) -> int:
-        """How far a prompt was asked for before, by whatever prompt."""
+        """Return how many tokens of a prompt earlier prompts had in common with it."""
         return self._tree.match(root_key, tokens).num_tokens
 
     def record_request(self, root_key: bytes, tokens: Tokens, now_s: float) -> ReuseClass:
-        """Remember a prompt. Says of which kind the nodes are that it uses."""
-        wanted = as_ids(tokens)
-        inserted = self._tree.insert(root_key, wanted, None)
-        kind = reuse_class_of(inserted.num_matched, len(wanted))
-        self._split(inserted)
+        """Remember a prompt. Return the reuse class of the nodes that it uses."""
+        ids = as_ids(tokens)
+        inserted = self._tree.insert(root_key, ids, None)
+        reuse_class = reuse_class_of(inserted.num_matched, len(ids))
+        self._record_split(inserted)
         for node in inserted.path:
-            self._use(node, min(node.end, len(wanted)) - node.start, kind, now_s)
+            self._record_use(node, min(node.end, len(ids)) - node.start, reuse_class, now_s)
             self._leaves.discard(node)
         if inserted.path and inserted.path[-1].is_leaf:
-            self._put(inserted.path[-1])
-        most = HISTORY_FACTOR * self._store_tokens()
-        while self._tree.num_tokens > most:
+            self._queue_leaf(inserted.path[-1])
+        max_tokens = HISTORY_FACTOR * self._cache_tokens()
+        while self._tree.num_tokens > max_tokens:
             self._forget_oldest(now_s)
-        return kind
+        return reuse_class
 
-    def _split(self, inserted: Inserted[Seen | None]) -> None:
-        """The upper half takes over the awaited use; the lower one was not used again so far, and waits as another
-        kind."""
+    def _record_split(self, inserted: Inserted[Seen | None]) -> None:
+        """Let the upper half keep the observation, and begin one of another class for the unused lower half."""
         if not inserted.halves:
             return
         _, lower = inserted.halves
         seen = lower.payload
         assert seen is not None
-        kind = seen.kind.left
-        lower.payload = Seen(self._reuse.opened(kind, lower.num_tokens, seen.used_s), kind, seen.used_s)
+        reuse_class = seen.reuse_class.left
+        awaited = self._reuse.opened(reuse_class, lower.num_tokens, seen.used_s)
+        lower.payload = Seen(awaited, reuse_class, seen.used_s)
         if lower.is_leaf:
-            self._put(lower)
+            self._queue_leaf(lower)
 
-    def _use(self, node: Node[Seen | None], num_tokens: int, kind: ReuseClass, now_s: float) -> None:
+    def _record_use(self, node: Node[Seen | None], num_tokens: int, reuse_class: ReuseClass, now_s: float) -> None:
         if node.payload is not None:
             self._reuse.reused(node.payload.awaited, num_tokens, now_s)
-        node.payload = Seen(self._reuse.opened(kind, node.num_tokens, now_s), kind, now_s)
+        node.payload = Seen(self._reuse.opened(reuse_class, node.num_tokens, now_s), reuse_class, now_s)
 
-    def _put(self, leaf: Node[Seen | None]) -> None:
+    def _queue_leaf(self, leaf: Node[Seen | None]) -> None:
         assert leaf.payload is not None
         self._leaves.put(leaf, leaf.payload.used_s, leaf.start)
 
@@ -316,4 +338,4 @@ class RequestHistory:
         self._leaves.discard(leaf)
         self._tree.remove(leaf)
         if leaf.parent is not None and leaf.parent.is_leaf:
-            self._put(leaf.parent)
+            self._queue_leaf(leaf.parent)

@@ -14,13 +14,16 @@ from numpy.typing import NDArray
 
 TokenIds = NDArray[np.int32]
 
-Tokens = NDArray[np.integer[Any]] | Sequence[int]  # what callers may have
+Tokens = NDArray[np.integer[Any]] | Sequence[int]  # accepted from callers
 
 MAX_ID = np.iinfo(np.int32).max
 
 
 def as_ids(tokens: Tokens) -> TokenIds:
-    """Without a copy where it is such an array already. Ids that do not fit are refused, never wrapped around."""
+    """Return `tokens` as a contiguous int32 array, without a copy where it already is one.
+
+    Ids outside the range raise ValueError; they are never wrapped around.
+    """
     if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32:
         if tokens.ndim == 1 and tokens.flags.c_contiguous:
             return cast(TokenIds, tokens)
@@ -41,7 +44,10 @@ CHAIN_DOMAIN = b"kvstrata chain 1\0"
 
 
 def chain(parent_key: bytes, token_ids: Tokens) -> bytes:
-    """The key of `token_ids` after what `parent_key` names. A parent's length is fixed: no two inputs look alike."""
+    """Return the key of `token_ids` after the prefix that `parent_key` names.
+
+    A parent key has a fixed length, so no two inputs hash the same bytes.
+    """
     if len(parent_key) != KEY_BYTES:
         raise ValueError(
             f"A parent key has {KEY_BYTES} bytes, not {len(parent_key)}: take it from root_key() or chain()"
@@ -59,32 +65,36 @@ OWNER_BYTES = 16
 
 @dataclass(frozen=True)
 class Identity:
+    """Everything besides the tokens that determines the KV of a prompt."""
+
     fingerprint: str  # of weights, tokenizer, template, config and adapter: models/fingerprint.py
-    dtype: str  # what the model computes in
-    layout: tuple[str, ...]  # each layer's kind, with what decides its shape, such as 'window:4096:4'
-    max_kv_size: int | None = None  # tokens that a sequence keeps at most; None: all
+    dtype: str  # of the model's computation
+    layout: tuple[str, ...]  # each layer's type and shape parameters, such as 'window:4096:4'
+    max_kv_size: int | None = None  # maximum tokens that a sequence keeps; None: all
 
 
 def owner_of(salt: str) -> str:
-    """Whose a salt is."""
+    """Return the owner part of a salt: the text before the first colon."""
     return salt.partition(":")[0]
 
 
 def root_key(identity: Identity, salt: str) -> bytes:
-    """32 bytes, the root of the tree that callers with this salt share. The first half is its owner's."""
+    """Return the key of the radix tree root for a salt. Its first half is the key of the salt's owner."""
     owner = owner_of(salt)
-    own = _digest(identity, owner)
-    return own if salt == owner else own[:OWNER_BYTES] + _digest(identity, salt)[OWNER_BYTES:]
+    owner_digest = _digest(identity, owner)
+    if salt == owner:
+        return owner_digest
+    return owner_digest[:OWNER_BYTES] + _digest(identity, salt)[OWNER_BYTES:]
 
 
 def owner_key(identity: Identity, owner: str) -> bytes:
-    """What all roots of an owner begin with."""
+    """Return the common prefix of all root keys of an owner."""
     return _digest(identity, owner)[:OWNER_BYTES]
 
 
 @lru_cache(maxsize=256)
 def _digest(identity: Identity, salt: str) -> bytes:
-    """Every field is written with its length, so that no two identities spell the same bytes."""
+    """Hash an identity and a salt, each field with its length, so that no two identities hash the same bytes."""
     fields = [
         IDENTITY_DOMAIN,
         identity.fingerprint,
@@ -96,13 +106,13 @@ def _digest(identity: Identity, salt: str) -> bytes:
     ]
     digest = blake3()
     for field in fields:
-        # A salt comes from a client's JSON, which may hold half a surrogate pair.
+        # A salt comes from a client's JSON, which may contain a lone surrogate.
         encoded = field.encode("utf-8", "surrogatepass")
         digest.update(len(encoded).to_bytes(8, "little") + encoded)
     return digest.digest()
 
 
-# The next position after one that is on the grid, or after 0.
+# Maps a grid position, or 0, to the next grid position.
 Grid = Callable[[int], int]
 
 LEAST_STEP = 32
@@ -112,61 +122,67 @@ STEPS_PER_DOUBLING = 16
 MAX_REMEMBERED = 32
 
 
-def every(step: int) -> Grid:
+def uniform_grid(step: int) -> Grid:
+    """Return a grid with positions `step` tokens apart."""
     return lambda position: position + step
 
 
-def widening(position: int) -> int:
-    """32 tokens apart at first, and never more than a sixteenth of what lies before: a prompt of 128k tokens has 144
-    positions, and what two prompts share is known to a sixteenth."""
+def widening_grid(position: int) -> int:
+    """Return the next position of a grid that is 32 tokens wide at first, later a sixteenth of the position.
+
+    A prompt of 128k tokens has 144 positions, and the common prefix of two prompts is known to a sixteenth.
+    """
     if position < LEAST_STEP * STEPS_PER_DOUBLING:
         return position + LEAST_STEP
     return position + (1 << (position.bit_length() - 1)) // STEPS_PER_DOUBLING
 
 
-def positions(grid: Grid, num_tokens: int) -> list[int]:
-    """All that are at most `num_tokens`."""
-    found: list[int] = []
+def grid_positions(grid: Grid, num_tokens: int) -> list[int]:
+    """Return all grid positions up to `num_tokens`."""
+    positions: list[int] = []
     position = grid(0)
     while position <= num_tokens:
-        found.append(position)
+        positions.append(position)
         position = grid(position)
-    return found
+    return positions
 
 
 class GridKeys:
-    """Keys of prompts on a grid. Remembers the last prompts, because most of what is asked goes on from one of them."""
+    """Chained keys of prompts at grid positions.
+
+    Keys of the last prompts are remembered, because most prompts extend one of them.
+    """
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._remembered: OrderedDict[int, tuple[bytes, TokenIds, list[tuple[int, bytes]]]] = OrderedDict()
-        self._next = 0
+        self._num_remembered = 0
 
-    def of(self, root_key: bytes, ids: TokenIds) -> list[tuple[int, bytes]]:
-        """Position and key, from the shortest prefix to the longest."""
-        keys = self._begun(root_key, ids)
+    def keys_for(self, root_key: bytes, ids: TokenIds) -> list[tuple[int, bytes]]:
+        """Return (position, key) of each prefix of `ids` that ends on the grid, the shortest first."""
+        keys = self._take_longest_prefix(root_key, ids)
         position, key = keys[-1] if keys else (0, root_key)
-        while (following := self._grid(position)) <= len(ids):
-            key = chain(key, ids[position:following])
-            position = following
+        while (next_position := self._grid(position)) <= len(ids):
+            key = chain(key, ids[position:next_position])
+            position = next_position
             keys.append((position, key))
         self._remember(root_key, ids[:position], keys)
         return keys
 
-    def _begun(self, root_key: bytes, ids: TokenIds) -> list[tuple[int, bytes]]:
-        """Those of the longest remembered prompt that `ids` begins with."""
+    def _take_longest_prefix(self, root_key: bytes, ids: TokenIds) -> list[tuple[int, bytes]]:
+        """Remove and return the keys of the longest remembered prompt that is a prefix of `ids`."""
         best = None
-        for number, (root, before, _) in self._remembered.items():
-            longer = best is None or len(before) > len(self._remembered[best][1])
-            fits = root == root_key and len(before) <= len(ids)
-            if longer and fits and np.array_equal(before, ids[: len(before)]):
+        for number, (root, prompt, _) in self._remembered.items():
+            is_longer = best is None or len(prompt) > len(self._remembered[best][1])
+            fits = root == root_key and len(prompt) <= len(ids)
+            if is_longer and fits and np.array_equal(prompt, ids[: len(prompt)]):
                 best = number
         return [] if best is None else list(self._remembered.pop(best)[2])
 
     def _remember(self, root_key: bytes, ids: TokenIds, keys: list[tuple[int, bytes]]) -> None:
         if not keys:
             return
-        self._next += 1
-        self._remembered[self._next] = (root_key, ids.copy(), list(keys))
+        self._num_remembered += 1
+        self._remembered[self._num_remembered] = (root_key, ids.copy(), list(keys))
         if len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)

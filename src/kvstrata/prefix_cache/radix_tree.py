@@ -1,11 +1,11 @@
-"""A radix tree over token ids, with one root for each identity and salt: the longest common prefix, at any token.
+"""A radix tree over token ids, with a root for each identity and salt: the longest common prefix, at any token.
 
-Knows tokens and positions; a node's payload is whatever the caller keeps there, and payloads carry absolute positions,
-so that both halves of a split node can go on with the same one. Tokens are compared, never hashes. Does not know KV,
-bytes, time, leases or what should be evicted.
+The tree knows tokens and positions. A node's payload belongs to the caller; payloads carry absolute positions, so that
+both halves of a split node can keep the same one. The tree compares tokens, never hashes. It knows no KV, bytes, time,
+leases or eviction.
 
-Identity of nodes: a split makes a new node for the upper half, and `merge` drops the upper one, so the lower node, its
-children's links and whatever the caller remembers about it stay valid. What protects a node protects all that is above.
+Identity of nodes: a split makes a new node for the upper half, and `merge` drops the upper node. The lower node, the
+links of its children and the caller's references to it stay valid. Protecting a node protects all nodes above it.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ P = TypeVar("P")
 
 Outcome = Literal["present", "extended", "added", "split"]
 
-# Most nodes are leaves, and an empty dict of their own would be a third of what they take.
+# Most nodes are leaves, and an empty dict for each would be a third of their memory.
 NO_CHILDREN: Mapping[int, Any] = MappingProxyType({})
 
 SHORT_RUN = 256
 
 
 class Node(Generic[P]):
-    """A run of tokens that is stored as one. Compared and hashed by identity."""
+    """A run of tokens without a branch. Compared and hashed by identity."""
 
     __slots__ = ("__weakref__", "_buffer", "_children", "_num_tokens", "parent", "payload", "root_key", "start")
 
@@ -40,7 +40,7 @@ class Node(Generic[P]):
         self.parent = parent  # None: directly under the root
         self.start = start  # absolute position of the first token
         self.payload = payload
-        self._buffer = tokens.copy()  # may be longer than what is used: it grows ahead
+        self._buffer = tokens.copy()  # may be longer than the tokens in use: it grows ahead
         self._num_tokens = len(tokens)
         self._children: dict[int, Node[P]] | None = None
 
@@ -49,7 +49,7 @@ class Node(Generic[P]):
 
     @property
     def tokens(self) -> TokenIds:
-        """Read-only, and never changes: what the node gains or loses later is not seen through it."""
+        """Tokens of this node, as a read-only view that later changes of the node do not affect."""
         view = self._buffer[: self._num_tokens]
         view.flags.writeable = False
         return view
@@ -64,7 +64,7 @@ class Node(Generic[P]):
 
     @property
     def children(self) -> Mapping[int, Node[P]]:
-        """By first token."""
+        """Children by their first token."""
         return NO_CHILDREN if self._children is None else self._children
 
     @property
@@ -72,7 +72,7 @@ class Node(Generic[P]):
         return not self._children
 
     def path(self) -> tuple[Node[P], ...]:
-        """From the root down to this node."""
+        """Return the nodes from the root down to this node."""
         nodes: list[Node[P]] = [self]
         while (parent := nodes[-1].parent) is not None:
             nodes.append(parent)
@@ -81,7 +81,7 @@ class Node(Generic[P]):
     def _extend(self, tokens: TokenIds) -> None:
         total = self._num_tokens + len(tokens)
         if total > len(self._buffer):
-            # By half as much again, so that a reply filed token by token is not copied for each.
+            # It grows by half, so that a reply inserted token by token is not copied for each token.
             grown = np.empty(total + total // 2, dtype=np.int32)
             grown[: self._num_tokens] = self._buffer[: self._num_tokens]
             self._buffer = grown
@@ -89,53 +89,62 @@ class Node(Generic[P]):
         self._num_tokens = total
 
     def _keep(self, first: int, last: int) -> None:
-        """Drop all tokens but these, counted from this node's start. A copy: older views of `tokens` must stay as they
-        were when this node is extended again."""
+        """Drop all tokens except `first` to `last`, counted from this node's start.
+
+        The rest is copied, because older views of `tokens` must not change when this node is extended again.
+        """
         self._buffer = self._buffer[first:last].copy()
         self._num_tokens = last - first
         self.start += first
 
-    def _common(self, wanted: TokenIds, position: int) -> int:
-        """How many tokens from `position` on are this node's. The first one is known to be."""
-        length = min(self._num_tokens, len(wanted) - position)
+    def _num_common(self, ids: TokenIds, position: int) -> int:
+        """Return how many tokens of `ids` from `position` on match this node. The caller has compared the first one."""
+        length = min(self._num_tokens, len(ids) - position)
         if length == 1:
             return 1
-        stored, asked = self._buffer[:length], wanted[position : position + length]
-        # Most short runs are equal, and comparing their bytes takes a third of the time of finding no difference.
-        if length <= SHORT_RUN and stored.tobytes() == asked.tobytes():
+        own, given = self._buffer[:length], ids[position : position + length]
+        # Most short runs are equal, and comparing bytes takes a third of the time of an elementwise comparison.
+        if length <= SHORT_RUN and own.tobytes() == given.tobytes():
             return length
-        differ = stored != asked
-        first = int(differ.argmax())
-        return first if differ[first] else length
+        differs = own != given
+        first = int(differs.argmax())
+        return first if differs[first] else length
 
 
-# Named tuples where one is made for each request and tree: they take a quarter of the time of a frozen dataclass.
+# Every request constructs a `Match` for each tree. Named tuples take a quarter of the time of a frozen dataclass.
 class Match(NamedTuple, Generic[P]):
-    path: tuple[Node[P], ...]  # from the root; of the last one maybe only the first tokens
+    """Longest prefix of some tokens that is in the tree."""
+
+    path: tuple[Node[P], ...]  # from the root; the last node may match in part
     num_tokens: int
 
 
 class Inserted(NamedTuple, Generic[P]):
-    """present: nothing new. extended: the last node of the path grew. added: it is new. split: it is new, and so is the
-    one before it, the upper one of `halves`."""
+    """Result of an insertion.
+
+    `outcome`: "present" if nothing was new; "extended" if the last node of the path grew; "added" if the last node is
+    new; "split" if the last node is new, and its parent is the new upper half of a split node.
+    """
 
     path: tuple[Node[P], ...]  # from the root; covers all tokens
-    num_matched: int  # tokens that were there before
+    num_matched: int  # tokens that were present before
     outcome: Outcome
-    halves: tuple[Node[P], ...] = ()  # of a split: the new upper node, and the lower one, which was there before
+    halves: tuple[Node[P], ...] = ()  # after a split: the new upper node, and the lower one, which existed before
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a match ends, and why."""
+    """Position where a match ends, and the continuations that the tree has there."""
 
-    num_tokens: int  # that match: the token at this position is the first that differs
-    instead: tuple[tuple[int, ...], ...]  # how what is stored goes on from that position: a few ways, a few ids of each
-    num_instead: int  # how many ways there are
-    is_root_known: bool  # False: nothing is stored under this identity and salt at all
+    num_tokens: int  # matched; the token at this position is the first that differs
+    instead: tuple[tuple[int, ...], ...]  # first ids of some continuations
+    num_instead: int  # number of all continuations
+    is_root_known: bool  # False: the tree has nothing under this identity and salt
 
 
 class RadixTree(Generic[P]):
+    """Trees of nodes, by root key."""
+
     def __init__(self) -> None:
         self._roots: dict[bytes, dict[int, Node[P]]] = {}
         self._num_nodes = 0
@@ -154,29 +163,32 @@ class RadixTree(Generic[P]):
         return tuple(self._roots)
 
     def __iter__(self) -> Iterator[Node[P]]:
-        """Every node, parents before their children. Not while the tree changes."""
+        """Yield every node, parents before their children. The tree must not change meanwhile."""
         for root_key in self._roots:
             yield from self.nodes(root_key)
 
     def nodes(self, root_key: bytes) -> Iterator[Node[P]]:
-        """Those under one root, parents before their children. Not while the tree changes."""
-        waiting = list(self._roots.get(root_key, NO_CHILDREN).values())
-        while waiting:
-            node = waiting.pop()
+        """Yield the nodes under a root, parents before their children. The tree must not change meanwhile."""
+        pending = list(self._roots.get(root_key, NO_CHILDREN).values())
+        while pending:
+            node = pending.pop()
             yield node
-            waiting.extend(node.children.values())
+            pending.extend(node.children.values())
 
     def match(self, root_key: bytes, tokens: Tokens) -> Match[P]:
-        """The longest prefix of `tokens` that is stored under this root."""
+        """Return the longest prefix of `tokens` under this root."""
         path, num_tokens = self._walk(root_key, as_ids(tokens))
         return Match(tuple(path), num_tokens)
 
     def insert(self, root_key: bytes, tokens: Tokens, payload: P) -> Inserted[P]:
-        """What is there already is kept, with its payload. The rest becomes one node with `payload`, or makes the last
-        node longer where that is a leaf with this same payload."""
-        wanted = as_ids(tokens)
-        path, num_matched = self._walk(root_key, wanted)
-        rest = wanted[num_matched:]
+        """Insert `tokens`. Nodes that match keep their payloads.
+
+        The rest becomes a node with `payload`, or extends the last matching node if that is a leaf with the same
+        payload.
+        """
+        ids = as_ids(tokens)
+        path, num_matched = self._walk(root_key, ids)
+        rest = ids[num_matched:]
         if not len(rest):
             return Inserted(tuple(path), num_matched, "present")
         self._num_tokens += len(rest)
@@ -192,14 +204,14 @@ class RadixTree(Generic[P]):
         return Inserted(tuple(path), num_matched, "split" if halves else "added", halves)
 
     def split(self, node: Node[P], position: int) -> Node[P]:
-        """In two at an absolute position inside it. Returns the upper half, which is the new one."""
-        self._require_stored(node)
+        """Split a node at an absolute position inside it. Return the upper half, which is the new node."""
+        self._require_in_tree(node)
         if not node.start < position < node.end:
             raise ValueError(f"Cannot split tokens {node.start} to {node.end} at {position}")
         return self._split(node, position)[0]
 
     def trim(self, leaf: Node[P], end: int) -> None:
-        """Drop the last tokens of a leaf, from the absolute position `end` on. At least one token stays."""
+        """Drop the tokens of a leaf from the absolute position `end` on. At least one token must remain."""
         self._require_leaf(leaf)
         if not leaf.start < end <= leaf.end:
             raise ValueError(f"Cannot trim tokens {leaf.start} to {leaf.end} at {end}; remove() drops a whole leaf")
@@ -207,7 +219,7 @@ class RadixTree(Generic[P]):
         leaf._keep(0, end - leaf.start)
 
     def remove(self, leaf: Node[P]) -> None:
-        """A root without nodes goes with its last one."""
+        """Remove a leaf, and its root if no node is left under it."""
         self._require_leaf(leaf)
         siblings = self._siblings(leaf)
         del siblings[leaf._buffer.item(0)]
@@ -217,16 +229,18 @@ class RadixTree(Generic[P]):
         self._num_tokens -= leaf.num_tokens
 
     def drop(self, root_key: bytes) -> None:
-        """A root and all that is under it."""
+        """Remove a root and all nodes under it."""
         for node in self.nodes(root_key):
             self._num_nodes -= 1
             self._num_tokens -= node.num_tokens
         self._roots.pop(root_key, None)
 
     def merge(self, node: Node[P]) -> Node[P]:
-        """Join `node` with its only child where both have the same payload. Returns the node that holds its tokens
-        then: the child, or `node` itself where there is nothing to join."""
-        self._require_stored(node)
+        """Join a node with its only child if both have the same payload.
+
+        Return the node that has its tokens afterwards: the child, or `node` itself if nothing was joined.
+        """
+        self._require_in_tree(node)
         child = next(iter(node.children.values()), None)
         if child is None or len(node.children) > 1 or child.payload is not node.payload:
             return node
@@ -240,31 +254,34 @@ class RadixTree(Generic[P]):
         return child
 
     def diverged(self, root_key: bytes, tokens: Tokens, max_instead: int = 8, run_tokens: int = 12) -> Divergence:
-        """Where the match of `tokens` ends, and what is stored there instead. Nothing is, where a stored prompt ends
-        there; where all of `tokens` match, `instead` is how the stored ones go on."""
+        """Return where the match of `tokens` ends, and how the tree continues there.
+
+        There is no continuation where a leaf ends at that position. If all of `tokens` match, the continuations follow
+        their end.
+        """
         path, num_tokens = self._walk(root_key, as_ids(tokens))
         if path and num_tokens < path[-1].end:
             return Divergence(num_tokens, (_run(path[-1], num_tokens, run_tokens),), 1, True)
-        following = path[-1].children if path else self._roots.get(root_key, NO_CHILDREN)
-        first_few = tuple(_run(node, node.start, run_tokens) for node in islice(following.values(), max_instead))
-        return Divergence(num_tokens, first_few, len(following), root_key in self._roots)
+        children = path[-1].children if path else self._roots.get(root_key, NO_CHILDREN)
+        first_few = tuple(_run(node, node.start, run_tokens) for node in islice(children.values(), max_instead))
+        return Divergence(num_tokens, first_few, len(children), root_key in self._roots)
 
-    def _walk(self, root_key: bytes, wanted: TokenIds) -> tuple[list[Node[P]], int]:
-        """The nodes that match, the last one maybe in part, and how many tokens that is."""
+    def _walk(self, root_key: bytes, ids: TokenIds) -> tuple[list[Node[P]], int]:
+        """Return the matching nodes, the last one possibly in part, and the number of matching tokens."""
         path: list[Node[P]] = []
         children: Mapping[int, Node[P]] = self._roots.get(root_key, NO_CHILDREN)
-        position, end = 0, len(wanted)
-        while position < end and (node := children.get(wanted.item(position))) is not None:
+        position, end = 0, len(ids)
+        while position < end and (node := children.get(ids.item(position))) is not None:
             path.append(node)
-            common = node._common(wanted, position)
-            position += common
-            if common < node._num_tokens or node._children is None:
+            num_common = node._num_common(ids, position)
+            position += num_common
+            if num_common < node._num_tokens or node._children is None:
                 break
             children = node._children
         return path, position
 
     def _split(self, lower: Node[P], position: int) -> tuple[Node[P], Node[P]]:
-        """A new node takes the tokens before `position`."""
+        """Move the tokens before `position` to a new upper node."""
         size = position - lower.start
         upper = Node(lower.root_key, lower.parent, lower.start, lower._buffer[:size], lower.payload)
         self._attach(upper)
@@ -274,7 +291,7 @@ class RadixTree(Generic[P]):
         return upper, lower
 
     def _attach(self, node: Node[P]) -> Node[P]:
-        """Takes the place of a node that starts with the same token, if there is one."""
+        """Link a node to its parent, in place of a node that starts with the same token."""
         if node.parent is None:
             siblings = self._roots.setdefault(node.root_key, {})
         else:
@@ -286,9 +303,9 @@ class RadixTree(Generic[P]):
         return node
 
     def _siblings(self, node: Node[P]) -> dict[int, Node[P]]:
-        """The dict that `node` is in."""
-        found = self._roots.get(node.root_key) if node.parent is None else node.parent._children
-        return {} if found is None else found
+        """Return the dict of the parent or root that links `node`."""
+        siblings = self._roots.get(node.root_key) if node.parent is None else node.parent._children
+        return {} if siblings is None else siblings
 
     def _drop_empty(self, removed: Node[P]) -> None:
         if removed.parent is None:
@@ -296,18 +313,18 @@ class RadixTree(Generic[P]):
         else:
             removed.parent._children = None
 
-    def _require_stored(self, node: Node[P]) -> None:
+    def _require_in_tree(self, node: Node[P]) -> None:
         if self._siblings(node).get(node._buffer.item(0)) is not node:
             raise ValueError("This node is not in the tree (any more)")
 
     def _require_leaf(self, node: Node[P]) -> None:
-        self._require_stored(node)
+        self._require_in_tree(node)
         if not node.is_leaf:
             raise ValueError(f"A node with {len(node.children)} children cannot be cut: remove those first")
 
 
 def _run(node: Node[Any], start: int, num_tokens: int) -> tuple[int, ...]:
-    """What is stored from `start` on, as far as there is only one way to go."""
+    """Return up to `num_tokens` ids from `start` on, not beyond a branch."""
     ids = node.tokens[start - node.start :][:num_tokens].tolist()
     while len(ids) < num_tokens and len(node.children) == 1:
         (node,) = node.children.values()

@@ -85,7 +85,7 @@ def start_service(
     sockets = sockets or bind_sockets(settings)
     publisher = None if sockets is None else start_publisher(sockets, metrics.events.count)
     listeners = (*listeners, *((publisher,) if publisher is not None else ()))
-    watching = ListenerThread(listeners, gave_up=metrics.events.lost.inc) if listeners else None
+    watching = ListenerThread(listeners, on_dropped=metrics.events.lost.inc) if listeners else None
     engine = Engine(loaded, limits, metrics, storage, disk, remote=remote, watcher=watching)
     at_end = _endings(watching, publisher)
     try:

@@ -1,7 +1,7 @@
 """/cache: sessions that leave as one file, and come from one.
 
-Knows HTTP, sessions and whose salt is whose; the file and the store are the engine's (engine/moving.py). A plain key
-exports what is under its own salts; what any key imports is filed under its own.
+Knows HTTP, sessions and whose salt is whose; the file and the cache are the engine's (engine/bundle_transfer.py). A
+plain key exports what is under its own salts; what any key imports is filed under its own.
 """
 
 from __future__ import annotations

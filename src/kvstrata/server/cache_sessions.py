@@ -1,7 +1,8 @@
 """/cache/sessions: which requests belong together, and what is held of each conversation.
 
-Knows HTTP and whose sessions are whose. What is held is counted by the engine's thread in slices (`store/census.py`),
-and the list is sent as they come: however many sessions there are, no step and no other request waits for the list.
+Knows HTTP and whose sessions are whose. What is held is counted by the engine's thread in slices
+(`prefix_cache/conversation_list.py`), and the list is sent as they come: however many sessions there are, no step and
+no other request waits for the list.
 """
 
 from __future__ import annotations
