@@ -93,7 +93,7 @@ def written(stock: Stock) -> int:
 
 def reachable(stock: Stock, tokens: list[int]) -> int:
     """How many a start would find."""
-    return finish(stock.disk.longest(stock.matcher.root_of(""), as_ids(tokens))).num_tokens
+    return finish(stock.disk.longest_chain(stock.matcher.root_of(""), as_ids(tokens))).num_tokens
 
 
 def load(stock: Stock, tokens: list[int]) -> None:

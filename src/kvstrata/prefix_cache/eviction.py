@@ -150,7 +150,7 @@ class Clearing:
         hot = Cleared(before - self._shelf.nbytes, tokens - self._shelf.tree.num_tokens)
         if tier == "hot":
             return hot
-        self._spills.give_up(under)
+        self._spills.cancel_writes(under)
         for entry in self._shelf.entries:
             if entry.root_key.startswith(under):
                 self._shelf.set_archived(entry, is_clean=False)

@@ -94,7 +94,7 @@ class Flush:
         for entry, lookup in lookups:
             lookup.wait(max(0.0, until_s - time.monotonic()))
             # Unless the disk has evicted it since, it was used just now: others go before it, and the newest last.
-            self._cold.touch(lookup.answer)
+            self._cold.touch_blocks(lookup.answer)
             self._shelf.set_archived(entry, is_clean=bool(lookup.answer))
         version = self._shelf.version
         for leaf in [entry.last_node for entry in chosen]:
@@ -123,13 +123,13 @@ class Flush:
 
     def _blocks_of(self, entry: Entry) -> Lookup[tuple[Link, ...]]:
         leaf = entry.last_node
-        return self._cold.blocks_to(leaf, with_mark=leaf.end in entry.span.marks)
+        return self._cold.find_whole_chain(leaf, with_mark=leaf.end in entry.span.marks)
 
     def _write_until(self, entry: Entry, until_s: float) -> None:
         """Again and again as the disk's queue empties, unless that is not what keeps it out."""
         while entry.nodes and not entry.is_archived and time.monotonic() < until_s:
             was_full = self._tier.writing().queue_bytes > 0
-            self._spills.write_now(entry)
+            self._spills.write_entry(entry)
             if not entry.is_archived:
                 if not was_full:
                     return
@@ -152,5 +152,5 @@ class Flush:
 
     def _why_left(self, entry: Entry) -> DropReason:
         """Where there was time."""
-        untaken = self._spills.refusals.of(entry)
+        untaken = self._spills.refused_writes.refusal_of(entry)
         return disk_reason(untaken.refused if untaken else None, self._tier.writing())

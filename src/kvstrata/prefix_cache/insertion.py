@@ -79,8 +79,8 @@ class Inserter:
         start, end = min(node.start for node in entry.nodes), max(node.end for node in entry.nodes)
         entry.span.cut(start, end)
         self._shelf.change(entry, is_running=False)
-        self._pins.look_at(entry)
-        self._losses.record_stored(entry)
+        self._pins.pin_new_entry(entry)
+        self._losses.record_insertion(entry)
         self._rewriting.review_ended(entry)
 
 

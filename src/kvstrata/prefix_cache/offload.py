@@ -77,7 +77,7 @@ class Offloader:
         self._is_memory_short = False
         self._removals = cold.tier.removals
         self._residency = shelf.residency
-        self.refusals = RefusedWrites(cold.tier, leaves.last_use_s)
+        self.refused_writes = RefusedWrites(cold.tier, leaves.last_use_s)
         self._mover = JobQueue(self._job, lambda _: None, self._failed, watching=failures.watching)
         self._num_faults = 0  # of the disk, when its blocks were last looked at
         self._changed = shelf.dirty_sets.new_dirty_set(self._offer_behind)  # those that may have to be written
@@ -87,7 +87,7 @@ class Offloader:
     def idle(self) -> bool:
         """Nothing is to be done now. More may be as soon as the disk takes blocks again."""
         is_told = self._removals.is_empty and not self._residency.has_doubted
-        return is_told and self._mover.idle and self.refusals.next_takeable() is None
+        return is_told and self._mover.idle and self.refused_writes.next_takeable() is None
 
     @property
     def can_wait(self) -> bool:
@@ -96,9 +96,9 @@ class Offloader:
 
     def run(self, slice_s: float) -> None:
         self._take_removals(MAX_REMOVALS_AT_ONCE)
-        entry = self.refusals.next_takeable() if self._mover.idle else None
+        entry = self.refused_writes.next_takeable() if self._mover.idle else None
         if entry is not None:
-            self.refusals.unblock(entry)
+            self.refused_writes.unblock_entry(entry)
             self._mover.add(entry)
         self._mover.run(slice_s)
 
@@ -137,34 +137,34 @@ class Offloader:
     def _offer(self, entry: Entry) -> None:
         if entry not in self._shelf.entries or entry.is_running or entry.is_archived or not entry.nodes:
             return
-        if self.is_left_out(entry.last_node):
+        if self.is_superseded(entry.last_node):
             return  # when that has gone, the rest is offered again
         owner = _still_computed(entry)
         if owner is not None:
             self._waiting_for_parent.setdefault(owner, []).append(entry)
-        elif not self.refusals.would_recur(entry) and not self.refusals.gave_way(entry):
+        elif not self.refused_writes.would_recur(entry) and not self.refused_writes.was_evicted(entry):
             self._mover.add(entry)
 
-    def give_up(self, under: bytes = b"") -> None:
+    def cancel_writes(self, under: bytes = b"") -> None:
         """What is being written, under all roots that begin so: the disk is cleared."""
-        self.refusals.clear()
+        self.refused_writes.clear()
         self._residency.forget_loads()
         for entry in self._shelf.entries:
             self._changed.add(entry)
             if entry.root_key.startswith(under):
                 self._mover.discard(entry)
 
-    def is_left_out(self, leaf: Node[Entry]) -> bool:
+    def is_superseded(self, leaf: Node[Entry]) -> bool:
         """What a conversation has left behind is not written, however often it was asked for: that was by the same
         conversation, which has gone on elsewhere. A disk would fill up with thinking that no prompt has again."""
         return self._leaves.is_superseded(leaf) and not leaf.payload.is_pinned
 
     def wants(self, leaf: Node[Entry]) -> bool:
         """Whether a leaf that is to go should be encoded and written first."""
-        if self.is_on_disk(leaf.payload) or self.is_left_out(leaf):
+        if self.is_on_disk(leaf.payload) or self.is_superseded(leaf):
             return False
         self._retry_after_fault()
-        return not self.refusals.would_recur(leaf.payload)
+        return not self.refused_writes.would_recur(leaf.payload)
 
     def write_leaf(
         self, leaf: Node[Entry], until_s: float = math.inf, *, is_transcoding: bool, goes_now: bool = False
@@ -174,15 +174,15 @@ class Offloader:
         if self.wants(leaf):
             if goes_now:
                 self._trim_to(leaf)
-            self.write_now(leaf.payload, math.inf if goes_now else until_s)
+            self.write_entry(leaf.payload, math.inf if goes_now else until_s)
         entry = leaf.payload
         if entry.is_archived:
             return Handover(leaf.end)
-        if self.is_left_out(leaf):
+        if self.is_superseded(leaf):
             return Handover(leaf.start, "superseded")
         if is_transcoding or self._mover.has(entry):
             return Handover(leaf.start, "disk_slow", waits=self._cold.is_working)
-        untaken = self.refusals.of(entry)
+        untaken = self.refused_writes.refusal_of(entry)
         if untaken is None:
             return Handover(leaf.start)  # what it hangs on is still being computed
         is_queue_full = untaken.refused is not None and untaken.refused.reason is Refusal.QUEUE_FULL
@@ -204,7 +204,7 @@ class Offloader:
         if num_faults == self._num_faults:
             return
         self._num_faults = num_faults
-        for entry in self.refusals.forget_faults():
+        for entry in self.refused_writes.forget_faults():
             self._changed.add(entry)
 
     def is_on_disk(self, entry: Entry) -> bool:
@@ -222,7 +222,7 @@ class Offloader:
         for removal in self._removals.take(max_removals):
             entries = self._residency.remove_block(removal.block.key)
             for entry in entries:
-                self.refusals.remove_block(entry, removal)
+                self.refused_writes.record_removal(entry, removal)
                 self._withdraw(entry)
                 if removal.cause is not RemovalCause.CLEARED:
                     self._offer(entry)
@@ -239,7 +239,7 @@ class Offloader:
         entry.archived_token_bytes = 0.0
         self._changed.add(entry)
 
-    def write_now(self, entry: Entry, until_s: float = math.inf) -> None:
+    def write_entry(self, entry: Entry, until_s: float = math.inf) -> None:
         if until_s == math.inf:
             # What was begun may have been about fewer tokens.
             self._mover.discard(entry)
@@ -258,14 +258,14 @@ class Offloader:
     def _failed(self, entry: Entry, error: Exception) -> None:
         """It is not tried again before it changes."""
         self._failures.record_failure("spills", error)
-        self.refusals.record_refusal(entry, None)
+        self.refused_writes.record_refusal(entry, None)
 
     def _job(self, entry: Entry) -> Job | None:
         return None if entry.is_archived or not self._can_be_written(entry) else self._spill(entry)
 
     def _can_be_written(self, entry: Entry) -> bool:
         """Unless a request still computes it, or what it hangs on, or its conversation has left it behind."""
-        if entry.is_running or not entry.nodes or self.is_left_out(entry.last_node):
+        if entry.is_running or not entry.nodes or self.is_superseded(entry.last_node):
             return False
         return _still_computed(entry) is None
 
@@ -298,9 +298,9 @@ class Offloader:
         self._shelf.set_archived(entry, is_clean=spilled.is_whole and is_complete)
         entry.archived_token_bytes = spilled.token_bytes if entry.is_archived else 0.0
         if entry.is_archived:
-            self.refusals.remove(entry)
+            self.refused_writes.remove_entry(entry)
         if not spilled.is_whole:
-            self.refusals.record_refusal(entry, spilled.refused, spilled.end)
+            self.refused_writes.record_refusal(entry, spilled.refused, spilled.end)
         elif not entry.is_archived:
             self._changed.add(entry)
         self._counters["spilled_spans" if spilled.is_whole else "refused_spills"] += 1
@@ -380,7 +380,7 @@ class RefusedWrites:
             reason: WeakKeyDictionary() for reason in (Refusal.QUEUE_FULL, Refusal.PAUSED, Refusal.WRITE_BUDGET)
         }
 
-    def of(self, entry: Entry) -> RefusedWrite | None:
+    def refusal_of(self, entry: Entry) -> RefusedWrite | None:
         """None: it was not refused."""
         return self._untaken.get(entry)
 
@@ -389,7 +389,7 @@ class RefusedWrites:
         if refused is not None and refused.reason in self._blocked:
             self._blocked[refused.reason][entry] = refused
 
-    def remove_block(self, entry: Entry, removal: BlockRemoval) -> None:
+    def record_removal(self, entry: Entry, removal: BlockRemoval) -> None:
         """The disk has no longer what it had taken of an entry from the start of a block on."""
         before = self._untaken.get(entry)
         disk_end = removal.start if before is None else min(before.disk_end, removal.start)
@@ -398,11 +398,11 @@ class RefusedWrites:
         elif before is not None:
             self._untaken[entry] = replace(before, disk_end=disk_end)
 
-    def remove(self, entry: Entry) -> None:
+    def remove_entry(self, entry: Entry) -> None:
         """The disk has taken all of it."""
         self._untaken.pop(entry, None)
 
-    def gave_way(self, entry: Entry) -> bool:
+    def was_evicted(self, entry: Entry) -> bool:
         """Whether the disk evicted some of an entry for others. It is written again when memory evicts it, and not
         ahead of that: then others would give way, in turns and without end."""
         before = self._untaken.get(entry)
@@ -425,7 +425,7 @@ class RefusedWrites:
         writing = self._tier.writing()
         return next((entry for entry, refused in firsts if writing.would_take(refused)), None)
 
-    def unblock(self, entry: Entry) -> None:
+    def unblock_entry(self, entry: Entry) -> None:
         """It is offered again."""
         for blocked in self._blocked.values():
             blocked.pop(entry, None)
@@ -456,7 +456,7 @@ class DropCounters:
         self._counters = counters
         self._new: WeakSet[Entry] = WeakSet()
 
-    def record_stored(self, entry: Entry) -> None:
+    def record_insertion(self, entry: Entry) -> None:
         self._new.add(entry)
 
     def record_eviction(self, entry: Entry, lost_tokens: int, reason: DropReason | None, *, num_tokens: int) -> None:
@@ -472,7 +472,7 @@ class DropCounters:
         if is_new:
             self._counters[f"refused_{reason}"] += 1
 
-    def clear_new(self) -> None:
+    def forget_new_entries(self) -> None:
         """There is room for all that is left."""
         self._new.clear()
 

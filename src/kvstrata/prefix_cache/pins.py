@@ -40,10 +40,10 @@ class Pin:
     expires_s: float = math.inf
 
     @property
-    def asked(self) -> TokenIds:
+    def pinned_ids(self) -> TokenIds:
         return self.ids[: self.num_tokens]
 
-    def concerns(self, ids: TokenIds) -> bool:
+    def overlaps(self, ids: TokenIds) -> bool:
         """Whether one of the two begins the other. Both are under one root."""
         length = min(self.num_tokens, len(ids))
         return np.array_equal(self.ids[:length], ids[:length])
@@ -103,12 +103,12 @@ class Pins:
             return
         if limit_bytes is not None:
             self._check(_entries_of(path), owner, limit_bytes)
-        same_way = [pin for pin in self._by_root.get(root_key, ()) if not pin.name and pin.concerns(asked)]
+        same_way = [pin for pin in self._by_root.get(root_key, ()) if not pin.name and pin.overlaps(asked)]
         if any(pin.num_tokens >= len(asked) for pin in same_way):
             return  # a longer one has it
         self._replace(same_way, Pin(root_key, owner, _ids_of(path), len(asked)), _entries_of(path))
 
-    def keep(self, tokens: Tokens, salt: str, term: Term) -> int:
+    def pin_until(self, tokens: Tokens, salt: str, term: Term) -> int:
         """Likewise for some time, instead of what was kept under the term's name. Nothing changes where the owner would
         have too much pinned: that is counted."""
         self.expire()
@@ -132,7 +132,7 @@ class Pins:
         self._counters["ttl_pins"] += 1
         return num_tokens
 
-    def may_keep(self, tokens: Tokens, salt: str, term: Term, token_bytes: int) -> bool:
+    def can_pin_until(self, tokens: Tokens, salt: str, term: Term, token_bytes: int) -> bool:
         """Whether `keep` would find room in the quota when all these tokens are stored, with so many bytes for each
         that is not yet. What is not is counted."""
         root_key = self._search.root_of(salt)
@@ -163,18 +163,18 @@ class Pins:
     def unpin(self, tokens: Tokens, salt: str) -> int:
         """Every pin that these tokens begin with, or that begins with them. Tells how many of the tokens are stored."""
         ids, root_key = as_ids(tokens), self._search.root_of(salt)
-        self._end([pin for pin in self._by_root.get(root_key, ()) if pin.concerns(ids)])
+        self._end([pin for pin in self._by_root.get(root_key, ()) if pin.overlaps(ids)])
         return self._search.find(ids, salt).num_tokens
 
-    def look_at(self, entry: Entry) -> None:
+    def pin_new_entry(self, entry: Entry) -> None:
         """It has come to memory: maybe it has some of what is pinned, and was not there."""
         for pin in list(self._missing.get(entry.root_key, ())):
-            match = self._shelf.tree.match(pin.root_key, pin.asked)
+            match = self._shelf.tree.match(pin.root_key, pin.pinned_ids)
             # Where all of it is there: a few first tokens may be of any prompt.
             if match.num_tokens == pin.num_tokens:
                 self._hold(pin, _entries_of(match.path))
 
-    def nbytes(self, owner: str | None) -> int:
+    def pinned_bytes(self, owner: str | None) -> int:
         """What is pinned, in memory: of one owner or of all."""
         return self._bytes.total() if owner is None else self._bytes.of(owner)
 

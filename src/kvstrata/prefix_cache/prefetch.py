@@ -41,13 +41,13 @@ LEAST_WAIT_S = 0.02
 class TierOffer:
     """What one tier has of a prompt."""
 
-    cold: TierClient
+    client: TierClient
     match: TierMatch
 
 
 @dataclass(frozen=True)
 class TierQuestion:
-    cold: TierClient
+    client: TierClient
     lookup: Lookup[TierMatch]
     until_s: float | None = None  # then it is not waited for any more; None: the caller decides
 
@@ -69,9 +69,9 @@ class TierOffers:
 
     @property
     def offers(self) -> tuple[TierOffer, ...]:
-        return tuple(TierOffer(each.cold, each.lookup.answer) for each in self.questions if each.lookup.is_done)
+        return tuple(TierOffer(each.client, each.lookup.answer) for each in self.questions if each.lookup.is_done)
 
-    def ends_s(self, patience_s: float) -> float:
+    def deadline_s(self, patience_s: float) -> float:
         """When it should be looked at again, unless an answer comes; no tier is waited for longer than this."""
         latest_s = self.asked_s + patience_s
         open_ends = [each.until_s for each in self.questions if not each.lookup.is_done]
@@ -142,17 +142,17 @@ class Prefetcher:
     ) -> BlockLoad | None:
         """Begin to load what a tier has more than memory, if it is expected to come faster than at so many tokens in
         a second; 0: that is not known. None: it has no more, or it would not."""
-        match, loads = offer.match, offer.cold.loader
+        match, loads = offer.match, offer.client.loader
         ids, root = as_ids(tokens), self._search.root_of(salt)
         found = self._search.find(ids, salt)
         rest = match.after(found.num_tokens)
-        seconds = loads.seconds_for(rest)
+        seconds = loads.expected_seconds(rest)
         more_tokens = match.num_tokens - found.num_tokens
         if more_tokens <= 0 or (prefill_tokens_s and seconds >= more_tokens / prefill_tokens_s):
             return None
         load = BlockLoad(root, salt, ids, rest, on_batch=self._promote)
-        loads.begin(load)
-        if offer.cold is self._cold:
+        loads.begin_load(load)
+        if offer.client is self._cold:
             for link in rest.links:
                 self._residency.record_block(load, link.key)
         # What comes would hang on nothing without it.
@@ -172,7 +172,7 @@ class Prefetcher:
 
     def promote(self, load: BlockLoad) -> None:
         """A load has ended: what came is in memory from now on, and nothing is kept for it."""
-        if not self._desk.marks.are_needed or (load.mark is not None and load.is_whole):
+        if not self._desk.marks.are_needed or (load.checkpoint is not None and load.is_complete):
             self._promote(load)
         self.abandon(load)
 
@@ -195,7 +195,7 @@ class Prefetcher:
 
     def _insert(self, load: BlockLoad) -> None:
         """The load ends where memory has no room for it, or not any more what it hangs on."""
-        batch = load.take()
+        batch = load.take_blocks()
         if not batch.blocks:
             return
         shelf = self._desk.shelf
@@ -205,7 +205,7 @@ class Prefetcher:
         # A node may claim no token that its span has not.
         hangs = shelf.tree.match(load.root, load.ids[: batch.start]).num_tokens == batch.start
         if not hangs or shelf.nbytes + span.nbytes > limit_bytes:
-            load.lacked_room = True
+            load.lacked_memory = True
             _give_up(load)
             self._counters["refused_promotions"] += 1
             return
@@ -220,8 +220,8 @@ class Prefetcher:
             for link in batch.links:
                 self._residency.record_block(entry, link.key)
         path = shelf.insert_entry(entry, load.ids[: batch.end])
-        if load.mark is not None and load.mark.position == batch.end:
-            self._desk.marks.add_checkpoint(path, load.mark)
+        if load.checkpoint is not None and load.checkpoint.position == batch.end:
+            self._desk.marks.add_checkpoint(path, load.checkpoint)
         self._counters["promoted_tokens"] += batch.end - batch.start
         self._desk.intake.finish_span(entry)
         if load.lease is not None:
@@ -231,7 +231,7 @@ class Prefetcher:
 
 def _give_up(load: BlockLoad) -> None:
     if load.source is not None:
-        load.source.give_up(load)
+        load.source.cancel_load(load)
 
 
 class Restorer:
@@ -265,7 +265,7 @@ class Restorer:
         """Whether the disk has said what it has: `work` should be called."""
         return self._lookup is not None and self._lookup.is_done
 
-    def has(self, entry: Entry) -> bool:
+    def has_entry(self, entry: Entry) -> bool:
         return entry in self._waiting
 
     def restored_bytes(self, entry: Entry, plan: Plan) -> int:
@@ -316,14 +316,14 @@ class Restorer:
             on_batch=lambda load: self._take(entry, load),
             on_done=lambda load: self._take_last(entry, load),
         )
-        self._cold.loader.begin(self._load)
+        self._cold.loader.begin_load(self._load)
 
     def _begin(self) -> None:
         """The next one, unless one is on its way."""
         while self._waiting and self._lookup is None and self._load is None:
             entry = next(iter(self._waiting))
             if self._can_take(entry):
-                self._lookup = self._cold.blocks_to(entry.last_node, with_mark=False)
+                self._lookup = self._cold.find_whole_chain(entry.last_node, with_mark=False)
             else:
                 del self._waiting[entry]
                 self._shelf.dirty_sets.mark_dirty(entry)
@@ -336,7 +336,7 @@ class Restorer:
         if self._lookup is not None:
             self._lookup.withdraw()
         if self._load is not None:
-            self._cold.loader.give_up(self._load)
+            self._cold.loader.cancel_load(self._load)
         self._lookup = self._load = None
 
     def _end(self, entry: Entry) -> None:
@@ -349,7 +349,7 @@ class Restorer:
         """All has come, or no more will."""
         if load is not self._load:
             return  # it is of no use any more
-        if load.is_whole:
+        if load.is_complete:
             self._take(entry, load)
         else:
             self._counters["refused_restores"] += 1
@@ -372,7 +372,7 @@ class Restorer:
 
     def _swap(self, entry: Entry, load: BlockLoad) -> None:
         """What has come so far takes the place of what is there in fewer bits. The load ends where there is no room."""
-        batch, span = load.take(), entry.span
+        batch, span = load.take_blocks(), entry.span
         start, end = max(batch.start, span.position), min(batch.end, span.end)
         if not batch.blocks:
             return

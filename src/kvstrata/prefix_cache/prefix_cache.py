@@ -265,7 +265,7 @@ class Stock:
         self.requantizer.take_over(failed.requantizer)
         loads = [self.disk.loader, *([self.shared.client.loader] if self.shared is not None else [])]
         ends = (failed.table.abandon, failed.requantizer.cancel, failed.transcoder.jobs.clear)
-        for end in (*ends, *(each.clear for each in loads)):
+        for end in (*ends, *(each.cancel_all for each in loads)):
             try:
                 end()
             except Exception as error:  # noqa: BLE001

@@ -44,7 +44,7 @@ class _PendingShare:
     lookup: Lookup[Wanted]
 
     @property
-    def is_there(self) -> bool:
+    def is_current(self) -> bool:
         """Whether the leaf is still what it was: not evicted meanwhile, nor cut short."""
         return self.leaf in self.leaf.payload.nodes and self.leaf.end >= self.end
 
@@ -131,17 +131,17 @@ class Sharer:
         ids = ids_to(leaf)
         marks = [at for node in leaf.path() for at in node.payload.span.marks if node.start < at <= node.end]
         aligned = tuple(sorted({at for at in marks if at % BLOCK_TOKENS == 0}))
-        lookup = self._cold.ask(self._tier.blocks.wanted(leaf.root_key, ids, aligned), Wanted())
+        lookup = self._cold.start_lookup(self._tier.blocks.wanted(leaf.root_key, ids, aligned), Wanted())
         self._asked = _PendingShare(leaf, leaf.end, ids, lookup)
 
     def _share(self, asked: _PendingShare, wanted: Wanted) -> Generator[None, None, None]:
         if not wanted.is_known:
             return
         for link in wanted.links:
-            if not asked.is_there or not (yield from self._give(asked, wanted.root, link)):
+            if not asked.is_current or not (yield from self._give(asked, wanted.root, link)):
                 return
         for link in wanted.marks:
-            if not asked.is_there or not (yield from self._give_mark(asked, wanted.root, link)):
+            if not asked.is_current or not (yield from self._give_mark(asked, wanted.root, link)):
                 return
         entry = asked.leaf.payload
         entry.shared_end = max(entry.shared_end, asked.end - asked.end % BLOCK_TOKENS)

@@ -71,13 +71,13 @@ class BlockLoad:
     began_s: float = 0.0
     lease: Lease | None = None  # on what it continues, and on what was taken
     blocks: list[Arrays] = field(default_factory=list)  # come and not taken
-    num_bytes: int = 0  # of those
+    nbytes: int = 0  # of those
     num_taken: int = 0
-    mark: Mark | None = None
+    checkpoint: Mark | None = None
     reading: BlockReading | None = None
     source: BlockLoader | None = None  # where it comes from
     is_done: bool = False
-    lacked_room: bool = False  # it ended because memory had no room for it, or none for what it hangs on
+    lacked_memory: bool = False  # it ended because memory had no room for it, or none for what it hangs on
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -89,34 +89,34 @@ class BlockLoad:
         return self.source is not None and self.source.has_arrived
 
     @property
-    def num_come(self) -> int:
+    def num_arrived(self) -> int:
         return self.num_taken + len(self.blocks)
 
     @property
-    def is_whole(self) -> bool:
-        return self.num_come == len(self.links)
+    def is_complete(self) -> bool:
+        return self.num_arrived == len(self.links)
 
     @property
     def num_loaded_tokens(self) -> int:
-        return self.links[self.num_come - 1].end - self.links[0].start if self.num_come else 0
+        return self.links[self.num_arrived - 1].end - self.links[0].start if self.num_arrived else 0
 
     @property
     def num_tokens(self) -> int:
         return self.links[-1].end - self.links[0].start
 
-    def take(self) -> LoadedBlocks:
+    def take_blocks(self) -> LoadedBlocks:
         """What has come since the last time."""
-        links = self.links[self.num_taken : self.num_come]
+        links = self.links[self.num_taken : self.num_arrived]
         batch = (
             LoadedBlocks(tuple(self.blocks), links, links[0].start, links[-1].end)
             if links
             else LoadedBlocks((), (), 0, 0)
         )
         self.num_taken += len(self.blocks)
-        self.blocks, self.num_bytes = [], 0
+        self.blocks, self.nbytes = [], 0
         return batch
 
-    def gives_up_at(self, prefill_tokens_s: float) -> float:
+    def deadline_s(self, prefill_tokens_s: float) -> float:
         """When computing would have been faster, so far; 0: how fast that is is not known."""
         if not prefill_tokens_s:
             return math.inf
@@ -147,9 +147,9 @@ class BlockLoader:
     @property
     def unused_bytes(self) -> int:
         """Arrays that wait to be taken."""
-        return sum(load.num_bytes for load in self._active)
+        return sum(load.nbytes for load in self._active)
 
-    def begin(self, load: BlockLoad) -> None:
+    def begin_load(self, load: BlockLoad) -> None:
         load.began_s = self._clock()
         load.source = self
         links, mark_bytes = load.links, load.match.mark_bytes
@@ -161,19 +161,19 @@ class BlockLoader:
         load.reading = self._tier.read(wanted, lambda came: self._arrive(load, came), root=load.root, sizes=sizes)
         self._active[load] = None
 
-    def seconds_for(self, match: TierMatch) -> float:
+    def expected_seconds(self, match: TierMatch) -> float:
         """What reading these blocks is expected to take."""
         return self._tier.rates.seconds_for(sum(match.sizes), len(match.sizes))
 
-    def give_up(self, load: BlockLoad) -> None:
+    def cancel_load(self, load: BlockLoad) -> None:
         if load.reading is not None:
             load.reading.cancel()
         self._end(load)
 
-    def clear(self) -> None:
+    def cancel_all(self) -> None:
         """Give up all loads: what they were for is gone."""
         for load in list(self._active):
-            self.give_up(load)
+            self.cancel_load(load)
 
     def run(self, slice_s: float) -> None:
         """At least one block, then as many as the time allows."""
@@ -204,7 +204,7 @@ class BlockLoader:
             return  # there was no room
         try:
             if came.block.part == MARK:
-                load.mark = unpack_mark(_packed(came.block))
+                load.checkpoint = unpack_mark(_packed(came.block))
                 return
             start, end = came.block.start, came.block.start + came.block.num_tokens
             load.blocks.append(unpack(self._layout, _packed(came.block), start, end))
@@ -217,8 +217,8 @@ class BlockLoader:
                 self._tier.remove([came.block.id])
             self._fail(load)
             return
-        load.num_bytes += came.block.nbytes
-        if load.is_whole:
+        load.nbytes += came.block.nbytes
+        if load.is_complete:
             self._end(load)
             load.on_done(load)
 
@@ -230,7 +230,7 @@ class BlockLoader:
                 other.on_batch(other)
 
     def _fail(self, load: BlockLoad) -> None:
-        self.give_up(load)
+        self.cancel_load(load)
         load.on_done(load)
 
     def _end(self, load: BlockLoad) -> None:
@@ -257,12 +257,12 @@ class PinnedBlocks:
         self._by_pin: dict[Hashable, set[bytes]] = {}
         self._num_pins: Counter[bytes] = Counter()  # that keep a block
 
-    def begin(self, pin: Hashable) -> None:
+    def begin_pin(self, pin: Hashable) -> None:
         """From now on blocks are kept for a pin."""
         with self._lock:
             self._by_pin.setdefault(pin, set())
 
-    def keep(self, pins: Iterable[Hashable], keys: Iterable[bytes]) -> None:
+    def pin_blocks(self, pins: Iterable[Hashable], keys: Iterable[bytes]) -> None:
         """Keep blocks for some pins, as far as these have not ended meanwhile."""
         with self._lock:
             kept = [self._by_pin[pin] for pin in pins if pin in self._by_pin]
@@ -272,7 +272,7 @@ class PinnedBlocks:
                     own.add(key)
                 self._keys.add(key)
 
-    def end(self, pins: Iterable[Hashable]) -> None:
+    def end_pins(self, pins: Iterable[Hashable]) -> None:
         """Let go of what no other pin keeps."""
         with self._lock:
             for pin in pins:
@@ -428,7 +428,7 @@ class TierClient:
             raise NotWritten
         entry, _ = holder_of(leaf, link.end - 1)
         if entry.is_pinned:
-            self._pinned.keep(entry.pins, [link.key])
+            self._pinned.pin_blocks(entry.pins, [link.key])
         mark = entry.span.marks.get(link.end)
         if mark is not None and not self.tier.blocks.find(link.key, MARK):
             # Where its block was worth it, it is.
@@ -462,7 +462,7 @@ class TierClient:
         span = entry.span
         return span.kv_bytes * (link.end - link.start) / max(1, span.num_tokens)
 
-    def touch(self, steps: Iterable[Link]) -> None:
+    def touch_blocks(self, steps: Iterable[Link]) -> None:
         """These count as used now, wherever they came from."""
         parts = (BASE, MARK) if self._needs_marks else (BASE,)
         self.tier.touch(BlockId(link.key, part) for link in steps for part in parts)
@@ -472,61 +472,61 @@ class TierClient:
         pins end. What comes to it later is pinned as it comes."""
         if not self.has_tier:
             return
-        self._pinned.begin(pin)
-        self.ask(self._pin(pin, root, ids, tuple(instead_of)), None)
+        self._pinned.begin_pin(pin)
+        self.start_lookup(self._pin(pin, root, ids, tuple(instead_of)), None)
 
     def _pin(self, pin: Hashable, root: bytes, ids: TokenIds, instead_of: Sequence[Hashable]) -> Walk[None]:
         try:
             match = yield from self.tier.blocks.longest(root, 0, ids)
-            self._pinned.keep([pin], [link.key for link in match.links])
+            self._pinned.pin_blocks([pin], [link.key for link in match.links])
         finally:
             # Not before: what both keep is never without a pin, whenever the tier asks.
-            self._pinned.end(instead_of)
+            self._pinned.end_pins(instead_of)
 
     def unpin_chains(self, pins: Iterable[Hashable]) -> None:
         """What the disk has for these need not stay there, unless another pin keeps it."""
-        self._pinned.end(pins)
+        self._pinned.end_pins(pins)
 
     # Found.
 
     def find_chain(self, root: bytes, ids: TokenIds) -> Lookup[TierMatch]:
         """Ask for the longest chain that a sequence with these tokens can go on from. It counts as used, wherever the
         sequence gets them: what is asked for often is not to be the first that leaves the disk."""
-        return self.ask(self._look(root, ids), TierMatch())
+        return self.start_lookup(self._look(root, ids), TierMatch())
 
     def describe_prefix(self, root: bytes, ids: TokenIds) -> Lookup[OnDisk | None]:
         """The answer is None until there is one, and for good without a tier."""
-        return self.ask(self.tier.blocks.about(root, ids, at_marks=self._needs_marks), None)
+        return self.start_lookup(self.tier.blocks.about(root, ids, at_marks=self._needs_marks), None)
 
-    def reach(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Lookup[tuple[int, ...]]:
+    def count_usable(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Lookup[tuple[int, ...]]:
         """How many tokens of each chain a sequence could go on from. Nothing counts as used. The answer is empty until
         there is one, and for good without a tier."""
-        return self.ask(self._reach(tuple(chains)), ())
+        return self.start_lookup(self._reach(tuple(chains)), ())
 
     def locate_runs(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Lookup[tuple[tuple[TierRun, ...], ...]]:
         """Likewise, in which runs they lie there."""
-        return self.ask(self._lie(tuple(chains)), ())
+        return self.start_lookup(self._lie(tuple(chains)), ())
 
     def drop_chain(self, root: bytes, ids: TokenIds, start: int, *, is_dry: bool) -> Lookup[Removed]:
         """Remove the blocks of these tokens that begin at `start` or later, from the last one on, as far as no other
         block hangs on them; or only tell what would go."""
-        return self.ask(self._drop(root, ids, start, is_dry=is_dry), Removed())
+        return self.start_lookup(self._drop(root, ids, start, is_dry=is_dry), Removed())
 
-    def blocks_to(self, leaf: Node[Entry], *, with_mark: bool) -> Lookup[tuple[Link, ...]]:
+    def find_whole_chain(self, leaf: Node[Entry], *, with_mark: bool) -> Lookup[tuple[Link, ...]]:
         """The blocks of all tokens up to a leaf's end, however they were cut; none where the disk has not all of it."""
-        return self.ask(self._whole(leaf.root_key, ids_to(leaf), with_mark=with_mark), ())
+        return self.start_lookup(self._whole(leaf.root_key, ids_to(leaf), with_mark=with_mark), ())
 
     def _reach(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Walk[tuple[int, ...]]:
         found: list[int] = []
         for root, ids in chains:
-            found.append((yield from self.longest(root, ids)).num_tokens)
+            found.append((yield from self.longest_chain(root, ids)).num_tokens)
         return tuple(found)
 
     def _lie(self, chains: Sequence[tuple[bytes, TokenIds]]) -> Walk[tuple[tuple[TierRun, ...], ...]]:
         found: list[tuple[TierRun, ...]] = []
         for root, ids in chains:
             runs: list[TierRun] = []
-            for link in (yield from self.longest(root, ids)).links:
+            for link in (yield from self.longest_chain(root, ids)).links:
                 names = by_label(self.tier.blocks.contents(BlockId(link.key)), PRECISION)
                 precision = "+".join(sorted(names))
                 goes_on = bool(runs) and runs[-1].precision == precision
@@ -552,16 +552,16 @@ class TierClient:
             is_whole = self.tier.blocks.find(links[-1].key, MARK) > 0
         return links if is_whole else ()
 
-    def longest(self, root: bytes, ids: TokenIds) -> Walk[TierMatch]:
+    def longest_chain(self, root: bytes, ids: TokenIds) -> Walk[TierMatch]:
         """The longest chain of blocks that begins these tokens, and that a sequence can go on from."""
         return self.tier.blocks.longest(root, 0, ids, at_marks=self._needs_marks)
 
     def _look(self, root: bytes, ids: TokenIds) -> Walk[TierMatch]:
-        match = yield from self.longest(root, ids)
-        self.touch(match.links)
+        match = yield from self.longest_chain(root, ids)
+        self.touch_blocks(match.links)
         return match
 
-    def ask(self, walk: Walk[T], otherwise: T) -> Lookup[T]:
+    def start_lookup(self, walk: Walk[T], otherwise: T) -> Lookup[T]:
         """Have a walk done on a thread of the tier, and the engine's woken when it is."""
         return self.tier.look(walk, otherwise, self._wake)
 
