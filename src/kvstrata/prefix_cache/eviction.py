@@ -120,7 +120,7 @@ class Evictor:
             # Spans may be joined: the leaf may be another's afterwards.
             self._rewriting.finish_path(leaf, until_s)
         is_transcoding = self._rewriting.jobs.has(leaf.payload)
-        return self._spills.write_leaf(leaf, until_s, is_transcoding=is_transcoding, goes_now=goes_now)
+        return self._spills.write_leaf(leaf, until_s, is_transcoding=is_transcoding, must_evict=goes_now)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ class Flush:
 
     def _blocks_of(self, entry: Entry) -> Lookup[tuple[Link, ...]]:
         leaf = entry.last_node
-        return self._cold.find_whole_chain(leaf, with_mark=leaf.end in entry.span.marks)
+        return self._cold.find_whole_chain(leaf, with_checkpoint=leaf.end in entry.span.marks)
 
     def _write_until(self, entry: Entry, until_s: float) -> None:
         """Again and again as the disk's queue empties, unless that is not what keeps it out."""

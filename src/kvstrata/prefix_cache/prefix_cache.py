@@ -27,7 +27,7 @@ from kvstrata.prefix_cache.matching import (
     checkpoint_of,
     ranges_of,
 )
-from kvstrata.prefix_cache.offload import DropCounters, NoOffloader, Offloader
+from kvstrata.prefix_cache.offload import DropCounters, Offloader
 from kvstrata.prefix_cache.pins import Pins
 from kvstrata.prefix_cache.precision import PlanOf, PrecisionPolicy, StepDownPolicy
 from kvstrata.prefix_cache.prefetch import Prefetcher, Restorer
@@ -433,9 +433,7 @@ def _build_memory(
     reporter: UsageReporter,
 ) -> _Memory:
     options, shelf, leaves, counters = ground.options, ground.shelf, ground.leaves, ground.counters
-    spills = (Offloader if cold.has_tier else NoOffloader)(
-        cold, shelf, leaves, counters, ground.failures, was_short=ground.precision.was_short
-    )
+    spills = Offloader(cold, shelf, leaves, counters, ground.failures, was_short=ground.precision.was_short)
     rewriting = Transcoder(
         shelf,
         ground.precision,
