@@ -1,4 +1,4 @@
-"""Blocks that pins keep on the disk: a block stays exactly as long as a pin keeps it."""
+"""Pinned blocks: a block stays on the disk exactly until its last pin ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_keys_are_those_of_all_pins_that_have_not_ended(steps: list[tuple]) -> None:
+def test_pinned_blocks_keys_are_those_of_all_open_pins(steps: list[tuple]) -> None:
     keys = set[bytes]()
     blocks, kept = PinnedBlocks(keys), dict[int, set[bytes]]()
     for step in steps:
@@ -39,12 +39,12 @@ def test_keys_are_those_of_all_pins_that_have_not_ended(steps: list[tuple]) -> N
         assert keys == set[bytes]().union(*kept.values())
 
 
-def test_a_lookup_that_ends_late_keeps_what_others_pinned_meanwhile() -> None:
+def test_pinned_blocks_late_lookup_keeps_blocks_of_other_pins() -> None:
     keys = set[bytes]()
     blocks = PinnedBlocks(keys)
     blocks.begin_pin("first")
     blocks.begin_pin("second")
-    blocks.pin_blocks(["second"], KEYS[2:3])  # written while both are looked up
+    blocks.pin_blocks(["second"], KEYS[2:3])  # written while both chains are looked up
     blocks.pin_blocks(["first"], KEYS[:2])
     assert keys == set(KEYS[:3])
     blocks.pin_blocks(["second"], KEYS[:1])
