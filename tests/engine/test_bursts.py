@@ -70,7 +70,7 @@ def full_drive(
 def num_kept(drive: Drive, seed: int) -> int:
     """Tokens of a chat that memory or the disk has."""
     ids = as_ids(prompt(CHAT_TOKENS, seed=seed)[:-1])
-    on_disk = finish(drive.stock.disk.longest(drive.stock.matcher.root_of(""), ids))
+    on_disk = finish(drive.stock.disk.longest_chain(drive.stock.matcher.root_of(""), ids))
     return max(drive.stock.store.lookup(ids, "").num_tokens, on_disk.num_tokens)
 
 

@@ -66,7 +66,7 @@ def is_on_disk(engine: Engine, seed: int) -> bool:
 
     def question(loop: Loop) -> bool:
         root = next(entry.root_key for entry in loop.stock.table.entries)
-        match = finish(loop.stock.disk.longest(root, as_ids(prompt_of(seed)[:-1])))
+        match = finish(loop.stock.disk.longest_chain(root, as_ids(prompt_of(seed)[:-1])))
         return match.num_tokens == 599
 
     return engine.ask(question).result(60)

@@ -93,7 +93,7 @@ def written(cache: PrefixCache) -> int:
 
 def reachable(cache: PrefixCache, tokens: list[int]) -> int:
     """Return how many tokens a restarted server would read from the disk."""
-    return finish(cache.disk.longest(cache.matcher.root_of(""), as_ids(tokens))).num_tokens
+    return finish(cache.disk.longest_chain(cache.matcher.root_of(""), as_ids(tokens))).num_tokens
 
 
 def load(cache: PrefixCache, tokens: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""What a conversation is on the disk: one chain of blocks, whatever becomes of its spans in memory."""
+"""Chains of blocks: a conversation is one chain on the disk, however its spans change in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LAYOUTS = [pytest.param(LAYOUT, id="full"), pytest.param(HYBRID, id="hybrid")]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_long_chat_is_written_once(layout: Layout, tmp_path: Path) -> None:
+def test_chain_writer_long_chat_is_written_once(layout: Layout, tmp_path: Path) -> None:
     with store_on(tmp_path, layout, disk_write="after-reply") as stock:
         tokens = chat(stock, [], NUM_TURNS)
         assert len(stock.table.entries) <= MAX_SPANS
@@ -27,7 +27,7 @@ def test_a_long_chat_is_written_once(layout: Layout, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_after_a_restart_a_chat_goes_on_where_its_blocks_end(layout: Layout, tmp_path: Path) -> None:
+def test_chain_writer_after_restart_continues_written_blocks(layout: Layout, tmp_path: Path) -> None:
     with store_on(tmp_path, layout, disk_write="after-reply") as stock:
         tokens = chat(stock, [], MAX_SPANS)
         written(stock)
@@ -37,8 +37,8 @@ def test_after_a_restart_a_chat_goes_on_where_its_blocks_end(layout: Layout, tmp
         assert written(stock) == reachable(stock, tokens) == len(tokens)
 
 
-def test_what_was_cut_short_in_memory_is_not_written_again(tmp_path: Path) -> None:
-    """The cut is somewhere in a block, and so is the beginning of what is loaded after it."""
+def test_chain_writer_cut_and_reloaded_span_is_not_rewritten(tmp_path: Path) -> None:
+    """Both the cut and the start of the loaded span are inside a block."""
     with store_on(tmp_path, disk_write="after-reply") as stock:
         tokens = chat(stock, chat(stock, [], 1, turn_tokens=100), 1, seed=1, turn_tokens=2000)
         stock.store.release(stock.store.lease(tokens, ""))
@@ -49,7 +49,7 @@ def test_what_was_cut_short_in_memory_is_not_written_again(tmp_path: Path) -> No
         assert written(stock) == reachable(stock, tokens) == len(tokens)
 
 
-def test_a_chat_that_parts_shares_what_comes_before(tmp_path: Path) -> None:
+def test_chain_writer_diverged_chats_share_their_prefix(tmp_path: Path) -> None:
     with store_on(tmp_path, HYBRID, disk_write="after-reply") as stock:
         tokens = chat(stock, [], 10, turn_tokens=100)
         other = chat(stock, tokens[:400], 1, seed=1, turn_tokens=100)
@@ -57,20 +57,20 @@ def test_a_chat_that_parts_shares_what_comes_before(tmp_path: Path) -> None:
         other = chat(stock, other, 10, seed=3, turn_tokens=100)
         assert reachable(stock, tokens) == len(tokens)
         assert reachable(stock, other) == len(other)
-        # A block at most twice, where they part.
+        # The block in which the chats diverge may be written twice.
         assert written(stock) <= len(tokens) + len(other) - 400 + 256
 
 
 def await_rows(stock: Stock, num_blocks: int) -> None:
-    """A catalogue that was lost is rebuilt while the server answers."""
+    """Wait until the tier has rebuilt its lost catalogue."""
     deadline = time.monotonic() + 30
     while stock.disk.tier.usage().num_blocks < num_blocks and time.monotonic() < deadline:
         time.sleep(0.005)
     assert stock.disk.tier.usage().num_blocks == num_blocks
 
 
-def test_the_longest_of_several_chains_is_continued(tmp_path: Path) -> None:
-    """A folder may have a conversation more than once, cut into other blocks."""
+def test_chain_writer_with_several_chains_continues_the_longest(tmp_path: Path) -> None:
+    """A folder may have several chains of one conversation, cut into different blocks."""
     tokens = random_tokens(900, 0)
     with store_on(tmp_path / "a") as stock:
         write_turns(stock, tokens, [300])
@@ -94,7 +94,7 @@ def test_the_longest_of_several_chains_is_continued(tmp_path: Path) -> None:
         assert lease.num_tokens == 900
 
 
-def test_a_block_that_is_missing_is_written_and_the_rest_hangs_on_it(tmp_path: Path) -> None:
+def test_chain_writer_missing_block_is_rewritten_and_its_children_stay(tmp_path: Path) -> None:
     with store_on(tmp_path, disk_write="after-reply") as stock:
         tier = stock.disk.tier
         tokens = chat(stock, [], 1, turn_tokens=2000)
@@ -105,7 +105,7 @@ def test_a_block_that_is_missing_is_written_and_the_rest_hangs_on_it(tmp_path: P
         assert written(stock) == reachable(stock, tokens) == len(tokens)
 
 
-def test_what_hangs_on_a_running_request_is_written_when_that_ends(tmp_path: Path) -> None:
+def test_offloader_child_of_running_entry_is_written_after_its_end(tmp_path: Path) -> None:
     with store_on(tmp_path, disk_write="after-reply") as stock:
         shared = random_tokens(300, 0)
         running = Run(stock, [*shared, *random_tokens(50, 1)])
@@ -121,7 +121,7 @@ def test_what_hangs_on_a_running_request_is_written_when_that_ends(tmp_path: Pat
         assert reachable(stock, other) == len(other)
 
 
-def test_a_reply_is_written_while_the_next_turn_reads_it(tmp_path: Path) -> None:
+def test_offloader_leased_reply_is_written(tmp_path: Path) -> None:
     with store_on(tmp_path, disk_write="after-reply") as stock:
         tokens = random_tokens(300, 0)
         store_tokens(stock, tokens)

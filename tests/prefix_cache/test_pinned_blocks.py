@@ -1,4 +1,4 @@
-"""Blocks that pins keep on the disk: a block stays exactly as long as a pin keeps it."""
+"""Pinned blocks: a block stays on the disk exactly until its last pin ends."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_keys_are_those_of_all_pins_that_have_not_ended(steps: list[tuple]) -> None:
+def test_pinned_blocks_keys_are_those_of_all_open_pins(steps: list[tuple]) -> None:
     keys = set[bytes]()
     blocks, kept = PinnedBlocks(keys), dict[int, set[bytes]]()
     for step in steps:
         match step:
             case ("begin", pin):
-                blocks.begin(pin)
+                blocks.begin_pin(pin)
                 kept.setdefault(pin, set())
             case ("keep", pins, new):
-                blocks.keep(pins, new)
+                blocks.pin_blocks(pins, new)
                 for pin in pins & set(kept):
                     kept[pin] |= new
             case ("end", pins):
-                blocks.end(pins)
+                blocks.end_pins(pins)
                 for pin in pins:
                     kept.pop(pin, None)
         assert keys == set[bytes]().union(*kept.values())
 
 
-def test_a_lookup_that_ends_late_keeps_what_others_pinned_meanwhile() -> None:
+def test_pinned_blocks_late_lookup_keeps_blocks_of_other_pins() -> None:
     keys = set[bytes]()
     blocks = PinnedBlocks(keys)
-    blocks.begin("first")
-    blocks.begin("second")
-    blocks.keep(["second"], KEYS[2:3])  # written while both are looked up
-    blocks.keep(["first"], KEYS[:2])
+    blocks.begin_pin("first")
+    blocks.begin_pin("second")
+    blocks.pin_blocks(["second"], KEYS[2:3])  # written while both chains are looked up
+    blocks.pin_blocks(["first"], KEYS[:2])
     assert keys == set(KEYS[:3])
-    blocks.keep(["second"], KEYS[:1])
-    blocks.end(["first"])
+    blocks.pin_blocks(["second"], KEYS[:1])
+    blocks.end_pins(["first"])
     assert keys == {KEYS[0], KEYS[2]}

@@ -1,4 +1,4 @@
-"""Precision that comes back from the disk, within the bounds of reading and of memory."""
+"""Restorer: dropped planes are read back from the disk, within the bounds of reads and of memory."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ RAW, LOW = PrecisionChange(k=parse("raw"), v=parse("raw")), PrecisionChange(k=pa
 TIMEOUT_S = 60.0
 
 
-class Watched(Files):
-    """Looks at each read how much was read that is of no use yet."""
+class CountingFiles(Files):
+    """Files that record at each read how many bytes have been read and not used."""
 
     def __init__(self) -> None:
         self.unused_bytes: list[int] = []
@@ -32,13 +32,13 @@ class Watched(Files):
 
     def read_into(self, fd: int, buffer: memoryview, offset: int) -> int:
         if self.stock is not None:
-            cold = self.stock.disk
-            self.unused_bytes.append(cold.tier.usage().unused_bytes + cold.loader.unused_bytes)
+            client = self.stock.disk
+            self.unused_bytes.append(client.tier.usage().unused_bytes + client.loader.unused_bytes)
         return super().read_into(fd, buffer, offset)
 
 
 def step_down(stock: Stock, *prompts: list[int]) -> None:
-    """They are on the disk as they were, and in memory in fewer bits."""
+    """Write prompts to the disk raw, then let them step down in memory."""
     for tokens in prompts:
         write_turns(stock, tokens, [len(tokens)])
     stock.requantizer.requantize(LOW, plan("planes:4"))
@@ -46,32 +46,32 @@ def step_down(stock: Stock, *prompts: list[int]) -> None:
     written(stock)
 
 
-def go_up(stock: Stock) -> int:
-    """Tells how much was held at most."""
+def restore_all(stock: Stock) -> int:
+    """Restore all entries, and return the most bytes that the cache had meanwhile."""
     stock.requantizer.requantize(RAW, plan("raw"))
-    until_s, most = time.monotonic() + TIMEOUT_S, 0
+    until_s, max_bytes = time.monotonic() + TIMEOUT_S, 0
     while stock.requantizer.is_running:
         assert time.monotonic() < until_s
         if stock.background.has_work:
             stock.background.run_background(0)
-            most = max(most, stock.table.nbytes)
-    return most
+            max_bytes = max(max_bytes, stock.table.nbytes)
+    return max_bytes
 
 
-def test_what_comes_back_keeps_to_the_bound_of_reading(tmp_path: Path) -> None:
+def test_restore_reads_ahead_within_bound(tmp_path: Path) -> None:
     tokens = random_tokens(4000, 0)
     bound_bytes = 2 * 512 * TOKEN_BYTES  # two blocks as bytes, two as arrays
-    files = Watched()
+    files = CountingFiles()
     disk: dict[str, Any] = {"files": files, "read_ahead_bytes": bound_bytes // 2}
     with store_on(tmp_path, **disk) as stock:
         step_down(stock, tokens)
         files.stock = stock
-        go_up(stock)
+        restore_all(stock)
         settle(stock)
         assert 0 < max(files.unused_bytes) <= bound_bytes
         assert stock.counters["restored_spans"] == 1
         assert stock.table.nbytes == len(tokens) * TOKEN_BYTES
-        # One part in each layer, as before.
+        # Each layer has one segment, as before.
         (entry,) = stock.table.entries
         assert {len(entry.span.sealed(layer)) for layer in entry.span.layers} == {1}
         lease = stock.store.lease(tokens, "")
@@ -79,27 +79,29 @@ def test_what_comes_back_keeps_to_the_bound_of_reading(tmp_path: Path) -> None:
         stock.store.release(lease)
 
 
-def test_what_finds_no_room_stays_lower_and_nothing_goes_for_it(tmp_path: Path) -> None:
+def test_restore_without_free_memory_skips_entries_and_evicts_none(tmp_path: Path) -> None:
     with store_on(tmp_path) as stock:
         prompts = [random_tokens(1000, seed) for seed in range(3)]
         step_down(stock, *prompts)
-        held = stock.table.nbytes
-        stock.reclaimer.limit_bytes = held + 1100 * TOKEN_BYTES
-        told = stock.requantizer.requantize(PrecisionChange(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
-        assert [left.spans for left in told.left_alone if left.reason == NO_ROOM] == [2]
-        assert go_up(stock) <= stock.reclaimer.limit_bytes
+        cached_bytes = stock.table.nbytes
+        stock.reclaimer.limit_bytes = cached_bytes + 1100 * TOKEN_BYTES
+        preview = stock.requantizer.requantize(
+            PrecisionChange(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw")
+        )
+        assert [left.spans for left in preview.left_alone if left.reason == NO_ROOM] == [2]
+        assert restore_all(stock) <= stock.reclaimer.limit_bytes
         settle(stock)
         assert stock.counters["restored_spans"] == 1
-        assert stock.table.nbytes == told.bytes_after
+        assert stock.table.nbytes == preview.bytes_after
         assert [stock.store.lookup(tokens, "").num_tokens for tokens in prompts] == [1000] * 3
-        # What was used last.
+        # The entry that was used last is restored first.
         lease = stock.store.lease(prompts[-1], "")
         check_lease(lease, prompts[-1])
         stock.store.release(lease)
 
 
-def test_memory_that_is_gone_when_it_comes_ends_it(tmp_path: Path) -> None:
-    """It was there when it was asked for."""
+def test_restore_ends_when_memory_runs_out(tmp_path: Path) -> None:
+    """Memory was free when the restore began."""
     tokens = random_tokens(4000, 0)
     with store_on(tmp_path, read_ahead_bytes=512 * TOKEN_BYTES) as stock:
         step_down(stock, tokens)
@@ -114,14 +116,14 @@ def test_memory_that_is_gone_when_it_comes_ends_it(tmp_path: Path) -> None:
             assert stock.table.nbytes <= limit_bytes
         settle(stock)
         assert stock.counters["restores_without_room"] == 1
-        # As far as there was room.
+        # Some blocks fitted in memory.
         assert set(stock.usage.usage().by_precision) == {"raw", "planes:4"}
         lease = stock.store.lease(tokens, "")
         check_lease(lease, tokens, at_least=4)
         stock.store.release(lease)
 
 
-def test_a_later_change_ends_a_restore_where_it_is(tmp_path: Path) -> None:
+def test_restore_ends_when_precision_changes_again(tmp_path: Path) -> None:
     tokens = random_tokens(4000, 0)
     with store_on(tmp_path, read_ahead_bytes=512 * TOKEN_BYTES) as stock:
         step_down(stock, tokens)
@@ -132,23 +134,23 @@ def test_a_later_change_ends_a_restore_where_it_is(tmp_path: Path) -> None:
         assert set(stock.usage.usage().by_precision) == {"planes:4"}
 
 
-def test_blocks_that_left_the_disk_end_a_restore(tmp_path: Path) -> None:
+def test_restore_ends_when_blocks_have_left_the_disk(tmp_path: Path) -> None:
     tokens = random_tokens(1000, 0)
     with store_on(tmp_path) as stock:
         step_down(stock, tokens)
         stock.disk.tier.clear()
-        go_up(stock)
+        restore_all(stock)
         assert stock.counters["restored_spans"] == 0
         assert set(stock.usage.usage().by_precision) == {"planes:4"}
 
 
-def test_a_restored_span_takes_only_kv_of_its_own_tokens(tmp_path: Path) -> None:
-    """While its blocks are read, its end is evicted, and another conversation's end is joined to it."""
+def test_restore_of_changed_entry_replaces_only_its_own_tokens(tmp_path: Path) -> None:
+    """While blocks are read, the entry's end is evicted, and the end of another conversation is joined to it."""
     shared = random_tokens(512, 0)
     first, second = [*shared, *random_tokens(512, 1)], [*shared, *random_tokens(512, 2)]
     with store_on(tmp_path, read_ahead_bytes=256 * TOKEN_BYTES) as stock:
         step_down(stock, first, second)
-        stock.store.release(stock.store.lease(first, ""))  # used last, so it goes up first
+        stock.store.release(stock.store.lease(first, ""))  # used last, so restored first
         stock.requantizer.requantize(RAW, plan("raw"))
         until_s = time.monotonic() + TIMEOUT_S
         while not stock.disk.loader.has_arrived:

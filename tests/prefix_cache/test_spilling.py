@@ -1,4 +1,4 @@
-"""What goes to the disk, when spans are joined, evicted and lowered, and when the disk does not take it."""
+"""Offload: entries written while spans are joined, evicted and stepped down, and entries that the disk refuses."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plan(name: str) -> Plan:
 
 
 def unsettled_chat(stock: Stock, num_turns: int) -> list[int]:
-    """The last turn has only just ended."""
+    """Compute a chat of which the last turn has not been processed in the background."""
     tokens = chat(stock, [], num_turns - 2)
     tokens = [*chat(stock, tokens, 1, seed=1, turn_tokens=20), *random_tokens(20, 2)]
     store_tokens(stock, tokens)
@@ -38,7 +38,7 @@ def unsettled_chat(stock: Stock, num_turns: int) -> list[int]:
 
 
 def check_all(stock: Stock, tokens: list[int]) -> None:
-    """A start finds all of it, as it was."""
+    """Check that a load from the disk brings back all tokens unchanged."""
     stock.clearing.clear(tier="hot")
     load(stock, tokens)
     lease = stock.store.lease(tokens, "")
@@ -47,12 +47,12 @@ def check_all(stock: Stock, tokens: list[int]) -> None:
     stock.store.release(lease)
 
 
-# Joined.
+# Joins.
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_turns", [MAX_SPANS, MAX_SPANS + 1])
-def test_what_is_joined_when_it_is_evicted_is_written(layout: Layout, num_turns: int, tmp_path: Path) -> None:
+def test_eviction_of_joined_spans_writes_them(layout: Layout, num_turns: int, tmp_path: Path) -> None:
     with store_on(tmp_path, layout) as stock:
         tokens = unsettled_chat(stock, num_turns)
         stock.reclaimer.shrink_to(stock.table.nbytes, 0.0, most_bytes=stock.table.nbytes - 1)
@@ -61,7 +61,7 @@ def test_what_is_joined_when_it_is_evicted_is_written(layout: Layout, num_turns:
 
 
 @pytest.mark.parametrize("num_turns", [MAX_SPANS, MAX_SPANS + 1, MAX_SPANS + 2])
-def test_a_flush_writes_what_is_joined_during_it(num_turns: int, tmp_path: Path) -> None:
+def test_flush_writes_spans_that_it_joins(num_turns: int, tmp_path: Path) -> None:
     with store_on(tmp_path) as stock:
         tokens = unsettled_chat(stock, num_turns)
         stock.flush(60)
@@ -69,8 +69,8 @@ def test_a_flush_writes_what_is_joined_during_it(num_turns: int, tmp_path: Path)
         assert all(entry.is_archived for entry in stock.table.entries)
 
 
-def test_what_is_evicted_is_written_with_what_it_hangs_on(tmp_path: Path) -> None:
-    """The mover had no time to trim either of them."""
+def test_eviction_of_leaf_writes_its_parent_first(tmp_path: Path) -> None:
+    """Both spans are still in the KV buffers of their owners."""
     with store_on(tmp_path) as stock:
         tokens = random_tokens(600, 0)
         first = Run(stock, tokens[:300])
@@ -83,7 +83,7 @@ def test_what_is_evicted_is_written_with_what_it_hangs_on(tmp_path: Path) -> Non
         assert written(stock) == reachable(stock, tokens) == 600
 
 
-def test_what_has_grown_since_it_was_begun_is_written_whole(tmp_path: Path) -> None:
+def test_offloader_entry_grown_since_job_began_is_written_whole(tmp_path: Path) -> None:
     with store_on(tmp_path) as stock:
         tokens = chat(stock, [], MAX_SPANS)
         stock.offloader.offer_changed()
@@ -94,7 +94,7 @@ def test_what_has_grown_since_it_was_begun_is_written_whole(tmp_path: Path) -> N
         assert written(stock) == reachable(stock, tokens) == len(tokens)
 
 
-def test_spans_are_joined_while_their_chain_is_written(tmp_path: Path) -> None:
+def test_chain_writer_spans_joined_meanwhile_are_written_once(tmp_path: Path) -> None:
     with store_on(tmp_path) as stock:
         tokens = chat(stock, [], MAX_SPANS, turn_tokens=30)
         last = tuple(stock.table.entries)[-1]
@@ -110,10 +110,10 @@ def test_spans_are_joined_while_their_chain_is_written(tmp_path: Path) -> None:
         check_all(stock, tokens)
 
 
-# Unreadable.
+# Unreadable blocks.
 
 
-def test_a_block_that_cannot_be_read_is_removed_and_written_again(tmp_path: Path) -> None:
+def test_block_loader_unreadable_block_is_removed_and_rewritten(tmp_path: Path) -> None:
     with store_on(tmp_path) as stock:
         tokens = random_tokens(300, 0)
         root, ids = root_key(stock.matcher.identity, ""), as_ids(tokens)[:256]
@@ -131,11 +131,11 @@ def test_a_block_that_cannot_be_read_is_removed_and_written_again(tmp_path: Path
         check_all(stock, tokens)
 
 
-# Refused.
+# Refused writes.
 
 
-def stubborn(stock: Stock) -> int:
-    """How often the disk is asked in vain while nothing changes."""
+def repeated_refusals(stock: Stock) -> int:
+    """Count the refused writes while nothing changes."""
     before = stock.counters["refused_spills"]
     for _ in range(5):
         stock.reclaimer.shrink_to(stock.table.max_bytes)
@@ -152,17 +152,17 @@ REFUSALS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("limits", REFUSALS, ids=lambda limits: next(iter(limits)))
-def test_what_the_disk_does_not_take_is_not_offered_again(limits: dict[str, Any], tmp_path: Path) -> None:
+def test_refused_writes_unchanged_entry_is_not_offered_again(limits: dict[str, Any], tmp_path: Path) -> None:
     with store_on(tmp_path, hot_bytes=HOT_BYTES, **limits) as stock:
         write_turns(stock, random_tokens(400, 0), [400])
         write_turns(stock, random_tokens(400, 1), [400])
         stock.reclaimer.shrink_to(HOT_BYTES)
         settle(stock)
         assert stock.counters["refused_spills"] > 0
-        assert stubborn(stock) == 0
+        assert repeated_refusals(stock) == 0
 
 
-def test_on_the_next_day_it_is_offered_again(tmp_path: Path) -> None:
+def test_refused_writes_next_day_renews_write_budget(tmp_path: Path) -> None:
     now = [0.0]
     limits: dict[str, Any] = {"daily_write_bytes": 600 * TOKEN_BYTES, "clock": lambda: now[0]}
     with store_on(tmp_path, hot_bytes=HOT_BYTES, **limits) as stock:
@@ -171,7 +171,7 @@ def test_on_the_next_day_it_is_offered_again(tmp_path: Path) -> None:
             write_turns(stock, each, [400])
         assert sorted(reachable(stock, each) for each in tokens) < [400, 400]
         now[0] += SECONDS_OF_A_DAY
-        # What is just being written may count twice for a moment.
+        # A block that is being written may count twice for a moment.
         for _ in range(2):
             stock.reclaimer.shrink_to(HOT_BYTES)
             settle(stock)
@@ -179,7 +179,7 @@ def test_on_the_next_day_it_is_offered_again(tmp_path: Path) -> None:
         assert [reachable(stock, each) for each in tokens] == [400, 400]
 
 
-def test_when_it_is_asked_for_again_it_is_offered_again(tmp_path: Path) -> None:
+def test_refused_writes_second_use_offers_entry_again(tmp_path: Path) -> None:
     with store_on(tmp_path, hot_bytes=HOT_BYTES, second_touch=True) as stock:
         tokens = random_tokens(800, 0)
         write_turns(stock, tokens, [800])
@@ -190,7 +190,7 @@ def test_when_it_is_asked_for_again_it_is_offered_again(tmp_path: Path) -> None:
         assert written(stock) == 800
 
 
-def test_what_a_full_queue_refused_is_offered_when_it_is_empty(tmp_path: Path) -> None:
+def test_refused_writes_empty_queue_offers_entry_again(tmp_path: Path) -> None:
     with store_on(tmp_path, hot_bytes=2 * HOT_BYTES, queue_bytes=300 * TOKEN_BYTES) as stock:
         tokens = random_tokens(1600, 0)
         store_tokens(stock, tokens)
@@ -202,11 +202,11 @@ def test_what_a_full_queue_refused_is_offered_when_it_is_empty(tmp_path: Path) -
         assert written(stock) == 1600
 
 
-# Cleared.
+# Clearing.
 
 
 @pytest.mark.parametrize("tier", ["disk", "all"])
-def test_what_is_being_written_when_the_disk_is_cleared_leaves_nothing(tier: Any, tmp_path: Path) -> None:
+def test_clear_during_write_leaves_no_block(tier: Any, tmp_path: Path) -> None:
     with store_on(tmp_path) as stock:
         tokens = random_tokens(1500, 0)
         store_tokens(stock, tokens)
@@ -221,10 +221,10 @@ def test_what_is_being_written_when_the_disk_is_cleared_leaves_nothing(tier: Any
         assert not any(entry.is_archived for entry in stock.table.entries)
 
 
-# Put away.
+# Archived planes.
 
 
-def test_what_the_disk_has_in_fewer_bits_is_put_away_all_the_same(tmp_path: Path) -> None:
+def test_archive_replaces_blocks_of_fewer_bits(tmp_path: Path) -> None:
     with store_on(tmp_path, name="planes:4") as stock:
         tokens = random_tokens(600, 0)
         write_turns(stock, tokens, [600])
@@ -237,7 +237,7 @@ def test_what_the_disk_has_in_fewer_bits_is_put_away_all_the_same(tmp_path: Path
         assert written(stock) == 600
         up = stock.requantizer.requantize(PrecisionChange(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
         assert up.bytes_after == 600 * TOKEN_BYTES
-        go_up(stock)
+        restore_all(stock)
         assert stock.counters["restored_spans"] == 1
         assert stock.table.nbytes == 600 * TOKEN_BYTES
         lease = stock.store.lease(tokens, "")
@@ -245,26 +245,26 @@ def test_what_the_disk_has_in_fewer_bits_is_put_away_all_the_same(tmp_path: Path
         stock.store.release(lease)
 
 
-def go_up(stock: Stock) -> None:
+def restore_all(stock: Stock) -> None:
     stock.requantizer.requantize(PrecisionChange(k=parse("raw"), v=parse("raw")), plan("raw"))
     while stock.requantizer.is_running:
         if stock.background.has_work:
             stock.background.run_background(0)
 
 
-def test_nothing_is_promised_or_counted_where_the_disk_has_it_in_fewer_bits(tmp_path: Path) -> None:
+def test_restore_of_blocks_with_fewer_bits_changes_nothing(tmp_path: Path) -> None:
     with store_on(tmp_path, name="planes:4") as stock:
         tokens = random_tokens(600, 0)
         write_turns(stock, tokens, [600])
         before = stock.table.nbytes
         up = stock.requantizer.requantize(PrecisionChange(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw"))
         assert up.bytes_after == up.bytes_before == before
-        go_up(stock)
+        restore_all(stock)
         assert stock.counters["restored_spans"] == 0
         assert stock.table.nbytes == before
 
 
-def test_a_span_that_begins_inside_a_block_comes_back(tmp_path: Path) -> None:
+def test_restore_of_span_that_begins_inside_block_is_complete(tmp_path: Path) -> None:
     with store_on(tmp_path, disk_write="after-reply") as stock:
         tokens = chat(stock, chat(stock, [], 1, turn_tokens=100), 1, seed=1, turn_tokens=2000)
         stock.store.release(stock.store.lease(tokens, ""))
@@ -275,20 +275,20 @@ def test_a_span_that_begins_inside_a_block_comes_back(tmp_path: Path) -> None:
         stock.requantizer.requantize(PrecisionChange(k=parse("planes:4"), v=parse("planes:4")), plan("planes:4"))
         settle(stock)
         assert stock.table.nbytes < 2100 * TOKEN_BYTES / 2
-        go_up(stock)
-        # Of the one that was cut short, the end is inside a block.
+        restore_all(stock)
+        # The end of the span that was cut is inside a block.
         assert [dict(share_of(entry).by_precision).keys() for entry in stock.table.entries][2] == {"raw"}
         lease = stock.store.lease(tokens, "")
         check_lease(lease, tokens, at_least=4)
         stock.store.release(lease)
 
 
-def test_a_block_was_last_used_when_its_tokens_were_and_not_when_it_is_written(tmp_path: Path) -> None:
+def test_chain_writer_last_use_of_block_is_that_of_its_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("tests.prefix_cache.disk.Clock", lambda: clock)
     with store_on(tmp_path, clock=lambda: 1000.0) as stock:
         old, new = random_tokens(100, 1), random_tokens(100, 2)
         store_tokens(stock, old)
-        clock = stock.candidates._clock
-        assert isinstance(clock, Clock)
         clock.now_s += 50
         store_tokens(stock, new)
         stock.flush(60)
@@ -296,10 +296,10 @@ def test_a_block_was_last_used_when_its_tokens_were_and_not_when_it_is_written(t
     assert last_uses == pytest.approx([950.0, 1000.0], abs=1.0)
 
 
-# Settled.
+# Transcoding before eviction.
 
 
-def test_what_is_evicted_is_settled_and_what_it_hangs_on_is_left_as_it_is(tmp_path: Path) -> None:
+def test_eviction_encodes_leaf_and_leaves_its_parent_raw(tmp_path: Path) -> None:
     with store_on(tmp_path) as stock:
         tokens = random_tokens(512, 0)
         for end in (256, 512):
@@ -314,13 +314,13 @@ def test_what_is_evicted_is_settled_and_what_it_hangs_on_is_left_as_it_is(tmp_pa
         assert {k.name for layer in above.span.layers for k, _ in above.span.pairs(layer)} == {"raw"}
 
 
-# Short sequences, which stay raw until a longer one goes on from them.
+# Short sequences stay raw until a longer one resumes from them.
 
 SHORT = 100
 IN_8_BITS: dict[str, Any] = {"name": "planes:8", "min_quantize_tokens": 256}
 
 
-def write_free(stock: Stock) -> None:
+def write_unused(stock: Stock) -> None:
     settle(stock)
     stock.offloader.offer_changed()
     settle(stock)
@@ -333,57 +333,57 @@ def precisions_on_disk(stock: Stock) -> set[str]:
     return set(usage.by_precision)
 
 
-def test_raw_blocks_of_a_short_sequence_are_replaced_when_it_has_become_long(tmp_path: Path) -> None:
+def test_chain_writer_raw_blocks_of_grown_sequence_are_replaced(tmp_path: Path) -> None:
     tokens = random_tokens(400, 0)
     with store_on(tmp_path, **IN_8_BITS) as stock:
         store_tokens(stock, tokens[:SHORT])
-        write_free(stock)
+        write_unused(stock)
         assert precisions_on_disk(stock) == {"raw"}
         store_tokens(stock, tokens)
-        write_free(stock)
+        write_unused(stock)
         assert precisions_on_disk(stock) == {"planes:8"}
         assert written(stock) == reachable(stock, tokens) == len(tokens)
         check_all(stock, tokens)
 
 
-def test_raw_blocks_are_replaced_when_a_conversation_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_chain_writer_raw_blocks_are_replaced_after_restart(tmp_path: Path) -> None:
     tokens = random_tokens(400, 0)
     with store_on(tmp_path, **IN_8_BITS) as stock:
         store_tokens(stock, tokens[:SHORT])
-        write_free(stock)
+        write_unused(stock)
     with store_on(tmp_path, **IN_8_BITS) as stock:
         load(stock, tokens)
         assert store_tokens(stock, tokens) == SHORT
-        write_free(stock)
+        write_unused(stock)
         assert precisions_on_disk(stock) == {"planes:8"}
         assert reachable(stock, tokens) == len(tokens)
 
 
-def test_raw_blocks_are_replaced_when_the_last_reader_of_a_short_beginning_ends(tmp_path: Path) -> None:
+def test_chain_writer_raw_blocks_are_replaced_after_last_lease(tmp_path: Path) -> None:
     tokens = random_tokens(400, 0)
     with store_on(tmp_path, **IN_8_BITS) as stock:
         store_tokens(stock, tokens[:SHORT])
         reader = stock.store.lease(tokens[:SHORT], "")
         store_tokens(stock, tokens)
-        write_free(stock)
+        write_unused(stock)
         assert "raw" in precisions_on_disk(stock)
         stock.store.release(reader)
-        write_free(stock)
+        write_unused(stock)
         assert precisions_on_disk(stock) == {"planes:8"}
 
 
-def test_a_short_beginning_is_encoded_before_it_is_written_for_what_is_evicted(tmp_path: Path) -> None:
+def test_eviction_encodes_short_prefix_before_writing_it(tmp_path: Path) -> None:
     tokens = random_tokens(400, 0)
     with store_on(tmp_path, **IN_8_BITS) as stock:
         store_tokens(stock, tokens[:SHORT])
         settle(stock)
-        store_tokens(stock, tokens)  # nothing of what follows is done yet
+        store_tokens(stock, tokens)  # its background work has not begun
         stock.reclaimer.shrink_to(0, 60.0, most_bytes=0)
         assert written(stock) == len(tokens)
         assert precisions_on_disk(stock) == {"planes:8"}
 
 
-def test_raw_blocks_that_were_written_after_a_reply_are_replaced(tmp_path: Path) -> None:
+def test_chain_writer_raw_blocks_written_after_reply_are_replaced(tmp_path: Path) -> None:
     tokens = random_tokens(400, 0)
     with store_on(tmp_path, disk_write="after-reply", **IN_8_BITS) as stock:
         for end in (SHORT, 2 * SHORT, len(tokens)):

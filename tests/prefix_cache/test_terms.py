@@ -1,4 +1,4 @@
-"""Pins with a term: they end by themselves, take each other's place, and stay within the quota."""
+"""Pins with a term: they expire, replace each other by name, and stay within the quota."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ STEPS = st.lists(
 
 @settings(deadline=None)
 @given(STEPS)
-def test_what_is_pinned_is_what_a_list_of_terms_says(steps: list[tuple]) -> None:
+def test_pins_random_operations_match_list_of_terms(steps: list[tuple]) -> None:
     clock = Clock()
     stock = new_stock(clock=clock)
     for salt in SALTS:
         for prompt in PROMPTS:
             store_tokens(stock, prompt, salt)
-    terms: dict[tuple[str, str], tuple[int, float]] = {}  # salt and name: prompt and when it ends
+    terms: dict[tuple[str, str], tuple[int, float]] = {}  # salt and name: prompt and expiry
     forever: set[tuple[str, int]] = set()
 
     def pinned(without: tuple[str, str] | None = None) -> set[tuple[str, int]]:
@@ -53,8 +53,8 @@ def test_what_is_pinned_is_what_a_list_of_terms_says(steps: list[tuple]) -> None
                 term = Term(name, ttl_s, LIMIT_BYTES)
                 others = {each for each in pinned((salt, name)) if owner_of(each[0]) == owner_of(salt)}
                 fits = len(others | {(salt, number)}) <= 2
-                assert stock.pins.may_keep(PROMPTS[number], salt, term, TOKEN_BYTES) is fits
-                assert stock.pins.keep(PROMPTS[number], salt, term) == 60 * fits
+                assert stock.pins.can_pin_until(PROMPTS[number], salt, term, TOKEN_BYTES) is fits
+                assert stock.pins.pin_until(PROMPTS[number], salt, term) == 60 * fits
                 if fits:
                     terms[salt, name] = number, clock.now_s + ttl_s
             case ("wait", seconds):
@@ -68,8 +68,8 @@ def test_what_is_pinned_is_what_a_list_of_terms_says(steps: list[tuple]) -> None
                 stock.pins.unpin(PROMPTS[number], salt)
                 forever.discard((salt, number))
                 terms = {key: term for key, term in terms.items() if (key[0], term[0]) != (salt, number)}
-        kept = {(entry.salt, PROMPTS.index(_tokens(entry))) for entry in stock.table.entries if entry.is_pinned}
-        assert kept == pinned()
+        pinned_now = {(entry.salt, PROMPTS.index(_tokens(entry))) for entry in stock.table.entries if entry.is_pinned}
+        assert pinned_now == pinned()
         assert (stock.pins.seconds_to_expiry() == math.inf) == (not terms)
     stock.evictor.shrink_to(0)
     for salt in SALTS:
@@ -81,41 +81,41 @@ def _tokens(entry) -> tuple[int, ...]:
     return tuple(entry.last_node.tokens.tolist())
 
 
-def test_owners_together_pin_no_more_than_half_of_the_memory() -> None:
+def test_pins_of_all_owners_take_at_most_half_of_memory() -> None:
     stock = new_stock(hot_bytes=600 * TOKEN_BYTES)
     quota_bytes = 150 * TOKEN_BYTES
     term = Term("session", 10.0, quota_bytes)
     owners = [f"key-{letter}" for letter in "abcd"]
     for owner in owners:
         store_tokens(stock, range(100), owner)
-    fits = [stock.pins.may_keep(range(100), owner, term, TOKEN_BYTES) for owner in owners[:1]]
-    assert [stock.pins.keep(range(100), owner, term) for owner in owners] == [100, 100, 100, 0]
-    assert [*fits, stock.pins.may_keep(range(100), owners[3], term, TOKEN_BYTES)] == [True, False]
+    fits = [stock.pins.can_pin_until(range(100), owner, term, TOKEN_BYTES) for owner in owners[:1]]
+    assert [stock.pins.pin_until(range(100), owner, term) for owner in owners] == [100, 100, 100, 0]
+    assert [*fits, stock.pins.can_pin_until(range(100), owners[3], term, TOKEN_BYTES)] == [True, False]
     with pytest.raises(Forbidden, match="All keys together"):
         stock.pins.pin(range(100), owners[3], quota_bytes)
-    assert stock.pins.pin(range(100), owners[3]) == 100  # who has no quota decides for all
-    assert stock.pins.nbytes(None) == 400 * TOKEN_BYTES
+    assert stock.pins.pin(range(100), owners[3]) == 100  # an owner without a quota is not limited
+    assert stock.pins.pinned_bytes(None) == 400 * TOKEN_BYTES
 
 
-def test_one_quota_may_be_more_than_half() -> None:
+def test_pins_quota_above_half_of_memory_is_usable() -> None:
     stock = new_stock(hot_bytes=200 * TOKEN_BYTES)
     store_tokens(stock, range(150), "key-a")
-    assert stock.pins.keep(range(150), "key-a", Term("session", 10.0, 160 * TOKEN_BYTES)) == 150
+    assert stock.pins.pin_until(range(150), "key-a", Term("session", 10.0, 160 * TOKEN_BYTES)) == 150
 
 
-def test_there_are_never_more_than_so_many() -> None:
+def test_pins_of_one_owner_beyond_max_terms_end_the_oldest() -> None:
     stock = new_stock()
     for number in range(MAX_TERMS + 10):
         store_tokens(stock, range(number * 100, number * 100 + 5), "key-a")
-        stock.pins.keep(range(number * 100, number * 100 + 5), "key-a", Term(str(number), 10.0 + number, 1 << 30))
+        stock.pins.pin_until(range(number * 100, number * 100 + 5), "key-a", Term(str(number), 10.0 + number, 1 << 30))
     store_tokens(stock, range(5), "key-b")
-    stock.pins.keep(range(5), "key-b", Term("b", 1.0, 1 << 30))
+    stock.pins.pin_until(range(5), "key-b", Term("b", 1.0, 1 << 30))
     assert sum(entry.is_pinned for entry in stock.table.entries) == MAX_TERMS + 1
     assert stock.store.lookup(range(5), "key-b").num_tokens == 5
 
 
-class Matches:
-    """Counts the walks over a prompt's tokens: in the tree of what memory holds, and on the disk."""
+class WalkCounter:
+    """Counts the walks over a prompt's tokens, in the radix tree and on the disk."""
 
     def __init__(self, stock: Stock) -> None:
         self.in_memory = self.on_disk = 0
@@ -134,29 +134,29 @@ class Matches:
 
 
 @pytest.mark.parametrize("num_pins", [1, MAX_TERMS])
-def test_a_new_pin_walks_its_own_tokens_alone(num_pins: int, tmp_path: Path) -> None:
+def test_pins_new_pin_walks_only_its_own_tokens(num_pins: int, tmp_path: Path) -> None:
     with store_on(tmp_path) as stock:
         prompts = [list(range(100 * number, 100 * number + 20)) for number in range(num_pins + 1)]
         for number, prompt in enumerate(prompts[:-1]):
             store_tokens(stock, prompt)
-            stock.pins.keep(prompt, "", Term(str(number), 100.0, 1 << 30))
+            stock.pins.pin_until(prompt, "", Term(str(number), 100.0, 1 << 30))
         settle(stock)
-        stock.disk.reach([]).wait(60)  # pins are looked up on a thread of the tier
-        matches = Matches(stock)
-        stock.pins.may_keep(prompts[-1], "", Term("new", 100.0, 1 << 30), TOKEN_BYTES)
-        before_storing = matches.in_memory
+        stock.disk.count_usable([]).wait(60)  # pins are looked up on a thread of the tier
+        walks = WalkCounter(stock)
+        stock.pins.can_pin_until(prompts[-1], "", Term("new", 100.0, 1 << 30), TOKEN_BYTES)
+        before_insert = walks.in_memory
         store_tokens(stock, prompts[-1])
-        stored = matches.in_memory - before_storing
-        assert stock.pins.keep(prompts[-1], "", Term("new", 100.0, 1 << 30)) == 20
-        stock.disk.reach([]).wait(60)  # asked after it, so answered after it
-        assert (before_storing, stored, matches.in_memory - before_storing - stored) == (1, 1, 2)
-        assert matches.on_disk == 1
+        during_insert = walks.in_memory - before_insert
+        assert stock.pins.pin_until(prompts[-1], "", Term("new", 100.0, 1 << 30)) == 20
+        stock.disk.count_usable([]).wait(60)  # started after the pin's lookup, so answered after it
+        assert (before_insert, during_insert, walks.in_memory - before_insert - during_insert) == (1, 1, 2)
+        assert walks.on_disk == 1
 
 
-def test_pins_outlive_a_store_that_has_failed() -> None:
+def test_pins_survive_take_over_from_failed_cache() -> None:
     failed, stock = new_stock(), new_stock()
     store_tokens(failed, PROMPTS[0])
-    failed.pins.keep(PROMPTS[0], "", Term("x", 100.0, 1 << 30))
+    failed.pins.pin_until(PROMPTS[0], "", Term("x", 100.0, 1 << 30))
     stock.take_over(failed)
     assert len(stock.pins) == 1
     store_tokens(stock, PROMPTS[0][:30])
@@ -164,4 +164,4 @@ def test_pins_outlive_a_store_that_has_failed() -> None:
     store_tokens(stock, PROMPTS[0])
     stock.evictor.shrink_to(0)
     assert stock.store.lookup(PROMPTS[0], "").num_tokens == 60
-    assert stock.pins.nbytes(None) == stock.table.nbytes > 0
+    assert stock.pins.pinned_bytes(None) == stock.table.nbytes > 0

@@ -76,7 +76,7 @@ def cache_usage(stock: Stock, budget: Budget, running: Iterable[Sequence], owner
         budget_bytes=budget.total_bytes,
         hot_budget_bytes=stock.table.max_bytes,
         running_bytes=_running_bytes(own, budget),
-        pinned_bytes=stock.pins.nbytes(owner),
+        pinned_bytes=stock.pins.pinned_bytes(owner),
         headroom_bytes=max(0, budget.total_bytes - held_bytes),
         allocator_bytes=mx.get_active_memory(),
         counters=stock.usage.count(),
@@ -188,7 +188,7 @@ class Operations:
         shared = self._stock.shared
         if shared is None:
             return answered(()), ""
-        return shared.client.reach(self._rooted(asked)), shared.tier.shared_usage().precision
+        return shared.client.count_usable(self._rooted(asked)), shared.tier.shared_usage().precision
 
     def drop(self, ids: TokenIds, salt: str, *, is_dry: bool) -> Dropped:
         """What no other conversation has of this one."""

@@ -71,7 +71,7 @@ class Fetching:
         load = stored.load
         if load is not None and (load.is_done or _is_late(load, prefill_tokens_s)):
             self._fetches.promote(load)
-            if load.lacked_room:
+            if load.lacked_memory:
                 # There may be room when it is admitted: it asks again then.
                 stored.most_found = max(stored.most_found, load.links[-1].end)
             stored.load = None
@@ -90,15 +90,15 @@ class Fetching:
         if sequence.stored.load is not None:
             return True
         lookup = sequence.stored.lookup
-        return lookup is not None and time.monotonic() < lookup.ends_s(LOOKUP_S)
+        return lookup is not None and time.monotonic() < lookup.deadline_s(LOOKUP_S)
 
     def seconds_to_wait(self, sequence: Sequence, prefill_tokens_s: float) -> float:
         """Until it should look again what it waits for from the disk; infinite where it waits for nothing."""
         now_s = time.monotonic()
         if sequence.stored.load is not None:
-            return sequence.stored.load.gives_up_at(prefill_tokens_s) - now_s
+            return sequence.stored.load.deadline_s(prefill_tokens_s) - now_s
         if sequence.stored.lookup is not None and self.awaits_disk(sequence):
-            return sequence.stored.lookup.ends_s(LOOKUP_S) - now_s
+            return sequence.stored.lookup.deadline_s(LOOKUP_S) - now_s
         return math.inf
 
     def forget(self, sequence: Sequence) -> None:
@@ -111,7 +111,7 @@ class Fetching:
 
 def _is_late(load: BlockLoad, prefill_tokens_s: float) -> bool:
     """Whether it should be given up. What came and was not taken in yet may be what it waits for."""
-    return time.monotonic() >= load.gives_up_at(prefill_tokens_s) and not load.has_arrived
+    return time.monotonic() >= load.deadline_s(prefill_tokens_s) and not load.has_arrived
 
 
 OVER_QUOTA = "quota"
@@ -133,7 +133,7 @@ class Pinning:
         if request.pin is None:
             return
         asked = request.prompt[: request.pin.num_tokens]
-        if not self._pins.may_keep(asked, request.salt, self._term(request, request.pin), self._token_bytes):
+        if not self._pins.can_pin_until(asked, request.salt, self._term(request, request.pin), self._token_bytes):
             sequence.unpinned_reason = OVER_QUOTA
 
     def pin(self, sequence: Sequence) -> None:
@@ -141,7 +141,7 @@ class Pinning:
         request = sequence.request
         if request.pin is None or sequence.unpinned_reason or sequence.num_computed < len(request.prompt) - 1:
             return
-        self._pins.keep(request.prompt[: request.pin.num_tokens], request.salt, self._term(request, request.pin))
+        self._pins.pin_until(request.prompt[: request.pin.num_tokens], request.salt, self._term(request, request.pin))
 
     def _term(self, request: Request, pin: PinRequest) -> Term:
         return Term(_name(request), pin.ttl_s, pin.quota.of(self._shelf.max_bytes))

@@ -93,7 +93,7 @@ class SessionCounts:
             if len(holdings) == MAX_COUNTED or num_looked > MAX_LOOKED_TOKENS or self._clock() >= until_s:
                 break
         is_last = self._num_done == len(self._conversations)
-        return CountedSlice(tuple(holdings), cold.reach(looked) if looked else answered(()), is_last)
+        return CountedSlice(tuple(holdings), cold.count_usable(looked) if looked else answered(()), is_last)
 
     def _count(self, found: CachedPrefix, until_s: float) -> CachedConversation | None:
         """None: the time was over before it was done."""

@@ -120,7 +120,7 @@ class Evictor:
             # Spans may be joined: the leaf may be another's afterwards.
             self._rewriting.finish_path(leaf, until_s)
         is_transcoding = self._rewriting.jobs.has(leaf.payload)
-        return self._spills.write_leaf(leaf, until_s, is_transcoding=is_transcoding, goes_now=goes_now)
+        return self._spills.write_leaf(leaf, until_s, is_transcoding=is_transcoding, must_evict=goes_now)
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Clearing:
         hot = Cleared(before - self._shelf.nbytes, tokens - self._shelf.tree.num_tokens)
         if tier == "hot":
             return hot
-        self._spills.give_up(under)
+        self._spills.cancel_writes(under)
         for entry in self._shelf.entries:
             if entry.root_key.startswith(under):
                 self._shelf.set_archived(entry, is_archived=False)

@@ -105,7 +105,7 @@ class Flush:
             lookup.wait(max(0.0, until_s - time.monotonic()))
             # These blocks count as used now, so that the disk evicts others before them, and the newest last. The
             # disk may have evicted some since they were written.
-            self._disk.touch(lookup.answer)
+            self._disk.touch_blocks(lookup.answer)
             self._table.set_archived(entry, is_archived=bool(lookup.answer))
         version = self._table.version
         for leaf in [entry.last_node for entry in chosen]:
@@ -139,14 +139,14 @@ class Flush:
 
     def _find_blocks(self, entry: Entry) -> Lookup[tuple[Link, ...]]:
         leaf = entry.last_node
-        return self._disk.blocks_to(leaf, with_mark=leaf.end in entry.span.marks)
+        return self._disk.find_whole_chain(leaf, with_checkpoint=leaf.end in entry.span.marks)
 
     def _write_until(self, entry: Entry, until_s: float) -> None:
         """Write an entry again whenever the disk's queue has emptied, until the disk has all of it or refuses it for
         another reason."""
         while entry.nodes and not entry.is_archived and time.monotonic() < until_s:
             was_full = self._tier.writing().queue_bytes > 0
-            self._offloader.write_now(entry)
+            self._offloader.write_entry(entry)
             if not entry.is_archived:
                 if not was_full:
                     return
@@ -169,5 +169,5 @@ class Flush:
 
     def _refusal_reason(self, entry: Entry) -> DropReason:
         """Return why the disk has refused an entry although there was time."""
-        refused = self._offloader.refusals.of(entry)
+        refused = self._offloader.refused_writes.refusal_of(entry)
         return disk_reason(refused.refused if refused else None, self._tier.writing())

@@ -93,8 +93,8 @@ class Inserter:
         start, end = min(node.start for node in entry.nodes), max(node.end for node in entry.nodes)
         entry.span.cut(start, end)
         self.table.set_ended(entry)
-        self._pins.look_at(entry)
-        self._drops.record_stored(entry)
+        self._pins.pin_new_entry(entry)
+        self._drops.record_insertion(entry)
         self.transcoder.review_ended(entry)
 
     # The modules prefetch and transfer stop using these three in the next commit.

@@ -1,41 +1,51 @@
-"""Offload: chooses entries for the disk, writes them, remembers refusals."""
+"""Offload: chooses entries for the disk, writes them, remembers refusals.
+
+`Offloader` decides which entries are written and when, `ChainWriter` turns the path to an entry into blocks,
+`RefusedWrites` keeps refused entries from being offered in vain, and `DropCounters` counts the tokens that are lost.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 from weakref import WeakKeyDictionary, WeakSet
 
-from kvstrata.prefix_cache.entries import Entry
+from kvstrata.prefix_cache.entries import STEPPED_DOWN, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable, EvictionCandidates
 from kvstrata.prefix_cache.jobs import FailureLog, Job, JobQueue
+from kvstrata.prefix_cache.keys import TokenIds, chain
 from kvstrata.prefix_cache.radix_tree import Node
-from kvstrata.prefix_cache.tier_client import TierClient, WrittenChain
+from kvstrata.prefix_cache.tier_client import TierClient, entry_at, ids_to, make_block
+from kvstrata.spans.blocks import boundaries, pack_mark, packing
+from kvstrata.spans.contents import PRECISION, by_label
 from kvstrata.spans.convert import RAW
 from kvstrata.spans.rewrite import rewrite_layer
 from kvstrata.tier.base import Refusal, Refused, Tier, Writing
-from kvstrata.tier.block import BASE
+from kvstrata.tier.block import BASE, MARK, Block, BlockId
+from kvstrata.tier.chains import Link
 from kvstrata.tier.removals import BlockRemoval, RemovalCause
 
-# Of the memory for stored spans: from here on what is not on the disk is written there, ahead of need.
-SPILL_SHARE = 0.7
+# Share of the memory for cached spans from which on entries are written ahead of eviction.
+OFFLOAD_SHARE = 0.7
 
-# Blocks that have left the disk, in one step of the engine: looking one up takes some microseconds.
-MAX_REMOVALS_AT_ONCE = 512
+# Blocks that have left the disk and are processed in one step of the engine: each takes some microseconds.
+MAX_REMOVALS_PER_STEP = 512
 
-# Entries that have changed, in one step of the engine: a look at one takes about a fifth of a millisecond.
+# Changed entries that are examined in one step of the engine: each takes about a fifth of a millisecond.
 MAX_OFFERED = 16
 
-# See `store/losses.py`.
+# Blocks of a chain that are looked up in one step: about a millisecond.
+LOOKUPS_PER_STEP = 8
+
 DiskReason = Literal["disk_slow", "disk_failed", "disk_full", "first_touch", "write_budget"]
 
 UnwrittenReason = Literal["expired", "superseded"] | DiskReason
 
-# Blocks that the disk had accepted and did not write.
+# Reasons by which tokens of blocks that the disk had accepted and did not write are counted.
 GIVEN_UP: Mapping[RemovalCause, DiskReason] = {
     RemovalCause.NO_ROOM: "disk_full",
     RemovalCause.VOLUME_FULL: "disk_full",
@@ -46,296 +56,441 @@ GIVEN_UP: Mapping[RemovalCause, DiskReason] = {
 
 
 @dataclass(frozen=True)
-class Handover:
-    """What the disk has of a leaf that is to go."""
+class WrittenChain:
+    """Result of writing a chain."""
 
-    end: int  # of the tokens that it has, or that are on their way
-    reason: UnwrittenReason | None = None  # why not all; None: it has all, or there is no disk that could
-    waits: bool = False  # the disk works, and takes more when its queue has room, or the bytes are packed
+    is_whole: bool  # the disk has, or has accepted, all blocks
+    refused: Refused | None = None  # refusal that ended an incomplete chain; None: an earlier block was lost
+    token_bytes: float = 0.0  # of the last span, as the disk has it
+    end: int = 0  # of the tokens that the disk has or has accepted
 
 
-class Offloader:
-    """Writes entries as they are. `was_short` tells whether an entry stays raw until a longer sequence goes on from it:
-    blocks that were written by then are written again."""
+class NotWritten(Exception):
+    """The rest of a chain cannot be written. Raised and caught by `ChainWriter`."""
+
+    def __init__(self, refused: Refused | None = None) -> None:
+        super().__init__(refused)
+        self.refused = refused
+
+
+class ChainWriter:
+    """Writes the blocks of a path of entries to a tier, in small steps.
+
+    A new block continues the blocks that the tier has, wherever those end: spans are joined, cut and loaded,
+    checkpoints come and go, and a chain that is cut anew from the current spans would rarely match the written one.
+
+    `unused_s` returns for how long no request has used an entry; the tier counts a block's age from there.
+    `record_block` is called with every block of an entry before the tier is asked whether it still has the block, so
+    that no removal is missed. `was_short` tells whether an entry stays raw until a longer sequence resumes from it; the
+    blocks of such an entry are replaced once memory has it encoded.
+    """
 
     def __init__(
         self,
-        cold: TierClient,
-        shelf: EntryTable,
-        leaves: EvictionCandidates,
+        client: TierClient,
+        *,
+        unused_s: Callable[[Entry], float],
+        record_block: Callable[[Entry, bytes], None],
+        was_short: Callable[[Entry], bool],
+    ) -> None:
+        self._client = client
+        self._tier = client.tier
+        self._unused_s = unused_s
+        self._record_block = record_block
+        self._was_short = was_short
+
+    def write_chain(self, leaf: Node[Entry], *, is_archive: bool = False) -> Generator[None, None, WrittenChain]:
+        """Write the blocks up to a leaf's end that the tier does not have; stop at the first refused block, because no
+        later one could be reached. `is_archive`: replace blocks of the last span that have fewer bits than memory.
+
+        Spans may be joined between two steps; before each step the caller checks that the leaf is still cached and as
+        long as it was.
+        """
+        ids = ids_to(leaf)
+        key, start = leaf.root_key, 0
+        span_start = leaf.payload.span.position
+        span_bytes, span_tokens = 0, 0
+        try:
+            while start < len(ids):
+                present = yield from self._longest_chain(key, start, ids)
+                for link in present or (_next_link(leaf, key, start, ids),):
+                    is_better = is_archive and link.start >= span_start and self._has_fewer_bits(link, leaf)
+                    if is_better or not present or self._has_outdated_raw(link, leaf):
+                        yield from self._put_block(link, leaf, ids, replace=bool(present))
+                    for entry in _entries_in(link, leaf):
+                        self._record_block(entry, link.key)
+                    self._finish_block(link, leaf, ids)
+                    if link.start >= span_start:
+                        span_bytes += self._tier_bytes(link)
+                        span_tokens += link.end - link.start
+                    key, start = link.key, link.end
+                    yield
+        except NotWritten as stop:
+            return WrittenChain(is_whole=False, refused=stop.refused, end=start)
+        return WrittenChain(is_whole=True, token_bytes=span_bytes / max(1, span_tokens), end=start)
+
+    def _longest_chain(self, key: bytes, start: int, ids: TokenIds) -> Generator[None, None, tuple[Link, ...]]:
+        """Return the longest chain that the tier has from `start` on, in small steps."""
+        walk, num_lookups = self._tier.blocks.longest(key, start, ids), 0
+        while True:
+            try:
+                next(walk)
+            except StopIteration as end:
+                return end.value.links
+            num_lookups += 1
+            if num_lookups % LOOKUPS_PER_STEP == 0:
+                yield
+
+    def _put_block(self, link: Link, leaf: Node[Entry], ids: TokenIds, *, replace: bool) -> Generator[None, None, None]:
+        entry, _ = entry_at(leaf, link.start)
+        packed = yield from packing(entry.span, link.start, link.end)
+        if link.start and not self._tier.blocks.find(link.parent):
+            raise NotWritten  # the tier has given up the parent since it accepted it
+        was_reused = link.end <= entry.reused_end
+        block = make_block(link, ids, leaf.root_key, packed, BASE)
+        self._offer_block(block, entry, was_reused=was_reused, replace=replace)
+
+    def _finish_block(self, link: Link, leaf: Node[Entry], ids: TokenIds) -> None:
+        """Pin a block that the tier has, and write its checkpoint where the tier has none."""
+        if not self._tier.blocks.find(link.key):
+            raise NotWritten
+        entry, _ = entry_at(leaf, link.end - 1)
+        if entry.is_pinned:
+            self._client.pin_written_block(entry.pins, link.key)
+        checkpoint = entry.span.marks.get(link.end)
+        if checkpoint is not None and not self._tier.blocks.find(link.key, MARK):
+            # The tier accepted the block, so its checkpoint is worth writing, too.
+            block = make_block(link, ids, leaf.root_key, pack_mark(checkpoint), MARK)
+            self._offer_block(block, entry, was_reused=True, replace=False)
+
+    def _offer_block(self, block: Block, entry: Entry, *, was_reused: bool, replace: bool) -> None:
+        answer = self._tier.put(block, asked_twice=was_reused, replace=replace, unused_s=self._unused_s(entry))
+        if isinstance(answer, Refused) and answer.reason is not Refusal.PRESENT:
+            raise NotWritten(answer)
+
+    def _has_fewer_bits(self, link: Link, leaf: Node[Entry]) -> bool:
+        """Whether the tier's block has fewer bits than memory, and can be packed again."""
+        entry, end = entry_at(leaf, link.start)
+        if link.end > end or self._tier_bytes(link) >= STEPPED_DOWN * _memory_bytes(entry, link):
+            return False
+        return _is_one_segment(entry, link)
+
+    def _has_outdated_raw(self, link: Link, leaf: Node[Entry]) -> bool:
+        """Whether the tier's block is raw because its sequence was short, while memory has it encoded."""
+        entry, end = entry_at(leaf, link.start)
+        if link.end > end or not self._was_short(entry) or entry.span.is_live:
+            return False
+        is_encoded = _memory_bytes(entry, link) < STEPPED_DOWN * self._tier_bytes(link)
+        return is_encoded and _is_one_segment(entry, link)
+
+    def _tier_bytes(self, link: Link) -> int:
+        """Return the bytes of a block's arrays, as the tier has them."""
+        return sum(by_label(self._tier.blocks.contents(BlockId(link.key)), PRECISION).values())
+
+
+def _entries_in(link: Link, leaf: Node[Entry]) -> list[Entry]:
+    """Return the entries on the path to a leaf that have tokens of a block."""
+    nodes = (node for node in leaf.path() if node.start < link.end and node.end > link.start)
+    return list(dict.fromkeys(node.payload for node in nodes))
+
+
+def _memory_bytes(entry: Entry, link: Link) -> float:
+    """Return about how many bytes of memory the tokens of a block take."""
+    span = entry.span
+    return span.kv_bytes * (link.end - link.start) / max(1, span.num_tokens)
+
+
+def _is_one_segment(entry: Entry, link: Link) -> bool:
+    """Whether the tokens of a block are in one segment of each layer: only then can they be packed again."""
+    span = entry.span
+    return all(len(span.parts(layer, link.start, link.end)) == 1 for layer in span.layers)
+
+
+def _next_link(leaf: Node[Entry], parent: bytes, start: int, ids: TokenIds) -> Link:
+    """Return the next block that the tier does not have."""
+    entry, last = entry_at(leaf, start)
+    end = boundaries(entry.span, start, last)[0]
+    return Link(chain(parent, ids[start:end]), parent, start, end)
+
+
+@dataclass(frozen=True)
+class Handover:
+    """State of a leaf on the disk, before it is evicted."""
+
+    end: int  # of the tokens that the disk has or has accepted
+    reason: UnwrittenReason | None = None  # why tokens are missing; None: the disk has all, or there is no disk
+    waits: bool = False  # waiting pays: the disk is working, and its queue or the transcoder is behind
+
+
+class Offloader:
+    """Chooses entries for the disk and writes them in their current precision.
+
+    Without a disk, nothing is offered and no leaf waits. `was_short` tells whether an entry stays raw until a longer
+    sequence resumes from it: blocks that were written by then are written again.
+    """
+
+    def __init__(
+        self,
+        client: TierClient,
+        table: EntryTable,
+        candidates: EvictionCandidates,
         counters: Counter[str],
         failures: FailureLog,
         *,
         was_short: Callable[[Entry], bool],
     ) -> None:
-        self._cold = cold
-        self._shelf = shelf
-        self._leaves = leaves
+        self._client = client
+        self._table = table
+        self._candidates = candidates
         self._counters = counters
-        self._was_short = was_short
         self._failures = failures
         self._is_memory_short = False
-        self._removals = cold.tier.removals
-        self._residency = shelf.residency
-        self.refusals = RefusedWrites(cold.tier, leaves.last_use_s)
-        self._mover = JobQueue(self._job, lambda _: None, self._failed, watching=failures.watching)
-        self._num_faults = 0  # of the disk, when its blocks were last looked at
-        self._changed = shelf.dirty_sets.new_dirty_set(self._offer_behind)  # those that may have to be written
-        self._waiting_for_parent: dict[Entry, list[Entry]] = {}  # those that hang on one that is still being computed
+        self._removals = client.tier.removals
+        self._residency = table.residency
+        self._writer = ChainWriter(
+            client,
+            unused_s=candidates.unused_s,
+            record_block=table.residency.record_block,
+            was_short=was_short,
+        )
+        self.refused_writes = RefusedWrites(client.tier, candidates.last_use_s)
+        self._jobs = JobQueue(self._make_job, lambda _: None, self._record_failure, watching=failures.watching)
+        self._num_faults = 0  # of the disk, as of the last check
+        self._changed = table.dirty_sets.new_dirty_set(self._reoffer_children)  # entries that may have to be written
+        self._waiting_for_parent: dict[Entry, list[Entry]] = {}  # by the running entry that they continue
 
     @property
     def idle(self) -> bool:
-        """Nothing is to be done now. More may be as soon as the disk takes blocks again."""
-        is_told = self._removals.is_empty and not self._residency.has_doubted
-        return is_told and self._mover.idle and self.refusals.next_takeable() is None
+        """Whether there is nothing to do until an entry changes or the disk accepts blocks again."""
+        has_no_removals = self._removals.is_empty and not self._residency.has_doubted
+        return has_no_removals and self._jobs.idle and self.refused_writes.next_takeable() is None
 
     @property
     def can_wait(self) -> bool:
-        """Whether memory needs none of what is to be written yet, and the disk still has enough to write."""
-        return not self._is_memory_short and not self._cold.tier.writing().is_calm
+        """Whether memory is not short yet and the disk still has enough to write."""
+        return not self._is_memory_short and not self._client.tier.writing().is_calm
 
     def run(self, slice_s: float) -> None:
-        self._take_removals(MAX_REMOVALS_AT_ONCE)
-        entry = self.refusals.next_takeable() if self._mover.idle else None
+        """Process removals, then write for one slice of time."""
+        self._process_removals(MAX_REMOVALS_PER_STEP)
+        entry = self.refused_writes.next_takeable() if self._jobs.idle else None
         if entry is not None:
-            self.refusals.unblock(entry)
-            self._mover.add(entry)
-        self._mover.run(slice_s)
+            self.refused_writes.unblock_entry(entry)
+            self._jobs.add(entry)
+        self._jobs.run(slice_s)
 
     def add_entry(self, entry: Entry) -> None:
-        """Write an entry that has ended, and those that waited until it had."""
-        # What was begun may have been about fewer tokens.
-        self._mover.discard(entry)
-        self._offer_all(entry)
+        """Write an entry that is finished, and the entries that waited for it."""
+        # A job that has begun may not know all tokens of the entry.
+        self._jobs.discard(entry)
+        self._offer_with_children(entry)
 
     def offer_under_pressure(self, limit_bytes: int, hot_bytes: int) -> None:
-        """Memory fills up: write what would have to go, so that it need not wait for the disk then. `limit_bytes`: what
-        running sequences leave of `hot_bytes`."""
-        self._take_removals(MAX_REMOVALS_AT_ONCE)
-        self._is_memory_short = self._shelf.nbytes > limit_bytes - (1 - SPILL_SHARE) * hot_bytes
+        """Write entries ahead of eviction when memory fills up, so that eviction need not wait for the disk.
+        `limit_bytes`: the share of `hot_bytes` that running sequences leave to cached spans."""
+        self._process_removals(MAX_REMOVALS_PER_STEP)
+        self._is_memory_short = self._table.nbytes > limit_bytes - (1 - OFFLOAD_SHARE) * hot_bytes
         if self._is_memory_short:
             self.offer_changed(MAX_OFFERED)
 
     def offer_changed(self, max_entries: int | None = None) -> None:
-        """What no request uses and the disk has not. Only entries that have changed are looked at, so many at most: the
-        others wait to be written, are on the disk, or were refused."""
+        """Offer unused entries that the disk does not have. Only changed entries are examined, and no more than
+        `max_entries`: all others wait to be written, are on the disk, or were refused."""
         self._retry_after_fault()
         for entry in islice(self._changed.drain(), max_entries):
             if entry.is_evictable or entry in self._waiting_for_parent:
-                self._offer_all(entry)
+                self._offer_with_children(entry)
 
-    def _offer_all(self, entry: Entry) -> None:
-        """An entry, and those that hung on it while it was computed."""
+    def _offer_with_children(self, entry: Entry) -> None:
+        """Offer an entry, and the entries that continue it and waited until it was computed."""
         for each in (entry, *self._waiting_for_parent.pop(entry, ())):
-            self._offer(each)
+            self._offer_entry(each)
 
-    def _offer_behind(self, entry: Entry) -> None:
-        """Look again at the entries that hung on one that was removed."""
+    def _reoffer_children(self, entry: Entry) -> None:
+        """Examine the entries that waited for a removed entry again."""
         for each in self._waiting_for_parent.pop(entry, ()):
             self._changed.add(each)
 
-    def _offer(self, entry: Entry) -> None:
-        if entry not in self._shelf.entries or entry.is_running or entry.is_archived or not entry.nodes:
+    def _offer_entry(self, entry: Entry) -> None:
+        if not self._client.has_tier:
             return
-        if self.is_left_out(entry.last_node):
-            return  # when that has gone, the rest is offered again
-        owner = _still_computed(entry)
+        if entry not in self._table.entries or entry.is_running or entry.is_archived or not entry.nodes:
+            return
+        if self.is_superseded(entry.last_node):
+            return  # eviction of the superseded end marks the entry as changed
+        owner = _first_live_entry(entry)
         if owner is not None:
             self._waiting_for_parent.setdefault(owner, []).append(entry)
-        elif not self.refusals.would_recur(entry) and not self.refusals.gave_way(entry):
-            self._mover.add(entry)
+        elif not self.refused_writes.would_recur(entry) and not self.refused_writes.was_evicted(entry):
+            self._jobs.add(entry)
 
-    def give_up(self, under: bytes = b"") -> None:
-        """What is being written, under all roots that begin so: the disk is cleared."""
-        self.refusals.clear()
+    def cancel_writes(self, under: bytes = b"") -> None:
+        """Cancel writes under all roots with this prefix, because the disk is cleared; its refusals are void."""
+        self.refused_writes.clear()
         self._residency.forget_loads()
-        for entry in self._shelf.entries:
+        for entry in self._table.entries:
             self._changed.add(entry)
             if entry.root_key.startswith(under):
-                self._mover.discard(entry)
+                self._jobs.discard(entry)
 
-    def is_left_out(self, leaf: Node[Entry]) -> bool:
-        """What a conversation has left behind is not written, however often it was asked for: that was by the same
-        conversation, which has gone on elsewhere. A disk would fill up with thinking that no prompt has again."""
-        return self._leaves.is_superseded(leaf) and not leaf.payload.is_pinned
+    def is_superseded(self, leaf: Node[Entry]) -> bool:
+        """Whether a conversation has left a leaf behind: then it is not written, however often it was used. All uses
+        were by the same conversation, which resumed elsewhere. Otherwise the disk would fill up with reasoning that no
+        prompt repeats."""
+        return self._candidates.is_superseded(leaf) and not leaf.payload.is_pinned
 
     def wants(self, leaf: Node[Entry]) -> bool:
-        """Whether a leaf that is to go should be encoded and written first."""
-        if self.is_on_disk(leaf.payload) or self.is_left_out(leaf):
+        """Whether a leaf should be encoded and written before its eviction."""
+        if not self._client.has_tier or self.is_on_disk(leaf.payload) or self.is_superseded(leaf):
             return False
         self._retry_after_fault()
-        return not self.refusals.would_recur(leaf.payload)
+        return not self.refused_writes.would_recur(leaf.payload)
 
     def write_leaf(
-        self, leaf: Node[Entry], until_s: float = math.inf, *, is_transcoding: bool, goes_now: bool = False
+        self, leaf: Node[Entry], until_s: float = math.inf, *, is_transcoding: bool, must_evict: bool = False
     ) -> Handover:
-        """Give a leaf that is to go to the disk, as far as that can be done until then. `is_transcoding`: it waits to
-        be encoded. `goes_now`: all of it is written, as it is."""
+        """Write a leaf before its eviction, until a time. `is_transcoding`: it waits to be encoded. `must_evict`: it
+        is evicted whatever the result is, so all of it is written in its current precision."""
+        if not self._client.has_tier:
+            return Handover(leaf.start)
         if self.wants(leaf):
-            if goes_now:
-                self._trim_to(leaf)
-            self.write_now(leaf.payload, math.inf if goes_now else until_s)
+            if must_evict:
+                self._copy_live_spans(leaf)
+            self.write_entry(leaf.payload, math.inf if must_evict else until_s)
         entry = leaf.payload
         if entry.is_archived:
             return Handover(leaf.end)
-        if self.is_left_out(leaf):
+        if self.is_superseded(leaf):
             return Handover(leaf.start, "superseded")
-        if is_transcoding or self._mover.has(entry):
-            return Handover(leaf.start, "disk_slow", waits=self._cold.is_working)
-        untaken = self.refusals.of(entry)
-        if untaken is None:
-            return Handover(leaf.start)  # what it hangs on is still being computed
-        is_queue_full = untaken.refused is not None and untaken.refused.reason is Refusal.QUEUE_FULL
-        waits = is_queue_full and self._cold.is_working
-        return Handover(untaken.disk_end, disk_reason(untaken.refused, self._cold.tier.writing()), waits)
+        if is_transcoding or self._jobs.has(entry):
+            return Handover(leaf.start, "disk_slow", waits=self._client.is_working)
+        refusal = self.refused_writes.refusal_of(entry)
+        if refusal is None:
+            return Handover(leaf.start)  # a request still computes the entry that the leaf continues
+        is_queue_full = refusal.refused is not None and refusal.refused.reason is Refusal.QUEUE_FULL
+        waits = is_queue_full and self._client.is_working
+        return Handover(refusal.disk_end, disk_reason(refusal.refused, self._client.tier.writing()), waits)
 
-    def _trim_to(self, leaf: Node[Entry]) -> None:
-        """Copy what a leaf's span and those before it still have in buffers of their owners: such spans cannot be
-        written. What was encoded stays so."""
+    def _copy_live_spans(self, leaf: Node[Entry]) -> None:
+        """Copy the raw KV of a path out of the KV buffers of its owners: spans in such buffers cannot be written.
+        Encoded segments stay as they are."""
         for entry in dict.fromkeys(node.payload for node in leaf.path()):
             if not entry.is_running and entry.span.is_live:
                 for layer in entry.span.layers:
                     rewrite_layer(entry.span, layer, RAW)
-                self._shelf.recount(entry)
+                self._table.recount(entry)
 
     def _retry_after_fault(self) -> None:
-        """After a fault: the disk may take what it refused before."""
-        num_faults = self._cold.tier.writing().num_faults
+        """Forget refusals after a fault of the disk: it may accept now what it refused before."""
+        num_faults = self._client.tier.writing().num_faults
         if num_faults == self._num_faults:
             return
         self._num_faults = num_faults
-        for entry in self.refusals.forget_faults():
+        for entry in self.refused_writes.forget_faults():
             self._changed.add(entry)
 
     def is_on_disk(self, entry: Entry) -> bool:
-        """Whether the disk has all of an entry, or all of it is on its way, as of now."""
-        self._take_removals()
+        """Whether the disk now has, or has accepted, all of an entry."""
+        self._process_removals()
         if entry.is_archived and not self._residency.is_complete(entry):
-            self._withdraw(entry)
+            self._withdraw_archived(entry)
         return entry.is_archived
 
-    def _take_removals(self, max_removals: int | None = None) -> None:
-        """Withdraw what has left the disk: entries are clean no longer, and tokens that memory has not either are
-        counted. None: all that is in the log."""
+    def _process_removals(self, max_removals: int | None = None) -> None:
+        """Process blocks that have left the disk: their entries are no longer archived, and tokens that memory does not
+        have either are counted as dropped. None: process all removals."""
         if self._removals.take_incomplete():
             self._residency.doubt_all()
         for removal in self._removals.take(max_removals):
             entries = self._residency.remove_block(removal.block.key)
             for entry in entries:
-                self.refusals.remove_block(entry, removal)
-                self._withdraw(entry)
+                self.refused_writes.record_removal(entry, removal)
+                self._withdraw_archived(entry)
                 if removal.cause is not RemovalCause.CLEARED:
-                    self._offer(entry)
+                    self._offer_entry(entry)
             in_memory_end = max((entry.span.end for entry in entries), default=removal.start)
             lost_tokens = removal.end - max(removal.start, in_memory_end)
             if lost_tokens > 0 and removal.cause in GIVEN_UP and removal.block.part == BASE:
                 self._counters[f"dropped_tokens_{GIVEN_UP[removal.cause]}"] += lost_tokens
         for entry in self._residency.take_doubted(MAX_OFFERED):
-            self._withdraw(entry)
-            self._offer(entry)
+            self._withdraw_archived(entry)
+            self._offer_entry(entry)
 
-    def _withdraw(self, entry: Entry) -> None:
-        self._shelf.set_archived(entry, is_archived=False)
+    def _withdraw_archived(self, entry: Entry) -> None:
+        self._table.set_archived(entry, is_archived=False)
         self._changed.add(entry)
 
-    def write_now(self, entry: Entry, until_s: float = math.inf) -> None:
+    def write_entry(self, entry: Entry, until_s: float = math.inf) -> None:
+        """Write an entry before all others, until a time."""
         if until_s == math.inf:
-            # What was begun may have been about fewer tokens.
-            self._mover.discard(entry)
-        self._mover.add(entry)
-        self._mover.run_entry(entry, until_s)
+            # A job that has begun may not know all tokens of the entry.
+            self._jobs.discard(entry)
+        self._jobs.add(entry)
+        self._jobs.run_entry(entry, until_s)
 
     def archive(self, entry: Entry) -> Job:
-        """As it is now, as part of another job. Nothing to do where the disk has it in as many bits."""
-        if entry.needs_archive and self._can_be_written(entry):
+        """Write an entry in its current precision, as part of another job. There is nothing to write where the disk has
+        it in as many bits."""
+        if entry.needs_archive and self._is_writable(entry):
             try:
-                yield from self._spill(entry, puts_away=True)
+                yield from self._write_job(entry, is_archive=True)
             except Exception as error:  # noqa: BLE001
-                # The job that this is a part of goes on.
-                self._failed(entry, error)
+                # A failed write must not end the job that it is a part of.
+                self._record_failure(entry, error)
 
-    def _failed(self, entry: Entry, error: Exception) -> None:
-        """It is not tried again before it changes."""
+    def _record_failure(self, entry: Entry, error: Exception) -> None:
+        """Count a failed write, and retry it only after the entry has changed."""
         self._failures.record_failure("spills", error)
-        self.refusals.record_refusal(entry, None)
+        self.refused_writes.record_refusal(entry, None)
 
-    def _job(self, entry: Entry) -> Job | None:
-        return None if entry.is_archived or not self._can_be_written(entry) else self._spill(entry)
+    def _make_job(self, entry: Entry) -> Job | None:
+        return None if entry.is_archived or not self._is_writable(entry) else self._write_job(entry)
 
-    def _can_be_written(self, entry: Entry) -> bool:
-        """Unless a request still computes it, or what it hangs on, or its conversation has left it behind."""
-        if entry.is_running or not entry.nodes or self.is_left_out(entry.last_node):
+    def _is_writable(self, entry: Entry) -> bool:
+        """Whether there is a disk, no request computes the entry or its prefix, and it is not superseded."""
+        if not self._client.has_tier or entry.is_running or not entry.nodes or self.is_superseded(entry.last_node):
             return False
-        return _still_computed(entry) is None
+        return _first_live_entry(entry) is None
 
-    def _spill(self, entry: Entry, *, puts_away: bool = False) -> Job:
+    def _write_job(self, entry: Entry, *, is_archive: bool = False) -> Job:
         leaf = entry.last_node
         end = leaf.end
         self.is_on_disk(entry)
         self._residency.begin_recording(entry)
-        steps = self._cold.write_chain(
-            leaf,
-            puts_away=puts_away,
-            unused_s=self._leaves.unused_s,
-            record=self._residency.record_block,
-            was_short=self._was_short,
-        )
+        steps = self._writer.write_chain(leaf, is_archive=is_archive)
         while True:
             try:
                 next(steps)
             except StopIteration as ended:
-                self._note(leaf.payload, ended.value, end)
+                self._record_result(leaf.payload, ended.value, end)
                 return
             yield
             if leaf not in leaf.payload.nodes or leaf.end != end:
-                return  # it was evicted meanwhile, or cut short
+                return  # the leaf was evicted or cut in the meantime
 
-    def _note(self, entry: Entry, spilled: WrittenChain, end: int) -> None:
-        """What became of the tokens of an entry up to here."""
-        # Unless more was joined to it meanwhile, or a block that it has has left the disk again.
+    def _record_result(self, entry: Entry, written: WrittenChain, end: int) -> None:
+        """Record the result of writing the tokens of an entry up to `end`."""
+        # The entry may have grown by a join, or a block of it may have left the disk, since the job began.
         is_complete = entry.span.end == end and self._residency.is_complete(entry)
-        is_archived = spilled.is_whole and is_complete
-        self._shelf.set_archived(entry, is_archived=is_archived, token_bytes=spilled.token_bytes)
+        is_archived = written.is_whole and is_complete
+        self._table.set_archived(entry, is_archived=is_archived, token_bytes=written.token_bytes)
         if entry.is_archived:
-            self.refusals.remove(entry)
-        if not spilled.is_whole:
-            self.refusals.record_refusal(entry, spilled.refused, spilled.end)
+            self.refused_writes.remove_entry(entry)
+        if not written.is_whole:
+            self.refused_writes.record_refusal(entry, written.refused, written.end)
         elif not entry.is_archived:
             self._changed.add(entry)
-        self._counters["spilled_spans" if spilled.is_whole else "refused_spills"] += 1
+        self._counters["spilled_spans" if written.is_whole else "refused_spills"] += 1
 
 
-class NoOffloader(Offloader):
-    """Without a tier nothing goes there."""
-
-    def add(self, entry: Entry) -> None:
-        del entry
-
-    def add_free(self, max_entries: int | None = None) -> None:
-        del max_entries
-
-    def wants(self, leaf: Node[Entry]) -> bool:
-        del leaf
-        return False
-
-    def write_leaf(
-        self, leaf: Node[Entry], until_s: float = math.inf, *, is_transcoding: bool, goes_now: bool = False
-    ) -> Handover:
-        del until_s, is_transcoding, goes_now
-        return Handover(leaf.start)
-
-    def write(self, entry: Entry) -> Job:
-        del entry
-        yield from ()
-
-
-def _still_computed(entry: Entry) -> Entry | None:
-    """The first on the way to it whose owner still writes."""
+def _first_live_entry(entry: Entry) -> Entry | None:
+    """Return the first entry on the path whose KV is still in its owner's KV buffer."""
     return next((node.payload for node in entry.last_node.path() if node.payload.span.is_live), None)
 
 
 def disk_reason(refused: Refused | None, writing: Writing) -> DiskReason:
-    """Why the disk did not take a block. None: one that it hangs on was given up, for want of room or a fault."""
+    """Return why the disk does not have a block. `refused` is None where an earlier block was lost to a full disk or a
+    fault."""
     match refused:
         case None:
             return "disk_failed" if writing.paused_because and not writing.is_full else "disk_full"
@@ -351,98 +506,100 @@ def disk_reason(refused: Refused | None, writing: Writing) -> DiskReason:
             return "disk_full" if writing.is_full else "disk_failed"
 
 
-# What was removed for these would be again, as long as the entry has not grown.
-FOR_ROOM = frozenset({RemovalCause.EVICTED, RemovalCause.NO_ROOM, RemovalCause.UNWRITABLE})
+# Causes of removal that would recur if an entry that has not grown were written again.
+RECURRING_CAUSES = frozenset({RemovalCause.EVICTED, RemovalCause.NO_ROOM, RemovalCause.UNWRITABLE})
 
 
 @dataclass(frozen=True)
 class RefusedWrite:
-    """An entry that the disk did not take, and will not as long as neither of them changes."""
+    """An entry that the disk refused, as both were at that time."""
 
     end: int
     kv_bytes: int
     used_s: float
-    refused: Refused | None  # None: work on it failed, or a block before it was given up
-    disk_end: int = field(default=0, compare=False)  # the disk has the tokens up to here
-    cause: RemovalCause | None = field(default=None, compare=False)  # for which it left the disk; None: it was refused
+    refused: Refused | None  # None: the write failed, or an earlier block was lost
+    disk_end: int = field(default=0, compare=False)  # of the tokens that the disk has
+    cause: RemovalCause | None = field(default=None, compare=False)  # why the disk removed it; None: it was refused
 
 
 class RefusedWrites:
-    """`used_s` tells when a request last went on from an entry."""
+    """Entries that the disk refused or removed, and whether offering them again pays.
+
+    `used_s` returns when a request last used an entry.
+    """
 
     def __init__(self, tier: Tier, used_s: Callable[[Entry], float]) -> None:
         self._tier = tier
         self._used_s = used_s
-        self._untaken: WeakKeyDictionary[Entry, RefusedWrite] = WeakKeyDictionary()
-        # Those that the disk may take later, in order.
+        self._refusals: WeakKeyDictionary[Entry, RefusedWrite] = WeakKeyDictionary()
+        # Entries that the disk may accept later, oldest refusal first.
         self._blocked: dict[Refusal, WeakKeyDictionary[Entry, Refused]] = {
             reason: WeakKeyDictionary() for reason in (Refusal.QUEUE_FULL, Refusal.PAUSED, Refusal.WRITE_BUDGET)
         }
 
-    def of(self, entry: Entry) -> RefusedWrite | None:
-        """None: it was not refused."""
-        return self._untaken.get(entry)
+    def refusal_of(self, entry: Entry) -> RefusedWrite | None:
+        """Return the last refusal of an entry; None: the disk did not refuse it."""
+        return self._refusals.get(entry)
 
     def record_refusal(self, entry: Entry, refused: Refused | None, disk_end: int = 0) -> None:
-        self._untaken[entry] = self._as_it_is(entry, refused, disk_end)
+        self._refusals[entry] = self._refused_now(entry, refused, disk_end)
         if refused is not None and refused.reason in self._blocked:
             self._blocked[refused.reason][entry] = refused
 
-    def remove_block(self, entry: Entry, removal: BlockRemoval) -> None:
-        """The disk has no longer what it had taken of an entry from the start of a block on."""
-        before = self._untaken.get(entry)
+    def record_removal(self, entry: Entry, removal: BlockRemoval) -> None:
+        """Record that a block of an entry has left the disk, and with it all tokens from the block's start on."""
+        before = self._refusals.get(entry)
         disk_end = removal.start if before is None else min(before.disk_end, removal.start)
-        if removal.cause in FOR_ROOM:
-            self._untaken[entry] = replace(self._as_it_is(entry, None, disk_end), cause=removal.cause)
+        if removal.cause in RECURRING_CAUSES:
+            self._refusals[entry] = replace(self._refused_now(entry, None, disk_end), cause=removal.cause)
         elif before is not None:
-            self._untaken[entry] = replace(before, disk_end=disk_end)
+            self._refusals[entry] = replace(before, disk_end=disk_end)
 
-    def remove(self, entry: Entry) -> None:
-        """The disk has taken all of it."""
-        self._untaken.pop(entry, None)
+    def remove_entry(self, entry: Entry) -> None:
+        """Forget the refusal of an entry: the disk has accepted all of it."""
+        self._refusals.pop(entry, None)
 
-    def gave_way(self, entry: Entry) -> bool:
-        """Whether the disk evicted some of an entry for others. It is written again when memory evicts it, and not
-        ahead of that: then others would give way, in turns and without end."""
-        before = self._untaken.get(entry)
+    def was_evicted(self, entry: Entry) -> bool:
+        """Whether the disk evicted some of an entry in favour of others. It is written again when memory evicts it, and
+        not ahead of that: otherwise entries would evict each other from the disk in turns without end."""
+        before = self._refusals.get(entry)
         return before is not None and before.cause is RemovalCause.EVICTED and entry.span.end <= before.end
 
     def would_recur(self, entry: Entry) -> bool:
-        """Whether the disk would refuse it again: neither it nor the disk has changed."""
-        before = self._untaken.get(entry)
+        """Whether the disk would refuse an entry again, because neither has changed."""
+        before = self._refusals.get(entry)
         if before is not None and before.cause is not None:
             return before.cause is not RemovalCause.EVICTED and entry.span.end <= before.end
-        if before is None or before != self._as_it_is(entry, before.refused):
+        if before is None or before != self._refused_now(entry, before.refused):
             return False
         return before.refused is None or not self._tier.writing().would_take(before.refused)
 
     def next_takeable(self) -> Entry | None:
-        """The first that the disk would take now. The first of each reason stands for the others."""
+        """Return the first entry that the disk would accept now. One refusal of each reason stands for all others."""
         firsts = [first for blocked in self._blocked.values() for first in [next(iter(blocked.items()), None)] if first]
         if not firsts:
             return None
         writing = self._tier.writing()
         return next((entry for entry, refused in firsts if writing.would_take(refused)), None)
 
-    def unblock(self, entry: Entry) -> None:
-        """It is offered again."""
+    def unblock_entry(self, entry: Entry) -> None:
+        """Remove an entry that is offered again from the blocked entries."""
         for blocked in self._blocked.values():
             blocked.pop(entry, None)
 
     def forget_faults(self) -> list[Entry]:
-        """After a fault: the disk may say something else now. Returns the entries concerned; those that wait for it go
-        on waiting."""
-        entries = [entry for entry, untaken in self._untaken.items() if untaken.cause is None]
+        """Forget refusals after a fault, and return their entries. Blocked entries stay blocked."""
+        entries = [entry for entry, refusal in self._refusals.items() if refusal.cause is None]
         for entry in entries:
-            del self._untaken[entry]
+            del self._refusals[entry]
         return entries
 
     def clear(self) -> None:
-        self._untaken.clear()
+        self._refusals.clear()
         for blocked in self._blocked.values():
             blocked.clear()
 
-    def _as_it_is(self, entry: Entry, refused: Refused | None, disk_end: int = 0) -> RefusedWrite:
+    def _refused_now(self, entry: Entry, refused: Refused | None, disk_end: int = 0) -> RefusedWrite:
         return RefusedWrite(entry.span.end, entry.span.kv_bytes, self._used_s(entry), refused, disk_end)
 
 
@@ -450,32 +607,34 @@ DropReason = Literal["too_large", "no_room", "least_worth"] | UnwrittenReason
 
 
 class DropCounters:
-    def __init__(self, shelf: EntryTable, counters: Counter[str]) -> None:
-        self._shelf = shelf
-        self._counters = counters
-        self._new: WeakSet[Entry] = WeakSet()
+    """Dropped-token accounting: counts evicted tokens that are nowhere else, by reason."""
 
-    def record_stored(self, entry: Entry) -> None:
+    def __init__(self, table: EntryTable, counters: Counter[str]) -> None:
+        self._table = table
+        self._counters = counters
+        self._new: WeakSet[Entry] = WeakSet()  # inserted since memory last fitted all entries
+
+    def record_insertion(self, entry: Entry) -> None:
         self._new.add(entry)
 
     def record_eviction(self, entry: Entry, lost_tokens: int, reason: DropReason | None, *, num_tokens: int) -> None:
-        """So many of its tokens are about to go, and `lost_tokens` of these are not on the disk. `reason`: why not;
-        None: there is no disk that could have them."""
+        """Count `num_tokens` tokens of an entry that are about to be evicted, `lost_tokens` of them not on the disk.
+        `reason`: why they are not; None: there is no disk."""
         self._counters["evicted_tokens"] += num_tokens
         is_new = entry in self._new
         self._new.discard(entry)
         if not lost_tokens:
             return
-        reason = reason or self._reason(entry)
+        reason = reason or self._memory_reason(entry)
         self._counters[f"dropped_tokens_{reason}"] += lost_tokens
         if is_new:
             self._counters[f"refused_{reason}"] += 1
 
-    def clear_new(self) -> None:
-        """There is room for all that is left."""
+    def forget_new_entries(self) -> None:
+        """Count no present entry as new any more: memory fits them all."""
         self._new.clear()
 
-    def _reason(self, entry: Entry) -> DropReason:
-        if entry.nbytes > self._shelf.max_bytes:
+    def _memory_reason(self, entry: Entry) -> DropReason:
+        if entry.nbytes > self._table.max_bytes:
             return "too_large"
-        return "least_worth" if self._shelf.evictable_bytes > entry.nbytes else "no_room"
+        return "least_worth" if self._table.evictable_bytes > entry.nbytes else "no_room"

@@ -1,4 +1,8 @@
-"""Loads from tiers: for waiting requests, and archived planes."""
+"""Loads from tiers: for waiting requests, and archived planes.
+
+`Prefetcher` brings blocks that a waiting request can use into memory; `Restorer` brings back planes that entries in
+memory have dropped.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ import numpy as np
 from kvstrata.attention.parts import CutPart, Part, SealedPart
 from kvstrata.prefix_cache.entries import STEPPED_DOWN, Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
-from kvstrata.prefix_cache.insertion import Desk
+from kvstrata.prefix_cache.insertion import Inserter
 from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.prefix_cache.keys import Tokens, as_ids
 from kvstrata.prefix_cache.matching import PrefixMatcher
@@ -30,187 +34,200 @@ from kvstrata.tier.block import BLOCK_TOKENS
 from kvstrata.tier.chains import Link, TierMatch
 from kvstrata.tier.lookups import Lookup
 
-# For a tier on a network to say what it has, at most: of the time that computing the rest would take,
+# How long a request waits for the answer of a tier on a network: this share of the time that computing the missing
+# tokens would take.
 PATIENCE = 0.015
 
-# or so long where that is less: a round trip, and the threads on the way.
-LEAST_WAIT_S = 0.02
+# The least such wait: a round trip, and the threads on the way.
+MIN_WAIT_S = 0.02
 
 
 @dataclass(frozen=True)
 class TierOffer:
-    """What one tier has of a prompt."""
+    """Blocks of a prompt that one tier has."""
 
-    cold: TierClient
+    client: TierClient
     match: TierMatch
 
 
 @dataclass(frozen=True)
 class TierQuestion:
-    cold: TierClient
+    """Lookup of a prompt on one tier."""
+
+    client: TierClient
     lookup: Lookup[TierMatch]
-    until_s: float | None = None  # then it is not waited for any more; None: the caller decides
+    until_s: float | None = None  # when waiting for the answer ends; None: the caller decides
 
 
 @dataclass(frozen=True)
 class TierOffers:
-    """What the tiers were asked about one prompt, the nearest first."""
+    """Lookups of one prompt on all tiers, the nearest tier first."""
 
     questions: tuple[TierQuestion, ...]
     asked_s: float
 
     @property
     def is_done(self) -> bool:
-        """Whether no answer is worth waiting for any more."""
+        """Whether each tier has answered or is not worth waiting for any more."""
         now_s = time.monotonic()
         return all(
-            each.lookup.is_done or (each.until_s is not None and now_s >= each.until_s) for each in self.questions
+            question.lookup.is_done or (question.until_s is not None and now_s >= question.until_s)
+            for question in self.questions
         )
 
     @property
     def offers(self) -> tuple[TierOffer, ...]:
-        return tuple(TierOffer(each.cold, each.lookup.answer) for each in self.questions if each.lookup.is_done)
+        return tuple(
+            TierOffer(question.client, question.lookup.answer) for question in self.questions if question.lookup.is_done
+        )
 
-    def ends_s(self, patience_s: float) -> float:
-        """When it should be looked at again, unless an answer comes; no tier is waited for longer than this."""
+    def deadline_s(self, patience_s: float) -> float:
+        """Return when to check again unless an answer arrives; no tier is waited for longer than `patience_s`."""
         latest_s = self.asked_s + patience_s
-        open_ends = [each.until_s for each in self.questions if not each.lookup.is_done]
+        open_ends = [question.until_s for question in self.questions if not question.lookup.is_done]
         return min([latest_s, *(end for end in open_ends if end is not None)])
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all tiers answered in time."""
+        """Wait for all answers. Return whether they arrived in time."""
         until_s = time.monotonic() + timeout_s
-        return all(each.lookup.wait(max(0.0, until_s - time.monotonic())) for each in self.questions)
+        return all(question.lookup.wait(max(0.0, until_s - time.monotonic())) for question in self.questions)
 
     def withdraw(self) -> None:
-        for each in self.questions:
-            each.lookup.withdraw()
+        for question in self.questions:
+            question.lookup.withdraw()
 
 
 class Prefetcher:
-    """`shared`: a tier that is asked over a network; None: there is none."""
+    """Loads blocks of waiting requests into memory. `shared`: a tier on a network; None: there is none."""
 
     def __init__(
         self,
-        cold: TierClient,
+        client: TierClient,
         shared: SharedTierClient | None,
-        search: PrefixMatcher,
-        desk: Desk,
-        room: Reclaimer,
+        matcher: PrefixMatcher,
+        inserter: Inserter,
+        reclaimer: Reclaimer,
         failures: FailureLog,
     ) -> None:
-        self._cold = cold
+        self._client = client
         self._shared = shared
-        self._search = search
-        self._desk = desk
-        self._room = room
+        self._matcher = matcher
+        self._table = inserter.table
+        self._checkpoints = inserter.checkpoints
+        self._leases = inserter.leases
+        self._inserter = inserter
+        self._reclaimer = reclaimer
         self._failures = failures
-        self._residency = desk.shelf.residency
+        self._residency = inserter.table.residency
 
     @property
     def _counters(self) -> Counter[str]:
         return self._failures.counters
 
     def ask(self, tokens: Tokens, salt: str, *, prefill_tokens_s: float = 0.0) -> TierOffers | None:
-        """Ask what the tiers have of these. None: nothing, or memory has all of it."""
-        ids, root = as_ids(tokens), self._search.root_of(salt)
+        """Look up a prompt on the tiers. None: no tier can have more of it than memory."""
+        ids, root = as_ids(tokens), self._matcher.root_of(salt)
         now_s = time.monotonic()
         questions = list[TierQuestion]()
         with self._failures.counting("lookups"):
-            questions.append(TierQuestion(self._cold, self._cold.find_chain(root, ids)))
-        missing_tokens = len(ids) - self._search.find(ids, salt).num_tokens
+            questions.append(TierQuestion(self._client, self._client.find_chain(root, ids)))
+        missing_tokens = len(ids) - self._matcher.find(ids, salt).num_tokens
         with self._failures.counting("lookups"):
-            wait_s = self._wait_s(missing_tokens, len(ids), prefill_tokens_s)
+            wait_s = self._shared_wait_s(missing_tokens, len(ids), prefill_tokens_s)
             if self._shared is not None and wait_s:
                 questions.append(
                     TierQuestion(self._shared.client, self._shared.client.find_chain(root, ids), now_s + wait_s)
                 )
-        open_ones = tuple(each for each in questions if not each.lookup.is_done or each.lookup.answer.num_tokens)
-        return TierOffers(open_ones, now_s) if open_ones and missing_tokens else None
+        useful = tuple(
+            question for question in questions if not question.lookup.is_done or question.lookup.answer.num_tokens
+        )
+        return TierOffers(useful, now_s) if useful and missing_tokens else None
 
-    def _wait_s(self, missing_tokens: int, num_tokens: int, prefill_tokens_s: float) -> float:
-        """For the shared tier, at most; 0: it is not worth asking."""
+    def _shared_wait_s(self, missing_tokens: int, num_tokens: int, prefill_tokens_s: float) -> float:
+        """Return how long to wait for the shared tier at most; 0: asking it does not pay."""
         if self._shared is None or num_tokens - num_tokens % BLOCK_TOKENS <= num_tokens - missing_tokens:
             return 0.0
         compute_s = missing_tokens / prefill_tokens_s if prefill_tokens_s else float("inf")
-        wait_s = min(1.0, max(LEAST_WAIT_S, PATIENCE * compute_s))
+        wait_s = min(1.0, max(MIN_WAIT_S, PATIENCE * compute_s))
         tier = self._shared.tier
         return 0.0 if tier.is_paused or tier.expected_latency_s > min(wait_s, compute_s) else wait_s
 
     def begin_load(
         self, offer: TierOffer, tokens: Tokens, salt: str, *, prefill_tokens_s: float = 0.0
     ) -> BlockLoad | None:
-        """Begin to load what a tier has more than memory, if it is expected to come faster than at so many tokens in
-        a second; 0: that is not known. None: it has no more, or it would not."""
-        match, loads = offer.match, offer.cold.loader
-        ids, root = as_ids(tokens), self._search.root_of(salt)
-        found = self._search.find(ids, salt)
-        rest = match.after(found.num_tokens)
-        seconds = loads.seconds_for(rest)
-        more_tokens = match.num_tokens - found.num_tokens
+        """Begin to load the blocks of an offer that memory does not have, if reading them is expected to be faster than
+        computing them at `prefill_tokens_s` (0: that speed is unknown). None: the offer has no more than memory, or
+        reading is slower."""
+        match, loader = offer.match, offer.client.loader
+        ids, root = as_ids(tokens), self._matcher.root_of(salt)
+        cached = self._matcher.find(ids, salt)
+        rest = match.after(cached.num_tokens)
+        seconds = loader.expected_seconds(rest)
+        more_tokens = match.num_tokens - cached.num_tokens
         if more_tokens <= 0 or (prefill_tokens_s and seconds >= more_tokens / prefill_tokens_s):
             return None
-        load = BlockLoad(root, salt, ids, rest, on_batch=self._promote)
-        loads.begin(load)
-        if offer.cold is self._cold:
+        load = BlockLoad(root, salt, ids, rest, on_batch=self._insert_batch)
+        loader.begin_load(load)
+        if offer.client is self._client:
             for link in rest.links:
                 self._residency.record_block(load, link.key)
-        # What comes would hang on nothing without it.
-        load.lease = self._desk.leases.hold(found.entries)
+        # Without the prefix in memory, the loaded blocks would be of no use.
+        load.lease = self._leases.hold(cached.entries)
         return load
 
     def begin_next_load(
         self, offers: Sequence[TierOffer], tokens: Tokens, salt: str, *, prefill_tokens_s: float = 0.0
     ) -> tuple[BlockLoad | None, tuple[TierOffer, ...]]:
-        """The first load that pays, and the offers after it."""
-        for at, offer in enumerate(offers, 1):
+        """Begin the first load that pays. Return it and the offers after it."""
+        for number, offer in enumerate(offers, 1):
             with self._failures.counting("loads"):
                 load = self.begin_load(offer, tokens, salt, prefill_tokens_s=prefill_tokens_s)
                 if load is not None:
-                    return load, tuple(offers[at:])
+                    return load, tuple(offers[number:])
         return None, ()
 
     def promote(self, load: BlockLoad) -> None:
-        """A load has ended: what came is in memory from now on, and nothing is kept for it."""
-        if not self._desk.marks.are_needed or (load.mark is not None and load.is_whole):
-            self._promote(load)
+        """Insert the last blocks of a load that has ended, and end it."""
+        if not self._checkpoints.are_needed or (load.checkpoint is not None and load.is_complete):
+            self._insert_batch(load)
         self.abandon(load)
 
     def abandon(self, load: BlockLoad) -> None:
-        """It is of no use any more: what was taken of it stays while there is room."""
-        _give_up(load)
+        """End a load that is of no more use. Its inserted blocks stay cached until they are evicted."""
+        _cancel_load(load)
         self._residency.forget(load)
         if load.lease is not None:
-            self._desk.leases.release(load.lease)
+            self._leases.release(load.lease)
 
-    def _promote(self, load: BlockLoad) -> None:
-        """What has come so far. The load ends where that fails."""
+    def _insert_batch(self, load: BlockLoad) -> None:
+        """Insert the blocks that a load has so far; cancel the load where that fails."""
 
-        def promote() -> bool:
-            self._insert(load)
+        def insert() -> bool:
+            self._insert_blocks(load)
             return True
 
-        if not self._failures.attempt("promotions", promote, otherwise=False):
-            _give_up(load)
+        if not self._failures.attempt("promotions", insert, otherwise=False):
+            _cancel_load(load)
 
-    def _insert(self, load: BlockLoad) -> None:
-        """The load ends where memory has no room for it, or not any more what it hangs on."""
-        batch = load.take()
+    def _insert_blocks(self, load: BlockLoad) -> None:
+        """Insert the blocks that a load has so far. Cancel the load where they do not fit in memory, or where their
+        prefix has been evicted."""
+        batch = load.take_blocks()
         if not batch.blocks:
             return
-        shelf = self._desk.shelf
-        span = span_of(self._search.layout, batch.blocks, batch.start, batch.end)
-        limit_bytes = self._room.limit_bytes
-        self._room.shrink_to(limit_bytes - span.nbytes, 0.0, most_bytes=limit_bytes - span.nbytes)
-        # A node may claim no token that its span has not.
-        hangs = shelf.tree.match(load.root, load.ids[: batch.start]).num_tokens == batch.start
-        if not hangs or shelf.nbytes + span.nbytes > limit_bytes:
-            load.lacked_room = True
-            _give_up(load)
+        table = self._table
+        span = span_of(self._matcher.layout, batch.blocks, batch.start, batch.end)
+        limit_bytes = self._reclaimer.limit_bytes
+        self._reclaimer.shrink_to(limit_bytes - span.nbytes, 0.0, most_bytes=limit_bytes - span.nbytes)
+        # A node may claim only tokens that its span has.
+        has_prefix = table.tree.match(load.root, load.ids[: batch.start]).num_tokens == batch.start
+        if not has_prefix or table.nbytes + span.nbytes > limit_bytes:
+            load.lacked_memory = True
+            _cancel_load(load)
             self._counters["refused_promotions"] += 1
             return
-        # What came from the disk is there, unless it has left since.
-        comes_from_disk = load.source is self._cold.loader
+        # Blocks that came from the disk are archived there, unless they have left it since.
+        comes_from_disk = load.source is self._client.loader
         is_clean = comes_from_disk and all(self._residency.has_block(load, link.key) for link in batch.links)
         entry = Entry(
             *(span, load.root, load.salt, ReuseClass.CONTINUED),
@@ -219,212 +236,220 @@ class Prefetcher:
             archived_token_bytes=span.kv_bytes / span.num_tokens if is_clean else 0.0,
             shared_end=0 if comes_from_disk else batch.end,
         )
-        shelf.add_entry(entry)
+        table.add_entry(entry)
         if is_clean:
             for link in batch.links:
                 self._residency.record_block(entry, link.key)
-        path = shelf.insert_entry(entry, load.ids[: batch.end])
-        if load.mark is not None and load.mark.position == batch.end:
-            self._desk.marks.add_checkpoint(path, load.mark)
+        path = table.insert_entry(entry, load.ids[: batch.end])
+        if load.checkpoint is not None and load.checkpoint.position == batch.end:
+            self._checkpoints.add_checkpoint(path, load.checkpoint)
         self._counters["promoted_tokens"] += batch.end - batch.start
-        self._desk.intake.finish_span(entry)
+        self._inserter.finish_span(entry)
         if load.lease is not None:
-            # Another request may have filed these tokens meanwhile: what the next batch hangs on must stay.
-            self._desk.leases.extend(load.lease, (node.payload for node in path))
+            # Another request may have inserted these tokens meanwhile: the path that the next batch extends must stay.
+            self._leases.extend(load.lease, (node.payload for node in path))
 
 
-def _give_up(load: BlockLoad) -> None:
+def _cancel_load(load: BlockLoad) -> None:
     if load.source is not None:
-        load.source.give_up(load)
+        load.source.cancel_load(load)
 
 
 class Restorer:
-    """`review` is told of what has come back: it may have come in more bits than it should have now. What comes back
-    takes the room that there is: nothing has to go for it. An entry that is being restored may be evicted, cut and
-    joined meanwhile: blocks take the place of the same tokens only."""
+    """Restores planes of entries that the disk has in more bits than memory, one entry at a time.
+
+    Restored planes use free memory only: nothing is evicted for them. `review` is called with each restored entry,
+    because the disk may have it in more bits than its target. An entry may be evicted, cut or joined during its
+    restore: loaded blocks replace the same tokens only.
+    """
 
     def __init__(
         self,
-        cold: TierClient,
-        shelf: EntryTable,
-        room: Reclaimer,
+        client: TierClient,
+        table: EntryTable,
+        reclaimer: Reclaimer,
         counters: Counter[str],
         failures: FailureLog,
         review: Callable[[Entry], None],
     ) -> None:
-        self._cold = cold
-        self._shelf = shelf
+        self._client = client
+        self._table = table
         self._counters = counters
         self._review = review
-        self._room = room
+        self._reclaimer = reclaimer
         self._failures = failures
         self._waiting: dict[Entry, None] = {}  # in order
-        # Of the first of them:
+        # State of the first waiting entry.
         self._lookup: Lookup[tuple[Link, ...]] | None = None
         self._load: BlockLoad | None = None
-        self._has_swapped = False
+        self._has_replaced = False  # some of its planes
 
     @property
     def is_ready(self) -> bool:
-        """Whether the disk has said what it has: `work` should be called."""
+        """Whether the disk has answered, so that `run` should be called."""
         return self._lookup is not None and self._lookup.is_done
 
-    def has(self, entry: Entry) -> bool:
+    def has_entry(self, entry: Entry) -> bool:
         return entry in self._waiting
 
     def restored_bytes(self, entry: Entry, plan: Plan) -> int:
-        """What it would take under a plan when it has come back; 0 where the disk was given nothing better."""
+        """Return the bytes that an entry would take under a plan after its restore; 0: the disk has no more bits of it
+        than memory."""
         span = entry.span
-        on_disk = entry.archived_token_bytes * span.num_tokens
-        if span.is_live or not on_disk or span.kv_bytes >= STEPPED_DOWN * on_disk:
+        disk_bytes = entry.archived_token_bytes * span.num_tokens
+        if span.is_live or not disk_bytes or span.kv_bytes >= STEPPED_DOWN * disk_bytes:
             return 0
-        restored = int(min(on_disk, plan.token_bytes(span.layout) * span.num_tokens))
+        restored = int(min(disk_bytes, plan.token_bytes(span.layout) * span.num_tokens))
         return restored if restored * STEPPED_DOWN > span.kv_bytes else 0
 
     def add_entry(self, entry: Entry) -> None:
-        """Bring it back if the disk has all of it. That it has it in more bits is seen when it comes."""
+        """Restore an entry if the disk has all of it. Whether its blocks have more bits is known when they are read."""
         self._waiting[entry] = None
-        self._shelf.dirty_sets.mark_dirty(entry)
-        self._begin()
+        self._table.dirty_sets.mark_dirty(entry)
+        self._begin_next()
 
     def discard_entry(self, entry: Entry) -> None:
-        """It stays as far as it has come."""
+        """Stop restoring an entry; planes that were restored stay."""
         if entry not in self._waiting:
             return
         if entry is next(iter(self._waiting)):
-            self._let_go()
+            self._cancel_current()
         self._waiting.pop(entry)
-        self._shelf.dirty_sets.mark_dirty(entry)
-        self._begin()
+        self._table.dirty_sets.mark_dirty(entry)
+        self._begin_next()
 
     def clear(self) -> None:
-        self._let_go()
-        self._shelf.dirty_sets.mark_all_dirty(self._waiting)
+        self._cancel_current()
+        self._table.dirty_sets.mark_all_dirty(self._waiting)
         self._waiting.clear()
 
     def run(self) -> None:
-        """Between two steps, on the thread that owns MLX: the disk has said what it has of the first."""
+        """Begin to load the first entry once the disk has answered. Runs between two steps, on the thread that owns
+        MLX."""
         if self._lookup is None or not self._lookup.is_done:
             return
         entry, blocks, self._lookup = next(iter(self._waiting)), self._lookup.answer, None
-        own = [link for link in blocks if link.end > entry.span.position]
-        if not own or not self._can_take(entry):
-            self._end(entry)
+        span_links = [link for link in blocks if link.end > entry.span.position]
+        if not span_links or not self._is_restorable(entry):
+            self._end_entry(entry)
             return
-        self._has_swapped = False
+        self._has_replaced = False
         self._load = BlockLoad(
             entry.root_key,
             entry.salt,
             ids_to(entry.last_node),
-            TierMatch(tuple(own)),
-            on_batch=lambda load: self._take(entry, load),
-            on_done=lambda load: self._take_last(entry, load),
+            TierMatch(tuple(span_links)),
+            on_batch=lambda load: self._take_batch(entry, load),
+            on_done=lambda load: self._take_last_batch(entry, load),
         )
-        self._cold.loader.begin(self._load)
+        self._client.loader.begin_load(self._load)
 
-    def _begin(self) -> None:
-        """The next one, unless one is on its way."""
+    def _begin_next(self) -> None:
+        """Look up the next entry on the disk, unless one is being restored."""
         while self._waiting and self._lookup is None and self._load is None:
             entry = next(iter(self._waiting))
-            if self._can_take(entry):
-                self._lookup = self._cold.blocks_to(entry.last_node, with_mark=False)
+            if self._is_restorable(entry):
+                self._lookup = self._client.find_whole_chain(entry.last_node, with_checkpoint=False)
             else:
                 del self._waiting[entry]
-                self._shelf.dirty_sets.mark_dirty(entry)
+                self._table.dirty_sets.mark_dirty(entry)
 
-    def _can_take(self, entry: Entry) -> bool:
-        return entry in self._shelf.entries and bool(entry.nodes) and not entry.span.is_live
+    def _is_restorable(self, entry: Entry) -> bool:
+        return entry in self._table.entries and bool(entry.nodes) and not entry.span.is_live
 
-    def _let_go(self) -> None:
-        """Of what is on its way."""
+    def _cancel_current(self) -> None:
+        """Cancel the lookup and the load of the first entry."""
         if self._lookup is not None:
             self._lookup.withdraw()
         if self._load is not None:
-            self._cold.loader.give_up(self._load)
+            self._client.loader.cancel_load(self._load)
         self._lookup = self._load = None
 
-    def _end(self, entry: Entry) -> None:
-        self._let_go()
+    def _end_entry(self, entry: Entry) -> None:
+        self._cancel_current()
         self._waiting.pop(entry, None)
-        self._shelf.dirty_sets.mark_dirty(entry)
-        self._begin()
+        self._table.dirty_sets.mark_dirty(entry)
+        self._begin_next()
 
-    def _take_last(self, entry: Entry, load: BlockLoad) -> None:
-        """All has come, or no more will."""
+    def _take_last_batch(self, entry: Entry, load: BlockLoad) -> None:
+        """Handle the end of a load, complete or not."""
         if load is not self._load:
-            return  # it is of no use any more
-        if load.is_whole:
-            self._take(entry, load)
+            return  # the load was cancelled
+        if load.is_complete:
+            self._take_batch(entry, load)
         else:
             self._counters["refused_restores"] += 1
         if load is self._load:
-            self._finish(entry)
+            self._finish_entry(entry)
 
-    def _finish(self, entry: Entry) -> None:
-        if self._has_swapped:
+    def _finish_entry(self, entry: Entry) -> None:
+        if self._has_replaced:
             self._counters["restored_spans"] += 1
             self._review(entry)
-        self._end(entry)
+        self._end_entry(entry)
 
-    def _take(self, entry: Entry, load: BlockLoad) -> None:
+    def _take_batch(self, entry: Entry, load: BlockLoad) -> None:
         try:
-            self._swap(entry, load)
+            self._replace_planes(entry, load)
         except Exception as error:  # noqa: BLE001
-            # It stays as far as it has come.
+            # Planes that were restored before the fault stay.
             self._failures.record_failure("restores", error)
-            self._finish(entry)
+            self._finish_entry(entry)
 
-    def _swap(self, entry: Entry, load: BlockLoad) -> None:
-        """What has come so far takes the place of what is there in fewer bits. The load ends where there is no room."""
-        batch, span = load.take(), entry.span
+    def _replace_planes(self, entry: Entry, load: BlockLoad) -> None:
+        """Replace segments by the loaded ones that have more bits. The restore ends where memory is not free."""
+        batch, span = load.take_blocks(), entry.span
         start, end = max(batch.start, span.position), min(batch.end, span.end)
         if not batch.blocks:
             return
-        if not self._can_take(entry) or start >= end or not _has_tokens(entry, load, end):
-            self._finish(entry)
+        if not self._is_restorable(entry) or start >= end or not _has_tokens(entry, load, end):
+            self._finish_entry(entry)
             return
-        came = span_of(span.layout, batch.blocks, batch.start, batch.end)
-        came.cut(start, end)
-        better = [layer for layer in span.layers if _bits(came, layer, start, end) > _bits(span, layer, start, end)]
+        loaded = span_of(span.layout, batch.blocks, batch.start, batch.end)
+        loaded.cut(start, end)
+        better = [
+            layer for layer in span.layers if _min_bits(loaded, layer, start, end) > _min_bits(span, layer, start, end)
+        ]
         for layer in better:
-            shrink(came, layer)
-        grows = sum(_nbytes(came.sealed(layer)) - _share(span, layer, start, end) for layer in better)
-        if grows > self._room.left_bytes:
+            shrink(loaded, layer)
+        more_bytes = sum(_nbytes(loaded.sealed(layer)) - _range_bytes(span, layer, start, end) for layer in better)
+        if more_bytes > self._reclaimer.left_bytes:
             self._counters["restores_without_room"] += 1
-            self._finish(entry)
+            self._finish_entry(entry)
             return
         for layer in better:
-            span.replace_range(layer, came.sealed(layer), start, end)
-        self._has_swapped |= bool(better)
-        self._shelf.recount(entry)
+            span.replace_range(layer, loaded.sealed(layer), start, end)
+        self._has_replaced |= bool(better)
+        self._table.recount(entry)
 
 
 def _has_tokens(entry: Entry, load: BlockLoad, end: int) -> bool:
-    """Whether all tokens up to `end` are still those whose blocks are loaded. KV depends on every token before it."""
+    """Whether all tokens up to `end` are still those of the loaded blocks. KV depends on every token before it."""
     return np.array_equal(ids_to(entry.last_node)[:end], load.ids[:end])
 
 
-def _nbytes(parts: Iterable[SealedPart]) -> int:
-    return sum(part.nbytes for part in parts)
+def _nbytes(segments: Iterable[SealedPart]) -> int:
+    return sum(segment.nbytes for segment in segments)
 
 
-def _share(span: Span, layer: int, start: int, end: int) -> int:
-    """About what the tokens of a range take in a layer."""
-    return sum(whole.nbytes * part.num_tokens // whole.num_tokens for part, whole in _wholes(span, layer, start, end))
+def _range_bytes(span: Span, layer: int, start: int, end: int) -> int:
+    """Return about how many bytes the tokens of a range take in a layer."""
+    segments = _segments_in(span, layer, start, end)
+    return sum(whole.nbytes * cut.num_tokens // whole.num_tokens for cut, whole in segments)
 
 
-def _bits(span: Span, layer: int, start: int, end: int) -> float:
-    """Fewest that any token of a range has, K and V together."""
+def _min_bits(span: Span, layer: int, start: int, end: int) -> float:
+    """Return the fewest bits that any token of a range has, K and V together."""
     dtype = span.layout.flat()[layer].dtype
-    return min(_part_bits(whole, dtype) for _, whole in _wholes(span, layer, start, end))
+    return min(_segment_bits(whole, dtype) for _, whole in _segments_in(span, layer, start, end))
 
 
-def _part_bits(part: SealedPart, dtype: mx.Dtype) -> float:
-    return bits_of(part.k.codec, part.k.dim, dtype) + bits_of(part.v.codec, part.v.dim, dtype)
+def _segment_bits(segment: SealedPart, dtype: mx.Dtype) -> float:
+    return bits_of(segment.k.codec, segment.k.dim, dtype) + bits_of(segment.v.codec, segment.v.dim, dtype)
 
 
-def _wholes(span: Span, layer: int, start: int, end: int) -> Sequence[tuple[Part, SealedPart]]:
-    """The parts of a range, each with what it is cut from."""
-    parts = span.parts(layer, start, end)
-    wholes = [part.whole if isinstance(part, CutPart) else part for part in parts]
-    return [(part, whole) for part, whole in zip(parts, wholes, strict=True) if isinstance(whole, SealedPart)]
+def _segments_in(span: Span, layer: int, start: int, end: int) -> Sequence[tuple[Part, SealedPart]]:
+    """Return the sealed segments of a range, each with the whole segment that it is cut from."""
+    cuts = span.parts(layer, start, end)
+    wholes = [cut.whole if isinstance(cut, CutPart) else cut for cut in cuts]
+    return [(cut, whole) for cut, whole in zip(cuts, wholes, strict=True) if isinstance(whole, SealedPart)]

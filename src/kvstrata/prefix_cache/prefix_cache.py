@@ -20,7 +20,7 @@ from kvstrata.prefix_cache.insertion import DetachedInsertion, Inserter, Inserti
 from kvstrata.prefix_cache.jobs import ClientTasks, FailureLog
 from kvstrata.prefix_cache.keys import Identity, Tokens, as_ids
 from kvstrata.prefix_cache.matching import Explanation, PrefixMatcher, checkpoint_of, ranges_of
-from kvstrata.prefix_cache.offload import DropCounters, NoOffloader, Offloader
+from kvstrata.prefix_cache.offload import DropCounters, Offloader
 from kvstrata.prefix_cache.pins import Pins
 from kvstrata.prefix_cache.precision import PlanOf, PrecisionPolicy, StepDownPolicy
 from kvstrata.prefix_cache.prefetch import Prefetcher, Restorer
@@ -88,12 +88,8 @@ class PrefixCache:
         self.sharing = Sharer(shared, self.table, self.failures) if shared is not None and can_share else None
         k, v = config.precision.k or RAW[0], config.precision.v or RAW[1]
         self._precision = PrecisionPolicy(layout, plan_of(k, v) if can_share else raw_plan(layout), config.precision)
-        self.offloader = (Offloader if self.disk.has_tier else NoOffloader)(
-            self.disk,
-            self.table,
-            self.candidates,
-            self.counters,
-            self.failures,
+        self.offloader = Offloader(
+            *(self.disk, self.table, self.candidates, self.counters, self.failures),
             was_short=self._precision.was_short,
         )
         self.transcoder = Transcoder(
@@ -315,7 +311,7 @@ class PrefixCache:
             failed.table.abandon,
             failed.requantizer.cancel,
             failed.transcoder.jobs.clear,
-            *(tier.loader.clear for tier in self._tiers),
+            *(tier.loader.cancel_all for tier in self._tiers),
         )
         for clear in clearers:
             try:

@@ -89,7 +89,7 @@ class Reclaimer:
         until_s = time.monotonic() + slice_s
         self._spills.offer_under_pressure(limit_bytes, self._shelf.max_bytes)
         self._evictor.shrink_to(
-            limit_bytes, lambda leaf: self._spills.is_on_disk(leaf.payload) or self._spills.is_left_out(leaf)
+            limit_bytes, lambda leaf: self._spills.is_on_disk(leaf.payload) or self._spills.is_superseded(leaf)
         )
         if self._shelf.nbytes > limit_bytes:
             self.step_down(self._shelf.nbytes - limit_bytes - self._rewriting.pending_bytes())
@@ -104,7 +104,7 @@ class Reclaimer:
             self._evictor.shrink_to(most_bytes, until_s=until_s)
         self._evictor.keep_arrays_few(until_s)
         if shrunk == "done":
-            self._losses.clear_new()
+            self._losses.forget_new_entries()
         return shrunk
 
     def _shrink_as_disk_takes(self, limit_bytes: int, enough_bytes: float, until_s: float) -> Shrunk:

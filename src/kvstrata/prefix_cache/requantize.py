@@ -428,7 +428,7 @@ class Requantizer:
         return [entry for entry in self._shelf.entries if in_scope(entry, change, sequence_entries)]
 
     def _is_pending(self, entry: Entry) -> bool:
-        return self._mover.has(entry) or self._restorer.has(entry)
+        return self._mover.has(entry) or self._restorer.has_entry(entry)
 
     def progress(self, owner: str | None = None) -> Progress:
         """Of all changes since the last time that none was under way, or of those that an owner asked for."""
