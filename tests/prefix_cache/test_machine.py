@@ -296,10 +296,10 @@ class StoreMachine(RuleBasedStateMachine):
         assert other.nbytes == sum(entry.nbytes for entry in stock.table.entries if entry.salt == "other")
         waiting = stock.transcoder.jobs.waiting
         assert stock.transcoder.pending_bytes() == sum(map(stock.transcoder.precision.pending_bytes, waiting))
-        stock.step_down._look()
+        stock.step_down.update_ladder()
         known = {entry: held for entry, held in stock.step_down._ladder._spans.items() if not entry.is_running}
         ended = [entry for entry in stock.table.entries if not entry.is_running and entry.span.layers]
-        assert known == {entry: stock.step_down._standing(entry) for entry in ended}
+        assert known == {entry: stock.step_down._precision_of(entry) for entry in ended}
 
     @invariant()
     def what_may_go_is_known_with_its_size(self) -> None:

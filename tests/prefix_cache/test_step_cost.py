@@ -74,7 +74,7 @@ def test_progress_of_a_change_looks_only_at_spans_that_changed_since(monkeypatch
         looked_at.append(entry)
         return entry.nbytes
 
-    monkeypatch.setattr(requantize, "held_bytes", counted)
+    monkeypatch.setattr(requantize, "counted_bytes", counted)
     stock.requantizer.progress()
     looked_at.clear()
     stock.background.run_background(0)
@@ -96,7 +96,7 @@ def test_a_dry_run_looks_at_one_entry_in_each_step() -> None:
         store_tokens(stock, [10 * number + at for at in range(8)])
     settle(stock)
     plan = make_plan(LAYOUT, parse("planes:8"), parse("planes:8"))
-    steps = stock.requantizer.requantizing(PrecisionChange(dry_run=True), plan)
+    steps = stock.requantizer.requantize_in_steps(PrecisionChange(dry_run=True), plan)
     for _ in range(5):
         next(steps)
     stock.evictor.shrink_to(stock.table.nbytes // 2)  # others go on between the steps

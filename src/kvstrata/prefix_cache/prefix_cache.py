@@ -13,7 +13,7 @@ from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.conversations import ConversationTracker
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease, record_reuse
 from kvstrata.prefix_cache.entry_table import CacheListener, Checkpoints, EntryTable, EvictionCandidates
-from kvstrata.prefix_cache.eviction import Clearing, Dropping, Evictor
+from kvstrata.prefix_cache.eviction import Evictor
 from kvstrata.prefix_cache.eviction_order import RequestHistory, reuse_class_of
 from kvstrata.prefix_cache.flush import Flush, UnwrittenReport
 from kvstrata.prefix_cache.insertion import Desk, DetachedInsertion, Inserter, Insertion, Leases
@@ -31,7 +31,7 @@ from kvstrata.prefix_cache.offload import DropCounters, NoOffloader, Offloader
 from kvstrata.prefix_cache.pins import Pins
 from kvstrata.prefix_cache.precision import PlanOf, PrecisionPolicy, StepDownPolicy
 from kvstrata.prefix_cache.prefetch import Prefetcher, Restorer
-from kvstrata.prefix_cache.reclaim import Reclaimer, Shortening
+from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.requantize import Requantizer
 from kvstrata.prefix_cache.sharing import SharedTierClient, Sharer
 from kvstrata.prefix_cache.tier_client import TierClient, without_tier
@@ -237,13 +237,11 @@ class Stock:
     prefetcher: Prefetcher
     reclaimer: Reclaimer
     evictor: Evictor
-    shortening: Shortening
     background: BackgroundWork
     transcoder: Transcoder
     step_down: StepDownPolicy
     requantizer: Requantizer
-    clearing: Clearing
-    dropping: Dropping
+    clearing: Evictor
     explainer: Explainer
     usage: UsageReporter
     offloader: Offloader
@@ -341,7 +339,6 @@ def make_stock(
         prefetcher=Prefetcher(cold, shared, search, desk, room, failures),
         reclaimer=room,
         evictor=evictor,
-        shortening=Shortening(shelf, search, ground.marks, evictor, mover),
         background=BackgroundWork(
             (cold, shared.client) if shared else (cold,),
             *(memory.restorer, mover, spills, errands, sharing, memory.changes),
@@ -349,8 +346,7 @@ def make_stock(
         transcoder=rewriting,
         step_down=memory.pressure,
         requantizer=memory.changes,
-        clearing=Clearing(search, shelf, evictor, spills, cold),
-        dropping=Dropping(search, shelf, cold),
+        clearing=evictor,
         explainer=(Explainer if ground.can_share else ForeignExplainer)(shelf, search),
         usage=reporter,
         offloader=spills,
@@ -446,8 +442,8 @@ def _build_memory(
         writes_after_reply=options.disk_write == "after-reply",
     )
     pressure = StepDownPolicy(shelf, leaves, ground.precision, plan_of, options.ladder)
-    evictor = Evictor(shelf, leaves, ground.marks, spills, rewriting, losses, ground.failures)
-    room = Reclaimer(shelf, evictor, rewriting, pressure, spills, losses)
+    evictor = Evictor(shelf, leaves, ground.marks, ground.search, cold, spills, rewriting, losses, ground.failures)
+    room = Reclaimer(shelf, ground.search, ground.marks, evictor, rewriting, pressure, spills, losses)
     restorer = Restorer(cold, shelf, room, counters, ground.failures, rewriting.review)
     changes = Requantizer(shelf, leaves, rewriting, restorer, room, reporter.disk_usage)
     return _Memory(rewriting, spills, pressure, evictor, room, restorer, changes)
