@@ -1,9 +1,9 @@
-"""Several changes of precision under way: what each concerns, how far they are, and how they end."""
+"""Concurrent changes of precision: scope, progress and cancellation."""
 
 from __future__ import annotations
 
 from kvstrata.codecs.registry import parse
-from kvstrata.prefix_cache.requantize import NO_ROOM, PrecisionChange
+from kvstrata.prefix_cache.requantize import NO_MEMORY, PrecisionChange
 from kvstrata.prefix_cache.usage import share_of
 from tests.engine.drive import Drive
 from tests.engine.test_loop import prompt
@@ -12,7 +12,7 @@ from tests.tiny import tiny_loaded
 
 
 def drive_with(salts: list[str]) -> Drive:
-    """A conversation under each of these salts."""
+    """Return an engine with one cached conversation under each salt."""
     drive = Drive(tiny_loaded("llama"))
     for seed, salt in enumerate(salts):
         drive.submit(prompt(600, seed=seed), 4, salt=salt)
@@ -29,7 +29,7 @@ def target(drive: Drive) -> str:
     return drive.stock.requantizer.target.k.name
 
 
-def test_a_change_with_a_scope_leaves_a_general_one_alone() -> None:
+def test_scoped_change_leaves_general_target() -> None:
     drive = drive_with(["", "x", ""])
     drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
     drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4"), salt="x"))
@@ -40,14 +40,14 @@ def test_a_change_with_a_scope_leaves_a_general_one_alone() -> None:
     assert sorted(precisions(drive)) == [("", {"planes:8"}), ("", {"planes:8"}), ("x", {"planes:4"})]
     progress = drive.cache.requantize_progress()
     assert (progress.spans_total, progress.spans_done, progress.is_running) == (3, 3, False)
-    # New tokens follow the general one, whatever the salt.
+    # New tokens get the general target under any salt.
     drive.submit(prompt(600, seed=9), 4, salt="x")
     drive.run()
     settle(drive)
     assert precisions(drive)[-1] == ("x", {"planes:8"})
 
 
-def test_bytes_that_are_freed_count_from_before_the_first_of_several_changes() -> None:
+def test_freed_bytes_of_overlapping_changes_count_from_before_the_first() -> None:
     drive = drive_with(["", "x"])
     before = drive.stock.table.nbytes
     drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
@@ -57,7 +57,7 @@ def test_bytes_that_are_freed_count_from_before_the_first_of_several_changes() -
     assert drive.cache.requantize_progress().bytes_freed == before - drive.stock.table.nbytes
 
 
-def test_the_last_of_several_general_changes_wins() -> None:
+def test_last_general_change_wins() -> None:
     drive = drive_with(["", "x"])
     drive.cache.requantize(PrecisionChange(parse("planes:2"), parse("planes:2"), salt="x"))
     drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
@@ -68,7 +68,7 @@ def test_the_last_of_several_general_changes_wins() -> None:
     assert drive.cache.requantize_progress().spans_total == 2
 
 
-def test_a_cancel_ends_all_that_is_under_way_and_brings_back_the_target_before() -> None:
+def test_cancel_ends_running_changes_and_restores_earlier_target() -> None:
     drive = drive_with(["", "x", ""])
     drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
     drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
@@ -80,7 +80,7 @@ def test_a_cancel_ends_all_that_is_under_way_and_brings_back_the_target_before()
     assert all(held == {"raw"} for _, held in precisions(drive))
 
 
-def test_a_cancel_leaves_the_target_of_a_change_that_has_ended() -> None:
+def test_cancel_leaves_target_of_finished_change() -> None:
     drive = drive_with(["", "x"])
     drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
     settle(drive)
@@ -91,7 +91,7 @@ def test_a_cancel_leaves_the_target_of_a_change_that_has_ended() -> None:
     assert all(held == {"planes:8"} for _, held in precisions(drive))
 
 
-def test_going_up_keeps_to_the_memory_and_says_what_stays_lower() -> None:
+def test_raising_precision_stays_within_memory_and_reports_the_rest() -> None:
     drive = drive_with([str(seed) for seed in range(4)])
     drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
     settle(drive)
@@ -99,14 +99,14 @@ def test_going_up_keeps_to_the_memory_and_says_what_stays_lower() -> None:
     grows = max(entry.nbytes for entry in drive.stock.table.entries) * 8  # float32 from 4 bits
     drive.stock.reclaimer.limit_bytes = held + 2 * grows
     up = PrecisionChange(parse("raw"), parse("raw"), force=True)
-    told = drive.cache.requantize(PrecisionChange(parse("raw"), parse("raw"), force=True, dry_run=True))
-    (left,) = [left for left in told.left_alone if left.reason == NO_ROOM]
+    estimated = drive.cache.requantize(PrecisionChange(parse("raw"), parse("raw"), force=True, dry_run=True))
+    (left,) = [left for left in estimated.left_alone if left.reason == NO_MEMORY]
     assert 0 < left.spans < 4
     done = drive.cache.requantize(up)
-    assert done.bytes_after == told.bytes_after
+    assert done.bytes_after == estimated.bytes_after
     limit = drive.stock.reclaimer.limit_bytes
     settle(drive)
-    assert drive.stock.table.nbytes == told.bytes_after <= limit
+    assert drive.stock.table.nbytes == estimated.bytes_after <= limit
     assert len(drive.stock.table.entries) == 4
-    # Those that were used last came first.
+    # The memory went to the entries that were used last.
     assert [precisions(drive)[i][1] for i in (0, 3)] == [{"planes:4"}, {"raw"}]

@@ -71,7 +71,7 @@ def test_prefix_that_is_evicted_between_lookup_and_lease_is_read_from_the_disk(
         def change_after_eviction(step_plan: StepPlan) -> None:
             if step_plan.admit:
                 monkeypatch.undo()
-                drive.stock.evictor.clear()
+                drive.stock.evictor.clear(tier="hot")
             change(step_plan)
 
         monkeypatch.setattr(drive.loop.membership, "change", change_after_eviction)
@@ -87,7 +87,7 @@ def test_prefix_that_is_evicted_while_its_request_waits_is_read_from_the_disk(tm
         serve(drive, tokens)
         write_all(drive)
         waiting = submit_behind_a_stream(drive, tokens)
-        drive.stock.evictor.clear()
+        drive.stock.evictor.clear(tier="hot")
         run(drive)
         assert cached(waiting) == PROMPT_TOKENS - 1
 
@@ -101,7 +101,7 @@ def test_request_whose_prefix_goes_each_time_begins_without_it(tmp_path: Path, m
 
         def change_after_eviction(step_plan: StepPlan) -> None:
             if step_plan.admit:
-                drive.stock.evictor.clear()
+                drive.stock.evictor.clear(tier="hot")
             change(step_plan)
 
         monkeypatch.setattr(drive.loop.membership, "change", change_after_eviction)
@@ -126,7 +126,7 @@ def test_memory_of_an_evicted_prefix_goes_at_once_though_a_request_waits_for_it(
     waiting = submit_behind_a_stream(drive, tokens)
     (entry,) = (entry for entry in drive.stock.table.entries if entry.span.num_tokens >= PROMPT_TOKENS)
     span = weakref.ref(entry.span)
-    drive.stock.evictor.clear()
+    drive.stock.evictor.clear(tier="hot")
     assert span() is None
     drive.run()
     assert cached(waiting) == 0

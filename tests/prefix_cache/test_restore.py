@@ -9,7 +9,7 @@ from typing import Any
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
 from kvstrata.prefix_cache.prefix_cache import Stock
-from kvstrata.prefix_cache.requantize import NO_ROOM, PrecisionChange
+from kvstrata.prefix_cache.requantize import NO_MEMORY, PrecisionChange
 from kvstrata.spans.plan import Plan, make_plan
 from tests.prefix_cache.disk import random_tokens, store_on, write_turns, written
 from tests.prefix_cache.kv import LAYOUT, TOKEN_BYTES, check_lease, settle
@@ -88,7 +88,7 @@ def test_restore_without_free_memory_skips_entries_and_evicts_none(tmp_path: Pat
         preview = stock.requantizer.requantize(
             PrecisionChange(k=parse("raw"), v=parse("raw"), dry_run=True), plan("raw")
         )
-        assert [left.spans for left in preview.left_alone if left.reason == NO_ROOM] == [2]
+        assert [left.spans for left in preview.left_alone if left.reason == NO_MEMORY] == [2]
         assert restore_all(stock) <= stock.reclaimer.limit_bytes
         settle(stock)
         assert stock.counters["restored_spans"] == 1

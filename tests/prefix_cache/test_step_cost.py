@@ -74,7 +74,7 @@ def test_progress_of_a_change_counts_only_changed_entries(monkeypatch: pytest.Mo
         counted_entries.append(entry)
         return entry.nbytes
 
-    monkeypatch.setattr(requantize, "held_bytes", counted)
+    monkeypatch.setattr(requantize, "counted_bytes", counted)
     cache.requantizer.progress()
     counted_entries.clear()
     cache.run_background(0)
@@ -96,7 +96,7 @@ def test_dry_run_assesses_one_entry_in_each_step() -> None:
         store_tokens(cache, [10 * number + at for at in range(8)])
     settle(cache)
     plan = make_plan(LAYOUT, parse("planes:8"), parse("planes:8"))
-    steps = cache.requantizer.requantizing(PrecisionChange(dry_run=True), plan)
+    steps = cache.requantizer.requantize_in_steps(PrecisionChange(dry_run=True), plan)
     for _ in range(5):
         next(steps)
     cache.evictor.shrink_to(cache.table.nbytes // 2)  # other work runs between the steps

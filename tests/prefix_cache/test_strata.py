@@ -79,16 +79,16 @@ def to_its_end(drive: Drive, ids: list[int]) -> TokenIds:
 def test_a_drop_leaves_what_is_shared_and_what_is_leased() -> None:
     drive = drive_with_turns()
     other, longer = (to_its_end(drive, ids) for ids in ([*LONGER[:150], 3, 4, 5], LONGER))
-    said = drive.stock.dropping.drop(other, "", is_dry=True)
+    said = drive.stock.evictor.drop_conversation(other, "", is_dry=True)
     assert drive.stock.matcher.find(other, "").num_tokens == len(other)
-    done = drive.stock.dropping.drop(other, "", is_dry=False)
+    done = drive.stock.evictor.drop_conversation(other, "", is_dry=False)
     assert (said.tokens, said.nbytes) == (done.tokens, done.nbytes) == (len(other) - 150, done.nbytes)
     assert drive.stock.matcher.find(other, "").num_tokens == 150
     assert drive.stock.matcher.find(longer, "").num_tokens == len(longer)
     lease = drive.stock.store.lease(longer, "")
-    kept = drive.stock.dropping.drop(longer, "", is_dry=False)
+    kept = drive.stock.evictor.drop_conversation(longer, "", is_dry=False)
     assert (kept.tokens, kept.kept_because) == (0, "running")
     drive.stock.leases.release(lease)
     # The turns before it ended in replies that it did not take up: those stay, with all before them.
-    assert drive.stock.dropping.drop(longer, "", is_dry=False).tokens == len(longer) - 200
+    assert drive.stock.evictor.drop_conversation(longer, "", is_dry=False).tokens == len(longer) - 200
     assert drive.stock.matcher.find(longer, "").num_tokens == 200

@@ -22,7 +22,7 @@ from kvstrata.engine.executor import Loop
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
-from kvstrata.prefix_cache.requantize import ChangeResult, PrecisionChange, Progress
+from kvstrata.prefix_cache.requantize import ChangeProgress, ChangeResult, PrecisionChange
 
 STEADY_TOKENS = 12  # of each stream, before anything is changed
 USUAL_STEPS = 8  # before a change, that tell how long a step usually takes
@@ -133,7 +133,7 @@ def _begin(loop: Loop, precision: str) -> ChangeResult:
     return said
 
 
-def _finish(engine: Engine) -> Progress:
+def _finish(engine: Engine) -> ChangeProgress:
     """Each question is answered between two steps: this waits, it does not spin."""
     while (progress := engine.cache.requantize_progress().result()).is_running:
         pass

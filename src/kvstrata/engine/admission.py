@@ -23,7 +23,7 @@ from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease
 from kvstrata.prefix_cache.entry_table import EntryTable
 from kvstrata.prefix_cache.insertion import Leases
 from kvstrata.prefix_cache.jobs import FailureLog
-from kvstrata.prefix_cache.reclaim import Reclaimer, Shortening
+from kvstrata.prefix_cache.reclaim import Reclaimer
 
 
 class MemoryAccount:
@@ -260,7 +260,7 @@ class FirstInLine:
         capacity: MemoryAccount,
         fetching: Fetching,
         entrance: Entrance,
-        shortening: Shortening,
+        shortening: Reclaimer,
         failures: FailureLog,
     ) -> None:
         self._sequences = sequences

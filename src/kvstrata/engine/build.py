@@ -122,7 +122,7 @@ def make_loop(
         stock.store,
         stock.evictor,
         stock.explainer,
-        stock.transcoder.precision,
+        stock.transcoder,
         Pinning(stock.pins, stock.table, served.layout.token_bytes),
         stock.failures,
         mark_every_tokens=storage.checkpoint_every_tokens,
@@ -135,7 +135,7 @@ def make_loop(
     fetching = Fetching(stock.prefetcher, stock.failures)
     entrance = Entrance(stock.reclaimer, stock.leases, stock.failures, cold.patience_s)
     endings = Endings(sequences, resume, fetching, entrance, runner, metrics)
-    first = FirstInLine(sequences, capacity, fetching, entrance, stock.shortening, stock.failures)
+    first = FirstInLine(sequences, capacity, fetching, entrance, stock.reclaimer, stock.failures)
     pacing = Pacing(speeds, limits.max_running, _joined_context(served), runner.mixes)
     return Loop(
         stock=stock,

@@ -26,12 +26,12 @@ from kvstrata.prefix_cache.conversation_list import (
     SessionCounts,
 )
 from kvstrata.prefix_cache.entries import Entry
-from kvstrata.prefix_cache.eviction import Cleared, Dropped
+from kvstrata.prefix_cache.eviction import Cleared, DropResult
 from kvstrata.prefix_cache.jobs import Steps, run_to_end
 from kvstrata.prefix_cache.keys import TokenIds, as_ids, owner_of
 from kvstrata.prefix_cache.matching import Explanation
 from kvstrata.prefix_cache.prefix_cache import Stock
-from kvstrata.prefix_cache.requantize import ChangeResult, PrecisionChange, Progress, Scope, TierChange
+from kvstrata.prefix_cache.requantize import ChangeProgress, ChangeResult, PrecisionChange, Scope, TierChange
 from kvstrata.prefix_cache.tier_client import TierRun
 from kvstrata.prefix_cache.usage import PartUsage, PrecisionRun, TierUsage, precision_of
 from kvstrata.spans.span import SpanRange
@@ -145,15 +145,15 @@ class Operations:
             self._require_tier("disk", param="scope")
         loop, changes = self._loop, self._stock.requantizer
         plan = loop.plans.plan_of(change.k or changes.target.k, change.v or changes.target.v)
-        changed = yield from changes.requantizing(change, plan, self._entries_of(change.sequence, change.owner))
+        changed = yield from changes.requantize_in_steps(change, plan, self._entries_of(change.sequence, change.owner))
         loop.capacity.budget = with_formats(loop.budget, loop.plans, changes.target)
         return changed
 
-    def requantize_progress(self, owner: str | None = None) -> Progress:
+    def requantize_progress(self, owner: str | None = None) -> ChangeProgress:
         self._require_store()
         return self._stock.requantizer.progress(owner)
 
-    def cancel_requantize(self, owner: str | None = None) -> Progress:
+    def cancel_requantize(self, owner: str | None = None) -> ChangeProgress:
         self._require_store()
         return self._stock.requantizer.cancel(owner)
 
@@ -190,10 +190,10 @@ class Operations:
             return answered(()), ""
         return shared.client.count_usable(self._rooted(asked)), shared.tier.shared_usage().precision
 
-    def drop(self, ids: TokenIds, salt: str, *, is_dry: bool) -> Dropped:
+    def drop(self, ids: TokenIds, salt: str, *, is_dry: bool) -> DropResult:
         """What no other conversation has of this one."""
         self._require_store()
-        return self._stock.dropping.drop(ids, salt, is_dry=is_dry)
+        return self._stock.evictor.drop_conversation(ids, salt, is_dry=is_dry)
 
     def _rooted(self, asked: Iterable[RememberedConversation]) -> list[tuple[bytes, TokenIds]]:
         return [(self._stock.matcher.root_of(each.salt), each.ids) for each in asked]
@@ -201,7 +201,7 @@ class Operations:
     def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> ClearedCache:
         self._require_tier(tier, param="tier")
         self._require_store()
-        cleared = self._stock.clearing.clear(salt, tier, owner=owner)
+        cleared = self._stock.evictor.clear(salt, tier, owner=owner)
         tiers = self.usage(owner).tiers.items()
         return ClearedCache(cleared, sum(left.nbytes for name, left in tiers if tier in ("all", name)))
 
@@ -243,19 +243,19 @@ __all__ = [
     "Cache",
     "CacheUsage",
     "CachedConversation",
+    "ChangeProgress",
     "ChangeResult",
     "Cleared",
     "Codec",
     "ConversationRun",
     "ConversationSnapshot",
     "CountedSlice",
-    "Dropped",
+    "DropResult",
     "Explanation",
     "OnDisk",
     "PartUsage",
     "PrecisionChange",
     "PrecisionRun",
-    "Progress",
     "RememberedConversation",
     "Scope",
     "SequenceUsage",
@@ -319,10 +319,10 @@ class Cache:
         self._ask(lambda loop: loop.stock.tasks.add(steps(loop))).add_done_callback(begun)
         return answer
 
-    def requantize_progress(self, owner: str | None = None) -> Future[Progress]:
+    def requantize_progress(self, owner: str | None = None) -> Future[ChangeProgress]:
         return self._ask(lambda loop: Operations(loop).requantize_progress(owner))
 
-    def cancel_requantize(self, owner: str | None = None) -> Future[Progress]:
+    def cancel_requantize(self, owner: str | None = None) -> Future[ChangeProgress]:
         return self._ask(lambda loop: Operations(loop).cancel_requantize(owner))
 
     def ask_disk(self, ids: TokenIds, salt: str) -> Future[Lookup[OnDisk | None]]:
@@ -350,7 +350,7 @@ class Cache:
     def lie_in_shared(self, asked: Iterable[RememberedConversation]) -> Future[tuple[Lookup[tuple[int, ...]], str]]:
         return self._ask(lambda loop: Operations(loop).lie_in_shared(asked))
 
-    def drop(self, ids: TokenIds, salt: str, *, is_dry: bool) -> Future[Dropped]:
+    def drop(self, ids: TokenIds, salt: str, *, is_dry: bool) -> Future[DropResult]:
         return self._ask(lambda loop: Operations(loop).drop(ids, salt, is_dry=is_dry))
 
     def clear(self, salt: str | None, tier: Tier, *, owner: str | None) -> Future[ClearedCache]:

@@ -28,10 +28,11 @@ from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.prefix_cache.keys import TokenIds
 from kvstrata.prefix_cache.matching import NO_PREFIX, Explainer
 from kvstrata.prefix_cache.pins import Pins, Term
-from kvstrata.prefix_cache.precision import PrecisionPolicy
+from kvstrata.prefix_cache.precision import PrecisionTarget
 from kvstrata.prefix_cache.prefetch import Prefetcher
 from kvstrata.prefix_cache.prefix_cache import Store
 from kvstrata.prefix_cache.tier_client import BlockLoad
+from kvstrata.prefix_cache.transcode import Transcoder
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.spans.live import SEAL_TOKENS
 from kvstrata.spans.marks import take_mark
@@ -168,7 +169,7 @@ class Resume:
         store: Store,
         evictor: Evictor,
         explainer: Explainer,
-        precision: PrecisionPolicy,
+        transcoder: Transcoder,
         pinning: Pinning,
         failures: FailureLog,
         *,
@@ -181,7 +182,7 @@ class Resume:
         self._needs_marks = store.needs_checkpoints  # of the model: read once, so that no step depends on the answer
         self._evictor = evictor
         self._explainer = explainer
-        self._precision = precision
+        self._transcoder, self._precision = transcoder, transcoder.precision
         self._pinning = pinning
         self._failures = failures
         self._mark_every = round_up_to_block(mark_every_tokens) if shared_marks else mark_every_tokens
@@ -252,7 +253,7 @@ class Resume:
     def _open(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Insertion:
         filing = self._store.insert(lease, cache, sequence.request.salt, sequence.request.resume_at)
         if sequence.kv_format.plan is not None and not self._precision.options.live:
-            filing.set_target(sequence.kv_format.plan)
+            self._transcoder.retarget(filing.entry, PrecisionTarget(sequence.kv_format.plan))
         return filing
 
     def _foresee(self, sequence: Sequence) -> None:

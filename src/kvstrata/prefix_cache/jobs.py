@@ -15,33 +15,40 @@ from kvstrata.errors import KvstrataError
 from kvstrata.prefix_cache.entries import Entry
 from kvstrata.prefix_cache.entry_table import EntryTable
 
-Job = Iterator[None]
+log = logging.getLogger(__name__)
 
-# Of one entry, until the caller of `finish` goes on.
+T = TypeVar("T")
+
+Job = Iterator[None]  # work on one entry; every span is whole at each yield
+Steps = Generator[None, None, T]  # work of a client task, with its result
+
+# Most jobs of one entry that `JobQueue.run_entry` brings to their end in one call.
 MAX_JOBS = 4
 
 
 class JobQueue:
-    """`make` builds the job of an entry when its turn comes; None: there is nothing to do for it now. `done` is told
-    when a job has come to its end, `failed` when it raised: that costs its entry the job, and the others nothing.
-    `changed` is told when an entry begins to wait or waits no more. A step runs `watching`."""
+    """Queue of entries with at most one job each, which runs in slices.
+
+    `make_job` builds an entry's job when the entry's turn comes; None means that there is nothing to do now. `on_done`
+    is called after a job's last step, `on_failed` after an exception, which costs only this entry its job.
+    `on_changed` is called when an entry enters or leaves the queue. Each step runs inside `watching()`."""
 
     def __init__(
         self,
-        make: Callable[[Entry], Job | None],
-        done: Callable[[Entry], None],
-        failed: Callable[[Entry, Exception], None],
-        changed: Callable[[Entry], None] = lambda _: None,
+        make_job: Callable[[Entry], Job | None],
+        on_done: Callable[[Entry], None],
+        on_failed: Callable[[Entry, Exception], None],
+        on_changed: Callable[[Entry], None] = lambda _: None,
         watching: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._make = make
-        self._done = done
-        self._failed = failed
-        self._changed = changed
+        self._make_job = make_job
+        self._on_done = on_done
+        self._on_failed = on_failed
+        self._on_changed = on_changed
         self._watching = watching
-        self._waiting: dict[Entry, None] = {}  # in order
-        self._urgent: dict[Entry, None] = {}  # of those, the ones that go first
-        self._jobs: dict[Entry, Job] = {}  # begun
+        self._waiting: dict[Entry, None] = {}  # in order, with the entries whose jobs have begun
+        self._urgent: dict[Entry, None] = {}  # subset of the waiting entries that goes first
+        self._jobs: dict[Entry, Job] = {}  # jobs that have begun
 
     @property
     def idle(self) -> bool:
@@ -59,10 +66,10 @@ class JobQueue:
 
     def add(self, entry: Entry) -> None:
         self._waiting[entry] = None
-        self._changed(entry)
+        self._on_changed(entry)
 
     def prioritize(self, entry: Entry) -> None:
-        """Take one that waits before the others: a request waits for it."""
+        """Run a waiting entry's job before the others, because a request waits for it."""
         if entry in self._waiting:
             self._urgent[entry] = None
 
@@ -70,10 +77,10 @@ class JobQueue:
         self._waiting.pop(entry, None)
         self._urgent.pop(entry, None)
         self._jobs.pop(entry, None)
-        self._changed(entry)
+        self._on_changed(entry)
 
     def run(self, slice_s: float) -> None:
-        """At least one step, then as many as the time allows."""
+        """Run at least one step, then more until the slice is over."""
         until_s = time.monotonic() + slice_s
         while self._waiting:
             entry = next(iter(self._urgent or self._waiting))
@@ -82,25 +89,25 @@ class JobQueue:
                 return
 
     def run_entry(self, entry: Entry, until_s: float = math.inf) -> None:
-        """All that there is to do for an entry, until then. What a job leaves to be done is left for later after a few
-        of them."""
+        """Run an entry's jobs until `until_s`. A finished job may queue its entry again; after `MAX_JOBS` of them the
+        rest waits in the queue."""
         num_ended = 0
         while entry in self._waiting and num_ended < MAX_JOBS and time.monotonic() < until_s:
             num_ended += self._advance(entry)
 
     def _advance(self, entry: Entry) -> bool:
-        """One step. Tells whether the job has come to its end."""
+        """Run one step of an entry's job. Return whether the job has ended."""
         try:
             with self._watching():
                 return self._step(entry)
         except Exception as error:  # noqa: BLE001
-            # Whatever it is: requests that run have nothing to do with it.
+            # Any failure ends this job alone: running requests do not depend on it.
             self.discard(entry)
-            self._failed(entry, error)
+            self._on_failed(entry, error)
             return True
 
     def _step(self, entry: Entry) -> bool:
-        job = self._jobs.get(entry) or self._make(entry)
+        job = self._jobs.get(entry) or self._make_job(entry)
         if job is None:
             self.discard(entry)
             return True
@@ -108,22 +115,18 @@ class JobQueue:
         if next(job, StopIteration) is not StopIteration:
             return False
         self.discard(entry)
-        self._done(entry)
+        self._on_done(entry)
         return True
 
     def clear(self) -> None:
-        """Leave what is begun as it is: every layer is whole, under one precision or the other."""
+        """Empty the queue. Jobs that have begun leave every layer whole, in its old format or the new one."""
         for entry in self.waiting:
             self.discard(entry)
 
 
-T = TypeVar("T")
-
-Steps = Generator[None, None, T]
-
-
 class ClientTasks:
-    """A step runs `watching`."""
+    """Queue of clients' tasks: generators that take turns, each with a future for its result. Each step runs inside
+    `watching()`."""
 
     def __init__(self, watching: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._watching = watching
@@ -134,46 +137,46 @@ class ClientTasks:
         return not self._waiting
 
     def add(self, steps: Steps[T]) -> Future[T]:
-        """What it comes to."""
-        answer: Future[T] = Future()
-        answer.set_running_or_notify_cancel()
-        self._waiting.append((steps, answer))
-        return answer
+        """Queue a task and return the future of its result."""
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()
+        self._waiting.append((steps, future))
+        return future
 
     def run(self, slice_s: float) -> None:
-        """At least one step, then as many as the time allows."""
+        """Run at least one step, then more until the slice is over."""
         until_s = time.monotonic() + slice_s
         while self._waiting:
-            steps, answer = self._waiting.popleft()
-            if self._advance(steps, answer):
-                self._waiting.append((steps, answer))
+            steps, future = self._waiting.popleft()
+            if self._advance(steps, future):
+                self._waiting.append((steps, future))
             if time.monotonic() >= until_s:
                 return
 
-    def _advance(self, steps: Steps[Any], answer: Future[Any]) -> bool:
-        """Whether there is more to do."""
+    def _advance(self, steps: Steps[Any], future: Future[Any]) -> bool:
+        """Run one step of a task. Return whether the task has more steps."""
         try:
             with self._watching():
                 next(steps)
         except StopIteration as end:
-            answer.set_result(end.value)
+            future.set_result(end.value)
             return False
         except Exception as error:  # noqa: BLE001
-            # The caller gets it; requests that run have nothing to do with it.
-            answer.set_exception(error)
+            # The task's client gets the error: running requests do not depend on the task.
+            future.set_exception(error)
             return False
         return True
 
     def fail(self, make_error: Callable[[], Exception]) -> None:
-        """None of them will come to its end."""
+        """End every task with an error."""
         while self._waiting:
-            steps, answer = self._waiting.popleft()
+            steps, future = self._waiting.popleft()
             steps.close()
-            answer.set_exception(make_error())
+            future.set_exception(make_error())
 
 
 def run_to_end(steps: Steps[T]) -> T:
-    """All steps at once, for a caller that has nothing else to do."""
+    """Run all steps at once, for a caller that has nothing else to do, and return their result."""
     while True:
         try:
             next(steps)
@@ -181,8 +184,7 @@ def run_to_end(steps: Steps[T]) -> T:
             return end.value
 
 
-log = logging.getLogger(__name__)
-
+# The names appear in counters: `failed_rewrites` counts failed transcoding.
 FailedWork = Literal[
     "rewrites",
     "spills",
@@ -197,68 +199,72 @@ FailedWork = Literal[
     "slices",
 ]
 
-# Of reasons that were logged, so that one whose text differs each time does not fill memory.
+# Most reasons that are logged, so that reasons whose text differs each time do not fill memory.
 MAX_REASONS = 64
 
 
 class FailureLog:
-    def __init__(self, counters: Counter[str], shelf: EntryTable) -> None:
+    """Log of the cache's failures. It keeps a failing operation away from requests, and marks the entry table as broken
+    where the operation left it half changed."""
+
+    def __init__(self, counters: Counter[str], table: EntryTable) -> None:
         self.counters = counters
-        self._shelf = shelf
+        self._table = table
         self._logged: set[str] = set()
 
     @property
     def is_broken(self) -> bool:
-        """Whether the table is half changed, and must be replaced."""
-        return self._shelf.is_broken
+        """Whether the entry table is half changed and must be replaced."""
+        return self._table.is_broken
 
-    def record_failure(self, chore: FailedWork, error: Exception) -> None:
-        self.counters[f"failed_{chore}"] += 1
-        reason = f"{chore}: {error!r}"
+    def record_failure(self, work: FailedWork, error: Exception) -> None:
+        self.counters[f"failed_{work}"] += 1
+        reason = f"{work}: {error!r}"
         if reason not in self._logged and len(self._logged) < MAX_REASONS:
             self._logged.add(reason)
             log.error("Work on the cache failed (%s). Requests go on without it.", reason, exc_info=error)
 
-    def attempt(self, chore: FailedWork, operation: Callable[[], T], otherwise: T) -> T:
-        """Return what an operation returns, or `otherwise` where it fails."""
-        if self._shelf.is_broken:
+    def attempt(self, work: FailedWork, operation: Callable[[], T], otherwise: T) -> T:
+        """Return the operation's result, or `otherwise` where the operation fails or the table is broken."""
+        if self._table.is_broken:
             return otherwise
         try:
             with self.watching():
                 return operation()
         except Exception as error:  # noqa: BLE001
-            self.record_failure(chore, error)
+            self.record_failure(work, error)
             return otherwise
 
     @contextmanager
-    def counting(self, chore: FailedWork) -> Iterator[None]:
-        """Note an exception of the body in place of raising it: the body's work stays undone."""
+    def counting(self, work: FailedWork) -> Iterator[None]:
+        """Record an exception of the body instead of raising it; the body's work stays undone."""
         try:
             with self.watching():
                 yield
         except Exception as error:  # noqa: BLE001
-            self.record_failure(chore, error)
+            self.record_failure(work, error)
 
-    def require(self, chore: FailedWork, operation: Callable[[], T], otherwise: T) -> T:
-        """Likewise for an operation that must not be left out: without it entries would stay leased, or memory full."""
+    def require(self, work: FailedWork, operation: Callable[[], T], otherwise: T) -> T:
+        """Attempt an operation that must not be left out, and mark the table as broken where it fails: entries would
+        stay leased, or memory full."""
 
         def run() -> T:
             try:
                 return operation()
             except Exception:
-                self._shelf.is_broken = True
+                self._table.is_broken = True
                 raise
 
-        return self.attempt(chore, run, otherwise)
+        return self.attempt(work, run, otherwise)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Mark the table as broken where an exception leaves the body half done."""
-        num_changes = self._shelf.num_changes
+        """Mark the table as broken where an exception leaves the body's changes half done."""
+        num_changes = self._table.num_changes
         try:
             yield
         except (KvstrataError, StopIteration):
-            raise  # a refusal, before anything was begun; the end of a generator
+            raise  # a refusal before the first change, or the end of a generator
         except Exception:
-            self._shelf.is_broken |= self._shelf.num_changes != num_changes
+            self._table.is_broken |= self._table.num_changes != num_changes
             raise

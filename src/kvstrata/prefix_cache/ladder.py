@@ -1,8 +1,9 @@
-"""Which spans step down when memory runs short: pure, values in, moves out.
+"""The ladder: chooses the spans that step down when memory is short. Pure: values in, moves out.
 
-Everything goes down one rung before anything goes down the next: 8 bits cost next to nothing, 4 bits a little, so a
-cold conversation at 2 bits beside a warm one at full precision is the worst of choices. On a rung V goes before K,
-which matters more, and the coldest before the warmer. What is below a rung already, or would fall below a floor, stays.
+All spans step down to 8 bits before any of them steps down to 4, and to 4 before 2: 8 bits cost next to nothing and 4
+bits a little, so the worst choice is an unused conversation at 2 bits beside a recent one at full precision. At each
+number of bits V goes before K, because K matters more, and the least recently used span goes first. A span stays where
+it has fewer bits already, or would fall below a floor.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ T = TypeVar("T", bound=Hashable)
 
 STEP_BITS = (8, 4, 2)
 
-# Shares of the budget: above the first it begins, down to the second it goes on, so that it does not saw.
+# Shares of the memory limit: stepping down begins above `HIGH` and goes on down to `LOW`, so that it does not restart
+# with every span.
 HIGH = 0.85
 
 LOW = 0.75
@@ -29,7 +31,7 @@ LOW = 0.75
 
 @dataclass(frozen=True)
 class Bits:
-    """Of a span: planes 8, 4 or 2; more for what is raw; 0 for what cannot step down."""
+    """Bits of a span's keys and values: 8, 4 or 2 with planes, more where raw, 0 where they cannot step down."""
 
     k: int
     v: int
@@ -37,7 +39,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class SpanPrecision:
-    """Where a span that may step down stands."""
+    """Bits, length and last use of a span that may step down."""
 
     bits: Bits
     num_tokens: int
@@ -52,10 +54,11 @@ class LadderMove(Generic[T]):
 
 
 class Ladder(Generic[T]):
-    """Spans by their bits, the coldest first. A choice costs the moves that it makes, however many spans there are.
+    """Spans by their bits, the least recently used first. The cost of a choice grows with its moves, not with the
+    number of spans.
 
-    `token_bytes` tells what a token takes with so many bits. No layer need follow them: a move that frees nothing is
-    none.
+    `token_bytes` returns the bytes of a token in the given bits. Layers may keep more bits than a move gives them; a
+    move that frees nothing is not made.
     """
 
     def __init__(self, floors: PrecisionFloors, token_bytes: Callable[[Bits], float]) -> None:
@@ -65,14 +68,14 @@ class Ladder(Generic[T]):
         self._queues: dict[Bits, LeafQueue[T]] = {}
 
     def put_span(self, id_: T, span: SpanPrecision) -> None:
-        """Also where it is known, and was used or has changed."""
+        """Add a span, or replace it after a use or a change."""
         self.discard_span(id_)
         if span.num_tokens > 0:
             self._spans[id_] = span
             self._queues.setdefault(span.bits, LeafQueue()).put(id_, span.used_s, 0)
 
     def discard_span(self, id_: T) -> None:
-        """Nothing happens where it is not known."""
+        """Remove a span, if it is there."""
         span = self._spans.pop(id_, None)
         if span is not None:
             self._queues[span.bits].discard(id_)
@@ -80,11 +83,11 @@ class Ladder(Generic[T]):
                 del self._queues[span.bits]
 
     def choose(self, need_bytes: float) -> list[LadderMove[T]]:
-        """The fewest moves, in order, that free so much; all that there are if they do not. The spans count as moved
-        from now on."""
+        """Return the fewest moves, in order, that free `need_bytes`, or all possible moves where they free less. The
+        spans count as moved from now on."""
         moves: dict[T, LadderMove[T]] = {}
         for lower in self._steps():
-            while need_bytes > 0 and (id_ := self._coldest(lower)) is not None:
+            while need_bytes > 0 and (id_ := self._least_recent(lower)) is not None:
                 span = self._spans[id_]
                 after = lower(span.bits)
                 need_bytes -= span.num_tokens * (self._token_bytes(span.bits) - self._token_bytes(after))
@@ -93,22 +96,23 @@ class Ladder(Generic[T]):
         return list(moves.values())
 
     def _steps(self) -> Iterator[Callable[[Bits], Bits]]:
-        """What one step does to bits, in the order of the steps."""
-        for rung in STEP_BITS:
-            if rung >= self._floors.v_bits:
-                yield lambda bits, rung=rung: replace(bits, v=min(bits.v, rung))
-            if rung >= self._floors.k_bits:
-                yield lambda bits, rung=rung: replace(bits, k=min(bits.k, rung))
+        """Yield the steps in their order, each as a function of a span's bits."""
+        for step in STEP_BITS:
+            if step >= self._floors.v_bits:
+                yield lambda bits, step=step: replace(bits, v=min(bits.v, step))
+            if step >= self._floors.k_bits:
+                yield lambda bits, step=step: replace(bits, k=min(bits.k, step))
 
-    def _coldest(self, lower: Callable[[Bits], Bits]) -> T | None:
-        """Of those that a step would free something of."""
+    def _least_recent(self, lower: Callable[[Bits], Bits]) -> T | None:
+        """Return the least recently used span of which a step frees bytes."""
         frees = [bits for bits in self._queues if self._token_bytes(lower(bits)) < self._token_bytes(bits)]
         ends = [id_ for bits in frees if (id_ := self._queues[bits].oldest()) is not None]
         return min(ends, key=lambda id_: self._spans[id_].used_s, default=None)
 
 
 def parse_lengths(text: str) -> tuple[tuple[int, Codec], ...]:
-    """'16k=planes:8,64k=planes:4': from so many tokens on, so. Raises ConfigError with the reason."""
+    """Parse '16k=planes:8,64k=planes:4': the format of sequences from each length on. Raises ConfigError with the
+    reason."""
     steps = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         length, equals, name = part.partition("=")

@@ -24,93 +24,106 @@ from kvstrata.spans.plan import Plan, raw_plan
 from kvstrata.spans.rewrite import LayerRewrite, is_under, marks_are_under, rewriting_marks
 
 
+@dataclass(frozen=True)
+class PrecisionTarget:
+    """Target of one entry: a client's change, a step-down, or the KV format of a running request."""
+
+    plan: Plan
+    upward: bool = False  # also where the plan takes more bits than the entry has
+    sealed_to: int | None = None  # position of the running owner at the request; None: no position
+
+
 class PrecisionPolicy:
+    """Decides which plan each entry is brought to, and makes the jobs that do it."""
+
     def __init__(self, layout: Layout, target: Plan, options: PrecisionConfig) -> None:
         self.layout = layout
         self._raw = raw_plan(layout)
-        self.target = target  # of new spans
+        self.target = target  # plan of new spans
         self.options = options
         self.window = RawWindow(options.first_raw_tokens, options.recent_raw_tokens)  # of running sequences
-        self._sizes: dict[Pair, float] = {}  # bytes of a token
+        self._token_bytes_of: dict[Pair, float] = {}
 
     def pending_plan(self, entry: Entry) -> Plan | None:
-        """What it should be stored as now; None: as it is."""
+        """Return the plan that an entry has to be brought to now; None: the entry stays as it is."""
         if entry.is_stuck:
             return None
         span, wanted = entry.span, self.target_plan(entry)
         if entry.is_running:
             return wanted if self._has_to_seal(entry, wanted) else None
-        done = all(is_under(span, i, wanted.pairs[i], upward=entry.is_upward) for i in span.layers)
-        done = done and marks_are_under(span, wanted)
-        return None if done and not (self.options.gathers and has_to_gather(span, self.options.apart)) else wanted
+        is_done = all(is_under(span, i, wanted.pairs[i], upward=entry.is_upward) for i in span.layers)
+        is_done = is_done and marks_are_under(span, wanted)
+        return None if is_done and not (self.options.gathers and has_to_gather(span, self.options.apart)) else wanted
 
     def target_plan(self, entry: Entry) -> Plan:
-        """What it should be stored as, or lower; of a running one what is to be encoded."""
+        """Return the plan that an entry should be under, or below; for a running entry, the plan of its sealed part."""
         if entry.target is not None:
             return entry.target
         if (entry.is_running or entry.num_leases) and not self.options.live:
-            # Its owner and its readers go on over the values that they began with.
+            # The owner and the readers continue over the values that they began with.
             return self._raw
         is_long = entry.sequence_tokens >= self.options.min_quantize_tokens
         return self.target if entry.is_running or is_long else self._raw
 
     def was_short(self, entry: Entry) -> bool:
-        """Whether an entry stays raw unless a longer sequence goes on from it."""
+        """Whether an entry stays raw unless a longer sequence resumes from it."""
         return entry.target is None and entry.span.end < self.options.min_quantize_tokens
 
-    def expected(self, entry: Entry) -> dict[int, list[Pair]]:
-        """The codecs that each layer is under when the work on it is done."""
+    def final_codecs(self, entry: Entry) -> dict[int, list[Pair]]:
+        """Return the codecs that each layer has when the pending work on an entry is done."""
         wanted, specs = self.target_plan(entry).pairs, self.layout.flat()
         return {i: [_lower(pair, wanted[i], specs[i]) for pair in entry.span.pairs(i)] for i in entry.span.layers}
 
     def lowers(self, entry: Entry, plan: Plan) -> bool:
-        """Whether a plan takes bits from what it is expected to have."""
+        """Whether a plan takes bits from an entry's final codecs."""
         specs = self.layout.flat()
         return any(
             _lower(pair, plan.pairs[layer], specs[layer]) != pair
-            for layer, pairs in self.expected(entry).items()
+            for layer, pairs in self.final_codecs(entry).items()
             for pair in pairs
         )
 
     def pending_bytes(self, entry: Entry) -> int:
-        """What work on it is about to free. Of a running sequence nothing: that is its own."""
+        """Return how many bytes the work on an entry is about to free. A running sequence keeps the bytes that its
+        entry frees, so they do not count."""
         if entry.is_running:
             return 0
         wanted_bytes = self._token_bytes(self.target_plan(entry)) * entry.span.num_tokens
         return max(0, int(entry.nbytes - entry.span.mark_bytes - wanted_bytes))
 
     def target_token_bytes(self) -> float:
-        """Of a token that is stored from now on."""
+        """Return the bytes of a token in new spans."""
         return self._token_bytes(self.target)
 
     def _token_bytes(self, plan: Plan) -> float:
-        # There are many plans, and few pairs that they are made from.
-        asked = plan.k, plan.v
-        if asked not in self._sizes:
-            self._sizes[asked] = plan.token_bytes(self.layout)
-        return self._sizes[asked]
+        # Plans are many, and the codec pairs that they are made from are few.
+        codecs = plan.k, plan.v
+        if codecs not in self._token_bytes_of:
+            self._token_bytes_of[codecs] = plan.token_bytes(self.layout)
+        return self._token_bytes_of[codecs]
 
     def _has_to_seal(self, entry: Entry, plan: Plan) -> bool:
-        """A running sequence: whether enough has come to be encoded, or what is encoded has to step down."""
+        """Whether a running entry has enough new tokens to be encoded, or sealed tokens that have to step down."""
         span, window = entry.span, self.window
         return not plan.is_raw and any(has_to_seal(span, i, plan.pairs[i], window) for i in span.layers)
 
     def job(self, entry: Entry, plan: Plan) -> Job:
+        """Make the job that brings an entry to a plan."""
         if not entry.is_running:
-            return self._rewrite(entry, plan)
+            return self._transcode(entry, plan)
         return self._seal(entry, plan, written_end(entry.span) if entry.sealed_to is None else entry.sealed_to)
 
     def _seal(self, entry: Entry, plan: Plan, up_to: int) -> Job:
-        # All layers up to the same token, whatever comes while the job waits for its next turn.
+        # All layers are sealed up to the same token, whatever the owner writes between the job's steps.
         span = entry.span
         for layer in span.layers:
             yield from sealing(span, layer, plan.pairs[layer], self.window, up_to=up_to)
             yield
 
-    def _rewrite(self, entry: Entry, plan: Plan) -> Job:
+    def _transcode(self, entry: Entry, plan: Plan) -> Job:
         for layer in entry.span.layers:
-            rewriting = LayerRewrite(layer, plan.pairs[layer])
-            while rewriting.advance(entry.span, upward=entry.is_upward):
+            transcoding = LayerRewrite(layer, plan.pairs[layer])
+            while transcoding.advance(entry.span, upward=entry.is_upward):
                 yield
             yield
         yield from rewriting_marks(entry.span, plan)
@@ -123,82 +136,84 @@ def _lower(pair: Pair, wanted: Pair, spec: LayerSpec) -> Pair:
     return k, v
 
 
-PlanOf = Callable[[Codec, Codec], Plan]  # from a K and a V precision
+PlanOf = Callable[[Codec, Codec], Plan]  # from the codec of K and the codec of V
 
 
 @dataclass(frozen=True)
 class StepDown:
-    """Decision that an entry is to be stored under a lower plan. The caller applies it (`Rewriting.step_down`)."""
+    """Decision that an entry is brought to a lower plan. The caller applies it with `Transcoder.step_down`."""
 
     entry: Entry
     plan: Plan
 
 
 class StepDownPolicy:
+    """Chooses the entries that step down: under memory pressure, and as their sequences grow. Changes no entry."""
+
     def __init__(
         self,
-        shelf: EntryTable,
-        leaves: EvictionCandidates,
+        table: EntryTable,
+        candidates: EvictionCandidates,
         precision: PrecisionPolicy,
         plan_of: PlanOf,
-        options: LadderConfig,
+        config: LadderConfig,
     ) -> None:
-        self._shelf = shelf
-        self._leaves = leaves
+        self._candidates = candidates
         self._precision = precision
         self._plan_of = plan_of
-        self._options = options
-        self._by_length = [(tokens, plan_of(codec, codec)) for tokens, codec in options.by_length]
-        self._sizes: dict[Bits, float] = {}  # bytes of a token
-        self._ladder: Ladder[Entry] = Ladder(options.floors, self._token_bytes)
-        self._changed = shelf.dirty_sets.new_dirty_set(self._ladder.discard_span)
-        self._in_vain_bytes = 0  # with so much in use there was nothing left to step down
+        self._config = config
+        self._plans_by_length = [(tokens, plan_of(codec, codec)) for tokens, codec in config.by_length]
+        self._token_bytes_of: dict[Bits, float] = {}
+        self._ladder: Ladder[Entry] = Ladder(config.floors, self._token_bytes)
+        self._changed = table.dirty_sets.new_dirty_set(self._ladder.discard_span)
+        self._exhausted_bytes = 0  # bytes in use when nothing was left to step down: retry only above them
 
     def choose_early(self, used_bytes: int, limit_bytes: int) -> list[StepDown]:
-        """Choose ahead of need. Begins late and goes on for a while, so that it does not saw."""
+        """Choose ahead of need, from `HIGH` of the limit on and down to `LOW`, so that steps do not come one by one."""
         if used_bytes <= HIGH * limit_bytes:
-            self._in_vain_bytes = 0
+            self._exhausted_bytes = 0
             return []
-        if used_bytes <= self._in_vain_bytes:
+        if used_bytes <= self._exhausted_bytes:
             return []
         chosen = self.choose(int(used_bytes - LOW * limit_bytes))
-        self._in_vain_bytes = 0 if chosen else used_bytes
+        self._exhausted_bytes = 0 if chosen else used_bytes
         return chosen
 
     def choose(self, need_bytes: int) -> list[StepDown]:
-        """Choose spans until so much would be free, as far as the floors allow. They count as lower from now on."""
-        if not self._options.by_pressure or need_bytes <= 0:
+        """Choose entries until their steps free `need_bytes`, as far as the floors allow. The chosen entries count as
+        lower from now on."""
+        if not self._config.by_pressure or need_bytes <= 0:
             return []
-        self._look()
+        self.update_ladder()
         return [StepDown(move.id, self._plan_after(move)) for move in self._ladder.choose(need_bytes)]
 
-    def _look(self) -> None:
-        """Where the entries stand that have changed."""
+    def update_ladder(self) -> None:
+        """Bring the ladder up to date with the entries that have changed."""
         for entry in self._changed.drain():
             if entry.span.layers:
-                self._ladder.put_span(entry, self._standing(entry))
+                self._ladder.put_span(entry, self._precision_of(entry))
             else:
                 self._ladder.discard_span(entry)
 
     def for_length(self, entries: Iterable[Entry], num_tokens: int) -> list[StepDown]:
-        """Choose among the entries of a sequence that has so many tokens now."""
-        plans = [plan for tokens, plan in self._by_length if num_tokens >= tokens]
+        """Choose among the entries of a sequence that has grown to `num_tokens`."""
+        plans = [plan for tokens, plan in self._plans_by_length if num_tokens >= tokens]
         if not plans:
             return []
-        # A longer one that shares it may have taken it further down.
+        # A longer sequence that shares an entry may have taken it further down.
         return [StepDown(entry, plans[-1]) for entry in entries if self._precision.lowers(entry, plans[-1])]
 
-    def _standing(self, entry: Entry) -> SpanPrecision:
+    def _precision_of(self, entry: Entry) -> SpanPrecision:
         specs = self._precision.layout.flat()
-        layers = [(8 * specs[i].dtype.size, pairs) for i, pairs in self._precision.expected(entry).items()]
-        # Layers at the edges keep more bits: the others tell how far it has stepped down.
+        layers = [(8 * specs[i].dtype.size, pairs) for i, pairs in self._precision.final_codecs(entry).items()]
+        # Layers at the edges keep more bits: the others show how far the span has stepped down.
         bits = Bits(
             k=min(max(_bits(k, raw_bits) for k, _ in pairs) for raw_bits, pairs in layers),
             v=min(max(_bits(v, raw_bits) for _, v in pairs) for raw_bits, pairs in layers),
         )
         if entry.is_running:
             return SpanPrecision(bits, sealable_tokens(entry.span, self._precision.window), math.inf)
-        return SpanPrecision(bits, entry.span.num_tokens, self._leaves.last_use_s(entry))
+        return SpanPrecision(bits, entry.span.num_tokens, self._candidates.last_use_s(entry))
 
     def _plan_after(self, move: LadderMove[Entry]) -> Plan:
         wanted = self._precision.target_plan(move.id)
@@ -207,16 +222,17 @@ class StepDownPolicy:
         return self._plan_of(k, v)
 
     def _token_bytes(self, bits: Bits) -> float:
-        """What cannot step down counts like raw: only differences matter."""
-        if bits not in self._sizes:
-            self._sizes[bits] = self._plan_of(_codec(bits.k), _codec(bits.v)).token_bytes(self._precision.layout)
-        return self._sizes[bits]
+        """Return the bytes of a token. A side that cannot step down counts as raw: only differences matter."""
+        if bits not in self._token_bytes_of:
+            plan = self._plan_of(_codec(bits.k), _codec(bits.v))
+            self._token_bytes_of[bits] = plan.token_bytes(self._precision.layout)
+        return self._token_bytes_of[bits]
 
 
 def _bits(codec: Codec, raw_bits: int) -> int:
     if isinstance(codec, RawCodec):
         return raw_bits
-    # Another family would have to be decoded and encoded again, at a loss: it stays.
+    # A codec of another family would have to be decoded and encoded again, at a loss: its span stays.
     return codec.bits if isinstance(codec, PlanesCodec) else 0
 
 

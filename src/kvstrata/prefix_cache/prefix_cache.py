@@ -13,7 +13,7 @@ from kvstrata.prefix_cache.config import CacheConfig
 from kvstrata.prefix_cache.conversations import ConversationTracker
 from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease
 from kvstrata.prefix_cache.entry_table import CacheListener, Checkpoints, EntryTable, EvictionCandidates
-from kvstrata.prefix_cache.eviction import Clearing, Dropping, Evictor
+from kvstrata.prefix_cache.eviction import Evictor
 from kvstrata.prefix_cache.eviction_order import RequestHistory, reuse_class_of
 from kvstrata.prefix_cache.flush import Flush, UnwrittenReport
 from kvstrata.prefix_cache.insertion import DetachedInsertion, Inserter, Insertion, Leases
@@ -24,7 +24,7 @@ from kvstrata.prefix_cache.offload import DropCounters, Offloader
 from kvstrata.prefix_cache.pins import Pins
 from kvstrata.prefix_cache.precision import PlanOf, PrecisionPolicy, StepDownPolicy
 from kvstrata.prefix_cache.prefetch import Prefetcher, Restorer
-from kvstrata.prefix_cache.reclaim import Reclaimer, Shortening
+from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.requantize import Requantizer
 from kvstrata.prefix_cache.sharing import SharedTierClient, Sharer
 from kvstrata.prefix_cache.tier_client import TierClient, without_tier
@@ -109,13 +109,14 @@ class PrefixCache:
 
         drops = DropCounters(self.table, self.counters)
         self.evictor = Evictor(
-            self.table, self.candidates, checkpoints, self.offloader, self.transcoder, drops, self.failures
+            *(self.table, self.candidates, checkpoints, self.matcher, self.disk),
+            *(self.offloader, self.transcoder, drops, self.failures),
         )
-        self.clearing = Clearing(self.matcher, self.table, self.evictor, self.offloader, self.disk)
-        self.dropping = Dropping(self.matcher, self.table, self.disk)
         self.step_down = StepDownPolicy(self.table, self.candidates, self._precision, plan_of, config.ladder)
-        self.reclaimer = Reclaimer(self.table, self.evictor, self.transcoder, self.step_down, self.offloader, drops)
-        self.shortening = Shortening(self.table, self.matcher, checkpoints, self.evictor, self.transcoder.jobs)
+        self.reclaimer = Reclaimer(
+            *(self.table, self.matcher, checkpoints, self.evictor),
+            *(self.transcoder, self.step_down, self.offloader, drops),
+        )
 
         self._inserter = Inserter(
             self.table,

@@ -9,10 +9,10 @@ from typing_extensions import TypedDict
 
 from kvstrata.engine.cache_api import (
     CacheUsage,
+    ChangeProgress,
     ChangeResult,
     Explanation,
     PartUsage,
-    Progress,
     Scope,
     SequenceUsage,
     SharedUsage,
@@ -292,7 +292,7 @@ def _note(changed: ChangeResult, under: Under) -> str:
     return "" if under == "all" else KEY_NOTE
 
 
-def progress_answer(progress: Progress) -> ProgressAnswer:
+def progress_answer(progress: ChangeProgress) -> ProgressAnswer:
     return {
         "spans_total": progress.spans_total,
         "spans_done": progress.spans_done,
