@@ -111,9 +111,9 @@ def test_a_plan_agrees_with_the_engine(
     assert exact.sequence_bytes == props["kv_bytes_per_sequence"]
     assert found.layout.count_by_kind() == props["layers"]
     assert found.layout.path == props["attention"]["path"]
-    assert exact.rows[0].kv_bytes == props["kv_budget_bytes"]
+    assert exact.precisions[0].kv_bytes == props["kv_budget_bytes"]
     expected = forecast(found, LIMIT_BYTES, precisions=[names])
-    assert expected.rows[0].kv_bytes == pytest.approx(props["kv_budget_bytes"], rel=NEAR)
+    assert expected.precisions[0].kv_bytes == pytest.approx(props["kv_budget_bytes"], rel=NEAR)
 
 
 def converse(drive: Drive, num_tokens: int) -> None:
@@ -131,16 +131,16 @@ def test_a_stored_conversation_takes_what_was_told(architecture: str, names: tup
     drive = Drive(tiny_loaded(architecture), storage=KvConfig(k=parse(names[0]), v=parse(names[1])))
     converse(drive, tokens)
     held = drive.stock.table.nbytes
-    (stored,) = told.rows[0].capacities
+    (stored,) = told.precisions[0].capacities
     marks = found.layout.fixed_bytes > 0
     # One prompt leaves fewer points to resume at than a conversation may keep.
     assert held <= 1.02 * stored.bytes
-    assert held >= (0.98 * stored.bytes if not marks else tokens * told.rows[0].token_bytes)
+    assert held >= (0.98 * stored.bytes if not marks else tokens * told.precisions[0].token_bytes)
 
 
 def test_a_conversation_on_the_disk_takes_what_was_told(tmp_path: Path) -> None:
     tokens, found = 2048, outline_of("llama")
-    (stored,) = forecast(found, LIMIT_BYTES, precisions=[RAW], lengths=[tokens]).rows[0].capacities
+    (stored,) = forecast(found, LIMIT_BYTES, precisions=[RAW], lengths=[tokens]).precisions[0].capacities
     disk = DiskOptions(tmp_path / "kv", 256 * MIB, reserve_bytes=0)
     with started(tiny_loaded("llama"), KvConfig(), disk) as engine:
         reply = Reply()
@@ -154,7 +154,7 @@ def test_a_conversation_on_the_disk_takes_what_was_told(tmp_path: Path) -> None:
 def test_the_advice_is_the_most_exact_row_that_holds_what_is_wanted() -> None:
     found = replace(outline_of("llama"), context_tokens=8192)
     told = forecast(found, 128 * MIB, lengths=[8192])
-    counts = {row.name: row.capacities[0].conversations for row in told.rows}
+    counts = {row.name: row.capacities[0].conversations for row in told.precisions}
     assert list(counts) == ["raw", "planes:8", "planes:8/planes:4", "planes:4"]
     assert list(counts.values()) == sorted(counts.values())
     for name, count in counts.items():
@@ -169,35 +169,35 @@ def test_the_advice_is_the_most_exact_row_that_holds_what_is_wanted() -> None:
 def test_a_request_that_fits_only_when_it_is_encoded_asks_for_live() -> None:
     found = replace(outline_of("llama"), context_tokens=1 << 20)
     told = forecast(found, 64 * MIB, precisions=[("planes:4", "planes:4")], scratch=Scratch())
-    (row,) = told.rows
-    assert row.longest_tokens < row.longest_live_tokens
-    assert needs_live(row, row.longest_live_tokens)
-    assert not needs_live(row, row.longest_tokens)
+    (row,) = told.precisions
+    assert row.max_request_tokens < row.max_live_request_tokens
+    assert needs_live(row, row.max_live_request_tokens)
+    assert not needs_live(row, row.max_request_tokens)
 
 
 def test_a_precision_that_the_layers_cannot_have_is_left_out_with_the_reason() -> None:
     told = forecast(outline_of("llama"), LIMIT_BYTES, precisions=[RAW, ("affine:8:g128", "raw")])
-    assert [row.name for row in told.rows] == ["raw"]
-    assert "affine:8:g128" in told.refused[0]
+    assert [row.name for row in told.precisions] == ["raw"]
+    assert "affine:8:g128" in told.unsupported[0]
 
 
 def test_a_model_with_caches_of_its_own_is_kept_as_it_is() -> None:
     told = forecast(outline_of(FOREIGN), LIMIT_BYTES)
-    assert [row.name for row in told.rows] == ["raw"]
+    assert [row.name for row in told.precisions] == ["raw"]
 
 
 @given(more=st.integers(0, 64), limit_mib=st.integers(8, 4096))
 def test_more_memory_never_holds_less(more: int, limit_mib: int) -> None:
     less, rest = (forecast(LLAMA, size * MIB) for size in (limit_mib, limit_mib + more))
-    for small, large in zip(less.rows, rest.rows, strict=True):
-        assert (small.tokens or 0) <= (large.tokens or 0)
+    for small, large in zip(less.precisions, rest.precisions, strict=True):
+        assert (small.max_cached_tokens or 0) <= (large.max_cached_tokens or 0)
         assert small.capacities[0].conversations <= large.capacities[0].conversations
-        assert 0 <= small.longest_tokens <= large.longest_tokens <= LLAMA.context_tokens
+        assert 0 <= small.max_request_tokens <= large.max_request_tokens <= LLAMA.context_tokens
     _check_shares(less, limit_mib * MIB)
 
 
 def _check_shares(told: Forecast, limit_bytes: int) -> None:
-    shares = told.shares
+    shares = told.memory
     parts = shares.weight_bytes + shares.allocator_cache_bytes + shares.spare_bytes + shares.scratch_bytes
     assert parts + max(0, shares.kv_bytes) <= max(limit_bytes, parts)
 

@@ -7,7 +7,7 @@ import random
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import pytest
@@ -65,8 +65,8 @@ def test_what_is_expected_is_close_to_what_passes_take(architecture: str, chunk:
     layout = layout_of(loaded)
     runner, pairs = ModelRunner(loaded.module, layout), sealed_pairs(layout, KvConfig())
     lines = measure_scratch(runner, PassShape(1, VOCAB, CONTEXT, chunk, pairs))
-    measure = profiling._Measure(runner, CONTEXT)
-    with profiling._one_by_one():
+    measure = profiling.ScratchProfiler(runner, CONTEXT)
+    with profiling.one_operation_at_a_time():
         for context, codecs in [(0, None), (CONTEXT // 2, None), (CONTEXT // 2, pairs)]:
             taken = measure.chunk_bytes(chunk, context, codecs)
             expected = lines.bytes_for(context + chunk, 1, context + chunk)
@@ -78,7 +78,7 @@ def test_on_a_mac_the_measured_context_lies_in_more_parts_than_a_launch_decodes(
     spec = LayerSpec("full", kv_heads=2, k_dim=64, v_dim=64, dtype=mx.float32)
     pair = (PlanesCodec(8), PlanesCodec(4))
     with paths.as_on_metal():
-        sources = profiling._sources(spec, pair, num_tokens)
+        sources = profiling.context_sources(spec, pair, num_tokens)
         assert sum(source.num_tokens for source in sources) == num_tokens
         stretches = [part.stretches()[0] for source in sources for part in source.parts()]
     launches: list[Launch] = []
@@ -100,7 +100,7 @@ def test_on_cuda_some_of_the_measured_context_is_another_sequences(monkeypatch: 
     pairs = sealed_pairs(layout, storage)
     assert pairs is not None
     monkeypatch.setattr(profiling, "paths", SimpleNamespace(active=lambda: "cuda"))
-    first, second = profiling._sources(layout.flat()[0], pairs[0], 700)
+    first, second = profiling.context_sources(layout.flat()[0], pairs[0], 700)
     assert (first.num_tokens, second.num_tokens) == (350, 350)
     assert isinstance(second.parts()[0], RawPart)
     assert measure_scratch(runner, PassShape(2, VOCAB, 700, 32, pairs)).bytes_for(700, 1, 700) > 0
@@ -122,20 +122,18 @@ def test_the_fixed_cost_of_a_pass_is_told_from_two_passes(fixed_s: float, token_
 @pytest.mark.parametrize(
     ("fixed_s", "token_s", "timed"), [(0.01, 1e-6, [64, 512, 2048]), (0.01, 1e-4, [64, 512]), (0.2, 1e-4, [64, 16])]
 )
-def test_where_many_tokens_take_no_longer_more_are_timed(
-    monkeypatch: pytest.MonkeyPatch, fixed_s: float, token_s: float, timed: list[int]
+def test_fit_prefill_times_longer_passes_while_their_time_hardly_grows(
+    fixed_s: float, token_s: float, timed: list[int]
 ) -> None:
-    seen = []
+    lengths: list[int] = []
 
-    def took_s(_: object, tokens: int) -> float:
-        seen.append(tokens)
-        return fixed_s + tokens * token_s
+    def time_pass(num_tokens: int) -> float:
+        lengths.append(num_tokens)
+        return fixed_s + num_tokens * token_s
 
-    monkeypatch.setattr(profiling, "_pass_s", took_s)
-    monkeypatch.setattr(profiling, "mx", SimpleNamespace(default_device=lambda: "gpu", cpu="cpu"))
-    found = profiling.measure_prefill(cast("ModelRunner", None), 4096)
-    assert seen == timed
-    assert found.pass_tokens == pytest.approx(min(fixed_s / token_s, max(timed)), rel=0.01, abs=2)
+    cost = profiling.fit_prefill(time_pass, 4096, is_cpu=False)
+    assert lengths == timed
+    assert cost.pass_tokens == pytest.approx(min(fixed_s / token_s, max(timed)), rel=0.01, abs=2)
 
 
 def test_windows_are_not_taken_for_contexts() -> None:

@@ -68,7 +68,7 @@ def test_other_kernels_are_measured_anew(starts: Starts, monkeypatch: pytest.Mon
 
 def test_other_code_is_measured_anew(starts: Starts, monkeypatch: pytest.MonkeyPatch) -> None:
     starts.start()
-    monkeypatch.setattr(profiling, "_code", lambda: "another version")
+    monkeypatch.setattr(profiling, "source_digest", lambda: "another version")
     starts.start()
     assert starts.measured == 2
 

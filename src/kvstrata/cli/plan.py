@@ -141,7 +141,7 @@ def _plan(asked: Asked) -> Shown:
         lengths=sorted({*LENGTHS, tokens}),
     )
     advice = advise(result, tokens=tokens, conversations=asked.conversations)
-    best = advice or (result.rows[-1] if result.rows else None)
+    best = advice or (result.precisions[-1] if result.precisions else None)
     return Shown(found, result, advice, tokens, _command(asked, best, tokens), tuple(_notes(found, result)))
 
 
@@ -173,12 +173,12 @@ def _notes(found: Outline, result: Forecast) -> list[str]:
             f"A stored conversation keeps up to {result.max_checkpoints} points to resume at (--kv-cache-marks), "
             f"{human_bytes(result.checkpoint_bytes)} each at full precision. They are counted."
         )
-    if len(result.rows) > 1:
+    if len(result.precisions) > 1:
         notes.append(
             "Running requests are kept at full precision unless --kv-cache-live is set. --dynamic-cache starts there "
             "and steps down to planes:4 as memory fills up."
         )
-    return [*notes, *(f"Left out: {reason}" for reason in result.refused)]
+    return [*notes, *(f"Left out: {reason}" for reason in result.unsupported)]
 
 
 def _size(flag: str, text: str | None) -> Size | None:
@@ -233,9 +233,9 @@ def _plain(asked: Asked, shown: Shown) -> dict[str, Any]:
             "bytes_per_mark": result.checkpoint_bytes,
             "marks": result.max_checkpoints if result.checkpoint_bytes else 0,
         },
-        "memory": asdict(result.shares),
-        "precisions": [asdict(row) for row in result.rows],
-        "refused": list(result.refused),
+        "memory": asdict(result.memory),
+        "precisions": [_plain_precision(row) for row in result.precisions],
+        "refused": list(result.unsupported),
         "advice": {
             "tokens": shown.tokens,
             "conversations": asked.conversations,
@@ -243,6 +243,20 @@ def _plain(asked: Asked, shown: Shown) -> dict[str, Any]:
             "command": shown.command,
         },
         "notes": list(shown.notes),
+    }
+
+
+def _plain_precision(row: PrecisionForecast) -> dict[str, Any]:
+    return {
+        "k": row.k,
+        "v": row.v,
+        "token_bytes": row.token_bytes,
+        "kv_bytes": row.kv_bytes,
+        "tokens": row.max_cached_tokens,
+        "longest_tokens": row.max_request_tokens,
+        "longest_live_tokens": row.max_live_request_tokens,
+        "stored": [asdict(each) for each in row.capacities],
+        "flags": row.flags,
     }
 
 
@@ -261,7 +275,7 @@ def _show(asked: Asked, shown: Shown) -> None:
 
 
 def _facts(asked: Asked, shown: Shown) -> list[tuple[str, str]]:
-    found, shares = shown.outline, shown.forecast.shares
+    found, shares = shown.outline, shown.forecast.memory
     kinds = ", ".join(f"{count} {kind}" for kind, count in found.layout.count_by_kind().items())
     form = f"; {found.weights}" if found.weights else ""
     limit, memory = human_bytes(asked.limit_bytes), human_bytes(asked.place.memory_bytes)
@@ -281,16 +295,20 @@ def _table(result: Forecast, *, has_disk: bool) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    lengths = [each.tokens for each in result.rows[0].capacities] if result.rows else []
-    shows_live = any(row.longest_live_tokens != row.longest_tokens for row in result.rows)
+    lengths = [each.tokens for each in result.precisions[0].capacities] if result.precisions else []
+    shows_live = any(row.max_live_request_tokens != row.max_request_tokens for row in result.precisions)
     names = ["K and V", "token", "tokens", "longest", *(["live"] if shows_live else [])]
     for tokens in lengths:
         names += [f"{_short(tokens)} chats", "on disk" if has_disk else "disk each"]
     for i, name in enumerate(names):
         table.add_column(name, justify="right" if i else "left", no_wrap=True)
-    for row in result.rows:
-        cells = [row.name, human_bytes(round(row.token_bytes)), "any" if row.tokens is None else _short(row.tokens)]
-        cells += [_short(row.longest_tokens), *([_short(row.longest_live_tokens)] if shows_live else [])]
+    for row in result.precisions:
+        cells = [
+            row.name,
+            human_bytes(round(row.token_bytes)),
+            "any" if row.max_cached_tokens is None else _short(row.max_cached_tokens),
+        ]
+        cells += [_short(row.max_request_tokens), *([_short(row.max_live_request_tokens)] if shows_live else [])]
         for each in row.capacities:
             on_disk = f"{each.disk_conversations:,}" if has_disk else human_bytes(each.disk_bytes)
             cells += [f"{each.conversations:,}", on_disk]
@@ -299,7 +317,7 @@ def _table(result: Forecast, *, has_disk: bool) -> Table:
 
 
 def _legend(result: Forecast, *, has_disk: bool) -> str:
-    shows_live = any(row.longest_live_tokens != row.longest_tokens for row in result.rows)
+    shows_live = any(row.max_live_request_tokens != row.max_request_tokens for row in result.precisions)
     live = "; live: with --kv-cache-live" if shows_live else ""
     disk = "how many the disk has room for" if has_disk else "what one takes on a disk"
     return (

@@ -14,7 +14,7 @@ from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.admission import Entrance, FirstInLine, MemoryAccount, Pacing, Planner, View
 from kvstrata.engine.background import BackgroundPacer
-from kvstrata.engine.budget import Budget, FormatCatalog, with_formats
+from kvstrata.engine.budget import Budget, FormatCatalog
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.executor import Endings, Loop, Membership, Passes, Replies
 from kvstrata.engine.prefix_lookup import Fetching, Pinning, Resume
@@ -112,7 +112,7 @@ def make_loop(
     stock = _make_stock(served, plans, cold, shared, watcher)
     runner, sequences = runner or ModelRunner(served.loaded.module, served.layout), SequenceTable()
     capacity = MemoryAccount(
-        with_formats(served.budget, plans, stock.requantizer.target),
+        served.budget.with_formats(plans, stock.requantizer.target),
         sequences.running,
         stock.table,
         tail_step_tokens=limits.buffer_step_tokens,

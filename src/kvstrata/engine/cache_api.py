@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse as parse_precision
-from kvstrata.engine.budget import Budget, with_formats
+from kvstrata.engine.budget import Budget
 from kvstrata.engine.executor import Loop
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import InvalidRequest
@@ -146,7 +146,7 @@ class Operations:
         loop, changes = self._loop, self._stock.requantizer
         plan = loop.plans.plan_of(change.k or changes.target.k, change.v or changes.target.v)
         changed = yield from changes.requantize_in_steps(change, plan, self._entries_of(change.sequence, change.owner))
-        loop.capacity.budget = with_formats(loop.budget, loop.plans, changes.target)
+        loop.capacity.budget = loop.budget.with_formats(loop.plans, changes.target)
         return changed
 
     def requantize_progress(self, owner: str | None = None) -> ChangeProgress:
