@@ -97,7 +97,7 @@ class Drive:
         """Forget all that is stored."""
         while self.loop.housekeeping.has_work:
             self.loop.housekeeping.run_slice(1.0)
-        self.stock.clearing.clear()
+        self.stock.evictor.clear()
         gc.collect()  # what earlier tests left must not go while this one measures
         mx.clear_cache()
 

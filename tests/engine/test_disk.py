@@ -231,7 +231,7 @@ def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) ->
         while len([*tmp_path.rglob("*.tensor")]) < counters["disk_quarantined_tensor"]:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
         said = why(engine, 700)
         files.go.set()
         assert (said.ends_because, said.at_token) == ("damaged", 0)
@@ -415,9 +415,9 @@ def test_what_comes_for_a_beginning_that_is_gone_is_not_used(tmp_path: Path) -> 
         assert load is not None
         assert load.links[0].start > 0
         assert load.lease is not None
-        assert stock.clearing.clear(tier="hot").tokens == 0  # it is kept for the load
+        assert stock.evictor.clear(tier="hot").tokens == 0  # it is kept for the load
         stock.store.release(load.lease)
-        assert stock.clearing.clear(tier="hot").tokens > 0
+        assert stock.evictor.clear(tier="hot").tokens > 0
         until_s = time.monotonic() + 30
         while not load.is_done:
             assert time.monotonic() < until_s

@@ -200,10 +200,10 @@ def test_pins_outlive_a_step_that_fails(tmp_path: Path) -> None:
         assert is_on_disk(engine, 1)
         assert ask(engine, 1) == 599
         assert engine.ask(lambda loop: Operations(loop).usage().pinned_bytes).result(60) > 0
-        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
         assert engine.ask(lambda loop: loop.stock.store.lookup(prompt_of(1), "").num_tokens).result(60) == 600
         engine.ask(lambda loop: loop.stock.pins.unpin(prompt_of(1), "")).result(60)
-        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
         assert engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].tokens).result(60) == 0
 
 

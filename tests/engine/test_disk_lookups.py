@@ -86,7 +86,7 @@ def test_an_answer_that_does_not_come_is_not_waited_for(tmp_path: Path, monkeypa
             assert disk.was_asked.is_set()
         # It answers again.
         monkeypatch.setattr(prefix_lookup, "LOOKUP_S", 60.0)
-        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
         assert cached(answer(engine, "two", 700)) == 699
 
 
@@ -174,7 +174,7 @@ def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(
         engine.ask(lambda loop: loop.stock.pins.unpin(prompt, "")).result(60)
         assert why(engine, 700).ends_because == "complete"
         answer(engine, "again", 700)
-        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
         assert cached(answer(engine, "from the disk", 700)) == 699
         assert threads["lengths"] == {"kvstrata-tier-lookups"}
         assert "kvstrata-engine" not in threads["size"]
@@ -199,7 +199,7 @@ def test_a_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: py
     loaded, files = tiny_loaded("llama"), Disk()
 
     def ask(name: str) -> int:
-        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
         engine.ask(make_computing_take_a_second).result(60)
         reply = Reply()
         engine.submit(Request(name, tuple(i * 7 % VOCAB for i in range(700)), 2, GREEDY), reply.sink)
@@ -258,7 +258,7 @@ def test_tier_that_raises_is_a_miss_for_the_request_that_asked(
     with filled(tmp_path) as engine:
         monkeypatch.setattr(DiskTier, name, property(fail_once) if name == "rates" else fail_once)
         assert cached(answer(engine, "computed", 700)) == 0
-        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
         assert cached(answer(engine, "from the disk", 700)) == 699
         counters = engine.ask(lambda loop: Operations(loop).usage().counters).result(60)
         assert counters.get("failed_lookups", 0) + counters.get("failed_loads", 0) == 1

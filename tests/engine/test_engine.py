@@ -255,7 +255,7 @@ def _settled_memory(engine: Engine) -> int:
         stock = engine._thread.loop.stock
         while stock.background.has_work:
             stock.background.run_background(1.0)
-        stock.clearing.clear()
+        stock.evictor.clear()
         answer.put(mx.get_active_memory())
 
     engine._thread.post(measure)

@@ -57,7 +57,7 @@ def test_memory_is_given_back_once_and_not_between_two_turns(
         assert sum(time_s > ends_s[-1] for time_s in cleared) == 1
         assert all(not 0 <= time_s - end_s < 1.0 for time_s in cleared for end_s in ends_s)
         asked_s = time.monotonic()
-        engine.ask(lambda loop: loop.stock.clearing.clear()).result()
+        engine.ask(lambda loop: loop.stock.evictor.clear()).result()
         wait_until_cleared(cleared, asked_s)
         wait_until_cleared(cleared, answered(engine, "c"))
 

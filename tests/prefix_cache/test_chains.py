@@ -87,7 +87,7 @@ def test_chain_writer_with_several_chains_continues_the_longest(tmp_path: Path) 
         write_turns(stock, tokens, [900])
         assert reachable(stock, tokens) == 900
         assert written(stock) == 300 + 700 + 200
-        stock.clearing.clear(tier="hot")
+        stock.evictor.clear(tier="hot")
         load(stock, tokens)
         lease = stock.store.lease(tokens, "")
         check_lease(lease, tokens)

@@ -221,7 +221,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(salt=st.sampled_from([None, "", "other"]))
     def clear(self, salt: str | None) -> None:
         before = self.cache.table.nbytes
-        cleared = self.cache.clearing.clear(salt)
+        cleared = self.cache.evictor.clear(salt)
         assert self.cache.table.nbytes == before - cleared.nbytes
         if salt is None:
             assert self.cache.table.evictable_bytes == 0
@@ -344,7 +344,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         for tokens, salt in self.pins:
             self.cache.pins.unpin(tokens, salt)
         settle(self.cache)
-        self.cache.clearing.clear()
+        self.cache.evictor.clear()
         assert (self.cache.table.nbytes, self.cache.table.evictable_bytes, self.cache.table.entries) == (0, 0, {})
         mx.clear_cache()
         assert mx.get_active_memory() == self.before_bytes

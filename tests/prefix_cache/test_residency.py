@@ -114,7 +114,7 @@ def test_end_of_a_conversation_longer_than_the_disk_counts_as_dropped(leaves_at_
 def test_entry_that_leaves_the_disk_during_its_load_is_not_archived(tmp_path: Path) -> None:
     with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as cache:
         (tokens,) = fill(cache, 1)
-        cache.clearing.clear(tier="hot")
+        cache.evictor.clear(tier="hot")
         lookup = cache.prefetcher.ask(tokens, "")
         assert lookup is not None
         assert lookup.wait(60)
@@ -134,7 +134,7 @@ def test_entry_that_leaves_the_disk_during_its_load_is_not_archived(tmp_path: Pa
 def test_entry_that_leaves_the_disk_after_its_load_is_not_archived(tmp_path: Path) -> None:
     with store_on(tmp_path, disk_write="after-reply", limit_bytes=DISK_BYTES) as cache:
         (tokens,) = fill(cache, 1)
-        cache.clearing.clear(tier="hot")
+        cache.evictor.clear(tier="hot")
         load(cache, tokens)
         assert entry_of(cache, tokens).is_archived
         fill(cache, NUM_CHATS)
@@ -151,7 +151,7 @@ def test_damaged_block_in_the_middle_is_written_again(tmp_path: Path) -> None:
         middle = rows_of(cache.disk.tier)[1]
         (damaged,) = tmp_path.rglob(file_name(middle.id))
         damaged.write_bytes(damaged.read_bytes()[:-100])
-        cache.clearing.clear(tier="hot")
+        cache.evictor.clear(tier="hot")
         load(cache, tokens)  # up to the damaged block
         store_tokens(cache, tokens)
         settle(cache)

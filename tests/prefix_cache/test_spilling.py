@@ -39,7 +39,7 @@ def unsettled_chat(stock: Stock, num_turns: int) -> list[int]:
 
 def check_all(stock: Stock, tokens: list[int]) -> None:
     """Check that a load from the disk brings back all tokens unchanged."""
-    stock.clearing.clear(tier="hot")
+    stock.evictor.clear(tier="hot")
     load(stock, tokens)
     lease = stock.store.lease(tokens, "")
     assert lease.num_tokens == len(tokens)
@@ -215,7 +215,7 @@ def test_clear_during_write_leaves_no_block(tier: Any, tmp_path: Path) -> None:
         stock.offloader.offer_changed()
         for _ in range(3):
             stock.background.run_background(0)
-        stock.clearing.clear(tier=tier)
+        stock.evictor.clear(tier=tier)
         settle(stock)
         assert written(stock) == 0
         assert not any(entry.is_archived for entry in stock.table.entries)
@@ -228,7 +228,7 @@ def test_archive_replaces_blocks_of_fewer_bits(tmp_path: Path) -> None:
     with store_on(tmp_path, name="planes:4") as stock:
         tokens = random_tokens(600, 0)
         write_turns(stock, tokens, [600])
-        stock.clearing.clear(tier="hot")
+        stock.evictor.clear(tier="hot")
         stock.requantizer.requantize(PrecisionChange(k=parse("raw"), v=parse("raw")), plan("raw"))
         store_tokens(stock, tokens)
         settle(stock)

@@ -197,7 +197,7 @@ def test_eviction_frees_all_memory_of_a_span() -> None:
     cache.reclaimer.shrink_to(limit)
     assert 0 < cache.table.nbytes <= limit
     assert active_bytes() - before == pytest.approx(cache.table.nbytes, rel=0.02)
-    cache.clearing.clear()
+    cache.evictor.clear()
     assert cache.table.nbytes == 0
     assert active_bytes() - before < TOKEN_BYTES
 
@@ -257,7 +257,7 @@ def test_clear_of_one_salt_keeps_other_salts() -> None:
     store_tokens(cache, tokens(300), "a")
     store_tokens(cache, tokens(300), "b")
     settle(cache)
-    cleared = cache.clearing.clear("a")
+    cleared = cache.evictor.clear("a")
     assert (cleared.tokens, cleared.nbytes) == (300, 300 * TOKEN_BYTES)
     assert (cached_tokens(cache, tokens(300), "a"), cached_tokens(cache, tokens(300), "b")) == (0, 300)
 
@@ -268,7 +268,7 @@ def test_clear_of_an_owner_drops_exactly_its_salts() -> None:
         store_tokens(cache, tokens(300), salt)
     settle(cache)
     assert cache.usage.usage("a").tokens == 900
-    assert cache.clearing.clear(owner="a").tokens == 900
+    assert cache.evictor.clear(owner="a").tokens == 900
     assert [cached_tokens(cache, tokens(300), salt) for salt in ("a", "a:x", "a:y", "ab", "b:x")] == [0, 0, 0, 300, 300]
     assert cache.explain(tokens(300), "ab").ends_because == "complete"
 
@@ -282,10 +282,10 @@ def test_tokens_of_two_pins_stay_until_both_end() -> None:
         cache.pins.pin(prompt, "")
     settle(cache)
     cache.pins.unpin(one, "")
-    cache.clearing.clear()
+    cache.evictor.clear()
     assert cached_tokens(cache, two) == 250  # the other pin's span has the first 200
     cache.pins.unpin(two, "")
-    cache.clearing.clear()
+    cache.evictor.clear()
     assert cache.table.nbytes == 0
 
 
@@ -498,7 +498,7 @@ def test_thousands_of_requests_leak_no_memory() -> None:
                 assert 300_000 < cache.table.nbytes <= 500_000
                 assert active_bytes() - before == pytest.approx(cache.table.nbytes, rel=0.02)
                 assert len(cache.table.entries) < 40
-        cache.clearing.clear()
+        cache.evictor.clear()
         assert active_bytes() == before
     finally:
         mx.set_cache_limit(limit)

@@ -64,7 +64,7 @@ def test_a_node_that_goes_between_two_slices_is_empty() -> None:
     strata = ConversationSnapshot(None, clock=iter(range(1000)).__next__)
     strata.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, 0.0)
     assert not strata.is_done
-    drive.stock.clearing.clear(tier="hot")
+    drive.stock.evictor.clear(tier="hot")
     while not strata.is_done:
         strata.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, 0.0)
     assert [len(each.ids) for each in strata.runs[1:]] == [0] * (len(strata.runs) - 1)

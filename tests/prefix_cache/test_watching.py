@@ -41,7 +41,7 @@ def test_a_listener_hears_what_is_stored_and_what_goes() -> None:
     store_tokens(stock, range(64))
     store_tokens(stock, [*range(32), *range(100, 132)])
     settle(stock)
-    stock.clearing.clear(None, "hot", owner=None)
+    stock.evictor.clear(None, "hot", owner=None)
     store_tokens(stock, range(200, 264))
     hears.close()
     told.check(stock)

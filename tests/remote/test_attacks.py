@@ -151,7 +151,7 @@ class Victim:
 
     def ids(self) -> list[int]:
         """Of the reply, which takes from the store what it can."""
-        self._engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        self._engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
         self._number += 1
         return say(self._engine, f"again {self._number}", PROMPT, 6).ids
 

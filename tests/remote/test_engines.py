@@ -231,7 +231,7 @@ def test_store_that_answered_slowly_once_is_asked_again_when_that_has_faded(
         return leading(store, names)
 
     def ask(engine: Engine, name: str) -> int:
-        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
         found = cached(say(engine, name, PROMPT, 2))
         assert (
             shared_tier(engine).look(no_steps(), None, lambda: None).wait(60)
@@ -258,13 +258,13 @@ def test_a_store_in_trouble_stops_no_stream(server: Valkey, trouble: str) -> Non
     with engine_on(url, tiny_loaded("llama")) as engine:
         alone = answer(engine, "before", 700)
         share(engine)
-        engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+        engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
         if proxy is None:
             server.get_into(trouble)
         else:
             proxy.delay_s = SLOW_S
         for number in range(3):
-            engine.ask(lambda loop: loop.stock.clearing.clear(tier="hot")).result(60)
+            engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
             began_s = time.monotonic()
             reply = answer(engine, f"during {number}", 700)
             assert time.monotonic() - began_s < 5.0

@@ -208,7 +208,7 @@ def settled_bytes(served: Served) -> int:
     def measure(loop: Loop) -> int:
         while loop.housekeeping.has_work:
             loop.housekeeping.run_slice(1.0)
-        loop.stock.clearing.clear()
+        loop.stock.evictor.clear()
         mx.clear_cache()
         return mx.get_active_memory()
 

@@ -168,7 +168,7 @@ def _written_bytes(loop: Loop) -> int:
 
 
 def _empty_disk(loop: Loop) -> None:
-    _stock_of(loop).clearing.clear(tier="disk")
+    _stock_of(loop).evictor.clear(tier="disk")
 
 
 def _stock_of(loop: Loop) -> Stock:
