@@ -144,7 +144,7 @@ def asking_threads(blocks: DiskBlocks) -> dict[str, set[str]]:
         ask: Callable[..., Any] = getattr(blocks, name)
 
         def noted(*args: Any, name: str = name, ask: Callable[..., Any] = ask) -> Any:
-            if all(frame.name != "spill" for frame in traceback.extract_stack(limit=12)):
+            if all(frame.name != "write_chain" for frame in traceback.extract_stack(limit=12)):
                 found.setdefault(name, set()).add(threading.current_thread().name)
             return ask(*args)
 

@@ -24,27 +24,27 @@ class House:
         self.slices: list[float] = []
         self._waits_s = waits_s
         self._plans_anew = plans_anew  # of a slice, what the plan after it takes; None: steps are not planned
-        self.chores = SimpleNamespace(work=self._work, is_asked_for=False, is_rewriting=True)
-        self.changes = SimpleNamespace(is_running=False)
-        self.sequences = SimpleNamespace(has_streams=True, let_go=lambda: None)
+        self.background = SimpleNamespace(run_background=self._work, is_asked_for=False, is_rewriting=True)
+        self.requantizer = SimpleNamespace(is_running=False)
+        self.sequences = SimpleNamespace(has_streams=True, drop_replaced_spans=lambda: None)
         self.runner = SimpleNamespace(plans_steps=plans_anew is not None, planning_s=0.0)
         nothing: Any = SimpleNamespace(
             shrink_to=lambda *_, **__: "done", nearly_fits=lambda _: True, fits=lambda _: True
         )
         stock: Any = SimpleNamespace(
-            chores=self.chores,
-            room=nothing,
+            background=self.background,
+            reclaimer=nothing,
             evictor=None,
-            leaves=None,
+            candidates=None,
             pins=None,
-            changes=self.changes,
+            requantizer=self.requantizer,
             failures=new_stock().failures,
         )
         self.capacity = SimpleNamespace(
-            budget=SimpleNamespace(total_bytes=100), running_bytes=20, stored_bytes=20, keeps_growth_free=False
+            budget=SimpleNamespace(total_bytes=100), running_bytes=20, cached_bytes=20, keeps_growth_free=False
         )
         capacity: Any = self.capacity
-        speeds: Any = SimpleNamespace(step_s=step_s, did_chores=lambda: None)
+        speeds: Any = SimpleNamespace(step_s=step_s, note_background_work=lambda: None)
         runner, sequences = self.runner, self.sequences
         self.keeping = BackgroundPacer(
             stock,
@@ -83,7 +83,7 @@ def test_work_that_no_client_waits_for_takes_a_fifth_of_the_time_at_most(step_s:
 
 def test_while_memory_fills_up_it_may_have_half_of_the_time() -> None:
     house = House(0.004, 0.01)
-    house.capacity.stored_bytes = 70
+    house.capacity.cached_bytes = 70
     for _ in range(400):
         house.step()
     worked_s = sum(house.slices) + 0.01 * len(house.slices)
@@ -93,9 +93,9 @@ def test_while_memory_fills_up_it_may_have_half_of_the_time() -> None:
 @pytest.mark.parametrize("reason", ["asked", "idle", "awaited", "changing"])
 def test_what_a_client_waits_for_does_not_rest(reason: str) -> None:
     house = House(0.004, 0.01)
-    house.chores.is_asked_for = reason == "asked"
+    house.background.is_asked_for = reason == "asked"
     house.sequences.has_streams = reason != "idle"
-    house.changes.is_running = reason == "changing"
+    house.requantizer.is_running = reason == "changing"
     for _ in range(20):
         house.step(is_awaited=reason == "awaited")
     assert house.slices == [SLICE_S] * 20
@@ -104,15 +104,15 @@ def test_what_a_client_waits_for_does_not_rest(reason: str) -> None:
 @given(step_s=st.floats(0.001, 0.2), plans_anew=st.floats(0.0, 5.0))
 def test_a_change_and_the_plan_after_it_take_no_longer_than_a_step(step_s: float, plans_anew: float) -> None:
     house = House(step_s, plans_anew=plans_anew)
-    house.changes.is_running = True
+    house.requantizer.is_running = True
     took = [house.step() for _ in range(60)]
     most_s = max(SLICE_S, step_s)
     assert max(took) <= step_s + 1.01 * most_s
     # And it gets on: the time that it may have is used.
     assert took[-1] >= step_s + 0.6 * most_s
-    house.changes.is_running = False
+    house.requantizer.is_running = False
     house.step()
-    house.changes.is_running = True
+    house.requantizer.is_running = True
     house.now_s += 10
     house.step()
     assert house.slices[-1] <= most_s / 8

@@ -111,7 +111,7 @@ def test_request_whose_prefix_goes_each_time_begins_without_it(tmp_path: Path, m
 
 
 def test_preempted_sequence_resumes_from_what_the_disk_has(tmp_path: Path) -> None:
-    with disk_drive(tmp_path, kv_tokens=400, tail_step_tokens=16) as drive:
+    with disk_drive(tmp_path, kv_tokens=400, buffer_step_tokens=16) as drive:
         clients = [drive.submit(prompt(100, seed=seed), 150, DRAWN) for seed in range(3)]
         run(drive)
         assert drive.set_aside_count() > 0

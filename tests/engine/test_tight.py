@@ -45,7 +45,7 @@ def test_a_short_prefix_of_a_long_conversation() -> None:
 
 
 def test_one_that_grows_beside_what_it_goes_on_from() -> None:
-    drive = tight(tail_step_tokens=32)
+    drive = tight(buffer_step_tokens=32)
     serve(drive, long := prompt(250))
     branch = serve(drive, [*long[:40], *prompt(40, seed=9)], 280)
     assert branch.finished.usage.completion_tokens == 280
@@ -54,7 +54,7 @@ def test_one_that_grows_beside_what_it_goes_on_from() -> None:
 
 @pytest.mark.parametrize("architecture", MARKS)
 def test_one_that_grows_beside_its_own_marks(architecture: str) -> None:
-    drive = tight(architecture, tail_step_tokens=32)
+    drive = tight(architecture, buffer_step_tokens=32)
     only = serve(drive, prompt(200), SIZE_TOKENS - 199)
     assert only.finished.usage.completion_tokens == SIZE_TOKENS - 199
     assert_as_with_room(only, architecture)
@@ -75,7 +75,7 @@ def test_what_does_not_fit_beside_pins_fails_and_holds_up_nobody() -> None:
 
 
 def test_a_reply_beside_pins_ends_where_memory_ends() -> None:
-    drive = tight(tail_step_tokens=64)
+    drive = tight(buffer_step_tokens=64)
     serve(drive, other := prompt(150, seed=9), 1)
     drive.stock.pins.pin(other, "")
     pinned = drive.stock.table.nbytes // drive.budget.token_bytes
@@ -100,7 +100,7 @@ def test_those_behind_whom_nothing_fits_are_served_at_once() -> None:
 
 
 def test_one_that_is_set_aside_has_asked_once() -> None:
-    drive = tight(tail_step_tokens=16)
+    drive = tight(buffer_step_tokens=16)
     clients = [drive.submit(prompt(100, seed=seed), 150, DRAWN) for seed in range(3)]
     drive.run()
     assert drive.set_aside_count() > 0
@@ -113,7 +113,7 @@ def test_one_that_is_set_aside_has_asked_once() -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_everybody_who_was_accepted_is_served(architecture: str, seed: int) -> None:
     rng = random.Random(seed)
-    drive = tight(architecture, tail_step_tokens=16)
+    drive = tight(architecture, buffer_step_tokens=16)
     shared = prompt(150, seed=seed)
     clients = []
     for number in range(10):

@@ -118,6 +118,7 @@ def make_loop(
         tail_step_tokens=limits.buffer_step_tokens,
         keeps_growth_free=cold.has_tier,
     )
+    fetching = Fetching(stock.prefetcher, stock.reclaimer, stock.table, stock.failures)
     resume = Resume(
         stock.store,
         stock.evictor,
@@ -125,6 +126,7 @@ def make_loop(
         stock.transcoder.precision,
         Pinning(stock.pins, stock.table, served.layout.token_bytes),
         stock.failures,
+        fetching=fetching,
         mark_every_tokens=storage.checkpoint_every_tokens,
         shared_marks=runner.disband if shared is not None else None,
     )
@@ -132,7 +134,6 @@ def make_loop(
         speeds = StepSpeeds(
             metrics, share=limits.prefill_share, max_chunk=max_chunk(), fixed_chunk=limits.prefill_chunk_tokens
         )
-    fetching = Fetching(stock.prefetcher, stock.failures)
     entrance = Entrance(stock.reclaimer, stock.leases, stock.failures, cold.patience_s)
     endings = Endings(sequences, resume, fetching, entrance, runner, metrics)
     first = FirstInLine(sequences, capacity, fetching, entrance, stock.shortening, stock.failures)

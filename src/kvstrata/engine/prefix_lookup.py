@@ -31,6 +31,7 @@ from kvstrata.prefix_cache.pins import Pins, Term
 from kvstrata.prefix_cache.precision import PrecisionPolicy
 from kvstrata.prefix_cache.prefetch import Prefetcher
 from kvstrata.prefix_cache.prefix_cache import Store
+from kvstrata.prefix_cache.reclaim import Reclaimer
 from kvstrata.prefix_cache.tier_client import BlockLoad
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.spans.live import SEAL_TOKENS
@@ -42,8 +43,10 @@ LOOKUP_S = 1.0
 
 
 class Fetching:
-    def __init__(self, fetches: Prefetcher, failures: FailureLog) -> None:
+    def __init__(self, fetches: Prefetcher, reclaimer: Reclaimer, table: EntryTable, failures: FailureLog) -> None:
         self._fetches = fetches
+        self._reclaimer = reclaimer
+        self._table = table
         self._failures = failures
 
     def fetch(self, sequence: Sequence, prefill_tokens_s: float) -> None:
@@ -72,11 +75,16 @@ class Fetching:
         if load is not None and (load.is_done or _is_late(load, prefill_tokens_s)):
             self._fetches.promote(load)
             if load.lacked_room:
-                # There may be room when it is admitted: it asks again then.
-                stored.most_found = max(stored.most_found, load.links[-1].end)
+                # Memory may have more space when the request is admitted: the tiers are asked again then.
+                stored.refused_end, stored.refused_space_bytes = load.links[-1].end, self.space_bytes
             stored.load = None
             # What one tier had is there: maybe another has more.
             self._load_next(sequence, prefill_tokens_s)
+
+    @property
+    def space_bytes(self) -> int:
+        """Bytes that cached KV may take if all evictable entries go."""
+        return self._reclaimer.limit_bytes - (self._table.nbytes - self._table.evictable_bytes)
 
     def _load_next(self, sequence: Sequence, prefill_tokens_s: float) -> None:
         stored = sequence.stored
@@ -172,6 +180,7 @@ class Resume:
         pinning: Pinning,
         failures: FailureLog,
         *,
+        fetching: Fetching,
         mark_every_tokens: int,
         shared_marks: Callable[[], None] | None = None,
     ) -> None:
@@ -184,6 +193,7 @@ class Resume:
         self._precision = precision
         self._pinning = pinning
         self._failures = failures
+        self._fetching = fetching
         self._mark_every = round_up_to_block(mark_every_tokens) if shared_marks else mark_every_tokens
         self._shared_marks = shared_marks
 
@@ -261,10 +271,11 @@ class Resume:
         self._pinning.foresee(sequence)
 
     def _has_to_ask_again(self, sequence: Sequence) -> bool:
-        """Whether memory has less of its prefix than when the tiers were asked. They may have what was evicted since:
-        it is not computed before they have answered."""
-        stored, most_found = sequence.stored, sequence.stored.most_found
-        if self.found(sequence).num_tokens >= most_found or stored.num_asked >= MAX_ASKED:
+        """Whether memory has less of its prefix than when the tiers were asked, or more space than when a load lacked
+        it. The tiers may have what was evicted or refused: it is not computed before they have answered."""
+        stored, num_found = sequence.stored, self.found(sequence).num_tokens
+        may_fit = num_found < stored.refused_end and self._fetching.space_bytes > stored.refused_space_bytes
+        if (num_found >= stored.most_found and not may_fit) or stored.num_asked >= MAX_ASKED:
             return False
         stored.ask_again()
         return True

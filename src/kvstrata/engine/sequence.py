@@ -51,7 +51,9 @@ class Stored:
     asked_twice: int | None = None  # how far an earlier request had its prompt; None: it has not begun yet
     shared: dict[int, int] = field(default_factory=dict)  # tokens that it has in common with another, by arrival
     has_asked: bool = False  # the tiers, for what memory did not have
-    most_found: int = 0  # tokens that memory had for it since, at most, or would have had if there had been room
+    most_found: int = 0  # tokens that memory had for it since, at most
+    refused_end: int = 0  # end of a load that lacked space; 0: none did
+    refused_space_bytes: int = 0  # space that there was for it then
     num_asked: int = 0  # times since it last began
     lookup: TierOffers | None = None  # what the tiers were asked for it
     offers: tuple[TierOffer, ...] = ()  # what they have, and what was not loaded yet
@@ -67,7 +69,7 @@ class Stored:
     def ask_again(self) -> None:
         """Have the tiers asked anew before it begins: memory has less of its prefix than it had, or soon may have."""
         self.withdraw_lookup()
-        self.has_asked, self.most_found = False, 0
+        self.has_asked, self.most_found, self.refused_end = False, 0, 0
 
     def withdraw_lookup(self) -> None:
         """The answer is of no use any more."""
