@@ -204,7 +204,7 @@ def test_one_that_waits_and_is_cancelled_holds_nothing(tmp_path: Path) -> None:
 
 def test_the_engine_is_woken_when_the_disk_has_taken_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would look again in an hour."""
-    monkeypatch.setattr("kvstrata.engine.executor.MAX_REST_S", 3600.0)
+    monkeypatch.setattr("kvstrata.engine.admission.MAX_REST_S", 3600.0)
     goes_on, waits = threading.Event(), threading.Event()
 
     def hang() -> None:

@@ -149,7 +149,7 @@ class Admission:
 
     def __init__(
         self,
-        stock: Stock,
+        prefix_cache: Stock,
         sequences: SequenceTable,
         memory: MemoryAccount,
         prefixes: PrefixLookup,
@@ -160,11 +160,11 @@ class Admission:
         mixes: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._reclaimer = stock.reclaimer
-        self._leases = stock.leases
-        self._shortening = stock.shortening
-        self._failures = stock.failures
-        self._patience_s = stock.disk.patience_s  # longest wait of a request for the disk
+        self._reclaimer = prefix_cache.reclaimer
+        self._leases = prefix_cache.leases
+        self._shortening = prefix_cache.shortening
+        self._failures = prefix_cache.failures
+        self._patience_s = prefix_cache.disk.patience_s  # longest wait of a request for the disk
         self._sequences = sequences
         self.memory = memory
         self._prefixes = prefixes

@@ -41,7 +41,7 @@ class BackgroundPacer:
 
     def __init__(
         self,
-        stock: Stock,
+        prefix_cache: Stock,
         sequences: SequenceTable,
         memory: MemoryAccount,
         speeds: StepSpeeds,
@@ -50,13 +50,13 @@ class BackgroundPacer:
         slice_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._background = stock.background
-        self._reclaimer = stock.reclaimer
-        self._evictor = stock.evictor
-        self._candidates = stock.candidates
-        self._pins = stock.pins
-        self._requantizer = stock.requantizer
-        self._failures = stock.failures
+        self._background = prefix_cache.background
+        self._reclaimer = prefix_cache.reclaimer
+        self._evictor = prefix_cache.evictor
+        self._candidates = prefix_cache.candidates
+        self._pins = prefix_cache.pins
+        self._requantizer = prefix_cache.requantizer
+        self._failures = prefix_cache.failures
         self._sequences = sequences
         self._memory = memory
         self._speeds = speeds

@@ -50,7 +50,7 @@ BLOCK_MARGIN = 2
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The served model, and the limits within which it runs."""
+    """Served model, and the limits within which it runs."""
 
     loaded: LoadedModel
     layout: Layout
@@ -115,7 +115,7 @@ def build_core(
     """
     limits, storage = served.limits, served.storage
     catalog = FormatCatalog(served.layout, storage, served.chunk_tokens)
-    stock = make_stock(
+    prefix_cache = make_stock(
         *(served.layout, identity_of(served), _cache_config(served), catalog.plan_of),
         cold=disk,
         shared=shared,
@@ -126,25 +126,25 @@ def build_core(
         speeds = StepSpeeds(
             metrics, share=limits.prefill_share, max_chunk=max_chunk(), fixed_chunk=limits.prefill_chunk_tokens
         )
-    prefixes = PrefixLookup(stock, runner, checkpoint_every_tokens=storage.checkpoint_every_tokens)
+    prefixes = PrefixLookup(prefix_cache, runner, checkpoint_every_tokens=storage.checkpoint_every_tokens)
     memory = MemoryAccount(
-        with_formats(served.budget, catalog, stock.requantizer.target),
-        *(sequences.running, stock.table, prefixes),
+        with_formats(served.budget, catalog, prefix_cache.requantizer.target),
+        *(sequences.running, prefix_cache.table, prefixes),
         buffer_step_tokens=limits.buffer_step_tokens,
         keeps_growth_free=disk.has_tier,
     )
     admission = Admission(
-        *(stock, sequences, memory, prefixes, speeds),
+        *(prefix_cache, sequences, memory, prefixes, speeds),
         max_running=limits.max_running,
         joined_context=_joined_context(served),
         mixes=runner.mixes,
     )
-    pacer = BackgroundPacer(stock, sequences, memory, speeds, runner, slice_s=limits.slice_s)
+    pacer = BackgroundPacer(prefix_cache, sequences, memory, speeds, runner, slice_s=limits.slice_s)
     executor = StepExecutor(
         *(sequences, admission, prefixes, runner, speeds, pacer, metrics, detokenizer_for),
         vocab_size=served.loaded.vocab_size,
     )
-    return EngineCore(stock, sequences, runner, speeds, prefixes, admission, pacer, executor, catalog)
+    return EngineCore(prefix_cache, sequences, runner, speeds, prefixes, admission, pacer, executor, catalog)
 
 
 def _joined_context(served: ServedModel) -> int:
@@ -157,6 +157,7 @@ def _joined_context(served: ServedModel) -> int:
 
 
 def identity_of(served: ServedModel) -> Identity:
+    """Return the identity of the KV that this model computes."""
     signature = tuple(spec.signature for spec in served.layout.flat())
     return Identity(served.loaded.fingerprint, served.loaded.dtype, signature, served.limits.max_kv_size)
 

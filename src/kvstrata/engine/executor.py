@@ -61,9 +61,11 @@ class StepExecutor:
 
     @property
     def is_idle(self) -> bool:
+        """Whether no sequence waits or runs, and no step is pending."""
         return not self._sequences.all and self._pending is None
 
     def enqueue_sequence(self, sequence: Sequence) -> None:
+        """Add a sequence to the waiting ones, with the KV format that lets it fit in memory."""
         self._prefixes.track_sequence(sequence)
         self._sequences.waiting.append(sequence)
         with sequence.contain_failure():
@@ -343,8 +345,8 @@ def _grammar_message(reason: str) -> str:
 
 @dataclass(eq=False)
 class EngineCore:
-    """One life of the engine: the prefix cache, the sequences, and the objects that serve them. `build_core` constructs
-    it, and again after a failed forward pass or a broken cache."""
+    """Prefix cache, sequences, and the objects that serve them. `build_core` constructs a new core after a failed
+    forward pass, and after a fault that breaks the cache."""
 
     stock: Stock
     sequences: SequenceTable

@@ -93,17 +93,19 @@ class _PrefixState:
 class PrefixLookup:
     """Prefix state of every sequence, and all calls of the cache on behalf of a sequence."""
 
-    def __init__(self, stock: Stock, runner: ModelRunner, *, checkpoint_every_tokens: int) -> None:
-        self._stock = stock
-        self._store = stock.store
-        self._failures = stock.failures
-        self._prefetcher = stock.prefetcher
+    def __init__(self, prefix_cache: Stock, runner: ModelRunner, *, checkpoint_every_tokens: int) -> None:
+        self._prefix_cache = prefix_cache
+        self._store = prefix_cache.store
+        self._failures = prefix_cache.failures
+        self._prefetcher = prefix_cache.prefetcher
         self._runner = runner
-        self._needs_checkpoints = stock.store.needs_checkpoints  # read once, so that no step depends on the answer
+        self._needs_checkpoints = (
+            prefix_cache.store.needs_checkpoints
+        )  # read once, so that no step depends on the answer
         # A shared tier has checkpoints at multiples of a block only.
-        self._is_shared = stock.shared is not None
+        self._is_shared = prefix_cache.shared is not None
         self._checkpoint_every = (
-            round_up_to_block(checkpoint_every_tokens) if self._is_shared else checkpoint_every_tokens
+            _round_up_to_block(checkpoint_every_tokens) if self._is_shared else checkpoint_every_tokens
         )
         self._states: dict[int, _PrefixState] = {}  # by arrival
         # Spans of a broken entry table that running sequences read, by arrival: no table counts their bytes.
@@ -125,7 +127,7 @@ class PrefixLookup:
         return self._failures.attempt("lookups", lambda: self._find_cached(sequence), NO_PREFIX)
 
     def _find_cached(self, sequence: Sequence) -> CachedPrefix:
-        self._stock.evictor.expire()
+        self._prefix_cache.evictor.expire()
         state = self._states[sequence.arrival]
         if state.cached is None or state.cached_version != self._store.version:
             state.cached = self._store.lookup(sequence.ids()[:-1], sequence.request.salt)
@@ -215,8 +217,8 @@ class PrefixLookup:
     @property
     def _space_bytes(self) -> int:
         """Bytes that cached KV may take if all evictable entries go."""
-        table = self._stock.table
-        return self._stock.reclaimer.limit_bytes - (table.nbytes - table.evictable_bytes)
+        table = self._prefix_cache.table
+        return self._prefix_cache.reclaimer.limit_bytes - (table.nbytes - table.evictable_bytes)
 
     def awaits_tier(self, sequence: Sequence) -> bool:
         """Whether the sequence waits for a load, or for the answer of a tier."""
@@ -288,15 +290,15 @@ class PrefixLookup:
 
     def _open_insertion(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Insertion:
         insertion = self._store.insert(lease, cache, sequence.request.salt, sequence.request.resume_at)
-        if sequence.kv_format.plan is not None and not self._stock.transcoder.precision.options.live:
+        if sequence.kv_format.plan is not None and not self._prefix_cache.transcoder.precision.options.live:
             insertion.entry.target = sequence.kv_format.plan
         return insertion
 
     def _explain_start(self, sequence: Sequence) -> None:
         """Note for the client, before the first token, why the rest of the prompt is not cached, and whether the quota
         allows its pin, as far as that can be known."""
-        sequence.miss_reason = self._stock.explainer.miss(sequence.ids(), sequence.request.salt)
-        request, pins = sequence.request, self._stock.pins
+        sequence.miss_reason = self._prefix_cache.explainer.miss(sequence.ids(), sequence.request.salt)
+        request, pins = sequence.request, self._prefix_cache.pins
         if request.pin is None:
             return
         pinned, token_bytes = request.prompt[: request.pin.num_tokens], self._runner.layout.token_bytes
@@ -345,7 +347,7 @@ class PrefixLookup:
         up to the end of a codec's group."""
         if kv_format.plan is None or cache.unsealed_tokens < num_tokens:
             return
-        window = self._stock.transcoder.precision.window
+        window = self._prefix_cache.transcoder.precision.window
         end = cache.num_tokens - window.recent_tokens
         recent = window.recent_tokens + end % GROUP_TOKENS
         cache.seal(kv_format.plan.pairs, RawWindow(window.first_tokens, recent))
@@ -414,10 +416,10 @@ class PrefixLookup:
         if request.pin is None or sequence.unpinned_reason or sequence.num_computed < len(request.prompt) - 1:
             return
         pinned = request.prompt[: request.pin.num_tokens]
-        self._stock.pins.keep(pinned, request.salt, self._pin_term(request, request.pin))
+        self._prefix_cache.pins.keep(pinned, request.salt, self._pin_term(request, request.pin))
 
     def _pin_term(self, request: Request, pin: PinRequest) -> Term:
-        return Term(_pin_name(request), pin.ttl_s, pin.quota.of(self._stock.table.max_bytes))
+        return Term(_pin_name(request), pin.ttl_s, pin.quota.of(self._prefix_cache.table.max_bytes))
 
     # Commits: one that fails detaches the insertion.
 
@@ -452,7 +454,7 @@ class PrefixLookup:
             insertion.detach()
 
 
-def round_up_to_block(num_tokens: int) -> int:
+def _round_up_to_block(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 

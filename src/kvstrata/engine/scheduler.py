@@ -36,7 +36,7 @@ MAX_GROWTH = 2.0
 
 @dataclass(frozen=True)
 class SequenceInput:
-    """One waiting or running sequence, as the scheduler sees it."""
+    """Waiting or running sequence, as the scheduler sees it."""
 
     id: int
     nbytes: int  # KV that it holds, or that admission would take
@@ -50,6 +50,8 @@ class SequenceInput:
 
 @dataclass(frozen=True)
 class Chunk:
+    """Tokens of one prompt in a pass."""
+
     id: int
     num_tokens: int
 
@@ -71,6 +73,7 @@ class PassCost(NamedTuple):
     token_s: float = 0.0  # time that each further token adds
 
     def seconds(self, num_tokens: int) -> float:
+        """Return the expected time of a chunk."""
         return self.pass_s + (num_tokens - self.pass_tokens) * self.token_s
 
 
