@@ -31,7 +31,7 @@ def peak_over(drive: Drive, client: Client, num_tokens: int) -> int:
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     while len(client.ids) < num_tokens:
-        drive.loop.step()
+        drive.loop.executor.step()
     return mx.get_peak_memory() - before
 
 
@@ -105,7 +105,7 @@ def test_quantized_kv_in_a_batch(architecture: str, head_dim: int, name: str) ->
     serve(drive, prompt(100), 2)
     clients = [drive.submit([*prompt(99), i, *prompt(5, seed=i)], 60) for i in range(4)]
     while not all(client.ids for client in clients):
-        drive.loop.step()
+        drive.loop.executor.step()
     assert drive.loop.state().running == 4
     drive.run()
     settle(drive)
@@ -134,13 +134,13 @@ def test_a_change_of_membership_copies_nobodys_kv() -> None:
     serve(drive, prompt(3000), 2)
     big = drive.submit([*prompt(3000), 1], 4000)
     while len(big.ids) < 3:
-        drive.loop.step()
+        drive.loop.executor.step()
     held = drive.loop.state().kv_bytes
     assert held > 7000 * drive.budget.token_bytes
     for i in range(3):
         small = drive.submit(prompt(20, seed=i + 1), 3)
         assert peak_over(drive, small, 2) < held / 20
-    drive.loop.endings.end(big.request.id)
+    drive.loop.executor.end_request(big.request.id)
     drive.run()
 
 
@@ -162,7 +162,7 @@ def test_concurrent_sharers_hold_a_prefix_once() -> None:
     held = drive.stock.table.nbytes
     clients = [drive.submit([*prompt(2000), i], 16) for i in range(8)]
     while not all(len(client.ids) > 3 for client in clients):
-        drive.loop.step()
+        drive.loop.executor.step()
     assert drive.stock.table.nbytes == held
     assert {sequence.parts[0].shared_by for sequence in drive.cache.usage().sequences} == {8}
     drive.run()
@@ -194,12 +194,12 @@ def test_requantizing_lets_streams_run_on() -> None:
         serve(drive, prompt(600, seed=seed))
     running = drive.submit(prompt(500, seed=9), 200)
     while len(running.ids) < 5:
-        drive.loop.step()
+        drive.loop.executor.step()
     drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4"), scope="stored"))
     steps = 0
     while drive.cache.requantize_progress().is_running:
         before = len(running.ids)
-        drive.loop.step()
+        drive.loop.executor.step()
         # Every step does a little of the work, and brings its token.
         assert len(running.ids) == before + 1
         steps += 1

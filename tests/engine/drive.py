@@ -1,4 +1,4 @@
-"""A loop without a thread, stepped by the test, and what its requests were told."""
+"""An engine core without a thread, stepped by the test, and the events of its requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import mlx.core as mx
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.budget import Budget
-from kvstrata.engine.build import ServedModel, make_loop
+from kvstrata.engine.build import ServedModel, build_core
 from kvstrata.engine.cache_api import Operations
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.request import Event, Failed, Finished, PrefillProgress, Request, Sampling, TextDelta, TokenLogprob
@@ -29,7 +29,7 @@ GREEDY = Sampling(temperature=0, num_logprobs=0)
 
 
 class Client:
-    """One request as its sender sees it."""
+    """A request as its client sees it."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -80,9 +80,9 @@ class Drive:
         self.budget = Budget(kv_bytes or 4 * GIB, layout.fixed_bytes, layout.token_bytes)
         self.metrics = Metrics()
         served = ServedModel(loaded, layout, self.budget, limits, storage or KvConfig())
-        self.loop = make_loop(served, self.metrics, cold, lambda _: Detokenizer(loaded.tokenizer))
-        # As on a GPU, where more can be in flight. Tests of a whole engine run it as this machine does.
-        self.loop.passes.overlaps = True
+        self.loop = build_core(served, self.metrics, cold, lambda _: Detokenizer(loaded.tokenizer))
+        # Steps overlap as on a GPU. Tests of a whole engine run it as this machine does.
+        self.loop.executor.overlaps = True
         self._numbers = itertools.count()
 
     @property
@@ -94,9 +94,9 @@ class Drive:
         return Operations(self.loop)
 
     def clear(self) -> None:
-        """Forget all that is stored."""
-        while self.loop.housekeeping.has_work:
-            self.loop.housekeeping.run_slice(1.0)
+        """Empty the cache."""
+        while self.loop.pacer.has_work:
+            self.loop.pacer.run_slice(1.0)
         self.stock.evictor.clear()
         gc.collect()  # what earlier tests left must not go while this one measures
         mx.clear_cache()
@@ -105,21 +105,21 @@ class Drive:
         number = next(self._numbers)
         request = Request(f"r{number}", tuple(prompt), max_tokens, sampling, **fields)  # pyright: ignore[reportArgumentType]
         client = Client(request)
-        room = self.loop.budget.reply_tokens(len(prompt), max_tokens)
-        self.loop.enqueue(Sequence(request, client.events.append, room, number))
+        reply_tokens = self.loop.budget.reply_tokens(len(prompt), max_tokens)
+        self.loop.executor.enqueue_sequence(Sequence(request, client.events.append, reply_tokens, number))
         return client
 
     def run(self, most_steps: int = 5000) -> None:
         for _ in range(most_steps):
-            if self.loop.idle:
+            if self.loop.executor.is_idle:
                 return
-            self.loop.step()
+            self.loop.executor.step()
         raise AssertionError(f"not done after {most_steps} steps")
 
-    def set_aside_count(self) -> float:
+    def num_preempted(self) -> float:
         return self.metrics.registry.get_sample_value("kvstrata_set_aside_total") or 0.0
 
 
-def do_one_step(housekeeping: BackgroundPacer) -> None:
-    """Of the work on stored KV, between two steps of the loop, whatever its slice."""
-    housekeeping.run_between_steps = lambda **_: housekeeping.run_slice(0.0)
+def do_one_step(pacer: BackgroundPacer) -> None:
+    """Make the pacer run the smallest slice between two steps, whatever its length."""
+    pacer.run_between_steps = lambda **_: pacer.run_slice(0.0)

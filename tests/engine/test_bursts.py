@@ -18,7 +18,7 @@ from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.config import EngineLimits, KvConfig
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Finished, Request
 from kvstrata.engine.sequence import Sequence
 from kvstrata.models.loaded import LoadedModel
@@ -59,8 +59,8 @@ def full_drive(
     for seed in range(NUM_CHATS):
         drive.submit(prompt(CHAT_TOKENS, seed=seed), 2)
         drive.run()
-    while drive.loop.housekeeping.has_work:
-        drive.loop.housekeeping.run_slice(1.0)
+    while drive.loop.pacer.has_work:
+        drive.loop.pacer.run_slice(1.0)
     drive.stock.offloader.offer_under_pressure = spill_ahead
     assert tier.usage().num_queued == tier.usage().num_blocks == 0
     yield drive
@@ -77,9 +77,12 @@ def num_kept(drive: Drive, seed: int) -> int:
 def step_until_it_waits_for_room(drive: Drive) -> None:
     """First the disk is asked what it has for it."""
     until_s = time.monotonic() + 60
-    while drive.loop.sequences.waiting[0].stored.awaits_room_s is None or not drive.loop.is_stalled:
+    while (
+        drive.loop.admission.patience_left_s(drive.loop.sequences.waiting[0]) == math.inf
+        or not drive.loop.executor.is_stalled
+    ):
         assert time.monotonic() < until_s
-        drive.loop.step()
+        drive.loop.executor.step()
 
 
 def waiting(drive: Drive) -> Sequence:
@@ -100,11 +103,11 @@ def test_a_request_waits_for_the_disk_while_streams_go_on_and_nothing_is_lost(dy
     with full_drive(tmp_path, tiny_loaded("llama"), storage, files) as drive:
         stream = drive.submit(prompt(32, seed=99), 400)
         while len(stream.ids) < 4:
-            drive.loop.step()
+            drive.loop.executor.step()
         before = len(stream.ids)
         late = drive.submit(prompt((NUM_CHATS + 2) * CHAT_TOKENS, seed=77), 2)
         while len(stream.ids) < before + 20:
-            drive.loop.step()
+            drive.loop.executor.step()
         # The disk has not taken anything yet.
         assert not late.events
         assert dropped(drive) == {}
@@ -131,7 +134,7 @@ def test_a_request_does_not_wait_for_the_disk_while_there_is_memory(tmp_path: Pa
         until_s = time.monotonic() + 60
         while drive.stock.table.nbytes > hot_bytes:
             assert time.monotonic() < until_s
-            drive.loop.housekeeping.run_slice(0.01)
+            drive.loop.pacer.run_slice(0.01)
         assert dropped(drive) == {}
 
 
@@ -141,7 +144,7 @@ def test_a_request_waits_only_until_what_is_held_nearly_fits(tmp_path: Path) -> 
         shelf, room = drive.stock.table, drive.stock.reclaimer
         chat_bytes = shelf.nbytes / NUM_CHATS
         shelf.max_bytes = int(NUM_CHATS / 2 * chat_bytes)
-        assert drive.loop.entrance.let_in([waiting(drive)], [0], 2 * shelf.nbytes, slice_s=math.inf) == 1
+        assert drive.loop.admission.reclaim_for([waiting(drive)], [0], 2 * shelf.nbytes, slice_s=math.inf) == 1
         assert shelf.max_bytes + chat_bytes <= shelf.nbytes <= MOST_OVER * shelf.max_bytes
         assert room.shrink_to(shelf.max_bytes) == "done"
         assert shelf.nbytes <= shelf.max_bytes
@@ -154,11 +157,11 @@ def test_a_request_waits_no_longer_than_its_patience(tmp_path: Path) -> None:
     with full_drive(tmp_path, tiny_loaded("llama"), None, files) as drive:
         late = drive.submit(prompt((NUM_CHATS + 2) * CHAT_TOKENS, seed=77), 2)
         step_until_it_waits_for_room(drive)
-        assert drive.loop.is_stalled
-        assert 0 < drive.loop.seconds_to_wait() <= 60
+        assert drive.loop.executor.is_stalled
+        assert 0 < drive.loop.admission.seconds_to_wait() <= 60
         assert not late.events
         now_s = time.monotonic()
-        drive.loop.entrance._clock = lambda: now_s + 61
+        drive.loop.admission._clock = lambda: now_s + 61
         drive.run()
         assert late.finished.usage.completion_tokens == 2
         assert set(dropped(drive)) == {"dropped_tokens_disk_slow"}
@@ -193,15 +196,15 @@ def test_one_that_waits_and_is_cancelled_holds_nothing(tmp_path: Path) -> None:
         late = drive.submit(prompt(CHAT_TOKENS, seed=0) + prompt((NUM_CHATS + 1) * CHAT_TOKENS, seed=77), 2)
         step_until_it_waits_for_room(drive)
         assert drive.stock.table.evictable_bytes < drive.stock.table.nbytes
-        drive.loop.endings.end(late.request.id)
-        assert drive.loop.idle
+        drive.loop.executor.end_request(late.request.id)
+        assert drive.loop.executor.is_idle
         assert drive.stock.table.evictable_bytes == drive.stock.table.nbytes
         goes_on.set()
 
 
 def test_the_engine_is_woken_when_the_disk_has_taken_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would look again in an hour."""
-    monkeypatch.setattr("kvstrata.engine.executor.MAX_REST_S", 3600.0)
+    monkeypatch.setattr("kvstrata.engine.admission.MAX_REST_S", 3600.0)
     goes_on, waits = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -223,8 +226,8 @@ def test_the_engine_is_woken_when_the_disk_has_taken_something(tmp_path: Path, m
         assert cached(answer(engine, "again", 700)) == 699
 
 
-def leave_room_for_one(loop: Loop) -> None:
-    loop.capacity.budget = dataclasses.replace(loop.budget, total_bytes=1000 * loop.budget.token_bytes)
+def leave_room_for_one(loop: EngineCore) -> None:
+    loop.memory.budget = dataclasses.replace(loop.budget, total_bytes=1000 * loop.budget.token_bytes)
 
 
 def logged_at_the_end(

@@ -1,4 +1,4 @@
-"""A fault of the cache is a miss: whatever operation raises, wherever it is called, requests end as without it."""
+"""Faults of the cache are misses: whatever operation raises, requests end as they do without a fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Failed, Finished, PinRequest, Request, Sampling
 from kvstrata.errors import Unavailable
 from kvstrata.grammar.constraint import Constraint
@@ -45,7 +45,7 @@ LOGGERS = [f"kvstrata.{name}" for name in ("prefix_cache.jobs", "engine.sequence
 
 
 class Work:
-    """Requests of several conversations, and questions to the cache, in the same order each time."""
+    """Requests of several conversations and questions to the cache, in a fixed order."""
 
     def __init__(self, folder: Path, architecture: str, *, is_shared: bool = False) -> None:
         """`is_shared`: beside the disk there is a tier that other servers share."""
@@ -70,7 +70,7 @@ class Work:
         return [self._rng.randrange(250) for _ in range(length)]
 
     def reset(self) -> None:
-        def forget(loop: Loop) -> None:
+        def forget(loop: EngineCore) -> None:
             loop.stock.pins.unpin(as_ids(self._prompts["c"]), "")
             loop.stock.pins.unpin(as_ids(self._shared), "")
 
@@ -132,9 +132,9 @@ class Work:
         return replies
 
     def _settle(self) -> None:
-        def work(loop: Loop) -> None:
-            while loop.housekeeping.has_work:
-                loop.housekeeping.run_slice(1.0)
+        def work(loop: EngineCore) -> None:
+            while loop.pacer.has_work:
+                loop.pacer.run_slice(1.0)
 
         self.engine.ask(work).result(60)
 
@@ -144,19 +144,19 @@ class Work:
             question().result(60)
 
     def active_bytes(self) -> int:
-        def count(_: Loop) -> int:
+        def count(_: EngineCore) -> int:
             gc.collect()
             return mx.get_active_memory()
 
         return self.engine.ask(count).result(60)
 
     def assert_nothing_is_held(self) -> None:
-        def held(loop: Loop) -> None:
+        def held(loop: EngineCore) -> None:
             entries = loop.stock.table.entries
             assert not loop.sequences.all
             assert not [entry for entry in entries if entry.num_leases or entry.is_running]
             assert loop.stock.table.nbytes == sum(entry.nbytes for entry in entries)
-            assert loop.capacity.running_bytes == 0
+            assert loop.memory.running_bytes == 0
             assert loop.stock.disk.loader.unused_bytes == 0
 
         self._settle()
@@ -181,7 +181,7 @@ def work(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Work]:
 
 
 def check_site(work: Work, faults: Faults, at: tuple[Site, int], expected: dict[str, list[int]]) -> bool:
-    """Tells whether the call came: with threads of the tier a run is not always the same."""
+    """Return whether the call came: with threads of the tier, runs differ."""
     work.reset()
     with faults.planned(at) as plan:
         replies = work.run()
@@ -231,12 +231,12 @@ def test_fault_at_every_call_site_costs_no_request(work: Work, monkeypatch: pyte
 
 
 def test_half_done_operation_empties_the_cache_under_running_requests(work: Work) -> None:
-    def fail_half_way(loop: Loop) -> None:
+    def fail_half_way(loop: EngineCore) -> None:
         loop.stock.table.record_use((), ReuseClass.FRESH)
         raise Fault("half done")
 
-    def bytes_of(loop: Loop) -> tuple[int, int]:
-        return loop.capacity.running_bytes, loop.capacity.cached_bytes
+    def bytes_of(loop: EngineCore) -> tuple[int, int]:
+        return loop.memory.running_bytes, loop.memory.cached_bytes
 
     prompt = tuple(range(200)) + tuple(range(100))
     whole = Reply()

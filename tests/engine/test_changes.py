@@ -51,7 +51,7 @@ def test_freed_bytes_of_overlapping_changes_count_from_before_the_first() -> Non
     drive = drive_with(["", "x"])
     before = drive.stock.table.nbytes
     drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
-    drive.loop.housekeeping.run_slice(0)
+    drive.loop.pacer.run_slice(0)
     drive.cache.requantize(PrecisionChange(parse("planes:4"), parse("planes:4"), salt="x"))
     settle(drive)
     assert drive.cache.requantize_progress().bytes_freed == before - drive.stock.table.nbytes

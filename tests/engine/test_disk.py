@@ -1,4 +1,4 @@
-"""The disk tier under the engine: restarts, faults, and precision that comes back."""
+"""Disk tier under the engine: restarts, faults, and restored precision."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.cache_api import Operations
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Failed, Request, TextDelta
 from kvstrata.engine.speeds import TokenRate
 from kvstrata.layers.kinds import arrays_in
@@ -54,8 +54,8 @@ def engine_on(
         engine.stop()
 
 
-def make_computing_slow(loop: Loop) -> None:
-    """Tiny models compute a prompt faster than any disk reads it, and then nothing would be read."""
+def make_computing_slow(loop: EngineCore) -> None:
+    """Make loads worthwhile: a tiny model computes a prompt faster than any disk reads it."""
     loop.speeds.alone = TokenRate()
     loop.speeds.alone.add_work(1, 1.0)
 
@@ -74,20 +74,20 @@ def cached(reply: Reply) -> int:
 
 
 def settle(engine: Engine) -> None:
-    def work(loop: Loop) -> None:
-        while loop.housekeeping.has_work:
-            loop.housekeeping.run_slice(1.0)
+    def work(loop: EngineCore) -> None:
+        while loop.pacer.has_work:
+            loop.pacer.run_slice(1.0)
 
     engine.ask(work).result(60)
 
 
-def flush_tier(loop: Loop) -> bool:
-    """What is on its way to the disk gets there."""
+def flush_tier(loop: EngineCore) -> bool:
+    """Wait until the disk has all that is on its way to it."""
     return loop.stock.disk.tier.flush(30).is_empty
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_after_a_restart_only_what_is_new_is_computed(architecture: str, tmp_path: Path) -> None:
+def test_restart_computes_only_new_tokens(architecture: str, tmp_path: Path) -> None:
     with engine_on(tmp_path, tiny_loaded(architecture)) as engine:
         first = answer(engine, "first", 700)
     with engine_on(tmp_path, tiny_loaded(architecture)) as engine:
@@ -97,7 +97,7 @@ def test_after_a_restart_only_what_is_new_is_computed(architecture: str, tmp_pat
 
 
 def stream(engine: Engine, prompt_tokens: int, min_tokens: int) -> Reply:
-    """A reply that still runs, and has so many tokens."""
+    """Return a reply that still runs and has at least `min_tokens` tokens."""
     has_begun = threading.Event()
     reply = Reply(lambda _: has_begun.set() if len(reply.ids) >= min_tokens else None)
     prompt = tuple(i * 7 % VOCAB for i in range(prompt_tokens))
@@ -132,9 +132,7 @@ def test_stop_reports_what_running_sequences_have_computed_and_is_not_written(
     assert "of 1 conversations" in report
 
 
-def test_a_failed_step_costs_what_is_in_memory_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_step_loses_memory_and_keeps_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What is logged would keep the frames of the step that failed, and what they hold.
     monkeypatch.setattr(logging.getLogger("kvstrata.engine.thread"), "disabled", True)
     with engine_on(tmp_path, tiny_loaded("llama")) as engine:
@@ -166,14 +164,14 @@ def test_a_failed_step_costs_what_is_in_memory_and_nothing_else(
         assert cached(answer(engine, "again", 2000)) == 1999
 
 
-def make_prefill_fail(loop: Loop) -> None:
+def make_prefill_fail(loop: EngineCore) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("defect")
 
-    loop.passes._runner.prefill = fail
+    loop.runner.prefill = fail
 
 
-def test_weights_changed_under_the_same_name_find_nothing(tmp_path: Path) -> None:
+def test_changed_weights_under_the_same_name_have_no_hit(tmp_path: Path) -> None:
     with engine_on(tmp_path, tiny_loaded("llama")) as engine:
         answer(engine, "first", 600)
     changed = dataclasses.replace(tiny_loaded("llama"), fingerprint="other weights")
@@ -189,14 +187,14 @@ def why(engine: Engine, prompt_tokens: int) -> Explanation:
     lookup = engine.ask(lambda loop: loop.stock.ask_disk(prompt, "")).result(60)
     assert lookup.wait(60)
 
-    def question(loop: Loop) -> Explanation:
+    def question(loop: EngineCore) -> Explanation:
         return loop.stock.explain(prompt, "", lookup.answer)
 
     return engine.ask(question).result(60)
 
 
 class Holding(Files):
-    """Blocks are written when the test lets them: what is put aside is not replaced before the test looks."""
+    """Files whose writes wait until `go` is set: archived planes are not dropped before the test has seen them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +205,7 @@ class Holding(Files):
         return super().write(fd, piece)
 
 
-def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) -> None:
+def test_damaged_blocks_are_a_miss_with_the_same_reply(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded) as engine:
         first = answer(engine, "first", 700)
@@ -237,7 +235,7 @@ def test_damaged_blocks_are_a_miss_and_the_answer_is_the_same(tmp_path: Path) ->
         assert (said.ends_because, said.at_token) == ("damaged", 0)
 
 
-def test_what_is_evicted_comes_back_from_the_disk_with_memory_full(tmp_path: Path) -> None:
+def test_evicted_prefix_is_loaded_from_disk_while_memory_is_full(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded, KvConfig(hot_bytes=900 * 1024)) as engine:
         replies = {n: answer(engine, f"a{n}", n) for n in (600, 610, 620)}
@@ -250,7 +248,7 @@ def test_what_is_evicted_comes_back_from_the_disk_with_memory_full(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["planes:8", "planes:2", "rotated:4"])
-def test_blocks_rest_at_the_precision_that_they_have_in_memory(name: str, tmp_path: Path) -> None:
+def test_blocks_on_disk_have_the_precision_of_memory(name: str, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
     storage = KvConfig(k=parse(name), v=parse(name))
     with engine_on(tmp_path, loaded, storage) as engine:
@@ -265,11 +263,11 @@ def test_blocks_rest_at_the_precision_that_they_have_in_memory(name: str, tmp_pa
         assert set(usage.tiers["hot"].by_precision) == {name}
 
 
-def test_precision_that_was_put_away_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_archived_planes_are_restored_bit_for_bit(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
     storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"))
 
-    def planes(loop: Loop) -> list[bytes]:
+    def planes(loop: EngineCore) -> list[bytes]:
         (entry,) = [entry for entry in loop.stock.table.entries if entry.span.end > 600]
         parts = [part for layer in entry.span.layers for part in entry.span.sealed(layer)]
         return sorted(np.asarray(array).tobytes() for part in parts for array in part.arrays())
@@ -311,7 +309,7 @@ def change(engine: Engine, name: str, *, dry_run: bool = False) -> ChangeResult:
 
 
 @pytest.mark.parametrize("began", ["raw", "planes:8"])
-def test_output_after_stepping_down_and_back_is_that_of_a_run_that_never_did(began: str, tmp_path: Path) -> None:
+def test_output_after_step_down_and_restore_equals_a_run_without(began: str, tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
     storage = KvConfig(k=parse(began), v=parse(began), disk_write="at-eviction")
     with engine_on(tmp_path / "never", loaded, storage) as engine:
@@ -342,13 +340,13 @@ def test_output_after_stepping_down_and_back_is_that_of_a_run_that_never_did(beg
 
 
 def logprobs(reply: Reply) -> list[float]:
-    """What of a tiny model's output tells two precisions apart: its tokens seldom do."""
+    """Return log-probabilities, which tell two precisions of a tiny model apart: its tokens seldom do."""
     pieces = [event for event in reply.events if isinstance(event, TextDelta)]
     return [logprob.logprob for piece in pieces for logprob in piece.logprobs]
 
 
 class Watched(Files):
-    """A disk that takes its time, and looks at each read how much was read and not used yet."""
+    """A slow disk that records at each read how much was read and not used yet."""
 
     def __init__(self) -> None:
         self.unused_bytes: list[int] = []
@@ -361,7 +359,7 @@ class Watched(Files):
 
 
 @pytest.mark.parametrize(("architecture", "bound_bytes"), [("llama", 2 * MIB), ("gemma3_text", MIB)])
-def test_a_long_match_comes_in_batches_within_the_bound_while_others_decode(
+def test_long_match_loads_in_bounded_batches_beside_streams(
     architecture: str, bound_bytes: int, tmp_path: Path
 ) -> None:
     loaded = tiny_loaded(architecture, 4)
@@ -387,7 +385,7 @@ def test_a_long_match_comes_in_batches_within_the_bound_while_others_decode(
     assert usage.tiers["hot"].spans > 2
 
 
-def test_a_match_that_memory_has_no_room_for_is_loaded_as_far_as_it_has(tmp_path: Path) -> None:
+def test_match_larger_than_memory_is_loaded_as_far_as_it_fits(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama", 4)
     with engine_on(tmp_path, loaded) as engine:
         first = answer(engine, "first", 4000)
@@ -400,13 +398,13 @@ def test_a_match_that_memory_has_no_room_for_is_loaded_as_far_as_it_has(tmp_path
         assert usage.tiers["hot"].nbytes <= 2 * MIB
 
 
-def test_what_comes_for_a_beginning_that_is_gone_is_not_used(tmp_path: Path) -> None:
+def test_load_without_its_parent_prefix_is_refused(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded) as engine:
         answer(engine, "first", 700)
     prompt = [i * 7 % VOCAB for i in range(700)]
 
-    def load_and_lose_the_beginning(loop: Loop) -> tuple[int, int]:
+    def load_and_lose_the_beginning(loop: EngineCore) -> tuple[int, int]:
         stock = loop.stock
         lookup = stock.prefetcher.ask(prompt, "")
         assert lookup is not None
@@ -431,7 +429,7 @@ def test_what_comes_for_a_beginning_that_is_gone_is_not_used(tmp_path: Path) -> 
         assert cached(answer(engine, "again", 700)) == 699
 
 
-def test_second_touch_writes_only_what_somebody_came_back_for(tmp_path: Path) -> None:
+def test_second_touch_writes_only_reused_prefixes(tmp_path: Path) -> None:
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded, second_touch=True) as engine:
         answer(engine, "once", 700)
@@ -458,7 +456,7 @@ def test_second_touch_counts_requests_however_often_a_span_is_offered(tmp_path: 
     generator = np.random.default_rng(1)
     prompts = [tuple(generator.integers(0, VOCAB, 600).tolist()) for _ in range(16)]
 
-    def counts(loop: Loop) -> dict[str, int]:
+    def counts(loop: EngineCore) -> dict[str, int]:
         assert flush_tier(loop)
         return dict(Operations(loop).usage().counters)
 

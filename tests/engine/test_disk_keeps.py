@@ -17,7 +17,7 @@ from kvstrata.disk.writer import Pause
 from kvstrata.engine.cache_api import Operations
 from kvstrata.engine.config import KvConfig
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Failed, Request
 from kvstrata.prefix_cache.keys import as_ids
 from kvstrata.tier.lookups import finish
@@ -53,7 +53,7 @@ def fill_disk_with_others(engine: Engine, *, first: int = 100, between: Callable
 
 
 def disk_of(engine: Engine) -> DiskTier:
-    def question(loop: Loop) -> DiskTier:
+    def question(loop: EngineCore) -> DiskTier:
         tier = loop.stock.disk.tier
         assert isinstance(tier, DiskTier)
         return tier
@@ -64,7 +64,7 @@ def disk_of(engine: Engine) -> DiskTier:
 def is_on_disk(engine: Engine, seed: int) -> bool:
     """All of a prompt but its last token, as a restart would find it."""
 
-    def question(loop: Loop) -> bool:
+    def question(loop: EngineCore) -> bool:
         root = next(entry.root_key for entry in loop.stock.table.entries)
         match = finish(loop.stock.disk.longest_chain(root, as_ids(prompt_of(seed)[:-1])))
         return match.num_tokens == 599
@@ -113,7 +113,7 @@ def test_at_eviction_writes_nothing_while_memory_has_room(tmp_path: Path) -> Non
 
 
 def test_what_somebody_deleted_is_written_again_before_it_is_evicted(tmp_path: Path) -> None:
-    def evict_all(loop: Loop) -> int:
+    def evict_all(loop: EngineCore) -> int:
         loop.stock.reclaimer.shrink_to(0)
         return loop.stock.table.nbytes
 
@@ -207,11 +207,11 @@ def test_pins_outlive_a_step_that_fails(tmp_path: Path) -> None:
         assert engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].tokens).result(60) == 0
 
 
-def write_all(loop: Loop) -> bool:
+def write_all(loop: EngineCore) -> bool:
     for entry in loop.stock.table.entries:
         loop.stock.offloader.add_entry(entry)
-    while loop.housekeeping.has_work:
-        loop.housekeeping.run_slice(1.0)
+    while loop.pacer.has_work:
+        loop.pacer.run_slice(1.0)
     return flush_tier(loop)
 
 
@@ -246,6 +246,6 @@ def test_what_has_expired_is_neither_written_nor_kept(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-def num_entries_in_time(loop: Loop) -> int:
+def num_entries_in_time(loop: EngineCore) -> int:
     loop.stock.evictor.expire()
     return len(loop.stock.table.entries)

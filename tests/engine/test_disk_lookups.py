@@ -1,4 +1,4 @@
-"""The disk is asked on a thread of its own: no step waits for it, and no request for long."""
+"""Lookups on the disk run on a thread of their own: no step waits for them, and no request for long."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstrata.engine import prefix_lookup
 from kvstrata.engine.cache_api import Operations
 from kvstrata.engine.config import KvConfig
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Request, TextDelta
 from kvstrata.engine.speeds import TokenRate
 from kvstrata.prefix_cache.requantize import PrecisionChange
@@ -39,7 +39,7 @@ def blocks_of(engine: Engine) -> DiskBlocks:
 
 
 class Hanging:
-    """A disk whose catalogue does not answer until it is let go. What came to it may be looked at."""
+    """A disk whose catalogue answers only after the `with` block. `was_asked` is set by the first question."""
 
     def __init__(self, blocks: DiskBlocks) -> None:
         self._blocks = blocks
@@ -70,7 +70,7 @@ class Hanging:
 
 @contextmanager
 def filled(tmp_path: Path, num_tokens: int = 700) -> Iterator[Engine]:
-    """An engine whose disk has a prompt, and whose memory has not."""
+    """An engine with a prompt on disk and not in memory."""
     loaded = tiny_loaded("llama")
     with engine_on(tmp_path, loaded) as engine:
         answer(engine, "first", num_tokens)
@@ -78,7 +78,7 @@ def filled(tmp_path: Path, num_tokens: int = 700) -> Iterator[Engine]:
         yield engine
 
 
-def test_an_answer_that_does_not_come_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_continues_without_a_late_answer_of_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_lookup, "LOOKUP_S", 0.05)
     with filled(tmp_path) as engine:
         with Hanging(blocks_of(engine)) as disk:
@@ -97,7 +97,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def test_streams_go_on_while_the_disk_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_continue_during_a_disk_lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_lookup, "LOOKUP_S", 3600.0)
     with filled(tmp_path) as engine:
         stream = Reply()
@@ -119,7 +119,7 @@ def test_streams_go_on_while_the_disk_is_asked(tmp_path: Path, monkeypatch: pyte
         stream.wait()
 
 
-def test_what_is_withdrawn_is_not_looked_up_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_withdrawn_lookup_stops_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_lookup, "LOOKUP_S", 3600.0)
     with filled(tmp_path, 2000) as engine:
         asked: list[bytes] = []
@@ -137,14 +137,14 @@ def test_what_is_withdrawn_is_not_looked_up_to_its_end(tmp_path: Path, monkeypat
 
 
 def asking_threads(blocks: DiskBlocks) -> dict[str, set[str]]:
-    """Which threads ask the catalogue for what, by their names. Spilling does not count: it walks in small steps on the
-    engine's thread, and a reply may be written through at any time."""
+    """Return the names of the threads that ask the catalogue, by question. Writing a chain does not count: it takes
+    small steps on the engine thread, and a reply may be written at any time."""
     found: dict[str, set[str]] = {}
     for name in ("find", "lengths", "size", "contents"):
         ask: Callable[..., Any] = getattr(blocks, name)
 
         def noted(*args: Any, name: str = name, ask: Callable[..., Any] = ask) -> Any:
-            if all(frame.name != "spill" for frame in traceback.extract_stack(limit=12)):
+            if all(frame.name != "write_chain" for frame in traceback.extract_stack(limit=12)):
                 found.setdefault(name, set()).add(threading.current_thread().name)
             return ask(*args)
 
@@ -180,12 +180,12 @@ def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(
         assert "kvstrata-engine" not in threads["size"]
 
 
-def is_done(loop: Loop) -> bool:
+def is_done(loop: EngineCore) -> bool:
     return not Operations(loop).requantize_progress().is_running
 
 
 class Disk(Files):
-    """Takes so long for each read of a file."""
+    """Files whose reads take `read_s` each."""
 
     read_s = 0.0
 
@@ -194,7 +194,7 @@ class Disk(Files):
         return super().read_into(fd, buffer, offset)
 
 
-def test_a_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "HALF_LIFE_S", 3600.0)
     loaded, files = tiny_loaded("llama"), Disk()
 
@@ -221,7 +221,7 @@ def test_a_disk_that_was_slow_once_is_read_again(tmp_path: Path, monkeypatch: py
         assert ask("fast") == 699
 
 
-def test_block_that_is_somewhat_late_is_waited_for_where_computing_takes_seconds(tmp_path: Path) -> None:
+def test_late_block_is_awaited_where_computing_takes_seconds(tmp_path: Path) -> None:
     loaded, files = tiny_loaded("llama"), Disk()
     with engine_on(tmp_path, loaded) as engine:
         answer(engine, "first", 700)
@@ -233,11 +233,11 @@ def test_block_that_is_somewhat_late_is_waited_for_where_computing_takes_seconds
         assert cached(reply) == 699
 
 
-def make_computing_take_a_second(loop: Loop) -> None:
+def make_computing_take_a_second(loop: EngineCore) -> None:
     make_computing_take(loop, 1.0)
 
 
-def make_computing_take(loop: Loop, seconds: float) -> None:
+def make_computing_take(loop: EngineCore, seconds: float) -> None:
     loop.speeds.alone = TokenRate()
     loop.speeds.alone.add_work(700, seconds)
 

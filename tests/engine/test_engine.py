@@ -183,9 +183,9 @@ def test_an_idle_engine_lets_go_of_what_has_expired_and_rests_meanwhile(monkeypa
     expire = BackgroundPacer.expire
 
     def watched(housekeeping: BackgroundPacer) -> None:
-        held.append(housekeeping._capacity.cached_bytes)
+        held.append(housekeeping._memory.cached_bytes)
         expire(housekeeping)
-        if not housekeeping._capacity.cached_bytes:
+        if not housekeeping._memory.cached_bytes:
             is_gone.set()
 
     monkeypatch.setattr(BackgroundPacer, "expire", watched)
@@ -366,7 +366,7 @@ def test_engine_that_cannot_recover_answers_all_clients(monkeypatch: pytest.Monk
 
     loaded = dataclasses.replace(tiny_loaded("llama"), module=Brittle(tiny_module("llama")))
     with running(loaded, max_running=1) as engine:
-        monkeypatch.setattr(engine_thread, "make_loop", fail)
+        monkeypatch.setattr(engine_thread, "build_core", fail)
         replies = [Reply() for _ in range(3)]
         is_asked = threading.Event()
         asked = engine.ask(lambda _: is_asked.wait(60))  # all are there before the first is run

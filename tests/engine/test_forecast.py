@@ -119,8 +119,8 @@ def test_a_plan_agrees_with_the_engine(
 def converse(drive: Drive, num_tokens: int) -> None:
     drive.submit([i % VOCAB for i in range(num_tokens - 1)], max_tokens=2)
     drive.run()
-    while drive.loop.housekeeping.has_work:
-        drive.loop.housekeeping.run_slice(1.0)
+    while drive.loop.pacer.has_work:
+        drive.loop.pacer.run_slice(1.0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", "gemma3_text", "qwen3_5", "falcon_h1"])

@@ -1,4 +1,4 @@
-"""Models that need mlx-lm's own caches: served one by one, nothing shared, the same tokens."""
+"""Models that need the caches of mlx-lm: served one by one, without sharing, with the same tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tiny import FOREIGN, tiny_loaded
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [2, 7, 1, 8, 2, 8]]
 
 
-def test_a_model_that_reaches_into_its_caches_gets_mlx_lms() -> None:
+def test_foreign_model_gets_caches_of_mlx_lm() -> None:
     layout = probe(tiny_loaded(FOREIGN).module)
     assert {spec.kind for spec in layout.layers} == {"foreign"}
     assert "mlx-lm's own caches" in layout.reason
@@ -22,7 +22,7 @@ def test_a_model_that_reaches_into_its_caches_gets_mlx_lms() -> None:
         probe(tiny_loaded(FOREIGN).module, 64)
 
 
-def test_its_requests_get_what_mlx_lm_gives() -> None:
+def test_foreign_model_replies_as_in_mlx_lm() -> None:
     loaded = tiny_loaded(FOREIGN)
     drive = Drive(loaded)
     clients = [drive.submit(prompt, 12) for prompt in PROMPTS]

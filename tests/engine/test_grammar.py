@@ -120,7 +120,7 @@ def test_constrained_and_free_rows_get_what_they_get_alone(architecture: str, li
     for seed, constraint in enumerate(asked):
         clients.append(submit(drive, seed, constraint, **fields[seed]))
         for _ in range(3):
-            drive.loop.step()
+            drive.loop.executor.step()
     drive.run()
     for seed, client in enumerate(clients):
         assert_same(client, alone(seed, asked[seed], architecture, **fields[seed]))
@@ -144,7 +144,7 @@ def test_one_that_is_set_aside_goes_on_where_it_stood() -> None:
     drive = Drive(byte_model(), EngineLimits(buffer_step_tokens=16), kv_bytes=room)
     clients = [submit(drive, seed, ENDLESS, length=30, max_tokens=70) for seed in range(2)]
     drive.run()
-    assert drive.set_aside_count() >= 1
+    assert drive.num_preempted() >= 1
     for seed, client in enumerate(clients):
         assert_same(client, alone(seed, ENDLESS, length=30, max_tokens=70))
 
@@ -163,8 +163,8 @@ def test_each_token_is_consumed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(byte_model(), EngineLimits(buffer_step_tokens=16), kv_bytes=room)
     clients = [submit(drive, seed, ENDLESS, length=30, max_tokens=60) for seed in range(2)]
     kept = []  # so that no two have the same id
-    while not drive.loop.idle:
-        drive.loop.step()
+    while not drive.loop.executor.is_idle:
+        drive.loop.executor.step()
         kept += [sequence._matcher for sequence in drive.loop.sequences.all]
     # The last token of a reply is followed by none: nothing is asked of the matcher after it.
     assert sorted(taken.values()) == sorted(client.ids[:-1] for client in clients)
@@ -212,8 +212,8 @@ def test_a_cancelled_one_leaves_the_others_alone() -> None:
     drive = Drive(byte_model())
     gone, stays, free = submit(drive, 1, ENDLESS), submit(drive, 2, DIGITS), submit(drive, 3, None)
     while len(gone.ids) < 5:
-        drive.loop.step()
-    drive.loop.endings.end(gone.request.id)
+        drive.loop.executor.step()
+    drive.loop.executor.end_request(gone.request.id)
     drive.run()
     assert gone.finished.reason == "cancelled"
     assert_same(stays, alone(2, DIGITS))
@@ -225,7 +225,7 @@ def test_a_grammar_that_cannot_be_followed_fails_its_own_request_alone(architect
     drive = Drive(byte_model(architecture))
     stays = submit(drive, 2, DIGITS)
     for _ in range(4):
-        drive.loop.step()
+        drive.loop.executor.step()
     bad, free = submit(drive, 1, TOO_WIDE), submit(drive, 3, None)
     drive.run()
     assert isinstance(bad.end, Failed)
@@ -309,7 +309,7 @@ def test_the_next_pass_is_started_before_the_last_step_is_read(monkeypatch: pyte
     submit(drive, 1, ENDLESS)
     submit(drive, 2, None)
     while len(done) < 60:
-        drive.loop.step()
+        drive.loop.executor.step()
     # Read for the masks, then for the replies.
     assert done[-20:].count("forward") == 5
     at = max(place for place, what in enumerate(done[:-4]) if what == "forward")

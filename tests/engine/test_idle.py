@@ -1,4 +1,4 @@
-"""Memory that a request has freed: kept for the next one for a while, then given back."""
+"""Memory that a request has freed: kept for the next request for a while, then returned to the system."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tiny import tiny_loaded
 
 
 def answered(engine: Engine, id_: str) -> float:
-    """When the engine's thread told the end of the reply. This thread may hear of it much later."""
+    """Time at which the engine thread sent the end of the reply. The client's thread may receive it much later."""
     ends_s: list[float] = []
 
     def note(event: Event) -> None:
@@ -32,7 +32,7 @@ def answered(engine: Engine, id_: str) -> float:
 
 @pytest.fixture
 def cleared(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """When memory was given back."""
+    """Times at which memory was returned to the system."""
     times: list[float] = []
     monkeypatch.setattr(thread, "trim_heap", lambda: times.append(time.monotonic()))
     return times
@@ -45,7 +45,7 @@ def wait_until_cleared(cleared: list[float], after_s: float = 0.0) -> None:
     assert any(time_s > after_s for time_s in cleared)
 
 
-def test_memory_is_given_back_once_and_not_between_two_turns(
+def test_idle_engine_frees_memory_once_and_not_between_two_turns(
     monkeypatch: pytest.MonkeyPatch, cleared: list[float]
 ) -> None:
     monkeypatch.setattr(thread, "KEEPS_FREED_S", 1.0)
@@ -62,15 +62,13 @@ def test_memory_is_given_back_once_and_not_between_two_turns(
         wait_until_cleared(cleared, answered(engine, "c"))
 
 
-def test_what_expires_while_no_request_runs_is_given_back(
-    monkeypatch: pytest.MonkeyPatch, cleared: list[float]
-) -> None:
+def test_memory_of_expired_entries_is_freed_while_idle(monkeypatch: pytest.MonkeyPatch, cleared: list[float]) -> None:
     monkeypatch.setattr(thread, "KEEPS_FREED_S", 0.1)
     expired: list[float] = []
     expire = BackgroundPacer.expire
 
-    def noted(housekeeping: BackgroundPacer) -> None:
-        expire(housekeeping)
+    def noted(pacer: BackgroundPacer) -> None:
+        expire(pacer)
         expired.append(time.monotonic())
 
     monkeypatch.setattr(BackgroundPacer, "expire", noted)
@@ -86,12 +84,12 @@ def test_what_expires_while_no_request_runs_is_given_back(
         engine.stop()
 
 
-def test_a_page_that_asks_every_moment_does_not_keep_it(monkeypatch: pytest.MonkeyPatch, cleared: list[float]) -> None:
+def test_frequent_state_queries_do_not_delay_freeing(monkeypatch: pytest.MonkeyPatch, cleared: list[float]) -> None:
     monkeypatch.setattr(thread, "KEEPS_FREED_S", 0.5)
     with running(tiny_loaded("llama")) as engine:
         answered(engine, "a")
         until_s = time.monotonic() + 30
         while not cleared and time.monotonic() < until_s:
-            engine.ask(lambda loop: loop.idle).result()
+            engine.ask(lambda loop: loop.executor.is_idle).result()
             time.sleep(0.05)
         assert cleared

@@ -129,13 +129,13 @@ def test_a_request_waits_for_what_steps_down_and_streams_go_on() -> None:
     settle(drive)
     stream = drive.submit(prompt(100, seed=99), 60)
     while len(stream.ids) < 4:
-        drive.loop.step()
+        drive.loop.executor.step()
     assert drive.stock.usage.count()["stepped_down_spans"] == 0
-    do_one_step(drive.loop.housekeeping)  # a layer of a span in each step
+    do_one_step(drive.loop.pacer)  # a layer of a span in each step
     late = drive.submit(prompt(900, seed=77), 2)
     before = len(stream.ids)
     while not late.events:
-        drive.loop.step()
+        drive.loop.executor.step()
         assert drive.loop.state().kv_bytes <= drive.budget.total_bytes
     assert len(stream.ids) - before > 4
     drive.run()

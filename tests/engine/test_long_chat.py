@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstrata.engine.config import KvConfig
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Request
 from kvstrata.prefix_cache.transcode import MAX_SPANS
 from kvstrata.tier.base import Usage
@@ -20,7 +20,7 @@ from tests.tiny import VOCAB, tiny_loaded
 NUM_TURNS = 2 * MAX_SPANS
 
 
-def disk_usage(loop: Loop) -> Usage:
+def disk_usage(loop: EngineCore) -> Usage:
     return loop.stock.disk.tier.usage()
 
 
@@ -57,5 +57,5 @@ def test_an_idle_engine_rests_while_the_disk_takes_nothing(tmp_path: Path) -> No
         assert engine.ask(refused_spills).result(60) == before
 
 
-def refused_spills(loop: Loop) -> int:
+def refused_spills(loop: EngineCore) -> int:
     return loop.stock.counters["refused_spills"]

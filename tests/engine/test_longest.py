@@ -1,4 +1,4 @@
-"""What is encoded while it runs lets a conversation get longer: as long as its precision allows, within the budget."""
+"""Sequences that are encoded while they run: as long as their precision allows, within the budget."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ STORAGES = {
 
 @functools.cache
 def loaded_16_bit(num_layers: int = 2) -> LoadedModel:
-    """A model that computes in bfloat16, on a CPU too: what is loaded from a folder would become float32 there."""
+    """Return a model that computes in bfloat16 on a CPU, too: a model loaded from a folder becomes float32 there."""
     shape = {
         "hidden_size": 16,
         "intermediate_size": 16,
@@ -76,17 +76,17 @@ def drive_with(storage: KvConfig) -> Drive:
 
 
 def serve_within(drive: Drive, tokens: list[int], max_tokens: int) -> Client:
-    """Neither what the engine says that it holds nor what layers have allocated is ever over the budget."""
+    """Assert that neither the memory account nor the arrays of the layers exceed the budget."""
     client = drive.submit(tokens, max_tokens)
-    while not drive.loop.idle:
-        drive.loop.step()
+    while not drive.loop.executor.is_idle:
+        drive.loop.executor.step()
         running = [s.cache for s in drive.loop.sequences.running.values() if s.cache is not None]
         allocated = sum(cache.nbytes for cache in running) + drive.stock.table.nbytes
         assert max(drive.loop.state().kv_bytes, allocated) <= drive.budget.total_bytes
     return client
 
 
-def test_the_8b_shape_in_6_gib() -> None:
+def test_shape_of_8b_model_fits_in_6_gib() -> None:
     budget = Budget(6 * GIB, 0, LAYOUT_8B.token_bytes)
     assert budget.most_tokens() == 49_152
     with pytest.raises(NeverFits):
@@ -98,7 +98,7 @@ def test_the_8b_shape_in_6_gib() -> None:
 
 
 @pytest.mark.parametrize("how", STORAGES)
-def test_a_prompt_of_two_and_a_half_times_what_raw_holds(how: str) -> None:
+def test_prompt_of_two_and_a_half_times_the_raw_capacity_is_served(how: str) -> None:
     plain = drive_with(KvConfig(recent_raw_tokens=32))
     assert plain.loop.budget.most_tokens() == RAW_HOLDS
     tokens = prompt(5 * RAW_HOLDS // 2)
@@ -114,7 +114,7 @@ def test_a_prompt_of_two_and_a_half_times_what_raw_holds(how: str) -> None:
     assert again.finished.usage.cached_tokens == len(tokens) + 15
 
 
-def test_what_fits_raw_is_held_raw_unless_it_is_to_be_encoded() -> None:
+def test_sequence_that_fits_raw_stays_raw_unless_live_is_set() -> None:
     drive = drive_with(STORAGES["dynamic"])
     rungs = drive.loop.budget.formats
     assert [(rung.plan.k.name, rung.plan.v.name) for rung in rungs if rung.plan is not None] == [
@@ -128,7 +128,7 @@ def test_what_fits_raw_is_held_raw_unless_it_is_to_be_encoded() -> None:
     assert [rung.plan and rung.plan.k.name for rung in drive_with(FOUR).loop.budget.formats] == ["planes:4"]
 
 
-def test_floors_and_lengths_bound_what_is_let_in() -> None:
+def test_precision_floors_bound_the_admitted_length() -> None:
     high = drive_with(KvConfig(dynamic=True, floor_k_bits=8, floor_v_bits=8)).loop.budget
     assert {rung.plan and rung.plan.v.name for rung in high.formats} == {None, "planes:8"}
     at = drive_with(KvConfig(dynamic_at=((1500, parse("planes:4")),))).loop.budget
@@ -137,14 +137,14 @@ def test_floors_and_lengths_bound_what_is_let_in() -> None:
     assert at.format_for(1500) is at.formats[1]
 
 
-def test_a_reply_without_a_limit_gets_what_the_precision_holds() -> None:
+def test_reply_without_limit_gets_the_capacity_of_its_precision() -> None:
     budget = drive_with(FOUR).loop.budget
     most = budget.most_tokens(budget.formats[0])
     assert budget.reply_tokens(500, 8000, may_be_less=True) == most - 500 + 1
     assert most > 2.5 * RAW_HOLDS
 
 
-def test_a_long_reply_is_encoded_as_it_grows() -> None:
+def test_long_reply_is_encoded_while_it_grows() -> None:
     drive = drive_with(FOUR)
     reply = serve_within(drive, prompt(700), 400)
     assert reply.finished.usage.completion_tokens == 400
@@ -152,7 +152,7 @@ def test_a_long_reply_is_encoded_as_it_grows() -> None:
     assert set(drive.stock.usage.usage().by_precision) == {"planes:4"}
 
 
-def test_no_precision_is_named_that_would_not_do() -> None:
+def test_refusal_names_only_precisions_that_fit() -> None:
     budget = drive_with(KvConfig()).loop.budget
     with pytest.raises(NeverFits) as refused:
         budget.reply_tokens(100_000, 1)
@@ -161,7 +161,7 @@ def test_no_precision_is_named_that_would_not_do() -> None:
 
 
 def peak_of_longest(storage: KvConfig, limit_bytes: int) -> tuple[int, int]:
-    """The longest prompt that an engine of its own admits within a memory limit, and MLX's peak while it is served."""
+    """Return the longest prompt that an engine admits within a memory limit, and the peak of MLX while it is served."""
     loaded = loaded_16_bit(8)
     limits = EngineLimits(memory_bytes=limit_bytes, max_running=1, prefill_chunk_tokens=CHUNK)
     engine = Engine(loaded, limits, Metrics(), storage)
@@ -182,8 +182,8 @@ def peak_of_longest(storage: KvConfig, limit_bytes: int) -> tuple[int, int]:
         engine.stop()
 
 
-def test_the_longest_prompt_stays_within_the_memory_limit_while_it_is_read_back() -> None:
-    """What a chunk decodes of the past is counted: one layer of it, whatever the number of layers."""
+def test_longest_prompt_stays_within_the_memory_limit_while_it_is_read() -> None:
+    """Scratch memory includes the KV that a chunk decodes: one layer, whatever the number of layers."""
     limit_bytes = 4 << 20
     raw_most, raw_peak = peak_of_longest(KvConfig(), limit_bytes)
     live_most, live_peak = peak_of_longest(FOUR, limit_bytes)

@@ -1,4 +1,4 @@
-"""The step loop over tiny models: batching, fairness, memory, setting aside."""
+"""Step executor over tiny models: batching, fairness, memory, preemption."""
 
 from __future__ import annotations
 
@@ -38,34 +38,32 @@ def assert_same(client: Client, expected: Client) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next", "deepseek_v3"])
-def test_requests_that_come_and_go_get_what_they_get_alone(architecture: str) -> None:
+def test_batched_requests_that_come_and_go_reply_as_alone(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture), EngineLimits(max_running=3, prefill_chunk_tokens=16))
     sampling = [Sampling(temperature=1.0, seed=i, num_logprobs=0) for i in range(6)]
     clients = []
     for i in range(6):
         clients.append(drive.submit(prompt(5 + 13 * i, seed=i), 10 + 3 * i, sampling[i]))
         for _ in range(3):
-            drive.loop.step()
+            drive.loop.executor.step()
     drive.run()
     for i, client in enumerate(clients):
         assert_same(client, alone(architecture, prompt(5 + 13 * i, seed=i), 10 + 3 * i, sampling[i]))
 
 
-def test_a_first_token_does_not_wait_for_the_step_after_it() -> None:
-    """Steps overlap from then on: each token is read when the next step is in flight."""
+def test_first_token_arrives_before_the_next_step_is_read() -> None:
+    """Later steps overlap: each token is read while the next step is pending."""
     drive = Drive(tiny_loaded("llama"))
     client = drive.submit(prompt(1), 4)
     seen = []
-    while not drive.loop.idle:
-        drive.loop.step()
+    while not drive.loop.executor.is_idle:
+        drive.loop.executor.step()
         seen.append(len(client.ids))
     assert seen == [1, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
-def test_a_chunk_of_one_token_attends_as_longer_ones_where_it_can(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunk_of_one_token_attends_like_longer_chunks(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(tiny_loaded(architecture))
     passes: list[int] = []
     together = drive.loop.runner.prefill_together
@@ -81,9 +79,7 @@ def test_a_chunk_of_one_token_attends_as_longer_ones_where_it_can(
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_short_prompts_that_share_passes_get_what_they_get_alone(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_prompts_in_shared_passes_reply_as_alone(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where a pass costs as much as hundreds of tokens."""
     passes: list[int] = []
     run = MixedPass.__init__
@@ -108,18 +104,18 @@ def test_short_prompts_that_share_passes_get_what_they_get_alone(
         assert_same(client, alone(architecture, prompt(lengths[i], seed=i), 8 + i, GREEDY))
 
 
-def test_usage_counts_what_was_sent_and_what_came() -> None:
+def test_usage_counts_prompt_and_reply_tokens() -> None:
     client = alone("llama", prompt(9), 5, Sampling(temperature=0))
     assert client.finished.usage == TokenUsage(prompt_tokens=9, cached_tokens=0, completion_tokens=5)
     assert client.finished.reason == "length"
     assert len(client.text) == 5
 
 
-def test_a_prompt_of_one_token() -> None:
+def test_prompt_of_one_token_gets_a_reply() -> None:
     assert len(alone("llama", [3], 4, Sampling(temperature=0)).ids) == 4
 
 
-def test_stop_ids_end_the_reply_and_are_not_shown() -> None:
+def test_stop_ids_end_the_reply_and_are_not_emitted() -> None:
     drive = Drive(tiny_loaded("llama"))
     free = alone("llama", prompt(9), 12, Sampling(temperature=1.0, seed=1))
     end = free.ids[4]
@@ -131,7 +127,7 @@ def test_stop_ids_end_the_reply_and_are_not_shown() -> None:
     assert client.finished.ids == (*client.ids, end)
 
 
-def test_a_stop_string_is_never_shown() -> None:
+def test_stop_string_is_never_emitted() -> None:
     sampling = Sampling(temperature=1.0, seed=1, num_logprobs=0)
     free = alone("llama", prompt(9), 12, sampling)
     drive = Drive(tiny_loaded("llama"))
@@ -147,16 +143,16 @@ def test_a_stop_string_is_never_shown() -> None:
 
 
 @pytest.mark.parametrize("phase", range(4))
-def test_a_first_token_waits_for_no_more_than_two_chunks_of_a_long_prompt(phase: int) -> None:
+def test_first_token_waits_for_at_most_two_chunks_of_a_long_prompt(phase: int) -> None:
     drive = Drive(tiny_loaded("llama"), EngineLimits(prefill_chunk_tokens=256))
     long = drive.submit(prompt(10 * 256), 4)
     while len(long.prefilled) < 4 + phase:
-        drive.loop.step()
+        drive.loop.executor.step()
     # It came while the last of these chunks was computed: that one counts.
     before = len(long.prefilled) - 1
     short = drive.submit(prompt(20, seed=1), 4)
     while not short.ids:
-        drive.loop.step()
+        drive.loop.executor.step()
     assert len(long.prefilled) - before <= 2
     assert not long.ids
     drive.run()
@@ -164,7 +160,7 @@ def test_a_first_token_waits_for_no_more_than_two_chunks_of_a_long_prompt(phase:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mamba2", "qwen3_next", "gemma3_text"])
-def test_what_a_batch_holds_is_what_is_counted(architecture: str) -> None:
+def test_memory_account_equals_arrays_of_a_batch(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture), EngineLimits(buffer_step_tokens=2000))
     warm = drive.submit(prompt(5), 2)
     drive.run()
@@ -173,16 +169,16 @@ def test_what_a_batch_holds_is_what_is_counted(architecture: str) -> None:
     before = mx.get_active_memory()
     clients = [drive.submit(prompt(300 + i), 1000) for i in range(8)]
     while not all(client.ids for client in clients):
-        drive.loop.step()
+        drive.loop.executor.step()
     counted = drive.loop.state().kv_bytes
     # Beside it, a step in flight: a few vectors for each row.
     assert counted <= mx.get_active_memory() - before <= counted * 1.02 + 200_000
     for client in clients:
-        drive.loop.endings.end(client.request.id)
+        drive.loop.executor.end_request(client.request.id)
     drive.run()
 
 
-def test_progress_of_a_prompt_is_reported() -> None:
+def test_prefill_progress_is_reported() -> None:
     drive = Drive(tiny_loaded("llama"), EngineLimits(prefill_chunk_tokens=256))
     client = drive.submit(prompt(1000), 1)
     drive.run()
@@ -190,7 +186,7 @@ def test_progress_of_a_prompt_is_reported() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
-def test_who_cannot_get_its_next_piece_is_set_aside_and_goes_on(architecture: str) -> None:
+def test_sequence_without_memory_to_grow_is_preempted_and_resumed(architecture: str) -> None:
     loaded = tiny_loaded(architecture)
     budget = Drive(loaded).budget
     # Room for both to begin, not for both to end.
@@ -200,7 +196,7 @@ def test_who_cannot_get_its_next_piece_is_set_aside_and_goes_on(architecture: st
     sampling = Sampling(temperature=1.0, seed=5, num_logprobs=0)
     clients = [drive.submit(prompt(30, seed=i), 70, sampling) for i in range(2)]
     drive.run()
-    assert drive.set_aside_count() >= 1
+    assert drive.num_preempted() >= 1
     for i, client in enumerate(clients):
         assert_same(client, alone(architecture, prompt(30, seed=i), 70, sampling))
         # What was generated before is not reported as prefill of the prompt.
@@ -208,23 +204,23 @@ def test_who_cannot_get_its_next_piece_is_set_aside_and_goes_on(architecture: st
         assert max(client.prefilled) <= 30
 
 
-def test_held_memory_never_exceeds_the_budget() -> None:
+def test_memory_never_exceeds_the_budget() -> None:
     loaded = tiny_loaded("llama")
     drive = Drive(
         loaded, EngineLimits(buffer_step_tokens=16, max_running=8), kv_bytes=400 * Drive(loaded).budget.token_bytes
     )
     clients = [drive.submit(prompt(20 + i, seed=i), 90) for i in range(8)]
-    while not drive.loop.idle:
-        drive.loop.step()
+    while not drive.loop.executor.is_idle:
+        drive.loop.executor.step()
         assert drive.loop.state().kv_bytes <= drive.budget.total_bytes
     assert all(client.finished.usage.completion_tokens == 90 for client in clients)
 
 
-def test_joining_and_leaving_copies_nobody_elses_kv() -> None:
+def test_joining_and_leaving_a_batch_copies_no_other_kv() -> None:
     drive = Drive(tiny_loaded("llama", 4), EngineLimits(buffer_step_tokens=40_000))
     big = drive.submit(prompt(300), 40_000)
     while len(big.ids) < 3:
-        drive.loop.step()
+        drive.loop.executor.step()
     held = drive.loop.state().kv_bytes
     assert held > 38 * MIB
     mx.clear_cache()
@@ -233,13 +229,13 @@ def test_joining_and_leaving_copies_nobody_elses_kv() -> None:
     for i in range(4):
         small = drive.submit(prompt(20, seed=i), 3)
         while small.end is None:
-            drive.loop.step()
+            drive.loop.executor.step()
     assert mx.get_peak_memory() - before < held / 20
-    drive.loop.endings.end(big.request.id)
+    drive.loop.executor.end_request(big.request.id)
     drive.run()
 
 
-def test_nothing_is_left_after_the_last_reply() -> None:
+def test_no_memory_is_held_after_the_last_reply() -> None:
     drive = Drive(tiny_loaded("qwen3_next"))
     drive.submit(prompt(50), 5)
     drive.run()
@@ -247,21 +243,21 @@ def test_nothing_is_left_after_the_last_reply() -> None:
     before = mx.get_active_memory()
     for i in range(5):
         drive.submit(prompt(500 + i, seed=i), 100 + i)
-    drive.loop.endings.end("r3")
+    drive.loop.executor.end_request("r3")
     drive.run()
     drive.clear()
     assert mx.get_active_memory() <= before * 1.01
     assert drive.loop.state().kv_bytes == 0
 
 
-def test_cancelling_ends_a_request_wherever_it_is() -> None:
+def test_cancel_ends_waiting_and_running_requests() -> None:
     drive = Drive(tiny_loaded("llama"), EngineLimits(max_running=1))
     running, waiting = drive.submit(prompt(10), 1000), drive.submit(prompt(10), 1000)
     while len(running.ids) < 5:
-        drive.loop.step()
-    drive.loop.endings.end(waiting.request.id)
-    drive.loop.endings.end(running.request.id)
-    drive.loop.endings.end("unknown")
+        drive.loop.executor.step()
+    drive.loop.executor.end_request(waiting.request.id)
+    drive.loop.executor.end_request(running.request.id)
+    drive.loop.executor.end_request("unknown")
     drive.run()
     assert running.finished.reason == waiting.finished.reason == "cancelled"
     assert waiting.finished.usage.completion_tokens == 0

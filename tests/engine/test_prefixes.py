@@ -1,4 +1,4 @@
-"""What sequences find in the store and leave there, through the loop."""
+"""Prefix hits and commits of sequences, through the engine core."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def steady_loaded(architecture: str) -> LoadedModel:
 
 
 def settle(drive: Drive) -> None:
-    while drive.loop.housekeeping.has_work:
-        drive.loop.housekeeping.run_slice(1.0)
+    while drive.loop.pacer.has_work:
+        drive.loop.pacer.run_slice(1.0)
 
 
 def serve(drive: Drive, tokens: list[int], max_tokens: int = 4, **fields: object) -> Client:
-    """One request from its beginning to its end, and all that is to be done after it."""
+    """Run one request and all background work after it."""
     client = drive.submit(tokens, max_tokens, DRAWN, **fields)
     drive.run()
     settle(drive)
@@ -57,7 +57,7 @@ def cached(client: Client) -> int:
 
 
 def prefilled_tokens(drive: Drive) -> int:
-    """Prompt tokens that were really computed, but for the last of each prompt, which is the first step's input."""
+    """Return the computed prompt tokens, without the last of each prompt, which is the input of the first step."""
     return int(drive.metrics.registry.get_sample_value("kvstrata_prefill_tokens_total") or 0)
 
 
@@ -71,8 +71,8 @@ def active_bytes() -> int:
 
 
 @pytest.mark.parametrize("left", [0, 100, 299])
-def test_what_is_gone_when_a_request_is_let_in_is_computed(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Room for one request may cost another what the plan of this very step went by."""
+def test_prefix_evicted_before_the_start_is_computed(left: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory for one request may evict the prefix that the same step was planned with for another."""
     drive = Drive(steady_loaded("llama"))
     tokens = prompt(320, seed=1)
     serve(drive, tokens[:300])
@@ -91,7 +91,7 @@ def test_what_is_gone_when_a_request_is_let_in_is_computed(left: int, monkeypatc
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_a_hit_at_any_token_gives_what_a_cold_prompt_gives(architecture: str) -> None:
+def test_hit_at_any_token_replies_as_an_uncached_prompt(architecture: str) -> None:
     drive = Drive(
         steady_loaded(architecture), EngineLimits(prefill_chunk_tokens=32), storage=KvConfig(checkpoint_every_tokens=64)
     )
@@ -112,7 +112,7 @@ def test_a_hit_at_any_token_gives_what_a_cold_prompt_gives(architecture: str) ->
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_same_prompt_again_prefills_one_token(architecture: str) -> None:
+def test_repeated_prompt_prefills_one_token(architecture: str) -> None:
     drive = Drive(steady_loaded(architecture))
     first = serve(drive, prompt(90), 6)
     before = prefilled_tokens(drive)
@@ -142,7 +142,7 @@ def test_quantized_storage_equals_resuming_from_the_same_spans_by_hand(architect
 
 
 def by_hand(drive: Drive, loaded: LoadedModel, tokens: list[int], num_steps: int) -> Callable[[list[int]], list[float]]:
-    """The log-probabilities of a given reply, over what the store holds now."""
+    """Return the log-probabilities of a given reply over the cached prefix."""
     layout = layout_of(loaded)
     found = drive.stock.store.lookup(tokens[:-1], "")
     assert found.num_tokens
@@ -167,12 +167,12 @@ def by_hand(drive: Drive, loaded: LoadedModel, tokens: list[int], num_steps: int
 
 
 @pytest.mark.parametrize("architecture", ["llama", "deepseek_v3", *HYBRID])
-def test_requests_that_arrive_together_prefill_what_they_share_once(architecture: str) -> None:
+def test_simultaneous_requests_prefill_their_common_prefix_once(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture), EngineLimits(prefill_chunk_tokens=64))
     shared = prompt(300)
     clients = [drive.submit([*shared, i, *prompt(9, seed=i)], 4, DRAWN) for i in range(6)]
     while not all(client.ids for client in clients):
-        drive.loop.step()
+        drive.loop.executor.step()
     assert prefilled_tokens(drive) == 309 + 5 * 9
     assert [client.prefilled[0] for client in clients] == [0] + 5 * [300]
     drive.run()
@@ -184,21 +184,21 @@ def test_requests_that_arrive_together_prefill_what_they_share_once(architecture
 
 
 @pytest.mark.parametrize("architecture", ["llama", *HYBRID])
-def test_who_goes_away_in_the_middle_of_prefill_leaves_what_it_computed(architecture: str) -> None:
+def test_request_cancelled_in_prefill_leaves_its_tokens_cached(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture), EngineLimits(prefill_chunk_tokens=64))
     first = drive.submit([*prompt(300), 1, 2], 4, DRAWN)
     second = drive.submit([*prompt(300), 3, 4], 4, DRAWN)
     while first.prefilled[-1:] != [128]:
-        drive.loop.step()
+        drive.loop.executor.step()
     assert not second.events
-    drive.loop.endings.end(first.request.id)
+    drive.loop.executor.end_request(first.request.id)
     drive.run()
     assert first.finished.usage.completion_tokens == 0
     assert cached(second) == 128
     assert prefilled_tokens(drive) == 301
 
 
-def test_sixteen_over_one_prefix_hold_it_once() -> None:
+def test_sixteen_requests_over_one_prefix_hold_it_once() -> None:
     drive = Drive(tiny_loaded("llama"), EngineLimits(buffer_step_tokens=60))
     serve(drive, prompt(64, seed=99), 2)
     drive.clear()
@@ -207,7 +207,7 @@ def test_sixteen_over_one_prefix_hold_it_once() -> None:
     clients = [drive.submit([*shared, *prompt(20, seed=i + 1)], 60, DRAWN) for i in range(16)]
     with without_cache():  # tails as small as these may else be put into freed buffers that are larger
         while not all(len(client.ids) > 3 for client in clients):
-            drive.loop.step()
+            drive.loop.executor.step()
     held = active_bytes() - before
     one = 2000 * drive.budget.token_bytes + 16 * drive.budget.bytes_for(20 + 60)
     assert one * 0.95 <= held <= 1.15 * one
@@ -220,15 +220,15 @@ def test_waiting_requests_hold_no_kv() -> None:
     serve(drive, prompt(200), 2)
     running = drive.submit(prompt(100, seed=5), 500, DRAWN)
     while len(running.ids) < 3:
-        drive.loop.step()
+        drive.loop.executor.step()
     before = active_bytes()
     waiting = [drive.submit([*prompt(150), i], 200, DRAWN) for i in range(20)]
     for _ in range(5):
-        drive.loop.step()
+        drive.loop.executor.step()
     assert active_bytes() - before < 64_000
     assert sum(entry.num_leases for entry in drive.stock.table.entries) == 0
     for client in [running, *waiting]:
-        drive.loop.endings.end(client.request.id)
+        drive.loop.executor.end_request(client.request.id)
     drive.run()
 
 
@@ -236,7 +236,7 @@ def test_waiting_requests_hold_no_kv() -> None:
 
 
 @pytest.mark.parametrize("architecture", HYBRID)
-def test_who_parts_after_a_snapshot_resumes_from_it(architecture: str) -> None:
+def test_prompt_that_diverges_after_a_checkpoint_resumes_from_it(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture))
     serve(drive, prompt(200), 4, resume_at=(70, 120))
     other = [*prompt(150), *prompt(40, seed=8)]
@@ -245,7 +245,7 @@ def test_who_parts_after_a_snapshot_resumes_from_it(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", HYBRID)
-def test_a_chat_whose_template_rewrites_the_last_reply_resumes_before_it(architecture: str) -> None:
+def test_chat_with_rewritten_reply_resumes_before_the_reply(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture))
     chat = prompt(80)  # system and user
     boundary = 0
@@ -258,7 +258,7 @@ def test_a_chat_whose_template_rewrites_the_last_reply_resumes_before_it(archite
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_next"])
-def test_a_session_whose_template_rewrites_the_last_reply_supersedes_it(architecture: str) -> None:
+def test_session_with_rewritten_reply_supersedes_the_old_one(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture))
     chat, replies = prompt(80), 0
     for turn in range(3):
@@ -269,7 +269,7 @@ def test_a_session_whose_template_rewrites_the_last_reply_supersedes_it(architec
 
 
 @pytest.mark.parametrize("architecture", HYBRID)
-def test_snapshots_are_as_many_as_asked_for(architecture: str) -> None:
+def test_number_of_checkpoints_follows_the_setting(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture), storage=KvConfig(max_checkpoints=3, checkpoint_every_tokens=64))
     tokens = prompt(700)
     for turn in range(5):
@@ -280,7 +280,7 @@ def test_snapshots_are_as_many_as_asked_for(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", HYBRID)
-def test_snapshots_that_a_chat_is_taken_up_at_again_outlive_newer_ones(architecture: str) -> None:
+def test_reused_checkpoints_outlive_newer_ones(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture), storage=KvConfig(max_checkpoints=3, checkpoint_every_tokens=64))
     tokens, first = prompt(150), prompt(150)
     for turn in range(8):
@@ -295,8 +295,8 @@ def test_snapshots_that_a_chat_is_taken_up_at_again_outlive_newer_ones(architect
 
 
 @pytest.mark.usefixtures("exact_buffers")
-def test_after_hundreds_of_requests_memory_is_where_it_was() -> None:
-    """Thousands are in tests/prefix_cache, without a model."""
+def test_memory_is_constant_over_hundreds_of_requests() -> None:
+    """Tests without a model, in tests/prefix_cache, run thousands."""
     drive = Drive(tiny_loaded("qwen3_next"))
     serve(drive, prompt(12), 1)
     room = 20 * drive.stock.table.nbytes
@@ -316,7 +316,7 @@ def test_after_hundreds_of_requests_memory_is_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("length", [40, 200])
-def test_bounded_sequences_store_what_they_still_hold(length: int) -> None:
+def test_bounded_sequence_caches_the_kv_that_it_still_holds(length: int) -> None:
     drive = Drive(tiny_loaded("llama"), EngineLimits(max_kv_size=64, prefill_chunk_tokens=32))
     first = serve(drive, prompt(length), 6)
     second = serve(drive, prompt(length), 6)
@@ -328,8 +328,8 @@ def test_bounded_sequences_store_what_they_still_hold(length: int) -> None:
     assert drive.stock.table.nbytes <= 6 * drive.budget.fixed_bytes
 
 
-def test_bounded_sequences_are_stored_quantized_too() -> None:
-    """All that such a model keeps is rings."""
+def test_bounded_sequence_is_cached_quantized() -> None:
+    """Ring buffers are all that such a model keeps."""
     storage = KvConfig(k=parse("planes:8"), v=parse("planes:8"), min_quantize_tokens=0)
     drive = Drive(tiny_loaded("llama"), EngineLimits(max_kv_size=64), storage=storage)
     tokens = prompt(200)
@@ -344,7 +344,7 @@ def test_bounded_sequences_are_stored_quantized_too() -> None:
 # How much, and in what precision.
 
 
-def test_a_long_chat_of_many_turns_has_few_spans() -> None:
+def test_long_chat_of_many_turns_has_few_spans() -> None:
     drive = Drive(tiny_loaded("llama"))
     tokens = prompt(60)
     for turn in range(20):
@@ -360,7 +360,7 @@ def test_a_long_chat_of_many_turns_has_few_spans() -> None:
 
 @pytest.mark.parametrize("name", ["raw", "planes:8"])
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
-def test_a_chat_of_eight_turns_holds_little_more_than_its_last_state(architecture: str, name: str) -> None:
+def test_chat_of_eight_turns_holds_little_more_than_its_last_state(architecture: str, name: str) -> None:
     storage = KvConfig(k=parse(name), v=parse(name), min_quantize_tokens=0)
     drive, last = Drive(tiny_loaded(architecture), storage=storage), Drive(tiny_loaded(architecture), storage=storage)
     asked = tokens = prompt(200)
@@ -375,7 +375,7 @@ def test_a_chat_of_eight_turns_holds_little_more_than_its_last_state(architectur
 
 @pytest.mark.parametrize(("length", "name"), [(252, "raw"), (253, "planes:8")])
 def test_shorter_sequences_stay_raw(length: int, name: str) -> None:
-    """Of a reply of four tokens three are stored."""
+    """Three tokens of a reply of four are cached."""
     drive = Drive(tiny_loaded("llama"), storage=KvConfig(k=parse("planes:8"), v=parse("planes:8")))
     serve(drive, prompt(length), 4)
     assert drive.stock.usage.usage().tokens in (255, 256)
@@ -383,7 +383,7 @@ def test_shorter_sequences_stay_raw(length: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_a_chat_of_short_turns_is_compressed_whole_once_it_is_long(architecture: str) -> None:
+def test_chat_of_short_turns_is_encoded_once_it_is_long(architecture: str) -> None:
     drive = Drive(tiny_loaded(architecture), storage=KvConfig(k=parse("planes:4"), v=parse("planes:4")))
     tokens: list[int] = []
     for turn in range(8):
@@ -393,12 +393,12 @@ def test_a_chat_of_short_turns_is_compressed_whole_once_it_is_long(architecture:
         assert precisions == ({"planes:4"} if len(tokens) - 1 >= 256 else {"raw"})
 
 
-def test_a_negative_shortest_length_is_refused() -> None:
+def test_negative_shortest_length_is_refused() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-min-quantize-tokens"):
         load(flags={"kv_cache_min_quantize_tokens": -1})
 
 
-def test_a_hundred_times_the_same_is_encoded_once() -> None:
+def test_prompt_repeated_a_hundred_times_is_encoded_once() -> None:
     drive = Drive(tiny_loaded("llama"), storage=KvConfig(k=parse("planes:8"), v=parse("planes:8")))
     clients = []
     for _ in range(100):
@@ -418,7 +418,7 @@ def test_live_sequences_are_encoded_and_finish() -> None:
     drive = Drive(tiny_loaded("llama"), EngineLimits(prefill_chunk_tokens=128), storage=storage)
     clients = [drive.submit([*prompt(700), *prompt(50, seed=i + 1)], 300, DRAWN) for i in range(3)]
     while not all(len(client.ids) > 270 for client in clients):
-        drive.loop.step()
+        drive.loop.executor.step()
     sequences = drive.cache.usage().sequences
     assert len(sequences) == 3
     # Beside the newest of each there are those that came since it was last encoded.
@@ -433,12 +433,12 @@ def test_live_sequences_are_encoded_and_finish() -> None:
     assert cached(serve(drive, [*prompt(700), *prompt(50, seed=1)])) == 749
 
 
-def test_without_live_what_runs_stays_as_it_is() -> None:
+def test_running_sequence_stays_raw_without_live() -> None:
     storage = KvConfig(k=parse("planes:2"), v=parse("planes:2"))
     drive = Drive(tiny_loaded("llama"), storage=storage)
     running = drive.submit(prompt(400), 60, DRAWN)
     while len(running.ids) < 20:
-        drive.loop.step()
+        drive.loop.executor.step()
     other = drive.submit([*prompt(300), 1, 2], 60, DRAWN)
     drive.run()
     settle(drive)
@@ -452,7 +452,7 @@ def test_without_live_what_runs_stays_as_it_is() -> None:
 # Who shares with whom.
 
 
-def test_another_salt_finds_nothing() -> None:
+def test_other_salt_has_no_hit() -> None:
     drive = Drive(tiny_loaded("llama"))
     serve(drive, prompt(200), salt="a")
     assert cached(serve(drive, prompt(200), salt="b")) == 0
@@ -460,7 +460,7 @@ def test_another_salt_finds_nothing() -> None:
     assert cached(serve(drive, prompt(200), salt="a")) == 199
 
 
-def test_what_nobody_asked_for_in_time_is_gone_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expired_prefix_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     drive = Drive(tiny_loaded("llama"), storage=KvConfig(ttl_s=60))
     serve(drive, prompt(200))
     now_s = drive.stock.candidates._clock()
@@ -472,22 +472,23 @@ def test_what_nobody_asked_for_in_time_is_gone_for_the_next_request(monkeypatch:
     assert len(late.ids) == 4
 
 
-def test_a_prompt_is_counted_once_when_its_request_begins() -> None:
-    """Not for each attempt to begin, and not again when it was set aside."""
+def test_prompt_is_counted_once_however_often_its_request_tries_to_start() -> None:
+    """Neither a start without memory nor a resumption after preemption counts again."""
     drive = Drive(tiny_loaded("llama"))
     drive.submit(prompt(300), 2)
     drive.run()
     before = dict(drive.stock.usage.count())
     sequence = Sequence(Request("tried", tuple(prompt(300)), 2, GREEDY), lambda _: None, 2, 99)
-    resume, runner = drive.loop.membership._resume, drive.loop.membership._runner
+    prefixes = drive.loop.prefixes
+    prefixes.track_sequence(sequence)
     for _ in range(3):
-        assert not resume.begin(sequence, runner, lambda _: 0)
+        assert not prefixes.start(sequence, lambda _: 0)
         assert drive.stock.usage.count()["queried_tokens"] == before["queried_tokens"]
-    assert resume.begin(sequence, runner, lambda _: 256)
-    resume.end(sequence)
-    assert resume.begin(sequence, runner, lambda _: 256)
-    resume.end(sequence)
+    assert prefixes.start(sequence, lambda _: 256)
+    prefixes.finish(sequence, "preempted")
+    sequence.preempt()
+    assert prefixes.start(sequence, lambda _: 256)
+    prefixes.finish(sequence, "ended")
     after = drive.stock.usage.count()
     assert after["queried_tokens"] - before["queried_tokens"] == 299
     assert after["hit_tokens"] - before.get("hit_tokens", 0) == 299
-    assert sequence.stored.asked_twice == 299

@@ -18,8 +18,8 @@ from tests.tiny import tiny_loaded
 
 
 def settle(drive: Drive) -> None:
-    while drive.loop.housekeeping.has_work:
-        drive.loop.housekeeping.run_slice(1.0)
+    while drive.loop.pacer.has_work:
+        drive.loop.pacer.run_slice(1.0)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text", "qwen3_next"])
@@ -68,7 +68,7 @@ def test_running_sequences_change_too_and_all_finish() -> None:
     drive = Drive(tiny_loaded("llama"), EngineLimits(buffer_step_tokens=1000))
     clients = [drive.submit(prompt(500 + i, seed=i), 120) for i in range(4)]
     while not all(len(client.ids) > 20 for client in clients):
-        drive.loop.step()
+        drive.loop.executor.step()
     before = drive.cache.usage().running_bytes
     told = drive.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8"), scope="live"))
     settle(drive)
@@ -110,7 +110,7 @@ def test_a_later_change_replaces_an_earlier_one_and_work_can_be_cancelled() -> N
     drive.run()
     settle(drive)
     drive.cache.requantize(PrecisionChange(parse("planes:2"), parse("planes:2")))
-    drive.loop.housekeeping.run_slice(0)
+    drive.loop.pacer.run_slice(0)
     halfway = drive.cache.cancel_requantize()
     assert halfway.is_running
     assert halfway.spans_done < halfway.spans_total == 6
@@ -133,13 +133,13 @@ def test_a_cancelled_change_does_not_go_on_in_a_running_request() -> None:
     drive.run()
     running = drive.submit(prompt(200, seed=9), 400)
     while len(running.ids) < 8:
-        drive.loop.step()
+        drive.loop.executor.step()
     settle(drive)
     drive.cache.requantize(PrecisionChange(parse("planes:2"), parse("planes:2")))
     # Of the running request nothing is to be encoded yet.
     assert drive.cache.cancel_requantize().is_running
     while len(running.ids) < 390:
-        drive.loop.step()
+        drive.loop.executor.step()
     assert {part.k for sequence in drive.cache.usage().sequences for part in sequence.parts} == {"raw"}
     drive.run()
     settle(drive)
@@ -169,7 +169,7 @@ def test_memory_that_is_said_to_be_free_is_free_before_the_readers_next_step() -
     settle(drive)
     readers = [drive.submit([*prompt(1500), 5 + i], 100) for i in range(2)]
     while not all(len(reader.ids) > 3 for reader in readers):
-        drive.loop.step()
+        drive.loop.executor.step()
 
     def held() -> tuple[int, int]:
         mx.synchronize()

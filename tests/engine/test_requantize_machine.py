@@ -44,17 +44,17 @@ class Played:
         limits = EngineLimits(max_running=3, buffer_step_tokens=64, prefill_chunk_tokens=128)
         storage = KvConfig(live=self.live, first_raw_tokens=2, recent_raw_tokens=8, min_quantize_tokens=16)
         self.drive = Drive(loaded(), limits, storage=storage)
-        do_one_step(self.drive.loop.housekeeping)
+        do_one_step(self.drive.loop.pacer)
 
     def submit(self, seed: int, length: int, max_tokens: int, salt: str) -> None:
         self.clients.append(self.drive.submit(prompt(length, seed=seed), max_tokens, salt=salt))
 
     def step(self, count: int) -> None:
         for _ in range(count):
-            if not self.drive.loop.idle:
-                self.drive.loop.step()
-            elif self.drive.loop.housekeeping.has_work:
-                self.drive.loop.housekeeping.run_slice(0)
+            if not self.drive.loop.executor.is_idle:
+                self.drive.loop.executor.step()
+            elif self.drive.loop.pacer.has_work:
+                self.drive.loop.pacer.run_slice(0)
 
     def requantize(self, k: str, v: str, scope: Any, force: bool, of: int | None, salt: str | None) -> None:
         running = [sequence.id for sequence in self.drive.cache.usage().sequences]
@@ -71,7 +71,7 @@ class Played:
         assert not self.drive.cache.requantize_progress().is_running
 
     def leave(self, which: int) -> None:
-        self.drive.loop.endings.end(self.clients[which % len(self.clients)].request.id)
+        self.drive.loop.executor.end_request(self.clients[which % len(self.clients)].request.id)
 
     def finish(self) -> None:
         self.drive.run()

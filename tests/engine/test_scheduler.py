@@ -1,4 +1,4 @@
-"""The scheduler is pure: properties over any queue and any batch."""
+"""Properties of the pure scheduler over any queue and any batch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from kvstrata.engine.scheduler import (
     ChunkCost,
     PassCost,
     PrefillSharing,
-    Running,
+    SequenceInput,
     StepLimits,
     StepPlan,
-    Waiting,
     beside_tokens,
     buffer_tokens,
     chunk_tokens,
@@ -28,12 +27,14 @@ from kvstrata.engine.scheduler import (
 
 SIZES = st.integers(1, 100)
 
+Situation = tuple[list[SequenceInput], list[SequenceInput], int, int]  # waiting, running, free bytes, most running
+
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[list[Waiting], list[Running], int, int]:
+def situations(draw: st.DrawFn) -> Situation:
     num_running = draw(st.integers(0, 6))
     running = [
-        Running(
+        SequenceInput(
             i,
             nbytes=draw(SIZES),
             prefill_left=(left := draw(st.sampled_from([0, 0, 1, 200, 5000]))),
@@ -44,9 +45,9 @@ def situations(draw: st.DrawFn) -> tuple[list[Waiting], list[Running], int, int]
         )
         for i in range(num_running)
     ]
-    running = [r if not r.is_complete else Running(r.id, r.nbytes, 0, is_complete=True) for r in running]
+    running = [r if not r.is_complete else SequenceInput(r.id, r.nbytes, 0, is_complete=True) for r in running]
     waiting = [
-        Waiting(
+        SequenceInput(
             *(100 + i, draw(SIZES), draw(st.sampled_from([0, 20, 5000]))),
             chunk_limit=draw(st.sampled_from([None, 7])),
             context=draw(st.sampled_from([0, 400])),
@@ -57,14 +58,18 @@ def situations(draw: st.DrawFn) -> tuple[list[Waiting], list[Running], int, int]
 
 
 def planned(
-    situation: tuple[list[Waiting], list[Running], int, int], turn: int = 0, beside: int = 8, *, mixes: bool = False
+    situation: Situation,
+    turn: int = 0,
+    beside: int = 8,
+    *,
+    mixes: bool = False,
 ) -> StepPlan:
     waiting, running, free, most = situation
     return schedule(waiting, running, StepLimits(free, most, 256, beside, mixes, turn))
 
 
 @given(situations(), st.integers(0, 7))
-def test_memory_is_never_promised_twice(situation: tuple[list[Waiting], list[Running], int, int], turn: int) -> None:
+def test_plan_never_exceeds_free_memory(situation: Situation, turn: int) -> None:
     waiting, running, free, _ = situation
     result = planned(situation, turn)
     held = {r.id: r for r in running}
@@ -75,7 +80,9 @@ def test_memory_is_never_promised_twice(situation: tuple[list[Waiting], list[Run
 
 
 @given(situations())
-def test_the_oldest_is_set_aside_only_for_itself(situation: tuple[list[Waiting], list[Running], int, int]) -> None:
+def test_oldest_sequence_is_preempted_only_for_itself(
+    situation: Situation,
+) -> None:
     _, running, _, _ = situation
     result = planned(situation)
     kept = [r.id for r in running if r.id not in result.preempt]
@@ -84,7 +91,7 @@ def test_the_oldest_is_set_aside_only_for_itself(situation: tuple[list[Waiting],
 
 
 @given(situations())
-def test_admission_is_in_order_of_arrival(situation: tuple[list[Waiting], list[Running], int, int]) -> None:
+def test_admission_is_in_order_of_arrival(situation: Situation) -> None:
     waiting, running, _, most = situation
     result = planned(situation)
     assert result.admit == tuple(w.id for w in waiting[: len(result.admit)])
@@ -93,9 +100,7 @@ def test_admission_is_in_order_of_arrival(situation: tuple[list[Waiting], list[R
 
 
 @given(situations(), st.booleans())
-def test_who_decodes_has_room_and_its_prompt_done(
-    situation: tuple[list[Waiting], list[Running], int, int], mixes: bool
-) -> None:
+def test_decoding_sequences_have_space_and_a_computed_prompt(situation: Situation, mixes: bool) -> None:
     result = planned(situation, mixes=mixes)
     for r in situation[1]:
         if r.id in result.decode:
@@ -110,29 +115,27 @@ def test_who_decodes_has_room_and_its_prompt_done(
 
 
 @given(situations(), st.integers(0, 7), st.sampled_from([0, 8]), st.booleans())
-def test_something_happens_while_there_is_work(
-    situation: tuple[list[Waiting], list[Running], int, int], turn: int, beside: int, mixes: bool
-) -> None:
+def test_plan_is_never_empty_while_there_is_work(situation: Situation, turn: int, beside: int, mixes: bool) -> None:
     running = situation[1]
     result = planned(situation, turn, beside, mixes=mixes)
     if any(not r.is_complete for r in running):
         assert result.decode or result.prefill or result.preempt
 
 
-def test_a_short_prompt_goes_before_a_long_one_but_not_for_ever() -> None:
-    long, short = Running(0, 10, prefill_left=4096), Running(1, 10, prefill_left=100)
+def test_short_prompt_precedes_a_long_one_but_not_forever() -> None:
+    long, short = SequenceInput(0, 10, prefill_left=4096), SequenceInput(1, 10, prefill_left=100)
     chosen = [planned(([], [long, short], 0, 8), turn).prefill for turn in range(4)]
     assert [chunk.id for chunks in chosen for chunk in chunks] == [1, 1, 1, 0]
 
 
-def test_the_chunk_that_ends_a_prompt_brings_its_first_token() -> None:
-    result = planned(([], [Running(0, 10, prefill_left=256)], 0, 8))
+def test_last_chunk_of_a_prompt_brings_its_first_token() -> None:
+    result = planned(([], [SequenceInput(0, 10, prefill_left=256)], 0, 8))
     assert result.prefill == (Chunk(0, 256),)
     assert result.decode == (0,)
 
 
-def test_chunks_are_small_while_a_stream_runs_and_large_when_none_does() -> None:
-    stream, prompt = Running(0, 10, prefill_left=0), Running(1, 10, prefill_left=1000)
+def test_chunks_are_small_beside_streams_and_large_alone() -> None:
+    stream, prompt = SequenceInput(0, 10, prefill_left=0), SequenceInput(1, 10, prefill_left=1000)
     beside = planned(([], [stream, prompt], 0, 8), mixes=True)
     assert (beside.prefill, beside.is_mixed, beside.decode) == ((Chunk(1, 8),), True, (0,))
     alone = planned(([], [prompt], 0, 8), mixes=True)
@@ -141,21 +144,21 @@ def test_chunks_are_small_while_a_stream_runs_and_large_when_none_does() -> None
     assert (waits.prefill, waits.decode) == ((), (0,))
 
 
-def test_a_rest_that_is_hardly_longer_than_a_chunk_goes_with_it() -> None:
-    stream = Running(0, 10, prefill_left=0)
+def test_remainder_hardly_longer_than_a_chunk_joins_it() -> None:
+    stream = SequenceInput(0, 10, prefill_left=0)
     sizes = [
-        planned(([], [stream, Running(1, 10, prefill_left=left)], 0, 8), beside=40, mixes=True).prefill
+        planned(([], [stream, SequenceInput(1, 10, prefill_left=left)], 0, 8), beside=40, mixes=True).prefill
         for left in (39, 50, 51)
     ]
     assert [chunk.num_tokens for chunks in sizes for chunk in chunks] == [39, 50, 40]
 
 
-def test_short_prompts_share_a_pass_up_to_what_a_pass_is_worth() -> None:
-    prompts = [Running(i, 10, prefill_left=left) for i, left in enumerate([90, 30, 400, 60, 1])]
+def test_short_prompts_share_a_pass_up_to_its_fixed_cost() -> None:
+    prompts = [SequenceInput(i, 10, prefill_left=left) for i, left in enumerate([90, 30, 400, 60, 1])]
     alone = schedule([], prompts, StepLimits(0, 8, 256, 0, mixes=True, joined_tokens=100, joined_context=1000))
     assert alone.prefill == (Chunk(4, 1), Chunk(1, 30), Chunk(3, 60))
     assert alone.decode == (1, 3, 4), "their prompts end with this pass"
-    stream = Running(9, 10, prefill_left=0)
+    stream = SequenceInput(9, 10, prefill_left=0)
     beside = schedule(
         [],
         [*prompts, stream],
@@ -176,8 +179,12 @@ def test_short_prompts_share_a_pass_up_to_what_a_pass_is_worth() -> None:
 
 
 @given(situations(), st.integers(0, 7), st.integers(0, 300), st.integers(0, 600), st.booleans())
-def test_chunks_of_a_pass_are_of_different_prompts_and_no_more_than_it_may_have(
-    situation: tuple[list[Waiting], list[Running], int, int], turn: int, beside: int, joined: int, mixes: bool
+def test_chunks_of_a_pass_belong_to_different_prompts_within_its_size(
+    situation: Situation,
+    turn: int,
+    beside: int,
+    joined: int,
+    mixes: bool,
 ) -> None:
     waiting, running, free, most = situation
     result = schedule(waiting, running, StepLimits(free, most, 256, beside, mixes, turn, joined, joined_context=1000))
@@ -193,7 +200,7 @@ def test_chunks_of_a_pass_are_of_different_prompts_and_no_more_than_it_may_have(
 
 
 class Machine:
-    """A chunk beside streams adds a fixed time and one for each token. What it measures is off by some."""
+    """A machine where a chunk beside streams adds a fixed time and a time for each token, measured with noise."""
 
     def __init__(
         self,
@@ -210,7 +217,7 @@ class Machine:
         self._steps_since_chunk = 0
 
     def run(self, share: float, least: int) -> tuple[int, float]:
-        """One step: the tokens of its chunk, and what it added."""
+        """Return the tokens of the next chunk, and the time that it added to a step."""
         known = self._added[-6:], self._steps_since_chunk
         sharing = PrefillSharing(share, self.step_s, self._alone_tokens_s, *known, self._cost)
         tokens = beside_tokens(sharing, least=least, most=256)
@@ -231,7 +238,7 @@ class Machine:
     least=st.sampled_from([4, 16]),
     seed=st.integers(0, 1000),
 )
-def test_prompts_get_their_share_of_the_time_whatever_the_machine(
+def test_prompts_get_their_share_of_the_time_on_any_machine(
     share: float, step_s: float, fixed_steps: float, tokens_a_step: float, least: int, seed: int
 ) -> None:
     machine = Machine(step_s, fixed_steps * step_s, step_s / tokens_a_step, random.Random(seed))
@@ -248,8 +255,8 @@ def test_prompts_get_their_share_of_the_time_whatever_the_machine(
 
 
 @given(seed=st.integers(0, 1000), fixed_s=st.floats(0.003, 0.02))
-def test_where_tokens_cost_next_to_nothing_chunks_are_large(seed: int, fixed_s: float) -> None:
-    """As on a GPU: a step of 3 ms, and a chunk adds several, however few tokens it has."""
+def test_chunks_are_large_where_tokens_are_cheap(seed: int, fixed_s: float) -> None:
+    """A step takes 3 ms, as on a GPU, and a chunk adds several, however few tokens it has."""
     token_s = 0.00008
     machine = Machine(0.003, fixed_s, token_s, random.Random(seed), PassCost(pass_tokens=int(fixed_s / token_s)))
     tokens, elapsed_s, longest_s = 0, 0.0, 0.0
@@ -264,9 +271,9 @@ def test_where_tokens_cost_next_to_nothing_chunks_are_large(seed: int, fixed_s: 
 
 
 @given(seed=st.integers(0, 1000), slower=st.floats(20.0, 40.0), alone_tokens_s=st.sampled_from([2_500.0, 41_000.0]))
-def test_where_tokens_got_dear_a_pass_is_worth_fewer(seed: int, slower: float, alone_tokens_s: float) -> None:
-    """Measured without a context, 333 tokens cost as much as the pass; over a long one each takes longer. How fast
-    prompts are computed alone says nothing of it: short turns take a pass each."""
+def test_chunks_shrink_where_tokens_become_expensive(seed: int, slower: float, alone_tokens_s: float) -> None:
+    """Without a context 333 tokens cost as much as the pass; over a long context each takes longer. The speed of
+    prompts that run alone does not show it: short turns take a pass each."""
     cost = PassCost(41_000, 333, 333 / 41_000, 0.000012)
     machine = Machine(0.004, 0.004, 0.000012 * slower, random.Random(seed), cost, alone_tokens_s=alone_tokens_s)
     added = [seconds for size, seconds in (machine.run(0.5, 16) for _ in range(2000)) if size]
@@ -280,14 +287,14 @@ def test_where_tokens_got_dear_a_pass_is_worth_fewer(seed: int, slower: float, a
     ("fixed_s", "took_s", "size"),
     [(0.02, 0.03, 2048), (0.02, 0.04, 180), (0.02, 0.2, 45), (0.038, 0.039, 2048), (0.038, 0.07, 180)],
 )
-def test_short_chunks_of_late_do_not_make_long_ones_short(fixed_s: float, took_s: float, size: int) -> None:
-    """Where 2,048 tokens take 40 ms, some of them for the pass: 90 that took about that were all that there was."""
+def test_recent_short_chunks_do_not_shrink_long_ones(fixed_s: float, took_s: float, size: int) -> None:
+    """A pass of 2,048 tokens takes 40 ms with its fixed cost: chunks of 90 tokens that took as long ended prompts."""
     cost = PassCost(51_200, 2048, 0.04, (0.04 - fixed_s) / 2048)
     sharing = PrefillSharing(0.5, 0.006, 90_000.0, [ChunkCost(90, took_s)], 60, cost)
     assert beside_tokens(sharing, least=16, most=4096) == size
 
 
-def test_without_a_measured_step_streams_go_on_alone_and_a_share_of_one_gives_all() -> None:
+def test_unmeasured_step_allows_no_chunk_and_full_share_allows_all() -> None:
     assert beside_tokens(PrefillSharing(0.5, 0.0, 200.0), least=4, most=256) == 0
     assert beside_tokens(PrefillSharing(1.0, 0.0, 200.0), least=4, most=256) == 256
     assert beside_tokens(PrefillSharing(0.5, 0.05, 200.0), least=4, most=256) == 10
@@ -301,12 +308,12 @@ def test_the_first_chunk_beside_streams_waits_until_steps_have_saved_its_time(st
 
 
 @given(st.floats(0, 1e6), st.integers(MIN_CHUNK_TOKENS, 4096))
-def test_chunks_follow_the_speed_within_bounds(speed: float, most: int) -> None:
+def test_chunk_size_follows_the_speed_within_bounds(speed: float, most: int) -> None:
     assert MIN_CHUNK_TOKENS <= chunk_tokens(speed, most) <= most
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.integers(1, 4096))
-def test_tails_grow_by_steps_and_never_past_what_is_wanted(capacity: int, wanted: int, step: int) -> None:
+def test_buffers_grow_by_steps_up_to_the_wanted_tokens(capacity: int, wanted: int, step: int) -> None:
     added = buffer_tokens(capacity, wanted, step)
     assert 1 <= added <= wanted
     assert added == wanted or added >= step

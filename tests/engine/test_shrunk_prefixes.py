@@ -1,9 +1,9 @@
-"""A waiting request whose prefix goes from memory before it begins: the tiers are asked again, and nothing is kept."""
+"""Waiting requests whose prefix is evicted before they start: the tiers are asked again, and no memory is kept."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ import pytest
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.config import EngineLimits
-from kvstrata.engine.scheduler import StepPlan
+from kvstrata.engine.sequence import Sequence
 from kvstrata.prefix_cache.keys import chain
 from kvstrata.spans.contents import tally
 from tests.engine.drive import Client, Drive
@@ -26,7 +26,7 @@ PROMPT_TOKENS = 600
 
 @contextmanager
 def disk_drive(folder: Path, *, kv_tokens: int | None = None, **limits: Any) -> Iterator[Drive]:
-    """A loop with a disk that is faster than computing."""
+    """An engine core with a disk that is faster than computing."""
     loaded = steady_loaded("llama")
     tier = DiskTier(DiskOptions(folder, 256 * MIB, queue_bytes=64 * MIB, reserve_bytes=0), chain=chain, tally=tally)
     kv_bytes = None if kv_tokens is None else Drive(loaded).budget.bytes_for(kv_tokens)
@@ -37,24 +37,24 @@ def disk_drive(folder: Path, *, kv_tokens: int | None = None, **limits: Any) -> 
 
 
 def write_all(drive: Drive) -> None:
-    """All that is cached and not in use is on the disk."""
+    """Write all cached KV that is not in use to the disk."""
     drive.stock.offloader.offer_changed()
     settle(drive)
     assert drive.stock.disk.tier.flush(60).is_empty
 
 
 def run(drive: Drive) -> None:
-    """As long as it takes: steps are made while the disk works."""
+    """Run to the end: steps are made while the disk works."""
     drive.run(most_steps=1_000_000)
 
 
 def submit_behind_a_stream(drive: Drive, tokens: list[int]) -> Client:
-    """One runs at most: this request has been looked at, and waits."""
+    """Submit a request that waits behind a stream, after its first lookup."""
     drive.submit(prompt(20, seed=2), 8)
     while not drive.loop.sequences.running:
-        drive.loop.step()
+        drive.loop.executor.step()
     client = drive.submit(tokens, 4)
-    drive.loop.step()
+    drive.loop.executor.step()
     assert [each.request for each in drive.loop.sequences.waiting] == [client.request]
     return client
 
@@ -66,15 +66,14 @@ def test_prefix_that_is_evicted_between_lookup_and_lease_is_read_from_the_disk(
         tokens = prompt(PROMPT_TOKENS, seed=1)
         first = serve(drive, tokens)
         write_all(drive)
-        change = drive.loop.membership.change
+        start = drive.loop.prefixes.start
 
-        def change_after_eviction(step_plan: StepPlan) -> None:
-            if step_plan.admit:
-                monkeypatch.undo()
-                drive.stock.evictor.clear(tier="hot")
-            change(step_plan)
+        def start_after_eviction(sequence: Sequence, capacity_for: Callable[[int], int]) -> bool:
+            monkeypatch.undo()
+            drive.stock.evictor.clear(tier="hot")
+            return start(sequence, capacity_for)
 
-        monkeypatch.setattr(drive.loop.membership, "change", change_after_eviction)
+        monkeypatch.setattr(drive.loop.prefixes, "start", start_after_eviction)
         again = drive.submit(tokens, 4, DRAWN)
         run(drive)
         assert cached(again) == PROMPT_TOKENS - 1
@@ -92,34 +91,33 @@ def test_prefix_that_is_evicted_while_its_request_waits_is_read_from_the_disk(tm
         assert cached(waiting) == PROMPT_TOKENS - 1
 
 
-def test_request_whose_prefix_goes_each_time_begins_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_whose_prefix_is_evicted_each_time_computes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with disk_drive(tmp_path) as drive:
         tokens = prompt(PROMPT_TOKENS, seed=1)
         serve(drive, tokens)
         write_all(drive)
-        change = drive.loop.membership.change
+        start = drive.loop.prefixes.start
 
-        def change_after_eviction(step_plan: StepPlan) -> None:
-            if step_plan.admit:
-                drive.stock.evictor.clear(tier="hot")
-            change(step_plan)
+        def start_after_eviction(sequence: Sequence, capacity_for: Callable[[int], int]) -> bool:
+            drive.stock.evictor.clear(tier="hot")
+            return start(sequence, capacity_for)
 
-        monkeypatch.setattr(drive.loop.membership, "change", change_after_eviction)
+        monkeypatch.setattr(drive.loop.prefixes, "start", start_after_eviction)
         again = drive.submit(tokens, 4, DRAWN)
         run(drive)
         assert cached(again) == 0
 
 
 def test_preempted_sequence_resumes_from_what_the_disk_has(tmp_path: Path) -> None:
-    with disk_drive(tmp_path, kv_tokens=400, tail_step_tokens=16) as drive:
+    with disk_drive(tmp_path, kv_tokens=400, buffer_step_tokens=16) as drive:
         clients = [drive.submit(prompt(100, seed=seed), 150, DRAWN) for seed in range(3)]
         run(drive)
-        assert drive.set_aside_count() > 0
+        assert drive.num_preempted() > 0
         assert all(client.finished.usage.completion_tokens == 150 for client in clients)
         assert prefilled_tokens(drive) == 3 * 99
 
 
-def test_memory_of_an_evicted_prefix_goes_at_once_though_a_request_waits_for_it() -> None:
+def test_evicted_prefix_frees_memory_at_once_though_a_request_waits() -> None:
     drive = Drive(steady_loaded("llama"), EngineLimits(max_running=1))
     tokens = prompt(PROMPT_TOKENS, seed=1)
     serve(drive, tokens)

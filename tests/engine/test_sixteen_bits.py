@@ -69,8 +69,8 @@ def drive_with(m: Sixteen, case: str, **settings: Any) -> Drive:
 
 
 def settle(drive: Drive) -> None:
-    while drive.loop.housekeeping.has_work:
-        drive.loop.housekeeping.run_slice(1.0)
+    while drive.loop.pacer.has_work:
+        drive.loop.pacer.run_slice(1.0)
 
 
 def ask(drive: Drive, prompt: tuple[int, ...]) -> Client:

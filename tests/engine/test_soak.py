@@ -34,7 +34,7 @@ from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.cache_api import CacheUsage, Operations
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Event, Request, Sampling, TextDelta
 from kvstrata.engine.speeds import TokenRate
 from kvstrata.metrics import Metrics
@@ -256,7 +256,7 @@ def usage_within_limits(engine: Engine) -> CacheUsage:
         time.sleep(0.05)
 
 
-def pretend_slow(loop: Loop) -> None:
+def pretend_slow(loop: EngineCore) -> None:
     """Tiny models compute a prompt faster than any disk reads it: then nothing would be read."""
     loop.speeds.alone = TokenRate()
     loop.speeds.alone.add_work(300, 1.0)

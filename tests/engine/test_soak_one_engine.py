@@ -79,9 +79,9 @@ def settled_objects(engine: Engine) -> Counter[str]:
     """Objects by type, when all work on what is cached is done. Counted on the engine's thread: no other runs then."""
 
     def count(loop: object) -> Counter[str]:
-        housekeeping = loop.housekeeping  # pyright: ignore[reportAttributeAccessIssue]
-        while housekeeping.has_work:
-            housekeeping.work(1.0)
+        pacer = loop.pacer  # pyright: ignore[reportAttributeAccessIssue]
+        while pacer.has_work:
+            pacer.run_slice(1.0)
         return count_objects()
 
     return engine.ask(count).result(60)

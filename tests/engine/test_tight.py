@@ -1,4 +1,4 @@
-"""Memory for hardly more than one sequence: a request that was accepted gets on, whatever else is stored."""
+"""Memory for hardly more than one sequence: an accepted request proceeds, whatever else is cached."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def tight(architecture: str = "llama", **limits: Any) -> Drive:
     return Drive(loaded, EngineLimits(**limits), kv_bytes=kv_bytes, storage=KvConfig(checkpoint_every_tokens=64))
 
 
-def assert_as_with_room(client: Client, architecture: str = "llama") -> None:
-    """It said what it says where there is room for all."""
+def assert_same_with_enough_memory(client: Client, architecture: str = "llama") -> None:
+    """Assert the reply that the request gets with enough memory for all."""
     request = client.request
     drive = Drive(steady_loaded(architecture))
     alone = drive.submit(list(request.prompt), request.max_tokens, DRAWN)
@@ -34,33 +34,33 @@ def assert_as_with_room(client: Client, architecture: str = "llama") -> None:
     assert_same(client, alone)
 
 
-def test_a_short_prefix_of_a_long_conversation() -> None:
-    """What it goes on from is the beginning of what fills memory: the end of that goes, and no more than has to."""
+def test_hit_on_a_long_conversation_evicts_only_its_unused_end() -> None:
+    """The prefix begins the conversation that fills memory: only as much of its end as necessary is evicted."""
     drive = tight()
     serve(drive, long := prompt(360))
     branch = serve(drive, [*long[:40], *prompt(180, seed=9)])
     assert cached(branch) == 40
-    assert_as_with_room(branch)
+    assert_same_with_enough_memory(branch)
     assert 40 < cached(serve(drive, long)) < 359
 
 
-def test_one_that_grows_beside_what_it_goes_on_from() -> None:
-    drive = tight(tail_step_tokens=32)
+def test_sequence_that_outgrows_memory_evicts_its_own_prefix() -> None:
+    drive = tight(buffer_step_tokens=32)
     serve(drive, long := prompt(250))
     branch = serve(drive, [*long[:40], *prompt(40, seed=9)], 280)
     assert branch.finished.usage.completion_tokens == 280
-    assert_as_with_room(branch)
+    assert_same_with_enough_memory(branch)
 
 
 @pytest.mark.parametrize("architecture", MARKS)
-def test_one_that_grows_beside_its_own_marks(architecture: str) -> None:
-    drive = tight(architecture, tail_step_tokens=32)
+def test_sequence_that_outgrows_memory_drops_its_own_checkpoints(architecture: str) -> None:
+    drive = tight(architecture, buffer_step_tokens=32)
     only = serve(drive, prompt(200), SIZE_TOKENS - 199)
     assert only.finished.usage.completion_tokens == SIZE_TOKENS - 199
-    assert_as_with_room(only, architecture)
+    assert_same_with_enough_memory(only, architecture)
 
 
-def test_what_does_not_fit_beside_pins_fails_and_holds_up_nobody() -> None:
+def test_prompt_that_does_not_fit_beside_pins_fails_and_delays_no_other() -> None:
     drive = tight()
     serve(drive, long := prompt(360))
     drive.stock.pins.pin(long, "")
@@ -74,8 +74,8 @@ def test_what_does_not_fit_beside_pins_fails_and_holds_up_nobody() -> None:
     assert serve(drive, prompt(200, seed=9)).finished
 
 
-def test_a_reply_beside_pins_ends_where_memory_ends() -> None:
-    drive = tight(tail_step_tokens=64)
+def test_reply_beside_pins_ends_at_the_memory_limit() -> None:
+    drive = tight(buffer_step_tokens=64)
     serve(drive, other := prompt(150, seed=9), 1)
     drive.stock.pins.pin(other, "")
     pinned = drive.stock.table.nbytes // drive.budget.token_bytes
@@ -86,24 +86,24 @@ def test_a_reply_beside_pins_ends_where_memory_ends() -> None:
     assert cached(serve(drive, prompt(100))) == 99
 
 
-def test_those_behind_whom_nothing_fits_are_served_at_once() -> None:
+def test_requests_behind_an_unservable_one_start_at_once() -> None:
     drive = tight()
     serve(drive, long := prompt(360))
     drive.stock.pins.pin(long, "")
     large = [drive.submit(prompt(200, seed=10 + number)) for number in range(5)]
     small = drive.submit(prompt(20, seed=8), 1)
-    drive.loop.step()
+    drive.loop.executor.step()
     assert all(isinstance(client.end, Failed) for client in large)
-    assert not drive.loop.is_stalled
+    assert not drive.loop.executor.is_stalled
     drive.run(5)
     assert isinstance(small.end, Finished)
 
 
-def test_one_that_is_set_aside_has_asked_once() -> None:
-    drive = tight(tail_step_tokens=16)
+def test_preempted_prompt_counts_as_one_request() -> None:
+    drive = tight(buffer_step_tokens=16)
     clients = [drive.submit(prompt(100, seed=seed), 150, DRAWN) for seed in range(3)]
     drive.run()
-    assert drive.set_aside_count() > 0
+    assert drive.num_preempted() > 0
     assert all(client.finished for client in clients)
     # A token or two may be the same by chance.
     assert max(entry.reused_end for entry in drive.stock.table.entries) < 5
@@ -111,9 +111,9 @@ def test_one_that_is_set_aside_has_asked_once() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama", *MARKS])
 @pytest.mark.parametrize("seed", range(2))
-def test_everybody_who_was_accepted_is_served(architecture: str, seed: int) -> None:
+def test_every_accepted_request_is_served(architecture: str, seed: int) -> None:
     rng = random.Random(seed)
-    drive = tight(architecture, tail_step_tokens=16)
+    drive = tight(architecture, buffer_step_tokens=16)
     shared = prompt(150, seed=seed)
     clients = []
     for number in range(10):
@@ -126,21 +126,21 @@ def test_everybody_who_was_accepted_is_served(architecture: str, seed: int) -> N
         except NeverFits:
             continue
         for _ in range(rng.choice((0, 3, 40))):
-            drive.loop.step()
+            drive.loop.executor.step()
     drive.run(20_000)
     settle(drive)
     for client in clients:
         assert isinstance(client.end, Finished), client.end
-    assert_as_with_room(rng.choice(clients), architecture)
+    assert_same_with_enough_memory(rng.choice(clients), architecture)
     assert drive.stock.table.evictable_bytes == drive.stock.table.nbytes <= drive.budget.total_bytes
 
 
-def test_a_model_whose_tokens_take_nothing_fits_beside_its_marks_or_without() -> None:
-    """Of a recurrent model all is state: there is room for one sequence, and none for a mark beside it."""
+def test_recurrent_model_fits_with_or_without_its_checkpoints() -> None:
+    """A recurrent model holds state only: memory has space for one sequence and no checkpoint beside it."""
     loaded = steady_loaded("mamba2")
     budget = Drive(loaded).budget
     assert budget.token_bytes == 0
     drive = Drive(loaded, kv_bytes=budget.bytes_for(1))
     first = serve(drive, prompt(40))
     again = serve(drive, [*prompt(40), *first.ids, *prompt(5, seed=9)])
-    assert_as_with_room(again, "mamba2")
+    assert_same_with_enough_memory(again, "mamba2")

@@ -11,7 +11,7 @@ import msgpack
 import numpy as np
 import zmq
 
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.prefix_cache.keys import GridKeys, uniform_grid
 
 BLOCK_TOKENS = 16
@@ -110,7 +110,7 @@ def subscribed(publish_url: str, replay_url: str, topic: str = "") -> Iterator[S
         one.close()
 
 
-def blocks_of(loop: Loop) -> dict[int, tuple[int, ...]]:
+def blocks_of(loop: EngineCore) -> dict[int, tuple[int, ...]]:
     """What the store's own tree holds, in whole blocks."""
     keys = GridKeys(uniform_grid(BLOCK_TOKENS))
     found: dict[int, tuple[int, ...]] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.server.service import Service
 from tests.events.subscriber import BLOCK_TOKENS, Subscriber, blocks_of, subscribed
 from tests.server.conftest import Served, running
@@ -49,7 +49,7 @@ def usage(served: Served) -> Any:
 def agree(served: Served, subscriber: Subscriber) -> None:
     """What was told is what is held, and that is what the server says that it holds."""
 
-    def look(loop: Loop) -> tuple[dict[int, tuple[int, ...]], int]:
+    def look(loop: EngineCore) -> tuple[dict[int, tuple[int, ...]], int]:
         return blocks_of(loop), loop.stock.table.tree.num_tokens
 
     def is_told() -> bool:
@@ -116,11 +116,11 @@ def test_random_requests(served: Served, subscriber: Subscriber, num_requests: i
     assert counters["promoted_tokens"] > 0
 
 
-def fail_next_step(loop: Loop) -> None:
+def fail_next_step(loop: EngineCore) -> None:
     def fails() -> None:
         raise RuntimeError("a step that fails on purpose")
 
-    loop.step = fails
+    loop.executor.step = fails
 
 
 def test_one_who_comes_late_asks_for_what_it_missed(served: Served, subscriber: Subscriber) -> None:

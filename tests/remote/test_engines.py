@@ -17,7 +17,7 @@ import pytest
 from kvstrata.codecs.registry import parse
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import Request
 from kvstrata.errors import ConfigError
 from kvstrata.layers.kinds import arrays_in
@@ -124,7 +124,7 @@ def test_the_engines_thread_never_asks_the_store(redis_url: str, monkeypatch: py
     assert all(name.startswith(("kvstrata-tier-", "kvstrata-remote-")) for name in asking), asking
 
 
-def planes(loop: Loop) -> dict[tuple[int, int, str], np.ndarray]:
+def planes(loop: EngineCore) -> dict[tuple[int, int, str], np.ndarray]:
     """All arrays of what is stored at planes:8, by position and layer."""
     found: dict[tuple[int, int, str], np.ndarray] = {}
     for entry in loop.stock.table.entries:

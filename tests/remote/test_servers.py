@@ -18,7 +18,7 @@ from kvstrata.cli.cache import app
 from kvstrata.cli.cache_tables import totals
 from kvstrata.cli.doctor import doctor
 from kvstrata.config import load
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.errors import ConfigError
 from kvstrata.server.assemble import start_service
 from tests.engine.test_disk import make_computing_slow
@@ -27,9 +27,9 @@ from tests.server.conftest import Served, running
 from tests.tiny import VOCAB, tiny_loaded
 
 
-def shared(loop: Loop) -> None:
-    while loop.housekeeping.has_work:
-        loop.housekeeping.run_slice(1.0)
+def shared(loop: EngineCore) -> None:
+    while loop.pacer.has_work:
+        loop.pacer.run_slice(1.0)
     assert loop.stock.sharing is not None
     loop.stock.sharing.flush(30.0)
 

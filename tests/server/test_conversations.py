@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from tests.server.conftest import Served, running
 from tests.server.test_cache import LONG, complete, get, is_written, post, settle, wait_done
 from tests.server.test_keys import As
@@ -192,6 +192,6 @@ def test_the_shared_store_is_told(tmp_path: Path) -> None:
         assert len(rows(served)) == 1  # it is the other servers', too
 
 
-def is_shared(loop: Loop) -> None:
+def is_shared(loop: EngineCore) -> None:
     assert loop.stock.sharing is not None
     loop.stock.sharing.flush(60)

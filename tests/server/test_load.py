@@ -13,7 +13,7 @@ import mlx.core as mx
 import openai
 import pytest
 
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from tests.server.conftest import Served, running
 from tests.server.raw import connected, head
 from tests.server.test_ops import scrape
@@ -205,10 +205,10 @@ def test_two_hundred_clients_that_hang_up_leave_nothing_behind() -> None:
 def settled_bytes(served: Served) -> int:
     """MLX's active memory once nothing is stored, asked for on the engine's thread after all that came before."""
 
-    def measure(loop: Loop) -> int:
-        while loop.housekeeping.has_work:
-            loop.housekeeping.run_slice(1.0)
-        loop.stock.evictor.clear()
+    def measure(loop: EngineCore) -> int:
+        while loop.pacer.has_work:
+            loop.pacer.run_slice(1.0)
+        loop.stock.clearing.clear()
         mx.clear_cache()
         return mx.get_active_memory()
 

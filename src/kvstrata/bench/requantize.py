@@ -18,7 +18,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.engine.cache_api import Operations
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.layers.kinds import arrays_in
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -126,7 +126,7 @@ def _change(engine: Engine, streams: Streams, precision: str, prefill_s: float) 
     )
 
 
-def _begin(loop: Loop, precision: str) -> ChangeResult:
+def _begin(loop: EngineCore, precision: str) -> ChangeResult:
     """A dry run and the change, between the same two steps: tokens that came between them would be in one only."""
     said = Operations(loop).requantize(PrecisionChange(parse(precision), parse(precision), dry_run=True))
     Operations(loop).requantize(PrecisionChange(parse(precision), parse(precision)))
@@ -140,7 +140,7 @@ def _finish(engine: Engine) -> ChangeProgress:
     return progress
 
 
-def _held(loop: Loop) -> tuple[int, int]:
+def _held(loop: EngineCore) -> tuple[int, int]:
     """By our own count, and by MLX's."""
     usage = Operations(loop).usage()
     return usage.running_bytes + usage.tiers["hot"].nbytes, usage.allocator_bytes

@@ -22,7 +22,7 @@ from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.errors import KvstrataError
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -158,20 +158,20 @@ def _rest(engine: Engine, seconds: float) -> _Window:
     return _Window(began, time.perf_counter())
 
 
-def _is_spilling(loop: Loop) -> bool:
+def _is_spilling(loop: EngineCore) -> bool:
     stock = _stock_of(loop)
     return stock.background.has_work or stock.disk.tier.usage().num_queued > 0
 
 
-def _written_bytes(loop: Loop) -> int:
+def _written_bytes(loop: EngineCore) -> int:
     return _stock_of(loop).usage.count()["disk_written_bytes"]
 
 
-def _empty_disk(loop: Loop) -> None:
+def _empty_disk(loop: EngineCore) -> None:
     _stock_of(loop).evictor.clear(tier="disk")
 
 
-def _stock_of(loop: Loop) -> Stock:
+def _stock_of(loop: EngineCore) -> Stock:
     if not loop.stock.store.can_share:
         raise KvstrataError("This model brings caches of its own kind, which are not stored.")
     return loop.stock
@@ -184,8 +184,8 @@ def _store(engine: Engine, loaded: LoadedModel, load: Load) -> None:
         stored.start(greedy(random_prompt(rng, loaded, load.conversation_tokens), 1))
     stored.wait()
     # Trimmed or encoded: from here on there is nothing to do but to spill.
-    while engine.ask(lambda loop: loop.housekeeping.has_work).result():
-        engine.ask(lambda loop: loop.housekeeping.run_slice(1.0)).result()
+    while engine.ask(lambda loop: loop.pacer.has_work).result():
+        engine.ask(lambda loop: loop.pacer.run_slice(1.0)).result()
 
 
 def _start_streams(engine: Engine, loaded: LoadedModel, count: int) -> Streams:

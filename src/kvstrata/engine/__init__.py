@@ -1,4 +1,4 @@
-"""Continuous batching: requests in, tokens out. `Loop.step()` is plan, run, postprocess.
+"""Continuous batching: requests in, tokens out. `StepExecutor.step()` is schedule, run, postprocess.
 
 Knows requests, sequences and the model. Does not know HTTP.
 """

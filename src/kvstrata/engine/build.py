@@ -7,17 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvstrata.backend import max_arrays
-from kvstrata.codecs import paths
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.disk.tier import DiskTier
-from kvstrata.engine.admission import Entrance, FirstInLine, MemoryAccount, Pacing, Planner, View
+from kvstrata.engine.admission import Admission, MemoryAccount
 from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.budget import Budget, FormatCatalog
 from kvstrata.engine.config import EngineLimits, KvConfig
-from kvstrata.engine.executor import Endings, Loop, Membership, Passes, Replies
-from kvstrata.engine.prefix_lookup import Fetching, Pinning, Resume
+from kvstrata.engine.executor import EngineCore, StepExecutor
+from kvstrata.engine.prefix_lookup import PrefixLookup
 from kvstrata.engine.profiling import max_chunk
 from kvstrata.engine.request import Request
 from kvstrata.engine.runner import ModelRunner
@@ -29,7 +28,7 @@ from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.config import CacheConfig, LadderConfig, PrecisionFloors
 from kvstrata.prefix_cache.entry_table import CacheListener
 from kvstrata.prefix_cache.keys import Identity, chain
-from kvstrata.prefix_cache.prefix_cache import PrefixCache, Stock
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.sharing import SharedTierClient
 from kvstrata.prefix_cache.tier_client import Post, TierClient, without_tier
 from kvstrata.remote.options import RemoteOptions
@@ -39,19 +38,19 @@ from kvstrata.spans.plan import edges_of, make_plan
 from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.tier.block import BLOCK_TOKENS
 
-# Of the arrays that a machine allows, for stored spans. The rest is for weights, running sequences and passes.
-STORED_ARRAYS = 0.75
+# Share of the arrays that a machine allows, for cached spans. The rest is for weights, running sequences and passes.
+CACHED_ARRAYS = 0.75
 
-# Of the memory for KV, one part in so many: most that is read from the disk ahead of its use.
+# Divisor of the memory for KV: the limit of what is read from the disk ahead of its use.
 READ_AHEAD_SHARE = 8
 
-# Of a shared block's tensors, over what a model computes for its tokens: codecs add scales and means.
+# Size limit of a shared block, as a multiple of what a model computes for its tokens: codecs add scales and means.
 BLOCK_MARGIN = 2
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is served, and within which bounds."""
+    """Served model, and the limits within which it runs."""
 
     loaded: LoadedModel
     layout: Layout
@@ -61,17 +60,19 @@ class ServedModel:
 
     @property
     def chunk_tokens(self) -> int:
-        """Of the largest chunk of a prompt."""
+        """Size of the largest prompt chunk."""
         return self.limits.prefill_chunk_tokens or max_chunk()
 
 
 def open_disk_tier(served: ServedModel, disk: DiskOptions | None, files: Files | None, post: Post) -> TierClient:
-    """`files`: how the disk's files are read and written; None: as the system does. Raises ConfigError where the folder
-    cannot be used."""
+    """Open the disk tier. `files`: how the disk's files are read and written; None: as the system does.
+
+    Raise ConfigError if the folder cannot be used.
+    """
     if disk is None or any(spec.kind == "foreign" for spec in served.layout.flat()):
         return without_tier(served.layout)
     pinned: set[bytes] = set()
-    # Half of what may be ahead waits in the tier, half in the store.
+    # Half of the blocks that are read ahead wait in the tier, half in the cache.
     ahead_bytes = min(disk.read_ahead_bytes, served.budget.total_bytes // READ_AHEAD_SHARE // 2)
     options = dataclasses.replace(disk, ttl_s=served.storage.ttl_s, read_ahead_bytes=ahead_bytes)
     tier = DiskTier(options, chain=chain, tally=tally, is_pinned=pinned.__contains__, files=files)
@@ -81,8 +82,10 @@ def open_disk_tier(served: ServedModel, disk: DiskOptions | None, files: Files |
 def open_shared_tier(
     served: ServedModel, remote: RemoteOptions | None, backend: str, post: Post
 ) -> SharedTierClient | None:
-    """A tier that other servers share. Raises ConfigError where its store cannot be used, or the model's layers cannot
-    be stored in its precision."""
+    """Open the tier that other servers share.
+
+    Raise ConfigError if its server cannot be used, or if the model's layers cannot be cached in its precision.
+    """
     if remote is None or any(spec.kind == "foreign" for spec in served.layout.flat()):
         return None
     codec = parse(remote.precision)
@@ -94,74 +97,59 @@ def open_shared_tier(
     return SharedTierClient(TierClient(tier, served.layout, post=post, patience_s=0.0), tier, plan)
 
 
-def make_loop(
+def build_core(
     served: ServedModel,
     metrics: Metrics,
-    cold: TierClient,
-    detokenizer: Callable[[Request], Detokenizer],
+    disk: TierClient,
+    detokenizer_for: Callable[[Request], Detokenizer],
     shared: SharedTierClient | None = None,
-    watcher: CacheListener | None = None,
+    listener: CacheListener | None = None,
     *,
     runner: ModelRunner | None = None,
     speeds: StepSpeeds | None = None,
-) -> Loop:
-    """Raises ConfigError for a precision that the model's layers cannot be stored in. `runner`, `speeds`: of the loop
-    that this one takes over from, where the model is well; None: new ones."""
+) -> EngineCore:
+    """Construct the engine core with an empty cache. `runner` and `speeds` come from the core that this one replaces,
+    if its model works; None: new ones.
+
+    Raise ConfigError for a precision that the model's layers cannot be cached in.
+    """
     limits, storage = served.limits, served.storage
-    plans = FormatCatalog(served.layout, storage, served.chunk_tokens)
-    stock = _make_stock(served, plans, cold, shared, watcher)
+    catalog = FormatCatalog(served.layout, storage, served.chunk_tokens)
+    prefix_cache = PrefixCache(
+        *(served.layout, identity_of(served), _cache_config(served), catalog.plan_of),
+        disk=disk,
+        shared=shared,
+        listener=listener,
+    )
     runner, sequences = runner or ModelRunner(served.loaded.module, served.layout), SequenceTable()
-    capacity = MemoryAccount(
-        served.budget.with_formats(plans, stock.requantizer.target),
-        sequences.running,
-        stock.table,
-        tail_step_tokens=limits.buffer_step_tokens,
-        keeps_growth_free=cold.has_tier,
-    )
-    resume = Resume(
-        stock.store,
-        stock.evictor,
-        stock.explainer,
-        stock.transcoder,
-        Pinning(stock.pins, stock.table, served.layout.token_bytes),
-        stock.failures,
-        mark_every_tokens=storage.checkpoint_every_tokens,
-        shared_marks=runner.disband if shared is not None else None,
-    )
     if speeds is None:
         speeds = StepSpeeds(
             metrics, share=limits.prefill_share, max_chunk=max_chunk(), fixed_chunk=limits.prefill_chunk_tokens
         )
-    fetching = Fetching(stock.prefetcher, stock.failures)
-    entrance = Entrance(stock.reclaimer, stock.leases, stock.failures, cold.patience_s)
-    endings = Endings(sequences, resume, fetching, entrance, runner, metrics)
-    first = FirstInLine(sequences, capacity, fetching, entrance, stock.reclaimer, stock.failures)
-    pacing = Pacing(speeds, limits.max_running, _joined_context(served), runner.mixes)
-    return Loop(
-        stock=stock,
-        plans=plans,
-        sequences=sequences,
-        capacity=capacity,
-        fetching=fetching,
-        entrance=entrance,
-        planner=Planner(sequences, View(sequences, capacity, resume, fetching), first, entrance, capacity, pacing),
-        membership=Membership(sequences, capacity, resume, runner, metrics),
-        passes=Passes(
-            *(runner, sequences, resume, speeds, metrics),
-            vocab_size=served.loaded.vocab_size,
-            overlaps=paths.active() != "cpu",
-        ),
-        replies=Replies(sequences, resume, endings, speeds, metrics, detokenizer),
-        endings=endings,
-        housekeeping=BackgroundPacer(stock, sequences, capacity, speeds, runner, slice_s=limits.slice_s),
-        speeds=speeds,
-        runner=runner,
+    prefixes = PrefixLookup(prefix_cache, runner, checkpoint_every_tokens=storage.checkpoint_every_tokens)
+    memory = MemoryAccount(
+        served.budget.with_formats(catalog, prefix_cache.requantizer.target),
+        *(sequences.running, prefix_cache.table, prefixes),
+        buffer_step_tokens=limits.buffer_step_tokens,
+        keeps_growth_free=disk.has_tier,
     )
+    admission = Admission(
+        *(prefix_cache, sequences, memory, prefixes, speeds),
+        max_running=limits.max_running,
+        joined_context=_joined_context(served),
+        mixes=runner.mixes,
+    )
+    pacer = BackgroundPacer(prefix_cache, sequences, memory, speeds, runner, slice_s=limits.slice_s)
+    executor = StepExecutor(
+        *(sequences, admission, prefixes, runner, speeds, pacer, metrics, detokenizer_for),
+        vocab_size=served.loaded.vocab_size,
+    )
+    return EngineCore(prefix_cache, sequences, runner, speeds, prefixes, admission, pacer, executor, catalog)
 
 
 def _joined_context(served: ServedModel) -> int:
-    """What passes take was measured with one sequence. Several chunks take no more if they read no more than one
-    sequence may; of windows each would take its own."""
+    """Return the tokens that several chunks of one pass may read. Scratch memory was measured with one sequence:
+    several chunks take no more if they read no more than one sequence may. Each would take a window of its own."""
     if any(spec.kind != "full" for spec in served.layout.flat()):
         return 0
     context_tokens = served.limits.context_tokens or served.loaded.context_tokens
@@ -169,30 +157,18 @@ def _joined_context(served: ServedModel) -> int:
 
 
 def identity_of(served: ServedModel) -> Identity:
+    """Return the identity of the KV that this model computes."""
     signature = tuple(spec.signature for spec in served.layout.flat())
     return Identity(served.loaded.fingerprint, served.loaded.dtype, signature, served.limits.max_kv_size)
 
 
-def _make_stock(
-    served: ServedModel,
-    plans: FormatCatalog,
-    cold: TierClient,
-    shared: SharedTierClient | None,
-    watcher: CacheListener | None,
-) -> Stock:
-    options = _store_options(served)
-    return PrefixCache(
-        served.layout, identity_of(served), options, plans.plan_of, disk=cold, shared=shared, listener=watcher
-    )
-
-
-def _store_options(served: ServedModel) -> CacheConfig:
+def _cache_config(served: ServedModel) -> CacheConfig:
     storage, allowed = served.storage, max_arrays()
     total_bytes = served.budget.total_bytes
     return CacheConfig(
         hot_bytes=total_bytes if storage.hot_bytes is None else min(storage.hot_bytes, total_bytes),
         disk_write=storage.disk_write,
-        max_arrays=None if allowed is None else int(STORED_ARRAYS * allowed),
+        max_arrays=None if allowed is None else int(CACHED_ARRAYS * allowed),
         max_checkpoints=storage.max_checkpoints,
         ttl_s=storage.ttl_s,
         precision=dataclasses.replace(

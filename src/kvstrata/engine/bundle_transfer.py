@@ -17,7 +17,7 @@ from kvstrata.bundle.reading import CHANGED, Bundle, Lineage, blocks, open_bundl
 from kvstrata.bundle.tensors import TensorTable, looks_like_tensors, read_table
 from kvstrata.bundle.writing import PIECE_BYTES, BundleWriter
 from kvstrata.disk.format import LARGEST_HEADER_BYTES
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.prompt_cache_file import WITHOUT_PROMPT, PromptFileIn, PromptFileOut, any_mark
 from kvstrata.errors import ConfigError, InvalidRequest, Unavailable, UnusableFile
 from kvstrata.layers.kinds import Layout
@@ -51,10 +51,10 @@ IdsOf = Callable[[Mapping[str, Any]], TokenIds]
 
 
 class Ask(Protocol):
-    def __call__(self, question: Callable[[Loop], T], /) -> Future[T]: ...
+    def __call__(self, question: Callable[[EngineCore], T], /) -> Future[T]: ...
 
 
-def _done(ask: Ask, begin: Callable[[Loop], Steps[T]]) -> T:
+def _done(ask: Ask, begin: Callable[[EngineCore], Steps[T]]) -> T:
     """Have the engine's thread do something in small steps, between those of the requests that run, and wait for it."""
     return ask(lambda loop: loop.stock.tasks.add(begin(loop))).result().result()
 
@@ -118,7 +118,7 @@ class BundleTransfer:
         ids, salt = conversation.ids, conversation.salt
         come = threading.Event()
 
-        def load(loop: Loop) -> BlockLoad | None:
+        def load(loop: EngineCore) -> BlockLoad | None:
             begun = loop.stock.prefetcher.begin_load(offer, ids, salt)
             if begun is not None:
                 begun.on_done = lambda _: come.set()
@@ -175,7 +175,7 @@ class BundleTransfer:
         finally:
             self._end(stock, arriving)
 
-    def _wait(self, begin: Callable[[Loop], Steps[T]]) -> T:
+    def _wait(self, begin: Callable[[EngineCore], Steps[T]]) -> T:
         return _done(self._ask, begin)
 
     def _take_conversation(self, bundle: Bundle, model: ModelNamed, salt: str) -> ImportedConversation:
@@ -270,7 +270,7 @@ class BundleExport:
     def begin(self) -> None:
         conversation = self._conversation
 
-        def begin(loop: Loop) -> Steps[tuple[Stock, ConversationDeparture]]:
+        def begin(loop: EngineCore) -> Steps[tuple[Stock, ConversationDeparture]]:
             leaving = yield from loop.stock.outgoing.begin(conversation.ids, conversation.salt)
             return loop.stock, leaving
 
@@ -289,7 +289,7 @@ class BundleExport:
                 yield from writer.block(block)
         yield from writer.end()
 
-    def _wait(self, begin: Callable[[Loop], Steps[T]]) -> T:
+    def _wait(self, begin: Callable[[EngineCore], Steps[T]]) -> T:
         if time.monotonic() > self._until_s:
             raise Unavailable("The client takes the file too slowly.")
         return _done(self._ask, _in_same(self._stock, begin))
@@ -306,7 +306,7 @@ class PromptCacheExport(BundleExport):
     def pieces(self) -> Iterator[memoryview]:
         leaving, name = self._leaving, self._model_name
 
-        def begin(loop: Loop) -> Steps[PromptFileOut]:
+        def begin(loop: EngineCore) -> Steps[PromptFileOut]:
             yield
             return PromptFileOut(loop.runner.layout, leaving, name)
 
@@ -318,10 +318,10 @@ def named(identity: Identity) -> ModelNamed:
     return ModelNamed(identity.fingerprint, identity.dtype, identity.layout, identity.max_kv_size)
 
 
-def _in_same(stock: Stock, begin: Callable[[Loop], Steps[T]]) -> Callable[[Loop], Steps[T]]:
+def _in_same(stock: Stock, begin: Callable[[EngineCore], Steps[T]]) -> Callable[[EngineCore], Steps[T]]:
     """Unless a step has failed since, and with it all that was in memory."""
 
-    def checked(loop: Loop) -> Steps[T]:
+    def checked(loop: EngineCore) -> Steps[T]:
         if loop.stock is not stock:
             raise Unavailable("The engine failed meanwhile. See the server's log, and try again.")
         return (yield from begin(loop))

@@ -11,8 +11,9 @@ import mlx.core as mx
 
 from kvstrata.codecs.base import Codec
 from kvstrata.codecs.registry import parse as parse_precision
-from kvstrata.engine.budget import Budget
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.budget import Budget, with_formats
+from kvstrata.engine.executor import EngineCore
+from kvstrata.engine.prefix_lookup import PrefixLookup
 from kvstrata.engine.sequence import Sequence
 from kvstrata.errors import InvalidRequest
 from kvstrata.layers.sequence import SequenceCache
@@ -63,7 +64,9 @@ class CacheUsage:
     has_store: bool = True  # False: this model's caches cannot be stored
 
 
-def cache_usage(stock: Stock, budget: Budget, running: Iterable[Sequence], owner: str | None = None) -> CacheUsage:
+def cache_usage(
+    stock: Stock, budget: Budget, running: Iterable[Sequence], prefixes: PrefixLookup, owner: str | None = None
+) -> CacheUsage:
     """What is under an owner's salts, or all; budgets, headroom and counters are the server's in either case."""
     sequences = list(running)
     own = [s for s in sequences if owner is None or owner_of(s.request.salt) == owner]
@@ -72,7 +75,7 @@ def cache_usage(stock: Stock, budget: Budget, running: Iterable[Sequence], owner
     target = stock.requantizer.target
     return CacheUsage(
         tiers={"hot": stock.usage.usage(owner), **({"disk": disk} if disk else {})},
-        sequences=tuple(_sequence(s, budget) for s in own),
+        sequences=tuple(_sequence(s, budget, prefixes) for s in own),
         budget_bytes=budget.total_bytes,
         hot_budget_bytes=stock.table.max_bytes,
         running_bytes=_running_bytes(own, budget),
@@ -90,13 +93,11 @@ def _running_bytes(sequences: Iterable[Sequence], budget: Budget) -> int:
     return sum(budget.bytes_held_by(s.cache, s.kv_format) for s in sequences if s.cache is not None)
 
 
-def _sequence(sequence: Sequence, budget: Budget) -> SequenceUsage:
+def _sequence(sequence: Sequence, budget: Budget, prefixes: PrefixLookup) -> SequenceUsage:
     if sequence.cache is None:
         return SequenceUsage(sequence.request.id, 0, ())
-    lease = sequence.stored.filing.lease if sequence.stored.filing else None
-    parts = [_shared(run, lease.readers(run.span)) for run in lease.ranges] if lease else []
-    readers = 1 + (sequence.stored.filing.entry.num_leases if sequence.stored.filing else 0)
-    parts += _own(sequence.cache, budget, readers)
+    parts = [_shared(run, readers) for run, readers in prefixes.leased_ranges(sequence)]
+    parts += _own(sequence.cache, budget, prefixes.num_readers(sequence))
     return SequenceUsage(sequence.request.id, sequence.cache.num_tokens, tuple(parts))
 
 
@@ -126,13 +127,14 @@ class ClearedCache:
 
 
 class Operations:
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: EngineCore) -> None:
         self._loop = loop
         self._stock = loop.stock
 
     def usage(self, owner: str | None = None) -> CacheUsage:
         """Of what is under an owner's salts; None: all."""
-        return cache_usage(self._stock, self._loop.budget, self._loop.sequences.running.values(), owner)
+        loop = self._loop
+        return cache_usage(self._stock, loop.budget, loop.sequences.running.values(), loop.prefixes, owner)
 
     def requantize(self, change: PrecisionChange) -> ChangeResult:
         """Raises ConfigError for a precision that the model's layers cannot be stored in."""
@@ -144,9 +146,9 @@ class Operations:
         if change.scope == "disk":
             self._require_tier("disk", param="scope")
         loop, changes = self._loop, self._stock.requantizer
-        plan = loop.plans.plan_of(change.k or changes.target.k, change.v or changes.target.v)
-        changed = yield from changes.requantize_in_steps(change, plan, self._entries_of(change.sequence, change.owner))
-        loop.capacity.budget = loop.budget.with_formats(loop.plans, changes.target)
+        plan = loop.catalog.plan_of(change.k or changes.target.k, change.v or changes.target.v)
+        changed = yield from changes.requantizing(change, plan, self._entries_of(change.sequence, change.owner))
+        loop.memory.budget = with_formats(loop.budget, loop.catalog, changes.target)
         return changed
 
     def requantize_progress(self, owner: str | None = None) -> ChangeProgress:
@@ -221,8 +223,8 @@ class Operations:
             return None
         for sequence in self._loop.sequences.running.values():
             is_own = owner is None or owner_of(sequence.request.salt) == owner
-            if sequence.request.id == request_id and is_own and sequence.stored.filing is not None:
-                return sequence.stored.filing.entries
+            if sequence.request.id == request_id and is_own:
+                return self._loop.prefixes.held_entries(sequence)
         raise InvalidRequest(f"No request {request_id[:80]!r} is running. GET /cache/usage lists those that are.")
 
     def _require_store(self) -> None:
@@ -275,7 +277,7 @@ T = TypeVar("T")
 
 
 class Ask(Protocol):
-    def __call__(self, question: Callable[[Loop], T], /) -> Future[T]: ...
+    def __call__(self, question: Callable[[EngineCore], T], /) -> Future[T]: ...
 
 
 class Cache:
@@ -290,14 +292,14 @@ class Cache:
     def requantize(self, change: PrecisionChange) -> Future[tuple[ChangeResult, CacheUsage]]:
         """With what is held then."""
 
-        def steps(loop: Loop) -> Steps[tuple[ChangeResult, CacheUsage]]:
+        def steps(loop: EngineCore) -> Steps[tuple[ChangeResult, CacheUsage]]:
             operations = Operations(loop)
             changed = yield from operations.requantizing(change)
             return changed, operations.usage(change.owner)
 
         return self._have_done(steps)
 
-    def _have_done(self, steps: Callable[[Loop], Steps[T]]) -> Future[T]:
+    def _have_done(self, steps: Callable[[EngineCore], Steps[T]]) -> Future[T]:
         """Have work done in small steps between those of the engine."""
         answer: Future[T] = Future()
 

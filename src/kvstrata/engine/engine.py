@@ -23,7 +23,7 @@ from kvstrata.engine.build import identity_of
 from kvstrata.engine.bundle_transfer import BundleTransfer
 from kvstrata.engine.cache_api import Cache
 from kvstrata.engine.config import EngineLimits, KvConfig, TierConfig, half_of_places
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import EngineState, Event, Failed, Finished, Request, Sink
 from kvstrata.engine.sequence import Sequence
 from kvstrata.engine.thread import EngineThread
@@ -83,11 +83,11 @@ class Engine:
             self._require_place(owner)
 
     def cancel(self, request_id: str) -> None:
-        self._thread.post(lambda: self._thread.loop.endings.end(request_id, "cancelled"))
+        self._thread.post(lambda: self._thread.loop.executor.end_request(request_id, "cancelled"))
 
     def finish_early(self, request_id: str) -> None:
         """The reply is complete as it is, though the model would go on."""
-        self._thread.post(lambda: self._thread.loop.endings.end(request_id, "stop"))
+        self._thread.post(lambda: self._thread.loop.executor.end_request(request_id, "stop"))
 
     def drain(self) -> None:
         """Take no new requests; those that wait or run go on."""
@@ -154,7 +154,7 @@ class Engine:
     def transfer(self) -> BundleTransfer:
         return BundleTransfer(self.ask, self._thread.served.loaded, self._thread.loop.stock.table.max_bytes)
 
-    def ask(self, question: Callable[[Loop], T]) -> Future[T]:
+    def ask(self, question: Callable[[EngineCore], T]) -> Future[T]:
         """Have the engine's thread answer something between two steps."""
         answer: Future[T] = Future()
 
@@ -182,7 +182,7 @@ class Engine:
             self._require_place(owner)
             sequence = Sequence(request, self._closing(request.id, sink), max_tokens, next(self._arrivals))
             # Under the lock: a stop that comes now finds it.
-            if not self._thread.post(lambda: self._thread.loop.enqueue(sequence)):
+            if not self._thread.post(lambda: self._thread.loop.executor.enqueue_sequence(sequence)):
                 raise Unavailable("The engine has stopped. Restart the server; its log says why.")
             self._open[request.id] = owner
             self._num_open[owner] += 1

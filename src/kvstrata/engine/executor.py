@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from kvstrata.engine.admission import Entrance, MemoryAccount, Planner, Unservable
+from kvstrata.codecs import paths
+from kvstrata.engine.admission import Admission, MemoryAccount, Unservable
 from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.budget import FULL_PRECISION, Budget, FormatCatalog
-from kvstrata.engine.prefix_lookup import Fetching, Resume
+from kvstrata.engine.prefix_lookup import PrefixLookup
 from kvstrata.engine.request import EngineState, Failed, Finished, FinishReason, Request
 from kvstrata.engine.runner import BatchRow, GrammarState, ModelRunner, PendingStep, PromptChunk
 from kvstrata.engine.scheduler import Chunk, StepPlan
@@ -24,195 +25,154 @@ from kvstrata.engine.sequence import Sequence, SequenceTable
 from kvstrata.engine.speeds import StepSpeeds
 from kvstrata.errors import Unavailable
 from kvstrata.metrics import Metrics
-from kvstrata.prefix_cache.entries import Lease
 from kvstrata.prefix_cache.prefix_cache import Stock
-from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.text.detokenizer import Detokenizer
 
 
-class Endings:
+class StepExecutor:
+    """Runs the steps that admission plans, reads their tokens, and ends sequences."""
+
     def __init__(
         self,
         sequences: SequenceTable,
-        resume: Resume,
-        fetching: Fetching,
-        entrance: Entrance,
+        admission: Admission,
+        prefixes: PrefixLookup,
         runner: ModelRunner,
+        speeds: StepSpeeds,
+        pacer: BackgroundPacer,
         metrics: Metrics,
+        detokenizer_for: Callable[[Request], Detokenizer],
+        *,
+        vocab_size: int,
     ) -> None:
         self._sequences = sequences
-        self._resume = resume
-        self._fetching = fetching
-        self._entrance = entrance
+        self._admission = admission
+        self._memory = admission.memory
+        self._prefixes = prefixes
         self._runner = runner
+        self._speeds = speeds
+        self._pacer = pacer
         self._metrics = metrics
+        self._detokenizer_for = detokenizer_for
+        self._vocab_size = vocab_size
+        self.overlaps = paths.active() != "cpu"
+        self._pending: PendingStep | None = None
+        self.is_stalled = False  # the last step had nothing to do: waiting requests wait for the disk
 
-    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        try:
-            self._remove(sequence)
-        finally:
-            self._metrics.requests.labels(outcome=reason).inc()
-            self._metrics.request_s.observe(time.monotonic() - sequence.submitted_s)
-            sequence.end(Finished(reason, sequence.usage, sequence.stop_found, sequence.reply_ids))
+    @property
+    def is_idle(self) -> bool:
+        """Whether no sequence waits or runs, and no step is pending."""
+        return not self._sequences.all and self._pending is None
 
-    def fail(self, sequence: Sequence, failed: Failed) -> None:
-        try:
-            self._remove(sequence)
-        finally:
-            self._tell_failure(sequence, failed)
+    def enqueue_sequence(self, sequence: Sequence) -> None:
+        """Add a sequence to the waiting ones, with the KV format that lets it fit in memory."""
+        self._prefixes.track_sequence(sequence)
+        self._sequences.waiting.append(sequence)
+        with sequence.contain_failure():
+            num_tokens = len(sequence.request.prompt) + sequence.max_tokens - 1
+            sequence.kv_format = self._memory.budget.format_for(num_tokens) or FULL_PRECISION
+        self._fail_contained()
 
-    def end_unservable(self, unservable: Unservable) -> None:
-        """End a request that memory has no room for."""
-        sequence = unservable.sequence
-        if unservable.failure is not None:
-            self.fail(sequence, unservable.failure)
-        else:
-            sequence.end_at_memory_limit()
-            self.finish(sequence, "length")
+    def step(self) -> None:
+        """Schedule, run, postprocess."""
+        plan = self._schedule()
+        admits = bool(plan.admit)
+        if admits and not self._must_read_first(plan):
+            self._change_membership(plan)
+            # The cache may have more or less for an admitted sequence than when it was scheduled.
+            plan = self._admission.plan_running()
+        if self._must_read_first(plan):
+            self._read_steps(self._take_pending(), is_overlapped=False)
+            return
+        has_passes = plan.prefill or plan.decode or self._pending
+        # An admitted sequence that did not start is scheduled again at once: its cached prefix has changed.
+        self.is_stalled = not (has_passes or plan.preempt or admits)
+        self._change_membership(plan)
+        finished = self._run_plan(plan)
+        self._read_steps(finished, is_overlapped=self._pending is not None)
+        self._pacer.step_down_early()
+        if self._pacer.has_work:
+            self._pacer.run_between_steps(is_awaited=self._admission.waits_for_memory)
+            # What came from the disk may be all that a sequence waited for.
+            self.is_stalled = False
 
-    def fail_those_that_cannot_go_on(self) -> None:
-        """Work for each of them failed; it costs no other request anything."""
-        for sequence in self._sequences.all:
-            if sequence.failure is not None:
-                self.fail(sequence, sequence.failure)
+    def _schedule(self) -> StepPlan:
+        schedule = self._admission.schedule()
+        while schedule.unservable is not None:
+            self._end_unservable(schedule.unservable)
+            schedule = self._admission.schedule()
+        return schedule.plan
 
-    def end(self, request_id: str, reason: FinishReason = "cancelled") -> None:
-        """Before the model ends it."""
-        for sequence in self._sequences.all:
-            if sequence.request.id == request_id:
-                self.finish(sequence, reason)
+    def _must_read_first(self, plan: StepPlan) -> bool:
+        """Whether the pending step has to be read, and the next step planned again. Only decode steps overlap."""
+        return self._pending is not None and bool(plan.preempt or plan.prefill)
 
-    def end_all(self, message: str) -> None:
-        """End each sequence as if it had ended by itself: what it has computed stays in the cache."""
-        for sequence in self._sequences.all:
-            with sequence.contain_failure():
-                self.fail(sequence, Failed(message))
+    # Membership: which sequences run.
 
-    def fail_all(self, message: str) -> None:
-        """End everything that runs or waits, and start from nothing."""
-        sequences = self._sequences.all
-        self._sequences.waiting = []
-        self._sequences.running.clear()
-        try:
-            self._runner.abandon()
-        finally:
-            for sequence in sequences:
-                self._tell_failure(sequence, Failed(message))
-        for sequence in sequences:
-            self._fetching.forget(sequence)
-
-    def _tell_failure(self, sequence: Sequence, failed: Failed) -> None:
-        self._metrics.requests.labels(outcome="failed").inc()
-        sequence.end(failed)
-
-    def _remove(self, sequence: Sequence) -> None:
-        """First from the tables, so that no fault leaves one behind that has ended."""
-        if self._sequences.running.pop(sequence.arrival, None) is not None:
-            # The batch keeps the caches of its rows alive, and recurrent state.
-            self._runner.disband()
-            self._resume.end(sequence)
-            self._resume.pin(sequence)
-        else:
-            self._sequences.waiting.remove(sequence)
-            self._fetching.forget(sequence)
-            self._entrance.let_go()
-
-
-class Membership:
-    def __init__(
-        self, sequences: SequenceTable, capacity: MemoryAccount, resume: Resume, runner: ModelRunner, metrics: Metrics
-    ) -> None:
-        self._sequences = sequences
-        self._capacity = capacity
-        self._resume = resume
-        self._runner = runner
-        self._metrics = metrics
-
-    def change(self, step_plan: StepPlan) -> None:
+    def _change_membership(self, plan: StepPlan) -> None:
         running = self._sequences.running
-        for key in step_plan.preempt:
-            self._set_aside(running[key])
-        for key in step_plan.grow:
-            self._grow(running[key])
-        for key in step_plan.admit:
-            self._admit(self._sequences.waiting_at(key))
+        for arrival in plan.preempt:
+            self._preempt(running[arrival])
+        for arrival in plan.grow:
+            cache = running[arrival].cache
+            assert cache is not None
+            cache.grow(self._memory.tokens_at_growth(running[arrival]))
+        for arrival in plan.admit:
+            self._start(self._sequences.waiting_at(arrival))
+        self._pacer.reclaim_memory(self._speeds.step_s, has_grown=bool(plan.grow or plan.admit))
 
-    def _set_aside(self, sequence: Sequence) -> None:
-        """Give its memory to an older one; it goes on when there is room, from its own text."""
+    def _preempt(self, sequence: Sequence) -> None:
+        """Give the memory of a sequence to an older one. It is resumed from its own tokens when memory has space."""
         self._runner.disband()
         self._sequences.preempt_sequence(sequence)
-        self._resume.end(sequence)
+        self._prefixes.finish(sequence, "preempted")
         sequence.preempt()
         self._metrics.set_aside.inc()
 
-    def _grow(self, sequence: Sequence) -> None:
-        assert sequence.cache is not None
-        sequence.cache.grow(self._capacity.tokens_at_growth(sequence))
-
-    def _admit(self, sequence: Sequence) -> None:
-        """Unless the store has less for it than when the plan was made, and it does not fit any more."""
+    def _start(self, sequence: Sequence) -> None:
+        """Start an admitted sequence, unless its cached prefix has shrunk and it does not fit any more."""
         is_first = sequence.cached_tokens is None
-        if not self._resume.begin(
-            sequence, self._runner, lambda found: self._capacity.fitting_tokens_at_start(sequence, found)
+        if not self._prefixes.start(
+            sequence, lambda cached_tokens: self._memory.fitting_tokens_at_start(sequence, cached_tokens)
         ):
             return
-        sequence.stored.awaits_room_s = None
+        self._admission.record_start(sequence)
         if is_first:
             self._metrics.prefix_queries.inc(len(sequence.request.prompt))
             self._metrics.prefix_hits.inc(sequence.cached_tokens or 0)
         self._sequences.start_sequence(sequence)
         sequence.report_prefill()
 
+    # Forward passes.
 
-class Passes:
-    def __init__(
-        self,
-        runner: ModelRunner,
-        sequences: SequenceTable,
-        resume: Resume,
-        speeds: StepSpeeds,
-        metrics: Metrics,
-        *,
-        vocab_size: int,
-        overlaps: bool,
-    ) -> None:
-        self._runner = runner
-        self._sequences = sequences
-        self._resume = resume
-        self._speeds = speeds
-        self._metrics = metrics
-        self._vocab_size = vocab_size
-        self.overlaps = overlaps
-        self.in_flight: PendingStep | None = None
-
-    def run(self, step_plan: StepPlan) -> list[PendingStep]:
-        """Tells which steps are over, so that their tokens can be read."""
-        chunks = [self._chunk_of(chunk) for chunk in step_plan.prefill]
-        if chunks and not step_plan.is_mixed:
+    def _run_plan(self, plan: StepPlan) -> list[PendingStep]:
+        """Run the passes of a step. Return the steps that are over, so that their tokens can be read."""
+        chunks = [self._prompt_chunk(chunk) for chunk in plan.prefill]
+        if chunks and not plan.is_mixed:
             self._prefill(chunks)
-        riding = chunks if step_plan.is_mixed else []
-        rows = self._rows(step_plan.decode)
+        riding = chunks if plan.is_mixed else []
+        rows = self._batch_rows(plan.decode)
         if riding and not rows:
             self._prefill(riding)
             riding = []
         brings_first = any(not self._sequences.running[row.id].num_generated for row in rows)
-        done = self._replace_in_flight(self._launch(rows, riding))
-        self._after_chunks(riding)
+        finished = self._replace_pending(self._launch(rows, riding))
+        self._commit_chunks(riding)
         if not self.overlaps or chunks or brings_first or self._sequences.has_prompts:
-            # Steps beside a prompt never overlap: how long each takes is what chunks are sized by. Nor does a step that
-            # brings a first token: its client would wait until the next step is issued, too.
-            done += self.take_in_flight()
-        return done
+            # Steps beside a prompt never overlap: chunks are sized by how long each takes. Nor does a step that brings
+            # a first token: its client would wait until the next step is launched, too.
+            finished += self._take_pending()
+        return finished
 
-    def take_in_flight(self) -> list[PendingStep]:
-        """The step that is in flight, if there is one: it is to be read."""
-        return self._replace_in_flight(None)
+    def _take_pending(self) -> list[PendingStep]:
+        """Return the pending step, if there is one: the caller reads it."""
+        return self._replace_pending(None)
 
-    def _replace_in_flight(self, launched: PendingStep | None) -> list[PendingStep]:
-        done, self.in_flight = self.in_flight, launched
-        return [done] if done is not None else []
+    def _replace_pending(self, launched: PendingStep | None) -> list[PendingStep]:
+        before, self._pending = self._pending, launched
+        return [before] if before is not None else []
 
-    def _chunk_of(self, chunk: Chunk) -> PromptChunk:
+    def _prompt_chunk(self, chunk: Chunk) -> PromptChunk:
         sequence = self._sequences.running[chunk.id]
         assert sequence.cache is not None
         start = sequence.cache.num_tokens
@@ -228,224 +188,222 @@ class Passes:
         else:
             self._runner.prefill(chunks[0].cache, chunks[0].tokens)
         self._speeds.count_chunk(num_tokens, time.perf_counter() - began_s, has_streams=has_streams)
-        self._after_chunks(chunks)
+        self._commit_chunks(chunks)
 
-    def _after_chunks(self, chunks: list[PromptChunk]) -> None:
+    def _commit_chunks(self, chunks: list[PromptChunk]) -> None:
         for chunk in chunks:
             sequence = self._sequences.running[chunk.id]
             with sequence.contain_failure():
-                self._resume.after_chunk(sequence)
+                self._prefixes.commit_chunk(sequence)
             self._metrics.prefill_tokens.inc(len(chunk.tokens))
             sequence.report_prefill()
 
-    def _rows(self, keys: tuple[int, ...]) -> list[BatchRow]:
-        """Of those that can decode: a grammar that fails ends its own request."""
+    def _batch_rows(self, arrivals: tuple[int, ...]) -> list[BatchRow]:
+        """Return the rows of a decode step. A grammar that fails ends its own request."""
         rows: list[BatchRow] = []
-        for key in keys:
-            sequence = self._sequences.running[key]
+        for arrival in arrivals:
+            sequence = self._sequences.running[arrival]
             with sequence.contain_failure():
-                rows.append(self._row(sequence))
+                rows.append(self._batch_row(sequence))
         return rows
+
+    def _batch_row(self, sequence: Sequence) -> BatchRow:
+        assert sequence.cache is not None
+        if sequence.prefill_left:
+            # Refuse to decode before prefill has finished; the row would overwrite an uncomputed position.
+            raise RuntimeError(f"{sequence.prefill_left} tokens of a prompt are not computed: it cannot decode yet")
+        is_known = sequence.num_launched == sequence.num_generated
+        token = sequence.tokens[-1] if is_known else None
+        sampler, matcher = sequence.sampler(self._vocab_size), sequence.matcher()
+        grammar = None if matcher is None else GrammarState(matcher, sequence.num_generated)
+        return BatchRow(sequence.arrival, sequence.cache, sampler, token, grammar)
 
     def _launch(self, rows: list[BatchRow], riding: list[PromptChunk]) -> PendingStep | None:
         if not rows:
             return None
-        launched = self._runner.launch(rows, self.in_flight, riding)
+        launched = self._runner.launch(rows, self._pending, riding)
         for row in rows:
             self._sequences.running[row.id].num_launched += 1
         return launched
 
-    def _row(self, sequence: Sequence) -> BatchRow:
-        assert sequence.cache is not None
-        if sequence.prefill_left:
-            # Rather none than wrong ones: its last token would take the place of one that is not computed yet.
-            raise RuntimeError(f"{sequence.prefill_left} tokens of a prompt are not computed: it cannot decode yet")
-        known = sequence.num_launched == sequence.num_generated
-        token = sequence.tokens[-1] if known else None
-        sampler, matcher = sequence.sampler(self._vocab_size), sequence.matcher()
-        guide = None if matcher is None else GrammarState(matcher, sequence.num_generated)
-        return BatchRow(sequence.arrival, sequence.cache, sampler, token, guide)
+    # Tokens of finished steps.
 
-
-class Replies:
-    def __init__(
-        self,
-        sequences: SequenceTable,
-        resume: Resume,
-        endings: Endings,
-        speeds: StepSpeeds,
-        metrics: Metrics,
-        detokenizer: Callable[[Request], Detokenizer],
-    ) -> None:
-        self._sequences = sequences
-        self._resume = resume
-        self._endings = endings
-        self._speeds = speeds
-        self._metrics = metrics
-        self._detokenizer = detokenizer
-
-    def read(self, done: list[PendingStep], *, is_overlapped: bool) -> None:
-        """`is_overlapped`: another step was launched before these are read."""
+    def _read_steps(self, finished: list[PendingStep], *, is_overlapped: bool) -> None:
+        """Read the tokens of steps. `is_overlapped`: another step was launched before."""
         running = self._sequences.running
-        for step in done:
+        for step in finished:
             tokens = step.sampled.read()
             # Rows of sequences that have ended since were computed for nothing.
-            kept = [(row, key) for row, key in enumerate(step.ids) if key in running]
-            is_last = step is done[-1] and not is_overlapped
+            kept = [(row, arrival) for row, arrival in enumerate(step.ids) if arrival in running]
+            is_last = step is finished[-1] and not is_overlapped
             self._speeds.count_step(step, len(kept), is_last=is_last, has_prompts=self._sequences.has_prompts)
-            for row, key in kept:
-                if key in step.failures:
-                    self._endings.fail(running[key], Failed(_cannot_follow(step.failures[key]), "grammar"))
+            for row, arrival in kept:
+                if arrival in step.failures:
+                    self._fail(running[arrival], Failed(_grammar_message(step.failures[arrival]), "grammar"))
                 else:
-                    with running[key].contain_failure():
-                        self._accept(running[key], tokens[row], step, row)
-        self._endings.fail_those_that_cannot_go_on()
+                    with running[arrival].contain_failure():
+                        self._accept_token(running[arrival], tokens[row], step, row)
+        self._fail_contained()
 
-    def _accept(self, sequence: Sequence, token: int, step: PendingStep, row: int) -> None:
+    def _accept_token(self, sequence: Sequence, token: int, step: PendingStep, row: int) -> None:
         logprobs = step.sampled.logprobs.get(row)
         before_s = sequence.last_token_s
-        sequence.accept_token(token, logprobs.read(token) if logprobs else None, self._detokenizer)
+        sequence.accept_token(token, logprobs.read(token) if logprobs else None, self._detokenizer_for)
         self._metrics.generation_tokens.inc()
-        self._resume.after_step(sequence)
+        self._prefixes.commit_token(sequence)
         if sequence.last_token_s is not None and before_s is not None:
             self._metrics.inter_token_s.observe(sequence.last_token_s - before_s)
         elif sequence.last_token_s is not None:
             self._metrics.first_token_s.observe(sequence.last_token_s - sequence.submitted_s)
         if sequence.finish_reason is not None:
-            self._endings.finish(sequence, sequence.finish_reason)
+            self._finish(sequence, sequence.finish_reason)
 
+    # End of a sequence: it leaves the tables first, then the client hears of it.
 
-def _cannot_follow(reason: str) -> str:
-    return f"The schema or grammar of this request could not be followed further: {reason}. Make it simpler."
-
-
-MAX_REST_S = 1.0
-
-
-@dataclass(eq=False)
-class Loop:
-    """`engine/make.py` puts it together."""
-
-    stock: Stock
-    plans: FormatCatalog
-    sequences: SequenceTable
-    capacity: MemoryAccount
-    fetching: Fetching
-    entrance: Entrance
-    planner: Planner
-    membership: Membership
-    passes: Passes
-    replies: Replies
-    endings: Endings
-    housekeeping: BackgroundPacer
-    speeds: StepSpeeds
-    runner: ModelRunner
-    is_stalled: bool = False  # the last step had nothing to do: those that wait, wait for the disk
-
-    @property
-    def budget(self) -> Budget:
-        """Read by other threads."""
-        return self.capacity.budget
-
-    @property
-    def has_broken_cache(self) -> bool:
-        """Whether another loop should take over, with an empty cache."""
-        return self.stock.failures.is_broken
-
-    @property
-    def idle(self) -> bool:
-        return not self.sequences.all and self.passes.in_flight is None
-
-    def enqueue(self, sequence: Sequence) -> None:
-        self.sequences.waiting.append(sequence)
-        with sequence.contain_failure():
-            sequence.kv_format = (
-                self.budget.format_for(len(sequence.request.prompt) + sequence.max_tokens - 1) or FULL_PRECISION
-            )
-        self.endings.fail_those_that_cannot_go_on()
-
-    def fail_all(self, message: str) -> None:
-        """End everything that runs or waits, and start from nothing."""
-        self.passes.in_flight = None
-        self.endings.fail_all(message)
-        self.stock.tasks.fail(lambda: Unavailable(message))
-
-    def take_over(self, failed: Loop) -> None:
-        """Serve the requests of a loop whose cache is broken. Those that run keep the KV that they read, and leave
-        nothing in the new cache; those that wait find it empty."""
-        for sequence in failed.sequences.all:
-            sequence.stored.withdraw_lookup()
-            sequence.stored = sequence.stored.without_cache()
-        for sequence in failed.sequences.running.values():
-            sequence.stored.filing = self.stock.store.insert_detached(Lease(ReuseClass.FRESH))
-        self.sequences.waiting.extend(failed.sequences.waiting)
-        self.sequences.running.update(failed.sequences.running)
-        self.passes.in_flight = failed.passes.in_flight
-        self.capacity.budget = failed.capacity.budget
-        failed.stock.tasks.fail(lambda: Unavailable("The cache failed and was emptied. Try again."))
-        self.stock.take_over(failed.stock)
+    def end_request(self, request_id: str, reason: FinishReason = "cancelled") -> None:
+        """End a request before the model ends it. An unknown id is ignored: the request may have ended already."""
+        for sequence in self._sequences.all:
+            if sequence.request.id == request_id:
+                self._finish(sequence, reason)
 
     def end_all(self, message: str) -> None:
-        """End everything that runs or waits before its time. What was computed stays in the cache, to be written."""
+        """End each sequence before its time, as if it had ended by itself: what it has computed stays cached."""
         try:
-            self.replies.read(self.passes.take_in_flight(), is_overlapped=False)
-            self.endings.end_all(message)
+            self._read_steps(self._take_pending(), is_overlapped=False)
+            for sequence in self._sequences.all:
+                with sequence.contain_failure():
+                    self._fail(sequence, Failed(message))
         finally:
             self.fail_all(message)
 
-    def step(self) -> None:
-        step_plan = self._plan()
-        would_admit = bool(step_plan.admit)
-        if would_admit and not self._has_to_read_first(step_plan):
-            self._make_changes(step_plan)
-            # What the store had for them may have come or gone since the plan was made: go by what they have now.
-            step_plan = self.planner.plan_for([])
-        if self._has_to_read_first(step_plan):
-            self.replies.read(self.passes.take_in_flight(), is_overlapped=False)
-            return
-        has_passes = step_plan.prefill or step_plan.decode or self.passes.in_flight
-        # One that was to be admitted and was not looks again at once: its prefix has changed.
-        self.is_stalled = not (has_passes or step_plan.preempt or would_admit)
-        self._make_changes(step_plan)
-        done = self.passes.run(step_plan)
-        self.replies.read(done, is_overlapped=self.passes.in_flight is not None)
-        self.housekeeping.step_down_early()
-        if self.housekeeping.has_work:
-            self.housekeeping.run_between_steps(is_awaited=self.planner.awaits_chores)
-            # What came from the disk may be all that a sequence waited for.
-            self.is_stalled = False
+    def fail_all(self, message: str) -> None:
+        """End all sequences after a failed forward pass. What they have computed is lost."""
+        self._pending = None
+        sequences = self._sequences.all
+        self._sequences.waiting = []
+        self._sequences.running.clear()
+        try:
+            self._runner.abandon()
+        finally:
+            for sequence in sequences:
+                self._send_failure(sequence, Failed(message))
+        for sequence in sequences:
+            self._prefixes.finish(sequence, "abandoned")
 
-    def _plan(self) -> StepPlan:
-        schedule = self.planner.plan()
-        while schedule.unservable is not None:
-            self.endings.end_unservable(schedule.unservable)
-            schedule = self.planner.plan()
-        return schedule.plan
+    def take_over(self, failed: StepExecutor) -> None:
+        """Read the pending step of an executor whose cache has failed."""
+        self._pending = failed._pending
 
-    def _has_to_read_first(self, step_plan: StepPlan) -> bool:
-        """Only decode steps overlap. For anything else first see where everyone stands, then plan again."""
-        return self.passes.in_flight is not None and bool(step_plan.preempt or step_plan.prefill)
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        try:
+            self._remove(sequence)
+        finally:
+            self._metrics.requests.labels(outcome=reason).inc()
+            self._metrics.request_s.observe(time.monotonic() - sequence.submitted_s)
+            sequence.end(Finished(reason, sequence.usage, sequence.stop_found, sequence.reply_ids))
 
-    def _make_changes(self, step_plan: StepPlan) -> None:
-        self.membership.change(step_plan)
-        self.housekeeping.reclaim_memory(self.speeds.step_s, has_grown=bool(step_plan.grow or step_plan.admit))
+    def _fail(self, sequence: Sequence, failed: Failed) -> None:
+        try:
+            self._remove(sequence)
+        finally:
+            self._send_failure(sequence, failed)
 
-    def seconds_to_wait(self) -> float:
-        """How long a stalled loop may rest before it should look again, unless something comes."""
-        waiting, rate = self.sequences.waiting, self.speeds.alone.tokens_s
-        seconds = [self.fetching.seconds_to_wait(sequence, rate) for sequence in waiting]
-        # One that is past its patience waits for something else.
-        seconds += [left_s for left_s in map(self.entrance.seconds_left, waiting) if left_s > 0]
-        return min([MAX_REST_S, *(max(0.001, each) for each in seconds)])
+    def _send_failure(self, sequence: Sequence, failed: Failed) -> None:
+        self._metrics.requests.labels(outcome="failed").inc()
+        sequence.end(failed)
+
+    def _fail_contained(self) -> None:
+        """Fail each sequence whose work raised; no other request is concerned."""
+        for sequence in self._sequences.all:
+            if sequence.failure is not None:
+                self._fail(sequence, sequence.failure)
+
+    def _end_unservable(self, unservable: Unservable) -> None:
+        """End a request that memory has no space for."""
+        sequence = unservable.sequence
+        if unservable.failure is not None:
+            self._fail(sequence, unservable.failure)
+        else:
+            sequence.end_at_memory_limit()
+            self._finish(sequence, "length")
+
+    def _remove(self, sequence: Sequence) -> None:
+        """Remove a sequence from the tables first, so that no fault leaves one behind that has ended."""
+        if self._sequences.running.pop(sequence.arrival, None) is not None:
+            # The batch keeps the caches of its rows alive, and recurrent state.
+            self._runner.disband()
+            self._prefixes.finish(sequence, "ended")
+        else:
+            self._sequences.waiting.remove(sequence)
+            self._prefixes.finish(sequence, "ended")
+            self._admission.forget_sequence(sequence)
+
+
+def _grammar_message(reason: str) -> str:
+    return f"The schema or grammar of this request could not be followed further: {reason}. Make it simpler."
+
+
+@dataclass(eq=False)
+class EngineCore:
+    """Prefix cache, sequences, and the objects that serve them. `build_core` constructs a new core after a failed
+    forward pass, and after a fault that breaks the cache."""
+
+    stock: Stock
+    sequences: SequenceTable
+    runner: ModelRunner
+    speeds: StepSpeeds
+    prefixes: PrefixLookup
+    admission: Admission
+    pacer: BackgroundPacer
+    executor: StepExecutor
+    catalog: FormatCatalog
+
+    @property
+    def memory(self) -> MemoryAccount:
+        return self.admission.memory
+
+    @property
+    def budget(self) -> Budget:
+        """Budget of the memory for KV. Other threads read it."""
+        return self.memory.budget
+
+    @property
+    def has_broken_cache(self) -> bool:
+        """Whether another core should take over, with an empty cache."""
+        return self.stock.failures.is_broken
+
+    def fail_all(self, message: str) -> None:
+        """End all sequences and all tasks of clients after a failed forward pass."""
+        self.executor.fail_all(message)
+        self.stock.tasks.fail(lambda: Unavailable(message))
+
+    def end_all(self, message: str) -> None:
+        """End all sequences and all tasks of clients before their time. What was computed stays cached, to be
+        written."""
+        try:
+            self.executor.end_all(message)
+        finally:
+            self.stock.tasks.fail(lambda: Unavailable(message))
+
+    def take_over(self, failed: EngineCore) -> None:
+        """Serve the sequences of a core whose cache is broken."""
+        self.prefixes.take_over(failed.prefixes, failed.sequences)
+        self.sequences.waiting.extend(failed.sequences.waiting)
+        self.sequences.running.update(failed.sequences.running)
+        self.executor.take_over(failed.executor)
+        self.memory.budget = failed.budget
+        failed.stock.tasks.fail(lambda: Unavailable("The cache failed and was emptied. Try again."))
+        self.stock.take_over(failed.stock)
 
     def state(self) -> EngineState:
+        """Return a snapshot for other threads."""
         running = self.sequences.running.values()
         return EngineState(
             waiting=len(self.sequences.waiting),
             prefilling=sum(1 for s in running if s.prefill_left),
             running=len(running),
-            kv_bytes=self.capacity.running_bytes + self.capacity.cached_bytes,
-            cached_bytes=self.capacity.cached_bytes,
+            kv_bytes=self.memory.running_bytes + self.memory.cached_bytes,
+            cached_bytes=self.memory.cached_bytes,
             kv_budget_bytes=self.budget.total_bytes,
             active_bytes=mx.get_active_memory(),
             peak_bytes=mx.get_peak_memory(),

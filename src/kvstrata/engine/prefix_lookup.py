@@ -10,6 +10,8 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -17,365 +19,456 @@ from kvstrata.codecs.segments import GROUP_TOKENS
 from kvstrata.engine.budget import KvFormat
 from kvstrata.engine.request import PinRequest, Request
 from kvstrata.engine.runner import ModelRunner
-from kvstrata.engine.sequence import Sequence
+from kvstrata.engine.sequence import Sequence, SequenceTable
 from kvstrata.layers.raw_window import RawWindow
 from kvstrata.layers.sequence import SequenceCache
-from kvstrata.prefix_cache.entries import CachedPrefix, Lease
-from kvstrata.prefix_cache.entry_table import EntryTable
-from kvstrata.prefix_cache.eviction import Evictor
+from kvstrata.prefix_cache.entries import CachedPrefix, Entry, Lease
 from kvstrata.prefix_cache.insertion import Insertion
-from kvstrata.prefix_cache.jobs import FailureLog
 from kvstrata.prefix_cache.keys import TokenIds
-from kvstrata.prefix_cache.matching import NO_PREFIX, Explainer
-from kvstrata.prefix_cache.pins import Pins, Term
+from kvstrata.prefix_cache.matching import NO_PREFIX
+from kvstrata.prefix_cache.pins import Term
 from kvstrata.prefix_cache.precision import PrecisionTarget
-from kvstrata.prefix_cache.prefetch import Prefetcher
-from kvstrata.prefix_cache.prefix_cache import Store
+from kvstrata.prefix_cache.prefetch import TierOffer, TierOffers
+from kvstrata.prefix_cache.prefix_cache import PrefixCache
 from kvstrata.prefix_cache.tier_client import BlockLoad
-from kvstrata.prefix_cache.transcode import Transcoder
 from kvstrata.prefix_cache.worth import ReuseClass
 from kvstrata.spans.live import SEAL_TOKENS
 from kvstrata.spans.marks import take_mark
+from kvstrata.spans.span import Span, SpanRange
 from kvstrata.tier.block import BLOCK_TOKENS
 
-# For the answer what a tier has, at most: then a request goes on without it. It comes within milliseconds.
+# Longest wait for the tiers to say what they have; then a request continues without them. Answers take milliseconds.
 LOOKUP_S = 1.0
 
+# A request waits for the prefill of another if that saves at least this many tokens.
+MIN_FOLLOW_TOKENS = 32
 
-class Fetching:
-    def __init__(self, fetches: Prefetcher, failures: FailureLog) -> None:
-        self._fetches = fetches
-        self._failures = failures
+# Limit of lookups on the tiers before a request starts: where memory is so short that the prefix is evicted each time
+# before the request is admitted, the request computes it.
+MAX_TIER_LOOKUPS = 4
 
-    def fetch(self, sequence: Sequence, prefill_tokens_s: float) -> None:
-        """Go on with what the tiers have for it: ask, load if that pays, and hand it to the store."""
-
-        def go_on() -> bool:
-            self._fetch(sequence, prefill_tokens_s)
-            return True
-
-        if not self._failures.attempt("lookups", go_on, otherwise=False):
-            self.forget(sequence)
-
-    def _fetch(self, sequence: Sequence, prefill_tokens_s: float) -> None:
-        prompt, salt, stored = sequence.ids()[:-1], sequence.request.salt, sequence.stored
-        if not stored.has_asked:
-            stored.has_asked = True
-            stored.num_asked += 1
-            stored.lookup = self._fetches.ask(prompt, salt, prefill_tokens_s=prefill_tokens_s)
-        if stored.lookup is not None and stored.lookup.is_done:
-            stored.offers = stored.lookup.offers
-            # Who has not answered by now is not waited for.
-            stored.lookup.withdraw()
-            stored.lookup = None
-        self._load_next(sequence, prefill_tokens_s)
-        load = stored.load
-        if load is not None and (load.is_done or _is_late(load, prefill_tokens_s)):
-            self._fetches.promote(load)
-            if load.lacked_memory:
-                # There may be room when it is admitted: it asks again then.
-                stored.most_found = max(stored.most_found, load.links[-1].end)
-            stored.load = None
-            # What one tier had is there: maybe another has more.
-            self._load_next(sequence, prefill_tokens_s)
-
-    def _load_next(self, sequence: Sequence, prefill_tokens_s: float) -> None:
-        stored = sequence.stored
-        if stored.load is None and stored.offers:
-            stored.load, stored.offers = self._fetches.begin_next_load(
-                stored.offers, sequence.ids()[:-1], sequence.request.salt, prefill_tokens_s=prefill_tokens_s
-            )
-
-    def awaits_disk(self, sequence: Sequence) -> bool:
-        """Whether it should wait for what is on its way from the disk, or for what the disk has to say."""
-        if sequence.stored.load is not None:
-            return True
-        lookup = sequence.stored.lookup
-        return lookup is not None and time.monotonic() < lookup.deadline_s(LOOKUP_S)
-
-    def seconds_to_wait(self, sequence: Sequence, prefill_tokens_s: float) -> float:
-        """Until it should look again what it waits for from the disk; infinite where it waits for nothing."""
-        now_s = time.monotonic()
-        if sequence.stored.load is not None:
-            return sequence.stored.load.deadline_s(prefill_tokens_s) - now_s
-        if sequence.stored.lookup is not None and self.awaits_disk(sequence):
-            return sequence.stored.lookup.deadline_s(LOOKUP_S) - now_s
-        return math.inf
-
-    def forget(self, sequence: Sequence) -> None:
-        """It will not begin: it no longer waits for what is on its way."""
-        sequence.stored.withdraw_lookup()
-        load, sequence.stored.load = sequence.stored.load, None
-        if load is not None:
-            self._failures.require("releases", lambda: self._fetches.abandon(load), None)
-
-
-def _is_late(load: BlockLoad, prefill_tokens_s: float) -> bool:
-    """Whether it should be given up. What came and was not taken in yet may be what it waits for."""
-    return time.monotonic() >= load.deadline_s(prefill_tokens_s) and not load.has_arrived
-
+# Tokens that name the pin of a request without a session. Chats that begin alike share one pin, so that the number of
+# pins stays bounded.
+NAMING_TOKENS = 64
 
 OVER_QUOTA = "quota"
 
-# Of a request without a session, that name its pin: chats that begin alike share one, so that there are never more
-# pins than kinds of chats.
-NAMING_TOKENS = 64
+# ended      the sequence is at its end; its pin is set
+# preempted  the sequence will be resumed
+# abandoned  a forward pass failed: its KV may not be computable
+Outcome = Literal["ended", "preempted", "abandoned"]
 
 
-class Pinning:
-    def __init__(self, pins: Pins, shelf: EntryTable, token_bytes: int) -> None:
-        self._pins = pins
-        self._shelf = shelf
-        self._token_bytes = token_bytes
+@dataclass
+class _PrefixState:
+    """Prefix state of one sequence: the last lookup, the state of its questions to the tiers, and its insertion."""
 
-    def foresee(self, sequence: Sequence) -> None:
-        """Before the client hears of the request: whether its quota will do, as far as that can be known."""
-        request = sequence.request
-        if request.pin is None:
-            return
-        asked = request.prompt[: request.pin.num_tokens]
-        if not self._pins.can_pin_until(asked, request.salt, self._term(request, request.pin), self._token_bytes):
-            sequence.unpinned_reason = OVER_QUOTA
+    pauses: set[int]  # positions where other requests will resume: prefill pauses there if the model needs checkpoints
+    insertion: Insertion | None = None  # None: the sequence waits
+    cached: CachedPrefix | None = None  # result of the last lookup
+    cached_version: int = 0  # of the entry table, at that lookup
+    reused_end: int | None = None  # how much of the prompt an earlier request had; None: the sequence has not started
+    common_tokens: dict[int, int] = field(default_factory=dict)  # length of the prefix shared with another, by arrival
+    has_asked: bool = False  # the tiers were asked for what memory lacks
+    num_asked: int = 0  # lookups on the tiers since the last start
+    most_cached: int = 0  # most tokens of the prefix in memory since the tiers were asked
+    refused_end: int = 0  # end of a load that memory had no space for; 0: there was none
+    refused_space_bytes: int = 0  # space at that time
+    lookup: TierOffers | None = None  # open question to the tiers
+    offers: tuple[TierOffer, ...] = ()  # answers that are not loaded yet
+    load: BlockLoad | None = None  # on its way from a tier
 
-    def pin(self, sequence: Sequence) -> None:
-        """It has ended; what it computed is stored."""
-        request = sequence.request
-        if request.pin is None or sequence.unpinned_reason or sequence.num_computed < len(request.prompt) - 1:
-            return
-        self._pins.pin_until(request.prompt[: request.pin.num_tokens], request.salt, self._term(request, request.pin))
+    def ask_tiers_again(self) -> None:
+        """Have the tiers asked anew: they may have what memory lost or refused."""
+        self.withdraw_lookup()
+        self.has_asked, self.most_cached, self.refused_end = False, 0, 0
 
-    def _term(self, request: Request, pin: PinRequest) -> Term:
-        return Term(_name(request), pin.ttl_s, pin.quota.of(self._shelf.max_bytes))
-
-
-def _name(request: Request) -> str:
-    if request.session:
-        return f"session {request.session}"
-    first = np.array(request.prompt[:NAMING_TOKENS], np.int32)
-    return f"begins {hashlib.sha256(first.tobytes()).hexdigest()}"
-
-
-# A prefill in flight is waited for if it saves at least this many tokens.
-MIN_FOLLOW_TOKENS = 32
-
-# A request asks the tiers at most so often before it begins: where memory is so short that its prefix goes each time
-# before the request is admitted, it computes the prefix.
-MAX_ASKED = 4
+    def withdraw_lookup(self) -> None:
+        """Withdraw the open question to the tiers, and drop their answers."""
+        if self.lookup is not None:
+            self.lookup.withdraw()
+            self.lookup = None
+        self.offers = ()
 
 
-class Resume:
-    def __init__(
-        self,
-        store: Store,
-        evictor: Evictor,
-        explainer: Explainer,
-        transcoder: Transcoder,
-        pinning: Pinning,
-        failures: FailureLog,
-        *,
-        mark_every_tokens: int,
-        shared_marks: Callable[[], None] | None = None,
-    ) -> None:
-        """`shared_marks`: what is computed goes to a tier that others share, which has marks at multiples of 256 only;
-        called before one is taken while a batch runs, to give its sequences their own state. None: nothing does."""
-        self._store = store
-        self._needs_marks = store.needs_checkpoints  # of the model: read once, so that no step depends on the answer
-        self._evictor = evictor
-        self._explainer = explainer
-        self._transcoder, self._precision = transcoder, transcoder.precision
-        self._pinning = pinning
-        self._failures = failures
-        self._mark_every = round_up_to_block(mark_every_tokens) if shared_marks else mark_every_tokens
-        self._shared_marks = shared_marks
+class PrefixLookup:
+    """Prefix state of every sequence, and all calls of the cache on behalf of a sequence."""
 
-    def found(self, sequence: Sequence) -> CachedPrefix:
-        """What it would go on from if it began now."""
-        return self._failures.attempt("lookups", lambda: self._find(sequence), NO_PREFIX)
+    def __init__(self, prefix_cache: PrefixCache, runner: ModelRunner, *, checkpoint_every_tokens: int) -> None:
+        self._prefix_cache = prefix_cache
+        self._failures = prefix_cache.failures
+        self._prefetcher = prefix_cache.prefetcher
+        self._runner = runner
+        self._needs_checkpoints = prefix_cache.needs_checkpoints  # read once: no step depends on the answer
+        # A shared tier has checkpoints at multiples of a block only.
+        self._is_shared = prefix_cache.shared is not None
+        self._checkpoint_every = (
+            _round_up_to_block(checkpoint_every_tokens) if self._is_shared else checkpoint_every_tokens
+        )
+        self._states: dict[int, _PrefixState] = {}  # by arrival
+        # Spans of a broken entry table that running sequences read, by arrival: no table counts their bytes.
+        self._uncounted_spans: dict[int, tuple[Span, ...]] = {}
 
-    def _find(self, sequence: Sequence) -> CachedPrefix:
-        self._evictor.expire()
-        stored = sequence.stored
-        if stored.found is None or stored.found_version != self._store.version:
-            stored.found = self._store.lookup(sequence.ids()[:-1], sequence.request.salt)
-            stored.found_version = self._store.version
-        stored.most_found = max(stored.most_found, stored.found.num_tokens)
-        return stored.found
+    @property
+    def uncounted_bytes(self) -> int:
+        """Bytes of the spans that running sequences read from an entry table that has failed."""
+        return sum(span.nbytes for span in {span for spans in self._uncounted_spans.values() for span in spans})
+
+    def track_sequence(self, sequence: Sequence) -> None:
+        """Begin the prefix state of a sequence that has arrived."""
+        self._states[sequence.arrival] = _PrefixState(set(sequence.request.resume_at))
+
+    # Lookup in memory.
+
+    def cached_prefix(self, sequence: Sequence) -> CachedPrefix:
+        """Return what the sequence would resume from if it started now."""
+        return self._failures.attempt("lookups", lambda: self._find_cached(sequence), NO_PREFIX)
+
+    def _find_cached(self, sequence: Sequence) -> CachedPrefix:
+        self._prefix_cache.evictor.expire()
+        state = self._states[sequence.arrival]
+        if state.cached is None or state.cached_version != self._prefix_cache.version:
+            state.cached = self._prefix_cache.lookup(sequence.ids()[:-1], sequence.request.salt)
+            state.cached_version = self._prefix_cache.version
+        state.most_cached = max(state.most_cached, state.cached.num_tokens)
+        return state.cached
+
+    def prefix_entries(self, sequence: Sequence) -> tuple[Entry, ...]:
+        """Return the entries of the last lookup of a waiting sequence."""
+        cached = self._states[sequence.arrival].cached
+        return () if cached is None else cached.entries
 
     def awaits_encoding(self, sequence: Sequence) -> bool:
-        """Whether it has to wait until what it would go on from is encoded, which is done next."""
-        found = self.found(sequence)
-        return self._failures.attempt("lookups", lambda: self._store.waits_for_encoding(found), otherwise=False)
+        """Whether the cached prefix has to be encoded before the sequence starts. The transcoder does that next."""
+        cached = self.cached_prefix(sequence)
+        return self._failures.attempt("lookups", lambda: self._prefix_cache.waits_for_encoding(cached), otherwise=False)
 
-    def follow(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
-        """Have a sequence ahead, which is about to compute what this one needs, pause where both part. True: there is
-        such a one, so this one waits and shares what it computes."""
-        if not self._store.can_share:
+    def is_blocked(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
+        """Whether the sequence waits for a tier, or for the prefill of a sequence of `ahead`."""
+        return self.awaits_tier(sequence) or self._follows(sequence, ahead)
+
+    def _follows(self, sequence: Sequence, ahead: Iterable[Sequence]) -> bool:
+        """Have a sequence ahead, which is about to compute a prefix of this one, pause where the two diverge. Return
+        True where there is one: this sequence waits and resumes from what the other computes."""
+        if not self._prefix_cache.can_share:
             return False
-        known = self.found(sequence).num_tokens
+        cached_tokens = self.cached_prefix(sequence).num_tokens
         for other in ahead:
-            shared = _shared_tokens(sequence, other)
-            if shared - known >= MIN_FOLLOW_TOKENS and other.num_computed < shared:
-                other.stored.stops.add(shared)
+            common = self._common_tokens(sequence, other)
+            if common - cached_tokens >= MIN_FOLLOW_TOKENS and other.num_computed < common:
+                self._states[other.arrival].pauses.add(common)
                 return True
         return False
 
-    def begin(self, sequence: Sequence, runner: ModelRunner, capacity_after: Callable[[int], int]) -> bool:
-        """Give it a cache, with what is stored in front; `capacity_after` so many tokens, 0: there is no room.
+    def _common_tokens(self, sequence: Sequence, other: Sequence) -> int:
+        """Return the length of the prefix that two prompts have in common, without their last tokens."""
+        if sequence.request.salt != other.request.salt:
+            return 0
+        common_tokens = self._states[sequence.arrival].common_tokens
+        if other.arrival not in common_tokens:
+            common_tokens[other.arrival] = _common_length(sequence.ids()[:-1], other.ids()[:-1])
+        return common_tokens[other.arrival]
 
-        What is stored may be less than when it was last looked at. False: it has to go on waiting.
+    # Loads from tiers.
+
+    def refresh(self, sequence: Sequence, prefill_tokens_s: float) -> CachedPrefix:
+        """Ask the tiers once, load where that is faster than computing, and return the cached prefix."""
+
+        def refresh() -> bool:
+            self._continue_loading(sequence, prefill_tokens_s)
+            return True
+
+        if not self._failures.attempt("lookups", refresh, otherwise=False):
+            self._drop_load(self._states[sequence.arrival])
+        return self.cached_prefix(sequence)
+
+    def _continue_loading(self, sequence: Sequence, prefill_tokens_s: float) -> None:
+        state = self._states[sequence.arrival]
+        if not state.has_asked:
+            state.has_asked = True
+            state.num_asked += 1
+            state.lookup = self._prefetcher.ask(
+                sequence.ids()[:-1], sequence.request.salt, prefill_tokens_s=prefill_tokens_s
+            )
+        if state.lookup is not None and state.lookup.is_done:
+            state.offers = state.lookup.offers
+            # A tier that has not answered by now is not waited for.
+            state.lookup.withdraw()
+            state.lookup = None
+        self._begin_next_load(sequence, state, prefill_tokens_s)
+        load = state.load
+        if load is not None and (load.is_done or _is_late(load, prefill_tokens_s)):
+            self._prefetcher.promote(load)
+            if load.lacked_memory:
+                # Memory may have more space when the request is admitted: the tiers are asked again then.
+                state.refused_end, state.refused_space_bytes = load.links[-1].end, self._space_bytes
+            state.load = None
+            # The blocks of one tier are in memory now; another tier may have more.
+            self._begin_next_load(sequence, state, prefill_tokens_s)
+
+    def _begin_next_load(self, sequence: Sequence, state: _PrefixState, prefill_tokens_s: float) -> None:
+        if state.load is None and state.offers:
+            state.load, state.offers = self._prefetcher.begin_next_load(
+                state.offers, sequence.ids()[:-1], sequence.request.salt, prefill_tokens_s=prefill_tokens_s
+            )
+
+    @property
+    def _space_bytes(self) -> int:
+        """Bytes that cached KV may take if all evictable entries go."""
+        table = self._prefix_cache.table
+        return self._prefix_cache.reclaimer.limit_bytes - (table.nbytes - table.evictable_bytes)
+
+    def awaits_tier(self, sequence: Sequence) -> bool:
+        """Whether the sequence waits for a load, or for the answer of a tier."""
+        state = self._states[sequence.arrival]
+        if state.load is not None:
+            return True
+        return state.lookup is not None and time.monotonic() < state.lookup.deadline_s(LOOKUP_S)
+
+    def seconds_to_wait(self, sequence: Sequence, prefill_tokens_s: float) -> float:
+        """Return the time until the sequence gives up what it waits for from a tier; infinity where that is nothing."""
+        state, now_s = self._states[sequence.arrival], time.monotonic()
+        if state.load is not None:
+            return state.load.deadline_s(prefill_tokens_s) - now_s
+        if state.lookup is not None and self.awaits_tier(sequence):
+            return state.lookup.deadline_s(LOOKUP_S) - now_s
+        return math.inf
+
+    def _drop_load(self, state: _PrefixState) -> None:
+        """Abandon the load and the lookup of a sequence that does not wait for them any more."""
+        state.withdraw_lookup()
+        load, state.load = state.load, None
+        if load is not None:
+            self._failures.require("releases", lambda: self._prefetcher.abandon(load), None)
+
+    def _must_ask_again(self, sequence: Sequence, state: _PrefixState) -> bool:
+        """Whether memory has less of the prefix than when the tiers were asked, or more space than when it refused a
+        load. The tiers may have the rest, so the sequence does not compute it before they have answered."""
+        cached_tokens = self.cached_prefix(sequence).num_tokens
+        may_fit_now = cached_tokens < state.refused_end and self._space_bytes > state.refused_space_bytes
+        return (cached_tokens < state.most_cached or may_fit_now) and state.num_asked < MAX_TIER_LOOKUPS
+
+    # A sequence that runs.
+
+    def start(self, sequence: Sequence, capacity_for: Callable[[int], int]) -> bool:
+        """Lease the cached prefix of a sequence, make its KV cache, and open its insertion. `capacity_for` maps the
+        number of cached tokens to the capacity of the KV cache; 0: memory has no space for it.
+
+        Return False where the sequence keeps waiting: the cached prefix may have shrunk since it was scheduled.
         """
-        if self._has_to_ask_again(sequence) or self.awaits_encoding(sequence):
+        state = self._states[sequence.arrival]
+        if self._must_ask_again(sequence, state):
+            state.ask_tiers_again()
             return False
-        sequence.stored.found = None
-        sequence.stored.withdraw_lookup()
-        lease = self._failures.attempt("lookups", lambda: self._lease(sequence), Lease(ReuseClass.FRESH))
-        capacity = capacity_after(lease.num_tokens)
+        if self.awaits_encoding(sequence):
+            return False
+        state.cached = None
+        state.withdraw_lookup()
+        lease = self._failures.attempt("lookups", lambda: self._lease_prefix(sequence), Lease(ReuseClass.FRESH))
+        capacity = capacity_for(lease.num_tokens)
         if not capacity:
-            self._failures.require("releases", lambda: self._store.release(lease), None)
+            self._failures.require("releases", lambda: self._prefix_cache.release(lease), None)
             return False
-        sequence.stored.asked_twice = lease.reused_end
-        if self._shared_marks is not None and self._needs_marks:
-            stops = {*sequence.stored.stops, len(sequence.tokens) - 1}
-            sequence.stored.stops |= {stop - stop % BLOCK_TOKENS for stop in stops if stop >= BLOCK_TOKENS}
-        sequence.stored.num_asked = 0
-        cache = sequence.cache = runner.new_cache(capacity, lease.prefix, sequence.kv_format.raw_tokens)
-        filing = self._failures.attempt("commits", lambda: self._open(sequence, lease, cache), None)
-        sequence.stored.filing = self._store.insert_detached(lease) if filing is None else filing
+        state.reused_end = lease.reused_end
+        if self._is_shared and self._needs_checkpoints:
+            ends = {*state.pauses, len(sequence.tokens) - 1}
+            state.pauses |= {end - end % BLOCK_TOKENS for end in ends if end >= BLOCK_TOKENS}
+        state.num_asked = 0
+        cache = sequence.cache = self._runner.new_cache(capacity, lease.prefix, sequence.kv_format.raw_tokens)
+        insertion = self._failures.attempt("commits", lambda: self._open_insertion(sequence, lease, cache), None)
+        state.insertion = self._prefix_cache.insert_detached(lease) if insertion is None else insertion
         if sequence.cached_tokens is None:
             sequence.cached_tokens = lease.num_tokens
-            self._failures.attempt("lookups", lambda: self._foresee(sequence), None)
+            self._failures.attempt("lookups", lambda: self._explain_start(sequence), None)
         return True
 
-    def _lease(self, sequence: Sequence) -> Lease:
-        request, asked_twice = sequence.request, sequence.stored.asked_twice
-        return self._store.lease(sequence.ids()[:-1], request.salt, asked_twice, request.session)
+    def _lease_prefix(self, sequence: Sequence) -> Lease:
+        request, reused_end = sequence.request, self._states[sequence.arrival].reused_end
+        return self._prefix_cache.lease(sequence.ids()[:-1], request.salt, reused_end, request.session)
 
-    def _open(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Insertion:
-        filing = self._store.insert(lease, cache, sequence.request.salt, sequence.request.resume_at)
-        if sequence.kv_format.plan is not None and not self._precision.options.live:
-            self._transcoder.retarget(filing.entry, PrecisionTarget(sequence.kv_format.plan))
-        return filing
+    def _open_insertion(self, sequence: Sequence, lease: Lease, cache: SequenceCache) -> Insertion:
+        insertion = self._prefix_cache.insert(lease, cache, sequence.request.salt, sequence.request.resume_at)
+        if sequence.kv_format.plan is not None and not self._prefix_cache.transcoder.precision.options.live:
+            self._prefix_cache.transcoder.retarget(insertion.entry, PrecisionTarget(sequence.kv_format.plan))
+        return insertion
 
-    def _foresee(self, sequence: Sequence) -> None:
-        """What its client hears of the cache before the first token."""
-        sequence.miss_reason = self._explainer.miss(sequence.ids(), sequence.request.salt)
-        self._pinning.foresee(sequence)
-
-    def _has_to_ask_again(self, sequence: Sequence) -> bool:
-        """Whether memory has less of its prefix than when the tiers were asked. They may have what was evicted since:
-        it is not computed before they have answered."""
-        stored, most_found = sequence.stored, sequence.stored.most_found
-        if self.found(sequence).num_tokens >= most_found or stored.num_asked >= MAX_ASKED:
-            return False
-        stored.ask_again()
-        return True
-
-    def next_stop(self, sequence: Sequence, at: int) -> int | None:
-        """How many tokens after `at` its prefill should pause, so that others can resume there. None: it need not."""
-        if not self._needs_marks:
-            return None
-        stops = [stop - at for stop in sequence.stored.stops if stop > at]
-        return min([*stops, self._mark_every - at % self._mark_every])
-
-    def after_chunk(self, sequence: Sequence) -> None:
-        """What it has computed is open to others from now on."""
-        if sequence.stored.filing is None or sequence.cache is None:
+    def _explain_start(self, sequence: Sequence) -> None:
+        """Note for the client, before the first token, why the rest of the prompt is not cached, and whether the quota
+        allows its pin, as far as that can be known."""
+        sequence.miss_reason = self._prefix_cache.matcher.miss_reason(sequence.ids(), sequence.request.salt)
+        request, pins = sequence.request, self._prefix_cache.pins
+        if request.pin is None:
             return
-        at = sequence.cache.num_tokens
-        pauses = at in sequence.stored.stops or at % self._mark_every == 0 or not sequence.prefill_left
-        has_checkpoint = self._needs_marks and pauses
-        self._commit(sequence, has_checkpoint=has_checkpoint, is_prompt_end=not sequence.prefill_left)
-        self._seal_in_time(sequence.cache, sequence.kv_format, SEAL_TOKENS)
-        self._grow(sequence, at)
+        pinned, token_bytes = request.prompt[: request.pin.num_tokens], self._runner.layout.token_bytes
+        if not pins.can_pin_until(pinned, request.salt, self._pin_term(request, request.pin), token_bytes):
+            sequence.unpinned_reason = OVER_QUOTA
 
-    def after_step(self, sequence: Sequence) -> None:
-        """It has one token more: enough for another piece to be encoded, maybe."""
-        if sequence.stored.filing is not None and sequence.num_generated % SEAL_TOKENS == 0:
-            self._grow(sequence, sequence.num_computed)
-        self._mark_reply(sequence)
-        if sequence.cache is not None:
-            self._seal_in_time(sequence.cache, sequence.kv_format, sequence.kv_format.raw_tokens or 0)
+    def chunk_limit(self, sequence: Sequence, at: int) -> int | None:
+        """Return the number of tokens from `at` to the next checkpoint, where prefill pauses. None: there is none."""
+        if not self._needs_checkpoints:
+            return None
+        pauses = [pause - at for pause in self._states[sequence.arrival].pauses if pause > at]
+        return min([*pauses, self._checkpoint_every - at % self._checkpoint_every])
 
-    def _mark_reply(self, sequence: Sequence) -> None:
-        """Where another server can go on from a reply."""
-        filing, cache = sequence.stored.filing, sequence.cache
-        if self._shared_marks is None or not self._needs_marks or filing is None or cache is None:
+    def commit_chunk(self, sequence: Sequence) -> None:
+        """Make the tokens that a prompt chunk has computed visible to other requests."""
+        state, cache = self._states[sequence.arrival], sequence.cache
+        if state.insertion is None or cache is None:
+            return
+        at, is_prompt_end = cache.num_tokens, not sequence.prefill_left
+        pauses = at in state.pauses or at % self._checkpoint_every == 0 or is_prompt_end
+        has_checkpoint = self._needs_checkpoints and pauses
+        self._commit(sequence, state, has_checkpoint=has_checkpoint, is_prompt_end=is_prompt_end)
+        self._seal_segments(cache, sequence.kv_format, SEAL_TOKENS)
+        self._record_growth(state, at)
+
+    def commit_token(self, sequence: Sequence) -> None:
+        """Have the tokens of a reply encoded as soon as a segment is full, and checkpoints taken for a shared tier."""
+        state, cache = self._states[sequence.arrival], sequence.cache
+        if sequence.num_generated % SEAL_TOKENS == 0:
+            self._record_growth(state, sequence.num_computed)
+        if cache is None:
+            return
+        self._commit_shared_checkpoint(sequence, state, cache)
+        self._seal_segments(cache, sequence.kv_format, sequence.kv_format.raw_tokens or 0)
+
+    def _commit_shared_checkpoint(self, sequence: Sequence, state: _PrefixState, cache: SequenceCache) -> None:
+        """Take a checkpoint from which another server can resume a reply."""
+        if not self._is_shared or not self._needs_checkpoints or state.insertion is None:
             return
         if cache.num_tokens % BLOCK_TOKENS == 0 and cache.num_tokens > cache.start:
-            self._shared_marks()
-            self._commit(sequence, has_checkpoint=True)
+            self._runner.disband()  # gives each sequence its own state
+            self._commit(sequence, state, has_checkpoint=True)
 
-    def _seal_in_time(self, cache: SequenceCache, rung: KvFormat, num_tokens: int) -> None:
-        """A sequence that fits because it is encoded is, as soon as so many tokens are raw, whatever else there is to
-        do. Up to the end of a codec's group."""
-        if rung.plan is None or cache.unsealed_tokens < num_tokens:
+    def _seal_segments(self, cache: SequenceCache, kv_format: KvFormat, num_tokens: int) -> None:
+        """Encode the KV buffer of a sequence that fits in memory only when encoded, as soon as `num_tokens` are raw,
+        up to the end of a codec's group."""
+        if kv_format.plan is None or cache.unsealed_tokens < num_tokens:
             return
-        window = self._precision.window
+        window = self._prefix_cache.transcoder.precision.window
         end = cache.num_tokens - window.recent_tokens
         recent = window.recent_tokens + end % GROUP_TOKENS
-        cache.seal(rung.plan.pairs, RawWindow(window.first_tokens, recent))
+        cache.seal(kv_format.plan.pairs, RawWindow(window.first_tokens, recent))
 
-    def end(self, sequence: Sequence) -> None:
-        """It runs no more: what it has computed stays in the store."""
-        filing, sequence.stored.orphans = sequence.stored.filing, ()
-        if filing is None or sequence.cache is None:
+    def drop_checkpoints(self, sequence: Sequence) -> bool:
+        """Drop all checkpoints of a running sequence that has no memory to grow. Return False where it has none."""
+        insertion = self._states[sequence.arrival].insertion
+        return insertion is not None and self._failures.attempt("reclaims", insertion.drop_checkpoints, otherwise=False)
+
+    def held_entries(self, sequence: Sequence) -> set[Entry]:
+        """Return the entries that a running sequence reads or writes."""
+        insertion = self._states[sequence.arrival].insertion
+        return set() if insertion is None else insertion.entries
+
+    def leased_ranges(self, sequence: Sequence) -> list[tuple[SpanRange, int]]:
+        """Return the cached spans that a running sequence reads, each with the number of its readers."""
+        insertion = self._states[sequence.arrival].insertion
+        lease = None if insertion is None else insertion.lease
+        return [] if lease is None else [(run, lease.readers(run.span)) for run in lease.ranges]
+
+    def num_readers(self, sequence: Sequence) -> int:
+        """Return how many sequences read the KV that this sequence computes, itself included."""
+        insertion = self._states[sequence.arrival].insertion
+        return 1 if insertion is None else 1 + insertion.entry.num_leases
+
+    # End.
+
+    def finish(self, sequence: Sequence, outcome: Outcome) -> None:
+        """Release what a sequence holds of the cache; what it has computed stays cached."""
+        arrival = sequence.arrival
+        state = self._states[arrival] if outcome == "preempted" else self._states.pop(arrival)
+        self._uncounted_spans.pop(arrival, None)
+        if outcome != "abandoned":
+            self._close_insertion(sequence, state)
+        self._drop_load(state)
+        if outcome == "preempted":
+            state.ask_tiers_again()
+        elif outcome == "ended" and sequence.cache is not None:
+            self._failures.attempt("commits", lambda: self._pin_prompt(sequence), None)
+
+    def take_over(self, failed: PrefixLookup, sequences: SequenceTable) -> None:
+        """Continue with the sequences of a core whose entry table has failed. Running sequences keep the KV that they
+        read and leave nothing in the new cache; waiting sequences find it empty."""
+        for sequence in sequences.all:
+            state, arrival = failed._states[sequence.arrival], sequence.arrival
+            state.withdraw_lookup()
+            read = [] if state.insertion is None else [run.span for run in state.insertion.lease.ranges]
+            if spans := (*failed._uncounted_spans.get(arrival, ()), *read):
+                self._uncounted_spans[arrival] = spans
+            self._states[arrival] = _PrefixState(state.pauses, reused_end=state.reused_end)
+        for sequence in sequences.running.values():
+            self._states[sequence.arrival].insertion = self._prefix_cache.insert_detached(Lease(ReuseClass.FRESH))
+
+    def _close_insertion(self, sequence: Sequence, state: _PrefixState) -> None:
+        insertion = state.insertion
+        if insertion is None or sequence.cache is None:
             return
         has_computed = sequence.cache.num_tokens > sequence.cache.start
-        self._commit(sequence, has_checkpoint=self._needs_marks and has_computed)
-        self._failures.require("commits", filing.close, None)
-        sequence.stored.filing = None
+        self._commit(sequence, state, has_checkpoint=self._needs_checkpoints and has_computed)
+        self._failures.require("commits", insertion.close, None)
+        state.insertion = None
 
-    def pin(self, sequence: Sequence) -> None:
-        """It has ended for good: keep what it asked for. One that was set aside must make room instead."""
-        self._failures.attempt("commits", lambda: self._pinning.pin(sequence), None)
+    def _pin_prompt(self, sequence: Sequence) -> None:
+        """Set the pin that a request asks for. A preempted sequence makes space instead."""
+        request = sequence.request
+        if request.pin is None or sequence.unpinned_reason or sequence.num_computed < len(request.prompt) - 1:
+            return
+        pinned = request.prompt[: request.pin.num_tokens]
+        self._prefix_cache.pins.pin_until(pinned, request.salt, self._pin_term(request, request.pin))
 
-    def drop_marks(self, sequence: Sequence) -> bool:
-        """All on its way, where it has no room to grow. False: there are none."""
-        filing = sequence.stored.filing
-        return filing is not None and self._failures.attempt("reclaims", filing.drop_checkpoints, otherwise=False)
+    def _pin_term(self, request: Request, pin: PinRequest) -> Term:
+        return Term(_pin_name(request), pin.ttl_s, pin.quota.of(self._prefix_cache.table.max_bytes))
 
-    def _commit(self, sequence: Sequence, *, has_checkpoint: bool, is_prompt_end: bool = False) -> None:
-        self._file(sequence, lambda: _commit(sequence, has_checkpoint=has_checkpoint, is_prompt_end=is_prompt_end))
+    # Commits: one that fails detaches the insertion.
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> None:
-        filing = sequence.stored.filing
-        if filing is not None:
-            self._file(sequence, lambda: filing.has_grown(num_tokens))
+    def _commit(
+        self, sequence: Sequence, state: _PrefixState, *, has_checkpoint: bool, is_prompt_end: bool = False
+    ) -> None:
+        insertion, cache = state.insertion, sequence.cache
+        if insertion is None or cache is None:
+            return
 
-    def _file(self, sequence: Sequence, operation: Callable[[], None]) -> None:
+        def commit() -> None:
+            # A pending step may have computed a token that the reply never got. It is left out, and so is a
+            # checkpoint, because the state has seen that token.
+            ids = sequence.ids()
+            num_tokens = min(cache.num_tokens, len(ids))
+            checkpoint = take_mark(cache) if has_checkpoint and num_tokens == cache.num_tokens else None
+            insertion.commit(ids[:num_tokens], checkpoint, is_end=is_prompt_end)
+
+        self._insert(insertion, commit)
+
+    def _record_growth(self, state: _PrefixState, num_tokens: int) -> None:
+        insertion = state.insertion
+        if insertion is not None:
+            self._insert(insertion, lambda: insertion.has_grown(num_tokens))
+
+    def _insert(self, insertion: Insertion, operation: Callable[[], None]) -> None:
         def run() -> bool:
             operation()
             return True
 
-        if not self._failures.attempt("commits", run, otherwise=False) and sequence.stored.filing is not None:
-            sequence.stored.filing.detach()
+        if not self._failures.attempt("commits", run, otherwise=False):
+            insertion.detach()
 
 
-def _commit(sequence: Sequence, *, has_checkpoint: bool, is_prompt_end: bool = False) -> None:
-    """Make the tokens that a sequence has computed visible to others. A step in flight may have computed one that the
-    reply never got: it is left out, and so is a checkpoint, because the state has seen that token."""
-    filing, cache, ids = sequence.stored.filing, sequence.cache, sequence.ids()
-    if filing is None or cache is None:
-        return
-    num_tokens = min(cache.num_tokens, len(ids))
-    mark = take_mark(cache) if has_checkpoint and num_tokens == cache.num_tokens else None
-    filing.commit(ids[:num_tokens], mark, is_end=is_prompt_end)
-
-
-def round_up_to_block(num_tokens: int) -> int:
+def _round_up_to_block(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
-def _shared_tokens(sequence: Sequence, other: Sequence) -> int:
-    """How much of its prompt the other computes too. The last token is never shared."""
-    if sequence.request.salt != other.request.salt:
-        return 0
-    if other.arrival not in sequence.stored.shared:
-        sequence.stored.shared[other.arrival] = _common(sequence.ids()[:-1], other.ids()[:-1])
-    return sequence.stored.shared[other.arrival]
+def _is_late(load: BlockLoad, prefill_tokens_s: float) -> bool:
+    """Whether to give a load up. Blocks that came and are not inserted yet may be all that it lacks."""
+    return time.monotonic() >= load.deadline_s(prefill_tokens_s) and not load.has_arrived
 
 
-def _common(a: TokenIds, b: TokenIds) -> int:
+def _common_length(a: TokenIds, b: TokenIds) -> int:
     length = min(len(a), len(b))
     differ = np.flatnonzero(a[:length] != b[:length])
     return int(differ[0]) if len(differ) else length
+
+
+def _pin_name(request: Request) -> str:
+    if request.session:
+        return f"session {request.session}"
+    first = np.array(request.prompt[:NAMING_TOKENS], np.int32)
+    return f"begins {hashlib.sha256(first.tobytes()).hexdigest()}"

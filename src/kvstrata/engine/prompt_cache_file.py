@@ -17,7 +17,7 @@ from kvstrata.attention.parts import Parts, SealedPart
 from kvstrata.bundle.reading import CHANGED
 from kvstrata.bundle.tensors import TensorNamed, TensorTable, encode_table
 from kvstrata.codecs.affine import AffineCodec
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.runner import ModelRunner
 from kvstrata.errors import InvalidRequest, UnusableFile
 from kvstrata.layers.kept import PromptCaches
@@ -231,7 +231,7 @@ WITHOUT_PROMPT = (
     f"TEXT, --messages JSON or --tokens JSON. {CHANGED}"
 )
 
-Wait = Callable[[Callable[[Loop], Steps[Any]]], Any]  # have an errand done, and wait for it
+Wait = Callable[[Callable[[EngineCore], Steps[Any]]], Any]  # have an errand done, and wait for it
 
 # In.
 
@@ -295,7 +295,7 @@ class PromptFileIn:
         spec = self._layout.flat()[index]
         return other_layer(spec, file, self._tensors, self._scalars, self._read, num_tokens=num_tokens)
 
-    def _checking(self, loop: Loop, ids: TokenIds, span: Span) -> Steps[None]:
+    def _checking(self, loop: EngineCore, ids: TokenIds, span: Span) -> Steps[None]:
         check_parts(self._layout, {layer: span.sealed(layer)[0] for layer in span.layers})
         if needs_marks(self._layout):
             like = yield from any_mark(loop)
@@ -320,7 +320,7 @@ class PromptFileIn:
         return "".join(chr(number) for number in numbers if 0 < number < 128)
 
 
-def any_mark(loop: Loop) -> Steps[Mark | None]:
+def any_mark(loop: EngineCore) -> Steps[Mark | None]:
     """What a mark of this model looks like; None: it needs none."""
     yield
     if not needs_marks(loop.runner.layout):

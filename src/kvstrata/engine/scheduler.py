@@ -1,10 +1,10 @@
-"""Who runs next. Pure: values in, a plan out; property tests own it.
+"""Scheduler: decides from plain values what the next step runs. Pure, and owned by property tests.
 
-Fairness: first come, first served, for memory. The oldest sequence always gets its next piece of tail, if need be from
-the youngest, so one always finishes. Prefill goes to the shortest rest, so that a short prompt does not wait for a
-long one, but every fourth pass to the oldest, so that the long one ends too. Short prompts share a pass: beside
-streams if it has room for them, else up to what the pass itself costs. While streams run, chunks get a share of the
-time: their size follows what chunks of late have added to the streams' steps.
+Fairness: memory is given first come, first served. The oldest sequence always gets its next KV buffer, if need be from
+the youngest, so that one sequence always finishes. The prompt with the fewest tokens left is prefilled first, so that a
+short prompt does not wait for a long one, but every fourth pass prefills the oldest, so that the long one ends too.
+Short prompts share a pass: beside streams if the chunk size allows, else up to the fixed cost of the pass. While
+streams run, chunks get a share of the time: their size follows what recent chunks have added to the streams' steps.
 """
 
 from __future__ import annotations
@@ -16,68 +16,64 @@ from typing import NamedTuple
 
 OLDEST_EVERY = 4
 
-# While nothing decodes a chunk takes about this long, where the speed allows it: a request that comes waits for it.
+# Time of a chunk while nothing decodes, where the speed allows it: a request that arrives waits for the chunk.
 CHUNK_S = 0.5
 MIN_CHUNK_TOKENS = 128
-# However few tokens a chunk beside streams has, it costs about one step of theirs: on a CPU because BLAS copies all
-# weights for a product of more than one row. So a chunk of fewer tokens is hardly shorter, and the prompt takes several
-# times as long. Where a pass costs as much as far more tokens, as on a GPU, that is measured (`PassCost`).
+# A chunk beside streams costs about one step of theirs, however few tokens it has: on a CPU because BLAS copies all
+# weights for a product of more than one row. A chunk of fewer tokens is hardly shorter, and the prompt takes several
+# times as long. On a GPU the fixed cost of a pass equals far more tokens: there it is measured (`PassCost`).
 MIN_BESIDE_TOKENS = 16
-# A chunk beside streams may be longer by this share of its size where that ends the prompt: what would be left costs a
-# pass of its own.
+# A chunk beside streams may be longer by this share of its size where that ends the prompt: the rest would cost another
+# pass.
 OVER_SIZE = 0.25
-# While chunks cost at most so many times what was expected of them, what was measured at the start holds.
+# While chunks cost at most this multiple of the expected time, the cost measured at startup holds.
 AS_EXPECTED = 1.5
-# A chunk that costs more than so many times what was expected of a large one is too large.
+# A chunk that costs more than this multiple of the expected time of a large one is too large.
 MOST_OF_EXPECTED = 3.0
-# From one chunk to the next, sizes grow by no more than this: one measurement may be off.
+# Largest growth from one chunk to the next: one measurement may be off.
 MAX_GROWTH = 2.0
 
 
 @dataclass(frozen=True)
-class Waiting:
-    id: int
-    nbytes: int  # KV to begin with, and what it keeps from being evicted
-    prefill_left: int
-    chunk_limit: int | None = None  # tokens until its prefill has to pause
-    context: int = 0  # tokens that are stored for it
-    is_blocked: bool = False  # another computes what it needs: it waits for that, and holds up no other
+class SequenceInput:
+    """Waiting or running sequence, as the scheduler sees it."""
 
-
-@dataclass(frozen=True)
-class Running:
     id: int
-    nbytes: int
+    nbytes: int  # KV that it holds, or that admission would take
     prefill_left: int  # 0: it decodes
     chunk_limit: int | None = None  # tokens until its prefill has to pause
-    grow_bytes: int = 0  # what its next piece of tail takes; 0: there is room for the next token
-    is_complete: bool = False  # everything was launched that it may still produce
-    context: int = 0  # tokens before its next one
+    context: int = 0  # tokens before its next one: cached or computed
+    grow_bytes: int = 0  # bytes of its next KV buffer; 0: the present one has space for the next token
+    is_complete: bool = False  # all tokens that it may still produce are launched
+    is_blocked: bool = False  # waits for a tier or for another prefill; holds up no other
 
 
 @dataclass(frozen=True)
 class Chunk:
+    """Tokens of one prompt in a pass."""
+
     id: int
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class ChunkCost:
-    """What a chunk added to a step of the running streams."""
+    """Time that a chunk added to a step of the running streams."""
 
     num_tokens: int
     seconds: float
 
 
 class PassCost(NamedTuple):
-    """What a pass takes, as measured at the start."""
+    """Cost of a pass, as measured at startup."""
 
-    tokens_s: float = 0.0  # in a long pass; 0: not known
-    pass_tokens: int = 0  # how many tokens take as long as the fixed cost of a pass; 0: not measured
-    pass_s: float = 0.0  # how long a chunk of so many takes
-    token_s: float = 0.0  # how much longer for each token
+    tokens_s: float = 0.0  # tokens per second in a long pass; 0: not known
+    pass_tokens: int = 0  # tokens that take as long as the fixed cost of a pass; 0: not measured
+    pass_s: float = 0.0  # time of a chunk of `pass_tokens`
+    token_s: float = 0.0  # time that each further token adds
 
     def seconds(self, num_tokens: int) -> float:
+        """Return the expected time of a chunk."""
         return self.pass_s + (num_tokens - self.pass_tokens) * self.token_s
 
 
@@ -86,11 +82,11 @@ UNMEASURED = PassCost()
 
 @dataclass(frozen=True)
 class PrefillSharing:
-    """What is known when streams and prompts have to share."""
+    """Measurements that decide how streams and prompts share the time."""
 
-    share: float  # of the time, that chunks may take while streams run
+    share: float  # share of the time that chunks may take while streams run
     step_s: float  # usual time of a decode step of these streams without a chunk; 0: not known
-    prefill_tokens_s: float  # of chunks while nothing decoded; 0: not known
+    prefill_tokens_s: float  # speed of chunks while nothing decoded; 0: not known
     recent: Sequence[ChunkCost] = ()
     steps_since_chunk: int = 0  # decode steps without one, in a row
     cost: PassCost = UNMEASURED
@@ -98,20 +94,22 @@ class PrefillSharing:
 
 @dataclass(frozen=True)
 class StepLimits:
-    """What a plan goes by beside the sequences."""
+    """Limits of a step."""
 
     free_bytes: int
     max_running: int
     chunk_tokens: int
-    beside_tokens: int  # of chunks while streams run; 0: none in this step
-    mixes: bool = False  # whether such chunks ride along with their step, and several with each other
+    beside_tokens: int  # size of chunks while streams run; 0: no chunk in this step
+    mixes: bool = False  # whether such chunks ride along with a decode step, and several with each other
     num_passes: int = 0  # passes with chunks so far
-    joined_tokens: int = 0  # of several chunks in one pass while no stream runs
-    joined_context: int = 0  # that several chunks of one pass may read in all: they take memory at the same time
+    joined_tokens: int = 0  # tokens of several chunks in one pass while no stream runs
+    joined_context: int = 0  # tokens that several chunks of one pass may read: they take memory at the same time
 
 
 @dataclass(frozen=True)
 class StepPlan:
+    """Plan of a step, by ids of sequences."""
+
     preempt: tuple[int, ...] = ()
     grow: tuple[int, ...] = ()
     admit: tuple[int, ...] = ()
@@ -120,43 +118,43 @@ class StepPlan:
     is_mixed: bool = False  # the chunks go through the same pass as the decode step
 
 
-def schedule(waiting: Sequence[Waiting], running: Sequence[Running], terms: StepLimits) -> StepPlan:
-    """Both in order of arrival; ids grow with it."""
-    set_aside, grow, free_bytes = _preempt_for_growth(running, terms.free_bytes)
-    left = [sequence for sequence in running if sequence.id not in set_aside]
-    # A sequence that was set aside has first call on the memory: no other is let in before it.
-    admit = () if set_aside else _admit(waiting, len(left), free_bytes, terms.max_running)
-    left += [
-        Running(w.id, w.nbytes, w.prefill_left, w.chunk_limit, context=w.context) for w in waiting if w.id in admit
-    ]
+def schedule(waiting: Sequence[SequenceInput], running: Sequence[SequenceInput], limits: StepLimits) -> StepPlan:
+    """Plan the next step. Both lists are in order of arrival, and ids grow with it."""
+    preempt, grow, free_bytes = _preempt_for_growth(running, limits.free_bytes)
+    left = [sequence for sequence in running if sequence.id not in preempt]
+    # A preempted sequence has the first claim on memory: no other is admitted before it.
+    admit = () if preempt else _admit(waiting, len(left), free_bytes, limits.max_running)
+    left += [sequence for sequence in waiting if sequence.id in admit]
     left.sort(key=lambda sequence: sequence.id)
     streams = [s for s in left if not s.prefill_left and not s.is_complete]
-    chunks = _next_chunks(left, terms, beside=bool(streams))
-    rides = terms.mixes and bool(chunks) and bool(streams)
-    # A prompt whose last chunk rides along has its first token in the next step: this one's rows are those of streams.
+    chunks = _next_chunks(left, limits, beside=bool(streams))
+    rides = limits.mixes and bool(chunks) and bool(streams)
+    # A prompt whose last chunk rides along has its first token in the next step: the rows of this step are streams.
     decoding = streams if rides else [s for s in left if _decodes(s, chunks)]
     decode = tuple(s.id for s in decoding if not s.grow_bytes or s.id in grow)
-    return StepPlan(set_aside, grow, admit, chunks, decode, rides)
+    return StepPlan(preempt, grow, admit, chunks, decode, rides)
 
 
-def _preempt_for_growth(running: Sequence[Running], free_bytes: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    set_aside: list[int] = []
+def _preempt_for_growth(
+    running: Sequence[SequenceInput], free_bytes: int
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    preempt: list[int] = []
     grow: list[int] = []
     youngest_first = list(reversed(running))
     for sequence in running:
-        if not sequence.grow_bytes or sequence.id in set_aside:
+        if not sequence.grow_bytes or sequence.id in preempt:
             continue
-        while sequence.grow_bytes > free_bytes and sequence.id not in set_aside:
-            victim = next(s for s in youngest_first if s.id not in set_aside)
-            set_aside.append(victim.id)
+        while sequence.grow_bytes > free_bytes and sequence.id not in preempt:
+            victim = next(s for s in youngest_first if s.id not in preempt)
+            preempt.append(victim.id)
             free_bytes += victim.nbytes
-        if sequence.id not in set_aside:
+        if sequence.id not in preempt:
             grow.append(sequence.id)
             free_bytes -= sequence.grow_bytes
-    return tuple(set_aside), tuple(grow), free_bytes
+    return tuple(preempt), tuple(grow), free_bytes
 
 
-def _admit(waiting: Sequence[Waiting], num_running: int, free_bytes: int, max_running: int) -> tuple[int, ...]:
+def _admit(waiting: Sequence[SequenceInput], num_running: int, free_bytes: int, max_running: int) -> tuple[int, ...]:
     admit: list[int] = []
     for request in waiting:
         if request.is_blocked:
@@ -168,42 +166,42 @@ def _admit(waiting: Sequence[Waiting], num_running: int, free_bytes: int, max_ru
     return tuple(admit)
 
 
-def _next_chunks(running: Sequence[Running], terms: StepLimits, *, beside: bool) -> tuple[Chunk, ...]:
-    """Of one prompt, and of those that it leaves room for in the pass."""
+def _next_chunks(running: Sequence[SequenceInput], limits: StepLimits, *, beside: bool) -> tuple[Chunk, ...]:
+    """Choose the chunk of one prompt, and chunks of others that fit into the same pass."""
     prefilling = [sequence for sequence in running if sequence.prefill_left]
-    size = terms.beside_tokens if beside else terms.chunk_tokens
+    size = limits.beside_tokens if beside else limits.chunk_tokens
     if not prefilling or not size:
         return ()
     shortest = sorted(prefilling, key=lambda sequence: sequence.prefill_left)
-    is_oldests_turn = terms.num_passes % OLDEST_EVERY == OLDEST_EVERY - 1
+    is_oldests_turn = limits.num_passes % OLDEST_EVERY == OLDEST_EVERY - 1
     chosen = prefilling[0] if is_oldests_turn else shortest[0]
-    longer = min(int(size * (1 + OVER_SIZE)), max(size, terms.chunk_tokens)) if beside else size
-    chunks = [Chunk(chosen.id, _most(chosen) if _most(chosen) <= longer else size)]
-    room = (size if beside else min(size, terms.joined_tokens)) - chunks[0].num_tokens
-    context_room = terms.joined_context - chosen.context - chunks[0].num_tokens
-    for sequence in shortest if terms.mixes else ():
-        count = _most(sequence)
-        if sequence is not chosen and count <= room and sequence.context + count <= context_room:
+    longer = min(int(size * (1 + OVER_SIZE)), max(size, limits.chunk_tokens)) if beside else size
+    chunks = [Chunk(chosen.id, _max_tokens(chosen) if _max_tokens(chosen) <= longer else size)]
+    tokens_left = (size if beside else min(size, limits.joined_tokens)) - chunks[0].num_tokens
+    context_left = limits.joined_context - chosen.context - chunks[0].num_tokens
+    for sequence in shortest if limits.mixes else ():
+        count = _max_tokens(sequence)
+        if sequence is not chosen and count <= tokens_left and sequence.context + count <= context_left:
             chunks.append(Chunk(sequence.id, count))
-            room -= count
-            context_room -= sequence.context + count
+            tokens_left -= count
+            context_left -= sequence.context + count
     return tuple(chunks)
 
 
-def _most(sequence: Running) -> int:
-    """Tokens of its next chunk, however large that may be."""
+def _max_tokens(sequence: SequenceInput) -> int:
+    """Return the tokens of the next chunk if no size limited it."""
     limit = sequence.chunk_limit
     return sequence.prefill_left if limit is None else min(sequence.prefill_left, limit)
 
 
-def _decodes(sequence: Running, chunks: Sequence[Chunk]) -> bool:
-    """Its prompt is done, or a chunk of this step ends it: then its first token comes in this step."""
+def _decodes(sequence: SequenceInput, chunks: Sequence[Chunk]) -> bool:
+    """Whether the prompt is computed, or a chunk of this step ends it, so that its first token comes in this step."""
     ends_now = any(chunk.id == sequence.id and chunk.num_tokens == sequence.prefill_left for chunk in chunks)
     return not sequence.is_complete and (not sequence.prefill_left or ends_now)
 
 
 def chunk_tokens(prefill_tokens_s: float, max_tokens: int) -> int:
-    """The size of a prefill chunk, from the speed that was measured (0: not yet)."""
+    """Return the size of a prefill chunk, from the measured speed (0: not measured yet)."""
     if not prefill_tokens_s:
         return MIN_CHUNK_TOKENS
     wanted = int(prefill_tokens_s * CHUNK_S) // MIN_CHUNK_TOKENS * MIN_CHUNK_TOKENS
@@ -211,10 +209,10 @@ def chunk_tokens(prefill_tokens_s: float, max_tokens: int) -> int:
 
 
 def beside_tokens(sharing: PrefillSharing, *, least: int, most: int) -> int:
-    """The size of a chunk beside running streams; 0: they go on without one.
+    """Return the size of a chunk beside running streams; 0: this step has no chunk.
 
     A chunk may add share / (1 - share) of a step to a step. Where that is too short for a chunk that is worth its cost,
-    steps without one go before it until it has had its share.
+    steps without a chunk come first until prefill has saved up its share.
     """
     if sharing.share >= 1:
         return most
@@ -230,8 +228,9 @@ def beside_tokens(sharing: PrefillSharing, *, least: int, most: int) -> int:
 
 
 def _worthwhile(sharing: PrefillSharing, least: int) -> int:
-    """Fewer tokens spare the streams little and hold up the prompt. What a pass is worth was measured without a
-    context: where the largest chunk of late cost far more, it is worth fewer."""
+    """Return the smallest size that is worth a pass: fewer tokens spare the streams little and delay the prompt. The
+    cost of a pass was measured without a context: where the largest recent chunk cost far more, smaller chunks are
+    worth a pass."""
     cost = sharing.cost
     if not sharing.recent or not cost.pass_s:
         return max(least, cost.pass_tokens)
@@ -244,9 +243,9 @@ def _worthwhile(sharing: PrefillSharing, least: int) -> int:
 
 
 def _tokens_in(seconds: float, sharing: PrefillSharing, least: int) -> int:
-    """Each chunk of late says how many it would have been, all else equal; the middle one counts.
+    """Return the tokens that fit into `seconds`: the median of what each recent chunk says, all else equal.
 
-    What does not grow with the tokens is in what they added, so sizes close in on the right one step by step.
+    The fixed cost is part of what chunks added, so sizes converge step by step.
     """
     if not sharing.recent:
         return round(seconds * sharing.prefill_tokens_s) if sharing.prefill_tokens_s else least
@@ -254,14 +253,14 @@ def _tokens_in(seconds: float, sharing: PrefillSharing, least: int) -> int:
 
 
 def _cost_s(num_tokens: int, sharing: PrefillSharing) -> float:
-    """What so many tokens would add; 0: not known."""
+    """Return the time that a chunk of `num_tokens` would add; 0: not known."""
     if not sharing.recent:
         return num_tokens / sharing.prefill_tokens_s if sharing.prefill_tokens_s else 0.0
     return statistics.median(_scaled_s(chunk, num_tokens, sharing.prefill_tokens_s) for chunk in sharing.recent)
 
 
 def _scaled_s(chunk: ChunkCost, num_tokens: int, tokens_s: float) -> float:
-    """What the chunk would have added with so many tokens: what does not grow with them stays."""
+    """Return the time that the chunk would have added with `num_tokens`. Its fixed cost stays."""
     proportional_s = chunk.seconds * num_tokens / chunk.num_tokens
     if not tokens_s:
         return proportional_s
@@ -275,5 +274,6 @@ def _size_in(seconds: float, chunk: ChunkCost, least: int) -> float:
 
 
 def buffer_tokens(capacity: int, wanted: int, step_tokens: int) -> int:
-    """How much room to add for `wanted` more tokens: in steps that grow with the sequence, so that pieces stay few."""
+    """Return the capacity to add for `wanted` more tokens: in steps that grow with the sequence, so that a sequence has
+    few KV buffers."""
     return min(wanted, max(step_tokens, capacity // 4))

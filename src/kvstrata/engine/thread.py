@@ -19,9 +19,9 @@ from kvstrata.backend.heap import map_large_buffers, trim_heap
 from kvstrata.backend.stages import begin
 from kvstrata.backend.streams import streams
 from kvstrata.engine.budget import least_token_bytes, sealed_pairs
-from kvstrata.engine.build import ServedModel, make_loop, open_disk_tier, open_shared_tier
+from kvstrata.engine.build import ServedModel, build_core, open_disk_tier, open_shared_tier
 from kvstrata.engine.config import EngineLimits, KvConfig, TierConfig
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.memory_plan import DEFAULT_SHARE, MemoryPlan, make_budget, plan_memory
 from kvstrata.engine.profiling import PassShape, max_chunk, measure_prefill, remembered_scratch, warm_up_kernels
 from kvstrata.engine.request import EngineState, Request
@@ -80,7 +80,7 @@ class EngineThread:
         self.shares: MemoryPlan
         self.cold: TierClient
         self.shared: SharedTierClient | None
-        self.loop: Loop
+        self.loop: EngineCore
         self._pass_cost: PassCost
 
     # Called by other threads.
@@ -212,12 +212,12 @@ class EngineThread:
             pairs=sealed_pairs(layout, self._storage),
         )
 
-    def _make_loop(self, failed: Loop | None = None) -> Loop:
+    def _make_loop(self, failed: EngineCore | None = None) -> EngineCore:
         """`failed`: the loop before, where its model is well."""
         parts = (self.served, self._metrics, self.cold, self.make_detokenizer, self.shared, self._outside.watcher)
         if failed is not None:
-            return make_loop(*parts, runner=failed.runner, speeds=failed.speeds)
-        loop = make_loop(*parts)
+            return build_core(*parts, runner=failed.runner, speeds=failed.speeds)
+        loop = build_core(*parts)
         # Before the first request: whether it is worth waiting for the disk must be known then.
         loop.speeds.alone.add_work(1, 1 / self._pass_cost.tokens_s)
         loop.speeds.pass_cost = self._pass_cost
@@ -230,9 +230,9 @@ class EngineThread:
     def _turn(self) -> None:
         try:
             self._receive()
-            if not self._stopping and not self.loop.idle and not self.loop.has_broken_cache:
+            if not self._stopping and not self.loop.executor.is_idle and not self.loop.has_broken_cache:
                 self._frees_at_s = None
-                self.loop.step()
+                self.loop.executor.step()
         except Exception:
             log.exception("a step failed")
             self._recover()
@@ -263,16 +263,16 @@ class EngineThread:
     def _receive(self) -> None:
         """Take in what other threads asked for; wait for it if there is nothing else to do."""
         loop = self.loop
-        while loop.idle and loop.housekeeping.has_work and self._inbox.empty():
-            loop.housekeeping.run_slice(IDLE_SLICE_S)
+        while loop.executor.is_idle and loop.pacer.has_work and self._inbox.empty():
+            loop.pacer.run_slice(IDLE_SLICE_S)
         if loop.has_broken_cache:
             return
-        if loop.idle and self._inbox.empty():
+        if loop.executor.is_idle and self._inbox.empty():
             self.state = loop.state()
             self._rest()
-        elif loop.is_stalled and self._inbox.empty():
+        elif loop.executor.is_stalled and self._inbox.empty():
             with contextlib.suppress(queue.Empty):
-                self._inbox.get(timeout=loop.seconds_to_wait())()
+                self._inbox.get(timeout=loop.admission.seconds_to_wait())()
         self._receive_all()
 
     def _rest(self) -> None:
@@ -286,12 +286,12 @@ class EngineThread:
             mx.clear_cache()
             trim_heap()
             self.state = self.loop.state()
-        expires_s, frees_s = self.loop.housekeeping.seconds_to_expiry(), self._frees_at_s - now_s
+        expires_s, frees_s = self.loop.pacer.seconds_to_expiry(), self._frees_at_s - now_s
         job = self._job_within(min(expires_s, frees_s))
         if job is not None:
             job()
         elif expires_s <= frees_s:
-            self.loop.housekeeping.expire()
+            self.loop.pacer.expire()
         else:
             return
         if self._frees_at_s == math.inf:

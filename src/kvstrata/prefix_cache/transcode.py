@@ -135,7 +135,6 @@ class Transcoder:
     def _transcode(self, entry: Entry, plan: Plan) -> Job:
         job, before_bytes = self.precision.job(entry, plan), entry.span.kv_bytes
         self._table.clear_sealed_to(entry)  # the job has it
-        self._table.clear_sealed_to(entry)  # the job has it
         if self.precision.options.archives_planes and entry.target is not None and not entry.is_upward:
             # The dropped planes can be restored from the disk later.
             yield from self._offloader.archive(entry)

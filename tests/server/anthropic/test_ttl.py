@@ -10,7 +10,7 @@ from typing import Any
 import anthropic
 import pytest
 
-from kvstrata.engine.executor import Loop
+from kvstrata.engine.executor import EngineCore
 from kvstrata.server.anthropic import cache_control
 from tests.agents.forced import Forced, serving
 from tests.server.anthropic.conftest import client_of, script
@@ -70,9 +70,9 @@ def caller(forced: Forced) -> Iterator[Caller]:
 def evict_all(served: Served) -> None:
     done = threading.Event()
 
-    def evict(loop: Loop) -> None:
-        while loop.housekeeping.has_work:
-            loop.housekeeping.run_slice(1.0)
+    def evict(loop: EngineCore) -> None:
+        while loop.pacer.has_work:
+            loop.pacer.run_slice(1.0)
         loop.stock.evictor.shrink_to(0)
         done.set()
 
@@ -117,7 +117,7 @@ def test_the_next_turn_takes_the_place_of_the_last(caller: Caller) -> None:
         turns += [{"role": "assistant", "content": "What?"}, user(text(f"Turn {number}.", HOUR))]
         caller.ask(*turns)
 
-    def pins(loop: Loop) -> int:
+    def pins(loop: EngineCore) -> int:
         return len(loop.stock.pins)
 
     assert caller.served.server.service.engine.cache._ask(pins).result(10) == 1
