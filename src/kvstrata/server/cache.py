@@ -1,6 +1,6 @@
 """/cache: what is held, why a prompt is found only so far, and what to do about it.
 
-Knows HTTP and whose salt is whose; what is asked of the engine is in engine/cache.py. A plain key sees,
+Knows HTTP and whose salt is whose; what is asked of the engine is in engine/cache_api.py. A plain key sees,
 changes, pins and clears what is under its own salts; an admin key, or any caller where there are no keys, everything.
 """
 
