@@ -83,7 +83,7 @@ class VerifiedBundle:
 
 
 class BundleTransfer:
-    """Export and import of conversations. Its methods block, so worker threads call them."""
+    """Export and import of conversations. All methods block, so worker threads call them."""
 
     def __init__(self, thread: EngineThread, loaded: LoadedModel, max_cached_bytes: int) -> None:
         """`max_cached_bytes`: limit of the cached KV in memory."""
@@ -250,7 +250,7 @@ class BundleTransfer:
 
 
 class BundleExport:
-    """One export as a bundle. It leases cache entries from `open` until `close`, which must be called in any case."""
+    """An export as a bundle. Leases cache entries from `open` until `close`; `close` must be called in any case."""
 
     def __init__(self, thread: EngineThread, conversation: ExportedConversation, model_name: str) -> None:
         self._thread = thread
@@ -299,7 +299,7 @@ class BundleExport:
 
 
 class PromptCacheExport(BundleExport):
-    """One export as a prompt cache file that mlx-lm's own loader reads."""
+    """An export as a prompt cache file that mlx-lm's own loader reads."""
 
     def pieces(self) -> Iterator[memoryview]:
         progress, name = self._progress, self._model_name

@@ -188,7 +188,7 @@ class CacheApi:
     def explain(self, ids: TokenIds, salt: str, on_disk: OnDisk | None, in_shared: OnDisk | None = None) -> Explanation:
         """Explain how much of a prompt is cached, and why not more.
 
-        `on_disk`, `in_shared`: answers of the two lookups above; None: the tier did not answer.
+        `on_disk`, `in_shared`: answers of `look_up_on_disk` and `look_up_in_shared`; None: the tier did not answer.
         """
         return self._cache.explain(ids, salt, on_disk, in_shared)
 
@@ -212,7 +212,7 @@ class CacheApi:
         return counts.advance(self._cache.matcher, self._cache.disk, slice_s)
 
     def list_conversations(self, snapshot: ConversationSnapshot, slice_s: float) -> ConversationSnapshot:
-        """Add the next slice of the entry table to `snapshot`. One slice at a time, as above."""
+        """Add the next slice to `snapshot`. One slice at a time: wait for its answer before the next call."""
         snapshot.advance(self._cache.table, self._cache.candidates, self._cache.matcher, slice_s)
         return snapshot
 

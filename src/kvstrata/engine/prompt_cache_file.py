@@ -348,7 +348,7 @@ def _in_one_step(make: Callable[[], Any]) -> Steps[Any]:
 
 
 class PromptCacheWriter:
-    """Writes one export as a file that mlx-lm's own loader reads."""
+    """Writes an export as a file that mlx-lm's own loader reads."""
 
     def __init__(self, layout: Layout, export: ExportProgress, model_name: str) -> None:
         """Called on the engine thread."""
