@@ -1,4 +1,4 @@
-"""The file that a conversation travels as: its layout, and what becomes of one that was changed on the way."""
+"""The file of an exported conversation: its layout, and the refusal of files that were changed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from kvstrata.bundle.format import (
 from kvstrata.bundle.reading import Bundle, Lineage, blocks, open_bundle
 from kvstrata.bundle.writing import BundleWriter
 from kvstrata.engine.bundle_transfer import ExportedConversation
-from kvstrata.engine.prompt_cache_file import any_mark
+from kvstrata.engine.prompt_cache_file import example_checkpoint
 from kvstrata.errors import ConfigError, RequestError, UnusableFile
 from kvstrata.layers.kinds import Layout
+from kvstrata.prefix_cache.jobs import run_to_end
 from kvstrata.prefix_cache.keys import as_ids, chain
 from kvstrata.prefix_cache.transfer import neutral_root
 from kvstrata.spans.checks import check_description
@@ -63,7 +64,7 @@ def opened(content: bytes) -> Bundle:
     return open_bundle(io.BytesIO(content), len(content))
 
 
-def test_the_format_stays_as_it_is() -> None:
+def test_bundle_format_equals_the_golden_file() -> None:
     content = GOLDEN.read_bytes()
     assert written(HEADER, [golden_block()]) == content
     bundle = opened(content)
@@ -73,7 +74,7 @@ def test_the_format_stays_as_it_is() -> None:
     assert bytes(block.tensors["0.k.values"].view()) == np.arange(12, dtype="<f4").tobytes()
 
 
-def test_another_version_says_what_to_do() -> None:
+def test_bundle_of_another_version_is_refused_with_advice() -> None:
     content = PREAMBLE.pack(MAGIC, VERSION + 1, 0) + bytes(200)
     with pytest.raises(UnusableFile, match="update this one"):
         opened(content)
@@ -81,7 +82,7 @@ def test_another_version_says_what_to_do() -> None:
 
 @settings(max_examples=300)
 @given(data=st.data())
-def test_any_change_of_any_byte_is_found(data: st.DataObject) -> None:
+def test_bundle_with_any_changed_byte_is_refused(data: st.DataObject) -> None:
     content = GOLDEN.read_bytes()
     kind = data.draw(st.sampled_from(["flip", "cut", "insert", "repeat"]))
     at = data.draw(st.integers(0, len(content) - 1))
@@ -97,34 +98,35 @@ def test_any_change_of_any_byte_is_found(data: st.DataObject) -> None:
         list(blocks(opened(changed), Lineage(ROOT, chain, 1 << 20)))
 
 
-# Files with right checksums that are not what they say, at a server.
+# Files with correct checksums and wrong content, sent to a server.
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_next"])
-def moving(request: pytest.FixtureRequest) -> Iterator[tuple[Served, bytes]]:
-    """A server, and a file that it exported; the server has forgotten what it was."""
+def exported(request: pytest.FixtureRequest) -> Iterator[tuple[Served, bytes]]:
+    """A server with an empty cache, and a file that it exported."""
     with running(tiny_loaded(request.param)) as served:
         complete(served, PROMPT)
         session = served.server.service.sessions.find("chat-1", None)
         assert session is not None
-        exporting = served.server.service.engine.transfer.begin_export(ExportedConversation(session.ids, ""))
-        content = b"".join(map(bytes, exporting.pieces()))
-        exporting.end()
+        export = served.server.service.engine.transfer.begin_export(ExportedConversation(session.ids, ""))
+        content = b"".join(map(bytes, export.pieces()))
+        export.close()
         served.ask("/cache/clear", tier="all")
         assert stored(served) == (0, 0)
         yield served, content
 
 
-def take(served: Served, content: bytes) -> int:
-    moving = served.server.service.engine.transfer
-    return moving.import_file(io.BytesIO(content), len(content), "", lambda _: as_ids([1])).num_new
+def import_file(served: Served, content: bytes) -> int:
+    """Import a file, and return the number of new tokens."""
+    return served.server.service.engine.transfer.import_file(
+        io.BytesIO(content), len(content), "", lambda _: as_ids([1])
+    ).num_new
 
 
-def refused(served: Served, content: bytes) -> str:
+def assert_refused(served: Served, content: bytes) -> None:
     with pytest.raises(RequestError) as error:
-        take(served, content)
+        import_file(served, content)
     assert error.value.status == 400
-    return error.value.message
 
 
 def parts_of(served: Served, content: bytes) -> tuple[Header, list[Block], bytes]:
@@ -134,7 +136,7 @@ def parts_of(served: Served, content: bytes) -> tuple[Header, list[Block], bytes
 
 
 def chained(given_blocks: Sequence[Block], root: bytes) -> list[Block]:
-    """With keys that fit the tokens again."""
+    """Return the blocks with keys that match their tokens."""
     made: list[Block] = []
     parent, key = root, root
     for block in given_blocks:
@@ -151,8 +153,8 @@ def sealed(fields: Any, rest: bytes) -> bytes:
     return whole + blake3(whole).digest()
 
 
-def test_hostile_headers(moving: tuple[Served, bytes]) -> None:
-    served, content = moving
+def test_import_refuses_hostile_headers(exported: tuple[Served, bytes]) -> None:
+    served, content = exported
     bundle = opened(content)
     start = len(encode_header(bundle.header))
     rest = content[start:-32]
@@ -181,18 +183,18 @@ def test_hostile_headers(moving: tuple[Served, bytes]) -> None:
         {**fields, "model": {**fields["model"], "max_kv_size": 64}},
     ]
     for each in hostile:
-        refused(served, sealed(each, rest))
-    # And records that are not there, or too long.
-    for tail in (
+        assert_refused(served, sealed(each, rest))
+    # Records that are missing or too long.
+    for records in (
         b"",
         LENGTH.pack(1 << 62),
         LENGTH.pack(600) + bytes(600) + LENGTH.pack(0),
         rest + rest,
         LENGTH.pack(0),
     ):
-        refused(served, sealed(fields, tail))
+        assert_refused(served, sealed(fields, records))
     assert stored(served) == (0, 0)
-    assert take(served, sealed(fields, rest)) == fields["num_tokens"]
+    assert import_file(served, sealed(fields, rest)) == fields["num_tokens"]
     served.ask("/cache/clear", tier="all")
 
 
@@ -244,32 +246,32 @@ def hostile_blocks(block: Block) -> list[Block]:
     ]
 
 
-def test_hostile_blocks(moving: tuple[Served, bytes]) -> None:
-    served, content = moving
+def test_import_refuses_hostile_blocks(exported: tuple[Served, bytes]) -> None:
+    served, content = exported
     header, good, root = parts_of(served, content)
     bases = [i for i, block in enumerate(good) if block.part == BASE]
     for hostile in hostile_blocks(good[bases[-1]]):
         changed = [*good[: bases[-1]], hostile, *good[bases[-1] + 1 :]]
-        refused(served, written(header, chained(changed, root)))
-    # Out of order, twice, left out, of another chain.
+        assert_refused(served, written(header, chained(changed, root)))
+    # Blocks out of order, repeated, missing, and of another chain.
     for order in (good[::-1], [*good, good[-1]], good[1:], good[:-1], [good[0], *good]):
-        refused(served, written(header, order))
-    refused(served, written(header, chained(good, bytes(32))))
+        assert_refused(served, written(header, order))
+    assert_refused(served, written(header, chained(good, bytes(32))))
     assert stored(served) == (0, 0)
 
 
-# Of a state: a loop over this number would never end.
+# A recurrent state whose number of arrays no loop would ever reach.
 ENDLESS = {"recurrent": 1 << 62, "held": []}
 
 
-def test_hostile_marks(moving: tuple[Served, bytes]) -> None:
-    served, content = moving
+def test_import_refuses_hostile_checkpoints(exported: tuple[Served, bytes]) -> None:
+    served, content = exported
     header, good, _ = parts_of(served, content)
-    marks = [i for i, block in enumerate(good) if block.part == MARK]
-    if not marks:
-        refused(served, written(header, [*good, replace(good[-1], part=MARK)]))
+    checkpoints = [i for i, block in enumerate(good) if block.part == MARK]
+    if not checkpoints:
+        assert_refused(served, written(header, [*good, replace(good[-1], part=MARK)]))
         return
-    at = marks[-1]
+    at = checkpoints[-1]
     name, tensor = next(iter(good[at].tensors.items()))
     flat = Tensor(tensor.dtype, (1, tensor.nbytes // 4), tensor.data)
     none = {key: each for key, each in good[at].tensors.items() if key != name}
@@ -286,9 +288,9 @@ def test_hostile_marks(moving: tuple[Served, bytes]) -> None:
         ),
     ]
     for each in hostile:
-        refused(served, written(header, [*good[:at], each, *good[at + 1 :]]))
-    # A model with states cannot go on where there is no mark.
-    refused(served, written(header, [*good[:at], *good[at + 1 :]]))
+        assert_refused(served, written(header, [*good[:at], each, *good[at + 1 :]]))
+    # A model with states cannot resume where there is no checkpoint.
+    assert_refused(served, written(header, [*good[:at], *good[at + 1 :]]))
     assert stored(served) == (0, 0)
 
 
@@ -313,26 +315,27 @@ HOSTILE_TEXTS = tuple(
 
 
 def places_in(value: Any) -> list[tuple[Any, Any]]:
-    """Every container of a JSON value, with each of its keys."""
+    """Return every container of a JSON value, with each of its keys."""
     keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     return [place for key in keys for place in ((value, key), *places_in(value[key]))]
 
 
 @pytest.fixture(scope="module")
-def described(moving: tuple[Served, bytes]) -> tuple[Served, list[Block], Layout, Mark | None]:
-    """The server, blocks of its file, its layout and a mark of its model."""
-    served, content = moving
+def described(exported: tuple[Served, bytes]) -> tuple[Served, list[Block], Layout, Mark | None]:
+    """The server, the blocks of its file, its layout and a checkpoint of its model."""
+    served, content = exported
     _, good, _ = parts_of(served, content)
-    layout, like = served.server.service.engine.ask(lambda loop: (loop.runner.layout, ended(any_mark(loop)))).result(60)
-    return served, good, layout, like
+    engine = served.server.service.engine
+    layout, example = engine.ask(lambda loop: (loop.runner.layout, run_to_end(example_checkpoint(loop)))).result(60)
+    return served, good, layout, example
 
 
 @settings(max_examples=100)
 @given(data=st.data())
-def test_any_description_is_refused_or_read_within_the_counts_of_the_model(
+def test_changed_description_is_refused_or_within_the_counts_of_the_model(
     described: tuple[Served, list[Block], Layout, Mark | None], data: st.DataObject
 ) -> None:
-    served, good, layout, like = described
+    served, good, layout, example = described
     block = data.draw(st.sampled_from(good))
     description = json.loads(json.dumps(block.description))
     for _ in range(data.draw(st.integers(1, 3))):
@@ -340,27 +343,19 @@ def test_any_description_is_refused_or_read_within_the_counts_of_the_model(
         container[key] = json.loads(data.draw(st.sampled_from(HOSTILE_TEXTS)))
     changed = replace(block, description=description)
     try:
-        check_description(layout, changed, like)
+        check_description(layout, changed, example)
     except (ConfigError, ValueError, OverflowError):
         return
     assert len(description.get("groups") or description["states"]) <= len(layout.flat())
     with contextlib.suppress(ConfigError, ValueError, TypeError, LookupError, ArithmeticError):
-        served.server.service.engine.ask(lambda loop: ended(loop.stock.incoming.check(changed, like))).result(60)
-
-
-def ended(steps: Any) -> Any:
-    """What work in small steps gives when all of them were done."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            return end.value
+        engine = served.server.service.engine
+        engine.ask(lambda loop: run_to_end(loop.stock.incoming.check_block(changed, example))).result(60)
 
 
 @settings(max_examples=200)
 @given(seed=st.integers(0, 1 << 30))
-def test_damages_of_a_real_file(moving: tuple[Served, bytes], seed: int) -> None:
-    served, content = moving
+def test_import_refuses_damaged_files(exported: tuple[Served, bytes], seed: int) -> None:
+    served, content = exported
     source = np.random.default_rng(seed)
     damaged = bytearray(content)
     for _ in range(int(source.integers(1, 4))):
@@ -370,5 +365,5 @@ def test_damages_of_a_real_file(moving: tuple[Served, bytes], seed: int) -> None
     middle, length = len(content) // 2, len(content) // 4
     swapped = content[:length] + content[middle:] + content[length:middle]
     for each in (bytes(damaged), content[:cut], swapped):
-        refused(served, each)
+        assert_refused(served, each)
     assert stored(served) == (0, 0)

@@ -1,4 +1,4 @@
-"""Headers of safetensors files that anyone may send."""
+"""Headers of safetensors files from untrusted clients."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvstrata.bundle.tensors import LENGTH_BYTES, MAX_HEADER_VALUES, read_table
 from kvstrata.errors import UnusableFile
 
 
-def test_header_of_too_many_values_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A header of 64 MiB would become 20 million lists, and hold up every thread meanwhile."""
+def test_header_with_too_many_values_is_refused_unparsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsing 64 MiB makes 20 million lists, which blocks all threads for seconds."""
     parsed: list[bytes] = []
     monkeypatch.setattr(tensors.json, "loads", lambda text: parsed.append(text) or {})
     for num_values in (MAX_HEADER_VALUES, MAX_HEADER_VALUES + 1):

@@ -11,7 +11,7 @@ from kvstrata.disk.tier import DiskTier
 from kvstrata.engine.background import BackgroundPacer
 from kvstrata.engine.budget import Budget
 from kvstrata.engine.build import ServedModel, build_core
-from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.request import Event, Failed, Finished, PrefillProgress, Request, Sampling, TextDelta, TokenLogprob
 from kvstrata.engine.sequence import Sequence
@@ -90,8 +90,8 @@ class Drive:
         return self.loop.stock
 
     @property
-    def cache(self) -> Operations:
-        return Operations(self.loop)
+    def cache(self) -> CacheApi:
+        return CacheApi(self.loop)
 
     def clear(self) -> None:
         """Empty the cache."""

@@ -17,6 +17,7 @@ import pytest
 
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
+from kvstrata.engine.cache_api import RequantizedCache
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import EngineCore
@@ -75,13 +76,18 @@ class Work:
             loop.stock.pins.unpin(as_ids(self._shared), "")
 
         self.engine.ask(forget).result(60)
-        self.engine.cache.requantize(PrecisionChange(parse("raw"), parse("raw"))).result(60)
+        self._requantize("raw").result(60)
         self._settle()
-        self.engine.cache.clear(None, "all", owner=None).result(60)
+        self.engine.ask_cache(lambda cache: cache.clear(None, "all", owner=None)).result(60)
         for path in self._shared_folder.rglob("*"):
             if path.is_file() and path.name != "cluster":
                 path.unlink(missing_ok=True)  # the writer's own file may be gone by now
         self.engine.ask(make_computing_slow).result(60)
+
+    def _requantize(self, precision: str) -> Future[RequantizedCache]:
+        """Begin a change of precision, and return the future of its result."""
+        change = PrecisionChange(parse(precision), parse(precision))
+        return self.engine.ask_cache(lambda cache: cache.begin_requantize(change)).result(60)
 
     def run(self) -> dict[str, Reply]:
         self._num_runs += 1
@@ -98,20 +104,20 @@ class Work:
                 "d": {"prompt": self._prompts["d"], "grammar": grammar, "stop_ids": eos_ids, "max_tokens": 6},
             }
         )
-        self._try(lambda: self.engine.cache.usage())
+        self._try(lambda: self.engine.ask_cache(lambda cache: cache.usage()))
         replies |= self._ask_all({"e": {"prompt": self._prompts["e"]}})
         c = [*self._prompts["c"], *replies["c"].ids[:2], *range(30)]
         replies |= self._ask_all({"c2": {"prompt": c, "session": "s"}})
         replies |= self._ask_all({"a2": {"prompt": [*a, *replies["a"].ids, *range(20)]}, "b2": {"prompt": b}})
-        self._try(lambda: self.engine.cache.pin(as_ids(a), "", None))
-        self._try(lambda: self.engine.cache.explain(as_ids(b), "", None))
-        self._try(lambda: self.engine.cache.unpin(as_ids(a), ""))
-        self._try(lambda: self.engine.cache.requantize(PrecisionChange(parse("planes:8"), parse("planes:8"))))
+        self._try(lambda: self.engine.ask_cache(lambda cache: cache.pin(as_ids(a), "", None)))
+        self._try(lambda: self.engine.ask_cache(lambda cache: cache.explain(as_ids(b), "", None)))
+        self._try(lambda: self.engine.ask_cache(lambda cache: cache.unpin(as_ids(a), "")))
+        self._try(lambda: self._requantize("planes:8"))
         # It shares nothing with the others: precision does not change its reply.
         replies |= self._ask_all({"g": {"prompt": self._prompts["g"], "salt": "own"}})
         self._settle()
-        self._try(lambda: self.engine.cache.requantize_progress())
-        self._try(lambda: self.engine.cache.drop(as_ids(b), "", is_dry=False))
+        self._try(lambda: self.engine.ask_cache(lambda cache: cache.requantize_progress()))
+        self._try(lambda: self.engine.ask_cache(lambda cache: cache.drop_conversation(as_ids(b), "", is_dry=False)))
         self._try(lambda: self.engine.ask(lambda loop: loop.stock.flush(30)))
         return replies
 

@@ -19,7 +19,7 @@ import pytest
 from kvstrata.codecs.registry import _VERSIONS, parse
 from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
-from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import EngineCore
@@ -138,13 +138,11 @@ def test_failed_step_loses_memory_and_keeps_the_disk(tmp_path: Path, monkeypatch
     with engine_on(tmp_path, tiny_loaded("llama")) as engine:
         before = engine.ask(lambda _: mx.get_active_memory()).result(60)
         answer(engine, "first", 2000)
-        engine.ask(lambda loop: Operations(loop).requantize(PrecisionChange(parse("raw"), parse("planes:8")))).result(
-            60
-        )
+        engine.ask(lambda loop: CacheApi(loop).requantize(PrecisionChange(parse("raw"), parse("planes:8")))).result(60)
         settle(engine)
         engine.ask(lambda loop: loop.stock.flush(30)).result(60)
-        counted = engine.ask(lambda loop: Operations(loop).usage().counters).result(60)
-        held = engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].nbytes).result(60)
+        counted = engine.ask(lambda loop: CacheApi(loop).usage().counters).result(60)
+        held = engine.ask(lambda loop: CacheApi(loop).usage().tiers["hot"].nbytes).result(60)
         engine.ask(make_prefill_fail).result(60)
         gc.disable()  # nothing may wait for it
         try:
@@ -153,13 +151,12 @@ def test_failed_step_loses_memory_and_keeps_the_disk(tmp_path: Path, monkeypatch
         finally:
             gc.enable()
         assert after - before < held / 10
-        usage = engine.cache.usage().result(60)
+        usage = engine.ask_cache(lambda cache: cache.usage()).result(60)
         assert usage.tiers["hot"].nbytes == 0
         assert all(usage.counters[name] >= count for name, count in counted.items())
         assert usage.counters["stored_tokens"] == counted["stored_tokens"] > 2000
         assert (
-            engine.ask(lambda loop: Operations(loop).requantize(PrecisionChange(dry_run=True))).result(60).v
-            == "planes:8"
+            engine.ask(lambda loop: CacheApi(loop).requantize(PrecisionChange(dry_run=True))).result(60).v == "planes:8"
         )
         assert cached(answer(engine, "again", 2000)) == 1999
 
@@ -222,7 +219,7 @@ def test_damaged_blocks_are_a_miss_with_the_same_reply(tmp_path: Path) -> None:
         again = answer(engine, "again", 700)
         assert cached(again) == 0
         assert again.ids == first.ids
-        counters = engine.ask(lambda loop: Operations(loop).usage().counters).result(60)
+        counters = engine.ask(lambda loop: CacheApi(loop).usage().counters).result(60)
         assert counters["disk_quarantined_tensor"] >= 1
         # A reader puts files aside while the answer is computed.
         deadline = time.monotonic() + 30
@@ -244,7 +241,7 @@ def test_evicted_prefix_is_loaded_from_disk_while_memory_is_full(tmp_path: Path)
             again = answer(engine, f"b{n}", n)
             assert cached(again) == n - 1
             assert again.ids == before.ids
-            assert engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].nbytes).result(60) <= 900 * 1024
+            assert engine.ask(lambda loop: CacheApi(loop).usage().tiers["hot"].nbytes).result(60) <= 900 * 1024
 
 
 @pytest.mark.parametrize("name", ["planes:8", "planes:2", "rotated:4"])
@@ -259,7 +256,7 @@ def test_blocks_on_disk_have_the_precision_of_memory(name: str, tmp_path: Path) 
         assert cached(cold) == 699
         assert cold.ids == warm.ids
         settle(engine)
-        usage = engine.cache.usage().result(60)
+        usage = engine.ask_cache(lambda cache: cache.usage()).result(60)
         assert set(usage.tiers["hot"].by_precision) == {name}
 
 
@@ -277,32 +274,32 @@ def test_archived_planes_are_restored_bit_for_bit(tmp_path: Path) -> None:
         settle(engine)
         before = engine.ask(planes).result(60)
         engine.ask(
-            lambda loop: Operations(loop).requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
+            lambda loop: CacheApi(loop).requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
         ).result(60)
         settle(engine)
         assert len(engine.ask(planes).result(60)) < len(before)
         assert engine.ask(flush_tier).result(60)
         of_disk = engine.ask(
-            lambda loop: Operations(loop).requantize(PrecisionChange(parse("planes:2"), scope="disk", dry_run=True))
+            lambda loop: CacheApi(loop).requantize(PrecisionChange(parse("planes:2"), scope="disk", dry_run=True))
         ).result(60)
         assert [left.reason for left in of_disk.left_alone] == [
             "blocks on the disk keep the precision they were written in"
         ]
         engine.ask(
-            lambda loop: Operations(loop).requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
+            lambda loop: CacheApi(loop).requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
         ).result(60)
         until_s = time.monotonic() + 30
-        while not engine.ask(lambda loop: Operations(loop).usage().counters.get("restored_spans", 0)).result(60):
+        while not engine.ask(lambda loop: CacheApi(loop).usage().counters.get("restored_spans", 0)).result(60):
             assert time.monotonic() < until_s
         assert engine.ask(planes).result(60) == before
 
 
 def change(engine: Engine, name: str, *, dry_run: bool = False) -> ChangeResult:
     changed = engine.ask(
-        lambda loop: Operations(loop).requantize(PrecisionChange(parse(name), parse(name), dry_run=dry_run))
+        lambda loop: CacheApi(loop).requantize(PrecisionChange(parse(name), parse(name), dry_run=dry_run))
     ).result(60)
     until_s = time.monotonic() + 30
-    while engine.ask(lambda loop: Operations(loop).requantize_progress().is_running).result(60):
+    while engine.ask(lambda loop: CacheApi(loop).requantize_progress().is_running).result(60):
         assert time.monotonic() < until_s
     settle(engine)
     return changed
@@ -332,7 +329,7 @@ def test_output_after_step_down_and_restore_equals_a_run_without(began: str, tmp
         change(engine, "planes:8")
         again = answer(engine, "again", 700, 40)
         settle(engine)
-        now = engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].by_precision).result(60)
+        now = engine.ask(lambda loop: CacheApi(loop).usage().tiers["hot"].by_precision).result(60)
     assert again.ids == never.ids
     assert logprobs(again) == logprobs(never)
     assert cached(again) == 699
@@ -377,7 +374,7 @@ def test_long_match_loads_in_bounded_batches_beside_streams(
         again = answer(engine, "again", 4000)
         assert (cached(again), again.ids) == (3999, first.ids)
         assert len(other.ids) > before + 10
-        usage = engine.cache.usage().result(60)
+        usage = engine.ask_cache(lambda cache: cache.usage()).result(60)
         engine.cancel("other")
         other.wait()
     assert usage.counters["disk_read_bytes"] > bound_bytes
@@ -393,7 +390,7 @@ def test_match_larger_than_memory_is_loaded_as_far_as_it_fits(tmp_path: Path) ->
         again = answer(engine, "again", 4000)
         assert again.ids == first.ids
         assert 1000 < cached(again) < 2100
-        usage = engine.cache.usage().result(60)
+        usage = engine.ask_cache(lambda cache: cache.usage()).result(60)
         assert usage.counters["refused_promotions"] == 1
         assert usage.tiers["hot"].nbytes <= 2 * MIB
 
@@ -458,7 +455,7 @@ def test_second_touch_counts_requests_however_often_a_span_is_offered(tmp_path: 
 
     def counts(loop: EngineCore) -> dict[str, int]:
         assert flush_tier(loop)
-        return dict(Operations(loop).usage().counters)
+        return dict(CacheApi(loop).usage().counters)
 
     with engine_on(tmp_path, loaded, KvConfig(hot_bytes=MIB), second_touch=True) as engine:
         for prompt in prompts:
@@ -489,7 +486,7 @@ def test_blocks_that_cannot_be_read_are_counted_and_computed_again(
     with engine_on(tmp_path, loaded) as engine:
         again = answer(engine, "again", 700)
         assert (cached(again), again.ids) == (0, first.ids)
-        assert engine.ask(lambda loop: Operations(loop).usage().counters["unreadable_blocks"]).result(60) == 1
+        assert engine.ask(lambda loop: CacheApi(loop).usage().counters["unreadable_blocks"]).result(60) == 1
     assert "cannot be read by this version" in caplog.text
 
 
@@ -499,7 +496,7 @@ def test_hot_only_writes_nothing(tmp_path: Path) -> None:
     engine.start()
     for n in (600, 610):
         answer(engine, f"a{n}", n)
-    usage = engine.cache.usage().result(60)
+    usage = engine.ask_cache(lambda cache: cache.usage()).result(60)
     engine.stop()
     assert set(usage.tiers) == {"hot"}
     assert not list(tmp_path.iterdir())

@@ -14,7 +14,7 @@ import pytest
 
 from kvstrata.disk.tier import DiskTier
 from kvstrata.disk.writer import Pause
-from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import EngineCore
@@ -195,16 +195,16 @@ def test_pins_outlive_a_step_that_fails(tmp_path: Path) -> None:
         engine.ask(make_prefill_fail).result(60)
         engine.submit(Request("failing", prompt_of(2), 2, GREEDY), (failing := Reply()).sink)
         assert isinstance(failing.wait(), Failed)
-        assert engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].tokens).result(60) == 0
+        assert engine.ask(lambda loop: CacheApi(loop).usage().tiers["hot"].tokens).result(60) == 0
         fill_disk_with_others(engine)
         assert is_on_disk(engine, 1)
         assert ask(engine, 1) == 599
-        assert engine.ask(lambda loop: Operations(loop).usage().pinned_bytes).result(60) > 0
+        assert engine.ask(lambda loop: CacheApi(loop).usage().pinned_bytes).result(60) > 0
         engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
         assert engine.ask(lambda loop: loop.stock.store.lookup(prompt_of(1), "").num_tokens).result(60) == 600
         engine.ask(lambda loop: loop.stock.pins.unpin(prompt_of(1), "")).result(60)
         engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
-        assert engine.ask(lambda loop: Operations(loop).usage().tiers["hot"].tokens).result(60) == 0
+        assert engine.ask(lambda loop: CacheApi(loop).usage().tiers["hot"].tokens).result(60) == 0
 
 
 def write_all(loop: EngineCore) -> bool:

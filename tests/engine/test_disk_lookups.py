@@ -17,7 +17,7 @@ from kvstrata.disk.blocks import DiskBlocks
 from kvstrata.disk.files import Files
 from kvstrata.disk.tier import DiskTier
 from kvstrata.engine import prefix_lookup
-from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import EngineCore
@@ -160,16 +160,16 @@ def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(
         answer(engine, "first", 700)
         settle(engine)
         engine.ask(
-            lambda loop: Operations(loop).requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
+            lambda loop: CacheApi(loop).requantize(PrecisionChange(parse("planes:4"), parse("planes:4")))
         ).result(60)
         settle(engine)
         assert engine.ask(flush_tier).result(60)
         threads = asking_threads(blocks_of(engine))
         engine.ask(
-            lambda loop: Operations(loop).requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
+            lambda loop: CacheApi(loop).requantize(PrecisionChange(parse("planes:8"), parse("planes:8")))
         ).result(60)
         wait_for(lambda: engine.ask(is_done).result(60))
-        assert engine.ask(lambda loop: Operations(loop).usage().counters["restored_spans"]).result(60) >= 1
+        assert engine.ask(lambda loop: CacheApi(loop).usage().counters["restored_spans"]).result(60) >= 1
         engine.ask(lambda loop: loop.stock.pins.pin(prompt, "")).result(60)
         engine.ask(lambda loop: loop.stock.pins.unpin(prompt, "")).result(60)
         assert why(engine, 700).ends_because == "complete"
@@ -181,7 +181,7 @@ def test_requests_pins_explanations_and_restores_ask_the_disk_on_another_thread(
 
 
 def is_done(loop: EngineCore) -> bool:
-    return not Operations(loop).requantize_progress().is_running
+    return not CacheApi(loop).requantize_progress().is_running
 
 
 class Disk(Files):
@@ -260,6 +260,6 @@ def test_tier_that_raises_is_a_miss_for_the_request_that_asked(
         assert cached(answer(engine, "computed", 700)) == 0
         engine.ask(lambda loop: loop.stock.evictor.clear(tier="hot")).result(60)
         assert cached(answer(engine, "from the disk", 700)) == 699
-        counters = engine.ask(lambda loop: Operations(loop).usage().counters).result(60)
+        counters = engine.ask(lambda loop: CacheApi(loop).usage().counters).result(60)
         assert counters.get("failed_lookups", 0) + counters.get("failed_loads", 0) == 1
     assert sum("a defect of the tier" in record.getMessage() for record in caplog.records) == 1

@@ -31,7 +31,7 @@ import pytest
 from kvstrata.backend.heap import trim_heap
 from kvstrata.codecs.registry import parse
 from kvstrata.disk.options import DiskOptions
-from kvstrata.engine.cache_api import CacheUsage, Operations
+from kvstrata.engine.cache_api import CacheApi, CacheUsage
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import EngineCore
@@ -143,7 +143,7 @@ class Soak:
         leaving = [self.leave(cached, self.rng.choice(chats))] if self.rng.random() < 0.4 else []
         if self.case.changes and self.rng.random() < 0.5:
             codec = parse(self.rng.choice(["raw", "planes:8", "planes:4"]))
-            cached.ask(lambda loop: Operations(loop).requantize(PrecisionChange(codec, codec))).result(60)
+            cached.ask(lambda loop: CacheApi(loop).requantize(PrecisionChange(codec, codec))).result(60)
             self.counters["changes"] += 1
         for reply in (*replies, *leaving):
             reply.wait()
@@ -249,7 +249,7 @@ def usage_within_limits(engine: Engine) -> CacheUsage:
     """What a working disk is about to take stays in memory until then, and no longer."""
     until_s = time.monotonic() + DISK_MAY_TAKE_S
     while True:
-        usage = engine.ask(lambda loop: Operations(loop).usage()).result(60)
+        usage = engine.ask(lambda loop: CacheApi(loop).usage()).result(60)
         if usage.tiers["hot"].nbytes <= HOT_BYTES:
             return usage
         assert time.monotonic() < until_s, f"{usage.tiers['hot'].nbytes} bytes are held"

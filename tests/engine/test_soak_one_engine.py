@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from kvstrata.backend.heap import trim_heap
-from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import EngineLimits, KvConfig
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.request import Event, Request, Sampling
@@ -111,7 +111,7 @@ def test_objects_and_memory_stay_flat_over_many_short_requests(monkeypatch: pyte
         before, active_before, resident_before = settled_objects(engine), mx.get_active_memory(), resident_bytes()
         serve(engine, rng, num_warm_up, num_requests)
         after, active_after, resident_after = settled_objects(engine), mx.get_active_memory(), resident_bytes()
-        usage = engine.ask(lambda loop: Operations(loop).usage()).result(60)
+        usage = engine.ask(lambda loop: CacheApi(loop).usage()).result(60)
     finally:
         engine.stop()
     assert usage.counters["evicted_tokens"] > num_requests

@@ -1,4 +1,4 @@
-"""Conversations counted a slice at a time: however short the slices are, the sums are the same."""
+"""Counts of conversations in slices: the length of a slice changes no sum."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGER = prompt(300, seed=1)
 
 
 def drive_with_turns(architecture: str = "llama") -> Drive:
-    """A chat of three turns, and one that parts from it: several spans on one path."""
+    """Return a drive with a chat of three turns and a branch of it: several spans on one path."""
     drive = Drive(tiny_loaded(architecture))
     for tokens in (LONGER[:100], LONGER[:200], LONGER, [*LONGER[:150], 3, 4, 5]):
         drive.submit(tokens, 2)
@@ -32,53 +32,53 @@ def drive_with_turns(architecture: str = "llama") -> Drive:
 def count(
     drive: Drive, conversations: list[RememberedConversation], seconds: float, clock: float = 0.0
 ) -> list[CachedConversation]:
-    """`clock`: how far it goes with each look at it."""
+    """Count in slices of `seconds`. `clock`: seconds that pass with each reading of the clock."""
     ticks = itertools.count()
-    census = SessionCounts(conversations, clock=lambda: clock * next(ticks))
-    holdings: list[CachedConversation] = []
+    counts = SessionCounts(conversations, clock=lambda: clock * next(ticks))
+    counted: list[CachedConversation] = []
     for _ in range(10_000):
-        counted = census.advance(drive.stock.matcher, drive.stock.disk, seconds)
-        holdings += counted.holdings
-        if counted.is_last:
-            return holdings
-    raise AssertionError("it never ends")
+        part = counts.advance(drive.stock.matcher, drive.stock.disk, seconds)
+        counted += part.conversations
+        if part.is_last:
+            return counted
+    raise AssertionError("the counts never end")
 
 
 def conversations() -> list[RememberedConversation]:
-    asked = [LONGER, LONGER[:150], [*LONGER[:150], 3, 4, 5], [9, 9], LONGER[:1], []]
-    return [RememberedConversation(salt, as_ids(tokens)) for tokens in asked for salt in ("", "other")]
+    prompts = [LONGER, LONGER[:150], [*LONGER[:150], 3, 4, 5], [9, 9], LONGER[:1], []]
+    return [RememberedConversation(salt, as_ids(tokens)) for tokens in prompts for salt in ("", "other")]
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_short_slices_count_what_one_long_one_counts(architecture: str) -> None:
+def test_session_counts_in_short_slices_equal_one_long_slice(architecture: str) -> None:
     drive = drive_with_turns(architecture)
     whole = count(drive, conversations(), seconds=1e9)
-    # Time is over whenever the clock is looked at.
+    # Each reading of the clock ends the slice.
     assert count(drive, conversations(), seconds=0.0, clock=1.0) == whole
-    for holding, asked in zip(whole, conversations(), strict=True):
-        found = drive.stock.matcher.find(asked.ids, asked.salt)
-        assert holding.tokens == sum(holding.k.values()) == sum(holding.v.values()) == found.num_tokens
+    for cached, conversation in zip(whole, conversations(), strict=True):
+        prefix = drive.stock.matcher.find(conversation.ids, conversation.salt)
+        assert cached.tokens == sum(cached.k.values()) == sum(cached.v.values()) == prefix.num_tokens
     assert whole[0].tokens >= 290
-    assert [holding.tokens for holding in whole[1::2]] == [0] * 6  # another salt
+    assert [cached.tokens for cached in whole[1::2]] == [0] * 6  # another salt
 
 
-def test_a_slice_counts_no_more_than_can_be_written_down() -> None:
+def test_session_counts_end_a_slice_after_the_maximum() -> None:
     drive = drive_with_turns()
-    census = SessionCounts([RememberedConversation("", as_ids(LONGER))] * (MAX_COUNTED + 1))
-    first = census.advance(drive.stock.matcher, drive.stock.disk, 1e9)
-    assert (len(first.holdings), first.is_last) == (MAX_COUNTED, False)
-    assert census.advance(drive.stock.matcher, drive.stock.disk, 1e9).is_last
+    counts = SessionCounts([RememberedConversation("", as_ids(LONGER))] * (MAX_COUNTED + 1))
+    first = counts.advance(drive.stock.matcher, drive.stock.disk, 1e9)
+    assert (len(first.conversations), first.is_last) == (MAX_COUNTED, False)
+    assert counts.advance(drive.stock.matcher, drive.stock.disk, 1e9).is_last
 
 
-def test_precision_and_pins_are_told() -> None:
+def test_session_counts_include_precision_and_pins() -> None:
     drive = drive_with_turns()
     drive.stock.pins.pin(as_ids(LONGER), "")
-    [holding] = count(drive, [RememberedConversation("", as_ids(LONGER))], seconds=1e9)
-    assert holding.is_pinned
-    assert set(holding.k) == {"raw"}
+    [cached] = count(drive, [RememberedConversation("", as_ids(LONGER))], seconds=1e9)
+    assert cached.is_pinned
+    assert set(cached.k) == {"raw"}
 
 
-def test_without_a_disk_nothing_is_said_of_it() -> None:
+def test_session_counts_without_disk_answer_at_once() -> None:
     drive = drive_with_turns()
     counted = SessionCounts(conversations()).advance(drive.stock.matcher, drive.stock.disk, 1e9)
     assert counted.on_disk.is_done

@@ -1,4 +1,4 @@
-"""What memory holds, told a slice at a time: however short the slices are, the tree is the same, and it is bounded."""
+"""Snapshots of conversations in slices: the length of a slice changes no run, and the size is bounded."""
 
 from __future__ import annotations
 
@@ -15,80 +15,82 @@ from tests.prefix_cache.test_census import LONGER, drive_with_turns
 from tests.tiny import tiny_loaded
 
 
-def tell(drive: Drive, seconds: float = 1e9, clock: float = 0.0, owner: str | None = None) -> ConversationSnapshot:
-    """`clock`: how far it goes with each look at it."""
+def take_snapshot(
+    drive: Drive, seconds: float = 1e9, clock: float = 0.0, owner: str | None = None
+) -> ConversationSnapshot:
+    """Collect in slices of `seconds`. `clock`: seconds that pass with each reading of the clock."""
     ticks = itertools.count()
-    strata = ConversationSnapshot(owner, clock=lambda: clock * next(ticks))
+    snapshot = ConversationSnapshot(owner, clock=lambda: clock * next(ticks))
     for _ in range(10_000):
-        strata.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, seconds)
-        if strata.is_done:
-            return strata
-    raise AssertionError("it never ends")
+        snapshot.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, seconds)
+        if snapshot.is_done:
+            return snapshot
+    raise AssertionError("the snapshot never ends")
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
-def test_the_tree_is_told_whole_whatever_the_slices(architecture: str) -> None:
+def test_snapshot_equals_the_tree_for_any_slice(architecture: str) -> None:
     drive = drive_with_turns(architecture)
-    whole = tell(drive)
+    whole = take_snapshot(drive)
     tree = drive.stock.table.tree
-    told = sorted((each.start, each.ids.tolist()) for each in whole.runs)
-    assert told == sorted((node.start, node.tokens.tolist()) for node in tree)
+    runs = sorted((each.start, each.ids.tolist()) for each in whole.runs)
+    assert runs == sorted((node.start, node.tokens.tolist()) for node in tree)
     assert sum(len(each.ids) for each in whole.runs) == tree.num_tokens
     for each in whole.runs:
-        above = None if each.above is None else whole.runs[each.above]
-        assert each.start == (0 if above is None else above.start + len(above.ids))
-        assert each.stored == (PrecisionRun(each.start + len(each.ids), "raw", "raw"),)
+        parent = None if each.parent is None else whole.runs[each.parent]
+        assert each.start == (0 if parent is None else parent.start + len(parent.ids))
+        assert each.precisions == (PrecisionRun(each.start + len(each.ids), "raw", "raw"),)
         assert (each.is_running, each.is_pinned) == (False, False)
-    # Time is over whenever the clock is looked at.
-    short = tell(drive, seconds=0.0, clock=1.0)
-    assert [(each.above, each.start) for each in short.runs] == [(each.above, each.start) for each in whole.runs]
+    # Each reading of the clock ends the slice.
+    short = take_snapshot(drive, seconds=0.0, clock=1.0)
+    assert [(each.parent, each.start) for each in short.runs] == [(each.parent, each.start) for each in whole.runs]
     assert not whole.has_more
-    assert tell(drive, owner="another").runs == []
+    assert take_snapshot(drive, owner="another").runs == []
 
 
-def test_only_the_last_used_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_of_many_conversations_has_the_last_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_CONVERSATIONS", 3)
     drive = Drive(tiny_loaded("llama"))
     prompts = [[seed, *prompt(20, seed=seed)] for seed in range(6)]
     for tokens in (*prompts, prompts[1]):
         drive.submit(tokens, 2)
         drive.run()
-    strata = tell(drive)
-    assert strata.has_more
-    begin = {tuple(each.ids[:5].tolist()) for each in strata.runs if each.above is None}
+    snapshot = take_snapshot(drive)
+    assert snapshot.has_more
+    begin = {tuple(each.ids[:5].tolist()) for each in snapshot.runs if each.parent is None}
     assert begin == {tuple(tokens[:5]) for tokens in (prompts[4], prompts[5], prompts[1])}
 
 
-def test_a_node_that_goes_between_two_slices_is_empty() -> None:
+def test_snapshot_keeps_nodes_removed_between_slices_as_empty_runs() -> None:
     drive = drive_with_turns()
-    strata = ConversationSnapshot(None, clock=iter(range(1000)).__next__)
-    strata.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, 0.0)
-    assert not strata.is_done
+    snapshot = ConversationSnapshot(None, clock=iter(range(1000)).__next__)
+    snapshot.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, 0.0)
+    assert not snapshot.is_done
     drive.stock.evictor.clear(tier="hot")
-    while not strata.is_done:
-        strata.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, 0.0)
-    assert [len(each.ids) for each in strata.runs[1:]] == [0] * (len(strata.runs) - 1)
+    while not snapshot.is_done:
+        snapshot.advance(drive.stock.table, drive.stock.candidates, drive.stock.matcher, 0.0)
+    assert [len(each.ids) for each in snapshot.runs[1:]] == [0] * (len(snapshot.runs) - 1)
 
 
-def to_its_end(drive: Drive, ids: list[int]) -> TokenIds:
-    """With what was stored of the reply."""
+def with_reply(drive: Drive, ids: list[int]) -> TokenIds:
+    """Return a prompt with the cached tokens of its reply."""
     last = drive.stock.table.tree.match(drive.stock.matcher.root_of(""), ids).path[-1]
     return np.concatenate([node.tokens for node in last.path()])
 
 
-def test_a_drop_leaves_what_is_shared_and_what_is_leased() -> None:
+def test_drop_keeps_shared_and_leased_tokens() -> None:
     drive = drive_with_turns()
-    other, longer = (to_its_end(drive, ids) for ids in ([*LONGER[:150], 3, 4, 5], LONGER))
-    said = drive.stock.evictor.drop_conversation(other, "", is_dry=True)
+    other, longer = (with_reply(drive, ids) for ids in ([*LONGER[:150], 3, 4, 5], LONGER))
+    dry = drive.stock.evictor.drop_conversation(other, "", is_dry=True)
     assert drive.stock.matcher.find(other, "").num_tokens == len(other)
-    done = drive.stock.evictor.drop_conversation(other, "", is_dry=False)
-    assert (said.tokens, said.nbytes) == (done.tokens, done.nbytes) == (len(other) - 150, done.nbytes)
+    dropped = drive.stock.evictor.drop_conversation(other, "", is_dry=False)
+    assert (dry.tokens, dry.nbytes) == (dropped.tokens, dropped.nbytes) == (len(other) - 150, dropped.nbytes)
     assert drive.stock.matcher.find(other, "").num_tokens == 150
     assert drive.stock.matcher.find(longer, "").num_tokens == len(longer)
     lease = drive.stock.store.lease(longer, "")
     kept = drive.stock.evictor.drop_conversation(longer, "", is_dry=False)
     assert (kept.tokens, kept.kept_because) == (0, "running")
     drive.stock.leases.release(lease)
-    # The turns before it ended in replies that it did not take up: those stay, with all before them.
+    # Earlier turns ended in replies that the last prompt does not contain: they stay, with all tokens before them.
     assert drive.stock.evictor.drop_conversation(longer, "", is_dry=False).tokens == len(longer) - 200
     assert drive.stock.matcher.find(longer, "").num_tokens == 200

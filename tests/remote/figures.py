@@ -73,7 +73,7 @@ def main(num_tokens: int) -> None:
             for number, prompt in enumerate(prompts):
                 first_token(engine, f"writes {number}", prompt)
             engine.ask(shared).result(300)
-            usage = engine.cache.usage().result(60).remote
+            usage = engine.ask_cache(lambda cache: cache.usage()).result(60).remote
             assert usage is not None
             token_bytes = usage.usage.written_bytes / max(1, usage.written_tokens)
         proxy = Proxy(server.port, bytes_per_s=SLOW_BYTES_PER_S)

@@ -69,7 +69,7 @@ def share(engine: Engine) -> None:
 
 
 def counters(engine: Engine) -> dict[str, int]:
-    return engine.cache.usage().result(60).counters
+    return engine.ask_cache(lambda cache: cache.usage()).result(60).counters
 
 
 @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *SLOW])

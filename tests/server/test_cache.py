@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.executor import EngineCore
 from tests.server.conftest import Served, running
 from tests.server.test_ops import scrape
@@ -149,7 +149,7 @@ def test_what_does_not_fit_beside_pins_is_refused_and_not_tried_again(stream: bo
         post(served, "/cache/pin", tokens=LONG)
 
         def leave_room(loop: EngineCore) -> None:
-            pinned_bytes = Operations(loop).usage().tiers["hot"].nbytes
+            pinned_bytes = CacheApi(loop).usage().tiers["hot"].nbytes
             loop.memory.budget = replace(loop.budget, total_bytes=pinned_bytes * 3 // 2)
 
         served.server.service.engine.ask(leave_room).result(60)

@@ -17,12 +17,12 @@ PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_siz
 
 def stratum_of(node: Node[str], above: int | None, unused_s: float = 0.0) -> ConversationRun:
     return ConversationRun(
-        above=above,
+        parent=above,
         root=node.root_key,
         salt=SALT,
         start=node.start,
         ids=node.tokens,
-        stored=(PrecisionRun(node.end, node.payload, node.payload),),
+        precisions=(PrecisionRun(node.end, node.payload, node.payload),),
         nbytes=10 * node.num_tokens,
         shared_end=0,
         session="",

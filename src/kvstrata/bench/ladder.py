@@ -175,7 +175,7 @@ def _run(loaded: LoadedModel, load: Load, policy: str, limit_bytes: int, needed_
             streams = _talk(engine, loaded, load)
         seconds = time.perf_counter() - began_s
         peak_bytes = mx.get_peak_memory() - others_bytes
-        usage = engine.cache.usage().result()
+        usage = engine.ask_cache(lambda cache: cache.usage()).result()
     return LadderRun(
         policy=policy,
         requests=len(streams),

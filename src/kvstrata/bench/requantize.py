@@ -15,7 +15,7 @@ import mlx.core as mx
 from kvstrata.bench.driver import MIB, Figure, lay_out
 from kvstrata.bench.streams import Streams, greedy, random_prompt, running
 from kvstrata.codecs.registry import parse
-from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import EngineLimits
 from kvstrata.engine.engine import Engine
 from kvstrata.engine.executor import EngineCore
@@ -128,19 +128,19 @@ def _change(engine: Engine, streams: Streams, precision: str, prefill_s: float) 
 
 def _begin(loop: EngineCore, precision: str) -> ChangeResult:
     """A dry run and the change, between the same two steps: tokens that came between them would be in one only."""
-    said = Operations(loop).requantize(PrecisionChange(parse(precision), parse(precision), dry_run=True))
-    Operations(loop).requantize(PrecisionChange(parse(precision), parse(precision)))
+    said = CacheApi(loop).requantize(PrecisionChange(parse(precision), parse(precision), dry_run=True))
+    CacheApi(loop).requantize(PrecisionChange(parse(precision), parse(precision)))
     return said
 
 
 def _finish(engine: Engine) -> ChangeProgress:
     """Each question is answered between two steps: this waits, it does not spin."""
-    while (progress := engine.cache.requantize_progress().result()).is_running:
+    while (progress := engine.ask_cache(lambda cache: cache.requantize_progress()).result()).is_running:
         pass
     return progress
 
 
 def _held(loop: EngineCore) -> tuple[int, int]:
     """By our own count, and by MLX's."""
-    usage = Operations(loop).usage()
+    usage = CacheApi(loop).usage()
     return usage.running_bytes + usage.tiers["hot"].nbytes, usage.allocator_bytes

@@ -160,7 +160,7 @@ def _where_text(settings: Settings) -> str:
 def _disk_text(settings: Settings, service: Service) -> str:
     from kvstrata.sizes import human_bytes
 
-    counters = service.engine.cache.usage().result().counters
+    counters = service.engine.ask_cache(lambda cache: cache.usage()).result().counters
     allowed_bytes = counters.get("disk_allowed_bytes", 0)
     most = str(settings.disk_cache_size)
     if allowed_bytes < counters.get("disk_limit_bytes", 0):

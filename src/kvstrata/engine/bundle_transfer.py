@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, Literal, Protocol, TypeVar
+from functools import partial
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import numpy as np
 
@@ -18,50 +18,44 @@ from kvstrata.bundle.tensors import TensorTable, looks_like_tensors, read_table
 from kvstrata.bundle.writing import PIECE_BYTES, BundleWriter
 from kvstrata.disk.format import LARGEST_HEADER_BYTES
 from kvstrata.engine.executor import EngineCore
-from kvstrata.engine.prompt_cache_file import WITHOUT_PROMPT, PromptFileIn, PromptFileOut, any_mark
+from kvstrata.engine.prompt_cache_file import PROMPT_NEEDED, PromptCacheReader, PromptCacheWriter, example_checkpoint
+from kvstrata.engine.thread import EngineThread
 from kvstrata.errors import ConfigError, InvalidRequest, Unavailable, UnusableFile
 from kvstrata.layers.kinds import Layout
 from kvstrata.models.loaded import LoadedModel
 from kvstrata.prefix_cache.jobs import Steps
 from kvstrata.prefix_cache.keys import Identity, TokenIds, chain
 from kvstrata.prefix_cache.prefetch import TierOffer
-from kvstrata.prefix_cache.prefix_cache import Stock
+from kvstrata.prefix_cache.prefix_cache import Stock as PrefixCache
 from kvstrata.prefix_cache.tier_client import BlockLoad
-from kvstrata.prefix_cache.transfer import ConversationArrival, ConversationDeparture, Imported, neutral_root
+from kvstrata.prefix_cache.transfer import ExportProgress, ImportProgress, ImportResult, neutral_root
 from kvstrata.spans.blocks import block_bytes
 from kvstrata.spans.checks import check_description
 from kvstrata.spans.marks import Mark
 from kvstrata.tier.block import BASE, Block
 
-# For what the disk has of a conversation, at most: to be asked, and to come.
+# Longest waits of an export for a tier: for its answer, and for its blocks.
 LOOKUP_S = 30.0
 
 LOAD_S = 120.0
 
-# An export that a client takes more slowly than this ends: what it holds in memory cannot go meanwhile.
+# An export ends when its client takes less than this, because the entries that it leases cannot be evicted meanwhile.
 MIN_EXPORT_BYTES_S = 64 << 10
 
 MIN_EXPORT_S = 120.0
 
 T = TypeVar("T")
 
-Form = Literal["kvstrata", "mlx"]
+FileFormat = Literal["kvstrata", "mlx"]
 
-IdsOf = Callable[[Mapping[str, Any]], TokenIds]
+TokenizePrompt = Callable[[Mapping[str, Any]], TokenIds]
 
-
-class Ask(Protocol):
-    def __call__(self, question: Callable[[EngineCore], T], /) -> Future[T]: ...
-
-
-def _done(ask: Ask, begin: Callable[[EngineCore], Steps[T]]) -> T:
-    """Have the engine's thread do something in small steps, between those of the requests that run, and wait for it."""
-    return ask(lambda loop: loop.stock.tasks.add(begin(loop))).result().result()
+Task = Callable[[EngineCore], Steps[T]]  # begins work that the engine thread does in small steps
 
 
 @dataclass(frozen=True)
 class ExportedConversation:
-    """What is exported: tokens under a salt, the name of their session, and what others keep with it."""
+    """A conversation to export: its tokens and salt, the name of its session, and data that other modules add."""
 
     ids: TokenIds
     salt: str
@@ -71,171 +65,183 @@ class ExportedConversation:
 
 @dataclass(frozen=True)
 class ImportedConversation:
-    """What an import brought. `num_new`: tokens that were not stored before."""
+    """A conversation that was imported."""
 
     ids: TokenIds
-    num_new: int
+    num_new: int  # tokens that were not cached before
     session: Mapping[str, str] = field(default_factory=dict)
     sections: Mapping[str, Section] = field(default_factory=dict)
 
 
-class BundleTransfer:
-    """`stored_bytes`: most that memory may hold of stored KV."""
+@dataclass(frozen=True)
+class VerifiedBundle:
+    """The content of a bundle all of whose blocks were verified."""
 
-    def __init__(self, ask: Ask, loaded: LoadedModel, stored_bytes: int) -> None:
-        self._ask = ask
+    ids: TokenIds
+    nbytes: int
+    lineage: Lineage
+
+
+class BundleTransfer:
+    """Export and import of conversations. All methods block, so worker threads call them."""
+
+    def __init__(self, thread: EngineThread, loaded: LoadedModel, max_cached_bytes: int) -> None:
+        """`max_cached_bytes`: limit of the cached KV in memory."""
+        self._thread = thread
         self._loaded = loaded
-        self._stored_bytes = stored_bytes
+        self._max_cached_bytes = max_cached_bytes
 
     @property
     def limit_bytes(self) -> int:
-        """Most that a file can have of which all could be stored: its blocks have headers beside their arrays."""
-        return self._stored_bytes + self._stored_bytes // 2 + LARGEST_HEADER_BYTES
+        """Size of the largest file whose whole content fits the cache: blocks have headers beside their arrays."""
+        return self._max_cached_bytes + self._max_cached_bytes // 2 + LARGEST_HEADER_BYTES
 
-    # Out.
+    # Export.
 
-    def begin_export(self, conversation: ExportedConversation, form: Form = "kvstrata") -> BundleExport:
-        """`form`: of the file. Raises InvalidRequest where nothing of it is stored."""
-        self._require_store()
-        self._fetch(conversation)
-        make = BundleExport if form == "kvstrata" else PromptCacheExport
-        exporting = make(self._ask, conversation, self._loaded.name)
-        exporting.begin()
-        return exporting
+    def begin_export(self, conversation: ExportedConversation, file_format: FileFormat = "kvstrata") -> BundleExport:
+        """Begin an export. Raises InvalidRequest where nothing of the conversation is cached."""
+        self._require_sharing()
+        self._load_from_tiers(conversation)
+        export_class = BundleExport if file_format == "kvstrata" else PromptCacheExport
+        export = export_class(self._thread, conversation, self._loaded.name)
+        export.open()
+        return export
 
-    def _fetch(self, conversation: ExportedConversation) -> None:
-        """What only the tiers have comes to memory first."""
+    def _load_from_tiers(self, conversation: ExportedConversation) -> None:
+        """Load into memory the tokens of the conversation that only a tier has."""
         ids, salt = conversation.ids, conversation.salt
-        asked = self._ask(lambda loop: loop.stock.prefetcher.ask(ids, salt)).result()
-        if asked is None:
+        offers = self._thread.ask(lambda core: core.stock.prefetcher.ask(ids, salt)).result()
+        if offers is None:
             return
-        asked.wait(LOOKUP_S)
-        for offer in asked.offers:
-            self._load(offer, conversation)
+        offers.wait(LOOKUP_S)
+        for offer in offers.offers:
+            self._load_from_tier(offer, conversation)
 
-    def _load(self, offer: TierOffer, conversation: ExportedConversation) -> None:
-        """What one tier has more than memory."""
+    def _load_from_tier(self, offer: TierOffer, conversation: ExportedConversation) -> None:
         ids, salt = conversation.ids, conversation.salt
-        come = threading.Event()
+        is_loaded = threading.Event()
 
-        def load(loop: EngineCore) -> BlockLoad | None:
-            begun = loop.stock.prefetcher.begin_load(offer, ids, salt)
-            if begun is not None:
-                begun.on_done = lambda _: come.set()
-                if begun.is_done:
-                    come.set()
-            return begun
+        def begin_load(core: EngineCore) -> BlockLoad | None:
+            load = core.stock.prefetcher.begin_load(offer, ids, salt)
+            if load is not None:
+                load.on_done = lambda _: is_loaded.set()
+                if load.is_done:
+                    is_loaded.set()
+            return load
 
-        loading = self._ask(load).result()
-        if loading is not None:
-            come.wait(LOAD_S)
-            self._ask(lambda loop: loop.stock.prefetcher.promote(loading)).result()
+        load = self._thread.ask(begin_load).result()
+        if load is not None:
+            is_loaded.wait(LOAD_S)
+            self._thread.ask(lambda core: core.stock.prefetcher.promote(load)).result()
 
-    # In.
+    # Import.
 
-    def import_file(self, file: BinaryIO, size_bytes: int, salt: str, ids_of: IdsOf) -> ImportedConversation:
-        """A file that was exported, or a prompt cache of mlx-lm. Nothing is stored before all of it was found good.
-        `ids_of`: makes token ids of a prompt. Raises UnusableFile, NeverFits or MemoryPinned."""
-        self._require_store()
+    def import_file(
+        self, file: BinaryIO, size_bytes: int, salt: str, tokenize_prompt: TokenizePrompt
+    ) -> ImportedConversation:
+        """Import an exported file, or a prompt cache of mlx-lm.
+
+        Nothing is cached before the whole file was verified. Raises UnusableFile, NeverFits or MemoryPinned.
+        """
+        self._require_sharing()
         file.seek(0)
-        beginning = file.read(len(MAGIC))
-        if not beginning.startswith(MAGIC) and looks_like_tensors(beginning):
-            return self._take_prompt_cache(read_table(file, 0, size_bytes), salt, lambda: None)
+        first_bytes = file.read(len(MAGIC))
+        if not first_bytes.startswith(MAGIC) and looks_like_tensors(first_bytes):
+            return self._import_prompt_cache(read_table(file, 0, size_bytes), salt, lambda: None)
         bundle = open_bundle(file, size_bytes)
         if bundle.header.model is not None:
-            return self._take_conversation(bundle, bundle.header.model, salt)
+            return self._import_bundle(bundle, bundle.header.model, salt)
         if len(bundle.records) != 1:
             raise UnusableFile(f"The file does not hold one prompt cache. {AGAIN} {CHANGED}")
         (record,) = bundle.records
         prompt = bundle.header.prompt
         table = read_table(file, record.offset, record.nbytes)
-        return self._take_prompt_cache(table, salt, lambda: ids_of(prompt) if prompt else None)
+        return self._import_prompt_cache(table, salt, lambda: tokenize_prompt(prompt) if prompt else None)
 
-    def _take_prompt_cache(
-        self, table: TensorTable, salt: str, own_prompt: Callable[[], TokenIds | None]
+    def _import_prompt_cache(
+        self, table: TensorTable, salt: str, given_ids: Callable[[], TokenIds | None]
     ) -> ImportedConversation:
-        layout = self._ask(lambda loop: loop.runner.layout).result()
-        with _refusing():
-            incoming = PromptFileIn(table, layout)
-            given = own_prompt()
-            ids = incoming.own_ids if given is None else given
+        """Import a prompt cache of mlx-lm. `given_ids`: tokenizes the prompt that came beside it, if one did."""
+        layout = self._thread.ask(lambda core: core.runner.layout).result()
+        with _refusing_bad_files():
+            reader = PromptCacheReader(table, layout)
+            given = given_ids()
+            ids = reader.recorded_ids if given is None else given
             if ids is None:
-                raise UnusableFile(WITHOUT_PROMPT, code="prompt_needed")
-            self._require_known(ids)
-        stock, arriving = self._ask(
-            lambda loop: (loop.stock, loop.stock.incoming.begin(ids, salt, table.nbytes))
+                raise UnusableFile(PROMPT_NEEDED, code="prompt_needed")
+            self._require_known_ids(ids)
+        cache, progress = self._thread.ask(
+            lambda core: (core.stock, core.stock.incoming.begin_import(ids, salt, table.nbytes))
         ).result()
         try:
-            # It is in memory before it is known to be good: what that takes must be free.
-            self._wait(_in_same(stock, lambda loop: loop.stock.incoming.making_room(table.nbytes)))
-            with _refusing():
-                span = incoming.span(lambda begin: self._wait(_in_same(stock, begin)), ids)
-            imported = self._wait(_in_same(stock, lambda loop: loop.stock.incoming.add_span(arriving, span)))
-            return ImportedConversation(ids, imported.num_new)
+            # The arrays are in memory before they are verified, so memory is reclaimed for them first.
+            self._run_task(_on_cache(cache, lambda core: core.stock.incoming.reclaim_memory(table.nbytes)))
+            with _refusing_bad_files():
+                span = reader.read_span(lambda task: self._run_task(_on_cache(cache, task)), ids)
+            result = self._run_task(_on_cache(cache, lambda core: core.stock.incoming.add_span(progress, span)))
+            return ImportedConversation(ids, result.num_new)
         finally:
-            self._end(stock, arriving)
+            self._end_import(cache, progress)
 
-    def _wait(self, begin: Callable[[EngineCore], Steps[T]]) -> T:
-        return _done(self._ask, begin)
+    def _import_bundle(self, bundle: Bundle, model: ModelNamed, salt: str) -> ImportedConversation:
+        identity = self._thread.ask(lambda core: core.stock.matcher.identity).result()
+        require_same_model(model, model_named(identity))
+        verified = self._verify_bundle(bundle, identity)
+        result = self._insert_blocks(bundle, verified, salt)
+        return ImportedConversation(verified.ids, result.num_new, bundle.header.session, bundle.header.sections)
 
-    def _take_conversation(self, bundle: Bundle, model: ModelNamed, salt: str) -> ImportedConversation:
-        identity = self._identity()
-        require_same_model(model, named(identity))
-        checked = self._check(bundle, identity)
-        imported = self._file(bundle, checked, salt)
-        return ImportedConversation(checked.ids, imported.num_new, bundle.header.session, bundle.header.sections)
-
-    def _check(self, bundle: Bundle, identity: Identity) -> VerifiedBundle:
-        like = self._wait(any_mark)
-        layout = self._ask(lambda loop: loop.runner.layout).result()
+    def _verify_bundle(self, bundle: Bundle, identity: Identity) -> VerifiedBundle:
+        example = self._run_task(example_checkpoint)
+        layout = self._thread.ask(lambda core: core.runner.layout).result()
         max_bytes = block_bytes(layout) + LARGEST_HEADER_BYTES
         lineage = Lineage(neutral_root(identity), chain, max_bytes)
         runs: list[TokenIds] = []
-        nbytes, last_mark = 0, 0
+        nbytes, last_checkpoint_at = 0, 0
         for block in blocks(bundle, lineage):
-            self._check_block(block, layout, like)
+            self._verify_block(block, layout, example)
             nbytes += block.nbytes
             if block.part == BASE:
                 runs.append(np.frombuffer(block.token_ids, "<i4").astype(np.int32))
             else:
-                last_mark = block.start + block.num_tokens
+                last_checkpoint_at = block.start + block.num_tokens
         ids = np.concatenate(runs)
-        self._require_known(ids)
-        if like is not None and last_mark != len(ids):
+        self._require_known_ids(ids)
+        if example is not None and last_checkpoint_at != len(ids):
             raise UnusableFile(f"The file does not say how its last token left this model's layers. {AGAIN} {CHANGED}")
         return VerifiedBundle(ids, nbytes, lineage)
 
-    def _check_block(self, block: Block, layout: Layout, like: Mark | None) -> None:
-        with _refusing():
-            check_description(layout, block, like)
-            self._wait(lambda loop: loop.stock.incoming.check(block, like))
+    def _verify_block(self, block: Block, layout: Layout, example: Mark | None) -> None:
+        with _refusing_bad_files():
+            check_description(layout, block, example)
+            self._run_task(lambda core: core.stock.incoming.check_block(block, example))
 
-    def _require_known(self, ids: TokenIds) -> None:
+    def _require_known_ids(self, ids: TokenIds) -> None:
         if not len(ids) or ids.min() < 0 or ids.max() >= self._loaded.vocab_size:
             raise UnusableFile(
                 f"There are token ids that this model has not, or none; they go from 0 to "
                 f"{self._loaded.vocab_size - 1}. {CHANGED}"
             )
 
-    def _file(self, bundle: Bundle, checked: VerifiedBundle, salt: str) -> Imported:
-        stock, arriving = self._ask(
-            lambda loop: (loop.stock, loop.stock.incoming.begin(checked.ids, salt, checked.nbytes))
+    def _insert_blocks(self, bundle: Bundle, verified: VerifiedBundle, salt: str) -> ImportResult:
+        cache, progress = self._thread.ask(
+            lambda core: (core.stock, core.stock.incoming.begin_import(verified.ids, salt, verified.nbytes))
         ).result()
         try:
-            for block in blocks(bundle, checked.lineage):
-                self._wait(_in_same(stock, lambda loop, block=block: loop.stock.incoming.add(arriving, block)))
-            return self._wait(_in_same(stock, lambda loop: loop.stock.incoming.finish(arriving)))
+            for block in blocks(bundle, verified.lineage):
+                self._run_task(_on_cache(cache, partial(_add_block, progress, block)))
+            return self._run_task(_on_cache(cache, lambda core: core.stock.incoming.finish_import(progress)))
         finally:
-            self._end(stock, arriving)
+            self._end_import(cache, progress)
 
-    def _end(self, stock: Stock, arriving: ConversationArrival) -> None:
-        self._ask(lambda loop: loop.stock is stock and stock.incoming.end(arriving))
+    def _end_import(self, cache: PrefixCache, progress: ImportProgress) -> None:
+        """Release the leases of an import, without waiting for it."""
+        self._thread.ask(lambda core: core.stock is cache and cache.incoming.end_import(progress))
 
-    def _identity(self) -> Identity:
-        return self._ask(lambda loop: loop.stock.matcher.identity).result()
+    def _run_task(self, task: Task[T]) -> T:
+        return _run_task(self._thread, task)
 
-    def _require_store(self) -> None:
-        if not self._ask(lambda loop: loop.stock.store.can_share).result():
+    def _require_sharing(self) -> None:
+        if not self._thread.ask(lambda core: core.stock.store.can_share).result():
             raise InvalidRequest(
                 "This model brings caches of its own kind, which cannot be shared: nothing is stored, and nothing can "
                 "be exported or imported. GET /props shows its layers.",
@@ -243,95 +249,97 @@ class BundleTransfer:
             )
 
 
-@dataclass(frozen=True)
-class VerifiedBundle:
-    """A file that was found good."""
-
-    ids: TokenIds
-    nbytes: int
-    lineage: Lineage
-
-
 class BundleExport:
-    """One export. `end` must be called, whatever happens."""
+    """An export as a bundle. Leases cache entries from `open` until `close`; `close` must be called in any case."""
 
-    def __init__(self, ask: Ask, conversation: ExportedConversation, model_name: str) -> None:
-        self._ask = ask
+    def __init__(self, thread: EngineThread, conversation: ExportedConversation, model_name: str) -> None:
+        self._thread = thread
         self._conversation = conversation
         self._model_name = model_name
-        self._stock: Stock
-        self._leaving: ConversationDeparture
+        self._cache: PrefixCache
+        self._progress: ExportProgress
         self._until_s = 0.0
 
     @property
     def num_tokens(self) -> int:
-        return len(self._leaving.ids)
+        return len(self._progress.ids)
 
-    def begin(self) -> None:
+    def open(self) -> None:
+        """Lease the conversation. Raises InvalidRequest where nothing of it is cached."""
         conversation = self._conversation
 
-        def begin(loop: EngineCore) -> Steps[tuple[Stock, ConversationDeparture]]:
-            leaving = yield from loop.stock.outgoing.begin(conversation.ids, conversation.salt)
-            return loop.stock, leaving
+        def begin(core: EngineCore) -> Steps[tuple[PrefixCache, ExportProgress]]:
+            progress = yield from core.stock.outgoing.begin_export(conversation.ids, conversation.salt)
+            return core.stock, progress
 
-        self._stock, self._leaving = _done(self._ask, begin)
-        self._until_s = time.monotonic() + MIN_EXPORT_S + self._leaving.nbytes / MIN_EXPORT_BYTES_S
+        self._cache, self._progress = _run_task(self._thread, begin)
+        self._until_s = time.monotonic() + MIN_EXPORT_S + self._progress.nbytes / MIN_EXPORT_BYTES_S
 
     def pieces(self) -> Iterator[memoryview]:
-        """The file, made while it is taken."""
-        conversation, leaving = self._conversation, self._leaving
-        model = named(self._stock.matcher.identity)
+        """Yield the file's bytes; each piece is made when the client takes it."""
+        conversation, progress = self._conversation, self._progress
+        model = model_named(self._cache.matcher.identity)
         sections = dict(conversation.sections)
         writer = BundleWriter(Header("conversation", model, self.num_tokens, conversation.session, sections))
         yield from writer.begin()
-        while not leaving.is_done:
-            for block in self._wait(lambda loop: loop.stock.outgoing.next_blocks(leaving)):
+        while not progress.is_done:
+            for block in self._run_task(lambda core: core.stock.outgoing.next_blocks(progress)):
                 yield from writer.block(block)
         yield from writer.end()
 
-    def _wait(self, begin: Callable[[EngineCore], Steps[T]]) -> T:
+    def close(self) -> None:
+        """Release the leases, without waiting for it."""
+        cache, progress = self._cache, self._progress
+        self._thread.ask(lambda core: core.stock is cache and cache.outgoing.end_export(progress))
+
+    def _run_task(self, task: Task[T]) -> T:
         if time.monotonic() > self._until_s:
             raise Unavailable("The client takes the file too slowly.")
-        return _done(self._ask, _in_same(self._stock, begin))
-
-    def end(self) -> None:
-        """What was leased for it may go. Does not wait."""
-        stock, leaving = self._stock, self._leaving
-        self._ask(lambda loop: loop.stock is stock and stock.outgoing.end(leaving))
+        return _run_task(self._thread, _on_cache(self._cache, task))
 
 
 class PromptCacheExport(BundleExport):
-    """As a file that mlx-lm's own loader takes."""
+    """An export as a prompt cache file that mlx-lm's own loader reads."""
 
     def pieces(self) -> Iterator[memoryview]:
-        leaving, name = self._leaving, self._model_name
+        progress, name = self._progress, self._model_name
 
-        def begin(loop: EngineCore) -> Steps[PromptFileOut]:
+        def begin(core: EngineCore) -> Steps[PromptCacheWriter]:
             yield
-            return PromptFileOut(loop.runner.layout, leaving, name)
+            return PromptCacheWriter(core.runner.layout, progress, name)
 
-        for piece in self._wait(begin).pieces(self._wait):
+        for piece in self._run_task(begin).pieces(self._run_task):
             yield from (piece[start : start + PIECE_BYTES] for start in range(0, piece.nbytes, PIECE_BYTES))
 
 
-def named(identity: Identity) -> ModelNamed:
+def model_named(identity: Identity) -> ModelNamed:
+    """Return the description of a model that a bundle's header holds."""
     return ModelNamed(identity.fingerprint, identity.dtype, identity.layout, identity.max_kv_size)
 
 
-def _in_same(stock: Stock, begin: Callable[[EngineCore], Steps[T]]) -> Callable[[EngineCore], Steps[T]]:
-    """Unless a step has failed since, and with it all that was in memory."""
+def _run_task(thread: EngineThread, task: Task[T]) -> T:
+    """Have the engine thread run a task in small steps between those of running requests, and wait for its result."""
+    return thread.ask(lambda core: core.stock.tasks.add(task(core))).result().result()
 
-    def checked(loop: EngineCore) -> Steps[T]:
-        if loop.stock is not stock:
+
+def _add_block(progress: ImportProgress, block: Block, core: EngineCore) -> Steps[None]:
+    return core.stock.incoming.add_block(progress, block)
+
+
+def _on_cache(cache: PrefixCache, task: Task[T]) -> Task[T]:
+    """Return a task that refuses another cache than `cache`: a failed step replaces it, and its entries are gone."""
+
+    def run(core: EngineCore) -> Steps[T]:
+        if core.stock is not cache:
             raise Unavailable("The engine failed meanwhile. See the server's log, and try again.")
-        return (yield from begin(loop))
+        return (yield from task(core))
 
-    return checked
+    return run
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
-    """What is wrong with a file is told, whatever it is."""
+def _refusing_bad_files() -> Iterator[None]:
+    """Turn any exception that a file's content causes into UnusableFile."""
     try:
         yield
     except ConfigError as error:

@@ -21,7 +21,7 @@ from kvstrata.disk.files import Files
 from kvstrata.disk.options import DiskOptions
 from kvstrata.engine.build import identity_of
 from kvstrata.engine.bundle_transfer import BundleTransfer
-from kvstrata.engine.cache_api import Cache
+from kvstrata.engine.cache_api import CacheApi
 from kvstrata.engine.config import EngineLimits, KvConfig, TierConfig, half_of_places
 from kvstrata.engine.executor import EngineCore
 from kvstrata.engine.request import EngineState, Event, Failed, Finished, Request, Sink
@@ -147,32 +147,16 @@ class Engine:
         }
 
     @property
-    def cache(self) -> Cache:
-        return Cache(self.ask)
-
-    @property
     def transfer(self) -> BundleTransfer:
-        return BundleTransfer(self.ask, self._thread.served.loaded, self._thread.loop.stock.table.max_bytes)
+        return BundleTransfer(self._thread, self._thread.served.loaded, self._thread.loop.stock.table.max_bytes)
 
     def ask(self, question: Callable[[EngineCore], T]) -> Future[T]:
         """Have the engine's thread answer something between two steps."""
-        answer: Future[T] = Future()
+        return self._thread.ask(question)
 
-        def run() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
-            loop = self._thread.loop
-            try:
-                with loop.stock.failures.watching():
-                    result = question(loop)
-                answer.set_result(result)
-            except Exception as error:  # noqa: BLE001
-                # The caller gets it.
-                answer.set_exception(error)
-
-        if not self._thread.post(run):
-            answer.set_exception(Unavailable("The engine has stopped."))
-        return answer
+    def ask_cache(self, question: Callable[[CacheApi], T]) -> Future[T]:
+        """Have the engine's thread answer a question about the cache between two steps."""
+        return self._thread.ask(lambda loop: question(CacheApi(loop)))
 
     def _enqueue(self, request: Request, sink: Sink) -> None:
         max_tokens, owner = self._check(request), owner_of(request.salt)

@@ -26,7 +26,7 @@ from kvstrata.layers.sequence import SequenceCache
 from kvstrata.layers.tail import FullLayer
 from kvstrata.prefix_cache.jobs import Steps
 from kvstrata.prefix_cache.keys import TokenIds
-from kvstrata.prefix_cache.transfer import ConversationDeparture
+from kvstrata.prefix_cache.transfer import ExportProgress
 from kvstrata.spans.checks import check_mark, check_parts
 from kvstrata.spans.marks import Mark, MarkState, RecurrentState, needs_marks, take_mark
 from kvstrata.spans.mlx_caches import adopt_mlx_lm
@@ -41,79 +41,94 @@ from kvstrata.spans.prompt_file import (
     scalar_kinds,
 )
 from kvstrata.spans.prompt_in import FullLayerIn, cut_tensor, full_layer, num_tokens_in, other_layer, sealed_piece
-from kvstrata.spans.prompt_out import LayerOut, layers_out, tensors_of, trees_of
+from kvstrata.spans.prompt_out import layers_out, tensors_of, trees_of
 from kvstrata.spans.span import Span, SpanRange, prefix_of
 
+# Tokens at both ends of a span that are recomputed in all layers.
 FIRST_TOKENS, LAST_TOKENS = 32, 8
 
-CHUNK_TOKENS = 64  # in one step
+CHUNK_TOKENS = 64  # recomputed in one step
 
-MLX_CHUNK_TOKENS = 2048
+MLX_CHUNK_TOKENS = 2048  # chunk length of `mlx_lm.cache_prompt`
 
-# How far K and V may be from ours, of what tells one token from another. What belongs to another token is at 1.4.
+# Largest error of K and V: the distance from recomputed ones, as a share of the distance between tokens. K and V of
+# another token are at 1.4.
 EXACT, HALF = 0.02, 0.15
 
 BY_BITS = {8: 0.2, 6: 0.3, 5: 0.35, 4: 0.6, 3: 0.8, 2: 0.9}
 
-# The first layer's follow from the token alone, so that nothing adds up.
+# K and V of the first layer depend on the token alone, so errors of other layers do not add up in them.
 FIRST_LAYER = {8: 0.1, 6: 0.2, 5: 0.25, 4: 0.35, 3: 0.4, 2: 0.45}
 
-# Of all values together: tokens that hardly differ from each other must not look far apart.
+# Lower bound of the distance between tokens, as a share of their norm: nearly equal tokens must not look far apart.
 SMALLEST_SHARE = 0.05
 
+MAX_TEXT = 256  # characters of a name
 
-def checking(runner: ModelRunner, ids: TokenIds, span: Span) -> Steps[None]:
-    """Raises UnusableFile where `span` is not what this model computes for these tokens."""
+INTEGERS: Mapping[str, str] = {"I32": "<i4", "I64": "<i8", "U32": "<u4", "U64": "<u8", "I16": "<i2", "U16": "<u2"}
+
+PROMPT_NEEDED = (
+    "A prompt cache of mlx-lm does not say which tokens it holds. Give the prompt that it was made of: --prompt-file "
+    f"TEXT, --messages JSON or --tokens JSON. {CHANGED}"
+)
+
+RunTask = Callable[[Callable[[EngineCore], Steps[Any]]], Any]  # runs a client task, and waits for its result
+
+# Verification, on the engine thread.
+
+
+def verify_span(runner: ModelRunner, ids: TokenIds, span: Span) -> Steps[None]:
+    """Recompute some of a span's tokens. Raises UnusableFile where the span is not what this model computes."""
     tokens: list[int] = ids.tolist()
     if needs_marks(runner.layout):
         try:
-            yield from _check_all(runner, tokens, span)
+            yield from _verify_in_chunks(runner, tokens, span)
         except UnusableFile:
-            if not _keeps_first(runner.layout):
+            if not _keeps_first_tokens(runner.layout):
                 raise
-            yield from _check_as_mlx_lm(runner, tokens, span)
+            yield from _verify_like_mlx_lm(runner, tokens, span)
         return
-    yield from _check_first_layer(runner, tokens, span)
+    yield from _verify_first_layer(runner, tokens, span)
     first = min(FIRST_TOKENS, len(tokens))
-    yield from _check_run(runner, tokens, span, 0, first)
+    yield from _verify_tokens(runner, tokens, span, 0, first)
     start = max(first, len(tokens) - LAST_TOKENS)
     if start < len(tokens):
-        yield from _check_run(runner, tokens, span, start, len(tokens))
+        yield from _verify_tokens(runner, tokens, span, start, len(tokens))
 
 
-class _Seen(Exception):
-    """Raised and caught here: the first layer's K and V are known, and nothing else is needed."""
+class _FirstLayerDone(Exception):
+    """Ends a forward pass once the first layer's K and V are known; raised and caught in this module."""
 
 
-class _Tap(KVCache):
-    """Stands for the first layer's cache at a position, and ends the pass when it has K and V."""
+class _FirstLayerProbe(KVCache):
+    """Stands for the first layer's cache at a position, and ends the forward pass when it has K and V."""
 
     def __init__(self, position: int) -> None:
         super().__init__()
         self.offset = position
-        self.seen: tuple[mx.array, mx.array] | None = None
+        self.first_layer_kv: tuple[mx.array, mx.array] | None = None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
-        self.seen = keys, values
-        raise _Seen
+        self.first_layer_kv = keys, values
+        raise _FirstLayerDone
 
 
-def _check_first_layer(runner: ModelRunner, tokens: Sequence[int], span: Span) -> Steps[None]:
+def _verify_first_layer(runner: ModelRunner, tokens: Sequence[int], span: Span) -> Steps[None]:
     for last in range(CHUNK_TOKENS, len(tokens) + CHUNK_TOKENS, CHUNK_TOKENS):
         end = min(last, len(tokens))
-        # A few tokens alone tell little of how far apart tokens are.
+        # The last chunk is as long as the others: a few tokens do not show how far apart tokens are.
         start = max(0, end - CHUNK_TOKENS)
-        tap = _Tap(start)
+        probe = _FirstLayerProbe(start)
         caches = runner.new_cache(1).caches()
-        with contextlib.suppress(_Seen):
-            runner.model(mx.array([tokens[start:end]]), cache=PromptCaches([tap, *caches[1:]]))
-        assert tap.seen is not None
-        _compare(span, 0, start, tap.seen, is_first=True)
+        with contextlib.suppress(_FirstLayerDone):
+            runner.model(mx.array([tokens[start:end]]), cache=PromptCaches([probe, *caches[1:]]))
+        assert probe.first_layer_kv is not None
+        _compare(span, 0, start, probe.first_layer_kv, is_first=True)
         yield
 
 
-def _check_run(runner: ModelRunner, tokens: Sequence[int], span: Span, start: int, end: int) -> Steps[None]:
-    """Tokens [start, end), in all layers, on top of what came before them."""
+def _verify_tokens(runner: ModelRunner, tokens: Sequence[int], span: Span, start: int, end: int) -> Steps[None]:
+    """Verify tokens [start, end) in all layers, computed after the span's own tokens before them."""
     prefix = prefix_of(runner.layout, [SpanRange(span, 0, start)], None) if start else None
     cache = runner.new_cache(end - start, prefix)
     runner.prefill(cache, tokens[start:end])
@@ -121,27 +136,30 @@ def _check_run(runner: ModelRunner, tokens: Sequence[int], span: Span, start: in
     yield from _compare_layers(cache, span, start, end)
 
 
-def _check_all(runner: ModelRunner, tokens: Sequence[int], span: Span) -> Steps[None]:
-    """Full attention reads what came, which was found good up to there; the other layers go on from their own."""
-    layout, mark = runner.layout, None
+def _verify_in_chunks(runner: ModelRunner, tokens: Sequence[int], span: Span) -> Steps[None]:
+    """Verify all tokens and the checkpoint at their end.
+
+    Full attention reads the span, which is verified up to each chunk; the other layers resume from their own state.
+    """
+    layout, checkpoint = runner.layout, None
     for start in range(0, len(tokens), CHUNK_TOKENS):
         end = min(start + CHUNK_TOKENS, len(tokens))
-        prefix = prefix_of(layout, [SpanRange(span, 0, start)], mark) if start else None
+        prefix = prefix_of(layout, [SpanRange(span, 0, start)], checkpoint) if start else None
         cache = runner.new_cache(end - start, prefix)
         runner.prefill(cache, tokens[start:end])
-        mark = take_mark(cache)
+        checkpoint = take_mark(cache)
         yield
         yield from _compare_layers(cache, span, start, end)
-    assert mark is not None
-    _compare_marks(span.marks[len(tokens)], mark)
+    assert checkpoint is not None
+    _compare_checkpoints(span.marks[len(tokens)], checkpoint)
 
 
-def _keeps_first(layout: Layout) -> bool:
+def _keeps_first_tokens(layout: Layout) -> bool:
     return all(spec.kind == "window" and spec.keep for spec in layout.layers)
 
 
-def _check_as_mlx_lm(runner: ModelRunner, tokens: Sequence[int], span: Span) -> Steps[None]:
-    """In chunks as long as `mlx_lm.cache_prompt` takes them: what a token sees depends on that."""
+def _verify_like_mlx_lm(runner: ModelRunner, tokens: Sequence[int], span: Span) -> Steps[None]:
+    """Verify the checkpoint by chunks of `mlx_lm.cache_prompt`: chunk lengths decide what a token attends to."""
     caches: list[Any] = [RotatingKVCache(spec.max_size, keep=spec.keep) for spec in runner.layout.layers]
     last = len(tokens) - 1
     for start in range(0, last, MLX_CHUNK_TOKENS):
@@ -150,7 +168,7 @@ def _check_as_mlx_lm(runner: ModelRunner, tokens: Sequence[int], span: Span) -> 
         yield
     runner.model(mx.array([tokens[last:]]), cache=caches)
     mx.eval([cache.state for cache in caches])
-    _compare_marks(span.marks[span.end], adopt_mlx_lm(runner.layout, caches, span.end).marks[span.end])
+    _compare_checkpoints(span.marks[span.end], adopt_mlx_lm(runner.layout, caches, span.end).marks[span.end])
 
 
 def _compare_layers(cache: SequenceCache, span: Span, start: int, end: int) -> Steps[None]:
@@ -163,22 +181,25 @@ def _compare_layers(cache: SequenceCache, span: Span, start: int, end: int) -> S
 
 
 def _compare(span: Span, layer: int, start: int, ours: tuple[mx.array, mx.array], *, is_first: bool) -> None:
-    """`ours`: K and V from `start` on, [1, kv_heads, tokens, dim]."""
-    parts = span.parts(layer, start, start + ours[0].shape[2])
-    codec = span.sealed(layer)[0].k.codec  # a prompt cache has one for each layer
+    """Raise UnusableFile where a span's K and V are too far from `ours`.
+
+    `ours`: recomputed K and V from position `start` on, [1, kv_heads, tokens, dim].
+    """
+    segments = span.parts(layer, start, start + ours[0].shape[2])
+    codec = span.sealed(layer)[0].k.codec  # a prompt cache has one codec per layer
     bits = codec.bits if isinstance(codec, AffineCodec) else None
     limit = _limit(bits, ours[0].dtype, is_first=is_first)
-    for theirs, computed in zip(Parts((parts,)).joined(ours[0]), ours, strict=True):
-        # Under the same codec what is the same has the same codes.
-        same = codec.decode(codec.encode(computed.squeeze(0)), computed.dtype)[None] if bits else computed
-        errors = _errors(_numbers(same), _numbers(theirs))
+    for theirs, computed in zip(Parts((segments,)).joined(ours[0]), ours, strict=True):
+        # Encoded by the same codec, equal values get equal codes.
+        decoded = codec.decode(codec.encode(computed.squeeze(0)), computed.dtype)[None] if bits else computed
+        errors = _errors_by_token(_as_rows(decoded), _as_rows(theirs))
         worst = float(errors.max()) if is_first else float(np.sqrt((errors**2).mean()))
         if not worst <= limit:
             place = start + int(np.nan_to_num(errors, nan=np.inf).argmax())
             raise _mismatch(f"what it holds near token {place} is {worst:.2f} from what this model computes", limit)
 
 
-def _compare_marks(theirs: Mark, ours: Mark) -> None:
+def _compare_checkpoints(theirs: Mark, ours: Mark) -> None:
     for layer, (one, other) in enumerate(zip(theirs.states, ours.states, strict=True)):
         if isinstance(one, SealedPart) and isinstance(other, SealedPart):
             like = other.k.arrays["values"]
@@ -195,17 +216,17 @@ def _compare_marks(theirs: Mark, ours: Mark) -> None:
                 raise _mismatch(f"layer {layer} at its end is {worst:.2f} from what this model computes", limit)
 
 
-def _numbers(array: mx.array) -> np.ndarray:
-    """[1, kv_heads, tokens, dim] -> float32 [tokens, values]"""
+def _as_rows(array: mx.array) -> np.ndarray:
+    """Convert [1, kv_heads, tokens, dim] to float32 [tokens, values]."""
     flat = array.squeeze(0).swapaxes(0, 1).astype(mx.float32)
     return np.asarray(flat).reshape(flat.shape[0], -1)
 
 
-def _errors(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
-    """For each token, as a share of what tells tokens from each other."""
-    total = float(np.sqrt((ours**2).sum(-1).mean()))
-    apart = float(np.sqrt(((ours - ours.mean(0)) ** 2).sum(-1).mean())) if len(ours) > 3 else total
-    return np.linalg.norm(ours - theirs, axis=-1) / max(apart, SMALLEST_SHARE * total, 1e-9)
+def _errors_by_token(ours: np.ndarray, theirs: np.ndarray) -> np.ndarray:
+    """Return each token's error as a share of the distance between tokens."""
+    norm = float(np.sqrt((ours**2).sum(-1).mean()))
+    distance = float(np.sqrt(((ours - ours.mean(0)) ** 2).sum(-1).mean())) if len(ours) > 3 else norm
+    return np.linalg.norm(ours - theirs, axis=-1) / max(distance, SMALLEST_SHARE * norm, 1e-9)
 
 
 def _limit(bits: int | None, dtype: mx.Dtype, *, is_first: bool) -> float:
@@ -214,43 +235,31 @@ def _limit(bits: int | None, dtype: mx.Dtype, *, is_first: bool) -> float:
     return EXACT if dtype == mx.float32 else HALF
 
 
-def _mismatch(what: str, limit: float) -> UnusableFile:
+def _mismatch(difference: str, limit: float) -> UnusableFile:
     return UnusableFile(
-        f"This prompt cache is not this model's for this prompt: {what} (at most {limit:g} is taken). Give the prompt "
-        "that it was made of, and serve the model that made it. Nothing was stored.",
+        f"This prompt cache is not this model's for this prompt: {difference} (at most {limit:g} is taken). Give the "
+        "prompt that it was made of, and serve the model that made it. Nothing was stored.",
         code="other_prompt",
     )
 
 
-MAX_TEXT = 256  # characters of a name
-
-INTEGERS: Mapping[str, str] = {"I32": "<i4", "I64": "<i8", "U32": "<u4", "U64": "<u8", "I16": "<i2", "U16": "<u2"}
-
-WITHOUT_PROMPT = (
-    "A prompt cache of mlx-lm does not say which tokens it holds. Give the prompt that it was made of: --prompt-file "
-    f"TEXT, --messages JSON or --tokens JSON. {CHANGED}"
-)
-
-Wait = Callable[[Callable[[EngineCore], Steps[Any]]], Any]  # have an errand done, and wait for it
-
-# In.
+# Reading, on a worker thread.
 
 
-class PromptFileIn:
-    """One file. What can be said without arrays is said when it is made. Raises ConfigError, UnusableFile."""
+class PromptCacheReader:
+    """Reads one prompt cache file. The constructor checks all but the arrays; it raises ConfigError or UnusableFile."""
 
     def __init__(self, table: TensorTable, layout: Layout) -> None:
         self.table = table
         self._layout = layout
         self._tensors = {name: Stored(place.dtype, place.shape) for name, place in table.places.items()}
-        self._scalars = Scalars(scalar_kinds(table.metadata), self._number, self._text)
-        files = layers_in(layout, table.metadata, self._scalars)
-        self._layers: list[LayerFile] = files
-        self.num_tokens = num_tokens_in(list(zip(layout.flat(), files, strict=True)), self._scalars)
+        self._scalars = Scalars(scalar_kinds(table.metadata), self._read_number, self._read_text)
+        self._layers: list[LayerFile] = layers_in(layout, table.metadata, self._scalars)
+        self.num_tokens = num_tokens_in(list(zip(layout.flat(), self._layers, strict=True)), self._scalars)
 
     @property
-    def own_ids(self) -> TokenIds | None:
-        """Where `export --mlx` wrote it; anyone may have."""
+    def recorded_ids(self) -> TokenIds | None:
+        """Token ids that `export --mlx` recorded in the file; None: there are none. Anyone may have written them."""
         text = self.table.metadata.get(f"0.{TOKENS}")
         if text is None:
             return None
@@ -260,8 +269,8 @@ class PromptFileIn:
         except (binascii.Error, ValueError) as error:
             raise UnusableFile(f"The token ids in the file cannot be read. {CHANGED}") from error
 
-    def span(self, wait: Wait, ids: TokenIds) -> Span:
-        """What it holds, checked against the model. Nothing of it is stored yet."""
+    def read_span(self, run_task: RunTask, ids: TokenIds) -> Span:
+        """Return the file's KV as a span that was verified against the model. The cache does not hold it yet."""
         num_tokens = len(ids)
         if self.num_tokens is not None and self.num_tokens != num_tokens:
             raise InvalidRequest(
@@ -269,64 +278,64 @@ class PromptFileIn:
                 f"that it was made of. {CHANGED}",
                 code="other_prompt",
             )
-        held: dict[int, tuple[SealedPart, ...]] = {}
+        segments: dict[int, tuple[SealedPart, ...]] = {}
         states: list[MarkState] = []
         for i, (spec, file) in enumerate(zip(self._layout.flat(), self._layers, strict=True)):
             if spec.kind == "full":
                 layer = full_layer(spec, file, self._tensors, self._scalars, num_tokens)
-                held[i] = tuple(self._parts(wait, layer, num_tokens))
+                segments[i] = tuple(self._read_segments(run_task, layer, num_tokens))
                 states.append(None)
             else:
-                states.append(wait(lambda _, i=i, file=file: self._other(i, file, num_tokens)))
-        span = Span(self._layout, 0, num_tokens, dict(held))
+                states.append(run_task(lambda _, i=i, file=file: self._read_state(i, file, num_tokens)))
+        span = Span(self._layout, 0, num_tokens, dict(segments))
         if needs_marks(self._layout):
             span.marks[num_tokens] = Mark(num_tokens, tuple(states))
-        wait(lambda loop: self._checking(loop, ids, span))
+        run_task(lambda core: self._verify(core, ids, span))
         return span
 
-    def _parts(self, wait: Wait, layer: FullLayerIn, num_tokens: int) -> Iterator[SealedPart]:
-        octets = {path: self._read(path) for side in layer.sides for path in side}
+    def _read_segments(self, run_task: RunTask, layer: FullLayerIn, num_tokens: int) -> Iterator[SealedPart]:
+        octets = {path: self._read_bytes(path) for side in layer.sides for path in side}
         for start, end in layer.pieces(num_tokens):
             k, v = ([cut_tensor(octets[p], self._tensors[p], start, end) for p in side] for side in layer.sides)
-            yield wait(lambda _, k=k, v=v, start=start: _in_one_step(lambda: sealed_piece(layer, k, v, start)))
+            yield run_task(lambda _, k=k, v=v, start=start: _in_one_step(lambda: sealed_piece(layer, k, v, start)))
 
-    def _other(self, index: int, file: LayerFile, num_tokens: int) -> Steps[MarkState]:
+    def _read_state(self, index: int, file: LayerFile, num_tokens: int) -> Steps[MarkState]:
         yield
         spec = self._layout.flat()[index]
-        return other_layer(spec, file, self._tensors, self._scalars, self._read, num_tokens=num_tokens)
+        return other_layer(spec, file, self._tensors, self._scalars, self._read_bytes, num_tokens=num_tokens)
 
-    def _checking(self, loop: EngineCore, ids: TokenIds, span: Span) -> Steps[None]:
+    def _verify(self, core: EngineCore, ids: TokenIds, span: Span) -> Steps[None]:
         check_parts(self._layout, {layer: span.sealed(layer)[0] for layer in span.layers})
         if needs_marks(self._layout):
-            like = yield from any_mark(loop)
-            assert like is not None
-            check_mark(self._layout, span.marks[span.end], span.end, like)
-        yield from checking(loop.runner, ids, span)
+            example = yield from example_checkpoint(core)
+            assert example is not None
+            check_mark(self._layout, span.marks[span.end], span.end, example)
+        yield from verify_span(core.runner, ids, span)
 
-    def _read(self, path: str) -> np.ndarray:
+    def _read_bytes(self, path: str) -> np.ndarray:
         return np.frombuffer(self.table.read(path), np.uint8)
 
-    def _number(self, path: str) -> int:
-        stored = self._tensors.get(path)
-        if stored is None or stored.dtype not in INTEGERS or stored.shape not in ((), (1,)):
+    def _read_number(self, path: str) -> int:
+        tensor = self._tensors.get(path)
+        if tensor is None or tensor.dtype not in INTEGERS or tensor.shape not in ((), (1,)):
             raise UnusableFile(f"The prompt cache has no number at {path[:40]}. {CHANGED}")
-        return int(np.frombuffer(self.table.read(path), INTEGERS[stored.dtype])[0])
+        return int(np.frombuffer(self.table.read(path), INTEGERS[tensor.dtype])[0])
 
-    def _text(self, path: str) -> str:
-        stored = self._tensors.get(path)
-        if stored is None or stored.dtype not in INTEGERS or len(stored.shape) != 1 or stored.shape[0] > MAX_TEXT:
+    def _read_text(self, path: str) -> str:
+        tensor = self._tensors.get(path)
+        if tensor is None or tensor.dtype not in INTEGERS or len(tensor.shape) != 1 or tensor.shape[0] > MAX_TEXT:
             raise UnusableFile(f"The prompt cache has no name at {path[:40]}. {CHANGED}")
-        numbers = np.frombuffer(self.table.read(path), INTEGERS[stored.dtype]).tolist()
+        numbers = np.frombuffer(self.table.read(path), INTEGERS[tensor.dtype]).tolist()
         return "".join(chr(number) for number in numbers if 0 < number < 128)
 
 
-def any_mark(loop: EngineCore) -> Steps[Mark | None]:
-    """What a mark of this model looks like; None: it needs none."""
+def example_checkpoint(core: EngineCore) -> Steps[Mark | None]:
+    """Return a checkpoint of this model, to compare the shapes of others with; None: the model needs none."""
     yield
-    if not needs_marks(loop.runner.layout):
+    if not needs_marks(core.runner.layout):
         return None
-    cache = loop.runner.new_cache(1)
-    loop.runner.prefill(cache, [0])
+    cache = core.runner.new_cache(1)
+    core.runner.prefill(cache, [0])
     return take_mark(cache)
 
 
@@ -335,22 +344,23 @@ def _in_one_step(make: Callable[[], Any]) -> Steps[Any]:
     return make()
 
 
-# Out.
+# Writing.
 
 
-class PromptFileOut:
-    """What leaves, as a file that mlx-lm's own loader takes."""
+class PromptCacheWriter:
+    """Writes an export as a file that mlx-lm's own loader reads."""
 
-    def __init__(self, layout: Layout, leaving: ConversationDeparture, model_name: str) -> None:
-        """On the engine's thread."""
-        mark = leaving.marks.get(len(leaving.ids))
-        self._layers = layers_out(layout, leaving.ranges, mark)
+    def __init__(self, layout: Layout, export: ExportProgress, model_name: str) -> None:
+        """Called on the engine thread."""
+        checkpoint = export.checkpoints.get(len(export.ids))
+        self._layers = layers_out(layout, export.ranges, checkpoint)
         names, self._trees = trees_of(layout, self._layers)
-        tokens = base64.b64encode(leaving.ids.astype("<i4").tobytes()).decode()
-        own = {"model": model_name, "tokenizer_config": json.dumps({}), TOKENS: tokens}
-        self._metadata = metadata_of(names, self._trees, own)
+        tokens = base64.b64encode(export.ids.astype("<i4").tobytes()).decode()
+        about = {"model": model_name, "tokenizer_config": json.dumps({}), TOKENS: tokens}
+        self._metadata = metadata_of(names, self._trees, about)
 
-    def pieces(self, wait: Wait) -> Iterator[memoryview]:
+    def pieces(self, run_task: RunTask) -> Iterator[memoryview]:
+        """Yield the file's bytes: header, scalars, and one layer's tensors at a time."""
         leaves = list(flattened(self._trees))
         scalars = [(path, *_scalar(leaf)) for path, leaf in leaves if not isinstance(leaf, Stored)]
         named = [TensorNamed(path, dtype, shape) for path, dtype, shape, _ in scalars]
@@ -358,15 +368,12 @@ class PromptFileOut:
         yield memoryview(encode_table(named, self._metadata))
         yield memoryview(b"".join(octets for *_, octets in scalars))
         for layer in self._layers:
-            yield from self._tensors(wait, layer)
-
-    def _tensors(self, wait: Wait, layer: LayerOut) -> Iterator[memoryview]:
-        for octets in wait(lambda _: tensors_of(layer)):
-            yield memoryview(octets)
+            for octets in run_task(lambda _, layer=layer: tensors_of(layer)):
+                yield memoryview(octets)
 
 
 def _scalar(leaf: int | str | None) -> tuple[str, tuple[int, ...], bytes]:
-    """As mlx-lm writes them: a number, the characters of a text, nothing."""
+    """Return dtype, shape and bytes of a scalar as mlx-lm writes it: a number, a text's characters, or nothing."""
     if leaf is None:
         return "F32", (0,), b""
     if isinstance(leaf, str):

@@ -9,6 +9,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
 
 import mlx.core as mx
 
@@ -28,6 +30,7 @@ from kvstrata.engine.request import EngineState, Request
 from kvstrata.engine.runner import ModelRunner
 from kvstrata.engine.scheduler import PassCost
 from kvstrata.engine.sequence import ENGINE_FAILED
+from kvstrata.errors import Unavailable
 from kvstrata.layers.kinds import Layout
 from kvstrata.metrics import Metrics
 from kvstrata.models.loaded import LoadedModel
@@ -38,6 +41,8 @@ from kvstrata.text.detokenizer import Detokenizer
 from kvstrata.text.special import special_tokens
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Ids before a plain completion that the first word of its text may depend on.
 CONTEXT_IDS = 8
@@ -107,6 +112,26 @@ class EngineThread:
             if not self._stopped:
                 self._inbox.put(job)
             return not self._stopped
+
+    def ask(self, question: Callable[[EngineCore], T]) -> Future[T]:
+        """Have the thread answer something between two steps."""
+        answer: Future[T] = Future()
+
+        def run() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            loop = self.loop
+            try:
+                with loop.stock.failures.watching():
+                    result = question(loop)
+                answer.set_result(result)
+            except Exception as error:  # noqa: BLE001
+                # The caller gets it.
+                answer.set_exception(error)
+
+        if not self.post(run):
+            answer.set_exception(Unavailable("The engine has stopped."))
+        return answer
 
     def stop(self) -> None:
         self._inbox.put(self._end)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Generator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,8 +11,8 @@ import numpy as np
 from kvstrata.attention.parts import SealedPart
 from kvstrata.errors import InvalidRequest, MemoryPinned, NeverFits, Unavailable
 from kvstrata.prefix_cache.entries import Entry, Lease
-from kvstrata.prefix_cache.insertion import Desk
-from kvstrata.prefix_cache.jobs import JobQueue
+from kvstrata.prefix_cache.insertion import Desk as Inserter
+from kvstrata.prefix_cache.jobs import JobQueue, Steps
 from kvstrata.prefix_cache.keys import Identity, TokenIds, Tokens, as_ids, chain, root_key
 from kvstrata.prefix_cache.matching import PrefixMatcher
 from kvstrata.prefix_cache.reclaim import Reclaimer
@@ -25,31 +24,43 @@ from kvstrata.spans.marks import Mark
 from kvstrata.spans.span import Span, SpanRange
 from kvstrata.tier.block import BASE, MARK, Block, Tensor
 
-# Of one step in which a span that has just ended gets memory of its own.
+# Length of one step that gives a span memory of its own.
 STEP_S = 0.003
+
+# Arrays that an import collects before it inserts them as one span.
+BATCH_BYTES = 32 << 20
 
 
 def neutral_root(identity: Identity) -> bytes:
-    """What blocks that travel are chained from: it names the model and no salt."""
+    """Return the root key that blocks of files are chained from: it names the model and no salt."""
     return root_key(identity, "")
 
 
-@dataclass(eq=False)
-class ConversationDeparture:
-    """One conversation: its first `len(ids)` tokens."""
+def packed_of(block: Block) -> Packed:
+    """Return the arrays and the description of a block."""
+    arrays = {
+        name: PackedArray(tensor.dtype, tensor.shape, np.frombuffer(tensor.view(), np.uint8))
+        for name, tensor in block.tensors.items()
+    }
+    return Packed(arrays, dict(block.description))
 
-    ids: TokenIds
+
+@dataclass(eq=False)
+class ExportProgress:
+    """An export between its beginning and its end: what is leased, and how much was sent."""
+
+    ids: TokenIds  # all that are exported
     lease: Lease
-    runs: tuple[tuple[Entry, int, int], ...]  # whose tokens [start, end) are
-    marks: dict[int, Mark]  # by position; taken now, because they come and go
+    runs: tuple[tuple[Entry, int, int], ...]  # entries with the positions [start, end) that each contributes
+    checkpoints: dict[int, Mark]  # by position; collected at the beginning, because the cache may drop them
     root: bytes
-    nbytes: int  # of all that will leave, about
-    key: bytes = b""  # of the last block that left; empty: none has
-    at: int = 0  # tokens that have left
+    nbytes: int  # approximate size of the file
+    last_key: bytes = b""  # of the last block that was sent; empty: none was
+    num_sent: int = 0  # tokens
 
     @property
     def is_done(self) -> bool:
-        return self.at == len(self.ids)
+        return self.num_sent == len(self.ids)
 
     @property
     def ranges(self) -> tuple[SpanRange, ...]:
@@ -57,190 +68,203 @@ class ConversationDeparture:
 
 
 class ConversationExport:
-    def __init__(self, desk: Desk, search: PrefixMatcher, mover: JobQueue) -> None:
-        self._desk = desk
-        self._search = search
-        self._mover = mover
+    """Exports on the engine thread, as client tasks."""
 
-    def begin(self, tokens: Tokens, salt: str) -> Generator[None, None, ConversationDeparture]:
-        """Lease what is in memory of these tokens, as far as a sequence can go on from it and no request still computes
-        it. Raises InvalidRequest where that is nothing."""
-        leaving = self._leased(as_ids(tokens), salt)
+    def __init__(self, inserter: Inserter, matcher: PrefixMatcher, job_queue: JobQueue) -> None:
+        self._inserter = inserter
+        self._matcher = matcher
+        self._job_queue = job_queue
+
+    def begin_export(self, tokens: Tokens, salt: str) -> Steps[ExportProgress]:
+        """Lease the cached prefix of these tokens that a sequence can resume from and no request still computes.
+
+        Raises InvalidRequest where there is none.
+        """
+        progress = self._lease_prefix(as_ids(tokens), salt)
         try:
-            yield from self._own_memory(leaving)
+            yield from self._finish_live_spans(progress)
         except BaseException:
-            self.end(leaving)
+            self.end_export(progress)
             raise
-        return leaving
+        return progress
 
-    def next_blocks(self, leaving: ConversationDeparture) -> Generator[None, None, tuple[Block, ...]]:
-        """The next block, and the mark at its end if there is one."""
-        start = leaving.at
-        entry, last = next((entry, end) for entry, first, end in leaving.runs if first <= start < end)
-        end = boundaries(entry.span, start, last)[0]
-        # A mark may have gone since; the last one must be at the end of a block.
-        end = min([end, *(at for at in leaving.marks if start < at < end)])
+    def next_blocks(self, progress: ExportProgress) -> Steps[tuple[Block, ...]]:
+        """Return the next block, and the checkpoint at its end if there is one."""
+        start = progress.num_sent
+        entry, run_end = next((entry, end) for entry, first, end in progress.runs if first <= start < end)
+        end = boundaries(entry.span, start, run_end)[0]
+        # The last checkpoint must be at the end of a block, and the span may have dropped it since the beginning.
+        end = min([end, *(at for at in progress.checkpoints if start < at < end)])
         packed = yield from packing(entry.span, start, end)
-        parent = leaving.key or leaving.root
-        leaving.key, leaving.at = chain(parent, leaving.ids[start:end]), end
-        blocks = [self._block(leaving, parent, start, packed, BASE)]
-        if end in leaving.marks:
+        parent = progress.last_key or progress.root
+        progress.last_key, progress.num_sent = chain(parent, progress.ids[start:end]), end
+        blocks = [self._make_block(progress, parent, start, packed, BASE)]
+        if end in progress.checkpoints:
             yield
-            blocks.append(self._block(leaving, parent, start, pack_mark(leaving.marks[end]), MARK))
+            blocks.append(self._make_block(progress, parent, start, pack_mark(progress.checkpoints[end]), MARK))
         return tuple(blocks)
 
-    def end(self, leaving: ConversationDeparture) -> None:
-        self._desk.leases.release(leaving.lease)
+    def end_export(self, progress: ExportProgress) -> None:
+        """Release the lease. A second call does nothing."""
+        self._inserter.leases.release(progress.lease)
 
-    def _leased(self, ids: TokenIds, salt: str) -> ConversationDeparture:
-        match = self._desk.shelf.tree.match(self._search.root_of(salt), ids)
+    def _lease_prefix(self, ids: TokenIds, salt: str) -> ExportProgress:
+        match = self._inserter.shelf.tree.match(self._matcher.root_of(salt), ids)
         runs: list[tuple[Entry, int, int]] = []
-        marks: dict[int, Mark] = {}
+        checkpoints: dict[int, Mark] = {}
         for node in match.path:
             end = min(node.end, match.num_tokens)
             if node.payload.is_running or end <= node.start:
                 break
             runs.append((node.payload, node.start, end))
-            marks |= {at: mark for at, mark in node.payload.span.marks.items() if node.start < at <= end}
-        end = max(marks, default=0) if self._desk.marks.are_needed else (runs[-1][2] if runs else 0)
+            checkpoints |= {at: each for at, each in node.payload.span.marks.items() if node.start < at <= end}
+        end = max(checkpoints, default=0) if self._inserter.marks.are_needed else (runs[-1][2] if runs else 0)
         if not end:
             raise InvalidRequest(
                 "Nothing of this conversation can be exported: it is not stored, or a request still computes it. Try "
                 "again when that has ended, or send its prompt once more.",
                 code="not_stored",
             )
-        kept = tuple((entry, first, min(last, end)) for entry, first, last in runs if first < end)
-        lease = self._desk.leases.hold(entry for entry, _, _ in kept)
-        nbytes = sum(e.span.kv_bytes * (b - a) // max(1, e.span.num_tokens) for e, a, b in kept)
-        nbytes += sum(mark.nbytes for mark in marks.values())
-        return ConversationDeparture(ids[:end], lease, kept, marks, neutral_root(self._search.identity), nbytes)
+        exported = tuple((entry, first, min(last, end)) for entry, first, last in runs if first < end)
+        lease = self._inserter.leases.hold(entry for entry, _, _ in exported)
+        nbytes = sum(
+            entry.span.kv_bytes * (last - first) // max(1, entry.span.num_tokens) for entry, first, last in exported
+        )
+        nbytes += sum(each.nbytes for each in checkpoints.values())
+        return ExportProgress(ids[:end], lease, exported, checkpoints, neutral_root(self._matcher.identity), nbytes)
 
-    def _own_memory(self, leaving: ConversationDeparture) -> Generator[None, None, None]:
-        """Of requests that have ended just now: their buffers become spans."""
-        for entry in dict.fromkeys(entry for entry, _, _ in leaving.runs):
-            while entry.span.is_live and self._mover.has(entry):
-                self._mover.run_entry(entry, time.monotonic() + STEP_S)
+    def _finish_live_spans(self, progress: ExportProgress) -> Steps[None]:
+        """Give spans of requests that have just ended memory of their own, in place of the KV buffer."""
+        for entry in dict.fromkeys(entry for entry, _, _ in progress.runs):
+            while entry.span.is_live and self._job_queue.has(entry):
+                self._job_queue.run_entry(entry, time.monotonic() + STEP_S)
                 yield
             if entry.span.is_live:
                 raise Unavailable("This conversation is being written right now. Try again in a moment.")
 
     @staticmethod
-    def _block(leaving: ConversationDeparture, parent: bytes, start: int, packed: Packed, part: str) -> Block:
-        tensors = {name: Tensor(a.dtype, a.shape, a.octets) for name, a in packed.arrays.items()}
-        token_ids = leaving.ids[start : leaving.at].astype("<i4", copy=False).tobytes()
-        return Block(leaving.key, parent, leaving.root, start, token_ids, tensors, packed.description, part)
-
-
-# Arrays that wait to be filed, at most.
-BATCH_BYTES = 32 << 20
+    def _make_block(progress: ExportProgress, parent: bytes, start: int, packed: Packed, part: str) -> Block:
+        tensors = {name: Tensor(array.dtype, array.shape, array.octets) for name, array in packed.arrays.items()}
+        token_ids = progress.ids[start : progress.num_sent].astype("<i4", copy=False).tobytes()
+        return Block(progress.last_key, parent, progress.root, start, token_ids, tensors, packed.description, part)
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportResult:
+    """The size of an imported conversation in tokens."""
+
     num_tokens: int
-    num_new: int  # that were not stored yet
+    num_new: int  # that were not cached before
 
 
 @dataclass(eq=False)
-class ConversationArrival:
-    """One conversation. `known`: tokens that were stored before."""
+class ImportProgress:
+    """An import between its beginning and its end: what is leased, and what waits to be inserted."""
 
     root: bytes
     salt: str
-    ids: TokenIds
-    known: int
-    lease: Lease  # on what it hangs on, and on what was filed
-    start: int  # of the first block that waits to be filed
+    ids: TokenIds  # all that are imported
+    num_cached: int  # tokens that were cached before
+    lease: Lease  # on the prefix that was cached before, and on what was inserted
+    start: int  # positions [start, end) wait to be inserted
     end: int
-    parts: list[dict[int, SealedPart]] = field(default_factory=list)
+    segments: list[dict[int, SealedPart]] = field(default_factory=list)  # one per block, by layer
     num_bytes: int = 0
-    marks: dict[int, Mark] = field(default_factory=dict)  # that wait for their tokens
+    checkpoints: dict[int, Mark] = field(default_factory=dict)  # by position; they wait for their tokens
 
 
 class ConversationImport:
-    def __init__(self, desk: Desk, search: PrefixMatcher, room: Reclaimer, counters: Counter[str]) -> None:
-        self._desk = desk
-        self._search = search
-        self._room = room
+    """Imports on the engine thread, as client tasks."""
+
+    def __init__(
+        self, inserter: Inserter, matcher: PrefixMatcher, reclaimer: Reclaimer, counters: Counter[str]
+    ) -> None:
+        self._inserter = inserter
+        self._matcher = matcher
+        self._reclaimer = reclaimer
         self._counters = counters
 
-    def check(self, block: Block, like: Mark | None) -> Generator[None, None, None]:
-        """Raises ConfigError where a block is not of this model. `like`: any mark of it."""
+    def check_block(self, block: Block, example: Mark | None) -> Steps[None]:
+        """Raise ConfigError where a block is not of this model.
+
+        `example`: any checkpoint of the model; None: it needs none.
+        """
         yield
         end = block.start + block.num_tokens
         if block.part != MARK:
-            check_parts(self._search.layout, unpack(self._search.layout, packed_of(block), block.start, end))
+            check_parts(self._matcher.layout, unpack(self._matcher.layout, packed_of(block), block.start, end))
             return
-        if like is None:
+        if example is None:
             raise ValueError("a model that needs no marks has none")
-        check_mark(self._search.layout, unpack_mark(packed_of(block)), end, like)
+        check_mark(self._matcher.layout, unpack_mark(packed_of(block)), end, example)
 
-    def begin(self, ids: TokenIds, salt: str, nbytes: int) -> ConversationArrival:
-        """Raises NeverFits or MemoryPinned where there can be no room for so many bytes."""
-        root = self._search.root_of(salt)
-        match = self._desk.shelf.tree.match(root, ids)
-        lease = self._desk.leases.hold(node.payload for node in match.path)
+    def begin_import(self, ids: TokenIds, salt: str, nbytes: int) -> ImportProgress:
+        """Lease what is cached of a conversation. Raises NeverFits or MemoryPinned where `nbytes` more cannot fit."""
+        root = self._matcher.root_of(salt)
+        match = self._inserter.shelf.tree.match(root, ids)
+        lease = self._inserter.leases.hold(node.payload for node in match.path)
         try:
-            self._require_room(nbytes if match.num_tokens < len(ids) else 0)
+            self._require_memory(nbytes if match.num_tokens < len(ids) else 0)
         except BaseException:
-            self._desk.leases.release(lease)
+            self._inserter.leases.release(lease)
             raise
-        return ConversationArrival(root, salt, ids, match.num_tokens, lease, match.num_tokens, match.num_tokens)
+        return ImportProgress(root, salt, ids, match.num_tokens, lease, match.num_tokens, match.num_tokens)
 
-    def add(self, arriving: ConversationArrival, block: Block) -> Generator[None, None, None]:
-        """The next block, or the mark at the end of the last one."""
+    def add_block(self, progress: ImportProgress, block: Block) -> Steps[None]:
+        """Take in the next block, or the checkpoint at the end of the last one."""
         end = block.start + block.num_tokens
         if block.part == MARK:
-            arriving.marks[end] = unpack_mark(packed_of(block))
+            progress.checkpoints[end] = unpack_mark(packed_of(block))
             return
-        if end <= arriving.known:
+        if end <= progress.num_cached:
             return
-        if arriving.num_bytes and arriving.num_bytes + block.nbytes > BATCH_BYTES:
-            yield from self._file(arriving)
-        if not arriving.parts:
-            arriving.start = block.start
-        arriving.parts.append(unpack(self._search.layout, packed_of(block), block.start, end))
-        arriving.end = end
-        arriving.num_bytes += block.nbytes
+        if progress.num_bytes and progress.num_bytes + block.nbytes > BATCH_BYTES:
+            yield from self._insert_batch(progress)
+        if not progress.segments:
+            progress.start = block.start
+        progress.segments.append(unpack(self._matcher.layout, packed_of(block), block.start, end))
+        progress.end = end
+        progress.num_bytes += block.nbytes
 
-    def making_room(self, nbytes: int) -> Generator[None, None, None]:
-        """For arrays that are about to come. What has to go for it goes now."""
+    def reclaim_memory(self, nbytes: int) -> Steps[None]:
+        """Reclaim memory at once for arrays that the caller is about to read."""
         yield
-        if nbytes > self._room.left_bytes:
-            limit_bytes = self._room.limit_bytes - nbytes
-            self._room.shrink_to(limit_bytes, 0.0, most_bytes=limit_bytes)
+        if nbytes > self._reclaimer.left_bytes:
+            limit_bytes = self._reclaimer.limit_bytes - nbytes
+            self._reclaimer.shrink_to(limit_bytes, 0.0, most_bytes=limit_bytes)
 
-    def add_span(self, arriving: ConversationArrival, span: Span) -> Generator[None, None, Imported]:
-        """All tokens at once, from the first on."""
-        arriving.marks |= span.marks
+    def add_span(self, progress: ImportProgress, span: Span) -> Steps[ImportResult]:
+        """Insert all tokens at once. `span` begins at the first token."""
+        progress.checkpoints |= span.marks
         span.marks = {}
-        self._insert(arriving, span)
-        return (yield from self.finish(arriving))
+        self._insert_span(progress, span)
+        return (yield from self.finish_import(progress))
 
-    def finish(self, arriving: ConversationArrival) -> Generator[None, None, Imported]:
-        """All has come."""
-        if arriving.parts:
-            yield from self._file(arriving)
-        path = self._desk.shelf.tree.match(arriving.root, arriving.ids).path
-        for at, mark in sorted(arriving.marks.items()):
-            if self._desk.marks.are_needed and any(node.start < at <= node.end for node in path):
-                self._desk.marks.add_checkpoint(path, mark)
-        self._counters["imported_tokens"] += len(arriving.ids) - arriving.known
-        return Imported(len(arriving.ids), len(arriving.ids) - arriving.known)
+    def finish_import(self, progress: ImportProgress) -> Steps[ImportResult]:
+        """Insert what still waits, after the last block."""
+        if progress.segments:
+            yield from self._insert_batch(progress)
+        path = self._inserter.shelf.tree.match(progress.root, progress.ids).path
+        for at, checkpoint in sorted(progress.checkpoints.items()):
+            if self._inserter.marks.are_needed and any(node.start < at <= node.end for node in path):
+                self._inserter.marks.add_checkpoint(path, checkpoint)
+        num_new = len(progress.ids) - progress.num_cached
+        self._counters["imported_tokens"] += num_new
+        return ImportResult(len(progress.ids), num_new)
 
-    def end(self, arriving: ConversationArrival) -> None:
-        """Nothing is kept for it any more; what was filed stays while there is room."""
-        self._desk.leases.release(arriving.lease)
+    def end_import(self, progress: ImportProgress) -> None:
+        """Release the lease. What was inserted stays cached until it is evicted."""
+        self._inserter.leases.release(progress.lease)
 
-    def _require_room(self, nbytes: int) -> None:
-        shelf, limit_bytes = self._desk.shelf, self._room.limit_bytes
-        if nbytes > shelf.max_bytes:
+    def _require_memory(self, nbytes: int) -> None:
+        table, limit_bytes = self._inserter.shelf, self._reclaimer.limit_bytes
+        if nbytes > table.max_bytes:
             raise NeverFits(
-                f"This conversation takes {human_bytes(nbytes)}, and this server has {human_bytes(shelf.max_bytes)} "
+                f"This conversation takes {human_bytes(nbytes)}, and this server has {human_bytes(table.max_bytes)} "
                 "for stored KV. Give it more (--memory-limit, --hot-cache-size), or export fewer tokens. Nothing was "
                 "changed."
             )
-        in_use_bytes = shelf.nbytes - shelf.evictable_bytes
+        in_use_bytes = table.nbytes - table.evictable_bytes
         if nbytes > limit_bytes - in_use_bytes:
             raise MemoryPinned(
                 f"This conversation takes {human_bytes(nbytes)}. Of the {human_bytes(limit_bytes)} for stored KV, "
@@ -248,35 +272,27 @@ class ConversationImport:
                 "something (POST /cache/unpin). Nothing was changed."
             )
 
-    def _file(self, arriving: ConversationArrival) -> Generator[None, None, None]:
-        parts, arriving.parts, arriving.num_bytes = arriving.parts, [], 0
-        span = yield from span_joining(self._search.layout, parts, arriving.start, arriving.end)
-        self._insert(arriving, span)
+    def _insert_batch(self, progress: ImportProgress) -> Steps[None]:
+        segments, progress.segments, progress.num_bytes = progress.segments, [], 0
+        span = yield from span_joining(self._matcher.layout, segments, progress.start, progress.end)
+        self._insert_span(progress, span)
 
-    def _insert(self, arriving: ConversationArrival, span: Span) -> None:
-        shelf, limit_bytes = self._desk.shelf, self._room.limit_bytes
-        nbytes = span.nbytes + sum(mark.nbytes for mark in arriving.marks.values())
-        self._room.shrink_to(limit_bytes - nbytes, 0.0, most_bytes=limit_bytes - nbytes)
-        # A node may claim no token that its span has not.
-        hangs = shelf.tree.match(arriving.root, arriving.ids[: span.position]).num_tokens == span.position
-        if not hangs or shelf.nbytes + nbytes > limit_bytes:
+    def _insert_span(self, progress: ImportProgress, span: Span) -> None:
+        table, limit_bytes = self._inserter.shelf, self._reclaimer.limit_bytes
+        nbytes = span.nbytes + sum(each.nbytes for each in progress.checkpoints.values())
+        self._reclaimer.shrink_to(limit_bytes - nbytes, 0.0, most_bytes=limit_bytes - nbytes)
+        # A node may claim no token that its span lacks, so the tokens before the span must still be cached.
+        has_prefix = table.tree.match(progress.root, progress.ids[: span.position]).num_tokens == span.position
+        if not has_prefix or table.nbytes + nbytes > limit_bytes:
             raise MemoryPinned(
                 f"The memory that there was for this conversation was needed by others meanwhile: {span.position} of "
-                f"{len(arriving.ids)} tokens were taken. Import it again when fewer requests run."
+                f"{len(progress.ids)} tokens were taken. Import it again when fewer requests run."
             )
-        entry = Entry(span, arriving.root, arriving.salt, ReuseClass.CONTINUED, is_running=False)
-        shelf.add_entry(entry)
-        path = shelf.insert_entry(entry, arriving.ids[: span.end])
-        for at in [at for at in arriving.marks if at <= span.end]:
-            self._desk.marks.add_checkpoint(path, arriving.marks.pop(at))
-        self._desk.intake.finish_span(entry)
-        # Another request may have filed these tokens meanwhile: what comes next hangs on them.
-        self._desk.leases.extend(arriving.lease, (node.payload for node in path))
-
-
-def packed_of(block: Block) -> Packed:
-    arrays = {
-        name: PackedArray(tensor.dtype, tensor.shape, np.frombuffer(tensor.view(), np.uint8))
-        for name, tensor in block.tensors.items()
-    }
-    return Packed(arrays, dict(block.description))
+        entry = Entry(span, progress.root, progress.salt, ReuseClass.CONTINUED, is_running=False)
+        table.add_entry(entry)
+        path = table.insert_entry(entry, progress.ids[: span.end])
+        for at in [at for at in progress.checkpoints if at <= span.end]:
+            self._inserter.marks.add_checkpoint(path, progress.checkpoints.pop(at))
+        self._inserter.intake.finish_span(entry)
+        # A request may have inserted some of these tokens meanwhile; the rest of the import continues its entries.
+        self._inserter.leases.extend(progress.lease, (node.payload for node in path))

@@ -7,6 +7,7 @@ changes, pins and clears what is under its own salts; an admin key, or any calle
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -16,7 +17,15 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.types import Scope
 
-from kvstrata.engine.cache_api import Cache, CacheUsage, Codec, Explanation, PrecisionChange, TokenIds, parse_precision
+from kvstrata.engine.cache_api import (
+    CacheApi,
+    CacheUsage,
+    Codec,
+    Explanation,
+    PrecisionChange,
+    TokenIds,
+    parse_precision,
+)
 from kvstrata.errors import ConfigError, InvalidRequest, SessionNotFound, Unavailable
 from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.cache_words import (
@@ -74,7 +83,7 @@ class Prompt:
 @router.get("/usage", summary="What is held, where and at which precision", responses=answers(401, 503))
 async def usage(request: Request) -> UsageAnswer:
     service, owner = service_of(request), owner_in(request.scope)
-    held = await told(cache_of(service).usage(owner))
+    held = await ask_cache(service, lambda cache: cache.usage(owner))
     return usage_answer(held, under=whose(owner), pin_quota_bytes=_quota_bytes(held, owner, service.pin_quota))
 
 
@@ -88,20 +97,21 @@ async def requantize(request: Request) -> RequantizeAnswer:
     asked = await _read(request, RequantizeAsked)
     change = _change(asked, request.scope)
 
-    changed, held = await told(cache_of(service_of(request)).requantize(change))
-    return requantize_answer(changed, held_answer(held), under=whose(change.owner))
+    begun = await ask_cache(service_of(request), lambda cache: cache.begin_requantize(change))
+    done = await _result_of(begun)
+    return requantize_answer(done.result, held_answer(done.usage), under=whose(change.owner))
 
 
 @router.get("/requantize", summary="How far the last change has come", responses=answers(400, 401, 503))
 async def requantize_progress(request: Request) -> ProgressAnswer:
     owner = owner_in(request.scope)
-    return progress_answer(await told(cache_of(service_of(request)).requantize_progress(owner)))
+    return progress_answer(await ask_cache(service_of(request), lambda cache: cache.requantize_progress(owner)))
 
 
 @router.delete("/requantize", summary="Stop the change; what is done stays", responses=answers(400, 401, 503))
 async def cancel_requantize(request: Request) -> ProgressAnswer:
     owner = owner_in(request.scope)
-    return progress_answer(await told(cache_of(service_of(request)).cancel_requantize(owner)))
+    return progress_answer(await ask_cache(service_of(request), lambda cache: cache.cancel_requantize(owner)))
 
 
 @router.post(
@@ -141,7 +151,7 @@ async def clear(request: Request) -> ClearAnswer:
     salt = None if asked.salt is None else salt_of(request.scope, asked.salt)
 
     service = service_of(request)
-    left = await told(cache_of(service).clear(salt, tier, owner=owner))
+    left = await ask_cache(service, lambda cache: cache.clear(salt, tier, owner=owner))
     await forget_texts(service, salt, owner, tier)
     cleared = left.cleared
     return {"tier": tier, "bytes": cleared.nbytes, "tokens": cleared.tokens, "bytes_left": left.left_bytes}
@@ -158,7 +168,7 @@ async def pin(request: Request) -> PinAnswer:
     prompt = await _prompt(request)
 
     quota = None if owner is None else service.pin_quota.of
-    num_tokens = await told(cache_of(service).pin(prompt.ids, prompt.salt, quota))
+    num_tokens = await ask_cache(service, lambda cache: cache.pin(prompt.ids, prompt.salt, quota))
     return {"prompt_tokens": len(prompt.tokens), "tokens": num_tokens}
 
 
@@ -170,17 +180,22 @@ async def pin(request: Request) -> PinAnswer:
 )
 async def unpin(request: Request) -> PinAnswer:
     prompt = await _prompt(request)
-    num_tokens = await told(cache_of(service_of(request)).unpin(prompt.ids, prompt.salt))
+    num_tokens = await ask_cache(service_of(request), lambda cache: cache.unpin(prompt.ids, prompt.salt))
     return {"prompt_tokens": len(prompt.tokens), "tokens": num_tokens}
 
 
-def cache_of(service: Service) -> Cache:
+def require_engine(service: Service) -> None:
     if not service.engine.alive:
         raise Unavailable("The engine has stopped. Restart the server; its log says why.")
-    return service.engine.cache
 
 
-async def told(answer: Future[T]) -> T:
+async def ask_cache(service: Service, question: Callable[[CacheApi], T]) -> T:
+    """Return the engine thread's answer to a question about the cache."""
+    require_engine(service)
+    return await _result_of(service.engine.ask_cache(question))
+
+
+async def _result_of(answer: Future[T]) -> T:
     try:
         return await asyncio.wrap_future(answer)
     except ConfigError as error:
@@ -200,16 +215,16 @@ async def _explain(service: Service, prompt: Prompt) -> Explanation:
 
 async def _explain_under(service: Service, ids: TokenIds, salt: str) -> Explanation:
     """The tiers answer on threads of their own, for at most so long, and no step waits for them."""
-    lookup = await told(cache_of(service).ask_disk(ids, salt))
-    shared = await told(cache_of(service).ask_shared(ids, salt))
+    lookup = await ask_cache(service, lambda cache: cache.look_up_on_disk(ids, salt))
+    shared = await ask_cache(service, lambda cache: cache.look_up_in_shared(ids, salt))
     await to_thread.run_sync(lookup.wait, EXPLAIN_S)
     await to_thread.run_sync(shared.wait, EXPLAIN_S)
-    return await told(cache_of(service).explain(ids, salt, lookup.answer, shared.answer))
+    return await ask_cache(service, lambda cache: cache.explain(ids, salt, lookup.answer, shared.answer))
 
 
 def _quota_bytes(held: CacheUsage, owner: str | None, pin_quota: Size) -> int | None:
     """What an owner may pin; None: there is no limit."""
-    return None if owner is None or not held.has_store else pin_quota.of(held.hot_budget_bytes)
+    return None if owner is None or not held.can_share else pin_quota.of(held.hot_budget_bytes)
 
 
 def whose(owner: str | None) -> Under:

@@ -17,7 +17,7 @@ from typing_extensions import TypedDict
 from kvstrata.engine.cache_api import ConversationSnapshot, RememberedConversation
 from kvstrata.errors import ConversationNotFound, InvalidRequest
 from kvstrata.server.auth import owner_in
-from kvstrata.server.cache import EXPLAIN_S, cache_of, told, whose
+from kvstrata.server.cache import EXPLAIN_S, ask_cache, whose
 from kvstrata.server.cache_sessions import PAUSE_S, SLICE_S
 from kvstrata.server.cache_words import PinAnswer, Under
 from kvstrata.server.conversation.body import require_json
@@ -115,7 +115,7 @@ async def pin(request: Request, id: str) -> PinAnswer:
     service, owner = service_of(request), owner_in(request.scope)
     found = await _find(service, owner, id)
     quota = None if owner is None else service.pin_quota.of
-    num_tokens = await told(cache_of(service).pin(found.ids, found.salt, quota))
+    num_tokens = await ask_cache(service, lambda cache: cache.pin(found.ids, found.salt, quota))
     return {"prompt_tokens": len(found.ids), "tokens": num_tokens}
 
 
@@ -124,7 +124,7 @@ async def unpin(request: Request, id: str) -> PinAnswer:
     require_json(request)
     service, owner = service_of(request), owner_in(request.scope)
     found = await _find(service, owner, id)
-    num_tokens = await told(cache_of(service).unpin(found.ids, found.salt))
+    num_tokens = await ask_cache(service, lambda cache: cache.unpin(found.ids, found.salt))
     return {"prompt_tokens": len(found.ids), "tokens": num_tokens}
 
 
@@ -147,7 +147,7 @@ async def drop(request: Request, id: str) -> DropAnswer:
     service, owner = service_of(request), owner_in(request.scope)
     is_dry = _dry_run(request.query_params.get("dry_run", "false"))
     found = await _find(service, owner, id)
-    dropped = await told(cache_of(service).drop(found.ids, found.salt, is_dry=is_dry))
+    dropped = await ask_cache(service, lambda cache: cache.drop_conversation(found.ids, found.salt, is_dry=is_dry))
     await to_thread.run_sync(dropped.on_disk.wait, EXPLAIN_S)
     removed = dropped.on_disk.answer
     return {
@@ -164,7 +164,7 @@ async def drop(request: Request, id: str) -> DropAnswer:
 async def _look(service: Service, owner: str | None) -> Looked:
     """At memory and at what is remembered of sessions."""
     strata = ConversationSnapshot(owner)
-    while not (await told(cache_of(service).tell(strata, SLICE_S))).is_done:
+    while not (await ask_cache(service, lambda cache: cache.list_conversations(strata, SLICE_S))).is_done:
         await asyncio.sleep(PAUSE_S)
     drawing = await to_thread.run_sync(_drawing, service, owner, strata)
     return Looked(drawing, strata.has_more)
@@ -188,20 +188,21 @@ async def _ask_tiers(service: Service, drawing: Drawing) -> str:
     at, num_left = 0, MAX_TOKENS
     while at < len(rows) and num_left > 0:
         taken = _slice(asked[at:])
-        lookup = await told(cache_of(service).lie_on_disk(asked[at : at + taken]))
+        chosen = asked[at : at + taken]
+        lookup = await ask_cache(service, lambda cache, chosen=chosen: cache.locate_on_disk(chosen))
         await to_thread.run_sync(lookup.wait, EXPLAIN_S)
         for row, runs in zip(rows[at:], lookup.answer, strict=False):
             note_disk(row, runs)
         if not lookup.answer:  # there is no disk, or it does not answer
             break
-        num_left -= sum(len(each.ids) for each in asked[at : at + taken])
+        num_left -= sum(len(each.ids) for each in chosen)
         at += taken
     missing = [
         (row, each)
         for row, each in zip(rows, asked, strict=True)
         if row.last.stratum is None and row.last.disk_end < row.last.end - 1
     ][:MAX_SHARED]
-    lookup, precision = await told(cache_of(service).lie_in_shared([each for _, each in missing]))
+    lookup, precision = await ask_cache(service, lambda cache: cache.locate_in_shared([each for _, each in missing]))
     await to_thread.run_sync(lookup.wait, EXPLAIN_S)
     for (row, _), num_tokens in zip(missing, lookup.answer, strict=False):
         note_shared(row, num_tokens)

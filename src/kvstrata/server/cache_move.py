@@ -19,7 +19,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
-from kvstrata.engine.bundle_transfer import BundleExport, ExportedConversation, Form, ImportedConversation
+from kvstrata.engine.bundle_transfer import BundleExport, ExportedConversation, FileFormat, ImportedConversation
 from kvstrata.errors import InvalidRequest, SessionNotFound, Unavailable
 from kvstrata.server.auth import owner_in, salt_of
 from kvstrata.server.errors import answers
@@ -114,7 +114,7 @@ class ExportResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._exporting.end()
+            self._exporting.close()
 
 
 async def _pieces(service: Service, exporting: BundleExport) -> AsyncIterator[memoryview]:
@@ -127,7 +127,7 @@ async def _pieces(service: Service, exporting: BundleExport) -> AsyncIterator[me
 # In a worker thread.
 
 
-def _begin_export(service: Service, session: Session, line: Line, form: Form) -> BundleExport:
+def _begin_export(service: Service, session: Session, line: Line, form: FileFormat) -> BundleExport:
     return service.engine.transfer.begin_export(_conversation(service, session, line), form)
 
 

@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 from kvstrata.engine.cache_api import CachedConversation, RememberedConversation, SessionCounts
 from kvstrata.errors import InvalidRequest
 from kvstrata.server.auth import owner_in
-from kvstrata.server.cache import EXPLAIN_S, cache_of, find_session, told, whose
+from kvstrata.server.cache import EXPLAIN_S, ask_cache, find_session, require_engine, whose
 from kvstrata.server.cache_words import PartedAnswer, Under, parted_answer
 from kvstrata.server.conversation.wire import json_bytes
 from kvstrata.server.errors import answers
@@ -94,7 +94,7 @@ PARAMETERS = [
 async def list_sessions(request: Request) -> StreamingResponse:
     service, owner = service_of(request), owner_in(request.scope)
     limit, before_s = _limit(request.query_params.get("limit")), _before(request.query_params.get("before"))
-    cache_of(service)  # a list cannot say later that the engine has stopped
+    require_engine(service)  # a list cannot say later that the engine has stopped
     found = await to_thread.run_sync(service.sessions.newest, owner, limit + 1, before_s)
     shown = found[:limit]
     head = {
@@ -129,13 +129,13 @@ async def _counted(service: Service, sessions: Sequence[Session]) -> AsyncIterat
     census = SessionCounts([RememberedConversation(session.salt, session.ids) for session in sessions])
     num_done = 0
     while num_done < len(sessions):
-        counted = await told(cache_of(service).count(census, SLICE_S))
+        counted = await ask_cache(service, lambda cache: cache.count_sessions(census, SLICE_S))
         lookup = counted.on_disk
         if not lookup.is_done:
             await to_thread.run_sync(lookup.wait, EXPLAIN_S)
-        next_ones = sessions[num_done : num_done + len(counted.holdings)]
+        next_ones = sessions[num_done : num_done + len(counted.conversations)]
         on_disk = lookup.answer or (None,) * len(next_ones)
-        yield [_answer(*each) for each in zip(next_ones, counted.holdings, on_disk, strict=True)]
+        yield [_answer(*each) for each in zip(next_ones, counted.conversations, on_disk, strict=True)]
         num_done += len(next_ones)
         if num_done < len(sessions):
             await asyncio.sleep(PAUSE_S)

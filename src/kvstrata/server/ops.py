@@ -13,8 +13,8 @@ from typing_extensions import TypedDict
 from kvstrata import __version__
 from kvstrata.errors import Unavailable
 from kvstrata.metrics import CONTENT_TYPE
-from kvstrata.server import cache
 from kvstrata.server.auth import owner_in
+from kvstrata.server.cache import ask_cache
 from kvstrata.server.cache_words import HeldAnswer, TargetAnswer, held_answer, target_answer, usage_answer
 from kvstrata.server.conversation.job import default_sampling
 from kvstrata.server.errors import answers
@@ -57,7 +57,7 @@ async def metrics(request: Request) -> Response:
     # A scrape is answered even where the engine has stopped: that is when people look.
     with contextlib.suppress(Unavailable):
         # Sums over all keys, for every caller: they tell how much there is, not what.
-        held = await cache.told(cache.cache_of(service).usage())
+        held = await ask_cache(service, lambda cache: cache.usage())
         tiers = usage_answer(held, under="all", pin_quota_bytes=None)["tiers"]
         service.metrics.set_cache(tiers, held.counters, hot_budget_bytes=held.hot_budget_bytes)
     return Response(service.metrics.render(), headers={"content-type": CONTENT_TYPE})
@@ -67,7 +67,7 @@ async def metrics(request: Request) -> Response:
 async def props(request: Request) -> dict[str, Any]:
     service = service_of(request)
     owner = owner_in(request.scope)
-    usage = await cache.told(cache.cache_of(service).usage(owner))
+    usage = await ask_cache(service, lambda cache: cache.usage(owner))
     return properties(service, target_answer(usage), held_answer(usage))
 
 

@@ -109,9 +109,9 @@ class Drawing:
 
     def _siblings(self, stratum: ConversationRun, pieces: dict[int, Piece]) -> list[Piece] | None:
         """None: what it hangs on has changed while it was told. The next look has it again."""
-        if stratum.above is None:
+        if stratum.parent is None:
             return None if stratum.start else self._begin.setdefault(stratum.salt, [])
-        above = pieces.get(stratum.above)
+        above = pieces.get(stratum.parent)
         return None if above is None or above.end != stratum.start else above.below
 
     def add(self, asked: RememberedConversation, session: str, unused_s: float) -> None:
@@ -190,12 +190,12 @@ def _parts(piece: Piece, shared_precision: str) -> Iterator[Part]:
         yield from _elsewhere(piece, shared_precision)
         return
     reaches = {"disk": piece.disk_end, "remote": max(piece.shared_end, stratum.shared_end)}
-    ends = {*reaches.values(), *(run.end for run in stratum.stored)}
+    ends = {*reaches.values(), *(run.end for run in stratum.precisions)}
     cuts = {piece.start, piece.end, *(end for end in ends if piece.start < end < piece.end)}
     for start, end in pairwise(sorted(cuts)):
         nbytes = stratum.nbytes * (end - start) // max(1, len(stratum.ids))
         also = tuple(tier for tier, reach in reaches.items() if end <= reach)
-        run = next(run for run in stratum.stored if run.end >= end)
+        run = next(run for run in stratum.precisions if run.end >= end)
         yield Part(end - start, "hot", run.k, run.v, nbytes, also, stratum.is_pinned)
 
 

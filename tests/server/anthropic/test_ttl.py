@@ -76,7 +76,7 @@ def evict_all(served: Served) -> None:
         loop.stock.evictor.shrink_to(0)
         done.set()
 
-    served.server.service.engine.cache._ask(evict).result(60)
+    served.server.service.engine.ask(evict).result(60)
     assert done.is_set()
 
 
@@ -120,7 +120,7 @@ def test_the_next_turn_takes_the_place_of_the_last(caller: Caller) -> None:
     def pins(loop: EngineCore) -> int:
         return len(loop.stock.pins)
 
-    assert caller.served.server.service.engine.cache._ask(pins).result(10) == 1
+    assert caller.served.server.service.engine.ask(pins).result(10) == 1
     assert first < caller.pinned_bytes < 1.5 * first
     # What was taken back is gone with its one name.
     prompt = [{"role": "user", "content": LONG}]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvstrata.engine.cache_api import Operations
+from kvstrata.engine.cache_api import CacheApi
 from kvstrata.server.journal.journal import MAX_REQUESTS
 from kvstrata.server.journal.sampling import SETTLED_AFTER, Sampler
 from tests.server.conftest import Served, running
@@ -40,7 +40,7 @@ def look(sampler: Sampler, served: Served) -> None:
 
 
 def encoded_spans(served: Served) -> int:
-    usage = served.server.service.engine.ask(lambda loop: Operations(loop).usage()).result(60)
+    usage = served.server.service.engine.ask(lambda loop: CacheApi(loop).usage()).result(60)
     return usage.counters.get("encoded_spans", 0)
 
 

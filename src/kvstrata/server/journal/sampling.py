@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvstrata.engine.cache_api import CacheUsage
 from kvstrata.engine.request import EngineState
 from kvstrata.errors import Unavailable
-from kvstrata.server.cache import cache_of, told
+from kvstrata.server.cache import ask_cache
 from kvstrata.server.journal.events import most_grown, retargeted, risen
 from kvstrata.server.journal.slots import Sample, Slot
 
@@ -53,7 +53,7 @@ class Sampler:
         if self._is_news(state, has_written=slot.tokens_per_s > 0):
             # Where the engine has stopped, the last sample stands.
             with contextlib.suppress(Unavailable):
-                self._note(await told(cache_of(service).usage()))
+                self._note(await ask_cache(service, lambda cache: cache.usage()))
         if self._usage is not None:
             slot.sample = _sample(self._usage, state)
 
